@@ -1,0 +1,64 @@
+"""The oracle: training in one process, written so that nobody can doubt it. Float64, plain loops, no zfun.
+
+The batch of a step is a list with one batch for each rank. The loss is the mean of the ranks' losses; each rank's is the mean of its
+micro-batches' losses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Params = dict[str, Tensor]
+LossFn = Callable[[Params, Any], Tensor]
+
+
+def gradients(loss_fn: LossFn, params: Params, batches: Sequence[Any]) -> tuple[float, Params]:
+    """The loss over all batches, each counting the same, and its gradient."""
+    total = 0.0
+    sums = {name: torch.zeros_like(p) for name, p in params.items()}
+    for batch in batches:
+        leaves = {name: p.detach().clone().requires_grad_() for name, p in params.items()}
+        loss = loss_fn(leaves, batch)
+        loss.backward()
+        total += loss.item() / len(batches)
+        for name, leaf in leaves.items():
+            if leaf.grad is not None:
+                sums[name] += leaf.grad / len(batches)
+    return total, sums
+
+
+def norm(grads: Params) -> float:
+    """The L2 norm over all leaves."""
+    return math.sqrt(sum(float((g.double() ** 2).sum()) for g in grads.values()))
+
+
+def clip(grads: Params, max_norm: float) -> Params:
+    """Scale gradients so that their norm is at most ``max_norm``."""
+    factor = 1.0 / max(1.0, (norm(grads) + 1e-6) / max_norm)
+    return {name: g * factor for name, g in grads.items()}
+
+
+def sgd(params: Params, grads: Params, state: Params, lr: float, momentum: float) -> Params:
+    """One step of SGD with momentum; ``state`` is changed."""
+    out = {}
+    for name, p in params.items():
+        state[name] = grads[name] if name not in state else momentum * state[name] + grads[name]
+        out[name] = p - lr * state[name]
+    return out
+
+
+def adamw(params: Params, grads: Params, state: dict[str, Any], lr: float, decay: float, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Params:
+    """One step of AdamW; ``state`` is changed."""
+    state["t"] = state.get("t", 0) + 1
+    out = {}
+    for name, p in params.items():
+        m = state[name, "m"] = b1 * state.get((name, "m"), 0.0) + (1 - b1) * grads[name]
+        v = state[name, "v"] = b2 * state.get((name, "v"), 0.0) + (1 - b2) * grads[name] ** 2
+        m_hat, v_hat = m / (1 - b1 ** state["t"]), v / (1 - b2 ** state["t"])
+        out[name] = p - lr * (m_hat / (v_hat.sqrt() + eps) + decay * p)
+    return out

@@ -1,0 +1,265 @@
+"""Flat: a tree of tensors as a few flat buffers that know their placement.
+
+[Note: what a Flat is]
+``Flat(buffers, placement, layout, group)`` is a tree node whose children are 1-D tensors, one for each bucket of the layout. Under ``R`` and
+``P`` a buffer has the bucket's padded length, under ``S`` the ``size``-th part of it: rank r holds elements ``[r * n, (r + 1) * n)``. So an
+element-wise function written for trees runs on it as it stands, a few long vectors instead of many short ones, and never sees padding that
+is not zero: ``0`` in, ``0`` out is what element-wise optimizers do to a parameter whose gradient is always zero.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from zfun import ops, tree
+from zfun.errors import DonatedStateError, PlacementError, SpecMismatch
+from zfun.layout import Layout, unique_leaves
+from zfun.placement import P, Placement, R, S
+
+if TYPE_CHECKING:
+    from zfun.collectives import Group
+
+__all__ = ["Flat", "Life", "call_site", "check_same_layout", "consume", "flats", "global_norm", "ravel", "unravel"]
+
+
+class Life:
+    """Whether the buffers of a value are still its own: shared by all values that are donated together."""
+
+    __slots__ = ("consumed_by",)
+
+    def __init__(self) -> None:
+        self.consumed_by: str | None = None
+
+    def check(self) -> None:
+        """Raise :class:`DonatedStateError` if the buffers have been taken over."""
+        if self.consumed_by is not None:
+            raise DonatedStateError(
+                f"a donated value must not be used again; its buffers were taken over by {self.consumed_by}; "
+                "use the value which that call returned, or pass donate=False"
+            )
+
+
+def call_site() -> str:
+    """Name the innermost line outside zfun that led here."""
+    package = os.path.dirname(__file__) + os.sep
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def consume(values: Iterable[Flat], consumed_by: str) -> None:
+    """Mark values whose buffers a step has taken over, so that any later use of them raises."""
+    life = Life()
+    life.consumed_by = consumed_by
+    for flat in values:
+        flat.life = life
+
+
+class Flat:
+    """A tree of tensors as flat buffers, with the placement that says what they mean.
+
+    Args:
+        buffers: one 1-D tensor for each bucket (or, when offloaded, one handle of a store).
+        placement: what each rank holds.
+        layout: where each leaf lies.
+        group: the ranks that share it.
+
+    Example:
+        >>> import zfun as zf
+        >>> def main(group):
+        ...     return zf.shard({"w": torch.arange(4.0)}, group)
+        >>> zf.simulate(2, main)[1]
+        Flat(S, rank 1 of 2: 1 leaf, 4 elements in 1 bucket; here 32 of 64 padded elements)
+    """
+
+    __slots__ = ("_buffers", "group", "layout", "life", "placement", "tape")
+
+    def __init__(self, buffers: Iterable[Any], placement: Placement, layout: Layout, group: Group) -> None:
+        self._buffers = tuple(buffers)
+        self.placement = placement
+        self.layout = layout
+        self.group = group
+        self.life = Life()
+        self.tape: Any = None
+
+    @property
+    def buffers(self) -> tuple[Any, ...]:
+        """One 1-D tensor for each bucket."""
+        self.life.check()
+        return self._buffers
+
+    def with_buffers(self, buffers: Iterable[Any], placement: Placement | None = None) -> Flat:
+        """Return the same layout and group over other buffers."""
+        return Flat(buffers, placement or self.placement, self.layout, self.group)
+
+    def __repr__(self) -> str:
+        layout = self.layout
+        leaves, buckets = len(layout.leaves), len(layout.buckets)
+        padded = sum(bucket.padded_numel for bucket in layout.buckets)
+        here = padded // layout.size if self.placement is S else padded
+        return (
+            f"Flat({self.placement!r}, rank {self.group.rank} of {self.group.size}: {leaves} {'leaf' if leaves == 1 else 'leaves'}, "
+            f"{sum(leaf.numel for leaf in layout.leaves)} elements in {buckets} bucket{'' if buckets == 1 else 's'}; "
+            f"here {here} of {padded} padded elements)"
+        )
+
+    def _refuse(self, what: str) -> NoReturn:
+        remedy = "unshard() it" if self.placement is S else "unravel it with unshard()"
+        wrap = "; a loss that takes sharded parameters is wrapped in shard_params()" if self.placement is S else ""
+        raise PlacementError(f"a Flat is not a tensor or a dict; got {what} on a Flat with placement {self.placement!r}; {remedy} to reach its leaves{wrap}")
+
+    def __getitem__(self, key: object) -> NoReturn:
+        self._refuse(f"[{key!r}]")
+
+    def __iter__(self) -> Iterator[Any]:
+        self._refuse("iteration")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        self._refuse(f".{name}")
+
+
+tree.register(
+    Flat,
+    lambda flat: (flat.buffers, (flat.placement, flat.layout, flat.group)),
+    lambda static, buffers: Flat(buffers, *static),
+)
+
+
+def flats(value: tree.Tree) -> list[Flat]:
+    """Return the flats in a tree, which may itself be one."""
+    return [leaf for leaf in tree.leaves(value, is_leaf=lambda x: isinstance(x, Flat)) if isinstance(leaf, Flat)]
+
+
+def check_same_layout(first: Flat, second: Flat, what: str) -> None:
+    """Raise :class:`SpecMismatch` if two flats do not lie alike."""
+    if first.layout != second.layout:
+        raise SpecMismatch(
+            f"{what} must have one layout; got {len(first.layout.buckets)} buckets for {len(first.layout.leaves)} leaves on {first.layout.size} ranks and "
+            f"{len(second.layout.buckets)} buckets for {len(second.layout.leaves)} leaves on {second.layout.size} ranks; use the same tree, group and bucket_bytes"
+        )
+
+
+def ravel(params: tree.Tree, layout: Layout, group: Group, placement: Placement = R, *, scale: float = 1.0) -> Flat:
+    """Copy a tree into new flat buffers; the inverse of :func:`unravel`.
+
+    Args:
+        params: a tree that fits the layout.
+        layout: where each leaf goes.
+        group: the ranks that share it.
+        placement: what the leaves are: ``R`` or ``P``.
+        scale: factor applied to every element.
+
+    Returns:
+        A flat that shares no memory with ``params``.
+
+    Raises:
+        SpecMismatch: the tree does not fit the layout.
+
+    Example:
+        >>> import zfun as zf
+        >>> w = {"w": torch.ones(2)}
+        >>> zf.simulate(1, lambda group: unravel(ravel(w, zf.layout_of(w), group)))
+        [{'w': tensor([1., 1.])}]
+    """
+    values = unique_leaves(params, layout)
+    buffers = []
+    with torch.no_grad():
+        for bucket in layout.buckets:
+            buffers.append(
+                ops.ravel(
+                    [values[i] for i in bucket.leaves],
+                    [layout.leaves[i].offset for i in bucket.leaves],
+                    bucket.padded_numel,
+                    dtype=bucket.dtype,
+                    device=layout.device,
+                    scale=scale,
+                )
+            )
+    return Flat(buffers, placement, layout, group)
+
+
+def unravel(flat: Flat) -> tree.Tree:
+    """View the whole buffers of a flat as the tree it was made from: zero-copy.
+
+    Args:
+        flat: with placement ``R`` or ``P``.
+
+    Returns:
+        A tree of views; tied leaves are one tensor.
+
+    Raises:
+        PlacementError: the flat is sharded.
+    """
+    if flat.placement is S:
+        raise PlacementError("unravel() views whole buffers; got a Flat with placement S; unshard() it")
+    return unravel_buffers(flat.buffers, flat.layout)
+
+
+def unravel_buffers(buffers: Iterable[Tensor], layout: Layout) -> tree.Tree:
+    """View whole buffers as the tree of a layout: zero-copy, and differentiable."""
+    whole = tuple(buffers)
+    views = [ops.unravel(whole[slot.bucket], slot.offset, slot.shape, slot.dtype) for slot in layout.leaves]
+    return tree.unflatten(layout.spec, [views[position] for position in layout.positions])
+
+
+def local_shards(flat: Flat) -> tuple[Tensor, ...]:
+    """Return this rank's piece of every bucket: the buffers under ``S``, slices of them under ``R`` and ``P``."""
+    if flat.placement is S:
+        return flat.buffers
+    pieces = []
+    for index, buffer in enumerate(flat.buffers):
+        numel = flat.layout.shard_numel(index)
+        pieces.append(buffer.narrow(0, flat.group.rank * numel, numel))
+    return tuple(pieces)
+
+
+def global_norm(value: tree.Tree) -> Tensor:
+    """Return the L2 norm of a whole tree over all ranks, never a local part of it.
+
+    Padding is never counted, a replicated element once. Every rank sums the squares of its own pieces, and the sums are added in one order,
+    so that the result has the same bits whether the value is replicated or sharded.
+
+    Args:
+        value: a tree of tensors, or of flats with placement ``R`` or ``S``.
+
+    Returns:
+        A 0-dim float64 tensor, equal on all ranks.
+
+    Raises:
+        PlacementError: a flat is partial.
+
+    Example:
+        >>> import zfun as zf
+        >>> def main(group):
+        ...     return global_norm(zf.shard({"w": torch.tensor([3.0, 4.0])}, group)).item()
+        >>> zf.simulate(2, main)
+        [5.0, 5.0]
+    """
+    totals = []
+    for leaf in tree.leaves(value, is_leaf=lambda x: isinstance(x, Flat)):
+        if isinstance(leaf, Flat):
+            totals.append(_sum_of_squares(leaf))
+        else:
+            real = torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf
+            totals.append(ops.sum_of_squares(real.reshape(-1)))
+    if not totals:
+        return torch.zeros((), dtype=torch.float64)
+    return torch.stack(totals).sum().sqrt()
+
+
+def _sum_of_squares(flat: Flat) -> Tensor:
+    if flat.placement is P:
+        raise PlacementError("a norm needs the sum over the ranks; got a Flat with placement P; redistribute() it to R or S first")
+    partial = [ops.sum_of_squares(piece) for piece in local_shards(flat)]
+    if not partial:
+        return torch.zeros((), dtype=torch.float64)
+    return flat.group.all_gather(torch.stack(partial), "norm").sum()

@@ -1,0 +1,306 @@
+"""Layout: where every leaf of a tree lies in a few flat buffers. Static integers, no data."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from zfun import tree
+from zfun.errors import AliasChanged, LeafError, OptionError, SpecMismatch
+
+__all__ = ["ALIGNMENT", "DEFAULT_BUCKET_BYTES", "BucketSlot", "LeafSlot", "Layout", "layout_of", "unique_leaves"]
+
+DEFAULT_BUCKET_BYTES = 16 * 2**20
+
+# Leaves begin, and shards end, at multiples of this many elements: whole vector registers, and whole cache lines from float16 on.
+ALIGNMENT = 32
+
+_REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
+
+
+@dataclass(frozen=True, slots=True)
+class LeafSlot:
+    """The place of one leaf.
+
+    Attributes:
+        path: its tree path; of tied leaves the first one.
+        shape: its shape.
+        dtype: its dtype.
+        bucket: index of the bucket that holds it.
+        offset: where it begins, in elements of the bucket.
+        numel: how many elements of the bucket it takes; a complex number takes two.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    bucket: int
+    offset: int
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class BucketSlot:
+    """One flat buffer.
+
+    Attributes:
+        dtype: its dtype; buckets never mix dtypes.
+        leaves: indices of the leaves in it, by offset.
+        numel: elements that leaves take.
+        padded_numel: its length; the group size divides it. What no leaf takes is zero and stays zero.
+    """
+
+    dtype: torch.dtype
+    leaves: tuple[int, ...]
+    numel: int
+    padded_numel: int
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Where every leaf of a tree lies in a few flat buffers.
+
+    Attributes:
+        leaves: one slot for each leaf; tied leaves share one.
+        buckets: the buffers.
+        size: number of ranks that share each bucket.
+        spec: the structure of the tree.
+        positions: for each leaf of the tree, in tree order, the index of its slot.
+        paths: for each leaf of the tree, in tree order, its path.
+        device: where the leaves live.
+    """
+
+    leaves: tuple[LeafSlot, ...]
+    buckets: tuple[BucketSlot, ...]
+    size: int
+    spec: tree.Spec
+    positions: tuple[int, ...]
+    paths: tuple[str, ...]
+    device: torch.device
+    _hash: int = field(init=False, repr=False, default=0)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.leaves, self.size, self.positions)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Layout) or self._hash != other._hash:
+            return False
+        return (self.leaves, self.buckets, self.positions, self.spec) == (other.leaves, other.buckets, other.positions, other.spec)
+
+    def shard_numel(self, bucket: int) -> int:
+        """Return how many elements of a bucket each rank holds."""
+        return self.buckets[bucket].padded_numel // self.size
+
+    def label(self, bucket: int) -> str:
+        """Name a bucket by its leaves, for messages.
+
+        Example:
+            >>> layout_of({"w": torch.zeros(3), "b": torch.zeros(1)}, size=2).label(0)
+            'bucket 0: w … b (2 leaves)'
+        """
+        names = [self.leaves[leaf].path for leaf in self.buckets[bucket].leaves]
+        if len(names) == 1:
+            return f"bucket {bucket}: {names[0]}"
+        return f"bucket {bucket}: {names[0]} … {names[-1]} ({len(names)} leaves)"
+
+
+@dataclass(frozen=True, slots=True)
+class _LeafKey:
+    path: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def layout_of(params: tree.Tree, size: int = 1, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Layout:
+    """Lay a tree of tensors out in flat buckets.
+
+    Buckets follow the tree's insertion order and hold one dtype each. A bucket closes before a leaf that would take it past ``bucket_bytes``,
+    and at the end of a block (``h.0``, ``h.1``, ...) once it is half full, so that a bucket tends to be what a block uses. A leaf is never cut.
+
+    Args:
+        params: any tree of tensors. Leaves that are the same view of the same memory are tied, and get one slot.
+        size: number of ranks that share each bucket.
+        bucket_bytes: where a bucket closes, in bytes.
+
+    Returns:
+        The layout. Equal arguments give the same object.
+
+    Raises:
+        LeafError: a leaf is not a tensor, is expanded (stride 0), or shares part of its memory with another one.
+
+    Example:
+        >>> layout = layout_of({"w": torch.zeros(5, 3), "b": torch.zeros(3)}, size=2)
+        >>> layout.buckets[0].padded_numel, layout.leaves[1].offset
+        (64, 32)
+    """
+    if bucket_bytes < 1:
+        raise OptionError(f"bucket_bytes must be at least 1; got {bucket_bytes}")
+    values, spec = tree.flatten(params)
+    paths = tree.paths(params)
+    for path, leaf in zip(paths, values, strict=True):
+        _check_leaf(path, leaf)
+    devices = {leaf.device for leaf in values}
+    if len(devices) > 1:
+        where = {path: str(leaf.device) for path, leaf in zip(paths, values, strict=True)}
+        raise LeafError(f"leaves of one tree must be on one device; got {where}; move them first")
+    firsts, positions = _alias_sets(paths, values)
+    keys = tuple(_LeafKey(paths[i], tuple(values[i].shape), values[i].dtype) for i in firsts)
+    device = devices.pop() if devices else torch.device("cpu")
+    return _layout(keys, tuple(positions), tuple(paths), spec, size, bucket_bytes, device)
+
+
+@functools.lru_cache(maxsize=256)
+def _layout(
+    keys: tuple[_LeafKey, ...],
+    positions: tuple[int, ...],
+    paths: tuple[str, ...],
+    spec: tree.Spec,
+    size: int,
+    bucket_bytes: int,
+    device: torch.device,
+) -> Layout:
+    slots: list[LeafSlot] = []
+    members: list[list[int]] = []
+    ends: list[int] = []
+    dtypes: list[torch.dtype] = []
+    open_buckets: dict[torch.dtype, int] = {}
+    block = None
+    for index, key in enumerate(keys):
+        dtype = _REAL.get(key.dtype, key.dtype)
+        numel = math.prod(key.shape) * (2 if key.dtype.is_complex else 1)
+        if (here := _block_of(key.path)) != block:
+            block = here
+            full = [d for d, b in open_buckets.items() if 2 * ends[b] * d.itemsize >= bucket_bytes]
+            for d in full:
+                del open_buckets[d]
+        bucket = open_buckets.get(dtype)
+        if bucket is None or (ends[bucket] and (ends[bucket] + numel) * dtype.itemsize > bucket_bytes):
+            bucket = open_buckets[dtype] = len(members)
+            members.append([])
+            ends.append(0)
+            dtypes.append(dtype)
+        slots.append(LeafSlot(key.path, key.shape, key.dtype, bucket, ends[bucket], numel))
+        members[bucket].append(index)
+        ends[bucket] += -(-numel // ALIGNMENT) * ALIGNMENT
+    unit = ALIGNMENT * size
+    buckets = tuple(
+        BucketSlot(dtype, tuple(leaves), sum(slots[i].numel for i in leaves), -(-end // unit) * unit)
+        for dtype, leaves, end in zip(dtypes, members, ends, strict=True)
+    )
+    return Layout(tuple(slots), buckets, size, spec, positions, paths, device)
+
+
+def _block_of(path: str) -> tuple[str, ...]:
+    """The path up to its first number: ``h.3.attn.w`` lies in block ``h.3``."""
+    parts = path.split(".")
+    for i, part in enumerate(parts):
+        if part.isdigit():
+            return tuple(parts[: i + 1])
+    return ()
+
+
+def _check_leaf(path: str, leaf: object) -> None:
+    if not isinstance(leaf, Tensor):
+        raise LeafError(f"every leaf must be a tensor; leaf {path!r} is {type(leaf).__name__}; keep other values in the batch or in a closure", leaf=path)
+    if leaf.layout != torch.strided or leaf.is_quantized:
+        raise LeafError(f"every leaf must be a dense tensor; leaf {path!r} is {leaf.layout}; convert it with to_dense()", leaf=path)
+    if leaf.numel() > 1 and any(stride == 0 and dim > 1 for stride, dim in zip(leaf.stride(), leaf.shape, strict=True)):
+        raise LeafError(
+            f"a leaf must own each of its elements; leaf {path!r} is expanded (strides {tuple(leaf.stride())}); call clone() on it first", leaf=path
+        )
+
+
+def _alias_sets(paths: Sequence[str], values: Sequence[Tensor]) -> tuple[list[int], list[int]]:
+    """Group leaves that are the same view of the same memory; refuse those that overlap in part."""
+    seen: dict[object, int] = {}
+    firsts: list[int] = []
+    positions: list[int] = []
+    spans: dict[int, list[tuple[int, int, int]]] = {}
+    for i, leaf in enumerate(values):
+        # Empty tensors all have address 0, and fake ones none at all: only the storage itself says who shares.
+        storage = leaf.untyped_storage()._cdata
+        key = (storage, leaf.storage_offset(), tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype) if leaf.numel() else i
+        slot = seen.setdefault(key, len(firsts))
+        if slot == len(firsts):
+            firsts.append(i)
+            if leaf.numel():
+                start = leaf.storage_offset() * leaf.element_size()
+                last = sum((dim - 1) * stride for dim, stride in zip(leaf.shape, leaf.stride(), strict=True))
+                spans.setdefault(storage, []).append((start, start + (last + 1) * leaf.element_size(), i))
+        positions.append(slot)
+    for pieces in spans.values():
+        pieces.sort()
+        for (_, end, a), (start, _, b) in zip(pieces, pieces[1:], strict=False):
+            if start < end and _overlap([values[i] for _, _, i in pieces]):
+                raise LeafError(
+                    f"leaves may be tied (one view) or apart, not overlap; {paths[a]!r} and {paths[b]!r} share part of their memory; "
+                    "clone() one of them, or tie them in the loss function",
+                    leaf=paths[b],
+                )
+    return firsts, positions
+
+
+def _overlap(views: Sequence[Tensor]) -> bool:
+    """Whether views of one storage have an element in common (columns of one matrix interleave, but share none)."""
+    if len({view.dtype for view in views}) > 1:
+        return True
+    first = min(view.storage_offset() for view in views)
+    last = max(view.storage_offset() + sum((d - 1) * s for d, s in zip(view.shape, view.stride(), strict=True)) for view in views)
+    counts = torch.zeros(last - first + 1, dtype=torch.int32)
+    for view in views:
+        counts.as_strided(view.shape, view.stride(), view.storage_offset() - first).add_(1)
+    return bool((counts > 1).any())
+
+
+def unique_leaves(params: tree.Tree, layout: Layout) -> list[Tensor]:
+    """Return one tensor for each slot of a layout.
+
+    Args:
+        params: a tree that fits the layout.
+        layout: the layout.
+
+    Returns:
+        The tensors in the order of ``layout.leaves``.
+
+    Raises:
+        SpecMismatch: the tree has another structure, or a leaf another shape or dtype.
+        AliasChanged: leaves that the layout ties are different tensors now.
+
+    Example:
+        >>> w = torch.ones(2)
+        >>> layout = layout_of({"in": w, "out": w})
+        >>> len(unique_leaves({"in": w, "out": w}, layout))
+        1
+    """
+    values, spec = tree.flatten(params)
+    if spec != layout.spec:
+        now, then = set(tree.paths(params)), set(layout.paths)
+        raise SpecMismatch(
+            f"a tree must keep the structure that it was laid out with; missing {sorted(then - now)}, unexpected {sorted(now - then)}; "
+            "lay the new tree out with shard() or replicate()"
+        )
+    chosen: list[Tensor | None] = [None] * len(layout.leaves)
+    for path, leaf, position in zip(layout.paths, values, layout.positions, strict=True):
+        slot = layout.leaves[position]
+        first = chosen[position]
+        if first is None:
+            if tuple(leaf.shape) != slot.shape or leaf.dtype != slot.dtype:
+                raise SpecMismatch(
+                    f"a leaf must keep its shape and dtype; leaf {path!r} was laid out as {slot.dtype} {slot.shape} and is now "
+                    f"{leaf.dtype} {tuple(leaf.shape)}; lay the new tree out with shard() or replicate()",
+                    leaf=path,
+                )
+            chosen[position] = leaf
+        elif leaf is not first and (leaf.numel() == 0 or leaf.data_ptr() != first.data_ptr()):
+            raise AliasChanged(f"tied leaves must stay tied; {slot.path!r} and {path!r} shared one tensor and are now two; tie them again, or shard the new tree", leaf=path)
+    return [leaf for leaf in chosen if leaf is not None]

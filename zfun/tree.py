@@ -1,0 +1,169 @@
+"""Pytrees: the one module that knows which library flattens them.
+
+Any tree that optree understands is a tree here: nested dicts, lists, tuples, namedtuples, and classes that users register, globally
+or in the namespace ``"zfun"``. ``None`` is an empty subtree, so that a tree with holes (see :func:`partition`) needs no special case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
+
+import optree
+import torch.utils._pytree as torch_pytree
+
+__all__ = [
+    "NAMESPACE",
+    "Spec",
+    "Tree",
+    "combine",
+    "flatten",
+    "leaves",
+    "map",
+    "partition",
+    "paths",
+    "register",
+    "structure",
+    "unflatten",
+]
+
+NAMESPACE = "zfun"
+Tree: TypeAlias = Any
+Spec: TypeAlias = optree.PyTreeSpec
+_IsLeaf: TypeAlias = Callable[[Any], bool] | None
+
+# Parameters are laid out in the order in which they are used, which is the order in which dicts were filled, not that of their sorted keys.
+# The setting belongs to zfun's namespace, so nobody else's trees change.
+optree.dict_insertion_ordered(True, namespace=NAMESPACE).__enter__()
+
+
+def flatten(tree: Tree, is_leaf: _IsLeaf = None) -> tuple[list[Any], Spec]:
+    """Take a tree apart into its leaves and its structure.
+
+    Args:
+        tree: any pytree.
+        is_leaf: a predicate that stops the descent.
+
+    Returns:
+        The leaves in order of insertion, and the structure.
+
+    Example:
+        >>> flatten({"b": 1, "a": (2, None)})[0]
+        [1, 2]
+    """
+    return optree.tree_flatten(tree, is_leaf=is_leaf, namespace=NAMESPACE)
+
+
+def unflatten(spec: Spec, leaves: Iterable[Any]) -> Tree:
+    """Put leaves back into a structure: the inverse of :func:`flatten`.
+
+    Example:
+        >>> values, spec = flatten({"b": 1, "a": 2})
+        >>> unflatten(spec, [v * 10 for v in values])
+        {'b': 10, 'a': 20}
+    """
+    return optree.tree_unflatten(spec, leaves)
+
+
+def leaves(tree: Tree, is_leaf: _IsLeaf = None) -> list[Any]:
+    """Return the leaves of a tree in order of insertion."""
+    return optree.tree_leaves(tree, is_leaf=is_leaf, namespace=NAMESPACE)
+
+
+def structure(tree: Tree, is_leaf: _IsLeaf = None) -> Spec:
+    """Return the structure of a tree without its leaves."""
+    return optree.tree_structure(tree, is_leaf=is_leaf, namespace=NAMESPACE)
+
+
+def map(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: _IsLeaf = None) -> Tree:
+    """Apply ``fn`` to every leaf of one tree, and to the leaves at the same place in others.
+
+    Example:
+        >>> map(lambda x, y: x + y, {"a": 1}, {"a": 2})
+        {'a': 3}
+    """
+    return optree.tree_map(fn, tree, *rest, is_leaf=is_leaf, namespace=NAMESPACE)
+
+
+def paths(tree: Tree, is_leaf: _IsLeaf = None) -> list[str]:
+    """Name every leaf by its place, in the order of :func:`leaves`.
+
+    Returns:
+        Dotted paths; a tree that is one leaf has the path ``"."``.
+
+    Example:
+        >>> paths({"h": [1, {"w": 2}], "out": 3})
+        ['h.0', 'h.1.w', 'out']
+    """
+    found = optree.tree_paths(tree, is_leaf=is_leaf, namespace=NAMESPACE)
+    return [".".join(str(entry) for entry in path) or "." for path in found]
+
+
+def register(
+    cls: type,
+    to_children: Callable[[Any], tuple[Iterable[Any], Any]],
+    from_children: Callable[[Any, Iterable[Any]], Any],
+) -> None:
+    """Make a class a tree node, for zfun and for ``torch.func``.
+
+    Args:
+        cls: the class.
+        to_children: returns the children and hashable static data.
+        from_children: rebuilds the node from static data and children.
+    """
+    optree.register_pytree_node(cls, to_children, from_children, namespace=NAMESPACE)
+
+    def flatten_for_torch(node: Any) -> tuple[list[Any], Any]:
+        children, static = to_children(node)
+        return list(children), static
+
+    torch_pytree.register_pytree_node(
+        cls, flatten_for_torch, lambda children, static: from_children(static, children)
+    )
+
+
+def partition(tree: Tree, predicate: Callable[[str, Any], bool]) -> tuple[Tree, Tree]:
+    """Split a tree in two by a predicate; :func:`combine` puts it together again.
+
+    Both parts have the structure of the whole, with ``None`` where the leaf is in the other part. So frozen leaves are a tree of their own,
+    which no gradient and no optimizer ever sees.
+
+    Args:
+        tree: any pytree.
+        predicate: called with the path and the leaf.
+
+    Returns:
+        The leaves where the predicate holds, and the others.
+
+    Example:
+        >>> trainable, frozen = partition({"w": 1, "scale": 2}, lambda path, leaf: path == "w")
+        >>> trainable, frozen
+        ({'w': 1, 'scale': None}, {'w': None, 'scale': 2})
+        >>> combine(trainable, frozen)
+        {'w': 1, 'scale': 2}
+    """
+    values, spec = flatten(tree)
+    chosen = [bool(predicate(path, leaf)) for path, leaf in zip(paths(tree), values, strict=True)]
+    inside = [leaf if keep else None for leaf, keep in zip(values, chosen, strict=True)]
+    outside = [None if keep else leaf for leaf, keep in zip(values, chosen, strict=True)]
+    return unflatten(spec, inside), unflatten(spec, outside)
+
+
+def combine(*parts: Tree) -> Tree:
+    """Fill the holes (``None``) of one tree with the leaves of the others: the inverse of :func:`partition`.
+
+    Args:
+        parts: trees of one structure when ``None`` counts as a leaf.
+
+    Returns:
+        At each place the first leaf that is not ``None``.
+
+    Example:
+        >>> combine({"w": 1, "scale": None}, {"w": None, "scale": 2})
+        {'w': 1, 'scale': 2}
+    """
+
+    def first(*candidates: Any) -> Any:
+        return next((leaf for leaf in candidates if leaf is not None), None)
+
+    return optree.tree_map(first, *parts, none_is_leaf=True, namespace=NAMESPACE)
