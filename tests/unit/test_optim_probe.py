@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from zfun import optim, tree
+from zfun.errors import NotElementwiseError
+from zfun.flat import global_norm
+from zfun.placement import S
+
+
+def stateless(leaf_update: Callable[[Tensor, Tensor], Tensor]) -> optim.Optimizer:
+    return optim.optimizer(lambda params: (), lambda grads, state, params: (tree.map(leaf_update, grads, params), state))
+
+
+def whole_tree(grads_to_updates: Callable[[Any], Any]) -> optim.Optimizer:
+    return optim.optimizer(lambda params: (), lambda grads, state, params: (grads_to_updates(grads), state))
+
+
+def local_norm_clip(grads: Any) -> Any:
+    norm = torch.cat([g.reshape(-1) for g in tree.leaves(grads)]).norm()
+    return tree.map(lambda g: -g / norm, grads)
+
+
+def own_global_norm_clip(grads: Any) -> Any:
+    return tree.map(lambda g: -g / global_norm(grads), grads)
+
+
+def rms_moments() -> optim.Optimizer:
+    def update(grads: Any, state: Any, params: Any) -> Any:
+        nu = tree.map(lambda v, g: 0.9 * v + 0.1 * g * g, state, grads)
+        return tree.map(lambda g, v: -0.01 * g / (v.sqrt() + 1e-8), grads, nu), nu
+
+    return optim.optimizer(lambda params: tree.map(torch.zeros_like, params), update)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optim.sgd(0.1),
+        optim.sgd(0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+        optim.adam(optim.warmup_cosine(1e-3, 100, 1000), weight_decay=0.1),
+        optim.adamw(1e-3),
+        optim.clip_by_global_norm(1e-3),
+        optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3), optim.scale_by_schedule(optim.linear(1.0, 0.0, 10))),
+        stateless(lambda g, p: -0.1 * g.sign() - 0.1 * p),
+        whole_tree(own_global_norm_clip),
+        rms_moments(),
+    ],
+)
+def test_elementwise_optimizers_pass(optimizer: optim.Optimizer) -> None:
+    before = torch.get_rng_state()
+    optim.probe(optimizer)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def newton_schulz(g: Tensor, p: Tensor) -> Tensor:
+    return -0.1 * g.mm(g.t()).mm(g)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (stateless(lambda g, p: -0.1 * g * p.norm() / g.norm()), "1-D pieces of lengths .* changed by"),
+        (stateless(lambda g, p: -0.1 * (g - g.mean())), "changed by"),
+        (stateless(lambda g, p: -0.1 * g.reshape(-1).sort().values.reshape(g.shape)), "changed by"),
+        (stateless(lambda g, p: -0.1 * g.reshape(-1).roll(1).reshape(g.shape)), "changed by"),
+        (stateless(lambda g, p: -0.1 * (g.mm(g.t()).mm(g) if g.dim() == 2 else g)), "changed by"),
+        (stateless(lambda g, p: -0.1 * g * (2.0 if g.dim() > 1 else 1.0)), "changed by"),
+        (stateless(newton_schulz), "raised RuntimeError: self must be a matrix"),
+        (whole_tree(lambda grads: {"w": grads["w"]}), "whatever the shapes and names of leaves; .* raised TypeError"),
+        (whole_tree(local_norm_clip), "halves on two ranks .*zf.optim.clip_by_global_norm"),
+        (stateless(lambda g, p: -0.1 * g - 1e-3), r"padding, which must stay zero"),
+        (stateless(lambda g, p: -0.1 * g / g.abs()), r"padding, which must stay zero.*nan"),
+        (stateless(lambda g, p: -0.1 * g * torch.rand(())), "two runs from one start .* different changes; keep"),
+        (stateless(lambda g, p: -0.1 * torch.cat([g.reshape(-1), g.reshape(-1)])), "raised SpecMismatch"),
+        (optim.optimizer(lambda params: None, lambda grads, state, params: (grads, grads)), "the state changed its structure"),
+        (
+            optim.sgd(0.1)._replace(apply=lambda grads, state, params, *, donate=False: (params, state)),
+            "comparing update and then add with apply",
+        ),
+    ],
+)
+def test_others_are_refused_with_a_reason(optimizer: optim.Optimizer, message: str) -> None:
+    for _ in range(2):
+        with pytest.raises(NotElementwiseError, match=message):
+            optim.probe(optimizer)
+
+
+def test_an_optimizer_is_probed_once() -> None:
+    calls = []
+
+    def update(grads: Any, state: Any, params: Any) -> Any:
+        calls.append(1)
+        return tree.map(lambda g: -g, grads), state
+
+    def init(params: Any) -> Any:
+        return ()
+
+    optim.probe(optim.as_optimizer((init, update)))
+    count = len(calls)
+    optim.probe(optim.as_optimizer((init, update)))
+    assert len(calls) == count > 0
+
+
+def test_functions_that_cannot_be_hashed_are_probed_too() -> None:
+    class Update:
+        __hash__ = None  # type: ignore[assignment]
+
+        def __call__(self, grads: Any, state: Any, params: Any) -> Any:
+            return tree.map(lambda g: -g, grads), state
+
+    optim.probe(optim.optimizer(lambda params: (), Update()))
+
+
+def test_a_sharded_optimizer_is_not_probed_again() -> None:
+    optim.probe(stateless(newton_schulz)._replace(placement=S))
+    with pytest.raises(NotElementwiseError):
+        optim.chain(stateless(newton_schulz), optim.sgd(0.1)._replace(placement=S))
+
+
+def test_the_probe_has_numbers_under_fake_tensors() -> None:
+    with FakeTensorMode():
+        optim.probe(optim.adamw(0.123))
+        with pytest.raises(NotElementwiseError, match="changed by"):
+            optim.probe(stateless(lambda g, p: -0.1 * (g - g.mean())))

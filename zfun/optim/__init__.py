@@ -1,0 +1,34 @@
+"""Optimizers, schedules and clipping: pure functions over trees, which know nothing of ranks."""
+
+from zfun.optim._base import InitFn, Optimizer, State, UpdateFn, apply_updates, as_optimizer, optimizer
+from zfun.optim._chain import chain
+from zfun.optim._probe import probe
+from zfun.optim._rules import AdamState, SgdState, adam, adamw, sgd
+from zfun.optim._schedules import Schedule, constant, linear, warmup_cosine, warmup_linear
+from zfun.optim._transforms import ScheduleState, clip_by_global_norm, scale, scale_by_schedule
+
+__all__ = [
+    "AdamState",
+    "InitFn",
+    "Optimizer",
+    "Schedule",
+    "ScheduleState",
+    "SgdState",
+    "State",
+    "UpdateFn",
+    "adam",
+    "adamw",
+    "apply_updates",
+    "as_optimizer",
+    "chain",
+    "clip_by_global_norm",
+    "constant",
+    "linear",
+    "optimizer",
+    "probe",
+    "scale",
+    "scale_by_schedule",
+    "sgd",
+    "warmup_cosine",
+    "warmup_linear",
+]

@@ -1,0 +1,268 @@
+"""What an optimizer is."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn, ParamSpec, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from zfun import ops, tree
+from zfun.errors import LeafError, OptionError, SpecMismatch
+from zfun.placement import Placement
+from zfun.tree import Tree
+
+__all__ = [
+    "InitFn",
+    "Optimizer",
+    "State",
+    "UpdateFn",
+    "aligned",
+    "apply_updates",
+    "as_optimizer",
+    "check_trainable",
+    "flat_view",
+    "optimizer",
+    "own",
+    "remembered",
+    "step_count",
+]
+
+State: TypeAlias = Any
+InitFn: TypeAlias = Callable[[Tree], State]
+UpdateFn: TypeAlias = Callable[[Tree, State, Tree], tuple[Tree, State]]
+
+
+_Params = ParamSpec("_Params")
+
+
+def remembered(make: Callable[_Params, Optimizer]) -> Callable[_Params, Optimizer]:
+    """Let a pure maker of optimizers return one value for one set of arguments, so that it is probed once on however many ranks."""
+    cached = functools.lru_cache(maxsize=64, typed=True)(make)
+
+    @functools.wraps(make)
+    def wrapper(*args: _Params.args, **kwargs: _Params.kwargs) -> Optimizer:
+        try:
+            hash((args, tuple(kwargs.values())))
+        except TypeError:
+            return make(*args, **kwargs)
+        return cached(*args, **kwargs)
+
+    return wrapper
+
+
+class ApplyFn(Protocol):
+    """``apply(grads, state, params, *, donate=False) -> (params, state)``."""
+
+    def __call__(self, grads: Tree, state: State, params: Tree, *, donate: bool = False) -> tuple[Tree, State]: ...
+
+
+class Optimizer(NamedTuple):
+    """An optimizer: pure functions over a tree of tensors.
+
+    Attributes:
+        init: ``init(params) -> state``.
+        update: ``update(grads, state, params) -> (updates, state)``; ``updates`` are to be added to the parameters.
+        apply: ``apply(grads, state, params, *, donate=False) -> (params, state)``: ``update`` and then add, with the same bits. With
+            ``donate=True`` it may overwrite the buffers of ``state`` and ``params``, which must not be used again.
+        placement: the placement that it computes in; ``None`` follows the parameters.
+
+    Example:
+        >>> from zfun.optim import sgd
+        >>> sgd(0.5).apply({"w": torch.ones(2)}, sgd(0.5).init({"w": torch.zeros(2)}), {"w": torch.zeros(2)})[0]
+        {'w': tensor([-0.5000, -0.5000])}
+    """
+
+    init: InitFn
+    update: UpdateFn
+    apply: ApplyFn
+    placement: Placement | None = None
+
+
+@remembered
+def optimizer(init: InitFn, update: UpdateFn) -> Optimizer:
+    """Make an optimizer of a user's pair of functions, as in optax.
+
+    Args:
+        init: ``init(params) -> state``, any tree.
+        update: ``update(grads, state, params) -> (updates, state)``; ``updates`` has the tree and shapes of ``params``.
+
+    Returns:
+        An optimizer whose ``apply`` is ``update`` and then add; with ``donate=True`` it adds in place.
+
+    Example:
+        >>> from zfun import tree
+        >>> signs = optimizer(lambda params: (), lambda grads, state, params: (tree.map(lambda g: -0.1 * g.sign(), grads), state))
+        >>> signs.apply({"w": torch.tensor([3.0, -4.0])}, (), {"w": torch.zeros(2)})[0]
+        {'w': tensor([-0.1000,  0.1000])}
+    """
+
+    def init_fn(params: Tree) -> State:
+        check_trainable(params)
+        return init(params)
+
+    def apply(grads: Tree, state: State, params: Tree, *, donate: bool = False) -> tuple[Tree, State]:
+        updates, state = update(grads, state, params)
+        return apply_updates(params, updates, donate), state
+
+    return Optimizer(init_fn, update, apply)
+
+
+def as_optimizer(x: object) -> Optimizer:
+    """Accept an optimizer, or the plain pair ``(init, update)``.
+
+    Args:
+        x: an :class:`Optimizer`, or a tuple of two functions.
+
+    Returns:
+        An optimizer.
+
+    Raises:
+        OptionError: ``x`` is neither.
+
+    Example:
+        >>> as_optimizer((lambda params: (), lambda grads, state, params: (grads, state))).placement is None
+        True
+    """
+    if isinstance(x, Optimizer):
+        return x
+    if isinstance(x, (tuple, list)) and len(x) == 2 and all(callable(part) for part in x):
+        init, update = x
+        return optimizer(init, update)
+    remedy = (
+        "use zf.optim.sgd, adam or adamw: a torch.optim optimizer keeps its parameters and its state in itself"
+        if isinstance(x, torch.optim.Optimizer)
+        else "use one of zf.optim, or zf.optim.optimizer(init, update)"
+    )
+    raise OptionError(f"an optimizer is an Optimizer or a pair of functions (init, update); got {type(x).__name__}; {remedy}")
+
+
+@torch.no_grad()
+def apply_updates(params: Tree, updates: Tree, donate: bool = False) -> Tree:
+    """Add updates to parameters.
+
+    Args:
+        params: a tree of tensors.
+        updates: the same tree, with the same shapes; any floating dtypes.
+        donate: add in place where a leaf owns its memory.
+
+    Returns:
+        The new parameters, in the dtypes of the old ones.
+
+    Raises:
+        SpecMismatch: the trees or shapes differ.
+
+    Example:
+        >>> apply_updates({"w": torch.ones(2)}, {"w": torch.tensor([0.5, -0.5])})
+        {'w': tensor([1.5000, 0.5000])}
+    """
+    rows = aligned(params, updates=updates)
+    mine = own([p for p, _ in rows], donate) if donate else [None] * len(rows)
+    added = [(p + u).to(p.dtype) if out is None else out.add_(u) for (p, u), out in zip(rows, mine, strict=True)]
+    return tree.unflatten(tree.structure(params), added)
+
+
+def check_trainable(params: Tree) -> None:
+    """Refuse leaves that no gradient can move.
+
+    Raises:
+        LeafError: a leaf is not a tensor, or holds integers or booleans.
+    """
+    for path, leaf in zip(tree.paths(params), tree.leaves(params), strict=True):
+        if not isinstance(leaf, Tensor):
+            raise LeafError(
+                f"a trainable leaf is a floating or complex tensor; leaf {path!r} is {type(leaf).__name__}; keep it out of params",
+                leaf=path,
+            )
+        if not (leaf.is_floating_point() or leaf.is_complex()):
+            raise LeafError(
+                f"a trainable leaf is a floating or complex tensor; leaf {path!r} has {leaf.dtype}; "
+                "keep it in a tree of its own with partition()",
+                leaf=path,
+            )
+
+
+def aligned(params: Tree, **others: Tree) -> list[tuple[Tensor, ...]]:
+    """Put the leaves of trees side by side.
+
+    Args:
+        params: a tree of tensors.
+        others: trees of the same structure and shapes, by the name that a message gives them.
+
+    Returns:
+        For each leaf of ``params`` the leaf and its counterparts.
+
+    Raises:
+        SpecMismatch: a tree has another structure or a leaf another shape; the message names both.
+    """
+    rows: list[tuple[Tensor, ...]] = []
+
+    def collect(*row: Tensor) -> Tensor:
+        rows.append(row)
+        return row[0]
+
+    try:
+        tree.map(collect, params, *others.values())
+    except (TypeError, ValueError) as error:
+        _explain(params, others, error)
+    names = tree.paths(params)
+    for path, (p, *rest) in zip(names, rows, strict=True):
+        for name, x in zip(others, rest, strict=True):
+            if not isinstance(x, Tensor) or x.shape != p.shape:
+                got = tuple(x.shape) if isinstance(x, Tensor) else None if x is None else type(x).__name__
+                raise SpecMismatch(
+                    f"{name} must have the shapes of the parameters; leaf {path!r} is {tuple(p.shape)} in params and {got} in {name}; "
+                    "pass what belongs to these very parameters, zeros for one without gradient",
+                    leaf=path,
+                )
+    return rows
+
+
+def _explain(params: Tree, others: dict[str, Tree], error: Exception) -> NoReturn:
+    names = tree.paths(params)
+    for name, other in others.items():
+        theirs = tree.paths(other)
+        missing = [path for path in names if path not in set(theirs)]
+        extra = [path for path in theirs if path not in set(names)]
+        if missing or extra:
+            raise SpecMismatch(
+                f"{name} must have the tree of the parameters; missing {missing[:3]}, unexpected {extra[:3]}; "
+                "pass what belongs to these very parameters, zeros for one without gradient",
+                leaf=(missing or extra)[0],
+            ) from error
+    raise SpecMismatch(
+        f"{' and '.join(others)} must have the tree of the parameters; the same leaves lie in other nodes, or under another placement, "
+        "layout or group; redistribute() them to the placement of the parameters"
+    ) from error
+
+
+def own(leaves: Sequence[Tensor], donate: bool) -> list[Tensor]:
+    """Return tensors that may be overwritten, contiguous and with the values of ``leaves``.
+
+    With ``donate`` a leaf is taken over if it is dense and stands there once: a tied one would be written twice.
+    """
+    seen: set[int] = set()
+    mine = []
+    for leaf in leaves:
+        take = donate and leaf.is_contiguous() and not leaf.is_conj() and not leaf.is_neg() and id(leaf) not in seen
+        seen.add(id(leaf))
+        mine.append(leaf if take else _dense(leaf).clone(memory_format=torch.contiguous_format))
+    return mine
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x.detach().resolve_conj().resolve_neg()
+
+
+def flat_view(x: Tensor) -> Tensor:
+    """View a tensor as one real vector, a complex number as two; copy it only if it is not contiguous."""
+    dense = _dense(x)
+    real = torch.view_as_real(dense) if dense.is_complex() else dense
+    return real.reshape(-1)
+
+
+def step_count(count: Tensor) -> int:
+    """Read how many steps a state has seen; an abstract state has seen any number, and one step costs what another does."""
+    return 0 if ops.is_abstract(count) else int(count)

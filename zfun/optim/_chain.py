@@ -1,0 +1,80 @@
+"""Optimizers one after the other."""
+
+from __future__ import annotations
+
+from zfun.errors import OptionError, PlacementError, SpecMismatch
+from zfun.optim._base import InitFn, Optimizer, State, UpdateFn, as_optimizer, remembered
+from zfun.optim._probe import probe
+from zfun.tree import Tree
+
+__all__ = ["chain"]
+
+
+@remembered
+def chain(*optimizers: Optimizer | tuple[InitFn, UpdateFn]) -> Optimizer:
+    """Give the updates of each optimizer to the next one as gradients.
+
+    Where one of them is sharded already, the others are probed here: they run on its shards.
+
+    Args:
+        optimizers: at least one; the last takes the step, those before it transform the gradients.
+
+    Returns:
+        An optimizer whose state is the tuple of their states; its ``apply`` is that of the last, after the updates of the others.
+
+    Raises:
+        OptionError: there is none, or one is not an optimizer.
+        PlacementError: two of them compute in different placements.
+        NotElementwiseError: one is sharded, and another cannot run on shards.
+
+    Example:
+        >>> import torch
+        >>> from zfun.optim import clip_by_global_norm, sgd
+        >>> clipped = chain(clip_by_global_norm(1.0), sgd(1.0))
+        >>> params = {"w": torch.zeros(2)}
+        >>> clipped.apply({"w": torch.tensor([30.0, -40.0])}, clipped.init(params), params)[0]
+        {'w': tensor([-0.6000,  0.8000])}
+    """
+    if not optimizers:
+        raise OptionError("chain() takes at least one optimizer; got none; pass the one that takes the step, as in chain(sgd(0.1))")
+    parts = tuple(as_optimizer(part) for part in optimizers)
+    placements = {part.placement for part in parts if part.placement is not None}
+    if len(placements) > 1:
+        raise PlacementError(
+            f"the optimizers of a chain compute in one placement; got {', '.join(repr(part.placement) for part in parts)}; "
+            "chain them first and shard the chain: shard_optimizer(chain(...), group)"
+        )
+    if placements:
+        for part in parts:
+            probe(part)
+
+    def init(params: Tree) -> State:
+        return tuple(part.init(params) for part in parts)
+
+    def thread(grads: Tree, state: State, params: Tree) -> tuple[Tree, list[State]]:
+        _check_states(state, len(parts))
+        states = []
+        for part, own_state in zip(parts[:-1], state[:-1], strict=True):
+            grads, after = part.update(grads, own_state, params)
+            states.append(after)
+        return grads, states
+
+    def update(grads: Tree, state: State, params: Tree) -> tuple[Tree, State]:
+        grads, states = thread(grads, state, params)
+        updates, last = parts[-1].update(grads, state[-1], params)
+        return updates, (*states, last)
+
+    def apply(grads: Tree, state: State, params: Tree, *, donate: bool = False) -> tuple[Tree, State]:
+        grads, states = thread(grads, state, params)
+        params, last = parts[-1].apply(grads, state[-1], params, donate=donate)
+        return params, (*states, last)
+
+    return Optimizer(init, update, apply, next(iter(placements), None))
+
+
+def _check_states(state: State, count: int) -> None:
+    if not isinstance(state, tuple) or len(state) != count:
+        got = f"a tuple of {len(state)}" if isinstance(state, tuple) else type(state).__name__
+        raise SpecMismatch(
+            f"the state of a chain of {count} is a tuple of {count} states; got {got}; make it with the init of this very chain"
+        )

@@ -1,0 +1,247 @@
+"""Whether an optimizer may run on shards: found out by running it."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from zfun import tree
+from zfun.errors import NotElementwiseError
+from zfun.flat import Flat, ravel
+from zfun.layout import layout_of
+from zfun.optim._base import Optimizer, apply_updates
+from zfun.placement import S
+from zfun.tree import Tree
+
+__all__ = ["probe"]
+
+_Result = TypeVar("_Result")
+
+_SHAPES = ((7, 5), (5,), (), (4, 3, 3))
+_SCALES = (1.0, 1e-3, 10.0, 1e3)
+# Pieces that cut through leaves and join them, of lengths that no leaf has.
+_CUTS = (13, 1, 38, 25)
+_NUM_STEPS = 3
+_RTOL = 1e-9
+
+_REMEDY = (
+    "shards are 1-D pieces of many leaves, so write the update element by element; for a norm over all parameters use "
+    "zf.optim.clip_by_global_norm in a chain, or zf.flat.global_norm, which know about shards; an optimizer that needs whole leaves "
+    "runs without shard_optimizer"
+)
+
+
+def probe(optimizer: Optimizer) -> None:
+    """Find out whether an optimizer works element by element, and so may run on shards.
+
+    It takes three steps on a small float64 tree, twice, then on the same elements cut into other pieces, then on two ranks with a half
+    each; the changes must agree to a relative 1e-9, and padding must stay zero. So a norm over all ranks (:func:`clip_by_global_norm`)
+    passes, and one over a leaf or over what one rank holds does not. What passed is not run again, and an optimizer with a placement of
+    its own is not run at all: it was probed when it was sharded.
+
+    Args:
+        optimizer: an optimizer.
+
+    Raises:
+        NotElementwiseError: the changes differ, the state changes its structure, the optimizer is random, or it raised.
+
+    Example:
+        >>> from zfun.optim import adamw, optimizer
+        >>> probe(adamw(1e-3))
+        >>> def per_leaf_norm(grads, state, params):
+        ...     return tree.map(lambda g: -0.1 * g / g.norm(), grads), state
+        >>> probe(optimizer(lambda params: (), per_leaf_norm))
+        Traceback (most recent call last):
+        ...
+        zfun.errors.NotElementwiseError: an optimizer that runs on shards works element by element; ...
+    """
+    if optimizer.placement is not None:
+        return
+    try:
+        hash(optimizer)
+    except TypeError:
+        _probe(optimizer)
+    else:
+        _passed(optimizer)
+
+
+# Only those that pass are remembered: an exception is not cached.
+@functools.lru_cache(maxsize=64)
+def _passed(optimizer: Optimizer) -> None:
+    _probe(optimizer)
+
+
+def _probe(optimizer: Optimizer) -> None:
+    generator = torch.Generator(device="cpu").manual_seed(0)
+
+    def sample() -> list[Tensor]:
+        return [
+            torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu") * scale
+            for shape, scale in zip(_SHAPES, _SCALES, strict=True)
+        ]
+
+    # zf.plan makes transforms under fake tensors; those have no numbers to compare.
+    with unset_fake_temporarily():
+        params, grads = sample(), [sample() for _ in range(_NUM_STEPS)]
+        whole = _attempt("on leaves of several shapes", lambda: _run(optimizer, params, grads))
+        again = _attempt("on leaves of several shapes, again", lambda: _run(optimizer, params, grads))
+        if not all(map(_same_bits, whole, again)):
+            _refuse(
+                "two runs from one start on the same gradients made different changes",
+                "keep whatever changes from step to step, random numbers and counters too, in the state that init makes and update returns",
+            )
+        _compare(
+            whole[-2:-1],
+            whole[-1:],
+            "update and then add with apply",
+            "make apply do what update does and then add, or build it with zf.optim.optimizer(init, update)",
+        )
+        cut = _attempt("on the same elements as 1-D pieces", lambda: _run(optimizer, _recut(params), [_recut(step) for step in grads]))
+        _compare([_ravelled(change) for change in whole], cut, f"leaves of shapes {list(_SHAPES)} and 1-D pieces of lengths {list(_CUTS)}")
+        ranks = _attempt("on two ranks with half of the elements each", lambda: _run_sharded(optimizer, params, grads))
+        _compare(_laid_out(whole), ranks, "the whole on one rank and halves on two ranks (with their padding, which must stay zero)")
+
+
+class _Change(NamedTuple):
+    """What one step changed: for each leaf the change, and the largest rounding error that adding it can make."""
+
+    values: list[Tensor]
+    rounding: list[Tensor]
+
+
+def _run(optimizer: Optimizer, params: Tree, grads: Sequence[Tree]) -> list[_Change]:
+    """Take steps by update and then add; the last one also by apply, which must agree."""
+    trace: list[_Change] = []
+    state = optimizer.init(params)
+    kind = _kind_of(state)
+    for step, grad in enumerate(grads):
+        updates, after = optimizer.update(grad, state, params)
+        added = apply_updates(params, updates)
+        changes = tree.leaves(updates)
+        trace.append(_Change([u.to(torch.float64) for u in changes], [torch.zeros_like(u) for u in changes]))
+        if step == len(grads) - 1:
+            applied, after = optimizer.apply(grad, state, params)
+            trace += [_difference(added, params), _difference(applied, params)]
+            added = applied
+        if _kind_of(after) != kind:
+            _refuse(
+                f"the state changed its structure, shapes or dtypes at step {step}, and a state that is stored and restored must keep them",
+                "make in init all that the state will hold, zeros for what comes later",
+            )
+        params, state = added, after
+    return trace
+
+
+def _difference(after: Tree, before: Tree) -> _Change:
+    pairs = list(zip(tree.leaves(after), tree.leaves(before), strict=True))
+    return _Change([x - y for x, y in pairs], [4e-16 * torch.maximum(x.abs(), y.abs()) for x, y in pairs])
+
+
+def _kind_of(state: Tree) -> tuple[Any, ...]:
+    kinds = [(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else type(x) for x in tree.leaves(state)]
+    return tree.structure(state), kinds
+
+
+def _recut(values: Sequence[Tensor]) -> list[Tensor]:
+    return list(torch.cat([x.reshape(-1) for x in values]).split(list(_CUTS)))
+
+
+def _ravelled(change: _Change) -> _Change:
+    return _Change(_recut(change.values), _recut(change.rounding))
+
+
+class _Rank:
+    """One of two ranks that are threads of a probe: all that a norm needs of a group."""
+
+    size = 2
+
+    def __init__(self, rank: int, barrier: threading.Barrier, slots: list[Tensor | None]) -> None:
+        self.rank = rank
+        self._barrier = barrier
+        self._slots = slots
+
+    def all_gather(self, x: Tensor, name: str) -> Tensor:
+        self._slots[self.rank] = x
+        self._barrier.wait()
+        gathered = torch.stack([cast("Tensor", slot) for slot in self._slots])
+        self._barrier.wait()
+        return gathered
+
+
+def _run_sharded(optimizer: Optimizer, params: list[Tensor], grads: list[list[Tensor]]) -> list[_Change]:
+    """Run on two ranks, and put the halves of each change together."""
+    layout = layout_of(params, size=2)
+    barrier, slots = threading.Barrier(2, timeout=10), [None, None]
+    traces: list[list[_Change]] = [[], []]
+    errors: list[Exception] = []
+
+    def main(rank: int) -> None:
+        group: Any = _Rank(rank, barrier, cast("list[Tensor | None]", slots))
+
+        def shard(value: list[Tensor]) -> Flat:
+            whole = ravel(value, layout, group)
+            return whole.with_buffers([buffer.chunk(2)[rank].clone() for buffer in whole.buffers], S)
+
+        try:
+            traces[rank] = _run(optimizer, shard(params), [shard(step) for step in grads])
+        except threading.BrokenBarrierError:
+            pass  # the other rank raised, and says why
+        except Exception as error:  # noqa: BLE001 - raised again below, on the thread of the caller
+            errors.append(error)
+            barrier.abort()
+
+    threads = [threading.Thread(target=main, args=(rank,), name=f"probe rank {rank}") for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    if barrier.broken:
+        raise RuntimeError("one rank asked for a norm and the other did not")
+    return [
+        _Change(*([torch.cat(halves) for halves in zip(a, b, strict=True)] for a, b in zip(first, second, strict=True)))
+        for first, second in zip(*traces, strict=True)
+    ]
+
+
+def _laid_out(trace: list[_Change]) -> list[_Change]:
+    """Lay changes of leaves out as buffers of two ranks lie, zero where no leaf lies."""
+    group: Any = _Rank(0, threading.Barrier(1), [])
+    layout = layout_of([torch.empty(shape, dtype=torch.float64, device="cpu") for shape in _SHAPES], size=2)
+    return [_Change(*(list(ravel(part, layout, group).buffers) for part in change)) for change in trace]
+
+
+def _same_bits(first: _Change, second: _Change) -> bool:
+    return all(torch.equal(x.view(torch.int64), y.view(torch.int64)) for x, y in zip(first.values, second.values, strict=True))
+
+
+def _compare(expected: list[_Change], got: list[_Change], what: str, remedy: str = _REMEDY) -> None:
+    for left, right in zip(expected, got, strict=True):
+        for x, y, rounding in zip(left.values, right.values, left.rounding, strict=True):
+            wrong = ~((x - y).abs() <= _RTOL * torch.maximum(x.abs(), y.abs()) + rounding)
+            if wrong.any():
+                left_value, right_value = x[wrong][0].item(), y[wrong][0].item()
+                _refuse(f"comparing {what}, one element changed by {left_value:.6g} and by {right_value:.6g} in one step", remedy)
+
+
+def _attempt(where: str, run: Callable[[], _Result]) -> _Result:
+    try:
+        return run()
+    except NotElementwiseError:
+        raise
+    except Exception as error:  # the user's code runs here, and whatever it raises says that it cannot run so
+        raise NotElementwiseError(
+            f"an optimizer that runs on shards works element by element, whatever the shapes and names of leaves; "
+            f"probed {where}, this one raised {type(error).__name__}: {error}; {_REMEDY}"
+        ) from error
+
+
+def _refuse(what: str, remedy: str = _REMEDY) -> NoReturn:
+    raise NotElementwiseError(f"an optimizer that runs on shards works element by element; {what}; {remedy}")
