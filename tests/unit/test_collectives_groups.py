@@ -1,0 +1,260 @@
+"""Calls, and the groups that wrap or stand in for others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from zfun.collectives import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Call,
+    Entry,
+    Group,
+    Lane,
+    Op,
+    Pending,
+    Permute,
+    Record,
+    Reduce,
+    ReduceScatter,
+    abstract_group,
+    agree,
+    checked,
+    process_group,
+    record,
+    simulate,
+    single_group,
+)
+from zfun.collectives._monitor import Status, diagnose
+from zfun.errors import CollectiveMismatch, OptionError, SpecMismatch
+
+pytestmark = pytest.mark.timeout(30)
+
+OPS: list[Op] = [AllGather(), ReduceScatter(), AllReduce(), Broadcast(1), Reduce(1), AllToAll(), Permute((1, 2, 0))]
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.kind)
+def test_the_dual_of_the_dual_is_the_op(op: Op) -> None:
+    assert op.dual.dual == op
+    assert op.dual.output_numel(op.output_numel(12, 3), 3) == 12
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [
+        (AllGather(), [80, 80, 80]),
+        (AllReduce(), [64, 64, 64]),  # 10 elements are padded to 12: 2 * 2 * 4 elements of 4 bytes
+        (Broadcast(1), [0, 80, 0]),
+        (Reduce(1), [40, 0, 40]),
+        (Permute((1, 0, 2)), [40, 40, 0]),
+    ],
+    ids=lambda value: getattr(value, "kind", ""),
+)
+def test_sent_bytes(op: Op, expected: list[int]) -> None:
+    assert [op.sent_bytes(40, rank, 3, 4) for rank in range(3)] == expected
+
+
+@pytest.mark.parametrize("op", [ReduceScatter(), AllToAll()], ids=lambda op: op.kind)
+def test_sent_bytes_of_what_is_split(op: Op) -> None:
+    assert op.sent_bytes(48, 0, 3, 4) == 32
+
+
+def test_one_rank_sends_nothing() -> None:
+    for op in (AllGather(), ReduceScatter(), AllReduce(), Broadcast(0), Reduce(0), AllToAll(), Permute((0,))):
+        assert op.sent_bytes(40, 0, 1, 4) == 0
+
+
+@pytest.mark.parametrize(
+    ("op", "x", "out", "message"),
+    [
+        (AllReduce(), torch.ones(2, 2), None, "contiguous 1-D tensor; got shape"),
+        (AllReduce(), torch.ones(4)[::2], None, "contiguous 1-D tensor; got shape"),
+        (ReduceScatter(), torch.ones(4), None, "length that the 3 ranks divide; got 4; pad it"),
+        (AllGather(), torch.ones(4), torch.ones(4), "needs a contiguous 1-D output of 12"),
+        (AllReduce(), torch.ones(4), torch.ones(4, dtype=torch.float64), "needs a contiguous 1-D output of 4 torch.float32"),
+        (Broadcast(3), torch.ones(4), None, "has root 3; the ranks are 0 to 2"),
+        (Permute((0, 0, 1)), torch.ones(4), None, "each rank of 0 to 2 once"),
+    ],
+)
+def test_impossible_calls_are_refused(op: Op, x: torch.Tensor, out: torch.Tensor | None, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        abstract_group(3).start(Call(op, "grads"), x, out)
+
+
+def test_pending_waits_once() -> None:
+    calls: list[int] = []
+
+    def finish() -> torch.Tensor:
+        calls.append(1)
+        return torch.ones(1)
+
+    pending = Pending(finish)
+    assert pending.wait() is pending.wait()
+    assert len(calls) == 1
+
+
+def test_pending_keeps_its_error() -> None:
+    def finish() -> torch.Tensor:
+        raise ValueError("lost")
+
+    pending = Pending(finish)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="lost"):
+            pending.wait()
+
+
+@pytest.mark.parametrize("op", [AllGather(), ReduceScatter(), AllReduce(), Broadcast(), Reduce(), AllToAll(), Permute((0,))])
+def test_one_rank_copies(op: Op) -> None:
+    x = torch.arange(4.0, requires_grad=True)
+    group = single_group()
+    result = group.start(Call(op), x.detach()).wait()
+    assert torch.equal(result, x.detach())
+    assert result.data_ptr() != x.data_ptr()
+    out = torch.empty(4)
+    assert group.start(Call(op), x.detach(), out).wait() is out
+    own = torch.ones(4)
+    assert group.start(Call(op), own, own).wait() is own
+
+
+def test_no_launcher_is_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with process_group() as group:
+        assert (group.rank, group.size) == (0, 1)
+        group.barrier()
+
+
+def test_half_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(OptionError, match="got only RANK"):
+        process_group()
+
+
+def test_options_are_checked() -> None:
+    with pytest.raises(OptionError, match="did you mean 'timeout_s'"):
+        process_group(timeout=3)  # type: ignore[call-arg]
+    with pytest.raises(OptionError, match="got no mesh"):
+        process_group(axis="data")
+
+
+def test_the_abstract_group_moves_nothing() -> None:
+    with FakeTensorMode():
+        x = torch.empty(6)
+        assert abstract_group(3).start(Call(AllGather()), x).wait().shape == (18,)
+        assert abstract_group(3, 2).start(Call(ReduceScatter()), x).wait().shape == (2,)
+        assert single_group().start(Call(AllReduce()), x, x).wait().shape == (6,)
+    with pytest.raises(OptionError, match="rank < size"):
+        abstract_group(3, 3)
+
+
+def test_the_recorder_counts() -> None:
+    group = record(abstract_group(4))
+    group.start(Call(AllGather(), "params", "bucket 0", Lane.PARAMS), torch.empty(10, dtype=torch.bfloat16))
+    group.start(Call(ReduceScatter(), "grads", lane=Lane.GRADS), torch.empty(40)).wait()
+    group.barrier()
+    assert group.log[0] == Record("all_gather", "params", "bucket 0", Lane.PARAMS, 60, 10, torch.bfloat16)
+    assert (group.bytes_sent("params"), group.bytes_sent("grads"), group.bytes_sent()) == (60, 120, 183)
+    group.clear()
+    assert group.bytes_sent() == 0
+
+
+def test_debug_compares_labels() -> None:
+    assert simulate(2, lambda group: checked(group).start(Call(AllReduce(), "a"), torch.ones(1)).wait().item()) == [2.0, 2.0]
+
+
+class _Deaf:
+    """A transport that cannot see a mismatch: the other rank always sends its own label, and anything goes as data."""
+
+    rank, size = 0, 2
+
+    def __init__(self, other: str) -> None:
+        self.other = other
+
+    def start(self, call: Call, x: torch.Tensor, out: torch.Tensor | None = None) -> Pending:
+        if call.name == "label":
+            theirs = bytes(x.tolist()).replace(b"'grads'", self.other.encode())
+            return Pending.done(torch.cat([x, torch.tensor(list(theirs), dtype=torch.uint8)]))
+        return Pending.done(x)
+
+
+def test_debug_names_both_sides() -> None:
+    group = checked(_Deaf("'paral'"))  # type: ignore[arg-type]
+    with pytest.raises(CollectiveMismatch, match="rank 0 started collective 0: all_reduce 'grads'.*; rank 1 started .*'paral'"):
+        group.start(Call(AllReduce(), "grads"), torch.ones(1)).wait()
+    checked(_Deaf("'grads'")).start(Call(AllReduce(), "grads"), torch.ones(1)).wait()  # type: ignore[arg-type]
+
+
+def test_agreement_costs_one_small_gather() -> None:
+    def program(group: Group) -> int:
+        recorder = record(group)
+        agree([Entry("w", "(3,) float32", 5)], recorder, "params")
+        return recorder.bytes_sent()
+
+    assert simulate(3, program) == [64] * 3
+
+
+W = Entry("h.0.w", "(3,) float32", "aa")
+
+
+@pytest.mark.parametrize(
+    ("odd", "message"),
+    [
+        ([], "leaf h.0.w is .3,. float32 on ranks 0, 2 and missing on rank 1"),
+        ([Entry("h.0.w", "(4,) float32", "aa")], "leaf h.0.w is .3,. float32 on ranks 0, 2 and .4,. float32 on rank 1"),
+        ([Entry("h.0.w", "(3,) float32", "bb")], "leaf h.0.w has other values: fingerprint aa on ranks 0, 2 and bb on rank 1"),
+        ([W, Entry("x", "()"), Entry("y", "()"), Entry("z", "()"), Entry("u", "()")], "and 1 more"),
+    ],
+)
+def test_disagreement_names_leaf_ranks_and_sides(odd: list[Entry], message: str) -> None:
+    errors: list[SpecMismatch] = []
+
+    def program(group: Group) -> None:
+        try:
+            agree(odd if group.rank == 1 else [W], group, "params")
+        except SpecMismatch as error:
+            errors.append(error)
+            raise
+
+    with pytest.raises(SpecMismatch, match=message):
+        simulate(3, program)
+    assert len(errors) == 3
+
+
+def test_the_order_of_leaves_counts() -> None:
+    entries = [Entry("a", "()"), Entry("b", "()")]
+    with pytest.raises(SpecMismatch, match="another order: a, b on rank 0 and b, a on rank 1"):
+        simulate(2, lambda group: agree(entries[:: -1 if group.rank else 1], group, "params"))
+
+
+def _status(text: str = "a", *, waiting: bool = True, lane: int = 0, left: bool = False) -> Status:
+    started = tuple(int(i == lane) for i in range(3))
+    return Status(started, {str(lane): {"0": text}}, ((lane, 0),) if waiting else (), left)
+
+
+@pytest.mark.parametrize(
+    ("own", "peer", "message"),
+    [
+        (_status(), _status("b", waiting=False), "rank 0 started a, and rank 1 started b"),
+        (_status(), Status(left=True), "rank 1, which has left the group"),
+        (_status(), _status("b", lane=1), "rank 0 in collective 0 .a., rank 1 in collective 0 .b."),
+    ],
+)
+def test_a_diagnosis_is_made_from_what_ranks_publish(own: Status, peer: Status, message: str) -> None:
+    verdict = diagnose(0, own, {1: peer})
+    assert verdict is not None
+    with pytest.raises(type(verdict.error(0, None)), match=message):
+        raise verdict.error(0, None)
+
+
+@pytest.mark.parametrize("peer", [Status(), _status(), _status("b", lane=1, waiting=False), _status(left=True)])
+def test_a_slow_peer_is_no_verdict(peer: Status) -> None:
+    assert diagnose(0, _status(), {1: peer}) is None
+
+
+def test_a_circle_counts_only_when_nothing_moves() -> None:
+    assert diagnose(0, _status(), {1: _status("b", lane=1)}, certain=False) is None

@@ -1,0 +1,224 @@
+"""Simulated ranks: results, order, and errors instead of hangs."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+import time
+
+import pytest
+import torch
+
+from zfun.collectives import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Call,
+    Group,
+    Lane,
+    Permute,
+    Reduce,
+    ReduceScatter,
+    simulate,
+)
+from zfun.errors import CollectiveMismatch, OptionError, PeerLost
+from zfun.ops import sum_in_rank_order
+
+pytestmark = pytest.mark.timeout(30)
+
+
+def test_results_come_in_rank_order() -> None:
+    assert simulate(4, lambda group, factor: group.rank * factor, 10) == [0, 10, 20, 30]
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [
+        (AllGather(), [[0, 1, 10, 11]] * 2),
+        (ReduceScatter(), [[10], [12]]),
+        (AllReduce(), [[10, 12]] * 2),
+        (Broadcast(1), [[10, 11]] * 2),
+        (Reduce(1), [[0, 0], [10, 12]]),
+        (AllToAll(), [[0, 10], [1, 11]]),
+        (Permute((1, 0)), [[10, 11], [0, 1]]),
+    ],
+)
+@pytest.mark.parametrize("given_out", [False, True])
+def test_every_op_does_what_it_says(op: AllGather, expected: list[list[int]], given_out: bool) -> None:
+    def program(group: Group) -> list[int]:
+        x = torch.tensor([0, 1]) + 10 * group.rank
+        out = torch.empty(op.output_numel(2, 2), dtype=torch.int64) if given_out else None
+        result = group.start(Call(op), x, out).wait()
+        assert result is out or out is None
+        assert not result.is_set_to(x)
+        return result.tolist()
+
+    assert simulate(2, program) == expected
+
+
+def test_half_types_are_rounded_once() -> None:
+    terms = [torch.tensor([256.0], dtype=torch.bfloat16)] + [torch.tensor([0.75], dtype=torch.bfloat16)] * 2
+    assert sum_in_rank_order(terms).item() == 258.0  # added in bfloat16 it stays at 256
+
+
+def test_the_sum_is_in_rank_order() -> None:
+    terms = [torch.tensor([value]) for value in (1e8, 1.0, -1e8, 1.0)]
+    expected = ((terms[0] + terms[1]) + terms[2]) + terms[3]
+    results = simulate(4, lambda group: group.start(Call(AllReduce()), terms[group.rank]).wait())
+    assert all(torch.equal(result, expected) for result in results)
+
+
+def test_lanes_are_independent() -> None:
+    def program(group: Group) -> tuple[float, float]:
+        lanes = [Lane.PARAMS, Lane.GRADS]
+        order = lanes if group.rank else lanes[::-1]
+        started = {lane: group.start(Call(AllReduce(), lane=lane), torch.tensor([1.0 + lane])) for lane in order}
+        return started[Lane.GRADS].wait().item(), started[Lane.PARAMS].wait().item()
+
+    assert simulate(2, program) == [(4.0, 2.0)] * 2
+
+
+def test_the_sender_may_change_its_tensor_afterwards() -> None:
+    def program(group: Group) -> list[int]:
+        x = torch.tensor([group.rank])
+        pending = group.start(Call(AllGather()), x)
+        x.fill_(99)
+        return pending.wait().tolist()
+
+    assert simulate(3, program) == [[0, 1, 2]] * 3
+
+
+def test_an_error_ends_all_and_comes_back_with_its_rank() -> None:
+    def program(group: Group) -> None:
+        if group.rank == 2:
+            raise ValueError("bad batch")
+        group.barrier()
+
+    with pytest.raises(ValueError, match="bad batch") as caught:
+        simulate(4, program)
+    assert caught.value.__notes__ == ["raised on rank 2 of 4 simulated ranks"]
+
+
+def test_the_lowest_original_error_wins_over_its_consequences() -> None:
+    def program(group: Group) -> None:
+        if group.rank == 0:
+            try:
+                group.barrier()
+            except PeerLost as error:
+                raise RuntimeError("consequence") from error
+        raise ValueError(f"original {group.rank}")
+
+    with pytest.raises(ValueError, match="original 1"):
+        simulate(3, program)
+
+
+def test_the_other_ranks_see_who_failed() -> None:
+    seen: list[str] = []
+
+    def program(group: Group) -> None:
+        if group.rank == 1:
+            raise KeyError("leaf")
+        try:
+            group.barrier()
+        except PeerLost as error:
+            seen.append(str(error))
+            raise
+
+    with pytest.raises(KeyError):
+        simulate(2, program)
+    assert seen == ["rank 0 ends because rank 1 failed: KeyError: 'leaf'"]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (Call(AllReduce(), "a"), Call(AllReduce(), "b")),
+        (Call(AllReduce(), "a", "bucket 0"), Call(AllReduce(), "a", "bucket 1")),
+        (Call(AllReduce(), "a"), Call(AllGather(), "a")),
+        (Call(Broadcast(0)), Call(Broadcast(1))),
+    ],
+)
+def test_different_calls_are_named_on_all_ranks(first: Call, second: Call) -> None:
+    messages: list[str] = []
+
+    def program(group: Group) -> None:
+        try:
+            group.start(second if group.rank == 2 else first, torch.ones(2)).wait()
+        except CollectiveMismatch as error:
+            messages.append(str(error))
+            raise
+
+    with pytest.raises(CollectiveMismatch, match="rank 2 started"):
+        simulate(3, program)
+    assert len(messages) == 3
+    assert len(set(messages)) == 1
+
+
+@pytest.mark.parametrize("x", [torch.ones(3), torch.ones(2, dtype=torch.int32)])
+def test_different_tensors_are_a_mismatch(x: torch.Tensor) -> None:
+    with pytest.raises(CollectiveMismatch, match="rank 0 started all_reduce of 2 float32.*rank 1 started"):
+        simulate(2, lambda group: group.start(Call(AllReduce()), x if group.rank else torch.ones(2)).wait())
+
+
+def test_a_rank_that_returns_early_is_an_error() -> None:
+    with pytest.raises(PeerLost, match="rank 1 returned, while rank 0 waits for it in collective 0"):
+        simulate(2, lambda group: None if group.rank else group.barrier())
+
+
+def test_a_collective_that_not_all_join_is_an_error_even_if_nobody_waits() -> None:
+    def program(group: Group) -> None:
+        if group.rank == 0:
+            group.start(Call(AllReduce(), "loss"), torch.ones(1))
+
+    with pytest.raises(PeerLost, match="rank 1 returned without collective 0 .*'loss'.*which rank 0 started"):
+        simulate(2, program)
+
+
+def test_a_circle_of_waits_is_an_error() -> None:
+    with pytest.raises(CollectiveMismatch, match="wait for each other"):
+        simulate(2, lambda group: group.start(Call(AllReduce(), lane=Lane(group.rank)), torch.ones(1)).wait())
+
+
+def test_an_interrupt_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    real_join = threading.Thread.join
+
+    def interrupted(thread: threading.Thread, timeout: float | None = None) -> None:
+        if thread.name.startswith("rank"):
+            raise KeyboardInterrupt
+        real_join(thread, timeout)
+
+    def program(group: Group) -> None:
+        while True:
+            time.sleep(0.001)
+            group.barrier()
+
+    monkeypatch.setattr(threading.Thread, "join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        simulate(2, program)
+
+
+def test_simulations_nest() -> None:
+    inner = lambda group: int(group.all_gather(torch.tensor(group.rank), "inner").sum())  # noqa: E731
+    assert simulate(2, lambda group: [sum(simulate(3, inner)), int(group.all_gather(torch.tensor(1), "outer").sum())]) == [[9, 2]] * 2
+
+
+def test_ranks_inherit_grad_mode_and_context() -> None:
+    variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable")
+    variable.set("outer")
+    with torch.no_grad():
+        assert simulate(2, lambda group: (torch.is_grad_enabled(), variable.get())) == [(False, "outer")] * 2
+
+
+def test_many_ranks() -> None:
+    assert simulate(128, lambda group: int(group.start(Call(AllReduce()), torch.tensor([group.rank])).wait())) == [8128] * 128
+
+
+def test_no_ranks_are_refused() -> None:
+    with pytest.raises(OptionError, match="at least one rank"):
+        simulate(0, lambda group: None)
+
+
+def test_tensors_of_other_devices_are_refused() -> None:
+    with pytest.raises(OptionError, match="CPU tensors only"):
+        simulate(2, lambda group: group.start(Call(AllReduce()), torch.empty(2, device="meta")))

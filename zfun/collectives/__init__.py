@@ -1,0 +1,68 @@
+"""Groups of ranks, the collectives that they start, and their differentiable forms."""
+
+from __future__ import annotations
+
+from zfun.collectives._abstract import abstract_group
+from zfun.collectives._agree import Entry, agree
+from zfun.collectives._calls import AllGather, AllReduce, AllToAll, Broadcast, Call, Lane, Op, Permute, Reduce, ReduceScatter
+from zfun.collectives._checked import checked
+from zfun.collectives._group import Group
+from zfun.collectives._launch import Workers, spawn
+from zfun.collectives._pending import Pending
+from zfun.collectives._primitives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    permute,
+    reduce_scatter,
+    start_all_gather,
+    start_all_reduce,
+    start_all_to_all,
+    start_broadcast,
+    start_permute,
+    start_reduce_scatter,
+)
+from zfun.collectives._process import process_group
+from zfun.collectives._record import Record, Recorder, record
+from zfun.collectives._simulate import simulate
+from zfun.collectives._single import single_group
+
+__all__ = [
+    "AllGather",
+    "AllReduce",
+    "AllToAll",
+    "Broadcast",
+    "Call",
+    "Entry",
+    "Group",
+    "Lane",
+    "Op",
+    "Pending",
+    "Permute",
+    "Record",
+    "Recorder",
+    "Reduce",
+    "ReduceScatter",
+    "Workers",
+    "abstract_group",
+    "agree",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "checked",
+    "permute",
+    "process_group",
+    "record",
+    "reduce_scatter",
+    "simulate",
+    "single_group",
+    "spawn",
+    "start_all_gather",
+    "start_all_reduce",
+    "start_all_to_all",
+    "start_broadcast",
+    "start_permute",
+    "start_reduce_scatter",
+]

@@ -1,0 +1,57 @@
+"""A group of any size in which nothing moves, for planning."""
+
+from __future__ import annotations
+
+from typing import final
+
+from torch import Tensor
+
+from zfun.collectives._calls import Call, check_call
+from zfun.collectives._group import Group
+from zfun.collectives._pending import Pending
+from zfun.errors import OptionError
+
+__all__ = ["abstract_group"]
+
+
+@final
+class _AbstractGroup(Group):
+    """One rank of a group whose other ranks do not exist; results have the right size, dtype and device, and no particular values."""
+
+    __slots__ = ("rank", "size")
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+
+    def start(self, call: Call, x: Tensor, out: Tensor | None = None) -> Pending:
+        check_call(call, x, out, self.size)
+        if out is None:
+            out = x.detach().new_empty(call.op.output_numel(x.numel(), self.size))
+        return Pending.done(out)
+
+    def __repr__(self) -> str:
+        return f"abstract_group({self.size}, rank={self.rank})"
+
+
+def abstract_group(size: int, rank: int = 0) -> Group:
+    """Return one rank of a group of any size, in which no data moves.
+
+    Args:
+        size: the number of ranks that the group pretends to have.
+        rank: the rank that it pretends to be.
+
+    Returns:
+        A group whose collectives return empty tensors of the right size on the device of their input (fake and meta tensors included).
+
+    Raises:
+        OptionError: no such rank.
+
+    Example:
+        >>> import torch
+        >>> abstract_group(4096).all_gather(torch.empty(3, device="meta"), "params").shape
+        torch.Size([4096, 3])
+    """
+    if not 0 <= rank < size:
+        raise OptionError(f"abstract_group() needs 0 <= rank < size; got rank {rank}, size {size}")
+    return _AbstractGroup(rank, size)

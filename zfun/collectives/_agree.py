@@ -1,0 +1,110 @@
+"""Ranks that must agree find out whether they do, and where they do not, before anything depends on it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zfun.collectives._group import Group
+from zfun.errors import SpecMismatch
+
+__all__ = ["Entry", "agree"]
+
+_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What a rank says about one leaf.
+
+    Args:
+        path: its tree path.
+        description: its shape and dtype, in words.
+        fingerprint: a digest of its value, where the value must agree too.
+    """
+
+    path: str
+    description: str
+    fingerprint: str | int = ""
+
+
+def agree(entries: Sequence[Entry], group: Group, what: str) -> None:
+    """Check that all ranks say the same, at the cost of one gather of 32 bytes per rank.
+
+    Only if they differ is the whole text gathered, so that the error can name the leaves, the ranks and both sides.
+
+    Args:
+        entries: what this rank says, leaf by leaf; the order counts.
+        group: the ranks.
+        what: what they should agree on, for the message.
+
+    Raises:
+        SpecMismatch: on all ranks, if any two differ.
+
+    Example:
+        >>> from zfun.collectives import simulate
+        >>> simulate(2, lambda group: agree([Entry("w", f"({group.rank + 3},) float32")], group, "params"))
+        Traceback (most recent call last):
+        ...
+        zfun.errors.SpecMismatch: all ranks must hold the same params; leaf w is (3,) float32 on rank 0 and (4,) float32 on rank 1
+    """
+    text = json.dumps([[entry.path, entry.description, str(entry.fingerprint)] for entry in entries]).encode()
+    digests = group.all_gather(_as_tensor(hashlib.sha256(text).digest()), "digest")
+    if bool((digests == digests[0]).all()):
+        return
+    lengths = group.all_gather(torch.tensor(len(text)), "digest lengths")
+    padded = text.ljust(int(lengths.max()), b" ")
+    texts = group.all_gather(_as_tensor(padded), "digest texts")
+    sides = [[Entry(*fields) for fields in json.loads(bytes(side.tolist()))] for side in texts]
+    differences = _differences(sides)
+    more = f" (and {len(differences) - _SHOWN} more)" if len(differences) > _SHOWN else ""
+    first = differences[0][0] if differences else None
+    listed = "; ".join(difference for _, difference in differences[:_SHOWN])
+    raise SpecMismatch(f"all ranks must hold the same {what}; {listed}{more}", rank=group.rank, leaf=first)
+
+
+def _as_tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _differences(sides: Sequence[Sequence[Entry]]) -> list[tuple[str, str]]:
+    """Return for each leaf that differs its path and a sentence."""
+    by_path = [{entry.path: entry for entry in side} for side in sides]
+    paths = dict.fromkeys(path for side in by_path for path in side)
+    found: list[tuple[str, str]] = []
+    for path in paths:
+        entries = [side.get(path) for side in by_path]
+        if len(set(entries)) == 1:
+            continue
+        described = ["missing" if entry is None else entry.description for entry in entries]
+        if len(set(described)) > 1:
+            found.append((path, f"leaf {path} is {_by_side(described)}"))
+        else:
+            prints = ["" if entry is None else str(entry.fingerprint) for entry in entries]
+            found.append((path, f"leaf {path} has other values: fingerprint {_by_side(prints)}"))
+    if not found:
+        orders = [", ".join(entry.path for entry in side[:8]) for side in sides]
+        found.append((sides[0][0].path, f"the leaves come in another order: {_by_side(orders)}"))
+    return found
+
+
+def _by_side(values: Sequence[str]) -> str:
+    """Say which ranks hold which value.
+
+    Example:
+        >>> _by_side(["a", "b", "a"])
+        'a on ranks 0, 2 and b on rank 1'
+    """
+    ranks_of: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks_of.setdefault(value, []).append(rank)
+    return " and ".join(f"{value} on {'rank' if len(ranks) == 1 else 'ranks'} {_listed(ranks)}" for value, ranks in ranks_of.items())
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")

@@ -1,0 +1,95 @@
+"""A group in which the ranks compare what they start."""
+
+from __future__ import annotations
+
+import zlib
+from typing import final
+
+import torch
+from torch import Tensor
+
+from zfun.collectives._calls import AllGather, Call, Lane, check_call, describe
+from zfun.collectives._group import Group
+from zfun.collectives._pending import Pending
+from zfun.errors import CollectiveMismatch
+
+__all__ = ["checked"]
+
+_LABEL_BYTES = 256
+
+
+@final
+class _CheckedGroup(Group):
+    """Before each collective the ranks send each other a label of fixed size. Made by :func:`checked`."""
+
+    def __init__(self, group: Group) -> None:
+        self.rank = group.rank
+        self.size = group.size
+        self._group = group
+        self._counts = [0] * len(Lane)
+
+    def start(self, call: Call, x: Tensor, out: Tensor | None = None) -> Pending:
+        check_call(call, x, out, self.size)
+        label = f"collective {self._counts[call.lane]}: {describe(call, x.numel(), x.dtype)}"
+        self._counts[call.lane] += 1
+        # The labels travel in the lane of the call, ahead of it, and are read when it is waited for: comparing them here would make lanes
+        # wait for each other.
+        labels = self._group.start(Call(AllGather(), "label", lane=call.lane), _encoded(label))
+        pending = self._group.start(call, x, out)
+
+        def wait() -> Tensor:
+            self._compare(labels.wait().view(self.size, _LABEL_BYTES))
+            return pending.wait()
+
+        return Pending(wait)
+
+    def close(self) -> None:
+        self._group.close()
+
+    def __repr__(self) -> str:
+        return f"checked({self._group!r})"
+
+    def _compare(self, labels: Tensor) -> None:
+        if bool((labels == labels[0]).all()):
+            return
+        texts = [_decoded(label) for label in labels]
+        ranks_of: dict[str, list[int]] = {}
+        for rank, text in enumerate(texts):
+            ranks_of.setdefault(text, []).append(rank)
+        sides = "; ".join(f"rank {', '.join(map(str, ranks[:8]))} started {text}" for text, ranks in ranks_of.items())
+        raise CollectiveMismatch(
+            f"all ranks must start the same collectives in the same order; {sides}", rank=self.rank, collective=texts[self.rank]
+        )
+
+
+def _encoded(text: str) -> Tensor:
+    # What is cut off still counts.
+    data = f"{text.encode()[: _LABEL_BYTES - 16].decode(errors='ignore')} #{zlib.crc32(text.encode()):08x}".encode()
+    return torch.tensor(list(data.ljust(_LABEL_BYTES, b"\0")), dtype=torch.uint8)
+
+
+def _decoded(label: Tensor) -> str:
+    return bytes(label.tolist()).rstrip(b"\0").decode(errors="replace").rpartition(" #")[0]
+
+
+def checked(group: Group) -> Group:
+    """Return a group that compares, at every collective, what the ranks start: its number, kind, name, part, length and dtype.
+
+    It costs one more small collective each, and catches what no transport can see: collectives of the same shape in another order.
+
+    Args:
+        group: any group.
+
+    Returns:
+        A group that does what ``group`` does; ``wait`` raises on all ranks if they differ.
+
+    Raises:
+        CollectiveMismatch: from ``wait``, naming what each rank started.
+
+    Example:
+        >>> import torch
+        >>> from zfun.collectives import simulate
+        >>> simulate(2, lambda group: checked(group).all_gather(torch.tensor(group.rank), "rank").tolist())
+        [[0, 1], [0, 1]]
+    """
+    return _CheckedGroup(group)

@@ -1,0 +1,290 @@
+"""[Note: why a collective does not come back]
+
+A collective that cannot complete shows itself as a closed connection, or as silence. What happened is known on another rank, so the ranks of
+a process group tell each other through the store that they met in:
+
+* a rank that raises publishes its error before it leaves;
+* a rank that has waited for a while publishes what it has started and where it waits, and reads what the others have published. If another
+  rank started something else at the same place, or has left, or both wait for what the other has not started, waiting is pointless: the
+  rank takes that as the verdict and breaks its own connections, which wakes it up.
+
+Nothing is written or read while collectives come back quickly. Records are JSON, whatever a peer has written there.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+
+from torch.distributed import Store
+
+from zfun.collectives._calls import Lane
+from zfun.errors import CollectiveMismatch, PeerLost, ZfunError
+
+__all__ = ["Monitor", "Status", "Verdict", "diagnose"]
+
+_KEPT_CALLS = 32
+_POST_MORTEM_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What a rank has published about itself.
+
+    Attributes:
+        started: the number of collectives started in each lane.
+        recent: the last of them: lane, then index, then description. JSON makes the keys strings.
+        waiting: lane and index of the collectives that it waits for.
+        left: whether it has closed its group.
+    """
+
+    started: tuple[int, ...] = (0,) * len(Lane)
+    recent: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    waiting: tuple[tuple[int, int], ...] = ()
+    left: bool = False
+
+    def call(self, lane: int, index: int) -> str | None:
+        """Return the description of a collective, if it has been started and is still known."""
+        return self.recent.get(str(lane), {}).get(str(index))
+
+    def has_started(self, lane: int, index: int) -> bool:
+        return self.started[lane] > index
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Why a collective will not come back. ``mismatch``: the ranks differ; otherwise a rank is lost."""
+
+    message: str
+    mismatch: bool = False
+
+    def error(self, rank: int, collective: str | None) -> ZfunError:
+        kind = CollectiveMismatch if self.mismatch else PeerLost
+        return kind(self.message, rank=rank, collective=collective)
+
+
+def diagnose(rank: int, own: Status, peers: Mapping[int, Status], *, certain: bool = True) -> Verdict | None:
+    """Say why the collectives that this rank waits for cannot complete, if what the ranks have published tells.
+
+    Args:
+        rank: this rank.
+        own: its status.
+        peers: what the other ranks have published.
+        certain: whether the statuses have stood still since the last look, so that ranks which wait for each other will do so for ever.
+
+    Returns:
+        The verdict, or None if the others may only be slow.
+
+    Example:
+        >>> own = Status((1, 0, 0), {"0": {"0": "all_gather 'a'"}}, ((0, 0),))
+        >>> other = Status((1, 0, 0), {"0": {"0": "all_gather 'b'"}}, ((0, 0),))
+        >>> diagnose(0, own, {1: other}).mismatch
+        True
+    """
+    for lane, index in own.waiting:
+        text = own.call(lane, index)
+        for peer, status in sorted(peers.items()):
+            other = status.call(lane, index)
+            if text is not None and other is not None and text != other:
+                (low, low_text), (high, high_text) = sorted([(rank, text), (peer, other)])
+                return Verdict(
+                    f"all ranks must start the same collectives in the same order; at collective {index} of its lane "
+                    f"rank {low} started {low_text}, and rank {high} started {high_text}",
+                    mismatch=True,
+                )
+            if status.has_started(lane, index):
+                continue
+            if status.left:
+                return Verdict(f"rank {rank} waits in collective {index} of its lane ({text}) for rank {peer}, which has left the group")
+            circle = [(theirs, at) for theirs, at in status.waiting if not own.has_started(theirs, at)]
+            if circle and certain:
+                theirs, at = circle[0]
+                (low, low_text), (high, high_text) = sorted(
+                    [(rank, f"collective {index} ({text})"), (peer, f"collective {at} ({status.call(theirs, at)})")]
+                )
+                return Verdict(
+                    f"the ranks wait for each other in different collectives: rank {low} in {low_text}, rank {high} in {high_text}",
+                    mismatch=True,
+                )
+    return None
+
+
+class Monitor:
+    """The conversation of one rank with the others about what goes wrong. See [Note: why a collective does not come back].
+
+    Args:
+        store: shared by the ranks of the group and by nobody else.
+        rank: this rank.
+        size: the number of ranks.
+        interrupt: wakes up everything that waits for a message; called from the monitor's thread.
+        patience_s: how long a wait may last before the monitor looks.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, interrupt: Callable[[], None], patience_s: float = 0.5) -> None:
+        self._store = store
+        self._rank = rank
+        self._peers = [peer for peer in range(size) if peer != rank]
+        self._interrupt = interrupt
+        self._patience_s = patience_s
+        self._recent: list[collections.deque[tuple[int, str]]] = [collections.deque(maxlen=_KEPT_CALLS) for _ in Lane]
+        self._started = [0] * len(Lane)
+        self._waits: dict[tuple[int, int], float] = {}
+        self._verdict: Verdict | None = None
+        self._last: tuple[Status, dict[int, Status]] | None = None
+        self._published_error = False
+        self._stop = threading.Event()
+        self._looking = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def note_start(self, lane: Lane, text: str) -> int:
+        """Number the next collective of a lane."""
+        index = self._started[lane]
+        self._started[lane] += 1
+        self._recent[lane].append((index, text))
+        return index
+
+    @contextlib.contextmanager
+    def waiting(self, lane: Lane, index: int) -> Iterator[None]:
+        """Watch over a wait."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="zfun monitor", daemon=True)
+            self._thread.start()
+        self._waits[lane, index] = time.monotonic()
+        try:
+            yield
+        finally:
+            del self._waits[lane, index]
+
+    def explain(self, peer: int | None, reason: str, collective: str) -> ZfunError:
+        """Turn a broken wait into the error that says what happened, asking the others for a bounded time.
+
+        Args:
+            peer: the rank whose message did not come, if that is known.
+            reason: what the transport said.
+            collective: what was waited for.
+        """
+        # The monitor may be at work on the verdict that has broken this very wait.
+        if self._looking.acquire(timeout=2 * _POST_MORTEM_S):
+            self._looking.release()
+        if self._verdict is None:
+            self._verdict = self._post_mortem(peer, reason, collective)
+        error = self._verdict.error(self._rank, collective)
+        self.publish_error(error)
+        return error
+
+    def publish_error(self, error: BaseException) -> None:
+        """Tell the other ranks why this one stops. Only the first error counts."""
+        if self._published_error:
+            return
+        self._published_error = True
+        record = {
+            "message": f"rank {self._rank} raised {type(error).__name__}: {error}"[:4000],
+            "mismatch": isinstance(error, CollectiveMismatch),
+            # An error that another rank's error caused passes that one on.
+            "passed_on": self._verdict is not None,
+        }
+        if self._verdict is not None:
+            record |= asdict(self._verdict)
+        _bounded(lambda: self._store.set(f"error/{self._rank}", json.dumps(record)))
+
+    def close(self) -> None:
+        """Say good-bye and end the monitor's thread."""
+        if self._stop.is_set():
+            return
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(timeout=2 * _POST_MORTEM_S)
+        _bounded(lambda: self._publish_status(left=True))
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._patience_s):
+            now = time.monotonic()
+            # Another thread may change the dict at any moment; copying it is one step.
+            if self._verdict is None and any(now - since > self._patience_s for since in dict(self._waits).values()):
+                with self._looking, contextlib.suppress(RuntimeError):
+                    self._look()
+
+    def _look(self) -> None:
+        own = self._publish_status()
+        verdict = self._read_error()
+        if verdict is None:
+            peers = self._read_statuses()
+            verdict = diagnose(self._rank, own, peers, certain=self._last == (own, peers))
+            self._last = (own, peers)
+        if verdict is not None:
+            self._verdict = verdict
+            self._interrupt()
+
+    def _status(self, *, left: bool = False) -> Status:
+        recent = {str(int(lane)): {str(index): text for index, text in list(self._recent[lane])} for lane in Lane}
+        return Status(tuple(self._started), recent, tuple(sorted(dict(self._waits))), left)
+
+    def _publish_status(self, *, left: bool = False) -> Status:
+        status = self._status(left=left)
+        self._store.set(f"status/{self._rank}", json.dumps(asdict(status)))
+        return status
+
+    def _read(self, key: str) -> dict[str, object] | None:
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+    def _read_statuses(self) -> dict[int, Status]:
+        statuses: dict[int, Status] = {}
+        for peer in self._peers:
+            record = self._read(f"status/{peer}")
+            if record is not None:
+                waiting = tuple((int(lane), int(index)) for lane, index in record["waiting"])  # type: ignore[attr-defined]
+                statuses[peer] = Status(tuple(record["started"]), record["recent"], waiting, bool(record["left"]))  # type: ignore[arg-type]
+        return statuses
+
+    def _read_error(self) -> Verdict | None:
+        records = [record for peer in self._peers if (record := self._read(f"error/{peer}")) is not None]
+        if not records:
+            return None
+        record = min(records, key=lambda entry: bool(entry["passed_on"]))
+        return Verdict(str(record["message"]), bool(record["mismatch"]))
+
+    def _post_mortem(self, peer: int | None, reason: str, collective: str) -> Verdict:
+        found: list[Verdict] = []
+        seen: dict[int, Status] = {}
+
+        def ask() -> None:
+            deadline = time.monotonic() + _POST_MORTEM_S
+            while time.monotonic() < deadline:
+                verdict = self._read_error()
+                if verdict is not None:
+                    found.append(verdict)
+                    return
+                seen.update(self._read_statuses())
+                if peer in seen and seen[peer].left:
+                    return
+                time.sleep(0.05)
+
+        _bounded(ask)
+        who = "a rank" if peer is None else f"rank {peer}"
+        start = f"rank {self._rank} lost {who} in {collective}: "
+        if found:
+            return Verdict(found[0].message if found[0].mismatch else start + found[0].message, found[0].mismatch)
+        if peer in seen and seen[peer].left:
+            return Verdict(f"{start}it has left the group; every rank must take part in every collective")
+        if peer in seen and seen[peer].waiting:
+            lane, index = seen[peer].waiting[0]
+            reason += f"; rank {peer} was last seen waiting in collective {index} of its lane ({seen[peer].call(lane, index)})"
+        return Verdict(f"{start}{reason}; it has published no error, so it was killed, stopped or is stuck")
+
+
+def _bounded(ask: Callable[[], object]) -> None:
+    """Talk to the store for a bounded time: it may live in a process that is dead or stopped."""
+
+    def run() -> None:
+        # A store that does not answer tells nothing; what is already known has to do.
+        with contextlib.suppress(RuntimeError):
+            ask()
+
+    thread = threading.Thread(target=run, name="zfun store", daemon=True)
+    thread.start()
+    thread.join(timeout=_POST_MORTEM_S + 1.0)

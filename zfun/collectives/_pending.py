@@ -1,0 +1,53 @@
+"""A collective that has been started: overlap as a value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+__all__ = ["Pending"]
+
+
+class Pending:
+    """A started collective. It owns every buffer that the collective reads or writes until :meth:`wait` returns.
+
+    The input must not be written before :meth:`wait` has returned, and every pending collective must be waited for.
+
+    Args:
+        finish: called once, by the first :meth:`wait`; returns the result.
+
+    Example:
+        >>> import torch
+        >>> Pending.done(torch.ones(2)).wait()
+        tensor([1., 1.])
+    """
+
+    __slots__ = ("_error", "_finish", "_result")
+
+    def __init__(self, finish: Callable[[], Tensor]) -> None:
+        self._finish: Callable[[], Tensor] | None = finish
+        self._result: Tensor | None = None
+        self._error: BaseException | None = None
+
+    @classmethod
+    def done(cls, tensor: Tensor) -> Pending:
+        """Return a pending collective that is already there."""
+        pending = cls(lambda: tensor)
+        pending.wait()
+        return pending
+
+    def wait(self) -> Tensor:
+        """Return the result, once it is there. Further calls return the same tensor, or raise the same error."""
+        if self._finish is not None:
+            # The callable holds the buffers; letting go of it is what frees them.
+            finish, self._finish = self._finish, None
+            try:
+                self._result = finish()
+            except BaseException as error:
+                self._error = error
+                raise
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result

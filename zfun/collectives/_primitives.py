@@ -1,0 +1,365 @@
+"""Collectives that can be differentiated, by every transform of torch.func.
+
+[Note: what the gradient of a collective is]
+
+A collective is a linear map A from the tensors of all ranks to the tensors of all ranks. Its derivative is A itself; its transpose is the map
+A* with <A x, y> = <x, A* y>, where the inner product is summed over the ranks. So the gradient that a rank receives is that of the *sum over
+the ranks* of what each of them differentiates:
+
+====================  ===================================
+collective            transpose
+====================  ===================================
+all_reduce            all_reduce
+all_gather            reduce_scatter
+reduce_scatter        all_gather
+broadcast from root   reduce to root, zeros elsewhere
+all_to_all            all_to_all with the dims exchanged
+permute               the inverse permute
+====================  ===================================
+
+If every rank computes the same loss from a replicated value, the sum counts it once per rank; divide where the loss is meant once.
+
+The backward pass is a program of collectives too: every rank must take the gradient, of a value that requires it.
+
+One autograd function does it all. It sees matrices of one row per chunk (``[1, m] -> [size, m]`` for an all-gather), so that a batched
+dimension fits between rows and columns without moving data; shapes and dims are restored outside by ordinary views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zfun.collectives._calls import AllGather, AllReduce, AllToAll, Broadcast, Call, Lane, Op, Permute, ReduceScatter
+from zfun.collectives._group import Group
+from zfun.collectives._pending import Pending
+from zfun.errors import OptionError
+
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "permute",
+    "reduce_scatter",
+    "start_all_gather",
+    "start_all_reduce",
+    "start_all_to_all",
+    "start_broadcast",
+    "start_permute",
+    "start_reduce_scatter",
+]
+
+
+class _UnderWay:
+    """The raw collectives behind a started one: more than one under forward mode. Not a list, since torch.func copies lists."""
+
+    __slots__ = ("pending",)
+
+    def __init__(self) -> None:
+        self.pending: list[Pending] = []
+
+
+class _Collective(torch.autograd.Function):
+    """``rows [a, m] -> rows [b, m]``, with a and b being 1 or the number of ranks. Its transpose is itself with the dual op."""
+
+    @staticmethod
+    def forward(rows: Tensor, group: Group, call: Call, started: _UnderWay | None) -> Tensor:
+        out = rows.new_empty((group.size if call.op.splits_output else 1, rows.shape[1]))
+        pending = group.start(call, rows.contiguous().view(-1), out.view(-1))
+        if started is None:
+            pending.wait()
+        else:
+            started.pending.append(pending)
+        return out
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.group, ctx.call, ctx.started = inputs
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        call: Call = ctx.call
+        dual = Call(call.op.dual, call.name, call.part, call.lane)
+        return _apply(grad, ctx.group, dual, None), None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+        return _apply(tangent, ctx.group, ctx.call, ctx.started)
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int, None, None, None], rows: Tensor, group: Group, call: Call, started: _UnderWay | None
+    ) -> tuple[Tensor, int]:
+        batched = rows.movedim(in_dims[0], 1)
+        out = _apply(batched.flatten(1), group, call, started)
+        return out.view(out.shape[0], *batched.shape[1:]), 1
+
+
+def _apply(rows: Tensor, group: Group, call: Call, started: _UnderWay | None) -> Tensor:
+    return _Collective.apply(rows, group, call, started)  # type: ignore[no-any-return]
+
+
+def _start(rows: Tensor, group: Group, call: Call, restore: Callable[[Tensor], Tensor]) -> Pending:
+    """Start a collective whose output is part of the graph at once, and holds its values once it has been waited for."""
+    started = _UnderWay()
+    out = _apply(rows, group, call, started)
+
+    def finish() -> Tensor:
+        for pending in started.pending:
+            pending.wait()
+        # What copies must come after the wait.
+        return restore(out)
+
+    return Pending(finish)
+
+
+def all_reduce(x: Tensor, group: Group, *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL) -> Tensor:
+    """``P -> R``: every rank receives the sum. The transpose is the same sum.
+
+    ::
+
+        rank     0  1  2  3              0   1   2   3
+        x        1  2  3  4     ->      10  10  10  10
+
+    Args:
+        x: a tensor of the same shape on all ranks.
+        group: the ranks.
+        name: what is sent, for messages and logs.
+        part: which part of it.
+        lane: the order of collectives that it takes part in.
+
+    Returns:
+        The sum over the ranks, in rank order; the shape of ``x``.
+
+    Raises:
+        PeerLost: another rank did not take part.
+        CollectiveMismatch: another rank started something else.
+
+    Example:
+        >>> from zfun.collectives import simulate
+        >>> simulate(4, lambda group: all_reduce(torch.tensor(group.rank + 1), group).item())
+        [10, 10, 10, 10]
+    """
+    return start_all_reduce(x, group, name=name, part=part, lane=lane).wait()
+
+
+def start_all_reduce(x: Tensor, group: Group, *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL) -> Pending:
+    """Start an :func:`all_reduce`; ``wait()`` returns the differentiable result."""
+    return _start_alike(x, group, Call(AllReduce(), name, part, lane))
+
+
+def all_gather(x: Tensor, group: Group, dim: int = 0, *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL) -> Tensor:
+    """``S -> R``: every rank receives the shards of all, one after the other along ``dim``. The transpose is a reduce-scatter.
+
+    ::
+
+        rank     0    1    2    3              0         1         2         3
+        x       [1]  [2]  [3]  [4]    ->   [1 2 3 4] [1 2 3 4] [1 2 3 4] [1 2 3 4]
+
+    Args:
+        x: a shard, of the same shape on all ranks; at least one dimension.
+        group: the ranks.
+        dim: the dimension that grows ``size`` times.
+        name: what is sent, for messages and logs.
+        part: which part of it.
+        lane: the order of collectives that it takes part in.
+
+    Returns:
+        The shards of all ranks, joined.
+
+    Example:
+        >>> from zfun.collectives import simulate
+        >>> simulate(2, lambda group: all_gather(torch.tensor([group.rank]), group).tolist())
+        [[0, 1], [0, 1]]
+    """
+    return start_all_gather(x, group, dim, name=name, part=part, lane=lane).wait()
+
+
+def start_all_gather(x: Tensor, group: Group, dim: int = 0, *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL) -> Pending:
+    """Start an :func:`all_gather`; ``wait()`` returns the differentiable result."""
+    shard = x.movedim(_checked_dim(x, dim, "all_gather"), 0)
+
+    def restore(rows: Tensor) -> Tensor:
+        return rows.reshape(group.size * shard.shape[0], *shard.shape[1:]).movedim(0, dim)
+
+    return _start(shard.reshape(1, shard.numel()), group, Call(AllGather(), name, part, lane), restore)
+
+
+def reduce_scatter(x: Tensor, group: Group, dim: int = 0, *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL) -> Tensor:
+    """``P -> S``: rank r receives the r-th piece of the sum. The transpose is an all-gather.
+
+    ::
+
+        rank       0      1           0     1
+        x       [1 2]  [10 20]   ->  [11]  [22]
+
+    Args:
+        x: a term of the sum, of the same shape on all ranks; the group's size divides ``dim``.
+        group: the ranks.
+        dim: the dimension that is cut into ``size`` pieces.
+        name: what is sent, for messages and logs.
+        part: which part of it.
+        lane: the order of collectives that it takes part in.
+
+    Returns:
+        This rank's piece of the sum.
+
+    Raises:
+        OptionError: the ranks do not divide ``dim``.
+
+    Example:
+        >>> from zfun.collectives import simulate
+        >>> simulate(2, lambda group: reduce_scatter(torch.tensor([1, 2]), group).tolist())
+        [[2], [4]]
+    """
+    return start_reduce_scatter(x, group, dim, name=name, part=part, lane=lane).wait()
+
+
+def start_reduce_scatter(x: Tensor, group: Group, dim: int = 0, *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL) -> Pending:
+    """Start a :func:`reduce_scatter`; ``wait()`` returns the differentiable result."""
+    length = _checked_pieces(x, dim, group.size, "reduce_scatter")
+    whole = x.movedim(dim, 0)
+    rows = whole.reshape(group.size, whole.numel() // group.size)
+
+    def restore(piece: Tensor) -> Tensor:
+        return piece.reshape(length, *whole.shape[1:]).movedim(0, dim)
+
+    return _start(rows, group, Call(ReduceScatter(), name, part, lane), restore)
+
+
+def broadcast(x: Tensor, group: Group, root: int = 0, *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL) -> Tensor:
+    """Every rank receives the tensor of ``root``. The transpose sums on ``root`` and gives zeros to the others.
+
+    ::
+
+        rank        0  1  2  3          0  1  2  3
+        x, root 1   1  2  3  4    ->    2  2  2  2
+
+    Args:
+        x: a tensor of the same shape on all ranks; its values count on ``root`` only.
+        group: the ranks.
+        root: the rank that is heard.
+        name: what is sent, for messages and logs.
+        part: which part of it.
+        lane: the order of collectives that it takes part in.
+
+    Returns:
+        The tensor of ``root``.
+
+    Example:
+        >>> from zfun.collectives import simulate
+        >>> simulate(3, lambda group: broadcast(torch.tensor(group.rank), group, root=2).item())
+        [2, 2, 2]
+    """
+    return start_broadcast(x, group, root, name=name, part=part, lane=lane).wait()
+
+
+def start_broadcast(x: Tensor, group: Group, root: int = 0, *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL) -> Pending:
+    """Start a :func:`broadcast`; ``wait()`` returns the differentiable result."""
+    return _start_alike(x, group, Call(Broadcast(root), name, part, lane))
+
+
+def permute(x: Tensor, group: Group, destinations: Sequence[int], *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL) -> Tensor:
+    """Rank ``destinations[r]`` receives the tensor of rank r. The transpose is the inverse permutation.
+
+    ::
+
+        rank                         0  1  2  3          0  1  2  3
+        x, destinations (1,2,3,0)    1  2  3  4    ->    4  1  2  3
+
+    Args:
+        x: a tensor of the same shape on all ranks.
+        group: the ranks.
+        destinations: for each rank the one that it sends to; each rank once.
+        name: what is sent, for messages and logs.
+        part: which part of it.
+        lane: the order of collectives that it takes part in.
+
+    Returns:
+        The tensor of the rank that sends to this one.
+
+    Raises:
+        OptionError: ``destinations`` is no permutation of the ranks.
+
+    Example:
+        >>> from zfun.collectives import simulate
+        >>> simulate(3, lambda group: permute(torch.tensor(group.rank), group, (1, 2, 0)).item())
+        [2, 0, 1]
+    """
+    return start_permute(x, group, destinations, name=name, part=part, lane=lane).wait()
+
+
+def start_permute(
+    x: Tensor, group: Group, destinations: Sequence[int], *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL
+) -> Pending:
+    """Start a :func:`permute`; ``wait()`` returns the differentiable result."""
+    return _start_alike(x, group, Call(Permute(tuple(destinations)), name, part, lane))
+
+
+def all_to_all(
+    x: Tensor, group: Group, split_dim: int = 0, concat_dim: int = 0, *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL
+) -> Tensor:
+    """Cut along ``split_dim``, send piece j to rank j, join what arrives along ``concat_dim``. The transpose exchanges the two dims.
+
+    ::
+
+        rank       0      1               0      1
+        x       [1 2]  [3 4]    ->     [1 3]  [2 4]
+
+    Args:
+        x: a tensor of the same shape on all ranks; the group's size divides ``split_dim``.
+        group: the ranks.
+        split_dim: the dimension that is cut into ``size`` pieces.
+        concat_dim: the dimension along which the received pieces are joined, in rank order.
+        name: what is sent, for messages and logs.
+        part: which part of it.
+        lane: the order of collectives that it takes part in.
+
+    Returns:
+        The joined pieces.
+
+    Raises:
+        OptionError: the ranks do not divide ``split_dim``.
+
+    Example:
+        >>> from zfun.collectives import simulate
+        >>> simulate(2, lambda group: all_to_all(torch.tensor([1, 2]) + 2 * group.rank, group).tolist())
+        [[1, 3], [2, 4]]
+    """
+    return start_all_to_all(x, group, split_dim, concat_dim, name=name, part=part, lane=lane).wait()
+
+
+def start_all_to_all(
+    x: Tensor, group: Group, split_dim: int = 0, concat_dim: int = 0, *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL
+) -> Pending:
+    """Start an :func:`all_to_all`; ``wait()`` returns the differentiable result."""
+    length = _checked_pieces(x, split_dim, group.size, "all_to_all")
+    concat_dim = _checked_dim(x, concat_dim, "all_to_all")
+    pieces = x.unflatten(split_dim, (group.size, length)).movedim(split_dim % x.dim(), 0)
+
+    def restore(rows: Tensor) -> Tensor:
+        return rows.view(pieces.shape).movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1)
+
+    rows = pieces.reshape(group.size, x.numel() // group.size)
+    return _start(rows, group, Call(AllToAll(), name, part, lane), restore)
+
+
+def _start_alike(x: Tensor, group: Group, call: Call) -> Pending:
+    return _start(x.reshape(1, x.numel()), group, call, lambda rows: rows.view(x.shape))
+
+
+def _checked_dim(x: Tensor, dim: int, kind: str) -> int:
+    if not -x.dim() <= dim < x.dim():
+        raise OptionError(f"{kind} needs a dim of its tensor; got dim {dim} of shape {tuple(x.shape)}")
+    return dim % x.dim()
+
+
+def _checked_pieces(x: Tensor, dim: int, size: int, kind: str) -> int:
+    length = x.shape[_checked_dim(x, dim, kind)]
+    if length % size:
+        raise OptionError(f"{kind} needs a dim that the {size} ranks divide; got length {length} at dim {dim} of {tuple(x.shape)}; pad it")
+    return length // size

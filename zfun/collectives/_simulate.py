@@ -1,0 +1,363 @@
+"""n ranks as threads of one process.
+
+The last rank to arrive at a collective computes it for all, by the definition of the op (:func:`evaluate`), and wakes the others: a
+collective of 64 ranks costs one evaluation and 64 wake-ups, not 4032 messages. Real groups move the same values by messages; the tests hold
+them to these bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Concatenate, Generic, ParamSpec, TypeVar, final
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import Tensor
+from torch._functorch import eager_transforms
+
+from zfun.collectives._calls import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Call,
+    Lane,
+    Op,
+    Permute,
+    Reduce,
+    ReduceScatter,
+    check_call,
+    describe,
+)
+from zfun.collectives._group import Group
+from zfun.collectives._pending import Pending
+from zfun.errors import CollectiveMismatch, OptionError, PeerLost, ZfunError
+from zfun.ops._sums import sum_in_rank_order
+
+__all__ = ["evaluate", "simulate"]
+
+_Params = ParamSpec("_Params")
+_Result = TypeVar("_Result")
+
+
+def simulate(n: int, fn: Callable[Concatenate[Group, _Params], _Result], *args: _Params.args, **kwargs: _Params.kwargs) -> list[_Result]:
+    """Call ``fn(group, *args)`` on n ranks, which are threads of this process, and return what they return.
+
+    The ranks see the same ``args``: what one of them changes in place, the others see. They share torch's global random generator, whose
+    draws therefore come in no fixed order; give each rank its own ``torch.Generator``. Tensors must live on the CPU, since autograd runs the
+    backward pass of other devices on a thread that the ranks would share.
+
+    Args:
+        n: the number of ranks, one to some hundreds.
+        fn: the program of a rank.
+        args: passed to ``fn`` after the group.
+        kwargs: passed to ``fn``.
+
+    Returns:
+        The results in rank order.
+
+    Raises:
+        CollectiveMismatch: the ranks started different collectives, or wait for each other in a circle.
+        PeerLost: a rank returned while others waited for it.
+        Exception: what ``fn`` raised on the lowest rank that failed by itself; the other ranks end at once.
+
+    Example:
+        >>> import torch
+        >>> simulate(2, lambda group: group.all_gather(torch.tensor(group.rank + 1), "rank").sum().item())
+        [3, 3]
+    """
+    if n < 1:
+        raise OptionError(f"simulate() needs at least one rank; got {n}")
+    world = _World(n)
+    outcomes: list[_Outcome[_Result]] = [_Outcome() for _ in range(n)]
+    grad_mode = torch.is_grad_enabled()
+
+    def run(rank: int) -> None:
+        try:
+            with torch.set_grad_enabled(grad_mode):
+                outcomes[rank].result.append(fn(_SimulatedGroup(rank, world), *args, **kwargs))
+        except BaseException as error:  # noqa: BLE001, a rank's error of any kind belongs to the caller of simulate
+            outcomes[rank].error = error
+            world.fail(rank, error)
+        else:
+            world.leave(rank)
+
+    threads = [
+        threading.Thread(target=contextvars.copy_context().run, args=(run, rank), name=f"rank {rank} of {n}", daemon=True)
+        for rank in range(n)
+    ]
+    with _one_forward_ad_level():
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        except BaseException as error:
+            # An interrupt reaches the main thread only: the ranks end at their next collective, and are not waited for.
+            world.fail(None, error)
+            raise
+    if (error := world.original_error(outcomes)) is not None:
+        raise error
+    world.check_nothing_left()
+    return [outcome.result[0] for outcome in outcomes]
+
+
+def evaluate(op: Op, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> list[Tensor]:
+    """Compute a collective for all ranks from its definition.
+
+    Args:
+        op: the collective.
+        inputs: what each rank sends, in rank order.
+        outs: where each rank wants its result, or None.
+
+    Returns:
+        The result of each rank: its ``out``, else a fresh tensor.
+
+    Example:
+        >>> evaluate(ReduceScatter(), [torch.tensor([1, 2]), torch.tensor([10, 20])], [None, None])
+        [tensor([11]), tensor([22])]
+    """
+    size = len(inputs)
+    match op:
+        case AllGather():
+            results = [torch.cat(list(inputs))] * size
+        case ReduceScatter():
+            results = sum_in_rank_order(inputs).unflatten(0, (size, inputs[0].numel() // size)).unbind()
+        case AllReduce():
+            results = [sum_in_rank_order(inputs)] * size
+        case Broadcast(root):
+            results = [inputs[root]] * size
+        case Reduce(root):
+            total = sum_in_rank_order(inputs)
+            results = [total if rank == root else torch.zeros_like(total) for rank in range(size)]
+        case AllToAll():
+            chunks = torch.stack(list(inputs)).unflatten(1, (size, inputs[0].numel() // size))
+            results = [received.flatten() for received in chunks.unbind(1)]
+        case Permute():
+            results = [inputs[source] for source in op.sources]
+        case _:
+            raise OptionError(f"no group knows the collective {op!r}")
+    return [result.clone() if out is None else out.copy_(result) for result, out in zip(results, outs, strict=True)]
+
+
+@final
+class _SimulatedGroup(Group):
+    """One rank of a simulated group."""
+
+    def __init__(self, rank: int, world: _World) -> None:
+        self.rank = rank
+        self.size = world.size
+        self._world = world
+
+    def start(self, call: Call, x: Tensor, out: Tensor | None = None) -> Pending:
+        check_call(call, x, out, self.size)
+        if x.device.type != "cpu":
+            raise OptionError(f"a simulated group moves CPU tensors only; {call.op.kind} got one on {x.device}; move it to the CPU")
+        # The copy lets the sender do with its tensor what it likes, as it can when the bytes are on the wire.
+        meeting = self._world.arrive(self.rank, call, x.detach().clone(), None if out is None else out.detach())
+        return Pending(lambda: _taken(self._world.wait(self.rank, meeting), out))
+
+    def __repr__(self) -> str:
+        return f"<simulated group: rank {self.rank} of {self.size}>"
+
+
+def _taken(result: Tensor, out: Tensor | None) -> Tensor:
+    return result if out is None else out
+
+
+@dataclass(slots=True, eq=False)
+class _Meeting:
+    """One collective: what the ranks that have come so far bring, and what they take away."""
+
+    lane: Lane
+    index: int
+    calls: dict[int, Call] = field(default_factory=dict)
+    texts: dict[int, str] = field(default_factory=dict)
+    inputs: dict[int, Tensor] = field(default_factory=dict)
+    outs: dict[int, Tensor | None] = field(default_factory=dict)
+    results: dict[int, Tensor] | None = None
+
+    @property
+    def label(self) -> str:
+        first = min(self.texts)
+        return f"collective {self.index} of its lane ({self.texts[first]})"
+
+
+@dataclass(slots=True)
+class _Outcome(Generic[_Result]):
+    result: list[_Result] = field(default_factory=list)
+    error: BaseException | None = None
+
+
+class _World:
+    """What the ranks of one simulation share, all of it under one lock."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._lock = threading.Lock()
+        self._counts = [[0] * len(Lane) for _ in range(size)]
+        self._meetings: dict[tuple[Lane, int], _Meeting] = {}
+        self._blocked: dict[int, tuple[_Meeting, threading.Lock]] = {}
+        self._left: set[int] = set()
+        self._failure: Callable[[int], ZfunError] | None = None
+        self._consequences: list[ZfunError] = []
+
+    def arrive(self, rank: int, call: Call, x: Tensor, out: Tensor | None) -> _Meeting:
+        """Bring a rank's input to its next collective; the last rank computes the result for all."""
+        with self._lock:
+            self._raise_failure(rank)
+            index = self._counts[rank][call.lane]
+            self._counts[rank][call.lane] += 1
+            meeting = self._meetings.setdefault((call.lane, index), _Meeting(call.lane, index))
+            meeting.calls[rank] = call
+            meeting.texts[rank] = describe(call, x.numel(), x.dtype)
+            meeting.inputs[rank] = x
+            meeting.outs[rank] = out
+            first = next(iter(meeting.texts))
+            if meeting.texts[rank] != meeting.texts[first]:
+                self._fail(_different(meeting, *sorted((first, rank))))
+                self._raise_failure(rank)
+            if len(meeting.inputs) < self.size:
+                return meeting
+            del self._meetings[call.lane, index]
+        try:
+            with torch.no_grad():
+                ranks = range(self.size)
+                results = evaluate(call.op, [meeting.inputs[r] for r in ranks], [meeting.outs[r] for r in ranks])
+        except BaseException as error:
+            self.fail(rank, error)
+            raise
+        with self._lock:
+            meeting.results = dict(enumerate(results))
+            meeting.inputs.clear()
+            meeting.outs.clear()
+            for waiter in [r for r, (where, _) in self._blocked.items() if where is meeting]:
+                self._blocked.pop(waiter)[1].release()
+        return meeting
+
+    def wait(self, rank: int, meeting: _Meeting) -> Tensor:
+        """Block until every rank has come to a collective."""
+        if meeting.results is None:
+            gate = threading.Lock()
+            gate.acquire()
+            with self._lock:
+                self._raise_failure(rank)
+                if meeting.results is None:
+                    self._blocked[rank] = (meeting, gate)
+                    self._check_progress()
+                else:
+                    gate.release()
+            gate.acquire()
+        if meeting.results is None:
+            with self._lock:
+                self._raise_failure(rank)
+        assert meeting.results is not None
+        return meeting.results.pop(rank)
+
+    def leave(self, rank: int) -> None:
+        """Note that a rank has returned."""
+        with self._lock:
+            self._left.add(rank)
+            if self._failure is None:
+                self._check_progress()
+
+    def fail(self, rank: int | None, error: BaseException) -> None:
+        """End every rank, because one of them (or the main thread) raised."""
+        who = "the simulation" if rank is None else f"rank {rank}"
+        message = f"{who} failed: {type(error).__name__}: {error}"
+
+        def consequence(other: int) -> ZfunError:
+            lost = PeerLost(f"rank {other} ends because {message}", rank=other)
+            self._consequences.append(lost)
+            return lost
+
+        with self._lock:
+            self._fail(consequence)
+
+    def original_error(self, outcomes: Sequence[_Outcome[_Result]]) -> BaseException | None:
+        """Return the error of the lowest rank that did not fail because of another one."""
+        for rank, outcome in enumerate(outcomes):
+            error = outcome.error
+            if error is not None and not any(link is lost for link in _chain(error) for lost in self._consequences):
+                error.add_note(f"raised on rank {rank} of {self.size} simulated ranks")
+                return error
+        return None
+
+    def check_nothing_left(self) -> None:
+        """Refuse a program that starts a collective which not all ranks join, even if nobody waited for it."""
+        for meeting in self._meetings.values():
+            missing = [rank for rank in range(self.size) if rank not in meeting.texts]
+            raise PeerLost(
+                f"every rank must take part in every collective; {_ranks(missing)} returned without {meeting.label}, "
+                f"which {_ranks(meeting.texts)} started",
+                rank=min(meeting.texts),
+                collective=meeting.label,
+            )
+
+    def _check_progress(self) -> None:
+        """Fail if nobody can go on: a rank waits for one that has returned, or all wait for different things."""
+        for rank, (meeting, _) in self._blocked.items() if self._left else ():
+            gone = [r for r in range(self.size) if r in self._left and r not in meeting.texts]
+            if gone:
+                label = meeting.label
+                text = f"every rank must take part in every collective; {_ranks(gone)} returned, while rank {rank} waits for it in {label}"
+                self._fail(lambda other: PeerLost(text, rank=other, collective=label))
+                return
+        if self._blocked and len(self._blocked) + len(self._left) == self.size:
+            waits = "; ".join(f"rank {rank} in {meeting.label}" for rank, (meeting, _) in sorted(self._blocked.items())[:8])
+            text = f"the ranks wait for each other in different collectives: {waits}"
+            self._fail(lambda other: CollectiveMismatch(text, rank=other))
+
+    def _fail(self, failure: Callable[[int], ZfunError]) -> None:
+        if self._failure is None:
+            self._failure = failure
+        for _, gate in self._blocked.values():
+            gate.release()
+        self._blocked.clear()
+
+    def _raise_failure(self, rank: int) -> None:
+        if self._failure is not None:
+            raise self._failure(rank)
+
+
+def _different(meeting: _Meeting, low: int, high: int) -> Callable[[int], ZfunError]:
+    text = (
+        f"all ranks must start the same collectives in the same order; at collective {meeting.index} of its lane "
+        f"rank {low} started {meeting.texts[low]}, and rank {high} started {meeting.texts[high]}"
+    )
+    return lambda rank: CollectiveMismatch(text, rank=rank, collective=meeting.texts.get(rank, meeting.texts[low]))
+
+
+def _ranks(ranks: Sequence[int] | dict[int, str]) -> str:
+    numbers = sorted(ranks)
+    shown = ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
+    return f"rank {shown}" if len(numbers) == 1 else f"ranks {shown}"
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    link: BaseException | None = error
+    while link is not None:
+        yield link
+        link = link.__cause__ or link.__context__
+
+
+@contextlib.contextmanager
+def _one_forward_ad_level() -> Iterator[None]:
+    """Hold torch's forward-mode level open while the ranks run.
+
+    The level is one per process and not per thread: the first rank to leave a ``torch.func.jvp`` would clear the tangents of the others.
+    Counting as one more nested ``jvp`` makes those of the ranks neither open nor close it.
+    """
+    if forward_ad._current_level >= 0:
+        yield
+        return
+    with forward_ad.dual_level():
+        eager_transforms.JVP_NESTING += 1
+        try:
+            yield
+        finally:
+            eager_transforms.JVP_NESTING -= 1

@@ -1,0 +1,50 @@
+"""A group of one rank: every collective is the identity."""
+
+from __future__ import annotations
+
+from typing import final
+
+from torch import Tensor
+
+from zfun.collectives._calls import Call, check_call
+from zfun.collectives._group import Group
+from zfun.collectives._pending import Pending
+
+__all__ = ["single_group"]
+
+
+@final
+class _SingleGroup(Group):
+    """One rank. The result is ``out`` if it was given, else a copy: as in larger groups it never shares memory with the input."""
+
+    __slots__ = ("rank", "size")
+
+    def __init__(self) -> None:
+        self.rank = 0
+        self.size = 1
+
+    def start(self, call: Call, x: Tensor, out: Tensor | None = None) -> Pending:
+        check_call(call, x, out, 1)
+        x = x.detach()
+        if out is None:
+            return Pending.done(x.clone())
+        if not out.is_set_to(x):
+            out.detach().copy_(x)
+        return Pending.done(out)
+
+    def __repr__(self) -> str:
+        return "single_group()"
+
+
+def single_group() -> Group:
+    """Return the group of one rank: collectives return what they are given.
+
+    Returns:
+        A group of size 1.
+
+    Example:
+        >>> import torch
+        >>> single_group().all_gather(torch.tensor([3]), "answer")
+        tensor([[3]])
+    """
+    return _SingleGroup()
