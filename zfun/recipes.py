@@ -1,0 +1,269 @@
+"""Recipes: compositions of the transforms under the names that people know them by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zfun import stores, tree
+from zfun.collectives import Group
+from zfun.errors import NonFiniteError, OptionError, checked_options
+from zfun.flat import Flat, call_site, consume, flats, global_norm, local_shards, unravel
+from zfun.layout import DEFAULT_BUCKET_BYTES
+from zfun.optim import Optimizer, as_optimizer, probe
+from zfun.placement import R, S
+from zfun.stores import Store
+from zfun.transforms import (
+    WeightedMean,
+    accumulate,
+    apply,
+    data_parallel,
+    offload_grads,
+    offload_loss,
+    offload_optimizer,
+    offload_params,
+    redistribute,
+    replicate,
+    shard,
+    shard_grads,
+    shard_optimizer,
+    shard_params,
+    unshard,
+    value_and_grad,
+)
+from zfun.typing import Gradient, Loss
+
+__all__ = ["StepInfo", "Zero", "ZeroState", "zero"]
+
+
+class ZeroState(NamedTuple):
+    """What a training run carries from step to step.
+
+    Attributes:
+        params: the trained parameters: placement ``R`` at stages 0 to 2, ``S`` at stage 3.
+        frozen: the leaves that are not trained, placed alike; ``None`` where there are none.
+        opt_state: the optimizer's state.
+        step: steps taken, skipped ones included.
+        num_skipped: steps skipped in a row just now.
+    """
+
+    params: Flat
+    frozen: Flat | None
+    opt_state: Any
+    step: int
+    num_skipped: int
+
+
+class StepInfo(NamedTuple):
+    """What one step found; equal on all ranks.
+
+    Attributes:
+        loss: the loss over all ranks, a scalar.
+        grad_norm: the norm of the gradient over all ranks, before any clipping, in float64.
+        skipped: whether gradients were not finite, and the step was not taken.
+        bad_leaf: the first leaf with such a gradient, where a step was skipped.
+        aux: what the loss returned beside the scalar, from this rank's batch.
+    """
+
+    loss: Tensor
+    grad_norm: Tensor
+    skipped: bool
+    bad_leaf: str | None
+    aux: Any
+
+
+class Zero(NamedTuple):
+    """A training loop's three functions.
+
+    Attributes:
+        init: ``init(params) -> state``.
+        step: ``step(state, batch) -> (state, info)``.
+        params: ``params(state) -> the whole tree``; every rank must call.
+    """
+
+    init: Callable[[tree.Tree], ZeroState]
+    step: Callable[[ZeroState, Any], tuple[ZeroState, StepInfo]]
+    params: Callable[[ZeroState], tree.Tree]
+
+
+@checked_options
+def zero(
+    stage: int,
+    loss_fn: Loss,
+    optimizer: Any,
+    group: Group,
+    *,
+    num_micro_batches: int = 1,
+    trainable: Callable[[str, Any], bool] | None = None,
+    offload_optimizer: Store | None = None,
+    offload_params: Store | None = None,
+    offload_grads: Store | None = None,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    init: str = "check",
+    donate: bool = True,
+    max_skipped: int = 100,
+) -> Zero:
+    """Compose the transforms of a ZeRO stage.
+
+    ===== ======================= ========= ================== =================
+    stage known as                params    grads at update    optimizer state
+    ===== ======================= ========= ================== =================
+    0     data parallel           ``R``     ``P -> R``         ``R``
+    1     ZeRO-1                  ``R``     ``P -> S``         ``S``
+    2     ZeRO-2                  ``R``     ``S``              ``S``
+    3     ZeRO-3                  ``S``     ``S``              ``S``
+    ===== ======================= ========= ================== =================
+
+    Gradients that are not finite skip the step on all ranks together, and leave the state as it was.
+
+    Args:
+        stage: 0, 1, 2 or 3.
+        loss_fn: ``(params, batch) -> scalar``, ``(scalar, aux)`` or :func:`zfun.weighted_mean`.
+        optimizer: an element-wise optimizer, or an ``(init, update)`` pair.
+        group: the ranks; each gives its own batch to ``step``.
+        num_micro_batches: how many micro-batches a batch is split in.
+        trainable: which leaves are trained, by path and leaf; by default all. No gradient or optimizer state is made for the others.
+        offload_optimizer: a store for the optimizer's state.
+        offload_params: a store for the parameters; stage 3 only.
+        offload_grads: a store for the gradients.
+        bucket_bytes: where a bucket closes, in bytes.
+        init: ``"check"`` compares the parameters across ranks; ``"broadcast"`` takes rank 0's values.
+        donate: let ``step`` take over the buffers of the state it is given, which must not be used again.
+        max_skipped: how many steps in a row may be skipped before :class:`zfun.NonFiniteError` is raised.
+
+    Returns:
+        The functions ``init``, ``step`` and ``params``.
+
+    Raises:
+        OptionError: an option that does not exist or does not go with the stage.
+        NotElementwiseError: an optimizer that mixes elements.
+
+    Example:
+        >>> import zfun as zf
+        >>> def main(group):
+        ...     z = zf.zero(3, lambda params, batch: ((params["w"] - batch) ** 2).sum(), zf.optim.sgd(0.25), group)
+        ...     state = z.init({"w": torch.zeros(2)})
+        ...     state, info = z.step(state, torch.tensor([1.0, 2.0]))
+        ...     return info.loss.item(), z.params(state)["w"]
+        >>> zf.simulate(2, main)[0]
+        (5.0, tensor([0.5000, 1.0000]))
+
+    After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020).
+    """
+    if type(stage) is not int or stage not in (0, 1, 2, 3):
+        raise OptionError(f"stage must be 0, 1, 2 or 3; got {stage!r}")
+    if offload_params is not None and stage < 3:
+        raise OptionError(f"offload_params keeps shards, which only stage 3 has; got stage {stage}; use stage=3, or leave offload_params out")
+    if max_skipped < 1:
+        raise OptionError(f"max_skipped must be at least 1; got {max_skipped}")
+    if init not in ("check", "broadcast"):
+        raise OptionError(f"init must be 'check' or 'broadcast'; got {init!r}")
+    rule = _optimizer_of(stage, optimizer, group, bucket_bytes, offload_optimizer)
+    place = shard if stage == 3 else replicate
+    composed: list[tuple[Flat | None, Gradient]] = []
+
+    def gradient_of(frozen: Flat | None) -> Gradient:
+        # Composed once, not at every step: what the transforms learn of the order of use is kept in them.
+        if not composed or composed[0][0] is not frozen:
+            loss = _whole_loss(stage, loss_fn, group, frozen, offload_params)
+            composed[:] = [(frozen, _gradient(stage, loss, group, num_micro_batches, bucket_bytes, offload_grads))]
+        return composed[0][1]
+
+    def start(params: tree.Tree) -> ZeroState:
+        chosen, rest = (params, None) if trainable is None else tree.partition(params, trainable)
+        trained = place(chosen, group, bucket_bytes=bucket_bytes, init=init)
+        frozen = None if rest is None or not tree.leaves(rest) else place(rest, group, bucket_bytes=bucket_bytes, init=init)
+        state = rule.init(trained)
+        if offload_params is not None:
+            trained = _offload_params(trained, offload_params)
+            frozen = None if frozen is None else _offload_params(frozen, offload_params)
+        return ZeroState(trained, frozen, state, 0, 0)
+
+    def step(state: ZeroState, batch: Any) -> tuple[ZeroState, StepInfo]:
+        value, grads = gradient_of(state.frozen)(state.params, batch)
+        loss, aux = value if type(value) is tuple else (value, None)
+        loss = loss.mean if isinstance(loss, WeightedMean) else loss
+        grads = redistribute(grads, R if stage == 0 else S, group, name="grads")
+        norm = global_norm(grads)
+        skipped = not bool(torch.isfinite(norm))
+        params, opt_state = state.params, state.opt_state
+        if skipped:
+            bad_leaf = _first_bad_leaf(grads)
+            if state.num_skipped + 1 >= max_skipped:
+                raise NonFiniteError(
+                    f"gradients must be finite; {state.num_skipped + 1} steps in a row had some that were not, now first in leaf {bad_leaf!r}; "
+                    "lower the learning rate, clip, or look at that leaf; the state is as it was",
+                    rank=group.rank,
+                    step=state.step,
+                    leaf=bad_leaf,
+                )
+        else:
+            bad_leaf = None
+            params, opt_state = apply(rule, grads, opt_state, params, donate=donate)
+        if donate:
+            params, opt_state = _handed_over(state, params, opt_state, f"step {state.step} at {call_site()}")
+        new = ZeroState(params, state.frozen, opt_state, state.step + 1, state.num_skipped + 1 if skipped else 0)
+        return new, StepInfo(loss, norm, skipped, bad_leaf, aux)
+
+    def whole(state: ZeroState) -> tree.Tree:
+        params = unshard(state.params)
+        return params if state.frozen is None else tree.combine(params, unshard(state.frozen))
+
+    return Zero(start, step, whole)
+
+
+# The options of zero() have the names of the transforms they apply.
+_offload_optimizer, _offload_params, _offload_loss, _offload_grads = offload_optimizer, offload_params, offload_loss, offload_grads
+
+
+def _optimizer_of(stage: int, optimizer: Any, group: Group, bucket_bytes: int, store: Store | None) -> Optimizer:
+    rule = as_optimizer(optimizer)
+    probe(rule)
+    if stage >= 1:
+        rule = shard_optimizer(rule, group, bucket_bytes=bucket_bytes)
+    return rule if store is None else _offload_optimizer(rule, store)
+
+
+def _whole_loss(stage: int, loss_fn: Loss, group: Group, frozen: Flat | None, store: Store | None) -> Loss:
+    """A loss of the trained parameters alone, in the placement that the stage keeps them in."""
+    if stage == 3:
+        loss = shard_params(loss_fn, group, frozen=frozen)
+        return loss if store is None else _offload_loss(loss, store)
+    if frozen is None:
+        return loss_fn
+    rest = unravel(frozen)
+    return lambda params, batch: loss_fn(tree.combine(params, rest), batch)
+
+
+def _gradient(stage: int, loss: Loss, group: Group, num_micro_batches: int, bucket_bytes: int, store: Store | None) -> Gradient:
+    vg: Gradient = data_parallel(value_and_grad(loss), group, bucket_bytes=bucket_bytes)
+    if stage >= 2:
+        vg = shard_grads(vg, group)
+    if store is not None:
+        vg = _offload_grads(vg, store)
+    return vg if num_micro_batches == 1 else accumulate(vg, num_micro_batches)
+
+
+def _handed_over(state: ZeroState, params: Flat, opt_state: Any, consumed_by: str) -> tuple[Flat, Any]:
+    """Give the buffers to new values, and mark the old ones."""
+    params = params.with_buffers(params.buffers)
+    opt_state = tree.map(lambda x: x.with_buffers(x.buffers) if isinstance(x, Flat) else x, opt_state, is_leaf=lambda x: isinstance(x, Flat))
+    consume([state.params, *flats(state.opt_state)], consumed_by)
+    return params, opt_state
+
+
+def _first_bad_leaf(grads: Flat) -> str | None:
+    """Name the first leaf with a gradient that is not finite, over all ranks."""
+    group, layout = grads.group, grads.layout
+    first = len(layout.leaves)
+    for index, piece in enumerate(local_shards(grads)):
+        bad = torch.nonzero(~torch.isfinite(piece))
+        if bad.numel():
+            place = int(bad[0]) + group.rank * layout.shard_numel(index)
+            inside = [i for i in layout.buckets[index].leaves if layout.leaves[i].offset <= place]
+            first = min(first, inside[-1])
+    first = int(group.all_gather(torch.tensor([first], device=layout.device), "first bad leaf").min())
+    return layout.leaves[first].path if first < len(layout.leaves) else None

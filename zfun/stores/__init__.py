@@ -1,0 +1,6 @@
+"""Stores: where parts of the state are kept between uses."""
+
+from zfun.stores._base import Crossing, Store, Stored, fetch, resident
+from zfun.stores._host import HostStore, host
+
+__all__ = ["Crossing", "HostStore", "Store", "Stored", "fetch", "host", "resident"]

@@ -1,0 +1,92 @@
+"""Host memory as a store."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zfun.collectives import Pending
+from zfun.stores._base import Crossing, Stored
+
+__all__ = ["HostStore", "host"]
+
+
+class _HostTensor(Stored):
+    """A tensor in host memory."""
+
+    def __init__(self, store: HostStore, tensor: Tensor, name: str) -> None:
+        self.store = store
+        self.tensor = tensor
+        self.name = name
+        self.dtype = tensor.dtype
+        self.shape = tensor.shape
+
+    def get(self, device: torch.device) -> Pending:
+        """Start the copy to a device; on the CPU there is nothing to copy."""
+        self.store.crossed("get", self.name, self.tensor.nbytes)
+        return Pending.done(self.tensor.to(device, non_blocking=True))
+
+
+class HostStore:
+    """Keeps tensors in host memory, page-locked where there is a device to copy to.
+
+    Attributes:
+        log: what crossed between the device and the store, in order.
+    """
+
+    def __init__(self, *, pin: bool) -> None:
+        self.pin = pin
+        self.log: list[Crossing] = []
+
+    @property
+    def device(self) -> torch.device:
+        """Work on what is kept here is done by the CPU."""
+        return torch.device("cpu")
+
+    def put(self, tensor: Tensor, name: str) -> Stored:
+        """Keep a tensor; one that is in host memory already is kept as it is."""
+        self.crossed("put", name, tensor.nbytes)
+        return _HostTensor(self, self._to_host(tensor.detach()), name)
+
+    def crossed(self, kind: str, name: str, num_bytes: int) -> None:
+        """Note a movement."""
+        self.log.append(Crossing(kind, name, num_bytes))
+
+    def bytes_moved(self, kind: str | None = None, name: str | None = None) -> int:
+        """Sum the bytes of the log.
+
+        Args:
+            kind: count only ``"put"`` or only ``"get"``.
+            name: count only ``"params"``, ``"grads"`` or ``"state"``.
+
+        Returns:
+            Bytes.
+        """
+        return sum(c.num_bytes for c in self.log if kind in (None, c.kind) and name in (None, c.name))
+
+    def _to_host(self, tensor: Tensor) -> Tensor:
+        if tensor.device.type == "cpu" and (tensor.is_pinned() or not self.pin):
+            return tensor
+        out = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.pin)
+        return out.copy_(tensor)
+
+    def __repr__(self) -> str:
+        return "host()"
+
+
+def host(*, pin: bool | None = None) -> HostStore:
+    """Make a store in host memory.
+
+    Args:
+        pin: page-lock what is kept, for faster copies; by default where CUDA is available.
+
+    Returns:
+        The store. On a machine without a device nothing is copied: host memory is all there is.
+
+    Example:
+        >>> store = host()
+        >>> handle = store.put(torch.ones(2), "state")
+        >>> handle.get(torch.device("cpu")).wait(), store.bytes_moved("put")
+        (tensor([1., 1.]), 8)
+    """
+    return HostStore(pin=torch.cuda.is_available() if pin is None else pin)

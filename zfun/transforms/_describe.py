@@ -1,0 +1,132 @@
+"""What a value is, for people: every leaf with its place, and every byte."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zfun import stores, tree
+from zfun.flat import Flat
+from zfun.placement import S
+
+__all__ = ["Description", "Row", "describe"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One leaf of a described value.
+
+    Attributes:
+        path: its tree path.
+        shape: its logical shape, whole.
+        dtype: its dtype.
+        placement: ``"R"``, ``"P"``, ``"S"``, or ``"local"`` for a tensor that is this rank's own.
+        bucket: index of its bucket, or ``None``.
+        here: the elements of it that this rank holds, as a slice of the ravelled leaf ``(start, stop)``.
+        where: the device or the store that keeps it.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    placement: str
+    bucket: int | None
+    here: tuple[int, int]
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What :func:`describe` found; ``str()`` of it is a table.
+
+    Attributes:
+        rows: one for each leaf.
+        bytes_by_place: bytes on this rank, padding included, for each device and store.
+    """
+
+    rows: tuple[Row, ...]
+    bytes_by_place: dict[str, int]
+
+    def __str__(self) -> str:
+        header = ("leaf", "shape", "dtype", "placement", "bucket", "here", "where")
+        table = [header] + [
+            (
+                row.path,
+                "x".join(map(str, row.shape)) or "scalar",
+                str(row.dtype).removeprefix("torch."),
+                row.placement,
+                "" if row.bucket is None else str(row.bucket),
+                f"{row.here[0]}:{row.here[1]}",
+                row.where,
+            )
+            for row in self.rows
+        ]
+        widths = [max(len(line[i]) for line in table) for i in range(len(header))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table]
+        totals = ", ".join(f"{count:,} bytes in {where}" for where, count in self.bytes_by_place.items())
+        return "\n".join([*lines, f"on this rank, padding included: {totals or 'nothing'}"])
+
+    __repr__ = __str__
+
+
+def describe(value: tree.Tree) -> Description:
+    """Say what a value is made of: every leaf's shape, dtype, placement and local slice, and the bytes on this rank.
+
+    Args:
+        value: any tree of tensors, flats and handles of stores: parameters, gradients, an optimizer's state, all of it.
+
+    Returns:
+        The description; print it.
+
+    Example:
+        >>> import zfun as zf
+        >>> print(zf.simulate(2, lambda group: zf.describe(zf.shard({"w": torch.ones(5, 8), "b": torch.ones(3)}, group)))[0])
+        leaf  shape  dtype    placement  bucket  here  where
+        w     5x8    float32  S          0       0:40  cpu
+        b     3      float32  S          0       0:0   cpu
+        on this rank, padding included: 256 bytes in cpu
+    """
+    rows: list[Row] = []
+    totals: dict[str, int] = {}
+    is_flat = lambda x: isinstance(x, Flat)  # noqa: E731
+    for path, leaf in zip(tree.paths(value, is_leaf=is_flat), tree.leaves(value, is_leaf=is_flat), strict=True):
+        prefix = "" if path == "." else path + "."
+        if isinstance(leaf, Flat):
+            rows += _rows_of(leaf, prefix)
+            for buffer in leaf.buffers:
+                _count(totals, buffer)
+        elif isinstance(leaf, Tensor):
+            rows.append(Row(path, tuple(leaf.shape), leaf.dtype, "local", None, (0, leaf.numel()), str(leaf.device)))
+            _count(totals, leaf)
+        elif isinstance(leaf, stores.Stored):
+            rows.append(Row(path, tuple(leaf.shape), leaf.dtype, "local", None, (0, leaf.shape.numel()), repr(leaf.store)))
+            _count(totals, leaf)
+    return Description(tuple(rows), totals)
+
+
+def _rows_of(flat: Flat, prefix: str) -> list[Row]:
+    rows = []
+    for path, position in zip(flat.layout.paths, flat.layout.positions, strict=True):
+        slot = flat.layout.leaves[position]
+        buffer = flat.buffers[slot.bucket]
+        first, last = 0, slot.numel
+        if flat.placement is S:
+            numel = flat.layout.shard_numel(slot.bucket)
+            begin = flat.group.rank * numel
+            first, last = (min(max(begin + edge - slot.offset, 0), slot.numel) for edge in (0, numel))
+        name = prefix + path if path == slot.path else f"{prefix}{path} (tied to {slot.path})"
+        rows.append(Row(name, slot.shape, slot.dtype, flat.placement.value, slot.bucket, (first, last), _place(buffer)))
+    return rows
+
+
+def _place(buffer: Any) -> str:
+    return repr(buffer.store) if isinstance(buffer, stores.Stored) else str(buffer.device)
+
+
+def _count(totals: dict[str, int], buffer: Any) -> None:
+    numel = buffer.shape.numel() if isinstance(buffer, stores.Stored) else buffer.numel()
+    where = _place(buffer)
+    totals[where] = totals.get(where, 0) + numel * buffer.dtype.itemsize

@@ -1,0 +1,423 @@
+"""Gradients: from a loss to a gradient function, and what may be done to one before the optimizer sees it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zfun import stores, tree
+from zfun.collectives import AllReduce, Call, Group, Lane, Pending, ReduceScatter
+from zfun.errors import LeafError, OptionError, PlacementError, ZfunError, checked_options
+from zfun.flat import Flat, flats, ravel, unravel_buffers
+from zfun.layout import DEFAULT_BUCKET_BYTES, Layout, layout_of, unique_leaves
+from zfun.ops import unravel as view_of
+from zfun.placement import P, Placement, R, S
+from zfun.transforms._redistribute import check_agreement, redistribute
+from zfun.transforms._tape import Sink, Tape
+from zfun.typing import Gradient, Loss
+
+__all__ = ["GradientFunction", "WeightedMean", "accumulate", "data_parallel", "shard_grads", "value_and_grad", "weighted_mean"]
+
+
+class WeightedMean(NamedTuple):
+    """A sum and the weight to divide it by: a mean that can still be taken over more ranks and micro-batches.
+
+    Attributes:
+        total: the sum of the losses, a scalar.
+        weight: what to divide by, a scalar: how many tokens, say.
+    """
+
+    total: Tensor
+    weight: Tensor
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean over everything that was summed."""
+        return self.total / self.weight
+
+    def __float__(self) -> float:
+        return float(self.mean)
+
+
+def weighted_mean(total: Tensor, weight: Tensor | float) -> WeightedMean:
+    """Return a loss that is averaged by weight over ranks and micro-batches, not rank by rank.
+
+    The mean of the ranks' means is the true mean over tokens only where all ranks have equally many. A loss function that returns this
+    instead of a scalar gets the true one: :func:`data_parallel` and :func:`accumulate` add totals and weights before they divide.
+
+    Args:
+        total: the sum of the losses of this batch, a scalar.
+        weight: the weight of this batch, a scalar without a gradient.
+
+    Returns:
+        The value for a loss function to return.
+
+    Example:
+        >>> import zfun as zf
+        >>> def loss_fn(params, batch):
+        ...     return zf.weighted_mean((params["w"] * batch).sum(), batch.numel())
+        >>> def main(group):
+        ...     vg = zf.data_parallel(zf.value_and_grad(loss_fn), group)
+        ...     batch = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([10.0])][group.rank]
+        ...     loss, grads = vg({"w": torch.tensor(1.0)}, batch)
+        ...     return float(loss)
+        >>> zf.simulate(2, main)
+        [4.0, 4.0]
+    """
+    return WeightedMean(total, torch.as_tensor(weight, dtype=total.dtype, device=total.device).detach())
+
+
+@dataclass(frozen=True, slots=True)
+class _ReduceScatter:
+    """The sink of :func:`shard_grads`."""
+
+    group: Group
+
+    def start(self, buffer: Tensor, layout: Layout, bucket: int) -> Pending:
+        """Start to sum a bucket over the ranks, each keeping its piece."""
+        if self.group.size == 1:
+            return Pending.done(buffer)
+        return self.group.start(Call(ReduceScatter(), "grads", layout.label(bucket), Lane.GRADS), buffer)
+
+
+@dataclass(frozen=True)
+class GradientFunction:
+    """A gradient function that knows how it is made, so that transforms can reach into its backward pass.
+
+    Attributes:
+        loss: what is differentiated.
+        group: the ranks over which gradients are partial sums; ``None`` while they are this rank's own.
+        reduce: ``"mean"`` or ``"sum"`` over the ranks.
+        bucket_bytes: where buckets close, for parameters that are not flat yet.
+        placement: of the gradients; ``None`` while they are this rank's own.
+        sinks: what each bucket of gradients goes through as soon as it is complete.
+    """
+
+    loss: Loss
+    group: Group | None = None
+    reduce: str = "mean"
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    placement: Placement | None = None
+    sinks: tuple[Sink, ...] = ()
+    _agreed: set[Layout] = dataclasses.field(default_factory=set, compare=False, repr=False)
+
+    def __call__(self, params: tree.Tree, batch: Any) -> tuple[Any, Any]:
+        """Return the loss and the gradients."""
+        layout, group = self._layout(params)
+        tape = Tape(layout, self._native_sinks(params))
+        with torch.enable_grad():
+            value, total, weight, aux = _parse(self.loss(_open(params, layout, tape), batch))
+        weight, loss = self._reduce_loss(total.detach(), weight)
+        tape.scale = self._scale(weight)
+        if total.requires_grad and tape.anchors:
+            torch.autograd.grad(total, tape.anchors, allow_unused=True)
+        results = tape.finish()
+        loss = loss.wait()
+        value = WeightedMean(loss, weight) if weight is not None else loss
+        return (value if aux is _NO_AUX else (value, aux)), self._wrap(params, results, layout, group)
+
+    def _layout(self, params: tree.Tree) -> tuple[Layout, Group | None]:
+        if isinstance(params, Flat):
+            if params.placement is P:
+                raise PlacementError("parameters are whole or sharded; got a Flat with placement P; redistribute() it to R or S first")
+            if self.group is not None and params.group is not self.group:
+                raise PlacementError("parameters and gradients must be of one group; got two; pass the same group to shard() and data_parallel()")
+            return _check_trainable(params.layout), params.group
+        if flats(params):
+            raise PlacementError("parameters are one Flat or a tree of tensors; got a Flat inside a tree; shard the whole tree at once")
+        if self.group is None:
+            return _check_trainable(layout_of(params, 1, self.bucket_bytes)), None
+        layout = _check_trainable(layout_of(params, self.group.size, self.bucket_bytes))
+        if layout not in self._agreed:
+            check_agreement(params, self.group, bucket_bytes=self.bucket_bytes)
+            self._agreed.add(layout)
+        return layout, self.group
+
+    def _native_sinks(self, params: tree.Tree) -> tuple[Sink, ...]:
+        # The derivative of a gather is a reduce-scatter: without a transform that says otherwise, sharded parameters have sharded gradients.
+        if self.group is None and isinstance(params, Flat) and params.placement is S:
+            return (_ReduceScatter(params.group), *self.sinks)
+        return self.sinks
+
+    def _reduce_loss(self, total: Tensor, weight: Tensor | None) -> tuple[Tensor | None, Pending]:
+        """Start the sum of the loss over the ranks; a weight is waited for, because backward needs it."""
+        if self.group is None:
+            return weight, Pending.done(total)
+        scale = 1.0 / self.group.size if self.reduce == "mean" and weight is None else 1.0
+        parts = total.reshape(1) if weight is None else torch.stack([total, weight])
+        pending = self.group.start(Call(AllReduce(), "loss", "loss", Lane.CONTROL), parts.contiguous())
+        if weight is None:
+            return None, Pending(lambda: pending.wait()[0] * scale)
+        if self.reduce != "mean":
+            raise OptionError("weighted_mean() is a mean; got data_parallel(reduce='sum'); use reduce='mean', or return the sum itself as the loss")
+        both = pending.wait()
+        return both[1], Pending.done(both[0])
+
+    def _scale(self, weight: Tensor | None) -> float:
+        if weight is not None:
+            return 1.0 / float(weight)
+        return 1.0 / self.group.size if self.group is not None and self.reduce == "mean" else 1.0
+
+    def _wrap(self, params: tree.Tree, results: list[Any], layout: Layout, group: Group | None) -> Any:
+        if group is None:
+            return unravel_buffers(results, layout)
+        placement = self.placement
+        if placement is None:
+            placement = S if isinstance(params, Flat) and params.placement is S else R
+        return Flat(results, placement, layout, group)
+
+
+_NO_AUX = object()
+
+
+def _parse(out: Any) -> tuple[Any, Tensor, Tensor | None, Any]:
+    """Split what a loss returned into value, sum, weight and aux."""
+    aux: Any = _NO_AUX
+    if type(out) is tuple and len(out) == 2:
+        out, aux = out
+    total, weight = (out.total, out.weight) if isinstance(out, WeightedMean) else (out, None)
+    if not isinstance(total, Tensor) or total.numel() != 1:
+        got = f"a tensor of shape {tuple(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
+        raise ZfunError(f"a loss must return a scalar tensor, (scalar, aux) or weighted_mean(...); got {got}; reduce it with mean() or sum()")
+    return out, total.reshape(()), weight, aux
+
+
+def _open(params: tree.Tree, layout: Layout, tape: Tape) -> tree.Tree:
+    """Put the bucket nodes behind parameters that are whole; give sharded ones the tape."""
+    if isinstance(params, Flat) and params.placement is S:
+        tracked = params.with_buffers(params.buffers)
+        tracked.tape = tape
+        return tracked
+    if isinstance(params, Flat):
+        buffers = stores.resident(params).buffers
+        leaves = [view_of(buffers[slot.bucket], slot.offset, slot.shape, slot.dtype) for slot in layout.leaves]
+    else:
+        leaves = unique_leaves(params, layout)
+    opened: list[Tensor] = [torch.empty(0)] * len(leaves)
+    for bucket, slot in enumerate(layout.buckets):
+        for leaf, view in zip(slot.leaves, tape.open(bucket, [leaves[i] for i in slot.leaves]), strict=True):
+            opened[leaf] = view
+    return tree.unflatten(layout.spec, [opened[position] for position in layout.positions])
+
+
+def _check_trainable(layout: Layout) -> Layout:
+    for slot in layout.leaves:
+        if not (slot.dtype.is_floating_point or slot.dtype.is_complex):
+            raise LeafError(
+                f"a trainable leaf must be floating or complex; leaf {slot.path!r} is {slot.dtype}; split the tree with zf.partition() and close over the rest",
+                leaf=slot.path,
+            )
+    return layout
+
+
+def value_and_grad(loss: Loss) -> GradientFunction:
+    """Return a function that computes a loss and its gradients.
+
+    Args:
+        loss: ``(params, batch) -> scalar``, ``(scalar, aux)`` or :func:`weighted_mean`.
+
+    Returns:
+        ``(params, batch) -> (loss, grads)``, or ``((loss, aux), grads)``. For a tree of tensors the gradients are a tree of the same structure,
+        zero where the loss does not depend on a leaf; for a ``Flat`` they are one. The loss comes back without its graph. For higher
+        derivatives use ``torch.func`` on the loss itself.
+
+    Raises:
+        LeafError: from the returned function, for an integer leaf.
+
+    Example:
+        >>> import zfun as zf
+        >>> vg = zf.value_and_grad(lambda params, batch: (params["w"] * batch).sum())
+        >>> vg({"w": torch.tensor([1.0, 2.0])}, torch.tensor(3.0))
+        (tensor(9.), {'w': tensor([3., 3.])})
+    """
+    return GradientFunction(loss)
+
+
+@checked_options
+def data_parallel(vg: Gradient, group: Group, *, reduce: str = "mean", bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Gradient:
+    """Say that every rank has a batch of its own: gradients become partial sums over the ranks (``-> P``).
+
+    Nothing is sent but the loss; who needs the sum asks for it (:func:`shard_grads`, or :func:`apply`).
+
+    Args:
+        vg: a gradient function.
+        group: the ranks.
+        reduce: ``"mean"`` divides by the number of ranks (here, and nowhere else); ``"sum"`` does not. A loss that returns
+            :func:`weighted_mean` is divided by the weight over all ranks instead.
+        bucket_bytes: where buckets close, for parameters that are not flat yet.
+
+    Returns:
+        A gradient function. Its loss is that of all ranks together; its gradients are a ``Flat`` with placement ``P``.
+
+    Raises:
+        SpecMismatch: from the returned function, at its first call on a tree of tensors, where ranks hold different parameters.
+
+    Example:
+        >>> import zfun as zf
+        >>> def main(group):
+        ...     vg = zf.data_parallel(zf.value_and_grad(lambda params, batch: params["w"] * batch), group)
+        ...     loss, grads = vg({"w": torch.tensor(2.0)}, torch.tensor(float(group.rank)))
+        ...     return loss, grads.placement, zf.unshard(grads)
+        >>> zf.simulate(2, main)[0]
+        (tensor(1.), P, {'w': tensor(0.5000)})
+    """
+    if reduce not in ("mean", "sum"):
+        raise OptionError(f"reduce must be 'mean' or 'sum'; got {reduce!r}")
+    if isinstance(vg, GradientFunction):
+        if vg.group is not None:
+            raise PlacementError(f"data_parallel() takes gradients that are this rank's own; got ones with placement {vg.placement!r}; apply it once, and before shard_grads()")
+        return dataclasses.replace(vg, group=group, reduce=reduce, bucket_bytes=bucket_bytes, placement=P, _agreed=set())
+
+    def parallel(params: tree.Tree, batch: Any) -> tuple[Any, Any]:
+        value, grads = vg(params, batch)
+        loss, aux = value if type(value) is tuple else (value, _NO_AUX)
+        scale = 1.0 / group.size if reduce == "mean" else 1.0
+        if isinstance(loss, WeightedMean) or flats(grads):
+            raise PlacementError("data_parallel() takes gradients that are this rank's own; got ones that are flat or weighted already; put it directly around value_and_grad()")
+        pending = group.start(Call(AllReduce(), "loss", "loss", Lane.CONTROL), loss.detach().reshape(1).contiguous())
+        flat = ravel(grads, layout_of(grads, group.size, bucket_bytes), group, P, scale=scale)
+        loss = pending.wait()[0] * scale
+        return (loss if aux is _NO_AUX else (loss, aux)), flat
+
+    return parallel
+
+
+@checked_options
+def shard_grads(vg: Gradient, group: Group) -> Gradient:
+    """Sum gradients over the ranks and keep this rank's part: ZeRO-2 (``P -> S``).
+
+    The reduce-scatter of a bucket starts inside backward, as soon as its gradients are complete, so that whole gradients never exist at once.
+    Around :func:`accumulate` it is done once, after the last micro-batch.
+
+    Args:
+        vg: a gradient function whose gradients are partial.
+        group: the ranks.
+
+    Returns:
+        A gradient function whose gradients are a ``Flat`` with placement ``S``.
+
+    Raises:
+        PlacementError: the gradients are not partial.
+
+    Example:
+        >>> import zfun as zf
+        >>> def main(group):
+        ...     vg = zf.data_parallel(zf.value_and_grad(lambda params, batch: (params["w"] * batch).sum()), group)
+        ...     loss, grads = zf.shard_grads(vg, group)({"w": torch.ones(3)}, torch.tensor(float(group.rank)))
+        ...     return grads.placement, zf.unshard(grads)["w"]
+        >>> zf.simulate(2, main)[0]
+        (S, tensor([0.5000, 0.5000, 0.5000]))
+    """
+    if isinstance(vg, GradientFunction) and vg.placement is not S:
+        if vg.group is None:
+            raise PlacementError("shard_grads() takes gradients with placement P; got ones that are this rank's own; wrap them in data_parallel() first")
+        if vg.group is not group:
+            raise PlacementError("shard_grads() must be given the group of its gradients; got another one; pass the same group to data_parallel() and shard_grads()")
+        # Before what other transforms do with the result: to move a bucket to a store, say, is for when it is reduced.
+        return dataclasses.replace(vg, placement=S, sinks=(_ReduceScatter(group), *vg.sinks), _agreed=vg._agreed)
+
+    def sharded(params: tree.Tree, batch: Any) -> tuple[Any, Any]:
+        loss, grads = vg(params, batch)
+        if not isinstance(grads, Flat):
+            raise PlacementError(f"shard_grads() takes gradients with placement P; got {type(grads).__name__} of whole leaves; wrap them in data_parallel() first")
+        if grads.placement is S:
+            return loss, grads
+        return loss, redistribute(grads, S, group, name="grads")
+
+    return sharded
+
+
+@checked_options
+def accumulate(vg: Gradient, num_micro_batches: int) -> Gradient:
+    """Split each batch in micro-batches, and average their losses and gradients.
+
+    ``accumulate(shard_grads(vg))`` reduces every micro-batch and keeps a shard; ``shard_grads(accumulate(vg))`` keeps whole gradients and
+    reduces once. They cost what they say, and differ by rounding only.
+
+    Args:
+        vg: a gradient function.
+        num_micro_batches: how many; the first dim of every tensor of the batch must be divisible by it.
+
+    Returns:
+        A gradient function. Aux values are returned as a list, one for each micro-batch.
+
+    Raises:
+        OptionError: from the returned function, for a batch that cannot be split evenly.
+
+    Example:
+        >>> import zfun as zf
+        >>> vg = zf.accumulate(zf.value_and_grad(lambda params, batch: (params["w"] * batch).mean()), 2)
+        >>> vg({"w": torch.tensor(1.0)}, torch.tensor([1.0, 2.0, 3.0, 4.0]))
+        (tensor(2.5000), {'w': tensor(2.5000)})
+    """
+    if num_micro_batches < 1:
+        raise OptionError(f"num_micro_batches must be at least 1; got {num_micro_batches}")
+
+    def accumulated(params: tree.Tree, batch: Any) -> tuple[Any, Any]:
+        losses, auxes, total = [], [], None
+        weights: list[Tensor] = []
+        for index, micro in enumerate(_split(batch, num_micro_batches)):
+            value, grads = vg(params, micro)
+            loss, aux = value if type(value) is tuple else (value, _NO_AUX)
+            if aux is not _NO_AUX:
+                auxes.append(aux)
+            losses.append(loss)
+            if isinstance(loss, WeightedMean):
+                weights.append(loss.weight)
+                grads = _scaled(grads, float(loss.weight))
+            total = grads if index == 0 else _added(total, grads, owned=index > 1)
+        if weights:
+            result: Any = WeightedMean(torch.stack([loss.total for loss in losses]).sum(), torch.stack(weights).sum())
+            total = _scaled(total, 1.0 / float(result.weight))
+        else:
+            result = torch.stack(losses).sum() / num_micro_batches
+            total = _scaled(total, 1.0 / num_micro_batches)
+        return ((result, auxes) if auxes else result), total
+
+    return accumulated
+
+
+def _split(batch: Any, count: int) -> list[Any]:
+    leaves, spec = tree.flatten(batch)
+    columns = []
+    for path, leaf in zip(tree.paths(batch), leaves, strict=True):
+        if not isinstance(leaf, Tensor):
+            columns.append([leaf] * count)
+        elif leaf.ndim == 0 or leaf.shape[0] % count:
+            raise OptionError(
+                f"accumulate() splits the first dim of every tensor of a batch in {count}; batch leaf {path!r} has shape {tuple(leaf.shape)}; use a batch size that {count} divides",
+                leaf=path,
+            )
+        else:
+            columns.append(list(leaf.chunk(count)))
+    return [tree.unflatten(spec, [column[i] for column in columns]) for i in range(count)]
+
+
+def _scaled(grads: tree.Tree, factor: float) -> tree.Tree:
+    """Scale gradients, in place where they are flat (and so no one else's), and in a store where they are in one."""
+    if factor == 1.0:
+        return grads
+    if isinstance(grads, Flat):
+        return _map_buffers(lambda x: x.mul_(factor), grads)
+    return tree.map(lambda x: x * factor, grads)
+
+
+def _added(total: tree.Tree, grads: tree.Tree, *, owned: bool) -> tree.Tree:
+    if isinstance(total, Flat):
+        return _map_buffers(lambda x, y: x.add_(y), total, grads)
+    return tree.map(lambda x, y: x.add_(y) if owned else x + y, total, grads)
+
+
+def _map_buffers(fn: Any, first: Flat, *rest: Flat) -> Flat:
+    """Apply a function to the buffers of flats; what was in a store goes back there."""
+    out = []
+    for buffers in zip(first.buffers, *(flat.buffers for flat in rest), strict=True):
+        store = buffers[0].store if isinstance(buffers[0], stores.Stored) else None
+        device = store.device if store is not None else first.layout.device
+        result = fn(*(stores.fetch(buffer, device) for buffer in buffers))
+        out.append(store.put(result, "grads") if store is not None else result)
+    return first.with_buffers(out)

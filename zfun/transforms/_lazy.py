@@ -1,0 +1,98 @@
+"""Lazy leaves: what a loss receives in place of parameters that are not gathered yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from zfun import tree
+from zfun.errors import PlacementError
+
+__all__ = ["LazyLeaf", "materialise"]
+
+
+class LazyLeaf(torch.Tensor):
+    """A parameter that is gathered when it is first used.
+
+    It has the true shape, dtype and device, and no data. Any operation on it runs on the gathered tensor instead; to ask for its metadata
+    gathers nothing.
+    """
+
+    _load: Callable[[], Tensor]
+    _path: str
+
+    @staticmethod
+    def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, requires_grad: bool, path: str, load: Callable[[], Tensor]) -> Self:
+        leaf = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=requires_grad)
+        leaf._load = load
+        leaf._path = path
+        return leaf
+
+    def __repr__(self) -> str:  # pyrefly: ignore[bad-override]
+        with torch._C.DisableTorchFunctionSubclass():
+            return f"LazyLeaf({self._path}, {tuple(self.shape)}, {self.dtype})"
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        del types
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        return func(*_loaded(args), **(_loaded(kwargs) if kwargs else {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        del types, kwargs
+        paths = [leaf._path for leaf in tree.leaves(args) if isinstance(leaf, LazyLeaf)]
+        raise PlacementError(
+            f"compiled code and torch.func transforms need whole tensors; {func} got the lazy leaves {paths}; "
+            "call zf.gather() on the subtree first, outside the compiled or transformed function",
+            leaf=paths[0] if paths else None,
+        )
+
+
+def _getter(name: str) -> Any:
+    return getattr(torch.Tensor, name).__get__
+
+
+# What is known without the data. Everything else gathers.
+_METADATA = frozenset(
+    [_getter(name) for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "is_cuda", "is_meta", "is_sparse", "is_quantized", "grad")]
+    + [
+        torch.Tensor.size,
+        torch.Tensor.dim,
+        torch.Tensor.ndimension,
+        torch.Tensor.numel,
+        torch.Tensor.nelement,
+        torch.Tensor.element_size,
+        torch.Tensor.is_floating_point,
+        torch.Tensor.is_complex,
+        torch.Tensor.get_device,
+        torch.Tensor.__len__,
+        torch.Tensor.__hash__,
+        torch.is_floating_point,
+        torch.is_complex,
+        torch.numel,
+    ]
+)
+
+
+def _loaded(value: Any) -> Any:
+    """Replace lazy leaves in the arguments of an operation, which torch nests in lists, tuples and dicts only."""
+    if isinstance(value, LazyLeaf):
+        return value._load()
+    if type(value) is tuple:
+        return tuple(_loaded(item) for item in value)
+    if type(value) is list:
+        return [_loaded(item) for item in value]
+    if type(value) is dict:
+        return {key: _loaded(item) for key, item in value.items()}
+    return value
+
+
+def materialise(subtree: tree.Tree) -> tree.Tree:
+    """Replace the lazy leaves of a tree by the gathered tensors."""
+    return tree.map(lambda leaf: leaf._load() if isinstance(leaf, LazyLeaf) else leaf, subtree)

@@ -1,0 +1,198 @@
+"""Run an optimizer on values of any placement; shard its state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from zfun import stores, tree
+from zfun.collectives import Group
+from zfun.errors import OptionError, PlacementError, SpecMismatch, checked_options
+from zfun.flat import Flat, call_site, check_same_layout, consume, flats, ravel, unravel
+from zfun.layout import DEFAULT_BUCKET_BYTES, Layout, layout_of
+from zfun.optim import Optimizer, as_optimizer, probe
+from zfun.placement import P, R, S
+from zfun.transforms._redistribute import check_agreement, redistribute
+
+__all__ = ["apply", "shard_optimizer"]
+
+
+@checked_options
+def shard_optimizer(optimizer: Any, group: Group, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Optimizer:
+    """Let each rank keep and update only its part of the state: ZeRO-1 (state ``S``).
+
+    Args:
+        optimizer: an element-wise :class:`zfun.optim.Optimizer`, or an ``(init, update)`` pair.
+        group: the ranks that share the state.
+        bucket_bytes: where buckets close, for parameters that are not flat yet.
+
+    Returns:
+        An optimizer whose state is sharded. It takes parameters and gradients of any placement; new parameters have the placement of the old.
+
+    Raises:
+        NotElementwiseError: at once, where a probe finds that the optimizer mixes elements.
+
+    Example:
+        >>> import zfun as zf
+        >>> def main(group):
+        ...     optimizer = zf.shard_optimizer(zf.optim.adamw(0.1), group)
+        ...     state = optimizer.init({"w": torch.ones(50)})
+        ...     return state.mu
+        >>> zf.simulate(2, main)[0]
+        Flat(S, rank 0 of 2: 1 leaf, 50 elements in 1 bucket; here 32 of 64 padded elements)
+    """
+    inner = as_optimizer(optimizer)
+    if inner.placement not in (None, S):
+        raise PlacementError(f"shard_optimizer() takes an optimizer that follows its parameters; got one that computes in {inner.placement!r}; shard it once, innermost")
+    probe(inner)
+
+    def init(params: tree.Tree) -> Any:
+        if not isinstance(params, Flat):
+            check_agreement(params, group, bucket_bytes=bucket_bytes)
+        return inner.init(to_shards(params))
+
+    def to_shards(params: tree.Tree, layout: Layout | None = None) -> Flat:
+        if not isinstance(params, Flat):
+            params = ravel(params, layout or layout_of(params, group.size, bucket_bytes), group)
+        return redistribute(params, S, group, name="params")
+
+    def update(grads: tree.Tree, state: Any, params: tree.Tree) -> tuple[Any, Any]:
+        shards = to_shards(params)
+        updates, state = inner.update(_aligned(grads, shards), state, shards)
+        return _back(updates, params), state
+
+    def apply(grads: tree.Tree, state: Any, params: tree.Tree, *, donate: bool = False) -> tuple[Any, Any]:
+        layout = grads.layout if isinstance(grads, Flat) else None
+        shards = to_shards(params, layout)
+        new, state = inner.apply(_aligned(grads, shards), state, shards, donate=donate)
+        return _back(new, params), state
+
+    return Optimizer(init, update, apply, S)
+
+
+def apply(optimizer: Any, grads: tree.Tree, state: Any, params: tree.Tree, *, donate: bool = False) -> tuple[tree.Tree, Any]:
+    """Take one optimizer step on values of any placement.
+
+    Gradients go to the placement in which the optimizer computes (that of the parameters, unless the optimizer says otherwise), and the new
+    parameters to the placement and the form of the old ones. That is where the collectives of stages 0 and 1 are.
+
+    Args:
+        optimizer: an optimizer, or an ``(init, update)`` pair.
+        grads: a ``Flat`` of any placement, or a tree like ``params``.
+        state: what ``optimizer.init`` or the last step returned.
+        params: a ``Flat`` with placement ``R`` or ``S``, or a tree of tensors.
+        donate: let the step take over the buffers of ``state`` and ``params``, which must be flat. They must not be used again: that raises
+            :class:`zfun.DonatedStateError`.
+
+    Returns:
+        New parameters and new state. Without ``donate`` they share no memory with the old ones.
+
+    Raises:
+        NotElementwiseError: an optimizer that mixes elements, on flat values.
+        PlacementError: values that do not go together.
+
+    Example:
+        >>> import zfun as zf
+        >>> optimizer = zf.optim.sgd(0.5)
+        >>> params = {"w": torch.tensor([1.0, 2.0])}
+        >>> zf.apply(optimizer, {"w": torch.ones(2)}, optimizer.init(params), params)[0]
+        {'w': tensor([0.5000, 1.5000])}
+    """
+    chosen = as_optimizer(optimizer)
+    if not isinstance(grads, Flat) and not isinstance(params, Flat):
+        return _apply_to_trees(chosen, grads, state, params, donate)
+    probe(chosen)
+    if not isinstance(params, Flat):
+        return _apply_to_tree(chosen, grads, state, params, donate)
+    if not isinstance(grads, Flat):
+        raise PlacementError("flat parameters need flat gradients; got a tree of tensors; compute them from the same parameters with value_and_grad(), or wrap them in data_parallel()")
+    if params.placement is P:
+        raise PlacementError("parameters are whole or sharded; got a Flat with placement P; redistribute() it to R or S first")
+    check_same_layout(params, grads, "parameters and gradients")
+    present = stores.resident(params)
+    aligned = redistribute(present, chosen.placement or params.placement, params.group, name="params")
+    new, new_state = chosen.apply(_aligned(grads, aligned), state, aligned, donate=donate)
+    new = _stored_like(redistribute(new, params.placement, params.group, name="params"), params)
+    if donate:
+        # What an optimizer returns as it was given must live on.
+        new_state = tree.map(_anew, new_state, is_leaf=lambda x: isinstance(x, Flat))
+        consume([*flats(state), params], f"zf.apply(..., donate=True) at {call_site()}")
+    return new, new_state
+
+
+def _anew(value: Any) -> Any:
+    return value.with_buffers(value.buffers) if isinstance(value, Flat) else value
+
+
+def _apply_to_trees(optimizer: Optimizer, grads: tree.Tree, state: Any, params: tree.Tree, donate: bool) -> tuple[Any, Any]:
+    if donate:
+        raise OptionError("donate=True takes over flat buffers; got trees of tensors; make the parameters flat with zf.replicate() or zf.shard()")
+    if tree.structure(grads) != tree.structure(params):
+        raise SpecMismatch(f"gradients must have the structure of the parameters; got {tree.paths(grads)} for {tree.paths(params)}")
+    new, state = optimizer.apply(grads, state, params)
+    # Tied leaves got one gradient, so their new values are equal; they stay one tensor.
+    leaves, spec = tree.flatten(new)
+    positions = layout_of(params).positions
+    first = {position: leaf for position, leaf in reversed(list(zip(positions, leaves, strict=True)))}
+    return tree.unflatten(spec, [first[position] for position in positions]), state
+
+
+def _apply_to_tree(optimizer: Optimizer, grads: Flat, state: Any, params: tree.Tree, donate: bool) -> tuple[Any, Any]:
+    """Flat gradients for a tree of parameters: ravel parameters and state, step, and view the result as trees again."""
+    if donate:
+        raise OptionError("donate=True takes over flat buffers; got parameters as a tree of tensors; make them flat with zf.replicate()")
+    layout, group = grads.layout, grads.group
+    # What of the state looks like the parameters lies like them during the step; the rest (counts, what is flat already) is left alone.
+    is_like = lambda x: isinstance(x, Flat) or _is_like(x, layout)  # noqa: E731
+    was_flat = [isinstance(x, Flat) for x in tree.leaves(state, is_leaf=is_like) if is_like(x)]
+
+    def to_flat(part: Any) -> Any:
+        if isinstance(part, Flat) or not _is_like(part, layout):
+            return part
+        return ravel(tree.map(lambda x: stores.fetch(x, layout.device), part), layout, group)
+
+    def to_tree(part: Any) -> Any:
+        if not isinstance(part, Flat) or was_flat.pop(0):
+            return part
+        stored = next((b.store for b in part.buffers if isinstance(b, stores.Stored)), None)
+        whole = unravel(stores.resident(part))
+        return whole if stored is None else tree.map(lambda x: stored.put(x, "state"), whole)
+
+    new, state = apply(optimizer, grads, tree.map(to_flat, state, is_leaf=is_like), ravel(params, layout, group))
+    return unravel(new), tree.map(to_tree, state, is_leaf=lambda x: isinstance(x, Flat))
+
+
+def _is_like(value: Any, layout: Layout) -> bool:
+    """Whether a part of an optimizer's state has the structure and shapes of the parameters."""
+    if isinstance(value, (Tensor, stores.Stored)) and layout.spec.num_nodes > 1:
+        return False
+    leaves, spec = tree.flatten(value)
+    if spec != layout.spec:
+        return False
+    slots = [layout.leaves[position] for position in layout.positions]
+    return all(isinstance(leaf, (Tensor, stores.Stored)) and tuple(leaf.shape) == slot.shape and leaf.dtype == slot.dtype for leaf, slot in zip(leaves, slots, strict=True))
+
+
+def _aligned(grads: tree.Tree, params: Flat) -> Flat:
+    """Bring gradients to the layout and placement of (flat) parameters."""
+    if not isinstance(grads, Flat):
+        grads = ravel(grads, params.layout, params.group)
+    check_same_layout(params, grads, "parameters and gradients")
+    return redistribute(grads, params.placement, params.group, name="grads")
+
+
+def _back(shards: Flat, params: tree.Tree) -> tree.Tree:
+    """Return sharded results in the placement and the form of the parameters."""
+    if isinstance(params, Flat):
+        return redistribute(shards, params.placement, shards.group, name="params")
+    return unravel(redistribute(shards, R, shards.group, name="params"))
+
+
+def _stored_like(new: Flat, old: Flat) -> Flat:
+    """Put what was in a store back there."""
+    return new.with_buffers(
+        was.store.put(buffer, was.name) if isinstance(was, stores.Stored) else buffer for buffer, was in zip(new.buffers, old._buffers, strict=True)
+    )
+
+

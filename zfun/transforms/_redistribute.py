@@ -1,0 +1,259 @@
+"""Change the placement of a value: the one place that chooses a collective."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zfun import collectives, ops, stores, tree
+from zfun.collectives import AllGather, AllReduce, Broadcast, Call, Entry, Group, Lane, Op, ReduceScatter, agree
+from zfun.errors import OptionError, PlacementError, checked_options
+from zfun.flat import Flat, ravel, unravel_buffers
+from zfun.layout import DEFAULT_BUCKET_BYTES, Layout, layout_of
+from zfun.placement import P, Placement, R, S
+from zfun.transforms._lazy import materialise
+
+__all__ = ["check_agreement", "gather", "needs_autograd", "redistribute", "replicate", "shard", "unshard"]
+
+
+@checked_options
+def shard(params: tree.Tree, group: Group, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES, init: str = "check") -> Flat:
+    """Keep this rank's part of a tree (``R -> S``).
+
+    Args:
+        params: a tree of tensors that every rank holds whole, or a ``Flat`` with placement ``R``.
+        group: the ranks that share it.
+        bucket_bytes: where a bucket closes, in bytes; see :func:`zfun.layout_of`.
+        init: ``"check"`` compares tree, shapes, dtypes and values across ranks before anything else is sent; ``"broadcast"`` compares all but
+            the values and takes rank 0's.
+
+    Returns:
+        A ``Flat`` with placement ``S`` that shares no memory with ``params``.
+
+    Raises:
+        SpecMismatch: ranks hold different trees, shapes, dtypes or values.
+        LeafError: a leaf cannot be laid out.
+
+    Example:
+        >>> import zfun as zf
+        >>> def main(group):
+        ...     params = zf.shard({"w": torch.arange(3.0)}, group)
+        ...     return params.placement, params.buffers[0].shape, zf.unshard(params)
+        >>> zf.simulate(2, main)[0]
+        (S, torch.Size([32]), {'w': tensor([0., 1., 2.])})
+    """
+    flat = replicate(params, group, bucket_bytes=bucket_bytes, init=init)
+    return flat.with_buffers((_slice(buffer, group).clone() for buffer in flat.buffers), S)
+
+
+@checked_options
+def replicate(params: tree.Tree, group: Group, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES, init: str = "check") -> Flat:
+    """Lay a tree out in flat buffers that every rank holds whole (``R -> R``).
+
+    Args:
+        params: a tree of tensors that every rank holds whole.
+        group: the ranks that hold it.
+        bucket_bytes: where a bucket closes, in bytes.
+        init: ``"check"`` or ``"broadcast"``, as in :func:`shard`.
+
+    Returns:
+        A ``Flat`` with placement ``R`` that shares no memory with ``params``.
+
+    Raises:
+        SpecMismatch: ranks hold different trees, shapes, dtypes or values.
+
+    Example:
+        >>> import zfun as zf
+        >>> zf.simulate(2, lambda group: zf.replicate({"w": torch.ones(2)}, group).placement)
+        [R, R]
+    """
+    if init not in ("check", "broadcast"):
+        raise OptionError(f"init must be 'check' or 'broadcast'; got {init!r}")
+    if isinstance(params, Flat):
+        if params.group is not group:
+            raise PlacementError("a Flat belongs to the group that it was made over; got another one; unshard() it first")
+        return redistribute(params, R, group)
+    layout = check_agreement(params, group, bucket_bytes=bucket_bytes, values=init == "check")
+    flat = ravel(params, layout, group)
+    if init == "check" or group.size == 1:
+        return flat
+    pending = [group.start(Call(Broadcast(0), "params", layout.label(i), Lane.PARAMS), buffer) for i, buffer in enumerate(flat.buffers)]
+    return flat.with_buffers(handle.wait() for handle in pending)
+
+
+def check_agreement(params: tree.Tree, group: Group, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES, values: bool = True) -> Layout:
+    """Compare a replicated tree across ranks with one small all-gather, before any other collective.
+
+    Args:
+        params: a tree of tensors.
+        group: the ranks that hold it.
+        bucket_bytes: where a bucket closes; ranks must agree on it too.
+        values: whether to compare the values as well.
+
+    Returns:
+        The layout of the tree for this group.
+
+    Raises:
+        SpecMismatch: names the leaves that differ, the ranks and both sides.
+    """
+    found = tree.leaves(params)
+    try:
+        layout: Layout | Exception = layout_of(params, group.size, bucket_bytes)
+    except Exception as error:  # The other ranks are told before this one raises, so that none waits for it.
+        layout = error
+    if group.size > 1:
+        entries = [Entry("(bucket_bytes)", str(bucket_bytes), "")]
+        for path, leaf in zip(tree.paths(params), found, strict=True):
+            if isinstance(leaf, Tensor):
+                entries.append(Entry(path, f"{leaf.dtype} {tuple(leaf.shape)}", str(ops.fingerprint(leaf)) if values else ""))
+            else:
+                entries.append(Entry(path, type(leaf).__name__, ""))
+        if isinstance(layout, Layout):
+            entries.append(Entry("(ties)", str(layout.positions), ""))
+        agree(entries, group, "parameters")
+    if isinstance(layout, Exception):
+        raise layout
+    return layout
+
+
+def unshard(value: Flat) -> tree.Tree:
+    """Return the whole tree on every rank (``S -> R``), as ordinary tensors.
+
+    Args:
+        value: a ``Flat`` of any placement; a partial one is summed.
+
+    Returns:
+        A tree of new tensors; tied leaves are one tensor. Every rank must call.
+
+    Example:
+        >>> import zfun as zf
+        >>> zf.simulate(2, lambda group: zf.unshard(zf.shard({"w": torch.ones(2)}, group)))[1]
+        {'w': tensor([1., 1.])}
+    """
+    if not isinstance(value, Flat):
+        raise PlacementError(f"unshard() takes a Flat; got {type(value).__name__}; a tree of whole tensors needs no unshard()")
+    with torch.no_grad():
+        whole = redistribute(value, R, value.group)
+        buffers = [buffer.clone() if buffer is old else buffer for buffer, old in zip(whole.buffers, value.buffers, strict=True)]
+        return unravel_buffers(buffers, value.layout)
+
+
+def gather(value: tree.Tree) -> tree.Tree:
+    """Return whole parameters for use in a loss (``S -> R``), differentiably.
+
+    On a ``Flat`` this is one all-gather for each bucket, whose derivative is a reduce-scatter; it composes with autograd and ``torch.func``.
+    On a subtree of the lazy leaves that :func:`zfun.shard_params` gives a loss, it gathers their buckets now: the explicit form, for a
+    block under ``torch.compile`` or a ``torch.func`` transform inside the loss.
+
+    Args:
+        value: a ``Flat``, or a tree of lazy leaves and tensors.
+
+    Returns:
+        A tree of whole tensors.
+
+    Raises:
+        PlacementError: the flat is partial.
+
+    Example:
+        >>> import zfun as zf
+        >>> def main(group):
+        ...     params = zf.shard({"w": torch.tensor([1.0, 2.0])}, group)
+        ...     loss = lambda params: (zf.gather(params)["w"] ** 2).sum() / group.size
+        ...     return zf.unshard(torch.func.grad(loss)(params))
+        >>> zf.simulate(2, main)[0]
+        {'w': tensor([2., 4.])}
+    """
+    if not isinstance(value, Flat):
+        return materialise(value)
+    if value.placement is P:
+        raise PlacementError("gather() returns whole values; got a Flat with placement P; redistribute() it to R or S first")
+    return unravel_buffers(redistribute(value, R, value.group).buffers, value.layout)
+
+
+def redistribute(value: Flat, placement: Placement, group: Group, *, name: str = "value") -> Flat:
+    """Change the placement of a value; the meaning stays.
+
+    ====== ==================== ======================
+    from   to ``R``             to ``S``
+    ====== ==================== ======================
+    ``R``  –                    slice (nothing sent)
+    ``P``  all-reduce           reduce-scatter
+    ``S``  all-gather           –
+    ====== ==================== ======================
+
+    To ``P``: rank 0 keeps a replicated value and the others zero; a sharded one is padded with zeros. Nothing is sent.
+
+    Args:
+        value: a ``Flat``.
+        placement: the placement to reach.
+        group: the group of ``value``.
+        name: what it is, in records and errors.
+
+    Returns:
+        A ``Flat`` with that placement; the same one where nothing changes.
+
+    Raises:
+        PlacementError: ``value`` is not a ``Flat`` over ``group``.
+
+    Example:
+        >>> import zfun as zf
+        >>> def main(group):
+        ...     whole = zf.replicate({"w": torch.ones(64)}, group)
+        ...     return zf.redistribute(whole, zf.S, group).buffers[0].numel()
+        >>> zf.simulate(2, main)
+        [32, 32]
+    """
+    if not isinstance(value, Flat):
+        raise PlacementError(f"redistribute() takes a Flat; got {type(value).__name__}; make one with shard() or replicate()")
+    if value.group is not group:
+        raise PlacementError("redistribute() must be given the group of the value; got another one; unshard() the value and shard it over the other group")
+    value = stores.resident(value)
+    match value.placement, placement:
+        case (before, after) if before is after:
+            return value
+        case Placement.REPLICATED, Placement.SHARDED:
+            return value.with_buffers((_slice(buffer, group) for buffer in value.buffers), S)
+        case Placement.REPLICATED, Placement.PARTIAL:
+            return value.with_buffers((buffer if group.rank == 0 else torch.zeros_like(buffer) for buffer in value.buffers), P)
+        case Placement.SHARDED, Placement.PARTIAL:
+            return value.with_buffers((_embed(buffer, group) for buffer in value.buffers), P)
+        case Placement.PARTIAL, Placement.REPLICATED:
+            return _communicate(value, AllReduce(), R, name)
+        case Placement.PARTIAL, Placement.SHARDED:
+            return _communicate(value, ReduceScatter(), S, name)
+        case _:
+            return _communicate(value, AllGather(), R, name)
+
+
+def needs_autograd(buffers: tuple[Any, ...]) -> bool:
+    """Whether a derivative is being taken through these buffers: by autograd, or by a ``torch.func`` transform."""
+    if torch._C._functorch.maybe_current_level() is not None:
+        return True
+    return torch.is_grad_enabled() and any(isinstance(b, Tensor) and b.requires_grad for b in buffers)
+
+
+_DIFFERENTIABLE = {"all_gather": collectives.all_gather, "reduce_scatter": collectives.reduce_scatter, "all_reduce": collectives.all_reduce}
+
+
+def _communicate(value: Flat, op: Op, placement: Placement, name: str) -> Flat:
+    group = value.group
+    if group.size == 1:
+        return value.with_buffers(value.buffers, placement)
+    if needs_autograd(value.buffers):
+        primitive = _DIFFERENTIABLE[op.kind]
+        return value.with_buffers((primitive(buffer, group) for buffer in value.buffers), placement)
+    lane = Lane.PARAMS if isinstance(op, AllGather) else Lane.GRADS
+    pending = [group.start(Call(op, name, value.layout.label(i), lane), buffer) for i, buffer in enumerate(value.buffers)]
+    return value.with_buffers((handle.wait() for handle in pending), placement)
+
+
+def _slice(buffer: Tensor, group: Group) -> Tensor:
+    numel = buffer.numel() // group.size
+    return buffer.narrow(0, group.rank * numel, numel)
+
+
+def _embed(shard: Tensor, group: Group) -> Tensor:
+    before, after = group.rank * shard.numel(), (group.size - group.rank - 1) * shard.numel()
+    return torch.nn.functional.pad(shard, (before, after))
