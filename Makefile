@@ -1,0 +1,68 @@
+# One virtual environment for everything, made when a target first needs it and reused after that.
+#
+#   make demo      train a small GPT under every composition, print the table, draw the picture
+#   make test      run the tests and the doctests
+#   make lint      check style and types          make format    rewrite the style
+#   make docs      build the site (docs/_build/html)
+#   make clean     remove the environment and what was built
+#
+# Variables, each with a default:
+#   PYTHON        the interpreter that makes the environment: python3, 3.11 or newer
+#   VENV          where the environment stands: .venv
+#   TORCH         the torch to install: torch==2.13.0
+#   TORCH_FLAGS   more flags for pip when it installs torch: none. On Linux, pip's default torch brings the CUDA libraries
+#                 (gigabytes); for the CPU build, pass the index that pytorch.org names for it:
+#                     make demo TORCH_FLAGS="--index-url <index of the CPU wheels>"
+#   DEMO_FLAGS    flags for `zfun demo`, e.g. DEMO_FLAGS="--ranks 4 --steps 20"
+#   PYTEST_FLAGS  flags for pytest, e.g. PYTEST_FLAGS="-k layout"
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+TORCH_FLAGS ?=
+DEMO_FLAGS ?=
+PYTEST_FLAGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+CODE := benchmarks docs examples hatch_build.py notebooks tests zfun
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format docs clean
+
+help:
+	@sed -n '3,/^$$/s/^# \{0,1\}//p' Makefile
+
+demo: $(VENV)/.base
+	$(BIN)/zfun demo $(DEMO_FLAGS)
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+lint: $(VENV)/.test $(VENV)/.lint
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/pyrefly check
+
+format: $(VENV)/.lint
+	$(BIN)/ruff check --fix $(CODE)
+	$(BIN)/ruff format $(CODE)
+
+docs: $(VENV)/.docs
+	$(BIN)/sphinx-build -W --keep-going -b html docs docs/_build/html
+
+clean:
+	rm -rf $(VENV) build dist docs/_build docs/jupyter_execute docs/notebooks zfun-demo
+
+# torch comes first and alone, so that what else is installed takes the build chosen here.
+$(VENV)/.base: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "zfun needs Python 3.11 or newer; name one: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --upgrade "pip>=25.1"
+	$(PIP) install $(TORCH_FLAGS) "$(TORCH)"
+	$(PIP) install --editable ".[demo]"
+	@touch $@
+
+$(VENV)/.test $(VENV)/.docs $(VENV)/.lint: $(VENV)/.%: $(VENV)/.base
+	$(PIP) install --group $*
+	@touch $@
