@@ -1,0 +1,112 @@
+"""A byte-level GPT in plain PyTorch. Nothing in this file knows that its parameters may be sharded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+Params: TypeAlias = "Mapping[str, Tensor]"
+Batch: TypeAlias = "tuple[Tensor, Tensor]"
+
+
+@dataclass(frozen=True, slots=True)
+class GPTConfig:
+    """The shape of a model, and of the batches that suit it."""
+
+    width: int
+    num_blocks: int
+    num_heads: int
+    length: int  # of a sequence, in bytes
+    batch_size: int  # sequences on each rank
+    vocab: int = 256  # a token is a byte
+    tied: bool = False  # the head is the embedding, transposed
+
+
+PRESETS = {
+    "tiny": GPTConfig(width=32, num_blocks=2, num_heads=2, length=16, batch_size=2),
+    "demo": GPTConfig(width=384, num_blocks=4, num_heads=6, length=64, batch_size=4),
+    "small": GPTConfig(width=512, num_blocks=8, num_heads=8, length=128, batch_size=2),
+    "medium": GPTConfig(width=768, num_blocks=16, num_heads=12, length=128, batch_size=1),
+}
+
+
+class Block(nn.Module):
+    """Attention, then two linear layers, each added to the stream."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.norm_attention = nn.LayerNorm(config.width)
+        self.qkv = nn.Linear(config.width, 3 * config.width)
+        self.out = nn.Linear(config.width, config.width)
+        self.norm_mlp = nn.LayerNorm(config.width)
+        self.up = nn.Linear(config.width, 4 * config.width)
+        self.down = nn.Linear(4 * config.width, config.width)
+
+    def attention(self, x: Tensor) -> Tensor:
+        # [batch, length, 3 * width] -> three of [batch, heads, length, width / heads]
+        q, k, v = (part.unflatten(2, (self.num_heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=2))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm_attention(x))
+        return x + self.down(F.gelu(self.up(self.norm_mlp(x))))
+
+
+class GPT(nn.Module):
+    """Tokens ``[batch, length]`` in, the logits of each next token ``[batch, length, vocab]`` out."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(config.vocab, config.width)
+        self.position = nn.Embedding(config.length, config.width)
+        self.blocks = nn.Sequential(*(Block(config) for _ in range(config.num_blocks)))
+        self.norm = nn.LayerNorm(config.width)
+        self.head = nn.Linear(config.width, config.vocab, bias=False)
+        if config.tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.blocks(self.embed(tokens) + self.position(places))
+        return self.head(self.norm(x))
+
+
+def make_loss(model: nn.Module) -> Callable[[Params, Batch], Tensor]:
+    """Make the loss of a module a pure function of its parameters.
+
+    The module only says how to compute; which numbers to compute with is the argument's business. So any transform of
+    ``(params, batch) -> loss`` applies: ``torch.func.grad``, ``vmap``, or the sharding of ``params``.
+    """
+
+    def loss_fn(params: Params, batch: Batch) -> Tensor:
+        tokens, targets = batch
+        logits = functional_call(model, dict(params), (tokens,))
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    return loss_fn
+
+
+def init(config: GPTConfig, seed: int = 0) -> tuple[Callable[[Params, Batch], Tensor], dict[str, Tensor]]:
+    """Return the pure loss and its first parameters; the same seed gives every rank the same numbers."""
+    with torch.device("meta"):  # the module only says how to compute: it holds no numbers of its own
+        model = GPT(config)
+    generator = torch.Generator().manual_seed(seed)
+    return make_loss(model), {name: _first_value(name, weight, generator) for name, weight in model.named_parameters()}
+
+
+def _first_value(name: str, weight: Tensor, generator: torch.Generator) -> Tensor:
+    if name.endswith("bias"):
+        return torch.zeros(weight.shape)
+    if weight.ndim == 1:  # the factor of a LayerNorm
+        return torch.ones(weight.shape)
+    return 0.02 * torch.randn(weight.shape, generator=generator)

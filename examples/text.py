@@ -1,0 +1,73 @@
+"""Real text that every machine with Python already has: the source of its standard library."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+# Not the library itself, and long tables that are not like source text.
+SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"})
+
+
+def stdlib_bytes(limit: int = 4_000_000) -> Tensor:
+    """Read the source text of Python's standard library, file after file in order of their names.
+
+    Args:
+        limit: bytes to read at most.
+
+    Returns:
+        A uint8 tensor ``[bytes]``; the same on every machine with the same version of Python.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    text = bytearray()
+    for path in sorted(root.rglob("*.py")):
+        if SKIPPED.isdisjoint(path.relative_to(root).parts):
+            text += _read(path)
+        if len(text) >= limit:
+            break
+    if not text:
+        raise FileNotFoundError(f"the standard library's source should be in {root}, but no .py file there can be read; install it")
+    return torch.frombuffer(text[:limit], dtype=torch.uint8)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:  # a dangling link, or a file that only its owner may read: the text is long enough without it
+        return b""
+
+
+def batches(text: Tensor, batch_size: int, length: int, rank: int = 0, size: int = 1, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    """Draw random pieces of a text, for ever.
+
+    The whole batch of a step depends on the seed and the step alone: ranks share it out. So two ranks with 4 sequences each train on
+    what one rank with 8 trains on.
+
+    Args:
+        text: a uint8 tensor ``[bytes]``.
+        batch_size: sequences over all ranks together; ``size`` must divide it.
+        length: of a sequence, in bytes.
+        rank: which part of the batch to return.
+        size: number of ranks.
+        seed: the pieces drawn.
+
+    Yields:
+        Tokens and the tokens that follow them, two int64 tensors ``[batch_size / size, length]``.
+    """
+    if batch_size % size != 0:
+        raise ValueError(f"the ranks must divide the batch; got {batch_size} sequences for {size} ranks; take {batch_size // size * size}")
+    generator = torch.Generator().manual_seed(seed)
+    share = batch_size // size
+    offsets = torch.arange(length + 1)
+    while True:
+        starts = torch.randint(len(text) - length, (batch_size,), generator=generator)
+        mine = text[starts[rank * share : (rank + 1) * share, None] + offsets].long()
+        yield mine[:, :-1], mine[:, 1:]

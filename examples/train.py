@@ -1,0 +1,76 @@
+"""A custom training loop over zfun's transforms.
+
+    python examples/train.py                                  # one rank
+    torchrun --nproc-per-node 2 examples/train.py             # two; on GPUs where there are some
+    torchrun --nproc-per-node 2 examples/train.py --shard optimizer grads --offload
+
+Each of the four transforms can be left out, in any combination, and the loop gives the same numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+
+import torch
+from gpt import PRESETS, init
+from text import batches, stdlib_bytes
+
+import zfun as zf
+
+PARTS = ("optimizer", "grads", "params")
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", choices=PRESETS, default="demo", help="size of the model (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=60, help="training steps (default: %(default)s)")
+    parser.add_argument("--lr", type=float, default=4e-4, help="learning rate (default: %(default)s)")
+    parser.add_argument("--shard", nargs="*", choices=PARTS, default=PARTS, help="what to shard (default: all three, which is ZeRO-3)")
+    parser.add_argument("--offload", action="store_true", help="keep the optimizer state in host memory")
+    return parser.parse_args()
+
+
+def local_device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
+
+
+def main() -> None:
+    args = parse_args()
+    device = local_device()
+    group = zf.process_group()  # torchrun's ranks; one rank where there is no launcher
+
+    config = PRESETS[args.preset]
+    loss_fn, params = init(config)  # loss_fn(params, batch) is pure; it knows nothing of zfun
+    params = {name: weight.to(device) for name, weight in params.items()}
+    data = batches(stdlib_bytes(), config.batch_size * group.size, config.length, group.rank, group.size)
+    optimizer = zf.optim.adamw(args.lr)
+
+    if "params" in args.shard:  # ZeRO-3: gather where used, free, gather again in backward
+        loss_fn = zf.shard_params(loss_fn, group)
+        params = zf.shard(params, group)
+    vg = zf.data_parallel(zf.value_and_grad(loss_fn), group)  # gradients are partial sums over the ranks
+    if "grads" in args.shard:  # ZeRO-2: reduce-scatter inside backward
+        vg = zf.shard_grads(vg, group)
+    if "optimizer" in args.shard:  # ZeRO-1: state and work on the shard
+        optimizer = zf.shard_optimizer(optimizer, group)
+    if args.offload:  # ZeRO-Offload
+        optimizer = zf.offload(optimizer, zf.stores.host())
+
+    opt_state = optimizer.init(params)
+    began = time.perf_counter()
+    for step in range(1, args.steps + 1):
+        tokens, targets = next(data)
+        loss, grads = vg(params, (tokens.to(device), targets.to(device)))
+        params, opt_state = zf.apply(optimizer, grads, opt_state, params)
+        if group.rank == 0 and (step % 10 == 0 or step in (1, args.steps)):
+            print(f"step {step:4d}  loss {float(loss):.6f}  {(time.perf_counter() - began) / step:.3f} s a step", flush=True)
+
+
+if __name__ == "__main__":
+    main()

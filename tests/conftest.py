@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, settings
+
+# One thread for each tensor operation: the ranks of a simulation are threads already.
+torch.set_num_threads(1)
+
+_SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
+settings.register_profile("ci", deadline=None, derandomize=True, max_examples=40, database=None, suppress_health_check=_SLOW)
+# Shrinking trains hundreds of models: without it a failure is told within the time limit of a test.
+settings.register_profile("quick", settings.get_profile("ci"), phases=[Phase.explicit, Phase.generate])
+settings.register_profile("dev", deadline=None, max_examples=40, suppress_health_check=_SLOW)
+settings.register_profile("long", deadline=None, max_examples=2000, suppress_health_check=_SLOW)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+
+
+def examples(count: int) -> int:
+    """How many examples a test of its own weight takes: ``count`` in a common run, fifty times as many in a long one."""
+    return count * 50 if os.environ.get("HYPOTHESIS_PROFILE") == "long" else count
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("cuda"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -1,0 +1,60 @@
+"""The demo from beginning to end."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import zfun as zf
+from zfun.errors import OptionError
+
+NEEDED = ("matplotlib", "tqdm")
+LEGEND = """\
+params, grads, optimizer: kept on each rank{offloaded}. peak: largest growth of a rank's resident set in training, activations
+included. sent: parameters and gradients sent by each rank in a step. theory: 2 Ψ (N-1)/N, and 3 Ψ (N-1)/N for ZeRO-3, where
+Ψ is the bytes of all parameters and N the number of ranks."""
+
+
+def run(ranks: int = 2, steps: int = 60, preset: str = "demo", out: Path = Path("zfun-demo")) -> int:
+    """Train under every composition, print the table, say whether all agree, and draw the tradeoff.
+
+    Args:
+        ranks: local processes to train on.
+        steps: training steps of each composition.
+        preset: size of the model, a key of ``PRESETS`` in ``examples/gpt.py``.
+        out: folder for the picture.
+
+    Returns:
+        The exit status: 0 if all compositions agree to the last bit, 1 if not.
+
+    Raises:
+        OptionError: no such preset, or a package of the extra ``demo`` is missing.
+    """
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise OptionError(f"the demo needs {' and '.join(NEEDED)}; {' and '.join(missing)} cannot be imported; install zfun[demo]")
+
+    from zfun.demo._examples import load_example
+    from zfun.demo._picture import draw
+    from zfun.demo._table import Result, differences, headline, table, verdict
+    from zfun.demo._train import COMPOSITIONS, Job, train
+
+    presets = load_example("gpt").PRESETS
+    if preset not in presets:
+        raise OptionError(f"the preset must be one of {', '.join(presets)}; got {preset!r}; choose one of them")
+    config = presets[preset]
+    print(
+        f"A byte-level GPT ({config.num_blocks} blocks of width {config.width}) on the source text of Python's standard library:\n"
+        f"{steps} steps of {config.batch_size} x {config.length} bytes a rank, on {ranks} local process{'' if ranks == 1 else 'es'}, "
+        "fresh ones for each composition.\n",
+        flush=True,
+    )
+    job = Job(preset, steps)
+    limits = {"timeout_s": 300.0 + 60.0 * steps, "collective_timeout_s": 120.0}
+    results = [Result(composition, tuple(zf.spawn(ranks, train, job, composition, **limits))) for composition in COMPOSITIONS]
+    found = differences(results)
+    picture = draw(results, out / "tradeoff.png", equal=not found)
+
+    print(f"\n{table(results)}\n\n{LEGEND.format(offloaded=', * in host memory')}\n")
+    print(f"{verdict(results, found)}\n{headline(results)}.\nPicture: {picture}")
+    return 1 if found else 0

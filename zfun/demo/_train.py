@@ -1,0 +1,148 @@
+"""What each rank of the demo does."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+import zfun as zf
+from zfun import tree
+from zfun.demo._examples import load_example
+from zfun.demo._memory import forget_peak, peak_bytes
+
+if TYPE_CHECKING:
+    from zfun.collectives import Group
+
+MODEL_STATE = ("params", "grads")
+# About one block of the preset "demo": what a rank holds beside its shards is a few buckets, a small part of the model.
+BUCKET_BYTES = 8 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Composition:
+    """A stage of ZeRO, with or without host memory behind it."""
+
+    name: str
+    stage: int
+    offload: bool = False
+
+
+COMPOSITIONS = (
+    Composition("DDP", 0),
+    Composition("ZeRO-1", 1),
+    Composition("ZeRO-2", 2),
+    Composition("ZeRO-3", 3),
+    Composition("ZeRO-3 + offload", 3, offload=True),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is trained, the same under every composition."""
+
+    preset: str
+    steps: int
+    learning_rate: float = 4e-4
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """What one rank measured.
+
+    Attributes:
+        losses: of each step.
+        digest: SHA-256 of all parameters after the last step.
+        step_s: seconds of each step.
+        held_bytes: what the rank keeps of params, grads and optimizer state.
+        peak_bytes: growth of the resident set during training.
+        sent_bytes: model state sent in a step.
+        theory_bytes: what ZeRO's formula says that it should be.
+    """
+
+    losses: tuple[float, ...]
+    digest: str
+    step_s: tuple[float, ...]
+    held_bytes: dict[str, int]
+    peak_bytes: int
+    sent_bytes: int
+    theory_bytes: float
+
+
+def train(group: Group, job: Job, composition: Composition) -> RankReport:
+    """Train on one rank: ``zf.spawn`` calls this in a process of its own."""
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // group.size))
+    gpt, text = load_example("gpt"), load_example("text")
+    source = text.stdlib_bytes()
+    # Kernels are compiled and libraries loaded before the memory of training is measured.
+    _run(group, Job("tiny", 1), composition, gpt, text, source, bar=False)
+    return _run(group, job, composition, gpt, text, source, bar=group.rank == 0)
+
+
+def _run(group: Group, job: Job, composition: Composition, gpt: Any, text: Any, source: Tensor, *, bar: bool) -> RankReport:
+    recorder = zf.record(group)
+    config = gpt.PRESETS[job.preset]
+    data = text.batches(source, config.batch_size * group.size, config.length, group.rank, group.size, job.seed)
+    optimizer = zf.optim.adamw(job.learning_rate, b2=0.95)
+    baseline = forget_peak()
+
+    loss_fn, params = gpt.init(config, job.seed)
+    z = zf.zero(composition.stage, loss_fn, optimizer, recorder, bucket_bytes=BUCKET_BYTES, **_stores(composition))
+    state = z.init(params)
+    del params
+
+    losses: list[float] = []
+    step_s: list[float] = []
+    sent = 0
+    steps = tqdm(range(job.steps), desc=f"{composition.name:<16}", unit="step", file=sys.stderr, disable=not bar, mininterval=0.5)
+    for _ in steps:
+        batch = next(data)
+        recorder.clear()
+        began = time.perf_counter()
+        state, info = z.step(state, batch)
+        losses.append(float(info.loss))
+        step_s.append(time.perf_counter() - began)
+        sent = sum(recorder.bytes_sent(name) for name in MODEL_STATE)
+        steps.set_postfix_str(f"loss {losses[-1]:.3f}", refresh=False)
+
+    peak = peak_bytes() - baseline
+    psi_bytes = _nbytes(state.params) * (group.size if composition.stage == 3 else 1)
+    times = 3 if composition.stage == 3 else 2
+    return RankReport(
+        losses=tuple(losses),
+        digest=_digest(z.params(state)),
+        step_s=tuple(step_s),
+        held_bytes={
+            "params": _nbytes(state.params),
+            "grads": psi_bytes // (group.size if composition.stage >= 2 else 1),
+            "optimizer": _nbytes(state.opt_state),
+        },
+        peak_bytes=max(0, peak),
+        sent_bytes=sent,
+        theory_bytes=times * psi_bytes * (group.size - 1) / group.size,
+    )
+
+
+def _stores(composition: Composition) -> dict[str, Any]:
+    parts = ("offload_optimizer", "offload_params", "offload_grads") if composition.offload else ()
+    return {part: zf.stores.host() for part in parts}
+
+
+def _nbytes(value: Any) -> int:
+    return sum(zf.describe(value).bytes_by_place.values())
+
+
+def _digest(params: Any) -> str:
+    digest = hashlib.sha256()
+    for path, leaf in zip(tree.paths(params), tree.leaves(params), strict=True):
+        digest.update(f"{path} {leaf.dtype} {tuple(leaf.shape)}\n".encode())
+        digest.update(leaf.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
