@@ -52,7 +52,9 @@ def sgd(params: Params, grads: Params, state: Params, lr: float, momentum: float
     return out
 
 
-def adamw(params: Params, grads: Params, state: dict[str, Any], lr: float, decay: float, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Params:
+def adamw(
+    params: Params, grads: Params, state: dict[Any, Any], lr: float, decay: float, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
+) -> Params:
     """One step of AdamW; ``state`` is changed."""
     state["t"] = state.get("t", 0) + 1
     out = {}

@@ -1,17 +1,17 @@
 """Flat: a tree of tensors as a few flat buffers that know their placement.
 
 [Note: what a Flat is]
-``Flat(buffers, placement, layout, group)`` is a tree node whose children are 1-D tensors, one for each bucket of the layout. Under ``R`` and
-``P`` a buffer has the bucket's padded length, under ``S`` the ``size``-th part of it: rank r holds elements ``[r * n, (r + 1) * n)``. So an
-element-wise function written for trees runs on it as it stands, a few long vectors instead of many short ones, and never sees padding that
-is not zero: ``0`` in, ``0`` out is what element-wise optimizers do to a parameter whose gradient is always zero.
+``Flat(buffers, placement, layout, group)`` is a tree node whose children are 1-D tensors, one for each bucket of the layout. Under ``R``
+and ``P`` a buffer has the bucket's padded length, under ``S`` the ``size``-th part of it: rank r holds elements ``[r * n, (r + 1) * n)``.
+So an element-wise function written for trees runs on it as it stands, a few long vectors instead of many short ones, and never sees
+padding that is not zero: ``0`` in, ``0`` out is what element-wise optimizers do to a parameter whose gradient is always zero.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -47,7 +47,7 @@ class Life:
 
 def call_site() -> str:
     """Name the innermost line outside zfun that led here."""
-    package = os.path.dirname(__file__) + os.sep
+    package = str(Path(__file__).parent)
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
         frame = frame.f_back
@@ -99,6 +99,11 @@ class Flat:
         """Return the same layout and group over other buffers."""
         return Flat(buffers, placement or self.placement, self.layout, self.group)
 
+    def discard(self, consumed_by: str) -> None:
+        """Let go of the buffers: what comes after owns them."""
+        consume([self], consumed_by)
+        self._buffers = ()
+
     def __repr__(self) -> str:
         layout = self.layout
         leaves, buckets = len(layout.leaves), len(layout.buckets)
@@ -113,7 +118,9 @@ class Flat:
     def _refuse(self, what: str) -> NoReturn:
         remedy = "unshard() it" if self.placement is S else "unravel it with unshard()"
         wrap = "; a loss that takes sharded parameters is wrapped in shard_params()" if self.placement is S else ""
-        raise PlacementError(f"a Flat is not a tensor or a dict; got {what} on a Flat with placement {self.placement!r}; {remedy} to reach its leaves{wrap}")
+        raise PlacementError(
+            f"a Flat is not a tensor or a dict; got {what} on a Flat with placement {self.placement!r}; {remedy} to reach its leaves{wrap}"
+        )
 
     def __getitem__(self, key: object) -> NoReturn:
         self._refuse(f"[{key!r}]")
@@ -143,8 +150,10 @@ def check_same_layout(first: Flat, second: Flat, what: str) -> None:
     """Raise :class:`SpecMismatch` if two flats do not lie alike."""
     if first.layout != second.layout:
         raise SpecMismatch(
-            f"{what} must have one layout; got {len(first.layout.buckets)} buckets for {len(first.layout.leaves)} leaves on {first.layout.size} ranks and "
-            f"{len(second.layout.buckets)} buckets for {len(second.layout.leaves)} leaves on {second.layout.size} ranks; use the same tree, group and bucket_bytes"
+            f"{what} must have one layout; got {len(first.layout.buckets)} buckets for {len(first.layout.leaves)} leaves on "
+            f"{first.layout.size} ranks and "
+            f"{len(second.layout.buckets)} buckets for {len(second.layout.leaves)} leaves on {second.layout.size} ranks; use the same "
+            "tree, group and bucket_bytes"
         )
 
 
@@ -171,19 +180,18 @@ def ravel(params: tree.Tree, layout: Layout, group: Group, placement: Placement 
         [{'w': tensor([1., 1.])}]
     """
     values = unique_leaves(params, layout)
-    buffers = []
     with torch.no_grad():
-        for bucket in layout.buckets:
-            buffers.append(
-                ops.ravel(
-                    [values[i] for i in bucket.leaves],
-                    [layout.leaves[i].offset for i in bucket.leaves],
-                    bucket.padded_numel,
-                    dtype=bucket.dtype,
-                    device=layout.device,
-                    scale=scale,
-                )
+        buffers = [
+            ops.ravel(
+                [values[i] for i in bucket.leaves],
+                [layout.leaves[i].offset for i in bucket.leaves],
+                bucket.padded_numel,
+                dtype=bucket.dtype,
+                device=layout.device,
+                scale=scale,
             )
+            for bucket in layout.buckets
+        ]
     return Flat(buffers, placement, layout, group)
 
 
@@ -225,8 +233,9 @@ def local_shards(flat: Flat) -> tuple[Tensor, ...]:
 def global_norm(value: tree.Tree) -> Tensor:
     """Return the L2 norm of a whole tree over all ranks, never a local part of it.
 
-    Padding is never counted, a replicated element once. Every rank sums the squares of its own pieces, and the sums are added in one order,
-    so that the result has the same bits whether the value is replicated or sharded.
+    Padding is never counted, a replicated or a tied element once. Every rank sums the squares of its own pieces, and the sums are exact integers,
+    so that the result has the same bits whether the value is replicated, sharded or a plain tree, and whatever the sizes of buckets and
+    group.
 
     Args:
         value: a tree of tensors, or of flats with placement ``R`` or ``S``.
@@ -244,22 +253,27 @@ def global_norm(value: tree.Tree) -> Tensor:
         >>> zf.simulate(2, main)
         [5.0, 5.0]
     """
-    totals = []
-    for leaf in tree.leaves(value, is_leaf=lambda x: isinstance(x, Flat)):
+    rows = []
+    leaves = tree.leaves(value, is_leaf=lambda x: isinstance(x, Flat))
+    # The gradient of tied leaves is one tensor, and counts once.
+    for leaf in {id(leaf): leaf for leaf in leaves}.values():
         if isinstance(leaf, Flat):
-            totals.append(_sum_of_squares(leaf))
+            rows.append(_squares(leaf))
         else:
             real = torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf
-            totals.append(ops.sum_of_squares(real.reshape(-1)))
-    if not totals:
+            rows.append(ops.squares_in_bins(real.reshape(-1))[None])
+    if not rows:
         return torch.zeros((), dtype=torch.float64)
-    return torch.stack(totals).sum().sqrt()
+    return ops.total_of_bins(torch.cat(rows)).sqrt()
 
 
-def _sum_of_squares(flat: Flat) -> Tensor:
+def _squares(flat: Flat) -> Tensor:
     if flat.placement is P:
         raise PlacementError("a norm needs the sum over the ranks; got a Flat with placement P; redistribute() it to R or S first")
-    partial = [ops.sum_of_squares(piece) for piece in local_shards(flat)]
-    if not partial:
-        return torch.zeros((), dtype=torch.float64)
-    return flat.group.all_gather(torch.stack(partial), "norm").sum()
+    pieces = [ops.squares_in_bins(piece) for piece in local_shards(flat)] or [
+        ops.squares_in_bins(torch.zeros(0, device=flat.layout.device))
+    ]
+    mine = torch.stack(pieces)
+    # One row for each rank: bins are added, infinities and NaNs too, in a column of their own.
+    row = torch.cat([mine[:, :-1].sum(0), mine[:, -1].contiguous().view(torch.float64).sum().view(1).view(torch.int64)])
+    return flat.group.all_gather(row, "norm")

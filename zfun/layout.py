@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from torch import Tensor
 from zfun import tree
 from zfun.errors import AliasChanged, LeafError, OptionError, SpecMismatch
 
-__all__ = ["ALIGNMENT", "DEFAULT_BUCKET_BYTES", "BucketSlot", "LeafSlot", "Layout", "layout_of", "unique_leaves"]
+__all__ = ["ALIGNMENT", "DEFAULT_BUCKET_BYTES", "BucketSlot", "Layout", "LeafSlot", "layout_of", "unique_leaves"]
 
 DEFAULT_BUCKET_BYTES = 16 * 2**20
 
@@ -124,8 +125,9 @@ class _LeafKey:
 def layout_of(params: tree.Tree, size: int = 1, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Layout:
     """Lay a tree of tensors out in flat buckets.
 
-    Buckets follow the tree's insertion order and hold one dtype each. A bucket closes before a leaf that would take it past ``bucket_bytes``,
-    and at the end of a block (``h.0``, ``h.1``, ...) once it is half full, so that a bucket tends to be what a block uses. A leaf is never cut.
+    Buckets follow the tree's insertion order and hold one dtype each. A bucket closes before a leaf that would take it past
+    ``bucket_bytes``, and at the end of a block (``h.0``, ``h.1``, ...) once it is half full, so that a bucket tends to be what a block
+    uses. A leaf is never cut.
 
     Args:
         params: any tree of tensors. Leaves that are the same view of the same memory are tied, and get one slot.
@@ -211,12 +213,16 @@ def _block_of(path: str) -> tuple[str, ...]:
 
 def _check_leaf(path: str, leaf: object) -> None:
     if not isinstance(leaf, Tensor):
-        raise LeafError(f"every leaf must be a tensor; leaf {path!r} is {type(leaf).__name__}; keep other values in the batch or in a closure", leaf=path)
+        raise LeafError(
+            f"every leaf must be a tensor; leaf {path!r} is {type(leaf).__name__}; keep other values in the batch or in a closure",
+            leaf=path,
+        )
     if leaf.layout != torch.strided or leaf.is_quantized:
         raise LeafError(f"every leaf must be a dense tensor; leaf {path!r} is {leaf.layout}; convert it with to_dense()", leaf=path)
     if leaf.numel() > 1 and any(stride == 0 and dim > 1 for stride, dim in zip(leaf.stride(), leaf.shape, strict=True)):
         raise LeafError(
-            f"a leaf must own each of its elements; leaf {path!r} is expanded (strides {tuple(leaf.stride())}); call clone() on it first", leaf=path
+            f"a leaf must own each of its elements; leaf {path!r} is expanded (strides {tuple(leaf.stride())}); call clone() on it first",
+            leaf=path,
         )
 
 
@@ -234,13 +240,13 @@ def _alias_sets(paths: Sequence[str], values: Sequence[Tensor]) -> tuple[list[in
         if slot == len(firsts):
             firsts.append(i)
             if leaf.numel():
-                start = leaf.storage_offset() * leaf.element_size()
-                last = sum((dim - 1) * stride for dim, stride in zip(leaf.shape, leaf.stride(), strict=True))
+                start = int(leaf.storage_offset()) * leaf.element_size()
+                last = int(sum((dim - 1) * stride for dim, stride in zip(leaf.shape, leaf.stride(), strict=True)))
                 spans.setdefault(storage, []).append((start, start + (last + 1) * leaf.element_size(), i))
         positions.append(slot)
     for pieces in spans.values():
         pieces.sort()
-        for (_, end, a), (start, _, b) in zip(pieces, pieces[1:], strict=False):
+        for (_, end, a), (start, _, b) in itertools.pairwise(pieces):
             if start < end and _overlap([values[i] for _, _, i in pieces]):
                 raise LeafError(
                     f"leaves may be tied (one view) or apart, not overlap; {paths[a]!r} and {paths[b]!r} share part of their memory; "
@@ -282,8 +288,8 @@ def unique_leaves(params: tree.Tree, layout: Layout) -> list[Tensor]:
         >>> len(unique_leaves({"in": w, "out": w}, layout))
         1
     """
-    values, spec = tree.flatten(params)
-    if spec != layout.spec:
+    values = tree.leaves_like(layout.spec, params)
+    if values is None:
         now, then = set(tree.paths(params)), set(layout.paths)
         raise SpecMismatch(
             f"a tree must keep the structure that it was laid out with; missing {sorted(then - now)}, unexpected {sorted(now - then)}; "
@@ -302,5 +308,9 @@ def unique_leaves(params: tree.Tree, layout: Layout) -> list[Tensor]:
                 )
             chosen[position] = leaf
         elif leaf is not first and (leaf.numel() == 0 or leaf.data_ptr() != first.data_ptr()):
-            raise AliasChanged(f"tied leaves must stay tied; {slot.path!r} and {path!r} shared one tensor and are now two; tie them again, or shard the new tree", leaf=path)
+            raise AliasChanged(
+                f"tied leaves must stay tied; {slot.path!r} and {path!r} shared one tensor and are now two; tie them again, or shard "
+                "the new tree",
+                leaf=path,
+            )
     return [leaf for leaf in chosen if leaf is not None]

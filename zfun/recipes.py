@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zfun import stores, tree
+from zfun import tree
 from zfun.collectives import Group
 from zfun.errors import NonFiniteError, OptionError, checked_options
 from zfun.flat import Flat, call_site, consume, flats, global_norm, local_shards, unravel
@@ -153,14 +153,7 @@ def zero(
 
     After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020).
     """
-    if type(stage) is not int or stage not in (0, 1, 2, 3):
-        raise OptionError(f"stage must be 0, 1, 2 or 3; got {stage!r}")
-    if offload_params is not None and stage < 3:
-        raise OptionError(f"offload_params keeps shards, which only stage 3 has; got stage {stage}; use stage=3, or leave offload_params out")
-    if max_skipped < 1:
-        raise OptionError(f"max_skipped must be at least 1; got {max_skipped}")
-    if init not in ("check", "broadcast"):
-        raise OptionError(f"init must be 'check' or 'broadcast'; got {init!r}")
+    _check_options(stage, init, max_skipped, offload_params)
     rule = _optimizer_of(stage, optimizer, group, bucket_bytes, offload_optimizer)
     place = shard if stage == 3 else replicate
     composed: list[tuple[Flat | None, Gradient]] = []
@@ -186,7 +179,7 @@ def zero(
         value, grads = gradient_of(state.frozen)(state.params, batch)
         loss, aux = value if type(value) is tuple else (value, None)
         loss = loss.mean if isinstance(loss, WeightedMean) else loss
-        grads = redistribute(grads, R if stage == 0 else S, group, name="grads")
+        grads = redistribute(grads, R if stage == 0 else S, group, name="grads", donate=True)
         norm = global_norm(grads)
         skipped = not bool(torch.isfinite(norm))
         params, opt_state = state.params, state.opt_state
@@ -194,7 +187,8 @@ def zero(
             bad_leaf = _first_bad_leaf(grads)
             if state.num_skipped + 1 >= max_skipped:
                 raise NonFiniteError(
-                    f"gradients must be finite; {state.num_skipped + 1} steps in a row had some that were not, now first in leaf {bad_leaf!r}; "
+                    f"gradients must be finite; {state.num_skipped + 1} steps in a row had some that were not, now first in leaf "
+                    f"{bad_leaf!r}; "
                     "lower the learning rate, clip, or look at that leaf; the state is as it was",
                     rank=group.rank,
                     step=state.step,
@@ -217,6 +211,19 @@ def zero(
 
 # The options of zero() have the names of the transforms they apply.
 _offload_optimizer, _offload_params, _offload_loss, _offload_grads = offload_optimizer, offload_params, offload_loss, offload_grads
+
+
+def _check_options(stage: int, init: str, max_skipped: int, offload_params: Store | None) -> None:
+    if type(stage) is not int or stage not in (0, 1, 2, 3):
+        raise OptionError(f"stage must be 0, 1, 2 or 3; got {stage!r}")
+    if offload_params is not None and stage < 3:
+        raise OptionError(
+            f"offload_params keeps shards, which only stage 3 has; got stage {stage}; use stage=3, or leave offload_params out"
+        )
+    if max_skipped < 1:
+        raise OptionError(f"max_skipped must be at least 1; got {max_skipped}")
+    if init not in ("check", "broadcast"):
+        raise OptionError(f"init must be 'check' or 'broadcast'; got {init!r}")
 
 
 def _optimizer_of(stage: int, optimizer: Any, group: Group, bucket_bytes: int, store: Store | None) -> Optimizer:
@@ -250,7 +257,9 @@ def _gradient(stage: int, loss: Loss, group: Group, num_micro_batches: int, buck
 def _handed_over(state: ZeroState, params: Flat, opt_state: Any, consumed_by: str) -> tuple[Flat, Any]:
     """Give the buffers to new values, and mark the old ones."""
     params = params.with_buffers(params.buffers)
-    opt_state = tree.map(lambda x: x.with_buffers(x.buffers) if isinstance(x, Flat) else x, opt_state, is_leaf=lambda x: isinstance(x, Flat))
+    opt_state = tree.map(
+        lambda x: x.with_buffers(x.buffers) if isinstance(x, Flat) else x, opt_state, is_leaf=lambda x: isinstance(x, Flat)
+    )
     consume([state.params, *flats(state.opt_state)], consumed_by)
     return params, opt_state
 

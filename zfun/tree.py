@@ -19,6 +19,7 @@ __all__ = [
     "combine",
     "flatten",
     "leaves",
+    "leaves_like",
     "map",
     "partition",
     "paths",
@@ -33,8 +34,9 @@ Spec: TypeAlias = optree.PyTreeSpec
 _IsLeaf: TypeAlias = Callable[[Any], bool] | None
 
 # Parameters are laid out in the order in which they are used, which is the order in which dicts were filled, not that of their sorted keys.
-# The setting belongs to zfun's namespace, so nobody else's trees change.
-optree.dict_insertion_ordered(True, namespace=NAMESPACE).__enter__()
+# The setting belongs to zfun's namespace, so nobody else's trees change. The name keeps the context open: when it is collected, it ends.
+_insertion_order = optree.dict_insertion_ordered(True, namespace=NAMESPACE)
+_insertion_order.__enter__()
 
 
 def flatten(tree: Tree, is_leaf: _IsLeaf = None) -> tuple[list[Any], Spec]:
@@ -73,6 +75,29 @@ def leaves(tree: Tree, is_leaf: _IsLeaf = None) -> list[Any]:
 def structure(tree: Tree, is_leaf: _IsLeaf = None) -> Spec:
     """Return the structure of a tree without its leaves."""
     return optree.tree_structure(tree, is_leaf=is_leaf, namespace=NAMESPACE)
+
+
+def leaves_like(spec: Spec, tree: Tree) -> list[Any] | None:
+    """Return the leaves of a tree in the order of a structure, whatever the order in which its dicts were filled.
+
+    Returns:
+        The leaves; ``None`` where the tree has another structure.
+
+    Example:
+        >>> leaves_like(structure({"b": 0, "a": 0}), {"a": 1, "b": 2})
+        [2, 1]
+    """
+    found, actual = flatten(tree)
+    if actual == spec:
+        return found
+    if len(found) != spec.num_leaves:
+        return None
+    try:
+        found = spec.flatten_up_to(tree)
+    except ValueError:
+        return None
+    # With as many leaves on both sides, what is not a leaf in one place is missing in another.
+    return found if all(structure(leaf).num_nodes == 1 and structure(leaf).num_leaves == 1 for leaf in found) else None
 
 
 def map(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: _IsLeaf = None) -> Tree:
@@ -117,9 +142,7 @@ def register(
         children, static = to_children(node)
         return list(children), static
 
-    torch_pytree.register_pytree_node(
-        cls, flatten_for_torch, lambda children, static: from_children(static, children)
-    )
+    torch_pytree.register_pytree_node(cls, flatten_for_torch, lambda children, static: from_children(static, children))
 
 
 def partition(tree: Tree, predicate: Callable[[str, Any], bool]) -> tuple[Tree, Tree]:

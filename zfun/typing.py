@@ -10,10 +10,14 @@ __all__ = ["Gradient", "Loss"]
 class Loss(Protocol):
     """``(params, batch) -> scalar`` or ``(scalar, aux)``: what is trained, as a pure function."""
 
-    def __call__(self, params: Any, batch: Any, /) -> Any: ...
+    def __call__(self, params: Any, batch: Any, /) -> Any:
+        """Compute the loss."""
+        ...
 
 
 class Gradient(Protocol):
     """``(params, batch) -> (loss, grads)``, or ``((loss, aux), grads)`` where the loss returns aux."""
 
-    def __call__(self, params: Any, batch: Any, /) -> tuple[Any, Any]: ...
+    def __call__(self, params: Any, batch: Any, /) -> tuple[Any, Any]:
+        """Compute the loss and its gradients."""
+        ...

@@ -48,10 +48,11 @@ def agree(entries: Sequence[Entry], group: Group, what: str) -> None:
 
     Example:
         >>> from zfun.collectives import simulate
-        >>> simulate(2, lambda group: agree([Entry("w", f"({group.rank + 3},) float32")], group, "params"))
-        Traceback (most recent call last):
-        ...
-        zfun.errors.SpecMismatch: all ranks must hold the same params; leaf w is (3,) float32 on rank 0 and (4,) float32 on rank 1
+        >>> try:
+        ...     simulate(2, lambda group: agree([Entry("w", f"({group.rank + 3},) float32")], group, "params"))
+        ... except SpecMismatch as error:
+        ...     print(error)
+        all ranks must hold the same params; leaf w is (3,) float32 on rank 0 and (4,) float32 on rank 1
     """
     text = json.dumps([[entry.path, entry.description, str(entry.fingerprint)] for entry in entries]).encode()
     digests = group.all_gather(_as_tensor(hashlib.sha256(text).digest()), "digest")

@@ -6,7 +6,7 @@ import enum
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -36,25 +36,6 @@ class Lane(enum.IntEnum):
     GRADS = 1
     CONTROL = 2
     FROZEN = 3
-
-
-class Op(Protocol):
-    """A linear map from one 1-D tensor per rank to one 1-D tensor per rank.
-
-    ``splits_input`` and ``splits_output`` say whether that side consists of one chunk per rank. ``dual`` is the adjoint: the op whose
-    inner product, summed over the ranks, mirrors this one's.
-    """
-
-    @property
-    def kind(self) -> str: ...
-    @property
-    def splits_input(self) -> bool: ...
-    @property
-    def splits_output(self) -> bool: ...
-    @property
-    def dual(self) -> Op: ...
-    def output_numel(self, numel: int, size: int) -> int: ...
-    def sent_bytes(self, nbytes: int, rank: int, size: int, itemsize: int = 1) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +184,12 @@ class Permute:
         return nbytes if self.destinations[rank] != rank else 0
 
 
+# A linear map from one 1-D tensor per rank to one 1-D tensor per rank. ``splits_input`` and ``splits_output`` say whether that side is one
+# chunk per rank; ``dual`` is the adjoint: the op whose inner product, summed over the ranks, mirrors this one's; ``output_numel`` is the
+# length of a rank's result, and ``sent_bytes`` what a rank sends of an input of so many bytes.
+Op: TypeAlias = AllGather | ReduceScatter | AllReduce | Broadcast | Reduce | AllToAll | Permute
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """One collective as a rank asks for it.
@@ -253,7 +240,8 @@ def check_call(call: Call, x: Tensor, out: Tensor | None, size: int) -> None:
     """Refuse what no group can do, before anything is sent.
 
     Raises:
-        OptionError: the input is not 1-D and contiguous, does not divide, the output does not fit, or the op names a rank that does not exist.
+        OptionError: the input is not 1-D and contiguous or does not divide, the output does not fit, or the op names a rank that does
+            not exist.
     """
     op = call.op
     if x.dim() != 1 or not x.is_contiguous():

@@ -36,8 +36,8 @@ class Group(Protocol):
         Args:
             call: what is done.
             x: contiguous 1-D tensor. It must not be written before the result has been waited for.
-            out: contiguous 1-D tensor that receives the result. For an all-reduce and a broadcast it may be ``x``; for an all-gather ``x`` may be
-                this rank's slice of it, and then the slice is not copied. Otherwise they must not overlap.
+            out: contiguous 1-D tensor that receives the result. For an all-reduce and a broadcast it may be ``x``; for an all-gather
+                ``x`` may be this rank's slice of it, and then the slice is not copied. Otherwise they must not overlap.
 
         Returns:
             The pending result: ``out`` if it was given, else a fresh tensor that shares memory with nobody.
@@ -68,7 +68,7 @@ class Group(Protocol):
 
     def close(self) -> None:
         """Release connections and threads. A closed group starts nothing more."""
-        return None
+        return
 
     def __enter__(self) -> Self:
         return self

@@ -36,8 +36,8 @@ def spawn(
 ) -> list[_Result]:
     """Call ``fn(group, *args)`` on n ranks, which are processes of this machine, and return what they return.
 
-    The twin of :func:`simulate` with real processes over gloo on the loopback interface, one thread each. ``fn``, ``args`` and results travel
-    by pickle, so ``fn`` must be importable by its name. :class:`Workers` runs several functions on the same processes.
+    The twin of :func:`simulate` with real processes over gloo on the loopback interface, one thread each. ``fn``, ``args`` and results
+    travel by pickle, so ``fn`` must be importable by its name. :class:`Workers` runs several functions on the same processes.
 
     Args:
         n: the number of ranks.
@@ -216,10 +216,11 @@ def _pickled_job(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
 def _serve(rank: int, size: int, port: int, connection: Connection, collective_timeout_s: float) -> None:
     """The main program of a rank: run what comes through the connection, until it closes or a run fails."""
-    local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     # As under torchrun the store is there already and no rank may open one.
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    os.environ.update({name: str(value) for name, value in {**local, **agent}.items()})
+    os.environ.update({name: str(value) for name, value in {**local, **meeting, **agent}.items()})
     torch.set_num_threads(1)
     group: Group | None = None
     while True:

@@ -1,7 +1,9 @@
-"""[Note: why a collective does not come back]
+"""What the ranks of a process group tell each other when something goes wrong.
 
-A collective that cannot complete shows itself as a closed connection, or as silence. What happened is known on another rank, so the ranks of
-a process group tell each other through the store that they met in:
+[Note: why a collective does not come back]
+
+A collective that cannot complete shows itself as a closed connection, or as silence. What happened is known on another rank, so the ranks
+of a process group tell each other through the store that they met in:
 
 * a rank that raises publishes its error before it leaves;
 * a rank that has waited for a while publishes what it has started and where it waits, and reads what the others have published. If another
@@ -137,6 +139,7 @@ class Monitor:
         self._verdict: Verdict | None = None
         self._last: tuple[Status, dict[int, Status]] | None = None
         self._published_error = False
+        self._store_silent = False
         self._stop = threading.Event()
         self._looking = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -169,8 +172,10 @@ class Monitor:
             collective: what was waited for.
         """
         # The monitor may be at work on the verdict that has broken this very wait.
-        if self._looking.acquire(timeout=2 * _POST_MORTEM_S):
+        if self._looking.acquire(timeout=_POST_MORTEM_S):
             self._looking.release()
+        else:
+            self._store_silent = True
         if self._verdict is None:
             self._verdict = self._post_mortem(peer, reason, collective)
         error = self._verdict.error(self._rank, collective)
@@ -190,24 +195,28 @@ class Monitor:
         }
         if self._verdict is not None:
             record |= asdict(self._verdict)
-        _bounded(lambda: self._store.set(f"error/{self._rank}", json.dumps(record)))
+        self._talk(lambda: self._store.set(f"error/{self._rank}", json.dumps(record)))
 
     def close(self) -> None:
         """Say good-bye and end the monitor's thread."""
         if self._stop.is_set():
             return
         self._stop.set()
-        if self._thread is not None:
-            self._thread.join(timeout=2 * _POST_MORTEM_S)
-        _bounded(lambda: self._publish_status(left=True))
+        if self._thread is not None and not self._store_silent:
+            self._thread.join(timeout=_POST_MORTEM_S)
+        self._talk(lambda: self._publish_status(left=True))
 
     def _run(self) -> None:
         while not self._stop.wait(self._patience_s):
             now = time.monotonic()
             # Another thread may change the dict at any moment; copying it is one step.
             if self._verdict is None and any(now - since > self._patience_s for since in dict(self._waits).values()):
-                with self._looking, contextlib.suppress(RuntimeError):
-                    self._look()
+                with self._looking:
+                    try:
+                        self._look()
+                    except RuntimeError:
+                        self._store_silent = True
+                        return
 
     def _look(self) -> None:
         own = self._publish_status()
@@ -264,7 +273,7 @@ class Monitor:
                     return
                 time.sleep(0.05)
 
-        _bounded(ask)
+        self._talk(ask)
         who = "a rank" if peer is None else f"rank {peer}"
         start = f"rank {self._rank} lost {who} in {collective}: "
         if found:
@@ -276,15 +285,18 @@ class Monitor:
             reason += f"; rank {peer} was last seen waiting in collective {index} of its lane ({seen[peer].call(lane, index)})"
         return Verdict(f"{start}{reason}; it has published no error, so it was killed, stopped or is stuck")
 
+    def _talk(self, ask: Callable[[], object]) -> None:
+        """Talk to the store for a bounded time, and never again if it does not answer: it may live in a rank that is dead or stopped."""
+        if self._store_silent:
+            return
 
-def _bounded(ask: Callable[[], object]) -> None:
-    """Talk to the store for a bounded time: it may live in a process that is dead or stopped."""
+        def run() -> None:
+            try:
+                ask()
+            except RuntimeError:
+                self._store_silent = True
 
-    def run() -> None:
-        # A store that does not answer tells nothing; what is already known has to do.
-        with contextlib.suppress(RuntimeError):
-            ask()
-
-    thread = threading.Thread(target=run, name="zfun store", daemon=True)
-    thread.start()
-    thread.join(timeout=_POST_MORTEM_S + 1.0)
+        thread = threading.Thread(target=run, name="zfun store", daemon=True)
+        thread.start()
+        thread.join(timeout=_POST_MORTEM_S + 1.0)
+        self._store_silent |= thread.is_alive()

@@ -2,9 +2,9 @@
 
 [Note: what the gradient of a collective is]
 
-A collective is a linear map A from the tensors of all ranks to the tensors of all ranks. Its derivative is A itself; its transpose is the map
-A* with <A x, y> = <x, A* y>, where the inner product is summed over the ranks. So the gradient that a rank receives is that of the *sum over
-the ranks* of what each of them differentiates:
+A collective is a linear map A from the tensors of all ranks to the tensors of all ranks. Its derivative is A itself; its transpose is the
+map A* with <A x, y> = <x, A* y>, where the inner product is summed over the ranks. So the gradient that a rank receives is that of the *sum
+over the ranks* of what each of them differentiates:
 
 ====================  ===================================
 collective            transpose
@@ -28,7 +28,7 @@ dimension fits between rows and columns without moving data; shapes and dims are
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,25 +55,27 @@ __all__ = [
 
 
 class _UnderWay:
-    """The raw collectives behind a started one: more than one under forward mode. Not a list, since torch.func copies lists."""
+    """Where a started collective puts its handle. Not a list, since torch.func copies lists."""
 
     __slots__ = ("pending",)
 
     def __init__(self) -> None:
-        self.pending: list[Pending] = []
+        self.pending: Pending | None = None
 
 
 class _Collective(torch.autograd.Function):
     """``rows [a, m] -> rows [b, m]``, with a and b being 1 or the number of ranks. Its transpose is itself with the dual op."""
 
     @staticmethod
-    def forward(rows: Tensor, group: Group, call: Call, started: _UnderWay | None) -> Tensor:
+    def forward(  # type: ignore[override]
+        rows: Tensor, group: Group, call: Call, started: _UnderWay | None
+    ) -> Tensor:
         out = rows.new_empty((group.size if call.op.splits_output else 1, rows.shape[1]))
         pending = group.start(call, rows.contiguous().view(-1), out.view(-1))
         if started is None:
             pending.wait()
         else:
-            started.pending.append(pending)
+            started.pending = pending
         return out
 
     @staticmethod
@@ -81,17 +83,18 @@ class _Collective(torch.autograd.Function):
         _, ctx.group, ctx.call, ctx.started = inputs
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
         call: Call = ctx.call
         dual = Call(call.op.dual, call.name, call.part, call.lane)
         return _apply(grad, ctx.group, dual, None), None, None, None
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-        return _apply(tangent, ctx.group, ctx.call, ctx.started)
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:  # type: ignore[override]
+        # Torch copies a tangent whose strides are not those of its primal, so its values must be there at once.
+        return _apply(tangent, ctx.group, ctx.call, None)
 
     @staticmethod
-    def vmap(
+    def vmap(  # type: ignore[override]
         info: Any, in_dims: tuple[int, None, None, None], rows: Tensor, group: Group, call: Call, started: _UnderWay | None
     ) -> tuple[Tensor, int]:
         batched = rows.movedim(in_dims[0], 1)
@@ -103,18 +106,34 @@ def _apply(rows: Tensor, group: Group, call: Call, started: _UnderWay | None) ->
     return _Collective.apply(rows, group, call, started)  # type: ignore[no-any-return]
 
 
-def _start(rows: Tensor, group: Group, call: Call, restore: Callable[[Tensor], Tensor]) -> Pending:
-    """Start a collective whose output is part of the graph at once, and holds its values once it has been waited for."""
-    started = _UnderWay()
-    out = _apply(rows, group, call, started)
+class _Plan(NamedTuple):
+    """A collective of shaped tensors as one of rows: ``restore`` gives the result its shape, copying if need be."""
 
-    def finish() -> Tensor:
-        for pending in started.pending:
-            pending.wait()
-        # What copies must come after the wait.
-        return restore(out)
+    rows: Tensor
+    op: Op
+    restore: Callable[[Tensor], Tensor]
 
-    return Pending(finish)
+    def run(self, group: Group, name: str, part: str, lane: Lane) -> Tensor:
+        return self.restore(_apply(self.rows, group, Call(self.op, name, part, lane), None))
+
+    def start(self, group: Group, name: str, part: str, lane: Lane) -> Pending:
+        """Start the collective. Its output is part of the graph at once, and holds its values once it has been waited for."""
+        started = _UnderWay()
+        out = _apply(self.rows, group, Call(self.op, name, part, lane), started)
+
+        def finish() -> Tensor:
+            assert started.pending is not None
+            started.pending.wait()
+            return self.restore(out)
+
+        return Pending(finish)
+
+
+def _alike(x: Tensor, op: Op) -> _Plan:
+    def restore(rows: Tensor) -> Tensor:
+        return rows.view(x.shape)
+
+    return _Plan(x.reshape(1, x.numel()), op, restore)
 
 
 def all_reduce(x: Tensor, group: Group, *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL) -> Tensor:
@@ -144,12 +163,12 @@ def all_reduce(x: Tensor, group: Group, *, name: str = "", part: str = "", lane:
         >>> simulate(4, lambda group: all_reduce(torch.tensor(group.rank + 1), group).item())
         [10, 10, 10, 10]
     """
-    return start_all_reduce(x, group, name=name, part=part, lane=lane).wait()
+    return _alike(x, AllReduce()).run(group, name, part, lane)
 
 
 def start_all_reduce(x: Tensor, group: Group, *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL) -> Pending:
     """Start an :func:`all_reduce`; ``wait()`` returns the differentiable result."""
-    return _start_alike(x, group, Call(AllReduce(), name, part, lane))
+    return _alike(x, AllReduce()).start(group, name, part, lane)
 
 
 def all_gather(x: Tensor, group: Group, dim: int = 0, *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL) -> Tensor:
@@ -176,17 +195,21 @@ def all_gather(x: Tensor, group: Group, dim: int = 0, *, name: str = "", part: s
         >>> simulate(2, lambda group: all_gather(torch.tensor([group.rank]), group).tolist())
         [[0, 1], [0, 1]]
     """
-    return start_all_gather(x, group, dim, name=name, part=part, lane=lane).wait()
+    return _gather_plan(x, group, dim).run(group, name, part, lane)
 
 
 def start_all_gather(x: Tensor, group: Group, dim: int = 0, *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL) -> Pending:
     """Start an :func:`all_gather`; ``wait()`` returns the differentiable result."""
+    return _gather_plan(x, group, dim).start(group, name, part, lane)
+
+
+def _gather_plan(x: Tensor, group: Group, dim: int) -> _Plan:
     shard = x.movedim(_checked_dim(x, dim, "all_gather"), 0)
 
     def restore(rows: Tensor) -> Tensor:
         return rows.reshape(group.size * shard.shape[0], *shard.shape[1:]).movedim(0, dim)
 
-    return _start(shard.reshape(1, shard.numel()), group, Call(AllGather(), name, part, lane), restore)
+    return _Plan(shard.reshape(1, shard.numel()), AllGather(), restore)
 
 
 def reduce_scatter(x: Tensor, group: Group, dim: int = 0, *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL) -> Tensor:
@@ -216,19 +239,22 @@ def reduce_scatter(x: Tensor, group: Group, dim: int = 0, *, name: str = "", par
         >>> simulate(2, lambda group: reduce_scatter(torch.tensor([1, 2]), group).tolist())
         [[2], [4]]
     """
-    return start_reduce_scatter(x, group, dim, name=name, part=part, lane=lane).wait()
+    return _scatter_plan(x, group, dim).run(group, name, part, lane)
 
 
 def start_reduce_scatter(x: Tensor, group: Group, dim: int = 0, *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL) -> Pending:
     """Start a :func:`reduce_scatter`; ``wait()`` returns the differentiable result."""
+    return _scatter_plan(x, group, dim).start(group, name, part, lane)
+
+
+def _scatter_plan(x: Tensor, group: Group, dim: int) -> _Plan:
     length = _checked_pieces(x, dim, group.size, "reduce_scatter")
     whole = x.movedim(dim, 0)
-    rows = whole.reshape(group.size, whole.numel() // group.size)
 
     def restore(piece: Tensor) -> Tensor:
         return piece.reshape(length, *whole.shape[1:]).movedim(0, dim)
 
-    return _start(rows, group, Call(ReduceScatter(), name, part, lane), restore)
+    return _Plan(whole.reshape(group.size, whole.numel() // group.size), ReduceScatter(), restore)
 
 
 def broadcast(x: Tensor, group: Group, root: int = 0, *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL) -> Tensor:
@@ -255,12 +281,12 @@ def broadcast(x: Tensor, group: Group, root: int = 0, *, name: str = "", part: s
         >>> simulate(3, lambda group: broadcast(torch.tensor(group.rank), group, root=2).item())
         [2, 2, 2]
     """
-    return start_broadcast(x, group, root, name=name, part=part, lane=lane).wait()
+    return _alike(x, Broadcast(root)).run(group, name, part, lane)
 
 
 def start_broadcast(x: Tensor, group: Group, root: int = 0, *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL) -> Pending:
     """Start a :func:`broadcast`; ``wait()`` returns the differentiable result."""
-    return _start_alike(x, group, Call(Broadcast(root), name, part, lane))
+    return _alike(x, Broadcast(root)).start(group, name, part, lane)
 
 
 def permute(x: Tensor, group: Group, destinations: Sequence[int], *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL) -> Tensor:
@@ -290,14 +316,14 @@ def permute(x: Tensor, group: Group, destinations: Sequence[int], *, name: str =
         >>> simulate(3, lambda group: permute(torch.tensor(group.rank), group, (1, 2, 0)).item())
         [2, 0, 1]
     """
-    return start_permute(x, group, destinations, name=name, part=part, lane=lane).wait()
+    return _alike(x, Permute(tuple(destinations))).run(group, name, part, lane)
 
 
 def start_permute(
     x: Tensor, group: Group, destinations: Sequence[int], *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL
 ) -> Pending:
     """Start a :func:`permute`; ``wait()`` returns the differentiable result."""
-    return _start_alike(x, group, Call(Permute(tuple(destinations)), name, part, lane))
+    return _alike(x, Permute(tuple(destinations))).start(group, name, part, lane)
 
 
 def all_to_all(
@@ -330,26 +356,25 @@ def all_to_all(
         >>> simulate(2, lambda group: all_to_all(torch.tensor([1, 2]) + 2 * group.rank, group).tolist())
         [[1, 3], [2, 4]]
     """
-    return start_all_to_all(x, group, split_dim, concat_dim, name=name, part=part, lane=lane).wait()
+    return _transpose_plan(x, group, split_dim, concat_dim).run(group, name, part, lane)
 
 
 def start_all_to_all(
     x: Tensor, group: Group, split_dim: int = 0, concat_dim: int = 0, *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL
 ) -> Pending:
     """Start an :func:`all_to_all`; ``wait()`` returns the differentiable result."""
+    return _transpose_plan(x, group, split_dim, concat_dim).start(group, name, part, lane)
+
+
+def _transpose_plan(x: Tensor, group: Group, split_dim: int, concat_dim: int) -> _Plan:
     length = _checked_pieces(x, split_dim, group.size, "all_to_all")
-    concat_dim = _checked_dim(x, concat_dim, "all_to_all")
-    pieces = x.unflatten(split_dim, (group.size, length)).movedim(split_dim % x.dim(), 0)
+    split, concat = split_dim % x.dim(), _checked_dim(x, concat_dim, "all_to_all")
+    pieces = x.unflatten(split, (group.size, length)).movedim(split, 0)
 
     def restore(rows: Tensor) -> Tensor:
-        return rows.view(pieces.shape).movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1)
+        return rows.view(pieces.shape).movedim(0, concat).flatten(concat, concat + 1)
 
-    rows = pieces.reshape(group.size, x.numel() // group.size)
-    return _start(rows, group, Call(AllToAll(), name, part, lane), restore)
-
-
-def _start_alike(x: Tensor, group: Group, call: Call) -> Pending:
-    return _start(x.reshape(1, x.numel()), group, call, lambda rows: rows.view(x.shape))
+    return _Plan(pieces.reshape(group.size, x.numel() // group.size), AllToAll(), restore)
 
 
 def _checked_dim(x: Tensor, dim: int, kind: str) -> int:

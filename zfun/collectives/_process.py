@@ -36,7 +36,7 @@ from zfun.collectives._calls import (
     describe,
 )
 from zfun.collectives._checked import checked
-from zfun.collectives._exchange import Started, start_exchange
+from zfun.collectives._exchange import Buffers, Started, start_exchange
 from zfun.collectives._group import Group
 from zfun.collectives._monitor import Monitor
 from zfun.collectives._pending import Pending
@@ -49,8 +49,8 @@ __all__ = ["process_group"]
 _all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# Gloo takes 31 bits of tag: the lane, the number of the transfer in its lane, and a checksum of what the ranks must agree on. A message whose
-# tag nobody expects is never delivered, so that different collectives cannot read each other's data.
+# Gloo takes 31 bits of tag: the lane, the number of the transfer in its lane, and a checksum of what the ranks must agree on. A message
+# whose tag nobody expects is never delivered, so that different collectives cannot read each other's data.
 _SEQUENCE_BITS = 13
 _CHECKSUM_BITS = 16
 _INTERRUPT_TAG = 0x7FFFFFFF
@@ -66,8 +66,9 @@ def process_group(
 ) -> Group:
     """Return the ranks of a launcher such as torchrun as a group; without a launcher, a group of one rank.
 
-    A collective that does not come back raises :class:`~zfun.errors.PeerLost` within ``timeout_s``, with the error of the rank that failed
-    if it could still publish it. Used as a context manager, or closed by :meth:`Group.close` or at exit, the group releases its connections.
+    A collective that does not come back raises :class:`~zfun.errors.PeerLost` within ``timeout_s``, with the error of the rank that
+    failed if it could still publish it. Used as a context manager, or closed by :meth:`Group.close` or at exit, the group releases its
+    connections.
 
     Over gloo and mpi every collective is a direct exchange whose sums are taken in rank order, bitwise those of ``simulate``. Over nccl the
     collectives are native, one communicator per lane, and sums are in nccl's order.
@@ -323,6 +324,7 @@ class _ExchangeGroup(_ProcessGroup):
         super().__init__(*args)
         self._transfers = [0] * len(Lane)
         self._lane_threads: dict[Lane, _LaneThread] = {}
+        self._buffers = Buffers()
         # A message whose handle is dropped is never sent, so that the group itself holds what is under way.
         self._under_way: dict[tuple[Lane, int], Started] = {}
 
@@ -337,7 +339,7 @@ class _ExchangeGroup(_ProcessGroup):
         index = self._monitor.note_start(call.lane, text)
         exchange = self._exchange(call.lane, text, 2 if isinstance(call.op, AllReduce) else 1)
         with torch.no_grad(), self._explained(text, index):
-            started = start_exchange(call.op, x, result.detach(), self.rank, self.size, exchange)
+            started = start_exchange(call.op, x, result.detach(), self.rank, self.size, exchange, self._buffers)
         self._under_way[call.lane, index] = started
         finish = self._background(call.lane, started) if started.in_background else started.finish
 
@@ -414,9 +416,10 @@ class _NativeGroup(_ProcessGroup):
         super().__init__(*args)
         ranks = dist.get_process_group_ranks(self._torch_group)
         self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        self._lanes = {
-            lane: dist.new_group(ranks, timeout=timedelta(seconds=self._timeout_s), use_local_synchronization=True) for lane in Lane
-        }
+        # Among members only, torch names a group by how many groups a rank is in, so that ranks in other numbers of groups never meet.
+        local = self.size < dist.get_world_size()
+        timeout = timedelta(seconds=self._timeout_s)
+        self._lanes = {lane: dist.new_group(ranks, timeout=timeout, use_local_synchronization=local) for lane in Lane}
 
     def start(self, call: Call, x: Tensor, out: Tensor | None = None) -> Pending:
         check_call(call, x, out, self.size)
@@ -467,8 +470,6 @@ class _NativeGroup(_ProcessGroup):
                     dist.P2POp(dist.irecv, out, group=lane, group_peer=call.op.sources[self.rank]),
                 ]
                 return dist.batch_isend_irecv(messages)
-            case _:
-                raise OptionError(f"no group knows the collective {call.op!r}")
 
     def _release(self) -> None:
         for group in self._lanes.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import TracebackType
 from typing import final
 
 import torch
@@ -54,6 +55,10 @@ class Recorder(Group):
 
     def close(self) -> None:
         self._group.close()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        # The group itself tells the other ranks why it ends.
+        self._group.__exit__(kind, error, trace)
 
     def __repr__(self) -> str:
         return f"record({self._group!r})"

@@ -48,8 +48,8 @@ def simulate(n: int, fn: Callable[Concatenate[Group, _Params], _Result], *args: 
     """Call ``fn(group, *args)`` on n ranks, which are threads of this process, and return what they return.
 
     The ranks see the same ``args``: what one of them changes in place, the others see. They share torch's global random generator, whose
-    draws therefore come in no fixed order; give each rank its own ``torch.Generator``. Tensors must live on the CPU, since autograd runs the
-    backward pass of other devices on a thread that the ranks would share.
+    draws therefore come in no fixed order; give each rank its own ``torch.Generator``. Tensors must live on the CPU, since autograd runs
+    the backward pass of other devices on a thread that the ranks would share.
 
     Args:
         n: the number of ranks, one to some hundreds.
@@ -75,8 +75,11 @@ def simulate(n: int, fn: Callable[Concatenate[Group, _Params], _Result], *args: 
     world = _World(n)
     outcomes: list[_Outcome[_Result]] = [_Outcome() for _ in range(n)]
     grad_mode = torch.is_grad_enabled()
+    # Starting a thread takes two turns at the interpreter's lock, for which the ranks that already run would compete.
+    all_started = threading.Event()
 
     def run(rank: int) -> None:
+        all_started.wait()
         try:
             with torch.set_grad_enabled(grad_mode):
                 outcomes[rank].result.append(fn(_SimulatedGroup(rank, world), *args, **kwargs))
@@ -94,11 +97,13 @@ def simulate(n: int, fn: Callable[Concatenate[Group, _Params], _Result], *args: 
         try:
             for thread in threads:
                 thread.start()
+            all_started.set()
             for thread in threads:
                 thread.join()
         except BaseException as error:
             # An interrupt reaches the main thread only: the ranks end at their next collective, and are not waited for.
             world.fail(None, error)
+            all_started.set()
             raise
     if (error := world.original_error(outcomes)) is not None:
         raise error
@@ -139,8 +144,6 @@ def evaluate(op: Op, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) ->
             results = [received.flatten() for received in chunks.unbind(1)]
         case Permute():
             results = [inputs[source] for source in op.sources]
-        case _:
-            raise OptionError(f"no group knows the collective {op!r}")
     return [result.clone() if out is None else out.copy_(result) for result, out in zip(results, outs, strict=True)]
 
 
@@ -356,8 +359,8 @@ def _one_forward_ad_level() -> Iterator[None]:
         yield
         return
     with forward_ad.dual_level():
-        eager_transforms.JVP_NESTING += 1
+        eager_transforms.JVP_NESTING += 1  # type: ignore[assignment]
         try:
             yield
         finally:
-            eager_transforms.JVP_NESTING -= 1
+            eager_transforms.JVP_NESTING -= 1  # type: ignore[assignment]

@@ -1,7 +1,18 @@
 """Kernels: tensors and integers only."""
 
 from zfun.ops._optimizers import adam_step, is_abstract, scale_into, sgd_step
-from zfun.ops._ravel import fingerprint, ravel, sum_of_squares, unravel
+from zfun.ops._ravel import fingerprint, ravel, squares_in_bins, total_of_bins, unravel
+from zfun.ops._sums import sum_in_rank_order
 
-__all__ = ["adam_step", "fingerprint", "is_abstract", "ravel", "scale_into", "sgd_step", "sum_of_squares", "unravel"]
-from zfun.ops._sums import sum_in_rank_order as sum_in_rank_order
+__all__ = [
+    "adam_step",
+    "fingerprint",
+    "is_abstract",
+    "ravel",
+    "scale_into",
+    "sgd_step",
+    "squares_in_bins",
+    "sum_in_rank_order",
+    "total_of_bins",
+    "unravel",
+]

@@ -38,7 +38,8 @@ def ravel(
         tensor([0.5000, 0.5000, 0.0000, 0.0000, 0.5000, 0.0000])
     """
     out = torch.zeros(numel, dtype=dtype, device=device)
-    targets, sources = [], []
+    targets: list[Tensor] = []
+    sources: list[Tensor] = []
     for tensor, offset in zip(tensors, offsets, strict=True):
         if tensor is None or tensor.numel() == 0:
             continue
@@ -77,24 +78,100 @@ def unravel(buffer: Tensor, offset: int, shape: Sequence[int], dtype: torch.dtyp
     return buffer.narrow(0, offset, numel).view(tuple(shape))
 
 
-def sum_of_squares(x: Tensor) -> Tensor:
-    """Sum the squares of a real tensor in float64, in an order that depends on its length alone.
+# Leaves begin, and shards end, at multiples of this many elements (zfun.layout.ALIGNMENT), so that these units stay whole in every layout.
+_UNIT = 32
+_EXPONENTS = 2200  # those of float64, from _LOWEST on
+_LOWEST = -1100
+_LIMBS = 70  # of 32 bits each: as many as float64 has binary places, and room above
+
+
+def squares_in_bins(x: Tensor) -> Tensor:
+    """Sum the squares of a real tensor exactly, so that the result does not depend on how it is cut.
+
+    The squares of 32 elements are added in float64, in a fixed order; such sums are then added without any rounding, as integers, by
+    exponent. So pieces of a vector that are cut at multiples of 32 add up to the same bits in any order and in any number (the idea of
+    reproducible
+    summation: Demmel and Nguyen, 2013).
 
     Args:
         x: 1-D, floating.
 
     Returns:
-        A 0-dim float64 tensor.
+        An int64 tensor of fixed length; those of several pieces are added by :func:`total_of_bins`.
 
     Example:
-        >>> sum_of_squares(torch.tensor([3.0, 4.0]))
+        >>> total_of_bins(torch.stack([squares_in_bins(torch.tensor([3.0])), squares_in_bins(torch.tensor([4.0]))]))
         tensor(25., dtype=torch.float64)
     """
-    total = torch.zeros((), dtype=torch.float64, device=x.device)
-    for chunk in x.split(_CHUNK) if x.numel() else ():
-        wide = chunk.double()
-        total = total + torch.dot(wide, wide)
-    return total
+    high = torch.zeros(_EXPONENTS, dtype=torch.float64, device=x.device)
+    low = torch.zeros_like(high)
+    special = torch.zeros((), dtype=torch.float64, device=x.device)
+    for chunk in x.split(_CHUNK // 4) if x.numel() else ():
+        units = _sum_units(chunk)
+        total = units.sum()
+        if not torch.isfinite(total):
+            special = special + total
+            continue
+        mantissa, exponent = torch.frexp(units)
+        place = exponent.to(torch.int64) - _LOWEST
+        # Each half of a mantissa has at most 27 bits: float64 adds 2**26 of them exactly.
+        digits = mantissa.mul_(2.0**27)
+        top = digits.floor()
+        high += torch.bincount(place, weights=top, minlength=_EXPONENTS)
+        low += torch.bincount(place, weights=digits.sub_(top).mul_(2.0**26), minlength=_EXPONENTS)
+    return torch.cat([_limbs(high.to(torch.int64), low.to(torch.int64)), special.view(1).view(torch.int64)])
+
+
+def _sum_units(chunk: Tensor) -> Tensor:
+    """Add the squares of each 32 elements in float64; what becomes of a unit depends on nothing else."""
+    tail = -chunk.numel() % _UNIT
+    wide = (torch.nn.functional.pad(chunk, (0, tail)) if tail else chunk).to(torch.float64, copy=True).square_()
+    units = wide.view(-1, _UNIT)
+    if units.device.type == "cpu":
+        return units.sum(1)
+    # Elsewhere the order within a sum may depend on how many there are.
+    while units.shape[1] > 1:
+        half = units.shape[1] // 2
+        units = units[:, :half] + units[:, half:]
+    return units.view(-1)
+
+
+def _limbs(high: Tensor, low: Tensor) -> Tensor:
+    """Carry sums by exponent into the limbs of one long integer: few numbers, and still exact."""
+    out = torch.zeros(_LIMBS, dtype=torch.int64, device=high.device)
+    used = torch.nonzero(high + low).view(-1)
+    # value = (high * 2**26 + low) * 2**(exponent - 53); limb 0 stands for 2**(_LOWEST - 53).
+    for sums, lift in ((high[used], 26), (low[used], 0)):
+        place = used + lift
+        for piece, more in ((sums & (2**27 - 1), 0), (sums >> 27, 27)):
+            shifted = piece << ((place + more) % 32)
+            out.index_add_(0, (place + more) // 32, shifted & (2**32 - 1))
+            out.index_add_(0, (place + more) // 32 + 1, shifted >> 32)
+    return out
+
+
+def total_of_bins(rows: Tensor) -> Tensor:
+    """Add what :func:`squares_in_bins` returned for several pieces.
+
+    Args:
+        rows: int64, one row for each piece.
+
+    Returns:
+        The sum of the squares, a 0-dim float64 tensor; not finite where an element is not.
+
+    Example:
+        >>> total_of_bins(squares_in_bins(torch.full((100,), 2.0))[None])
+        tensor(400., dtype=torch.float64)
+    """
+    limbs = rows[:, :-1].sum(0).tolist()
+    special = float(rows[:, -1].contiguous().view(torch.float64).sum())
+    # Python's integers have no end, and its division rounds once.
+    exact = sum(limb << (32 * k) for k, limb in enumerate(limbs))
+    try:
+        total = exact / (1 << (53 - _LOWEST))
+    except OverflowError:
+        total = float("inf")
+    return torch.tensor(total + special, dtype=torch.float64, device=rows.device)
 
 
 def fingerprint(x: Tensor) -> int:

@@ -91,7 +91,7 @@ def describe(value: tree.Tree) -> Description:
     """
     rows: list[Row] = []
     totals: dict[str, int] = {}
-    is_flat = lambda x: isinstance(x, Flat)  # noqa: E731
+    is_flat = lambda x: isinstance(x, Flat)
     for path, leaf in zip(tree.paths(value, is_leaf=is_flat), tree.leaves(value, is_leaf=is_flat), strict=True):
         prefix = "" if path == "." else path + "."
         if isinstance(leaf, Flat):

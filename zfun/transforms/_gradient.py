@@ -125,7 +125,9 @@ class GradientFunction:
             if params.placement is P:
                 raise PlacementError("parameters are whole or sharded; got a Flat with placement P; redistribute() it to R or S first")
             if self.group is not None and params.group is not self.group:
-                raise PlacementError("parameters and gradients must be of one group; got two; pass the same group to shard() and data_parallel()")
+                raise PlacementError(
+                    "parameters and gradients must be of one group; got two; pass the same group to shard() and data_parallel()"
+                )
             return _check_trainable(params.layout), params.group
         if flats(params):
             raise PlacementError("parameters are one Flat or a tree of tensors; got a Flat inside a tree; shard the whole tree at once")
@@ -138,7 +140,8 @@ class GradientFunction:
         return layout, self.group
 
     def _native_sinks(self, params: tree.Tree) -> tuple[Sink, ...]:
-        # The derivative of a gather is a reduce-scatter: without a transform that says otherwise, sharded parameters have sharded gradients.
+        # The derivative of a gather is a reduce-scatter: without a transform that says otherwise, sharded parameters have sharded
+        # gradients.
         if self.group is None and isinstance(params, Flat) and params.placement is S:
             return (_ReduceScatter(params.group), *self.sinks)
         return self.sinks
@@ -153,7 +156,9 @@ class GradientFunction:
         if weight is None:
             return None, Pending(lambda: pending.wait()[0] * scale)
         if self.reduce != "mean":
-            raise OptionError("weighted_mean() is a mean; got data_parallel(reduce='sum'); use reduce='mean', or return the sum itself as the loss")
+            raise OptionError(
+                "weighted_mean() is a mean; got data_parallel(reduce='sum'); use reduce='mean', or return the sum itself as the loss"
+            )
         both = pending.wait()
         return both[1], Pending.done(both[0])
 
@@ -182,7 +187,9 @@ def _parse(out: Any) -> tuple[Any, Tensor, Tensor | None, Any]:
     total, weight = (out.total, out.weight) if isinstance(out, WeightedMean) else (out, None)
     if not isinstance(total, Tensor) or total.numel() != 1:
         got = f"a tensor of shape {tuple(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
-        raise ZfunError(f"a loss must return a scalar tensor, (scalar, aux) or weighted_mean(...); got {got}; reduce it with mean() or sum()")
+        raise ZfunError(
+            f"a loss must return a scalar tensor, (scalar, aux) or weighted_mean(...); got {got}; reduce it with mean() or sum()"
+        )
     return out, total.reshape(()), weight, aux
 
 
@@ -208,7 +215,8 @@ def _check_trainable(layout: Layout) -> Layout:
     for slot in layout.leaves:
         if not (slot.dtype.is_floating_point or slot.dtype.is_complex):
             raise LeafError(
-                f"a trainable leaf must be floating or complex; leaf {slot.path!r} is {slot.dtype}; split the tree with zf.partition() and close over the rest",
+                f"a trainable leaf must be floating or complex; leaf {slot.path!r} is {slot.dtype}; split the tree with zf.partition() "
+                "and close over the rest",
                 leaf=slot.path,
             )
     return layout
@@ -221,9 +229,9 @@ def value_and_grad(loss: Loss) -> GradientFunction:
         loss: ``(params, batch) -> scalar``, ``(scalar, aux)`` or :func:`weighted_mean`.
 
     Returns:
-        ``(params, batch) -> (loss, grads)``, or ``((loss, aux), grads)``. For a tree of tensors the gradients are a tree of the same structure,
-        zero where the loss does not depend on a leaf; for a ``Flat`` they are one. The loss comes back without its graph. For higher
-        derivatives use ``torch.func`` on the loss itself.
+        ``(params, batch) -> (loss, grads)``, or ``((loss, aux), grads)``. For a tree of tensors the gradients are a tree of the same
+        structure, zero where the loss does not depend on a leaf; for a ``Flat`` they are one. The loss comes back without its graph. For
+        higher derivatives use ``torch.func`` on the loss itself.
 
     Raises:
         LeafError: from the returned function, for an integer leaf.
@@ -269,7 +277,10 @@ def data_parallel(vg: Gradient, group: Group, *, reduce: str = "mean", bucket_by
         raise OptionError(f"reduce must be 'mean' or 'sum'; got {reduce!r}")
     if isinstance(vg, GradientFunction):
         if vg.group is not None:
-            raise PlacementError(f"data_parallel() takes gradients that are this rank's own; got ones with placement {vg.placement!r}; apply it once, and before shard_grads()")
+            raise PlacementError(
+                f"data_parallel() takes gradients that are this rank's own; got ones with placement {vg.placement!r}; apply it once, "
+                "and before shard_grads()"
+            )
         return dataclasses.replace(vg, group=group, reduce=reduce, bucket_bytes=bucket_bytes, placement=P, _agreed=set())
 
     def parallel(params: tree.Tree, batch: Any) -> tuple[Any, Any]:
@@ -277,7 +288,10 @@ def data_parallel(vg: Gradient, group: Group, *, reduce: str = "mean", bucket_by
         loss, aux = value if type(value) is tuple else (value, _NO_AUX)
         scale = 1.0 / group.size if reduce == "mean" else 1.0
         if isinstance(loss, WeightedMean) or flats(grads):
-            raise PlacementError("data_parallel() takes gradients that are this rank's own; got ones that are flat or weighted already; put it directly around value_and_grad()")
+            raise PlacementError(
+                "data_parallel() takes gradients that are this rank's own; got ones that are flat or weighted already; put it directly "
+                "around value_and_grad()"
+            )
         pending = group.start(Call(AllReduce(), "loss", "loss", Lane.CONTROL), loss.detach().reshape(1).contiguous())
         flat = ravel(grads, layout_of(grads, group.size, bucket_bytes), group, P, scale=scale)
         loss = pending.wait()[0] * scale
@@ -290,8 +304,8 @@ def data_parallel(vg: Gradient, group: Group, *, reduce: str = "mean", bucket_by
 def shard_grads(vg: Gradient, group: Group) -> Gradient:
     """Sum gradients over the ranks and keep this rank's part: ZeRO-2 (``P -> S``).
 
-    The reduce-scatter of a bucket starts inside backward, as soon as its gradients are complete, so that whole gradients never exist at once.
-    Around :func:`accumulate` it is done once, after the last micro-batch.
+    The reduce-scatter of a bucket starts inside backward, as soon as its gradients are complete, so that whole gradients never exist at
+    once. Around :func:`accumulate` it is done once, after the last micro-batch.
 
     Args:
         vg: a gradient function whose gradients are partial.
@@ -314,16 +328,24 @@ def shard_grads(vg: Gradient, group: Group) -> Gradient:
     """
     if isinstance(vg, GradientFunction) and vg.placement is not S:
         if vg.group is None:
-            raise PlacementError("shard_grads() takes gradients with placement P; got ones that are this rank's own; wrap them in data_parallel() first")
+            raise PlacementError(
+                "shard_grads() takes gradients with placement P; got ones that are this rank's own; wrap them in data_parallel() first"
+            )
         if vg.group is not group:
-            raise PlacementError("shard_grads() must be given the group of its gradients; got another one; pass the same group to data_parallel() and shard_grads()")
+            raise PlacementError(
+                "shard_grads() must be given the group of its gradients; got another one; pass the same group to data_parallel() and "
+                "shard_grads()"
+            )
         # Before what other transforms do with the result: to move a bucket to a store, say, is for when it is reduced.
         return dataclasses.replace(vg, placement=S, sinks=(_ReduceScatter(group), *vg.sinks), _agreed=vg._agreed)
 
     def sharded(params: tree.Tree, batch: Any) -> tuple[Any, Any]:
         loss, grads = vg(params, batch)
         if not isinstance(grads, Flat):
-            raise PlacementError(f"shard_grads() takes gradients with placement P; got {type(grads).__name__} of whole leaves; wrap them in data_parallel() first")
+            raise PlacementError(
+                f"shard_grads() takes gradients with placement P; got {type(grads).__name__} of whole leaves; wrap them in "
+                "data_parallel() first"
+            )
         if grads.placement is S:
             return loss, grads
         return loss, redistribute(grads, S, group, name="grads")
@@ -358,7 +380,9 @@ def accumulate(vg: Gradient, num_micro_batches: int) -> Gradient:
         raise OptionError(f"num_micro_batches must be at least 1; got {num_micro_batches}")
 
     def accumulated(params: tree.Tree, batch: Any) -> tuple[Any, Any]:
-        losses, auxes, total = [], [], None
+        losses: list[Any] = []
+        auxes: list[Any] = []
+        total: Any = None
         weights: list[Tensor] = []
         for index, micro in enumerate(_split(batch, num_micro_batches)):
             value, grads = vg(params, micro)
@@ -389,7 +413,8 @@ def _split(batch: Any, count: int) -> list[Any]:
             columns.append([leaf] * count)
         elif leaf.ndim == 0 or leaf.shape[0] % count:
             raise OptionError(
-                f"accumulate() splits the first dim of every tensor of a batch in {count}; batch leaf {path!r} has shape {tuple(leaf.shape)}; use a batch size that {count} divides",
+                f"accumulate() splits the first dim of every tensor of a batch in {count}; batch leaf {path!r} has shape "
+                f"{tuple(leaf.shape)}; use a batch size that {count} divides",
                 leaf=path,
             )
         else:

@@ -25,7 +25,9 @@ class LazyLeaf(torch.Tensor):
     _path: str
 
     @staticmethod
-    def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, requires_grad: bool, path: str, load: Callable[[], Tensor]) -> Self:
+    def __new__(
+        cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, requires_grad: bool, path: str, load: Callable[[], Tensor]
+    ) -> Self:
         leaf = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=requires_grad)
         leaf._load = load
         leaf._path = path
@@ -36,7 +38,9 @@ class LazyLeaf(torch.Tensor):
             return f"LazyLeaf({self._path}, {tuple(self.shape)}, {self.dtype})"
 
     @classmethod
-    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         del types
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
@@ -44,7 +48,9 @@ class LazyLeaf(torch.Tensor):
         return func(*_loaded(args), **(_loaded(kwargs) if kwargs else {}))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(  # pyrefly: ignore[bad-override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         del types, kwargs
         paths = [leaf._path for leaf in tree.leaves(args) if isinstance(leaf, LazyLeaf)]
         raise PlacementError(
@@ -60,7 +66,23 @@ def _getter(name: str) -> Any:
 
 # What is known without the data. Everything else gathers.
 _METADATA = frozenset(
-    [_getter(name) for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "is_cuda", "is_meta", "is_sparse", "is_quantized", "grad")]
+    [
+        _getter(name)
+        for name in (
+            "shape",
+            "dtype",
+            "device",
+            "layout",
+            "ndim",
+            "requires_grad",
+            "is_leaf",
+            "is_cuda",
+            "is_meta",
+            "is_sparse",
+            "is_quantized",
+            "grad",
+        )
+    ]
     + [
         torch.Tensor.size,
         torch.Tensor.dim,

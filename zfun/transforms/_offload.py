@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor
 
 from zfun import stores, tree
-from zfun.collectives import Pending
 from zfun.errors import PlacementError
 from zfun.flat import Flat, flats
 from zfun.layout import Layout
@@ -25,8 +24,8 @@ __all__ = ["offload", "offload_grads", "offload_loss", "offload_optimizer", "off
 def offload(value: Any, store: Store) -> Any:
     """Keep a part of the state in a store; what is computed stays the same, to the last bit.
 
-    What is kept depends on what is given: of an optimizer, its state; of a gradient function made by zfun, the gradients; of a ``Flat``, its
-    buffers; of any other function, it lets a loss take parameters that are in a store. The four have names of their own too
+    What is kept depends on what is given: of an optimizer, its state; of a gradient function made by zfun, the gradients; of a ``Flat``,
+    its buffers; of any other function, it lets a loss take parameters that are in a store. The four have names of their own too
     (:func:`offload_optimizer`, :func:`offload_grads`, :func:`offload_params`, :func:`offload_loss`).
 
     Args:
@@ -94,7 +93,10 @@ def offload_loss(loss: Loss, store: Store) -> Loss:
         # Under value_and_grad() replicated parameters have become a tree of views by now: they were fetched to make them.
         for flat in flats(params):
             if any(not isinstance(b, stores.Stored) or b.store is not store for b in flat.buffers):
-                raise PlacementError("an offloaded loss takes parameters that are in its store; got some that are not; move them with params = zf.offload(params, store)")
+                raise PlacementError(
+                    "an offloaded loss takes parameters that are in its store; got some that are not; move them with params = "
+                    "zf.offload(params, store)"
+                )
         if isinstance(params, Flat) and params.placement is not S:
             params = stores.resident(params)
         return loss(params, batch)
@@ -103,15 +105,26 @@ def offload_loss(loss: Loss, store: Store) -> Loss:
 
 
 @dataclass(frozen=True, slots=True)
+class _Moved:
+    """A move that is over."""
+
+    handle: stores.Stored
+
+    def wait(self) -> stores.Stored:
+        """Return the handle of the store."""
+        return self.handle
+
+
+@dataclass(frozen=True, slots=True)
 class _Put:
     """The sink of :func:`offload_grads`."""
 
     store: Store
 
-    def start(self, buffer: Any, layout: Layout, bucket: int) -> Pending:
+    def start(self, buffer: Any, layout: Layout, bucket: int) -> _Moved:
         """Hand a bucket to the store."""
         del layout, bucket
-        return Pending.done(self.store.put(buffer, "grads"))
+        return _Moved(self.store.put(buffer, "grads"))
 
 
 def offload_grads(vg: Gradient, store: Store) -> Gradient:
@@ -133,7 +146,9 @@ def offload_grads(vg: Gradient, store: Store) -> Gradient:
     def offloaded(params: tree.Tree, batch: Any) -> tuple[Any, Any]:
         loss, grads = vg(params, batch)
         if not isinstance(grads, Flat):
-            raise PlacementError(f"offload_grads() takes flat gradients; got {type(grads).__name__} of whole leaves; wrap them in data_parallel() first")
+            raise PlacementError(
+                f"offload_grads() takes flat gradients; got {type(grads).__name__} of whole leaves; wrap them in data_parallel() first"
+            )
         return loss, grads.with_buffers(b if isinstance(b, stores.Stored) else store.put(b, "grads") for b in grads.buffers)
 
     return offloaded
@@ -175,7 +190,7 @@ def offload_optimizer(optimizer: Any, store: Store) -> Optimizer:
         return tree.map(move, new, like)
 
     def init(params: tree.Tree) -> Any:
-        return put(inner.init(params))
+        return put(inner.init(stores.resident(params) if isinstance(params, Flat) else params))
 
     def update(grads: tree.Tree, state: Any, params: tree.Tree) -> tuple[Any, Any]:
         updates, new = inner.update(down(grads, "grads"), get(state), down(params, "params"))

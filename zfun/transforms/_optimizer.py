@@ -28,7 +28,8 @@ def shard_optimizer(optimizer: Any, group: Group, *, bucket_bytes: int = DEFAULT
         bucket_bytes: where buckets close, for parameters that are not flat yet.
 
     Returns:
-        An optimizer whose state is sharded. It takes parameters and gradients of any placement; new parameters have the placement of the old.
+        An optimizer whose state is sharded. It takes parameters and gradients of any placement; new parameters have the placement of the
+        old.
 
     Raises:
         NotElementwiseError: at once, where a probe finds that the optimizer mixes elements.
@@ -44,7 +45,10 @@ def shard_optimizer(optimizer: Any, group: Group, *, bucket_bytes: int = DEFAULT
     """
     inner = as_optimizer(optimizer)
     if inner.placement not in (None, S):
-        raise PlacementError(f"shard_optimizer() takes an optimizer that follows its parameters; got one that computes in {inner.placement!r}; shard it once, innermost")
+        raise PlacementError(
+            f"shard_optimizer() takes an optimizer that follows its parameters; got one that computes in {inner.placement!r}; shard it "
+            "once, innermost"
+        )
     probe(inner)
 
     def init(params: tree.Tree) -> Any:
@@ -106,7 +110,10 @@ def apply(optimizer: Any, grads: tree.Tree, state: Any, params: tree.Tree, *, do
     if not isinstance(params, Flat):
         return _apply_to_tree(chosen, grads, state, params, donate)
     if not isinstance(grads, Flat):
-        raise PlacementError("flat parameters need flat gradients; got a tree of tensors; compute them from the same parameters with value_and_grad(), or wrap them in data_parallel()")
+        raise PlacementError(
+            "flat parameters need flat gradients; got a tree of tensors; compute them from the same parameters with value_and_grad(), "
+            "or wrap them in data_parallel()"
+        )
     if params.placement is P:
         raise PlacementError("parameters are whole or sharded; got a Flat with placement P; redistribute() it to R or S first")
     check_same_layout(params, grads, "parameters and gradients")
@@ -127,14 +134,19 @@ def _anew(value: Any) -> Any:
 
 def _apply_to_trees(optimizer: Optimizer, grads: tree.Tree, state: Any, params: tree.Tree, donate: bool) -> tuple[Any, Any]:
     if donate:
-        raise OptionError("donate=True takes over flat buffers; got trees of tensors; make the parameters flat with zf.replicate() or zf.shard()")
-    if tree.structure(grads) != tree.structure(params):
+        raise OptionError(
+            "donate=True takes over flat buffers; got trees of tensors; make the parameters flat with zf.replicate() or zf.shard()"
+        )
+    spec = tree.structure(params)
+    like = tree.leaves_like(spec, grads)
+    if like is None:
         raise SpecMismatch(f"gradients must have the structure of the parameters; got {tree.paths(grads)} for {tree.paths(params)}")
+    grads = tree.unflatten(spec, like)
     new, state = optimizer.apply(grads, state, params)
     # Tied leaves got one gradient, so their new values are equal; they stay one tensor.
-    leaves, spec = tree.flatten(new)
+    leaves = tree.leaves(new)
     positions = layout_of(params).positions
-    first = {position: leaf for position, leaf in reversed(list(zip(positions, leaves, strict=True)))}
+    first = dict(reversed(list(zip(positions, leaves, strict=True))))
     return tree.unflatten(spec, [first[position] for position in positions]), state
 
 
@@ -144,13 +156,17 @@ def _apply_to_tree(optimizer: Optimizer, grads: Flat, state: Any, params: tree.T
         raise OptionError("donate=True takes over flat buffers; got parameters as a tree of tensors; make them flat with zf.replicate()")
     layout, group = grads.layout, grads.group
     # What of the state looks like the parameters lies like them during the step; the rest (counts, what is flat already) is left alone.
-    is_like = lambda x: isinstance(x, Flat) or _is_like(x, layout)  # noqa: E731
+    is_like = lambda x: isinstance(x, Flat) or _is_like(x, layout)
     was_flat = [isinstance(x, Flat) for x in tree.leaves(state, is_leaf=is_like) if is_like(x)]
 
     def to_flat(part: Any) -> Any:
         if isinstance(part, Flat) or not _is_like(part, layout):
             return part
-        return ravel(tree.map(lambda x: stores.fetch(x, layout.device), part), layout, group)
+        leaves, spec = tree.flatten(part)
+        # A state has a tensor of its own for each of tied leaves; they are equal, and lie in one place.
+        first = {position: leaf for position, leaf in reversed(list(zip(layout.positions, leaves, strict=True)))}
+        fetched = {position: stores.fetch(leaf, layout.device) for position, leaf in first.items()}
+        return ravel(tree.unflatten(spec, [fetched[position] for position in layout.positions]), layout, group)
 
     def to_tree(part: Any) -> Any:
         if not isinstance(part, Flat) or was_flat.pop(0):
@@ -171,7 +187,10 @@ def _is_like(value: Any, layout: Layout) -> bool:
     if spec != layout.spec:
         return False
     slots = [layout.leaves[position] for position in layout.positions]
-    return all(isinstance(leaf, (Tensor, stores.Stored)) and tuple(leaf.shape) == slot.shape and leaf.dtype == slot.dtype for leaf, slot in zip(leaves, slots, strict=True))
+    return all(
+        isinstance(leaf, (Tensor, stores.Stored)) and tuple(leaf.shape) == slot.shape and leaf.dtype == slot.dtype
+        for leaf, slot in zip(leaves, slots, strict=True)
+    )
 
 
 def _aligned(grads: tree.Tree, params: Flat) -> Flat:
@@ -192,7 +211,6 @@ def _back(shards: Flat, params: tree.Tree) -> tree.Tree:
 def _stored_like(new: Flat, old: Flat) -> Flat:
     """Put what was in a store back there."""
     return new.with_buffers(
-        was.store.put(buffer, was.name) if isinstance(was, stores.Stored) else buffer for buffer, was in zip(new.buffers, old._buffers, strict=True)
+        was.store.put(buffer, was.name) if isinstance(was, stores.Stored) else buffer
+        for buffer, was in zip(new.buffers, old._buffers, strict=True)
     )
-
-

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from zfun import collectives, ops, stores, tree
-from zfun.collectives import AllGather, AllReduce, Broadcast, Call, Entry, Group, Lane, Op, ReduceScatter, agree
-from zfun.errors import OptionError, PlacementError, checked_options
-from zfun.flat import Flat, ravel, unravel_buffers
+from zfun.collectives import AllGather, AllReduce, Broadcast, Call, Entry, Group, Lane, Op, Pending, ReduceScatter, agree
+from zfun.errors import OptionError, PlacementError, ZfunError, checked_options
+from zfun.flat import Flat, call_site, ravel, unravel_buffers
 from zfun.layout import DEFAULT_BUCKET_BYTES, Layout, layout_of
 from zfun.placement import P, Placement, R, S
 from zfun.transforms._lazy import materialise
@@ -26,8 +26,8 @@ def shard(params: tree.Tree, group: Group, *, bucket_bytes: int = DEFAULT_BUCKET
         params: a tree of tensors that every rank holds whole, or a ``Flat`` with placement ``R``.
         group: the ranks that share it.
         bucket_bytes: where a bucket closes, in bytes; see :func:`zfun.layout_of`.
-        init: ``"check"`` compares tree, shapes, dtypes and values across ranks before anything else is sent; ``"broadcast"`` compares all but
-            the values and takes rank 0's.
+        init: ``"check"`` compares tree, shapes, dtypes and values across ranks before anything else is sent; ``"broadcast"`` compares all
+            but the values and takes rank 0's.
 
     Returns:
         A ``Flat`` with placement ``S`` that shares no memory with ``params``.
@@ -100,8 +100,8 @@ def check_agreement(params: tree.Tree, group: Group, *, bucket_bytes: int = DEFA
     """
     found = tree.leaves(params)
     try:
-        layout: Layout | Exception = layout_of(params, group.size, bucket_bytes)
-    except Exception as error:  # The other ranks are told before this one raises, so that none waits for it.
+        layout: Layout | ZfunError = layout_of(params, group.size, bucket_bytes)
+    except ZfunError as error:  # The other ranks are told before this one raises, so that none waits for it.
         layout = error
     if group.size > 1:
         entries = [Entry("(bucket_bytes)", str(bucket_bytes), "")]
@@ -113,7 +113,7 @@ def check_agreement(params: tree.Tree, group: Group, *, bucket_bytes: int = DEFA
         if isinstance(layout, Layout):
             entries.append(Entry("(ties)", str(layout.positions), ""))
         agree(entries, group, "parameters")
-    if isinstance(layout, Exception):
+    if isinstance(layout, ZfunError):
         raise layout
     return layout
 
@@ -135,7 +135,7 @@ def unshard(value: Flat) -> tree.Tree:
     if not isinstance(value, Flat):
         raise PlacementError(f"unshard() takes a Flat; got {type(value).__name__}; a tree of whole tensors needs no unshard()")
     with torch.no_grad():
-        whole = redistribute(value, R, value.group)
+        whole = redistribute(value, R, value.group, name="unshard")
         buffers = [buffer.clone() if buffer is old else buffer for buffer, old in zip(whole.buffers, value.buffers, strict=True)]
         return unravel_buffers(buffers, value.layout)
 
@@ -143,9 +143,9 @@ def unshard(value: Flat) -> tree.Tree:
 def gather(value: tree.Tree) -> tree.Tree:
     """Return whole parameters for use in a loss (``S -> R``), differentiably.
 
-    On a ``Flat`` this is one all-gather for each bucket, whose derivative is a reduce-scatter; it composes with autograd and ``torch.func``.
-    On a subtree of the lazy leaves that :func:`zfun.shard_params` gives a loss, it gathers their buckets now: the explicit form, for a
-    block under ``torch.compile`` or a ``torch.func`` transform inside the loss.
+    On a ``Flat`` this is one all-gather for each bucket, whose derivative is a reduce-scatter; it composes with autograd and
+    ``torch.func``. On a subtree of the lazy leaves that :func:`zfun.shard_params` gives a loss, it gathers their buckets now: the explicit
+    form, for a block under ``torch.compile`` or a ``torch.func`` transform inside the loss.
 
     Args:
         value: a ``Flat``, or a tree of lazy leaves and tensors.
@@ -172,7 +172,7 @@ def gather(value: tree.Tree) -> tree.Tree:
     return unravel_buffers(redistribute(value, R, value.group).buffers, value.layout)
 
 
-def redistribute(value: Flat, placement: Placement, group: Group, *, name: str = "value") -> Flat:
+def redistribute(value: Flat, placement: Placement, group: Group, *, name: str = "value", donate: bool = False) -> Flat:
     """Change the placement of a value; the meaning stays.
 
     ====== ==================== ======================
@@ -190,6 +190,7 @@ def redistribute(value: Flat, placement: Placement, group: Group, *, name: str =
         placement: the placement to reach.
         group: the group of ``value``.
         name: what it is, in records and errors.
+        donate: let a sum over the ranks be written over ``value``, or ``value`` be freed on the way; it must not be used again.
 
     Returns:
         A ``Flat`` with that placement; the same one where nothing changes.
@@ -208,7 +209,9 @@ def redistribute(value: Flat, placement: Placement, group: Group, *, name: str =
     if not isinstance(value, Flat):
         raise PlacementError(f"redistribute() takes a Flat; got {type(value).__name__}; make one with shard() or replicate()")
     if value.group is not group:
-        raise PlacementError("redistribute() must be given the group of the value; got another one; unshard() the value and shard it over the other group")
+        raise PlacementError(
+            "redistribute() must be given the group of the value; got another one; unshard() the value and shard it over the other group"
+        )
     value = stores.resident(value)
     match value.placement, placement:
         case (before, after) if before is after:
@@ -220,11 +223,11 @@ def redistribute(value: Flat, placement: Placement, group: Group, *, name: str =
         case Placement.SHARDED, Placement.PARTIAL:
             return value.with_buffers((_embed(buffer, group) for buffer in value.buffers), P)
         case Placement.PARTIAL, Placement.REPLICATED:
-            return _communicate(value, AllReduce(), R, name)
+            return _communicate(value, AllReduce(), R, name, donate=donate)
         case Placement.PARTIAL, Placement.SHARDED:
-            return _communicate(value, ReduceScatter(), S, name)
+            return _communicate(value, ReduceScatter(), S, name, donate=donate)
         case _:
-            return _communicate(value, AllGather(), R, name)
+            return _communicate(value, AllGather(), R, name, donate=donate)
 
 
 def needs_autograd(buffers: tuple[Any, ...]) -> bool:
@@ -234,19 +237,35 @@ def needs_autograd(buffers: tuple[Any, ...]) -> bool:
     return torch.is_grad_enabled() and any(isinstance(b, Tensor) and b.requires_grad for b in buffers)
 
 
+# How many buckets may be under way at once: enough that the next is on its way while this one arrives.
+_IN_FLIGHT = 4
+
 _DIFFERENTIABLE = {"all_gather": collectives.all_gather, "reduce_scatter": collectives.reduce_scatter, "all_reduce": collectives.all_reduce}
 
 
-def _communicate(value: Flat, op: Op, placement: Placement, name: str) -> Flat:
-    group = value.group
+def _communicate(value: Flat, op: Op, placement: Placement, name: str, *, donate: bool) -> Flat:
+    group, layout = value.group, value.layout
     if group.size == 1:
         return value.with_buffers(value.buffers, placement)
     if needs_autograd(value.buffers):
         primitive = _DIFFERENTIABLE[op.kind]
         return value.with_buffers((primitive(buffer, group) for buffer in value.buffers), placement)
     lane = Lane.PARAMS if isinstance(op, AllGather) else Lane.GRADS
-    pending = [group.start(Call(op, name, value.layout.label(i), lane), buffer) for i, buffer in enumerate(value.buffers)]
-    return value.with_buffers((handle.wait() for handle in pending), placement)
+    buffers = list(value.buffers)
+    if donate:
+        value.discard(f"redistribute({name!r}, donate=True) at {call_site()}")
+    in_place = donate and isinstance(op, AllReduce)
+    out: list[Tensor] = []
+    pending: list[Pending] = []
+    for index in range(len(buffers)):
+        # A pending collective owns its input: with nobody else to hold it, the input is freed as soon as the sum is there.
+        buffer, buffers[index] = buffers[index], None
+        pending.append(group.start(Call(op, name, layout.label(index), lane), buffer, buffer if in_place else None))
+        del buffer
+        if len(pending) > _IN_FLIGHT:
+            out.append(pending.pop(0).wait())
+    out += [handle.wait() for handle in pending]
+    return value.with_buffers(out, placement)
 
 
 def _slice(buffer: Tensor, group: Group) -> Tensor:

@@ -12,8 +12,8 @@ call on a bucket is freed after its last use, so that one which is used early an
 freed when its node fires, for then every operation that used it has run.
 
 Order. Gathers are started in one order on every rank: forward by first use (in the first call: by layout; then rank 0's order of use, which
-is sent once), backward in reverse. A rank that needs a bucket out of turn starts those before it too, and at the end of each pass every rank
-starts what is left. So a rank that skips a leaf, or takes another branch, leaves nobody waiting, and every step sends the same bytes.
+is sent once), backward in reverse. A rank that needs a bucket out of turn starts those before it too, and at the end of each pass every
+rank starts what is left. So a rank that skips a leaf, or takes another branch, leaves nobody waiting, and every step sends the same bytes.
 Not optimal yet: no gather starts before it is needed, and a bucket that backward needs no value of is gathered all the same.
 
 After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020); gathering whole units and freeing
@@ -23,7 +23,6 @@ them is also what FSDP does (Zhao et al., 2023).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,8 +58,8 @@ def shard_params(loss: Loss, group: Group, *, frozen: Flat | None = None) -> Los
     Args:
         loss: ``(params, batch) -> scalar`` or ``(scalar, aux)``, written for whole parameters.
         group: the ranks that share the parameters.
-        frozen: sharded leaves that are not trained (the other part of :func:`zfun.partition`). The loss gets both parts combined; no gradient
-            and no optimizer state is ever made for these.
+        frozen: sharded leaves that are not trained (the other part of :func:`zfun.partition`). The loss gets both parts combined; no
+            gradient and no optimizer state is ever made for these.
 
     Returns:
         The same function of a ``Flat`` with placement ``S``, as :func:`zfun.shard` makes it.
@@ -102,11 +101,20 @@ def shard_params(loss: Loss, group: Group, *, frozen: Flat | None = None) -> Los
 
 def _check(params: tree.Tree, group: Group) -> Flat:
     if not isinstance(params, Flat):
-        raise PlacementError(f"shard_params() takes parameters with placement S; got {type(params).__name__} of whole leaves; call zf.shard(params, group) first")
+        raise PlacementError(
+            f"shard_params() takes parameters with placement S; got {type(params).__name__} of whole leaves; call zf.shard(params, "
+            "group) first"
+        )
     if params.placement is not S:
-        raise PlacementError(f"shard_params() takes parameters with placement S; got a Flat with placement {params.placement!r}; call zf.redistribute(params, zf.S, group) first")
+        raise PlacementError(
+            f"shard_params() takes parameters with placement S; got a Flat with placement {params.placement!r}; call "
+            "zf.redistribute(params, zf.S, group) first"
+        )
     if params.group is not group:
-        raise PlacementError("shard_params() must be given the group over which its parameters are sharded; got another one; pass the same group to zf.shard() and zf.shard_params()")
+        raise PlacementError(
+            "shard_params() must be given the group over which its parameters are sharded; got another one; pass the same group to "
+            "zf.shard() and zf.shard_params()"
+        )
     return params
 
 
@@ -175,16 +183,16 @@ class _Session:
                 self.tape.on_complete.append(self._release)
 
     def hooks(self) -> Any:
-        """The context in which the loss runs forward."""
-        if self.tape is None:
-            return torch.no_grad()
+        """The context in which the loss runs forward: what autograd saves of a gathered bucket is not kept."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def end_forward(self, plans: dict[Layout, _Plan]) -> None:
         """Take part in the gathers that this rank did not need, free everything, and note the order of use."""
         self._start_up_to(self.order[-1] if self.order else None)
         self._drop_all()
-        self._phase = "backward" if self.tape is not None else "closed"
+        self.leaves = None  # They know this session: a cycle that would keep the shards alive.
+        # Without a tape somebody may still differentiate with respect to the batch.
+        self._phase = "backward" if torch.is_grad_enabled() else "closed"
         self._num_started = 0
         if self.plan is None:
             plans[self.layout] = _agree_on_plan(self.touched, self.layout, self.flat.group)
@@ -210,7 +218,11 @@ class _Session:
         bucket, index = self._place[leaf]
         if self._phase == "closed":
             path = self.layout.leaves[leaf].path
-            raise ZfunError(f"a lazy leaf may be used only while its loss and the gradient of it run; leaf {path!r} was used later; return a clone() of it as aux instead", leaf=path)
+            raise ZfunError(
+                f"a lazy leaf may be used only while its loss and the gradient of it run; leaf {path!r} was used later; return a "
+                "clone() of it as aux instead",
+                leaf=path,
+            )
         views = self._views.get(bucket)
         if views is None:
             buffer = self._take(bucket)
@@ -226,8 +238,8 @@ class _Session:
     def _with_gradient(self, bucket: int, views: list[Tensor]) -> list[Tensor]:
         if self._phase == "forward" and self.tape is not None:
             return self.tape.open(bucket, views)
-        # In backward only recomputation (activation checkpointing) comes here. It needs views that require a gradient, so that it saves what
-        # the first run saved, but nobody runs backward through them.
+        # In backward only recomputation (activation checkpointing) comes here. It needs views that require a gradient, so that it saves
+        # what the first run saved, but nobody runs backward through them.
         return [view.requires_grad_() if view.is_floating_point() or view.is_complex() else view for view in views]
 
     def _touch(self, bucket: int) -> None:
@@ -286,11 +298,9 @@ class _Session:
         found = self._storages.get(tensor.untyped_storage()._cdata)
         if found is None:
             return tensor
-        return _Packed(found[0], tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()))
+        return _Packed(found[0], tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
 
     def _unpack(self, saved: Tensor | _Packed) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
         return self._take(saved.bucket).detach().view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
-
-

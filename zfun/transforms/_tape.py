@@ -23,19 +23,26 @@ import torch
 from torch import Tensor
 
 from zfun import ops
-from zfun.collectives import Pending
 from zfun.layout import Layout
 
-__all__ = ["Sink", "Tape"]
+__all__ = ["Handle", "Sink", "Tape"]
 
 # Reductions in flight: one that runs while the next bucket is filled.
 _MAX_IN_FLIGHT = 2
 
 
+class Handle(Protocol):
+    """What has been started: a collective, or a move to a store."""
+
+    def wait(self) -> Any:
+        """Return the result, once it is there."""
+        ...
+
+
 class Sink(Protocol):
     """What happens to a bucket's gradients once they are complete."""
 
-    def start(self, buffer: Any, layout: Layout, bucket: int) -> Pending:
+    def start(self, buffer: Any, layout: Layout, bucket: int) -> Handle:
         """Take a bucket over; waiting on the handle gives what goes to the next sink, or to the caller."""
         ...
 
@@ -61,7 +68,7 @@ class Tape:
         self._sums: list[Tensor | None] = [None] * count
         self._ready = [False] * count
         self._next = count - 1
-        self._in_flight: list[tuple[int, Pending]] = []
+        self._in_flight: list[tuple[int, Handle]] = []
         self._results: list[Any] = [None] * count
 
     def open(self, bucket: int, views: Sequence[Tensor]) -> list[Tensor]:
@@ -96,6 +103,9 @@ class Tape:
         """Send what was not used as zeros, wait for everything, and return one result for each bucket."""
         for callback in self.on_finish:
             callback()
+        # Sessions know the tape and the tape knows them; without this their buffers would live until the cycle collector comes.
+        self.on_finish.clear()
+        self.on_complete.clear()
         for bucket in range(self._next, -1, -1):
             if self._ready[bucket]:
                 continue
@@ -136,7 +146,9 @@ class _BucketNode(torch.autograd.Function):
     """Views forward, the tape backward."""
 
     @staticmethod
-    def forward(anchor: Tensor, tape: Tape, bucket: int, views: list[Tensor]) -> tuple[Tensor, ...]:
+    def forward(  # pyrefly: ignore[bad-override]
+        anchor: Tensor, tape: Tape, bucket: int, views: list[Tensor]
+    ) -> tuple[Tensor, ...]:
         del anchor, tape, bucket
         return tuple(view.detach() for view in views)
 
@@ -149,6 +161,6 @@ class _BucketNode(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+    def backward(ctx: Any, *grads: Any) -> tuple[None, ...]:  # pyrefly: ignore[bad-override]
         ctx.tape.contribute(ctx.bucket, grads)
         return None, None, None, None

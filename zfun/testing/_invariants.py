@@ -1,0 +1,225 @@
+"""The laws as functions that raise when one does not hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zfun import ops, stores, tree
+from zfun.collectives import Group, simulate
+from zfun.flat import Flat, flats, ravel, unravel
+from zfun.layout import DEFAULT_BUCKET_BYTES, layout_of, unique_leaves
+from zfun.placement import Placement, R, S
+from zfun.testing._compositions import Composition, Run, all_compositions, train
+from zfun.transforms import redistribute, shard, unshard
+from zfun.typing import Loss
+
+__all__ = ["assert_same_bits", "check_compositions", "check_padding", "check_redistribution", "check_round_trip", "same_bits"]
+
+
+def same_bits(first: tree.Tree, second: tree.Tree) -> bool:
+    """Say whether two trees of tensors and numbers are equal to the last bit; a NaN equals itself, and 0 is not −0.
+
+    Example:
+        >>> same_bits({"w": torch.zeros(1)}, {"w": torch.zeros(1)}), same_bits(torch.tensor(0.0), torch.tensor(-0.0))
+        (True, False)
+    """
+    return not _differences(first, second)
+
+
+def assert_same_bits(first: tree.Tree, second: tree.Tree, what: str = "the trees") -> None:
+    """Raise unless two trees of tensors and numbers are equal to the last bit.
+
+    Args:
+        first: a tree.
+        second: another one.
+        what: what they are, for the message.
+
+    Raises:
+        AssertionError: names the leaves that differ, and by how much.
+
+    Example:
+        >>> assert_same_bits({"w": torch.ones(2)}, {"w": torch.tensor([1.0, 1.5])})
+        Traceback (most recent call last):
+        ...
+        AssertionError: the trees differ: w by 0.5 at most
+    """
+    found = _differences(first, second)
+    if found:
+        raise AssertionError(f"{what} differ: {'; '.join(found[:4])}{f' (and {len(found) - 4} more)' if len(found) > 4 else ''}")
+
+
+def _differences(first: tree.Tree, second: tree.Tree) -> list[str]:
+    if tree.paths(first) != tree.paths(second):
+        return [f"one has leaves {tree.paths(first)}, the other {tree.paths(second)}"]
+    found = []
+    for path, x, y in zip(tree.paths(first), tree.leaves(first), tree.leaves(second), strict=True):
+        if not (isinstance(x, Tensor) and isinstance(y, Tensor)):
+            if type(x) is not type(y) or x != y:
+                found.append(f"{path} is {x!r} and {y!r}")
+        elif x.dtype != y.dtype or x.shape != y.shape:
+            found.append(f"{path} is {x.dtype} {tuple(x.shape)} and {y.dtype} {tuple(y.shape)}")
+        elif not torch.equal(_bits(x), _bits(y)):
+            wide = torch.complex128 if x.is_complex() else torch.float64
+            found.append(f"{path} by {float((x.detach().to(wide) - y.detach().to(wide)).abs().max()):.3g} at most")
+    return found
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def check_round_trip(params: tree.Tree, group: Group, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
+    """Check law 1 on a tree: ravel and unravel are inverses, the shards are the cut buffer, and padding is zero.
+
+    Args:
+        params: a tree of tensors, equal on all ranks.
+        group: the ranks; every one must call.
+        bucket_bytes: where buckets close.
+
+    Raises:
+        AssertionError: says what does not hold.
+
+    Example:
+        >>> _ = simulate(3, lambda group: check_round_trip({"w": torch.arange(5.0)}, group))
+    """
+    layout = layout_of(params, group.size, bucket_bytes)
+    whole = ravel(params, layout, group)
+    assert_same_bits(unravel(whole), params, "a tree and unravel(ravel(tree))")
+    assert_same_bits(ravel(unravel(whole), layout, group).buffers, whole.buffers, "buffers and ravel(unravel(buffers))")
+    shards = shard(params, group, bucket_bytes=bucket_bytes)
+    _require(shards.layout == layout, "shard() and layout_of() lay one tree out in two ways")
+    for index, (piece, buffer) in enumerate(zip(shards.buffers, whole.buffers, strict=True)):
+        gathered = group.all_gather(piece, "shards").reshape(-1)
+        assert_same_bits(gathered, buffer, f"shards, one after the other, and {layout.label(index)}")
+    assert_same_bits(unshard(shards), params, "a tree and unshard(shard(tree))")
+    check_padding(whole)
+    check_padding(shards)
+
+
+def check_padding(value: tree.Tree) -> None:
+    """Check that everything in the buffers of flats that no leaf takes is zero.
+
+    Args:
+        value: a tree with flats in it: parameters, gradients, an optimizer's state. Every rank must call.
+
+    Raises:
+        AssertionError: names the bucket.
+
+    Example:
+        >>> import zfun as zf
+        >>> _ = zf.simulate(2, lambda group: check_padding(zf.shard({"w": torch.ones(5)}, group)))
+    """
+    for flat in flats(value):
+        whole = redistribute(stores.resident(flat), R, flat.group)
+        for index, buffer in enumerate(whole.buffers):
+            rest = buffer.clone()
+            for leaf in flat.layout.buckets[index].leaves:
+                slot = flat.layout.leaves[leaf]
+                rest[slot.offset : slot.offset + slot.numel] = 0
+            _require(not rest.any(), f"padding must be zero; in {flat.layout.label(index)} it is not, from element {_first_nonzero(rest)}")
+
+
+def _first_nonzero(x: Tensor) -> int:
+    return int(torch.nonzero(x)[0]) if x.any() else -1
+
+
+def check_redistribution(value: Flat, path: Sequence[Placement]) -> None:
+    """Check law 3: through whatever placements a value goes, it arrives as if it had gone there at once.
+
+    Args:
+        value: a flat of any placement.
+        path: the placements, one after the other.
+
+    Raises:
+        AssertionError: the buffers at the end differ, or what they mean does.
+
+    Example:
+        >>> import zfun as zf
+        >>> params = {"w": torch.arange(5.0)}
+        >>> _ = zf.simulate(3, lambda group: check_redistribution(zf.shard(params, group), [zf.R, zf.P, zf.S]))
+    """
+    there = value
+    for placement in path:
+        there = redistribute(there, placement, value.group)
+    _require(there.placement is path[-1], f"redistribute() to {path[-1]!r} gave {there.placement!r}")
+    direct = redistribute(value, path[-1], value.group)
+    for placement in (R, S):
+        # The terms of a partial value are not unique; their sum is.
+        assert_same_bits(
+            redistribute(there, placement, value.group).buffers,
+            redistribute(direct, placement, value.group).buffers,
+            f"{value.placement!r} through {list(path)} and at once, as {placement!r},",
+        )
+    if path[-1] in (R, S):
+        assert_same_bits(there.buffers, direct.buffers, f"{value.placement!r} through {list(path)} and at once")
+
+
+def check_compositions(
+    loss_fn: Loss,
+    optimizer: Any,
+    params: tree.Tree,
+    batches: Sequence[Sequence[Any]],
+    compositions: Sequence[Composition] | None = None,
+    *,
+    num_micro_batches: int = 1,
+    bucket_bytes: Sequence[int] = (DEFAULT_BUCKET_BYTES,),
+) -> Run:
+    """Check law 5: every composition of transforms gives the same parameters and losses, to the last bit, on every rank.
+
+    Args:
+        loss_fn: the loss.
+        optimizer: an optimizer, or an ``(init, update)`` pair.
+        params: a tree of tensors.
+        batches: ``batches[step][rank]``; as many simulated ranks as there are batches of a step.
+        compositions: those to compare; by default all. Those that reduce before they accumulate are compared with each other.
+        num_micro_batches: how many micro-batches a batch is split in.
+        bucket_bytes: bucket sizes; the compositions take turns.
+
+    Returns:
+        The run of the first composition, which the others equal.
+
+    Raises:
+        AssertionError: names the composition and the leaves that differ.
+
+    Example:
+        >>> import zfun as zf
+        >>> batches = [[torch.tensor(1.0), torch.tensor(2.0)]] * 2
+        >>> loss_fn = lambda params, batch: (params["w"] * batch).square().sum()
+        >>> check_compositions(loss_fn, zf.optim.sgd(0.1), {"w": torch.ones(3)}, batches).losses
+        (7.5, 1.875)
+    """
+    size = len(batches[0])
+    before = tree.map(torch.clone, params)
+    first: dict[bool, tuple[Composition, Run]] = {}
+    if compositions is None:
+        compositions = all_compositions(num_micro_batches=num_micro_batches)
+    for turn, composition in enumerate(compositions):
+        bucket = bucket_bytes[turn % len(bucket_bytes)]
+
+        def main(group: Group, composition: Composition = composition, bucket: int = bucket) -> Run:
+            run = train(
+                composition, group, loss_fn, optimizer, params, batches, num_micro_batches=num_micro_batches, bucket_bytes=bucket
+            )
+            check_padding(run.final)
+            return run
+
+        runs = simulate(size, main)
+        name = f"{composition} with bucket_bytes={bucket}"
+        for rank, run in enumerate(runs):
+            assert_same_bits(run[:2], runs[0][:2], f"ranks 0 and {rank} under {name}")
+        # With micro-batches the sum has two orders, which differ by rounding.
+        other, run = first.setdefault(num_micro_batches > 1 and composition.reduces_first, (composition, runs[0]))
+        assert_same_bits(runs[0][:2], run[:2], f"{name} and {other}")
+        assert_same_bits(params, before, f"the caller's parameters before and after {name}")
+    if first:
+        unique_leaves(next(iter(first.values()))[1].params, layout_of(params))
+    return next(iter(first.values()))[1]
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise AssertionError(message)

@@ -1,0 +1,135 @@
+"""Hypothesis strategies: trees of tensors, bucket sizes, compositions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from zfun import tree
+from zfun.testing._compositions import Composition, all_compositions
+
+__all__ = ["bucket_sizes", "compositions", "tensors", "trees"]
+
+# Scalars, nothing at all, primes, fewer elements than ranks, and one that is longer than a padded piece.
+_SIDES = (0, 1, 2, 3, 5, 7, 13, 31)
+
+
+@st.composite
+def tensors(draw: st.DrawFn, dtypes: Sequence[torch.dtype] = (torch.float64,), *, max_dims: int = 2) -> Tensor:
+    """Draw tensors of normal numbers, contiguous or not, with 0 to a few hundred elements.
+
+    Args:
+        draw: hypothesis gives it.
+        dtypes: to choose from.
+        max_dims: of the shape.
+
+    Returns:
+        A strategy.
+
+    Example:
+        >>> from hypothesis import given, settings
+        >>> @settings(max_examples=3, database=None)
+        ... @given(tensors())
+        ... def test(x):
+        ...     assert x.dtype is torch.float64
+        >>> test()
+    """
+    shape = draw(st.lists(st.sampled_from(_SIDES), max_size=max_dims))
+    seed = draw(st.integers(0, 2**16))
+    dtype = draw(st.sampled_from(list(dtypes)))
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    generator = torch.Generator().manual_seed(seed)
+    view = draw(st.sampled_from(["contiguous", "transposed", "strided"]))
+    if view == "transposed" and len(shape) == 2:
+        return torch.randn(shape[::-1], generator=generator, dtype=wide).to(dtype).t()
+    if view == "strided" and shape:
+        # An offset into a storage that is larger than the tensor, and gaps.
+        return torch.randn([*shape[:-1], 2 * shape[-1] + 1], generator=generator, dtype=wide).to(dtype)[..., 1::2]
+    return torch.randn(shape, generator=generator, dtype=wide).to(dtype)
+
+
+def _dict(children: list[Any]) -> Any:
+    # Not in alphabetical order: trees keep the order of insertion.
+    return dict(zip("wbkaxcyz", children, strict=False))
+
+
+_NODES: tuple[Callable[[list[Any]], Any], ...] = (_dict, list, tuple)
+
+
+@st.composite
+def trees(
+    draw: st.DrawFn,
+    leaves: st.SearchStrategy[Any] | None = None,
+    *,
+    nodes: Sequence[Callable[[list[Any]], Any]] = _NODES,
+    max_leaves: int = 6,
+    ties: bool = True,
+) -> tree.Tree:
+    """Draw nested trees with at least one leaf; some leaves are tied.
+
+    Args:
+        draw: hypothesis gives it.
+        leaves: a strategy; by default :func:`tensors`.
+        nodes: functions that make a node of a list of one to three children; by default dicts, lists and tuples.
+        max_leaves: how many leaves at most.
+        ties: whether one tensor may stand at two places.
+
+    Returns:
+        A strategy.
+
+    Example:
+        >>> from hypothesis import given, settings
+        >>> @settings(max_examples=3, database=None)
+        ... @given(trees())
+        ... def test(params):
+        ...     assert tree.leaves(params)
+        >>> test()
+    """
+    chosen = tensors() if leaves is None else leaves
+
+    def extend(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+        grown = st.lists(children, min_size=1, max_size=3)
+        return st.builds(lambda make, parts: make(parts), st.sampled_from(list(nodes)), grown)
+
+    found = draw(st.recursive(extend(chosen), extend, max_leaves=max_leaves))
+    values, spec = tree.flatten(found)
+    if ties and len(values) > 1:
+        places = st.integers(0, len(values) - 1)
+        for a, b in draw(st.lists(st.tuples(places, places), max_size=2)):
+            values[b] = values[a]
+    return tree.unflatten(spec, values)
+
+
+def bucket_sizes() -> st.SearchStrategy[int]:
+    """Draw values of ``bucket_bytes``: one leaf to a bucket, a few, or all.
+
+    Example:
+        >>> from hypothesis import given, settings
+        >>> @settings(max_examples=3, database=None)
+        ... @given(bucket_sizes())
+        ... def test(bucket_bytes):
+        ...     assert bucket_bytes >= 1
+        >>> test()
+    """
+    return st.one_of(st.sampled_from([1, 256, 2**24]), st.integers(1, 2**14))
+
+
+def compositions(*, num_micro_batches: int = 1) -> st.SearchStrategy[Composition]:
+    """Draw compositions of the transforms.
+
+    Args:
+        num_micro_batches: with more than one, ``"accumulate"`` takes every place.
+
+    Example:
+        >>> from hypothesis import given, settings
+        >>> @settings(max_examples=3, database=None)
+        ... @given(compositions())
+        ... def test(composition):
+        ...     assert composition in all_compositions()
+        >>> test()
+    """
+    return st.sampled_from(all_compositions(num_micro_batches=num_micro_batches))
