@@ -1,0 +1,129 @@
+"""The site: ``make docs`` builds it, with warnings as errors."""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import importlib
+import importlib.metadata
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+sys.path.insert(0, str(ROOT))
+# The notebook's kernel is a process of its own.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+
+project = "zfun"
+author = "the zfun authors"
+copyright = author
+try:
+    release = version = importlib.metadata.version("zfun")
+except importlib.metadata.PackageNotFoundError:  # built from a checkout that was not installed
+    release = version = ""
+
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+exclude_patterns = ["_build", "jupyter_execute"]
+nitpicky = True
+
+html_theme = "furo"
+html_title = "zfun"
+html_static_path = ["_static"]
+html_css_files = ["zfun.css"]
+html_theme_options = {"light_css_variables": {"color-brand-primary": "#0072B2", "color-brand-content": "#0072B2"}}
+
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+nb_execution_mode = "force"
+nb_execution_raise_on_error = True
+nb_execution_timeout = 300
+nb_merge_streams = True
+nb_output_stderr = "remove"  # progress bars
+
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+autodoc_default_options = {"exclude-members": "__init__, __new__"}
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+napoleon_use_ivar = True
+
+
+def copy_notebooks() -> None:
+    """Put the notebooks inside the source folder, where Sphinx looks for them."""
+    target = HERE / "notebooks"
+    target.mkdir(exist_ok=True)
+    for path in [*(ROOT / "notebooks").glob("*.ipynb"), ROOT / "notebooks" / "figures.py"]:
+        shutil.copyfile(path, target / path.name)
+
+
+@functools.cache
+def documented_names() -> dict[int, str]:
+    """Map each object that an API page documents to the name it has there."""
+    names: dict[int, str] = {}
+    for page in sorted((HERE / "api").glob("*.rst")):
+        for name in re.findall(r"^\.\. auto(?:function|class|exception)::\s+(\S+)", page.read_text(), re.MULTILINE):
+            module, _, attribute = name.rpartition(".")
+            names.setdefault(id(getattr(importlib.import_module(module), attribute)), name)
+    return names
+
+
+def resolve(app: Any, env: Any, node: Any, contnode: nodes.Node) -> nodes.Node | None:
+    """Find what a docstring calls by its short name, or an annotation by the private module it stands in.
+
+    What belongs to other libraries, and what is not documented on purpose, is set as plain text.
+    """
+    if node.get("refdomain") != "py":
+        return None
+    target = node["reftarget"]
+    short = target.rpartition(".")[2]
+    domain = env.get_domain("py")
+    for name in (_same_object(target), f"zfun.{short}", *(f"{module}.{short}" for module in MODULES)):
+        if name in domain.objects:
+            found = domain.resolve_xref(env, node["refdoc"], app.builder, "obj", name, node, contnode)
+            if found is not None:
+                return found
+    is_plain = short in PLAIN or short.startswith("_") or target.startswith(FOREIGN)
+    return contnode if is_plain else None
+
+
+MODULES = [f"zfun.{name}" for name in ("collectives", "optim", "stores", "tree", "transforms", "testing", "typing")]
+FOREIGN = ("torch.", "optree.", "collections.", "typing.", "numpy.", "hypothesis.", "types.", "enum.", "abc.")
+# Types of other libraries by their short names, then types that are no part of what users write.
+PLAIN = frozenset(
+    [
+        *("ABC", "Any", "Callable", "ClassVar", "Enum", "IntEnum", "Iterable", "Iterator", "Mapping", "NamedTuple", "None", "Protocol"),
+        *("Self", "Sequence", "TracebackType", "TypeAlias", *vars(builtins)),
+        *("DeviceMesh", "Module", "ProcessGroup", "SearchStrategy", "Tensor"),
+        *("ApplyFn", "Row", "Sink"),
+    ]
+)
+
+
+def _same_object(target: str) -> str:
+    module, _, attribute = target.rpartition(".")
+    if not module.startswith("zfun"):
+        return ""
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError):
+        return ""
+    return documented_names().get(id(found), "")
+
+
+def skip_aliases(app: Any, what: str, name: str, found: object, skip: bool, options: Any) -> bool | None:
+    """Leave out what a NamedTuple says of its fields: the class describes them."""
+    return True if (getattr(found, "__doc__", None) or "").startswith("Alias for field number") else None
+
+
+def setup(app: Any) -> None:
+    copy_notebooks()
+    app.connect("autodoc-skip-member", skip_aliases)
+    app.connect("missing-reference", resolve)
