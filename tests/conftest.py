@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, Phase, settings
 
 # One thread for each tensor operation: the ranks of a simulation are threads already.
 torch.set_num_threads(1)
+torch.set_printoptions(threshold=8, edgeitems=2)
 
 _SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
 settings.register_profile("ci", deadline=None, derandomize=True, max_examples=40, database=None, suppress_health_check=_SLOW)

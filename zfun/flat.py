@@ -179,20 +179,21 @@ def ravel(params: tree.Tree, layout: Layout, group: Group, placement: Placement 
         >>> zf.simulate(1, lambda group: unravel(ravel(w, zf.layout_of(w), group)))
         [{'w': tensor([1., 1.])}]
     """
-    values = unique_leaves(params, layout)
-    with torch.no_grad():
-        buffers = [
-            ops.ravel(
-                [values[i] for i in bucket.leaves],
-                [layout.leaves[i].offset for i in bucket.leaves],
-                bucket.padded_numel,
-                dtype=bucket.dtype,
-                device=layout.device,
-                scale=scale,
-            )
-            for bucket in layout.buckets
-        ]
-    return Flat(buffers, placement, layout, group)
+    return Flat(ravel_buckets(params, layout, scale=scale), placement, layout, group)
+
+
+def ravel_buckets(params: tree.Tree, layout: Layout, *, scale: float = 1.0) -> Iterator[Tensor]:
+    """Copy a tree into new flat buffers, one after the other; see :func:`ravel`."""
+    values = [leaf.detach() for leaf in unique_leaves(params, layout)]
+    for bucket in layout.buckets:
+        yield ops.ravel(
+            [values[i] for i in bucket.leaves],
+            [layout.leaves[i].offset for i in bucket.leaves],
+            bucket.padded_numel,
+            dtype=bucket.dtype,
+            device=layout.device,
+            scale=scale,
+        )
 
 
 def unravel(flat: Flat) -> tree.Tree:

@@ -184,7 +184,7 @@ class _Deaf:
 
 def test_debug_names_both_sides() -> None:
     group = checked(_Deaf("'paral'"))  # type: ignore[arg-type]
-    with pytest.raises(CollectiveMismatch, match="rank 0 started collective 0: all_reduce 'grads'.*; rank 1 started .*'paral'"):
+    with pytest.raises(CollectiveMismatch, match=r"rank 0 started collective 0: all_reduce 'grads'.*; rank 1 started .*'paral'"):
         group.start(Call(AllReduce(), "grads"), torch.ones(1)).wait()
     checked(_Deaf("'grads'")).start(Call(AllReduce(), "grads"), torch.ones(1)).wait()  # type: ignore[arg-type]
 

@@ -1,7 +1,7 @@
 """Differentiable collectives under every transform, against the same program on one process.
 
-The oracle is a loop: a collective as a function of the list of all ranks' tensors. The program of a rank is ``y = A(x)``, ``loss = f(y, r)``;
-what the ranks together compute is the sum of their losses.
+The oracle is a loop: a collective as a function of the list of all ranks' tensors. The program of a rank is ``y = A(x)``,
+``loss = f(y, r)``; what the ranks together compute is the sum of their losses.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def test_jvp_of_grad(program: Program, oracle: Oracle, n: int) -> None:
 @pytest.mark.parametrize("in_dim", [0, 2])
 def test_vmap_of_grad(program: Program, oracle: Oracle, n: int, in_dim: int) -> None:
     xs = _inputs(n, 2)
-    per_sample = vmap(lambda v: grad(lambda u: _total(oracle, u))(v), in_dims=1, out_dims=1)(xs)
+    per_sample = vmap(grad(lambda u: _total(oracle, u)), in_dims=1, out_dims=1)(xs)
 
     def rank_program(group: Group) -> Tensor:
         fn = grad(lambda x: _loss(program(x, group), group.rank))
@@ -182,16 +182,19 @@ def test_jacrev(program: Program, oracle: Oracle, n: int) -> None:
 
 
 @both
-def test_jacfwd_and_hessian_run(program: Program, oracle: Oracle) -> None:
-    xs = _inputs(2)[:, :2, :2].contiguous()
+@sizes
+def test_jacfwd_and_hessian(program: Program, oracle: Oracle, n: int) -> None:
+    """Forward mode moves all ranks at once, each in the direction of the same basis vector."""
+    xs = _inputs(n)
+    origin = torch.zeros(SHAPE, dtype=torch.float64)
 
     def rank_program(group: Group) -> tuple[Tensor, Tensor]:
-        fn = lambda x: _loss(program(x, group), group.rank)  # noqa: E731
-        return jacfwd(lambda x: program(x, group))(xs[group.rank]), hessian(fn)(xs[group.rank])
+        fn = lambda x: _loss(program(x, group), group.rank)
+        return jacfwd(lambda x: program(x, group).sin())(xs[group.rank]), hessian(fn)(xs[group.rank])
 
-    for jacobian, second in simulate(2, rank_program):
-        assert jacobian.isfinite().all()
-        assert second.isfinite().all()
+    jacobians, hessians = zip(*simulate(n, rank_program), strict=True)
+    _close(list(jacobians), jacfwd(lambda step: torch.stack(oracle(list(xs + step))).sin())(origin))
+    _close(list(hessians), jacfwd(lambda step: grad(lambda v: _total(oracle, v))(xs + step))(origin))
 
 
 STARTS = {
@@ -224,11 +227,12 @@ def test_started_forms_overlap_and_agree_bitwise(kind: str) -> None:
         return [
             *(vmap(grad(fn))(x) for fn in (overlapped, in_turn)),
             *(jvp(fn, (x[0],), (x[1],))[1] for fn in (overlapped, in_turn)),
+            *(jacfwd(fn)(x[0]) for fn in (overlapped, in_turn)),
         ]
 
-    for overlapped, in_turn, tangent, tangent_in_turn in simulate(3, program):
-        assert torch.equal(overlapped, in_turn)
-        assert torch.equal(tangent, tangent_in_turn)
+    for results in simulate(3, program):
+        for started, blocking in zip(results[::2], results[1::2], strict=True):
+            assert torch.equal(started, blocking)
 
 
 def test_the_backward_pass_sends_what_the_transpose_says() -> None:

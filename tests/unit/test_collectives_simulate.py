@@ -157,7 +157,7 @@ def test_different_calls_are_named_on_all_ranks(first: Call, second: Call) -> No
 
 @pytest.mark.parametrize("x", [torch.ones(3), torch.ones(2, dtype=torch.int32)])
 def test_different_tensors_are_a_mismatch(x: torch.Tensor) -> None:
-    with pytest.raises(CollectiveMismatch, match="rank 0 started all_reduce of 2 float32.*rank 1 started"):
+    with pytest.raises(CollectiveMismatch, match=r"rank 0 started all_reduce of 2 float32.*rank 1 started"):
         simulate(2, lambda group: group.start(Call(AllReduce()), x if group.rank else torch.ones(2)).wait())
 
 
@@ -171,7 +171,7 @@ def test_a_collective_that_not_all_join_is_an_error_even_if_nobody_waits() -> No
         if group.rank == 0:
             group.start(Call(AllReduce(), "loss"), torch.ones(1))
 
-    with pytest.raises(PeerLost, match="rank 1 returned without collective 0 .*'loss'.*which rank 0 started"):
+    with pytest.raises(PeerLost, match=r"rank 1 returned without collective 0 .*'loss'.*which rank 0 started"):
         simulate(2, program)
 
 
@@ -199,7 +199,7 @@ def test_an_interrupt_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_simulations_nest() -> None:
-    inner = lambda group: int(group.all_gather(torch.tensor(group.rank), "inner").sum())  # noqa: E731
+    inner = lambda group: int(group.all_gather(torch.tensor(group.rank), "inner").sum())
     assert simulate(2, lambda group: [sum(simulate(3, inner)), int(group.all_gather(torch.tensor(1), "outer").sum())]) == [[9, 2]] * 2
 
 

@@ -220,11 +220,10 @@ class Monitor:
 
     def _look(self) -> None:
         own = self._publish_status()
-        verdict = self._read_error()
-        if verdict is None:
-            peers = self._read_statuses()
-            verdict = diagnose(self._rank, own, peers, certain=self._last == (own, peers))
-            self._last = (own, peers)
+        # A rank publishes its error before it leaves, so that errors are read last.
+        peers = self._read_statuses()
+        verdict = self._read_error() or diagnose(self._rank, own, peers, certain=self._last == (own, peers))
+        self._last = (own, peers)
         if verdict is not None:
             self._verdict = verdict
             self._interrupt()
@@ -264,11 +263,11 @@ class Monitor:
         def ask() -> None:
             deadline = time.monotonic() + _POST_MORTEM_S
             while time.monotonic() < deadline:
+                seen.update(self._read_statuses())
                 verdict = self._read_error()
                 if verdict is not None:
                     found.append(verdict)
                     return
-                seen.update(self._read_statuses())
                 if peer in seen and seen[peer].left:
                     return
                 time.sleep(0.05)

@@ -48,7 +48,8 @@ def simulate(n: int, fn: Callable[Concatenate[Group, _Params], _Result], *args: 
     """Call ``fn(group, *args)`` on n ranks, which are threads of this process, and return what they return.
 
     The ranks see the same ``args``: what one of them changes in place, the others see. They share torch's global random generator, whose
-    draws therefore come in no fixed order; give each rank its own ``torch.Generator``. Tensors must live on the CPU, since autograd runs
+    draws therefore come in no fixed order; give each rank its own ``torch.Generator``. An ``nn.Module`` that goes through
+    ``functional_call`` changes while it runs, so each rank needs one of its own, made inside ``fn``. Tensors must live on the CPU, since autograd runs
     the backward pass of other devices on a thread that the ranks would share.
 
     Args:
@@ -155,11 +156,17 @@ class _SimulatedGroup(Group):
         self.rank = rank
         self.size = world.size
         self._world = world
+        self._thread = threading.get_ident()
 
     def start(self, call: Call, x: Tensor, out: Tensor | None = None) -> Pending:
         check_call(call, x, out, self.size)
         if x.device.type != "cpu":
             raise OptionError(f"a simulated group moves CPU tensors only; {call.op.kind} got one on {x.device}; move it to the CPU")
+        if threading.get_ident() != self._thread:
+            raise OptionError(
+                f"a simulated group belongs to the thread of its rank; rank {self.rank}'s was used in another thread ({call.op.kind} "
+                f"{call.name!r}); ranks must not share what changes while it runs: give each its own module, made inside the rank's function"
+            )
         # The copy lets the sender do with its tensor what it likes, as it can when the bytes are on the wire.
         meeting = self._world.arrive(self.rank, call, x.detach().clone(), None if out is None else out.detach())
         return Pending(lambda: _taken(self._world.wait(self.rank, meeting), out))

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from zfun.collectives import Group
 
 MODEL_STATE = ("params", "grads")
-# About one block of the preset "demo": what a rank holds beside its shards is a few buckets, a small part of the model.
-BUCKET_BYTES = 8 * 2**20
+# About one matrix of the preset "demo": what a rank holds beside its shards is a few buckets, a small part of the model.
+BUCKET_BYTES = 2 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +98,7 @@ def _run(group: Group, job: Job, composition: Composition, gpt: Any, text: Any, 
     z = zf.zero(composition.stage, loss_fn, optimizer, recorder, bucket_bytes=BUCKET_BYTES, **_stores(composition))
     state = z.init(params)
     del params
+    forget_peak()
 
     losses: list[float] = []
     step_s: list[float] = []

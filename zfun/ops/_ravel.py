@@ -189,7 +189,8 @@ def fingerprint(x: Tensor) -> int:
         >>> fingerprint(torch.zeros(3)) == fingerprint(torch.zeros(3)), fingerprint(torch.tensor(0.0)) == fingerprint(torch.tensor(-0.0))
         (True, False)
     """
-    raw = x.detach().contiguous().reshape(-1)
+    # A copy, because a tensor of one element counts as contiguous whatever its stride.
+    raw = x.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
     raw = torch.view_as_real(raw.resolve_conj()).reshape(-1) if raw.is_complex() else raw
     data = raw.view(torch.uint8)
     state = x.numel() * 0x9E3779B97F4A7C15 + 1

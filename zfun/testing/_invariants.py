@@ -69,7 +69,8 @@ def _differences(first: tree.Tree, second: tree.Tree) -> list[str]:
 
 
 def _bits(x: Tensor) -> Tensor:
-    return x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    # Not contiguous(): a tensor of one element is contiguous with any stride, and then has no bytes to view.
+    return x.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
 def check_round_trip(params: tree.Tree, group: Group, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from zfun import collectives, ops, stores, tree
 from zfun.collectives import AllGather, AllReduce, Broadcast, Call, Entry, Group, Lane, Op, Pending, ReduceScatter, agree
 from zfun.errors import OptionError, PlacementError, ZfunError, checked_options
-from zfun.flat import Flat, call_site, ravel, unravel_buffers
+from zfun.flat import Flat, call_site, ravel_buckets, unravel_buffers
 from zfun.layout import DEFAULT_BUCKET_BYTES, Layout, layout_of
 from zfun.placement import P, Placement, R, S
 from zfun.transforms._lazy import materialise
@@ -44,8 +45,12 @@ def shard(params: tree.Tree, group: Group, *, bucket_bytes: int = DEFAULT_BUCKET
         >>> zf.simulate(2, main)[0]
         (S, torch.Size([32]), {'w': tensor([0., 1., 2.])})
     """
-    flat = replicate(params, group, bucket_bytes=bucket_bytes, init=init)
-    return flat.with_buffers((_slice(buffer, group).clone() for buffer in flat.buffers), S)
+    if isinstance(params, Flat):
+        flat = replicate(params, group)
+        return flat.with_buffers((_slice(buffer, group).clone() for buffer in flat.buffers), S)
+    layout, whole = _lay_out(params, group, bucket_bytes, init)
+    # Bucket by bucket, so that one whole bucket exists beside the shards and not all of them.
+    return Flat((_slice(buffer, group).clone() for buffer in whole), S, layout, group)
 
 
 @checked_options
@@ -69,18 +74,24 @@ def replicate(params: tree.Tree, group: Group, *, bucket_bytes: int = DEFAULT_BU
         >>> zf.simulate(2, lambda group: zf.replicate({"w": torch.ones(2)}, group).placement)
         [R, R]
     """
-    if init not in ("check", "broadcast"):
-        raise OptionError(f"init must be 'check' or 'broadcast'; got {init!r}")
     if isinstance(params, Flat):
         if params.group is not group:
             raise PlacementError("a Flat belongs to the group that it was made over; got another one; unshard() it first")
         return redistribute(params, R, group)
+    layout, whole = _lay_out(params, group, bucket_bytes, init)
+    return Flat(whole, R, layout, group)
+
+
+def _lay_out(params: tree.Tree, group: Group, bucket_bytes: int, init: str) -> tuple[Layout, Iterator[Tensor]]:
+    """Return the layout of a tree that every rank holds, and its whole buckets, one after the other."""
+    if init not in ("check", "broadcast"):
+        raise OptionError(f"init must be 'check' or 'broadcast'; got {init!r}")
     layout = check_agreement(params, group, bucket_bytes=bucket_bytes, values=init == "check")
-    flat = ravel(params, layout, group)
+    buckets = ravel_buckets(params, layout)
     if init == "check" or group.size == 1:
-        return flat
-    pending = [group.start(Call(Broadcast(0), "params", layout.label(i), Lane.PARAMS), buffer) for i, buffer in enumerate(flat.buffers)]
-    return flat.with_buffers(handle.wait() for handle in pending)
+        return layout, buckets
+    calls = (Call(Broadcast(0), "params", layout.label(i), Lane.PARAMS) for i in range(len(layout.buckets)))
+    return layout, (group.start(call, buffer).wait() for call, buffer in zip(calls, buckets, strict=True))
 
 
 def check_agreement(params: tree.Tree, group: Group, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES, values: bool = True) -> Layout:

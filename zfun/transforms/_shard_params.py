@@ -23,6 +23,7 @@ them is also what FSDP does (Zhao et al., 2023).
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,6 +169,7 @@ class _Session:
         self.order = plan.order if plan else tuple(range(count))
         self.touched: list[int] = []
         self._on_plan = plan is not None
+        self._thread = threading.get_ident()
         self._phase = "forward"
         self._num_started = 0
         self._pending: dict[int, Pending] = {}
@@ -221,6 +223,13 @@ class _Session:
             raise ZfunError(
                 f"a lazy leaf may be used only while its loss and the gradient of it run; leaf {path!r} was used later; return a "
                 "clone() of it as aux instead",
+                leaf=path,
+            )
+        if self._phase == "forward" and threading.get_ident() != self._thread:
+            path = self.layout.leaves[leaf].path
+            raise ZfunError(
+                f"a lazy leaf belongs to the thread in which its loss runs; leaf {path!r} was used in another; simulated ranks must not share "
+                "a module: give each its own, made inside the rank's function",
                 leaf=path,
             )
         views = self._views.get(bucket)

@@ -1,0 +1,411 @@
+"""Real processes over gloo: the bits of the simulation, and errors that say what happened instead of hangs and aborts.
+
+The programs of the ranks are functions of this module, which the processes import.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from zfun.collectives import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Call,
+    Entry,
+    Group,
+    Lane,
+    Permute,
+    Reduce,
+    ReduceScatter,
+    Workers,
+    agree,
+    all_gather,
+    checked,
+    process_group,
+    record,
+    simulate,
+    spawn,
+)
+from zfun.collectives._process import _NativeGroup
+from zfun.errors import CollectiveMismatch, OptionError, PeerLost, SpecMismatch
+
+pytestmark = pytest.mark.timeout(90)
+
+RUN_S = 40.0
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def workers(request: pytest.FixtureRequest) -> Iterator[Workers]:
+    with Workers(request.param, timeout_s=RUN_S) as held:
+        yield held
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Workers]:
+    with Workers(2, timeout_s=RUN_S, collective_timeout_s=20.0) as held:
+        yield held
+
+
+def _size(workers: Workers) -> int:
+    return len(workers.run(_nothing))
+
+
+def _nothing(group: Group) -> None:
+    return None
+
+
+def _values(group: Group, numel: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * numel + group.rank)
+    return (torch.randn(numel, generator=generator, dtype=torch.float64) * 100).to(dtype)
+
+
+def _every_collective(group: Group) -> list[Tensor]:
+    size = group.size
+    ops = [AllGather(), ReduceScatter(), AllReduce(), Broadcast(size - 1), Reduce(0), Reduce(size - 1), AllToAll()]
+    ops += [Permute(tuple((rank + 1) % size for rank in range(size))), Permute(tuple(range(size)))]
+    results = []
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.float64, torch.complex64):
+        for numel in (0, 1, 1025) if dtype == torch.float32 else (7,):
+            for op in ops:
+                x = _values(group, numel * size if op.splits_input else numel, dtype)
+                results.append(group.start(Call(op, "x"), x).wait())
+                out = torch.empty_like(results[-1])
+                assert group.start(Call(op, "x"), x, out).wait() is out
+                results.append(out)
+        # In place, and a shard that lies in the mapping that receives the gather.
+        whole = torch.zeros(5 * size, dtype=dtype)
+        shard = whole.view(size, 5)[group.rank]
+        shard.copy_(_values(group, 5, dtype))
+        results.append(group.start(Call(AllGather(), "x"), shard, whole).wait())
+        x = _values(group, 9, dtype)
+        results.append(group.start(Call(AllReduce(), "x"), x, x).wait())
+    return results
+
+
+def test_every_collective_has_the_bits_of_the_simulation(workers: Workers) -> None:
+    real = workers.run(_every_collective)
+    simulated = simulate(len(real), _every_collective)
+    for rank, (mine, theirs) in enumerate(zip(real, simulated, strict=True)):
+        for index, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+            assert a.dtype == b.dtype
+            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), (rank, index)
+
+
+def _overlapped(group: Group) -> list[Tensor]:
+    """Both lanes at once, started and waited for in an order that depends on the rank."""
+    lanes = [Lane.PARAMS, Lane.GRADS] if group.rank % 2 else [Lane.GRADS, Lane.PARAMS]
+    pending = {}
+    for lane in lanes:
+        for index in range(3):
+            for op in (AllReduce(), AllGather(), ReduceScatter()):
+                x = torch.arange(60.0) * (group.rank + 1) + 100 * index + 1000 * lane
+                pending[lane, index, op.kind] = group.start(Call(op, "x", str(index), lane), x)
+    order = sorted(pending, key=lambda key: (key[0] != lanes[1], -key[1], key[2]))
+    results = {key: pending[key].wait() for key in order}
+    return [results[key] for key in sorted(results)]
+
+
+def test_lanes_do_not_wait_for_each_other(workers: Workers) -> None:
+    real = workers.run(_overlapped)
+    for mine, theirs in zip(real, simulate(len(real), _overlapped), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def _recorded(group: Group) -> tuple[int, int, int]:
+    recorder = record(group)
+    params = torch.zeros(1000, requires_grad=True)
+    all_gather(params, recorder, name="params").square().sum().backward()
+    recorder.start(Call(AllReduce(), "loss"), torch.ones(1)).wait()
+    return recorder.bytes_sent("params"), recorder.bytes_sent("loss"), recorder.bytes_sent()
+
+
+def test_recorded_bytes_are_those_of_the_simulation(workers: Workers) -> None:
+    recorded = workers.run(_recorded)
+    assert recorded == simulate(len(recorded), _recorded)
+    assert recorded[0][0] == 2 * 4000 * (len(recorded) - 1)
+
+
+def _checked_collectives(group: Group) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(_overlapped(checked(group)), _overlapped(group), strict=True))
+
+
+def test_debug_changes_nothing(workers: Workers) -> None:
+    assert all(workers.run(_checked_collectives))
+
+
+def _torch_groups(group: Group) -> list[tuple[int, int, float]]:
+    """Groups from torch groups and meshes; each has its own connections, so their collectives do not mix."""
+    mesh = init_device_mesh("cpu", (1, group.size), mesh_dim_names=("replica", "shard"))
+    subgroup = dist.new_group([0, 1])
+    seen = []
+    for made in (process_group(mesh, axis="shard"), process_group(mesh, axis="replica"), process_group(mesh["shard"])):
+        with made:
+            total = made.start(Call(AllReduce()), torch.tensor([1.0 + group.rank])).wait().item()
+            seen.append((made.rank, made.size, total))
+    if group.rank < 2:
+        with process_group(subgroup) as made:
+            made.barrier()
+    else:
+        with pytest.raises(OptionError, match="not a rank of the given group"):
+            process_group(subgroup)
+    with pytest.raises(OptionError, match="needs axis=; it has replica, shard"):
+        process_group(mesh)
+    with pytest.raises(OptionError, match="no axis 'model'; it has replica, shard"):
+        process_group(mesh, axis="model")
+    return seen
+
+
+def test_groups_come_from_torch_groups_and_meshes(workers: Workers) -> None:
+    results = workers.run(_torch_groups)
+    size = len(results)
+    total = float(size * (size + 1) // 2)
+    assert results == [[(rank, size, total), (0, 1, 1.0 + rank), (rank, size, total)] for rank in range(size)]
+
+
+def _native(group: Group) -> list[Tensor]:
+    """The group that nccl uses, over gloo's native collectives: small integers, since its sums have another order."""
+    world = dist.group.WORLD
+    assert world is not None
+    with _NativeGroup(world, dist.PrefixStore("native", world.get_group_store()), group.rank, group.size, RUN_S, None) as native:
+        ops = [AllGather(), ReduceScatter(), AllReduce(), Broadcast(1), Reduce(0), AllToAll()]
+        ops += [Permute(tuple((rank + 1) % group.size for rank in range(group.size))), Permute(tuple(range(group.size)))]
+        results = []
+        for op in ops:
+            x = torch.arange(4.0 * group.size) + group.rank
+            results.append(native.start(Call(op), x).wait())
+            expected = group.start(Call(op), x).wait()
+            assert torch.equal(results[-1], expected), op
+            out = torch.empty_like(expected)
+            assert native.start(Call(op), x, out).wait() is out
+            assert torch.equal(out, expected), op
+        return results
+
+
+def test_native_collectives_mean_the_same(workers: Workers) -> None:
+    workers.run(_native)
+
+
+def _disagree(group: Group) -> str:
+    with pytest.raises(SpecMismatch) as caught:
+        agree([Entry("h.0.w", f"({3 + group.rank},) float32")], group, "params")
+    return str(caught.value)
+
+
+def test_disagreement_is_the_same_error_on_all_ranks(two: Workers) -> None:
+    text = "all ranks must hold the same params; leaf h.0.w is (3,) float32 on rank 0 and (4,) float32 on rank 1"
+    assert two.run(_disagree) == [text, text]
+
+
+# What goes wrong.
+
+
+def _loss(group: Group, x: Tensor | None = None) -> Tensor:
+    return group.start(Call(AllReduce(), "loss", "step 3"), torch.ones(4) if x is None else x).wait()
+
+
+def _other_shape(group: Group) -> None:
+    _loss(group, torch.ones(4 + group.rank))
+
+
+def _other_dtype(group: Group) -> None:
+    _loss(group, torch.ones(4, dtype=torch.int32 if group.rank else torch.float32))
+
+
+def _swapped(group: Group) -> None:
+    for name in ("a", "b") if group.rank == 0 else ("b", "a"):
+        group.start(Call(AllReduce(), name), torch.ones(4)).wait()
+
+
+def _swapped_in_debug(group: Group) -> None:
+    _swapped(checked(group))
+
+
+def _skipped(group: Group) -> None:
+    if group.rank == 0:
+        group.start(Call(AllGather(), "params", "bucket 2", Lane.PARAMS), torch.ones(4)).wait()
+    group.start(Call(ReduceScatter(), "grads", "bucket 2", Lane.GRADS), torch.ones(4)).wait()
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        (_other_shape, "rank 0 started all_reduce 'loss' .step 3. of 4 float32.*rank 1 started all_reduce 'loss' .step 3. of 5 float32"),
+        (_other_dtype, "rank 0 started .* of 4 float32.*rank 1 started .* of 4 int32"),
+        (_swapped, "rank 0 started all_reduce 'a'.*rank 1 started all_reduce 'b'"),
+        (_swapped_in_debug, "rank 0 started collective 0: all_reduce 'a'.*rank 1 started collective 0: all_reduce 'b'"),
+        (_skipped, "rank 0 in collective 0 .all_gather 'params' .bucket 2.*rank 1 in collective 0 .reduce_scatter 'grads' .bucket 2"),
+    ],
+)
+def test_different_collectives_are_named_on_both_ranks(two: Workers, program: Callable[[Group], None], message: str) -> None:
+    for outcome in two.outcomes(program):
+        assert isinstance(outcome, BaseException)
+        with pytest.raises(CollectiveMismatch, match=message):
+            raise outcome
+
+
+def _raises(group: Group) -> None:
+    if group.rank == 1:
+        raise ValueError("bad batch in shard 7")
+    _loss(group)
+
+
+def test_a_rank_that_raises_is_quoted_by_the_others(two: Workers) -> None:
+    started = time.monotonic()
+    waiting, raised = two.outcomes(_raises)
+    assert isinstance(raised, ValueError)
+    assert "in _raises" in raised.__notes__[0]
+    message = r"rank 0 lost rank 1 in collective \d+ of its lane .all_reduce 'loss' .step 3.*: rank 1 raised ValueError: bad batch"
+    assert isinstance(waiting, BaseException)
+    with pytest.raises(PeerLost, match=message):
+        raise waiting
+    assert time.monotonic() - started < 20
+
+
+def test_run_raises_the_original_error(two: Workers) -> None:
+    with pytest.raises(ValueError, match="bad batch") as caught:
+        two.run(_raises)
+    assert "raised on rank 1 of 2 processes" in caught.value.__notes__[0]
+    assert any(note.startswith("rank 0 ended with PeerLost") for note in caught.value.__notes__)
+
+
+def _dies(group: Group) -> None:
+    if group.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    _loss(group)
+
+
+def test_a_dead_rank_is_named(two: Workers) -> None:
+    waiting, dead = two.outcomes(_dies)
+    assert isinstance(dead, PeerLost)
+    assert "rank 1 of 2 was killed by signal 9" in str(dead)
+    assert isinstance(waiting, PeerLost)
+    assert "rank 0 lost rank 1" in str(waiting)
+    assert "'loss' (step 3)" in str(waiting)
+
+
+def _leaves(group: Group) -> None:
+    if group.rank == 1:
+        group.close()
+        time.sleep(2)
+        return
+    _loss(group)
+
+
+def test_a_rank_that_leaves_is_named(two: Workers) -> None:
+    waiting, _ = two.outcomes(_leaves)
+    assert isinstance(waiting, PeerLost)
+    assert "left the group" in str(waiting)
+
+
+def _fails_twice(group: Group) -> str:
+    if group.rank == 1:
+        raise ValueError("once")
+    for _ in range(2):
+        with pytest.raises(PeerLost, match="rank 1 raised ValueError: once"):
+            _loss(group)
+    group.close()
+    with pytest.raises(OptionError, match="closed group"):
+        _loss(group)
+    return "done"
+
+
+def test_a_broken_group_says_so_again(two: Workers) -> None:
+    assert two.outcomes(_fails_twice)[0] == "done"
+
+
+def _fails_in_debug(group: Group) -> str:
+    with process_group(dist.group.WORLD, debug=True) as own:
+        if group.rank == 1:
+            raise ValueError("inside the context")
+        with pytest.raises(PeerLost, match="rank 1 raised ValueError: inside the context"):
+            _loss(own)
+    return "told"
+
+
+def test_a_context_that_fails_tells_the_others_through_wrappers(two: Workers) -> None:
+    assert two.outcomes(_fails_in_debug)[0] == "told"
+
+
+def _stops(group: Group) -> None:
+    if group.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    _loss(group)
+
+
+def test_a_stopped_rank_is_given_up_after_the_timeout() -> None:
+    with Workers(2, timeout_s=RUN_S, collective_timeout_s=2.0, grace_s=0.5) as workers:
+        waiting, stopped = workers.outcomes(_stops)
+    assert isinstance(waiting, PeerLost)
+    assert "rank 0 lost rank 1" in str(waiting)
+    assert "no answer within 2 s" in str(waiting)
+    assert isinstance(stopped, PeerLost)
+    assert "was killed" in str(stopped)
+
+
+def _add(group: Group, value: int) -> int:
+    return int(group.start(Call(AllReduce()), torch.tensor([value + group.rank])).wait())
+
+
+def test_spawn_returns_results_in_rank_order() -> None:
+    assert spawn(2, _add, 10, timeout_s=RUN_S) == [21, 21]
+
+
+def test_functions_must_be_importable() -> None:
+    with pytest.raises(OptionError, match="import the function by its name"):
+        spawn(2, lambda group: None)
+
+
+def test_a_program_under_a_launcher_ends_with_its_error_and_no_warning(tmp_path: object) -> None:
+    """Uncaught errors are published by the exception hook; exit codes are not zero; nothing is left over to warn about."""
+    program = textwrap.dedent(
+        """
+        import sys, torch, zfun.collectives as c
+        group = c.process_group(timeout_s=20)
+        total = group.start(c.Call(c.AllReduce(), "loss"), torch.ones(2)).wait()
+        assert total.tolist() == [2.0, 2.0]
+        if sys.argv[1] == "fail":
+            if group.rank == 1:
+                raise ValueError("out of data")
+            group.start(c.Call(c.AllReduce(), "loss"), torch.ones(2)).wait()
+        """
+    )
+    for mode in ("finish", "fail"):
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "GLOO_SOCKET_IFNAME": "lo"}
+        common |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-W", "error", "-c", program, mode],
+                env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        try:
+            errors = [rank.communicate(timeout=RUN_S)[1] for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+        codes = [rank.returncode for rank in ranks]
+        if mode == "finish":
+            assert (codes, errors) == ([0, 0], ["", ""])
+        else:
+            assert codes == [1, 1], errors
+            assert "PeerLost: rank 0 lost rank 1" in errors[0]
+            assert "rank 1 raised ValueError: out of data" in errors[0]
+            assert "Warning" not in "".join(errors)

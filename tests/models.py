@@ -1,0 +1,107 @@
+"""Losses, trees and batches that the tests share. No zfun transform in here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zfun import tree
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@dataclass
+class Layer:
+    """A class that its user registers as a node."""
+
+    weight: Any
+    bias: Any
+    name: str = "layer"
+
+
+tree.register(Layer, lambda layer: ((layer.weight, layer.bias), layer.name), lambda name, parts: Layer(*parts, name))
+
+
+def _dict(children: list[Any]) -> Any:
+    return dict(zip("wbka", children, strict=False))
+
+
+def _pair(children: list[Any]) -> Any:
+    return Pair(children[0], children[-1] if len(children) > 1 else None)
+
+
+def _layer(children: list[Any]) -> Any:
+    return Layer(children[0], children[1:])
+
+
+NODES: tuple[Callable[[list[Any]], Any], ...] = (_dict, list, tuple, _pair, _layer)
+
+
+def tree_loss(params: Any, batch: Tensor) -> Tensor:
+    """A loss for any tree of real or complex tensors: smooth, every leaf matters, and every leaf's gradient depends on those before it."""
+    shift = batch.double().mean()
+    carry = torch.tanh(shift)
+    for leaf in tree.leaves(params):
+        # abs() of a complex number has no derivative at 0.
+        real = torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf
+        x = real.double().reshape(-1)
+        waves = torch.cos(torch.arange(x.numel(), dtype=torch.float64) * 0.37 + shift)
+        carry = torch.tanh(carry + (x * waves).sum() / max(1, x.numel())) + 0.05 * (x * x).sum() / max(1.0, math.sqrt(x.numel()))
+    return carry
+
+
+def tree_batches(num_steps: int, size: int, rows: int, seed: int = 0) -> list[list[Tensor]]:
+    """``batches[step][rank]``: vectors whose means differ much."""
+    generator = torch.Generator().manual_seed(1000 + seed)
+    return [[torch.randn(rows, generator=generator, dtype=torch.float64) for _ in range(size)] for _ in range(num_steps)]
+
+
+def mlp(width: int = 5, num_layers: int = 4, dtype: torch.dtype = torch.float64, seed: int = 1) -> dict[str, Any]:
+    """Parameters of a small network."""
+    g = torch.Generator().manual_seed(seed)
+    layers = [
+        {"w": torch.randn(width, width, generator=g, dtype=dtype), "b": torch.randn(width, generator=g, dtype=dtype)} for _ in range(num_layers)
+    ]
+    return {"h": layers, "out": torch.randn(width, generator=g, dtype=dtype)}
+
+
+def mlp_loss(params: Any, x: Tensor) -> Tensor:
+    for layer in params["h"]:
+        x = torch.tanh(x @ layer["w"] + layer["b"])
+    return (x @ params["out"]).pow(2).mean()
+
+
+def mlp_batches(num_steps: int, size: int, rows: int = 4, width: int = 5, dtype: torch.dtype = torch.float64) -> list[list[Tensor]]:
+    return [
+        [torch.randn(rows, width, generator=torch.Generator().manual_seed(100 * step + rank), dtype=dtype) for rank in range(size)]
+        for step in range(num_steps)
+    ]
+
+
+def flat_dict(params: Any) -> dict[str, Tensor]:
+    """A tree as one dict of its paths, tied leaves once: what tests/reference.py takes."""
+    seen: dict[int, str] = {}
+    return {
+        path: leaf for path, leaf in zip(tree.paths(params), tree.leaves(params), strict=True) if seen.setdefault(id(leaf), path) == path
+    }
+
+
+def unflat_dict(flat: dict[str, Tensor], like: Any) -> Any:
+    """The tree that a dict of :func:`flat_dict` came from."""
+    first: dict[int, str] = {}
+    leaves, spec = tree.flatten(like)
+    names = [first.setdefault(id(leaf), path) for path, leaf in zip(tree.paths(like), leaves, strict=True)]
+    return tree.unflatten(spec, [flat[name] for name in names])
+
+
+def micro_batches(step: Sequence[Tensor], count: int) -> list[Tensor]:
+    """The batches of all ranks, each cut in micro-batches, as the oracle takes them."""
+    return [micro for batch in step for micro in batch.chunk(count)]

@@ -1,0 +1,174 @@
+"""Law 1: leaves and buffers are two forms of one thing, and padding is zero; and what a layout promises."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import zfun as zf
+from tests import models
+from tests.conftest import examples
+from zfun import tree
+from zfun.errors import AliasChanged, LeafError, OptionError, SpecMismatch
+from zfun.layout import ALIGNMENT, DEFAULT_BUCKET_BYTES, unique_leaves
+from zfun.testing import Composition, assert_same_bits, bucket_sizes, check_padding, check_round_trip, compositions, tensors, train, trees
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128, torch.int64, torch.int8, torch.bool)
+ANY_TREE = trees(tensors(DTYPES), nodes=models.NODES)
+SIZES = st.sampled_from([1, 2, 3, 4, 7, 16])
+
+
+@settings(max_examples=examples(60))
+@given(ANY_TREE, SIZES, bucket_sizes())
+def test_leaves_and_buffers_are_inverses(params: Any, size: int, bucket_bytes: int) -> None:
+    zf.simulate(size, lambda group: check_round_trip(params, group, bucket_bytes=bucket_bytes))
+
+
+@settings(max_examples=examples(100))
+@given(ANY_TREE, SIZES, bucket_sizes())
+def test_layout_promises(params: Any, size: int, bucket_bytes: int) -> None:
+    layout = zf.layout_of(params, size, bucket_bytes)
+    assert layout == zf.layout_of(params, size, bucket_bytes)
+    assert layout.paths == tuple(tree.paths(params))
+    leaves = tree.leaves(params)
+    for path, leaf, position in zip(layout.paths, leaves, layout.positions, strict=True):
+        slot = layout.leaves[position]
+        assert (slot.shape, slot.dtype) == (tuple(leaf.shape), leaf.dtype), path
+        assert slot.numel == leaf.numel() * (2 if leaf.is_complex() else 1)
+    # Tied leaves, and only those, share a place.
+    for i, x in enumerate(leaves):
+        for j, y in enumerate(leaves):
+            assert (layout.positions[i] == layout.positions[j]) == (i == j or (x is y and x.numel() > 0))
+    assert sorted(leaf for bucket in layout.buckets for leaf in bucket.leaves) == list(range(len(layout.leaves)))
+    for index, bucket in enumerate(layout.buckets):
+        slots = [layout.leaves[leaf] for leaf in bucket.leaves]
+        assert {slot.bucket for slot in slots} == {index}
+        assert {torch.empty(0, dtype=slot.dtype).real.dtype for slot in slots} == {bucket.dtype}
+        assert bucket.padded_numel % (size * ALIGNMENT) == 0
+        assert layout.shard_numel(index) * size == bucket.padded_numel
+        assert bucket.numel == sum(slot.numel for slot in slots)
+        end = 0
+        for slot in slots:
+            assert slot.offset % ALIGNMENT == 0
+            assert slot.offset >= end
+            end = slot.offset + slot.numel
+        assert end <= bucket.padded_numel
+        # A bucket is longer than bucket_bytes only if it is one leaf.
+        assert len([slot for slot in slots if slot.numel]) <= 1 or end * bucket.dtype.itemsize <= bucket_bytes + ALIGNMENT * bucket.dtype.itemsize
+        # Padding: less than one unit for each rank, beyond that of each leaf.
+        assert bucket.padded_numel - sum(-(-slot.numel // ALIGNMENT) * ALIGNMENT for slot in slots) < size * ALIGNMENT
+
+
+@settings(max_examples=examples(25))
+@given(trees(nodes=models.NODES), SIZES, bucket_sizes(), compositions(), st.sampled_from([zf.optim.adamw(0.1), zf.optim.sgd(0.1, momentum=0.9)]))
+def test_padding_stays_zero(params: Any, size: int, bucket_bytes: int, composition: Composition, optimizer: Any) -> None:
+    batches = models.tree_batches(4, size, 3)
+
+    def main(group: zf.Group) -> None:
+        check_padding(train(composition, group, models.tree_loss, optimizer, params, batches, bucket_bytes=bucket_bytes).final)
+
+    zf.simulate(size, main)
+
+
+def test_check_padding_finds_what_is_not_zero() -> None:
+    def main(group: zf.Group) -> None:
+        flat = zf.shard({"w": torch.ones(5)}, group)
+        if group.rank == 1:
+            flat.buffers[0][3] = 1.0
+        check_padding(flat)
+
+    with pytest.raises(AssertionError, match="in bucket 0: w it is not, from element 35"):
+        zf.simulate(2, main)
+
+
+def test_buckets_close_at_blocks_and_keep_the_order_of_use() -> None:
+    params = {"wte": torch.zeros(64, 8), "h": [{"b": torch.zeros(32), "a": torch.zeros(64)} for _ in range(3)], "out": torch.zeros(32)}
+    layout = zf.layout_of(params, 2, bucket_bytes=600)
+    names = [[layout.leaves[leaf].path for leaf in bucket.leaves] for bucket in layout.buckets]
+    assert names == [["wte"], ["h.0.b", "h.0.a"], ["h.1.b", "h.1.a"], ["h.2.b", "h.2.a"], ["out"]]
+    assert [len(bucket.leaves) for bucket in zf.layout_of(params, 2).buckets] == [8]
+    assert len(zf.layout_of(params, 2, bucket_bytes=1).buckets) == 8
+
+
+def test_non_contiguous_leaves_are_copied_once_and_keep_their_values() -> None:
+    base = torch.arange(24.0).reshape(4, 6)
+    params = {"t": base.t(), "columns": base[:, 1::3], "row": base[2]}
+    with pytest.raises(LeafError, match="'t' and 'columns' share part of their memory"):
+        zf.layout_of(params)
+    parts = {"left": base[:, :3], "right": base[:, 3:], "bottom": torch.ones(3)[1::2]}
+    flat = zf.simulate(3, lambda group: zf.unshard(zf.shard(parts, group)))
+    for found in flat:
+        assert_same_bits(found, parts)
+        assert all(leaf.is_contiguous() for leaf in tree.leaves(found))
+
+
+def test_interleaved_views_are_not_tied() -> None:
+    base = torch.arange(10.0)
+    layout = zf.layout_of({"even": base[0::2], "odd": base[1::2]})
+    assert layout.positions == (0, 1)
+
+
+def test_one_view_twice_is_a_tie() -> None:
+    base = torch.arange(12.0)
+    assert zf.layout_of({"a": base[:6], "b": base[:6], "c": base[6:]}).positions == (0, 0, 1)
+    # Another shape of the same memory is no tie but an overlap.
+    with pytest.raises(LeafError, match="'a' and 'b' share part of their memory"):
+        zf.layout_of({"a": base, "b": base.view(3, 4)})
+
+
+@pytest.mark.parametrize(
+    ("leaf", "message"),
+    [
+        (torch.ones(1).expand(3), r"leaf 'h\.0\.w' is expanded .strides .0,..; call clone"),
+        (torch.ones(2, 1).expand(2, 3), r"leaf 'h\.0\.w' is expanded"),
+        (3.0, r"leaf 'h\.0\.w' is float"),
+        ("name", r"leaf 'h\.0\.w' is str"),
+        (torch.ones(2, 2).to_sparse(), r"leaf 'h\.0\.w' is torch.sparse_coo; convert it with to_dense"),
+    ],
+    ids=["expanded", "expanded dim", "float", "str", "sparse"],
+)
+def test_leaves_that_cannot_be_laid_out_are_named(leaf: Any, message: str) -> None:
+    with pytest.raises(LeafError, match=message) as caught:
+        zf.layout_of({"h": [{"w": leaf}], "ok": torch.ones(2)})
+    assert caught.value.leaf == "h.0.w"
+    assert isinstance(caught.value, TypeError)
+
+
+def test_a_dim_of_one_may_have_any_stride() -> None:
+    assert zf.layout_of({"w": torch.ones(1).expand(1), "b": torch.ones(3, 1).expand(3, 1)}).leaves[1].numel == 3
+
+
+def test_bucket_bytes_must_be_positive() -> None:
+    with pytest.raises(OptionError, match="bucket_bytes must be at least 1; got 0"):
+        zf.layout_of({"w": torch.ones(1)}, bucket_bytes=0)
+
+
+def test_empty_trees() -> None:
+    for params in ({}, [], {"a": None}, {"a": torch.zeros(0)}):
+        for found in zf.simulate(3, lambda group, params=params: zf.unshard(zf.shard(params, group))):
+            assert_same_bits(found, params)
+
+
+def test_a_tree_that_does_not_fit_is_named() -> None:
+    w = torch.ones(2)
+    layout = zf.layout_of({"a": w, "b": w, "c": torch.ones(3)})
+    assert len(unique_leaves({"a": w, "b": w, "c": torch.zeros(3)}, layout)) == 2
+    with pytest.raises(AliasChanged, match=r"'a' and 'b' shared one tensor and are now two") as caught:
+        unique_leaves({"a": w, "b": w.clone(), "c": torch.ones(3)}, layout)
+    assert caught.value.leaf == "b"
+    with pytest.raises(SpecMismatch, match=r"missing \['b'\], unexpected \['d'\]"):
+        unique_leaves({"a": w, "d": w, "c": torch.ones(3)}, layout)
+    with pytest.raises(SpecMismatch, match=r"leaf 'c' was laid out as torch.float32 \(3,\) and is now torch.float32 \(4,\)"):
+        unique_leaves({"a": w, "b": w, "c": torch.ones(4)}, layout)
+    with pytest.raises(SpecMismatch, match=r"leaf 'c' was laid out as torch.float32 \(3,\) and is now torch.float64 \(3,\)"):
+        unique_leaves({"a": w, "b": w, "c": torch.ones(3, dtype=torch.float64)}, layout)
+
+
+def test_the_default_bucket_holds_some_megabytes() -> None:
+    assert 2**20 <= DEFAULT_BUCKET_BYTES <= 2**28
+    assert math.log2(DEFAULT_BUCKET_BYTES).is_integer()

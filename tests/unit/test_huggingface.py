@@ -1,0 +1,317 @@
+"""Unmodified models of Hugging Face, with sharded parameters and no marks."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+import zfun as zf
+from zfun.collectives import Call, Group, Pending
+from zfun.testing import assert_same_bits, same_bits
+
+transformers = pytest.importorskip("transformers")
+
+VOCAB = 61
+BUCKET_BYTES = 10_000
+LLAMA_LIKE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "tie_word_embeddings": True,
+}
+
+
+def gpt2(dropout: float = 0.0) -> Any:
+    drop = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=3, n_head=2, n_positions=32, **drop))
+
+
+MAKERS: dict[str, Callable[[], Any]] = {
+    "gpt2": gpt2,
+    "qwen2": lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**LLAMA_LIKE)),
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA_LIKE)),
+}
+
+
+@pytest.fixture(scope="module", params=list(MAKERS))
+def model(request: pytest.FixtureRequest) -> Iterator[Any]:
+    state = torch.random.get_rng_state()
+    torch.manual_seed(0)
+    yield MAKERS[request.param]().train()
+    torch.random.set_rng_state(state)
+
+
+def tokens(step: int, rank: int) -> Tensor:
+    return torch.randint(0, VOCAB, (2, 16), generator=torch.Generator().manual_seed(step * 10 + rank))
+
+
+def loss_of(model: nn.Module) -> Callable[[Any, Tensor], Tensor]:
+    def loss_fn(params: Any, ids: Tensor) -> Tensor:
+        return functional_call(model, params, (), {"input_ids": ids, "labels": ids}).loss
+
+    return loss_fn
+
+
+def plain_gradients(model: Any, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    mine = copy.deepcopy(model)
+    loss = mine(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in mine.named_parameters()}
+
+
+def params_of(model: Any) -> dict[str, Tensor]:
+    """With both names of the tied embedding, as a user who knows nothing of ties would write it."""
+    found = {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
+    assert len(found) == 1 + len(dict(model.named_parameters()))
+    return found
+
+
+def test_gradients_on_one_rank_are_the_plain_ones_to_the_last_bit(model: Any) -> None:
+    ids = tokens(0, 0)
+    expected, grads = plain_gradients(model, ids)
+
+    def main(group: Group) -> None:
+        flat = zf.shard(dict(model.named_parameters()), group, bucket_bytes=BUCKET_BYTES)
+        assert len(flat.buffers) > 3
+        vg = zf.value_and_grad(zf.shard_params(loss_of(copy.deepcopy(model)), group))
+        for _ in range(2):  # the second call knows the order of use
+            loss, found = vg(flat, ids)
+            assert_same_bits(loss, expected)
+            assert_same_bits(zf.unshard(found), grads)
+
+    zf.simulate(1, main)
+
+
+def test_tied_embeddings_are_one_leaf(model: Any) -> None:
+    ids = tokens(0, 0)
+    _, grads = plain_gradients(model, ids)
+
+    def main(group: Group) -> None:
+        flat = zf.shard(params_of(model), group, bucket_bytes=BUCKET_BYTES)
+        assert len(flat.layout.leaves) == len(grads)
+        vg = zf.value_and_grad(zf.shard_params(loss_of(copy.deepcopy(model)), group))
+        found = zf.unshard(vg(flat, ids)[1])
+        tied = [name for name in found if name not in grads]
+        assert tied == ["lm_head.weight"]
+        assert_same_bits({name: found[name] for name in grads}, grads)
+        whole = zf.unshard(flat)
+        assert sum(whole["lm_head.weight"] is leaf for leaf in whole.values()) == 2
+
+    zf.simulate(1, main)
+
+
+def train(group: Group, model: Any, stage: int, num_steps: int) -> tuple[list[float], dict[str, Tensor]]:
+    z = zf.zero(stage, loss_of(copy.deepcopy(model)), zf.optim.adamw(1e-3, weight_decay=0.01), group, bucket_bytes=BUCKET_BYTES)
+    state, losses = z.init(dict(model.named_parameters())), []
+    for step in range(num_steps):
+        state, info = z.step(state, tokens(0, group.rank))
+        losses.append(info.loss.item())
+    return losses, z.params(state)
+
+
+def plain_training(model: Any, num_steps: int, size: int) -> tuple[list[float], dict[str, Tensor]]:
+    mine = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(mine.parameters(), lr=1e-3, weight_decay=0.01)
+    losses = []
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        total = 0.0
+        for rank in range(size):
+            ids = tokens(0, rank)
+            loss = mine(input_ids=ids, labels=ids).loss / size
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        losses.append(total)
+    return losses, {name: p.detach() for name, p in mine.named_parameters()}
+
+
+def test_loss_curve_on_three_ranks(model: Any) -> None:
+    num_steps = 4
+    plain_losses, plain_params = plain_training(model, num_steps, 3)
+    stage0 = zf.simulate(3, train, model, 0, num_steps)
+    stage3 = zf.simulate(3, train, model, 3, num_steps)
+    assert all(same_bits(run, stage0[0]) for run in [*stage0, *stage3])
+    losses, params = stage3[0]
+    assert losses[-1] < losses[0]
+    assert losses == pytest.approx(plain_losses, rel=1e-5)
+    start = dict(model.named_parameters())
+    for name, value in plain_params.items():
+        # Changes, so that training that does nothing cannot pass. Adam divides by a root: a gradient near zero has no good relative error.
+        moved, expected = params[name] - start[name].detach(), value - start[name].detach()
+        assert float(expected.abs().max()) > 1e-3
+        torch.testing.assert_close(moved, expected, rtol=0.02, atol=2e-4)
+
+
+def test_half_precision_is_equal_across_stages(model: Any) -> None:
+    half = copy.deepcopy(model).to(torch.bfloat16)
+    runs = [run for stage in (0, 2, 3) for run in zf.simulate(2, train, half, stage, 2)]
+    assert all(same_bits(run, runs[0]) for run in runs)
+    assert {leaf.dtype for leaf in runs[0][1].values()} == {torch.bfloat16}
+
+
+class GatherSpy(Group):
+    """A group that keeps weak references to the storage of every gathered bucket."""
+
+    def __init__(self, group: Group) -> None:
+        self.rank, self.size, self._group = group.rank, group.size, group
+        self.gathered: list[StorageWeakRef] = []
+        self.peak = 0
+
+    def start(self, call: Call, x: Tensor, out: Tensor | None = None) -> Pending:
+        pending = self._group.start(call, x, out)
+        if call.name != "params":
+            return pending
+
+        def take() -> Tensor:
+            result = pending.wait()
+            self.gathered.append(StorageWeakRef(result.untyped_storage()))
+            self.peak = max(self.peak, self.alive())
+            return result
+
+        return Pending(take)
+
+    def alive(self) -> int:
+        return sum(not ref.expired() for ref in self.gathered)
+
+    def settled(self) -> int:
+        """How many are alive, once the thread that computed the last collective for all ranks has let go of what it handed out."""
+        deadline = time.monotonic() + 2.0
+        while self.alive() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return self.alive()
+
+
+def test_nothing_gathered_stays_alive(model: Any) -> None:
+    def main(group: Group) -> None:
+        spy = GatherSpy(group)
+        after_forward: list[int] = []
+        flat = zf.shard(dict(model.named_parameters()), spy, bucket_bytes=BUCKET_BYTES)
+        num_buckets = len(flat.buffers)
+        inner = zf.shard_params(loss_of(copy.deepcopy(model)), spy)
+
+        def loss_fn(params: Any, ids: Tensor) -> Tensor:
+            out = inner(params, ids)
+            after_forward.append(spy.settled())
+            return out
+
+        spy.gathered.clear()
+        vg = zf.data_parallel(zf.value_and_grad(loss_fn), spy)
+        for step in range(3):
+            spy.peak = 0
+            _, grads = vg(flat, tokens(step, group.rank))
+            assert grads.placement is zf.P
+            # The loss, and with it autograd's graph, is alive here, and no gathered bucket with it.
+            assert after_forward[step] == 0
+            assert spy.settled() == 0
+            assert len(spy.gathered) >= 2 * num_buckets * (step + 1) - num_buckets
+            if step:
+                # The tied embedding, used early and late, the bucket in use, and the one before it.
+                assert spy.peak < num_buckets, num_buckets
+
+    zf.simulate(2, main)
+
+
+def test_the_spy_sees_a_bucket_that_is_kept() -> None:
+    kept: list[Tensor] = []
+
+    def main(group: Group) -> int:
+        spy = GatherSpy(group)
+        flat = zf.shard({"w": torch.ones(40)}, spy)
+
+        def loss_fn(params: Any, batch: Tensor) -> Tensor:
+            if group.rank == 0:
+                kept.append(params["w"].detach())
+            return (params["w"] * batch).sum()
+
+        zf.value_and_grad(zf.shard_params(loss_fn, spy))(flat, torch.ones(()))
+        return spy.settled()
+
+    assert zf.simulate(2, main) == [1, 0]
+
+
+def test_a_whole_step_keeps_nothing_gathered(model: Any) -> None:
+    def main(group: Group) -> None:
+        spy = GatherSpy(group)
+        z = zf.zero(3, loss_of(copy.deepcopy(model)), zf.optim.adamw(1e-3), spy, bucket_bytes=BUCKET_BYTES)
+        state = z.init(dict(model.named_parameters()))
+        for step in range(2):
+            state, _ = z.step(state, tokens(step, group.rank))
+            assert spy.settled() == 0
+        assert spy.gathered
+
+    zf.simulate(2, main)
+
+
+def test_checkpointing_of_whole_blocks_gives_the_same_bits() -> None:
+    """The call of a block with its parameters lies inside the checkpoint, so that recomputation sees the same ones."""
+    ids = tokens(0, 0)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        mine = gpt2().train()
+    blocks = mine.transformer.h
+    # Not the model's own values: recomputation with those would show.
+    params = {name: p.detach() * 1.5 + 0.01 for name, p in mine.named_parameters()}
+    calls: list[int] = []
+    blocks[0].register_forward_pre_hook(lambda *_: calls.append(0))
+
+    def loss_fn(params: Any, batch: tuple[Tensor, bool]) -> Tensor:
+        ids, checkpointed = batch
+        x = params["transformer.wte.weight"][ids] + params["transformer.wpe.weight"][: ids.shape[1]]
+        for i, block in enumerate(blocks):
+            prefix = f"transformer.h.{i}."
+            own = {name.removeprefix(prefix): p for name, p in params.items() if name.startswith(prefix)}
+            run = lambda x, block=block, own=own: functional_call(block, own, (x,))
+            x = checkpoint(run, x, use_reentrant=False) if checkpointed else run(x)
+        logits = nn.functional.layer_norm(x, (32,), params["transformer.ln_f.weight"], params["transformer.ln_f.bias"]) @ params[
+            "transformer.wte.weight"
+        ].t()
+        return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+    def main(group: Group, checkpointed: bool) -> Any:
+        spy = GatherSpy(group)
+        flat = zf.shard(params, spy, bucket_bytes=BUCKET_BYTES)
+        vg = zf.value_and_grad(zf.shard_params(loss_fn, spy))
+        for _ in range(2):
+            loss, grads = vg(flat, (ids, checkpointed))
+        assert spy.settled() == 0
+        return loss, zf.unshard(grads)
+
+    plain, remat = (zf.simulate(1, main, checkpointed) for checkpointed in (False, True))
+    assert len(calls) == 2 + 4
+    assert_same_bits(remat, plain)
+    leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
+    loss = loss_fn(leaves, (ids, False))
+    assert_same_bits((loss.detach(), dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))), plain[0])
+
+
+def test_dropout_is_the_same_under_every_stage() -> None:
+    """On one rank, where the global generator is one's own."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        mine = gpt2(dropout=0.1).train()
+
+    def main(group: Group, stage: int) -> Any:
+        with torch.random.fork_rng():
+            torch.manual_seed(5)
+            return train(group, mine, stage, 3)
+
+    runs = [zf.simulate(1, main, stage)[0] for stage in (0, 1, 2, 3)]
+    assert all(same_bits(run, runs[0]) for run in runs)
+    with torch.random.fork_rng():
+        torch.manual_seed(6)
+        other = zf.simulate(1, train, mine, 0, 3)[0]
+    assert other[0] != runs[0][0]
