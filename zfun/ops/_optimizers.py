@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from zfun.ops import _compiled
+
 __all__ = ["adam_step", "is_abstract", "scale_into", "sgd_step"]
 
 # Measured on one core with a 1 MiB L2 and a 32 MiB L3: smaller chunks pay for dispatch, larger ones for memory.
@@ -99,6 +101,9 @@ def adam_step(
         >>> p, mu, nu
         (tensor([0.5000]), tensor([0.5000]), tensor([0.2500]))
     """
+    if _compiled.takes(param, grad, mu, nu, *(() if change is None else (change,))):
+        _compiled.adam_step(param, grad, mu, nu, change, b1=b1, b2=b2, step_size=step_size, eps=eps, l2=l2, decay=decay)
+        return
     dtype = _WIDE.get(param.dtype, param.dtype)
     spare = _scratch(param, 2 + sum(x.dtype != dtype for x in (param, grad, mu, nu)), dtype)
     for chunk in _chunks(param, grad, mu, nu, *(() if change is None else (change,))):

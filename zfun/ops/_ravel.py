@@ -7,6 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from zfun.ops import _compiled
+from zfun.ops._optimizers import is_abstract
+
+# Below this a copy costs less than its dispatch.
+_SMALL = 1 << 12
+
 # A chunk of this many elements stays in the cache while it is widened to float64.
 _CHUNK = 1 << 18
 
@@ -37,19 +43,41 @@ def ravel(
         >>> ravel([torch.ones(2), None, torch.ones(1)], [0, 2, 4], 6, dtype=torch.float32, device=torch.device("cpu"), scale=0.5)
         tensor([0.5000, 0.5000, 0.0000, 0.0000, 0.5000, 0.0000])
     """
-    out = torch.zeros(numel, dtype=dtype, device=device)
-    targets: list[Tensor] = []
+    out = torch.empty(numel, dtype=dtype, device=device)
     sources: list[Tensor] = []
+    lengths: list[int] = []  # of what is copied and of the gaps, by turns
+    end = 0
     for tensor, offset in zip(tensors, offsets, strict=True):
         if tensor is None or tensor.numel() == 0:
             continue
         source = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-        targets.append(out[offset : offset + source.numel()].view(source.shape))
         sources.append(source)
-    if sources:
-        torch._foreach_copy_(targets, sources)
-    if scale != 1.0:
-        out.mul_(scale)
+        lengths += [offset - end, source.numel()]
+        end = offset + source.numel()
+    # One call makes all the views; each by itself would cost more than to copy a small tensor.
+    pieces = out.split([*lengths, numel - end])
+    gaps = [gap for gap in pieces[::2] if gap.numel()]
+    targets = [piece.view(source.shape) for piece, source in zip(pieces[1::2], sources, strict=True)]
+    if len(gaps) > _SMALL // 64 and numel < _CHUNK:
+        out.zero_()
+    elif gaps:
+        torch._foreach_zero_(gaps)
+    large = [i for i, source in enumerate(sources) if source.numel() >= _SMALL]
+    small = [i for i, source in enumerate(sources) if source.numel() < _SMALL]
+    for i in large:
+        if sources[i].dtype == dtype and scale != 1.0:
+            torch.mul(sources[i], scale, out=targets[i])
+        else:
+            targets[i].copy_(sources[i])
+            if scale != 1.0:
+                targets[i].mul_(scale)
+    if small:
+        few = [targets[i] for i in small]
+        torch._foreach_copy_(few, [sources[i] for i in small])
+        if scale != 1.0 and large:
+            torch._foreach_mul_(few, scale)
+        elif scale != 1.0:
+            out.mul_(scale)
     return out
 
 
@@ -60,7 +88,7 @@ def unravel(buffer: Tensor, offset: int, shape: Sequence[int], dtype: torch.dtyp
         buffer: 1-D.
         offset: where the piece begins, in elements of the buffer.
         shape: shape of the result.
-        dtype: dtype of the result: that of the buffer, or the complex one over it.
+        dtype: whether the result is complex. Its precision is that of the buffer.
 
     Returns:
         A view of ``buffer``.
@@ -103,6 +131,8 @@ def squares_in_bins(x: Tensor) -> Tensor:
         >>> total_of_bins(torch.stack([squares_in_bins(torch.tensor([3.0])), squares_in_bins(torch.tensor([4.0]))]))
         tensor(25., dtype=torch.float64)
     """
+    if x.device.type == "cpu" and not is_abstract(x):
+        return _squares_on_cpu(x)
     high = torch.zeros(_EXPONENTS, dtype=torch.float64, device=x.device)
     low = torch.zeros_like(high)
     special = torch.zeros((), dtype=torch.float64, device=x.device)
@@ -122,14 +152,27 @@ def squares_in_bins(x: Tensor) -> Tensor:
     return torch.cat([_limbs(high.to(torch.int64), low.to(torch.int64)), special.view(1).view(torch.int64)])
 
 
+def _squares_on_cpu(x: Tensor) -> Tensor:
+    high = torch.zeros(2048, dtype=torch.int64)
+    low = torch.zeros_like(high)
+    special = torch.zeros(1, dtype=torch.float64)
+    for chunk in (x,) if _compiled.takes(x) else x.split(_CHUNK):
+        wide = chunk if _compiled.takes(chunk) else chunk.to(torch.promote_types(chunk.dtype, torch.float32)).contiguous()
+        whole = wide.numel() // _UNIT * _UNIT
+        _compiled.square_bins(wide[:whole], high, low, special)
+        if whole < wide.numel():
+            tail = torch.nn.functional.pad(wide[whole:], (0, _UNIT - wide.numel() + whole))
+            _compiled.square_bins(tail, high, low, special)
+    # A mantissa with exponent e of the format stands for mantissa * 2**(e - 1075); see _limbs.
+    pad = (-1022 - _LOWEST, _EXPONENTS - 2048 + 1022 + _LOWEST)
+    return torch.cat([_limbs(torch.nn.functional.pad(high, pad), torch.nn.functional.pad(low, pad)), special.view(torch.int64)])
+
+
 def _sum_units(chunk: Tensor) -> Tensor:
     """Add the squares of each 32 elements in float64; what becomes of a unit depends on nothing else."""
     tail = -chunk.numel() % _UNIT
-    wide = (torch.nn.functional.pad(chunk, (0, tail)) if tail else chunk).to(torch.float64, copy=True).square_()
-    units = wide.view(-1, _UNIT)
-    if units.device.type == "cpu":
-        return units.sum(1)
-    # Elsewhere the order within a sum may depend on how many there are.
+    units = (torch.nn.functional.pad(chunk, (0, tail)) if tail else chunk).to(torch.float64, copy=True).square_().view(-1, _UNIT)
+    # Not sum(1): on a device the order within such a sum may depend on how many there are.
     while units.shape[1] > 1:
         half = units.shape[1] // 2
         units = units[:, :half] + units[:, half:]

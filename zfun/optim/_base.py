@@ -11,6 +11,7 @@ from torch import Tensor
 
 from zfun import ops, tree
 from zfun.errors import LeafError, OptionError, SpecMismatch
+from zfun.flat import flats
 from zfun.placement import Placement
 from zfun.tree import Tree
 
@@ -170,18 +171,24 @@ def check_trainable(params: Tree) -> None:
     Raises:
         LeafError: a leaf is not a tensor, or holds integers or booleans.
     """
+    for flat in flats(params):
+        for slot in flat.layout.leaves:
+            _check_dtype(slot.path, slot.dtype)
     for path, leaf in zip(tree.paths(params), tree.leaves(params), strict=True):
         if not isinstance(leaf, Tensor):
             raise LeafError(
                 f"a trainable leaf is a floating or complex tensor; leaf {path!r} is {type(leaf).__name__}; keep it out of params",
                 leaf=path,
             )
-        if not (leaf.is_floating_point() or leaf.is_complex()):
-            raise LeafError(
-                f"a trainable leaf is a floating or complex tensor; leaf {path!r} has {leaf.dtype}; "
-                "keep it in a tree of its own with partition()",
-                leaf=path,
-            )
+        _check_dtype(path, leaf.dtype)
+
+
+def _check_dtype(path: str, dtype: torch.dtype) -> None:
+    if not (dtype.is_floating_point or dtype.is_complex):
+        raise LeafError(
+            f"a trainable leaf is a floating or complex tensor; leaf {path!r} has {dtype}; keep it in a tree of its own with partition()",
+            leaf=path,
+        )
 
 
 def aligned(params: Tree, **others: Tree) -> list[tuple[Tensor, ...]]:

@@ -1,0 +1,194 @@
+"""Kernels for the CPU, compiled when they are first used.
+
+[Note: compiled kernels]
+Each is the twin of a readable kernel with the same signature. They are plain loops over slices, without fast-math: LLVM turns them into
+vector instructions that round as the scalar ones do, so that the tail of a buffer computes what its body computes, and cutting a buffer
+changes no bits. They release the interpreter's lock, and large buffers are cut over as many threads as torch may use: a parallel region of
+Numba's own must not be entered from two threads of a process at once, and ranks may be threads. The machine code is cached on disk where
+there is a place for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["adam_step", "square_bins", "takes"]
+
+# Below this a second thread costs more than it saves.
+_MIN_PER_THREAD = 1 << 18
+
+_TYPES = {torch.float32: np.float32, torch.float64: np.float64}
+
+
+def takes(*tensors: Tensor) -> bool:
+    """Whether the compiled kernels apply: contiguous CPU tensors of one type, float32 or float64, with numbers in them."""
+    dtype = tensors[0].dtype
+    if dtype not in _TYPES:
+        return False
+    return all(type(t) is Tensor and t.device.type == "cpu" and t.dtype == dtype and t.is_contiguous() and not t.is_neg() for t in tensors)
+
+
+@functools.cache
+def _compiled(name: str) -> Callable[..., None]:
+    """Compile a kernel, and keep the machine code on disk where that is possible."""
+    import numba
+    from numba.core.errors import NumbaPerformanceWarning
+
+    source = globals()[name]
+    options = {"nogil": True, "error_model": "numpy"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NumbaPerformanceWarning)
+        try:
+            return numba.njit(cache=True, **options)(source)
+        except RuntimeError:  # neither the package's folder nor a cache folder of the user can be written
+            return numba.njit(**options)(source)
+
+
+@functools.cache
+def _pool(num_threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(num_threads, thread_name_prefix="zfun kernel")
+
+
+def _run(kernel: Callable[..., None], arrays: list[Any], constants: tuple[Any, ...]) -> None:
+    """Run a kernel over arrays of one length, cut over torch's number of threads."""
+    length = arrays[0].size
+    num_threads = min(torch.get_num_threads(), length // _MIN_PER_THREAD)
+    if num_threads < 2:
+        kernel(*arrays, *constants)
+        return
+    step = -(-length // num_threads // 64) * 64
+    parts = [[array[start : start + step] for array in arrays] for start in range(0, length, step)]
+    waiting = [_pool(num_threads).submit(kernel, *part, *constants) for part in parts[1:]]
+    kernel(*parts[0], *constants)
+    for future in waiting:
+        future.result()
+
+
+def adam_step(
+    param: Tensor,
+    grad: Tensor,
+    mu: Tensor,
+    nu: Tensor,
+    change: Tensor | None,
+    *,
+    b1: float,
+    b2: float,
+    step_size: float,
+    eps: float,
+    l2: float,
+    decay: float,
+) -> None:
+    """Take one step of Adam; the readable twin is :func:`zfun.ops.adam_step`."""
+    number = _TYPES[param.dtype]
+    arrays = [x.numpy() for x in (param.detach(), grad.detach(), mu.detach(), nu.detach())]
+    constants = tuple(number(c) for c in (b1, 1.0 - b1, b2, 1.0 - b2, -step_size, eps, l2, -decay))
+    if change is None:
+        _run(_compiled("_adam"), arrays, constants)
+    else:
+        _run(_compiled("_adam_change"), [*arrays, change.detach().numpy()], constants)
+
+
+def _adam(p: Any, g: Any, m: Any, v: Any, b1: Any, c1: Any, b2: Any, c2: Any, step: Any, eps: Any, l2: Any, decay: Any) -> None:
+    # The usual cases have loops of their own: what is tested inside a loop does not vectorise. Locals, because arrays might overlap.
+    if l2 == 0 and decay == 0:
+        for i in range(p.size):
+            x = g[i]
+            mean = m[i] * b1 + x * c1
+            square = v[i] * b2 + (x * x) * c2
+            m[i] = mean
+            v[i] = square
+            p[i] = p[i] + (mean / (np.sqrt(square) + eps)) * step
+    elif l2 == 0:
+        for i in range(p.size):
+            x = g[i]
+            mean = m[i] * b1 + x * c1
+            square = v[i] * b2 + (x * x) * c2
+            m[i] = mean
+            v[i] = square
+            old = p[i]
+            p[i] = old + ((mean / (np.sqrt(square) + eps)) * step + old * decay)
+    else:
+        for i in range(p.size):
+            old = p[i]
+            x = old * l2 + g[i]
+            mean = m[i] * b1 + x * c1
+            square = v[i] * b2 + (x * x) * c2
+            m[i] = mean
+            v[i] = square
+            u = (mean / (np.sqrt(square) + eps)) * step
+            if decay != 0:
+                u += old * decay
+            p[i] = old + u
+
+
+def _adam_change(
+    p: Any, g: Any, m: Any, v: Any, change: Any, b1: Any, c1: Any, b2: Any, c2: Any, step: Any, eps: Any, l2: Any, decay: Any
+) -> None:
+    for i in range(p.size):
+        x = g[i]
+        if l2 != 0:
+            x += p[i] * l2
+        mean = m[i] * b1 + x * c1
+        square = v[i] * b2 + (x * x) * c2
+        m[i] = mean
+        v[i] = square
+        u = (mean / (np.sqrt(square) + eps)) * step
+        if decay != 0:
+            u += p[i] * decay
+        change[i] = u
+
+
+def square_bins(x: Tensor, high: Tensor, low: Tensor, special: Tensor) -> None:
+    """Add the squares of each 32 elements, split in two by exponent, to integers.
+
+    Args:
+        x: 1-D, of a length that 32 divides.
+        high: int64 ``[2048]``; entry e gets the upper 27 bits of the mantissas with exponent e.
+        low: int64 ``[2048]``; the lower 26 bits.
+        special: float64 ``[1]``; gets the sums that are not finite.
+    """
+    _compiled("_square_bins")(x.detach().numpy(), high.numpy(), low.numpy(), special.numpy())
+
+
+def _square_bins(x: Any, high: Any, low: Any, special: Any) -> None:
+    scratch = np.empty(128, np.float64)
+    bits = scratch.view(np.int64)
+    for block in range(0, x.size, 4096):
+        # First the sums, which vectorise, then the integers, which do not.
+        count = min(np.int64(4096), x.size - block) // 32
+        for unit in range(count):
+            i = block + 32 * unit
+            s0 = s1 = s2 = s3 = s4 = s5 = s6 = s7 = 0.0
+            for j in range(i, i + 32, 8):
+                a0, a1, a2, a3 = np.float64(x[j]), np.float64(x[j + 1]), np.float64(x[j + 2]), np.float64(x[j + 3])
+                a4, a5, a6, a7 = np.float64(x[j + 4]), np.float64(x[j + 5]), np.float64(x[j + 6]), np.float64(x[j + 7])
+                s0 += a0 * a0
+                s1 += a1 * a1
+                s2 += a2 * a2
+                s3 += a3 * a3
+                s4 += a4 * a4
+                s5 += a5 * a5
+                s6 += a6 * a6
+                s7 += a7 * a7
+            scratch[unit] = ((s0 + s4) + (s2 + s6)) + ((s1 + s5) + (s3 + s7))
+        for unit in range(count):
+            word = bits[unit]
+            exponent = word >> 52
+            if exponent == 2047 or word < 0:
+                special[0] += scratch[unit]
+                continue
+            mantissa = word & ((1 << 52) - 1)
+            if exponent:
+                mantissa |= 1 << 52
+            else:
+                exponent = 1
+            high[exponent] += mantissa >> 26
+            low[exponent] += mantissa & ((1 << 26) - 1)
