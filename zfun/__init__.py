@@ -40,17 +40,19 @@ from zfun.errors import (
 from zfun.flat import Flat, global_norm
 from zfun.layout import Layout, layout_of
 from zfun.placement import P, Placement, R, S
-from zfun.recipes import StepInfo, Zero, ZeroState, zero
+from zfun.recipes import Precision, StepInfo, Zero, ZeroState, zero
 from zfun.transforms import (
     WeightedMean,
     accumulate,
     apply,
+    cast,
     data_parallel,
     describe,
     gather,
     offload,
     redistribute,
     replicate,
+    scale_loss,
     shard,
     shard_grads,
     shard_optimizer,
@@ -79,6 +81,7 @@ __all__ = [
     "Pending",
     "Placement",
     "PlacementError",
+    "Precision",
     "R",
     "S",
     "SpecMismatch",
@@ -94,6 +97,7 @@ __all__ = [
     "all_to_all",
     "apply",
     "broadcast",
+    "cast",
     "combine",
     "data_parallel",
     "describe",
@@ -109,6 +113,7 @@ __all__ = [
     "redistribute",
     "reduce_scatter",
     "replicate",
+    "scale_loss",
     "shard",
     "shard_grads",
     "shard_optimizer",

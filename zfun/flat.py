@@ -5,12 +5,15 @@
 and ``P`` a buffer has the bucket's padded length, under ``S`` the ``size``-th part of it: rank r holds elements ``[r * n, (r + 1) * n)``.
 So an element-wise function written for trees runs on it as it stands, a few long vectors instead of many short ones, and never sees
 padding that is not zero: ``0`` in, ``0`` out is what element-wise optimizers do to a parameter whose gradient is always zero.
+
+The layout's dtypes are those of the parameters. Buffers over it may have others (gradients and moments of half parameters are float32), and
+views of them have the buffers'.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -79,7 +82,7 @@ class Flat:
         Flat(S, rank 1 of 2: 1 leaf, 4 elements in 1 bucket; here 32 of 64 padded elements)
     """
 
-    __slots__ = ("_buffers", "group", "layout", "life", "placement", "tape")
+    __slots__ = ("_buffers", "compute_dtype", "group", "layout", "life", "placement", "tape")
 
     def __init__(self, buffers: Iterable[Any], placement: Placement, layout: Layout, group: Group) -> None:
         self._buffers = tuple(buffers)
@@ -87,7 +90,9 @@ class Flat:
         self.layout = layout
         self.group = group
         self.life = Life()
+        # What a transform tells those inside it about this very value: where gradients go, and the dtype to compute in.
         self.tape: Any = None
+        self.compute_dtype: torch.dtype | None = None
 
     @property
     def buffers(self) -> tuple[Any, ...]:
@@ -157,7 +162,15 @@ def check_same_layout(first: Flat, second: Flat, what: str) -> None:
         )
 
 
-def ravel(params: tree.Tree, layout: Layout, group: Group, placement: Placement = R, *, scale: float = 1.0) -> Flat:
+def ravel(
+    params: tree.Tree,
+    layout: Layout,
+    group: Group,
+    placement: Placement = R,
+    *,
+    scale: float = 1.0,
+    dtypes: Sequence[torch.dtype] | None = None,
+) -> Flat:
     """Copy a tree into new flat buffers; the inverse of :func:`unravel`.
 
     Args:
@@ -166,6 +179,7 @@ def ravel(params: tree.Tree, layout: Layout, group: Group, placement: Placement 
         group: the ranks that share it.
         placement: what the leaves are: ``R`` or ``P``.
         scale: factor applied to every element.
+        dtypes: dtypes of the buffers, to which leaves of any are cast; by default those of the layout, which the leaves must have.
 
     Returns:
         A flat that shares no memory with ``params``.
@@ -179,18 +193,20 @@ def ravel(params: tree.Tree, layout: Layout, group: Group, placement: Placement 
         >>> zf.simulate(1, lambda group: unravel(ravel(w, zf.layout_of(w), group)))
         [{'w': tensor([1., 1.])}]
     """
-    return Flat(ravel_buckets(params, layout, scale=scale), placement, layout, group)
+    return Flat(ravel_buckets(params, layout, scale=scale, dtypes=dtypes), placement, layout, group)
 
 
-def ravel_buckets(params: tree.Tree, layout: Layout, *, scale: float = 1.0) -> Iterator[Tensor]:
+def ravel_buckets(
+    params: tree.Tree, layout: Layout, *, scale: float = 1.0, dtypes: Sequence[torch.dtype] | None = None
+) -> Iterator[Tensor]:
     """Copy a tree into new flat buffers, one after the other; see :func:`ravel`."""
-    values = [leaf.detach() for leaf in unique_leaves(params, layout)]
-    for bucket in layout.buckets:
+    values = [leaf.detach() for leaf in unique_leaves(params, layout, any_dtype=dtypes is not None)]
+    for bucket, dtype in zip(layout.buckets, dtypes or [bucket.dtype for bucket in layout.buckets], strict=True):
         yield ops.ravel(
             [values[i] for i in bucket.leaves],
             [layout.leaves[i].offset for i in bucket.leaves],
             bucket.padded_numel,
-            dtype=bucket.dtype,
+            dtype=dtype,
             device=layout.device,
             scale=scale,
         )
@@ -234,9 +250,9 @@ def local_shards(flat: Flat) -> tuple[Tensor, ...]:
 def global_norm(value: tree.Tree) -> Tensor:
     """Return the L2 norm of a whole tree over all ranks, never a local part of it.
 
-    Padding is never counted, a replicated or a tied element once. Every rank sums the squares of its own pieces, and the sums are exact integers,
-    so that the result has the same bits whether the value is replicated, sharded or a plain tree, and whatever the sizes of buckets and
-    group.
+    Padding is never counted, a replicated or a tied element once. Every rank sums the squares of its own pieces, and the sums are exact
+    integers, so that the result has the same bits whether the value is replicated, sharded or a plain tree, and whatever the sizes of
+    buckets and group.
 
     Args:
         value: a tree of tensors, or of flats with placement ``R`` or ``S``.

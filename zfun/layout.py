@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -101,6 +102,22 @@ class Layout:
     def shard_numel(self, bucket: int) -> int:
         """Return how many elements of a bucket each rank holds."""
         return self.buckets[bucket].padded_numel // self.size
+
+    def select(self, buckets: Sequence[int]) -> Layout:
+        """Return the layout of what lies in some of the buckets; the tree has holes (``None``) for the rest.
+
+        Args:
+            buckets: their indices, ascending.
+
+        Returns:
+            A layout in which those buckets lie as they do here; this one if it is all of them.
+
+        Example:
+            >>> layout = layout_of({"w": torch.zeros(3), "scale": torch.zeros(1, dtype=torch.float64)})
+            >>> layout.select([1]).paths
+            ('scale',)
+        """
+        return self if len(buckets) == len(self.buckets) else _select(self, tuple(buckets))
 
     def label(self, bucket: int) -> str:
         """Name a bucket by its leaves, for messages.
@@ -202,6 +219,18 @@ def _layout(
     return Layout(tuple(slots), buckets, size, spec, positions, paths, device)
 
 
+@functools.lru_cache(maxsize=64)
+def _select(layout: Layout, buckets: tuple[int, ...]) -> Layout:
+    kept = [i for i, slot in enumerate(layout.leaves) if slot.bucket in buckets]
+    place = {old: new for new, old in enumerate(kept)}
+    slots = tuple(dataclasses.replace(layout.leaves[i], bucket=buckets.index(layout.leaves[i].bucket)) for i in kept)
+    chosen = tuple(dataclasses.replace(layout.buckets[b], leaves=tuple(place[leaf] for leaf in layout.buckets[b].leaves)) for b in buckets)
+    spec = tree.structure(tree.unflatten(layout.spec, [True if position in place else None for position in layout.positions]))
+    positions = tuple(place[position] for position in layout.positions if position in place)
+    paths = tuple(path for path, position in zip(layout.paths, layout.positions, strict=True) if position in place)
+    return Layout(slots, chosen, layout.size, spec, positions, paths, layout.device)
+
+
 def _block_of(path: str) -> tuple[str, ...]:
     """The path up to its first number: ``h.3.attn.w`` lies in block ``h.3``."""
     parts = path.split(".")
@@ -268,12 +297,13 @@ def _overlap(views: Sequence[Tensor]) -> bool:
     return bool((counts > 1).any())
 
 
-def unique_leaves(params: tree.Tree, layout: Layout) -> list[Tensor]:
+def unique_leaves(params: tree.Tree, layout: Layout, *, any_dtype: bool = False) -> list[Tensor]:
     """Return one tensor for each slot of a layout.
 
     Args:
         params: a tree that fits the layout.
         layout: the layout.
+        any_dtype: take leaves of other dtypes than those laid out: gradients and states may be wider than parameters.
 
     Returns:
         The tensors in the order of ``layout.leaves``.
@@ -300,7 +330,7 @@ def unique_leaves(params: tree.Tree, layout: Layout) -> list[Tensor]:
         slot = layout.leaves[position]
         first = chosen[position]
         if first is None:
-            if tuple(leaf.shape) != slot.shape or leaf.dtype != slot.dtype:
+            if tuple(leaf.shape) != slot.shape or not (any_dtype or leaf.dtype == slot.dtype):
                 raise SpecMismatch(
                     f"a leaf must keep its shape and dtype; leaf {path!r} was laid out as {slot.dtype} {slot.shape} and is now "
                     f"{leaf.dtype} {tuple(leaf.shape)}; lay the new tree out with shard() or replicate()",

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from zfun import tree
+from zfun import ops, tree
 from zfun.collectives import Group
 from zfun.errors import NonFiniteError, OptionError, checked_options
 from zfun.flat import Flat, call_site, consume, flats, global_norm, local_shards, unravel
 from zfun.layout import DEFAULT_BUCKET_BYTES
-from zfun.optim import Optimizer, as_optimizer, probe
+from zfun.optim import LossScale, LossScaleState, Optimizer, as_optimizer, dynamic_loss_scale, probe, static_loss_scale, with_master
 from zfun.placement import R, S
 from zfun.stores import Store
 from zfun.transforms import (
     WeightedMean,
     accumulate,
     apply,
+    cast,
     data_parallel,
     offload_grads,
     offload_loss,
@@ -27,6 +29,7 @@ from zfun.transforms import (
     offload_params,
     redistribute,
     replicate,
+    scale_loss,
     shard,
     shard_grads,
     shard_optimizer,
@@ -36,7 +39,30 @@ from zfun.transforms import (
 )
 from zfun.typing import Gradient, Loss
 
-__all__ = ["StepInfo", "Zero", "ZeroState", "zero"]
+__all__ = ["Precision", "StepInfo", "Zero", "ZeroState", "zero"]
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Which dtypes a training run uses for what; ``None`` leaves each as it comes.
+
+    Attributes:
+        param: of the parameters that are kept, and of frozen leaves; complex and integer ones stay as they are.
+        compute: in which the loss sees them, and in which they are gathered.
+        reduce: of the gradients: sent, summed over the ranks, accumulated. By default float32 for half parameters, else theirs.
+        master: of master weights beside narrower parameters; the optimizer's state is made of them.
+        loss_scale: a rule that goes on from step to step, or one number; ``None`` for none.
+
+    Example:
+        >>> Precision(compute=torch.bfloat16).master is None
+        True
+    """
+
+    param: torch.dtype | None = None
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    master: torch.dtype | None = None
+    loss_scale: LossScale | float | None = None
 
 
 class ZeroState(NamedTuple):
@@ -48,6 +74,7 @@ class ZeroState(NamedTuple):
         opt_state: the optimizer's state.
         step: steps taken, skipped ones included.
         num_skipped: steps skipped in a row just now.
+        loss_scale: the state of the loss scale; ``None`` where there is none.
     """
 
     params: Flat
@@ -55,6 +82,7 @@ class ZeroState(NamedTuple):
     opt_state: Any
     step: int
     num_skipped: int
+    loss_scale: LossScaleState | None = None
 
 
 class StepInfo(NamedTuple):
@@ -66,6 +94,7 @@ class StepInfo(NamedTuple):
         skipped: whether gradients were not finite, and the step was not taken.
         bad_leaf: the first leaf with such a gradient, where a step was skipped.
         aux: what the loss returned beside the scalar, from this rank's batch.
+        loss_scale: what the loss was multiplied with in backward; 1 where there is no loss scale.
     """
 
     loss: Tensor
@@ -73,6 +102,7 @@ class StepInfo(NamedTuple):
     skipped: bool
     bad_leaf: str | None
     aux: Any
+    loss_scale: float = 1.0
 
 
 class Zero(NamedTuple):
@@ -96,6 +126,7 @@ def zero(
     optimizer: Any,
     group: Group,
     *,
+    precision: torch.dtype | Precision | None = None,
     num_micro_batches: int = 1,
     trainable: Callable[[str, Any], bool] | None = None,
     offload_optimizer: Store | None = None,
@@ -117,13 +148,16 @@ def zero(
     3     ZeRO-3                  ``S``     ``S``              ``S``
     ===== ======================= ========= ================== =================
 
-    Gradients that are not finite skip the step on all ranks together, and leave the state as it was.
+    Gradients that are not finite skip the step on all ranks together, and leave parameters and optimizer state as they were.
 
     Args:
         stage: 0, 1, 2 or 3.
         loss_fn: ``(params, batch) -> scalar``, ``(scalar, aux)`` or :func:`zfun.weighted_mean`.
         optimizer: an element-wise optimizer, or an ``(init, update)`` pair.
         group: the ranks; each gives its own batch to ``step``.
+        precision: ``torch.bfloat16`` keeps, computes and gathers parameters in it, and reduces, accumulates and updates in float32, with
+            float32 master weights and moments; ``torch.float16`` does the same with a dynamic loss scale; a :class:`zfun.Precision` says
+            each by itself. By default everything has the dtypes of the parameters.
         num_micro_batches: how many micro-batches a batch is split in.
         trainable: which leaves are trained, by path and leaf; by default all. No gradient or optimizer state is made for the others.
         offload_optimizer: a store for the optimizer's state.
@@ -153,19 +187,25 @@ def zero(
 
     After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020).
     """
-    _check_options(stage, init, max_skipped, offload_params)
-    rule = _optimizer_of(stage, optimizer, group, bucket_bytes, offload_optimizer)
+    _check_options(
+        stage, init, {"num_micro_batches": num_micro_batches, "bucket_bytes": bucket_bytes, "max_skipped": max_skipped}, offload_params
+    )
+    policy = _policy(precision)
+    scaler = policy.loss_scale if isinstance(policy.loss_scale, LossScale) else None
+    rule = _optimizer_of(stage, optimizer, group, bucket_bytes, offload_optimizer, policy.master)
     place = shard if stage == 3 else replicate
     composed: list[tuple[Flat | None, Gradient]] = []
 
-    def gradient_of(frozen: Flat | None) -> Gradient:
+    def gradient_of(frozen: Flat | None, scale: float) -> Gradient:
         # Composed once, not at every step: what the transforms learn of the order of use is kept in them.
         if not composed or composed[0][0] is not frozen:
-            loss = _whole_loss(stage, loss_fn, group, frozen, offload_params)
-            composed[:] = [(frozen, _gradient(stage, loss, group, num_micro_batches, bucket_bytes, offload_grads))]
-        return composed[0][1]
+            loss = _whole_loss(stage, loss_fn if policy.compute is None else cast(loss_fn, policy.compute), group, frozen, offload_params)
+            composed[:] = [(frozen, _gradient(stage, loss, group, policy.reduce, bucket_bytes, offload_grads))]
+        vg = composed[0][1] if scale == 1.0 else scale_loss(composed[0][1], scale)
+        return vg if num_micro_batches == 1 else accumulate(vg, num_micro_batches)
 
     def start(params: tree.Tree) -> ZeroState:
+        params = params if policy.param is None else _rounded(params, policy.param)
         chosen, rest = (params, None) if trainable is None else tree.partition(params, trainable)
         trained = place(chosen, group, bucket_bytes=bucket_bytes, init=init)
         frozen = None if rest is None or not tree.leaves(rest) else place(rest, group, bucket_bytes=bucket_bytes, init=init)
@@ -173,13 +213,16 @@ def zero(
         if offload_params is not None:
             trained = _offload_params(trained, offload_params)
             frozen = None if frozen is None else _offload_params(frozen, offload_params)
-        return ZeroState(trained, frozen, state, 0, 0)
+        return ZeroState(trained, frozen, state, 0, 0, None if scaler is None else scaler.init())
 
     def step(state: ZeroState, batch: Any) -> tuple[ZeroState, StepInfo]:
-        value, grads = gradient_of(state.frozen)(state.params, batch)
+        scale = 1.0 if state.loss_scale is None else float(state.loss_scale.scale)
+        value, grads = gradient_of(state.frozen, scale)(state.params, batch)
         loss, aux = value if type(value) is tuple else (value, None)
         loss = loss.mean if isinstance(loss, WeightedMean) else loss
         grads = redistribute(grads, R if stage == 0 else S, group, name="grads", donate=True)
+        # By the scale that backward used, and after the sum: what float16 can send scaled may be too small for it unscaled.
+        grads = grads if scale == 1.0 else _unscaled(grads, scale)
         norm = global_norm(grads)
         skipped = not bool(torch.isfinite(norm))
         params, opt_state = state.params, state.opt_state
@@ -199,8 +242,9 @@ def zero(
             params, opt_state = apply(rule, grads, opt_state, params, donate=donate)
         if donate:
             params, opt_state = _handed_over(state, params, opt_state, f"step {state.step} at {call_site()}")
-        new = ZeroState(params, state.frozen, opt_state, state.step + 1, state.num_skipped + 1 if skipped else 0)
-        return new, StepInfo(loss, norm, skipped, bad_leaf, aux)
+        after = None if scaler is None or state.loss_scale is None else scaler.update(state.loss_scale, not skipped)
+        new = ZeroState(params, state.frozen, opt_state, state.step + 1, state.num_skipped + 1 if skipped else 0, after)
+        return new, StepInfo(loss, norm, skipped, bad_leaf, aux, scale)
 
     def whole(state: ZeroState) -> tree.Tree:
         params = unshard(state.params)
@@ -213,21 +257,67 @@ def zero(
 _offload_optimizer, _offload_params, _offload_loss, _offload_grads = offload_optimizer, offload_params, offload_loss, offload_grads
 
 
-def _check_options(stage: int, init: str, max_skipped: int, offload_params: Store | None) -> None:
+def _check_options(stage: int, init: str, counts: dict[str, int], offload_params: Store | None) -> None:
     if type(stage) is not int or stage not in (0, 1, 2, 3):
         raise OptionError(f"stage must be 0, 1, 2 or 3; got {stage!r}")
     if offload_params is not None and stage < 3:
         raise OptionError(
             f"offload_params keeps shards, which only stage 3 has; got stage {stage}; use stage=3, or leave offload_params out"
         )
-    if max_skipped < 1:
-        raise OptionError(f"max_skipped must be at least 1; got {max_skipped}")
+    for name, value in counts.items():
+        if value < 1:
+            raise OptionError(f"{name} must be at least 1; got {value}")
     if init not in ("check", "broadcast"):
         raise OptionError(f"init must be 'check' or 'broadcast'; got {init!r}")
 
 
-def _optimizer_of(stage: int, optimizer: Any, group: Group, bucket_bytes: int, store: Store | None) -> Optimizer:
-    rule = as_optimizer(optimizer)
+def _policy(precision: torch.dtype | Precision | None) -> Precision:
+    match precision:
+        case None:
+            return Precision()
+        case Precision():
+            for name in ("param", "compute", "reduce", "master"):
+                dtype = getattr(precision, name)
+                if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                    raise OptionError(f"Precision.{name} is a floating dtype or None; got {dtype!r}")
+            scale = precision.loss_scale
+            rule = scale if scale is None or isinstance(scale, LossScale) else static_loss_scale(scale)
+            return replace(precision, loss_scale=rule)
+        case torch.bfloat16:
+            return Precision(torch.bfloat16, torch.bfloat16, torch.float32, torch.float32)
+        case torch.float16:
+            return Precision(torch.float16, torch.float16, torch.float32, torch.float32, dynamic_loss_scale())
+    raise OptionError(
+        f"precision is torch.bfloat16, torch.float16, a zf.Precision or None; got {precision!r}; say each dtype by itself with "
+        "zf.Precision(...)"
+    )
+
+
+def _rounded(params: tree.Tree, dtype: torch.dtype) -> tree.Tree:
+    """Cast the floating leaves of a tree; tied ones stay tied."""
+    made: dict[object, Tensor] = {}
+
+    def one(leaf: Any) -> Any:
+        # What cannot be laid out is refused where the ranks compare their trees.
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.layout is not torch.strided:
+            return leaf
+        key = (leaf.untyped_storage()._cdata, leaf.storage_offset(), leaf.shape, leaf.stride(), leaf.dtype) if leaf.numel() else id(leaf)
+        if key not in made:
+            made[key] = leaf.detach().to(dtype)
+        return made[key]
+
+    return tree.map(one, unshard(params) if isinstance(params, Flat) else params)
+
+
+def _unscaled(grads: Flat, scale: float) -> Flat:
+    factor = 1.0 / scale
+    return grads.with_buffers(buffer.to(ops.wide(buffer.dtype)).mul_(factor) for buffer in grads.buffers)
+
+
+def _optimizer_of(
+    stage: int, optimizer: Any, group: Group, bucket_bytes: int, store: Store | None, master: torch.dtype | None
+) -> Optimizer:
+    rule = as_optimizer(optimizer) if master is None else with_master(as_optimizer(optimizer), master)
     probe(rule)
     if stage >= 1:
         rule = shard_optimizer(rule, group, bucket_bytes=bucket_bytes)
@@ -245,13 +335,11 @@ def _whole_loss(stage: int, loss_fn: Loss, group: Group, frozen: Flat | None, st
     return lambda params, batch: loss_fn(tree.combine(params, rest), batch)
 
 
-def _gradient(stage: int, loss: Loss, group: Group, num_micro_batches: int, bucket_bytes: int, store: Store | None) -> Gradient:
-    vg: Gradient = data_parallel(value_and_grad(loss), group, bucket_bytes=bucket_bytes)
+def _gradient(stage: int, loss: Loss, group: Group, reduce_dtype: torch.dtype | None, bucket_bytes: int, store: Store | None) -> Gradient:
+    vg: Gradient = data_parallel(value_and_grad(loss), group, reduce_dtype=reduce_dtype, bucket_bytes=bucket_bytes)
     if stage >= 2:
         vg = shard_grads(vg, group)
-    if store is not None:
-        vg = _offload_grads(vg, store)
-    return vg if num_micro_batches == 1 else accumulate(vg, num_micro_batches)
+    return vg if store is None else _offload_grads(vg, store)
 
 
 def _handed_over(state: ZeroState, params: Flat, opt_state: Any, consumed_by: str) -> tuple[Flat, Any]:

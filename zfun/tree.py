@@ -25,6 +25,7 @@ __all__ = [
     "paths",
     "register",
     "structure",
+    "subtrees",
     "unflatten",
 ]
 
@@ -98,6 +99,22 @@ def leaves_like(spec: Spec, tree: Tree) -> list[Any] | None:
         return None
     # With as many leaves on both sides, what is not a leaf in one place is missing in another.
     return found if all(structure(leaf).num_nodes == 1 and structure(leaf).num_leaves == 1 for leaf in found) else None
+
+
+def subtrees(spec: Spec, tree: Tree) -> list[Any] | None:
+    """Return what a tree has in the places of a structure's leaves: leaves, nodes, or ``None`` for a hole.
+
+    Returns:
+        One part for each leaf of the structure; ``None`` where the tree has another structure.
+
+    Example:
+        >>> subtrees(structure({"a": 0, "b": 0}), {"a": None, "b": (1, 2)})
+        [None, (1, 2)]
+    """
+    try:
+        return spec.flatten_up_to(tree)
+    except (TypeError, ValueError):
+        return None
 
 
 def map(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: _IsLeaf = None) -> Tree:

@@ -35,7 +35,6 @@ class Lane(enum.IntEnum):
     PARAMS = 0
     GRADS = 1
     CONTROL = 2
-    FROZEN = 3
 
 
 @dataclass(frozen=True, slots=True)

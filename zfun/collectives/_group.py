@@ -66,6 +66,33 @@ class Group(Protocol):
         """Return when every rank has come here."""
         self.all_gather(torch.zeros(1, dtype=torch.uint8), "barrier")
 
+    def buffer(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+        """Return an uninitialised 1-D tensor that this group sends best: over shared memory, where the others read it, with no copy.
+
+        It lives as long as any view of it, whatever becomes of the group. As an input it may be read after ``wait``, until every rank has
+        waited for the call: call :meth:`await_readers` before writing to it again, or take a new one.
+
+        Args:
+            numel: its length.
+            dtype: its dtype.
+            device: where it lives.
+
+        Returns:
+            The tensor.
+        """
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def await_readers(self, x: Tensor) -> None:
+        """Return when no other rank reads a tensor of :meth:`buffer` any more: when all have waited for the calls that sent it.
+
+        Args:
+            x: a buffer, or a view of it. For any other tensor there is nothing to wait for.
+
+        Raises:
+            PeerLost: another rank raised, died or did not wait in time.
+        """
+        return
+
     def close(self) -> None:
         """Release connections and threads. A closed group starts nothing more."""
         return

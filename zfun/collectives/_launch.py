@@ -33,11 +33,13 @@ def spawn(
     *args: Any,
     timeout_s: float = 120.0,
     collective_timeout_s: float | None = None,
+    shared_memory: bool | None = None,
 ) -> list[_Result]:
     """Call ``fn(group, *args)`` on n ranks, which are processes of this machine, and return what they return.
 
-    The twin of :func:`simulate` with real processes over gloo on the loopback interface, one thread each. ``fn``, ``args`` and results
-    travel by pickle, so ``fn`` must be importable by its name. :class:`Workers` runs several functions on the same processes.
+    The twin of :func:`simulate` with real processes, one thread each, through shared memory or over gloo on the loopback interface.
+    ``fn``, ``args`` and results travel by pickle, so ``fn`` must be importable by its name. :class:`Workers` runs several functions on the
+    same processes.
 
     Args:
         n: the number of ranks.
@@ -45,6 +47,7 @@ def spawn(
         args: passed to ``fn`` after the group.
         timeout_s: how long the run may take, in seconds; then every process is killed.
         collective_timeout_s: how long one collective may take; by default as long as the run.
+        shared_memory: whether the ranks exchange data through shared memory; see :func:`process_group`.
 
     Returns:
         The results in rank order.
@@ -53,7 +56,7 @@ def spawn(
         PeerLost: a rank died or did not finish in time.
         Exception: what ``fn`` raised on the lowest rank that failed by itself, with that rank's traceback as a note.
     """
-    with Workers(n, timeout_s=timeout_s, collective_timeout_s=collective_timeout_s) as workers:
+    with Workers(n, timeout_s=timeout_s, collective_timeout_s=collective_timeout_s, shared_memory=shared_memory) as workers:
         return workers.run(fn, *args)
 
 
@@ -73,18 +76,28 @@ class Workers:
         timeout_s: how long one run may take, in seconds, the start of the processes not counted.
         collective_timeout_s: how long one collective may take; by default as long as the run.
         grace_s: how long the other ranks may take to end after one has failed; then they are killed.
+        shared_memory: whether the ranks exchange data through shared memory; see :func:`process_group`.
 
     Example:
         ``with Workers(2) as workers: results = workers.run(train, 10)``
     """
 
-    def __init__(self, n: int, *, timeout_s: float = 120.0, collective_timeout_s: float | None = None, grace_s: float = 5.0) -> None:
+    def __init__(
+        self,
+        n: int,
+        *,
+        timeout_s: float = 120.0,
+        collective_timeout_s: float | None = None,
+        grace_s: float = 5.0,
+        shared_memory: bool | None = None,
+    ) -> None:
         if n < 1:
             raise OptionError(f"a run needs at least one rank; got {n}")
         self._n = n
         self._timeout_s = timeout_s
         self._collective_timeout_s = timeout_s if collective_timeout_s is None else collective_timeout_s
         self._grace_s = grace_s
+        self._shared_memory = shared_memory
         self._store: dist.Store | None = None
         self._processes: list[SpawnProcess] = []
         self._connections: list[Connection] = []
@@ -146,7 +159,10 @@ class Workers:
         for rank in range(self._n):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, self._n, store.port, theirs, self._collective_timeout_s), name=f"rank {rank}", daemon=True
+                target=_serve,
+                args=(rank, self._n, store.port, theirs, self._collective_timeout_s, self._shared_memory),
+                name=f"rank {rank}",
+                daemon=True,
             )
             process.start()
             theirs.close()
@@ -214,7 +230,7 @@ def _pickled_job(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
         raise OptionError(f"processes import the function by its name and receive its arguments by pickle; {name}: {error}") from error
 
 
-def _serve(rank: int, size: int, port: int, connection: Connection, collective_timeout_s: float) -> None:
+def _serve(rank: int, size: int, port: int, connection: Connection, collective_timeout_s: float, shared_memory: bool | None) -> None:
     """The main program of a rank: run what comes through the connection, until it closes or a run fails."""
     local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -229,7 +245,7 @@ def _serve(rank: int, size: int, port: int, connection: Connection, collective_t
         except (EOFError, OSError):
             break
         try:
-            group = group or process_group(timeout_s=collective_timeout_s)
+            group = group or process_group(timeout_s=collective_timeout_s, shared_memory=shared_memory)
             fn, args, kwargs = pickle.loads(job) if job else (_ready, (), {})
             answer = pickle.dumps(("result", fn(group, *args, **kwargs)))
         except BaseException as error:  # noqa: BLE001, a rank's error of any kind belongs to the caller of run

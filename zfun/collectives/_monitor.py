@@ -28,7 +28,7 @@ from torch.distributed import Store
 from zfun.collectives._calls import Lane
 from zfun.errors import CollectiveMismatch, PeerLost, ZfunError
 
-__all__ = ["Monitor", "Status", "Verdict", "diagnose"]
+__all__ = ["Monitor", "Status", "Verdict", "diagnose", "different"]
 
 _KEPT_CALLS = 32
 _POST_MORTEM_S = 2.0
@@ -93,12 +93,7 @@ def diagnose(rank: int, own: Status, peers: Mapping[int, Status], *, certain: bo
         for peer, status in sorted(peers.items()):
             other = status.call(lane, index)
             if text is not None and other is not None and text != other:
-                (low, low_text), (high, high_text) = sorted([(rank, text), (peer, other)])
-                return Verdict(
-                    f"all ranks must start the same collectives in the same order; at collective {index} of its lane "
-                    f"rank {low} started {low_text}, and rank {high} started {high_text}",
-                    mismatch=True,
-                )
+                return different(index, (rank, text), (peer, other))
             if status.has_started(lane, index):
                 continue
             if status.left:
@@ -114,6 +109,21 @@ def diagnose(rank: int, own: Status, peers: Mapping[int, Status], *, certain: bo
                     mismatch=True,
                 )
     return None
+
+
+def different(index: int, *sides: tuple[int, str]) -> Verdict:
+    """Return the verdict on two ranks that have started different collectives.
+
+    Args:
+        index: the number of the collective in its lane.
+        sides: for both ranks, the rank and what it has started.
+    """
+    (low, low_text), (high, high_text) = sorted(sides)
+    return Verdict(
+        f"all ranks must start the same collectives in the same order; at collective {index} of its lane "
+        f"rank {low} started {low_text}, and rank {high} started {high_text}",
+        mismatch=True,
+    )
 
 
 class Monitor:
@@ -178,6 +188,14 @@ class Monitor:
             self._store_silent = True
         if self._verdict is None:
             self._verdict = self._post_mortem(peer, reason, collective)
+        error = self._verdict.error(self._rank, collective)
+        self.publish_error(error)
+        return error
+
+    def conclude(self, verdict: Verdict, collective: str) -> ZfunError:
+        """Turn what a wait itself has found out into its error, and tell the others."""
+        if self._verdict is None:
+            self._verdict = verdict
         error = self._verdict.error(self._rank, collective)
         self.publish_error(error)
         return error

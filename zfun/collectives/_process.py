@@ -38,8 +38,9 @@ from zfun.collectives._calls import (
 from zfun.collectives._checked import checked
 from zfun.collectives._exchange import Buffers, Started, start_exchange
 from zfun.collectives._group import Group
-from zfun.collectives._monitor import Monitor
+from zfun.collectives._monitor import Monitor, different
 from zfun.collectives._pending import Pending
+from zfun.collectives._shared import Disagreement, SharedMemory, TransportError, meet
 from zfun.collectives._single import single_group
 from zfun.errors import OptionError, PeerLost, ZfunError, checked_options
 
@@ -62,6 +63,7 @@ def process_group(
     *,
     axis: str | None = None,
     timeout_s: float = 120.0,
+    shared_memory: bool | None = None,
     debug: bool = False,
 ) -> Group:
     """Return the ranks of a launcher such as torchrun as a group; without a launcher, a group of one rank.
@@ -70,21 +72,26 @@ def process_group(
     failed if it could still publish it. Used as a context manager, or closed by :meth:`Group.close` or at exit, the group releases its
     connections.
 
-    Over gloo and mpi every collective is a direct exchange whose sums are taken in rank order, bitwise those of ``simulate``. Over nccl the
-    collectives are native, one communicator per lane, and sums are in nccl's order.
+    Over gloo and mpi every collective is a direct exchange whose sums are taken in rank order, bitwise those of ``simulate``. Gloo's ranks
+    of one host read each other's memory instead, with the same bits; gloo is then only how they meet. Over nccl the collectives are native,
+    one communicator per lane, and sums are in nccl's order.
 
     Args:
         group: a torch process group or a mesh; None means all ranks, and starts ``torch.distributed`` from the launcher's environment if
             nobody has done so.
         axis: the axis of the mesh, needed if it has several.
         timeout_s: how long a collective may take, in seconds.
+        shared_memory: whether gloo's ranks exchange data through shared memory. None: if all of them are on one host and can (Linux on
+            x86-64; the memory is anonymous and gone with the last process, whatever ends it). True: it is an error if they cannot. False:
+            over gloo. All ranks pass the same.
         debug: compare what the ranks start before every collective (see :func:`checked`).
 
     Returns:
         The group that this process belongs to.
 
     Raises:
-        OptionError: the mesh has no such axis, this process is not in the group, or the launcher's environment is incomplete.
+        OptionError: the mesh has no such axis, this process is not in the group, the launcher's environment is incomplete, or
+            ``shared_memory`` is True and the ranks cannot share any.
 
     Example:
         >>> process_group().size
@@ -106,21 +113,39 @@ def process_group(
     if rank < 0 or group is None:
         raise OptionError("this process is not a rank of the given group; call process_group() on its ranks only")
     size = dist.get_world_size(group)
-    backends = dist.get_backend_config(group)
+    on_close = _shut_down_torch if started_here else None
     if size == 1:
         made: Group = single_group()
-        if started_here:
-            atexit.register(_shut_down_torch)
+        if on_close is not None:
+            atexit.register(on_close)
         return made
+    try:
+        made = _made(group, rank, size, timeout_s, shared_memory, on_close)
+    except OptionError:
+        if on_close is not None:
+            on_close()
+        raise
+    return checked(made) if debug else made
+
+
+def _made(
+    group: dist.ProcessGroup, rank: int, size: int, timeout_s: float, shared_memory: bool | None, on_close: Callable[[], None] | None
+) -> Group:
     store = _own_store(group, rank)
+    backends = dist.get_backend_config(group)
     native = "nccl" in backends
     torch_group: Any = group
+    memory: SharedMemory | str = f"this is for gloo on the CPU, and the backend is {dist.get_backend(group)}"
     if not native and "gloo" in backends:
         # An own instance has its own connections, tags and timeout, and is in nobody's registry.
         torch_group = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timedelta(seconds=timeout_s))
-    kind = _NativeGroup if native else _ExchangeGroup
-    made = kind(torch_group, store, rank, size, timeout_s, _shut_down_torch if started_here else None)
-    return checked(made) if debug else made
+        memory = meet(store, rank, size, timeout_s, shared_memory)
+    settings = (torch_group, store, rank, size, timeout_s, on_close)
+    if isinstance(memory, SharedMemory):
+        return _SharedGroup(memory, *settings)
+    if shared_memory:
+        raise OptionError(f"shared_memory=True needs ranks that can share memory; {memory}; pass None to use it only where it works")
+    return _NativeGroup(*settings) if native else _ExchangeGroup(*settings)
 
 
 def _mesh_axis(mesh: DeviceMesh, axis: str | None) -> dist.ProcessGroup:
@@ -168,14 +193,6 @@ def _own_store(group: dist.ProcessGroup, rank: int) -> dist.Store:
     return dist.PrefixStore(f"zfun/{store.add(f'zfun/count/{rank}', 1)}", store)
 
 
-class _TransportError(Exception):
-    """A message that did not come or could not be sent. ``peer`` is the other rank."""
-
-    def __init__(self, peer: int | None, reason: str) -> None:
-        super().__init__(reason)
-        self.peer = peer
-
-
 class _Work(Protocol):
     def wait(self, timeout: timedelta) -> Any: ...
 
@@ -201,7 +218,7 @@ class _Messages:
                 work.wait(timedelta(seconds=left))
             except RuntimeError as error:
                 silent = time.monotonic() >= deadline
-                raise _TransportError(peer, f"no answer within {self._timeout_s:g} s" if silent else _first_line(error)) from error
+                raise TransportError(peer, f"no answer within {self._timeout_s:g} s" if silent else _first_line(error)) from error
         self._sends.clear()
         self._receives.clear()
         self._tensors = None
@@ -310,7 +327,7 @@ class _ProcessGroup(Group):
     def _explained(self, text: str, index: int) -> Iterator[None]:
         try:
             yield
-        except _TransportError as error:
+        except TransportError as error:
             if self._failure is None:
                 self._failure = self._monitor.explain(error.peer, str(error), f"collective {index} of its lane ({text})")
             raise self._failure from error
@@ -381,7 +398,7 @@ class _ExchangeGroup(_ProcessGroup):
                     if (tensor := sends[target]) is not None and tensor.numel():
                         outgoing.append((target, self._torch_group.send([tensor], target, tag)))
                 except RuntimeError as error:
-                    raise _TransportError(peer, _first_line(error)) from error
+                    raise TransportError(peer, _first_line(error)) from error
             return _Messages(outgoing, receives, kept, self._timeout_s)
 
         return exchange
@@ -396,6 +413,66 @@ class _ExchangeGroup(_ProcessGroup):
         for thread in self._lane_threads.values():
             thread.close()
         self._under_way.clear()
+
+
+@final
+class _SharedGroup(_ProcessGroup):
+    """Processes of one host that read each other's memory. See [Note: collectives through shared memory]."""
+
+    def __init__(self, memory: SharedMemory, *args: Any) -> None:
+        super().__init__(*args)
+        self._memory = memory
+        memory.watch = self._monitor.waiting
+
+    def start(self, call: Call, x: Tensor, out: Tensor | None = None) -> Pending:
+        check_call(call, x, out, self.size)
+        if x.device.type != "cpu":
+            raise OptionError(f"a gloo group moves CPU tensors only; {call.op.kind} got one on {x.device}; use nccl")
+        self._check_open()
+        x = x.detach()
+        result = x.new_empty(call.op.output_numel(x.numel(), self.size)) if out is None else out
+        text = describe(call, x.numel(), x.dtype)
+        with torch.no_grad():
+            sent = self._memory.send(call, text, x, result.detach())
+        self._monitor.note_start(call.lane, text)
+
+        def wait() -> Tensor:
+            with torch.no_grad(), self._explained(text, sent.index):
+                self._memory.finish(sent)
+            return result
+
+        return Pending(wait)
+
+    def buffer(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+        shared = self._memory.buffer(numel, dtype) if torch.device(device).type == "cpu" and not self._closed else None
+        return super().buffer(numel, dtype, device) if shared is None else shared
+
+    def await_readers(self, x: Tensor) -> None:
+        self._check_open()
+        for use in self._memory.uses(x):
+            with self._explained(use.text, use.index):
+                self._memory.await_readers(use)
+
+    @contextlib.contextmanager
+    def _explained(self, text: str, index: int) -> Iterator[None]:
+        try:
+            with super()._explained(text, index):
+                yield
+        except Disagreement as error:
+            if self._failure is None:
+                verdict = different(index, (self.rank, text), (error.peer, error.text))
+                self._failure = self._monitor.conclude(verdict, f"collective {index} of its lane ({text})")
+            raise self._failure from error
+        finally:
+            # What else is waited for cannot come either.
+            if self._failure is not None:
+                self._memory.interrupted = True
+
+    def _interrupt(self) -> None:
+        self._memory.interrupted = True
+
+    def _release(self) -> None:
+        self._memory.close()
 
 
 @functools.lru_cache(maxsize=4096)
@@ -484,4 +561,4 @@ def _runtime_errors() -> Iterator[None]:
     except ZfunError:
         raise
     except RuntimeError as error:
-        raise _TransportError(None, _first_line(error)) from error
+        raise TransportError(None, _first_line(error)) from error

@@ -53,6 +53,12 @@ class Recorder(Group):
         """Forget the log."""
         self.log.clear()
 
+    def buffer(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+        return self._group.buffer(numel, dtype, device)
+
+    def await_readers(self, x: Tensor) -> None:
+        self._group.await_readers(x)
+
     def close(self) -> None:
         self._group.close()
 

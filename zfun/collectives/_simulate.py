@@ -49,8 +49,8 @@ def simulate(n: int, fn: Callable[Concatenate[Group, _Params], _Result], *args: 
 
     The ranks see the same ``args``: what one of them changes in place, the others see. They share torch's global random generator, whose
     draws therefore come in no fixed order; give each rank its own ``torch.Generator``. An ``nn.Module`` that goes through
-    ``functional_call`` changes while it runs, so each rank needs one of its own, made inside ``fn``. Tensors must live on the CPU, since autograd runs
-    the backward pass of other devices on a thread that the ranks would share.
+    ``functional_call`` changes while it runs, so each rank needs one of its own, made inside ``fn``. Tensors must live on the CPU, since
+    autograd runs the backward pass of other devices on a thread that the ranks would share.
 
     Args:
         n: the number of ranks, one to some hundreds.
@@ -165,7 +165,8 @@ class _SimulatedGroup(Group):
         if threading.get_ident() != self._thread:
             raise OptionError(
                 f"a simulated group belongs to the thread of its rank; rank {self.rank}'s was used in another thread ({call.op.kind} "
-                f"{call.name!r}); ranks must not share what changes while it runs: give each its own module, made inside the rank's function"
+                f"{call.name!r}); ranks must not share what changes while it runs: give each its own module, made inside the rank's "
+                "function"
             )
         # The copy lets the sender do with its tensor what it likes, as it can when the bytes are on the wire.
         meeting = self._world.arrive(self.rank, call, x.detach().clone(), None if out is None else out.detach())

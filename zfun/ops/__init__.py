@@ -2,7 +2,7 @@
 
 from zfun.ops._optimizers import adam_step, is_abstract, scale_into, sgd_step
 from zfun.ops._ravel import fingerprint, ravel, squares_in_bins, total_of_bins, unravel
-from zfun.ops._sums import sum_in_rank_order
+from zfun.ops._sums import sum_in_rank_order, wide
 
 __all__ = [
     "adam_step",
@@ -15,4 +15,5 @@ __all__ = [
     "sum_in_rank_order",
     "total_of_bins",
     "unravel",
+    "wide",
 ]

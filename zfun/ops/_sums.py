@@ -7,7 +7,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["sum_in_rank_order"]
+__all__ = ["sum_in_rank_order", "wide"]
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which numbers of a dtype are added: float32 for floating types of fewer than 32 bits, else the same.
+
+    Example:
+        >>> wide(torch.bfloat16), wide(torch.float64)
+        (torch.float32, torch.float64)
+    """
+    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
 def sum_in_rank_order(terms: Sequence[Tensor], out: Tensor | None = None) -> Tensor:

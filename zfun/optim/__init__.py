@@ -2,6 +2,8 @@
 
 from zfun.optim._base import InitFn, Optimizer, State, UpdateFn, apply_updates, as_optimizer, optimizer
 from zfun.optim._chain import chain
+from zfun.optim._loss_scale import LossScale, LossScaleState, dynamic_loss_scale, static_loss_scale
+from zfun.optim._master import MasterState, with_master
 from zfun.optim._probe import probe
 from zfun.optim._rules import AdamState, SgdState, adam, adamw, sgd
 from zfun.optim._schedules import Schedule, constant, linear, warmup_cosine, warmup_linear
@@ -10,6 +12,9 @@ from zfun.optim._transforms import ScheduleState, clip_by_global_norm, scale, sc
 __all__ = [
     "AdamState",
     "InitFn",
+    "LossScale",
+    "LossScaleState",
+    "MasterState",
     "Optimizer",
     "Schedule",
     "ScheduleState",
@@ -23,12 +28,15 @@ __all__ = [
     "chain",
     "clip_by_global_norm",
     "constant",
+    "dynamic_loss_scale",
     "linear",
     "optimizer",
     "probe",
     "scale",
     "scale_by_schedule",
     "sgd",
+    "static_loss_scale",
     "warmup_cosine",
     "warmup_linear",
+    "with_master",
 ]

@@ -75,7 +75,11 @@ class Composition:
         return "accumulate" not in self.grads or self.grads.index("shard_grads") < self.grads.index("accumulate")
 
 
-_KNOWN = {"loss": ("shard_params", "offload"), "grads": ("shard_grads", "offload", "accumulate"), "optimizer": ("shard_optimizer", "offload")}
+_KNOWN = {
+    "loss": ("shard_params", "offload"),
+    "grads": ("shard_grads", "offload", "accumulate"),
+    "optimizer": ("shard_optimizer", "offload"),
+}
 
 
 def all_compositions(*, num_micro_batches: int = 1) -> list[Composition]:
@@ -159,7 +163,9 @@ def train(
     """
     kept = {name: stores.host() for name in ("params", "grads", "state")}
     value: Any = _placed(composition, group, params, bucket_bytes)
-    gradient = _gradient(composition, group, _loss(composition, group, loss_fn, kept["params"]), kept["grads"], num_micro_batches, bucket_bytes)
+    gradient = _gradient(
+        composition, group, _loss(composition, group, loss_fn, kept["params"]), kept["grads"], num_micro_batches, bucket_bytes
+    )
     rule = _rule(composition, group, optimizer, kept["state"], bucket_bytes)
     state = rule.init(value)
     if "offload" in composition.loss:
@@ -185,9 +191,7 @@ def _loss(composition: Composition, group: Group, loss: Loss, store: HostStore) 
     return loss
 
 
-def _gradient(
-    composition: Composition, group: Group, loss: Loss, store: HostStore, num_micro_batches: int, bucket_bytes: int
-) -> Gradient:
+def _gradient(composition: Composition, group: Group, loss: Loss, store: HostStore, num_micro_batches: int, bucket_bytes: int) -> Gradient:
     steps: dict[str, Callable[[Gradient], Gradient]] = {
         "shard_grads": lambda vg: shard_grads(vg, group),
         "offload": lambda vg: offload_grads(vg, store),

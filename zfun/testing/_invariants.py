@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zfun import ops, stores, tree
+from zfun import stores, tree
 from zfun.collectives import Group, simulate
 from zfun.flat import Flat, flats, ravel, unravel
 from zfun.layout import DEFAULT_BUCKET_BYTES, layout_of, unique_leaves
@@ -202,9 +202,7 @@ def check_compositions(
         bucket = bucket_bytes[turn % len(bucket_bytes)]
 
         def main(group: Group, composition: Composition = composition, bucket: int = bucket) -> Run:
-            run = train(
-                composition, group, loss_fn, optimizer, params, batches, num_micro_batches=num_micro_batches, bucket_bytes=bucket
-            )
+            run = train(composition, group, loss_fn, optimizer, params, batches, num_micro_batches=num_micro_batches, bucket_bytes=bucket)
             check_padding(run.final)
             return run
 

@@ -22,7 +22,7 @@ class Row:
     Attributes:
         path: its tree path.
         shape: its logical shape, whole.
-        dtype: its dtype.
+        dtype: its dtype, as it is kept: that of the buffer it lies in.
         placement: ``"R"``, ``"P"``, ``"S"``, or ``"local"`` for a tensor that is this rank's own.
         bucket: index of its bucket, or ``None``.
         here: the elements of it that this rank holds, as a slice of the ravelled leaf ``(start, stop)``.
@@ -118,7 +118,8 @@ def _rows_of(flat: Flat, prefix: str) -> list[Row]:
             begin = flat.group.rank * numel
             first, last = (min(max(begin + edge - slot.offset, 0), slot.numel) for edge in (0, numel))
         name = prefix + path if path == slot.path else f"{prefix}{path} (tied to {slot.path})"
-        rows.append(Row(name, slot.shape, slot.dtype, flat.placement.value, slot.bucket, (first, last), _place(buffer)))
+        dtype = buffer.dtype.to_complex() if slot.dtype.is_complex else buffer.dtype
+        rows.append(Row(name, slot.shape, dtype, flat.placement.value, slot.bucket, (first, last), _place(buffer)))
     return rows
 
 

@@ -9,18 +9,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zfun import stores, tree
+from zfun import ops, stores, tree
 from zfun.collectives import AllReduce, Call, Group, Lane, Pending, ReduceScatter
 from zfun.errors import LeafError, OptionError, PlacementError, ZfunError, checked_options
 from zfun.flat import Flat, flats, ravel, unravel_buffers
 from zfun.layout import DEFAULT_BUCKET_BYTES, Layout, layout_of, unique_leaves
-from zfun.ops import unravel as view_of
 from zfun.placement import P, Placement, R, S
 from zfun.transforms._redistribute import check_agreement, redistribute
 from zfun.transforms._tape import Sink, Tape
 from zfun.typing import Gradient, Loss
 
-__all__ = ["GradientFunction", "WeightedMean", "accumulate", "data_parallel", "shard_grads", "value_and_grad", "weighted_mean"]
+__all__ = [
+    "GradientFunction",
+    "WeightedMean",
+    "accumulate",
+    "data_parallel",
+    "scale_loss",
+    "shard_grads",
+    "value_and_grad",
+    "weighted_mean",
+]
 
 
 class WeightedMean(NamedTuple):
@@ -68,6 +76,8 @@ def weighted_mean(total: Tensor, weight: Tensor | float) -> WeightedMean:
         >>> zf.simulate(2, main)
         [4.0, 4.0]
     """
+    # A count of tokens has more bits than a half type.
+    total = total.to(ops.wide(total.dtype))
     return WeightedMean(total, torch.as_tensor(weight, dtype=total.dtype, device=total.device).detach())
 
 
@@ -95,6 +105,8 @@ class GradientFunction:
         bucket_bytes: where buckets close, for parameters that are not flat yet.
         placement: of the gradients; ``None`` while they are this rank's own.
         sinks: what each bucket of gradients goes through as soon as it is complete.
+        reduce_dtype: of flat gradients; ``None`` for that of the parameters, but float32 for half types.
+        loss_scale: what the loss is multiplied with before its gradient is taken.
     """
 
     loss: Loss
@@ -103,18 +115,20 @@ class GradientFunction:
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     placement: Placement | None = None
     sinks: tuple[Sink, ...] = ()
+    reduce_dtype: torch.dtype | None = None
+    loss_scale: float = 1.0
     _agreed: set[Layout] = dataclasses.field(default_factory=set, compare=False, repr=False)
 
     def __call__(self, params: tree.Tree, batch: Any) -> tuple[Any, Any]:
         """Return the loss and the gradients."""
         layout, group = self._layout(params)
-        tape = Tape(layout, self._native_sinks(params))
+        tape = Tape(layout, self._native_sinks(params), _grad_dtypes(layout, group, self.reduce_dtype))
         with torch.enable_grad():
             value, total, weight, aux = _parse(self.loss(_open(params, layout, tape), batch))
-        weight, loss = self._reduce_loss(total.detach(), weight)
+        weight, loss = self._reduce_loss(total.detach(), weight, tape)
         tape.scale = self._scale(weight)
         if total.requires_grad and tape.anchors:
-            torch.autograd.grad(total, tape.anchors, allow_unused=True)
+            torch.autograd.grad(total, tape.anchors, torch.full_like(total, self.loss_scale), allow_unused=True)
         results = tape.finish()
         loss = loss.wait()
         value = WeightedMean(loss, weight) if weight is not None else loss
@@ -133,11 +147,17 @@ class GradientFunction:
             raise PlacementError("parameters are one Flat or a tree of tensors; got a Flat inside a tree; shard the whole tree at once")
         if self.group is None:
             return _check_trainable(layout_of(params, 1, self.bucket_bytes)), None
-        layout = _check_trainable(layout_of(params, self.group.size, self.bucket_bytes))
+        try:
+            layout = layout_of(params, self.group.size, self.bucket_bytes)
+        except ZfunError:
+            if not self._agreed:
+                # The other ranks come here too, with a tree that is whole perhaps: tell them.
+                check_agreement(params, self.group, bucket_bytes=self.bucket_bytes)
+            raise
         if layout not in self._agreed:
             check_agreement(params, self.group, bucket_bytes=self.bucket_bytes)
             self._agreed.add(layout)
-        return layout, self.group
+        return _check_trainable(layout), self.group
 
     def _native_sinks(self, params: tree.Tree) -> tuple[Sink, ...]:
         # The derivative of a gather is a reduce-scatter: without a transform that says otherwise, sharded parameters have sharded
@@ -146,25 +166,33 @@ class GradientFunction:
             return (_ReduceScatter(params.group), *self.sinks)
         return self.sinks
 
-    def _reduce_loss(self, total: Tensor, weight: Tensor | None) -> tuple[Tensor | None, Pending]:
-        """Start the sum of the loss over the ranks; a weight is waited for, because backward needs it."""
+    def _reduce_loss(self, total: Tensor, weight: Tensor | None, tape: Tape) -> tuple[Tensor | None, Pending]:
+        """Start the sum of the loss over the ranks, and of what backward needs to know: the weight, and whether a rank has strayed."""
         if self.group is None:
+            if tape.gathers:
+                tape.max_in_flight = None
             return weight, Pending.done(total)
-        scale = 1.0 / self.group.size if self.reduce == "mean" and weight is None else 1.0
-        parts = total.reshape(1) if weight is None else torch.stack([total, weight])
-        pending = self.group.start(Call(AllReduce(), "loss", "loss", Lane.CONTROL), parts.contiguous())
-        if weight is None:
-            return None, Pending(lambda: pending.wait()[0] * scale)
-        if self.reduce != "mean":
+        if weight is not None and self.reduce != "mean":
             raise OptionError(
                 "weighted_mean() is a mean; got data_parallel(reduce='sum'); use reduce='mean', or return the sum itself as the loss"
             )
-        both = pending.wait()
-        return both[1], Pending.done(both[0])
+        parts = [total]
+        if weight is not None:
+            parts.append(weight)
+        if tape.gathers:
+            parts.append(torch.full_like(total, tape.strayed))
+        pending = self.group.start(Call(AllReduce(), "loss", "loss", Lane.CONTROL), torch.stack(parts))
+        if tape.gathers and pending.wait()[-1] > 0:
+            tape.max_in_flight = None
+        if weight is not None:
+            return pending.wait()[1], Pending.done(pending.wait()[0])
+        scale = 1.0 / self.group.size if self.reduce == "mean" else 1.0
+        return None, Pending(lambda: pending.wait()[0] * scale)
 
     def _scale(self, weight: Tensor | None) -> float:
         if weight is not None:
-            return 1.0 / float(weight)
+            # Of nothing there is no mean, and no gradient: what is summed over no tokens is 0.
+            return 1.0 / (float(weight) or 1.0)
         return 1.0 / self.group.size if self.group is not None and self.reduce == "mean" else 1.0
 
     def _wrap(self, params: tree.Tree, results: list[Any], layout: Layout, group: Group | None) -> Any:
@@ -190,7 +218,9 @@ def _parse(out: Any) -> tuple[Any, Tensor, Tensor | None, Any]:
         raise ZfunError(
             f"a loss must return a scalar tensor, (scalar, aux) or weighted_mean(...); got {got}; reduce it with mean() or sum()"
         )
-    return out, total.reshape(()), weight, aux
+    # What is summed over ranks and micro-batches, and multiplied by a loss scale, needs more bits than a half type has.
+    total = total.reshape(()).to(ops.wide(total.dtype))
+    return out, total, weight, aux
 
 
 def _open(params: tree.Tree, layout: Layout, tape: Tape) -> tree.Tree:
@@ -201,7 +231,7 @@ def _open(params: tree.Tree, layout: Layout, tape: Tape) -> tree.Tree:
         return tracked
     if isinstance(params, Flat):
         buffers = stores.resident(params).buffers
-        leaves = [view_of(buffers[slot.bucket], slot.offset, slot.shape, slot.dtype) for slot in layout.leaves]
+        leaves = [ops.unravel(buffers[slot.bucket], slot.offset, slot.shape, slot.dtype) for slot in layout.leaves]
     else:
         leaves = unique_leaves(params, layout)
     opened: list[Tensor] = [torch.empty(0)] * len(leaves)
@@ -209,6 +239,22 @@ def _open(params: tree.Tree, layout: Layout, tape: Tape) -> tree.Tree:
         for leaf, view in zip(slot.leaves, tape.open(bucket, [leaves[i] for i in slot.leaves]), strict=True):
             opened[leaf] = view
     return tree.unflatten(layout.spec, [opened[position] for position in layout.positions])
+
+
+def _grad_dtypes(layout: Layout, group: Group | None, chosen: torch.dtype | None) -> list[torch.dtype]:
+    """The dtypes of the buffers of gradients: those that stay this rank's own have the dtypes of the leaves."""
+    if group is None:
+        return [bucket.dtype for bucket in layout.buckets]
+    if chosen is None:
+        return [ops.wide(bucket.dtype) for bucket in layout.buckets]
+    for slot in layout.leaves:
+        if slot.dtype.is_complex and chosen is torch.bfloat16:
+            raise LeafError(
+                f"there are no complex numbers in bfloat16; got reduce_dtype=torch.bfloat16 for leaf {slot.path!r}, which is {slot.dtype}; "
+                "use torch.float32",
+                leaf=slot.path,
+            )
+    return [chosen] * len(layout.buckets)
 
 
 def _check_trainable(layout: Layout) -> Layout:
@@ -246,7 +292,14 @@ def value_and_grad(loss: Loss) -> GradientFunction:
 
 
 @checked_options
-def data_parallel(vg: Gradient, group: Group, *, reduce: str = "mean", bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Gradient:
+def data_parallel(
+    vg: Gradient,
+    group: Group,
+    *,
+    reduce: str = "mean",
+    reduce_dtype: torch.dtype | None = None,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+) -> Gradient:
     """Say that every rank has a batch of its own: gradients become partial sums over the ranks (``-> P``).
 
     Nothing is sent but the loss; who needs the sum asks for it (:func:`shard_grads`, or :func:`apply`).
@@ -256,6 +309,8 @@ def data_parallel(vg: Gradient, group: Group, *, reduce: str = "mean", bucket_by
         group: the ranks.
         reduce: ``"mean"`` divides by the number of ranks (here, and nowhere else); ``"sum"`` does not. A loss that returns
             :func:`weighted_mean` is divided by the weight over all ranks instead.
+        reduce_dtype: the dtype of the gradients from here on: in it they are sent, summed over the ranks, and accumulated over
+            micro-batches. By default that of the parameters, but float32 for half types, whose sums would lose bits.
         bucket_bytes: where buckets close, for parameters that are not flat yet.
 
     Returns:
@@ -275,13 +330,17 @@ def data_parallel(vg: Gradient, group: Group, *, reduce: str = "mean", bucket_by
     """
     if reduce not in ("mean", "sum"):
         raise OptionError(f"reduce must be 'mean' or 'sum'; got {reduce!r}")
+    if not (reduce_dtype is None or reduce_dtype.is_floating_point):
+        raise OptionError(f"reduce_dtype must be a floating dtype; got {reduce_dtype}; torch.float32 is usual")
     if isinstance(vg, GradientFunction):
         if vg.group is not None:
             raise PlacementError(
                 f"data_parallel() takes gradients that are this rank's own; got ones with placement {vg.placement!r}; apply it once, "
                 "and before shard_grads()"
             )
-        return dataclasses.replace(vg, group=group, reduce=reduce, bucket_bytes=bucket_bytes, placement=P, _agreed=set())
+        return dataclasses.replace(
+            vg, group=group, reduce=reduce, reduce_dtype=reduce_dtype, bucket_bytes=bucket_bytes, placement=P, _agreed=set()
+        )
 
     def parallel(params: tree.Tree, batch: Any) -> tuple[Any, Any]:
         value, grads = vg(params, batch)
@@ -293,7 +352,8 @@ def data_parallel(vg: Gradient, group: Group, *, reduce: str = "mean", bucket_by
                 "around value_and_grad()"
             )
         pending = group.start(Call(AllReduce(), "loss", "loss", Lane.CONTROL), loss.detach().reshape(1).contiguous())
-        flat = ravel(grads, layout_of(grads, group.size, bucket_bytes), group, P, scale=scale)
+        layout = layout_of(grads, group.size, bucket_bytes)
+        flat = ravel(grads, layout, group, P, scale=scale, dtypes=_grad_dtypes(layout, group, reduce_dtype))
         loss = pending.wait()[0] * scale
         return (loss if aux is _NO_AUX else (loss, aux)), flat
 
@@ -396,13 +456,43 @@ def accumulate(vg: Gradient, num_micro_batches: int) -> Gradient:
             total = grads if index == 0 else _added(total, grads, owned=index > 1)
         if weights:
             result: Any = WeightedMean(torch.stack([loss.total for loss in losses]).sum(), torch.stack(weights).sum())
-            total = _scaled(total, 1.0 / float(result.weight))
+            total = _scaled(total, 1.0 / (float(result.weight) or 1.0))
         else:
             result = torch.stack(losses).sum() / num_micro_batches
             total = _scaled(total, 1.0 / num_micro_batches)
         return ((result, auxes) if auxes else result), total
 
     return accumulated
+
+
+def scale_loss(vg: Gradient, scale: float) -> Gradient:
+    """Multiply the loss by a number before its gradient is taken, so that float16 gradients do not vanish on the way.
+
+    The loss comes back as it is; the gradients are ``scale`` times as large, until the caller divides them: after they were summed over the
+    ranks, by the same number. :class:`zfun.optim.LossScale` finds it from step to step, and :func:`zfun.zero` does all of this.
+
+    Args:
+        vg: a gradient function made by zfun; for micro-batches put :func:`accumulate` around the result.
+        scale: the number; a power of two changes no bit of what does not vanish.
+
+    Returns:
+        A gradient function.
+
+    Raises:
+        OptionError: ``vg`` is not made by :func:`value_and_grad`, :func:`data_parallel`, :func:`shard_grads` or :func:`zfun.offload`.
+
+    Example:
+        >>> import zfun as zf
+        >>> vg = zf.value_and_grad(lambda params, batch: (params["w"] * batch).sum())
+        >>> zf.scale_loss(vg, 1024.0)({"w": torch.tensor(1.0)}, torch.tensor(3.0))
+        (tensor(3.), {'w': tensor(3072.)})
+    """
+    if not isinstance(vg, GradientFunction):
+        raise OptionError(
+            f"scale_loss() takes a gradient function that it can look into; got {type(vg).__name__}; put it inside of accumulate(), around "
+            "value_and_grad(), data_parallel() or shard_grads()"
+        )
+    return dataclasses.replace(vg, loss_scale=vg.loss_scale * scale)
 
 
 def _split(batch: Any, count: int) -> list[Any]:

@@ -33,6 +33,17 @@ class LazyLeaf(torch.Tensor):
         leaf._path = path
         return leaf
 
+    def recast(self, dtype: torch.dtype) -> LazyLeaf:
+        """Return a lazy leaf of another dtype, which gathers this one and casts it when it is first used, once."""
+        made: list[Tensor] = []
+
+        def load() -> Tensor:
+            if not made:
+                made.append(self._load().to(dtype))
+            return made[0]
+
+        return LazyLeaf(tuple(self.shape), dtype, self.device, self.requires_grad, self._path, load)
+
     def __repr__(self) -> str:  # pyrefly: ignore[bad-override]
         with torch._C.DisableTorchFunctionSubclass():
             return f"LazyLeaf({self._path}, {tuple(self.shape)}, {self.dtype})"
@@ -45,6 +56,11 @@ class LazyLeaf(torch.Tensor):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        if torch.compiler.is_compiling():
+            # Dynamo traces this function too; what it cannot trace (a collective) would be its error, and not say what to do.
+            raise PlacementError(
+                "compiled code needs whole tensors; got lazy leaves; call zf.gather() on the subtree first, outside the compiled function"
+            )
         return func(*_loaded(args), **(_loaded(kwargs) if kwargs else {}))
 
     @classmethod

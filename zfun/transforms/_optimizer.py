@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zfun import stores, tree
 from zfun.collectives import Group
-from zfun.errors import OptionError, PlacementError, SpecMismatch, checked_options
+from zfun.errors import AliasChanged, OptionError, PlacementError, SpecMismatch, checked_options
 from zfun.flat import Flat, call_site, check_same_layout, consume, flats, ravel, unravel
-from zfun.layout import DEFAULT_BUCKET_BYTES, Layout, layout_of
+from zfun.layout import DEFAULT_BUCKET_BYTES, Layout, LeafSlot, layout_of
 from zfun.optim import Optimizer, as_optimizer, probe
 from zfun.placement import P, R, S
 from zfun.transforms._redistribute import check_agreement, redistribute
@@ -156,17 +157,28 @@ def _apply_to_tree(optimizer: Optimizer, grads: Flat, state: Any, params: tree.T
         raise OptionError("donate=True takes over flat buffers; got parameters as a tree of tensors; make them flat with zf.replicate()")
     layout, group = grads.layout, grads.group
     # What of the state looks like the parameters lies like them during the step; the rest (counts, what is flat already) is left alone.
-    is_like = lambda x: isinstance(x, Flat) or _is_like(x, layout)
+    is_like = lambda x: isinstance(x, Flat) or _dtypes_like(x, layout) is not None
     was_flat = [isinstance(x, Flat) for x in tree.leaves(state, is_leaf=is_like) if is_like(x)]
 
     def to_flat(part: Any) -> Any:
-        if isinstance(part, Flat) or not _is_like(part, layout):
+        dtypes = None if isinstance(part, Flat) else _dtypes_like(part, layout)
+        if dtypes is None:
             return part
         leaves, spec = tree.flatten(part)
+        place = layout.select([bucket for bucket, dtype in enumerate(dtypes) if dtype is not None])
         # A state has a tensor of its own for each of tied leaves; they are equal, and lie in one place.
-        first = {position: leaf for position, leaf in reversed(list(zip(layout.positions, leaves, strict=True)))}
+        first = dict(reversed(list(zip(place.positions, leaves, strict=True))))
         fetched = {position: stores.fetch(leaf, layout.device) for position, leaf in first.items()}
-        return ravel(tree.unflatten(spec, [fetched[position] for position in layout.positions]), layout, group)
+        for path, position, leaf in zip(place.paths, place.positions, leaves, strict=True):
+            if leaf is not first[position] and not torch.equal(stores.fetch(leaf, layout.device), fetched[position]):
+                raise AliasChanged(
+                    f"tied leaves must be tied from the start; {place.leaves[position].path!r} and {path!r} are one tensor now and have "
+                    "two "
+                    "optimizer states; make a new state with init()",
+                    leaf=path,
+                )
+        whole = tree.unflatten(spec, [fetched[position] for position in place.positions])
+        return ravel(whole, place, group, dtypes=[dtype for dtype in dtypes if dtype is not None])
 
     def to_tree(part: Any) -> Any:
         if not isinstance(part, Flat) or was_flat.pop(0):
@@ -179,18 +191,31 @@ def _apply_to_tree(optimizer: Optimizer, grads: Flat, state: Any, params: tree.T
     return unravel(new), tree.map(to_tree, state, is_leaf=lambda x: isinstance(x, Flat))
 
 
-def _is_like(value: Any, layout: Layout) -> bool:
-    """Whether a part of an optimizer's state has the structure and shapes of the parameters."""
+def _dtypes_like(value: Any, layout: Layout) -> list[torch.dtype | None] | None:
+    """Tell whether a part of an optimizer's state has the structure and shapes of the parameters, whole buckets of which may be missing.
+
+    Returns:
+        The dtype in which it has each bucket, ``None`` for one that is missing; or ``None`` for the whole, where it is something else.
+    """
     if isinstance(value, (Tensor, stores.Stored)) and layout.spec.num_nodes > 1:
-        return False
-    leaves, spec = tree.flatten(value)
-    if spec != layout.spec:
-        return False
-    slots = [layout.leaves[position] for position in layout.positions]
-    return all(
-        isinstance(leaf, (Tensor, stores.Stored)) and tuple(leaf.shape) == slot.shape and leaf.dtype == slot.dtype
-        for leaf, slot in zip(leaves, slots, strict=True)
-    )
+        return None
+    parts = tree.subtrees(layout.spec, value)
+    if parts is None or (layout.leaves and all(part is None for part in parts)):
+        return None
+    found: list[set[torch.dtype | None]] = [set() for _ in layout.buckets]
+    for part, position in zip(parts, layout.positions, strict=True):
+        slot = layout.leaves[position]
+        found[slot.bucket].add(None if part is None else _real_dtype(part, slot))
+    if any(len(dtypes) > 1 or torch.bool in dtypes for dtypes in found):
+        return None
+    return [next(iter(dtypes)) for dtypes in found]
+
+
+def _real_dtype(part: Any, slot: LeafSlot) -> torch.dtype:
+    """The dtype of the numbers in a leaf that is like a parameter; bool, which no parameter has, where it is not like it."""
+    if not isinstance(part, (Tensor, stores.Stored)) or tuple(part.shape) != slot.shape or part.dtype.is_complex != slot.dtype.is_complex:
+        return torch.bool
+    return part.dtype.to_real() if part.dtype.is_complex else part.dtype if part.dtype.is_floating_point else torch.bool
 
 
 def _aligned(grads: tree.Tree, params: Flat) -> Flat:

@@ -14,6 +14,7 @@ from zfun.errors import OptionError, PlacementError, ZfunError, checked_options
 from zfun.flat import Flat, call_site, ravel_buckets, unravel_buffers
 from zfun.layout import DEFAULT_BUCKET_BYTES, Layout, layout_of
 from zfun.placement import P, Placement, R, S
+from zfun.transforms._cast import cast_leaves
 from zfun.transforms._lazy import materialise
 
 __all__ = ["check_agreement", "gather", "needs_autograd", "redistribute", "replicate", "shard", "unshard"]
@@ -118,7 +119,8 @@ def check_agreement(params: tree.Tree, group: Group, *, bucket_bytes: int = DEFA
         entries = [Entry("(bucket_bytes)", str(bucket_bytes), "")]
         for path, leaf in zip(tree.paths(params), found, strict=True):
             if isinstance(leaf, Tensor):
-                entries.append(Entry(path, f"{leaf.dtype} {tuple(leaf.shape)}", str(ops.fingerprint(leaf)) if values else ""))
+                is_dense = leaf.layout == torch.strided and not leaf.is_quantized
+                entries.append(Entry(path, f"{leaf.dtype} {tuple(leaf.shape)}", str(ops.fingerprint(leaf)) if values and is_dense else ""))
             else:
                 entries.append(Entry(path, type(leaf).__name__, ""))
         if isinstance(layout, Layout):
@@ -180,7 +182,9 @@ def gather(value: tree.Tree) -> tree.Tree:
         return materialise(value)
     if value.placement is P:
         raise PlacementError("gather() returns whole values; got a Flat with placement P; redistribute() it to R or S first")
-    return unravel_buffers(redistribute(value, R, value.group).buffers, value.layout)
+    whole = unravel_buffers(redistribute(value, R, value.group).buffers, value.layout)
+    # Not before the gather: its derivative sums over the ranks, and must not do that in few bits.
+    return whole if value.compute_dtype is None else cast_leaves(whole, value.compute_dtype)
 
 
 def redistribute(value: Flat, placement: Placement, group: Group, *, name: str = "value", donate: bool = False) -> Flat:

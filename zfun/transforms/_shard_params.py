@@ -12,8 +12,10 @@ call on a bucket is freed after its last use, so that one which is used early an
 freed when its node fires, for then every operation that used it has run.
 
 Order. Gathers are started in one order on every rank: forward by first use (in the first call: by layout; then rank 0's order of use, which
-is sent once), backward in reverse. A rank that needs a bucket out of turn starts those before it too, and at the end of each pass every
-rank starts what is left. So a rank that skips a leaf, or takes another branch, leaves nobody waiting, and every step sends the same bytes.
+is sent once), backward in reverse; frozen leaves take part in it. A rank that needs a bucket out of turn starts those before it too, and at
+the end of each pass every rank starts what is left. So a rank that skips a leaf, or takes another branch, leaves nobody waiting, and every
+step sends the same bytes. What has been freed and is used again in forward, unplanned, is gathered again when all ranks have come to
+the end of their pass, or ask for something themselves: a round of one small all-gather, which ends each forward pass.
 Not optimal yet: no gather starts before it is needed, and a bucket that backward needs no value of is gathered all the same.
 
 After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020); gathering whole units and freeing
@@ -22,8 +24,11 @@ them is also what FSDP does (Zhao et al., 2023).
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +42,7 @@ from zfun.errors import PlacementError, ZfunError, checked_options
 from zfun.flat import Flat
 from zfun.layout import Layout
 from zfun.placement import S
+from zfun.transforms._cast import CastLoss, cast_leaves
 from zfun.transforms._lazy import LazyLeaf
 from zfun.transforms._redistribute import gather, needs_autograd
 from zfun.transforms._tape import Tape
@@ -77,27 +83,33 @@ def shard_params(loss: Loss, group: Group, *, frozen: Flat | None = None) -> Los
         >>> zf.simulate(2, main)
         [12.0, 12.0]
     """
-    plans: dict[Layout, _Plan] = {}
+    if isinstance(loss, CastLoss):
+        # [Note: where the cast is]
+        return dataclasses.replace(loss, loss=shard_params(loss.loss, group, frozen=frozen))
+    plans: dict[tuple[Layout, ...], _Plan] = {}
     frozen = None if frozen is None else _check(frozen, group)
 
     def sharded(params: tree.Tree, batch: Any) -> Any:
         flat = _check(params, group)
+        flats = (flat,) if frozen is None else (flat, _like(frozen, flat))
         if flat.tape is None and needs_autograd(flat.buffers):
-            return loss(gather(flat) if frozen is None else tree.combine(gather(flat), gather(frozen)), batch)
-        session = _Session(flat, flat.tape, plans.get(flat.layout))
-        if frozen is None:
-            with session.hooks():
-                out = loss(session.leaves, batch)
-            session.end_forward(plans)
-            return out
-        rest = _Session(frozen, flat.tape, plans.get(frozen.layout), trained=False)
-        with session.hooks(), rest.hooks():
-            out = loss(tree.combine(session.leaves, rest.leaves), batch)
-        session.end_forward(plans)
-        rest.end_forward(plans)
+            return loss(tree.combine(*(gather(part) for part in flats)), batch)
+        layouts = tuple(part.layout for part in flats)
+        session = _Session(flats, flat.tape, plans.get(layouts))
+        with session.hooks():
+            out = loss(session.leaves, batch)
+        session.check_graph(out)
+        plans[layouts] = session.end_forward()
         return out
 
     return sharded
+
+
+def _like(frozen: Flat, flat: Flat) -> Flat:
+    """Return frozen leaves that are computed with in the dtype of the trained ones."""
+    noted = frozen.with_buffers(frozen.buffers)
+    noted.compute_dtype = flat.compute_dtype
+    return noted
 
 
 def _check(params: tree.Tree, group: Group) -> Flat:
@@ -128,7 +140,7 @@ class _Plan:
     last_use: dict[int, int]
 
 
-def _agree_on_plan(touched: list[int], layout: Layout, group: Group) -> _Plan:
+def _agree_on_plan(touched: list[int], num_buckets: int, group: Group) -> _Plan:
     """Take rank 0's order of use on every rank, so that gathers are started in one order."""
     if group.size > 1:
         text = json.dumps(touched).encode() if group.rank == 0 else b""
@@ -139,7 +151,7 @@ def _agree_on_plan(touched: list[int], layout: Layout, group: Group) -> _Plan:
             data.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
         data = group.start(Call(Broadcast(0), "schedule", "order of use", Lane.CONTROL), data).wait()
         touched = json.loads(bytes(data.tolist()))
-    rest = [b for b in range(len(layout.buckets)) if b not in touched]
+    rest = [b for b in range(num_buckets) if b not in touched]
     return _Plan(tuple(dict.fromkeys(touched + rest)), tuple(touched), {bucket: i for i, bucket in enumerate(touched)})
 
 
@@ -154,20 +166,57 @@ class _Packed:
     stride: tuple[int, ...]
 
 
-class _Session:
-    """The gathered buckets of one call of the loss, forward and backward."""
+class _Shard:
+    """One bucket of a session: where its shard is, and how it is sent and used."""
 
-    def __init__(self, flat: Flat, tape: Tape | None, plan: _Plan | None, *, trained: bool = True) -> None:
+    __slots__ = ("dtype", "flat", "index", "sent", "slots", "trained")
+
+    def __init__(self, flat: Flat, index: int, *, trained: bool) -> None:
         self.flat = flat
-        self.layout = flat.layout
-        self.tape = tape
-        self.trained = trained and tape is not None
-        self.plan = plan
-        # Frozen leaves have gathers of their own, in an order of their own.
-        self.lane = Lane.PARAMS if trained else Lane.FROZEN
-        count = len(self.layout.buckets)
-        self.order = plan.order if plan else tuple(range(count))
-        self.touched: list[int] = []
+        self.index = index
+        self.trained = trained
+        bucket = flat.layout.buckets[index]
+        self.slots = [flat.layout.leaves[i] for i in bucket.leaves]
+        self.dtype = bucket.dtype
+        compute = flat.compute_dtype
+        # There are no complex numbers in few bits: floating leaves beside complex ones are cast one by one.
+        if compute is not None and bucket.dtype.is_floating_point and not any(slot.dtype.is_complex for slot in self.slots):
+            self.dtype = compute
+        # Of the dtypes that it is kept and used in, the one that sends fewer bytes.
+        self.sent = bucket.dtype if bucket.dtype.itemsize < self.dtype.itemsize else self.dtype
+
+    def start(self) -> Pending:
+        """Start to gather it."""
+        flat, group = self.flat, self.flat.group
+        shard = stores.fetch(flat.buffers[self.index], flat.layout.device).to(self.sent)
+        if group.size == 1:
+            return Pending.done(shard)
+        return group.start(Call(AllGather(), "params", flat.layout.label(self.index), Lane.PARAMS), shard)
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """View the gathered bucket as its leaves."""
+        views = [ops.unravel(buffer, slot.offset, slot.shape, slot.dtype) for slot in self.slots]
+        return views if self.flat.compute_dtype is None else cast_leaves(views, self.flat.compute_dtype)
+
+
+class _Session:
+    """The gathered buckets of one call of the loss, forward and backward; those of the trained leaves come first."""
+
+    def __init__(self, flats: Sequence[Flat], tape: Tape | None, plan: _Plan | None) -> None:
+        self._group = flats[0].group
+        self._device = flats[0].layout.device
+        self._tape = tape
+        self._plan = plan
+        self._shards: list[_Shard] = []
+        trees = []
+        for number, flat in enumerate(flats):
+            first = len(self._shards)
+            trained = number == 0 and tape is not None
+            self._shards += [_Shard(flat, i, trained=trained) for i in range(len(flat.layout.buckets))]
+            trees.append(self._lazy_tree(flat, first, trained=trained))
+        self.leaves = tree.combine(*trees) if len(trees) > 1 else trees[0]
+        self._order = plan.order if plan else tuple(range(len(self._shards)))
+        self._touched: list[int] = []
         self._on_plan = plan is not None
         self._thread = threading.get_ident()
         self._phase = "forward"
@@ -176,31 +225,66 @@ class _Session:
         self._buffers: dict[int, Tensor] = {}
         self._views: dict[int, list[Tensor]] = {}
         self._storages: dict[int, tuple[int, StorageWeakRef]] = {}
-        self._place = {leaf: (b, i) for b, bucket in enumerate(self.layout.buckets) for i, leaf in enumerate(bucket.leaves)}
-        lazy = [self._lazy(i) for i in range(len(self.layout.leaves))]
-        self.leaves = tree.unflatten(self.layout.spec, [lazy[position] for position in self.layout.positions])
-        if self.tape is not None:
-            self.tape.on_finish.append(self._end_backward)
-            if self.trained:
-                self.tape.on_complete.append(self._release)
+        if tape is not None:
+            tape.on_complete.append(self._release)
+            tape.on_finish.append(self._start_rest)
+            tape.on_end.append(self._end_backward)
+
+    def _lazy_tree(self, flat: Flat, first: int, *, trained: bool) -> tree.Tree:
+        """Make the leaves that the loss gets; each knows its bucket and its place in it."""
+        lazy: dict[int, LazyLeaf] = {}
+        for number, bucket in enumerate(flat.layout.buckets):
+            for place, leaf in enumerate(bucket.leaves):
+                slot = flat.layout.leaves[leaf]
+                dtype = flat.compute_dtype if flat.compute_dtype and slot.dtype.is_floating_point else slot.dtype
+                differentiable = trained and (dtype.is_floating_point or dtype.is_complex)
+                load = functools.partial(self._load, first + number, place)
+                lazy[leaf] = LazyLeaf(slot.shape, dtype, flat.layout.device, differentiable, slot.path, load)
+        return tree.unflatten(flat.layout.spec, [lazy[position] for position in flat.layout.positions])
 
     def hooks(self) -> Any:
         """The context in which the loss runs forward: what autograd saves of a gathered bucket is not kept."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
-    def end_forward(self, plans: dict[Layout, _Plan]) -> None:
-        """Take part in the gathers that this rank did not need, free everything, and note the order of use."""
-        self._start_up_to(self.order[-1] if self.order else None)
+    def check_graph(self, out: Any) -> None:
+        """Refuse a graph with a lazy leaf in it: an ``autograd.Function`` took it as it is, and its gradient would be lost without a word."""
+        if self._on_plan:
+            return
+        todo = [leaf.grad_fn for leaf in tree.leaves(out) if type(leaf) is Tensor and leaf.grad_fn is not None]
+        seen = set(todo)
+        while todo:
+            node = todo.pop()
+            variable = getattr(node, "variable", None)
+            if isinstance(variable, LazyLeaf):
+                raise PlacementError(
+                    f"an autograd.Function takes whole tensors; got the lazy leaf {variable._path!r}; call zf.gather() on it first",
+                    leaf=variable._path,
+                )
+            for following, _ in node.next_functions:
+                if following is not None and following not in seen:
+                    seen.add(following)
+                    todo.append(following)
+
+    def end_forward(self) -> _Plan:
+        """Take part in the gathers that this rank did not need, free everything, and return the order of use."""
+        self._start_rest()
+        self._gather_again(None)
         self._drop_all()
         self.leaves = None  # They know this session: a cycle that would keep the shards alive.
         # Without a tape somebody may still differentiate with respect to the batch.
         self._phase = "backward" if torch.is_grad_enabled() else "closed"
         self._num_started = 0
-        if self.plan is None:
-            plans[self.layout] = _agree_on_plan(self.touched, self.layout, self.flat.group)
+        plan = self._plan or _agree_on_plan(self._touched, len(self._shards), self._group)
+        if self._tape is not None:
+            self._tape.gathers = True
+            self._tape.strayed = self._tape.strayed or tuple(self._touched) != plan.touched
+        return plan
+
+    def _start_rest(self) -> None:
+        if self._order:
+            self._start_up_to(self._order[-1] if self._phase == "forward" else self._order[0])
 
     def _end_backward(self) -> None:
-        self._start_up_to(self.order[0] if self.order else None)
         self._drop_all()
         self._phase = "closed"
 
@@ -211,56 +295,52 @@ class _Session:
         self._buffers.clear()
         self._views.clear()
 
-    def _lazy(self, leaf: int) -> LazyLeaf:
-        slot = self.layout.leaves[leaf]
-        differentiable = self.trained and (slot.dtype.is_floating_point or slot.dtype.is_complex)
-        return LazyLeaf(slot.shape, slot.dtype, self.layout.device, differentiable, slot.path, lambda: self._load(leaf))
-
-    def _load(self, leaf: int) -> Tensor:
-        bucket, index = self._place[leaf]
+    def _load(self, bucket: int, place: int) -> Tensor:
+        shard = self._shards[bucket]
         if self._phase == "closed":
-            path = self.layout.leaves[leaf].path
+            path = shard.slots[place].path
             raise ZfunError(
                 f"a lazy leaf may be used only while its loss and the gradient of it run; leaf {path!r} was used later; return a "
                 "clone() of it as aux instead",
                 leaf=path,
             )
         if self._phase == "forward" and threading.get_ident() != self._thread:
-            path = self.layout.leaves[leaf].path
+            path = shard.slots[place].path
             raise ZfunError(
-                f"a lazy leaf belongs to the thread in which its loss runs; leaf {path!r} was used in another; simulated ranks must not share "
+                f"a lazy leaf belongs to the thread in which its loss runs; leaf {path!r} was used in another; simulated ranks must not "
+                "share "
                 "a module: give each its own, made inside the rank's function",
                 leaf=path,
             )
         views = self._views.get(bucket)
         if views is None:
-            buffer = self._take(bucket)
-            slots = [self.layout.leaves[i] for i in self.layout.buckets[bucket].leaves]
-            views = [ops.unravel(buffer, slot.offset, slot.shape, slot.dtype) for slot in slots]
-            if self.trained:
+            views = shard.views(self._take(bucket))
+            if shard.trained:
                 views = self._with_gradient(bucket, views)
             self._views[bucket] = views
-        if self._phase == "forward" and (not self.touched or self.touched[-1] != bucket):
+        if self._phase == "forward" and (not self._touched or self._touched[-1] != bucket):
             self._touch(bucket)
-        return views[index]
+        return views[place]
 
     def _with_gradient(self, bucket: int, views: list[Tensor]) -> list[Tensor]:
-        if self._phase == "forward" and self.tape is not None:
-            return self.tape.open(bucket, views)
+        if self._phase == "forward" and self._tape is not None:
+            # The first use of a bucket may be one without a gradient; later ones need the node all the same.
+            with torch.enable_grad():
+                return self._tape.open(bucket, views)
         # In backward only recomputation (activation checkpointing) comes here. It needs views that require a gradient, so that it saves
         # what the first run saved, but nobody runs backward through them.
         return [view.requires_grad_() if view.is_floating_point() or view.is_complex() else view for view in views]
 
     def _touch(self, bucket: int) -> None:
         """Note the use of a bucket, and free those whose last use has passed."""
-        now = len(self.touched)
-        self.touched.append(bucket)
-        if self.plan is not None:
-            self._on_plan = self._on_plan and now < len(self.plan.touched) and self.plan.touched[now] == bucket
+        now = len(self._touched)
+        self._touched.append(bucket)
+        if self._plan is not None:
+            self._on_plan = self._on_plan and now < len(self._plan.touched) and self._plan.touched[now] == bucket
             # A rank that leaves the plan frees nothing more in this pass: to gather a bucket twice is something all ranks must do together.
-            done = [b for b in self._buffers if self.plan.last_use.get(b, -1) < now] if self._on_plan else []
+            done = [b for b in self._buffers if self._plan.last_use.get(b, -1) < now] if self._on_plan else []
         else:
-            recent = list(dict.fromkeys(reversed(self.touched)))[:_WINDOW]
+            recent = list(dict.fromkeys(reversed(self._touched)))[:_WINDOW]
             done = [b for b in self._buffers if b not in recent]
         for b in done:
             self._release(b)
@@ -274,32 +354,45 @@ class _Session:
         buffer = self._buffers.get(bucket)
         if buffer is None:
             self._start_up_to(bucket)
-            pending = self._pending.pop(bucket, None) or self._start(bucket)
-            buffer = self._buffers[bucket] = pending.wait()
+            shard = self._shards[bucket]
+            pending = self._pending.pop(bucket, None)
+            gathered = self._gather_again(bucket) if pending is None else pending.wait()
+            buffer = self._buffers[bucket] = gathered.to(shard.dtype)
             storage = buffer.untyped_storage()
             # The weak reference keeps the address from being given to another storage while the entry lives.
             self._storages[storage._cdata] = (bucket, StorageWeakRef(storage))
-            if self._phase == "backward" and not self.trained:
+            if self._phase == "backward" and not shard.trained:
                 # No node fires for what is not trained: keep as many as forward does before it knows better.
-                for old in list(self._buffers)[:-_WINDOW]:
+                for old in [b for b in self._buffers if not self._shards[b].trained][:-_WINDOW]:
                     self._release(old)
         return buffer
 
-    def _start_up_to(self, bucket: int | None) -> None:
+    def _gather_again(self, bucket: int | None) -> Tensor | None:
+        """Gather what has been freed in this pass, or (None) take part while other ranks do."""
+        if self._phase == "backward" or self._group.size == 1:
+            return None if bucket is None else self._shards[bucket].start().wait()
+        # It may be this rank alone that needs it, so it asks. The others answer when they ask themselves, or at the end of their pass; they
+        # must not have to wait for this rank before that.
+        self._start_rest()
+        found = None
+        while found is None:
+            mine = torch.tensor([-1 if bucket is None else bucket], device=self._device)
+            wanted = [b for b in self._group.all_gather(mine, "gather again").view(-1).tolist() if b >= 0]
+            if not wanted:
+                break
+            for again in sorted(set(wanted)):
+                gathered = self._shards[again].start().wait()
+                found = gathered if again == bucket else found
+        return found
+
+    def _start_up_to(self, bucket: int) -> None:
         """Start the gathers of this pass up to and including a bucket's, in the common order."""
-        if bucket is None:
-            return
-        order = self.order if self._phase == "forward" else self.order[::-1]
-        while self._num_started <= order.index(bucket):
+        order = self._order if self._phase == "forward" else self._order[::-1]
+        last = order.index(bucket)
+        while self._num_started <= last:
             turn = order[self._num_started]
             self._num_started += 1
-            self._pending[turn] = self._start(turn)
-
-    def _start(self, bucket: int) -> Pending:
-        shard = stores.fetch(self.flat.buffers[bucket], self.layout.device)
-        if self.flat.group.size == 1:
-            return Pending.done(shard)
-        return self.flat.group.start(Call(AllGather(), "params", self.layout.label(bucket), self.lane), shard)
+            self._pending[turn] = self._shards[turn].start()
 
     def _pack(self, tensor: Tensor) -> Tensor | _Packed:
         if tensor.is_sparse or tensor.is_conj() or tensor.is_neg():

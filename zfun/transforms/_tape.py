@@ -8,10 +8,12 @@ the sinks that ``data_parallel``, ``shard_grads`` and ``offload`` put on the tap
 
 The tape starts the collectives in one order, from the last bucket of the layout to the first, whatever the order in which nodes fire: a
 bucket that is ready early waits for those before it, and one that this rank never used is sent as zeros at the end. So ranks may skip
-leaves, and nothing hangs.
+leaves, and nothing hangs. Nor do gathers and reductions wait for each other across ranks: a rank waits for a reduction inside backward
+only if all ranks use their parameters in the planned order (they vote on it with the loss), else not before it has started all its gathers.
 
 A bucket may be opened more than once in a forward pass (it was gathered, released and gathered again): its gradient is the sum over its
-nodes, in the order in which they fire. The mean is taken once, by the last of them, so that one node or three give the same bits.
+nodes, in the order in which they fire, leaf by leaf in the dtype in which they come, as autograd adds them within a node. They are cast and
+the mean is taken once, when the last has fired, so that one node or three give the same bits.
 """
 
 from __future__ import annotations
@@ -29,6 +31,9 @@ __all__ = ["Handle", "Sink", "Tape"]
 
 # Reductions in flight: one that runs while the next bucket is filled.
 _MAX_IN_FLIGHT = 2
+
+# Before everything but the accumulation of gradients.
+_FIRST = 2**63 - 1
 
 
 class Handle(Protocol):
@@ -53,20 +58,27 @@ class Tape:
     Args:
         layout: of the parameters.
         sinks: what each bucket goes through, in order.
+        dtypes: of the gradient buffers, one for each bucket.
     """
 
-    def __init__(self, layout: Layout, sinks: Sequence[Sink]) -> None:
+    def __init__(self, layout: Layout, sinks: Sequence[Sink], dtypes: Sequence[torch.dtype]) -> None:
         self.layout = layout
         self.sinks = tuple(sinks)
+        self.dtypes = tuple(dtypes)
         self.anchors: list[Tensor] = []
         self.scale = 1.0
         self.on_complete: list[Callable[[int], None]] = []
         self.on_finish: list[Callable[[], None]] = []
+        self.on_end: list[Callable[[], None]] = []
+        # Whether parameters are gathered in backward, and whether this rank used them in another order than planned.
+        self.gathers = False
+        self.strayed = False
+        self.max_in_flight: int | None = _MAX_IN_FLIGHT
         count = len(layout.buckets)
         self._opened = [0] * count
         self._fired = [0] * count
-        self._sums: list[Tensor | None] = [None] * count
-        self._ready = [False] * count
+        self._sums: list[list[Tensor | None] | None] = [None] * count
+        self._ready: list[Tensor | None] = [None] * count
         self._next = count - 1
         self._in_flight: list[tuple[int, Handle]] = []
         self._results: list[Any] = [None] * count
@@ -76,63 +88,64 @@ class Tape:
         anchor = torch.empty(0, device=self.layout.device, requires_grad=True)
         self.anchors.append(anchor)
         self._opened[bucket] += 1
-        outputs = _BucketNode.apply(anchor, self, bucket, list(views))
-        return list(outputs)
+        outputs = list(_BucketNode.apply(anchor, self, bucket, list(views)))
+        node = next((output.grad_fn for output in outputs if output.grad_fn is not None), None)
+        if node is not None:
+            # Autograd runs what is ready in the reverse of the order in which it was made, and nodes of whole parameters are made first of
+            # all: left to that, every gradient would be complete before the first was reduced.
+            node._set_sequence_nr(_FIRST)
+        return outputs
 
     def contribute(self, bucket: int, grads: Sequence[Tensor | None]) -> None:
         """Take the gradients of a bucket's leaves from one of its nodes."""
         self._fired[bucket] += 1
-        complete = self._fired[bucket] == self._opened[bucket]
         before = self._sums[bucket]
-        if before is None:
-            self._sums[bucket] = self._ravel(bucket, grads, self.scale if complete else 1.0)
-        else:
-            slots = [self.layout.leaves[i] for i in self.layout.buckets[bucket].leaves]
-            for slot, grad in zip(slots, grads, strict=True):
-                if grad is not None:
-                    ops.unravel(before, slot.offset, slot.shape, slot.dtype).add_(grad)
-            if complete and self.scale != 1.0:
-                before.mul_(self.scale)
-        if complete:
+        self._sums[bucket] = list(grads) if before is None else [_sum(x, y) for x, y in zip(before, grads, strict=True)]
+        if self._fired[bucket] == self._opened[bucket]:
+            self._ravel(bucket)
             for callback in self.on_complete:
                 callback(bucket)
-            self._ready[bucket] = True
             self._start_ready()
 
     def finish(self) -> list[Any]:
         """Send what was not used as zeros, wait for everything, and return one result for each bucket."""
         for callback in self.on_finish:
             callback()
-        # Sessions know the tape and the tape knows them; without this their buffers would live until the cycle collector comes.
-        self.on_finish.clear()
-        self.on_complete.clear()
         for bucket in range(self._next, -1, -1):
-            if self._ready[bucket]:
-                continue
-            incomplete = self._sums[bucket]
-            if incomplete is None:
-                self._sums[bucket] = self._ravel(bucket, [None] * len(self.layout.buckets[bucket].leaves), 1.0)
-            elif self.scale != 1.0:
-                incomplete.mul_(self.scale)
-            self._ready[bucket] = True
+            if self._ready[bucket] is None:
+                self._ravel(bucket)
         self._start_ready()
         self._settle(0)
+        for callback in self.on_end:
+            callback()
+        # Sessions know the tape and the tape knows them; without this their buffers would live until the cycle collector comes.
+        for callbacks in (self.on_complete, self.on_finish, self.on_end):
+            callbacks.clear()
         return self._results
 
-    def _ravel(self, bucket: int, grads: Sequence[Tensor | None], scale: float) -> Tensor:
+    def _ravel(self, bucket: int) -> None:
         slot = self.layout.buckets[bucket]
-        offsets = [self.layout.leaves[i].offset for i in slot.leaves]
-        return ops.ravel(grads, offsets, slot.padded_numel, dtype=slot.dtype, device=self.layout.device, scale=scale)
+        leaves = [self.layout.leaves[i] for i in slot.leaves]
+        grads, self._sums[bucket] = self._sums[bucket], None
+        self._ready[bucket] = ops.ravel(
+            [None] * len(leaves) if grads is None else [_rounded(x, leaf.dtype) for x, leaf in zip(grads, leaves, strict=True)],
+            [leaf.offset for leaf in leaves],
+            slot.padded_numel,
+            dtype=self.dtypes[bucket],
+            device=self.layout.device,
+            scale=1.0 if grads is None else self.scale,
+        )
 
     def _start_ready(self) -> None:
-        while self._next >= 0 and self._ready[self._next]:
+        while self._next >= 0 and self._ready[self._next] is not None:
             bucket, self._next = self._next, self._next - 1
-            buffer, self._sums[bucket] = self._sums[bucket], None
+            buffer, self._ready[bucket] = self._ready[bucket], None
             if not self.sinks:
                 self._results[bucket] = buffer
                 continue
             self._in_flight.append((bucket, self.sinks[0].start(buffer, self.layout, bucket)))
-            self._settle(_MAX_IN_FLIGHT)
+            if self.max_in_flight is not None:
+                self._settle(self.max_in_flight)
 
     def _settle(self, num_left: int) -> None:
         while len(self._in_flight) > num_left:
@@ -140,6 +153,15 @@ class Tape:
             for sink in self.sinks[1:]:
                 pending = sink.start(pending.wait(), self.layout, bucket)
             self._results[bucket] = pending.wait()
+
+
+def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
+    return x if y is None else y if x is None else x + y
+
+
+def _rounded(grad: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Round a gradient to a leaf's dtype where it was computed with in a wider one, as autograd does when the cast is its own."""
+    return grad if grad is None or torch.promote_types(grad.dtype, dtype) == dtype else grad.to(dtype)
 
 
 class _BucketNode(torch.autograd.Function):

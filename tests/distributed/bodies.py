@@ -1,0 +1,271 @@
+"""Programs of a rank that run alike on simulated ranks and on real processes, which import this module.
+
+Each takes a group and returns a tree of tensors and numbers: the same bits wherever it runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import grad, jvp, vmap
+
+import zfun as zf
+from tests import models
+from zfun import optim, tree
+from zfun.collectives import Call, Lane, ReduceScatter
+from zfun.errors import AliasChanged, DonatedStateError, NonFiniteError, PlacementError, SpecMismatch
+from zfun.testing import Composition, assert_same_bits, check_padding, check_redistribution, check_round_trip, same_bits, train
+
+CLIPPED = optim.chain(optim.clip_by_global_norm(0.1), optim.sgd(0.05, momentum=0.9))
+
+COMPOSITIONS = [
+    Composition(),
+    Composition(flat=True, donate=True),
+    Composition(grads=("shard_grads",)),
+    Composition(optimizer=("shard_optimizer",)),
+    Composition(loss=("shard_params",)),
+    Composition(loss=("shard_params",), grads=("shard_grads",), optimizer=("shard_optimizer",), donate=True),
+    Composition(loss=("offload", "shard_params"), grads=("offload", "shard_grads"), optimizer=("shard_optimizer", "offload"), donate=True),
+    Composition(loss=("shard_params", "offload"), grads=("shard_grads", "offload"), optimizer=("offload", "shard_optimizer")),
+]
+
+
+def compositions_agree(group: zf.Group) -> Any:
+    batches = models.mlp_batches(3, group.size)
+    first: Any = None
+    for turn, composition in enumerate(COMPOSITIONS):
+        bucket_bytes = (1, 300, 2**20)[turn % 3]
+        run = train(composition, group, models.mlp_loss, CLIPPED, models.mlp(), batches, bucket_bytes=bucket_bytes)
+        check_padding(run.final)
+        first = run[:2] if first is None else first
+        assert_same_bits(run[:2], first, f"{composition} and {COMPOSITIONS[0]}")
+    return first
+
+
+def micro_batches(group: zf.Group) -> Any:
+    batches = models.mlp_batches(2, group.size, rows=6)
+    results = []
+    for grads in (("accumulate", "shard_grads"), ("shard_grads", "accumulate")):
+        composition = Composition(("shard_params",), grads, ("shard_optimizer",))
+        results.append(train(composition, group, models.mlp_loss, optim.adamw(0.05), models.mlp(), batches, num_micro_batches=3)[:2])
+    return results
+
+
+def stages_agree(group: zf.Group) -> Any:
+    found: list[Any] = []
+    for stage in (0, 1, 2, 3):
+        z = zf.zero(stage, models.mlp_loss, optim.adamw(0.05), group, bucket_bytes=300)
+        state, trace = z.init(models.mlp()), []
+        for batches in models.mlp_batches(3, group.size):
+            state, info = z.step(state, batches[group.rank])
+            trace.append((info.loss, info.grad_norm))
+        found.append((z.params(state), trace))
+        assert_same_bits(found[-1], found[0], f"stages {stage} and 0")
+    return found[0]
+
+
+def mixed_tree() -> Any:
+    g = torch.Generator().manual_seed(5)
+    tied = torch.randn(7, 3, generator=g)
+    return {
+        "half": torch.randn(5, generator=g).to(torch.bfloat16),
+        "tied": [tied, tied],
+        "scalar": torch.randn((), generator=g, dtype=torch.float64),
+        "empty": torch.zeros(0, 4),
+        "complex": torch.randn(3, 2, generator=g, dtype=torch.complex64),
+        "strided": torch.randn(4, 6, generator=g).t()[1::2],
+        "one": torch.randn(3, generator=g)[1::2],
+    }
+
+
+def any_dtype_and_shape(group: zf.Group) -> Any:
+    check_round_trip(mixed_tree(), group, bucket_bytes=64)
+    flat = zf.shard(mixed_tree(), group, bucket_bytes=64)
+    check_redistribution(flat, [zf.R, zf.P, zf.S, zf.P, zf.R])
+    batches = models.tree_batches(2, group.size, 3)
+    runs = [
+        train(composition, group, models.tree_loss, optim.adam(0.1, eps=1e-3), mixed_tree(), batches, bucket_bytes=64)[:2]
+        for composition in (Composition(), COMPOSITIONS[5])
+    ]
+    assert_same_bits(*runs)
+    return runs[0]
+
+
+def frozen_leaves(group: zf.Group) -> Any:
+    found: list[Any] = []
+    for stage in (0, 3):
+        z = zf.zero(stage, models.mlp_loss, optim.adamw(0.05), group, bucket_bytes=300, trainable=lambda path, _: path.startswith("h.1"))
+        state = z.init(models.mlp())
+        for batches in models.mlp_batches(2, group.size):
+            state, _ = z.step(state, batches[group.rank])
+        found.append(z.params(state))
+    assert_same_bits(*found)
+    return found[0]
+
+
+def another_branch(group: zf.Group) -> Any:
+    """Rank 1 skips a block."""
+
+    def loss_fn(params: Any, x: Tensor) -> Tensor:
+        for i, layer in enumerate(params["h"]):
+            if group.rank != 1 or i != 1:
+                x = torch.tanh(x @ layer["w"] + layer["b"])
+        return (x @ params["out"]).pow(2).mean()
+
+    found: list[Any] = []
+    for stage in (0, 1, 2, 3):
+        z = zf.zero(stage, loss_fn, optim.sgd(0.05), group, bucket_bytes=300)
+        state = z.init(models.mlp())
+        for batches in models.mlp_batches(2, group.size):
+            state, _ = z.step(state, batches[group.rank])
+        found.append(z.params(state))
+        assert_same_bits(found[-1], found[0])
+    return found[0]
+
+
+def token_means(group: zf.Group) -> Any:
+    """Unequal numbers of tokens on the ranks."""
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        x, mask = batch
+        per_token = torch.tanh(x @ params["h"][0]["w"]).sum(1)
+        return zf.weighted_mean((per_token * mask).sum(), mask.sum())
+
+    x = models.mlp_batches(1, group.size, rows=6)[0][group.rank]
+    mask = (torch.arange(6) <= group.rank * 2).double()
+    vg = zf.shard_grads(zf.accumulate(zf.data_parallel(zf.value_and_grad(loss_fn), group), 2), group)
+    loss, grads = vg(models.mlp(), (x, mask + 0.5))
+    return loss.mean, loss.weight, zf.unshard(grads)
+
+
+def bytes_of_steps(group: zf.Group) -> Any:
+    counts = []
+    for stage in (0, 1, 2, 3):
+        recorded = zf.record(group)
+        z = zf.zero(stage, models.mlp_loss, optim.adamw(0.05), recorded, bucket_bytes=300)
+        state = z.init(models.mlp())
+        psi = sum(bucket.padded_numel * 8 for bucket in state.params.layout.buckets)
+        for batches in models.mlp_batches(2, group.size):
+            recorded.clear()
+            state, _ = z.step(state, batches[group.rank])
+            sent = recorded.bytes_sent("params") + recorded.bytes_sent("grads")
+            assert sent == (3 if stage == 3 else 2) * psi * (group.size - 1) // group.size
+            counts.append(sent)
+    return counts
+
+
+def nan_on_one_rank(group: zf.Group) -> Any:
+    results = []
+    for stage in (0, 1, 2, 3):
+        z = zf.zero(stage, lambda p, b: models.mlp_loss(p, b[0]) + (p["h"][2]["b"] * b[1]).sum(), optim.adamw(0.05), group, max_skipped=2)
+        state = z.init(models.mlp())
+        batch = models.mlp_batches(1, group.size)[0][group.rank]
+        poison = torch.full((5,), float("nan") if group.rank == group.size - 1 else 0.0, dtype=torch.float64)
+        state, info = z.step(state, (batch, poison))
+        assert info.skipped
+        assert info.bad_leaf == "h.2.b"
+        assert_same_bits(z.params(state), models.mlp())
+        try:
+            z.step(state, (batch, poison))
+        except NonFiniteError as error:
+            assert "2 steps in a row" in str(error)
+        else:
+            raise AssertionError("the second step in a row was skipped without a word")
+        state, info = z.step(state, (batch, torch.zeros(5, dtype=torch.float64)))
+        assert not info.skipped
+        results.append((info.loss, z.params(state)))
+    return results
+
+
+def functional_derivatives(group: zf.Group) -> Any:
+    flat = zf.shard(models.mlp(), group, bucket_bytes=300)
+    x = models.mlp_batches(1, 1)[0][0]
+    results = []
+    for loss in (lambda p, b: models.mlp_loss(zf.gather(p), b) / group.size, zf.shard_params(lambda p, b: models.mlp_loss(p, b) / group.size, group)):
+        per_sample = vmap(grad(loss), in_dims=(None, 0))(flat, x[:, None])
+        tangent = zf.shard(models.mlp(seed=4), group, bucket_bytes=300)
+        _, product = jvp(lambda p, loss=loss: grad(loss)(p, x), (flat,), (tangent,))
+        results.append(([zf.unshard(per_sample.with_buffers(b[i].contiguous() for b in per_sample.buffers)) for i in range(4)], zf.unshard(product)))
+    expected = jvp(lambda p: grad(models.mlp_loss)(p, x), (models.mlp(),), (models.mlp(seed=4),))[1]
+    for found in results:
+        for a, b in zip(tree.leaves(found[1]), tree.leaves(expected), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+    return results
+
+
+def values_differ(group: zf.Group) -> Any:
+    params = models.mlp()
+    if group.rank == 1:
+        params["h"][0]["b"][0] += 1.0
+    texts = []
+    for make in (zf.shard, zf.replicate):
+        try:
+            make(params, group)
+        except SpecMismatch as error:
+            texts.append(str(error))
+    assert len(texts) == 2
+    # After the error the group is as good as before.
+    return *texts, zf.unshard(zf.shard(params, group, init="broadcast"))
+
+
+def errors_are_local(group: zf.Group) -> Any:
+    """What every rank does wrong in the same way raises everywhere and leaves the group usable."""
+    texts = []
+    z = zf.zero(3, models.mlp_loss, optim.adamw(0.05), group)
+    old = z.init(models.mlp())
+    new, _ = z.step(old, models.mlp_batches(1, group.size)[0][group.rank])
+    layout = zf.shard({"a": (w := torch.ones(2)), "b": w}, group).layout
+    for call, kind in (
+        (lambda: z.params(old), DonatedStateError),
+        (lambda: zf.shard_params(models.mlp_loss, group)(models.mlp(), None), PlacementError),
+        (lambda: zf.flat.ravel({"a": torch.ones(2), "b": torch.ones(2)}, layout, group), AliasChanged),
+    ):
+        try:
+            call()
+        except kind as error:
+            texts.append(type(error).__name__)
+    assert len(texts) == 3
+    return texts, z.params(new)
+
+
+BODIES = [
+    compositions_agree,
+    micro_batches,
+    stages_agree,
+    any_dtype_and_shape,
+    frozen_leaves,
+    another_branch,
+    token_means,
+    bytes_of_steps,
+    nan_on_one_rank,
+    functional_derivatives,
+    values_differ,
+    errors_are_local,
+]
+
+
+# Programs in which one rank fails.
+
+
+def raises_in_the_loss(group: zf.Group) -> None:
+    def loss_fn(params: Any, x: Tensor) -> Tensor:
+        if group.rank == 1 and step == 1:
+            raise ValueError("bad batch in shard 7")
+        return models.mlp_loss(params, x)
+
+    z = zf.zero(3, loss_fn, optim.adamw(0.05), group, bucket_bytes=300)
+    state = z.init(models.mlp())
+    for step, batches in enumerate(models.mlp_batches(2, group.size)):
+        state, _ = z.step(state, batches[group.rank])
+
+
+def starts_another_collective(group: zf.Group) -> None:
+    """Rank 1 has other ideas of a step."""
+    z = zf.zero(2, models.mlp_loss, optim.adamw(0.05), group)
+    state = z.init(models.mlp())
+    if group.rank == 1:
+        group.start(Call(ReduceScatter(), "grads", "by hand", Lane.GRADS), torch.ones(32 * group.size)).wait()
+    z.step(state, models.mlp_batches(1, group.size)[0][group.rank])
+    assert not same_bits(z.params(state), models.mlp())

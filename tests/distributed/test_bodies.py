@@ -1,0 +1,56 @@
+"""The same programs on simulated ranks and on real gloo processes, equal to the last bit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import zfun as zf
+from tests.distributed import bodies
+from zfun.collectives import Workers
+from zfun.errors import CollectiveMismatch, PeerLost
+from zfun.testing import assert_same_bits
+
+# torch itself warns when it first imports what forward-mode derivatives need.
+pytestmark = [pytest.mark.timeout(90), pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")]
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def ranks(request: pytest.FixtureRequest) -> Iterator[tuple[int, Workers]]:
+    with Workers(request.param, timeout_s=40.0, collective_timeout_s=20.0) as held:
+        yield request.param, held
+
+
+@pytest.mark.parametrize("body", bodies.BODIES, ids=[body.__name__ for body in bodies.BODIES])
+def test_processes_do_what_the_simulation_does(ranks: tuple[int, Workers], body: Callable[[zf.Group], Any]) -> None:
+    size, workers = ranks
+    expected = zf.simulate(size, body)
+    found = workers.run(body)
+    for rank in range(size):
+        assert_same_bits(found[rank], expected[rank], f"rank {rank} in its process and simulated")
+
+
+def test_a_rank_that_raises_in_the_loss() -> None:
+    started = time.monotonic()
+    with Workers(2, timeout_s=40.0, collective_timeout_s=20.0) as workers:
+        waiting, raised = workers.outcomes(bodies.raises_in_the_loss)
+    assert isinstance(raised, ValueError)
+    assert isinstance(waiting, PeerLost)
+    assert "rank 1 raised ValueError: bad batch in shard 7" in str(waiting)
+    assert "'params'" in str(waiting)
+    assert time.monotonic() - started < 40
+    with pytest.raises(ValueError, match="bad batch in shard 7"):
+        zf.simulate(2, bodies.raises_in_the_loss)
+
+
+def test_a_rank_that_starts_another_collective() -> None:
+    with Workers(2, timeout_s=40.0, collective_timeout_s=20.0) as workers:
+        outcomes = workers.outcomes(bodies.starts_another_collective)
+    for outcome in outcomes:
+        assert isinstance(outcome, (CollectiveMismatch, PeerLost))
+        assert "'grads'" in str(outcome)
+    with pytest.raises(CollectiveMismatch, match=r"by hand"):
+        zf.simulate(2, bodies.starts_another_collective)

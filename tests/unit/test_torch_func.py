@@ -1,0 +1,296 @@
+"""torch.func over sharded parameters: higher derivatives, per-sample gradients, and what torch.compile makes of a gathered block."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import grad, grad_and_value, hessian, jacrev, jvp, vjp, vmap
+
+import zfun as zf
+from tests import models
+from zfun import tree
+from zfun.testing import assert_same_bits
+
+# torch itself warns when it first imports what forward-mode derivatives need.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+
+SIZES = pytest.mark.parametrize("size", [1, 2, 3])
+Loss = Callable[[Any, Tensor], Tensor]
+
+# Every rank computes on the same batch here: the derivative of the sum over the ranks of the losses, divided by their number, is then the
+# unsharded derivative, on every rank.
+X = torch.randn(4, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+
+def mlp() -> dict[str, Any]:
+    return models.mlp(num_layers=2)
+
+
+def through_gather(group: zf.Group) -> Loss:
+    return lambda flat, x: models.mlp_loss(zf.gather(flat), x) / group.size
+
+
+def through_shard_params(group: zf.Group) -> Loss:
+    inner = zf.shard_params(models.mlp_loss, group)
+    return lambda flat, x: inner(flat, x) / group.size
+
+
+FORMS = pytest.mark.parametrize("form", [through_gather, through_shard_params])
+
+
+def close(found: Any, expected: Any) -> None:
+    for path, x, y in zip(tree.paths(expected), tree.leaves(found), tree.leaves(expected), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-13, msg=lambda text, path=path: f"{path}: {text}")
+
+
+def run(size: int, form: Any, program: Callable[[zf.Group, Loss, zf.Flat], Any]) -> list[Any]:
+    def main(group: zf.Group) -> Any:
+        flat = zf.shard(mlp(), group, bucket_bytes=300)
+        assert len(flat.buffers) > 1
+        return program(group, form(group), flat)
+
+    return zf.simulate(size, main)
+
+
+@SIZES
+@FORMS
+def test_grad(size: int, form: Any) -> None:
+    def program(group: zf.Group, loss: Loss, flat: zf.Flat) -> Any:
+        found, value = grad_and_value(loss)(flat, X)
+        assert found.placement is zf.S
+        return zf.unshard(found), value * group.size
+
+    expected = grad_and_value(models.mlp_loss)(mlp(), X)
+    for found in run(size, form, program):
+        close(found, expected)
+
+
+@SIZES
+@FORMS
+def test_plain_autograd(size: int, form: Any) -> None:
+    """A buffer that requires a gradient gets one, by ``torch.autograd`` and no transform of zfun."""
+
+    def program(group: zf.Group, loss: Loss, flat: zf.Flat) -> Any:
+        buffers = [buffer.requires_grad_() for buffer in flat.buffers]
+        grads = torch.autograd.grad(loss(flat, X), buffers)
+        return zf.unshard(flat.with_buffers(grads))
+
+    for found in run(size, form, program):
+        close(found, grad(models.mlp_loss)(mlp(), X))
+
+
+@SIZES
+@FORMS
+def test_per_sample_gradients(size: int, form: Any) -> None:
+    def program(group: zf.Group, loss: Loss, flat: zf.Flat) -> Any:
+        per_sample = vmap(grad(loss), in_dims=(None, 0))(flat, X[:, None])
+        assert all(buffer.shape[0] == len(X) for buffer in per_sample.buffers)
+        return [zf.unshard(per_sample.with_buffers(buffer[i].contiguous() for buffer in per_sample.buffers)) for i in range(len(X))]
+
+    expected = vmap(grad(models.mlp_loss), in_dims=(None, 0))(mlp(), X[:, None])
+    for found in run(size, form, program):
+        for i in range(len(X)):
+            close(found[i], tree.map(lambda leaf, i=i: leaf[i], expected))
+
+
+def direction() -> dict[str, Any]:
+    return models.mlp(num_layers=2, seed=9)
+
+
+def unsharded_hvp() -> Any:
+    return jvp(lambda p: grad(models.mlp_loss)(p, X), (mlp(),), (direction(),))[1]
+
+
+@SIZES
+@FORMS
+def test_hessian_vector_product_forward_over_reverse(size: int, form: Any) -> None:
+    def program(group: zf.Group, loss: Loss, flat: zf.Flat) -> Any:
+        tangent = zf.shard(direction(), group, bucket_bytes=300)
+        _, product = jvp(lambda p: grad(loss)(p, X), (flat,), (tangent,))
+        return zf.unshard(product)
+
+    for found in run(size, form, program):
+        close(found, unsharded_hvp())
+
+
+@SIZES
+@FORMS
+def test_hessian_vector_product_reverse_over_reverse(size: int, form: Any) -> None:
+    def program(group: zf.Group, loss: Loss, flat: zf.Flat) -> Any:
+        tangent = zf.shard(direction(), group, bucket_bytes=300)
+
+        def along(p: zf.Flat) -> Tensor:
+            # The dot product of shards is a term of the whole one.
+            slopes = grad(loss)(p, X)
+            return sum((a * b).sum() for a, b in zip(slopes.buffers, tangent.buffers, strict=True))
+
+        return zf.unshard(grad(along)(flat))
+
+    for found in run(size, form, program):
+        close(found, unsharded_hvp())
+
+
+@SIZES
+@FORMS
+def test_jvp(size: int, form: Any) -> None:
+    def program(group: zf.Group, loss: Loss, flat: zf.Flat) -> Any:
+        return tuple(out * group.size for out in jvp(lambda p: loss(p, X), (flat,), (zf.shard(direction(), group, bucket_bytes=300),)))
+
+    expected = jvp(lambda p: models.mlp_loss(p, X), (mlp(),), (direction(),))
+    for found in run(size, form, program):
+        close(found, expected)
+
+
+def outputs(params: Any, x: Tensor) -> Tensor:
+    """A function with several results, for jacobians."""
+    for layer in params["h"]:
+        x = torch.tanh(x @ layer["w"] + layer["b"])
+    return x @ params["out"]
+
+
+@SIZES
+@pytest.mark.parametrize("sharded", [False, True])
+def test_jacrev_and_vjp(size: int, sharded: bool) -> None:
+    expected = jacrev(outputs)(mlp(), X)
+    cotangent = torch.arange(1.0, 5.0, dtype=torch.float64)
+
+    def main(group: zf.Group) -> Any:
+        flat = zf.shard(mlp(), group, bucket_bytes=300)
+        inner = zf.shard_params(outputs, group) if sharded else lambda p, x: outputs(zf.gather(p), x)
+        fn = lambda p: inner(p, X) / group.size
+        jacobian = jacrev(fn)(flat)
+        rows = [zf.unshard(jacobian.with_buffers(buffer[i].contiguous() for buffer in jacobian.buffers)) for i in range(len(X))]
+        _, pull = vjp(fn, flat)
+        return rows, zf.unshard(pull(cotangent)[0])
+
+    for rows, pulled in zf.simulate(size, main):
+        for i, row in enumerate(rows):
+            close(row, tree.map(lambda leaf, i=i: leaf[i], expected))
+        close(pulled, tree.map(lambda leaf: torch.tensordot(cotangent, leaf, 1), expected))
+
+
+@SIZES
+def test_hessian_of_a_small_model(size: int) -> None:
+    w = torch.randn(6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def cubes(w: Tensor) -> Tensor:
+        return (w**3).sum() + (w[0] * w[1:]).sum()
+
+    def main(group: zf.Group) -> Any:
+        flat = zf.shard({"w": w}, group)
+
+        def slope(p: zf.Flat) -> Tensor:
+            return zf.gather(grad(lambda q: cubes(zf.gather(q)["w"]) / group.size)(p))["w"]
+
+        rows = jacrev(lambda p: slope(p) / group.size)(flat)
+        return torch.stack([zf.unshard(rows.with_buffers(buffer[i].contiguous() for buffer in rows.buffers))["w"] for i in range(6)])
+
+    for found in zf.simulate(size, main):
+        close(found, hessian(cubes)(w))
+
+
+def test_a_gradient_function_of_the_user_goes_through_the_transforms() -> None:
+    """``torch.func.grad_and_value`` in place of ``zf.value_and_grad``: whole leaves, every stage below 3."""
+
+    def user(params: Any, batch: Tensor) -> Any:
+        grads, loss = grad_and_value(models.mlp_loss)(params, batch)
+        return loss, grads
+
+    batches = models.mlp_batches(3, 3)
+
+    def main(group: zf.Group, vg: Any, sharded: bool, parts: int) -> Any:
+        gradient = zf.data_parallel(vg, group, bucket_bytes=300)
+        gradient = zf.shard_grads(gradient, group) if sharded else gradient
+        gradient = zf.accumulate(gradient, parts)
+        optimizer = zf.shard_optimizer(zf.optim.adamw(0.1), group, bucket_bytes=300)
+        params = mlp()
+        state = optimizer.init(params)
+        losses = []
+        for step in batches:
+            loss, grads = gradient(params, step[group.rank])
+            params, state = zf.apply(optimizer, grads, state, params)
+            losses.append(loss)
+        return losses, params
+
+    for sharded in (False, True):
+        for parts in (1, 2):
+            mine = zf.simulate(3, main, user, sharded, parts)
+            assert_same_bits(mine, zf.simulate(3, main, zf.value_and_grad(models.mlp_loss), sharded, parts))
+
+
+def test_a_user_gradient_with_aux() -> None:
+    def main(group: zf.Group) -> Any:
+        vg = zf.shard_grads(zf.data_parallel(lambda p, x: ((p["w"] * x, "aux"), {"w": x.clone()}), group), group)
+        (loss, aux), grads = vg({"w": torch.tensor(2.0)}, torch.tensor(float(group.rank)))
+        return loss.item(), aux, zf.unshard(grads)["w"].item()
+
+    assert zf.simulate(2, main) == [(1.0, "aux", 0.5)] * 2
+
+
+# torch.compile.
+
+needs_compiler = pytest.mark.skipif(
+    not any(shutil.which(name) for name in ("g++", "clang++", "c++")), reason="torch.compile needs a C++ compiler"
+)
+
+
+def block(layer: Any, x: Tensor) -> Tensor:
+    return torch.tanh(x @ layer["w"] + layer["b"])
+
+
+@needs_compiler
+@pytest.mark.timeout(180)
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_block() -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(block, fullgraph=True)
+
+    def loss_of(run: Any) -> Loss:
+        def loss_fn(params: Any, x: Tensor) -> Tensor:
+            for layer in params["h"]:
+                x = run(zf.gather(layer), x)
+            return (x @ params["out"]).pow(2).mean()
+
+        return loss_fn
+
+    try:
+        compiled(mlp()["h"][0], X)
+    except Exception as error:  # noqa: BLE001, a compiler may fail in many ways that are not zfun's
+        pytest.skip(f"torch.compile does not work here: {type(error).__name__}")
+
+    def main(group: zf.Group, run: Any) -> Any:
+        vg = zf.value_and_grad(zf.shard_params(loss_of(run), group))
+        flat = zf.shard(mlp(), group, bucket_bytes=300)
+        vg(flat, X)
+        loss, grads = vg(flat, X)
+        return loss, zf.unshard(grads)
+
+    # Dynamo compiles for one thread at a time: one rank here, and two real ones in tests/distributed.
+    close(zf.simulate(1, main, compiled), zf.simulate(1, main, block))
+
+
+@needs_compiler
+@pytest.mark.timeout(180)
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_block_without_gather_says_what_to_do() -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(block, fullgraph=True, backend="eager")
+
+    def main(group: zf.Group) -> None:
+        loss = zf.shard_params(lambda params, x: compiled(params["h"][0], x).sum(), group)
+        vg = zf.value_and_grad(loss)
+        flat = zf.shard(mlp(), group)
+        try:
+            _, grads = vg(flat, X)
+        except Exception as error:  # noqa: BLE001, dynamo wraps what its tracing meets
+            assert "gather" in str(error)
+        else:
+            expected = torch.func.grad(lambda params: block(params["h"][0], X).sum())(mlp())
+            close(zf.unshard(grads), expected)
+
+    zf.simulate(1, main)

@@ -1,0 +1,255 @@
+"""What a loss may do with sharded parameters, and what it never notices."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import zfun as zf
+from tests import models
+from zfun import tree
+from zfun.testing import assert_same_bits
+
+SIZES = pytest.mark.parametrize("size", [1, 3])
+X = models.mlp_batches(1, 1)[0][0]
+
+
+def gradients(size: int, loss_fn: Any, params: Any = None, *, sharded: bool = True, calls: int = 2) -> list[Any]:
+    def main(group: zf.Group) -> Any:
+        value: Any = models.mlp() if params is None else params
+        loss: Any = loss_fn
+        if sharded:
+            value, loss = zf.shard(value, group, bucket_bytes=300), zf.shard_params(loss_fn, group)
+        vg = zf.data_parallel(zf.value_and_grad(loss), group, bucket_bytes=300)
+        for _ in range(calls):
+            out, grads = vg(value, X + group.rank)
+        return out, zf.unshard(grads)
+
+    return zf.simulate(size, main)
+
+
+def same_as_unsharded(size: int, loss_fn: Any, params: Any = None) -> None:
+    for calls in (1, 2, 3):
+        assert_same_bits(gradients(size, loss_fn, params, calls=calls), gradients(size, loss_fn, params, sharded=False))
+
+
+def blocks(params: Any, x: Tensor, use_reentrant: bool | None) -> Tensor:
+    for layer in params["h"]:
+        run = lambda x, layer=layer: torch.tanh(x @ layer["w"] + layer["b"])
+        x = run(x) if use_reentrant is None else checkpoint(run, x, use_reentrant=use_reentrant)
+    return (x @ params["out"]).pow(2).mean()
+
+
+@SIZES
+def test_activation_checkpointing(size: int) -> None:
+    expected = gradients(size, lambda p, x: blocks(p, x, None), sharded=False)
+    for calls in (1, 2, 3):
+        assert_same_bits(gradients(size, lambda p, x: blocks(p, x, False), calls=calls), expected)
+
+
+@SIZES
+def test_nested_checkpoints(size: int) -> None:
+    def loss_fn(params: Any, x: Tensor) -> Tensor:
+        whole = lambda x: blocks(params, x, False)
+        return checkpoint(whole, x, use_reentrant=False)
+
+    expected = gradients(size, lambda p, x: blocks(p, x, None), sharded=False)
+    assert_same_bits(gradients(size, loss_fn), expected)
+
+
+def test_reentrant_checkpointing_is_refused_by_torch_itself() -> None:
+    """The old form runs backward inside backward, which ``torch.autograd.grad`` refuses, in words of its own."""
+
+    def loss_fn(params: Any, x: Tensor) -> Tensor:
+        x = x @ params["h"][0]["w"]
+        return blocks(params, x, True)
+
+    with pytest.raises(RuntimeError, match="use_reentrant=True"):
+        gradients(1, loss_fn)
+
+
+def test_a_custom_function_needs_gathered_leaves() -> None:
+    """Its gradient would be lost, for nothing stands between an ``autograd.Function`` and the lazy leaf."""
+
+    def main(group: zf.Group) -> None:
+        vg = zf.value_and_grad(zf.shard_params(lambda p, x: _Cube.apply(p["out"]).sum() + models.mlp_loss(p, x), group))
+        with pytest.raises(zf.PlacementError, match=r"an autograd.Function takes whole tensors; got the lazy leaf 'out'; call zf.gather\(\)") as caught:
+            vg(zf.shard(models.mlp(), group), X)
+        assert caught.value.leaf == "out"
+
+    zf.simulate(2, main)
+
+
+USES: dict[str, Any] = {
+    "matmul": lambda p, x: (x @ p["h"][0]["w"]).sum(),
+    "linear": lambda p, x: torch.nn.functional.linear(x, p["h"][0]["w"], p["h"][0]["b"]).pow(2).sum(),
+    "transpose": lambda p, x: (x @ p["h"][0]["w"].t()).pow(2).sum(),
+    "index": lambda p, x: (p["h"][0]["w"][1:3] * p["h"][1]["b"][:2, None]).pow(2).sum() + x.sum(),
+    "embedding": lambda p, x: torch.nn.functional.embedding(torch.tensor([1, 3, 1]), p["h"][0]["w"]).pow(2).sum(),
+    "stack": lambda p, x: torch.stack([layer["w"] for layer in p["h"]]).pow(3).sum(),
+    "cat": lambda p, x: torch.cat([p["h"][0]["b"], p["h"][2]["b"]]).pow(3).sum(),
+    "einsum": lambda p, x: torch.einsum("ij,jk,kl->il", x, p["h"][0]["w"], p["h"][1]["w"]).pow(2).sum(),
+    "operators": lambda p, x: ((2.0 - p["out"]) / (1 + p["out"] ** 2) - (-p["h"][0]["b"])).sum(),
+    "comparison": lambda p, x: torch.where(p["out"] > 0, p["out"] * 2, p["h"][0]["b"]).sum(),
+    "detach": lambda p, x: (p["out"].detach() * p["h"][0]["b"]).sum(),
+    "no_grad": lambda p, x: p["out"].pow(2).sum() + _without_grad(p["h"][1]["w"]) * p["h"][0]["b"].sum(),
+    "no_grad first": lambda p, x: _without_grad(p["out"]) * p["out"].pow(2).sum(),
+    "norm penalty": lambda p, x: models.mlp_loss(p, x) + 0.1 * sum(leaf.pow(2).sum() for leaf in tree.leaves(p)),
+    "one leaf twice": lambda p, x: (p["h"][0]["w"] @ p["h"][0]["w"]).sum(),
+    "iterate": lambda p, x: sum(row.pow(2).sum() for row in p["h"][0]["w"]),
+    "metadata": lambda p, x: models.mlp_loss(p, x) * p["out"].numel() / p["h"][0]["w"].shape[0] * (p["out"].dtype is torch.float64) * len(p["out"]),
+    "clone": lambda p, x: p["out"].clone().pow(2).sum(),
+    "to": lambda p, x: p["out"].to(torch.float32).pow(2).sum(),
+    "view": lambda p, x: (p["h"][0]["w"].view(-1)[3] * p["h"][0]["w"].reshape(25).max()),
+    "inner gradient": lambda p, x: _inner_gradient(p, x),
+    "custom function": lambda p, x: _Cube.apply(zf.gather(p["out"])).sum(),
+    "late": lambda p, x: models.mlp_loss(p, x) + (p["h"][0]["w"].sum() * p["out"].sum()),
+}
+
+
+def _without_grad(w: Tensor) -> Tensor:
+    with torch.no_grad():
+        return w.sum()
+
+
+def _inner_gradient(p: Any, x: Tensor) -> Tensor:
+    """A gradient penalty with respect to the input: double backward through sharded parameters."""
+    x = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(models.mlp_loss(p, x), x, create_graph=True)
+    return slope.pow(2).sum()
+
+
+class _Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * grad
+
+
+@pytest.mark.parametrize("use", list(USES))
+def test_any_use_of_a_leaf(use: str) -> None:
+    same_as_unsharded(3, USES[use])
+
+
+def test_a_module_by_functional_call() -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.LayerNorm(7), torch.nn.GELU(), torch.nn.Linear(7, 3)).double()
+
+    def main(group: zf.Group, sharded: bool) -> Any:
+        mine = copy.deepcopy(net)
+        loss_fn: Any = lambda p, x: torch.func.functional_call(mine, p, (x,)).pow(2).mean()
+        value: Any = {name: p.detach() for name, p in net.named_parameters()}
+        if sharded:
+            value, loss_fn = zf.shard(value, group, bucket_bytes=100), zf.shard_params(loss_fn, group)
+        loss, grads = zf.data_parallel(zf.value_and_grad(loss_fn), group, bucket_bytes=100)(value, X + group.rank)
+        return loss, zf.unshard(grads)
+
+    assert_same_bits(zf.simulate(3, main, True), zf.simulate(3, main, False))
+
+
+def test_metadata_gathers_nothing() -> None:
+    def main(group: zf.Group) -> int:
+        recorded = zf.record(group)
+        seen: list[int] = []
+
+        def loss_fn(params: Any, x: Tensor) -> Tensor:
+            leaf = params["out"]
+            assert (leaf.shape, leaf.dtype, leaf.device.type, leaf.ndim) == ((5,), torch.float64, "cpu", 1)
+            assert (leaf.numel(), leaf.size(0), leaf.dim(), len(leaf), leaf.is_floating_point()) == (5, 5, 1, 5, True)
+            assert leaf.requires_grad
+            assert isinstance(leaf, Tensor)
+            assert repr(leaf) == "LazyLeaf(out, (5,), torch.float64)"
+            assert hash(leaf) == hash(leaf)
+            seen.append(recorded.bytes_sent("params"))
+            return x.sum()
+
+        flat = zf.shard(models.mlp(), recorded)
+        zf.value_and_grad(zf.shard_params(loss_fn, recorded))(flat, X)
+        return seen[0]
+
+    assert zf.simulate(2, main) == [0, 0]
+
+
+def test_without_gradients_a_loss_is_just_evaluated() -> None:
+    def main(group: zf.Group) -> None:
+        loss = zf.shard_params(models.mlp_loss, group)
+        flat = zf.shard(models.mlp(), group, bucket_bytes=300)
+        for _ in range(3):
+            out = loss(flat, X)
+            assert not out.requires_grad
+            assert_same_bits(out, models.mlp_loss(models.mlp(), X))
+
+    zf.simulate(3, main)
+
+
+def test_aux_of_lazy_leaves_must_be_cloned() -> None:
+    def main(group: zf.Group) -> Any:
+        def loss_fn(params: Any, x: Tensor) -> Any:
+            return models.mlp_loss(params, x), params["out"].clone().detach()
+
+        (_, aux), _ = zf.value_and_grad(zf.shard_params(loss_fn, group))(zf.shard(models.mlp(), group), X)
+        return aux
+
+    assert_same_bits(zf.simulate(2, main), [models.mlp()["out"]] * 2)
+
+
+def test_two_models_in_one_loop() -> None:
+    """A loss over two trees that are trained by turns, as in a GAN: each has its own transform, and closes over the other's values."""
+
+    def main(group: zf.Group, sharded: bool) -> Any:
+        place = (lambda p: zf.shard(p, group, bucket_bytes=300)) if sharded else (lambda p: p)
+        wrap = (lambda loss: zf.shard_params(loss, group)) if sharded else (lambda loss: loss)
+        whole = zf.unshard if sharded else (lambda p: p)
+        first, second = place(models.mlp()), place(models.mlp(seed=7))
+        for _ in range(2):
+            other = whole(second)
+            vg = zf.data_parallel(zf.value_and_grad(wrap(lambda p, x, other=other: models.mlp_loss(p, x) - models.mlp_loss(other, x))), group, bucket_bytes=300)
+            first, _ = zf.apply(zf.optim.sgd(0.1), vg(first, X + group.rank)[1], zf.optim.sgd(0.1).init(first), first)
+            other = whole(first)
+            vg = zf.data_parallel(zf.value_and_grad(wrap(lambda p, x, other=other: models.mlp_loss(p, x) * models.mlp_loss(other, x))), group, bucket_bytes=300)
+            second, _ = zf.apply(zf.optim.sgd(0.1), vg(second, X + group.rank)[1], zf.optim.sgd(0.1).init(second), second)
+        return whole(first), whole(second)
+
+    assert_same_bits(zf.simulate(2, main, True), zf.simulate(2, main, False))
+
+
+@SIZES
+def test_a_complex_leaf_trains_as_in_torch(size: int) -> None:
+    g = torch.Generator().manual_seed(0)
+    start = {"z": torch.randn(3, 4, generator=g, dtype=torch.complex128), "w": torch.randn(4, generator=g, dtype=torch.float64)}
+
+    def loss_fn(params: Any, x: Tensor) -> Tensor:
+        return ((x[:, :4].to(torch.complex128) @ params["z"].t()).abs().pow(2).sum(1) * params["w"].sum()).mean()
+
+    batches = models.mlp_batches(4, size)
+    z = start["z"].clone().requires_grad_()
+    w = start["w"].clone().requires_grad_()
+    optimizer = torch.optim.Adam([z, w], lr=0.05, eps=1e-6)
+    for step in batches:
+        optimizer.zero_grad()
+        (sum(loss_fn({"z": z, "w": w}, batch) for batch in step) / size).backward()
+        optimizer.step()
+
+    def main(group: zf.Group, stage: int) -> Any:
+        zero = zf.zero(stage, loss_fn, zf.optim.adam(0.05, eps=1e-6), group, bucket_bytes=64)
+        state = zero.init(start)
+        for step in batches:
+            state, info = zero.step(state, step[group.rank])
+            assert not info.skipped
+        return zero.params(state)
+
+    for stage in (0, 1, 2, 3):
+        for found in zf.simulate(size, main, stage):
+            torch.testing.assert_close(found["z"] - start["z"], z.detach() - start["z"], rtol=1e-9, atol=1e-12)
+            torch.testing.assert_close(found["w"] - start["w"], w.detach() - start["w"], rtol=1e-9, atol=1e-12)

@@ -1,0 +1,149 @@
+"""Wide master weights beside narrow parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zfun import tree
+from zfun.errors import OptionError, PlacementError
+from zfun.flat import Flat
+from zfun.optim._base import InitFn, Optimizer, State, UpdateFn, apply_updates, as_optimizer, check_trainable, remembered
+from zfun.tree import Tree
+
+__all__ = ["MasterState", "with_master"]
+
+
+class MasterState(NamedTuple):
+    """State of :func:`with_master`.
+
+    Attributes:
+        master: the master weights: a tree like the parameters, with holes (``None``) where a parameter is its own master; ``None`` where
+            all of them are.
+        inner: the state of the optimizer that works on them.
+    """
+
+    master: Tree
+    inner: State
+
+
+@remembered
+def with_master(optimizer: Optimizer | tuple[InitFn, UpdateFn], dtype: torch.dtype = torch.float32) -> Optimizer:
+    """Keep wide copies of narrow parameters: the optimizer works on them, and the parameters are what they round to.
+
+    In bfloat16 a parameter has 8 bits, so that a change of less than 1/512 of it is lost; the master weights add such changes up. Moments
+    are made of the master weights, and so are as wide. A parameter that is not narrower than ``dtype`` has no copy.
+    "Mixed Precision Training", Micikevicius et al., 2018.
+
+    It stands inside of ``shard_optimizer``, so that each rank keeps the master weights of its own part only: ``shard_optimizer(with_master(
+    adamw(3e-4)), group)``. In a :func:`chain` it stands last; a chain inside of it works too.
+
+    Args:
+        optimizer: an optimizer, or an ``(init, update)`` pair.
+        dtype: of the master weights.
+
+    Returns:
+        An optimizer with :class:`MasterState`, for gradients of any dtype.
+
+    Raises:
+        OptionError: ``dtype`` is not a floating dtype.
+        PlacementError: the optimizer is sharded already, so that the master weights would not be.
+
+    Example:
+        >>> from zfun.optim import sgd
+        >>> params, grads = {"w": torch.ones(1, dtype=torch.bfloat16)}, {"w": torch.ones(1)}
+        >>> optimizer = with_master(sgd(1e-3))
+        >>> state = optimizer.init(params)
+        >>> for _ in range(8):
+        ...     params, state = optimizer.apply(grads, state, params)
+        >>> params, state.master
+        ({'w': tensor([0.9922], dtype=torch.bfloat16)}, {'w': tensor([0.9920])})
+    """
+    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise OptionError(f"master weights have a floating dtype; got {dtype!r}; torch.float32 is usual")
+    inner = as_optimizer(optimizer)
+    if inner.placement is not None:
+        raise PlacementError(
+            f"with_master() stands inside of shard_optimizer(), which shards the master weights too; got an optimizer that computes in "
+            f"{inner.placement!r}; write shard_optimizer(with_master(optimizer), group)"
+        )
+
+    def init(params: Tree) -> MasterState:
+        check_trainable(params)
+        master = _masters_of(params, params, dtype)
+        return MasterState(master, inner.init(_widened(params, master, dtype)))
+
+    def update(grads: Tree, state: State, params: Tree) -> tuple[Tree, MasterState]:
+        before = _widened(params, state.master, dtype)
+        updates, after = inner.update(grads, state.inner, before)
+        wide = apply_updates(before, updates)
+        # Exact, so that to add it gives the very parameters that apply returns.
+        changes = [
+            new.to(p.dtype).to(_exact(p)) - p.detach().to(_exact(p)) if _is_narrow(p, dtype) else change
+            for p, new, change in zip(tree.leaves(params), tree.leaves(wide), tree.leaves(updates), strict=True)
+        ]
+        return tree.unflatten(tree.structure(params), changes), MasterState(_masters_of(wide, params, dtype), after)
+
+    def apply(grads: Tree, state: State, params: Tree, *, donate: bool = False) -> tuple[Tree, MasterState]:
+        wide, after = inner.apply(grads, state.inner, _widened(params, state.master, dtype), donate=donate)
+        rounded = [
+            _rounded(new, p, donate) if _is_narrow(p, dtype) else new for p, new in zip(tree.leaves(params), tree.leaves(wide), strict=True)
+        ]
+        return tree.unflatten(tree.structure(params), rounded), MasterState(_masters_of(wide, params, dtype), after)
+
+    return Optimizer(init, update, apply)
+
+
+def _is_flat(value: Any) -> bool:
+    return isinstance(value, Flat)
+
+
+def _is_narrow(x: Tensor, dtype: torch.dtype) -> bool:
+    return (x.dtype.to_real() if x.is_complex() else x.dtype).itemsize < dtype.itemsize
+
+
+def _to(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.detach().to(dtype.to_complex() if x.is_complex() else dtype)
+
+
+def _exact(x: Tensor) -> torch.dtype:
+    """A dtype in which the difference of two numbers of the dtype of ``x`` is exact, but where they are 2**44 times apart."""
+    return torch.complex128 if x.is_complex() else torch.float64
+
+
+@torch.no_grad()
+def _rounded(wide: Tensor, param: Tensor, donate: bool) -> Tensor:
+    return param.copy_(wide) if donate and param.is_contiguous() else wide.to(param.dtype)
+
+
+def _masters_of(values: Tree, params: Tree, dtype: torch.dtype) -> Tree:
+    """Take of ``values``, a tree like ``params``, what lies where these are narrow, in the wide dtype."""
+
+    def one(value: Any, param: Any) -> Any:
+        if not isinstance(param, Flat):
+            return _to(value, dtype) if _is_narrow(param, dtype) else None
+        narrow = [i for i, buffer in enumerate(param.buffers) if _is_narrow(buffer, dtype)]
+        if not narrow:
+            return None
+        return Flat((_to(value.buffers[i], dtype) for i in narrow), param.placement, param.layout.select(narrow), param.group)
+
+    masters = tree.map(one, values, params, is_leaf=_is_flat)
+    # Nothing but holes looks alike for trees and for flats.
+    return masters if tree.leaves(masters) else None
+
+
+def _widened(params: Tree, master: Tree, dtype: torch.dtype) -> Tree:
+    """Put the master weights in the places of narrow parameters."""
+    leaves, spec = tree.flatten(params, is_leaf=_is_flat)
+    masters = tree.subtrees(spec, master) or [None] * len(leaves)
+    return tree.unflatten(spec, [_put(param, own, dtype) for param, own in zip(leaves, masters, strict=True)])
+
+
+def _put(param: Any, master: Any, dtype: torch.dtype) -> Any:
+    if not isinstance(param, Flat):
+        return param if master is None else master
+    rest: Iterator[Tensor] = iter(master.buffers if master is not None else ())
+    return param.with_buffers(next(rest) if _is_narrow(buffer, dtype) else buffer for buffer in param.buffers)
