@@ -68,7 +68,8 @@ def mlp(width: int = 5, num_layers: int = 4, dtype: torch.dtype = torch.float64,
     """Parameters of a small network."""
     g = torch.Generator().manual_seed(seed)
     layers = [
-        {"w": torch.randn(width, width, generator=g, dtype=dtype), "b": torch.randn(width, generator=g, dtype=dtype)} for _ in range(num_layers)
+        {"w": torch.randn(width, width, generator=g, dtype=dtype), "b": torch.randn(width, generator=g, dtype=dtype)}
+        for _ in range(num_layers)
     ]
     return {"h": layers, "out": torch.randn(width, generator=g, dtype=dtype)}
 

@@ -183,11 +183,16 @@ def functional_derivatives(group: zf.Group) -> Any:
     flat = zf.shard(models.mlp(), group, bucket_bytes=300)
     x = models.mlp_batches(1, 1)[0][0]
     results = []
-    for loss in (lambda p, b: models.mlp_loss(zf.gather(p), b) / group.size, zf.shard_params(lambda p, b: models.mlp_loss(p, b) / group.size, group)):
+    for loss in (
+        lambda p, b: models.mlp_loss(zf.gather(p), b) / group.size,
+        zf.shard_params(lambda p, b: models.mlp_loss(p, b) / group.size, group),
+    ):
         per_sample = vmap(grad(loss), in_dims=(None, 0))(flat, x[:, None])
         tangent = zf.shard(models.mlp(seed=4), group, bucket_bytes=300)
         _, product = jvp(lambda p, loss=loss: grad(loss)(p, x), (flat,), (tangent,))
-        results.append(([zf.unshard(per_sample.with_buffers(b[i].contiguous() for b in per_sample.buffers)) for i in range(4)], zf.unshard(product)))
+        results.append(
+            ([zf.unshard(per_sample.with_buffers(b[i].contiguous() for b in per_sample.buffers)) for i in range(4)], zf.unshard(product))
+        )
     expected = jvp(lambda p: grad(models.mlp_loss)(p, x), (models.mlp(),), (models.mlp(seed=4),))[1]
     for found in results:
         for a, b in zip(tree.leaves(found[1]), tree.leaves(expected), strict=True):

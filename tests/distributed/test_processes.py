@@ -1,4 +1,4 @@
-"""Real processes over gloo: the bits of the simulation, and errors that say what happened instead of hangs and aborts.
+"""Real processes over gloo and through shared memory: the bits of the simulation, and errors that say what happened instead of hangs and aborts.
 
 The programs of the ranks are functions of this module, which the processes import.
 """
@@ -48,15 +48,16 @@ pytestmark = pytest.mark.timeout(90)
 RUN_S = 40.0
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[(2, False), (3, False), (3, True)], ids=["2", "3", "3 shared"])
 def workers(request: pytest.FixtureRequest) -> Iterator[Workers]:
-    with Workers(request.param, timeout_s=RUN_S) as held:
+    size, shared_memory = request.param
+    with Workers(size, timeout_s=RUN_S, shared_memory=shared_memory) as held:
         yield held
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Workers]:
-    with Workers(2, timeout_s=RUN_S, collective_timeout_s=20.0) as held:
+@pytest.fixture(scope="module", params=[False, True], ids=["gloo", "shared"])
+def two(request: pytest.FixtureRequest) -> Iterator[Workers]:
+    with Workers(2, timeout_s=RUN_S, collective_timeout_s=20.0, shared_memory=request.param) as held:
         yield held
 
 
@@ -346,8 +347,9 @@ def _stops(group: Group) -> None:
     _loss(group)
 
 
-def test_a_stopped_rank_is_given_up_after_the_timeout() -> None:
-    with Workers(2, timeout_s=RUN_S, collective_timeout_s=2.0, grace_s=0.5) as workers:
+@pytest.mark.parametrize("shared_memory", [False, True])
+def test_a_stopped_rank_is_given_up_after_the_timeout(shared_memory: bool) -> None:
+    with Workers(2, timeout_s=RUN_S, collective_timeout_s=2.0, grace_s=0.5, shared_memory=shared_memory) as workers:
         waiting, stopped = workers.outcomes(_stops)
     assert isinstance(waiting, PeerLost)
     assert "rank 0 lost rank 1" in str(waiting)

@@ -129,7 +129,9 @@ def test_every_subset_and_order_with_micro_batches() -> None:
     for reduces_first in (False, True):
         chosen = [composition for composition in every if composition.reduces_first is reduces_first]
         assert len(chosen) > 200
-        run = check_compositions(models.mlp_loss, rule.optimizer, params, batches, chosen[::3], num_micro_batches=3, bucket_bytes=[300, 2**20])
+        run = check_compositions(
+            models.mlp_loss, rule.optimizer, params, batches, chosen[::3], num_micro_batches=3, bucket_bytes=[300, 2**20]
+        )
         assert_close_to_oracle(run, params, *oracle_run(rule, models.mlp_loss, params, batches, 3))
 
 
@@ -213,7 +215,9 @@ STAGES = {
 }
 
 
-def run_zero(group: zf.Group, stage: int, loss_fn: Any, optimizer: Any, params: Any, batches: Any, **options: Any) -> tuple[Any, tuple[float, ...]]:
+def run_zero(
+    group: zf.Group, stage: int, loss_fn: Any, optimizer: Any, params: Any, batches: Any, **options: Any
+) -> tuple[Any, tuple[float, ...]]:
     z = zf.zero(stage, loss_fn, optimizer, group, **options)
     state, losses = z.init(params), []
     for step in batches:
@@ -354,7 +358,9 @@ def test_offload_is_used_where_it_is_asked_for(composition: Composition) -> None
     offload=st.booleans(),
     data=st.data(),
 )
-def test_gradients_that_are_not_finite_skip_the_step(size: int, stage: int, poison: float, donate: bool, offload: bool, data: st.DataObject) -> None:
+def test_gradients_that_are_not_finite_skip_the_step(
+    size: int, stage: int, poison: float, donate: bool, offload: bool, data: st.DataObject
+) -> None:
     params = models.mlp()
     bad_rank = data.draw(st.integers(0, size - 1))
     bad_layer = data.draw(st.integers(0, 3))
@@ -400,7 +406,7 @@ def test_gradients_that_are_not_finite_skip_the_step(size: int, stage: int, pois
 def snapshot(state: zf.ZeroState) -> Any:
     """Copies of every tensor of a state, those in stores too."""
     cpu = torch.device("cpu")
-    is_flat = lambda x: isinstance(x, zf.Flat)  # noqa: E731
+    is_flat = lambda x: isinstance(x, zf.Flat)
 
     def copy(x: Any) -> Any:
         if isinstance(x, zf.Flat):

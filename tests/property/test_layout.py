@@ -18,7 +18,17 @@ from zfun.errors import AliasChanged, LeafError, OptionError, SpecMismatch
 from zfun.layout import ALIGNMENT, DEFAULT_BUCKET_BYTES, unique_leaves
 from zfun.testing import Composition, assert_same_bits, bucket_sizes, check_padding, check_round_trip, compositions, tensors, train, trees
 
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128, torch.int64, torch.int8, torch.bool)
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.complex64,
+    torch.complex128,
+    torch.int64,
+    torch.int8,
+    torch.bool,
+)
 ANY_TREE = trees(tensors(DTYPES), nodes=models.NODES)
 SIZES = st.sampled_from([1, 2, 3, 4, 7, 16])
 
@@ -59,13 +69,22 @@ def test_layout_promises(params: Any, size: int, bucket_bytes: int) -> None:
             end = slot.offset + slot.numel
         assert end <= bucket.padded_numel
         # A bucket is longer than bucket_bytes only if it is one leaf.
-        assert len([slot for slot in slots if slot.numel]) <= 1 or end * bucket.dtype.itemsize <= bucket_bytes + ALIGNMENT * bucket.dtype.itemsize
+        assert (
+            len([slot for slot in slots if slot.numel]) <= 1
+            or end * bucket.dtype.itemsize <= bucket_bytes + ALIGNMENT * bucket.dtype.itemsize
+        )
         # Padding: less than one unit for each rank, beyond that of each leaf.
         assert bucket.padded_numel - sum(-(-slot.numel // ALIGNMENT) * ALIGNMENT for slot in slots) < size * ALIGNMENT
 
 
 @settings(max_examples=examples(25))
-@given(trees(nodes=models.NODES), SIZES, bucket_sizes(), compositions(), st.sampled_from([zf.optim.adamw(0.1), zf.optim.sgd(0.1, momentum=0.9)]))
+@given(
+    trees(nodes=models.NODES),
+    SIZES,
+    bucket_sizes(),
+    compositions(),
+    st.sampled_from([zf.optim.adamw(0.1), zf.optim.sgd(0.1, momentum=0.9)]),
+)
 def test_padding_stays_zero(params: Any, size: int, bucket_bytes: int, composition: Composition, optimizer: Any) -> None:
     batches = models.tree_batches(4, size, 3)
 

@@ -65,7 +65,9 @@ def run(
 @pytest.mark.parametrize("name", POLICIES)
 def test_all_stages_are_the_same_function(name: str, size: int) -> None:
     for num_micro_batches in (1, 3):
-        results = [zf.simulate(size, run, stage, POLICIES[name], num_micro_batches=num_micro_batches, bucket_bytes=300) for stage in range(4)]
+        results = [
+            zf.simulate(size, run, stage, POLICIES[name], num_micro_batches=num_micro_batches, bucket_bytes=300) for stage in range(4)
+        ]
         for stage, result in enumerate(results):
             # Stages 2 and 3 reduce before they accumulate, which differs by rounding.
             expected = results[2 if num_micro_batches > 1 and stage >= 2 else 0][0][0]

@@ -54,7 +54,9 @@ def test_a_partial_value_is_the_sum_of_its_terms(params: Any, size: int, bucket_
         return zf.flat.unravel(value), zf.unshard(zf.redistribute(value, zf.S, group))
 
     results = zf.simulate(size, main)
-    for path, found, *terms in zip(tree.paths(params), tree.leaves(results[0][1]), *(tree.leaves(mine) for mine, _ in results), strict=True):
+    for path, found, *terms in zip(
+        tree.paths(params), tree.leaves(results[0][1]), *(tree.leaves(mine) for mine, _ in results), strict=True
+    ):
         expected = sum(term.to(torch.complex128 if term.is_complex() else torch.float64) for term in terms)
         assert_same_bits(found, torch.as_tensor(expected).to(found.dtype), path)
 

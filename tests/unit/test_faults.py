@@ -156,27 +156,45 @@ def group_of_one() -> zf.Group:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda g: zf.zero(1, models.mlp_loss, optim.sgd(0.1), g, bucket_byte=1), r"zero\(\) has no option 'bucket_byte'; did you mean 'bucket_bytes'\?"),
+        (
+            lambda g: zf.zero(1, models.mlp_loss, optim.sgd(0.1), g, bucket_byte=1),
+            r"zero\(\) has no option 'bucket_byte'; did you mean 'bucket_bytes'\?",
+        ),
         (lambda g: zf.zero(1, models.mlp_loss, optim.sgd(0.1), g, offload_optimiser=None), r"did you mean 'offload_optimizer'\?"),
         (lambda g: zf.shard({}, g, bucketbytes=1), r"shard\(\) has no option 'bucketbytes'; did you mean 'bucket_bytes'\?"),
         (lambda g: zf.replicate({}, g, inti="check"), r"replicate\(\) has no option 'inti'; did you mean 'init'\?"),
-        (lambda g: zf.data_parallel(zf.value_and_grad(models.mlp_loss), g, reduction="sum"), r"data_parallel\(\) has no option 'reduction'"),
-        (lambda g: zf.shard_grads(zf.value_and_grad(models.mlp_loss), g, reduce="sum"), r"shard_grads\(\) has no option 'reduce'; it takes vg, group"),
+        (
+            lambda g: zf.data_parallel(zf.value_and_grad(models.mlp_loss), g, reduction="sum"),
+            r"data_parallel\(\) has no option 'reduction'",
+        ),
+        (
+            lambda g: zf.shard_grads(zf.value_and_grad(models.mlp_loss), g, reduce="sum"),
+            r"shard_grads\(\) has no option 'reduce'; it takes vg, group",
+        ),
         (lambda g: zf.shard_params(models.mlp_loss, g, freeze=None), r"shard_params\(\) has no option 'freeze'; did you mean 'frozen'\?"),
         (lambda g: zf.shard_optimizer(optim.sgd(0.1), g, bucket=1), r"shard_optimizer\(\) has no option 'bucket'"),
         (lambda g: zf.accumulate(zf.value_and_grad(models.mlp_loss), num_microbatches=2), r"did you mean 'num_micro_batches'\?"),
         (lambda g: zf.zero(4, models.mlp_loss, optim.sgd(0.1), g), "stage must be 0, 1, 2 or 3; got 4"),
         (lambda g: zf.zero("3", models.mlp_loss, optim.sgd(0.1), g), "stage must be 0, 1, 2 or 3; got '3'"),
         (lambda g: zf.zero(True, models.mlp_loss, optim.sgd(0.1), g), "stage must be 0, 1, 2 or 3; got True"),
-        (lambda g: zf.zero(2, models.mlp_loss, optim.sgd(0.1), g, offload_params=zf.stores.host()), "offload_params keeps shards, which only stage 3 has"),
+        (
+            lambda g: zf.zero(2, models.mlp_loss, optim.sgd(0.1), g, offload_params=zf.stores.host()),
+            "offload_params keeps shards, which only stage 3 has",
+        ),
         (lambda g: zf.zero(2, models.mlp_loss, optim.sgd(0.1), g, init="chek"), "init must be 'check' or 'broadcast'; got 'chek'"),
         (lambda g: zf.zero(2, models.mlp_loss, optim.sgd(0.1), g, max_skipped=0), "max_skipped must be at least 1; got 0"),
         (lambda g: zf.zero(2, models.mlp_loss, optim.sgd(0.1), g, num_micro_batches=0), "num_micro_batches must be at least 1; got 0"),
-        (lambda g: zf.zero(2, models.mlp_loss, optim.sgd(0.1), g, bucket_bytes=0).init({"w": torch.ones(1)}), "bucket_bytes must be at least 1; got 0"),
+        (
+            lambda g: zf.zero(2, models.mlp_loss, optim.sgd(0.1), g, bucket_bytes=0).init({"w": torch.ones(1)}),
+            "bucket_bytes must be at least 1; got 0",
+        ),
         (lambda g: zf.data_parallel(zf.value_and_grad(models.mlp_loss), g, reduce="avg"), "reduce must be 'mean' or 'sum'; got 'avg'"),
         (lambda g: zf.shard({}, g, init="yes"), "init must be 'check' or 'broadcast'; got 'yes'"),
         (lambda g: zf.accumulate(zf.value_and_grad(models.mlp_loss), 0), "num_micro_batches must be at least 1; got 0"),
-        (lambda g: zf.zero(1, models.mlp_loss, torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1), g), "an optimizer is an Optimizer or a pair"),
+        (
+            lambda g: zf.zero(1, models.mlp_loss, torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1), g),
+            "an optimizer is an Optimizer or a pair",
+        ),
     ],
 )
 def test_options_are_checked_before_anything_runs(call: Any, message: str) -> None:
@@ -636,7 +654,10 @@ def test_impossible_compositions() -> None:
         terms = parallel(params, x)[1]
         refused: list[tuple[Any, str]] = [
             (lambda: zf.shard_params(models.mlp_loss, group)(params, x), r"got dict of whole leaves; call zf.shard\(params, group\) first"),
-            (lambda: zf.shard_params(models.mlp_loss, group)(whole, x), r"got a Flat with placement R; call zf.redistribute\(params, zf.S, group\) first"),
+            (
+                lambda: zf.shard_params(models.mlp_loss, group)(whole, x),
+                r"got a Flat with placement R; call zf.redistribute\(params, zf.S, group\) first",
+            ),
             (lambda: zf.shard_params(models.mlp_loss, other)(shards, x), "must be given the group over which its parameters are sharded"),
             (lambda: models.mlp_loss(shards, x), r"\['h'\] on a Flat with placement S; unshard\(\) it .*shard_params\(\)"),
             (lambda: zf.value_and_grad(models.mlp_loss)(shards, x), r"on a Flat with placement S.*shard_params\(\)"),
@@ -644,7 +665,10 @@ def test_impossible_compositions() -> None:
             (lambda: shards.h, r"\.h on a Flat with placement S"),
             (lambda: list(shards), "iteration on a Flat"),
             (lambda: zf.shard_grads(vg, group), "wrap them in data_parallel"),
-            (lambda: zf.shard_grads(lambda p, b: vg(p, b), group)(params, x), r"got dict of whole leaves; wrap them in data_parallel\(\) first"),
+            (
+                lambda: zf.shard_grads(lambda p, b: vg(p, b), group)(params, x),
+                r"got dict of whole leaves; wrap them in data_parallel\(\) first",
+            ),
             (lambda: zf.shard_grads(parallel, other), "the group of its gradients; got another one"),
             (lambda: zf.data_parallel(parallel, group), r"got ones with placement P; apply it once, and before shard_grads"),
             (lambda: zf.data_parallel(zf.shard_grads(parallel, group), group), "got ones with placement S; apply it once"),
@@ -659,7 +683,10 @@ def test_impossible_compositions() -> None:
             (lambda: zf.apply(optim.sgd(0.1), params, (), whole), "flat parameters need flat gradients; got a tree of tensors"),
             (lambda: zf.offload(3, zf.stores.host()), "takes an optimizer, a gradient function, a loss or a Flat; got int"),
             (lambda: zf.stores and zf.transforms.offload_params(params, zf.stores.host()), r"offload_params\(\) takes a Flat; got dict"),
-            (lambda: zf.offload(zf.shard_params(models.mlp_loss, group), zf.stores.host())(shards, x), "got some that are not; move them with params = zf.offload"),
+            (
+                lambda: zf.offload(zf.shard_params(models.mlp_loss, group), zf.stores.host())(shards, x),
+                "got some that are not; move them with params = zf.offload",
+            ),
             (lambda: zf.transforms.offload_grads(lambda p, b: vg(p, b), zf.stores.host())(params, x), "wrap them in data_parallel"),
         ]
         for number, (call, message) in enumerate(refused):
@@ -720,7 +747,9 @@ def test_a_lazy_leaf_does_not_outlive_its_loss() -> None:
 
         (_, leaked), _ = zf.value_and_grad(zf.shard_params(loss_fn, group))(zf.shard(fresh(), group), batch_of(group))
         assert leaked.shape == (5,)
-        with pytest.raises(ZfunError, match=r"only while its loss and the gradient of it run; leaf 'out' was used later; return a clone") as caught:
+        with pytest.raises(
+            ZfunError, match=r"only while its loss and the gradient of it run; leaf 'out' was used later; return a clone"
+        ) as caught:
             leaked + 1
         assert caught.value.leaf == "out"
 

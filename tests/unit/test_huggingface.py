@@ -276,9 +276,10 @@ def test_checkpointing_of_whole_blocks_gives_the_same_bits() -> None:
             own = {name.removeprefix(prefix): p for name, p in params.items() if name.startswith(prefix)}
             run = lambda x, block=block, own=own: functional_call(block, own, (x,))
             x = checkpoint(run, x, use_reentrant=False) if checkpointed else run(x)
-        logits = nn.functional.layer_norm(x, (32,), params["transformer.ln_f.weight"], params["transformer.ln_f.bias"]) @ params[
-            "transformer.wte.weight"
-        ].t()
+        logits = (
+            nn.functional.layer_norm(x, (32,), params["transformer.ln_f.weight"], params["transformer.ln_f.bias"])
+            @ params["transformer.wte.weight"].t()
+        )
         return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
 
     def main(group: Group, checkpointed: bool) -> Any:

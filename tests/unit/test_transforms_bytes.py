@@ -33,7 +33,9 @@ def uses_nothing(params: Any, x: Tensor) -> Tensor:
 LOSSES = [models.mlp_loss, skips_layers, uses_nothing]
 
 
-def sent_by_step(group: zf.Group, stage: int, loss_fn: Any, num_steps: int, bucket_bytes: int, **options: Any) -> tuple[int, list[dict[str, int]]]:
+def sent_by_step(
+    group: zf.Group, stage: int, loss_fn: Any, num_steps: int, bucket_bytes: int, **options: Any
+) -> tuple[int, list[dict[str, int]]]:
     recorded = zf.record(group)
     z = zf.zero(stage, loss_fn, zf.optim.adamw(1e-3), recorded, bucket_bytes=bucket_bytes, **options)
     state = z.init(models.mlp(num_layers=5, dtype=torch.float32))

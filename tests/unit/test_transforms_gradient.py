@@ -289,7 +289,13 @@ def test_accumulate_splits_every_tensor_of_a_batch() -> None:
 
     batch = {"x": torch.arange(4.0), "nested": [torch.arange(8.0).reshape(4, 2)], "scale": 3.0}
     zf.accumulate(zf.value_and_grad(loss_fn), 2)({"w": torch.ones(2)}, batch)
-    assert_same_bits(seen, [(torch.tensor([0.0, 1.0]), torch.arange(4.0).reshape(2, 2), 3.0), (torch.tensor([2.0, 3.0]), torch.arange(4.0, 8).reshape(2, 2), 3.0)])
+    assert_same_bits(
+        seen,
+        [
+            (torch.tensor([0.0, 1.0]), torch.arange(4.0).reshape(2, 2), 3.0),
+            (torch.tensor([2.0, 3.0]), torch.arange(4.0, 8).reshape(2, 2), 3.0),
+        ],
+    )
 
 
 @pytest.mark.parametrize("leaf", [torch.ones(5), torch.ones(())])

@@ -78,7 +78,9 @@ def test_a_custom_function_needs_gathered_leaves() -> None:
 
     def main(group: zf.Group) -> None:
         vg = zf.value_and_grad(zf.shard_params(lambda p, x: _Cube.apply(p["out"]).sum() + models.mlp_loss(p, x), group))
-        with pytest.raises(zf.PlacementError, match=r"an autograd.Function takes whole tensors; got the lazy leaf 'out'; call zf.gather\(\)") as caught:
+        with pytest.raises(
+            zf.PlacementError, match=r"an autograd.Function takes whole tensors; got the lazy leaf 'out'; call zf.gather\(\)"
+        ) as caught:
             vg(zf.shard(models.mlp(), group), X)
         assert caught.value.leaf == "out"
 
@@ -102,10 +104,12 @@ USES: dict[str, Any] = {
     "norm penalty": lambda p, x: models.mlp_loss(p, x) + 0.1 * sum(leaf.pow(2).sum() for leaf in tree.leaves(p)),
     "one leaf twice": lambda p, x: (p["h"][0]["w"] @ p["h"][0]["w"]).sum(),
     "iterate": lambda p, x: sum(row.pow(2).sum() for row in p["h"][0]["w"]),
-    "metadata": lambda p, x: models.mlp_loss(p, x) * p["out"].numel() / p["h"][0]["w"].shape[0] * (p["out"].dtype is torch.float64) * len(p["out"]),
+    "metadata": lambda p, x: (
+        models.mlp_loss(p, x) * p["out"].numel() / p["h"][0]["w"].shape[0] * (p["out"].dtype is torch.float64) * len(p["out"])
+    ),
     "clone": lambda p, x: p["out"].clone().pow(2).sum(),
     "to": lambda p, x: p["out"].to(torch.float32).pow(2).sum(),
-    "view": lambda p, x: (p["h"][0]["w"].view(-1)[3] * p["h"][0]["w"].reshape(25).max()),
+    "view": lambda p, x: p["h"][0]["w"].view(-1)[3] * p["h"][0]["w"].reshape(25).max(),
     "inner gradient": lambda p, x: _inner_gradient(p, x),
     "custom function": lambda p, x: _Cube.apply(zf.gather(p["out"])).sum(),
     "late": lambda p, x: models.mlp_loss(p, x) + (p["h"][0]["w"].sum() * p["out"].sum()),
@@ -214,10 +218,18 @@ def test_two_models_in_one_loop() -> None:
         first, second = place(models.mlp()), place(models.mlp(seed=7))
         for _ in range(2):
             other = whole(second)
-            vg = zf.data_parallel(zf.value_and_grad(wrap(lambda p, x, other=other: models.mlp_loss(p, x) - models.mlp_loss(other, x))), group, bucket_bytes=300)
+            vg = zf.data_parallel(
+                zf.value_and_grad(wrap(lambda p, x, other=other: models.mlp_loss(p, x) - models.mlp_loss(other, x))),
+                group,
+                bucket_bytes=300,
+            )
             first, _ = zf.apply(zf.optim.sgd(0.1), vg(first, X + group.rank)[1], zf.optim.sgd(0.1).init(first), first)
             other = whole(first)
-            vg = zf.data_parallel(zf.value_and_grad(wrap(lambda p, x, other=other: models.mlp_loss(p, x) * models.mlp_loss(other, x))), group, bucket_bytes=300)
+            vg = zf.data_parallel(
+                zf.value_and_grad(wrap(lambda p, x, other=other: models.mlp_loss(p, x) * models.mlp_loss(other, x))),
+                group,
+                bucket_bytes=300,
+            )
             second, _ = zf.apply(zf.optim.sgd(0.1), vg(second, X + group.rank)[1], zf.optim.sgd(0.1).init(second), second)
         return whole(first), whole(second)
 

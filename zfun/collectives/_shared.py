@@ -249,6 +249,7 @@ class _Segment:
         self.words.release()
         with contextlib.suppress(BufferError):
             self.memory.close()
+        del self.memory
 
     @property
     def in_use(self) -> int:

@@ -25,6 +25,9 @@ __all__ = ["adam_step", "square_bins", "takes"]
 # Below this a second thread costs more than it saves.
 _MIN_PER_THREAD = 1 << 18
 
+# What has to be cast first is cast in pieces that stay in the cache.
+_CHUNK = 1 << 16
+
 _TYPES = {torch.float32: np.float32, torch.float64: np.float64}
 
 
@@ -88,12 +91,15 @@ def adam_step(
 ) -> None:
     """Take one step of Adam; the readable twin is :func:`zfun.ops.adam_step`."""
     number = _TYPES[param.dtype]
-    arrays = [x.numpy() for x in (param.detach(), grad.detach(), mu.detach(), nu.detach())]
     constants = tuple(number(c) for c in (b1, 1.0 - b1, b2, 1.0 - b2, -step_size, eps, l2, -decay))
-    if change is None:
-        _run(_compiled("_adam"), arrays, constants)
-    else:
-        _run(_compiled("_adam_change"), [*arrays, change.detach().numpy()], constants)
+    kernel = _compiled("_adam" if change is None else "_adam_change")
+    buffers = (param, grad, mu, nu) if change is None else (param, grad, mu, nu, change)
+    if grad.dtype == param.dtype and grad.is_contiguous():
+        _run(kernel, [x.detach().numpy() for x in buffers], constants)
+        return
+    for chunk in zip(*(x.detach().split(_CHUNK) for x in buffers), strict=True):
+        ready = [x.to(param.dtype).contiguous() if x.dtype != param.dtype or not x.is_contiguous() else x for x in chunk]
+        _run(kernel, [x.numpy() for x in ready], constants)
 
 
 def _adam(p: Any, g: Any, m: Any, v: Any, b1: Any, c1: Any, b2: Any, c2: Any, step: Any, eps: Any, l2: Any, decay: Any) -> None:

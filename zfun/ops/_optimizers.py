@@ -101,7 +101,8 @@ def adam_step(
         >>> p, mu, nu
         (tensor([0.5000]), tensor([0.5000]), tensor([0.2500]))
     """
-    if _compiled.takes(param, grad, mu, nu, *(() if change is None else (change,))):
+    # Which twin runs must not depend on the gradient's dtype and strides: they do not agree in the last bit.
+    if _compiled.takes(param, mu, nu, *(() if change is None else (change,))):
         _compiled.adam_step(param, grad, mu, nu, change, b1=b1, b2=b2, step_size=step_size, eps=eps, l2=l2, decay=decay)
         return
     dtype = _WIDE.get(param.dtype, param.dtype)

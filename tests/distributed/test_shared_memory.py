@@ -1,0 +1,485 @@
+"""Collectives through shared memory: the bits of the simulation, no order of waits that blocks, and nothing left over.
+
+What goes wrong between ranks is tested for both transports in ``test_processes``.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import platform
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zfun.collectives import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Call,
+    Group,
+    Lane,
+    Permute,
+    Reduce,
+    ReduceScatter,
+    Workers,
+    checked,
+    process_group,
+    record,
+    simulate,
+    single_group,
+)
+from zfun.collectives import _shared as shared
+from zfun.collectives._process import _SharedGroup
+from zfun.errors import CollectiveMismatch, OptionError, PeerLost
+
+pytestmark = pytest.mark.timeout(90)
+
+RUN_S = 60.0
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64]
+# Nothing, in the slot of the record, just about in it, and (for some) in several chunks of a sum.
+LENGTHS = [0, 1, 7, 895, 897]
+LARGE = {torch.float32: 70_001, torch.bfloat16: 140_001}
+
+
+@pytest.fixture(scope="module", params=[2, 3, 4])
+def workers(request: pytest.FixtureRequest) -> Iterator[Workers]:
+    with Workers(request.param, timeout_s=RUN_S, shared_memory=True) as held:
+        yield held
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Workers]:
+    with Workers(2, timeout_s=RUN_S, collective_timeout_s=20.0, shared_memory=True) as held:
+        yield held
+
+
+def _memory(group: Group) -> shared.SharedMemory:
+    assert isinstance(group, _SharedGroup)
+    return group._memory
+
+
+def _values(rank: int, numel: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * numel + 10 * seed + rank)
+    values = torch.randn(numel, generator=generator, dtype=torch.float64) * 100
+    return values > 0 if dtype == torch.bool else values.abs().to(dtype) if dtype == torch.uint8 else values.to(dtype)
+
+
+def _ops(size: int) -> list[AllGather | ReduceScatter | AllReduce | Broadcast | Reduce | AllToAll | Permute]:
+    turned = Permute(tuple((rank + 1) % size for rank in range(size)))
+    swapped = Permute((1, 0, *range(2, size)))
+    return [AllGather(), ReduceScatter(), AllReduce(), Broadcast(size - 1), Reduce(0), Reduce(size - 1), AllToAll(), turned, swapped]
+
+
+def _every_collective(group: Group) -> list[Tensor]:
+    size, rank = group.size, group.rank
+    results = []
+    for dtype in DTYPES:
+        for numel in (*LENGTHS, LARGE.get(dtype, 2_001)):
+            for op in _ops(size):
+                x = _values(rank, numel * size if op.splits_input else numel, dtype)
+                results.append(group.start(Call(op, "x"), x).wait())
+                held = group.buffer(x.numel(), dtype).copy_(x)
+                out = torch.empty_like(results[-1])
+                assert group.start(Call(op, "x"), held, out).wait() is out
+                results.append(out)
+            for op in (AllReduce(), Broadcast(0)):
+                inputs = (_values(rank, numel, dtype), group.buffer(numel, dtype).copy_(_values(rank, numel, dtype)))
+                results.extend(group.start(Call(op, "x"), x, x).wait() for x in inputs)
+            for whole in (torch.empty(numel * size, dtype=dtype), group.buffer(numel * size, dtype)):
+                shard = whole.view(size, numel)[rank].copy_(_values(rank, numel, dtype))
+                results.append(group.start(Call(AllGather(), "x"), shard, whole).wait().clone())
+    return [result.clone() for result in results]
+
+
+def test_every_collective_has_the_bits_of_the_simulation(workers: Workers) -> None:
+    real = workers.run(_digests)
+    assert real == simulate(len(real), _digests)
+
+
+def _digests(group: Group) -> list[bytes]:
+    # The tensors themselves would take longer to travel than to compute.
+    return [_fingerprint(result) for result in _every_collective(group)]
+
+
+def _fingerprint(x: Tensor) -> bytes:
+    return f"{x.dtype} {x.numel()} ".encode() + hashlib.sha1(x.view(torch.uint8).numpy().tobytes()).digest()
+
+
+def _random_program(group: Group, seed: int, num_calls: int, largest: int) -> list[bytes]:
+    """Start what the seed says, the same on all ranks; keep, wait, free and lend as each rank likes."""
+    common, own = random.Random(seed), random.Random(f"{seed} {group.rank}")
+    pending: list[tuple[int, object]] = []
+    digests: dict[int, bytes] = {}
+
+    def wait_for_one() -> None:
+        number, handle = pending.pop(own.randrange(len(pending)))
+        digests[number] = _fingerprint(handle.wait())  # type: ignore[attr-defined]
+
+    limit = 1
+    for number in range(num_calls):
+        op = common.choice(_ops(group.size))
+        dtype = common.choice(DTYPES)
+        numel = int(largest ** common.random()) - 1
+        lane = common.choice([Lane.PARAMS, Lane.GRADS, Lane.CONTROL])
+        x = _values(group.rank, numel * group.size if op.splits_input else numel, dtype, seed=number)
+        if own.random() < 0.3:
+            x = group.buffer(x.numel(), dtype).copy_(x)
+        out = None
+        if isinstance(op, AllReduce) and own.random() < 0.3:
+            out = x
+        pending.append((number, group.start(Call(op, "x", str(number), lane), x, out)))
+        if number % 40 == 0:
+            limit = common.choice([1, 4, 30, 200])
+        while len(pending) > limit:
+            wait_for_one()
+    while pending:
+        wait_for_one()
+    return [digests[number] for number in range(num_calls)]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_any_program_with_any_order_of_waits_has_the_bits_of_the_simulation(workers: Workers, seed: int) -> None:
+    size = len(workers.run(_size))
+    num_calls, largest = (300, 1_000_000) if size < 4 else (150, 10_000)
+    assert workers.run(_random_program, seed, num_calls, largest) == simulate(size, _random_program, seed, num_calls, largest)
+
+
+def _size(group: Group) -> int:
+    return group.size
+
+
+def _many_pending(group: Group) -> tuple[list[float], int, int]:
+    """More calls under way than there are slots, waited for backwards by one rank and forwards by the other."""
+    reserved = []
+    for _ in range(3):
+        pending = [group.start(Call(AllReduce(), "x", str(i), Lane.GRADS), torch.full((2000,), float(i))) for i in range(500)]
+        results = {i: pending[i].wait() for i in (range(500) if group.rank else reversed(range(500)))}
+        values = [float(results[i][-1]) for i in range(500)]
+        group.barrier()
+        reserved.append(_memory(group).reserved)
+    return values, reserved[1], reserved[2]
+
+
+def test_lanes_grow_and_are_used_again(two: Workers) -> None:
+    for values, second, third in two.run(_many_pending):
+        assert values == [2.0 * i for i in range(500)]
+        assert second == third < 20 << 20
+
+
+def _steps(group: Group) -> list[int]:
+    taken = []
+    group.barrier()
+    before = _memory(group).in_use
+    for step in range(50):
+        for numel in (1 << 18, 1 << 16):
+            gathered = group.start(Call(AllGather(), "params", lane=Lane.PARAMS), torch.full((numel,), float(step))).wait()
+            assert gathered.tolist()[:: numel // 2] == [float(step)] * 2 * group.size
+            group.start(Call(ReduceScatter(), "grads", lane=Lane.GRADS), gathered).wait()
+        taken.append(_memory(group).reserved)
+    group.barrier()
+    return [taken[5], taken[-1], _memory(group).in_use - before]
+
+
+def test_memory_is_used_again(two: Workers) -> None:
+    for early, late, in_use in two.run(_steps):
+        assert early == late < 20 << 20
+        # What may remain are the slots of three lanes.
+        assert in_use < 1 << 20
+
+
+def _ahead(group: Group) -> list[float]:
+    """A rank that finishes later than the others does not lose its own term, nor they theirs."""
+    first = group.start(Call(AllReduce(), "x", "first"), torch.full((5000,), 1.0 + group.rank))
+    if group.rank == 0:
+        group.start(Call(AllReduce(), "y", lane=Lane.PARAMS), torch.ones(1)).wait()
+        time.sleep(0.1)
+    else:
+        first.wait()
+        group.start(Call(AllReduce(), "y", lane=Lane.PARAMS), torch.ones(1)).wait()
+    later = [group.start(Call(AllGather(), "z", str(i), Lane.GRADS), torch.zeros(5000)) for i in range(5)]
+    values = [float(first.wait().min()), float(first.wait().max())]
+    for pending in later:
+        pending.wait()
+    return values
+
+
+def test_a_late_rank_finds_everything(workers: Workers) -> None:
+    results = workers.run(_ahead)
+    total = sum(range(1, len(results) + 1))
+    assert results == [[total, total]] * len(results)
+
+
+def _lends(group: Group) -> tuple[int, int, int]:
+    memory = _memory(group)
+    group.barrier()
+    before = memory.in_use
+    x = group.buffer(1 << 20, torch.float32)
+    held = memory.in_use - before
+    x.fill_(1.0 + group.rank)
+    results = []
+    for step in range(3):
+        pending = group.start(Call(AllReduce(), "x", str(step), Lane.GRADS), x)
+        copied = memory.in_use - before - held
+        results.append(pending.wait())
+        group.await_readers(x)
+        x += 1
+    part = group.start(Call(AllGather(), "part", lane=Lane.GRADS), x[100:200]).wait()
+    assert part.unique().tolist() == [4.0 + rank for rank in range(group.size)]
+    total = sum(range(1, group.size + 1))
+    assert [result.unique().tolist() for result in results] == [[float(total + group.size * step)] for step in range(3)]
+    # A view keeps the storage; then everything goes.
+    x = x[:1]
+    assert memory.in_use - before >= held
+    del x
+    group.barrier()
+    group.barrier()
+    # Slots of the lane remain.
+    return held, copied, memory.in_use - before
+
+
+def test_a_buffer_is_sent_where_it_lies(two: Workers) -> None:
+    for held, copied, left in two.run(_lends):
+        assert held == 4 << 20
+        assert copied <= 64 * 4096
+        assert left <= 64 * 4096
+
+
+def _frees_while_read(group: Group) -> list[float]:
+    """A buffer that its owner lets go of is not used again while others have still to read it."""
+    x = group.buffer(10_000, torch.float32).fill_(7.0)
+    pending = group.start(Call(Broadcast(0), "x", lane=Lane.PARAMS), x)
+    del x
+    if group.rank == 0:
+        pending.wait()
+        del pending
+        others = [group.buffer(10_000, torch.float32).fill_(0.0) for _ in range(5)]
+        group.barrier()
+        return [float(sum(other.sum() for other in others))]
+    group.barrier()
+    return pending.wait().unique().tolist()
+
+
+def test_a_freed_buffer_waits_for_its_readers(two: Workers) -> None:
+    assert two.run(_frees_while_read) == [[0.0], [7.0]]
+
+
+def _buffers_outlive(group: Group) -> list[float]:
+    own = process_group(dist.group.WORLD, shared_memory=True)
+    x = own.buffer(1000, torch.float32).fill_(3.0)
+    own.barrier()
+    own.close()
+    assert len(own.buffer(5, torch.float32)) == 5
+    with pytest.raises(OptionError, match="closed group"):
+        own.barrier()
+    with pytest.raises(OptionError, match="closed group"):
+        own.await_readers(x)
+    x += 1
+    del own
+    return x.unique().tolist()
+
+
+def test_buffers_outlive_the_group(two: Workers) -> None:
+    assert two.run(_buffers_outlive) == [[4.0], [4.0]]
+
+
+def _mappings(group: Group) -> tuple[int, int, int]:
+    def count() -> int:
+        return sum("memfd:zfun" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+    before = count()
+    with process_group(dist.group.WORLD, shared_memory=True) as own:
+        own.barrier()
+        during = count()
+        pending = own.start(Call(AllGather()), torch.ones(5000))
+        own.barrier()
+    with pytest.raises(OptionError, match="closed group"):
+        pending.wait()
+    return before, during, count()
+
+
+def test_a_closed_group_lets_go_of_the_memory(two: Workers) -> None:
+    assert two.run(_mappings) == [(2, 4, 2)] * 2
+
+
+def test_every_group_has_buffers() -> None:
+    for group in (single_group(), record(single_group()), checked(single_group())):
+        assert group.buffer(3, torch.float64).shape == (3,)
+        group.await_readers(torch.ones(1))
+
+
+def _names() -> set[str]:
+    sockets = {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if "zfun-" in line}
+    return sockets | {str(path) for path in Path("/dev/shm").iterdir()}
+
+
+def _all_die(group: Group) -> None:
+    group.start(Call(AllGather()), torch.ones(1 << 20)).wait()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("program", [_size, _all_die])
+def test_nothing_is_left(program: object) -> None:
+    before = _names()
+    with Workers(2, timeout_s=RUN_S, shared_memory=True) as workers:
+        workers.outcomes(program)  # type: ignore[arg-type]
+        assert not {name for name in _names() - before if name.startswith("/dev/shm")}
+    assert _names() <= before
+
+
+# What goes wrong.
+
+
+def _dies_and_leaves_a_child(group: Group) -> str:
+    """A process that the dead rank has forked holds its connections open."""
+    group.barrier()
+    if group.rank == 1:
+        if os.fork() == 0:
+            time.sleep(8)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(PeerLost, match=r"rank 0 lost rank 1 .*its process has ended"):
+        group.barrier()
+    assert time.monotonic() - started < 7
+    return "noticed"
+
+
+def test_a_dead_rank_is_noticed_at_once(two: Workers) -> None:
+    assert two.outcomes(_dies_and_leaves_a_child)[0] == "noticed"
+
+
+def _reader_stops(group: Group) -> str:
+    x = group.buffer(1 << 16, torch.float32).zero_()
+    pending = group.start(Call(AllReduce(), "grads", "bucket 1"), x)
+    group.start(Call(AllReduce(), "loss", lane=Lane.GRADS), torch.ones(1)).wait()
+    if group.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    pending.wait()
+    with pytest.raises(PeerLost, match=r"rank 0 lost rank 1 in collective .*'grads' .bucket 1.*no answer within 1 s"):
+        group.await_readers(x)
+    with pytest.raises(PeerLost, match="rank 0 lost rank 1"):
+        group.barrier()
+    return "noticed"
+
+
+def test_a_reader_that_stops_is_noticed() -> None:
+    with Workers(2, timeout_s=8.0, collective_timeout_s=1.0, shared_memory=True) as workers:
+        assert workers.outcomes(_reader_stops)[0] == "noticed"
+
+
+def _unrelated(group: Group) -> None:
+    """Ranks that wait for nothing of each other's still see that they differ: one has gone far ahead."""
+    for i in range(200):
+        group.start(Call(Broadcast(group.rank), "x", str(i)), torch.ones(1)).wait()
+
+
+def test_two_roots_are_a_mismatch(two: Workers) -> None:
+    for outcome in two.outcomes(_unrelated):
+        assert isinstance(outcome, CollectiveMismatch), outcome
+        assert "rank 0 started broadcast from rank 0 'x' (0)" in str(outcome)
+        assert "rank 1 started broadcast from rank 1 'x' (0)" in str(outcome)
+
+
+def _mismatch_with_others_pending(held: Group) -> str:
+    group = process_group(dist.group.WORLD, shared_memory=True)
+    others = [group.start(Call(AllReduce(), "x", str(i), Lane.PARAMS), torch.ones(4)) for i in range(2 - group.rank)]
+    started = time.monotonic()
+    with pytest.raises(CollectiveMismatch, match=r"rank 0 started .* of 4 float32 .*rank 1 started .* of 5 float32"):
+        group.start(Call(AllReduce(), "y"), torch.ones(4 + group.rank)).wait()
+    others[0].wait()
+    for pending in others[1:]:
+        with pytest.raises(CollectiveMismatch):
+            pending.wait()
+    with pytest.raises(CollectiveMismatch):
+        group.barrier()
+    assert time.monotonic() - started < 5
+    group.close()
+    return "told"
+
+
+def test_a_broken_group_waits_for_nothing(two: Workers) -> None:
+    assert two.run(_mismatch_with_others_pending) == ["told"] * 2
+
+
+# Whether there is any.
+
+
+def _made(group: Group, options: list[bool | None]) -> str:
+    try:
+        with process_group(dist.group.WORLD, shared_memory=options[group.rank]) as own:
+            own.barrier()
+            return type(own).__name__
+    except OptionError as error:
+        return str(error)
+
+
+def test_ranks_agree_on_it(workers: Workers) -> None:
+    size = len(workers.run(_size))
+    assert workers.run(_made, [None] * size) == ["_SharedGroup"] * size
+    assert workers.run(_made, [False] * size) == ["_ExchangeGroup"] * size
+    assert workers.run(_made, [None] * (size - 1) + [False]) == ["_ExchangeGroup"] * size
+    *texts, last = workers.run(_made, [True] * (size - 1) + [None])
+    assert [*texts, last] == ["_SharedGroup"] * size
+
+
+def _cannot(group: Group, what: str, option: bool | None) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        if group.rank == 1:
+            match what:
+                case "memory":
+                    patch.setattr(os, "posix_fallocate", _full)
+                case "machine":
+                    patch.setattr(platform, "machine", lambda: "aarch64")
+                case "host":
+                    patch.setattr(shared, "_host", lambda: "elsewhere")
+                case "socket":
+                    patch.setattr(shared, "_credentials", lambda connection: (0, os.getuid() + 1))
+        patch.setattr(shared, "_MEETING_S", 1.0)
+        return _made(group, [option] * group.size)
+
+
+def _full(*args: int) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        ("memory", "rank 1 cannot take part: memory cannot be mapped there: .*No space left"),
+        ("machine", "rank 1 cannot take part: its processor .aarch64. may reorder stores"),
+        ("host", "ranks 0 and 1 are on different hosts"),
+        ("socket", "cannot map the memory of the others"),
+    ],
+)
+def test_gloo_takes_over_where_it_cannot_be(two: Workers, what: str, why: str) -> None:
+    assert two.run(_cannot, what, None) == ["_ExchangeGroup"] * 2
+    for text in two.run(_cannot, what, True):
+        with pytest.raises(OptionError, match=f"shared_memory=True needs ranks that can share memory; .*{why}"):
+            raise OptionError(text)
+
+
+def _runs_out(group: Group) -> str:
+    with process_group(dist.group.WORLD, shared_memory=True) as own, pytest.MonkeyPatch.context() as patch:
+        own.barrier()
+        patch.setattr(os, "posix_fallocate", _full)
+        # A buffer then comes from elsewhere.
+        assert own.buffer(10 << 20, torch.uint8).numel() == 10 << 20
+        with pytest.raises(OptionError, match=r"no shared memory for 41943040 bytes .*pass shared_memory=False"):
+            own.start(Call(AllReduce()), torch.ones(10 << 20))
+        patch.undo()
+        # Nothing was sent, so that the group still works.
+        return str(own.start(Call(AllReduce()), torch.ones(10 << 20)).wait()[-1].item())
+
+
+def test_no_memory_is_an_error_at_the_start(two: Workers) -> None:
+    assert two.run(_runs_out) == ["2.0", "2.0"]

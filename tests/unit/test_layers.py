@@ -1,0 +1,182 @@
+"""The house: a module imports only what stands above it, and nothing happens at import."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import zfun
+
+ROOT = Path(zfun.__file__).parent
+ORDER = [
+    "errors",
+    "typing",
+    "ops",
+    "tree",
+    "placement",
+    "layout",
+    "flat",
+    "collectives",
+    "stores",
+    "optim",
+    "transforms",
+    "recipes",
+    "testing",
+    "demo",
+    "cli",
+    "__main__",
+]
+# Imported for annotations only, under TYPE_CHECKING: a Flat names its group, which it never makes.
+ANNOTATIONS = {("flat", "collectives")}
+MODULES = sorted(ROOT.rglob("*.py"))
+
+
+def layer(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> Iterator[tuple[str, bool]]:
+    """Every module that a file imports, anywhere in it, and whether under TYPE_CHECKING only."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    guarded = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for part in node.body
+        for inner in ast.walk(part)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for name in node.names:
+                yield name.name, id(node) in guarded
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            if node.module == "zfun":
+                for name in node.names:
+                    yield f"zfun.{name.name}", id(node) in guarded
+            else:
+                yield node.module or "", id(node) in guarded
+
+
+def test_every_module_has_a_place() -> None:
+    assert {layer(path) for path in MODULES} - {"__init__"} == set(ORDER)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_module_imports_only_what_stands_above_it(path: Path) -> None:
+    here = layer(path)
+    if here == "__init__":
+        return
+    for name, guarded in imports(path):
+        if not name.startswith("zfun"):
+            continue
+        parts = name.split(".")
+        there = parts[1] if len(parts) > 1 else ""
+        if there not in ORDER:  # the package itself: what users import
+            assert here in ("demo", "cli", "__main__"), f"{path} imports the package"
+            continue
+        if guarded and (here, there) in ANNOTATIONS:
+            continue
+        assert ORDER.index(there) <= ORDER.index(here), f"{here} imports {there}, which stands below it"
+        if here != there and len(parts) > 2 and there != "ops":
+            assert not parts[2].startswith("_"), f"{path} reaches into {name}; import it from zfun.{there}"
+
+
+def test_one_module_imports_optree() -> None:
+    found = {layer(path) for path in MODULES for name, _ in imports(path) if name.split(".")[0] == "optree"}
+    assert found == {"tree"}
+
+
+def test_only_testing_imports_hypothesis() -> None:
+    found = {layer(path) for path in MODULES for name, _ in imports(path) if name.split(".")[0] == "hypothesis"}
+    assert found == {"testing"}
+
+
+def test_optimizers_know_nothing_of_ranks() -> None:
+    for path in (ROOT / "optim").rglob("*.py"):
+        for name, _ in imports(path):
+            assert not name.startswith(("zfun.collectives", "zfun.transforms", "torch.distributed"))
+
+
+def test_kernels_know_tensors_and_integers_only() -> None:
+    for path in (ROOT / "ops").rglob("*.py"):
+        for name, _ in imports(path):
+            assert not name.startswith("zfun") or name.startswith("zfun.ops"), f"{path} imports {name}"
+
+
+def test_no_globals_and_no_prints() -> None:
+    for path in MODULES:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            assert not isinstance(node, ast.Global), f"{path}:{node.lineno} has a global"
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and layer(path) not in ("demo", "cli"):
+                assert node.func.id != "print", f"{path}:{node.lineno} prints"
+
+
+def test_the_import_is_quiet_and_leaves_torch_as_it_was() -> None:
+    program = (
+        "import torch, warnings; warnings.simplefilter('error');"
+        "before = (torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled(), torch.initial_seed());"
+        "import zfun, sys;"
+        "assert before == (torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled(), torch.initial_seed());"
+        "assert not torch.distributed.is_initialized();"
+        "assert 'hypothesis' not in sys.modules and 'transformers' not in sys.modules and 'matplotlib' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+PUBLIC = [
+    "zfun",
+    "zfun.tree",
+    "zfun.optim",
+    "zfun.stores",
+    "zfun.collectives",
+    "zfun.transforms",
+    "zfun.testing",
+    "zfun.errors",
+    "zfun.flat",
+    "zfun.layout",
+]
+
+
+def public_values(name: str) -> dict[str, object]:
+    module = importlib.import_module(name)
+    own = [key for key, value in vars(module).items() if not key.startswith("_") and getattr(value, "__module__", None) == name]
+    return {key: getattr(module, key) for key in getattr(module, "__all__", own)}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_names_are_documented(name: str) -> None:
+    assert inspect.getdoc(importlib.import_module(name))
+    assert public_values(name)
+    for key, value in public_values(name).items():
+        if inspect.isfunction(value) or inspect.isclass(value):
+            assert inspect.getdoc(value), f"{name}.{key} has no docstring"
+
+
+# Their use takes a transform around them; the text of offload() shows it.
+WITHOUT_EXAMPLE = {"check_agreement", "offload_grads", "offload_loss", "offload_optimizer"}
+
+
+def test_every_transform_has_an_example() -> None:
+    for key, value in public_values("zfun.transforms").items():
+        if inspect.isfunction(value) and key not in WITHOUT_EXAMPLE:
+            assert "Example:" in (inspect.getdoc(value) or ""), f"zfun.transforms.{key} has no example"
+
+
+def test_signatures_are_annotated() -> None:
+    for name in PUBLIC:
+        for key, value in public_values(name).items():
+            if inspect.isfunction(value):
+                signature = inspect.signature(value)
+                missing = [p.name for p in signature.parameters.values() if p.annotation is p.empty]
+                assert not missing, f"{name}.{key}: {missing} have no type"
+                assert signature.return_annotation is not signature.empty, f"{name}.{key} has no type of result"
