@@ -190,7 +190,8 @@ def check_compositions(
         >>> import zfun as zf
         >>> batches = [[torch.tensor(1.0), torch.tensor(2.0)]] * 2
         >>> loss_fn = lambda params, batch: (params["w"] * batch).square().sum()
-        >>> check_compositions(loss_fn, zf.optim.sgd(0.1), {"w": torch.ones(3)}, batches).losses
+        >>> some = all_compositions()[::20]
+        >>> check_compositions(loss_fn, zf.optim.sgd(0.1), {"w": torch.ones(3)}, batches, some).losses
         (7.5, 1.875)
     """
     size = len(batches[0])

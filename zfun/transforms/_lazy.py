@@ -57,10 +57,9 @@ class LazyLeaf(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if torch.compiler.is_compiling():
-            # Dynamo traces this function too; what it cannot trace (a collective) would be its error, and not say what to do.
-            raise PlacementError(
-                "compiled code needs whole tensors; got lazy leaves; call zf.gather() on the subtree first, outside the compiled function"
-            )
+            # Dynamo traces this function too. What it cannot trace (a collective) would be its error and not say what to do; nor can it
+            # trace the errors of zfun.
+            raise TypeError("compiled code needs whole tensors: call zf.gather() on the subtree first, outside the compiled function")
         return func(*_loaded(args), **(_loaded(kwargs) if kwargs else {}))
 
     @classmethod

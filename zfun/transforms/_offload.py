@@ -36,6 +36,7 @@ def offload(value: Any, store: Store) -> Any:
         A value of the same type.
 
     Example:
+        >>> import torch
         >>> import zfun as zf
         >>> store = zf.stores.host()
         >>> optimizer = zf.offload(zf.optim.adamw(0.1), store)
@@ -64,6 +65,7 @@ def offload_params(params: Flat, store: Store) -> Flat:
         A flat of handles. A loss wrapped in :func:`offload_loss` takes it, and so do :func:`apply`, :func:`unshard` and the rest.
 
     Example:
+        >>> import torch
         >>> import zfun as zf
         >>> zf.simulate(1, lambda group: zf.offload(zf.shard({"w": torch.ones(2)}, group), zf.stores.host()).buffers)
         [(Stored(params, 32 x torch.float32, host()),)]

@@ -247,7 +247,7 @@ class _Session:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def check_graph(self, out: Any) -> None:
-        """Refuse a graph with a lazy leaf in it: an ``autograd.Function`` took it as it is, and its gradient would be lost without a word."""
+        """Refuse a graph with a lazy leaf in it: an ``autograd.Function`` took it as it is, and its gradient would be lost."""
         if self._on_plan:
             return
         todo = [leaf.grad_fn for leaf in tree.leaves(out) if type(leaf) is Tensor and leaf.grad_fn is not None]
