@@ -496,7 +496,7 @@ class _NativeGroup(_ProcessGroup):
         # Among members only, torch names a group by how many groups a rank is in, so that ranks in other numbers of groups never meet.
         local = self.size < dist.get_world_size()
         timeout = timedelta(seconds=self._timeout_s)
-        self._lanes = {lane: dist.new_group(ranks, timeout=timeout, use_local_synchronization=local) for lane in Lane}
+        self._lanes: dict[Lane, Any] = {lane: dist.new_group(ranks, timeout=timeout, use_local_synchronization=local) for lane in Lane}
 
     def start(self, call: Call, x: Tensor, out: Tensor | None = None) -> Pending:
         check_call(call, x, out, self.size)

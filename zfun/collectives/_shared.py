@@ -78,6 +78,7 @@ _DATA_AT = 512
 _INLINE_BYTES = _SLOT_BYTES - _DATA_AT
 
 _COMMIT_BYTES = 1 << 21
+_ADDRESS_SPACE_BYTES = 1 << 43
 _RESERVE_BYTES = 1 << 26  # at a time, since a signal makes the system begin anew
 _PAGE = 4096
 _LINE = 128
@@ -180,11 +181,11 @@ class _Segment:
     """The memory that this rank writes and the others read, and which parts of it are in use."""
 
     def __init__(self, rank: int, size: int) -> None:
-        self.fd = os.memfd_create("zfun", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.fd = _anonymous_file()
         try:
-            pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-            # All ranks' segments must fit the address space.
-            self.capacity = min(1 << max(pages - 1, 1 << 30).bit_length(), (1 << 45) // size // _PAGE * _PAGE)
+            physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            # The segments of all ranks, in several groups, must fit the address space.
+            self.capacity = min(_rounded(physical, _COMMIT_BYTES), _ADDRESS_SPACE_BYTES // size // _PAGE * _PAGE)
             os.ftruncate(self.fd, self.capacity)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             self._reserved = 0
@@ -269,6 +270,17 @@ class _Segment:
             step = min(wanted - self._reserved, _RESERVE_BYTES)
             os.posix_fallocate(self.fd, self._reserved, step)
             self._reserved += step
+
+
+def _anonymous_file() -> int:
+    no_execution = 0x8  # MFD_NOEXEC_SEAL: newer systems can be set to refuse files without it, older ones do not know it
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        return os.memfd_create("zfun", flags | no_execution)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return os.memfd_create("zfun", flags)
 
 
 def _rounded(number: int, unit: int) -> int:
@@ -725,7 +737,7 @@ def meet(store: Store, rank: int, size: int, timeout_s: float, wanted: bool | No
         peers: dict[int, _Peer] = {}
         try:
             peers = _trade(segment, listener, [json.loads(offer)[2] for offer in offers], rank)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, struct.error) as error:
             problem = f"rank {rank} cannot map the memory of the others: {error}"
         problems = _exchange_texts(store, "mapped", rank, size, timeout_s, problem)
         if any(problems):

@@ -46,7 +46,7 @@ def _compiled(name: str) -> Callable[..., None]:
     from numba.core.errors import NumbaPerformanceWarning
 
     source = globals()[name]
-    options = {"nogil": True, "error_model": "numpy"}
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NumbaPerformanceWarning)
         try:

@@ -268,7 +268,8 @@ class _Session:
     def end_forward(self) -> _Plan:
         """Take part in the gathers that this rank did not need, free everything, and return the order of use."""
         self._start_rest()
-        self._gather_again(None)
+        while self._group.size > 1 and self._round(None):
+            pass
         self._drop_all()
         self.leaves = None  # They know this session: a cycle that would keep the shards alive.
         # Without a tape somebody may still differentiate with respect to the batch.
@@ -367,23 +368,20 @@ class _Session:
                     self._release(old)
         return buffer
 
-    def _gather_again(self, bucket: int | None) -> Tensor | None:
-        """Gather what has been freed in this pass, or (None) take part while other ranks do."""
+    def _gather_again(self, bucket: int) -> Tensor:
+        """Gather what has been freed in this pass."""
         if self._phase == "backward" or self._group.size == 1:
-            return None if bucket is None else self._shards[bucket].start().wait()
+            return self._shards[bucket].start().wait()
         # It may be this rank alone that needs it, so it asks. The others answer when they ask themselves, or at the end of their pass; they
         # must not have to wait for this rank before that.
         self._start_rest()
-        found = None
-        while found is None:
-            mine = torch.tensor([-1 if bucket is None else bucket], device=self._device)
-            wanted = [b for b in self._group.all_gather(mine, "gather again").view(-1).tolist() if b >= 0]
-            if not wanted:
-                break
-            for again in sorted(set(wanted)):
-                gathered = self._shards[again].start().wait()
-                found = gathered if again == bucket else found
-        return found
+        return self._round(bucket)[bucket]
+
+    def _round(self, bucket: int | None) -> dict[int, Tensor]:
+        """Gather what any rank asks for now."""
+        mine = torch.tensor([-1 if bucket is None else bucket], device=self._device)
+        wanted = self._group.all_gather(mine, "gather again").view(-1).tolist()
+        return {again: self._shards[again].start().wait() for again in sorted(set(wanted)) if again >= 0}
 
     def _start_up_to(self, bucket: int) -> None:
         """Start the gathers of this pass up to and including a bucket's, in the common order."""
