@@ -27,7 +27,7 @@ class Layer:
     name: str = "layer"
 
 
-tree.register(Layer, lambda layer: ((layer.weight, layer.bias), layer.name), lambda name, parts: Layer(*parts, name))
+tree.register(Layer, lambda layer: ((layer.weight, layer.bias), layer.name), lambda name, parts: Layer(*tuple(parts)[:2], name=name))
 
 
 def _dict(children: list[Any]) -> Any:

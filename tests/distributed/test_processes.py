@@ -1,4 +1,4 @@
-"""Real processes over gloo and through shared memory: the bits of the simulation, and errors that say what happened instead of hangs and aborts.
+"""Real processes, over gloo and through shared memory: the bits of the simulation, and errors that say what happened.
 
 The programs of the ranks are functions of this module, which the processes import.
 """
@@ -12,6 +12,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -151,7 +152,7 @@ def test_debug_changes_nothing(workers: Workers) -> None:
 def _torch_groups(group: Group) -> list[tuple[int, int, float]]:
     """Groups from torch groups and meshes; each has its own connections, so their collectives do not mix."""
     mesh = init_device_mesh("cpu", (1, group.size), mesh_dim_names=("replica", "shard"))
-    subgroup = dist.new_group([0, 1])
+    subgroup: Any = dist.new_group([0, 1])
     seen = []
     for made in (process_group(mesh, axis="shard"), process_group(mesh, axis="replica"), process_group(mesh["shard"])):
         with made:

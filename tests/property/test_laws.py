@@ -116,8 +116,8 @@ def assert_close_to_oracle(run: Any, params: Any, losses: list[float], values: r
 def test_every_subset_and_order_is_the_same_function(size: int) -> None:
     params, batches = models.mlp(num_layers=2), models.mlp_batches(3, size)
     rule = RULES[5]
-    # Under clipping the order of all sums shows. All of them on two ranks, every other on one and three.
-    every = all_compositions() if size == 2 else [Composition(), *all_compositions()[size::2]]
+    # Under clipping the order of all sums shows. All of them on two ranks, a quarter on one and three.
+    every = all_compositions() if size == 2 else [Composition(), *all_compositions()[size::4]]
     run = check_compositions(models.mlp_loss, rule.optimizer, params, batches, every, bucket_bytes=[1, 400, 2**20])
     assert_close_to_oracle(run, params, *oracle_run(rule, models.mlp_loss, params, batches))
 
@@ -130,7 +130,7 @@ def test_every_subset_and_order_with_micro_batches() -> None:
         chosen = [composition for composition in every if composition.reduces_first is reduces_first]
         assert len(chosen) > 200
         run = check_compositions(
-            models.mlp_loss, rule.optimizer, params, batches, chosen[::3], num_micro_batches=3, bucket_bytes=[300, 2**20]
+            models.mlp_loss, rule.optimizer, params, batches, chosen[::6], num_micro_batches=3, bucket_bytes=[300, 2**20]
         )
         assert_close_to_oracle(run, params, *oracle_run(rule, models.mlp_loss, params, batches, 3))
 
@@ -154,7 +154,7 @@ def test_sizes_and_optimizers(rule: Rule, size: int) -> None:
 # Any tree, bucket size, optimizer and composition.
 
 
-@settings(max_examples=examples(60))
+@settings(max_examples=examples(50))
 @given(
     params=trees(nodes=models.NODES),
     size=st.sampled_from(SIZES),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from typing import Any
 
@@ -153,46 +152,53 @@ def group_of_one() -> zf.Group:
     return zf.collectives.single_group()
 
 
+# A type checker would find these typos too.
+untyped: Any = zf
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (
-            lambda g: zf.zero(1, models.mlp_loss, optim.sgd(0.1), g, bucket_byte=1),
+            lambda g: untyped.zero(1, models.mlp_loss, optim.sgd(0.1), g, bucket_byte=1),
             r"zero\(\) has no option 'bucket_byte'; did you mean 'bucket_bytes'\?",
         ),
-        (lambda g: zf.zero(1, models.mlp_loss, optim.sgd(0.1), g, offload_optimiser=None), r"did you mean 'offload_optimizer'\?"),
-        (lambda g: zf.shard({}, g, bucketbytes=1), r"shard\(\) has no option 'bucketbytes'; did you mean 'bucket_bytes'\?"),
-        (lambda g: zf.replicate({}, g, inti="check"), r"replicate\(\) has no option 'inti'; did you mean 'init'\?"),
+        (lambda g: untyped.zero(1, models.mlp_loss, optim.sgd(0.1), g, offload_optimiser=None), r"did you mean 'offload_optimizer'\?"),
+        (lambda g: untyped.shard({}, g, bucketbytes=1), r"shard\(\) has no option 'bucketbytes'; did you mean 'bucket_bytes'\?"),
+        (lambda g: untyped.replicate({}, g, inti="check"), r"replicate\(\) has no option 'inti'; did you mean 'init'\?"),
         (
-            lambda g: zf.data_parallel(zf.value_and_grad(models.mlp_loss), g, reduction="sum"),
+            lambda g: untyped.data_parallel(zf.value_and_grad(models.mlp_loss), g, reduction="sum"),
             r"data_parallel\(\) has no option 'reduction'",
         ),
         (
-            lambda g: zf.shard_grads(zf.value_and_grad(models.mlp_loss), g, reduce="sum"),
+            lambda g: untyped.shard_grads(zf.value_and_grad(models.mlp_loss), g, reduce="sum"),
             r"shard_grads\(\) has no option 'reduce'; it takes vg, group",
         ),
-        (lambda g: zf.shard_params(models.mlp_loss, g, freeze=None), r"shard_params\(\) has no option 'freeze'; did you mean 'frozen'\?"),
-        (lambda g: zf.shard_optimizer(optim.sgd(0.1), g, bucket=1), r"shard_optimizer\(\) has no option 'bucket'"),
-        (lambda g: zf.accumulate(zf.value_and_grad(models.mlp_loss), num_microbatches=2), r"did you mean 'num_micro_batches'\?"),
-        (lambda g: zf.zero(4, models.mlp_loss, optim.sgd(0.1), g), "stage must be 0, 1, 2 or 3; got 4"),
-        (lambda g: zf.zero("3", models.mlp_loss, optim.sgd(0.1), g), "stage must be 0, 1, 2 or 3; got '3'"),
-        (lambda g: zf.zero(True, models.mlp_loss, optim.sgd(0.1), g), "stage must be 0, 1, 2 or 3; got True"),
         (
-            lambda g: zf.zero(2, models.mlp_loss, optim.sgd(0.1), g, offload_params=zf.stores.host()),
+            lambda g: untyped.shard_params(models.mlp_loss, g, freeze=None),
+            r"shard_params\(\) has no option 'freeze'; did you mean 'frozen'\?",
+        ),
+        (lambda g: untyped.shard_optimizer(optim.sgd(0.1), g, bucket=1), r"shard_optimizer\(\) has no option 'bucket'"),
+        (lambda g: untyped.accumulate(zf.value_and_grad(models.mlp_loss), num_microbatches=2), r"did you mean 'num_micro_batches'\?"),
+        (lambda g: untyped.zero(4, models.mlp_loss, optim.sgd(0.1), g), "stage must be 0, 1, 2 or 3; got 4"),
+        (lambda g: untyped.zero("3", models.mlp_loss, optim.sgd(0.1), g), "stage must be 0, 1, 2 or 3; got '3'"),
+        (lambda g: untyped.zero(True, models.mlp_loss, optim.sgd(0.1), g), "stage must be 0, 1, 2 or 3; got True"),
+        (
+            lambda g: untyped.zero(2, models.mlp_loss, optim.sgd(0.1), g, offload_params=zf.stores.host()),
             "offload_params keeps shards, which only stage 3 has",
         ),
-        (lambda g: zf.zero(2, models.mlp_loss, optim.sgd(0.1), g, init="chek"), "init must be 'check' or 'broadcast'; got 'chek'"),
-        (lambda g: zf.zero(2, models.mlp_loss, optim.sgd(0.1), g, max_skipped=0), "max_skipped must be at least 1; got 0"),
-        (lambda g: zf.zero(2, models.mlp_loss, optim.sgd(0.1), g, num_micro_batches=0), "num_micro_batches must be at least 1; got 0"),
+        (lambda g: untyped.zero(2, models.mlp_loss, optim.sgd(0.1), g, init="chek"), "init must be 'check' or 'broadcast'; got 'chek'"),
+        (lambda g: untyped.zero(2, models.mlp_loss, optim.sgd(0.1), g, max_skipped=0), "max_skipped must be at least 1; got 0"),
+        (lambda g: untyped.zero(2, models.mlp_loss, optim.sgd(0.1), g, num_micro_batches=0), "num_micro_batches must be at least 1; got 0"),
         (
-            lambda g: zf.zero(2, models.mlp_loss, optim.sgd(0.1), g, bucket_bytes=0).init({"w": torch.ones(1)}),
+            lambda g: untyped.zero(2, models.mlp_loss, optim.sgd(0.1), g, bucket_bytes=0).init({"w": torch.ones(1)}),
             "bucket_bytes must be at least 1; got 0",
         ),
-        (lambda g: zf.data_parallel(zf.value_and_grad(models.mlp_loss), g, reduce="avg"), "reduce must be 'mean' or 'sum'; got 'avg'"),
-        (lambda g: zf.shard({}, g, init="yes"), "init must be 'check' or 'broadcast'; got 'yes'"),
-        (lambda g: zf.accumulate(zf.value_and_grad(models.mlp_loss), 0), "num_micro_batches must be at least 1; got 0"),
+        (lambda g: untyped.data_parallel(zf.value_and_grad(models.mlp_loss), g, reduce="avg"), "reduce must be 'mean' or 'sum'; got 'avg'"),
+        (lambda g: untyped.shard({}, g, init="yes"), "init must be 'check' or 'broadcast'; got 'yes'"),
+        (lambda g: untyped.accumulate(zf.value_and_grad(models.mlp_loss), 0), "num_micro_batches must be at least 1; got 0"),
         (
-            lambda g: zf.zero(1, models.mlp_loss, torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1), g),
+            lambda g: untyped.zero(1, models.mlp_loss, torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1), g),
             "an optimizer is an Optimizer or a pair",
         ),
     ],
@@ -293,13 +299,13 @@ def test_only_flat_values_can_be_donated() -> None:
 def test_a_rank_that_raises_in_mid_step_ends_all_with_its_error(stage: int, where: str) -> None:
     class Fails(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
+        def forward(ctx: Any, x: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]
             if where == "forward":
                 raise ValueError("bad batch in shard 7")
             return x.clone()
 
         @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
+        def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]
             raise ValueError("bad batch in shard 7")
 
     seen: list[BaseException] = []
@@ -519,7 +525,7 @@ def test_partition_by_hand_is_what_trainable_does() -> None:
 
 def test_another_trainable_set_needs_another_state() -> None:
     def main(group: zf.Group) -> None:
-        trained, frozen = zf.partition(fresh(), is_trainable)
+        trained, _ = zf.partition(fresh(), is_trainable)
         optimizer = zf.shard_optimizer(optim.adamw(0.1), group)
         state = optimizer.init(trained)
         vg = zf.data_parallel(zf.value_and_grad(models.mlp_loss), group)
@@ -651,6 +657,14 @@ def test_impossible_compositions() -> None:
         parallel = zf.data_parallel(vg, group)
         whole, shards = zf.replicate(params, group), zf.shard(params, group)
         other = zf.record(group)
+
+        def opaque(params: Any, batch: Any) -> Any:
+            """A gradient function that zfun cannot look into."""
+            return vg(params, batch)
+
+        def opaque_parallel(params: Any, batch: Any) -> Any:
+            return parallel(params, batch)
+
         terms = parallel(params, x)[1]
         refused: list[tuple[Any, str]] = [
             (lambda: zf.shard_params(models.mlp_loss, group)(params, x), r"got dict of whole leaves; call zf.shard\(params, group\) first"),
@@ -666,13 +680,13 @@ def test_impossible_compositions() -> None:
             (lambda: list(shards), "iteration on a Flat"),
             (lambda: zf.shard_grads(vg, group), "wrap them in data_parallel"),
             (
-                lambda: zf.shard_grads(lambda p, b: vg(p, b), group)(params, x),
+                lambda: zf.shard_grads(opaque, group)(params, x),
                 r"got dict of whole leaves; wrap them in data_parallel\(\) first",
             ),
             (lambda: zf.shard_grads(parallel, other), "the group of its gradients; got another one"),
             (lambda: zf.data_parallel(parallel, group), r"got ones with placement P; apply it once, and before shard_grads"),
             (lambda: zf.data_parallel(zf.shard_grads(parallel, group), group), "got ones with placement S; apply it once"),
-            (lambda: zf.data_parallel(lambda p, b: parallel(p, b), group)(params, x), "put it directly around value_and_grad"),
+            (lambda: zf.data_parallel(opaque_parallel, group)(params, x), "put it directly around value_and_grad"),
             (lambda: parallel({"net": whole}, x), "got a Flat inside a tree; shard the whole tree at once"),
             (lambda: parallel(terms, x), "got a Flat with placement P; redistribute"),
             (lambda: zf.data_parallel(vg, other)(whole, x), "must be of one group; got two"),
@@ -682,20 +696,16 @@ def test_impossible_compositions() -> None:
             (lambda: zf.apply(optim.sgd(0.1), terms, (), terms), "parameters are whole or sharded; got a Flat with placement P"),
             (lambda: zf.apply(optim.sgd(0.1), params, (), whole), "flat parameters need flat gradients; got a tree of tensors"),
             (lambda: zf.offload(3, zf.stores.host()), "takes an optimizer, a gradient function, a loss or a Flat; got int"),
-            (lambda: zf.stores and zf.transforms.offload_params(params, zf.stores.host()), r"offload_params\(\) takes a Flat; got dict"),
+            (lambda: untyped.transforms.offload_params(params, zf.stores.host()), r"offload_params\(\) takes a Flat; got dict"),
             (
                 lambda: zf.offload(zf.shard_params(models.mlp_loss, group), zf.stores.host())(shards, x),
                 "got some that are not; move them with params = zf.offload",
             ),
-            (lambda: zf.transforms.offload_grads(lambda p, b: vg(p, b), zf.stores.host())(params, x), "wrap them in data_parallel"),
+            (lambda: zf.transforms.offload_grads(opaque, zf.stores.host())(params, x), "wrap them in data_parallel"),
         ]
-        for number, (call, message) in enumerate(refused):
-            try:
+        for call, message in refused:
+            with pytest.raises(PlacementError, match=message):
                 call()
-            except PlacementError as error:
-                assert re.search(message, str(error)), f"{number}: {error}"
-            else:
-                raise AssertionError(f"number {number} was not refused: {message}")
         with pytest.raises(SpecMismatch, match="must have one layout"):
             zf.apply(optim.sgd(0.1), zf.replicate(params, group, bucket_bytes=64), optim.sgd(0.1).init(whole), whole)
 

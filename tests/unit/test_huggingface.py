@@ -116,7 +116,7 @@ def test_tied_embeddings_are_one_leaf(model: Any) -> None:
 def train(group: Group, model: Any, stage: int, num_steps: int) -> tuple[list[float], dict[str, Tensor]]:
     z = zf.zero(stage, loss_of(copy.deepcopy(model)), zf.optim.adamw(1e-3, weight_decay=0.01), group, bucket_bytes=BUCKET_BYTES)
     state, losses = z.init(dict(model.named_parameters())), []
-    for step in range(num_steps):
+    for _ in range(num_steps):
         state, info = z.step(state, tokens(0, group.rank))
         losses.append(info.loss.item())
     return losses, z.params(state)
@@ -126,7 +126,7 @@ def plain_training(model: Any, num_steps: int, size: int) -> tuple[list[float], 
     mine = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(mine.parameters(), lr=1e-3, weight_decay=0.01)
     losses = []
-    for step in range(num_steps):
+    for _ in range(num_steps):
         optimizer.zero_grad()
         total = 0.0
         for rank in range(size):

@@ -111,7 +111,7 @@ def unsharded_hvp() -> Any:
 def test_hessian_vector_product_forward_over_reverse(size: int, form: Any) -> None:
     def program(group: zf.Group, loss: Loss, flat: zf.Flat) -> Any:
         tangent = zf.shard(direction(), group, bucket_bytes=300)
-        _, product = jvp(lambda p: grad(loss)(p, X), (flat,), (tangent,))
+        _, product = jvp(lambda p: grad(loss)(p, X), (flat,), (tangent,))  # pyrefly: ignore[bad-unpacking]
         return zf.unshard(product)
 
     for found in run(size, form, program):
@@ -127,7 +127,7 @@ def test_hessian_vector_product_reverse_over_reverse(size: int, form: Any) -> No
         def along(p: zf.Flat) -> Tensor:
             # The dot product of shards is a term of the whole one.
             slopes = grad(loss)(p, X)
-            return sum((a * b).sum() for a, b in zip(slopes.buffers, tangent.buffers, strict=True))
+            return torch.stack([(a * b).sum() for a, b in zip(slopes.buffers, tangent.buffers, strict=True)]).sum()
 
         return zf.unshard(grad(along)(flat))
 
@@ -165,7 +165,7 @@ def test_jacrev_and_vjp(size: int, sharded: bool) -> None:
         fn = lambda p: inner(p, X) / group.size
         jacobian = jacrev(fn)(flat)
         rows = [zf.unshard(jacobian.with_buffers(buffer[i].contiguous() for buffer in jacobian.buffers)) for i in range(len(X))]
-        _, pull = vjp(fn, flat)
+        _, pull = vjp(fn, flat)  # pyrefly: ignore[bad-unpacking]
         return rows, zf.unshard(pull(cotangent)[0])
 
     for rows, pulled in zf.simulate(size, main):
@@ -285,12 +285,8 @@ def test_a_compiled_block_without_gather_says_what_to_do() -> None:
         loss = zf.shard_params(lambda params, x: compiled(params["h"][0], x).sum(), group)
         vg = zf.value_and_grad(loss)
         flat = zf.shard(mlp(), group)
-        try:
-            _, grads = vg(flat, X)
-        except Exception as error:  # noqa: BLE001, dynamo wraps what its tracing meets
-            assert "gather" in str(error)
-        else:
-            expected = torch.func.grad(lambda params: block(params["h"][0], X).sum())(mlp())
-            close(zf.unshard(grads), expected)
+        # Dynamo wraps what its tracing meets in errors of its own.
+        with pytest.raises(Exception, match=r"call zf\.gather\(\) on the subtree first"):
+            vg(flat, X)
 
     zf.simulate(1, main)

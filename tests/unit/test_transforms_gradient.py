@@ -159,11 +159,11 @@ def test_a_reduce_scatter_starts_inside_backward() -> None:
 
         class Mark(torch.autograd.Function):
             @staticmethod
-            def forward(ctx: Any, x: Tensor) -> Tensor:
+            def forward(ctx: Any, x: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]
                 return x.clone()
 
             @staticmethod
-            def backward(ctx: Any, grad: Tensor) -> Tensor:
+            def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]
                 if group.rank == 0:
                     events.append("backward is at the input")
                 return grad
@@ -234,7 +234,7 @@ def test_weighted_mean_is_the_mean_over_tokens(size: int, num_micro_batches: int
         return loss, float(loss), zf.unshard(grads)["w"]
 
     mean, grad = true_mean(size)
-    naive = sum(token_loss(W, batch).mean for batch in token_batches(size)) / size
+    naive = torch.stack([token_loss(W, batch).mean for batch in token_batches(size)]).mean()
     if size > 1:
         assert not torch.isclose(mean, naive)
     for loss, number, found in zf.simulate(size, main):
@@ -327,3 +327,21 @@ def test_a_failed_loss_leaves_no_trace() -> None:
         torch.testing.assert_close(zf.unshard(grads)["out"], group.size * whole[1]["out"], rtol=1e-12, atol=1e-14)
 
     zf.simulate(1, main)
+
+
+def test_a_norm_counts_tied_leaves_once_in_every_form() -> None:
+    params = models.mlp()
+    params["h"][3]["w"] = params["h"][0]["w"]
+    _, grads = zf.value_and_grad(models.mlp_loss)(params, X)
+    alone = tree.leaves(grads)
+    once = torch.cat([leaf.reshape(-1) for leaf in {id(leaf): leaf for leaf in alone}.values()]).norm()
+    twice = torch.cat([leaf.reshape(-1) for leaf in alone]).norm()
+    assert not torch.isclose(once, twice)
+
+    def main(group: zf.Group, bucket_bytes: int) -> Any:
+        whole = zf.replicate(grads, group, bucket_bytes=bucket_bytes)
+        return zf.global_norm(grads), zf.global_norm(whole), zf.global_norm(zf.redistribute(whole, zf.S, group))
+
+    found = [norm for size in (1, 2, 3, 7) for size_bytes in (1, 300, 2**20) for run in zf.simulate(size, main, size_bytes) for norm in run]
+    assert_same_bits(found, [found[0]] * len(found))
+    torch.testing.assert_close(found[0], once, rtol=1e-14, atol=0)
