@@ -133,6 +133,7 @@ def zero(
     offload_params: Store | None = None,
     offload_grads: Store | None = None,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    prefetch: int = 1,
     init: str = "check",
     donate: bool = True,
     max_skipped: int = 100,
@@ -164,6 +165,7 @@ def zero(
         offload_params: a store for the parameters; stage 3 only.
         offload_grads: a store for the gradients.
         bucket_bytes: where a bucket closes, in bytes.
+        prefetch: how many buckets stage 3 gathers ahead of use.
         init: ``"check"`` compares the parameters across ranks; ``"broadcast"`` takes rank 0's values.
         donate: let ``step`` take over the buffers of the state it is given, which must not be used again.
         max_skipped: how many steps in a row may be skipped before :class:`zfun.NonFiniteError` is raised.
@@ -199,7 +201,9 @@ def zero(
     def gradient_of(frozen: Flat | None, scale: float) -> Gradient:
         # Composed once, not at every step: what the transforms learn of the order of use is kept in them.
         if not composed or composed[0][0] is not frozen:
-            loss = _whole_loss(stage, loss_fn if policy.compute is None else cast(loss_fn, policy.compute), group, frozen, offload_params)
+            loss = _whole_loss(
+                stage, loss_fn if policy.compute is None else cast(loss_fn, policy.compute), group, frozen, offload_params, prefetch
+            )
             composed[:] = [(frozen, _gradient(stage, loss, group, policy.reduce, bucket_bytes, offload_grads))]
         vg = composed[0][1] if scale == 1.0 else scale_loss(composed[0][1], scale)
         return vg if num_micro_batches == 1 else accumulate(vg, num_micro_batches)
@@ -324,10 +328,10 @@ def _optimizer_of(
     return rule if store is None else _offload_optimizer(rule, store)
 
 
-def _whole_loss(stage: int, loss_fn: Loss, group: Group, frozen: Flat | None, store: Store | None) -> Loss:
+def _whole_loss(stage: int, loss_fn: Loss, group: Group, frozen: Flat | None, store: Store | None, prefetch: int) -> Loss:
     """A loss of the trained parameters alone, in the placement that the stage keeps them in."""
     if stage == 3:
-        loss = shard_params(loss_fn, group, frozen=frozen)
+        loss = shard_params(loss_fn, group, frozen=frozen, prefetch=prefetch)
         return loss if store is None else _offload_loss(loss, store)
     if frozen is None:
         return loss_fn

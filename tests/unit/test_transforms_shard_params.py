@@ -266,3 +266,24 @@ def test_a_complex_leaf_trains_as_in_torch(size: int) -> None:
         for found in zf.simulate(size, main, stage):
             torch.testing.assert_close(found["z"] - start["z"], z.detach() - start["z"], rtol=1e-9, atol=1e-12)
             torch.testing.assert_close(found["w"] - start["w"], w.detach() - start["w"], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2, 100])
+def test_prefetch_changes_no_bit_and_no_byte(prefetch: int) -> None:
+    def main(group: zf.Group, ahead: int) -> tuple[Any, int]:
+        recorder = zf.record(group)
+        z = zf.zero(3, models.mlp_loss, zf.optim.adamw(0.1), recorder, bucket_bytes=300, prefetch=ahead)
+        state = z.init(models.mlp())
+        for _ in range(3):
+            state, _ = z.step(state, torch.full((4, 5), 0.1 * (group.rank + 1), dtype=torch.float64))
+        return z.params(state), recorder.bytes_sent("params") + recorder.bytes_sent("grads")
+
+    got, usual = zf.simulate(3, main, prefetch)[1], zf.simulate(3, main, 1)[1]
+    assert_same_bits(got, usual, "parameters")
+    changes = [a - b for a, b in zip(tree.leaves(got[0]), tree.leaves(models.mlp()), strict=True)]
+    assert all(change.abs().max() > 1e-3 for change in changes)
+
+
+def test_prefetch_is_a_number_of_buckets() -> None:
+    with pytest.raises(zf.OptionError, match="prefetch is a number of buckets; got -1"):
+        zf.simulate(1, lambda group: zf.shard_params(models.mlp_loss, group, prefetch=-1))

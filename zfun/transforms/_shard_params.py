@@ -16,7 +16,7 @@ is sent once), backward in reverse; frozen leaves take part in it. A rank that n
 the end of each pass every rank starts what is left. So a rank that skips a leaf, or takes another branch, leaves nobody waiting, and every
 step sends the same bytes. What has been freed and is used again in forward, unplanned, is gathered again when all ranks have come to
 the end of their pass, or ask for something themselves: a round of one small all-gather, which ends each forward pass.
-Not optimal yet: no gather starts before it is needed, and a bucket that backward needs no value of is gathered all the same.
+Not optimal yet: a bucket that backward needs no value of is gathered all the same.
 
 After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020); gathering whole units and freeing
 them is also what FSDP does (Zhao et al., 2023).
@@ -38,7 +38,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from zfun import ops, stores, tree
 from zfun.collectives import AllGather, Broadcast, Call, Group, Lane, Pending
-from zfun.errors import PlacementError, ZfunError, checked_options
+from zfun.errors import OptionError, PlacementError, ZfunError, checked_options
 from zfun.flat import Flat
 from zfun.layout import Layout
 from zfun.placement import S
@@ -55,7 +55,7 @@ _WINDOW = 2
 
 
 @checked_options
-def shard_params(loss: Loss, group: Group, *, frozen: Flat | None = None) -> Loss:
+def shard_params(loss: Loss, group: Group, *, frozen: Flat | None = None, prefetch: int = 1) -> Loss:
     """Let a loss run on sharded parameters: ZeRO-3 (``S -> R`` where used, gradients ``P``).
 
     The loss itself is not changed and needs no marks: it receives a tree of lazy leaves, and each bucket is gathered when one of its leaves
@@ -67,6 +67,7 @@ def shard_params(loss: Loss, group: Group, *, frozen: Flat | None = None) -> Los
         group: the ranks that share the parameters.
         frozen: sharded leaves that are not trained (the other part of :func:`zfun.partition`). The loss gets both parts combined; no
             gradient and no optimizer state is ever made for these.
+        prefetch: how many buckets are gathered ahead of use, forward and backward. It changes no bit; each costs the memory of a bucket.
 
     Returns:
         The same function of a ``Flat`` with placement ``S``, as :func:`zfun.shard` makes it.
@@ -85,7 +86,9 @@ def shard_params(loss: Loss, group: Group, *, frozen: Flat | None = None) -> Los
     """
     if isinstance(loss, CastLoss):
         # [Note: where the cast is]
-        return dataclasses.replace(loss, loss=shard_params(loss.loss, group, frozen=frozen))
+        return dataclasses.replace(loss, loss=shard_params(loss.loss, group, frozen=frozen, prefetch=prefetch))
+    if prefetch < 0:
+        raise OptionError(f"prefetch is a number of buckets; got {prefetch}; 0 gathers each when it is used")
     plans: dict[tuple[Layout, ...], _Plan] = {}
     frozen = None if frozen is None else _check(frozen, group)
 
@@ -95,7 +98,7 @@ def shard_params(loss: Loss, group: Group, *, frozen: Flat | None = None) -> Los
         if flat.tape is None and needs_autograd(flat.buffers):
             return loss(tree.combine(*(gather(part) for part in flats)), batch)
         layouts = tuple(part.layout for part in flats)
-        session = _Session(flats, flat.tape, plans.get(layouts))
+        session = _Session(flats, flat.tape, plans.get(layouts), prefetch)
         with session.hooks():
             out = loss(session.leaves, batch)
         session.check_graph(out)
@@ -202,11 +205,12 @@ class _Shard:
 class _Session:
     """The gathered buckets of one call of the loss, forward and backward; those of the trained leaves come first."""
 
-    def __init__(self, flats: Sequence[Flat], tape: Tape | None, plan: _Plan | None) -> None:
+    def __init__(self, flats: Sequence[Flat], tape: Tape | None, plan: _Plan | None, prefetch: int) -> None:
         self._group = flats[0].group
         self._device = flats[0].layout.device
         self._tape = tape
         self._plan = plan
+        self._prefetch = prefetch
         self._shards: list[_Shard] = []
         trees = []
         for number, flat in enumerate(flats):
@@ -354,7 +358,7 @@ class _Session:
         """Return a gathered bucket, gathering it unless it is there."""
         buffer = self._buffers.get(bucket)
         if buffer is None:
-            self._start_up_to(bucket)
+            self._start_up_to(bucket, self._prefetch)
             shard = self._shards[bucket]
             pending = self._pending.pop(bucket, None)
             gathered = self._gather_again(bucket) if pending is None else pending.wait()
@@ -383,10 +387,10 @@ class _Session:
         wanted = self._group.all_gather(mine, "gather again").view(-1).tolist()
         return {again: self._shards[again].start().wait() for again in sorted(set(wanted)) if again >= 0}
 
-    def _start_up_to(self, bucket: int) -> None:
-        """Start the gathers of this pass up to and including a bucket's, in the common order."""
+    def _start_up_to(self, bucket: int, ahead: int = 0) -> None:
+        """Start the gathers of this pass up to and including a bucket's, in the common order, and some ahead of it."""
         order = self._order if self._phase == "forward" else self._order[::-1]
-        last = order.index(bucket)
+        last = min(order.index(bucket) + ahead, len(order) - 1)
         while self._num_started <= last:
             turn = order[self._num_started]
             self._num_started += 1
