@@ -18,10 +18,11 @@ from zfun.testing import assert_same_bits
 pytestmark = [pytest.mark.timeout(90), pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")]
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[(2, False), (3, False), (2, None)], ids=["2 over gloo", "3 over gloo", "2 over what is chosen"])
 def ranks(request: pytest.FixtureRequest) -> Iterator[tuple[int, Workers]]:
-    with Workers(request.param, timeout_s=40.0, collective_timeout_s=20.0) as held:
-        yield request.param, held
+    size, shared_memory = request.param
+    with Workers(size, timeout_s=40.0, collective_timeout_s=20.0, shared_memory=shared_memory) as held:
+        yield size, held
 
 
 @pytest.mark.parametrize("body", bodies.BODIES, ids=[body.__name__ for body in bodies.BODIES])

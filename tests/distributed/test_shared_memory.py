@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.distributed import needs_shared_memory
 from zfun.collectives import (
     AllGather,
     AllReduce,
@@ -42,7 +43,7 @@ from zfun.collectives import _shared as shared
 from zfun.collectives._process import _SharedGroup
 from zfun.errors import CollectiveMismatch, OptionError, PeerLost
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = [pytest.mark.timeout(90), needs_shared_memory]
 
 RUN_S = 60.0
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64]

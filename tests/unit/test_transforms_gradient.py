@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 import zfun as zf
 from tests import models
 from zfun import tree
+from zfun.collectives import checked
 from zfun.errors import OptionError, ZfunError
 from zfun.testing import assert_same_bits
 
@@ -345,3 +347,21 @@ def test_a_norm_counts_tied_leaves_once_in_every_form() -> None:
     found = [norm for size in (1, 2, 3, 7) for size_bytes in (1, 300, 2**20) for run in zf.simulate(size, main, size_bytes) for norm in run]
     assert_same_bits(found, [found[0]] * len(found))
     torch.testing.assert_close(found[0], once, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_debug_mode_names_leaves_without_a_gradient(sharded: bool) -> None:
+    def main(group: zf.Group) -> str:
+        group = zf.record(checked(group))
+        params: Any = {"used": torch.ones(3), "idle": torch.ones(2)}
+        loss: Any = lambda params, batch: (params["used"] * batch).sum() + (params["idle"].sum() if group.rank else 0.0)
+        if sharded:
+            params, loss = zf.shard(params, group), zf.shard_params(loss, group)
+        vg = zf.data_parallel(zf.value_and_grad(loss), group)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            vg(params, torch.ones(()))
+        return "; ".join(str(entry.message) for entry in caught)
+
+    # Filters of warnings belong to the process, so one rank at a time.
+    assert zf.simulate(1, main)[0].startswith("rank 0: the loss does not depend on idle; such leaves have zero gradients")

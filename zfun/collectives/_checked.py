@@ -29,6 +29,10 @@ class _CheckedGroup(Group):
         self._group = group
         self._counts = [0] * len(Lane)
 
+    @property
+    def debug(self) -> bool:
+        return True
+
     def start(self, call: Call, x: Tensor, out: Tensor | None = None) -> Pending:
         check_call(call, x, out, self.size)
         label = f"collective {self._counts[call.lane]}: {describe(call, x.numel(), x.dtype)}"

@@ -29,6 +29,11 @@ class Group(Protocol):
     rank: int
     size: int
 
+    @property
+    def debug(self) -> bool:
+        """Whether what may be a mistake is looked for, at a price."""
+        return False
+
     @abstractmethod
     def start(self, call: Call, x: Tensor, out: Tensor | None = None) -> Pending:
         """Start a collective.

@@ -39,6 +39,10 @@ class Recorder(Group):
         self.log: list[Record] = []
         self._group = group
 
+    @property
+    def debug(self) -> bool:
+        return self._group.debug
+
     def start(self, call: Call, x: Tensor, out: Tensor | None = None) -> Pending:
         pending = self._group.start(call, x, out)
         sent_bytes = call.op.sent_bytes(x.numel() * x.dtype.itemsize, self.rank, self.size, x.dtype.itemsize)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -130,6 +131,12 @@ class GradientFunction:
         if total.requires_grad and tape.anchors:
             torch.autograd.grad(total, tape.anchors, torch.full_like(total, self.loss_scale), allow_unused=True)
         results = tape.finish()
+        if self.group is not None and self.group.debug and tape.unused:
+            warnings.warn(
+                f"rank {self.group.rank}: the loss does not depend on {', '.join(tape.unused)}; such leaves have zero gradients; "
+                "freeze them if that is meant",
+                stacklevel=2,
+            )
         loss = loss.wait()
         value = WeightedMean(loss, weight) if weight is not None else loss
         return (value if aux is _NO_AUX else (value, aux)), self._wrap(params, results, layout, group)

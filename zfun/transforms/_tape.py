@@ -72,6 +72,7 @@ class Tape:
         self.on_end: list[Callable[[], None]] = []
         # Whether parameters are gathered in backward, and whether this rank used them in another order than planned.
         self.gathers = False
+        self.unused: list[str] = []  # leaves that got no gradient on this rank
         self.strayed = False
         self.max_in_flight: int | None = _MAX_IN_FLIGHT
         count = len(layout.buckets)
@@ -127,6 +128,7 @@ class Tape:
         slot = self.layout.buckets[bucket]
         leaves = [self.layout.leaves[i] for i in slot.leaves]
         grads, self._sums[bucket] = self._sums[bucket], None
+        self.unused += [leaf.path for i, leaf in enumerate(leaves) if grads is None or grads[i] is None]
         self._ready[bucket] = ops.ravel(
             [None] * len(leaves) if grads is None else [_rounded(x, leaf.dtype) for x, leaf in zip(grads, leaves, strict=True)],
             [leaf.offset for leaf in leaves],
