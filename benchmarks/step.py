@@ -1,6 +1,7 @@
 """A training step, side by side: plain torch, DDP, ZeroRedundancyOptimizer, FSDP2 and zfun's stages, in one interleaved run.
 
     python benchmarks/step.py --preset small --rounds 8
+    python benchmarks/step.py --preset medium --rounds 3 --only ddp fsdp2 zfun-3    # all at once need more than 24 GiB
 
 Every contender has the same weights, data and AdamW, on two ranks with one thread each (``one process`` has both threads and the whole
 batch). In each round every contender takes a few steps, in turn, so that what the machine does meanwhile hits all of them. The medians are
