@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import zlib
-from types import TracebackType
 from typing import final
 
 import torch
 from torch import Tensor
 
 from zfun.collectives._calls import AllGather, Call, Lane, check_call, describe
-from zfun.collectives._group import Group
+from zfun.collectives._group import Group, Wrapper
 from zfun.collectives._pending import Pending
 from zfun.errors import CollectiveMismatch
 
@@ -20,13 +19,11 @@ _LABEL_BYTES = 256
 
 
 @final
-class _CheckedGroup(Group):
+class _CheckedGroup(Wrapper):
     """Before each collective the ranks send each other a label of fixed size. Made by :func:`checked`."""
 
     def __init__(self, group: Group) -> None:
-        self.rank = group.rank
-        self.size = group.size
-        self._group = group
+        super().__init__(group)
         self._counts = [0] * len(Lane)
 
     @property
@@ -47,19 +44,6 @@ class _CheckedGroup(Group):
             return pending.wait()
 
         return Pending(wait)
-
-    def buffer(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-        return self._group.buffer(numel, dtype, device)
-
-    def await_readers(self, x: Tensor) -> None:
-        self._group.await_readers(x)
-
-    def close(self) -> None:
-        self._group.close()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        # The group itself tells the other ranks why it ends.
-        self._group.__exit__(kind, error, trace)
 
     def __repr__(self) -> str:
         return f"checked({self._group!r})"

@@ -12,7 +12,7 @@ from torch import Tensor
 from zfun.collectives._calls import AllGather, Call, Lane
 from zfun.collectives._pending import Pending
 
-__all__ = ["Group"]
+__all__ = ["Group", "Wrapper"]
 
 
 @runtime_checkable
@@ -107,3 +107,29 @@ class Group(Protocol):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+class Wrapper(Group):
+    """A group that does what another one does, but for how it starts a collective."""
+
+    def __init__(self, group: Group) -> None:
+        self.rank = group.rank
+        self.size = group.size
+        self._group = group
+
+    @property
+    def debug(self) -> bool:
+        return self._group.debug
+
+    def buffer(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+        return self._group.buffer(numel, dtype, device)
+
+    def await_readers(self, x: Tensor) -> None:
+        self._group.await_readers(x)
+
+    def close(self) -> None:
+        self._group.close()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        # The group itself tells the other ranks why it ends.
+        self._group.__exit__(kind, error, trace)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import TracebackType
 from typing import final
 
 import torch
 from torch import Tensor
 
 from zfun.collectives._calls import Call, Lane
-from zfun.collectives._group import Group
+from zfun.collectives._group import Group, Wrapper
 from zfun.collectives._pending import Pending
 
 __all__ = ["Record", "Recorder", "record"]
@@ -30,18 +29,12 @@ class Record:
 
 
 @final
-class Recorder(Group):
+class Recorder(Wrapper):
     """A group that passes every collective on and keeps a :class:`Record` of it in ``log``. Made by :func:`record`."""
 
     def __init__(self, group: Group) -> None:
-        self.rank = group.rank
-        self.size = group.size
+        super().__init__(group)
         self.log: list[Record] = []
-        self._group = group
-
-    @property
-    def debug(self) -> bool:
-        return self._group.debug
 
     def start(self, call: Call, x: Tensor, out: Tensor | None = None) -> Pending:
         pending = self._group.start(call, x, out)
@@ -56,19 +49,6 @@ class Recorder(Group):
     def clear(self) -> None:
         """Forget the log."""
         self.log.clear()
-
-    def buffer(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-        return self._group.buffer(numel, dtype, device)
-
-    def await_readers(self, x: Tensor) -> None:
-        self._group.await_readers(x)
-
-    def close(self) -> None:
-        self._group.close()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        # The group itself tells the other ranks why it ends.
-        self._group.__exit__(kind, error, trace)
 
     def __repr__(self) -> str:
         return f"record({self._group!r})"

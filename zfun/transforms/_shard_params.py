@@ -275,7 +275,7 @@ class _Session:
         while self._group.size > 1 and self._round(None):
             pass
         self._drop_all()
-        self.leaves = None  # They know this session: a cycle that would keep the shards alive.
+        self.leaves = None  # The leaves know what made them: a cycle that would keep the shards alive.
         # Without a tape somebody may still differentiate with respect to the batch.
         self._phase = "backward" if torch.is_grad_enabled() else "closed"
         self._num_started = 0
