@@ -1,0 +1,54 @@
+"""Steps on one GPU, one rank: every stage alike, and near what the CPU computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import zfun as zf
+from tests import models
+from zfun import tree
+from zfun.testing import assert_same_bits
+
+pytestmark = pytest.mark.cuda
+
+
+def train(stage: int, device: str, **options: Any) -> tuple[Any, list[float]]:
+    def main(group: zf.Group) -> tuple[Any, list[float]]:
+        params = tree.map(lambda leaf: leaf.to(device), models.mlp())
+        z = zf.zero(stage, models.mlp_loss, zf.optim.adamw(0.05), group, bucket_bytes=300, **options)
+        state = z.init(params)
+        losses = []
+        for step in models.mlp_batches(3, 1):
+            state, info = z.step(state, step[0].to(device))
+            losses.append(float(info.loss))
+        return z.params(state), losses
+
+    return main(zf.process_group())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_stage_on_the_gpu_is_near_the_cpu(stage: int) -> None:
+    there, losses = train(stage, "cuda")
+    here, expected = train(stage, "cpu")
+    assert losses == pytest.approx(expected, rel=1e-9)
+    for a, b, start in zip(tree.leaves(there), tree.leaves(here), tree.leaves(models.mlp()), strict=True):
+        assert a.is_cuda
+        torch.testing.assert_close(a.cpu() - start, b - start, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_stages_agree_on_the_gpu(stage: int) -> None:
+    assert_same_bits(train(stage, "cuda"), train(0, "cuda"))
+
+
+def test_offload_moves_the_state_to_host_memory() -> None:
+    stores = {name: zf.stores.host() for name in ("offload_optimizer", "offload_params", "offload_grads")}
+    there, losses = train(3, "cuda", **stores)
+    here, expected = train(3, "cuda")
+    assert losses == pytest.approx(expected, rel=1e-9)
+    for a, b, start in zip(tree.leaves(there), tree.leaves(here), tree.leaves(models.mlp()), strict=True):
+        torch.testing.assert_close(a.cpu() - start, b.cpu() - start, rtol=1e-6, atol=1e-9)
+    assert stores["offload_params"].bytes_moved("put") > 0
