@@ -217,7 +217,8 @@ class _Messages:
             try:
                 work.wait(timedelta(seconds=left))
             except RuntimeError as error:
-                silent = time.monotonic() >= deadline
+                # Gloo counts whole milliseconds, and so may give up just before this clock says that the time is over.
+                silent = time.monotonic() >= deadline - 0.01
                 raise TransportError(peer, f"no answer within {self._timeout_s:g} s" if silent else _first_line(error)) from error
         self._sends.clear()
         self._receives.clear()
