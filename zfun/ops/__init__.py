@@ -2,18 +2,21 @@
 
 from zfun.ops._optimizers import adam_step, is_abstract, scale_into, sgd_step
 from zfun.ops._ravel import fingerprint, ravel, squares_in_bins, total_of_bins, unravel
+from zfun.ops._signs import pack_signs, unpack_signs
 from zfun.ops._sums import sum_in_rank_order, wide
 
 __all__ = [
     "adam_step",
     "fingerprint",
     "is_abstract",
+    "pack_signs",
     "ravel",
     "scale_into",
     "sgd_step",
     "squares_in_bins",
     "sum_in_rank_order",
     "total_of_bins",
+    "unpack_signs",
     "unravel",
     "wide",
 ]

@@ -1,0 +1,62 @@
+"""Signs, eight to the byte."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zfun.ops._twins import twin_of
+
+__all__ = ["pack_signs", "unpack_signs"]
+
+
+def pack_signs(x: Tensor) -> Tensor:
+    """Keep of each element its sign, in one bit.
+
+    Element i of a row becomes bit ``i % 8`` of byte ``i // 8``: 1 for what is not negative, both zeros among it, and 0 for what is negative
+    or NaN. The bits behind the last element are 0. That a number was not finite is not in its sign: it must reach the receiver in the scale
+    that is sent beside the signs, as it does in a norm.
+
+    Args:
+        x: ``[..., n]``, floating or integer.
+
+    Returns:
+        uint8 ``[..., ceil(n / 8)]``.
+
+    Example:
+        >>> pack_signs(torch.tensor([1.0, -2.0, 0.0, -0.0, float("nan")])).tolist()
+        [13]
+    """
+    twin = twin_of(x) if x.is_floating_point() else None
+    if twin is not None:
+        return twin.pack_signs(x.detach())
+    bits = (x.detach() >= 0).to(torch.uint8)
+    bits = torch.nn.functional.pad(bits, (0, -bits.shape[-1] % 8)).unflatten(-1, (-1, 8))
+    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=x.device)
+    return (bits * weights).sum(-1, dtype=torch.uint8)
+
+
+def unpack_signs(packed: Tensor, numel: int, *, scale: Tensor | float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return ``scale`` with the signs that :func:`pack_signs` kept.
+
+    Args:
+        packed: uint8 ``[..., ceil(numel / 8)]``.
+        numel: how many elements a row has.
+        scale: what a positive sign stands for: a number, or one for each row, ``[...]``. Where it is NaN, all of its row is.
+        dtype: of the result.
+
+    Returns:
+        ``[..., numel]``: ``scale`` or ``-scale``, rounded to ``dtype`` once.
+
+    Example:
+        >>> unpack_signs(torch.tensor([13], dtype=torch.uint8), 5, scale=0.5).tolist()
+        [0.5, -0.5, 0.5, 0.5, -0.5]
+    """
+    scales = torch.as_tensor(scale, device=packed.device).to(dtype).expand(packed.shape[:-1])
+    twin = twin_of(packed) if dtype.is_floating_point else None
+    if twin is not None:
+        return twin.unpack_signs(packed, numel, scales)
+    places = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    positive = ((packed[..., None] >> places) & 1).flatten(-2)[..., :numel].bool()
+    column = scales[..., None]
+    return torch.where(positive, column, -column)

@@ -1,0 +1,36 @@
+"""Which kernels run where a tensor lives.
+
+[Note: twins]
+A kernel of this package is written several times with one signature: readably in torch, which is the reference and runs anywhere; for CPUs
+with Numba. All give the same bits, save where a docstring says otherwise. The device chooses.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from zfun.ops._optimizers import is_abstract
+
+__all__ = ["Twin", "twin_of"]
+
+
+class Twin(Protocol):
+    """The kernels of one kind of device; each is described where its reference is."""
+
+    def pack_signs(self, x: Tensor) -> Tensor: ...
+
+    def unpack_signs(self, packed: Tensor, numel: int, scales: Tensor) -> Tensor: ...
+
+
+def twin_of(x: Tensor) -> Twin | None:
+    """Return the kernels for where a tensor lives; None where the readable form is all there is."""
+    if is_abstract(x) or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return None
+    if x.device.type == "cpu":
+        from zfun.ops import _compiled_codes
+
+        return _compiled_codes
+    return None
