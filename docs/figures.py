@@ -15,6 +15,9 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 
+from zfun import optim
+from zfun.optim import Schedule
+
 # Okabe and Ito's palette: told apart with any kind of colour vision.
 BLUE, SKY, ORANGE, GREEN, VERMILION = "#0072B2", "#56B4E9", "#E69F00", "#009E73", "#D55E00"
 PARTS = {"parameters": BLUE, "gradients": ORANGE, "optimizer state": GREEN}
@@ -218,7 +221,38 @@ def bucket() -> Figure:
     return figure
 
 
-FIGURES = {"tradeoff": tradeoff, "placements": placements, "bucket": bucket}
+def schedules() -> Figure:
+    """Every schedule over 100 steps."""
+    rate = 1.0
+    up_and_down = optim.one_cycle(0.1, rate, 40, decay_rate=1.0, decay_steps=5)
+    pieces = [optim.warmup(rate, 10), optim.constant(rate), optim.linear(rate, 0.0, 20)]
+    shown: list[tuple[str, list[tuple[str, Schedule]]]] = [
+        ("warmup", [("linear", optim.warmup(rate, 40)), ("log", optim.warmup(rate, 40, shape="log"))]),
+        ("warmup_linear", [("", optim.warmup_linear(rate, 20, 90))]),
+        ("warmup_cosine", [("", optim.warmup_cosine(rate, 20, 90, end=0.1))]),
+        ("one_cycle", [("straight", up_and_down), ("4 stairs", optim.one_cycle(0.1, rate, 40, stairs_up=4))]),
+        ("one_cycle_momentum", [("", optim.one_cycle_momentum(0.8, 0.95, 40))]),
+        ("lr_range_test", [("straight", optim.lr_range_test(0.1, 20)), ("staircase", optim.lr_range_test(0.1, 20, staircase=True))]),
+        ("linear", [("", optim.linear(rate, 0.2, 60))]),
+        ("join", [("", optim.join(pieces, [10, 70]))]),
+    ]
+    figure = canvas(10, 4.6)
+    figure.subplots_adjust(left=0.045, right=0.985, top=0.92, bottom=0.08, hspace=0.42, wspace=0.22)
+    steps = range(101)
+    for axes, (name, lines) in zip(figure.subplots(2, 4).flat, shown, strict=True):
+        for (label, schedule), colour in zip(lines, (BLUE, ORANGE), strict=False):
+            axes.plot(steps, [schedule(step) for step in steps], color=colour, linewidth=1.8, label=label)
+        axes.set_title(name, fontsize=11, loc="left", fontweight="bold")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["bottom", "left"]].set_color(FAINT)
+        axes.tick_params(colors=INK, length=2, labelsize=8.5)
+        axes.set_ylim(*((0.78, 0.97) if name == "one_cycle_momentum" else (0, None)))
+        if lines[0][0]:
+            axes.legend(frameon=False, fontsize=8.5, handlelength=1.2, loc="best")
+    return figure
+
+
+FIGURES = {"schedules": schedules, "tradeoff": tradeoff, "placements": placements, "bucket": bucket}
 
 
 def draw(directory: Path) -> list[Path]:

@@ -6,7 +6,18 @@ from zfun.optim._loss_scale import LossScale, LossScaleState, dynamic_loss_scale
 from zfun.optim._master import MasterState, with_master
 from zfun.optim._probe import probe
 from zfun.optim._rules import AdamState, SgdState, adam, adamw, sgd
-from zfun.optim._schedules import Schedule, constant, linear, warmup_cosine, warmup_linear
+from zfun.optim._schedules import (
+    Schedule,
+    constant,
+    join,
+    linear,
+    lr_range_test,
+    one_cycle,
+    one_cycle_momentum,
+    warmup,
+    warmup_cosine,
+    warmup_linear,
+)
 from zfun.optim._transforms import ScheduleState, clip_by_global_norm, scale, scale_by_schedule
 
 __all__ = [
@@ -29,13 +40,18 @@ __all__ = [
     "clip_by_global_norm",
     "constant",
     "dynamic_loss_scale",
+    "join",
     "linear",
+    "lr_range_test",
+    "one_cycle",
+    "one_cycle_momentum",
     "optimizer",
     "probe",
     "scale",
     "scale_by_schedule",
     "sgd",
     "static_loss_scale",
+    "warmup",
     "warmup_cosine",
     "warmup_linear",
     "with_master",

@@ -12,7 +12,7 @@ from torch import Tensor
 from zfun import ops, tree
 from zfun.errors import OptionError, checked_options
 from zfun.optim._base import InitFn, Optimizer, State, aligned, check_trainable, flat_view, own, remembered, step_count
-from zfun.optim._schedules import Schedule, check_rate, rate_at
+from zfun.optim._schedules import Schedule, check_decay, check_rate, decay_at, rate_at
 from zfun.tree import Tree
 
 __all__ = ["AdamState", "SgdState", "adam", "adamw", "sgd"]
@@ -46,7 +46,9 @@ class SgdState(NamedTuple):
 
 @checked_options
 @remembered
-def sgd(learning_rate: float | Schedule, *, momentum: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0) -> Optimizer:
+def sgd(
+    learning_rate: float | Schedule, *, momentum: float | Schedule = 0.0, nesterov: bool = False, weight_decay: float = 0.0
+) -> Optimizer:
     """Stochastic gradient descent, with momentum if asked for.
 
     ``g = grad + weight_decay p``, ``b = momentum b + g``, ``p = p - learning_rate b``; after Nesterov
@@ -55,7 +57,7 @@ def sgd(learning_rate: float | Schedule, *, momentum: float = 0.0, nesterov: boo
 
     Args:
         learning_rate: step size, or a function of the number of steps taken so far.
-        momentum: decay of the velocity, in [0, 1).
+        momentum: decay of the velocity, in [0, 1), or a function of the number of steps taken so far.
         nesterov: look ahead along the velocity; needs a momentum.
         weight_decay: L2 penalty, added to the gradient.
 
@@ -74,7 +76,7 @@ def sgd(learning_rate: float | Schedule, *, momentum: float = 0.0, nesterov: boo
         ({'w': tensor([-0.2500])}, tensor(2))
     """
     check_rate(learning_rate)
-    _check("momentum", momentum, 1.0)
+    check_decay("momentum", momentum)
     _check("weight_decay", weight_decay)
     if nesterov and not momentum:
         raise OptionError("nesterov looks ahead along the velocity and needs a momentum; got momentum=0; set it, 0.9 is usual")
@@ -87,7 +89,8 @@ def sgd(learning_rate: float | Schedule, *, momentum: float = 0.0, nesterov: boo
         velocities = {} if state.velocity is None else {"the velocity": state.velocity}
         rows = aligned(params, gradients=grads, **velocities)
         held = own([row[2] for row in rows], into.donate) if velocities else [None] * len(rows)
-        rate = rate_at(learning_rate, step_count(state.count))
+        before = step_count(state.count)
+        rate, decay = rate_at(learning_rate, before), decay_at("momentum", momentum, before)
         targets, changes = into.targets([row[0] for row in rows])
         for row, target, change, velocity in zip(rows, targets, changes, held, strict=True):
             ops.sgd_step(
@@ -96,7 +99,7 @@ def sgd(learning_rate: float | Schedule, *, momentum: float = 0.0, nesterov: boo
                 None if velocity is None else flat_view(velocity),
                 None if change is None else flat_view(change),
                 learning_rate=rate,
-                momentum=momentum,
+                momentum=decay,
                 nesterov=nesterov,
                 l2=weight_decay,
             )
@@ -109,7 +112,9 @@ def sgd(learning_rate: float | Schedule, *, momentum: float = 0.0, nesterov: boo
 
 @checked_options
 @remembered
-def adam(learning_rate: float | Schedule, *, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.0) -> Optimizer:
+def adam(
+    learning_rate: float | Schedule, *, b1: float | Schedule = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.0
+) -> Optimizer:
     """Adam: each element steps by its mean gradient over its root mean square gradient.
 
     ``g = grad + weight_decay p``, ``m = b1 m + (1 - b1) g``, ``v = b2 v + (1 - b2) g²``,
@@ -118,7 +123,7 @@ def adam(learning_rate: float | Schedule, *, b1: float = 0.9, b2: float = 0.999,
 
     Args:
         learning_rate: step size, or a function of the number of steps taken so far.
-        b1: decay of the first moment, in [0, 1).
+        b1: decay of the first moment, in [0, 1), or a function of the number of steps taken so far.
         b2: decay of the second moment, in [0, 1).
         eps: added to the root mean square.
         weight_decay: L2 penalty, added to the gradient.
@@ -142,7 +147,7 @@ def adam(learning_rate: float | Schedule, *, b1: float = 0.9, b2: float = 0.999,
 @checked_options
 @remembered
 def adamw(
-    learning_rate: float | Schedule, *, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.01
+    learning_rate: float | Schedule, *, b1: float | Schedule = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.01
 ) -> Optimizer:
     """Adam with weight decay beside the gradient.
 
@@ -151,7 +156,7 @@ def adamw(
 
     Args:
         learning_rate: step size, or a function of the number of steps taken so far.
-        b1: decay of the first moment, in [0, 1).
+        b1: decay of the first moment, in [0, 1), or a function of the number of steps taken so far.
         b2: decay of the second moment, in [0, 1).
         eps: added to the root mean square.
         weight_decay: share of the parameter that a step with learning rate 1 would take off.
@@ -172,9 +177,9 @@ def adamw(
     return _adam(learning_rate, b1, b2, eps, l2=0.0, decay=weight_decay)
 
 
-def _adam(learning_rate: float | Schedule, b1: float, b2: float, eps: float, *, l2: float, decay: float) -> Optimizer:
+def _adam(learning_rate: float | Schedule, b1: float | Schedule, b2: float, eps: float, *, l2: float, decay: float) -> Optimizer:
     check_rate(learning_rate)
-    _check("b1", b1, 1.0)
+    check_decay("b1", b1)
     _check("b2", b2, 1.0)
     _check("eps", eps)
     _check("weight_decay", l2 + decay)
@@ -186,7 +191,7 @@ def _adam(learning_rate: float | Schedule, b1: float, b2: float, eps: float, *, 
     def step(grads: Tree, state: State, params: Tree, into: _Into) -> tuple[Tree, AdamState]:
         rows = aligned(params, gradients=grads, mu=state.mu, nu=state.nu)
         before = step_count(state.count)
-        rate = rate_at(learning_rate, before)
+        rate, first = rate_at(learning_rate, before), decay_at("b1", b1, before)
         # √(v / c) + eps = (√v + eps √c) / √c: the correction moves into two constants and costs no pass over memory.
         root = math.sqrt(1.0 - b2 ** (before + 1))
         mus = own([row[2] for row in rows], into.donate)
@@ -199,9 +204,9 @@ def _adam(learning_rate: float | Schedule, b1: float, b2: float, eps: float, *, 
                 flat_view(mu),
                 flat_view(nu),
                 None if change is None else flat_view(change),
-                b1=b1,
+                b1=first,
                 b2=b2,
-                step_size=rate * root / (1.0 - b1 ** (before + 1)),
+                step_size=rate * root / (1.0 - first ** (before + 1)),
                 eps=eps * root,
                 l2=l2,
                 decay=rate * decay,

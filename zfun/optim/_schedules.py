@@ -1,15 +1,28 @@
-"""Schedules: functions from the number of steps taken to a learning rate."""
+"""Schedules: functions from the number of steps taken to a learning rate, or to a momentum."""
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import TypeAlias
 
 from zfun.errors import OptionError
 
-__all__ = ["Schedule", "constant", "linear", "warmup_cosine", "warmup_linear"]
+__all__ = [
+    "Schedule",
+    "constant",
+    "join",
+    "linear",
+    "lr_range_test",
+    "one_cycle",
+    "one_cycle_momentum",
+    "warmup",
+    "warmup_cosine",
+    "warmup_linear",
+]
 
 Schedule: TypeAlias = Callable[[int], float]
 
@@ -59,68 +72,302 @@ def linear(start: float, end: float, num_steps: int) -> Schedule:
     return schedule
 
 
-def warmup_linear(peak: float, num_warmup: int, num_steps: int, end: float = 0.0) -> Schedule:
-    """Rise in a straight line from 0 to a peak, then fall in a straight line.
+def warmup(peak: float, num_warmup: int, *, start: float = 0.0, shape: str = "linear") -> Schedule:
+    """Rise to a peak, and stay there.
+
+    ``start + (peak - start) w``, where ``w = step / num_warmup``, or ``ln(step + 1) / ln(num_warmup)`` with ``shape="log"``, and 1 from
+    step ``num_warmup`` on. It is what DeepSpeed calls WarmupLR, whose counter is 0 at the second step, not at the first: ``lambda step:
+    warmup(...)(step - 1)`` is a step behind as well.
+    "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour", Goyal et al., 2017.
+
+    Args:
+        peak: the value from step ``num_warmup`` on.
+        num_warmup: steps from ``start`` to the peak; 0 starts there.
+        start: the value at step 0 and before it.
+        shape: ``"linear"`` or ``"log"``.
+
+    Returns:
+        ``schedule(step) -> float``.
+
+    Raises:
+        OptionError: the warm-up is negative, or the shape is another.
+
+    Example:
+        >>> [round(warmup(1.0, 4, shape="log")(step), 4) for step in range(6)]
+        [0.0, 0.5, 0.7925, 1.0, 1.0, 1.0]
+    """
+    _check_whole("num_warmup", num_warmup, 0)
+    return _warmup(peak, num_warmup, start, shape, constant(peak))
+
+
+def warmup_linear(peak: float, num_warmup: int, num_steps: int, end: float = 0.0, *, start: float = 0.0, shape: str = "linear") -> Schedule:
+    """Rise to a peak as :func:`warmup` does, then fall in a straight line.
+
+    With ``shape="log"`` and ``start`` equal to ``end`` it is what DeepSpeed calls WarmupDecayLR, one step ahead of it as :func:`warmup` is.
 
     Args:
         peak: the value at step ``num_warmup``.
-        num_warmup: steps from 0 to the peak; 0 starts there.
+        num_warmup: steps from ``start`` to the peak; 0 starts there.
         num_steps: all steps, those of the warm-up included.
         end: the value from step ``num_steps`` on.
+        start: the value at step 0.
+        shape: of the warm-up, ``"linear"`` or ``"log"``.
 
     Returns:
-        ``schedule(step) -> float``: 0 at step 0, ``peak`` at ``num_warmup``, ``end`` from ``num_steps`` on.
+        ``schedule(step) -> float``: ``start`` at step 0, ``peak`` at ``num_warmup``, ``end`` from ``num_steps`` on.
 
     Raises:
-        OptionError: the warm-up is negative or not shorter than the whole.
+        OptionError: the warm-up is negative or not shorter than the whole, or the shape is another.
 
     Example:
         >>> [warmup_linear(1.0, 2, 6)(step) for step in range(8)]
         [0.0, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
     """
-    return _warmup(peak, num_warmup, num_steps, linear(peak, end, max(num_steps - num_warmup, 1)))
+    _check_shorter(num_warmup, num_steps)
+    return _warmup(peak, num_warmup, start, shape, linear(peak, end, num_steps - num_warmup))
 
 
-def warmup_cosine(peak: float, num_warmup: int, num_steps: int, end: float = 0.0) -> Schedule:
-    """Rise in a straight line from 0 to a peak, then fall along half a cosine.
+def warmup_cosine(peak: float, num_warmup: int, num_steps: int, end: float = 0.0, *, start: float = 0.0, shape: str = "linear") -> Schedule:
+    """Rise to a peak as :func:`warmup` does, then fall along half a cosine.
 
-    After the warm-up: ``end + (peak - end) (1 + cos(π (step - num_warmup) / (num_steps - num_warmup))) / 2``.
+    After the warm-up: ``end + (peak - end) (1 + cos(π (step - num_warmup) / (num_steps - num_warmup))) / 2``, what DeepSpeed calls
+    WarmupCosineLR at its counter ``step - 1``.
     "SGDR: Stochastic gradient descent with warm restarts", Loshchilov and Hutter, 2017, here without restarts.
 
     Args:
         peak: the value at step ``num_warmup``.
-        num_warmup: steps from 0 to the peak; 0 starts there.
+        num_warmup: steps from ``start`` to the peak; 0 starts there.
         num_steps: all steps, those of the warm-up included.
         end: the value from step ``num_steps`` on.
+        start: the value at step 0.
+        shape: of the warm-up, ``"linear"`` or ``"log"``.
 
     Returns:
-        ``schedule(step) -> float``: 0 at step 0, ``peak`` at ``num_warmup``, ``end`` from ``num_steps`` on.
+        ``schedule(step) -> float``: ``start`` at step 0, ``peak`` at ``num_warmup``, ``end`` from ``num_steps`` on.
 
     Raises:
-        OptionError: the warm-up is negative or not shorter than the whole.
+        OptionError: the warm-up is negative or not shorter than the whole, or the shape is another.
 
     Example:
         >>> [round(warmup_cosine(1.0, 2, 6)(step), 4) for step in range(8)]
         [0.0, 0.5, 1.0, 0.8536, 0.5, 0.1464, 0.0, 0.0]
     """
+    _check_shorter(num_warmup, num_steps)
 
     def fall(step: int) -> float:
         length = num_steps - num_warmup
         return end if step >= length else end + (peak - end) * (0.5 * (1.0 + math.cos(math.pi * step / length)))
 
-    return _warmup(peak, num_warmup, num_steps, fall)
+    return _warmup(peak, num_warmup, start, shape, fall)
 
 
-def _warmup(peak: float, num_warmup: int, num_steps: int, after: Schedule) -> Schedule:
+def lr_range_test(start: float, num_steps: int = 2000, rate: float = 1.0, *, staircase: bool = False) -> Schedule:
+    """Rise without end, to see from which learning rate on a loss diverges.
+
+    ``start (1 + rate q)`` with ``q = step / num_steps``, or the whole number below it in a staircase. DeepSpeed's LRRangeTest.
+    "A disciplined approach to neural network hyper-parameters: Part 1", Smith, 2018.
+
+    Args:
+        start: the value at step 0.
+        num_steps: steps in which it grows by ``rate start``, at least 1.
+        rate: how much of ``start`` is added in so many steps.
+        staircase: whether it grows at once at the end of them.
+
+    Returns:
+        ``schedule(step) -> float``.
+
+    Raises:
+        OptionError: ``num_steps`` is less than 1.
+
+    Example:
+        >>> [lr_range_test(1.0, 2)(step) for step in range(5)], [lr_range_test(1.0, 2, staircase=True)(step) for step in range(5)]
+        ([1.0, 1.5, 2.0, 2.5, 3.0], [1.0, 1.0, 2.0, 2.0, 3.0])
+    """
+    _check_whole("num_steps", num_steps, 1)
+
+    def schedule(step: int) -> float:
+        before = max(step, 0)
+        return start * (1.0 + rate * (before // num_steps if staircase else before / num_steps))
+
+    return schedule
+
+
+def one_cycle(
+    low: float,
+    high: float,
+    num_up: int = 2000,
+    num_down: int | None = None,
+    *,
+    stairs_up: int = 0,
+    stairs_down: int | None = None,
+    decay_rate: float = 0.0,
+    decay_steps: int = 0,
+) -> Schedule:
+    """Go up and down once in straight lines, then decay.
+
+    In the cycle ``low + (high - low) s``, where ``s`` goes from 0 to 1 and back; ``d`` steps after it
+    ``low / (1 + decay_rate d / decay_steps)``. The learning rate of DeepSpeed's OneCycle; :func:`one_cycle_momentum` is its momentum.
+    "Super-convergence: very fast training of neural networks using large learning rates", Smith and Topin, 2018.
+
+    Args:
+        low: the value at step 0 and at the end of the cycle.
+        high: the value at step ``num_up``.
+        num_up: steps up, at least 1.
+        num_down: steps down, at least 1; by default as many.
+        stairs_up: in how many stairs it goes up; 0 for a straight line.
+        stairs_down: in how many stairs it goes down; by default as many.
+        decay_rate: how fast it decays after the cycle.
+        decay_steps: steps in which ``1 / value`` grows by ``decay_rate / low``; 0 for no decay.
+
+    Returns:
+        ``schedule(step) -> float``.
+
+    Raises:
+        OptionError: a number of steps or stairs is too small.
+
+    Example:
+        >>> [one_cycle(0.0, 1.0, 4)(step) for step in range(10)]
+        [0.0, 0.25, 0.5, 0.75, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+    """
+    height, length = _cycle(num_up, num_down, stairs_up, stairs_down, decay_steps)
+
+    def schedule(step: int) -> float:
+        if step <= length or not decay_steps:
+            return low + (high - low) * height(step)
+        return low / (1.0 + decay_rate * ((step - length) / decay_steps))
+
+    return schedule
+
+
+def one_cycle_momentum(
+    low: float = 0.8,
+    high: float = 0.9,
+    num_up: int = 2000,
+    num_down: int | None = None,
+    *,
+    stairs_up: int = 0,
+    stairs_down: int | None = None,
+    decay_rate: float = 0.0,
+    decay_steps: int = 0,
+) -> Schedule:
+    """Go down and up while :func:`one_cycle` with the same steps goes up and down.
+
+    In the cycle ``high - (high - low) s``; ``d`` steps after it ``high (1 + decay_rate d / decay_steps)``. It is for a momentum, such as
+    ``sgd(..., momentum=...)`` and ``adamw(..., b1=...)``, which must stay below 1.
+    "A disciplined approach to neural network hyper-parameters: Part 1", Smith, 2018.
+
+    Args:
+        low: the value at step ``num_up``.
+        high: the value at step 0 and at the end of the cycle.
+        num_up: steps down to ``low``, at least 1.
+        num_down: steps back to ``high``, at least 1; by default as many.
+        stairs_up: in how many stairs it goes in the first part; 0 for a straight line.
+        stairs_down: in how many stairs it goes in the second part; by default as many.
+        decay_rate: how fast it grows after the cycle.
+        decay_steps: steps in which it grows by ``decay_rate high``; 0 for no growth.
+
+    Returns:
+        ``schedule(step) -> float``.
+
+    Raises:
+        OptionError: a number of steps or stairs is too small.
+
+    Example:
+        >>> [one_cycle_momentum(0.5, 1.0, 2)(step) for step in range(6)]
+        [1.0, 0.75, 0.5, 0.75, 1.0, 1.0]
+    """
+    height, length = _cycle(num_up, num_down, stairs_up, stairs_down, decay_steps)
+
+    def schedule(step: int) -> float:
+        if step <= length or not decay_steps:
+            return high - (high - low) * height(step)
+        return high * (1.0 + decay_rate * ((step - length) / decay_steps))
+
+    return schedule
+
+
+def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
+    """Follow one schedule after the other, each from its own beginning.
+
+    Args:
+        schedules: at least one.
+        boundaries: for each but the first the step at which it begins, ascending; there it is called with 0.
+
+    Returns:
+        ``schedule(step) -> float``.
+
+    Raises:
+        OptionError: the boundaries do not ascend, or there is not one for each schedule but the first.
+
+    Example:
+        >>> [join([linear(0.0, 1.0, 2), constant(1.0), linear(1.0, 0.0, 2)], [2, 4])(step) for step in range(8)]
+        [0.0, 0.5, 1.0, 1.0, 1.0, 0.5, 0.0, 0.0]
+    """
+    parts, starts = tuple(schedules), (0, *boundaries)
+    if len(parts) != len(starts):
+        raise OptionError(
+            f"join() takes one boundary for each schedule but the first; got {len(parts)} schedules, {len(starts) - 1} boundaries"
+        )
+    if any(not before < after for before, after in itertools.pairwise(starts)):
+        raise OptionError(f"boundaries ascend and are above 0; got {list(boundaries)}; a schedule of no steps is left out")
+
+    def schedule(step: int) -> float:
+        place = max(bisect.bisect_right(starts, step) - 1, 0)
+        return parts[place](step - starts[place])
+
+    return schedule
+
+
+def _check_whole(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise OptionError(f"{name} must be at least {least}; got {value}")
+
+
+def _check_shorter(num_warmup: int, num_steps: int) -> None:
     if not 0 <= num_warmup < num_steps:
         raise OptionError(
             f"the warm-up must be shorter than the whole and not negative; got {num_warmup} of {num_steps} steps; num_steps counts both"
         )
 
+
+def _warmup(peak: float, num_warmup: int, start: float, shape: str, after: Schedule) -> Schedule:
+    if shape not in ("linear", "log"):
+        raise OptionError(f"the shape of a warm-up is 'linear' or 'log'; got {shape!r}")
+
+    def rise(step: int) -> float:
+        if shape == "linear":
+            return step / num_warmup
+        # One step has no logarithm to rise along: it is the start.
+        return math.log(step + 1) / math.log(num_warmup) if num_warmup > 1 else 0.0
+
     def schedule(step: int) -> float:
-        return peak * (max(step, 0) / num_warmup) if step < num_warmup else after(step - num_warmup)
+        return start + (peak - start) * rise(max(step, 0)) if step < num_warmup else after(step - num_warmup)
 
     return schedule
+
+
+def _cycle(
+    num_up: int, num_down: int | None, stairs_up: int, stairs_down: int | None, decay_steps: int
+) -> tuple[Callable[[int], float], int]:
+    """Return the height of a cycle at each step, from 0 to 1 and back to 0, and its length."""
+    num_down = num_up if num_down is None else num_down
+    stairs_down = stairs_up if stairs_down is None else stairs_down
+    for name, value, least in (
+        ("num_up", num_up, 1),
+        ("num_down", num_down, 1),
+        ("stairs_up", stairs_up, 0),
+        ("stairs_down", stairs_down, 0),
+        ("decay_steps", decay_steps, 0),
+    ):
+        _check_whole(name, value, least)
+
+    def height(step: int) -> float:
+        here = min(max(step, 0), num_up + num_down)
+        steps, length, stairs = (here, num_up, stairs_up) if here <= num_up else (num_up + num_down - here, num_down, stairs_down)
+        # Of whole numbers, so that no rounding loses a stair.
+        return steps * stairs // length / stairs if stairs else steps / length
+
+    return height, num_up + num_down
 
 
 def check_rate(learning_rate: object) -> None:
@@ -139,3 +386,17 @@ def check_rate(learning_rate: object) -> None:
 def rate_at(learning_rate: float | Schedule, step: int) -> float:
     """Return the learning rate of the step after ``step`` others."""
     return float(learning_rate(step) if callable(learning_rate) else learning_rate)
+
+
+def check_decay(name: str, value: float | Schedule) -> None:
+    """Refuse a constant decay of a moment that is not in [0, 1)."""
+    if not callable(value) and not 0.0 <= value < 1.0:
+        raise OptionError(f"{name} lies in [0, 1.0); got {value}")
+
+
+def decay_at(name: str, value: float | Schedule, step: int) -> float:
+    """Return the decay of a moment at the step after ``step`` others."""
+    now = float(value(step) if callable(value) else value)
+    if not 0.0 <= now < 1.0:
+        raise OptionError(f"{name} lies in [0, 1.0); its schedule gave {now} at step {step}")
+    return now
