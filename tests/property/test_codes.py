@@ -9,6 +9,7 @@ from unittest import mock
 
 import hypothesis.extra.numpy as hnp
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,7 +31,7 @@ def tensors(draw: st.DrawFn, *, max_rows: int = 3, max_numel: int = 300) -> Tens
 
 @contextmanager
 def readable() -> Iterator[None]:
-    with mock.patch("zfun.ops._signs.twin_of", return_value=None):
+    with mock.patch("zfun.ops._signs.twin_of", return_value=None), mock.patch("zfun.ops._blocks.twin_of", return_value=None):
         yield
 
 
@@ -40,7 +41,7 @@ def threads(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
-        with mock.patch("zfun.ops._compiled._MIN_PER_THREAD", 64):
+        with mock.patch("zfun.ops._compiled._MIN_PER_THREAD", 64), mock.patch("zfun.ops._compiled_codes._CHUNK", 64):
             yield
     finally:
         torch.set_num_threads(before)
@@ -78,3 +79,68 @@ def test_bits_behind_the_end_are_zero_and_bytes_are_filled_from_below() -> None:
     assert ops.pack_signs(torch.tensor([-1.0, 1.0, 1.0])).tolist() == [0b110]
     assert ops.pack_signs(torch.tensor([-1, 0, 3, -4, 5, 6, 7, 8, -9])).tolist() == [0b11110110, 0]
     assert ops.pack_signs(torch.tensor([-1e-300], dtype=torch.float64)).tolist() == [0]
+
+
+BITS = st.sampled_from([8, 4])
+BLOCKS = st.sampled_from([2, 6, 32, 64, 256])
+
+
+@given(tensors(), BITS, BLOCKS, st.integers(1, 2), FLOATS)
+def test_both_forms_of_block_codes_agree_to_the_last_bit(x: Tensor, bits: int, block: int, num_threads: int, dtype: torch.dtype) -> None:
+    numel = x.shape[1]
+    with threads(num_threads):
+        messages = ops.quantise(x, bits=bits, block=block)
+        back = ops.dequantise(messages, numel, bits=bits, block=block, dtype=dtype)
+        total = ops.sum_dequantised(messages, numel, bits=bits, block=block, dtype=dtype)
+    assert messages.shape == (x.shape[0], ops.message_bytes(numel, bits=bits, block=block))
+    with readable():
+        assert torch.equal(messages, ops.quantise(x, bits=bits, block=block))
+        torch.testing.assert_close(
+            back, ops.dequantise(messages, numel, bits=bits, block=block, dtype=dtype), rtol=0, atol=0, equal_nan=True
+        )
+        again = ops.sum_dequantised(messages, numel, bits=bits, block=block, dtype=dtype)
+        torch.testing.assert_close(total, again, rtol=0, atol=0, equal_nan=True)
+
+
+@given(tensors(), BITS, BLOCKS)
+def test_a_number_comes_back_to_within_half_a_step_and_what_is_lost_is_exact(x: Tensor, bits: int, block: int) -> None:
+    numel, q = x.shape[1], 127 if bits == 8 else 7
+    messages = ops.quantise(x, bits=bits, block=block)
+    back = ops.dequantise(messages, numel, bits=bits, block=block, dtype=torch.float64)
+    for row, out in zip(x.float().split(block, 1), back.split(block, 1), strict=True):
+        for numbers, result in zip(row.double(), out, strict=True):
+            if not numbers.isfinite().all():
+                assert result.isnan().all()
+                continue
+            peak = float(numbers.abs().max()) if numbers.numel() else 0.0
+            # Half a step of the scale, which float32 has rounded, and the product is rounded once more.
+            bound = max(peak / q, 2.0**-126) / 2 * (1 + 2.0**-15)
+            assert bool((result[numbers == 0] == 0).all())
+            if peak < 2.0**127:
+                assert bool(((numbers - result).abs() <= bound).all())
+                sent, lost = result.float(), numbers.float() - result.float()
+                assert bool((sent.double() + lost.double() == numbers).all())
+                assert torch.equal(sent + lost, numbers.float())
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_codes_are_rounded_to_the_nearest_and_ties_to_even(bits: int) -> None:
+    q = 127 if bits == 8 else 7
+    x = torch.tensor([[q, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 0.51, -q]], dtype=torch.float32)
+    back = ops.dequantise(ops.quantise(x, bits=bits, block=16), 9, bits=bits, block=16)
+    assert back.tolist() == [[q, 0, 2, 2, 0, -2, -2, 1, -q]]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_block_that_is_not_finite_stays_so_and_its_neighbours_are_as_they_were(bits: int, bad: float) -> None:
+    x = torch.ones(1, 12)
+    x[0, 5] = bad
+    back = ops.dequantise(ops.quantise(x, bits=bits, block=4), 12, bits=bits, block=4)[0]
+    assert back.isnan().tolist() == [False] * 4 + [True] * 4 + [False] * 4
+    assert back[:4].tolist() == back[8:].tolist() == pytest.approx([1.0] * 4)
+
+
+def test_float64_beyond_float32_does_not_turn_finite() -> None:
+    x = torch.tensor([[1e300, 1.0]], dtype=torch.float64)
+    assert bool(ops.dequantise(ops.quantise(x, bits=8, block=2), 2, bits=8, block=2).isnan().all())

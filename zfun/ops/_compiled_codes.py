@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zfun.ops import _compiled
 
-__all__ = ["pack_signs", "unpack_signs"]
+__all__ = ["dequantise", "pack_signs", "quantise", "sum_dequantised", "unpack_signs"]
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -22,7 +22,7 @@ _CHUNK = 1 << 16
 
 
 @functools.cache
-def _kernel(source: Callable[..., None]) -> Callable[..., None]:
+def _kernel(source: Callable[..., Any]) -> Callable[..., Any]:
     import numba
     from numba.core.errors import NumbaPerformanceWarning
 
@@ -34,23 +34,23 @@ def _kernel(source: Callable[..., None]) -> Callable[..., None]:
             return numba.njit(nogil=True, error_model="numpy")(source)
 
 
-def _run(source: Callable[..., None], arrays: list[Any], strides: list[int], length: int, unit: int, constants: tuple[Any, ...]) -> None:
-    """Run a kernel over ``length`` elements, cut at multiples of ``unit`` over torch's number of threads.
+def _in_pieces(work: Callable[[int, int], None], numel: int, unit: int) -> None:
+    """Do some work on the elements from a start to an end, piece by piece, cut at multiples of ``unit`` and over torch's threads."""
+    size = -(-_CHUNK // unit) * unit
+    pieces = [(start, min(start + size, numel)) for start in range(0, numel, size)]
+    num_threads = min(torch.get_num_threads(), numel // _compiled._MIN_PER_THREAD, len(pieces))
 
-    Array k has ``unit / strides[k]`` elements for each unit.
-    """
-    kernel = _kernel(source)
-    num_threads = min(torch.get_num_threads(), length // _compiled._MIN_PER_THREAD)
+    def several(mine: list[tuple[int, int]]) -> None:
+        for start, end in mine:
+            work(start, end)
+
     if num_threads < 2:
-        kernel(*arrays, *constants)
+        several(pieces)
         return
-    step = -(-length // num_threads // unit) * unit
-    parts = [
-        [array[start // stride : -(-min(start + step, length) // stride)] for array, stride in zip(arrays, strides, strict=True)]
-        for start in range(0, length, step)
-    ]
-    waiting = [_compiled._pool(num_threads).submit(kernel, *part, *constants) for part in parts[1:]]
-    kernel(*parts[0], *constants)
+    count = -(-len(pieces) // num_threads)
+    shares = [pieces[i : i + count] for i in range(0, len(pieces), count)]
+    waiting = [_compiled._pool(num_threads).submit(several, share) for share in shares[1:]]
+    several(shares[0])
     for future in waiting:
         future.result()
 
@@ -66,9 +66,11 @@ def pack_signs(x: Tensor) -> Tensor:
     if x.numel() == 0:
         return out
     for row, bits in zip(x.reshape(-1, numel), out.view(-1, out.shape[-1]), strict=True):
-        size = numel if row.dtype in (torch.float32, torch.float64) else _CHUNK
-        for piece, target in zip(row.split(size), bits.split(-(-size // 8)), strict=True):
-            _run(_pack, [_native(piece).numpy(), target.numpy()], [1, 8], piece.numel(), 64, ())
+
+        def work(start: int, end: int, row: Tensor = row, bits: Tensor = bits) -> None:
+            _kernel(_pack)(_native(row[start:end]).numpy(), bits[start // 8 : -(-end // 8)].numpy())
+
+        _in_pieces(work, numel, 8)
     return out
 
 
@@ -97,10 +99,13 @@ def unpack_signs(packed: Tensor, numel: int, scales: Tensor) -> Tensor:
     highest = torch.iinfo(integers).min
     rows = zip(packed.reshape(-1, packed.shape[-1]), out.view(integers).view(-1, numel), values, strict=True)
     for bits, row, value in rows:
-        array = row.numpy()
-        positive = int(value.item())
+        array, packed_bits, positive = row.numpy(), bits.contiguous().numpy(), int(value.item())
         constants = (array.dtype.type(positive), array.dtype.type(highest ^ positive))
-        _run(_unpack, [array, bits.contiguous().numpy()], [1, 8], numel, 64, constants)
+
+        def work(start: int, end: int, array: Any = array, bits: Any = packed_bits, constants: tuple[Any, ...] = constants) -> None:
+            _kernel(_unpack)(array[start:end], bits[start // 8 : -(-end // 8)], *constants)
+
+        _in_pieces(work, numel, 8)
     return out
 
 
@@ -112,3 +117,120 @@ def _unpack(out: Any, packed: Any, positive: Any, negative: Any) -> None:
             out[8 * i + k] = positive if (byte >> k) & 1 else negative
     for k in range(out.size - 8 * whole):
         out[8 * whole + k] = positive if (packed[whole] >> k) & 1 else negative
+
+
+def quantise(rows: Tensor, out: Tensor, *, bits: int, block: int) -> None:
+    numel = rows.shape[1]
+    for row, message in zip(rows, out, strict=True):
+        scales, codes = _parts(message, numel, block)
+        codes[-(-numel * bits // 8) :] = 0
+
+        def work(start: int, end: int, row: Tensor = row, scales: Any = scales, codes: Any = codes) -> None:
+            values = row[start:end].float().contiguous().numpy()
+            scale, code = scales[start // block : -(-end // block)], codes[start * bits // 8 :]
+            _kernel(_scales)(values, values.view(np.int32), scale, block, np.float32((1 << (bits - 1)) - 1))
+            _kernel(_codes8 if bits == 8 else _codes4)(values, scale, code, block)
+
+        _in_pieces(work, numel, block)
+
+
+def _scales(x: Any, word: Any, scales: Any, block: Any, largest_code: Any) -> None:
+    for b in range(scales.size):
+        start, end = b * block, min((b + 1) * block, x.size)
+        # As integers, numbers without their sign are in order, and those that are not finite above all others.
+        peak = np.int32(0)
+        for i in range(start, end):
+            peak = max(peak, word[i] & np.int32(0x7FFFFFFF))
+        if peak >= np.int32(0x7F800000):
+            scales[b] = np.float32(np.nan)
+            continue
+        largest = np.float32(0)
+        for i in range(start, end):
+            largest = max(largest, abs(x[i]))
+        scales[b] = max(largest / largest_code, np.float32(2.0**-126))
+
+
+def _codes8(x: Any, scales: Any, codes: Any, block: Any) -> None:
+    # Added to a number of less than 2**22, it leaves no room for a fraction: the sum is rounded to an integer, ties to even.
+    magic = np.float32(12582912.0)
+    for b in range(scales.size):
+        start, end, scale = b * block, min((b + 1) * block, x.size), scales[b]
+        if np.isnan(scale):
+            codes[start:end] = np.int8(0)
+        else:
+            for i in range(start, end):
+                codes[i] = np.int8(np.int32((x[i] / scale + magic) - magic))
+
+
+def _codes4(x: Any, scales: Any, codes: Any, block: Any) -> None:
+    magic = np.float32(12582912.0)
+    for b in range(scales.size):
+        start, end, scale = b * block, min((b + 1) * block, x.size), scales[b]
+        if np.isnan(scale):
+            codes[start // 2 : (end + 1) // 2] = np.int8(0)
+            continue
+        for i in range(start // 2, end // 2):
+            low = np.int32((x[2 * i] / scale + magic) - magic)
+            high = np.int32((x[2 * i + 1] / scale + magic) - magic)
+            codes[i] = np.int8((low & np.int32(15)) | (high << np.int32(4)))
+        if end % 2:
+            codes[end // 2] = np.int8(np.int32((x[end - 1] / scale + magic) - magic) & np.int32(15))
+
+
+def dequantise(messages: Tensor, out: Tensor, *, bits: int, block: int) -> None:
+    for message, row in zip(messages, out, strict=True):
+        sum_dequantised(message[None], row, bits=bits, block=block)
+
+
+def sum_dequantised(messages: Tensor, out: Tensor, *, bits: int, block: int) -> None:
+    parts = [_parts(message, out.numel(), block) for message in messages]
+
+    def work(start: int, end: int) -> None:
+        # A piece stays in the cache while the messages are added: each is read once, and the sum is written once.
+        piece = out[start:end]
+        total = piece if piece.dtype in (torch.float32, torch.float64) else torch.empty(piece.numel())
+        for index, (scales, codes) in enumerate(parts):
+            arrays = (total.numpy(), scales[start // block :], codes[start * bits // 8 :])
+            _kernel(_read8 if bits == 8 else _read4)(*arrays, block, index > 0)
+        if total is not piece:
+            piece.copy_(total)
+
+    _in_pieces(work, out.numel(), block)
+
+
+def _read8(out: Any, scales: Any, codes: Any, block: Any, add: Any) -> None:
+    for start in range(0, out.size, block):
+        scale, end = scales[start // block], min(start + block, out.size)
+        if add:
+            for i in range(start, end):
+                out[i] += np.float32(codes[i]) * scale
+        else:
+            for i in range(start, end):
+                out[i] = np.float32(codes[i]) * scale
+
+
+def _read4(out: Any, scales: Any, codes: Any, block: Any, add: Any) -> None:
+    for start in range(0, out.size, block):
+        scale, end = scales[start // block], min(start + block, out.size)
+        # Four bits of two's complement c are the number (c ^ 8) - 8.
+        if add:
+            for i in range(start // 2, end // 2):
+                code = np.int32(codes[i])
+                out[2 * i] += np.float32(((code & 15) ^ 8) - 8) * scale
+                out[2 * i + 1] += np.float32(code >> np.int32(4)) * scale
+            if end % 2:
+                out[end - 1] += np.float32(((np.int32(codes[end // 2]) & 15) ^ 8) - 8) * scale
+        else:
+            for i in range(start // 2, end // 2):
+                code = np.int32(codes[i])
+                out[2 * i] = np.float32(((code & 15) ^ 8) - 8) * scale
+                out[2 * i + 1] = np.float32(code >> np.int32(4)) * scale
+            if end % 2:
+                out[end - 1] = np.float32(((np.int32(codes[end // 2]) & 15) ^ 8) - 8) * scale
+
+
+def _parts(message: Tensor, numel: int, block: int) -> tuple[Any, Any]:
+    """View a message as its scales and its codes."""
+    data = message.numpy()
+    size = 4 * -(-numel // block)
+    return data[:size].view(np.float32), data[size:].view(np.int8)

@@ -1,0 +1,159 @@
+"""Numbers in few bits: blocks of integer codes with one scale each.
+
+[Note: block codes]
+A row is cut in blocks, the last of which may be short. A block has one float32 scale ``s = max(|x|) / q``, where q is 127 for 8 bits and
+7 for 4, but no less than the smallest normal number; a number has the code ``k = round(x / s)``, ties to even. It comes back as ``k s``.
+All of it is float32 arithmetic, one IEEE rounding an operation, so every kernel and every rank gets the same bits.
+
+* Zero comes back as zero, so padding stays zero; the largest number of a block comes back to within rounding.
+* Every number comes back to within ``s / 2``, which is ``max(|x|) / 254`` or ``max(|x|) / 14`` (and 2**-127 for numbers as small as that),
+  up to a few roundings of float32. float64 is rounded to float32 first.
+* What is lost, ``x - k s``, is a float32 number if x is, without any rounding: k is not 0 only where k s is within a factor of two of x.
+* A block with a number that is not finite (in float32) has the scale NaN, and comes back as NaN throughout: nothing that is not finite ever
+  turns finite on its way. (The other way round, float32's largest number may come back infinite.)
+
+A message is the scales of a row and then its codes, padded to whole 32-bit words. Codes are two's complement; of two 4-bit codes to the
+byte the first has the low bits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zfun.ops._sums import sum_in_rank_order, wide
+from zfun.ops._twins import twin_of
+
+__all__ = ["LEAST_SCALE", "dequantise", "largest_code", "message_bytes", "quantise", "sum_dequantised"]
+
+# The smallest normal number of float32: below it a quotient would lose bits, or a device might give zero.
+LEAST_SCALE = 2.0**-126
+
+
+def largest_code(bits: int) -> int:
+    """Return the largest code of so many bits; the smallest is its negative.
+
+    Example:
+        >>> largest_code(8), largest_code(4)
+        (127, 7)
+    """
+    return (1 << (bits - 1)) - 1
+
+
+def message_bytes(numel: int, *, bits: int, block: int) -> int:
+    """Return the length of a message: ``4 ceil(numel / block) + 4 ceil(numel bits / 32)``.
+
+    Args:
+        numel: how many numbers.
+        bits: of a code: 4 or 8.
+        block: how many numbers share a scale.
+
+    Returns:
+        Bytes.
+
+    Example:
+        >>> message_bytes(1024, bits=8, block=256), message_bytes(1024, bits=4, block=256)
+        (1040, 528)
+    """
+    return 4 * -(-numel // block) + 4 * -(-numel * bits // 32)
+
+
+def quantise(rows: Tensor, *, bits: int, block: int) -> Tensor:
+    """Write each row as a message of few bits a number.
+
+    Args:
+        rows: ``[m, n]``, floating.
+        bits: of a code: 4 or 8.
+        block: how many numbers share a scale; even.
+
+    Returns:
+        uint8 ``[m, message_bytes(n)]``.
+
+    Example:
+        >>> message = quantise(torch.tensor([[1.0, -2.0, 127.0]]), bits=8, block=32)
+        >>> message.tolist()  # the scale is 1.0
+        [[0, 0, 128, 63, 1, 254, 127, 0]]
+        >>> dequantise(message, 3, bits=8, block=32)
+        tensor([[  1.,  -2., 127.]])
+    """
+    rows = rows.detach()
+    numel = rows.shape[1]
+    out = torch.empty(rows.shape[0], message_bytes(numel, bits=bits, block=block), dtype=torch.uint8, device=rows.device)
+    if numel == 0:
+        return out
+    twin = twin_of(rows)
+    if twin is not None:
+        twin.quantise(rows, out, bits=bits, block=block)
+        return out
+    padded = torch.nn.functional.pad(rows.float(), (0, -numel % block)).unflatten(1, (-1, block))
+    peak = padded.abs().amax(2)
+    scale = torch.where(torch.isfinite(peak), (peak / largest_code(bits)).clamp(min=LEAST_SCALE), torch.nan)
+    quotient = (padded / scale[:, :, None]).round()
+    codes = torch.where(torch.isfinite(scale)[:, :, None], quotient, 0.0).to(torch.int8).flatten(1)[:, :numel]
+    scales, packed = _parts(out, numel, block)
+    scales.copy_(scale)
+    codes = torch.nn.functional.pad(codes, (0, packed.shape[1] * 8 // bits - numel)).view(torch.uint8)
+    packed.copy_(codes if bits == 8 else codes[:, ::2] & 15 | codes[:, 1::2] << 4)
+    return out
+
+
+def dequantise(messages: Tensor, numel: int, *, bits: int, block: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Read messages that :func:`quantise` wrote.
+
+    Args:
+        messages: uint8 ``[m, message_bytes(numel)]``.
+        numel: how many numbers each has.
+        bits: of a code.
+        block: how many numbers share a scale.
+        dtype: of the result; float32 is rounded to it once.
+
+    Returns:
+        ``[m, numel]``.
+    """
+    out = torch.empty(messages.shape[0], numel, dtype=dtype, device=messages.device)
+    if numel == 0:
+        return out
+    twin = twin_of(messages)
+    if twin is not None:
+        twin.dequantise(messages, out, bits=bits, block=block)
+        return out
+    scales, packed = _parts(messages, numel, block)
+    if bits == 4:
+        packed = torch.stack([packed << 4, packed & 240], 2).flatten(1)
+    codes = packed[:, :numel].contiguous().view(torch.int8).float() / (16 if bits == 4 else 1)
+    return out.copy_(codes * scales.repeat_interleave(block, 1)[:, :numel])
+
+
+def sum_dequantised(messages: Tensor, numel: int, *, bits: int, block: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Read messages and add them in the order of their rows, in float32 (or float64) and rounded once.
+
+    Args:
+        messages: uint8 ``[m, message_bytes(numel)]``; at least one.
+        numel: how many numbers each has.
+        bits: of a code.
+        block: how many numbers share a scale.
+        dtype: of the result.
+
+    Returns:
+        ``[numel]``.
+
+    Example:
+        >>> messages = quantise(torch.tensor([[127.0, 1.0], [127.0, 2.0]]), bits=8, block=32)
+        >>> sum_dequantised(messages, 2, bits=8, block=32)
+        tensor([254.,   3.])
+    """
+    twin = twin_of(messages)
+    if twin is not None:
+        out = torch.empty(numel, dtype=dtype, device=messages.device)
+        twin.sum_dequantised(messages, out, bits=bits, block=block)
+        return out
+    terms = dequantise(messages, numel, bits=bits, block=block, dtype=wide(dtype))
+    return sum_in_rank_order(list(terms)).to(dtype)
+
+
+def _parts(messages: Tensor, numel: int, block: int) -> tuple[Tensor, Tensor]:
+    """View messages as their scales and their codes."""
+    size = 4 * -(-numel // block)
+    if messages.stride(0) % 4 or messages.storage_offset() % 4:  # float32 cannot be viewed there
+        messages = messages.clone(memory_format=torch.contiguous_format)
+    return messages[:, :size].view(torch.float32), messages[:, size:]
