@@ -1,12 +1,18 @@
 """Kernels: tensors and integers only."""
 
 from zfun.ops._blocks import dequantise, message_bytes, quantise, sum_dequantised
-from zfun.ops._optimizers import adam_step, is_abstract, scale_into, sgd_step
-from zfun.ops._ravel import fingerprint, ravel, squares_in_bins, total_of_bins, unravel
+from zfun.ops._fingerprint import fingerprint
+from zfun.ops._jit import is_abstract, use
+from zfun.ops._norm import squares_in_bins, total_of_bins
+from zfun.ops._optimizers import adam_step, scale_into, sgd_step
+from zfun.ops._ravel import Measures, ravel, ravel_into, unravel, unravel_from
 from zfun.ops._signs import pack_signs, unpack_signs
 from zfun.ops._sums import sum_in_rank_order, wide
+from zfun.ops._table import AddressTable
 
 __all__ = [
+    "AddressTable",
+    "Measures",
     "adam_step",
     "dequantise",
     "fingerprint",
@@ -15,6 +21,7 @@ __all__ = [
     "pack_signs",
     "quantise",
     "ravel",
+    "ravel_into",
     "scale_into",
     "sgd_step",
     "squares_in_bins",
@@ -23,5 +30,7 @@ __all__ = [
     "total_of_bins",
     "unpack_signs",
     "unravel",
+    "unravel_from",
+    "use",
     "wide",
 ]

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["adam_step", "square_bins", "takes"]
+__all__ = ["adam_step", "takes"]
 
 # Below this a second thread costs more than it saves.
 _MIN_PER_THREAD = 1 << 18
@@ -150,51 +150,3 @@ def _adam_change(
         if decay != 0:
             u += p[i] * decay
         change[i] = u
-
-
-def square_bins(x: Tensor, high: Tensor, low: Tensor, special: Tensor) -> None:
-    """Add the squares of each 32 elements, split in two by exponent, to integers.
-
-    Args:
-        x: 1-D, of a length that 32 divides.
-        high: int64 ``[2048]``; entry e gets the upper 27 bits of the mantissas with exponent e.
-        low: int64 ``[2048]``; the lower 26 bits.
-        special: float64 ``[1]``; gets the sums that are not finite.
-    """
-    _compiled("_square_bins")(x.detach().numpy(), high.numpy(), low.numpy(), special.numpy())
-
-
-def _square_bins(x: Any, high: Any, low: Any, special: Any) -> None:
-    scratch = np.empty(128, np.float64)
-    bits = scratch.view(np.int64)
-    for block in range(0, x.size, 4096):
-        # First the sums, which vectorise, then the integers, which do not.
-        count = min(np.int64(4096), x.size - block) // 32
-        for unit in range(count):
-            i = block + 32 * unit
-            s0 = s1 = s2 = s3 = s4 = s5 = s6 = s7 = 0.0
-            for j in range(i, i + 32, 8):
-                a0, a1, a2, a3 = np.float64(x[j]), np.float64(x[j + 1]), np.float64(x[j + 2]), np.float64(x[j + 3])
-                a4, a5, a6, a7 = np.float64(x[j + 4]), np.float64(x[j + 5]), np.float64(x[j + 6]), np.float64(x[j + 7])
-                s0 += a0 * a0
-                s1 += a1 * a1
-                s2 += a2 * a2
-                s3 += a3 * a3
-                s4 += a4 * a4
-                s5 += a5 * a5
-                s6 += a6 * a6
-                s7 += a7 * a7
-            scratch[unit] = ((s0 + s4) + (s2 + s6)) + ((s1 + s5) + (s3 + s7))
-        for unit in range(count):
-            word = bits[unit]
-            exponent = word >> 52
-            if exponent == 2047 or word < 0:
-                special[0] += scratch[unit]
-                continue
-            mantissa = word & ((1 << 52) - 1)
-            if exponent:
-                mantissa |= 1 << 52
-            else:
-                exponent = 1
-            high[exponent] += mantissa >> 26
-            low[exponent] += mantissa & ((1 << 26) - 1)

@@ -15,11 +15,11 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from zfun.ops import _compiled
+from zfun.ops._jit import is_abstract
 
-__all__ = ["adam_step", "is_abstract", "scale_into", "sgd_step"]
+__all__ = ["adam_step", "scale_into", "sgd_step"]
 
 # Measured on one core with a 1 MiB L2 and a 32 MiB L3: smaller chunks pay for dispatch, larger ones for memory.
 # Other devices pay more to launch.
@@ -27,11 +27,6 @@ _CPU_CHUNK = 1 << 18
 _DEVICE_CHUNK = 1 << 24
 
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
-
-
-def is_abstract(x: Tensor) -> bool:
-    """Whether a tensor has a shape and no numbers: ``meta`` or fake."""
-    return x.is_meta or isinstance(x, FakeTensor)
 
 
 def _chunk_numel(x: Tensor) -> int:

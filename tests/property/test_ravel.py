@@ -1,0 +1,201 @@
+"""Laws of the copies between leaves and buffers: plain torch and compiled kernels agree in every bit."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.conftest import examples
+from zfun import ops
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+# A kernel for each pair is compiled: all sixteen only in a long run.
+PAIRS = [
+    (torch.float32, torch.float32),
+    (torch.float32, torch.bfloat16),
+    (torch.float32, torch.float16),
+    (torch.float64, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+]
+if os.environ.get("HYPOTHESIS_PROFILE") == "long":
+    PAIRS = list(itertools.product(DTYPES, DTYPES))
+SPECIAL = [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 6e-8, 1e-40, 65504.0, 65520.0, 3.4e38, 1e300, 5e-324]
+
+
+@st.composite
+def leaves(draw: st.DrawFn, dtypes: list[torch.dtype]) -> tuple[list[Tensor | None], list[int], int]:
+    """Tensors of a few shapes with any values in any place, gaps between them, and the length of a buffer."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**30)))
+    tensors: list[Tensor | None] = []
+    offsets = []
+    end = 0
+    for _ in range(draw(st.integers(0, 6))):
+        end += draw(st.sampled_from([0, 0, 1, 31, 64]))
+        offsets.append(end)
+        if draw(st.integers(0, 7)) == 0:
+            tensors.append(None)
+            continue
+        shape = draw(st.sampled_from([(), (0, 3), (1,), (5, 7), (31,), (64,), (33, 33), (5000,), (70000,)]))
+        x = torch.randn(shape, generator=generator, dtype=torch.float64) * 10.0 ** draw(st.integers(-40, 6))
+        for value in draw(st.lists(st.sampled_from(SPECIAL), max_size=3)) if x.numel() else ():
+            x.view(-1)[draw(st.integers(0, x.numel() - 1))] = value
+        x = x.to(draw(st.sampled_from(dtypes)))
+        kind = draw(st.sampled_from(["plain", "plain", "plain", "strided", "negative", "shifted"]))
+        if kind == "strided" and x.dim() == 2:
+            x = x.t()
+        elif kind == "negative" and x.dtype in (torch.float32, torch.float64):
+            x = torch.complex(x, x).conj().imag
+        elif kind == "shifted":
+            x = torch.cat([x.new_zeros(1), x.reshape(-1)])[1:].view(shape)
+        tensors.append(x)
+        end += x.numel()
+    return tensors, offsets, end + draw(st.sampled_from([0, 1, 32, 100]))
+
+
+def same_bits(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors are equal in every bit, NaNs aside: torch itself writes several."""
+    nan = torch.isnan(x)
+    raw = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.dtype.itemsize]
+    return x.dtype == y.dtype and torch.equal(nan, torch.isnan(y)) and torch.equal(x.view(raw)[~nan], y.view(raw)[~nan])
+
+
+@settings(max_examples=examples(150), deadline=None)
+@given(st.data(), st.sampled_from(PAIRS), st.sampled_from([1.0, 0.25, 1 / 3, -7.7]), st.booleans())
+def test_compiled_and_plain_copies_agree_in_every_bit(
+    data: st.DataObject, pair: tuple[torch.dtype, torch.dtype], scale: float, mixed: bool
+) -> None:
+    source, dtype = pair
+    tensors, offsets, numel = data.draw(leaves([source, torch.float32, torch.int32] if mixed else [source]))
+    wide = ops.wide(dtype)
+    expected = torch.zeros(numel, dtype=dtype)
+    for x, start in zip(tensors, offsets, strict=True):
+        if x is not None:
+            expected[start : start + x.numel()] = ((x.to(wide) * scale) if scale != 1 else x).to(dtype).reshape(-1)
+    table = ops.AddressTable()
+    for kernels in ("reference", "compiled", "compiled"):
+        out = torch.full((numel,), 7.0, dtype=dtype)
+        with ops.use(kernels):
+            found = ops.ravel_into(out, tensors, offsets, scale=scale, measure=True, table=table)
+        assert same_bits(out, expected)
+        assert found is not None
+        assert bool(found.finite) == bool(torch.isfinite(expected).all())
+        total = ops.total_of_bins(found.squares[None])
+        with ops.use("reference"):
+            assert same_bits(total, ops.total_of_bins(ops.squares_in_bins(expected)[None]))
+        exact = expected.double().square().sum()
+        torch.testing.assert_close(total, exact, rtol=1e-12, atol=1e-320, equal_nan=True)
+
+
+@settings(max_examples=examples(80), deadline=None)
+@given(st.data(), st.sampled_from(PAIRS))
+def test_compiled_and_plain_copies_back_agree_in_every_bit(data: st.DataObject, pair: tuple[torch.dtype, torch.dtype]) -> None:
+    dtype, target = pair
+    tensors, offsets, numel = data.draw(leaves([target]))
+    source = torch.randn(numel, dtype=torch.float64).mul_(10.0 ** data.draw(st.integers(-10, 5))).to(dtype)
+    results = []
+    for kernels in ("reference", "compiled"):
+        targets = [None if x is None else torch.full_like(x, 7.0) for x in tensors]
+        versions = [None if x is None else x._version for x in targets]
+        with ops.use(kernels):
+            ops.unravel_from(source, targets, offsets, table=ops.AddressTable())
+        assert all(x is None or x.numel() == 0 or x._version != v for x, v in zip(targets, versions, strict=True))
+        results.append(targets)
+    for one, other, start in zip(*results, offsets, strict=True):
+        if one is not None and other is not None:
+            assert same_bits(one.reshape(-1), other.reshape(-1))
+            assert same_bits(one.reshape(-1), source[start : start + one.numel()].to(one.dtype))
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(
+    st.integers(0, 5000),
+    st.lists(st.integers(0, 150), max_size=4),
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+    st.integers(0, 2**20),
+)
+def test_the_norm_of_pieces_is_that_of_the_whole(numel: int, cuts: list[int], dtype: torch.dtype, seed: int) -> None:
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).mul_(1e3).to(dtype)
+    places = sorted({0, numel, *(32 * cut for cut in cuts if 32 * cut < numel)})
+    whole = ops.total_of_bins(ops.squares_in_bins(x)[None])
+    rows = []
+    for index, (begin, end) in enumerate(itertools.pairwise(places)):
+        with ops.use("reference" if index % 2 else "compiled"):
+            rows.append(ops.squares_in_bins(x[begin:end]))
+    assert torch.equal(whole, ops.total_of_bins(torch.stack(rows)) if rows else torch.zeros((), dtype=torch.float64))
+
+
+def test_a_table_follows_tensors_that_moved_changed_or_went() -> None:
+    table, offsets = ops.AddressTable(), (0, 64)
+
+    def check(*tensors: Tensor | None) -> None:
+        out = torch.empty(128)
+        ops.ravel_into(out, tensors, offsets, table=table)
+        expected = torch.zeros(128)
+        for x, start in zip(tensors, offsets, strict=True):
+            if x is not None:
+                expected[start : start + x.numel()] = x.detach().reshape(-1).float()
+        assert torch.equal(out, expected)
+
+    base = torch.arange(64.0)
+    for _ in range(2):
+        check(torch.randn(64), torch.randn(8, 8))
+        check(torch.randn(64), torch.randn(8, 8).t())
+        check(torch.randn(64), torch.randn(7))
+        check(torch.randn(64, dtype=torch.float64), torch.randn(64, dtype=torch.float64))
+        check(torch.randn(64), None)
+        check(None, None)
+        check(base, torch.complex(base, base).conj().imag)
+        with torch.no_grad():
+            check(torch.nn.Parameter(base), base)
+
+
+@pytest.mark.parametrize("kernels", ["compiled", "reference"])
+def test_what_autograd_records_is_refused(kernels: str) -> None:
+    w, table = torch.ones(3, requires_grad=True), ops.AddressTable()
+    with ops.use(kernels):
+        with torch.no_grad():
+            ops.ravel_into(torch.empty(3), (w,), (0,), table=table)
+        with pytest.raises(RuntimeError, match=r"is not differentiable; got a tensor that autograd records; detach\(\) it"):
+            ops.ravel_into(torch.empty(3), (w,), (0,), table=table)
+
+
+def test_a_write_is_seen_by_autograd() -> None:
+    out, w = torch.zeros(3), torch.ones(3, requires_grad=True)
+    product = (w * out).sum()
+    ops.ravel_into(out, [torch.ones(3)], [0])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_threads_change_no_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    numel = 3 * (1 << 18) + 77
+    x = torch.randn(numel)
+    offsets, tensors = (5, numel // 2 + 20), (x[: numel // 2 - 50].clone(), x[numel // 2 :].clone())
+    results: list[Any] = []
+
+    def run() -> None:
+        out = torch.full((numel + 100,), 7.0, dtype=dtype)
+        results.append((out, ops.ravel_into(out, tensors, offsets, scale=0.3, measure=True)))
+
+    run()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    several = [threading.Thread(target=run) for _ in range(3)]
+    for thread in several:
+        thread.start()
+    for thread in several:
+        thread.join()
+    assert len(results) == 4
+    for out, found in results[1:]:
+        assert same_bits(out, results[0][0])
+        assert torch.equal(ops.total_of_bins(found.squares[None]), ops.total_of_bins(results[0][1].squares[None]))

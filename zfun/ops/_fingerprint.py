@@ -1,0 +1,43 @@
+"""One integer that stands for all bits of a tensor."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["fingerprint"]
+
+# Bytes that are hashed at a time: they stay in the cache.
+_CHUNK_BYTES = 1 << 21
+
+
+def fingerprint(x: Tensor) -> int:
+    """Reduce the bits of a tensor to one integer that differs, in all likelihood, when any bit does.
+
+    It is meant to find accidents (ranks that start from different values), not adversaries. It runs where the tensor lives.
+
+    Args:
+        x: any tensor.
+
+    Returns:
+        A non-negative integer below 2**63.
+
+    Example:
+        >>> fingerprint(torch.zeros(3)) == fingerprint(torch.zeros(3)), fingerprint(torch.tensor(0.0)) == fingerprint(torch.tensor(-0.0))
+        (True, False)
+    """
+    # A copy, because a tensor of one element counts as contiguous whatever its stride.
+    raw = x.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
+    raw = torch.view_as_real(raw.resolve_conj()).reshape(-1) if raw.is_complex() else raw
+    data = raw.view(torch.uint8)
+    state = x.numel() * 0x9E3779B97F4A7C15 + 1
+    for chunk in data.split(_CHUNK_BYTES) if data.numel() else ():
+        tail = -chunk.numel() % 8
+        words = (torch.cat([chunk, chunk.new_zeros(tail)]) if tail else chunk.clone()).view(torch.int64)
+        places = torch.arange(1, 2 * words.numel(), 2, dtype=torch.int64, device=x.device)
+        # Two sums with wrap-around: the plain one and one that knows the places; the high bits are folded down so that they count.
+        mixed = (words ^ (words >> 29)) * places
+        first, second = words.sum().item(), (mixed ^ (mixed >> 31)).sum().item()
+        state = ((state ^ int(first)) * 0xBF58476D1CE4E5B9 + int(second)) & ((1 << 64) - 1)
+        state ^= state >> 27
+    return state & ((1 << 63) - 1)

@@ -1,0 +1,143 @@
+"""How kernels are chosen, compiled, kept on disk and cut over threads."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["as_array", "compiled", "in_parts", "is_abstract", "is_plain", "jit", "number", "use"]
+
+# Below this a second thread costs more than it saves.
+_MIN_PER_THREAD = 1 << 18
+
+# How arrays of each dtype travel to a kernel; see [Note: half types].
+_CARRIERS: dict[torch.dtype, torch.dtype] = {
+    torch.float32: torch.float32,
+    torch.float64: torch.float64,
+    torch.bfloat16: torch.uint16,
+    torch.float16: torch.int16,
+}
+_DTYPES: dict[torch.dtype, Any] = {
+    torch.float32: np.float32,
+    torch.float64: np.float64,
+    torch.bfloat16: np.uint16,
+    torch.float16: np.int16,
+}
+
+_PLAIN_TYPES = {Tensor, torch.nn.Parameter}
+_is_cpu, _dtype, _layout = (operator.attrgetter(name) for name in ("is_cpu", "dtype", "layout"))
+
+# What `use` chose, for the whole process: ranks may be threads, and autograd has threads of its own.
+_chosen = {"kernels": "compiled"}
+
+
+@contextlib.contextmanager
+def use(kernels: str) -> Iterator[None]:
+    """Choose the kernels of this process, for debugging: the plain torch ones compute what the compiled ones do.
+
+    Args:
+        kernels: ``"reference"`` for plain torch everywhere, ``"compiled"`` for compiled kernels where there are any, as without this.
+
+    Example:
+        >>> from zfun import ops
+        >>> with use("reference"):
+        ...     ops.ravel([torch.ones(2)], [0], 3, dtype=torch.float32, device=torch.device("cpu"))
+        tensor([1., 1., 0.])
+    """
+    if kernels not in ("reference", "compiled"):
+        raise ValueError(f'kernels are "reference" or "compiled"; got {kernels!r}; pass one of the two')
+    before = _chosen["kernels"]
+    _chosen["kernels"] = kernels
+    try:
+        yield
+    finally:
+        _chosen["kernels"] = before
+
+
+def is_abstract(x: Tensor) -> bool:
+    """Whether a tensor has a shape and no numbers: ``meta`` or fake."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return x.is_meta or isinstance(x, FakeTensor)
+
+
+def compiled() -> bool:
+    """Whether compiled kernels may run now: they were not switched off, and nobody watches or transforms torch's operations."""
+    return (
+        _chosen["kernels"] == "compiled"
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and not torch.compiler.is_compiling()
+    )
+
+
+def is_plain(*tensors: Tensor) -> bool:
+    """Whether the numbers of all tensors lie in the memory of the CPU as their dtypes, shapes and addresses say."""
+    # One loop in C for each question: with hundreds of small tensors this is what a step costs.
+    return (
+        _PLAIN_TYPES.issuperset(map(type, tensors))
+        and all(map(_is_cpu, tensors))
+        and _CARRIERS.keys() >= set(map(_dtype, tensors))
+        and set(map(_layout, tensors)) <= {torch.strided}
+        and all(map(Tensor.is_contiguous, tensors))
+        and not any(map(Tensor.is_neg, tensors))
+    )
+
+
+def as_array(x: Tensor) -> Any:
+    """View a plain tensor as the array that kernels take."""
+    return x.detach().view(_CARRIERS[x.dtype]).numpy()
+
+
+def number(dtype: torch.dtype) -> Any:
+    """Return the type of an element in the arrays of :func:`as_array`."""
+    return _DTYPES[dtype]
+
+
+@functools.cache
+def _pool(num_threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(num_threads, thread_name_prefix="zfun kernel")
+
+
+def in_parts(length: int, work: Callable[[int, int], None]) -> None:
+    """Call ``work(begin, end)`` for all of a length, cut over as many threads as torch may use.
+
+    The threads are not Numba's own: a parallel region of those must not be entered from two threads of a process at once, and ranks may be
+    threads.
+    """
+    num_threads = min(torch.get_num_threads(), length // _MIN_PER_THREAD)
+    if num_threads < 2:
+        work(0, length)
+        return
+    step = -(-length // num_threads // 1024) * 1024
+    waiting = [_pool(num_threads).submit(work, begin, min(begin + step, length)) for begin in range(step, length, step)]
+    work(0, step)
+    for future in waiting:
+        future.result()
+
+
+def jit(function: Callable[..., Any]) -> Any:
+    """Compile a function when it is first called, and keep the machine code on disk where there is a place for it.
+
+    The interpreter's lock is released, division by zero gives infinity as in torch, and every operation rounds by itself: without fast-math
+    a vector instruction computes what the scalar one does, so that neither tails nor cuts change bits.
+    """
+    import numba
+    from numba.core.errors import NumbaPerformanceWarning
+
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NumbaPerformanceWarning)
+        try:
+            return numba.njit(cache=True, **options)(function)
+        except RuntimeError:  # neither the package's folder nor a cache folder of the user can be written
+            return numba.njit(**options)(function)
