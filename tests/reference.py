@@ -64,3 +64,23 @@ def adamw(
         m_hat, v_hat = m / (1 - b1 ** state["t"]), v / (1 - b2 ** state["t"])
         out[name] = p - lr * (m_hat / (v_hat.sqrt() + eps) + decay * p)
     return out
+
+
+def lion(params: Params, grads: Params, state: Params, lr: float, decay: float, b1: float = 0.9, b2: float = 0.99) -> Params:
+    """One step of Lion; ``state`` is changed."""
+    out = {}
+    for name, p in params.items():
+        m = state.get(name, torch.zeros_like(p))
+        out[name] = p - lr * (torch.sign(b1 * m + (1 - b1) * grads[name]) + decay * p)
+        state[name] = b2 * m + (1 - b2) * grads[name]
+    return out
+
+
+def adagrad(params: Params, grads: Params, state: dict[Any, Any], lr: float, rate_decay: float, eps: float) -> Params:
+    """One step of Adagrad; ``state`` is changed."""
+    state["t"] = state.get("t", -1) + 1
+    out = {}
+    for name, p in params.items():
+        state[name] = state.get(name, 0.0) + grads[name] ** 2
+        out[name] = p - lr / (1 + rate_decay * state["t"]) * grads[name] / (state[name].sqrt() + eps)
+    return out

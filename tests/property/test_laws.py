@@ -81,6 +81,8 @@ RULES = [
         lambda p, g, s: reference.sgd(p, reference.clip(g, 0.1), s, LR, 0.8),
     ),
     Rule("user", (user_init, user_update), user_oracle),
+    Rule("adagrad", optim.adagrad(LR, rate_decay=0.1, eps=1e-3), lambda p, g, s: reference.adagrad(p, g, s, LR, 0.1, 1e-3)),
+    # A sign turns on the last bit of a gradient that should be zero, so an oracle cannot follow it; see test_optimizers.
 ]
 RULES_BY_NAME = pytest.mark.parametrize("rule", RULES, ids=[rule.name for rule in RULES])
 

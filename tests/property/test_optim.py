@@ -19,10 +19,14 @@ RATES = st.floats(1e-6, 1.0)
 def optimizers(draw: st.DrawFn) -> optim.Optimizer:
     rate: Any = draw(st.one_of(RATES, st.builds(optim.warmup_cosine, RATES, st.integers(0, 3), st.integers(4, 9))))
     weight_decay = draw(st.one_of(st.just(0.0), UNIT))
-    rule = draw(st.sampled_from(["sgd", "adam", "adamw"]))
+    rule = draw(st.sampled_from(["sgd", "adam", "adamw", "lion", "adagrad"]))
     if rule == "sgd":
         momentum = draw(st.one_of(st.just(0.0), st.floats(0.1, 0.999)))
         last = optim.sgd(rate, momentum=momentum, nesterov=momentum > 0 and draw(st.booleans()), weight_decay=weight_decay)
+    elif rule == "lion":
+        last = optim.lion(rate, b1=draw(UNIT), b2=draw(UNIT), weight_decay=weight_decay)
+    elif rule == "adagrad":
+        last = optim.adagrad(rate, rate_decay=draw(UNIT), eps=draw(st.floats(1e-10, 1e-2)), weight_decay=weight_decay)
     else:
         make = optim.adam if rule == "adam" else optim.adamw
         last = make(rate, b1=draw(UNIT), b2=draw(UNIT), eps=draw(st.floats(1e-10, 1e-2)), weight_decay=weight_decay)

@@ -5,7 +5,7 @@ from zfun.optim._chain import chain
 from zfun.optim._loss_scale import LossScale, LossScaleState, dynamic_loss_scale, static_loss_scale
 from zfun.optim._master import MasterState, with_master
 from zfun.optim._probe import probe
-from zfun.optim._rules import AdamState, SgdState, adam, adamw, sgd
+from zfun.optim._rules import AdagradState, AdamState, LionState, SgdState, adagrad, adam, adamw, lion, sgd
 from zfun.optim._schedules import (
     Schedule,
     constant,
@@ -21,8 +21,10 @@ from zfun.optim._schedules import (
 from zfun.optim._transforms import ScheduleState, clip_by_global_norm, scale, scale_by_schedule
 
 __all__ = [
+    "AdagradState",
     "AdamState",
     "InitFn",
+    "LionState",
     "LossScale",
     "LossScaleState",
     "MasterState",
@@ -32,6 +34,7 @@ __all__ = [
     "SgdState",
     "State",
     "UpdateFn",
+    "adagrad",
     "adam",
     "adamw",
     "apply_updates",
@@ -42,6 +45,7 @@ __all__ = [
     "dynamic_loss_scale",
     "join",
     "linear",
+    "lion",
     "lr_range_test",
     "one_cycle",
     "one_cycle_momentum",

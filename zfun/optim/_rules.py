@@ -1,21 +1,22 @@
-"""The update rules: SGD, Adam, AdamW."""
+"""Rules that work element by element: SGD, Adam, AdamW, Lion, Adagrad."""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from zfun import ops, tree
+from zfun import ops
 from zfun.errors import OptionError, checked_options
-from zfun.optim._base import InitFn, Optimizer, State, aligned, check_trainable, flat_view, own, remembered, step_count
+from zfun.optim._base import Optimizer, remembered
+from zfun.optim._plain import adagrad_step, lion_step
 from zfun.optim._schedules import Schedule, check_decay, check_rate, decay_at, rate_at
+from zfun.optim._stepping import Kernel, elementwise
 from zfun.tree import Tree
 
-__all__ = ["AdamState", "SgdState", "adam", "adamw", "sgd"]
+__all__ = ["AdagradState", "AdamState", "LionState", "SgdState", "adagrad", "adam", "adamw", "lion", "sgd"]
 
 
 class AdamState(NamedTuple):
@@ -41,7 +42,31 @@ class SgdState(NamedTuple):
     """
 
     count: Tensor
-    velocity: Tree | None
+    velocity: Tree | None = None
+
+
+class LionState(NamedTuple):
+    """State of :func:`lion`.
+
+    Attributes:
+        count: steps taken, 0-dim int64 on the CPU.
+        mu: momentum, a tree like the parameters.
+    """
+
+    count: Tensor
+    mu: Tree
+
+
+class AdagradState(NamedTuple):
+    """State of :func:`adagrad`.
+
+    Attributes:
+        count: steps taken, 0-dim int64 on the CPU.
+        total: sums of squared gradients, a tree like the parameters.
+    """
+
+    count: Tensor
+    total: Tree
 
 
 @checked_options
@@ -68,6 +93,7 @@ def sgd(
         OptionError: an option has a value that it cannot take.
 
     Example:
+        >>> import torch
         >>> optimizer = sgd(0.5, momentum=0.5)
         >>> params, grads = {"w": torch.tensor([1.0])}, {"w": torch.tensor([1.0])}
         >>> params, state = optimizer.apply(grads, optimizer.init(params), params)
@@ -81,33 +107,16 @@ def sgd(
     if nesterov and not momentum:
         raise OptionError("nesterov looks ahead along the velocity and needs a momentum; got momentum=0; set it, 0.9 is usual")
 
-    def init(params: Tree) -> SgdState:
-        check_trainable(params)
-        return SgdState(_no_steps(), _zeros_like(params) if momentum else None)
-
-    def step(grads: Tree, state: State, params: Tree, into: _Into) -> tuple[Tree, SgdState]:
-        velocities = {} if state.velocity is None else {"the velocity": state.velocity}
-        rows = aligned(params, gradients=grads, **velocities)
-        held = own([row[2] for row in rows], into.donate) if velocities else [None] * len(rows)
-        before = step_count(state.count)
+    def kernel_at(before: int) -> Kernel:
         rate, decay = rate_at(learning_rate, before), decay_at("momentum", momentum, before)
-        targets, changes = into.targets([row[0] for row in rows])
-        for row, target, change, velocity in zip(rows, targets, changes, held, strict=True):
-            ops.sgd_step(
-                flat_view(target),
-                flat_view(row[1]),
-                None if velocity is None else flat_view(velocity),
-                None if change is None else flat_view(change),
-                learning_rate=rate,
-                momentum=decay,
-                nesterov=nesterov,
-                l2=weight_decay,
-            )
-        spec = tree.structure(params)
-        after = SgdState(state.count + 1, tree.unflatten(spec, held) if velocities else None)
-        return tree.unflatten(spec, into.results(targets, changes)), after
 
-    return _assemble(init, step)
+        def kernel(param: Tensor, grad: Tensor, *rest: Tensor | None) -> None:
+            velocity, change = rest if momentum else (None, *rest)
+            ops.sgd_step(param, grad, velocity, change, learning_rate=rate, momentum=decay, nesterov=nesterov, l2=weight_decay)
+
+        return kernel
+
+    return elementwise(SgdState, ("velocity",) if momentum else (), kernel_at)
 
 
 @checked_options
@@ -135,6 +144,7 @@ def adam(
         OptionError: an option has a value that it cannot take.
 
     Example:
+        >>> import torch
         >>> optimizer = adam(0.5)
         >>> params, grads = {"w": torch.zeros(2)}, {"w": torch.tensor([3.0, -0.01])}
         >>> params, state = optimizer.apply(grads, optimizer.init(params), params)
@@ -168,6 +178,7 @@ def adamw(
         OptionError: an option has a value that it cannot take.
 
     Example:
+        >>> import torch
         >>> optimizer = adamw(0.5, weight_decay=0.5)
         >>> params, grads = {"w": torch.ones(2)}, {"w": torch.tensor([3.0, -0.01])}
         >>> params, state = optimizer.apply(grads, optimizer.init(params), params)
@@ -184,74 +195,103 @@ def _adam(learning_rate: float | Schedule, b1: float | Schedule, b2: float, eps:
     _check("eps", eps)
     _check("weight_decay", l2 + decay)
 
-    def init(params: Tree) -> AdamState:
-        check_trainable(params)
-        return AdamState(_no_steps(), _zeros_like(params), _zeros_like(params))
-
-    def step(grads: Tree, state: State, params: Tree, into: _Into) -> tuple[Tree, AdamState]:
-        rows = aligned(params, gradients=grads, mu=state.mu, nu=state.nu)
-        before = step_count(state.count)
+    def kernel_at(before: int) -> Kernel:
         rate, first = rate_at(learning_rate, before), decay_at("b1", b1, before)
         # √(v / c) + eps = (√v + eps √c) / √c: the correction moves into two constants and costs no pass over memory.
         root = math.sqrt(1.0 - b2 ** (before + 1))
-        mus = own([row[2] for row in rows], into.donate)
-        nus = own([row[3] for row in rows], into.donate)
-        targets, changes = into.targets([row[0] for row in rows])
-        for row, target, change, mu, nu in zip(rows, targets, changes, mus, nus, strict=True):
-            ops.adam_step(
-                flat_view(target),
-                flat_view(row[1]),
-                flat_view(mu),
-                flat_view(nu),
-                None if change is None else flat_view(change),
-                b1=first,
-                b2=b2,
-                step_size=rate * root / (1.0 - first ** (before + 1)),
-                eps=eps * root,
-                l2=l2,
-                decay=rate * decay,
-            )
-        spec = tree.structure(params)
-        after = AdamState(state.count + 1, tree.unflatten(spec, mus), tree.unflatten(spec, nus))
-        return tree.unflatten(spec, into.results(targets, changes)), after
+        return functools.partial(
+            ops.adam_step,
+            b1=first,
+            b2=b2,
+            step_size=rate * root / (1.0 - first ** (before + 1)),
+            eps=eps * root,
+            l2=l2,
+            decay=rate * decay,
+        )
 
-    return _assemble(init, step)
+    return elementwise(AdamState, ("mu", "nu"), kernel_at)
 
 
-class _Into(NamedTuple):
-    """Where a step goes: into new updates, into copies of the parameters, or into the parameters themselves."""
+@checked_options
+@remembered
+def lion(learning_rate: float | Schedule, *, b1: float | Schedule = 0.9, b2: float = 0.99, weight_decay: float = 0.0) -> Optimizer:
+    """Lion: each element steps by the sign of its momentum, half the state of Adam.
 
-    updates: bool
-    donate: bool
+    ``p = p - learning_rate (sign(b1 m + (1 - b1) g) + weight_decay p)``, then ``m = b2 m + (1 - b2) g``. Steps are larger than Adam's, so
+    that a learning rate 3 to 10 times smaller is usual. Of a complex number, the sign of each part.
+    "Symbolic Discovery of Optimization Algorithms", Chen et al., 2023.
 
-    def targets(self, params: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor] | list[None]]:
-        if self.updates:
-            return list(params), [torch.empty_like(p, memory_format=torch.contiguous_format, requires_grad=False) for p in params]
-        return own(params, self.donate), [None] * len(params)
+    Args:
+        learning_rate: step size, or a function of the number of steps taken so far.
+        b1: how much of the momentum is in the step, in [0, 1), or a function of the number of steps taken so far.
+        b2: decay of the momentum, in [0, 1).
+        weight_decay: share of the parameter that a step with learning rate 1 would take off.
 
-    def results(self, targets: list[Tensor], changes: list[Tensor] | list[None]) -> Sequence[Tensor | None]:
-        return changes if self.updates else targets
+    Returns:
+        An optimizer with :class:`LionState`.
+
+    Raises:
+        OptionError: an option has a value that it cannot take.
+
+    Example:
+        >>> import torch
+        >>> optimizer = lion(0.5)
+        >>> params, grads = {"w": torch.zeros(3)}, {"w": torch.tensor([3.0, -0.01, 0.0])}
+        >>> params, state = optimizer.apply(grads, optimizer.init(params), params)
+        >>> params
+        {'w': tensor([-0.5000,  0.5000,  0.0000])}
+    """
+    check_rate(learning_rate)
+    check_decay("b1", b1)
+    _check("b2", b2, 1.0)
+    _check("weight_decay", weight_decay)
+
+    def kernel_at(before: int) -> Kernel:
+        rate = rate_at(learning_rate, before)
+        return functools.partial(lion_step, b1=decay_at("b1", b1, before), b2=b2, learning_rate=rate, decay=rate * weight_decay)
+
+    return elementwise(LionState, ("mu",), kernel_at)
 
 
-def _assemble(init: InitFn, step: Callable[[Tree, State, Tree, _Into], tuple[Tree, State]]) -> Optimizer:
-    def update(grads: Tree, state: State, params: Tree) -> tuple[Tree, State]:
-        return step(grads, state, params, _Into(updates=True, donate=False))
+@checked_options
+@remembered
+def adagrad(learning_rate: float | Schedule, *, rate_decay: float = 0.0, eps: float = 1e-10, weight_decay: float = 0.0) -> Optimizer:
+    """Adagrad: each element steps by its gradient over the root of all its squared gradients so far.
 
-    def apply(grads: Tree, state: State, params: Tree, *, donate: bool = False) -> tuple[Tree, State]:
-        return step(grads, state, params, _Into(updates=False, donate=donate))
+    ``g = grad + weight_decay p``, ``s = s + g²``, ``p = p - learning_rate / (1 + rate_decay (t - 1)) g / (√s + eps)`` at step t. Equal to
+    ``torch.optim.Adagrad``.
+    "Adaptive Subgradient Methods for Online Learning and Stochastic Optimization", Duchi, Hazan and Singer, 2011.
 
-    return Optimizer(init, update, apply)
+    Args:
+        learning_rate: step size, or a function of the number of steps taken so far.
+        rate_decay: how fast the learning rate falls beside.
+        eps: added to the root.
+        weight_decay: L2 penalty, added to the gradient.
 
+    Returns:
+        An optimizer with :class:`AdagradState`.
 
-def _no_steps() -> Tensor:
-    return torch.zeros((), dtype=torch.int64, device="cpu")
+    Raises:
+        OptionError: an option has a value that it cannot take.
 
+    Example:
+        >>> import torch
+        >>> optimizer = adagrad(0.5)
+        >>> params, grads = {"w": torch.zeros(2)}, {"w": torch.tensor([3.0, -0.01])}
+        >>> params, state = optimizer.apply(grads, optimizer.init(params), params)
+        >>> params
+        {'w': tensor([-0.5000,  0.5000])}
+    """
+    check_rate(learning_rate)
+    _check("rate_decay", rate_decay)
+    _check("eps", eps)
+    _check("weight_decay", weight_decay)
 
-def _zeros_like(params: Tree) -> Tree:
-    def zeros(p: Tensor) -> Tensor:
-        return torch.zeros_like(p, memory_format=torch.contiguous_format, requires_grad=False)
+    def kernel_at(before: int) -> Kernel:
+        rate = rate_at(learning_rate, before) / (1.0 + rate_decay * before)
+        return functools.partial(adagrad_step, learning_rate=rate, eps=eps, l2=weight_decay)
 
-    return tree.map(zeros, params)
+    return elementwise(AdagradState, ("total",), kernel_at)
 
 
 def _check(name: str, value: float, below: float = math.inf) -> None:

@@ -1,0 +1,39 @@
+"""Law 5 for every optimizer: under any composition of transforms and at any group size the parameters have the same bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests import models
+from tests.conftest import examples
+from zfun import optim
+from zfun.testing import Composition, bucket_sizes, check_compositions, compositions, same_bits
+
+LR = 0.05
+
+OPTIMIZERS: dict[str, Any] = {
+    "lion": optim.lion(LR, weight_decay=0.1),
+    "lion, clipped": optim.chain(optim.clip_by_global_norm(0.1), optim.lion(optim.warmup(LR, 2))),
+    "adagrad": optim.with_master(optim.adagrad(LR, rate_decay=0.1)),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@settings(max_examples=examples(2))
+@given(
+    size=st.sampled_from([1, 2, 3, 4, 7]),
+    dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
+    drawn=st.lists(compositions(), min_size=3, max_size=3),
+    buckets=st.lists(bucket_sizes(), min_size=2, max_size=2),
+)
+def test_every_composition_is_the_same_optimizer(
+    name: str, size: int, dtype: torch.dtype, drawn: list[Composition], buckets: list[int]
+) -> None:
+    params, batches = models.mlp(num_layers=2, dtype=dtype), models.mlp_batches(2, size, dtype=dtype)
+    run = check_compositions(models.mlp_loss, OPTIMIZERS[name], params, batches, [Composition(), *drawn], bucket_bytes=buckets)
+    assert not same_bits(run.params, params)

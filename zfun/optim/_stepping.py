@@ -1,0 +1,93 @@
+"""What element-wise rules share: where a step goes, and the state that it keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from zfun import tree
+from zfun.optim._base import InitFn, Optimizer, State, aligned, check_trainable, flat_view, own, step_count
+from zfun.tree import Tree
+
+__all__ = ["Into", "Kernel", "assemble", "elementwise", "no_steps", "zeros_like"]
+
+
+class Into(NamedTuple):
+    """Where a step goes: into new updates, into copies of the parameters, or into the parameters themselves."""
+
+    updates: bool
+    donate: bool
+
+    def targets(self, params: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor] | list[None]]:
+        if self.updates:
+            return list(params), [torch.empty_like(p, memory_format=torch.contiguous_format, requires_grad=False) for p in params]
+        return own(params, self.donate), [None] * len(params)
+
+    def results(self, targets: list[Tensor], changes: list[Tensor] | list[None]) -> Sequence[Tensor | None]:
+        return changes if self.updates else targets
+
+
+StepFn: TypeAlias = Callable[[Tree, State, Tree, Into], tuple[Tree, State]]
+
+
+class Kernel(Protocol):
+    """One step on flat buffers: ``kernel(param, grad, *moments, change)``, as those of ``zfun.ops``."""
+
+    def __call__(self, *buffers: Any) -> None: ...
+
+
+def assemble(init: InitFn, step: StepFn) -> Optimizer:
+    """Make an optimizer of one function for ``update`` and ``apply``."""
+
+    def update(grads: Tree, state: State, params: Tree) -> tuple[Tree, State]:
+        return step(grads, state, params, Into(updates=True, donate=False))
+
+    def apply(grads: Tree, state: State, params: Tree, *, donate: bool = False) -> tuple[Tree, State]:
+        return step(grads, state, params, Into(updates=False, donate=donate))
+
+    return Optimizer(init, update, apply)
+
+
+def elementwise(make_state: Callable[..., Any], names: Sequence[str], kernel_at: Callable[[int], Kernel]) -> Optimizer:
+    """Make an optimizer of a kernel.
+
+    Args:
+        make_state: makes a state of the number of steps and of trees like the parameters.
+        names: of these trees, in the order in which the kernel takes them; they begin as zeros.
+        kernel_at: returns the kernel of the step after so many others.
+    """
+
+    def init(params: Tree) -> State:
+        check_trainable(params)
+        return make_state(no_steps(), *(zeros_like(params) for _ in names))
+
+    def step(grads: Tree, state: State, params: Tree, into: Into) -> tuple[Tree, State]:
+        rows = aligned(params, gradients=grads, **{name: getattr(state, name) for name in names})
+        kernel = kernel_at(step_count(state.count))
+        held = [own([row[2 + place] for row in rows], into.donate) for place in range(len(names))]
+        targets, changes = into.targets([row[0] for row in rows])
+        for index, (row, target, change) in enumerate(zip(rows, targets, changes, strict=True)):
+            moments = [flat_view(moment[index]) for moment in held]
+            kernel(flat_view(target), flat_view(row[1]), *moments, None if change is None else flat_view(change))
+        spec = tree.structure(params)
+        after = make_state(state.count + 1, *(tree.unflatten(spec, moment) for moment in held))
+        return tree.unflatten(spec, into.results(targets, changes)), after
+
+    return assemble(init, step)
+
+
+def no_steps() -> Tensor:
+    """Return the count of a new state."""
+    return torch.zeros((), dtype=torch.int64, device="cpu")
+
+
+def zeros_like(params: Tree) -> Tree:
+    """Return a tree like another, of zeros."""
+
+    def zeros(p: Tensor) -> Tensor:
+        return torch.zeros_like(p, memory_format=torch.contiguous_format, requires_grad=False)
+
+    return tree.map(zeros, params)
