@@ -20,6 +20,7 @@ OPTIMIZERS: dict[str, Any] = {
     "lion": optim.lion(LR, weight_decay=0.1),
     "lion, clipped": optim.chain(optim.clip_by_global_norm(0.1), optim.lion(optim.warmup(LR, 2))),
     "adagrad": optim.with_master(optim.adagrad(LR, rate_decay=0.1)),
+    "torch": optim.from_torch(torch.optim.SGD, lr=LR, momentum=0.9, dampening=0.5),
 }
 
 

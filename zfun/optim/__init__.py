@@ -18,6 +18,7 @@ from zfun.optim._schedules import (
     warmup_cosine,
     warmup_linear,
 )
+from zfun.optim._torch import TorchState, from_torch
 from zfun.optim._transforms import ScheduleState, clip_by_global_norm, scale, scale_by_schedule
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "ScheduleState",
     "SgdState",
     "State",
+    "TorchState",
     "UpdateFn",
     "adagrad",
     "adam",
@@ -43,6 +45,7 @@ __all__ = [
     "clip_by_global_norm",
     "constant",
     "dynamic_loss_scale",
+    "from_torch",
     "join",
     "linear",
     "lion",

@@ -133,7 +133,7 @@ def as_optimizer(x: object) -> Optimizer:
         init, update = x
         return optimizer(init, update)
     remedy = (
-        "use zf.optim.sgd, adam or adamw: a torch.optim optimizer keeps its parameters and its state in itself"
+        "use zf.optim.sgd, adam or adamw, or zf.optim.from_torch() of its class: it keeps its parameters and its state in itself"
         if isinstance(x, torch.optim.Optimizer)
         else "use one of zf.optim, or zf.optim.optimizer(init, update)"
     )

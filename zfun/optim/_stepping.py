@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -33,10 +33,8 @@ class Into(NamedTuple):
 StepFn: TypeAlias = Callable[[Tree, State, Tree, Into], tuple[Tree, State]]
 
 
-class Kernel(Protocol):
-    """One step on flat buffers: ``kernel(param, grad, *moments, change)``, as those of ``zfun.ops``."""
-
-    def __call__(self, *buffers: Any) -> None: ...
+# One step on flat buffers: ``kernel(param, grad, *moments, change)``, as those of ``zfun.ops``.
+Kernel: TypeAlias = Callable[..., None]
 
 
 def assemble(init: InitFn, step: StepFn) -> Optimizer:

@@ -1,0 +1,218 @@
+"""Element-wise optimizers of torch.optim, and of others that are written like them, as pure functions."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from zfun import ops, tree
+from zfun.errors import NotElementwiseError, OptionError
+from zfun.optim._base import Optimizer, State, aligned, check_trainable, flat_view, optimizer, remembered, step_count
+from zfun.optim._probe import probe
+from zfun.optim._schedules import rate_at
+from zfun.optim._stepping import no_steps
+from zfun.tree import Tree
+
+__all__ = ["TorchState", "from_torch"]
+
+# Torch's loops treat the last elements of a tensor in other instructions, which round otherwise; and they share long tensors out among
+# threads. Pieces of a whole number of vectors, and no longer than a thread's share, know nothing of where a leaf was cut.
+_PIECE = 1 << 15
+_VECTORS = 64
+
+_REFUSED = {
+    "LBFGS": "searches along a line, over all parameters at once, and calls the loss again",
+    "Adafactor": "keeps sums over rows and columns of a matrix",
+    "Muon": "makes whole matrices orthogonal; use zf.optim.muon, which sends them to where that is done",
+    "SparseAdam": "takes sparse gradients",
+}
+
+
+class TorchState(NamedTuple):
+    """State of :func:`from_torch`.
+
+    Attributes:
+        count: steps taken, 0-dim int64 on the CPU.
+        trees: by torch's name, what torch keeps for each element: trees like the parameters.
+        scalars: by torch's name, what it keeps for each tensor, and what is the same for all of them: 0-dim tensors on the CPU.
+    """
+
+    count: Tensor
+    trees: dict[str, Tree]
+    scalars: dict[str, Tensor]
+
+
+@remembered
+def from_torch(make: type[torch.optim.Optimizer], **options: Any) -> Optimizer:
+    """Make a pure optimizer of a class of ``torch.optim``, or of another one that is written so, if it works element by element.
+
+    Its state is taken out of torch's optimizer and put back at each step, in pieces of parameters, so that it may be sharded, offloaded,
+    saved. It costs a copy of parameters, gradients and state at each step: :func:`sgd`, :func:`adam`, :func:`adamw` and :func:`adagrad`
+    do not.
+
+    Args:
+        make: the class, such as ``torch.optim.RMSprop``.
+        options: its options. ``lr`` may also be a function of the number of steps taken so far.
+
+    Returns:
+        An optimizer with :class:`TorchState`.
+
+    Raises:
+        OptionError: ``make`` is no such class, or does not take the options.
+        NotElementwiseError: it needs whole tensors, as LBFGS and Adafactor do, or a probe finds that it mixes elements.
+
+    Example:
+        >>> optimizer = from_torch(torch.optim.RMSprop, lr=0.5, alpha=0.75)
+        >>> params, grads = {"w": torch.zeros(2)}, {"w": torch.tensor([3.0, -0.01])}
+        >>> params, state = optimizer.apply(grads, optimizer.init(params), params)
+        >>> params, list(state.trees)
+        ({'w': tensor([-1.0000,  1.0000])}, ['square_avg'])
+    """
+    if not (isinstance(make, type) and issubclass(make, torch.optim.Optimizer)):
+        raise OptionError(f"from_torch() takes a class of torch.optim; got {make!r}; write from_torch(torch.optim.NAdam, lr=1e-3)")
+    if make.__name__ in _REFUSED:
+        raise NotElementwiseError(
+            f"from_torch() takes optimizers that work element by element; torch.optim.{make.__name__} {_REFUSED[make.__name__]}"
+        )
+    known = [name for name in inspect.signature(make).parameters if name != "params"]
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            remedy = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known)}"
+            raise OptionError(f"torch.optim.{make.__name__} has no option {name!r}; {remedy}")
+    pure = _from_torch(make, options)
+    probe(pure)
+    return pure
+
+
+def _from_torch(make: type[torch.optim.Optimizer], options: dict[str, Any]) -> Optimizer:
+    schedule = options.get("lr")
+
+    def at(before: int) -> dict[str, Any]:
+        return {**options, "lr": rate_at(schedule, before)} if callable(schedule) else options
+
+    @functools.lru_cache(maxsize=16)
+    def kept(dtype: torch.dtype) -> dict[str, Any]:
+        """What torch keeps of a tensor."""
+        with unset_fake_temporarily():
+            zeros = [torch.zeros(_VECTORS, dtype=dtype, device="cpu") for _ in range(2)]
+            return {name: value for name, value in _stepped(make, at(0), zeros[:1], zeros[1:], [{}])[0].items() if value is not None}
+
+    def init(params: Tree) -> TorchState:
+        check_trainable(params)
+        leaves, spec = tree.flatten(params)
+        found = {name: value for leaf in leaves for name, value in kept(_real(leaf.dtype)).items()}
+
+        def zeros(name: str, leaf: Tensor) -> Tensor:
+            dtype = kept(_real(leaf.dtype))[name].dtype
+            dtype = dtype.to_complex() if leaf.is_complex() else dtype
+            return torch.zeros_like(leaf, dtype=dtype, memory_format=torch.contiguous_format, requires_grad=False)
+
+        trees = {name: tree.unflatten(spec, [zeros(name, leaf) for leaf in leaves]) for name, value in found.items() if _is_tree(value)}
+        scalars = {name: torch.zeros_like(torch.as_tensor(value)) for name, value in found.items() if not _is_tree(value)}
+        return TorchState(no_steps(), trees, scalars)
+
+    @torch.no_grad()
+    def step(grads: Tree, state: State, params: Tree) -> tuple[list[Tensor], TorchState]:
+        rows = aligned(params, gradients=grads, **state.trees)
+        before = step_count(state.count)
+        scalars: dict[str, Tensor] = {}
+        new: list[list[Tensor]] = []
+        for row in rows:
+            if ops.is_abstract(row[0]) or row[0].numel() == 0:
+                new.append([x.detach().clone(memory_format=torch.contiguous_format) for x in (row[0], *row[2:])])
+                continue
+            values, gradients, *rest = [_pieces(x) for x in row]
+            # The very first state is torch's own, which need not be zeros.
+            states = [_restored(state, kept(values[0].dtype), held) if before else {} for held in zip(*rest, strict=True)]
+            states = states or [_restored(state, kept(values[0].dtype), ()) if before else {} for _ in values]
+            after = _stepped(make, at(before), values, [g.to(p.dtype) for p, g in zip(values, gradients, strict=True)], states)
+            scalars = _same_for_all(make, scalars, state, after)
+            parts = [values, *([found[name] for found in after] for name in state.trees)]
+            new.append([_whole(part, x) for part, x in zip(parts, (row[0], *row[2:]), strict=True)])
+        spec = tree.structure(params)
+        trees = {name: tree.unflatten(spec, [leaf[1 + place] for leaf in new]) for place, name in enumerate(state.trees)}
+        return [leaf[0] for leaf in new], TorchState(state.count + 1, trees, scalars or dict(state.scalars))
+
+    def update(grads: Tree, state: State, params: Tree) -> tuple[Tree, TorchState]:
+        new, after = step(grads, state, params)
+        # In float64 the change of a narrower number is exact, so that to add it gives torch's bits.
+        changes = [n.to(_wide(n)) - p.detach().to(_wide(n)) for n, p in zip(new, tree.leaves(params), strict=True)]
+        return tree.unflatten(tree.structure(params), changes), after
+
+    return optimizer(init, update)
+
+
+def _is_tree(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def _restored(state: TorchState, kinds: dict[str, Any], held: Sequence[Tensor]) -> dict[str, Any]:
+    """What torch kept of a piece, as it kept it."""
+    # Torch counts in place: every piece has a count of its own.
+    scalars = {
+        name: value.clone() if isinstance(kinds[name], Tensor) else type(kinds[name])(value.item()) for name, value in state.scalars.items()
+    }
+    return {**dict(zip(state.trees, held, strict=False)), **scalars}
+
+
+def _same_for_all(
+    make: type[torch.optim.Optimizer], before: dict[str, Tensor], state: TorchState, after: Sequence[dict[str, Any]]
+) -> dict[str, Tensor]:
+    """Return what torch keeps once for each tensor, which may depend on nothing but the number of steps."""
+    first = before or {name: torch.as_tensor(after[0][name]).clone() for name in state.scalars}
+    for found in after:
+        for name, value in first.items():
+            if not torch.equal(torch.as_tensor(found[name]), value):
+                raise NotElementwiseError(
+                    f"an optimizer that runs on shards works element by element; torch.optim.{make.__name__} keeps {name!r}, which is one "
+                    f"number for each tensor, and it was {value.item():.6g} for one and {float(found[name]):.6g} for another; use an "
+                    "optimizer that keeps a number for each element"
+                )
+    return first
+
+
+def _real(dtype: torch.dtype) -> torch.dtype:
+    return dtype.to_real() if dtype.is_complex else dtype
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.complex128 if x.is_complex() else torch.float64
+
+
+def _pieces(x: Tensor) -> list[Tensor]:
+    """Copy a leaf into pieces of real numbers, the last one filled up with zeros."""
+    # Copies, so that each begins at a boundary of a vector and of a cache line, wherever it lay.
+    return [torch.nn.functional.pad(piece, (0, -piece.numel() % _VECTORS)).clone() for piece in flat_view(x).split(_PIECE)]
+
+
+def _whole(pieces: Sequence[Tensor], like: Tensor) -> Tensor:
+    """Put pieces together again, in the shape and dtype of a leaf."""
+    flat = torch.cat(list(pieces))[: flat_view(like).numel()].clone()
+    return (torch.view_as_complex(flat.view(*like.shape, 2)) if like.is_complex() else flat.view(like.shape)).to(like.dtype)
+
+
+def _stepped(
+    make: type[torch.optim.Optimizer],
+    options: dict[str, Any],
+    values: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: Sequence[dict[str, Any]],
+) -> list[dict[str, Any]]:
+    """Let torch take a step on ``values``, in place, and return what it keeps."""
+    twins = [torch.nn.Parameter(value, requires_grad=False) for value in values]
+    made = make(twins, **options)
+    for twin, grad, state in zip(twins, grads, states, strict=True):
+        twin.grad = grad
+        if state:
+            made.state[twin] = state
+    step: Callable[[], Any] = made.step
+    step()
+    return [dict(made.state[twin]) for twin in twins]
