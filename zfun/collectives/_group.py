@@ -48,7 +48,7 @@ class Group(Protocol):
 
     @property
     def numbers(self) -> Sequence[int]:
-        """For each rank the number by which messages call it: its rank in the group that was split, if this is a part of one."""
+        """What messages call each rank. In a part of a group that was split these are the ranks of that group."""
         return range(self.size)
 
     @abstractmethod
@@ -108,7 +108,7 @@ class Group(Protocol):
         """Return a group of some of the ranks. All ranks call, with the same arguments.
 
         Args:
-            parts: the ranks of each sub-group, in the order that they have there; every rank in one part.
+            parts: the ranks of each sub-group, ascending; every rank in one part.
             name: what the sub-groups are, for records.
 
         Returns:
@@ -147,9 +147,10 @@ def own_part(group: Group, parts: Sequence[Sequence[int]]) -> Sequence[int]:
     Raises:
         OptionError: a rank is in no part or in two.
     """
-    if sorted(rank for part in parts for rank in part) != list(range(group.size)):
+    together = sorted(rank for part in parts for rank in part)
+    if together != list(range(group.size)) or any(list(part) != sorted(part) for part in parts):
         shown = [list(part) for part in parts]
-        raise OptionError(f"the parts of a group have each of its ranks once; got {shown} for {group.size} ranks")
+        raise OptionError(f"the parts of a group have each of its ranks once, in ascending order; got {shown} for {group.size} ranks")
     return next(part for part in parts if group.rank in part)
 
 

@@ -3,9 +3,9 @@
 [Note: two axes]
 
 A mesh is a group whose ranks stand in rows. A row is the *inner* axis: ranks that are near each other, of one host say. A column is the
-*outer* axis: one rank of every row. Rank ``(i, o)``, the i-th of its row in the o-th row, has rank ``i * outer.size + o`` in the mesh: so the
-shard of a rank of the inner axis is what the shards of its column make up, one after the other, and every change between the three (whole,
-cut over the inner axis, cut over the mesh) is one collective of one axis, with no copy in between.
+*outer* axis: one rank of every row. The i-th rank of the o-th row has rank ``i * outer.size + o`` in the mesh: so the shard of a rank of
+the inner axis is what the shards of its column make up, one after the other, and every change between the three (whole, cut over the inner
+axis, cut over the mesh) is one collective of one axis, with no copy in between.
 
 A collective of the mesh goes axis by axis, so that what crosses between rows is never sent there twice:
 
@@ -331,16 +331,16 @@ class Mesh(Group):
 def split(group: Group, inner: int) -> Mesh:
     """Put the ranks of a group in rows: ranks ``0 ... inner - 1`` in the first, and so on.
 
-    What is sharded over ``mesh.inner`` is replicated over ``mesh.outer``: hybrid sharding, where only sums of gradients leave a row. What is
-    sharded over the mesh itself is sharded over all ranks, with collectives that go axis by axis.
+    What is sharded over ``mesh.inner`` is replicated over ``mesh.outer``: hybrid sharding, where only sums of gradients leave a row. What
+    is sharded over the mesh itself is sharded over all ranks, with collectives that go axis by axis.
 
     Args:
         group: all the ranks. Every rank calls.
         inner: how many ranks make a row; with a launcher that numbers the ranks host by host, those of one host.
 
     Returns:
-        A group of all the ranks with the groups ``inner`` and ``outer`` in it. They end with ``group``. Its own ranks count along the columns:
-        the rank of ``group`` that is the i-th in row o has rank ``i * outer.size + o``.
+        A group of all the ranks with the groups ``inner`` and ``outer`` in it. They end with ``group``. Its own ranks count along the
+        columns: the rank of ``group`` that is the i-th in row o has rank ``i * outer.size + o``.
 
     Raises:
         OptionError: ``inner`` does not divide the number of ranks, or this kind of group cannot be divided.
@@ -366,8 +366,16 @@ def split(group: Group, inner: int) -> Mesh:
 def check_shardable(group: Group, what: str) -> None:
     """Refuse the outer axis of a mesh, whose shards would not be pieces of those of the mesh.
 
+    Args:
+        group: what something is to be sharded over.
+        what: who shards, for the message.
+
     Raises:
         PlacementError: it is one.
+
+    Example:
+        >>> from zfun.collectives import abstract_group
+        >>> check_shardable(split(abstract_group(6), inner=3).inner, "shard()")
     """
     if group.axis == "outer":
         raise PlacementError(f"{what} shards over a mesh or its inner axis; got its outer axis, which replicates; pass mesh.inner")
@@ -383,6 +391,15 @@ def start_reduce_scatter_over(group: Group, call: Call, x: Tensor) -> Pending:
 
     Returns:
         The pending piece of this rank.
+
+    Example:
+        >>> from zfun.collectives import simulate
+        >>> def main(group):
+        ...     mesh = split(group, inner=2)
+        ...     call = Call(ReduceScatter(), "grads")
+        ...     return start_reduce_scatter_over(mesh.inner, call, torch.tensor([1, 10])).wait().item()
+        >>> simulate(4, main)
+        [4, 40, 4, 40]
     """
     mesh = group.mesh
     if group is not mesh and isinstance(mesh, Mesh):

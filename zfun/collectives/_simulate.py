@@ -176,9 +176,9 @@ class _SimulatedGroup(Group):
             raise OptionError(f"a simulated group moves CPU tensors only; {call.op.kind} got one on {x.device}; move it to the CPU")
         if threading.get_ident() != self._thread:
             raise OptionError(
-                f"a simulated group belongs to the thread of its rank; rank {self._world_rank}'s was used in another thread ({call.op.kind} "
-                f"{call.name!r}); ranks must not share what changes while it runs: give each its own module, made inside the rank's "
-                "function"
+                f"a simulated group belongs to the thread of its rank; rank {self._world_rank}'s was used in another thread "
+                f"({call.op.kind} {call.name!r}); ranks must not share what changes while it runs: give each its own module, made inside "
+                "the rank's function"
             )
         # The copy lets the sender do with its tensor what it likes, as it can when the bytes are on the wire.
         sent = x.detach().clone()
@@ -231,9 +231,7 @@ class _World:
         self._failure: Callable[[int], ZfunError] | None = None
         self._consequences: list[ZfunError] = []
 
-    def arrive(
-        self, rank: int, members: tuple[int, ...], channel: tuple[int, ...], call: Call, x: Tensor, out: Tensor | None
-    ) -> _Meeting:
+    def arrive(self, rank: int, members: tuple[int, ...], channel: tuple[int, ...], call: Call, x: Tensor, out: Tensor | None) -> _Meeting:
         """Bring a rank's input to its next collective; the last rank computes the result for all."""
         with self._lock:
             self._raise_failure(rank)

@@ -69,6 +69,7 @@ class Optimizer(NamedTuple):
         apply: ``apply(grads, state, params, *, donate=False) -> (params, state)``: ``update`` and then add, with the same bits. With
             ``donate=True`` it may overwrite the buffers of ``state`` and ``params``, which must not be used again.
         placement: the placement that it computes in; ``None`` follows the parameters.
+        group: the group of that placement; ``None`` follows the parameters.
 
     Example:
         >>> from zfun.optim import sgd
@@ -80,6 +81,7 @@ class Optimizer(NamedTuple):
     update: UpdateFn
     apply: ApplyFn
     placement: Placement | None = None
+    group: Any = None
 
 
 @remembered
