@@ -146,12 +146,12 @@ def run(group: zf.Group, inner: int | None, places: Places, batches: Any, bucket
         value, grads = vg(params, step[group.rank])
         losses.append(float(value))
         params, state = zf.apply(optimizer, grads, state, params)
-    check_padding((params, state, grads))
+    check_padding((params, state))
     return (zf.unshard(params) if isinstance(params, zf.Flat) else params), losses
 
 
 def all_places() -> list[Places]:
-    found = [Places(*names) for names in itertools.product((None, "inner", "all"), repeat=3)]
+    found = [Places(params, grads, rule) for params, grads, rule in itertools.product((None, "inner", "all"), repeat=3)]
     found += [Places("all", grads, rule, secondary=True) for grads, rule in ((None, None), ("all", "all"), ("inner", "all"))]
     return found + [Places(None, grads, None, flat=flat) for grads in (None, "inner") for flat in ("inner", "all")]
 
@@ -221,7 +221,7 @@ def test_functional_derivatives(axis: str) -> None:
         tangent = zf.shard(models.mlp(seed=4), over, bucket_bytes=300)
         loss = zf.shard_params(lambda p, b: models.mlp_loss(p, b) / 4, over)
         gradient = lambda p: torch.func.grad(loss)(p, batches.view(4, -1, 5)[group.rank])
-        product = torch.func.jvp(gradient, (params,), (tangent,))[1]  # pyrefly: ignore[bad-argument-type, bad-index]
+        product = torch.func.jvp(gradient, (params,), (tangent,))[1]
         native = zf.value_and_grad(loss)(params, batches.view(4, -1, 5)[group.rank])[1]
         assert native.placement is zf.S
         assert native.group is over
