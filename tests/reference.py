@@ -17,6 +17,19 @@ Params = dict[str, Tensor]
 LossFn = Callable[[Params, Any], Tensor]
 
 
+def agrees(x: Tensor, y: Tensor, before: Tensor) -> bool:
+    """Whether an update, added, gave what a step gave: in every bit, or within a rounding where a number doubled, halved or turned.
+
+    What comes near nothing from far has digits that no number to be added to where it was can carry.
+    """
+    x, y, before = (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in (x, y, before))
+    ratio = y.double() / before.double()
+    largest = torch.maximum(y.double().abs(), before.double().abs())
+    near = (ratio >= 0.5) & (ratio <= 2.0)
+    rounding = torch.finfo(x.dtype).eps * largest + torch.finfo(x.dtype).smallest_normal
+    return bool(torch.where(near, x == y, (x.double() - y.double()).abs() <= rounding).all())
+
+
 def gradients(loss_fn: LossFn, params: Params, batches: Sequence[Any]) -> tuple[float, Params]:
     """The loss over all batches, each counting the same, and its gradient."""
     total = 0.0

@@ -41,7 +41,7 @@ def threads(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
-        with mock.patch("zfun.ops._compiled._MIN_PER_THREAD", 64), mock.patch("zfun.ops._compiled_codes._CHUNK", 64):
+        with mock.patch("zfun.ops._jit._MIN_PER_THREAD", 64), mock.patch("zfun.ops._compiled_codes._CHUNK", 64):
             yield
     finally:
         torch.set_num_threads(before)

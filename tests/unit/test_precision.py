@@ -143,7 +143,7 @@ def test_master_weights_are_float32_training() -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32, torch.complex64])
 def test_update_and_then_add_is_apply(dtype: torch.dtype) -> None:
-    optimizer = optim.with_master(optim.adamw(0.1), torch.float64)
+    optimizer = optim.with_master(optim.adam(0.1), torch.float64)
     params = {"w": (torch.randn(300) * torch.logspace(-3, 3, 300)).to(dtype), "b": torch.randn(3, dtype=torch.float64)}
     state = optimizer.init(params)
     for _ in range(4):

@@ -61,22 +61,19 @@ def agree(entries: Sequence[Entry], group: Group, what: str) -> None:
     lengths = group.all_gather(torch.tensor(len(text)), "digest lengths")
     padded = text.ljust(int(lengths.max()), b" ")
     texts = group.all_gather(_as_tensor(padded), "digest texts")
-    # People know the ranks by the numbers of the group that they started with.
-    order = sorted(range(group.size), key=group.numbers.__getitem__)
-    numbers = [group.numbers[rank] for rank in order]
-    sides = [[Entry(*fields) for fields in json.loads(bytes(texts[rank].tolist()))] for rank in order]
-    differences = _differences(sides, numbers)
+    sides = [[Entry(*fields) for fields in json.loads(bytes(side.tolist()))] for side in texts]
+    differences = _differences(sides)
     more = f" (and {len(differences) - _SHOWN} more)" if len(differences) > _SHOWN else ""
     first = differences[0][0] if differences else None
     listed = "; ".join(difference for _, difference in differences[:_SHOWN])
-    raise SpecMismatch(f"all ranks must hold the same {what}; {listed}{more}", rank=group.numbers[group.rank], leaf=first)
+    raise SpecMismatch(f"all ranks must hold the same {what}; {listed}{more}", rank=group.rank, leaf=first)
 
 
 def _as_tensor(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _differences(sides: Sequence[Sequence[Entry]], numbers: Sequence[int]) -> list[tuple[str, str]]:
+def _differences(sides: Sequence[Sequence[Entry]]) -> list[tuple[str, str]]:
     """Return for each leaf that differs its path and a sentence."""
     by_path = [{entry.path: entry for entry in side} for side in sides]
     paths = dict.fromkeys(path for side in by_path for path in side)
@@ -87,25 +84,25 @@ def _differences(sides: Sequence[Sequence[Entry]], numbers: Sequence[int]) -> li
             continue
         described = ["missing" if entry is None else entry.description for entry in entries]
         if len(set(described)) > 1:
-            found.append((path, f"leaf {path} is {_by_side(described, numbers)}"))
+            found.append((path, f"leaf {path} is {_by_side(described)}"))
         else:
             prints = ["" if entry is None else str(entry.fingerprint) for entry in entries]
-            found.append((path, f"leaf {path} has other values: fingerprint {_by_side(prints, numbers)}"))
+            found.append((path, f"leaf {path} has other values: fingerprint {_by_side(prints)}"))
     if not found:
         orders = [", ".join(entry.path for entry in side[:8]) for side in sides]
-        found.append((sides[0][0].path, f"the leaves come in another order: {_by_side(orders, numbers)}"))
+        found.append((sides[0][0].path, f"the leaves come in another order: {_by_side(orders)}"))
     return found
 
 
-def _by_side(values: Sequence[str], numbers: Sequence[int]) -> str:
+def _by_side(values: Sequence[str]) -> str:
     """Say which ranks hold which value.
 
     Example:
-        >>> _by_side(["a", "b", "a"], range(3))
+        >>> _by_side(["a", "b", "a"])
         'a on ranks 0, 2 and b on rank 1'
     """
     ranks_of: dict[str, list[int]] = {}
-    for rank, value in zip(numbers, values, strict=True):
+    for rank, value in enumerate(values):
         ranks_of.setdefault(value, []).append(rank)
     return " and ".join(f"{value} on {'rank' if len(ranks) == 1 else 'ranks'} {_listed(ranks)}" for value, ranks in ranks_of.items())
 

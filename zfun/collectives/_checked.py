@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
 from typing import final
 
 import torch
@@ -45,9 +44,6 @@ class _CheckedGroup(Wrapper):
             return pending.wait()
 
         return Pending(wait)
-
-    def subgroup(self, parts: Sequence[Sequence[int]], name: str = "") -> Group:
-        return _CheckedGroup(self._group.subgroup(parts, name))
 
     def __repr__(self) -> str:
         return f"checked({self._group!r})"

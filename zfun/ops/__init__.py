@@ -4,7 +4,7 @@ from zfun.ops._blocks import dequantise, message_bytes, quantise, sum_dequantise
 from zfun.ops._fingerprint import fingerprint
 from zfun.ops._jit import is_abstract, use
 from zfun.ops._norm import squares_in_bins, total_of_bins
-from zfun.ops._optimizers import adam_step, scale_into, sgd_step
+from zfun.ops._optimizers import adagrad_step, adam_step, lamb_step, lion_step, scale_into, sgd_step
 from zfun.ops._ravel import Measures, ravel, ravel_into, unravel, unravel_from
 from zfun.ops._signs import pack_signs, unpack_signs
 from zfun.ops._sums import sum_in_rank_order, wide
@@ -13,10 +13,13 @@ from zfun.ops._table import AddressTable
 __all__ = [
     "AddressTable",
     "Measures",
+    "adagrad_step",
     "adam_step",
     "dequantise",
     "fingerprint",
     "is_abstract",
+    "lamb_step",
+    "lion_step",
     "message_bytes",
     "pack_signs",
     "quantise",

@@ -1,9 +1,8 @@
-"""Signs and block codes on CPUs; see [Note: compiled kernels] and [Note: twins]."""
+"""Signs and block codes on CPUs; see [Note: twins]."""
 
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zfun.ops import _compiled
+from zfun.ops import _jit
 
 __all__ = ["dequantise", "pack_signs", "quantise", "sum_dequantised", "unpack_signs"]
 
@@ -23,22 +22,14 @@ _CHUNK = 1 << 16
 
 @functools.cache
 def _kernel(source: Callable[..., Any]) -> Callable[..., Any]:
-    import numba
-    from numba.core.errors import NumbaPerformanceWarning
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NumbaPerformanceWarning)
-        try:
-            return numba.njit(cache=True, nogil=True, error_model="numpy")(source)
-        except RuntimeError:  # neither the package's folder nor a cache folder of the user can be written
-            return numba.njit(nogil=True, error_model="numpy")(source)
+    return _jit.jit(source)
 
 
 def _in_pieces(work: Callable[[int, int], None], numel: int, unit: int) -> None:
     """Do some work on the elements from a start to an end, piece by piece, cut at multiples of ``unit`` and over torch's threads."""
     size = -(-_CHUNK // unit) * unit
     pieces = [(start, min(start + size, numel)) for start in range(0, numel, size)]
-    num_threads = min(torch.get_num_threads(), numel // _compiled._MIN_PER_THREAD, len(pieces))
+    num_threads = min(torch.get_num_threads(), numel // _jit._MIN_PER_THREAD, len(pieces))
 
     def several(mine: list[tuple[int, int]]) -> None:
         for start, end in mine:
@@ -49,7 +40,7 @@ def _in_pieces(work: Callable[[int, int], None], numel: int, unit: int) -> None:
         return
     count = -(-len(pieces) // num_threads)
     shares = [pieces[i : i + count] for i in range(0, len(pieces), count)]
-    waiting = [_compiled._pool(num_threads).submit(several, share) for share in shares[1:]]
+    waiting = [_jit._pool(num_threads).submit(several, share) for share in shares[1:]]
     several(shares[0])
     for future in waiting:
         future.result()

@@ -116,7 +116,8 @@ def in_parts(length: int, work: Callable[[int, int], None]) -> None:
     """
     num_threads = min(torch.get_num_threads(), length // _MIN_PER_THREAD)
     if num_threads < 2:
-        work(0, length)
+        if length:
+            work(0, length)
         return
     step = -(-length // num_threads // 1024) * 1024
     waiting = [_pool(num_threads).submit(work, begin, min(begin + step, length)) for begin in range(step, length, step)]

@@ -16,7 +16,7 @@ from numba import carray
 from zfun.ops._jit import jit
 from zfun.ops._numbers import bits, narrow, pointer, widen
 
-__all__ = ["add_squares", "carry", "ravel", "unravel"]
+__all__ = ["add_squares", "carry", "convert", "ravel", "unravel"]
 
 # Elements of a block: 64 KiB of float32 and the 64 KiB they came from are at home in every L2.
 _BLOCK = 1 << 14
@@ -25,7 +25,7 @@ _MANTISSA = (1 << 52) - 1
 
 
 @jit
-def _convert(source: Any, target: Any, scale: Any) -> None:
+def convert(source: Any, target: Any, scale: Any) -> None:
     for i in range(target.size):
         target[i] = narrow(widen(source[i], scale) * scale, target)
 
@@ -88,7 +88,7 @@ def ravel(pieces: Any, like: Any, out: Any, begin: Any, end: Any, scale: Any, ex
             if exact:
                 _copy(source, out[at:stop])
             else:
-                _convert(source, out[at:stop], scale)
+                convert(source, out[at:stop], scale)
             at = stop
             if stop == stops[piece]:
                 piece += 1
@@ -109,7 +109,7 @@ def unravel(pieces: Any, like: Any, source: Any, begin: Any, end: Any, exact: An
         if exact:
             _copy(source[low:high], target)
         else:
-            _convert(source[low:high], target, one)
+            convert(source[low:high], target, one)
 
 
 @jit

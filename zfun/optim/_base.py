@@ -66,10 +66,10 @@ class Optimizer(NamedTuple):
     Attributes:
         init: ``init(params) -> state``.
         update: ``update(grads, state, params) -> (updates, state)``; ``updates`` are to be added to the parameters.
-        apply: ``apply(grads, state, params, *, donate=False) -> (params, state)``: ``update`` and then add, with the same bits. With
+        apply: ``apply(grads, state, params, *, donate=False) -> (params, state)``: ``update`` and then add, with the same bits (with weight
+            decay beside the gradient, within a rounding where a parameter doubles, halves or changes sign). With
             ``donate=True`` it may overwrite the buffers of ``state`` and ``params``, which must not be used again.
         placement: the placement that it computes in; ``None`` follows the parameters.
-        group: the group of that placement; ``None`` follows the parameters.
 
     Example:
         >>> from zfun.optim import sgd
@@ -81,7 +81,6 @@ class Optimizer(NamedTuple):
     update: UpdateFn
     apply: ApplyFn
     placement: Placement | None = None
-    group: Any = None
 
 
 @remembered

@@ -11,7 +11,6 @@ from torch import Tensor
 from zfun import ops
 from zfun.errors import OptionError, checked_options
 from zfun.optim._base import Optimizer, remembered
-from zfun.optim._plain import adagrad_step, lion_step
 from zfun.optim._schedules import Schedule, check_decay, check_rate, decay_at, rate_at
 from zfun.optim._stepping import Kernel, elementwise
 from zfun.tree import Tree
@@ -197,16 +196,15 @@ def _adam(learning_rate: float | Schedule, b1: float | Schedule, b2: float, eps:
 
     def kernel_at(before: int) -> Kernel:
         rate, first = rate_at(learning_rate, before), decay_at("b1", b1, before)
-        # √(v / c) + eps = (√v + eps √c) / √c: the correction moves into two constants and costs no pass over memory.
-        root = math.sqrt(1.0 - b2 ** (before + 1))
         return functools.partial(
             ops.adam_step,
             b1=first,
             b2=b2,
-            step_size=rate * root / (1.0 - first ** (before + 1)),
-            eps=eps * root,
+            step_size=rate / (1.0 - first ** (before + 1)),
+            eps=eps,
             l2=l2,
             decay=rate * decay,
+            correction=math.sqrt(1.0 - b2 ** (before + 1)),
         )
 
     return elementwise(AdamState, ("mu", "nu"), kernel_at)
@@ -248,7 +246,7 @@ def lion(learning_rate: float | Schedule, *, b1: float | Schedule = 0.9, b2: flo
 
     def kernel_at(before: int) -> Kernel:
         rate = rate_at(learning_rate, before)
-        return functools.partial(lion_step, b1=decay_at("b1", b1, before), b2=b2, learning_rate=rate, decay=rate * weight_decay)
+        return functools.partial(ops.lion_step, b1=decay_at("b1", b1, before), b2=b2, learning_rate=rate, decay=rate * weight_decay)
 
     return elementwise(LionState, ("mu",), kernel_at)
 
@@ -289,7 +287,7 @@ def adagrad(learning_rate: float | Schedule, *, rate_decay: float = 0.0, eps: fl
 
     def kernel_at(before: int) -> Kernel:
         rate = rate_at(learning_rate, before) / (1.0 + rate_decay * before)
-        return functools.partial(adagrad_step, learning_rate=rate, eps=eps, l2=weight_decay)
+        return functools.partial(ops.adagrad_step, learning_rate=rate, eps=eps, l2=weight_decay)
 
     return elementwise(AdagradState, ("total",), kernel_at)
 
