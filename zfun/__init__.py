@@ -1,6 +1,6 @@
 """zfun: functional sharding of training state for PyTorch."""
 
-from zfun import optim, stores
+from zfun import optim, policies, stores
 from zfun.collectives import (
     Group,
     Lane,
@@ -51,6 +51,7 @@ from zfun.transforms import (
     gather,
     offload,
     redistribute,
+    remat,
     replicate,
     scale_loss,
     shard,
@@ -108,10 +109,12 @@ __all__ = [
     "optim",
     "partition",
     "permute",
+    "policies",
     "process_group",
     "record",
     "redistribute",
     "reduce_scatter",
+    "remat",
     "replicate",
     "scale_loss",
     "shard",

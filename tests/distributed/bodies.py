@@ -200,6 +200,42 @@ def functional_derivatives(group: zf.Group) -> Any:
     return results
 
 
+def recomputed(group: zf.Group) -> Any:
+    """Blocks that are computed again, at every stage, on ranks that take other branches; and activations kept in parts."""
+
+    def block(layer: Any, x: Tensor) -> Tensor:
+        return x + torch.tanh(x @ layer["w"] + layer["b"])
+
+    def loss_of(run: Any) -> Any:
+        def loss_fn(params: Any, batch: Any) -> Tensor:
+            x, rank = batch
+            for i, layer in enumerate(params["h"]):
+                x = x if i == 1 and rank == 1 else run(layer, x)
+            return (x @ params["out"]).pow(2).mean()
+
+        return loss_fn
+
+    def trained(stage: int, run: Any, batches: Any, rank: int) -> Any:
+        z = zf.zero(stage, loss_of(run), optim.adamw(0.05), group, bucket_bytes=300, num_micro_batches=2)
+        state = z.init(models.mlp())
+        for step in batches:
+            state, _ = z.step(state, (step[rank], rank))
+        return z.params(state)
+
+    own = models.mlp_batches(2, group.size)
+    for stage in (0, 2, 3):
+        expected = trained(stage, block, own, group.rank)
+        for policy in (zf.policies.nothing, zf.policies.matmuls):
+            found = trained(stage, zf.remat(block, policy=policy, store=zf.stores.host()), own, group.rank)
+            assert_same_bits(found, expected, f"stage {stage} with and without remat()")
+    # All ranks hold the same activations.
+    expected = trained(3, block, own, 0)
+    recorded = zf.record(group)
+    assert_same_bits(trained(3, zf.remat(block, shard_over=recorded), own, 0), expected)
+    assert recorded.bytes_sent("activations") > 0
+    return expected
+
+
 def values_differ(group: zf.Group) -> Any:
     params = models.mlp()
     if group.rank == 1:
@@ -246,6 +282,7 @@ BODIES = [
     bytes_of_steps,
     nan_on_one_rank,
     functional_derivatives,
+    recomputed,
     values_differ,
     errors_are_local,
 ]

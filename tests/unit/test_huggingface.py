@@ -299,6 +299,33 @@ def test_checkpointing_of_whole_blocks_gives_the_same_bits() -> None:
     assert_same_bits((loss.detach(), dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))), plain[0])
 
 
+def test_the_switch_of_a_model_with_remat_behind_it(model: Any) -> None:
+    """The model's own checkpointing, with a function that computes again with the parameters of the call."""
+    ids = tokens(0, 0)
+    expected, grads = plain_gradients(model, ids)
+    mine = copy.deepcopy(model)
+    params = dict(model.named_parameters())
+    runs: list[int] = []
+    first = next(module for module in mine.modules() if type(module).__name__.endswith(("Block", "DecoderLayer")))
+    first.mlp.register_forward_pre_hook(lambda *_: runs.append(1))
+    for parameter in mine.parameters():
+        parameter.data.fill_(float("nan"))
+    mine._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=lambda fn, *args: zf.remat(fn)(*args))
+
+    def main(group: Group, sharded: bool) -> None:
+        loss_fn = loss_of(mine)
+        vg = zf.value_and_grad(zf.shard_params(loss_fn, group) if sharded else loss_fn)
+        value = zf.shard(params, group, bucket_bytes=BUCKET_BYTES) if sharded else params
+        for _ in range(2):
+            loss, found = vg(value, ids)
+            assert_same_bits(loss, expected)
+            assert_same_bits(zf.unshard(found) if sharded else found, grads)
+
+    for sharded in (False, True):
+        zf.simulate(1, main, sharded)
+    assert len(runs) == 2 * 4
+
+
 def test_dropout_is_the_same_under_every_stage() -> None:
     """On one rank, where the global generator is one's own."""
     with torch.random.fork_rng():

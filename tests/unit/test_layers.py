@@ -18,6 +18,7 @@ ROOT = Path(zfun.__file__).parent
 ORDER = [
     "errors",
     "typing",
+    "policies",
     "ops",
     "tree",
     "placement",
@@ -137,6 +138,7 @@ PUBLIC = [
     "zfun",
     "zfun.tree",
     "zfun.optim",
+    "zfun.policies",
     "zfun.stores",
     "zfun.collectives",
     "zfun.transforms",

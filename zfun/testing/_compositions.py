@@ -23,6 +23,7 @@ from zfun.transforms import (
     offload_loss,
     offload_optimizer,
     offload_params,
+    remat,
     replicate,
     shard,
     shard_grads,
@@ -47,6 +48,7 @@ class Composition:
         optimizer: ``"shard_optimizer"`` and ``"offload"``.
         flat: whether parameters that are not sharded are flat; those that are sharded or offloaded always are.
         donate: whether each step takes over the buffers of the last one; goes with flat parameters.
+        remat: whether the loss is computed again in backward.
 
     Example:
         >>> Composition(loss=("shard_params",), grads=("shard_grads",), optimizer=("shard_optimizer", "offload")).flat
@@ -58,6 +60,7 @@ class Composition:
     optimizer: tuple[str, ...] = ()
     flat: bool = False
     donate: bool = False
+    remat: bool = False
 
     def __post_init__(self) -> None:
         for field, known in _KNOWN.items():
@@ -83,7 +86,7 @@ _KNOWN = {
 
 
 def all_compositions(*, num_micro_batches: int = 1) -> list[Composition]:
-    """Return every subset of the transforms in every order.
+    """Return every subset of the transforms in every order, without ``remat``.
 
     Args:
         num_micro_batches: with more than one, ``"accumulate"`` takes every place.
@@ -93,7 +96,7 @@ def all_compositions(*, num_micro_batches: int = 1) -> list[Composition]:
 
     Example:
         >>> len(all_compositions()), all_compositions()[0]
-        (275, Composition(loss=(), grads=(), optimizer=(), flat=False, donate=False))
+        (275, Composition(loss=(), grads=(), optimizer=(), flat=False, donate=False, remat=False))
     """
     around = ("shard_grads", "offload") if num_micro_batches == 1 else _KNOWN["grads"]
     gradients = [names for names in _ordered_subsets(around) if num_micro_batches == 1 or "accumulate" in names]
@@ -186,6 +189,10 @@ def _placed(composition: Composition, group: Group, params: tree.Tree, bucket_by
 
 
 def _loss(composition: Composition, group: Group, loss: Loss, store: HostStore) -> Loss:
+    if composition.remat:
+        # As a part of the loss: of a whole one remat() says that it saves nothing.
+        again = remat(loss)
+        loss = lambda params, batch: again(params, batch)  # noqa: PLW0108
     for name in composition.loss:
         loss = shard_params(loss, group) if name == "shard_params" else offload_loss(loss, store)
     return loss

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -119,17 +120,19 @@ def bucket_sizes() -> st.SearchStrategy[int]:
 
 
 def compositions(*, num_micro_batches: int = 1) -> st.SearchStrategy[Composition]:
-    """Draw compositions of the transforms.
+    """Draw compositions of the transforms, with and without ``remat``.
 
     Args:
         num_micro_batches: with more than one, ``"accumulate"`` takes every place.
 
     Example:
+        >>> import dataclasses
         >>> from hypothesis import given, settings
         >>> @settings(max_examples=3, database=None)
         ... @given(compositions())
         ... def test(composition):
-        ...     assert composition in all_compositions()
+        ...     assert dataclasses.replace(composition, remat=False) in all_compositions()
         >>> test()
     """
-    return st.sampled_from(all_compositions(num_micro_batches=num_micro_batches))
+    every = st.sampled_from(all_compositions(num_micro_batches=num_micro_batches))
+    return st.builds(lambda composition, remat: dataclasses.replace(composition, remat=remat), every, st.booleans())

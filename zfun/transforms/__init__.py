@@ -15,12 +15,14 @@ from zfun.transforms._gradient import (
 from zfun.transforms._offload import offload, offload_grads, offload_loss, offload_optimizer, offload_params
 from zfun.transforms._optimizer import apply, shard_optimizer
 from zfun.transforms._redistribute import check_agreement, gather, redistribute, replicate, shard, unshard
+from zfun.transforms._remat import Remat, remat
 from zfun.transforms._shard_params import shard_params
 
 __all__ = [
     "CastLoss",
     "Description",
     "GradientFunction",
+    "Remat",
     "WeightedMean",
     "accumulate",
     "apply",
@@ -35,6 +37,7 @@ __all__ = [
     "offload_optimizer",
     "offload_params",
     "redistribute",
+    "remat",
     "replicate",
     "scale_loss",
     "shard",

@@ -16,7 +16,9 @@ from zfun.errors import LeafError, OptionError, PlacementError, ZfunError, check
 from zfun.flat import Flat, flats, ravel, unravel_buffers
 from zfun.layout import DEFAULT_BUCKET_BYTES, Layout, layout_of, unique_leaves
 from zfun.placement import P, Placement, R, S
+from zfun.transforms._cast import CastLoss
 from zfun.transforms._redistribute import check_agreement, redistribute
+from zfun.transforms._remat import warn_of_whole_loss
 from zfun.transforms._tape import Sink, Tape
 from zfun.typing import Gradient, Loss
 
@@ -295,6 +297,7 @@ def value_and_grad(loss: Loss) -> GradientFunction:
         >>> vg({"w": torch.tensor([1.0, 2.0])}, torch.tensor(3.0))
         (tensor(9.), {'w': tensor([3., 3.])})
     """
+    warn_of_whole_loss(loss.loss if isinstance(loss, CastLoss) else loss)
     return GradientFunction(loss)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import torch
@@ -11,7 +13,9 @@ from torch import Tensor
 from zfun import tree
 from zfun.errors import PlacementError
 
-__all__ = ["LazyLeaf", "materialise"]
+__all__ = ["LazyLeaf", "is_loading", "loading", "materialise"]
+
+_loading: contextvars.ContextVar[bool] = contextvars.ContextVar("zfun_transforms_loading", default=False)
 
 
 class LazyLeaf(torch.Tensor):
@@ -120,7 +124,7 @@ _METADATA = frozenset(
 def _loaded(value: Any) -> Any:
     """Replace lazy leaves in the arguments of an operation, which torch nests in lists, tuples and dicts only."""
     if isinstance(value, LazyLeaf):
-        return value._load()
+        return _load(value)
     if type(value) is tuple:
         return tuple(_loaded(item) for item in value)
     if type(value) is list:
@@ -132,4 +136,24 @@ def _loaded(value: Any) -> Any:
 
 def materialise(subtree: tree.Tree) -> tree.Tree:
     """Replace the lazy leaves of a tree by the gathered tensors."""
-    return tree.map(lambda leaf: leaf._load() if isinstance(leaf, LazyLeaf) else leaf, subtree)
+    return tree.map(lambda leaf: _load(leaf) if isinstance(leaf, LazyLeaf) else leaf, subtree)
+
+
+def is_loading() -> bool:
+    """Whether what runs now makes a parameter ready, and is no operation of the loss."""
+    return _loading.get()
+
+
+@contextlib.contextmanager
+def loading() -> Iterator[None]:
+    """The context of what makes parameters ready for the loss."""
+    token = _loading.set(True)
+    try:
+        yield
+    finally:
+        _loading.reset(token)
+
+
+def _load(leaf: LazyLeaf) -> Tensor:
+    with loading():
+        return leaf._load()

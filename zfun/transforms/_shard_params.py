@@ -45,6 +45,7 @@ from zfun.placement import S
 from zfun.transforms._cast import CastLoss, cast_leaves
 from zfun.transforms._lazy import LazyLeaf
 from zfun.transforms._redistribute import gather, needs_autograd
+from zfun.transforms._remat import warn_of_whole_loss
 from zfun.transforms._tape import Tape
 from zfun.typing import Loss
 
@@ -87,6 +88,7 @@ def shard_params(loss: Loss, group: Group, *, frozen: Flat | None = None, prefet
     if isinstance(loss, CastLoss):
         # [Note: where the cast is]
         return dataclasses.replace(loss, loss=shard_params(loss.loss, group, frozen=frozen, prefetch=prefetch))
+    warn_of_whole_loss(loss)
     if prefetch < 0:
         raise OptionError(f"prefetch is a number of buckets; got {prefetch}; 0 gathers each when it is used")
     plans: dict[tuple[Layout, ...], _Plan] = {}

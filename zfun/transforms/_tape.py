@@ -27,7 +27,7 @@ from torch import Tensor
 from zfun import ops
 from zfun.layout import Layout
 
-__all__ = ["Handle", "Sink", "Tape"]
+__all__ = ["Handle", "Sink", "Tape", "is_bucket_view"]
 
 # Reductions in flight: one that runs while the next bucket is filled.
 _MAX_IN_FLIGHT = 2
@@ -188,3 +188,8 @@ class _BucketNode(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[None, ...]:  # pyrefly: ignore[bad-override]
         ctx.tape.contribute(ctx.bucket, grads)
         return None, None, None, None
+
+
+def is_bucket_view(node: Any) -> bool:
+    """Whether a node of autograd's graph is the one behind the views of a bucket."""
+    return node.name() == f"{_BucketNode.__name__}Backward"

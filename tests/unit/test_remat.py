@@ -1,0 +1,637 @@
+"""remat(): what is kept, where, how many bytes, and what a block may do."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, jvp, vmap
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F
+
+import zfun as zf
+from tests import models
+from tests.unit import test_memory
+from tests.unit.test_memory import Live
+from zfun import policies, tree
+from zfun.collectives import Call, Pending
+from zfun.collectives._group import Wrapper
+from zfun.stores import Stored
+from zfun.testing import assert_same_bits
+
+SIZES = pytest.mark.parametrize("size", [1, 3])
+WIDTH, LAYERS, ROWS = 6, 4, 3
+X = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+# An activation, in bytes.
+ACTIVATION = ROWS * WIDTH * 8
+
+
+def params() -> dict[str, Any]:
+    return models.mlp(WIDTH, LAYERS)
+
+
+def block(layer: Any, x: Tensor) -> Tensor:
+    hidden = torch.tanh(x @ layer["w"] + layer["b"])
+    return x + torch.sin(hidden) * hidden.exp()
+
+
+def loss_of(run: Callable[..., Any]) -> Callable[..., Any]:
+    def loss_fn(params: Any, x: Tensor) -> Tensor:
+        for layer in params["h"]:
+            x = run(layer, x)
+        return (x @ params["out"]).pow(2).mean()
+
+    return loss_fn
+
+
+def gradients(size: int, loss_fn: Any, value: Any = None, *, sharded: bool = True, calls: int = 2) -> list[Any]:
+    """Loss and gradients on each rank after some calls, under stage 3 or data parallelism."""
+
+    def main(group: zf.Group) -> Any:
+        whole = params() if value is None else value
+        if sharded:
+            start, loss = zf.shard(whole, group, bucket_bytes=300), zf.shard_params(loss_fn, group)
+        else:
+            start, loss = whole, loss_fn
+        vg = zf.data_parallel(zf.value_and_grad(loss), group, bucket_bytes=300)
+        for _ in range(calls - 1):
+            vg(start, X + group.rank)
+        out, grads = vg(start, X + group.rank)
+        return out, zf.unshard(grads)
+
+    return zf.simulate(size, main)
+
+
+POLICIES = {
+    "nothing": policies.nothing,
+    "everything": policies.everything,
+    "matmuls": policies.matmuls,
+    "small": lambda op, result: result.num_bytes <= 64,
+    "all": lambda op, result: True,
+    "dtype": lambda op, result: result.dtype is torch.float64 and result.device.type == "cpu" and result.shape[-1:] == (WIDTH,),
+}
+BY_POLICY = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+
+
+@SIZES
+@BY_POLICY
+@pytest.mark.parametrize("stored", [False, True], ids=["here", "stored"])
+def test_no_bit_changes(size: int, policy: Any, stored: bool) -> None:
+    expected = gradients(size, loss_of(block), sharded=False)
+    run = zf.remat(block, policy=policy, store=zf.stores.host() if stored else None)
+    for sharded in (False, True):
+        assert_same_bits(gradients(size, loss_of(run), sharded=sharded, calls=3), expected)
+
+
+# How much is kept.
+
+
+def kept_after_forward(run: Callable[..., Any]) -> int:
+    """Bytes that operations of the forward pass made and that live on for backward, but for the loss itself."""
+    value = tree.map(lambda leaf: leaf.requires_grad_(), params())
+    with Live() as live:
+        loss = loss_of(run)(value, X)
+    # Without a collection of cycles: what is let go of is gone at once.
+    found = live.now() - loss.nbytes
+    loss.backward()
+    return found
+
+
+# The head keeps the last activation and a number for each row.
+HEAD = ACTIVATION + ROWS * 8
+
+
+def test_how_much_is_kept_exactly() -> None:
+    # Of each block its input (that of the first is data), tanh, sin and exp.
+    assert kept_after_forward(block) == (4 * LAYERS - 1) * ACTIVATION + HEAD
+    assert kept_after_forward(zf.remat(block)) == (LAYERS - 1) * ACTIVATION + HEAD
+    assert kept_after_forward(zf.remat(block, policy=policies.matmuls)) == (2 * LAYERS - 1) * ACTIVATION + HEAD
+    assert kept_after_forward(zf.remat(block, policy=policies.everything)) == kept_after_forward(block)
+
+    def by_name(layer: Any, x: Tensor) -> Tensor:
+        with policies.named("wave"):
+            hidden = torch.sin(x @ layer["w"])
+        return torch.tanh(hidden)
+
+    # Two results of each block are made under the name.
+    assert kept_after_forward(zf.remat(by_name)) == (LAYERS - 1) * ACTIVATION + HEAD
+    assert kept_after_forward(zf.remat(by_name, policy=policies.names("wave"))) == (3 * LAYERS - 1) * ACTIVATION + HEAD
+    either = policies.either(policies.matmuls, policies.names("none"))
+    assert kept_after_forward(zf.remat(by_name, policy=either)) == (2 * LAYERS - 1) * ACTIVATION + HEAD
+
+
+def test_the_peak_of_a_step_of_stage_3() -> None:
+    """Beside what a step takes without activations: one input for each block, and the results inside of one."""
+    rows = 64
+
+    def wide(layer: Any, x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = torch.tanh(x @ layer["w"] + layer["b"])
+        return x
+
+    def loss_fn(run: Any) -> Any:
+        return lambda p, x: functools.reduce(lambda x, layer: run(layer, x), p["h"], x).pow(2).mean()
+
+    x = torch.ones(rows, test_memory.WIDTH, dtype=torch.float64)
+
+    def peak(run: Any) -> int:
+        z = zf.zero(3, loss_fn(run), zf.optim.sgd(0.1), test_memory.Echo(), bucket_bytes=test_memory.BUCKET)
+        state = z.init(test_memory.params())
+        state, _ = z.step(state, x)
+        return test_memory.peak_of(lambda: z.step(state, x))
+
+    layers, each = test_memory.LAYERS, x.nbytes
+    plain, less = peak(wide), peak(zf.remat(wide))
+    assert plain >= 4 * layers * each
+    # Within a block: four results, one more that is being made, and two gradients.
+    assert less <= (layers + 7) * each + (test_memory.PARAMS + test_memory.GRADS) * test_memory.BUCKET + test_memory.SLACK
+    assert 2 * less < plain
+
+
+class Vault:
+    """A store that keeps bytes and not tensors, and looks whether the tensors it was given die."""
+
+    def __init__(self) -> None:
+        self.given: list[StorageWeakRef] = []
+        self.num_bytes = 0
+        self.num_gets = 0
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def put(self, tensor: Tensor, name: str) -> Stored:
+        assert name == "activations"
+        self.given.append(StorageWeakRef(tensor.untyped_storage()))
+        self.num_bytes += tensor.nbytes
+        return _InVault(self, tensor)
+
+    def crossed(self, kind: str, name: str, num_bytes: int) -> None:
+        raise AssertionError("nothing crosses on behalf of this store")
+
+
+class _InVault(Stored):
+    def __init__(self, store: Vault, tensor: Tensor) -> None:
+        self.store, self.name, self.dtype, self.shape = store, "activations", tensor.dtype, tensor.shape
+        self.vault = store
+        self._bytes = bytes(tensor.contiguous().view(torch.uint8).tolist())
+
+    def get(self, device: torch.device) -> Pending:
+        self.vault.num_gets += 1
+        return Pending.done(torch.frombuffer(bytearray(self._bytes), dtype=self.dtype).view(self.shape).to(device))
+
+
+@pytest.mark.parametrize("policy", [policies.nothing, policies.matmuls])
+def test_what_is_kept_lives_in_the_store(policy: Any) -> None:
+    vault = Vault()
+    kept = kept_after_forward(zf.remat(block, policy=policy, store=vault))
+    count = LAYERS - 1 + (LAYERS if policy is policies.matmuls else 0)
+    assert kept == HEAD
+    assert vault.num_bytes == count * ACTIVATION
+    assert all(storage.expired() for storage in vault.given)
+    assert vault.num_gets == count
+
+
+def test_everything_in_a_store_computes_nothing_again() -> None:
+    calls, vault = [], Vault()
+
+    def counted(layer: Any, x: Tensor) -> Tensor:
+        calls.append(1)
+        return block(layer, x)
+
+    # Its input and three results of each block are in the store, twice where two operations keep the same, and here nothing is.
+    assert kept_after_forward(zf.remat(counted, policy=policies.everything, store=vault)) == HEAD
+    assert len(calls) == LAYERS
+    assert vault.num_bytes >= (4 * LAYERS - 1) * ACTIVATION
+    del calls[:]
+    kept_after_forward(zf.remat(counted))
+    assert len(calls) == 2 * LAYERS
+
+
+def test_parameters_are_not_moved_to_a_store() -> None:
+    """As arguments: whole ones, cast ones, gathered ones and lazy ones."""
+    for wrap in (lambda run: run, lambda run: lambda layer, x: run(zf.gather(layer), x)):
+        for cast in (False, True):
+            for sharded in (False, True):
+                vault = Vault()
+                loss = loss_of(wrap(zf.remat(block, store=vault)))
+                loss = zf.cast(loss, torch.float32) if cast else loss
+                gradients(1, loss, sharded=sharded, calls=1)
+                assert vault.num_bytes == (LAYERS - 1) * ACTIVATION // (2 if cast else 1)
+
+
+# Random numbers.
+
+
+def drop(layer: Any, x: Tensor) -> Tensor:
+    x = F.dropout(torch.tanh(x @ layer["w"]), 0.4)
+    return F.dropout(x + layer["b"], 0.3)
+
+
+@BY_POLICY
+@pytest.mark.parametrize("sharded", [False, True])
+def test_dropout(policy: Any, sharded: bool) -> None:
+    found = []
+    for run in (drop, zf.remat(drop, policy=policy)):
+        torch.manual_seed(5)
+        found.append((gradients(1, loss_of(run), sharded=sharded), torch.get_rng_state()))
+    assert_same_bits(found[1], found[0])
+    torch.manual_seed(6)
+    assert float(gradients(1, loss_of(drop))[0][0]) != float(found[0][0][0][0])
+
+
+def noisy(layer: Any, x: Tensor, generator: torch.Generator) -> Tensor:
+    scale = torch.rand(x.shape, generator=generator, dtype=x.dtype)
+    return torch.tanh(x @ layer["w"] * scale) * torch.randn(x.shape, generator=generator, dtype=x.dtype)
+
+
+@SIZES
+@BY_POLICY
+@pytest.mark.parametrize("closed", [False, True], ids=["argument", "closed over"])
+def test_a_generator_of_its_own(size: int, policy: Any, closed: bool) -> None:
+    def main(group: zf.Group, remat: bool) -> Any:
+        generator = torch.Generator().manual_seed(group.rank)
+        options: Any = {"policy": policy, "generators": [generator] if closed else []}
+        fn = (lambda layer, x: noisy(layer, x, generator)) if closed else noisy
+        inner: Any = zf.remat(fn, **options) if remat else fn
+        run = inner if closed else lambda layer, x: inner(layer, x, generator)
+        vg = zf.value_and_grad(zf.shard_params(loss_of(run), group))
+        flat = zf.shard(params(), group, bucket_bytes=300)
+        found = [vg(flat, X + group.rank) for _ in range(2)]
+        return [(loss, zf.unshard(grads)) for loss, grads in found], generator.get_state()
+
+    assert_same_bits(zf.simulate(size, main, True), zf.simulate(size, main, False))
+
+
+# What a block may take and return.
+
+
+def test_trees_options_and_aux() -> None:
+    def odd(state: Any, scale: float, *rest: Any, mode: str, mask: Any = None) -> Any:
+        assert (mode, rest[0], mask) == ("up", None, {"x": None})
+        x = torch.tanh(state["x"][0] @ state["layer"]["w"]) * scale
+        return {"x": [x + state["x"][1]], "aux": ("seen", x.detach().sum(), None)}, rest[1]
+
+    def loss_of_odd(run: Any) -> Any:
+        def loss_fn(params: Any, x: Tensor) -> Any:
+            seen = []
+            for i, layer in enumerate(params["h"]):
+                out, number = run({"x": (x, 0.5 * x), "layer": layer}, 1.0 + i, None, i, mode="up", mask={"x": None})
+                assert number == i
+                x = out["x"][0]
+                seen.append(out["aux"])
+            return (x @ params["out"]).pow(2).mean(), seen
+
+        return loss_fn
+
+    expected = gradients(2, loss_of_odd(odd), sharded=False)
+    for store in (None, zf.stores.host()):
+        for policy in (policies.nothing, policies.matmuls):
+            assert_same_bits(gradients(2, loss_of_odd(zf.remat(odd, store=store, policy=policy))), expected)
+
+
+@SIZES
+def test_leaves_as_arguments_and_closed_over(size: int) -> None:
+    expected = gradients(size, loss_of(block), sharded=False)
+    forms: dict[str, Any] = {
+        "closed over": lambda layer, x: zf.remat(lambda x: block(layer, x))(x),
+        "by keyword": lambda layer, x: zf.remat(lambda *, layer, x: block(layer, x))(layer=layer, x=x),
+        "gathered inside": zf.remat(lambda layer, x: block(zf.gather(layer), x)),
+        "gathered outside": lambda layer, x: zf.remat(block)(zf.gather(layer), x),
+        "one leaf": lambda layer, x: zf.remat(lambda w, b, x: block({"w": w, "b": b}, x))(layer["w"], layer["b"], x),
+        "nested": zf.remat(zf.remat(block, store=zf.stores.host()), store=zf.stores.host()),
+        "nested policies": zf.remat(zf.remat(block, policy=policies.matmuls), policy=POLICIES["small"]),
+    }
+    for name, run in forms.items():
+        for calls in (1, 2):
+            assert_same_bits(gradients(size, loss_of(run), calls=calls), expected, name)
+
+
+@pytest.mark.parametrize("around", [zf.remat, functools.partial(zf.remat, policy=policies.matmuls)])
+def test_around_a_whole_loss_it_is_right_and_says_that_it_saves_nothing(around: Any) -> None:
+    expected = gradients(2, loss_of(block), sharded=False)
+    for sharded in (False, True):
+        with pytest.warns(UserWarning, match=r"remat\(\) around a whole loss saves no memory.*around the blocks"):
+            found = gradients(2, around(loss_of(block)), sharded=sharded)
+        assert_same_bits(found, expected)
+    with pytest.warns(UserWarning, match="around a whole loss"):
+        zf.value_and_grad(zf.cast(around(loss_of(block)), torch.float32))
+    zf.value_and_grad(zf.remat(loss_of(block), policy=policies.everything))
+
+
+def test_outside_of_shard_params_is_refused() -> None:
+    def main(group: zf.Group) -> None:
+        loss = zf.remat(zf.shard_params(loss_of(block), group), policy=policies.matmuls)
+        with pytest.warns(UserWarning, match="whole loss"):
+            vg = zf.value_and_grad(loss)
+        with pytest.raises(zf.PlacementError, match=r"remat\(\) stands inside of shard_params\(\).*shard_params\(remat\(\.\.\.\)\)"):
+            vg(zf.shard(params(), group), X)
+
+    zf.simulate(1, main)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_that_take_other_branches(size: int) -> None:
+    def loss_of_rank(run: Any) -> Any:
+        def loss_fn(params: Any, batch: Any) -> Tensor:
+            x, rank = batch
+            for i, layer in enumerate(params["h"]):
+                if i != rank:
+                    x = run(layer, x)
+                if i == 2 and rank == 0:
+                    x = run(params["h"][1], x)
+            return (x @ params["out"]).pow(2).mean()
+
+        return loss_fn
+
+    def main(group: zf.Group, run: Any, stage: int) -> Any:
+        z = zf.zero(stage, loss_of_rank(run), zf.optim.sgd(0.05), group, bucket_bytes=300)
+        state = z.init(params())
+        for _ in range(3):
+            state, _ = z.step(state, (X + group.rank, group.rank))
+        return z.params(state)
+
+    expected = zf.simulate(size, main, block, 0)
+    for stage in (0, 3):
+        for policy in (policies.nothing, policies.matmuls):
+            assert_same_bits(zf.simulate(size, main, zf.remat(block, policy=policy), stage), expected)
+
+
+def test_the_bytes_of_a_step_stay() -> None:
+    """Each bucket is gathered twice, in forward and for computing again: backward itself needs none."""
+
+    def main(group: zf.Group, run: Any) -> list[int]:
+        recorded = zf.record(group)
+        z = zf.zero(3, loss_of(run), zf.optim.sgd(0.05), recorded, bucket_bytes=300)
+        state, sent = z.init(params()), []
+        for _ in range(3):
+            recorded.clear()
+            state, _ = z.step(state, X)
+            sent.append(recorded.bytes_sent("params") + recorded.bytes_sent("grads"))
+        return sent
+
+    assert zf.simulate(2, main, zf.remat(block)) == zf.simulate(2, main, block)
+
+
+# Modules.
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.norm = nn.BatchNorm1d(WIDTH, dtype=torch.float64)
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return self.drop(torch.tanh(self.norm(self.linear(x)))) * scale
+
+    def other(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return self.forward(x, scale)
+
+
+WAYS: dict[str, Any] = {
+    "plain": lambda inner, x, options: inner(x, scale=2.0),
+    "module": lambda inner, x, options: zf.remat(inner, **options)(x, scale=2.0),
+    "method": lambda inner, x, options: zf.remat(inner.other, **options)(x, 2.0),
+    "argument": lambda inner, x, options: zf.remat(lambda module, x: module(x, 2.0), **options)(inner, x),
+    "partial of a class": lambda inner, x, options: zf.remat(functools.partial(Block.forward, inner, scale=2.0), **options)(x),
+    "partial": lambda inner, x, options: zf.remat(functools.partial(inner.other, scale=2.0), **options)(x),
+}
+
+
+class Net(nn.Module):
+    def __init__(self, way: str, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.way, self.options = way, options
+
+    def forward(self, x: Tensor) -> Tensor:
+        for inner in self.blocks:
+            x = WAYS[self.way](inner, x, self.options)
+        return x.pow(2).mean()
+
+
+def steps_of_net(way: str, sharded: bool | None, options: dict[str, Any]) -> Any:
+    torch.manual_seed(3)
+    net = Net(way, options)
+    whole = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
+    # What the module has itself is wrong, so that whoever computes with it shows.
+    for parameter in net.parameters():
+        parameter.data.fill_(float("nan"))
+
+    def main(group: zf.Group) -> Any:
+        loss_fn = lambda p, x: functional_call(net, p, (x,))
+        vg = zf.value_and_grad(zf.shard_params(loss_fn, group) if sharded else loss_fn)
+        value = zf.shard(whole, group, bucket_bytes=300) if sharded else whole
+        found = [vg(value, X * (i + 1)) for i in range(2)]
+        return [(loss, zf.unshard(grads) if sharded else grads) for loss, grads in found], dict(net.named_buffers())
+
+    torch.manual_seed(4)
+    return zf.simulate(1, main)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("way", list(WAYS)[1:])
+def test_modules_in_functional_call(way: str, sharded: bool) -> None:
+    """Computed again with the parameters of the call; running statistics advance once, and dropout is the same."""
+    expected = steps_of_net("plain", False, {})
+    for options in ({}, {"policy": policies.matmuls}, {"store": zf.stores.host()}):
+        assert_same_bits(steps_of_net(way, sharded, options), expected)
+
+
+# Ranks that hold the same activations.
+
+
+def same_everywhere(size: int, run_of: Callable[[zf.Group], Any], watch: Callable[[zf.Group], zf.Group] = lambda g: g) -> list[Any]:
+    def main(group: zf.Group) -> Any:
+        group = watch(group)
+        value = tree.map(lambda leaf: leaf.requires_grad_(), params())
+        loss = loss_of(run_of(group))(value, X)
+        loss.backward()
+        return loss.detach(), [leaf.grad for leaf in tree.leaves(value)]
+
+    return zf.simulate(size, main)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("policy", [policies.nothing, policies.matmuls, policies.everything])
+@pytest.mark.parametrize("stored", [False, True], ids=["here", "stored"])
+def test_each_rank_keeps_its_part(size: int, policy: Any, stored: bool) -> None:
+    stores = [Vault() if stored else None for _ in range(size)]
+    groups: list[Any] = [None] * size
+
+    def watch(group: zf.Group) -> zf.Group:
+        groups[group.rank] = zf.record(group)
+        return groups[group.rank]
+
+    run_of = lambda group: zf.remat(block, policy=policy, store=stores[group.rank], shard_over=group)
+    assert_same_bits(same_everywhere(size, run_of, watch), same_everywhere(size, lambda group: block))
+    if policy is not policies.everything:
+        count, part = LAYERS - 1 + (LAYERS if policy is policies.matmuls else 0), -(-ROWS * WIDTH // size) * 8
+        for group, store in zip(groups, stores, strict=True):
+            assert group.bytes_sent("activations") == count * part * (size - 1)
+            assert store is None or store.num_bytes == count * part
+
+
+def test_the_part_of_a_rank_is_all_it_keeps() -> None:
+    def main(group: zf.Group) -> int:
+        return kept_after_forward(zf.remat(block, shard_over=group))
+
+    assert zf.simulate(3, main) == [(LAYERS - 1) * ACTIVATION // 3 + HEAD] * 3
+
+
+def test_ranks_with_batches_of_their_own_are_told() -> None:
+    def main(group: zf.Group) -> Any:
+        vg = zf.data_parallel(zf.value_and_grad(loss_of(zf.remat(block, shard_over=group))), group)
+        return vg(params(), X + group.rank)
+
+    with pytest.raises(zf.SpecMismatch, match=r"shard_over takes ranks that hold the same activations.*on rank 1.*leave shard_over out"):
+        zf.simulate(2, main)
+
+
+def test_the_first_of_each_shape_is_compared_and_with_debug_all() -> None:
+    class Debug(Wrapper):
+        @property
+        def debug(self) -> bool:
+            return True
+
+        def start(self, call: Call, x: Tensor, out: Tensor | None = None) -> Pending:
+            return self._group.start(call, x, out)
+
+    def main(group: zf.Group, debug: bool) -> int:
+        recorded = zf.record(Debug(group) if debug else group)
+        block_of = zf.remat(block, shard_over=recorded)
+        for _ in range(2):
+            loss_of(block_of)(tree.map(lambda leaf: leaf.requires_grad_(), params()), X)
+        return sum(call.name == "digest" for call in recorded.log)
+
+    assert zf.simulate(2, main, False) == [1, 1]
+    assert zf.simulate(2, main, True) == [2 * (LAYERS - 1)] * 2
+
+
+# Derivatives.
+
+
+def test_double_backward_and_two_backwards() -> None:
+    def penalty(run: Any) -> Any:
+        value, x = tree.map(lambda leaf: leaf.requires_grad_(), params()), X.clone().requires_grad_()
+        loss = loss_of(run)(value, x)
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        first = torch.autograd.grad(slope.pow(2).sum(), tree.leaves(value), retain_graph=True, allow_unused=True)
+        return first, torch.autograd.grad(loss, tree.leaves(value))
+
+    expected = penalty(block)
+    for policy in POLICIES.values():
+        for store in (None, zf.stores.host()):
+            assert_same_bits(penalty(zf.remat(block, policy=policy, store=store)), expected)
+
+
+def test_under_torch_func_it_is_right_and_says_that_it_saves_nothing() -> None:
+    plain = loss_of(block)
+    for run in (zf.remat(block), zf.remat(block, policy=policies.matmuls, store=zf.stores.host())):
+        loss = loss_of(run)
+        with pytest.warns(UserWarning, match=r"remat\(\) saves no memory under torch.func"):
+            assert_same_bits(grad(loss)(params(), X), grad(plain)(params(), X))
+        with pytest.warns(UserWarning, match="under torch.func"):
+            per_sample = vmap(grad(loss), in_dims=(None, 0))(params(), X[:, None])
+        assert_same_bits(per_sample, vmap(grad(plain), in_dims=(None, 0))(params(), X[:, None]))
+
+        def sharded(group: zf.Group, loss: Any = loss) -> Any:
+            inner = zf.shard_params(loss, group)
+            return zf.unshard(grad(lambda p: inner(p, X) / group.size)(zf.shard(params(), group)))
+
+        with pytest.warns(UserWarning, match="under torch.func"):
+            assert_same_bits(zf.simulate(1, sharded)[0], grad(plain)(params(), X))
+    quiet = loss_of(zf.remat(block, policy=policies.everything))
+    assert_same_bits(grad(quiet)(params(), X), grad(plain)(params(), X))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_forward_derivatives() -> None:
+    with pytest.warns(UserWarning, match="under torch.func"):
+        found = jvp(lambda p: loss_of(zf.remat(block))(p, X), (params(),), (models.mlp(WIDTH, LAYERS, seed=2),))
+    assert_same_bits(found, jvp(lambda p: loss_of(block)(p, X), (params(),), (models.mlp(WIDTH, LAYERS, seed=2),)))
+
+
+def test_without_gradients_nothing_is_kept() -> None:
+    vault = Vault()
+    with torch.no_grad():
+        found = loss_of(zf.remat(block, policy=policies.matmuls, store=vault))(params(), X)
+    assert_same_bits(found, loss_of(block)(params(), X))
+    assert vault.num_bytes == 0
+
+
+# Mistakes.
+
+
+def backward(run: Any) -> None:
+    loss_of(run)(tree.map(lambda leaf: leaf.requires_grad_(), params()), X).backward()
+
+
+def test_what_is_kept_must_not_be_written_to() -> None:
+    def two(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        product = x @ layer["w"]
+        return product, product.exp()
+
+    def outside(layer: Any, x: Tensor) -> Tensor:
+        product, wave = zf.remat(two, policy=policies.matmuls)(layer, x)
+        return product.mul_(0.1) + wave
+
+    with pytest.raises(zf.ZfunError, match=r"must not be written to after .* has returned; the result of aten.mm.default was; write what"):
+        backward(outside)
+
+    def inside(layer: Any, x: Tensor) -> Tensor:
+        product = x @ layer["w"]
+        return torch.tanh(product.view(-1).mul_(0.1).view(product.shape)) * product
+
+    # What the function writes to itself is not kept.
+    expected = gradients(1, loss_of(inside))
+    for store in (None, zf.stores.host()):
+        assert_same_bits(gradients(1, loss_of(zf.remat(inside, policy=policies.matmuls, store=store))), expected)
+    assert kept_after_forward(zf.remat(inside, policy=policies.matmuls)) == kept_after_forward(zf.remat(inside))
+
+
+def test_a_block_that_does_something_else_the_second_time() -> None:
+    turns: list[int] = []
+
+    def fickle(layer: Any, x: Tensor) -> Tensor:
+        turns.append(1)
+        return torch.tanh(x @ layer["w"]) if len(turns) <= LAYERS else torch.tanh(torch.sin(x) @ layer["w"])
+
+    with pytest.raises(zf.ZfunError, match=r"must do the same when it is computed again; got aten.sin.default where aten.mm.default was"):
+        backward(zf.remat(fickle, policy=policies.matmuls))
+
+
+def test_wrong_options() -> None:
+    with pytest.raises(zf.OptionError, match=r"remat\(\) takes a function; got int"):
+        zf.remat(3)  # pyrefly: ignore[bad-argument-type]
+    with pytest.raises(zf.OptionError, match=r"remat\(\) takes a policy, which is a function of \(op, result\); got 'dots'; zf.policies"):
+        zf.remat(block, policy="dots")  # pyrefly: ignore[bad-argument-type]
+    with pytest.raises(zf.OptionError, match="did you mean 'shard_over'"):
+        zf.remat(block, shard_ove=None)  # pyrefly: ignore[unexpected-keyword]
+
+
+def test_policies_see_what_was_computed() -> None:
+    seen: list[Any] = []
+
+    def look(op: Any, result: policies.Result) -> bool:
+        seen.append((str(op), result))
+        return False
+
+    def named(layer: Any, x: Tensor) -> Tensor:
+        with policies.named("outer"):
+            x = x @ layer["w"]
+            with policies.named("inner"):
+                x = F.relu_(x + layer["b"])
+        return x.view(-1)[:WIDTH].expand(ROWS, WIDTH)
+
+    backward(zf.remat(named, policy=look))
+    shape = torch.Size([ROWS, WIDTH])
+    result = policies.Result(shape, torch.float64, torch.device("cpu"), ACTIVATION, "outer")
+    # Neither views nor what writes in place.
+    assert seen == [("aten.mm.default", result), ("aten.add.Tensor", result._replace(name="inner"))] * LAYERS
