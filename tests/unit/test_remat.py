@@ -480,7 +480,9 @@ def test_each_rank_keeps_its_part(size: int, policy: Any, stored: bool) -> None:
 
 def test_the_part_of_a_rank_is_all_it_keeps() -> None:
     def main(group: zf.Group) -> int:
-        return kept_after_forward(zf.remat(block, shard_over=group))
+        run = zf.remat(block, shard_over=group)
+        kept_after_forward(run)  # compares the activations, and another rank may still hold what it compared
+        return kept_after_forward(run)
 
     assert zf.simulate(3, main) == [(LAYERS - 1) * ACTIVATION // 3 + HEAD] * 3
 
