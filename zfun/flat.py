@@ -72,7 +72,7 @@ class Flat:
         buffers: one 1-D tensor for each bucket (or, when offloaded, one handle of a store).
         placement: what each rank holds.
         layout: where each leaf lies.
-        group: the ranks that share it.
+        group: the ranks that share it. Over the inner axis of a mesh it is replicated over the outer one.
 
     Example:
         >>> import zfun as zf
@@ -100,9 +100,13 @@ class Flat:
         self.life.check()
         return self._buffers
 
-    def with_buffers(self, buffers: Iterable[Any], placement: Placement | None = None) -> Flat:
-        """Return the same layout and group over other buffers."""
-        return Flat(buffers, placement or self.placement, self.layout, self.group)
+    def with_buffers(self, buffers: Iterable[Any], placement: Placement | None = None, group: Group | None = None) -> Flat:
+        """Return the same layout over other buffers; the same placement and group where no others are given."""
+        return Flat(buffers, placement or self.placement, self.layout, group or self.group)
+
+    def shard_numel(self, bucket: int) -> int:
+        """Return how many elements of a bucket a rank of the group holds when it is sharded."""
+        return self.layout.buckets[bucket].padded_numel // self.group.size
 
     def discard(self, consumed_by: str) -> None:
         """Let go of the buffers: what comes after owns them."""
@@ -113,9 +117,10 @@ class Flat:
         layout = self.layout
         leaves, buckets = len(layout.leaves), len(layout.buckets)
         padded = sum(bucket.padded_numel for bucket in layout.buckets)
-        here = padded // layout.size if self.placement is S else padded
+        here = padded // self.group.size if self.placement is S else padded
+        over = f" over the {self.group.axis} axis" if self.group.axis else ""
         return (
-            f"Flat({self.placement!r}, rank {self.group.rank} of {self.group.size}: {leaves} {'leaf' if leaves == 1 else 'leaves'}, "
+            f"Flat({self.placement!r}{over}, rank {self.group.rank} of {self.group.size}: {leaves} {'leaf' if leaves == 1 else 'leaves'}, "
             f"{sum(leaf.numel for leaf in layout.leaves)} elements in {buckets} bucket{'' if buckets == 1 else 's'}; "
             f"here {here} of {padded} padded elements)"
         )
@@ -242,7 +247,7 @@ def local_shards(flat: Flat) -> tuple[Tensor, ...]:
         return flat.buffers
     pieces = []
     for index, buffer in enumerate(flat.buffers):
-        numel = flat.layout.shard_numel(index)
+        numel = flat.shard_numel(index)
         pieces.append(buffer.narrow(0, flat.group.rank * numel, numel))
     return tuple(pieces)
 

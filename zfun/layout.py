@@ -70,7 +70,7 @@ class Layout:
     Attributes:
         leaves: one slot for each leaf; tied leaves share one.
         buckets: the buffers.
-        size: number of ranks that share each bucket.
+        size: number of ranks that may share each bucket, and so divides it: those of the whole mesh, where a bucket is cut over an axis.
         spec: the structure of the tree.
         positions: for each leaf of the tree, in tree order, the index of its slot.
         paths: for each leaf of the tree, in tree order, its path.

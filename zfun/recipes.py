@@ -134,6 +134,7 @@ def zero(
     offload_grads: Store | None = None,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     prefetch: int = 1,
+    secondary: Group | None = None,
     init: str = "check",
     donate: bool = True,
     max_skipped: int = 100,
@@ -155,7 +156,8 @@ def zero(
         stage: 0, 1, 2 or 3.
         loss_fn: ``(params, batch) -> scalar``, ``(scalar, aux)`` or :func:`zfun.weighted_mean`.
         optimizer: an element-wise optimizer, or an ``(init, update)`` pair.
-        group: the ranks; each gives its own batch to ``step``.
+        group: the ranks; each gives its own batch to ``step``. The inner axis of a mesh shares the state over that axis and sums gradients
+            over the whole mesh, whose every rank gives a batch (HSDP, MiCS).
         precision: ``torch.bfloat16`` keeps, computes and gathers parameters in it, and reduces, accumulates and updates in float32, with
             float32 master weights and moments; ``torch.float16`` does the same with a dynamic loss scale; a :class:`zfun.Precision` says
             each by itself. By default everything has the dtypes of the parameters.
@@ -166,6 +168,7 @@ def zero(
         offload_grads: a store for the gradients.
         bucket_bytes: where a bucket closes, in bytes.
         prefetch: how many buckets stage 3 gathers ahead of use.
+        secondary: the inner axis of the mesh ``group``, for stage 3: backward gathers over it alone (hpZ); see :func:`zfun.shard_params`.
         init: ``"check"`` compares the parameters across ranks; ``"broadcast"`` takes rank 0's values.
         donate: let ``step`` take over the buffers of the state it is given, which must not be used again.
         max_skipped: how many steps in a row may be skipped before :class:`zfun.NonFiniteError` is raised.
@@ -192,6 +195,8 @@ def zero(
     _check_options(
         stage, init, {"num_micro_batches": num_micro_batches, "bucket_bytes": bucket_bytes, "max_skipped": max_skipped}, offload_params
     )
+    if secondary is not None and stage < 3:
+        raise OptionError(f"secondary keeps a part of gathered parameters, which only stage 3 has; got stage {stage}; leave it out")
     policy = _policy(precision)
     scaler = policy.loss_scale if isinstance(policy.loss_scale, LossScale) else None
     rule = _optimizer_of(stage, optimizer, group, bucket_bytes, offload_optimizer, policy.master)
@@ -201,9 +206,8 @@ def zero(
     def gradient_of(frozen: Flat | None, scale: float) -> Gradient:
         # Composed once, not at every step: what the transforms learn of the order of use is kept in them.
         if not composed or composed[0][0] is not frozen:
-            loss = _whole_loss(
-                stage, loss_fn if policy.compute is None else cast(loss_fn, policy.compute), group, frozen, offload_params, prefetch
-            )
+            cast_loss = loss_fn if policy.compute is None else cast(loss_fn, policy.compute)
+            loss = _whole_loss(stage, cast_loss, group, frozen, offload_params, prefetch, secondary)
             composed[:] = [(frozen, _gradient(stage, loss, group, policy.reduce, bucket_bytes, offload_grads))]
         vg = composed[0][1] if scale == 1.0 else scale_loss(composed[0][1], scale)
         return vg if num_micro_batches == 1 else accumulate(vg, num_micro_batches)
@@ -237,7 +241,7 @@ def zero(
                     f"gradients must be finite; {state.num_skipped + 1} steps in a row had some that were not, now first in leaf "
                     f"{bad_leaf!r}; "
                     "lower the learning rate, clip, or look at that leaf; the state is as it was",
-                    rank=group.rank,
+                    rank=group.numbers[group.rank],
                     step=state.step,
                     leaf=bad_leaf,
                 )
@@ -328,10 +332,12 @@ def _optimizer_of(
     return rule if store is None else _offload_optimizer(rule, store)
 
 
-def _whole_loss(stage: int, loss_fn: Loss, group: Group, frozen: Flat | None, store: Store | None, prefetch: int) -> Loss:
+def _whole_loss(
+    stage: int, loss_fn: Loss, group: Group, frozen: Flat | None, store: Store | None, prefetch: int, secondary: Group | None
+) -> Loss:
     """A loss of the trained parameters alone, in the placement that the stage keeps them in."""
     if stage == 3:
-        loss = shard_params(loss_fn, group, frozen=frozen, prefetch=prefetch)
+        loss = shard_params(loss_fn, group, frozen=frozen, prefetch=prefetch, secondary=secondary)
         return loss if store is None else _offload_loss(loss, store)
     if frozen is None:
         return loss_fn
@@ -340,7 +346,7 @@ def _whole_loss(stage: int, loss_fn: Loss, group: Group, frozen: Flat | None, st
 
 
 def _gradient(stage: int, loss: Loss, group: Group, reduce_dtype: torch.dtype | None, bucket_bytes: int, store: Store | None) -> Gradient:
-    vg: Gradient = data_parallel(value_and_grad(loss), group, reduce_dtype=reduce_dtype, bucket_bytes=bucket_bytes)
+    vg: Gradient = data_parallel(value_and_grad(loss), group.mesh, reduce_dtype=reduce_dtype, bucket_bytes=bucket_bytes)
     if stage >= 2:
         vg = shard_grads(vg, group)
     return vg if store is None else _offload_grads(vg, store)
@@ -363,7 +369,7 @@ def _first_bad_leaf(grads: Flat) -> str | None:
     for index, piece in enumerate(local_shards(grads)):
         bad = torch.nonzero(~torch.isfinite(piece))
         if bad.numel():
-            place = int(bad[0]) + group.rank * layout.shard_numel(index)
+            place = int(bad[0]) + group.rank * grads.shard_numel(index)
             inside = [i for i in layout.buckets[index].leaves if layout.leaves[i].offset <= place]
             first = min(first, inside[-1])
     first = int(group.all_gather(torch.tensor([first], device=layout.device), "first bad leaf").min())

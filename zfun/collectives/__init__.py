@@ -8,6 +8,7 @@ from zfun.collectives._calls import AllGather, AllReduce, AllToAll, Broadcast, C
 from zfun.collectives._checked import checked
 from zfun.collectives._group import Group
 from zfun.collectives._launch import Workers, spawn
+from zfun.collectives._mesh import Mesh, check_shardable, split, start_reduce_scatter_over
 from zfun.collectives._pending import Pending
 from zfun.collectives._primitives import (
     all_gather,
@@ -16,6 +17,7 @@ from zfun.collectives._primitives import (
     broadcast,
     permute,
     reduce_scatter,
+    replicated,
     start_all_gather,
     start_all_reduce,
     start_all_to_all,
@@ -24,7 +26,7 @@ from zfun.collectives._primitives import (
     start_reduce_scatter,
 )
 from zfun.collectives._process import process_group
-from zfun.collectives._record import Record, Recorder, record
+from zfun.collectives._record import MeshRecorder, Record, Recorder, record
 from zfun.collectives._simulate import simulate
 from zfun.collectives._single import single_group
 
@@ -37,6 +39,8 @@ __all__ = [
     "Entry",
     "Group",
     "Lane",
+    "Mesh",
+    "MeshRecorder",
     "Op",
     "Pending",
     "Permute",
@@ -51,18 +55,22 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "broadcast",
+    "check_shardable",
     "checked",
     "permute",
     "process_group",
     "record",
     "reduce_scatter",
+    "replicated",
     "simulate",
     "single_group",
     "spawn",
+    "split",
     "start_all_gather",
     "start_all_reduce",
     "start_all_to_all",
     "start_broadcast",
     "start_permute",
     "start_reduce_scatter",
+    "start_reduce_scatter_over",
 ]

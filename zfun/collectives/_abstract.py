@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import final
 
 from torch import Tensor
 
 from zfun.collectives._calls import Call, check_call
-from zfun.collectives._group import Group
+from zfun.collectives._group import Group, own_part
 from zfun.collectives._pending import Pending
 from zfun.errors import OptionError
 
@@ -29,6 +30,10 @@ class _AbstractGroup(Group):
         if out is None:
             out = x.detach().new_empty(call.op.output_numel(x.numel(), self.size))
         return Pending.done(out)
+
+    def subgroup(self, parts: Sequence[Sequence[int]], name: str = "") -> Group:
+        part = own_part(self, parts)
+        return _AbstractGroup(part.index(self.rank), len(part))
 
     def __repr__(self) -> str:
         return f"abstract_group({self.size}, rank={self.rank})"

@@ -61,19 +61,22 @@ def agree(entries: Sequence[Entry], group: Group, what: str) -> None:
     lengths = group.all_gather(torch.tensor(len(text)), "digest lengths")
     padded = text.ljust(int(lengths.max()), b" ")
     texts = group.all_gather(_as_tensor(padded), "digest texts")
-    sides = [[Entry(*fields) for fields in json.loads(bytes(side.tolist()))] for side in texts]
-    differences = _differences(sides)
+    # People know the ranks by the numbers of the group that they started with.
+    order = sorted(range(group.size), key=group.numbers.__getitem__)
+    numbers = [group.numbers[rank] for rank in order]
+    sides = [[Entry(*fields) for fields in json.loads(bytes(texts[rank].tolist()))] for rank in order]
+    differences = _differences(sides, numbers)
     more = f" (and {len(differences) - _SHOWN} more)" if len(differences) > _SHOWN else ""
     first = differences[0][0] if differences else None
     listed = "; ".join(difference for _, difference in differences[:_SHOWN])
-    raise SpecMismatch(f"all ranks must hold the same {what}; {listed}{more}", rank=group.rank, leaf=first)
+    raise SpecMismatch(f"all ranks must hold the same {what}; {listed}{more}", rank=group.numbers[group.rank], leaf=first)
 
 
 def _as_tensor(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _differences(sides: Sequence[Sequence[Entry]]) -> list[tuple[str, str]]:
+def _differences(sides: Sequence[Sequence[Entry]], numbers: Sequence[int]) -> list[tuple[str, str]]:
     """Return for each leaf that differs its path and a sentence."""
     by_path = [{entry.path: entry for entry in side} for side in sides]
     paths = dict.fromkeys(path for side in by_path for path in side)
@@ -84,25 +87,25 @@ def _differences(sides: Sequence[Sequence[Entry]]) -> list[tuple[str, str]]:
             continue
         described = ["missing" if entry is None else entry.description for entry in entries]
         if len(set(described)) > 1:
-            found.append((path, f"leaf {path} is {_by_side(described)}"))
+            found.append((path, f"leaf {path} is {_by_side(described, numbers)}"))
         else:
             prints = ["" if entry is None else str(entry.fingerprint) for entry in entries]
-            found.append((path, f"leaf {path} has other values: fingerprint {_by_side(prints)}"))
+            found.append((path, f"leaf {path} has other values: fingerprint {_by_side(prints, numbers)}"))
     if not found:
         orders = [", ".join(entry.path for entry in side[:8]) for side in sides]
-        found.append((sides[0][0].path, f"the leaves come in another order: {_by_side(orders)}"))
+        found.append((sides[0][0].path, f"the leaves come in another order: {_by_side(orders, numbers)}"))
     return found
 
 
-def _by_side(values: Sequence[str]) -> str:
+def _by_side(values: Sequence[str], numbers: Sequence[int]) -> str:
     """Say which ranks hold which value.
 
     Example:
-        >>> _by_side(["a", "b", "a"])
+        >>> _by_side(["a", "b", "a"], range(3))
         'a on ranks 0, 2 and b on rank 1'
     """
     ranks_of: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
+    for rank, value in zip(numbers, values, strict=True):
         ranks_of.setdefault(value, []).append(rank)
     return " and ".join(f"{value} on {'rank' if len(ranks) == 1 else 'ranks'} {_listed(ranks)}" for value, ranks in ranks_of.items())
 

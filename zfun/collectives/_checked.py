@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from typing import final
 
 import torch
@@ -44,6 +45,9 @@ class _CheckedGroup(Wrapper):
             return pending.wait()
 
         return Pending(wait)
+
+    def subgroup(self, parts: Sequence[Sequence[int]], name: str = "") -> Group:
+        return _CheckedGroup(self._group.subgroup(parts, name))
 
     def __repr__(self) -> str:
         return f"checked({self._group!r})"

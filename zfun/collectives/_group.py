@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Protocol, Self, runtime_checkable
 
@@ -11,8 +12,9 @@ from torch import Tensor
 
 from zfun.collectives._calls import AllGather, Call, Lane
 from zfun.collectives._pending import Pending
+from zfun.errors import OptionError
 
-__all__ = ["Group", "Wrapper"]
+__all__ = ["Group", "Wrapper", "own_part"]
 
 
 @runtime_checkable
@@ -33,6 +35,21 @@ class Group(Protocol):
     def debug(self) -> bool:
         """Whether what may be a mistake is looked for, at a price."""
         return False
+
+    @property
+    def mesh(self) -> Group:
+        """The mesh that this group is an axis of (see :func:`zfun.split`), else the group itself."""
+        return self
+
+    @property
+    def axis(self) -> str:
+        """The name of this axis of a mesh; ``""`` for a group that is none."""
+        return ""
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """What messages call each rank. In a part of a group that was split these are the ranks of that group."""
+        return range(self.size)
 
     @abstractmethod
     def start(self, call: Call, x: Tensor, out: Tensor | None = None) -> Pending:
@@ -87,6 +104,21 @@ class Group(Protocol):
         """
         return torch.empty(numel, dtype=dtype, device=device)
 
+    def subgroup(self, parts: Sequence[Sequence[int]], name: str = "") -> Group:
+        """Return a group of some of the ranks. All ranks call, with the same arguments.
+
+        Args:
+            parts: the ranks of each sub-group, ascending; every rank in one part.
+            name: what the sub-groups are, for records.
+
+        Returns:
+            The sub-group of the part with this rank in it. It ends with this group.
+
+        Raises:
+            OptionError: a rank is in no part or in two, or this kind of group cannot be divided.
+        """
+        raise OptionError(f"{type(self).__name__} cannot be divided; make the groups of its parts and put them together with zf.Mesh()")
+
     def await_readers(self, x: Tensor) -> None:
         """Return when no other rank reads a tensor of :meth:`buffer` any more: when all have waited for the calls that sent it.
 
@@ -109,6 +141,19 @@ class Group(Protocol):
         self.close()
 
 
+def own_part(group: Group, parts: Sequence[Sequence[int]]) -> Sequence[int]:
+    """Return the part that has this rank in it.
+
+    Raises:
+        OptionError: a rank is in no part or in two.
+    """
+    together = sorted(rank for part in parts for rank in part)
+    if together != list(range(group.size)) or any(list(part) != sorted(part) for part in parts):
+        shown = [list(part) for part in parts]
+        raise OptionError(f"the parts of a group have each of its ranks once, in ascending order; got {shown} for {group.size} ranks")
+    return next(part for part in parts if group.rank in part)
+
+
 class Wrapper(Group):
     """A group that does what another one does, but for how it starts a collective."""
 
@@ -120,6 +165,10 @@ class Wrapper(Group):
     @property
     def debug(self) -> bool:
         return self._group.debug
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        return self._group.numbers
 
     def buffer(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
         return self._group.buffer(numel, dtype, device)

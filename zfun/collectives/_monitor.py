@@ -20,7 +20,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from torch.distributed import Store
@@ -132,15 +132,15 @@ class Monitor:
     Args:
         store: shared by the ranks of the group and by nobody else.
         rank: this rank.
-        size: the number of ranks.
+        ranks: all the ranks, this one too.
         interrupt: wakes up everything that waits for a message; called from the monitor's thread.
         patience_s: how long a wait may last before the monitor looks.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, interrupt: Callable[[], None], patience_s: float = 0.5) -> None:
+    def __init__(self, store: Store, rank: int, ranks: Sequence[int], interrupt: Callable[[], None], patience_s: float = 0.5) -> None:
         self._store = store
         self._rank = rank
-        self._peers = [peer for peer in range(size) if peer != rank]
+        self._peers = [peer for peer in ranks if peer != rank]
         self._interrupt = interrupt
         self._patience_s = patience_s
         self._recent: list[collections.deque[tuple[int, str]]] = [collections.deque(maxlen=_KEPT_CALLS) for _ in Lane]

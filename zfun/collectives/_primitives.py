@@ -15,6 +15,7 @@ reduce_scatter        all_gather
 broadcast from root   reduce to root, zeros elsewhere
 all_to_all            all_to_all with the dims exchanged
 permute               the inverse permute
+replicated            all_reduce (of what is one value)
 ====================  ===================================
 
 If every rank computes the same loss from a replicated value, the sum counts it once per rank; divide where the loss is meant once.
@@ -45,6 +46,7 @@ __all__ = [
     "broadcast",
     "permute",
     "reduce_scatter",
+    "replicated",
     "start_all_gather",
     "start_all_reduce",
     "start_all_to_all",
@@ -127,6 +129,60 @@ class _Plan(NamedTuple):
             return self.restore(out)
 
         return Pending(finish)
+
+
+class _Replicated(torch.autograd.Function):
+    """The identity on what all ranks hold alike, as seen from one value that they share: its transpose is the sum."""
+
+    @staticmethod
+    def forward(x: Tensor, group: Group, name: str) -> Tensor:  # type: ignore[override]
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.group, ctx.name = inputs
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return all_reduce(grad, ctx.group, name=ctx.name), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:  # type: ignore[override]
+        return tangent.view_as(tangent)
+
+    @staticmethod
+    def vmap(  # type: ignore[override]
+        info: Any, in_dims: tuple[int, None, None], x: Tensor, group: Group, name: str
+    ) -> tuple[Tensor, int]:
+        return replicated(x, group, name=name), in_dims[0]
+
+
+def replicated(x: Tensor, group: Group, *, name: str = "") -> Tensor:
+    """``R -> R``: use a value that all ranks hold alike. Nothing is sent; the transpose is an all-reduce.
+
+    ::
+
+        rank             0  1          0  1
+        gradient         1  2    ->    3  3
+
+    So the gradient of the sum over the ranks arrives on all of them, and they go on alike.
+
+    Args:
+        x: a tensor, equal on all ranks.
+        group: the ranks.
+        name: what is sent backward, for messages and logs.
+
+    Returns:
+        The same tensor.
+
+    Example:
+        >>> from zfun.collectives import simulate
+        >>> def main(group):
+        ...     return torch.func.grad(lambda x: (group.rank + 1) * replicated(x, group))(torch.tensor(5.0)).item()
+        >>> simulate(2, main)
+        [3.0, 3.0]
+    """
+    return _Replicated.apply(x, group, name)  # type: ignore[no-any-return]
 
 
 def _alike(x: Tensor, op: Op) -> _Plan:

@@ -37,7 +37,7 @@ from zfun.collectives._calls import (
 )
 from zfun.collectives._checked import checked
 from zfun.collectives._exchange import Buffers, Started, start_exchange
-from zfun.collectives._group import Group
+from zfun.collectives._group import Group, own_part
 from zfun.collectives._monitor import Monitor, different
 from zfun.collectives._pending import Pending
 from zfun.collectives._shared import Disagreement, SharedMemory, TransportError, meet
@@ -133,19 +133,35 @@ def _made(
 ) -> Group:
     store = _own_store(group, rank)
     backends = dist.get_backend_config(group)
-    native = "nccl" in backends
-    torch_group: Any = group
-    memory: SharedMemory | str = f"this is for gloo on the CPU, and the backend is {dist.get_backend(group)}"
-    if not native and "gloo" in backends:
-        # An own instance has its own connections, tags and timeout, and is in nobody's registry.
-        torch_group = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timedelta(seconds=timeout_s))
-        memory = meet(store, rank, size, timeout_s, shared_memory)
-    settings = (torch_group, store, rank, size, timeout_s, on_close)
-    if isinstance(memory, SharedMemory):
-        return _SharedGroup(memory, *settings)
+    if "nccl" not in backends and "gloo" in backends:
+        return _made_over_gloo(store, rank, size, timeout_s, shared_memory, on_close)
     if shared_memory:
-        raise OptionError(f"shared_memory=True needs ranks that can share memory; {memory}; pass None to use it only where it works")
-    return _NativeGroup(*settings) if native else _ExchangeGroup(*settings)
+        raise _no_shared_memory(f"this is for gloo on the CPU, and the backend is {dist.get_backend(group)}")
+    return (_NativeGroup if "nccl" in backends else _ExchangeGroup)(group, store, rank, size, timeout_s, on_close)
+
+
+def _made_over_gloo(
+    store: dist.Store,
+    rank: int,
+    size: int,
+    timeout_s: float,
+    shared_memory: bool | None,
+    on_close: Callable[[], None] | None = None,
+    numbers: Sequence[int] | None = None,
+) -> _ProcessGroup:
+    # An own instance has its own connections, tags and timeout, and is in nobody's registry.
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timedelta(seconds=timeout_s))
+    memory = meet(store, rank, size, timeout_s, shared_memory)
+    if shared_memory and isinstance(memory, str):
+        raise _no_shared_memory(memory)
+    settings = (gloo, store, rank, size, timeout_s, on_close, numbers)
+    made = _ExchangeGroup(*settings) if isinstance(memory, str) else _SharedGroup(memory, *settings)
+    made._wants_shared_memory = shared_memory
+    return made
+
+
+def _no_shared_memory(reason: str) -> OptionError:
+    return OptionError(f"shared_memory=True needs ranks that can share memory; {reason}; pass None to use it only where it works")
 
 
 def _mesh_axis(mesh: DeviceMesh, axis: str | None) -> dist.ProcessGroup:
@@ -265,17 +281,31 @@ class _LaneThread:
 
 
 class _ProcessGroup(Group):
-    """What the two kinds of process groups share: the monitor, the end, and the translation of errors."""
+    """What the kinds of process groups share: the monitor, sub-groups, the end, and the translation of errors."""
+
+    _wants_shared_memory: bool | None = False
 
     def __init__(
-        self, torch_group: Any, store: dist.Store, rank: int, size: int, timeout_s: float, on_close: Callable[[], None] | None
+        self,
+        torch_group: Any,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout_s: float,
+        on_close: Callable[[], None] | None,
+        numbers: Sequence[int] | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
         self._torch_group = torch_group
+        self._store = store
         self._timeout_s = timeout_s
         self._on_close = on_close
-        self._monitor = Monitor(store, rank, size, self._interrupt)
+        self._numbers = range(size) if numbers is None else numbers
+        self._subgroups: list[_ProcessGroup] = []
+        self._num_subgroups = 0
+        # Messages name ranks as people know them.
+        self._monitor = Monitor(store, self._numbers[rank], self._numbers, self._interrupt)
         self._failure: ZfunError | None = None
         self._closed = False
         self._previous_hook = sys.excepthook
@@ -283,10 +313,34 @@ class _ProcessGroup(Group):
         sys.excepthook = self._hook
         atexit.register(self.close)
 
+    @property
+    def numbers(self) -> Sequence[int]:
+        return self._numbers
+
+    def subgroup(self, parts: Sequence[Sequence[int]], name: str = "") -> Group:
+        self._check_open()
+        ranks = own_part(self, parts)
+        self._num_subgroups += 1
+        made = self._part(dist.PrefixStore(f"subgroup/{self._num_subgroups}/{ranks[0]}", self._store), ranks)
+        if made is None:
+            return single_group()
+        self._subgroups.append(made)
+        return made
+
+    def _part(self, store: dist.Store, ranks: Sequence[int]) -> _ProcessGroup | None:
+        """Make the group of some of the ranks; ``None`` for one rank that needs none."""
+        if len(ranks) == 1:
+            return None
+        numbers = [self._numbers[rank] for rank in ranks]
+        place = ranks.index(self.rank)
+        return _made_over_gloo(store, place, len(ranks), self._timeout_s, self._wants_shared_memory, numbers=numbers)
+
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
+        for group in reversed(self._subgroups):
+            group.close()
         if sys.excepthook is self._hook:
             sys.excepthook = self._previous_hook
         atexit.unregister(self.close)
@@ -301,8 +355,12 @@ class _ProcessGroup(Group):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is not None:
-            self._monitor.publish_error(error)
+            self._publish_error(error)
         self.close()
+
+    def _publish_error(self, error: BaseException) -> None:
+        for group in (*self._subgroups, self):
+            group._monitor.publish_error(error)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__.strip('_')}: rank {self.rank} of {self.size}>"
@@ -317,11 +375,14 @@ class _ProcessGroup(Group):
     def _release(self) -> None:
         """Let go of what the kind of group holds."""
 
+    def _number_of(self, peer: int | None) -> int | None:
+        return None if peer is None else self._numbers[peer]
+
     def _check_open(self) -> None:
         if self._closed:
             raise OptionError("a closed group starts no collectives; make a new one with process_group()")
         if self._failure is not None:
-            failure = type(self._failure)(str(self._failure), rank=self.rank, collective=self._failure.collective)
+            failure = type(self._failure)(str(self._failure), rank=self._failure.rank, collective=self._failure.collective)
             raise failure from self._failure
 
     @contextlib.contextmanager
@@ -330,7 +391,7 @@ class _ProcessGroup(Group):
             yield
         except TransportError as error:
             if self._failure is None:
-                self._failure = self._monitor.explain(error.peer, str(error), f"collective {index} of its lane ({text})")
+                self._failure = self._monitor.explain(self._number_of(error.peer), str(error), f"collective {index} of its lane ({text})")
             raise self._failure from error
 
 
@@ -376,6 +437,11 @@ class _ExchangeGroup(_ProcessGroup):
             self._lane_threads[lane] = _LaneThread(lane)
         # Inference and grad mode belong to threads.
         return self._lane_threads[lane].submit(torch.no_grad()(started.finish)).result
+
+    def _part(self, store: dist.Store, ranks: Sequence[int]) -> _ProcessGroup | None:
+        if not isinstance(self._torch_group, dist.ProcessGroupGloo):
+            raise OptionError("a group over mpi cannot be divided; make torch groups of its parts and put them together with zf.Mesh()")
+        return super()._part(store, ranks)
 
     def _exchange(self, lane: Lane, text: str, transfers: int) -> Callable[..., _Messages]:
         """Return the exchange of one collective. Its tags are taken now, since a later phase may start after a later collective."""
@@ -461,7 +527,7 @@ class _SharedGroup(_ProcessGroup):
                 yield
         except Disagreement as error:
             if self._failure is None:
-                verdict = different(index, (self.rank, text), (error.peer, error.text))
+                verdict = different(index, (self._numbers[self.rank], text), (self._numbers[error.peer], error.text))
                 self._failure = self._monitor.conclude(verdict, f"collective {index} of its lane ({text})")
             raise self._failure from error
         finally:
@@ -490,14 +556,17 @@ def _tag(lane: Lane, sequence: int, text: str) -> int:
 class _NativeGroup(_ProcessGroup):
     """Processes whose backend does the collectives, one communicator per lane."""
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args: Any, ranks: Sequence[int] | None = None) -> None:
         super().__init__(*args)
-        ranks = dist.get_process_group_ranks(self._torch_group)
+        # In the numbers of torch's world.
+        self._ranks = dist.get_process_group_ranks(self._torch_group) if ranks is None else ranks
         self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         # Among members only, torch names a group by how many groups a rank is in, so that ranks in other numbers of groups never meet.
         local = self.size < dist.get_world_size()
         timeout = timedelta(seconds=self._timeout_s)
-        self._lanes: dict[Lane, Any] = {lane: dist.new_group(ranks, timeout=timeout, use_local_synchronization=local) for lane in Lane}
+        self._lanes: dict[Lane, Any] = {}
+        for lane in Lane:
+            self._lanes[lane] = dist.new_group(list(self._ranks), timeout=timeout, use_local_synchronization=local)
 
     def start(self, call: Call, x: Tensor, out: Tensor | None = None) -> Pending:
         check_call(call, x, out, self.size)
@@ -523,6 +592,12 @@ class _NativeGroup(_ProcessGroup):
                 return received if sent.device == x.device else received.to(x.device)
 
         return Pending(wait)
+
+    def _part(self, store: dist.Store, ranks: Sequence[int]) -> _ProcessGroup:
+        # One rank has communicators too: torch names them by how many a rank has, and so all must have as many.
+        numbers = [self._numbers[rank] for rank in ranks]
+        settings = (self._torch_group, store, ranks.index(self.rank), len(ranks), self._timeout_s, None, numbers)
+        return _NativeGroup(*settings, ranks=[self._ranks[rank] for rank in ranks])
 
     def _issue(self, call: Call, x: Tensor, out: Tensor) -> list[Any]:
         lane = self._lanes[call.lane]

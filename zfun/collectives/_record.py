@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import final, overload
 
 import torch
 from torch import Tensor
 
 from zfun.collectives._calls import Call, Lane
 from zfun.collectives._group import Group, Wrapper
+from zfun.collectives._mesh import Mesh
 from zfun.collectives._pending import Pending
+from zfun.errors import OptionError
 
 __all__ = ["Record", "Recorder", "record"]
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One collective as one rank started it. ``sent_bytes`` is what this rank sends; ``numel`` and ``dtype`` are those of its input."""
+    """One collective as one rank started it.
+
+    Attributes:
+        kind: what was done.
+        name: what was sent.
+        part: which bucket or leaves.
+        lane: the order in which it took part.
+        sent_bytes: what this rank sends.
+        numel: of its input.
+        dtype: of its input.
+        axis: ``"inner"`` or ``"outer"`` on an axis of a mesh, else ``""``.
+    """
 
     kind: str
     name: str
@@ -26,49 +40,91 @@ class Record:
     sent_bytes: int
     numel: int
     dtype: torch.dtype
+    axis: str = ""
 
 
-@final
-class Recorder(Wrapper):
-    """A group that passes every collective on and keeps a :class:`Record` of it in ``log``. Made by :func:`record`."""
+class _Log:
+    """What has been sent, in order."""
 
-    def __init__(self, group: Group) -> None:
-        super().__init__(group)
-        self.log: list[Record] = []
+    log: list[Record]
 
-    def start(self, call: Call, x: Tensor, out: Tensor | None = None) -> Pending:
-        pending = self._group.start(call, x, out)
-        sent_bytes = call.op.sent_bytes(x.numel() * x.dtype.itemsize, self.rank, self.size, x.dtype.itemsize)
-        self.log.append(Record(call.op.kind, call.name, call.part, call.lane, sent_bytes, x.numel(), x.dtype))
-        return pending
-
-    def bytes_sent(self, name: str | None = None) -> int:
-        """Return the bytes that this rank has sent: all of them, or those of the collectives of one name."""
-        return sum(entry.sent_bytes for entry in self.log if name is None or entry.name == name)
+    def bytes_sent(self, name: str | None = None, *, axis: str | None = None) -> int:
+        """Return the bytes that this rank has sent: all of them, or those of the collectives of one name, or along one axis of a mesh."""
+        return sum(entry.sent_bytes for entry in self.log if name in (None, entry.name) and axis in (None, entry.axis))
 
     def clear(self) -> None:
         """Forget the log."""
         self.log.clear()
 
+
+@final
+class Recorder(_Log, Wrapper):
+    """A group that passes every collective on and keeps a :class:`Record` of it in ``log``. Made by :func:`record`."""
+
+    def __init__(self, group: Group, axis: str = "", log: list[Record] | None = None) -> None:
+        super().__init__(group)
+        self.log = [] if log is None else log
+        self._name = axis
+
+    def start(self, call: Call, x: Tensor, out: Tensor | None = None) -> Pending:
+        pending = self._group.start(call, x, out)
+        sent_bytes = call.op.sent_bytes(x.numel() * x.dtype.itemsize, self.rank, self.size, x.dtype.itemsize)
+        self.log.append(Record(call.op.kind, call.name, call.part, call.lane, sent_bytes, x.numel(), x.dtype, self._name))
+        return pending
+
+    def subgroup(self, parts: Sequence[Sequence[int]], name: str = "") -> Group:
+        return Recorder(self._group.subgroup(parts, name), name, self.log)
+
     def __repr__(self) -> str:
         return f"record({self._group!r})"
 
 
-def record(group: Group) -> Recorder:
-    """Return a group that does what ``group`` does and logs each collective: its kind, name, part, lane and bytes.
+@final
+class MeshRecorder(_Log, Mesh):
+    """A mesh that keeps a :class:`Record` of each collective of each axis in ``log``. Made by :func:`record`."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.log = []
+        super().__init__(*mesh.map_groups(lambda group, axis: Recorder(group, axis, self.log)))
+
+    def __repr__(self) -> str:
+        return f"record({super().__repr__()})"
+
+
+@overload
+def record(group: Mesh) -> MeshRecorder: ...
+
+
+@overload
+def record(group: Group) -> Recorder: ...
+
+
+def record(group: Group) -> Recorder | MeshRecorder:
+    """Return a group that does what ``group`` does and logs each collective: its kind, name, part, lane, bytes, and axis.
 
     Args:
-        group: any group.
+        group: any group. Of a mesh every axis is recorded, into one log.
 
     Returns:
-        A group with ``log``, ``bytes_sent(name=None)`` and ``clear()``.
+        A group with ``log``, ``bytes_sent(name=None, axis=None)`` and ``clear()``.
+
+    Raises:
+        OptionError: an axis of a mesh.
 
     Example:
         >>> import torch
-        >>> from zfun.collectives import abstract_group
+        >>> from zfun.collectives import abstract_group, split
         >>> group = record(abstract_group(4))
         >>> _ = group.all_gather(torch.zeros(10), "params")
         >>> group.bytes_sent("params")
         120
+        >>> mesh = record(split(abstract_group(4), inner=2))
+        >>> _ = mesh.all_gather(torch.zeros(10), "params")
+        >>> mesh.bytes_sent(axis="outer"), mesh.bytes_sent(axis="inner")
+        (40, 80)
     """
+    if isinstance(group, Mesh):
+        return MeshRecorder(group)
+    if group.axis:
+        raise OptionError(f"an axis is recorded with its mesh; got the {group.axis} axis alone; call zf.record(mesh)")
     return Recorder(group)

@@ -7,6 +7,7 @@ them to these bits.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import contextvars
 import threading
@@ -33,7 +34,7 @@ from zfun.collectives._calls import (
     check_call,
     describe,
 )
-from zfun.collectives._group import Group
+from zfun.collectives._group import Group, own_part
 from zfun.collectives._pending import Pending
 from zfun.errors import CollectiveMismatch, OptionError, PeerLost, ZfunError
 from zfun.ops._sums import sum_in_rank_order
@@ -83,7 +84,7 @@ def simulate(n: int, fn: Callable[Concatenate[Group, _Params], _Result], *args: 
         all_started.wait()
         try:
             with torch.set_grad_enabled(grad_mode):
-                outcomes[rank].result.append(fn(_SimulatedGroup(rank, world), *args, **kwargs))
+                outcomes[rank].result.append(fn(_SimulatedGroup(rank, world, tuple(range(n))), *args, **kwargs))
         except BaseException as error:  # noqa: BLE001, a rank's error of any kind belongs to the caller of simulate
             outcomes[rank].error = error
             world.fail(rank, error)
@@ -150,13 +151,24 @@ def evaluate(op: Op, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) ->
 
 @final
 class _SimulatedGroup(Group):
-    """One rank of a simulated group."""
+    """One rank of a simulated group. All groups of a simulation share a world, so that ranks which wait in different groups are noticed."""
 
-    def __init__(self, rank: int, world: _World) -> None:
-        self.rank = rank
-        self.size = world.size
+    def __init__(self, world_rank: int, world: _World, members: tuple[int, ...], channel: tuple[int, ...] = ()) -> None:
+        self.rank = members.index(world_rank)
+        self.size = len(members)
+        self._world_rank = world_rank
         self._world = world
+        self._members = members
+        # What tells this group's collectives from those of others with the same members.
+        self._channel = channel
+        self._num_subgroups = 0
         self._thread = threading.get_ident()
+
+    def subgroup(self, parts: Sequence[Sequence[int]], name: str = "") -> Group:
+        part = own_part(self, parts)
+        self._num_subgroups += 1
+        members = tuple(self._members[rank] for rank in part)
+        return _SimulatedGroup(self._world_rank, self._world, members, (*self._channel, self._num_subgroups))
 
     def start(self, call: Call, x: Tensor, out: Tensor | None = None) -> Pending:
         check_call(call, x, out, self.size)
@@ -164,13 +176,14 @@ class _SimulatedGroup(Group):
             raise OptionError(f"a simulated group moves CPU tensors only; {call.op.kind} got one on {x.device}; move it to the CPU")
         if threading.get_ident() != self._thread:
             raise OptionError(
-                f"a simulated group belongs to the thread of its rank; rank {self.rank}'s was used in another thread ({call.op.kind} "
-                f"{call.name!r}); ranks must not share what changes while it runs: give each its own module, made inside the rank's "
-                "function"
+                f"a simulated group belongs to the thread of its rank; rank {self._world_rank}'s was used in another thread "
+                f"({call.op.kind} {call.name!r}); ranks must not share what changes while it runs: give each its own module, made inside "
+                "the rank's function"
             )
         # The copy lets the sender do with its tensor what it likes, as it can when the bytes are on the wire.
-        meeting = self._world.arrive(self.rank, call, x.detach().clone(), None if out is None else out.detach())
-        return Pending(lambda: _taken(self._world.wait(self.rank, meeting), out))
+        sent = x.detach().clone()
+        meeting = self._world.arrive(self._world_rank, self._members, self._channel, call, sent, None if out is None else out.detach())
+        return Pending(lambda: _taken(self._world.wait(self._world_rank, meeting), out))
 
     def __repr__(self) -> str:
         return f"<simulated group: rank {self.rank} of {self.size}>"
@@ -186,6 +199,7 @@ class _Meeting:
 
     lane: Lane
     index: int
+    members: tuple[int, ...]
     calls: dict[int, Call] = field(default_factory=dict)
     texts: dict[int, str] = field(default_factory=dict)
     inputs: dict[int, Tensor] = field(default_factory=dict)
@@ -210,20 +224,22 @@ class _World:
     def __init__(self, size: int) -> None:
         self.size = size
         self._lock = threading.Lock()
-        self._counts = [[0] * len(Lane) for _ in range(size)]
-        self._meetings: dict[tuple[Lane, int], _Meeting] = {}
+        self._counts: collections.Counter[tuple[object, ...]] = collections.Counter()
+        self._meetings: dict[tuple[object, ...], _Meeting] = {}
         self._blocked: dict[int, tuple[_Meeting, threading.Lock]] = {}
         self._left: set[int] = set()
         self._failure: Callable[[int], ZfunError] | None = None
         self._consequences: list[ZfunError] = []
 
-    def arrive(self, rank: int, call: Call, x: Tensor, out: Tensor | None) -> _Meeting:
+    def arrive(self, rank: int, members: tuple[int, ...], channel: tuple[int, ...], call: Call, x: Tensor, out: Tensor | None) -> _Meeting:
         """Bring a rank's input to its next collective; the last rank computes the result for all."""
         with self._lock:
             self._raise_failure(rank)
-            index = self._counts[rank][call.lane]
-            self._counts[rank][call.lane] += 1
-            meeting = self._meetings.setdefault((call.lane, index), _Meeting(call.lane, index))
+            # Sub-groups that are made together have no rank in common.
+            index = self._counts[rank, channel, call.lane]
+            self._counts[rank, channel, call.lane] += 1
+            place = (members[0], channel, call.lane, index)
+            meeting = self._meetings.setdefault(place, _Meeting(call.lane, index, members))
             meeting.calls[rank] = call
             meeting.texts[rank] = describe(call, x.numel(), x.dtype)
             meeting.inputs[rank] = x
@@ -232,18 +248,17 @@ class _World:
             if meeting.texts[rank] != meeting.texts[first]:
                 self._fail(_different(meeting, *sorted((first, rank))))
                 self._raise_failure(rank)
-            if len(meeting.inputs) < self.size:
+            if len(meeting.inputs) < len(members):
                 return meeting
-            del self._meetings[call.lane, index]
+            del self._meetings[place]
         try:
             with torch.no_grad():
-                ranks = range(self.size)
-                results = evaluate(call.op, [meeting.inputs[r] for r in ranks], [meeting.outs[r] for r in ranks])
+                results = evaluate(call.op, [meeting.inputs[r] for r in members], [meeting.outs[r] for r in members])
         except BaseException as error:
             self.fail(rank, error)
             raise
         with self._lock:
-            meeting.results = dict(enumerate(results))
+            meeting.results = dict(zip(members, results, strict=True))
             meeting.inputs.clear()
             meeting.outs.clear()
             for waiter in [r for r, (where, _) in self._blocked.items() if where is meeting]:
@@ -301,7 +316,7 @@ class _World:
     def check_nothing_left(self) -> None:
         """Refuse a program that starts a collective which not all ranks join, even if nobody waited for it."""
         for meeting in self._meetings.values():
-            missing = [rank for rank in range(self.size) if rank not in meeting.texts]
+            missing = [rank for rank in meeting.members if rank not in meeting.texts]
             raise PeerLost(
                 f"every rank must take part in every collective; {_ranks(missing)} returned without {meeting.label}, "
                 f"which {_ranks(meeting.texts)} started",
@@ -312,7 +327,7 @@ class _World:
     def _check_progress(self) -> None:
         """Fail if nobody can go on: a rank waits for one that has returned, or all wait for different things."""
         for rank, (meeting, _) in self._blocked.items() if self._left else ():
-            gone = [r for r in range(self.size) if r in self._left and r not in meeting.texts]
+            gone = [r for r in meeting.members if r in self._left and r not in meeting.texts]
             if gone:
                 label = meeting.label
                 text = f"every rank must take part in every collective; {_ranks(gone)} returned, while rank {rank} waits for it in {label}"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import final
 
 from torch import Tensor
 
 from zfun.collectives._calls import Call, check_call
-from zfun.collectives._group import Group
+from zfun.collectives._group import Group, own_part
 from zfun.collectives._pending import Pending
 
 __all__ = ["single_group"]
@@ -31,6 +32,10 @@ class _SingleGroup(Group):
         if not out.is_set_to(x):
             out.detach().copy_(x)
         return Pending.done(out)
+
+    def subgroup(self, parts: Sequence[Sequence[int]], name: str = "") -> Group:
+        own_part(self, parts)
+        return _SingleGroup()
 
     def __repr__(self) -> str:
         return "single_group()"

@@ -70,6 +70,7 @@ class Optimizer(NamedTuple):
             decay beside the gradient, within a rounding where a parameter doubles, halves or changes sign). With
             ``donate=True`` it may overwrite the buffers of ``state`` and ``params``, which must not be used again.
         placement: the placement that it computes in; ``None`` follows the parameters.
+        group: the group of that placement; ``None`` follows the parameters.
 
     Example:
         >>> from zfun.optim import sgd
@@ -81,6 +82,7 @@ class Optimizer(NamedTuple):
     update: UpdateFn
     apply: ApplyFn
     placement: Placement | None = None
+    group: Any = None
 
 
 @remembered

@@ -24,7 +24,7 @@ def chain(*optimizers: Optimizer | tuple[InitFn, UpdateFn]) -> Optimizer:
 
     Raises:
         OptionError: there is none, or one is not an optimizer.
-        PlacementError: two of them compute in different placements.
+        PlacementError: two of them compute in different placements, or over different groups.
         NotElementwiseError: one is sharded, and another cannot run on shards.
 
     Example:
@@ -39,9 +39,11 @@ def chain(*optimizers: Optimizer | tuple[InitFn, UpdateFn]) -> Optimizer:
         raise OptionError("chain() takes at least one optimizer; got none; pass the one that takes the step, as in chain(sgd(0.1))")
     parts = tuple(as_optimizer(part) for part in optimizers)
     placements = {part.placement for part in parts if part.placement is not None}
-    if len(placements) > 1:
+    groups = {id(part.group): part.group for part in parts if part.group is not None}
+    if len(placements) > 1 or len(groups) > 1:
         raise PlacementError(
-            f"the optimizers of a chain compute in one placement; got {', '.join(repr(part.placement) for part in parts)}; "
+            "the optimizers of a chain compute in one placement over one group; got "
+            f"{', '.join(f'{part.placement!r} over {part.group!r}' if part.group else repr(part.placement) for part in parts)}; "
             "chain them first and shard the chain: shard_optimizer(chain(...), group)"
         )
     if placements:
@@ -69,7 +71,7 @@ def chain(*optimizers: Optimizer | tuple[InitFn, UpdateFn]) -> Optimizer:
         params, last = parts[-1].apply(grads, state[-1], params, donate=donate)
         return params, (*states, last)
 
-    return Optimizer(init, update, apply, next(iter(placements), None))
+    return Optimizer(init, update, apply, next(iter(placements), None), next(iter(groups.values()), None))
 
 
 def _check_states(state: State, count: int) -> None:

@@ -87,7 +87,7 @@ def check_round_trip(params: tree.Tree, group: Group, *, bucket_bytes: int = DEF
     Example:
         >>> _ = simulate(3, lambda group: check_round_trip({"w": torch.arange(5.0)}, group))
     """
-    layout = layout_of(params, group.size, bucket_bytes)
+    layout = layout_of(params, group.mesh.size, bucket_bytes)
     whole = ravel(params, layout, group)
     assert_same_bits(unravel(whole), params, "a tree and unravel(ravel(tree))")
     assert_same_bits(ravel(unravel(whole), layout, group).buffers, whole.buffers, "buffers and ravel(unravel(buffers))")

@@ -23,7 +23,8 @@ class Row:
         path: its tree path.
         shape: its logical shape, whole.
         dtype: its dtype, as it is kept: that of the buffer it lies in.
-        placement: ``"R"``, ``"P"``, ``"S"``, or ``"local"`` for a tensor that is this rank's own.
+        placement: ``"R"``, ``"P"``, ``"S"``, with the axis behind it where it is over one of a mesh (``"S (inner)"``), or ``"local"`` for a
+            tensor that is this rank's own.
         bucket: index of its bucket, or ``None``.
         here: the elements of it that this rank holds, as a slice of the ravelled leaf ``(start, stop)``.
         where: the device or the store that keeps it.
@@ -114,12 +115,13 @@ def _rows_of(flat: Flat, prefix: str) -> list[Row]:
         buffer = flat.buffers[slot.bucket]
         first, last = 0, slot.numel
         if flat.placement is S:
-            numel = flat.layout.shard_numel(slot.bucket)
+            numel = flat.shard_numel(slot.bucket)
             begin = flat.group.rank * numel
             first, last = (min(max(begin + edge - slot.offset, 0), slot.numel) for edge in (0, numel))
         name = prefix + path if path == slot.path else f"{prefix}{path} (tied to {slot.path})"
         dtype = buffer.dtype.to_complex() if slot.dtype.is_complex else buffer.dtype
-        rows.append(Row(name, slot.shape, dtype, flat.placement.value, slot.bucket, (first, last), _place(buffer)))
+        placement = f"{flat.placement.value} ({flat.group.axis})" if flat.group.axis else flat.placement.value
+        rows.append(Row(name, slot.shape, dtype, placement, slot.bucket, (first, last), _place(buffer)))
     return rows
 
 

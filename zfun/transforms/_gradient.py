@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zfun import ops, stores, tree
-from zfun.collectives import AllReduce, Call, Group, Lane, Pending, ReduceScatter
+from zfun.collectives import AllReduce, Call, Group, Lane, Pending, ReduceScatter, check_shardable, start_reduce_scatter_over
 from zfun.errors import LeafError, OptionError, PlacementError, ZfunError, checked_options
 from zfun.flat import Flat, flats, ravel, unravel_buffers
 from zfun.layout import DEFAULT_BUCKET_BYTES, Layout, layout_of, unique_leaves
@@ -91,10 +91,10 @@ class _ReduceScatter:
     group: Group
 
     def start(self, buffer: Tensor, layout: Layout, bucket: int) -> Pending:
-        """Start to sum a bucket over the ranks, each keeping its piece."""
-        if self.group.size == 1:
+        """Start to sum a bucket over all ranks, each keeping its piece."""
+        if self.group.mesh.size == 1:
             return Pending.done(buffer)
-        return self.group.start(Call(ReduceScatter(), "grads", layout.label(bucket), Lane.GRADS), buffer)
+        return start_reduce_scatter_over(self.group, Call(ReduceScatter(), "grads", layout.label(bucket), Lane.GRADS), buffer)
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,7 @@ class GradientFunction:
         reduce: ``"mean"`` or ``"sum"`` over the ranks.
         bucket_bytes: where buckets close, for parameters that are not flat yet.
         placement: of the gradients; ``None`` while they are this rank's own.
+        over: what sharded gradients are sharded over: ``group`` or its inner axis.
         sinks: what each bucket of gradients goes through as soon as it is complete.
         reduce_dtype: of flat gradients; ``None`` for that of the parameters, but float32 for half types.
         loss_scale: what the loss is multiplied with before its gradient is taken.
@@ -117,6 +118,7 @@ class GradientFunction:
     reduce: str = "mean"
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     placement: Placement | None = None
+    over: Group | None = None
     sinks: tuple[Sink, ...] = ()
     reduce_dtype: torch.dtype | None = None
     loss_scale: float = 1.0
@@ -147,11 +149,12 @@ class GradientFunction:
         if isinstance(params, Flat):
             if params.placement is P:
                 raise PlacementError("parameters are whole or sharded; got a Flat with placement P; redistribute() it to R or S first")
-            if self.group is not None and params.group is not self.group:
+            if self.group is not None and params.group.mesh is not self.group:
                 raise PlacementError(
-                    "parameters and gradients must be of one group; got two; pass the same group to shard() and data_parallel()"
+                    "parameters and gradients must be of one group; got two; pass the same group to shard() and data_parallel(), or the "
+                    "inner axis of a mesh and that mesh"
                 )
-            return _check_trainable(params.layout), params.group
+            return _check_trainable(params.layout), self.group or params.group
         if flats(params):
             raise PlacementError("parameters are one Flat or a tree of tensors; got a Flat inside a tree; shard the whole tree at once")
         if self.group is None:
@@ -210,7 +213,7 @@ class GradientFunction:
         placement = self.placement
         if placement is None:
             placement = S if isinstance(params, Flat) and params.placement is S else R
-        return Flat(results, placement, layout, group)
+        return Flat(results, placement, layout, self.over or group if placement is S else group)
 
 
 _NO_AUX = object()
@@ -316,7 +319,7 @@ def data_parallel(
 
     Args:
         vg: a gradient function.
-        group: the ranks.
+        group: all the ranks that have a batch: a group, or a whole mesh.
         reduce: ``"mean"`` divides by the number of ranks (here, and nowhere else); ``"sum"`` does not. A loss that returns
             :func:`weighted_mean` is divided by the weight over all ranks instead.
         reduce_dtype: the dtype of the gradients from here on: in it they are sent, summed over the ranks, and accumulated over
@@ -327,6 +330,7 @@ def data_parallel(
         A gradient function. Its loss is that of all ranks together; its gradients are a ``Flat`` with placement ``P``.
 
     Raises:
+        PlacementError: an axis of a mesh, or gradients that are partial already.
         SpecMismatch: from the returned function, at its first call on a tree of tensors, where ranks hold different parameters.
 
     Example:
@@ -338,6 +342,10 @@ def data_parallel(
         >>> zf.simulate(2, main)[0]
         (tensor(1.), P, {'w': tensor(0.5000)})
     """
+    if group.axis:
+        raise PlacementError(
+            f"data_parallel() takes all the ranks that have a batch; got the {group.axis} axis of a mesh; pass the mesh itself"
+        )
     if reduce not in ("mean", "sum"):
         raise OptionError(f"reduce must be 'mean' or 'sum'; got {reduce!r}")
     if not (reduce_dtype is None or reduce_dtype.is_floating_point):
@@ -379,13 +387,14 @@ def shard_grads(vg: Gradient, group: Group) -> Gradient:
 
     Args:
         vg: a gradient function whose gradients are partial.
-        group: the ranks.
+        group: the ranks that share the sum: the group of the gradients, or the inner axis of their mesh. In the latter case the shards are
+            summed over the outer axis too, and every row has the same.
 
     Returns:
         A gradient function whose gradients are a ``Flat`` with placement ``S``.
 
     Raises:
-        PlacementError: the gradients are not partial.
+        PlacementError: the gradients are not partial, or of another group.
 
     Example:
         >>> import zfun as zf
@@ -396,18 +405,19 @@ def shard_grads(vg: Gradient, group: Group) -> Gradient:
         >>> zf.simulate(2, main)[0]
         (S, tensor([0.5000, 0.5000, 0.5000]))
     """
+    check_shardable(group, "shard_grads()")
     if isinstance(vg, GradientFunction) and vg.placement is not S:
         if vg.group is None:
             raise PlacementError(
                 "shard_grads() takes gradients with placement P; got ones that are this rank's own; wrap them in data_parallel() first"
             )
-        if vg.group is not group:
+        if vg.group is not group.mesh:
             raise PlacementError(
                 "shard_grads() must be given the group of its gradients; got another one; pass the same group to data_parallel() and "
-                "shard_grads()"
+                "shard_grads(), or the inner axis of that mesh"
             )
         # Before what other transforms do with the result: to move a bucket to a store, say, is for when it is reduced.
-        return dataclasses.replace(vg, placement=S, sinks=(_ReduceScatter(group), *vg.sinks), _agreed=vg._agreed)
+        return dataclasses.replace(vg, placement=S, over=group, sinks=(_ReduceScatter(group), *vg.sinks), _agreed=vg._agreed)
 
     def sharded(params: tree.Tree, batch: Any) -> tuple[Any, Any]:
         loss, grads = vg(params, batch)
@@ -416,7 +426,7 @@ def shard_grads(vg: Gradient, group: Group) -> Gradient:
                 f"shard_grads() takes gradients with placement P; got {type(grads).__name__} of whole leaves; wrap them in "
                 "data_parallel() first"
             )
-        if grads.placement is S:
+        if grads.placement is S and grads.group is group:
             return loss, grads
         return loss, redistribute(grads, S, group, name="grads")
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zfun import stores, tree
-from zfun.collectives import Group
+from zfun.collectives import Group, check_shardable
 from zfun.errors import AliasChanged, OptionError, PlacementError, SpecMismatch, checked_options
 from zfun.flat import Flat, call_site, check_same_layout, consume, flats, ravel, unravel
 from zfun.layout import DEFAULT_BUCKET_BYTES, Layout, LeafSlot, layout_of
@@ -25,7 +25,7 @@ def shard_optimizer(optimizer: Any, group: Group, *, bucket_bytes: int = DEFAULT
 
     Args:
         optimizer: an element-wise :class:`zfun.optim.Optimizer`, or an ``(init, update)`` pair.
-        group: the ranks that share the state.
+        group: the ranks that share the state: a group, a mesh, or the inner axis of one.
         bucket_bytes: where buckets close, for parameters that are not flat yet.
 
     Returns:
@@ -44,6 +44,7 @@ def shard_optimizer(optimizer: Any, group: Group, *, bucket_bytes: int = DEFAULT
         >>> zf.simulate(2, main)[0]
         Flat(S, rank 0 of 2: 1 leaf, 50 elements in 1 bucket; here 32 of 64 padded elements)
     """
+    check_shardable(group, "shard_optimizer()")
     inner = as_optimizer(optimizer)
     if inner.placement not in (None, S):
         raise PlacementError(
@@ -59,7 +60,7 @@ def shard_optimizer(optimizer: Any, group: Group, *, bucket_bytes: int = DEFAULT
 
     def to_shards(params: tree.Tree, layout: Layout | None = None) -> Flat:
         if not isinstance(params, Flat):
-            params = ravel(params, layout or layout_of(params, group.size, bucket_bytes), group)
+            params = ravel(params, layout or layout_of(params, group.mesh.size, bucket_bytes), group)
         return redistribute(params, S, group, name="params")
 
     def update(grads: tree.Tree, state: Any, params: tree.Tree) -> tuple[Any, Any]:
@@ -73,7 +74,7 @@ def shard_optimizer(optimizer: Any, group: Group, *, bucket_bytes: int = DEFAULT
         new, state = inner.apply(_aligned(grads, shards), state, shards, donate=donate)
         return _back(new, params), state
 
-    return Optimizer(init, update, apply, S)
+    return Optimizer(init, update, apply, S, group)
 
 
 def apply(optimizer: Any, grads: tree.Tree, state: Any, params: tree.Tree, *, donate: bool = False) -> tuple[tree.Tree, Any]:
@@ -119,7 +120,7 @@ def apply(optimizer: Any, grads: tree.Tree, state: Any, params: tree.Tree, *, do
         raise PlacementError("parameters are whole or sharded; got a Flat with placement P; redistribute() it to R or S first")
     check_same_layout(params, grads, "parameters and gradients")
     present = stores.resident(params)
-    aligned = redistribute(present, chosen.placement or params.placement, params.group, name="params")
+    aligned = redistribute(present, chosen.placement or params.placement, chosen.group or params.group, name="params")
     new, new_state = chosen.apply(_aligned(grads, aligned), state, aligned, donate=donate)
     new = _stored_like(redistribute(new, params.placement, params.group, name="params"), params)
     if donate:
@@ -229,7 +230,7 @@ def _aligned(grads: tree.Tree, params: Flat) -> Flat:
 def _back(shards: Flat, params: tree.Tree) -> tree.Tree:
     """Return sharded results in the placement and the form of the parameters."""
     if isinstance(params, Flat):
-        return redistribute(shards, params.placement, shards.group, name="params")
+        return redistribute(shards, params.placement, params.group, name="params")
     return unravel(redistribute(shards, R, shards.group, name="params"))
 
 

@@ -9,7 +9,22 @@ import torch
 from torch import Tensor
 
 from zfun import collectives, ops, stores, tree
-from zfun.collectives import AllGather, AllReduce, Broadcast, Call, Entry, Group, Lane, Op, Pending, ReduceScatter, agree
+from zfun.collectives import (
+    AllGather,
+    AllReduce,
+    Broadcast,
+    Call,
+    Entry,
+    Group,
+    Lane,
+    Mesh,
+    Op,
+    Pending,
+    ReduceScatter,
+    agree,
+    check_shardable,
+    start_reduce_scatter_over,
+)
 from zfun.errors import OptionError, PlacementError, ZfunError, checked_options
 from zfun.flat import Flat, call_site, ravel_buckets, unravel_buffers
 from zfun.layout import DEFAULT_BUCKET_BYTES, Layout, layout_of
@@ -26,7 +41,7 @@ def shard(params: tree.Tree, group: Group, *, bucket_bytes: int = DEFAULT_BUCKET
 
     Args:
         params: a tree of tensors that every rank holds whole, or a ``Flat`` with placement ``R``.
-        group: the ranks that share it.
+        group: the ranks that share it: a group, a mesh, or the inner axis of one, whose rows then hold the same.
         bucket_bytes: where a bucket closes, in bytes; see :func:`zfun.layout_of`.
         init: ``"check"`` compares tree, shapes, dtypes and values across ranks before anything else is sent; ``"broadcast"`` compares all
             but the values and takes rank 0's.
@@ -37,6 +52,7 @@ def shard(params: tree.Tree, group: Group, *, bucket_bytes: int = DEFAULT_BUCKET
     Raises:
         SpecMismatch: ranks hold different trees, shapes, dtypes or values.
         LeafError: a leaf cannot be laid out.
+        PlacementError: the outer axis of a mesh.
 
     Example:
         >>> import zfun as zf
@@ -46,6 +62,7 @@ def shard(params: tree.Tree, group: Group, *, bucket_bytes: int = DEFAULT_BUCKET
         >>> zf.simulate(2, main)[0]
         (S, torch.Size([32]), {'w': tensor([0., 1., 2.])})
     """
+    check_shardable(group, "shard()")
     if isinstance(params, Flat):
         flat = replicate(params, group)
         return flat.with_buffers((_slice(buffer, group).clone() for buffer in flat.buffers), S)
@@ -76,7 +93,7 @@ def replicate(params: tree.Tree, group: Group, *, bucket_bytes: int = DEFAULT_BU
         [R, R]
     """
     if isinstance(params, Flat):
-        if params.group is not group:
+        if params.group.mesh is not group.mesh:
             raise PlacementError("a Flat belongs to the group that it was made over; got another one; unshard() it first")
         return redistribute(params, R, group)
     layout, whole = _lay_out(params, group, bucket_bytes, init)
@@ -89,10 +106,10 @@ def _lay_out(params: tree.Tree, group: Group, bucket_bytes: int, init: str) -> t
         raise OptionError(f"init must be 'check' or 'broadcast'; got {init!r}")
     layout = check_agreement(params, group, bucket_bytes=bucket_bytes, values=init == "check")
     buckets = ravel_buckets(params, layout)
-    if init == "check" or group.size == 1:
+    if init == "check" or group.mesh.size == 1:
         return layout, buckets
     calls = (Call(Broadcast(0), "params", layout.label(i), Lane.PARAMS) for i in range(len(layout.buckets)))
-    return layout, (group.start(call, buffer).wait() for call, buffer in zip(calls, buckets, strict=True))
+    return layout, (group.mesh.start(call, buffer).wait() for call, buffer in zip(calls, buckets, strict=True))
 
 
 def check_agreement(params: tree.Tree, group: Group, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES, values: bool = True) -> Layout:
@@ -100,7 +117,7 @@ def check_agreement(params: tree.Tree, group: Group, *, bucket_bytes: int = DEFA
 
     Args:
         params: a tree of tensors.
-        group: the ranks that hold it.
+        group: the ranks that hold it; on a mesh all of its ranks do, whatever axis is given.
         bucket_bytes: where a bucket closes; ranks must agree on it too.
         values: whether to compare the values as well.
 
@@ -112,10 +129,10 @@ def check_agreement(params: tree.Tree, group: Group, *, bucket_bytes: int = DEFA
     """
     found = tree.leaves(params)
     try:
-        layout: Layout | ZfunError = layout_of(params, group.size, bucket_bytes)
+        layout: Layout | ZfunError = layout_of(params, group.mesh.size, bucket_bytes)
     except ZfunError as error:  # The other ranks are told before this one raises, so that none waits for it.
         layout = error
-    if group.size > 1:
+    if group.mesh.size > 1:
         entries = [Entry("(bucket_bytes)", str(bucket_bytes), "")]
         for path, leaf in zip(tree.paths(params), found, strict=True):
             if isinstance(leaf, Tensor):
@@ -125,7 +142,7 @@ def check_agreement(params: tree.Tree, group: Group, *, bucket_bytes: int = DEFA
                 entries.append(Entry(path, type(leaf).__name__, ""))
         if isinstance(layout, Layout):
             entries.append(Entry("(ties)", str(layout.positions), ""))
-        agree(entries, group, "parameters")
+        agree(entries, group.mesh, "parameters")
     if isinstance(layout, ZfunError):
         raise layout
     return layout
@@ -200,18 +217,31 @@ def redistribute(value: Flat, placement: Placement, group: Group, *, name: str =
 
     To ``P``: rank 0 keeps a replicated value and the others zero; a sharded one is padded with zeros. Nothing is sent.
 
+    On a mesh a value may go from one group of it to another. What is sharded over the inner axis is replicated over the outer one, and a
+    partial value is one term for every rank of the mesh:
+
+    ================ ========================================== ==================
+    from             to ``S`` over the inner axis               to ``S`` over all
+    ================ ========================================== ==================
+    ``R``            slice                                      slice
+    ``P``            reduce-scatter inner, all-reduce outer     reduce-scatter
+    ``S`` (inner)    –                                          slice
+    ``S`` over all   all-gather outer                           –
+    ================ ========================================== ==================
+
     Args:
         value: a ``Flat``.
         placement: the placement to reach.
-        group: the group of ``value``.
+        group: the group of ``value``, or on a mesh another group of the same mesh.
         name: what it is, in records and errors.
         donate: let a sum over the ranks be written over ``value``, or ``value`` be freed on the way; it must not be used again.
 
     Returns:
-        A ``Flat`` with that placement; the same one where nothing changes.
+        A ``Flat`` with that placement over ``group``; the same one where nothing changes.
 
     Raises:
-        PlacementError: ``value`` is not a ``Flat`` over ``group``.
+        PlacementError: ``value`` is not a ``Flat`` over ``group`` or its mesh, or it should become sharded over an outer axis, or partial
+            over an axis.
 
     Example:
         >>> import zfun as zf
@@ -221,28 +251,45 @@ def redistribute(value: Flat, placement: Placement, group: Group, *, name: str =
         >>> zf.simulate(2, main)
         [32, 32]
     """
+    _check_target(value, placement, group)
+    value = stores.resident(value)
+    here, mesh = value.group, group.mesh
+    match value.placement, placement:
+        case (before, after) if before is after and (here is group or before is not S):
+            return value if here is group else value.with_buffers(value.buffers, group=group)
+        case Placement.REPLICATED, Placement.SHARDED:
+            return value.with_buffers((_slice(buffer, group) for buffer in value.buffers), S, group)
+        case Placement.REPLICATED, Placement.PARTIAL:
+            return value.with_buffers((buffer if group.rank == 0 else torch.zeros_like(buffer) for buffer in value.buffers), P, group)
+        case Placement.SHARDED, Placement.PARTIAL:
+            # Of what is replicated over the rows, the first row keeps it.
+            kept = here is mesh or not isinstance(mesh, Mesh) or mesh.outer.rank == 0
+            buffers = (_embed(buffer if kept else torch.zeros_like(buffer), here) for buffer in value.buffers)
+            return value.with_buffers(buffers, P, group)
+        case Placement.PARTIAL, Placement.REPLICATED:
+            return _communicate(value, AllReduce(), here, R, group, name, donate=donate)
+        case Placement.PARTIAL, Placement.SHARDED:
+            return _communicate(value, ReduceScatter(), group, S, group, name, donate=donate)
+        case Placement.SHARDED, Placement.SHARDED:
+            assert isinstance(mesh, Mesh)
+            if here is mesh:
+                return _communicate(value, AllGather(), mesh.outer, S, group, name, donate=donate)
+            return value.with_buffers((_slice(buffer, mesh.outer) for buffer in value.buffers), S, group)
+        case _:
+            return _communicate(value, AllGather(), here, R, group, name, donate=donate)
+
+
+def _check_target(value: Flat, placement: Placement, group: Group) -> None:
     if not isinstance(value, Flat):
         raise PlacementError(f"redistribute() takes a Flat; got {type(value).__name__}; make one with shard() or replicate()")
-    if value.group is not group:
+    if value.group.mesh is not group.mesh:
         raise PlacementError(
             "redistribute() must be given the group of the value; got another one; unshard() the value and shard it over the other group"
         )
-    value = stores.resident(value)
-    match value.placement, placement:
-        case (before, after) if before is after:
-            return value
-        case Placement.REPLICATED, Placement.SHARDED:
-            return value.with_buffers((_slice(buffer, group) for buffer in value.buffers), S)
-        case Placement.REPLICATED, Placement.PARTIAL:
-            return value.with_buffers((buffer if group.rank == 0 else torch.zeros_like(buffer) for buffer in value.buffers), P)
-        case Placement.SHARDED, Placement.PARTIAL:
-            return value.with_buffers((_embed(buffer, group) for buffer in value.buffers), P)
-        case Placement.PARTIAL, Placement.REPLICATED:
-            return _communicate(value, AllReduce(), R, name, donate=donate)
-        case Placement.PARTIAL, Placement.SHARDED:
-            return _communicate(value, ReduceScatter(), S, name, donate=donate)
-        case _:
-            return _communicate(value, AllGather(), R, name, donate=donate)
+    if placement is S:
+        check_shardable(group, "redistribute()")
+    elif placement is P and group.axis:
+        raise PlacementError(f"a value is partial over a whole mesh; got its {group.axis} axis; pass the mesh")
 
 
 def needs_autograd(buffers: tuple[Any, ...]) -> bool:
@@ -258,13 +305,13 @@ _IN_FLIGHT = 4
 _DIFFERENTIABLE = {"all_gather": collectives.all_gather, "reduce_scatter": collectives.reduce_scatter, "all_reduce": collectives.all_reduce}
 
 
-def _communicate(value: Flat, op: Op, placement: Placement, name: str, *, donate: bool) -> Flat:
-    group, layout = value.group, value.layout
-    if group.size == 1:
-        return value.with_buffers(value.buffers, placement)
+def _communicate(value: Flat, op: Op, over: Group, placement: Placement, group: Group, name: str, *, donate: bool) -> Flat:
+    """Do a collective over one group, and return what is then placed over another one."""
+    layout = value.layout
+    if (over.mesh if isinstance(op, ReduceScatter) else over).size == 1:
+        return value.with_buffers(value.buffers, placement, group)
     if needs_autograd(value.buffers):
-        primitive = _DIFFERENTIABLE[op.kind]
-        return value.with_buffers((primitive(buffer, group) for buffer in value.buffers), placement)
+        return value.with_buffers((_differentiable(op, buffer, over) for buffer in value.buffers), placement, group)
     lane = Lane.PARAMS if isinstance(op, AllGather) else Lane.GRADS
     buffers = list(value.buffers)
     if donate:
@@ -275,12 +322,26 @@ def _communicate(value: Flat, op: Op, placement: Placement, name: str, *, donate
     for index in range(len(buffers)):
         # A pending collective owns its input: with nobody else to hold it, the input is freed as soon as the sum is there.
         buffer, buffers[index] = buffers[index], None
-        pending.append(group.start(Call(op, name, layout.label(index), lane), buffer, buffer if in_place else None))
+        call = Call(op, name, layout.label(index), lane)
+        if isinstance(op, ReduceScatter):
+            pending.append(start_reduce_scatter_over(over, call, buffer))
+        else:
+            pending.append(over.start(call, buffer, buffer if in_place else None))
         del buffer
         if len(pending) > _IN_FLIGHT:
             out.append(pending.pop(0).wait())
     out += [handle.wait() for handle in pending]
-    return value.with_buffers(out, placement)
+    return value.with_buffers(out, placement, group)
+
+
+def _differentiable(op: Op, buffer: Tensor, over: Group) -> Tensor:
+    mesh = over.mesh
+    if over is mesh or not isinstance(mesh, Mesh):
+        return _DIFFERENTIABLE[op.kind](buffer, over)
+    if isinstance(op, ReduceScatter):
+        return collectives.all_reduce(collectives.reduce_scatter(buffer, over), mesh.outer)
+    # What the rows hold in common is one value: its gradient is the sum over them.
+    return collectives.all_gather(buffer if over is mesh.outer else collectives.replicated(buffer, mesh.outer), over)
 
 
 def _slice(buffer: Tensor, group: Group) -> Tensor:

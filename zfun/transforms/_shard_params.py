@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from zfun import ops, stores, tree
-from zfun.collectives import AllGather, Broadcast, Call, Group, Lane, Pending
+from zfun.collectives import AllGather, Broadcast, Call, Group, Lane, Pending, check_shardable
 from zfun.errors import OptionError, PlacementError, ZfunError, checked_options
 from zfun.flat import Flat
 from zfun.layout import Layout
@@ -56,7 +56,7 @@ _WINDOW = 2
 
 
 @checked_options
-def shard_params(loss: Loss, group: Group, *, frozen: Flat | None = None, prefetch: int = 1) -> Loss:
+def shard_params(loss: Loss, group: Group, *, frozen: Flat | None = None, prefetch: int = 1, secondary: Group | None = None) -> Loss:
     """Let a loss run on sharded parameters: ZeRO-3 (``S -> R`` where used, gradients ``P``).
 
     The loss itself is not changed and needs no marks: it receives a tree of lazy leaves, and each bucket is gathered when one of its leaves
@@ -65,10 +65,13 @@ def shard_params(loss: Loss, group: Group, *, frozen: Flat | None = None, prefet
 
     Args:
         loss: ``(params, batch) -> scalar`` or ``(scalar, aux)``, written for whole parameters.
-        group: the ranks that share the parameters.
+        group: the ranks that share the parameters: a group, a mesh, or the inner axis of one.
         frozen: sharded leaves that are not trained (the other part of :func:`zfun.partition`). The loss gets both parts combined; no
             gradient and no optimizer state is ever made for these.
         prefetch: how many buckets are gathered ahead of use, forward and backward. It changes no bit; each costs the memory of a bucket.
+        secondary: the inner axis of the mesh ``group``. Of what forward gathers every rank keeps the part that is its own on that axis,
+            until backward gathers it there, so that no parameter crosses between rows twice. It changes no bit, and costs the memory of
+            ``1/secondary.size`` of the parameters during a step (hpZ; Wang et al., "ZeRO++", 2023).
 
     Returns:
         The same function of a ``Flat`` with placement ``S``, as :func:`zfun.shard` makes it.
@@ -87,7 +90,13 @@ def shard_params(loss: Loss, group: Group, *, frozen: Flat | None = None, prefet
     """
     if isinstance(loss, CastLoss):
         # [Note: where the cast is]
-        return dataclasses.replace(loss, loss=shard_params(loss.loss, group, frozen=frozen, prefetch=prefetch))
+        return dataclasses.replace(loss, loss=shard_params(loss.loss, group, frozen=frozen, prefetch=prefetch, secondary=secondary))
+    check_shardable(group, "shard_params()")
+    if secondary is not None and (secondary.mesh is not group or secondary.axis != "inner"):
+        raise OptionError(
+            f"secondary is the inner axis of the mesh that shares the parameters; got {secondary!r} for {group!r}; write "
+            "shard_params(loss, mesh, secondary=mesh.inner)"
+        )
     warn_of_whole_loss(loss)
     if prefetch < 0:
         raise OptionError(f"prefetch is a number of buckets; got {prefetch}; 0 gathers each when it is used")
@@ -100,7 +109,7 @@ def shard_params(loss: Loss, group: Group, *, frozen: Flat | None = None, prefet
         if flat.tape is None and needs_autograd(flat.buffers):
             return loss(tree.combine(*(gather(part) for part in flats)), batch)
         layouts = tuple(part.layout for part in flats)
-        session = _Session(flats, flat.tape, plans.get(layouts), prefetch)
+        session = _Session(flats, flat.tape, plans.get(layouts), prefetch, secondary)
         with session.hooks():
             out = loss(session.leaves, batch)
         session.check_graph(out)
@@ -190,6 +199,12 @@ class _Shard:
         # Of the dtypes that it is kept and used in, the one that sends fewer bytes.
         self.sent = bucket.dtype if bucket.dtype.itemsize < self.dtype.itemsize else self.dtype
 
+    def start_again(self, kept: Tensor, group: Group) -> Pending:
+        """Start to gather it from what the ranks of a smaller group have kept of it."""
+        if group.size == 1:
+            return Pending.done(kept)
+        return group.start(Call(AllGather(), "params", self.flat.layout.label(self.index), Lane.PARAMS), kept)
+
     def start(self) -> Pending:
         """Start to gather it."""
         flat, group = self.flat, self.flat.group
@@ -207,8 +222,10 @@ class _Shard:
 class _Session:
     """The gathered buckets of one call of the loss, forward and backward; those of the trained leaves come first."""
 
-    def __init__(self, flats: Sequence[Flat], tape: Tape | None, plan: _Plan | None, prefetch: int) -> None:
+    def __init__(self, flats: Sequence[Flat], tape: Tape | None, plan: _Plan | None, prefetch: int, secondary: Group | None = None) -> None:
         self._group = flats[0].group
+        self._secondary = secondary
+        self._kept: dict[int, Tensor] = {}
         self._device = flats[0].layout.device
         self._tape = tape
         self._plan = plan
@@ -293,11 +310,12 @@ class _Session:
 
     def _end_backward(self) -> None:
         self._drop_all()
+        self._kept.clear()
         self._phase = "closed"
 
     def _drop_all(self) -> None:
-        for pending in self._pending.values():
-            pending.wait()
+        for bucket, pending in self._pending.items():
+            self._keep(bucket, pending.wait())
         self._pending.clear()
         self._buffers.clear()
         self._views.clear()
@@ -364,6 +382,7 @@ class _Session:
             shard = self._shards[bucket]
             pending = self._pending.pop(bucket, None)
             gathered = self._gather_again(bucket) if pending is None else pending.wait()
+            self._keep(bucket, gathered)
             buffer = self._buffers[bucket] = gathered.to(shard.dtype)
             storage = buffer.untyped_storage()
             # The weak reference keeps the address from being given to another storage while the entry lives.
@@ -377,7 +396,7 @@ class _Session:
     def _gather_again(self, bucket: int) -> Tensor:
         """Gather what has been freed in this pass."""
         if self._phase == "backward" or self._group.size == 1:
-            return self._shards[bucket].start().wait()
+            return self._start(bucket).wait()
         # It may be this rank alone that needs it, so it asks. The others answer when they ask themselves, or at the end of their pass; they
         # must not have to wait for this rank before that.
         self._start_rest()
@@ -396,7 +415,21 @@ class _Session:
         while self._num_started <= last:
             turn = order[self._num_started]
             self._num_started += 1
-            self._pending[turn] = self._shards[turn].start()
+            self._pending[turn] = self._start(turn)
+
+    def _start(self, bucket: int) -> Pending:
+        kept = self._kept.get(bucket) if self._phase == "backward" else None
+        if kept is None or self._secondary is None:
+            return self._shards[bucket].start()
+        return self._shards[bucket].start_again(kept, self._secondary)
+
+    def _keep(self, bucket: int, gathered: Tensor) -> None:
+        """Keep this rank's part of a gathered bucket for backward, if there will be one."""
+        group = self._secondary
+        if group is None or self._phase != "forward" or not torch.is_grad_enabled() or bucket in self._kept:
+            return
+        numel = gathered.numel() // group.size
+        self._kept[bucket] = gathered.narrow(0, group.rank * numel, numel).clone()
 
     def _pack(self, tensor: Tensor) -> Tensor | _Packed:
         if tensor.is_sparse or tensor.is_conj() or tensor.is_neg():

@@ -1,0 +1,56 @@
+"""Programs of a rank on a mesh of two rows, run alike on simulated ranks and on real processes, which import this module."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import torch
+
+import zfun as zf
+from tests import models
+from zfun import optim
+from zfun.collectives import AllGather, AllReduce, AllToAll, Broadcast, Call, Lane, Permute, Reduce, ReduceScatter
+from zfun.testing import assert_same_bits
+
+
+def collectives(group: zf.Group) -> Any:
+    """Every collective, all of them started before the first is waited for, which ranks do in different orders."""
+    mesh = zf.split(group, inner=2)
+    rotation = tuple((rank + 1) % mesh.size for rank in range(mesh.size))
+    ops = [AllGather(), ReduceScatter(), AllReduce(), Broadcast(1), Reduce(2), AllToAll(), Permute(rotation)]
+    generator = torch.Generator().manual_seed(group.rank)
+    pending = []
+    for numel in (0, mesh.size, 501 * mesh.size):
+        for number, op in enumerate(ops):
+            x = torch.randn(numel, generator=generator)
+            pending.append(mesh.start(Call(op, op.kind, str(numel), Lane(number % 3)), x))
+    for handle in pending if group.rank % 2 else reversed(pending):
+        handle.wait()
+    return [handle.wait() for handle in pending]
+
+
+def trained(group: zf.Group) -> Any:
+    """Hybrid sharding, a secondary shard, and data parallelism over one mesh: the same bits."""
+    found: list[Any] = []
+    for stage, axis, secondary in ((0, "all", False), (2, "inner", False), (3, "inner", False), (3, "all", False), (3, "all", True)):
+        mesh = zf.record(zf.split(group, inner=2))
+        over = mesh if axis == "all" else mesh.inner
+        z = zf.zero(stage, models.mlp_loss, optim.adamw(0.05), over, bucket_bytes=300, secondary=mesh.inner if secondary else None)
+        state, trace = z.init(models.mlp()), []
+        for batches in models.mlp_batches(2, group.size):
+            state, info = z.step(state, batches[group.rank])
+            trace.append((info.loss, info.grad_norm))
+        found.append((z.params(state), trace))
+        assert_same_bits(found[-1], found[0], f"stage {stage} over {axis} and data parallelism")
+    return found[0]
+
+
+def dies_in_a_row(group: zf.Group) -> None:
+    """Rank 3 is killed; its row and its column wait for it."""
+    mesh = zf.split(group, inner=2)
+    mesh.barrier()
+    if group.rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    mesh.all_gather(torch.tensor(group.rank), "after")

@@ -1,0 +1,43 @@
+"""Meshes of real processes: the bits of the simulation, and a rank that dies is noticed in its row and in its column."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import zfun as zf
+from tests.distributed import mesh_bodies, needs_shared_memory
+from zfun.collectives import Workers
+from zfun.errors import PeerLost
+from zfun.testing import assert_same_bits
+
+pytestmark = [pytest.mark.timeout(90), needs_shared_memory]
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Workers]:
+    with Workers(4, timeout_s=60.0, collective_timeout_s=20.0) as held:
+        yield held
+
+
+@pytest.mark.parametrize("body", [mesh_bodies.collectives, mesh_bodies.trained])
+def test_processes_do_what_the_simulation_does(four: Workers, body: Callable[[zf.Group], Any]) -> None:
+    expected = zf.simulate(4, body)
+    for rank, found in enumerate(four.run(body)):
+        assert_same_bits(found, expected[rank], f"rank {rank} in its process and simulated")
+
+
+def test_a_rank_that_dies_is_named_by_its_number_in_the_whole_group(four: Workers) -> None:
+    started = time.monotonic()
+    first, second, third, dead = four.outcomes(mesh_bodies.dies_in_a_row)
+    for outcome in (first, second, third, dead):
+        assert isinstance(outcome, PeerLost)
+    # Rank 1 is in its column and rank 2 in its row; rank 0 hears it from either.
+    assert "rank 1 lost rank 3" in str(second)
+    assert "rank 2 lost rank 3" in str(third)
+    assert "lost rank 3" in str(first)
+    assert "killed by signal 9" in str(dead)
+    assert time.monotonic() - started < 30

@@ -1,0 +1,407 @@
+"""Two axes: ranks that are near each other, and ranks that stand for each other.
+
+[Note: two axes]
+
+A mesh is a group whose ranks stand in rows. A row is the *inner* axis: ranks that are near each other, of one host say. A column is the
+*outer* axis: one rank of every row. The i-th rank of the o-th row has rank ``i * outer.size + o`` in the mesh: so the shard of a rank of
+the inner axis is what the shards of its column make up, one after the other, and every change between the three (whole, cut over the inner
+axis, cut over the mesh) is one collective of one axis, with no copy in between.
+
+A collective of the mesh goes axis by axis, so that what crosses between rows is never sent there twice:
+
+==================  ===========================================================================
+all-gather          outer, then inner: each shard crosses once to each row
+reduce-scatter      inner, then outer: what crosses has been summed over the row
+all-reduce          reduce-scatter inner, all-reduce outer, all-gather inner
+all-to-all          inner, then outer: what goes to one row crosses as one message
+broadcast, reduce   along one row and all columns' ends, or the reverse
+==================  ===========================================================================
+
+**Sums are taken over the inner axis first, in rank order, and then over the outer one**, whatever the collective: so all compositions over
+one mesh give the same bits. Another mesh of as many ranks, or the group without one, associates the sum otherwise, and differs by rounding.
+
+A later phase starts when the result is waited for. Phases start in the order of the calls all the same: to wait for one brings those before
+it forward first, and so does a call that goes through the axes in another order. So ranks may wait in any order, as in every group.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Generator, Sequence
+from types import TracebackType
+from typing import TypeAlias, final
+
+import torch
+from torch import Tensor
+
+from zfun.collectives._calls import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Call,
+    Lane,
+    Op,
+    Permute,
+    Reduce,
+    ReduceScatter,
+    check_call,
+)
+from zfun.collectives._group import Group, Wrapper
+from zfun.collectives._pending import Pending
+from zfun.errors import OptionError, PlacementError, checked_options
+
+__all__ = ["Mesh", "check_shardable", "split", "start_reduce_scatter_over"]
+
+# Up to here one message less is worth more than fewer bytes.
+_SHORT_BYTES = 4096
+
+# Yields the result of each phase once it is started, gets it back when it is there, and returns the result of all.
+_Phases: TypeAlias = Generator[Pending, Tensor, Tensor]
+
+_OUTER_INNER, _INNER_OUTER, _INNER_OUTER_INNER, _FLAT = ("outer", "inner"), ("inner", "outer"), ("inner", "outer", "inner"), ("",)
+
+
+class _Running:
+    """A collective of the mesh under way."""
+
+    __slots__ = ("_error", "_left", "_pending", "_phases", "axes")
+
+    def __init__(self, axes: tuple[str, ...], phases: _Phases) -> None:
+        self.axes = axes
+        self._phases = phases
+        self._pending = next(phases)
+        self._left = len(axes) - 1
+        self._error: BaseException | None = None
+
+    def bring_forward(self) -> None:
+        """Start the last phase."""
+        if self._error is not None:
+            raise self._error
+        try:
+            while self._left:
+                self._pending = self._phases.send(self._pending.wait())
+                self._left -= 1
+        except BaseException as error:
+            self._error = error
+            raise
+
+    def finish(self) -> Tensor:
+        self.bring_forward()
+        try:
+            self._phases.send(self._pending.wait())
+        except StopIteration as end:
+            result: Tensor = end.value
+            return result
+        raise AssertionError("a collective has as many phases as axes to go through")
+
+
+@final
+class _Axis(Wrapper):
+    """One axis of a mesh. Beyond what its ranks do, it knows the mesh, and what of the mesh must come before its own collectives."""
+
+    def __init__(self, group: Group, mesh: Mesh, axis: str, numbers: Sequence[int]) -> None:
+        super().__init__(group)
+        self.plain = group
+        self._mesh = mesh
+        self._axis = axis
+        self._numbers = numbers
+
+    @property
+    def mesh(self) -> Group:
+        return self._mesh
+
+    @property
+    def axis(self) -> str:
+        return self._axis
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        return self._numbers
+
+    def start(self, call: Call, x: Tensor, out: Tensor | None = None) -> Pending:
+        self._mesh._bring_forward(call.lane)
+        return self.plain.start(call, x, out)
+
+    def __repr__(self) -> str:
+        return f"<{self._axis} axis: rank {self.rank} of {self.size}>"
+
+
+class Mesh(Group):
+    """A group whose ranks stand in rows and columns. See [Note: two axes]; :func:`split` makes one of a group.
+
+    Args:
+        inner: the ranks of this rank's row: near each other.
+        outer: the ranks of this rank's column: one of each row, all with this rank's place in it.
+        whole: the group of all ranks, row after row, if there is one; only :func:`permute` needs it.
+
+    Attributes:
+        inner: the inner axis, as a group that the transforms take: what they shard over it is replicated over the outer axis.
+        outer: the outer axis.
+
+    Example:
+        >>> import torch
+        >>> from zfun.collectives import simulate
+        >>> def main(group):
+        ...     row = group.subgroup([[0, 1], [2, 3]])
+        ...     column = group.subgroup([[0, 2], [1, 3]])
+        ...     mesh = Mesh(row, column)
+        ...     return mesh.rank, mesh.all_gather(torch.tensor(group.rank), "rank").tolist()
+        >>> simulate(4, main)
+        [(0, [0, 2, 1, 3]), (2, [0, 2, 1, 3]), (1, [0, 2, 1, 3]), (3, [0, 2, 1, 3])]
+    """
+
+    def __init__(self, inner: Group, outer: Group, whole: Group | None = None) -> None:
+        for name, group in (("inner", inner), ("outer", outer)):
+            if group.mesh is not group:
+                raise OptionError(f"the {name} axis is a group of its own; got an axis of another mesh; make a group of its ranks")
+        if whole is not None and (whole.size != inner.size * outer.size or whole.rank != outer.rank * inner.size + inner.rank):
+            raise OptionError(
+                f"the whole group has the ranks of the mesh, row after row; got rank {whole.rank} of {whole.size} for rank {inner.rank} of "
+                f"{inner.size} in row {outer.rank} of {outer.size}; leave it out, or use zf.split()"
+            )
+        self.rank = inner.rank * outer.size + outer.rank
+        self.size = inner.size * outer.size
+        self._whole = whole
+        self._numbers: Sequence[int] = range(self.size)
+        row, column = range(inner.size), range(outer.size)
+        if whole is not None:
+            self._numbers = [whole.numbers[o * inner.size + i] for i in row for o in column]
+        self.inner: Group = _Axis(inner, self, "inner", [self._numbers[i * outer.size + outer.rank] for i in row])
+        self.outer: Group = _Axis(outer, self, "outer", [self._numbers[inner.rank * outer.size + o] for o in column])
+        self._plain = {"inner": inner, "outer": outer}
+        self._queues: dict[Lane, collections.deque[_Running]] = {lane: collections.deque() for lane in Lane}
+
+    @property
+    def debug(self) -> bool:
+        return self.inner.debug
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        return self._numbers
+
+    def start(self, call: Call, x: Tensor, out: Tensor | None = None) -> Pending:
+        check_call(call, x, out, self.size)
+        x = x.detach()
+        result = x.new_empty(call.op.output_numel(x.numel(), self.size)) if out is None else out
+        into = result.detach()
+        match call.op:
+            case AllGather():
+                axes, phases = _OUTER_INNER, self._all_gather(call, x, into)
+            case ReduceScatter():
+                axes, phases = _INNER_OUTER, self._reduce_scatter(call, x, into)
+            case AllReduce() if 1 in (self.inner.size, self.outer.size) or x.numel() * x.dtype.itemsize <= _SHORT_BYTES:
+                axes, phases = _INNER_OUTER, self._all_reduce_short(call, x, into)
+            case AllReduce():
+                axes, phases = _INNER_OUTER_INNER, self._all_reduce(call, x, into)
+            case Broadcast(root):
+                axes, phases = _OUTER_INNER, self._broadcast(call, x, into, root)
+            case Reduce(root):
+                axes, phases = _INNER_OUTER, self._reduce(call, x, into, root)
+            case AllToAll():
+                axes, phases = _INNER_OUTER, self._all_to_all(call, x, into)
+            case Permute(destinations):
+                axes, phases = _FLAT, self._permute(call, x, into, destinations)
+        finished = self._launch(call.lane, axes, phases)
+
+        def wait() -> Tensor:
+            finished.wait()
+            return result
+
+        return Pending(wait)
+
+    def reduce_scatter_inner(self, call: Call, x: Tensor) -> Pending:
+        """Start a sum over the mesh that is cut over the inner axis only: the columns send the shards of the sum."""
+        check_call(call, x, None, self.inner.size)
+        return self._launch(call.lane, _INNER_OUTER, self._reduce_scatter_inner(call, x.detach()))
+
+    def map_groups(self, fn: Callable[[Group, str], Group]) -> tuple[Group, Group, Group | None]:
+        """Call a function on the group of each axis and on that of all ranks, with the name of the axis; return what a mesh is made of."""
+        whole = None if self._whole is None else fn(self._whole, "")
+        return fn(self._plain["inner"], "inner"), fn(self._plain["outer"], "outer"), whole
+
+    def close(self) -> None:
+        for group in self._plain.values():
+            group.close()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for group in self._plain.values():
+            group.__exit__(kind, error, trace)
+
+    def __repr__(self) -> str:
+        return f"<mesh: rank {self.rank} of {self.size}, {self.inner.size} inner x {self.outer.size} outer>"
+
+    # The order of phases.
+
+    def _launch(self, lane: Lane, axes: tuple[str, ...], phases: _Phases) -> Pending:
+        queue = self._queues[lane]
+        # Phases of calls that go through the axes alike start in the order of the calls, whenever they do; others must not mix.
+        if len(axes) > 2 or any(before.axes != axes for before in queue):
+            self._bring_forward(lane)
+        running = _Running(axes, phases)
+        queue.append(running)
+
+        def finish() -> Tensor:
+            while running in queue:
+                queue[0].bring_forward()
+                queue.popleft()
+            return running.finish()
+
+        return Pending(finish)
+
+    def _bring_forward(self, lane: Lane) -> None:
+        queue = self._queues[lane]
+        while queue:
+            queue[0].bring_forward()
+            queue.popleft()
+
+    def _on(self, axis: str, op: Op, call: Call, x: Tensor, out: Tensor | None = None) -> Pending:
+        """Start a phase; on an axis of one rank there is nothing to send."""
+        group = self._plain[axis]
+        if group.size > 1:
+            return group.start(Call(op, call.name, call.part, call.lane), x, out)
+        if out is None:
+            return Pending.done(x)
+        if not out.is_set_to(x):
+            out.copy_(x)
+        return Pending.done(out)
+
+    # The phases.
+
+    def _all_gather(self, call: Call, x: Tensor, out: Tensor) -> _Phases:
+        row = out.view(self.inner.size, -1)[self.inner.rank] if x.numel() else out
+        row = yield self._on("outer", AllGather(), call, x, row)
+        return (yield self._on("inner", AllGather(), call, row, out))
+
+    def _reduce_scatter(self, call: Call, x: Tensor, out: Tensor) -> _Phases:
+        row = yield self._on("inner", ReduceScatter(), call, x)
+        return (yield self._on("outer", ReduceScatter(), call, row, out))
+
+    def _reduce_scatter_inner(self, call: Call, x: Tensor) -> _Phases:
+        row = yield self._on("inner", ReduceScatter(), call, x)
+        # What was received is this rank's own, and may be summed in place; the caller's input may not.
+        total = yield self._on("outer", AllReduce(), call, row, row if self.inner.size > 1 else None)
+        return total.clone() if total is x else total
+
+    def _all_reduce_short(self, call: Call, x: Tensor, out: Tensor) -> _Phases:
+        row = yield self._on("inner", AllReduce(), call, x)
+        return (yield self._on("outer", AllReduce(), call, row, out))
+
+    def _all_reduce(self, call: Call, x: Tensor, out: Tensor) -> _Phases:
+        numel = x.numel()
+        padding = -numel % self.inner.size
+        row = yield self._on("inner", ReduceScatter(), call, torch.nn.functional.pad(x, (0, padding)) if padding else x)
+        row = yield self._on("outer", AllReduce(), call, row, row)
+        total = yield self._on("inner", AllGather(), call, row, None if padding else out)
+        return out.copy_(total[:numel]) if padding else total
+
+    def _broadcast(self, call: Call, x: Tensor, out: Tensor, root: int) -> _Phases:
+        place, row = divmod(root, self.outer.size)
+        if self.inner.rank == place:
+            x = yield self._on("outer", Broadcast(row), call, x)
+        else:
+            yield Pending.done(x)
+        return (yield self._on("inner", Broadcast(place), call, x, out))
+
+    def _reduce(self, call: Call, x: Tensor, out: Tensor, root: int) -> _Phases:
+        place, row = divmod(root, self.outer.size)
+        x = yield self._on("inner", Reduce(place), call, x)
+        if self.inner.rank == place:
+            return (yield self._on("outer", Reduce(row), call, x, out))
+        yield Pending.done(x)
+        return out.zero_()
+
+    def _all_to_all(self, call: Call, x: Tensor, out: Tensor) -> _Phases:
+        inner, outer = self.inner.size, self.outer.size
+        numel = x.numel() // self.size
+        row = yield self._on("inner", AllToAll(), call, x)
+        by_row = row.view(inner, outer, numel).transpose(0, 1).reshape(-1)
+        column = yield self._on("outer", AllToAll(), call, by_row)
+        return out.copy_(column.view(outer, inner, numel).transpose(0, 1).reshape(-1))
+
+    def _permute(self, call: Call, x: Tensor, out: Tensor, destinations: tuple[int, ...]) -> _Phases:
+        if self._whole is None:
+            raise OptionError("a permutation goes along no axis; got a mesh of two groups; make it of the whole group with zf.split()")
+        place = [i * self.outer.size + o for o in range(self.outer.size) for i in range(self.inner.size)]
+        flat = Permute(tuple(place.index(destinations[rank]) for rank in place))
+        return (yield self._whole.start(Call(flat, call.name, call.part, call.lane), x, out))
+
+
+@checked_options
+def split(group: Group, inner: int) -> Mesh:
+    """Put the ranks of a group in rows: ranks ``0 ... inner - 1`` in the first, and so on.
+
+    What is sharded over ``mesh.inner`` is replicated over ``mesh.outer``: hybrid sharding, where only sums of gradients leave a row. What
+    is sharded over the mesh itself is sharded over all ranks, with collectives that go axis by axis.
+
+    Args:
+        group: all the ranks. Every rank calls.
+        inner: how many ranks make a row; with a launcher that numbers the ranks host by host, those of one host.
+
+    Returns:
+        A group of all the ranks with the groups ``inner`` and ``outer`` in it. They end with ``group``. Its own ranks count along the
+        columns: the rank of ``group`` that is the i-th in row o has rank ``i * outer.size + o``.
+
+    Raises:
+        OptionError: ``inner`` does not divide the number of ranks, or this kind of group cannot be divided.
+
+    Example:
+        >>> import zfun as zf
+        >>> def main(group):
+        ...     mesh = zf.split(group, inner=2)
+        ...     params = zf.shard({"w": torch.ones(128)}, mesh.inner)
+        ...     return mesh.inner.size, mesh.outer.size, params.buffers[0].numel()
+        >>> zf.simulate(6, main)[0]
+        (2, 3, 96)
+    """
+    if inner < 1 or group.size % inner:
+        raise OptionError(f"split() puts as many ranks in every row; got {group.size} ranks and inner={inner}; use a divisor")
+    if group.mesh is not group or isinstance(group, Mesh):
+        raise OptionError(f"split() takes a group without axes; got {group!r}; split the group that it was made of")
+    rows = [range(first, first + inner) for first in range(0, group.size, inner)]
+    columns = [range(place, group.size, inner) for place in range(inner)]
+    return Mesh(group.subgroup(rows, "inner"), group.subgroup(columns, "outer"), group)
+
+
+def check_shardable(group: Group, what: str) -> None:
+    """Refuse the outer axis of a mesh, whose shards would not be pieces of those of the mesh.
+
+    Args:
+        group: what something is to be sharded over.
+        what: who shards, for the message.
+
+    Raises:
+        PlacementError: it is one.
+
+    Example:
+        >>> from zfun.collectives import abstract_group
+        >>> check_shardable(split(abstract_group(6), inner=3).inner, "shard()")
+    """
+    if group.axis == "outer":
+        raise PlacementError(f"{what} shards over a mesh or its inner axis; got its outer axis, which replicates; pass mesh.inner")
+
+
+def start_reduce_scatter_over(group: Group, call: Call, x: Tensor) -> Pending:
+    """Start a sum over the mesh of a group, cut over the group: ``P -> S``.
+
+    Args:
+        group: a group, a mesh, or the inner axis of one.
+        call: a reduce-scatter.
+        x: 1-D; the size of ``group`` divides its length.
+
+    Returns:
+        The pending piece of this rank.
+
+    Example:
+        >>> from zfun.collectives import simulate
+        >>> def main(group):
+        ...     mesh = split(group, inner=2)
+        ...     call = Call(ReduceScatter(), "grads")
+        ...     return start_reduce_scatter_over(mesh.inner, call, torch.tensor([1, 10])).wait().item()
+        >>> simulate(4, main)
+        [4, 40, 4, 40]
+    """
+    mesh = group.mesh
+    if group is not mesh and isinstance(mesh, Mesh):
+        return mesh.reduce_scatter_inner(call, x)
+    return group.start(call, x)
