@@ -87,6 +87,33 @@ def mlp_batches(num_steps: int, size: int, rows: int = 4, width: int = 5, dtype:
     ]
 
 
+def mixture(width: int = 5, num_layers: int = 2, num_experts: int = 4, seed: int = 1) -> dict[str, Any]:
+    """Parameters of a mixture of experts."""
+    g = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64) / math.sqrt(width)
+    experts = lambda: [{"up": draw(width, 2 * width), "down": draw(2 * width, width)} for _ in range(num_experts)]
+    return {"h": [{"router": draw(width, num_experts), "experts": experts()} for _ in range(num_layers)], "out": draw(width)}
+
+
+def mixture_loss(params: Any, x: Tensor, top_k: int, capacity: int) -> tuple[Tensor, Tensor]:
+    """The loss, and how many tokens each expert of each layer got.
+
+    An expert takes its first ``capacity`` tokens; without any it is not called.
+    """
+    loads = []
+    for layer in params["h"]:
+        gates, chosen = torch.softmax(x @ layer["router"], dim=1).topk(top_k)
+        mixed = torch.zeros_like(x)
+        for index, expert in enumerate(layer["experts"]):
+            tokens, places = (found[:capacity] for found in torch.nonzero(chosen == index, as_tuple=True))
+            loads.append(len(tokens))
+            if len(tokens):
+                out = torch.tanh(x[tokens] @ expert["up"]) @ expert["down"]
+                mixed = mixed.index_add(0, tokens, gates[tokens, places, None] * out)
+        x = x + mixed
+    return (x @ params["out"]).pow(2).mean(), torch.tensor(loads)
+
+
 def flat_dict(params: Any) -> dict[str, Tensor]:
     """A tree as one dict of its paths, tied leaves once: what tests/reference.py takes."""
     seen: dict[int, str] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 import zfun as zf
-from tests.distributed import bodies
+from tests.distributed import bodies, branches
 from zfun.collectives import Workers
 from zfun.errors import CollectiveMismatch, PeerLost
 from zfun.testing import assert_same_bits
@@ -25,13 +26,26 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[tuple[int, Workers]]:
         yield size, held
 
 
-@pytest.mark.parametrize("body", bodies.BODIES, ids=[body.__name__ for body in bodies.BODIES])
+@functools.cache
+def simulated(size: int, body: Callable[[zf.Group], Any]) -> list[Any]:
+    return zf.simulate(size, body)
+
+
+BODIES = [*bodies.BODIES, *branches.BODIES]
+
+
+@pytest.mark.parametrize("body", BODIES, ids=[body.__name__ for body in BODIES])
 def test_processes_do_what_the_simulation_does(ranks: tuple[int, Workers], body: Callable[[zf.Group], Any]) -> None:
     size, workers = ranks
-    expected = zf.simulate(size, body)
+    expected = simulated(size, body)
     found = workers.run(body)
     for rank in range(size):
         assert_same_bits(found[rank], expected[rank], f"rank {rank} in its process and simulated")
+
+
+@pytest.mark.parametrize("ranks", [(2, False), (2, None)], ids=["2 over gloo", "2 over what is chosen"], indirect=True)
+def test_two_hundred_steps_that_branch_at_random(ranks: tuple[int, Workers]) -> None:
+    test_processes_do_what_the_simulation_does(ranks, branches.two_hundred_steps)
 
 
 def test_a_rank_that_raises_in_the_loss() -> None:
