@@ -1,0 +1,100 @@
+"""Bytes on the wire, as the system counts them: gloo's ranks on one machine talk over the loopback interface.
+
+In a network namespace of its own nobody else is heard. As a program this prints what a step of each stage sends there, as JSON:
+
+    unshare --map-root-user --net python -m tests.loopback
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import struct
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import zfun as zf
+from zfun import optim
+from zfun.collectives import Workers
+
+OWN_NETWORK = ["unshare", "--map-root-user", "--net"]
+_SET_FLAGS, _UP = 0x8914, 0x1  # SIOCSIFFLAGS, IFF_UP
+
+STEPS = 4
+PARAMS = {f"w{index}": (512, 512) for index in range(4)}
+
+
+def can_have_own_network() -> bool:
+    """Whether this user may start a program in a network namespace."""
+    if shutil.which(OWN_NETWORK[0]) is None:
+        return False
+    return subprocess.run([*OWN_NETWORK, "true"], capture_output=True, check=False).returncode == 0
+
+
+def switch_on() -> None:
+    """Switch the loopback interface on, which is off in a new namespace."""
+    import fcntl  # not on every system
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as handle:
+        fcntl.ioctl(handle, _SET_FLAGS, struct.pack("16sh22x", b"lo", _UP))
+
+
+def received_bytes() -> int:
+    """What the loopback interface has received until now: headers and acknowledgements count too."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, counts = line.partition(":")
+        if name.strip() == "lo":
+            return int(counts.split()[0])
+    raise OSError("there is no loopback interface in /proc/net/dev")
+
+
+def idle_bytes_per_s(seconds: float = 0.5) -> float:
+    """What the interface receives while nothing is measured."""
+    before, began = received_bytes(), time.perf_counter()
+    time.sleep(seconds)
+    return (received_bytes() - before) / (time.perf_counter() - began)
+
+
+_held: dict[str, Any] = {}
+
+
+def begin(group: zf.Group, stage: int) -> None:
+    """Make the state of a stage and take the first step, which also sends the order of use."""
+
+    def loss_fn(params: Any, x: torch.Tensor) -> torch.Tensor:
+        for weight in params.values():
+            x = torch.tanh(x @ weight)
+        return x.pow(2).mean()
+
+    generator = torch.Generator().manual_seed(0)
+    params = {name: torch.randn(shape, generator=generator) * 0.05 for name, shape in PARAMS.items()}
+    z = zf.zero(stage, loss_fn, optim.adamw(1e-3), group, bucket_bytes=2**20)
+    _held["step"], _held["state"] = z.step, z.init(params)
+    take(group, 1)
+
+
+def take(group: zf.Group, steps: int) -> None:
+    for step in range(steps):
+        _held["state"], _ = _held["step"](_held["state"], torch.full((2, 512), 0.1 * (step + group.rank)))
+
+
+def per_step() -> Iterator[tuple[int, float]]:
+    """Bytes of a step on the wire, all ranks together, as a multiple of the bytes of all parameters, for each stage."""
+    size = 4 * sum(a * b for a, b in PARAMS.values())
+    with Workers(2, timeout_s=120.0, shared_memory=False) as workers:
+        for stage in (0, 1, 2, 3):
+            workers.run(begin, stage)
+            before = received_bytes()
+            workers.run(take, STEPS)
+            yield stage, (received_bytes() - before) / STEPS / size
+
+
+if __name__ == "__main__":
+    switch_on()
+    print(json.dumps(dict(per_step())))
