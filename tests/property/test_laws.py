@@ -242,7 +242,8 @@ def test_a_stage_is_its_composition(stage: int, size: int) -> None:
     stores = [{}, {"offload_optimizer": zf.stores.host()}, {"offload_grads": zf.stores.host(), "offload_optimizer": zf.stores.host()}]
     if stage == 3:
         stores.append({"offload_params": zf.stores.host()})
-    for donate in (True, False):
+    # Whether buffers are taken over does not depend on the number of ranks.
+    for donate in (True, False) if size <= 4 else (True,):
         for options in stores:
             found = zf.simulate(
                 size, run_zero, stage, models.mlp_loss, rule.optimizer, params, batches, donate=donate, bucket_bytes=300, **options
