@@ -4,7 +4,9 @@
 #   make test      run the tests and the doctests
 #   make lint      check style and types          make format    rewrite the style
 #   make docs      build the site (docs/_build/html)
-#   make clean     remove the environment and what was built
+#   make bench     a training step beside DDP and FSDP2 on two local ranks
+#   make bench-deepspeed    the same beside DeepSpeed, in an environment of its own; it compiles C++, so the first run takes minutes
+#   make clean     remove the environments and what was built
 #
 # Variables, each with a default:
 #   PYTHON        the interpreter that makes the environment: python3, 3.11 or newer
@@ -15,6 +17,8 @@
 #                     make demo TORCH_FLAGS="--index-url <index of the CPU wheels>"
 #   DEMO_FLAGS    flags for `zfun demo`, e.g. DEMO_FLAGS="--ranks 4 --steps 20"
 #   PYTEST_FLAGS  flags for pytest, e.g. PYTEST_FLAGS="-k layout"
+#   BENCH_FLAGS   flags for benchmarks/step.py, e.g. BENCH_FLAGS="--preset many --rounds 10"
+#   DEEPSPEED     the DeepSpeed to install: deepspeed==0.19.8
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -22,13 +26,17 @@ TORCH ?= torch==2.13.0
 TORCH_FLAGS ?=
 DEMO_FLAGS ?=
 PYTEST_FLAGS ?=
+BENCH_FLAGS ?=
+DEEPSPEED ?= deepspeed==0.19.8
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+DEEPSPEED_VENV := $(VENV)-deepspeed
+DEEPSPEED_PIP := $(DEEPSPEED_VENV)/bin/python -m pip --disable-pip-version-check
 CODE := benchmarks docs examples hatch_build.py notebooks tests zfun
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format docs clean
+.PHONY: help demo test lint format docs bench bench-deepspeed clean
 
 help:
 	@sed -n '3,/^$$/s/^# \{0,1\}//p' Makefile
@@ -51,8 +59,16 @@ format: $(VENV)/.lint
 docs: $(VENV)/.docs
 	$(BIN)/sphinx-build -W --keep-going -b html docs docs/_build/html
 
+bench: $(VENV)/.base
+	$(BIN)/python benchmarks/step.py $(BENCH_FLAGS)
+
+# ninja, which compiles DeepSpeed's parts, is found beside python.
+bench-deepspeed: $(DEEPSPEED_VENV)/.made
+	PATH="$(abspath $(DEEPSPEED_VENV))/bin:$$PATH" $(DEEPSPEED_VENV)/bin/python benchmarks/step.py \
+		--only ddp fsdp2 zfun-1 zfun-2 zfun-3 deepspeed-1 deepspeed-2 deepspeed-3 $(BENCH_FLAGS)
+
 clean:
-	rm -rf $(VENV) build dist docs/_build docs/jupyter_execute docs/notebooks zfun-demo
+	rm -rf $(VENV) $(DEEPSPEED_VENV) build dist docs/_build docs/jupyter_execute docs/notebooks zfun-demo
 
 # torch comes first and alone, so that what else is installed takes the build chosen here.
 $(VENV)/.base: pyproject.toml
@@ -65,4 +81,13 @@ $(VENV)/.base: pyproject.toml
 
 $(VENV)/.test $(VENV)/.docs $(VENV)/.lint: $(VENV)/.%: $(VENV)/.base
 	$(PIP) install --group $*
+	@touch $@
+
+# DeepSpeed's setup.py imports the torch that it is built for.
+$(DEEPSPEED_VENV)/.made: pyproject.toml
+	$(PYTHON) -m venv $(DEEPSPEED_VENV)
+	$(DEEPSPEED_PIP) install $(TORCH_FLAGS) "$(TORCH)"
+	$(DEEPSPEED_PIP) install ninja setuptools wheel
+	$(DEEPSPEED_PIP) install --no-build-isolation "$(DEEPSPEED)"
+	$(DEEPSPEED_PIP) install --editable .
 	@touch $@
