@@ -288,6 +288,34 @@ BODIES = [
 ]
 
 
+def compiled(group: zf.Group) -> Any:
+    """For processes only: ranks that are threads must not compile at the same time."""
+
+    def block(layer: Any, x: Tensor) -> Tensor:
+        return x + torch.tanh(x @ layer["w"] + layer["b"])
+
+    whole = torch.compile(block, fullgraph=True, backend="aot_eager")
+    gathered = lambda layer, x: whole(zf.gather(layer), x)
+
+    def trained(stage: int, run: Any) -> Any:
+        def loss_fn(params: Any, x: Tensor) -> Tensor:
+            for layer in params["h"]:
+                x = run(layer, x)
+            return (x @ params["out"]).pow(2).mean()
+
+        z = zf.zero(stage, loss_fn, optim.adamw(0.05), group, bucket_bytes=300)
+        state = z.init(models.mlp())
+        for batches in models.mlp_batches(3, group.size):
+            state, _ = z.step(state, batches[group.rank])
+        return z.params(state)
+
+    expected = trained(0, block)
+    for stage in (0, 1, 2, 3):
+        for run in (gathered, zf.remat(gathered)):
+            assert_same_bits(trained(stage, run), expected, f"stage {stage} with and without a compiled block")
+    return expected
+
+
 # Programs in which one rank fails.
 
 

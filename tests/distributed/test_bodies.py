@@ -48,6 +48,13 @@ def test_two_hundred_steps_that_branch_at_random(ranks: tuple[int, Workers]) -> 
     test_processes_do_what_the_simulation_does(ranks, branches.two_hundred_steps)
 
 
+@pytest.mark.parametrize("ranks", [(2, None)], indirect=True, ids=["2 over what is chosen"])
+def test_compiled_blocks_on_processes(ranks: tuple[int, Workers]) -> None:
+    _, workers = ranks
+    first, second = workers.run(bodies.compiled)
+    assert_same_bits(first, second)
+
+
 def test_a_rank_that_raises_in_the_loss() -> None:
     started = time.monotonic()
     with Workers(2, timeout_s=40.0, collective_timeout_s=20.0) as workers:

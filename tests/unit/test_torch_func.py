@@ -270,8 +270,57 @@ def test_a_compiled_block() -> None:
         loss, grads = vg(flat, X)
         return loss, zf.unshard(grads)
 
-    # Dynamo compiles for one thread at a time: one rank here, and two real ones in tests/distributed.
     close(zf.simulate(1, main, compiled), zf.simulate(1, main, block))
+    # What the compiler rounds otherwise it does at every stage. Ranks that are threads must not compile at the same time.
+    first = zf.simulate(2, trained, 0, lambda layer, x: compiled(zf.gather(layer), x))
+    for stage in (1, 2, 3):
+        assert_same_bits(zf.simulate(2, trained, stage, lambda layer, x: compiled(zf.gather(layer), x)), first)
+
+
+def trained(group: zf.Group, stage: int, run: Any) -> Any:
+    def loss_fn(params: Any, x: Tensor) -> Tensor:
+        for layer in params["h"]:
+            x = run(layer, x)
+        return (x @ params["out"]).pow(2).mean()
+
+    z = zf.zero(stage, loss_fn, zf.optim.adamw(0.05), group, bucket_bytes=300)
+    state, losses = z.init(mlp()), []
+    for batches in models.mlp_batches(3, group.size):
+        state, info = z.step(state, batches[group.rank])
+        losses.append(info.loss)
+    return z.params(state), losses
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.filterwarnings("ignore")
+def test_a_block_traced_as_one_graph_at_every_stage_and_with_remat() -> None:
+    """All that torch.compile does but for the kernels, so that the bits are those of plain code."""
+    torch.compiler.reset()
+    whole = torch.compile(block, fullgraph=True, backend="aot_eager")
+    inside = torch.compile(zf.remat(block), fullgraph=True, backend="aot_eager")
+    run = lambda layer, x: whole(zf.gather(layer), x)
+    store = zf.stores.host()
+    forms = {
+        "compiled": run,
+        "remat around it": zf.remat(run),
+        "with a policy": zf.remat(run, policy=zf.policies.matmuls),
+        "with a store": zf.remat(run, store=store),
+        "kept in a store": zf.remat(run, store=store, policy=zf.policies.everything),
+        "remat inside of it": lambda layer, x: inside(zf.gather(layer), x),
+    }
+    for size in (1, 2):
+        for stage in (0, 1, 2, 3):
+            expected = zf.simulate(size, trained, stage, block)
+            for name, form in forms.items():
+                assert_same_bits(zf.simulate(size, trained, stage, form), expected, f"stage {stage}, {name}")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_remat_inside_of_compiled_code_takes_no_options() -> None:
+    torch.compiler.reset()
+    inside = torch.compile(zf.remat(block, policy=zf.policies.matmuls), fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match=r"put remat\(\) around the compiled function"):
+        inside(mlp()["h"][0], X)
 
 
 @needs_compiler

@@ -434,7 +434,15 @@ class _Result:
     random: tuple[tuple[torch.device, Tensor], ...]
 
 
-class _Recording(TorchDispatchMode):
+class _Mode(TorchDispatchMode):
+    """A mode that lets compiled functions run inside of it."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+class _Recording(_Mode):
     """Runs forward, asks the policy about each result and keeps what it wants."""
 
     def __init__(self, policy: Policy, keeper: _Keeper, kept: dict[int, _Result]) -> None:
@@ -470,7 +478,7 @@ class _Recording(TorchDispatchMode):
         return self.keeper.keep(tensor) if self.keeper.moves and _is_plain(tensor) else _alias(tensor)
 
 
-class _Replaying(TorchDispatchMode):
+class _Replaying(_Mode):
     """Computes a block again, but for what is kept."""
 
     def __init__(self, keeper: _Keeper, kept: dict[int, _Result]) -> None:
