@@ -84,6 +84,8 @@ def test_every_dependency_has_a_reason() -> None:
     assert sorted(name for name in names if f"`{name}`" not in page) == []
 
 
+# torch's compiler warns itself of how it looks at the tensors that it traces.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_code_on_the_page_runs(page: Path) -> None:
     """Blocks marked python run one after the other in one namespace; those marked pycon are doctests."""
