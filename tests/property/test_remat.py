@@ -48,7 +48,7 @@ def loss_of(run: Any) -> Any:
     return loss_fn
 
 
-@settings(max_examples=examples(12))
+@settings(max_examples=examples(8))
 @given(
     params=trees(nodes=models.NODES),
     size=st.sampled_from([1, 2, 3]),
@@ -74,7 +74,7 @@ def test_any_tree_policy_store_and_composition(
     assert_same_bits(zf.simulate(size, main, run, composition), expected)
 
 
-@settings(max_examples=examples(12))
+@settings(max_examples=examples(8))
 @given(
     size=st.sampled_from([1, 2, 3]),
     stage=st.sampled_from([0, 1, 2, 3]),
