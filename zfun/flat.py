@@ -13,9 +13,9 @@ views of them have the buffers'.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -28,7 +28,21 @@ from zfun.placement import P, Placement, R, S
 if TYPE_CHECKING:
     from zfun.collectives import Group
 
-__all__ = ["Flat", "Life", "call_site", "check_same_layout", "consume", "flats", "global_norm", "ravel", "unravel"]
+__all__ = [
+    "Flat",
+    "Life",
+    "Place",
+    "call_site",
+    "check_same_layout",
+    "consume",
+    "flats",
+    "global_norm",
+    "map_leaves",
+    "places",
+    "ravel",
+    "relaid",
+    "unravel",
+]
 
 
 class Life:
@@ -239,6 +253,160 @@ def unravel_buffers(buffers: Iterable[Tensor], layout: Layout) -> tree.Tree:
     whole = tuple(buffers)
     views = [ops.unravel(whole[slot.bucket], slot.offset, slot.shape, slot.dtype) for slot in layout.leaves]
     return tree.unflatten(layout.spec, [views[position] for position in layout.positions])
+
+
+def relaid(flat: Flat, layout: Layout) -> Flat:
+    """Copy whole buffers into another layout of the same leaves.
+
+    Args:
+        flat: with placement ``R`` or ``P``.
+        layout: made of that of ``flat`` by :func:`zfun.layout.split_by_label`, or the one that it was made of.
+
+    Returns:
+        A flat with that layout; the same one if it has it.
+
+    Raises:
+        PlacementError: the flat is sharded, so that every rank would need what others hold.
+    """
+    if flat.layout == layout:
+        return flat
+    if flat.placement is S:
+        raise PlacementError(
+            "an optimizer by label takes sharded values whose buckets have one label each; got a Flat with placement S that mixes them; "
+            "shard the parameters with shard(params, group, labels=optimizer.labels)"
+        )
+    dtypes = [flat.buffers[flat.layout.leaves[bucket.leaves[0]].bucket].dtype for bucket in layout.buckets]
+    return ravel(unravel(flat), layout, flat.group, flat.placement, dtypes=dtypes)
+
+
+class Place(NamedTuple):
+    """Where the leaves of one buffer lie on this rank.
+
+    Attributes:
+        segments: for each leaf where it begins and ends in the buffer, in elements; equal where none of it is here.
+        gather: where leaves are cut over ranks: takes a tensor and returns those of all ranks, stacked.
+    """
+
+    segments: tuple[tuple[int, int], ...]
+    gather: Callable[[Tensor], Tensor] | None
+
+
+def places(value: tree.Tree) -> list[Place]:
+    """Say for each buffer of flats, and for each tensor of a tree, where the leaves lie that an optimizer may want to know as such.
+
+    Args:
+        value: a tree of tensors, or of flats with placement ``R`` or ``S``.
+
+    Returns:
+        One place for each leaf of ``zfun.tree.leaves(value)``.
+    """
+    found: list[Place] = []
+    for leaf in tree.leaves(value, is_leaf=lambda x: isinstance(x, Flat)):
+        if not isinstance(leaf, Flat):
+            found.append(Place(((0, leaf.numel() * (2 if leaf.is_complex() else 1)),), None))
+            continue
+        for index, bucket in enumerate(leaf.layout.buckets):
+            begin, end = _range_of(leaf, index, leaf.group.rank)
+            slots = [leaf.layout.leaves[i] for i in bucket.leaves]
+            segments = tuple(_cut(slot.offset, slot.offset + slot.numel, begin, end) for slot in slots)
+            found.append(Place(segments, _gather_of(leaf.group) if leaf.placement is S else None))
+    return found
+
+
+def _range_of(flat: Flat, bucket: int, rank: int) -> tuple[int, int]:
+    """Where what a rank holds of a bucket begins and ends in it."""
+    if flat.placement is not S:
+        return 0, flat.layout.buckets[bucket].padded_numel
+    numel = flat.shard_numel(bucket)
+    return rank * numel, (rank + 1) * numel
+
+
+def _cut(start: int, stop: int, begin: int, end: int) -> tuple[int, int]:
+    """What of ``[start, stop)`` lies in ``[begin, end)``, counted from ``begin``."""
+    first = min(max(start, begin), end)
+    return first - begin, max(first, min(stop, end)) - begin
+
+
+def _gather_of(group: Group) -> Callable[[Tensor], Tensor]:
+    return lambda x: group.all_gather(x, "norm")
+
+
+def map_leaves(flat: Flat, fn: Callable[[Tensor], Tensor], cost: Callable[[tuple[int, ...]], float]) -> Flat:
+    """Apply a function that needs whole leaves, and gives one of the same shape, to every leaf.
+
+    Where leaves are cut over ranks, each is sent to one of them, which applies the function and sends each rank its part of the result:
+    two all-to-alls of what the ranks hold, with room for the largest message. The leaves are shared out so that costs are about even.
+
+    Args:
+        flat: with placement ``R`` or ``S``.
+        fn: ``fn(leaf) -> result``, of fresh contiguous tensors.
+        cost: what the function costs for a leaf of a shape.
+
+    Returns:
+        A flat with the placement, layout and dtypes of ``flat``.
+    """
+    if flat.placement is not S:
+        out = flat.with_buffers(torch.zeros_like(buffer) for buffer in flat.buffers)
+        for slot in flat.layout.leaves:
+            view = flat.buffers[slot.bucket][slot.offset : slot.offset + slot.numel]
+            out.buffers[slot.bucket][slot.offset : slot.offset + slot.numel] = fn(view.clone().view(slot.shape)).reshape(-1)
+        return out
+    out = flat.with_buffers(torch.zeros_like(buffer) for buffer in flat.buffers)
+    for dtype in dict.fromkeys(buffer.dtype for buffer in flat.buffers):
+        _map_shards(flat, out, fn, [i for i, buffer in enumerate(flat.buffers) if buffer.dtype == dtype], cost)
+    return out
+
+
+def _map_shards(flat: Flat, out: Flat, fn: Callable[[Tensor], Tensor], buckets: Sequence[int], cost: Callable[..., float]) -> None:
+    group, layout, rank = flat.group, flat.layout, flat.group.rank
+    leaves = [leaf for bucket in buckets for leaf in layout.buckets[bucket].leaves]
+    owners = _shared_out([cost(layout.leaves[leaf].shape) for leaf in leaves], group.size)
+
+    def piece(leaf: int, holder: int) -> tuple[int, int]:
+        slot = layout.leaves[leaf]
+        return _cut(slot.offset, slot.offset + slot.numel, *_range_of(flat, slot.bucket, holder))
+
+    def length(holder: int, owner: int) -> int:
+        pieces = [piece(leaf, holder) for leaf, its in zip(leaves, owners, strict=True) if its == owner]
+        return sum(stop - start for start, stop in pieces)
+
+    longest = max((length(holder, owner) for holder in range(group.size) for owner in range(group.size)), default=0)
+    if not longest:
+        return
+    sent = flat.buffers[buckets[0]].new_zeros(group.size, longest)
+    ends = [0] * group.size
+    for leaf, owner in zip(leaves, owners, strict=True):
+        start, stop = piece(leaf, rank)
+        sent[owner, ends[owner] : ends[owner] + stop - start] = flat.buffers[layout.leaves[leaf].bucket][start:stop]
+        ends[owner] += stop - start
+    received = group.all_to_all(sent, "leaves")
+    answers = torch.zeros_like(received)
+    ends = [0] * group.size
+    for leaf, owner in zip(leaves, owners, strict=True):
+        if owner != rank:
+            continue
+        slot = layout.leaves[leaf]
+        lengths = [stop - start for start, stop in (piece(leaf, holder) for holder in range(group.size))]
+        parts = [received[holder, ends[holder] : ends[holder] + numel] for holder, numel in enumerate(lengths)]
+        result = fn(torch.cat(parts).view(slot.shape)).reshape(-1)
+        for holder, (part, numel) in enumerate(zip(result.split(lengths), lengths, strict=True)):
+            answers[holder, ends[holder] : ends[holder] + numel] = part
+            ends[holder] += numel
+    returned = group.all_to_all(answers, "leaves")
+    ends = [0] * group.size
+    for leaf, owner in zip(leaves, owners, strict=True):
+        start, stop = piece(leaf, rank)
+        out.buffers[layout.leaves[leaf].bucket][start:stop] = returned[owner, ends[owner] : ends[owner] + stop - start]
+        ends[owner] += stop - start
+
+
+def _shared_out(costs: Sequence[float], size: int) -> list[int]:
+    """Give each task to a rank: the dearest first, each to the one that has least to do."""
+    owners, loads = [0] * len(costs), [0.0] * size
+    for task in sorted(range(len(costs)), key=lambda task: (-costs[task], task)):
+        owners[task] = loads.index(min(loads))
+        loads[owners[task]] += costs[task]
+    return owners
 
 
 def local_shards(flat: Flat) -> tuple[Tensor, ...]:

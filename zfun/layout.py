@@ -6,8 +6,9 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,7 +16,20 @@ from torch import Tensor
 from zfun import tree
 from zfun.errors import AliasChanged, LeafError, OptionError, SpecMismatch
 
-__all__ = ["ALIGNMENT", "DEFAULT_BUCKET_BYTES", "BucketSlot", "Layout", "LeafSlot", "layout_of", "unique_leaves"]
+__all__ = [
+    "ALIGNMENT",
+    "DEFAULT_BUCKET_BYTES",
+    "BucketSlot",
+    "LabelFn",
+    "Layout",
+    "LeafSlot",
+    "layout_of",
+    "split_by_label",
+    "unique_leaves",
+]
+
+# ``label(path, leaf)`` names what a leaf belongs to, by its path, shape and dtype; the leaf has no numbers where only its place is known.
+LabelFn: TypeAlias = Callable[[str, Any], Hashable]
 
 DEFAULT_BUCKET_BYTES = 16 * 2**20
 
@@ -229,6 +243,46 @@ def _select(layout: Layout, buckets: tuple[int, ...]) -> Layout:
     positions = tuple(place[position] for position in layout.positions if position in place)
     paths = tuple(path for path, position in zip(layout.paths, layout.positions, strict=True) if position in place)
     return Layout(slots, chosen, layout.size, spec, positions, paths, layout.device)
+
+
+@functools.lru_cache(maxsize=256)
+def labels_of(layout: Layout, label: LabelFn) -> tuple[Hashable, ...]:
+    """Return the label of each slot of a layout."""
+    return tuple(label(slot.path, torch.empty(slot.shape, dtype=slot.dtype, device="meta")) for slot in layout.leaves)
+
+
+@functools.lru_cache(maxsize=256)
+def split_by_label(layout: Layout, label: LabelFn) -> Layout:
+    """Cut buckets so that each holds leaves of one label.
+
+    Args:
+        layout: any layout.
+        label: ``label(path, leaf)``; the leaf has a shape and a dtype, and no numbers.
+
+    Returns:
+        A layout of the same leaves, in the same order; this very one if no bucket mixes labels.
+
+    Example:
+        >>> layout = layout_of({"w": torch.zeros(5, 3), "b": torch.zeros(3), "v": torch.zeros(3, 2)})
+        >>> [bucket.leaves for bucket in split_by_label(layout, lambda path, leaf: leaf.ndim).buckets]
+        [(0, 2), (1,)]
+    """
+    labels = labels_of(layout, label)
+    slots = list(layout.leaves)
+    buckets: list[BucketSlot] = []
+    unit = ALIGNMENT * layout.size
+    for bucket in layout.buckets:
+        for chosen in dict.fromkeys(labels[leaf] for leaf in bucket.leaves):
+            members = tuple(leaf for leaf in bucket.leaves if labels[leaf] == chosen)
+            end = 0
+            for leaf in members:
+                slots[leaf] = dataclasses.replace(slots[leaf], bucket=len(buckets), offset=end)
+                end += -(-slots[leaf].numel // ALIGNMENT) * ALIGNMENT
+            numel = sum(slots[leaf].numel for leaf in members)
+            buckets.append(BucketSlot(bucket.dtype, members, numel, -(-end // unit) * unit))
+    if len(buckets) == len(layout.buckets):
+        return layout
+    return dataclasses.replace(layout, leaves=tuple(slots), buckets=tuple(buckets))
 
 
 def _block_of(path: str) -> tuple[str, ...]:

@@ -215,7 +215,7 @@ def zero(
     def start(params: tree.Tree) -> ZeroState:
         params = params if policy.param is None else _rounded(params, policy.param)
         chosen, rest = (params, None) if trainable is None else tree.partition(params, trainable)
-        trained = place(chosen, group, bucket_bytes=bucket_bytes, init=init)
+        trained = place(chosen, group, bucket_bytes=bucket_bytes, init=init, labels=rule.labels)
         frozen = None if rest is None or not tree.leaves(rest) else place(rest, group, bucket_bytes=bucket_bytes, init=init)
         state = rule.init(trained)
         if offload_params is not None:

@@ -16,11 +16,21 @@ from zfun.testing import Composition, bucket_sizes, check_compositions, composit
 
 LR = 0.05
 
+
+def kind(path: str, leaf: Any) -> str:
+    """In every block a matrix and a bias by turns, so that buckets would mix them."""
+    return "matrix" if leaf.ndim == 2 else "rest"
+
+
 OPTIMIZERS: dict[str, Any] = {
     "lion": optim.lion(LR, weight_decay=0.1),
     "lion, clipped": optim.chain(optim.clip_by_global_norm(0.1), optim.lion(optim.warmup(LR, 2))),
     "adagrad": optim.with_master(optim.adagrad(LR, rate_decay=0.1)),
     "torch": optim.from_torch(torch.optim.SGD, lr=LR, momentum=0.9, dampening=0.5),
+    "by label": optim.by_label({"matrix": optim.adamw(LR, weight_decay=0.3), "rest": optim.sgd(LR, momentum=0.9)}, kind),
+    "by label, clipped, masters": optim.chain(
+        optim.clip_by_global_norm(0.1), optim.with_master(optim.by_label({"matrix": optim.sgd(LR), "rest": optim.adamw(LR)}, kind))
+    ),
 }
 
 

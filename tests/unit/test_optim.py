@@ -332,7 +332,7 @@ def test_chain_takes_the_placement_that_is_set() -> None:
     sharded = optim.sgd(0.1)._replace(placement=S)
     assert optim.chain(optim.clip_by_global_norm(1.0), sharded).placement is S
     assert optim.chain(optim.scale(1.0)).placement is None
-    with pytest.raises(PlacementError, match="one placement; got S, R"):
+    with pytest.raises(PlacementError, match="one placement over one group; got S, R"):
         optim.chain(sharded, optim.sgd(0.1)._replace(placement=R))
 
 

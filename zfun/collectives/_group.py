@@ -10,7 +10,7 @@ from typing import Protocol, Self, runtime_checkable
 import torch
 from torch import Tensor
 
-from zfun.collectives._calls import AllGather, Call, Lane
+from zfun.collectives._calls import AllGather, AllToAll, Call, Lane
 from zfun.collectives._pending import Pending
 from zfun.errors import OptionError
 
@@ -83,6 +83,19 @@ class Group(Protocol):
         """
         call = Call(AllGather(), name, lane=Lane.CONTROL)
         return self.start(call, x.detach().contiguous().view(-1)).wait().view(self.size, *x.shape)
+
+    def all_to_all(self, x: Tensor, name: str) -> Tensor:
+        """Exchange rows, at once: row j of rank i becomes row i of rank j.
+
+        Args:
+            x: ``[size, n]``, of the same shape and dtype on all ranks.
+            name: what is sent.
+
+        Returns:
+            ``[size, n]``.
+        """
+        call = Call(AllToAll(), name, lane=Lane.CONTROL)
+        return self.start(call, x.detach().contiguous().view(-1)).wait().view(self.size, -1)
 
     def barrier(self) -> None:
         """Return when every rank has come here."""

@@ -2,6 +2,7 @@
 
 from zfun.optim._base import InitFn, Optimizer, State, UpdateFn, apply_updates, as_optimizer, optimizer
 from zfun.optim._chain import chain
+from zfun.optim._labels import by_label
 from zfun.optim._loss_scale import LossScale, LossScaleState, dynamic_loss_scale, static_loss_scale
 from zfun.optim._master import MasterState, with_master
 from zfun.optim._probe import probe
@@ -41,6 +42,7 @@ __all__ = [
     "adamw",
     "apply_updates",
     "as_optimizer",
+    "by_label",
     "chain",
     "clip_by_global_norm",
     "constant",

@@ -12,6 +12,7 @@ from torch import Tensor
 from zfun import ops, tree
 from zfun.errors import LeafError, OptionError, SpecMismatch
 from zfun.flat import flats
+from zfun.layout import LabelFn
 from zfun.placement import Placement
 from zfun.tree import Tree
 
@@ -71,6 +72,8 @@ class Optimizer(NamedTuple):
             ``donate=True`` it may overwrite the buffers of ``state`` and ``params``, which must not be used again.
         placement: the placement that it computes in; ``None`` follows the parameters.
         group: the group of that placement; ``None`` follows the parameters.
+        labels: ``label(path, leaf)``, where leaves of different labels must lie in different buckets; ``None`` where any may lie together.
+        by_leaf: whether it looks for the leaves of a flat by itself, and so need not work element by element to run on shards.
 
     Example:
         >>> from zfun.optim import sgd
@@ -83,6 +86,8 @@ class Optimizer(NamedTuple):
     apply: ApplyFn
     placement: Placement | None = None
     group: Any = None
+    labels: LabelFn | None = None
+    by_leaf: bool = False
 
 
 @remembered

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from zfun.errors import OptionError, PlacementError, SpecMismatch
+from zfun.layout import LabelFn
 from zfun.optim._base import InitFn, Optimizer, State, UpdateFn, as_optimizer, remembered
 from zfun.optim._probe import probe
 from zfun.tree import Tree
@@ -46,7 +49,8 @@ def chain(*optimizers: Optimizer | tuple[InitFn, UpdateFn]) -> Optimizer:
             f"{', '.join(f'{part.placement!r} over {part.group!r}' if part.group else repr(part.placement) for part in parts)}; "
             "chain them first and shard the chain: shard_optimizer(chain(...), group)"
         )
-    if placements:
+    # A chain with such a part is not run by a probe: the others are.
+    if placements or any(part.by_leaf for part in parts):
         for part in parts:
             probe(part)
 
@@ -71,7 +75,15 @@ def chain(*optimizers: Optimizer | tuple[InitFn, UpdateFn]) -> Optimizer:
         params, last = parts[-1].apply(grads, state[-1], params, donate=donate)
         return params, (*states, last)
 
-    return Optimizer(init, update, apply, next(iter(placements), None), next(iter(groups.values()), None))
+    by_leaf = any(part.by_leaf for part in parts)
+    return Optimizer(init, update, apply, next(iter(placements), None), next(iter(groups.values()), None), _labels_of(parts), by_leaf)
+
+
+def _labels_of(parts: Sequence[Optimizer]) -> LabelFn | None:
+    found = tuple(part.labels for part in parts if part.labels is not None)
+    if len(found) < 2:
+        return next(iter(found), None)
+    return lambda path, leaf: tuple(label(path, leaf) for label in found)
 
 
 def _check_states(state: State, count: int) -> None:

@@ -94,7 +94,7 @@ def with_master(optimizer: Optimizer | tuple[InitFn, UpdateFn], dtype: torch.dty
         ]
         return tree.unflatten(tree.structure(params), rounded), MasterState(_masters_of(wide, params, dtype), after)
 
-    return Optimizer(init, update, apply)
+    return inner._replace(init=init, update=update, apply=apply)
 
 
 def _is_flat(value: Any) -> bool:

@@ -43,7 +43,7 @@ def probe(optimizer: Optimizer) -> None:
     It takes three steps on a small float64 tree, twice, then on the same elements cut into other pieces, then on two ranks with a half
     each; the changes must agree to a relative 1e-9, and padding must stay zero. So a norm over all ranks (:func:`clip_by_global_norm`)
     passes, and one over a leaf or over what one rank holds does not. What passed is not run again, and an optimizer with a placement of
-    its own is not run at all: it was probed when it was sharded.
+    its own is not run at all: it was probed when it was sharded; nor is one that looks for whole leaves by itself.
 
     Args:
         optimizer: an optimizer.
@@ -61,7 +61,7 @@ def probe(optimizer: Optimizer) -> None:
         ...
         zfun.errors.NotElementwiseError: an optimizer that runs on shards works element by element; ...
     """
-    if optimizer.placement is not None:
+    if optimizer.placement is not None or optimizer.by_leaf:
         return
     try:
         hash(optimizer)

@@ -11,7 +11,7 @@ from zfun import stores, tree
 from zfun.collectives import Group
 from zfun.errors import OptionError
 from zfun.flat import Flat
-from zfun.layout import DEFAULT_BUCKET_BYTES
+from zfun.layout import DEFAULT_BUCKET_BYTES, LabelFn
 from zfun.optim import Optimizer, as_optimizer
 from zfun.stores import HostStore
 from zfun.transforms import (
@@ -165,11 +165,11 @@ def train(
         ((1.0,), {'w': tensor([0.5000, 0.5000])})
     """
     kept = {name: stores.host() for name in ("params", "grads", "state")}
-    value: Any = _placed(composition, group, params, bucket_bytes)
+    rule = _rule(composition, group, optimizer, kept["state"], bucket_bytes)
+    value: Any = _placed(composition, group, params, bucket_bytes, rule.labels)
     gradient = _gradient(
         composition, group, _loss(composition, group, loss_fn, kept["params"]), kept["grads"], num_micro_batches, bucket_bytes
     )
-    rule = _rule(composition, group, optimizer, kept["state"], bucket_bytes)
     state = rule.init(value)
     if "offload" in composition.loss:
         value = offload_params(value, kept["params"])
@@ -182,10 +182,10 @@ def train(
     return Run(unshard(value) if isinstance(value, Flat) else value, tuple(losses), kept, (value, state))
 
 
-def _placed(composition: Composition, group: Group, params: tree.Tree, bucket_bytes: int) -> Any:
+def _placed(composition: Composition, group: Group, params: tree.Tree, bucket_bytes: int, labels: LabelFn | None) -> Any:
     if not (composition.flat or composition.loss):
         return params
-    return (shard if "shard_params" in composition.loss else replicate)(params, group, bucket_bytes=bucket_bytes)
+    return (shard if "shard_params" in composition.loss else replicate)(params, group, bucket_bytes=bucket_bytes, labels=labels)
 
 
 def _loss(composition: Composition, group: Group, loss: Loss, store: HostStore) -> Loss:

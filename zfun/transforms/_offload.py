@@ -202,4 +202,4 @@ def offload_optimizer(optimizer: Any, store: Store) -> Optimizer:
         new, new_state = inner.apply(down(grads, "grads"), get(state), down(params, "params"), donate=donate)
         return up(new, params), put(new_state)
 
-    return Optimizer(init, update, apply, inner.placement, inner.group)
+    return inner._replace(init=init, update=update, apply=apply)

@@ -10,8 +10,8 @@ from torch import Tensor
 from zfun import stores, tree
 from zfun.collectives import Group, check_shardable
 from zfun.errors import AliasChanged, OptionError, PlacementError, SpecMismatch, checked_options
-from zfun.flat import Flat, call_site, check_same_layout, consume, flats, ravel, unravel
-from zfun.layout import DEFAULT_BUCKET_BYTES, Layout, LeafSlot, layout_of
+from zfun.flat import Flat, call_site, check_same_layout, consume, flats, ravel, relaid, unravel
+from zfun.layout import DEFAULT_BUCKET_BYTES, Layout, LeafSlot, layout_of, split_by_label
 from zfun.optim import Optimizer, as_optimizer, probe
 from zfun.placement import P, R, S
 from zfun.transforms._redistribute import check_agreement, redistribute
@@ -60,8 +60,9 @@ def shard_optimizer(optimizer: Any, group: Group, *, bucket_bytes: int = DEFAULT
 
     def to_shards(params: tree.Tree, layout: Layout | None = None) -> Flat:
         if not isinstance(params, Flat):
-            params = ravel(params, layout or layout_of(params, group.mesh.size, bucket_bytes), group)
-        return redistribute(params, S, group, name="params")
+            layout = layout or layout_of(params, group.mesh.size, bucket_bytes)
+            params = ravel(params, _split(layout, inner), group)
+        return redistribute(relaid(stores.resident(params), _split(params.layout, inner)), S, group, name="params")
 
     def update(grads: tree.Tree, state: Any, params: tree.Tree) -> tuple[Any, Any]:
         shards = to_shards(params)
@@ -74,7 +75,12 @@ def shard_optimizer(optimizer: Any, group: Group, *, bucket_bytes: int = DEFAULT
         new, state = inner.apply(_aligned(grads, shards), state, shards, donate=donate)
         return _back(new, params), state
 
-    return Optimizer(init, update, apply, S, group)
+    return inner._replace(init=init, update=update, apply=apply, placement=S, group=group)
+
+
+def _split(layout: Layout, optimizer: Optimizer) -> Layout:
+    """The layout that an optimizer needs, where it treats leaves differently."""
+    return layout if optimizer.labels is None else split_by_label(layout, optimizer.labels)
 
 
 def apply(optimizer: Any, grads: tree.Tree, state: Any, params: tree.Tree, *, donate: bool = False) -> tuple[tree.Tree, Any]:
@@ -120,9 +126,10 @@ def apply(optimizer: Any, grads: tree.Tree, state: Any, params: tree.Tree, *, do
         raise PlacementError("parameters are whole or sharded; got a Flat with placement P; redistribute() it to R or S first")
     check_same_layout(params, grads, "parameters and gradients")
     present = stores.resident(params)
+    present = relaid(present, _split(present.layout, chosen))
     aligned = redistribute(present, chosen.placement or params.placement, chosen.group or params.group, name="params")
     new, new_state = chosen.apply(_aligned(grads, aligned), state, aligned, donate=donate)
-    new = _stored_like(redistribute(new, params.placement, params.group, name="params"), params)
+    new = _stored_like(relaid(redistribute(new, params.placement, params.group, name="params"), params.layout), params)
     if donate:
         # What an optimizer returns as it was given must live on.
         new_state = tree.map(_anew, new_state, is_leaf=lambda x: isinstance(x, Flat))
@@ -156,7 +163,10 @@ def _apply_to_tree(optimizer: Optimizer, grads: Flat, state: Any, params: tree.T
     """Flat gradients for a tree of parameters: ravel parameters and state, step, and view the result as trees again."""
     if donate:
         raise OptionError("donate=True takes over flat buffers; got parameters as a tree of tensors; make them flat with zf.replicate()")
-    layout, group = grads.layout, grads.group
+    layout, group = _split(grads.layout, optimizer), grads.group
+    if grads.layout != layout:
+        # The new parameters are whole, so that whole gradients are no more to send.
+        grads = relaid(redistribute(grads, R, group, name="grads") if grads.placement is S else stores.resident(grads), layout)
     # What of the state looks like the parameters lies like them during the step; the rest (counts, what is flat already) is left alone.
     is_like = lambda x: isinstance(x, Flat) or _dtypes_like(x, layout) is not None
     was_flat = [isinstance(x, Flat) for x in tree.leaves(state, is_leaf=is_like) if is_like(x)]
@@ -223,6 +233,8 @@ def _aligned(grads: tree.Tree, params: Flat) -> Flat:
     """Bring gradients to the layout and placement of (flat) parameters."""
     if not isinstance(grads, Flat):
         grads = ravel(grads, params.layout, params.group)
+    if grads.placement is not S and grads.layout != params.layout:
+        grads = relaid(stores.resident(grads), params.layout)
     check_same_layout(params, grads, "parameters and gradients")
     return redistribute(grads, params.placement, params.group, name="grads")
 
@@ -230,7 +242,7 @@ def _aligned(grads: tree.Tree, params: Flat) -> Flat:
 def _back(shards: Flat, params: tree.Tree) -> tree.Tree:
     """Return sharded results in the placement and the form of the parameters."""
     if isinstance(params, Flat):
-        return redistribute(shards, params.placement, params.group, name="params")
+        return relaid(redistribute(shards, params.placement, params.group, name="params"), params.layout)
     return unravel(redistribute(shards, R, shards.group, name="params"))
 
 

@@ -27,7 +27,7 @@ from zfun.collectives import (
 )
 from zfun.errors import OptionError, PlacementError, ZfunError, checked_options
 from zfun.flat import Flat, call_site, ravel_buckets, unravel_buffers
-from zfun.layout import DEFAULT_BUCKET_BYTES, Layout, layout_of
+from zfun.layout import DEFAULT_BUCKET_BYTES, LabelFn, Layout, layout_of, split_by_label
 from zfun.placement import P, Placement, R, S
 from zfun.transforms._cast import cast_leaves
 from zfun.transforms._lazy import materialise
@@ -36,7 +36,9 @@ __all__ = ["check_agreement", "gather", "needs_autograd", "redistribute", "repli
 
 
 @checked_options
-def shard(params: tree.Tree, group: Group, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES, init: str = "check") -> Flat:
+def shard(
+    params: tree.Tree, group: Group, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES, init: str = "check", labels: LabelFn | None = None
+) -> Flat:
     """Keep this rank's part of a tree (``R -> S``).
 
     Args:
@@ -45,6 +47,7 @@ def shard(params: tree.Tree, group: Group, *, bucket_bytes: int = DEFAULT_BUCKET
         bucket_bytes: where a bucket closes, in bytes; see :func:`zfun.layout_of`.
         init: ``"check"`` compares tree, shapes, dtypes and values across ranks before anything else is sent; ``"broadcast"`` compares all
             but the values and takes rank 0's.
+        labels: ``label(path, leaf)``: leaves of different labels go into different buckets, as :func:`zfun.optim.by_label` needs them.
 
     Returns:
         A ``Flat`` with placement ``S`` that shares no memory with ``params``.
@@ -66,13 +69,15 @@ def shard(params: tree.Tree, group: Group, *, bucket_bytes: int = DEFAULT_BUCKET
     if isinstance(params, Flat):
         flat = replicate(params, group)
         return flat.with_buffers((_slice(buffer, group).clone() for buffer in flat.buffers), S)
-    layout, whole = _lay_out(params, group, bucket_bytes, init)
+    layout, whole = _lay_out(params, group, bucket_bytes, init, labels)
     # Bucket by bucket, so that one whole bucket exists beside the shards and not all of them.
     return Flat((_slice(buffer, group).clone() for buffer in whole), S, layout, group)
 
 
 @checked_options
-def replicate(params: tree.Tree, group: Group, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES, init: str = "check") -> Flat:
+def replicate(
+    params: tree.Tree, group: Group, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES, init: str = "check", labels: LabelFn | None = None
+) -> Flat:
     """Lay a tree out in flat buffers that every rank holds whole (``R -> R``).
 
     Args:
@@ -80,6 +85,7 @@ def replicate(params: tree.Tree, group: Group, *, bucket_bytes: int = DEFAULT_BU
         group: the ranks that hold it.
         bucket_bytes: where a bucket closes, in bytes.
         init: ``"check"`` or ``"broadcast"``, as in :func:`shard`.
+        labels: as in :func:`shard`.
 
     Returns:
         A ``Flat`` with placement ``R`` that shares no memory with ``params``.
@@ -96,15 +102,17 @@ def replicate(params: tree.Tree, group: Group, *, bucket_bytes: int = DEFAULT_BU
         if params.group.mesh is not group.mesh:
             raise PlacementError("a Flat belongs to the group that it was made over; got another one; unshard() it first")
         return redistribute(params, R, group)
-    layout, whole = _lay_out(params, group, bucket_bytes, init)
+    layout, whole = _lay_out(params, group, bucket_bytes, init, labels)
     return Flat(whole, R, layout, group)
 
 
-def _lay_out(params: tree.Tree, group: Group, bucket_bytes: int, init: str) -> tuple[Layout, Iterator[Tensor]]:
+def _lay_out(params: tree.Tree, group: Group, bucket_bytes: int, init: str, labels: LabelFn | None) -> tuple[Layout, Iterator[Tensor]]:
     """Return the layout of a tree that every rank holds, and its whole buckets, one after the other."""
     if init not in ("check", "broadcast"):
         raise OptionError(f"init must be 'check' or 'broadcast'; got {init!r}")
     layout = check_agreement(params, group, bucket_bytes=bucket_bytes, values=init == "check")
+    if labels is not None:
+        layout = split_by_label(layout, labels)
     buckets = ravel_buckets(params, layout)
     if init == "check" or group.mesh.size == 1:
         return layout, buckets

@@ -1,0 +1,156 @@
+"""Different optimizers for different leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from zfun import tree
+from zfun.errors import OptionError, PlacementError, SpecMismatch, checked_options
+from zfun.flat import Flat, check_same_layout, relaid
+from zfun.layout import LabelFn, labels_of, layout_of, split_by_label
+from zfun.optim._base import InitFn, Optimizer, State, UpdateFn, aligned, as_optimizer
+from zfun.optim._probe import probe
+from zfun.tree import Tree
+
+__all__ = ["by_label"]
+
+
+@checked_options
+def by_label(optimizers: Mapping[str, Optimizer | tuple[InitFn, UpdateFn]], label: LabelFn) -> Optimizer:
+    """Let each leaf be stepped by the optimizer that its label names: weight decay for some, another learning rate, or another rule.
+
+    Leaves of one label lie in buckets of their own, so that an optimizer still works on a few long vectors. :func:`zfun.zero`,
+    :func:`zfun.shard_optimizer` and :func:`zfun.data_parallel` see to that by themselves; parameters that are sharded by hand are laid out
+    so with ``shard(params, group, labels=optimizer.labels)``.
+
+    Args:
+        optimizers: by label.
+        label: ``label(path, leaf)`` gives each leaf one of the labels, by its path, shape and dtype. What it is given may have no numbers.
+
+    Returns:
+        An optimizer whose state is a dict: by label, the state of the optimizer on the leaves that have it; ``None`` where no leaf has it.
+
+    Raises:
+        OptionError: there is no optimizer, or a leaf has a label that none of them has.
+        PlacementError: an optimizer is sharded already, so that it would be sharded twice.
+        NotElementwiseError: an optimizer cannot run on shards.
+
+    Example:
+        >>> import torch
+        >>> from zfun.optim import sgd
+        >>> kinds = {"decay": sgd(0.5, weight_decay=1.0), "rest": sgd(0.5)}
+        >>> optimizer = by_label(kinds, lambda path, leaf: "decay" if leaf.ndim > 1 else "rest")
+        >>> params = {"w": torch.ones(1, 2), "b": torch.ones(2)}
+        >>> optimizer.apply({"w": torch.zeros(1, 2), "b": torch.ones(2)}, optimizer.init(params), params)[0]
+        {'w': tensor([[0.5000, 0.5000]]), 'b': tensor([0.5000, 0.5000])}
+    """
+    parts = {name: as_optimizer(part) for name, part in optimizers.items()}
+    if not parts:
+        raise OptionError("by_label() takes at least one optimizer; got none; pass them by label, as in by_label({'all': sgd(0.1)}, label)")
+    for name, part in parts.items():
+        if part.placement is not None:
+            raise PlacementError(
+                f"by_label() stands inside of shard_optimizer(), which shards all states; got an optimizer for {name!r} that computes in "
+                f"{part.placement!r}; write shard_optimizer(by_label(...), group)"
+            )
+        # Whole, it is not probed: what a label function makes of the leaves of a probe nobody knows.
+        probe(part)
+
+    table = _Table(parts, label)
+
+    def init(params: Tree) -> State:
+        pieces = table.split(table.laid_out(params))
+        return {name: part.init(pieces[name]) if name in pieces else None for name, part in parts.items()}
+
+    def run(method: str, grads: Tree, state: State, params: Tree, **options: Any) -> tuple[Tree, State]:
+        if not isinstance(state, dict) or set(state) != set(parts):
+            got = ", ".join(map(repr, state)) if isinstance(state, dict) else type(state).__name__
+            raise SpecMismatch(
+                f"the state of an optimizer by label is a dict with the labels {', '.join(map(repr, parts))}; got {got}; make it with the "
+                "init of this very optimizer"
+            )
+        whole = table.laid_out(params)
+        values, gradients = table.split(whole), table.split(whole, table.laid_out(grads))
+        found: dict[str, Tree] = {}
+        states = dict(state)
+        for name, value in values.items():
+            found[name], states[name] = getattr(parts[name], method)(gradients[name], state[name], value, **options)
+        new = table.merge(found, whole)
+        return relaid(new, params.layout) if isinstance(params, Flat) else new, states
+
+    def update(grads: Tree, state: State, params: Tree) -> tuple[Tree, State]:
+        return run("update", grads, state, params)
+
+    def apply(grads: Tree, state: State, params: Tree, *, donate: bool = False) -> tuple[Tree, State]:
+        return run("apply", grads, state, params, donate=donate)
+
+    return Optimizer(init, update, apply, labels=table.place, by_leaf=True)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Table:
+    """Which leaves are whose."""
+
+    parts: dict[str, Optimizer]
+    label: LabelFn
+
+    def name(self, path: str, leaf: Any) -> str:
+        """The label of a leaf."""
+        found = self.label(path, leaf)
+        if found not in self.parts:
+            raise OptionError(
+                f"label() gives every leaf one of the labels {', '.join(map(repr, self.parts))}; leaf {path!r} got {found!r}; add an "
+                "optimizer for it",
+                leaf=path,
+            )
+        return str(found)
+
+    def place(self, path: str, leaf: Any) -> Hashable:
+        """What a leaf's bucket may hold besides: leaves of the same label, and of the same one within it."""
+        name = self.name(path, leaf)
+        inner = self.parts[name].labels
+        return (name, None if inner is None else inner(path, leaf))
+
+    def laid_out(self, value: Tree) -> Tree:
+        return relaid(value, split_by_label(value.layout, self.place)) if isinstance(value, Flat) else value
+
+    def split(self, params: Tree, value: Tree = None) -> dict[str, Tree]:
+        """Take parameters apart by label, or a value that is like them."""
+        value = params if value is None else value
+        if isinstance(params, Flat):
+            check_same_layout(params, value, "parameters and gradients")
+            return {name: _part(value, buckets) for name, buckets in self._buckets_of(params).items()}
+        values = [leaf for _, leaf in aligned(params, gradients=value)]
+        # Tied leaves have one state and one label, that of the first.
+        layout = layout_of(params)
+        labels = labels_of(layout, self.name)
+        names = [labels[position] for position in layout.positions]
+        spec = tree.structure(params)
+        return {
+            name: tree.unflatten(spec, [leaf if its == name else None for leaf, its in zip(values, names, strict=True)])
+            for name in self.parts
+            if name in names
+        }
+
+    def merge(self, found: dict[str, Tree], params: Tree) -> Tree:
+        """Put the parts together again."""
+        if not isinstance(params, Flat):
+            return tree.combine(*found.values()) if found else params
+        buffers: list[Any] = list(params.buffers)
+        for name, buckets in self._buckets_of(params).items():
+            for index, buffer in zip(buckets, found[name].buffers, strict=True):
+                buffers[index] = buffer
+        return params.with_buffers(buffers)
+
+    def _buckets_of(self, flat: Flat) -> dict[str, list[int]]:
+        labels = labels_of(flat.layout, self.name)
+        found: dict[str, list[int]] = {}
+        for index, bucket in enumerate(flat.layout.buckets):
+            found.setdefault(str(labels[bucket.leaves[0]]), []).append(index)
+        return {name: found[name] for name in self.parts if name in found}
+
+
+def _part(flat: Flat, buckets: list[int]) -> Flat:
+    return Flat((flat.buffers[index] for index in buckets), flat.placement, flat.layout.select(buckets), flat.group)
