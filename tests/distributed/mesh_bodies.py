@@ -6,12 +6,17 @@ import os
 import signal
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 
 import zfun as zf
 from tests import models
 from zfun import optim
 from zfun.collectives import AllGather, AllReduce, AllToAll, Broadcast, Call, Lane, Permute, Reduce, ReduceScatter
+from zfun.collectives import _process as process
+from zfun.collectives import _shared as shared
+from zfun.errors import CollectiveMismatch, PeerLost
 from zfun.testing import assert_same_bits
 
 
@@ -54,3 +59,61 @@ def dies_in_a_row(group: zf.Group) -> None:
     if group.rank == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     mesh.all_gather(torch.tensor(group.rank), "after")
+
+
+def _on_two_hosts(group: zf.Group) -> zf.Group:
+    """A group of the same ranks, which believe that the first two are on one host and the others on another."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (shared, process):
+            patch.setattr(module, "_host", lambda: f"host {group.rank // 2}")
+        return zf.process_group(dist.group.WORLD, timeout_s=20.0)
+
+
+def over_two_hosts(group: zf.Group) -> Any:
+    """Collectives long and short, in all lanes at once, waited for in different orders; training; a mesh whose rows are the hosts."""
+    simulated = not dist.is_initialized()
+    made = group if simulated else _on_two_hosts(group)
+    assert simulated or type(made).__name__ == "_HostsGroup"
+    ops = [AllGather(), ReduceScatter(), AllReduce(), Broadcast(1), Reduce(2), AllToAll(), Permute((1, 2, 3, 0))]
+    generator = torch.Generator().manual_seed(group.rank)
+    pending = []
+    for dtype in (torch.float32, torch.bfloat16):
+        for numel in (4, 10004):
+            for number, op in enumerate(ops):
+                x = torch.randn(numel, generator=generator).to(dtype)
+                pending.append(made.start(Call(op, op.kind, str(numel), Lane(number % 3)), x))
+    for handle in pending if group.rank % 2 else reversed(pending):
+        handle.wait()
+    results: list[Any] = [handle.wait() for handle in pending]
+    z = zf.zero(3, models.mlp_loss, optim.adamw(0.05), made)
+    state = z.init(models.mlp(width=40))
+    for batches in models.mlp_batches(2, group.size, width=40):
+        state, info = z.step(state, batches[group.rank])
+        results.append(info.grad_norm)
+    results.append(z.params(state))
+    mesh = zf.split(made, inner=2)
+    results.append(mesh.start(Call(AllReduce()), torch.randn(3001, generator=generator)).wait())
+    if not simulated:
+        made.close()
+    return results
+
+
+def dies_on_a_host(group: zf.Group) -> None:
+    """Rank 3 is killed while all are in a collective that goes over hosts."""
+    made = _on_two_hosts(group)
+    made.barrier()
+    if group.rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    made.start(Call(AllReduce(), "after"), torch.ones(5000)).wait()
+
+
+def starts_something_else(group: zf.Group) -> str:
+    """Rank 2 gives its collective another name."""
+    made = _on_two_hosts(group)
+    try:
+        made.start(Call(AllGather(), "other" if group.rank == 2 else "same"), torch.ones(5000)).wait()
+    except (CollectiveMismatch, PeerLost) as error:
+        return str(error)
+    finally:
+        made.close()
+    return "nothing happened"

@@ -23,11 +23,28 @@ def four() -> Iterator[Workers]:
         yield held
 
 
-@pytest.mark.parametrize("body", [mesh_bodies.collectives, mesh_bodies.trained])
+@pytest.mark.parametrize("body", [mesh_bodies.collectives, mesh_bodies.trained, mesh_bodies.over_two_hosts])
 def test_processes_do_what_the_simulation_does(four: Workers, body: Callable[[zf.Group], Any]) -> None:
     expected = zf.simulate(4, body)
     for rank, found in enumerate(four.run(body)):
         assert_same_bits(found, expected[rank], f"rank {rank} in its process and simulated")
+
+
+def test_ranks_of_two_hosts_that_start_different_collectives(four: Workers) -> None:
+    for text in four.run(mesh_bodies.starts_something_else):
+        assert "'same'" in text
+        assert "'other'" in text
+
+
+def test_a_rank_that_dies_on_one_of_two_hosts(four: Workers) -> None:
+    started = time.monotonic()
+    outcomes = four.outcomes(mesh_bodies.dies_on_a_host)
+    for outcome in outcomes[:3]:
+        assert isinstance(outcome, PeerLost), outcome
+        assert "all_reduce 'after'" in str(outcome)
+    # The first to find out tells the others.
+    assert any("lost rank 3" in str(outcome) for outcome in outcomes[:3])
+    assert time.monotonic() - started < 40
 
 
 def test_a_rank_that_dies_is_named_by_its_number_in_the_whole_group(four: Workers) -> None:

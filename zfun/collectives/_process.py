@@ -29,6 +29,7 @@ from zfun.collectives._calls import (
     Broadcast,
     Call,
     Lane,
+    Op,
     Permute,
     Reduce,
     ReduceScatter,
@@ -38,9 +39,10 @@ from zfun.collectives._calls import (
 from zfun.collectives._checked import checked
 from zfun.collectives._exchange import Buffers, Started, start_exchange
 from zfun.collectives._group import Group, own_part
+from zfun.collectives._hosts import Place, goes_over_hosts, num_messages, over_hosts
 from zfun.collectives._monitor import Monitor, different
 from zfun.collectives._pending import Pending
-from zfun.collectives._shared import Disagreement, SharedMemory, TransportError, meet
+from zfun.collectives._shared import Disagreement, SharedMemory, TransportError, _exchange_texts, _host, meet
 from zfun.collectives._single import single_group
 from zfun.errors import OptionError, PeerLost, ZfunError, checked_options
 
@@ -73,7 +75,8 @@ def process_group(
     connections.
 
     Over gloo and mpi every collective is a direct exchange whose sums are taken in rank order, bitwise those of ``simulate``. Gloo's ranks
-    of one host read each other's memory instead, with the same bits; gloo is then only how they meet. Over nccl the collectives are native,
+    of one host read each other's memory instead, with the same bits; gloo is then only how they meet. On several hosts, with as many ranks
+    on each, numbered host by host, they do so inside of each host, and messages go between hosts. Over nccl the collectives are native,
     one communicator per lane, and sums are in nccl's order.
 
     Args:
@@ -81,8 +84,8 @@ def process_group(
             nobody has done so.
         axis: the axis of the mesh, needed if it has several.
         timeout_s: how long a collective may take, in seconds.
-        shared_memory: whether gloo's ranks exchange data through shared memory. None: if all of them are on one host and can (Linux on
-            x86-64; the memory is anonymous and gone with the last process, whatever ends it). True: it is an error if they cannot. False:
+        shared_memory: whether gloo's ranks exchange data through shared memory. None: on each host if they can (Linux on x86-64; the
+            memory is anonymous and gone with the last process, whatever ends it). True: it is an error if they cannot. False:
             over gloo. All ranks pass the same.
         debug: compare what the ranks start before every collective (see :func:`checked`).
 
@@ -155,9 +158,32 @@ def _made_over_gloo(
     if shared_memory and isinstance(memory, str):
         raise _no_shared_memory(memory)
     settings = (gloo, store, rank, size, timeout_s, on_close, numbers)
-    made = _ExchangeGroup(*settings) if isinstance(memory, str) else _SharedGroup(memory, *settings)
+    made: _ProcessGroup
+    if not isinstance(memory, str):
+        made = _SharedGroup(memory, *settings)
+    elif shared_memory is None and (rows := _rows(dist.PrefixStore("rows", store), rank, size, timeout_s)) is not None:
+        made = _HostsGroup(rows, *settings)
+    else:
+        made = _ExchangeGroup(*settings)
     made._wants_shared_memory = shared_memory
     return made
+
+
+def _rows(store: dist.Store, rank: int, size: int, timeout_s: float) -> dict[Lane, SharedMemory] | None:
+    """Return what the ranks of this host share, one memory for each lane, if all ranks stand host by host, as many on each."""
+    hosts = _exchange_texts(store, "host", rank, size, timeout_s, _host())
+    per_host = hosts.count(hosts[0])
+    rows = [hosts[first : first + per_host] for first in range(0, size, per_host)]
+    if not hosts[0] or per_host in (1, size) or len(set(hosts)) < len(rows) or any(len(set(row)) > 1 for row in rows):
+        return None
+    place = dist.PrefixStore(f"{rank // per_host}", store)
+    memories = {lane: meet(dist.PrefixStore(lane.name, place), rank % per_host, per_host, timeout_s, None) for lane in Lane}
+    found = {lane: memory for lane, memory in memories.items() if isinstance(memory, SharedMemory)}
+    if all(_exchange_texts(store, "met", rank, size, timeout_s, "yes" if len(found) == len(Lane) else "")):
+        return found
+    for memory in found.values():
+        memory.close()
+    return None
 
 
 def _no_shared_memory(reason: str) -> OptionError:
@@ -393,9 +419,20 @@ class _ProcessGroup(Group):
             if self._failure is None:
                 self._failure = self._monitor.explain(self._number_of(error.peer), str(error), f"collective {index} of its lane ({text})")
             raise self._failure from error
+        except Disagreement as error:
+            if self._failure is None:
+                verdict = different(index, (self._numbers[self.rank], text), (self._numbers[error.peer], error.text))
+                self._failure = self._monitor.conclude(verdict, f"collective {index} of its lane ({text})")
+            raise self._failure from error
+        finally:
+            # What else is waited for cannot come either.
+            if self._failure is not None:
+                self._give_up()
+
+    def _give_up(self) -> None:
+        """Let every other wait of this rank end."""
 
 
-@final
 class _ExchangeGroup(_ProcessGroup):
     """Processes that exchange messages directly. See [Note: collectives by direct exchange]."""
 
@@ -416,27 +453,36 @@ class _ExchangeGroup(_ProcessGroup):
         result = x.new_empty(call.op.output_numel(x.numel(), self.size)) if out is None else out
         text = describe(call, x.numel(), x.dtype)
         index = self._monitor.note_start(call.lane, text)
-        exchange = self._exchange(call.lane, text, 2 if isinstance(call.op, AllReduce) else 1)
         with torch.no_grad(), self._explained(text, index):
-            started = start_exchange(call.op, x, result.detach(), self.rank, self.size, exchange, self._buffers)
-        self._under_way[call.lane, index] = started
-        finish = self._background(call.lane, started) if started.in_background else started.finish
+            finish = self._begin(call, text, index, x, result.detach())
 
         def wait() -> Tensor:
             try:
                 with torch.no_grad(), self._explained(text, index), self._monitor.waiting(call.lane, index):
                     finish()
             finally:
-                del self._under_way[call.lane, index]
+                self._under_way.pop((call.lane, index), None)
             return result
 
         return Pending(wait)
 
-    def _background(self, lane: Lane, started: Started) -> Callable[[], None]:
+    def _begin(self, call: Call, text: str, index: int, x: Tensor, out: Tensor) -> Callable[[], None]:
+        """Start a collective; return what ends it."""
+        exchange = self._exchange(call.lane, text, 2 if isinstance(call.op, AllReduce) else 1)
+        started = start_exchange(call.op, x, out, self.rank, self.size, exchange, self._buffers)
+        self._under_way[call.lane, index] = started
+        return self._background(call.lane, started.finish) if started.in_background else started.finish
+
+    def _background(self, lane: Lane, job: Callable[[], None]) -> Callable[[], None]:
         if lane not in self._lane_threads:
             self._lane_threads[lane] = _LaneThread(lane)
         # Inference and grad mode belong to threads.
-        return self._lane_threads[lane].submit(torch.no_grad()(started.finish)).result
+        return self._lane_threads[lane].submit(torch.no_grad()(job)).result
+
+    def _tags(self, lane: Lane, text: str, transfers: int) -> list[int]:
+        first = self._transfers[lane]
+        self._transfers[lane] += transfers
+        return [_tag(lane, first + i, text) for i in range(transfers)]
 
     def _part(self, store: dist.Store, ranks: Sequence[int]) -> _ProcessGroup | None:
         if not isinstance(self._torch_group, dist.ProcessGroupGloo):
@@ -445,9 +491,7 @@ class _ExchangeGroup(_ProcessGroup):
 
     def _exchange(self, lane: Lane, text: str, transfers: int) -> Callable[..., _Messages]:
         """Return the exchange of one collective. Its tags are taken now, since a later phase may start after a later collective."""
-        first = self._transfers[lane]
-        self._transfers[lane] += transfers
-        tags = iter([_tag(lane, first + i, text) for i in range(transfers)])
+        tags = iter(self._tags(lane, text, transfers))
 
         def exchange(sends: Sequence[Tensor | None], recvs: Sequence[Tensor | None]) -> _Messages:
             tag = next(tags)
@@ -480,6 +524,78 @@ class _ExchangeGroup(_ProcessGroup):
         for thread in self._lane_threads.values():
             thread.close()
         self._under_way.clear()
+
+
+@final
+class _HostsGroup(_ExchangeGroup):
+    """Processes of several hosts, which read each other's memory inside of one. See [Note: collectives over hosts]."""
+
+    def __init__(self, rows: dict[Lane, SharedMemory], *settings: Any) -> None:
+        super().__init__(*settings)
+        self._rows = rows
+        row = rows[Lane.PARAMS]
+        self._place = Place(self.rank // row.size, self.size // row.size, row.rank, row.size)
+
+    def _begin(self, call: Call, text: str, index: int, x: Tensor, out: Tensor) -> Callable[[], None]:
+        if not goes_over_hosts(call.op, x):
+            return super()._begin(call, text, index, x, out)
+        column = _Column(self._torch_group, self._place, self._tags(call.lane, text, num_messages(self._place)), self._timeout_s)
+        row = functools.partial(self._in_row, call, text)
+        # A collective has several phases, and the memory of a lane belongs to its thread.
+        return self._background(call.lane, lambda: over_hosts(call.op, x, out, self._place, row, column))
+
+    def _in_row(self, call: Call, text: str, op: Op, x: Tensor, out: Tensor) -> None:
+        memory = self._rows[call.lane]
+        first = self._place.host * self._place.size
+        try:
+            memory.finish(memory.send(Call(op, call.name, call.part, call.lane), text, x, out))
+        except TransportError as error:
+            raise TransportError(None if error.peer is None else first + error.peer, str(error)) from error
+        except Disagreement as error:
+            raise Disagreement(first + error.peer, error.text) from error
+
+    def _give_up(self) -> None:
+        for memory in self._rows.values():
+            memory.interrupted = True
+
+    def _interrupt(self) -> None:
+        self._give_up()
+        super()._interrupt()
+
+    def _release(self) -> None:
+        self._give_up()
+        super()._release()
+        for memory in self._rows.values():
+            memory.close()
+
+
+@final
+class _Column:
+    """Messages to the ranks with this rank's place on other hosts."""
+
+    def __init__(self, torch_group: Any, place: Place, tags: Sequence[int], timeout_s: float) -> None:
+        self._torch_group = torch_group
+        self._place = place
+        self._tags = tags
+        self._timeout_s = timeout_s
+
+    def send(self, host: int, tensor: Tensor, number: int) -> _Messages:
+        peer = host * self._place.size + self._place.rank
+        with _transport_errors(peer):
+            return _Messages([(peer, self._torch_group.send([tensor], peer, self._tags[number]))], [], tensor, self._timeout_s)
+
+    def receive(self, host: int, tensor: Tensor, number: int) -> _Messages:
+        peer = host * self._place.size + self._place.rank
+        with _transport_errors(peer):
+            return _Messages([], [(peer, self._torch_group.recv([tensor], peer, self._tags[number]))], tensor, self._timeout_s)
+
+
+@contextlib.contextmanager
+def _transport_errors(peer: int) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise TransportError(peer, _first_line(error)) from error
 
 
 @final
@@ -520,20 +636,8 @@ class _SharedGroup(_ProcessGroup):
             with self._explained(use.text, use.index):
                 self._memory.await_readers(use)
 
-    @contextlib.contextmanager
-    def _explained(self, text: str, index: int) -> Iterator[None]:
-        try:
-            with super()._explained(text, index):
-                yield
-        except Disagreement as error:
-            if self._failure is None:
-                verdict = different(index, (self._numbers[self.rank], text), (self._numbers[error.peer], error.text))
-                self._failure = self._monitor.conclude(verdict, f"collective {index} of its lane ({text})")
-            raise self._failure from error
-        finally:
-            # What else is waited for cannot come either.
-            if self._failure is not None:
-                self._memory.interrupted = True
+    def _give_up(self) -> None:
+        self._memory.interrupted = True
 
     def _interrupt(self) -> None:
         self._memory.interrupted = True

@@ -1,0 +1,168 @@
+"""Collectives of ranks on several hosts: through memory inside a host, and by messages between hosts.
+
+[Note: collectives over hosts]
+
+Ranks stand host by host, as many on each. The ranks of a host are a *row* and read each other's memory; the ranks with one place on their
+hosts are a *column* and send messages. Of what must cross, each byte crosses once to each host that needs it, and all ranks of a host
+share the work, each for the elements that are its column's.
+
+Sums keep the order of the ranks, so that their bits are those of every other group: the sum of a chunk travels from host to host, each of
+which adds the terms of its ranks in their order, and the last one sends it to the rank that it belongs to. Chunks travel behind each
+other, one for each host. Half types travel in float32, in which they are added, until the last host has rounded them.
+
+For H hosts with I ranks each and an input of n elements, a rank sends to other hosts:
+
+* all-gather: its shard to H - 1 hosts, n (H - 1), where a direct exchange sends it to (H - 1) I ranks;
+* reduce-scatter: n/I, and on the last host n/I (H - 1)/H, where a direct exchange sends n (H - 1)/H;
+* all-reduce: a reduce-scatter and an all-gather of the result;
+* broadcast: the root sends to H - 1 ranks.
+
+Short inputs, and collectives in which every byte has one receiver, are exchanged directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from zfun.collectives._calls import AllGather, AllReduce, AllToAll, Broadcast, Op, ReduceScatter
+from zfun.collectives._exchange import Transfer
+from zfun.ops._sums import sum_in_rank_order, wide
+
+__all__ = ["Column", "Place", "Row", "goes_over_hosts", "num_messages", "over_hosts"]
+
+_SHORT_BYTES = 4096
+
+# Do a collective among the ranks of this host, from one tensor into another, and return when it is done.
+Row: TypeAlias = Callable[[Op, Tensor, Tensor], object]
+
+
+class Place(NamedTuple):
+    """Where a rank stands: rank ``host * size + rank`` of all.
+
+    Attributes:
+        host: its host, from 0.
+        num_hosts: how many there are.
+        rank: its place on the host, from 0.
+        size: how many ranks each host has.
+    """
+
+    host: int
+    num_hosts: int
+    rank: int
+    size: int
+
+
+class Column(Protocol):
+    """The ranks with one place on their hosts."""
+
+    def send(self, host: int, tensor: Tensor, number: int) -> Transfer:
+        """Start to send; both sides give the same number, and no two messages between two hosts have the same."""
+        ...
+
+    def receive(self, host: int, tensor: Tensor, number: int) -> Transfer:
+        """Start to receive."""
+        ...
+
+
+def goes_over_hosts(op: Op, x: Tensor) -> bool:
+    """Say whether a collective gains from going host by host."""
+    return isinstance(op, (AllGather, ReduceScatter, AllReduce, Broadcast)) and x.numel() * x.dtype.itemsize > _SHORT_BYTES
+
+
+def num_messages(place: Place) -> int:
+    """Return how many numbers a collective may give to its messages."""
+    return place.num_hosts + 2
+
+
+def over_hosts(op: Op, x: Tensor, out: Tensor, place: Place, row: Row, column: Column) -> None:
+    """Do a collective, and return when it is done.
+
+    Args:
+        op: one that :func:`goes_over_hosts`.
+        x: 1-D input.
+        out: 1-D output.
+        place: where this rank stands.
+        row: the ranks of its host.
+        column: the ranks with its place on other hosts.
+    """
+    match op:
+        case AllGather():
+            _all_gather(x, out, place, row, column)
+        case ReduceScatter():
+            _reduce_scatter(x, out, place, row, column)
+        case AllReduce():
+            size = place.num_hosts * place.size
+            padding = -x.numel() % size
+            whole = torch.nn.functional.pad(x, (0, padding)) if padding else x
+            # Not into its place in ``out``, which may be the input that is still being read.
+            piece = x.new_empty(whole.numel() // size)
+            _reduce_scatter(whole, piece, place, row, column)
+            total = torch.empty_like(whole) if padding else out
+            _all_gather(piece, total, place, row, column)
+            if padding:
+                out.copy_(total[: x.numel()])
+        case Broadcast(root):
+            _broadcast(x, out, root, place, row, column)
+        case _:
+            raise AssertionError(op)
+
+
+def _all_gather(x: Tensor, out: Tensor, place: Place, row: Row, column: Column) -> None:
+    number = num_messages(place) - 1
+    by_host = out.view(place.num_hosts, -1)
+    mine = out.view(place.num_hosts, place.size, -1)[:, place.rank]
+    others = [host for host in range(place.num_hosts) if host != place.host]
+    received = {host: column.receive(host, mine[host], number) for host in others}
+    sent = [column.send(host, x, number) for host in others]
+    row(AllGather(), x, by_host[place.host])
+    for host in others:
+        received[host].wait()
+        row(AllGather(), mine[host], by_host[host])
+    for transfer in sent:
+        transfer.wait()
+
+
+def _reduce_scatter(x: Tensor, out: Tensor, place: Place, row: Row, column: Column) -> None:
+    last = place.num_hosts - 1
+    dtype = wide(x.dtype)
+    sums: list[tuple[Tensor, Transfer]] = []
+    if place.host > 0:
+        for host in range(place.num_hosts):
+            room = torch.empty_like(out, dtype=dtype)
+            sums.append((room, column.receive(place.host - 1, room, host)))
+    under_way = [column.receive(last, out, place.num_hosts)] if place.host < last else []
+    terms = x.new_empty(x.numel() // place.num_hosts)
+    # The chunk of each host in turn, so that the next is added here while this one is on its way.
+    for host, chunk in enumerate(x.view(place.num_hosts, -1)):
+        row(AllToAll(), chunk, terms)
+        before: list[Tensor] = []
+        if sums:
+            room, transfer = sums[host]
+            transfer.wait()
+            before = [room]
+        total = sum_in_rank_order([*before, *(term.to(dtype) for term in terms.view(place.size, -1))])
+        if place.host < last:
+            under_way.append(column.send(place.host + 1, total, host))
+        elif host < last:
+            under_way.append(column.send(host, total.to(x.dtype), place.num_hosts))
+        else:
+            out.copy_(total)
+    for transfer in under_way:
+        transfer.wait()
+
+
+def _broadcast(x: Tensor, out: Tensor, root: int, place: Place, row: Row, column: Column) -> None:
+    host, rank = divmod(root, place.size)
+    sent: list[Transfer] = []
+    if place.rank == rank and place.host == host:
+        sent = [column.send(other, x, 0) for other in range(place.num_hosts) if other != host]
+    elif place.rank == rank:
+        column.receive(host, out, 0).wait()
+        x = out
+    row(Broadcast(rank), x, out)
+    for transfer in sent:
+        transfer.wait()
