@@ -161,7 +161,7 @@ def _made_over_gloo(
     made: _ProcessGroup
     if not isinstance(memory, str):
         made = _SharedGroup(memory, *settings)
-    elif shared_memory is None and (rows := _rows(dist.PrefixStore("rows", store), rank, size, timeout_s)) is not None:
+    elif "on different hosts" in memory and (rows := _rows(dist.PrefixStore("rows", store), rank, size, timeout_s)) is not None:
         made = _HostsGroup(rows, *settings)
     else:
         made = _ExchangeGroup(*settings)
