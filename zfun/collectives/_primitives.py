@@ -22,6 +22,8 @@ If every rank computes the same loss from a replicated value, the sum counts it 
 
 The backward pass is a program of collectives too: every rank must take the gradient, of a value that requires it.
 
+A tree of tensors goes as one message for each dtype, not one for each leaf: in rows, what different leaves send to one rank is one chunk.
+
 One autograd function does it all. It sees matrices of one row per chunk (``[1, m] -> [size, m]`` for an all-gather), so that a batched
 dimension fits between rows and columns without moving data; shapes and dims are restored outside by ordinary views.
 """
@@ -29,15 +31,17 @@ dimension fits between rows and columns without moving data; shapes and dims are
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from zfun import tree
 from zfun.collectives._calls import AllGather, AllReduce, AllToAll, Broadcast, Call, Lane, Op, Permute, ReduceScatter
 from zfun.collectives._group import Group
 from zfun.collectives._pending import Pending
-from zfun.errors import OptionError
+from zfun.errors import LeafError, OptionError, PlacementError
+from zfun.flat import flats
 
 __all__ = [
     "all_gather",
@@ -54,6 +58,9 @@ __all__ = [
     "start_permute",
     "start_reduce_scatter",
 ]
+
+
+_T = TypeVar("_T")
 
 
 class _UnderWay:
@@ -185,14 +192,64 @@ def replicated(x: Tensor, group: Group, *, name: str = "") -> Tensor:
     return _Replicated.apply(x, group, name)  # type: ignore[no-any-return]
 
 
-def _alike(x: Tensor, op: Op) -> _Plan:
+class _Bundle(NamedTuple):
+    """A collective of every leaf of a tree, as one of rows for each dtype and device."""
+
+    plans: list[_Plan]
+    labels: list[str]
+    restore: Callable[[list[Tensor]], Any]
+
+    def run(self, group: Group, name: str, part: str, lane: Lane) -> Any:
+        return self.restore([plan.run(group, name, part or label, lane) for plan, label in zip(self.plans, self.labels, strict=True)])
+
+    def start(self, group: Group, name: str, part: str, lane: Lane) -> Pending:
+        under_way = [plan.start(group, name, part or label, lane) for plan, label in zip(self.plans, self.labels, strict=True)]
+        return Pending(lambda: self.restore([pending.wait() for pending in under_way]))
+
+
+def _over_leaves(x: Any, plan_of: Callable[[Tensor], _Plan]) -> Any:
+    """Plan a collective of a tensor, or of all leaves of a tree at once: chunks of one rank stand in one row, whatever leaf they are of."""
+    if isinstance(x, Tensor):
+        return plan_of(x)
+    if flats(x):
+        raise PlacementError("a collective takes tensors; got a Flat, which has a placement to go to; call zf.redistribute()")
+    leaves, spec = tree.flatten(x)
+    for path, leaf in zip(tree.paths(x), leaves, strict=True):
+        if not isinstance(leaf, Tensor):
+            raise LeafError(f"a collective takes a tensor or a tree of tensors; leaf {path!r} is {type(leaf).__name__}", leaf=path)
+    alone = [plan_of(leaf) for leaf in leaves]
+    kinds: dict[object, list[int]] = {}
+    for index, plan in enumerate(alone):
+        kinds.setdefault((plan.rows.dtype, plan.rows.device), []).append(index)
+    together = list(kinds.values())
+
+    def restore(results: list[Tensor]) -> Any:
+        found: dict[int, Tensor] = {}
+        for indices, rows in zip(together, results, strict=True):
+            first = 0
+            for index in indices:
+                width = alone[index].rows.shape[1]
+                found[index] = alone[index].restore(rows.narrow(1, first, width).clone())
+                first += width
+        return tree.unflatten(spec, [found[index] for index in range(len(alone))])
+
+    plans = [_Plan(torch.cat([alone[i].rows for i in indices], 1), alone[indices[0]].op, lambda rows: rows) for indices in together]
+    labels = [f"{len(indices)} {'leaf' if len(indices) == 1 else 'leaves'}" for indices in together]
+    return _Bundle(plans, labels, restore)
+
+
+def _alike(x: Any, op: Op) -> Any:
+    return _over_leaves(x, lambda leaf: _alike_plan(leaf, op))
+
+
+def _alike_plan(x: Tensor, op: Op) -> _Plan:
     def restore(rows: Tensor) -> Tensor:
         return rows.view(x.shape)
 
     return _Plan(x.reshape(1, x.numel()), op, restore)
 
 
-def all_reduce(x: Tensor, group: Group, *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL) -> Tensor:
+def all_reduce(x: _T, group: Group, *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL) -> _T:
     """``P -> R``: every rank receives the sum. The transpose is the same sum.
 
     ::
@@ -201,7 +258,7 @@ def all_reduce(x: Tensor, group: Group, *, name: str = "", part: str = "", lane:
         x        1  2  3  4     ->      10  10  10  10
 
     Args:
-        x: a tensor of the same shape on all ranks.
+        x: a tensor of the same shape on all ranks, or a tree of such.
         group: the ranks.
         name: what is sent, for messages and logs.
         part: which part of it.
@@ -218,16 +275,18 @@ def all_reduce(x: Tensor, group: Group, *, name: str = "", part: str = "", lane:
         >>> from zfun.collectives import simulate
         >>> simulate(4, lambda group: all_reduce(torch.tensor(group.rank + 1), group).item())
         [10, 10, 10, 10]
+        >>> simulate(2, lambda group: all_reduce({"loss": torch.tensor(0.5), "hits": torch.tensor(3)}, group))[0]
+        {'loss': tensor(1.), 'hits': tensor(6)}
     """
     return _alike(x, AllReduce()).run(group, name, part, lane)
 
 
-def start_all_reduce(x: Tensor, group: Group, *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL) -> Pending:
+def start_all_reduce(x: Any, group: Group, *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL) -> Pending:
     """Start an :func:`all_reduce`; ``wait()`` returns the differentiable result."""
     return _alike(x, AllReduce()).start(group, name, part, lane)
 
 
-def all_gather(x: Tensor, group: Group, dim: int = 0, *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL) -> Tensor:
+def all_gather(x: _T, group: Group, dim: int = 0, *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL) -> _T:
     """``S -> R``: every rank receives the shards of all, one after the other along ``dim``. The transpose is a reduce-scatter.
 
     ::
@@ -236,7 +295,7 @@ def all_gather(x: Tensor, group: Group, dim: int = 0, *, name: str = "", part: s
         x       [1]  [2]  [3]  [4]    ->   [1 2 3 4] [1 2 3 4] [1 2 3 4] [1 2 3 4]
 
     Args:
-        x: a shard, of the same shape on all ranks; at least one dimension.
+        x: a shard, of the same shape on all ranks, or a tree of such; at least one dimension.
         group: the ranks.
         dim: the dimension that grows ``size`` times.
         name: what is sent, for messages and logs.
@@ -251,12 +310,12 @@ def all_gather(x: Tensor, group: Group, dim: int = 0, *, name: str = "", part: s
         >>> simulate(2, lambda group: all_gather(torch.tensor([group.rank]), group).tolist())
         [[0, 1], [0, 1]]
     """
-    return _gather_plan(x, group, dim).run(group, name, part, lane)
+    return _over_leaves(x, lambda leaf: _gather_plan(leaf, group, dim)).run(group, name, part, lane)
 
 
-def start_all_gather(x: Tensor, group: Group, dim: int = 0, *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL) -> Pending:
+def start_all_gather(x: Any, group: Group, dim: int = 0, *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL) -> Pending:
     """Start an :func:`all_gather`; ``wait()`` returns the differentiable result."""
-    return _gather_plan(x, group, dim).start(group, name, part, lane)
+    return _over_leaves(x, lambda leaf: _gather_plan(leaf, group, dim)).start(group, name, part, lane)
 
 
 def _gather_plan(x: Tensor, group: Group, dim: int) -> _Plan:
@@ -268,7 +327,7 @@ def _gather_plan(x: Tensor, group: Group, dim: int) -> _Plan:
     return _Plan(shard.reshape(1, shard.numel()), AllGather(), restore)
 
 
-def reduce_scatter(x: Tensor, group: Group, dim: int = 0, *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL) -> Tensor:
+def reduce_scatter(x: _T, group: Group, dim: int = 0, *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL) -> _T:
     """``P -> S``: rank r receives the r-th piece of the sum. The transpose is an all-gather.
 
     ::
@@ -277,7 +336,7 @@ def reduce_scatter(x: Tensor, group: Group, dim: int = 0, *, name: str = "", par
         x       [1 2]  [10 20]   ->  [11]  [22]
 
     Args:
-        x: a term of the sum, of the same shape on all ranks; the group's size divides ``dim``.
+        x: a term of the sum, of the same shape on all ranks, or a tree of such; the group's size divides ``dim``.
         group: the ranks.
         dim: the dimension that is cut into ``size`` pieces.
         name: what is sent, for messages and logs.
@@ -295,12 +354,12 @@ def reduce_scatter(x: Tensor, group: Group, dim: int = 0, *, name: str = "", par
         >>> simulate(2, lambda group: reduce_scatter(torch.tensor([1, 2]), group).tolist())
         [[2], [4]]
     """
-    return _scatter_plan(x, group, dim).run(group, name, part, lane)
+    return _over_leaves(x, lambda leaf: _scatter_plan(leaf, group, dim)).run(group, name, part, lane)
 
 
-def start_reduce_scatter(x: Tensor, group: Group, dim: int = 0, *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL) -> Pending:
+def start_reduce_scatter(x: Any, group: Group, dim: int = 0, *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL) -> Pending:
     """Start a :func:`reduce_scatter`; ``wait()`` returns the differentiable result."""
-    return _scatter_plan(x, group, dim).start(group, name, part, lane)
+    return _over_leaves(x, lambda leaf: _scatter_plan(leaf, group, dim)).start(group, name, part, lane)
 
 
 def _scatter_plan(x: Tensor, group: Group, dim: int) -> _Plan:
@@ -313,7 +372,7 @@ def _scatter_plan(x: Tensor, group: Group, dim: int) -> _Plan:
     return _Plan(whole.reshape(group.size, whole.numel() // group.size), ReduceScatter(), restore)
 
 
-def broadcast(x: Tensor, group: Group, root: int = 0, *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL) -> Tensor:
+def broadcast(x: _T, group: Group, root: int = 0, *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL) -> _T:
     """Every rank receives the tensor of ``root``. The transpose sums on ``root`` and gives zeros to the others.
 
     ::
@@ -322,7 +381,7 @@ def broadcast(x: Tensor, group: Group, root: int = 0, *, name: str = "", part: s
         x, root 1   1  2  3  4    ->    2  2  2  2
 
     Args:
-        x: a tensor of the same shape on all ranks; its values count on ``root`` only.
+        x: a tensor of the same shape on all ranks, or a tree of such; its values count on ``root`` only.
         group: the ranks.
         root: the rank that is heard.
         name: what is sent, for messages and logs.
@@ -340,12 +399,12 @@ def broadcast(x: Tensor, group: Group, root: int = 0, *, name: str = "", part: s
     return _alike(x, Broadcast(root)).run(group, name, part, lane)
 
 
-def start_broadcast(x: Tensor, group: Group, root: int = 0, *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL) -> Pending:
+def start_broadcast(x: Any, group: Group, root: int = 0, *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL) -> Pending:
     """Start a :func:`broadcast`; ``wait()`` returns the differentiable result."""
     return _alike(x, Broadcast(root)).start(group, name, part, lane)
 
 
-def permute(x: Tensor, group: Group, destinations: Sequence[int], *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL) -> Tensor:
+def permute(x: _T, group: Group, destinations: Sequence[int], *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL) -> _T:
     """Rank ``destinations[r]`` receives the tensor of rank r. The transpose is the inverse permutation.
 
     ::
@@ -354,7 +413,7 @@ def permute(x: Tensor, group: Group, destinations: Sequence[int], *, name: str =
         x, destinations (1,2,3,0)    1  2  3  4    ->    4  1  2  3
 
     Args:
-        x: a tensor of the same shape on all ranks.
+        x: a tensor of the same shape on all ranks, or a tree of such.
         group: the ranks.
         destinations: for each rank the one that it sends to; each rank once.
         name: what is sent, for messages and logs.
@@ -376,15 +435,15 @@ def permute(x: Tensor, group: Group, destinations: Sequence[int], *, name: str =
 
 
 def start_permute(
-    x: Tensor, group: Group, destinations: Sequence[int], *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL
+    x: Any, group: Group, destinations: Sequence[int], *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL
 ) -> Pending:
     """Start a :func:`permute`; ``wait()`` returns the differentiable result."""
     return _alike(x, Permute(tuple(destinations))).start(group, name, part, lane)
 
 
 def all_to_all(
-    x: Tensor, group: Group, split_dim: int = 0, concat_dim: int = 0, *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL
-) -> Tensor:
+    x: _T, group: Group, split_dim: int = 0, concat_dim: int = 0, *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL
+) -> _T:
     """Cut along ``split_dim``, send piece j to rank j, join what arrives along ``concat_dim``. The transpose exchanges the two dims.
 
     ::
@@ -393,7 +452,7 @@ def all_to_all(
         x       [1 2]  [3 4]    ->     [1 3]  [2 4]
 
     Args:
-        x: a tensor of the same shape on all ranks; the group's size divides ``split_dim``.
+        x: a tensor of the same shape on all ranks, or a tree of such; the group's size divides ``split_dim``.
         group: the ranks.
         split_dim: the dimension that is cut into ``size`` pieces.
         concat_dim: the dimension along which the received pieces are joined, in rank order.
@@ -412,14 +471,14 @@ def all_to_all(
         >>> simulate(2, lambda group: all_to_all(torch.tensor([1, 2]) + 2 * group.rank, group).tolist())
         [[1, 3], [2, 4]]
     """
-    return _transpose_plan(x, group, split_dim, concat_dim).run(group, name, part, lane)
+    return _over_leaves(x, lambda leaf: _transpose_plan(leaf, group, split_dim, concat_dim)).run(group, name, part, lane)
 
 
 def start_all_to_all(
-    x: Tensor, group: Group, split_dim: int = 0, concat_dim: int = 0, *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL
+    x: Any, group: Group, split_dim: int = 0, concat_dim: int = 0, *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL
 ) -> Pending:
     """Start an :func:`all_to_all`; ``wait()`` returns the differentiable result."""
-    return _transpose_plan(x, group, split_dim, concat_dim).start(group, name, part, lane)
+    return _over_leaves(x, lambda leaf: _transpose_plan(leaf, group, split_dim, concat_dim)).start(group, name, part, lane)
 
 
 def _transpose_plan(x: Tensor, group: Group, split_dim: int, concat_dim: int) -> _Plan:

@@ -1,0 +1,65 @@
+"""Collectives of whole trees: one message for each dtype, and the values and derivatives of the leaves one by one."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+import zfun as zf
+from zfun import tree
+from zfun.errors import LeafError, PlacementError
+from zfun.testing import assert_same_bits
+
+
+def _small_tree(rank: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(rank)
+    floats = [torch.randn(4, 2 * i, generator=generator, dtype=torch.float64) for i in range(5)]
+    return {"floats": floats, "ints": (torch.arange(8) + rank, torch.full((4, 1), rank)), "half": torch.ones(4, 3).bfloat16()}
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("collective", "started"),
+    [
+        (zf.all_reduce, zf.start_all_reduce),
+        (zf.all_gather, zf.start_all_gather),
+        (zf.reduce_scatter, zf.start_reduce_scatter),
+        (zf.all_to_all, zf.start_all_to_all),
+        (functools.partial(zf.broadcast, root=0), functools.partial(zf.start_broadcast, root=0)),
+    ],
+    ids=["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"],
+)
+def test_a_tree_goes_as_one_message_for_each_dtype(collective: Any, started: Any, size: int) -> None:
+    """What comes back, and its derivative, is what the leaves give one by one."""
+
+    def main(group: zf.Group) -> None:
+        group = zf.record(group)
+        x = _small_tree(group.rank)
+        together, later = collective(x, group, name="tree"), started(x, group).wait()
+        assert [entry.part for entry in group.log] == ["5 leaves", "2 leaves", "1 leaf"] * 2
+        apart = tree.map(lambda leaf: collective(leaf, group), x)
+        assert_same_bits(together, apart)
+        assert_same_bits(later, apart)
+        for leaf in tree.leaves(together):
+            leaf.zero_()  # it is nobody else's
+        assert_same_bits(x, _small_tree(group.rank))
+        weigh = lambda values: sum((i + 1.0 + group.rank) * value.square().sum() for i, value in enumerate(values))
+        whole = torch.func.grad(lambda floats: weigh(collective(floats, group)))(x["floats"])
+        single = torch.func.grad(lambda floats: weigh([collective(leaf, group) for leaf in floats]))(x["floats"])
+        assert_same_bits(whole, single)
+
+    zf.simulate(size, main)
+
+
+def test_trees_that_cannot_be_sent() -> None:
+    def main(group: zf.Group) -> None:
+        with pytest.raises(LeafError, match="leaf 'b' is int"):
+            zf.all_reduce({"a": torch.ones(1), "b": 3}, group)
+        with pytest.raises(PlacementError, match=r"got a Flat, which has a placement to go to; call zf.redistribute\(\)"):
+            zf.all_reduce({"a": zf.replicate({"w": torch.ones(1)}, group)}, group)
+        assert zf.all_reduce({}, group) == {}
+
+    zf.simulate(2, main)
