@@ -1,6 +1,6 @@
 """zfun: functional sharding of training state for PyTorch."""
 
-from zfun import optim, policies, stores
+from zfun import optim, policies, stores, wire
 from zfun.collectives import (
     Group,
     Lane,
@@ -139,5 +139,6 @@ __all__ = [
     "unshard",
     "value_and_grad",
     "weighted_mean",
+    "wire",
     "zero",
 ]

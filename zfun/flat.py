@@ -96,7 +96,7 @@ class Flat:
         Flat(S, rank 1 of 2: 1 leaf, 4 elements in 1 bucket; here 32 of 64 padded elements)
     """
 
-    __slots__ = ("_buffers", "compute_dtype", "group", "layout", "life", "placement", "tape")
+    __slots__ = ("_buffers", "compute_dtype", "group", "layout", "life", "placement", "tape", "wire")
 
     def __init__(self, buffers: Iterable[Any], placement: Placement, layout: Layout, group: Group) -> None:
         self._buffers = tuple(buffers)
@@ -107,6 +107,8 @@ class Flat:
         # What a transform tells those inside it about this very value: where gradients go, and the dtype to compute in.
         self.tape: Any = None
         self.compute_dtype: torch.dtype | None = None
+        # How what is sent of it is written: a wire format, or exactly.
+        self.wire: Any = None
 
     @property
     def buffers(self) -> tuple[Any, ...]:
@@ -116,7 +118,10 @@ class Flat:
 
     def with_buffers(self, buffers: Iterable[Any], placement: Placement | None = None, group: Group | None = None) -> Flat:
         """Return the same layout over other buffers; the same placement and group where no others are given."""
-        return Flat(buffers, placement or self.placement, self.layout, group or self.group)
+        new = Flat(buffers, placement or self.placement, self.layout, group or self.group)
+        if new.placement is self.placement:
+            new.wire = self.wire
+        return new
 
     def shard_numel(self, bucket: int) -> int:
         """Return how many elements of a bucket a rank of the group holds when it is sharded."""

@@ -38,6 +38,7 @@ from zfun.transforms import (
     value_and_grad,
 )
 from zfun.typing import Gradient, Loss
+from zfun.wire import Wire
 
 __all__ = ["Precision", "StepInfo", "Zero", "ZeroState", "zero"]
 
@@ -132,6 +133,8 @@ def zero(
     offload_optimizer: Store | None = None,
     offload_params: Store | None = None,
     offload_grads: Store | None = None,
+    wire_params: Wire | None = None,
+    wire_grads: Wire | None = None,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     prefetch: int = 1,
     secondary: Group | None = None,
@@ -166,6 +169,8 @@ def zero(
         offload_optimizer: a store for the optimizer's state.
         offload_params: a store for the parameters; stage 3 only.
         offload_grads: a store for the gradients.
+        wire_params: in which format parameters are gathered, as :func:`zfun.wire.int8`; stage 3 only, where what is gathered is not kept.
+        wire_grads: in which format gradients are summed over the ranks, as :func:`zfun.wire.int4`.
         bucket_bytes: where a bucket closes, in bytes.
         prefetch: how many buckets stage 3 gathers ahead of use.
         secondary: the inner axis of the mesh ``group``, for stage 3: backward gathers over it alone (hpZ); see :func:`zfun.shard_params`.
@@ -197,6 +202,8 @@ def zero(
     )
     if secondary is not None and stage < 3:
         raise OptionError(f"secondary keeps a part of gathered parameters, which only stage 3 has; got stage {stage}; leave it out")
+    if wire_params is not None and stage < 3:
+        raise OptionError(f"wire_params is for stage 3, whose shards stay exact; got stage {stage}; use stage=3, or leave wire_params out")
     policy = _policy(precision)
     scaler = policy.loss_scale if isinstance(policy.loss_scale, LossScale) else None
     rule = _optimizer_of(stage, optimizer, group, bucket_bytes, offload_optimizer, policy.master)
@@ -207,8 +214,8 @@ def zero(
         # Composed once, not at every step: what the transforms learn of the order of use is kept in them.
         if not composed or composed[0][0] is not frozen:
             cast_loss = loss_fn if policy.compute is None else cast(loss_fn, policy.compute)
-            loss = _whole_loss(stage, cast_loss, group, frozen, offload_params, prefetch, secondary)
-            composed[:] = [(frozen, _gradient(stage, loss, group, policy.reduce, bucket_bytes, offload_grads))]
+            loss = _whole_loss(stage, cast_loss, group, frozen, offload_params, prefetch, secondary, wire_params)
+            composed[:] = [(frozen, _gradient(stage, loss, group, policy.reduce, bucket_bytes, offload_grads, wire_grads))]
         vg = composed[0][1] if scale == 1.0 else scale_loss(composed[0][1], scale)
         return vg if num_micro_batches == 1 else accumulate(vg, num_micro_batches)
 
@@ -333,11 +340,18 @@ def _optimizer_of(
 
 
 def _whole_loss(
-    stage: int, loss_fn: Loss, group: Group, frozen: Flat | None, store: Store | None, prefetch: int, secondary: Group | None
+    stage: int,
+    loss_fn: Loss,
+    group: Group,
+    frozen: Flat | None,
+    store: Store | None,
+    prefetch: int,
+    secondary: Group | None,
+    wire: Wire | None,
 ) -> Loss:
     """A loss of the trained parameters alone, in the placement that the stage keeps them in."""
     if stage == 3:
-        loss = shard_params(loss_fn, group, frozen=frozen, prefetch=prefetch, secondary=secondary)
+        loss = shard_params(loss_fn, group, frozen=frozen, prefetch=prefetch, secondary=secondary, wire=wire)
         return loss if store is None else _offload_loss(loss, store)
     if frozen is None:
         return loss_fn
@@ -345,8 +359,10 @@ def _whole_loss(
     return lambda params, batch: loss_fn(tree.combine(params, rest), batch)
 
 
-def _gradient(stage: int, loss: Loss, group: Group, reduce_dtype: torch.dtype | None, bucket_bytes: int, store: Store | None) -> Gradient:
-    vg: Gradient = data_parallel(value_and_grad(loss), group.mesh, reduce_dtype=reduce_dtype, bucket_bytes=bucket_bytes)
+def _gradient(
+    stage: int, loss: Loss, group: Group, reduce_dtype: torch.dtype | None, bucket_bytes: int, store: Store | None, wire: Wire | None
+) -> Gradient:
+    vg: Gradient = data_parallel(value_and_grad(loss), group.mesh, reduce_dtype=reduce_dtype, bucket_bytes=bucket_bytes, wire=wire)
     if stage >= 2:
         vg = shard_grads(vg, group)
     return vg if store is None else _offload_grads(vg, store)

@@ -93,6 +93,28 @@ def any_dtype_and_shape(group: zf.Group) -> Any:
     return runs[0]
 
 
+def compressed(group: zf.Group) -> Any:
+    """Few bits on the wire: stages 0 and 3, micro-batches, what is kept, and the three collectives."""
+    found: list[Any] = []
+    for stage in (0, 3):
+        feedback = zf.wire.error_feedback(reset=3)
+        grads, params = zf.wire.int4(block=32, feedback=feedback), zf.wire.int8(block=32) if stage == 3 else None
+        z = zf.zero(stage, models.mlp_loss, optim.adamw(0.05), group, bucket_bytes=300, wire_grads=grads, wire_params=params)
+        state = z.init(models.mlp())
+        for batches in models.mlp_batches(4, group.size):
+            state, _ = z.step(state, batches[group.rank])
+        kept = feedback.kept(group.rank)
+        assert len(kept) > 2
+        # Places are the same on all ranks, but what each has kept is its own.
+        mine = torch.cat([kept[place].double().view(-1) for place in sorted(kept)])
+        found.append((z.params(state), sorted(kept), zf.all_reduce(mine, group)))
+    x = torch.linspace(-1, 1, 64 * group.size) * (group.rank + 1)
+    for fn in (zf.wire.all_gather, zf.wire.reduce_scatter, zf.wire.all_reduce):
+        part = fn(x, group, zf.wire.int4(block=10))
+        found.append(zf.all_gather(part, group))
+    return found
+
+
 def frozen_leaves(group: zf.Group) -> Any:
     found: list[Any] = []
     for stage in (0, 3):
@@ -277,6 +299,7 @@ BODIES = [
     stages_agree,
     any_dtype_and_shape,
     frozen_leaves,
+    compressed,
     another_branch,
     token_means,
     bytes_of_steps,

@@ -21,6 +21,7 @@ from zfun.transforms._redistribute import check_agreement, redistribute
 from zfun.transforms._remat import warn_of_whole_loss
 from zfun.transforms._tape import Sink, Tape
 from zfun.typing import Gradient, Loss
+from zfun.wire import Wire, check_wire, start_over
 
 __all__ = [
     "GradientFunction",
@@ -89,12 +90,16 @@ class _ReduceScatter:
     """The sink of :func:`shard_grads`."""
 
     group: Group
+    wire: Wire | None = None
 
     def start(self, buffer: Tensor, layout: Layout, bucket: int) -> Pending:
         """Start to sum a bucket over all ranks, each keeping its piece."""
         if self.group.mesh.size == 1:
             return Pending.done(buffer)
-        return start_reduce_scatter_over(self.group, Call(ReduceScatter(), "grads", layout.label(bucket), Lane.GRADS), buffer)
+        call = Call(ReduceScatter(), "grads", layout.label(bucket), Lane.GRADS)
+        if self.wire is not None:
+            return start_over(call, buffer, self.group, self.wire)
+        return start_reduce_scatter_over(self.group, call, buffer)
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,7 @@ class GradientFunction:
         sinks: what each bucket of gradients goes through as soon as it is complete.
         reduce_dtype: of flat gradients; ``None`` for that of the parameters, but float32 for half types.
         loss_scale: what the loss is multiplied with before its gradient is taken.
+        wire: in which format the partial sums are sent; ``None`` for exactly.
     """
 
     loss: Loss
@@ -122,6 +128,7 @@ class GradientFunction:
     sinks: tuple[Sink, ...] = ()
     reduce_dtype: torch.dtype | None = None
     loss_scale: float = 1.0
+    wire: Wire | None = None
     _agreed: set[Layout] = dataclasses.field(default_factory=set, compare=False, repr=False)
 
     def __call__(self, params: tree.Tree, batch: Any) -> tuple[Any, Any]:
@@ -213,7 +220,9 @@ class GradientFunction:
         placement = self.placement
         if placement is None:
             placement = S if isinstance(params, Flat) and params.placement is S else R
-        return Flat(results, placement, layout, self.over or group if placement is S else group)
+        grads = Flat(results, placement, layout, self.over or group if placement is S else group)
+        grads.wire = self.wire if placement is P else None
+        return grads
 
 
 _NO_AUX = object()
@@ -312,6 +321,7 @@ def data_parallel(
     reduce: str = "mean",
     reduce_dtype: torch.dtype | None = None,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    wire: Wire | None = None,
 ) -> Gradient:
     """Say that every rank has a batch of its own: gradients become partial sums over the ranks (``-> P``).
 
@@ -325,6 +335,8 @@ def data_parallel(
         reduce_dtype: the dtype of the gradients from here on: in it they are sent, summed over the ranks, and accumulated over
             micro-batches. By default that of the parameters, but float32 for half types, whose sums would lose bits.
         bucket_bytes: where buckets close, for parameters that are not flat yet.
+        wire: in which format the partial sums are sent, by whoever sums them: :func:`zfun.wire.int4`, say. By default exactly. The value
+            carries it as long as it is ``P``; what ``zf.tree.map`` makes of it is sent exactly.
 
     Returns:
         A gradient function. Its loss is that of all ranks together; its gradients are a ``Flat`` with placement ``P``.
@@ -346,6 +358,7 @@ def data_parallel(
         raise PlacementError(
             f"data_parallel() takes all the ranks that have a batch; got the {group.axis} axis of a mesh; pass the mesh itself"
         )
+    check_wire(wire, "data_parallel()")
     if reduce not in ("mean", "sum"):
         raise OptionError(f"reduce must be 'mean' or 'sum'; got {reduce!r}")
     if not (reduce_dtype is None or reduce_dtype.is_floating_point):
@@ -357,7 +370,7 @@ def data_parallel(
                 "and before shard_grads()"
             )
         return dataclasses.replace(
-            vg, group=group, reduce=reduce, reduce_dtype=reduce_dtype, bucket_bytes=bucket_bytes, placement=P, _agreed=set()
+            vg, group=group, reduce=reduce, reduce_dtype=reduce_dtype, bucket_bytes=bucket_bytes, placement=P, wire=wire, _agreed=set()
         )
 
     def parallel(params: tree.Tree, batch: Any) -> tuple[Any, Any]:
@@ -372,6 +385,7 @@ def data_parallel(
         pending = group.start(Call(AllReduce(), "loss", "loss", Lane.CONTROL), loss.detach().reshape(1).contiguous())
         layout = layout_of(grads, group.size, bucket_bytes)
         flat = ravel(grads, layout, group, P, scale=scale, dtypes=_grad_dtypes(layout, group, reduce_dtype))
+        flat.wire = wire
         loss = pending.wait()[0] * scale
         return (loss if aux is _NO_AUX else (loss, aux)), flat
 
@@ -417,7 +431,8 @@ def shard_grads(vg: Gradient, group: Group) -> Gradient:
                 "shard_grads(), or the inner axis of that mesh"
             )
         # Before what other transforms do with the result: to move a bucket to a store, say, is for when it is reduced.
-        return dataclasses.replace(vg, placement=S, over=group, sinks=(_ReduceScatter(group), *vg.sinks), _agreed=vg._agreed)
+        sinks = (_ReduceScatter(group, vg.wire), *vg.sinks)
+        return dataclasses.replace(vg, placement=S, over=group, sinks=sinks, _agreed=vg._agreed)
 
     def sharded(params: tree.Tree, batch: Any) -> tuple[Any, Any]:
         loss, grads = vg(params, batch)

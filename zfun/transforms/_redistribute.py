@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zfun import collectives, ops, stores, tree
+from zfun import collectives, ops, stores, tree, wire
 from zfun.collectives import (
     AllGather,
     AllReduce,
@@ -310,7 +310,8 @@ def needs_autograd(buffers: tuple[Any, ...]) -> bool:
 # How many buckets may be under way at once: enough that the next is on its way while this one arrives.
 _IN_FLIGHT = 4
 
-_DIFFERENTIABLE = {"all_gather": collectives.all_gather, "reduce_scatter": collectives.reduce_scatter, "all_reduce": collectives.all_reduce}
+_EXACT = {"all_gather": collectives.all_gather, "reduce_scatter": collectives.reduce_scatter, "all_reduce": collectives.all_reduce}
+_COMPRESSED = {"all_gather": wire.all_gather, "reduce_scatter": wire.reduce_scatter, "all_reduce": wire.all_reduce}
 
 
 def _communicate(value: Flat, op: Op, over: Group, placement: Placement, group: Group, name: str, *, donate: bool) -> Flat:
@@ -319,7 +320,7 @@ def _communicate(value: Flat, op: Op, over: Group, placement: Placement, group: 
     if (over.mesh if isinstance(op, ReduceScatter) else over).size == 1:
         return value.with_buffers(value.buffers, placement, group)
     if needs_autograd(value.buffers):
-        return value.with_buffers((_differentiable(op, buffer, over) for buffer in value.buffers), placement, group)
+        return value.with_buffers((_differentiable(op, buffer, over, value.wire) for buffer in value.buffers), placement, group)
     lane = Lane.PARAMS if isinstance(op, AllGather) else Lane.GRADS
     buffers = list(value.buffers)
     if donate:
@@ -331,7 +332,9 @@ def _communicate(value: Flat, op: Op, over: Group, placement: Placement, group: 
         # A pending collective owns its input: with nobody else to hold it, the input is freed as soon as the sum is there.
         buffer, buffers[index] = buffers[index], None
         call = Call(op, name, layout.label(index), lane)
-        if isinstance(op, ReduceScatter):
+        if value.wire is not None and buffer.is_floating_point():
+            pending.append((wire.start_over if isinstance(op, ReduceScatter) else wire.start)(call, buffer, over, value.wire))
+        elif isinstance(op, ReduceScatter):
             pending.append(start_reduce_scatter_over(over, call, buffer))
         else:
             pending.append(over.start(call, buffer, buffer if in_place else None))
@@ -342,14 +345,18 @@ def _communicate(value: Flat, op: Op, over: Group, placement: Placement, group: 
     return value.with_buffers(out, placement, group)
 
 
-def _differentiable(op: Op, buffer: Tensor, over: Group) -> Tensor:
+def _differentiable(op: Op, buffer: Tensor, over: Group, form: wire.Wire | None) -> Tensor:
+    if form is None or not buffer.is_floating_point():
+        send = lambda kind, x, group: _EXACT[kind](x, group)
+    else:
+        send = lambda kind, x, group: _COMPRESSED[kind](x, group, form)
     mesh = over.mesh
     if over is mesh or not isinstance(mesh, Mesh):
-        return _DIFFERENTIABLE[op.kind](buffer, over)
+        return send(op.kind, buffer, over)
     if isinstance(op, ReduceScatter):
-        return collectives.all_reduce(collectives.reduce_scatter(buffer, over), mesh.outer)
+        return send("all_reduce", send("reduce_scatter", buffer, over), mesh.outer)
     # What the rows hold in common is one value: its gradient is the sum over them.
-    return collectives.all_gather(buffer if over is mesh.outer else collectives.replicated(buffer, mesh.outer), over)
+    return send("all_gather", buffer if over is mesh.outer else collectives.replicated(buffer, mesh.outer), over)
 
 
 def _slice(buffer: Tensor, group: Group) -> Tensor:

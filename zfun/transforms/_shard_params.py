@@ -48,6 +48,7 @@ from zfun.transforms._redistribute import gather, needs_autograd
 from zfun.transforms._remat import warn_of_whole_loss
 from zfun.transforms._tape import Tape
 from zfun.typing import Loss
+from zfun.wire import Wire, check_wire, start
 
 __all__ = ["shard_params"]
 
@@ -56,7 +57,15 @@ _WINDOW = 2
 
 
 @checked_options
-def shard_params(loss: Loss, group: Group, *, frozen: Flat | None = None, prefetch: int = 1, secondary: Group | None = None) -> Loss:
+def shard_params(
+    loss: Loss,
+    group: Group,
+    *,
+    frozen: Flat | None = None,
+    prefetch: int = 1,
+    secondary: Group | None = None,
+    wire: Wire | None = None,
+) -> Loss:
     """Let a loss run on sharded parameters: ZeRO-3 (``S -> R`` where used, gradients ``P``).
 
     The loss itself is not changed and needs no marks: it receives a tree of lazy leaves, and each bucket is gathered when one of its leaves
@@ -72,6 +81,8 @@ def shard_params(loss: Loss, group: Group, *, frozen: Flat | None = None, prefet
         secondary: the inner axis of the mesh ``group``. Of what forward gathers every rank keeps the part that is its own on that axis,
             until backward gathers it there, so that no parameter crosses between rows twice. It changes no bit, and costs the memory of
             ``1/secondary.size`` of the parameters during a step (hpZ; Wang et al., "ZeRO++", 2023).
+        wire: in which format floating parameters are gathered: :func:`zfun.wire.int8`, say. By default exactly. The loss sees what comes
+            back, the same on every rank; the shards themselves stay exact, and so do the gradients that are added to them.
 
     Returns:
         The same function of a ``Flat`` with placement ``S``, as :func:`zfun.shard` makes it.
@@ -90,7 +101,8 @@ def shard_params(loss: Loss, group: Group, *, frozen: Flat | None = None, prefet
     """
     if isinstance(loss, CastLoss):
         # [Note: where the cast is]
-        return dataclasses.replace(loss, loss=shard_params(loss.loss, group, frozen=frozen, prefetch=prefetch, secondary=secondary))
+        inner = shard_params(loss.loss, group, frozen=frozen, prefetch=prefetch, secondary=secondary, wire=wire)
+        return dataclasses.replace(loss, loss=inner)
     check_shardable(group, "shard_params()")
     if secondary is not None and (secondary.mesh is not group or secondary.axis != "inner"):
         raise OptionError(
@@ -100,11 +112,12 @@ def shard_params(loss: Loss, group: Group, *, frozen: Flat | None = None, prefet
     warn_of_whole_loss(loss)
     if prefetch < 0:
         raise OptionError(f"prefetch is a number of buckets; got {prefetch}; 0 gathers each when it is used")
+    check_wire(wire, "shard_params()")
     plans: dict[tuple[Layout, ...], _Plan] = {}
     frozen = None if frozen is None else _check(frozen, group)
 
     def sharded(params: tree.Tree, batch: Any) -> Any:
-        flat = _check(params, group)
+        flat = _sent_as(_check(params, group), wire)
         flats = (flat,) if frozen is None else (flat, _like(frozen, flat))
         if flat.tape is None and needs_autograd(flat.buffers):
             return loss(tree.combine(*(gather(part) for part in flats)), batch)
@@ -122,7 +135,16 @@ def shard_params(loss: Loss, group: Group, *, frozen: Flat | None = None, prefet
 def _like(frozen: Flat, flat: Flat) -> Flat:
     """Return frozen leaves that are computed with in the dtype of the trained ones."""
     noted = frozen.with_buffers(frozen.buffers)
-    noted.compute_dtype = flat.compute_dtype
+    noted.compute_dtype, noted.wire = flat.compute_dtype, flat.wire
+    return noted
+
+
+def _sent_as(flat: Flat, wire: Wire | None) -> Flat:
+    """Return parameters that know in which format they are gathered."""
+    if wire is None:
+        return flat
+    noted = flat.with_buffers(flat.buffers)
+    noted.tape, noted.compute_dtype, noted.wire = flat.tape, flat.compute_dtype, wire
     return noted
 
 
@@ -208,10 +230,12 @@ class _Shard:
     def start(self) -> Pending:
         """Start to gather it."""
         flat, group = self.flat, self.flat.group
-        shard = stores.fetch(flat.buffers[self.index], flat.layout.device).to(self.sent)
-        if group.size == 1:
-            return Pending.done(shard)
-        return group.start(Call(AllGather(), "params", flat.layout.label(self.index), Lane.PARAMS), shard)
+        shard = stores.fetch(flat.buffers[self.index], flat.layout.device)
+        call = Call(AllGather(), "params", flat.layout.label(self.index), Lane.PARAMS)
+        if group.size > 1 and flat.wire is not None and shard.is_floating_point():
+            return start(call, shard, group, flat.wire, dtype=self.dtype)
+        shard = shard.to(self.sent)
+        return Pending.done(shard) if group.size == 1 else group.start(call, shard)
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """View the gathered bucket as its leaves."""

@@ -1,0 +1,322 @@
+"""Compressed communication: bytes by formula, errors within bounds, what is lost kept exactly, and one result on all ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import zfun as zf
+from tests import models
+from zfun import tree
+from zfun.collectives import AllGather, AllReduce, AllToAll, Call, Op, ReduceScatter
+from zfun.errors import OptionError
+from zfun.testing import assert_same_bits
+from zfun.wire import Wire
+
+SIZES = st.integers(2, 5)
+WIRES = st.builds(Wire, st.sampled_from([4, 8]), st.sampled_from([2, 32, 100, 256]))
+FLOATS = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])
+
+
+def term(rank: int, numel: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    return torch.randn(numel, generator=generator, dtype=torch.float64).mul_(10.0 ** (seed % 5 - 2)).to(dtype)
+
+
+@given(SIZES, WIRES, st.integers(0, 600), FLOATS, st.integers(0, 99))
+def test_a_gather_sends_by_formula_and_is_the_same_within_the_bound_everywhere(
+    size: int, wire: Wire, numel: int, dtype: torch.dtype, seed: int
+) -> None:
+    def main(group: zf.Group) -> tuple[Tensor, int]:
+        group = zf.record(group)
+        return zf.wire.all_gather(term(group.rank, numel, seed, dtype), group, wire, name="x"), group.bytes_sent("x")
+
+    results = zf.simulate(size, main)
+    exact = torch.cat([term(rank, numel, seed, dtype) for rank in range(size)])
+    for out, sent in results:
+        assert torch.equal(out, results[0][0])
+        assert out.dtype == dtype
+        assert sent == (size - 1) * (4 * math.ceil(numel / wire.block) + 4 * math.ceil(numel * wire.bits / 32))
+    out = results[0][0]
+    for mine, theirs in zip(out.split(numel or 1), exact.split(numel or 1), strict=True):
+        for a, b in zip(mine.double().split(wire.block), theirs.double().split(wire.block), strict=True):
+            largest = float(b.abs().max()) if b.numel() else 0.0
+            rounding = largest * torch.finfo(dtype).eps
+            assert bool(((a - b).abs() <= wire.bound(largest) + rounding).all())
+
+
+@given(SIZES, WIRES, st.integers(0, 300), FLOATS, st.integers(0, 99), st.sampled_from([ReduceScatter(), AllReduce()]))
+def test_a_sum_sends_by_formula_and_is_within_the_bound(size: int, wire: Wire, piece: int, dtype: torch.dtype, seed: int, op: Op) -> None:
+    numel = piece * size if isinstance(op, ReduceScatter) else piece
+
+    def main(group: zf.Group) -> tuple[Tensor, int]:
+        group = zf.record(group)
+        return zf.wire.start(Call(op, "x"), term(group.rank, numel, seed, dtype), group, wire).wait(), group.bytes_sent("x")
+
+    results = zf.simulate(size, main)
+    terms = torch.stack([term(rank, numel, seed, dtype).double() for rank in range(size)])
+    exact, largest = terms.sum(0), float(terms.abs().max()) if terms.numel() else 0.0
+    message = wire.message_bytes(math.ceil(numel / size))
+    if isinstance(op, ReduceScatter):
+        out, hops = torch.cat([part for part, _ in results]), 1
+    else:
+        out, hops = results[0][0], 2
+        for other, _ in results:
+            assert torch.equal(other, out)
+    assert [sent for _, sent in results] == [hops * (size - 1) * message] * size
+    assert out.dtype == dtype
+    bound = size * wire.bound(largest)
+    if hops == 2:
+        bound += wire.bound(float(exact.abs().max()) + bound if exact.numel() else 0.0)
+    assert bool(((out.double() - exact).abs() <= bound + size * largest * torch.finfo(dtype).eps).all())
+
+
+@given(st.sampled_from([4, 8]), st.integers(1, 4), st.integers(0, 99), FLOATS)
+def test_what_is_sent_and_what_is_kept_make_up_the_input(bits: int, num_steps: int, seed: int, dtype: torch.dtype) -> None:
+    """Over any number of steps, to the last bit where nothing is rounded in between."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+
+    def main(group: zf.Group) -> None:
+        feedback = zf.wire.error_feedback(err_beta=0.0, reset=0)
+        wire = Wire(bits, 32, feedback)
+        carried = torch.zeros(96, dtype=wide)
+        for step in range(num_steps):
+            x = term(0, 96, seed + step, dtype)
+            full = carried + x
+            # One rank of two gathers its own message: what comes back of it is what was sent.
+            sent = zf.wire.all_gather(x.to(wide), group, wire, name="x")[:96]
+            (kept,) = [value for place, value in feedback.kept(group.rank).items() if not place.endswith("count")]
+            assert torch.equal(sent + kept[0], full)
+            assert torch.equal((sent.double() + kept[0].double()).to(wide), full)
+            carried = kept[0].clone()
+
+    zf.simulate(2, main)
+
+
+def test_slow_feedback_loses_no_direction() -> None:
+    """What is kept is (1 - err_beta) times what has not arrived yet, so the mean of many sums is near the exact one."""
+    steps, beta = 60, 0.8
+
+    def main(group: zf.Group) -> tuple[Tensor, Tensor]:
+        feedback = zf.wire.error_feedback(err_beta=beta, reset=0)
+        plain, wire = zf.wire.int4(block=64), zf.wire.int4(block=64, feedback=feedback)
+        x = term(group.rank, 128, 3)
+        return (
+            torch.stack([zf.wire.reduce_scatter(x, group, wire, name="x") for _ in range(steps)]).mean(0),
+            zf.wire.reduce_scatter(x, group, plain),
+        )
+
+    results = zf.simulate(2, main)
+    exact = term(0, 128, 3) + term(1, 128, 3)
+    with_feedback = float((torch.cat([mean for mean, _ in results]) - exact).norm())
+    without = float((torch.cat([once for _, once in results]) - exact).norm())
+    assert with_feedback < without / 5
+
+
+def test_feedback_is_forgotten_after_so_many_messages_and_not_kept_where_it_is_not_finite() -> None:
+    def main(group: zf.Group) -> list[Tensor]:
+        wire = zf.wire.int4(block=64, feedback=zf.wire.error_feedback(err_beta=0.0, reset=3))
+        x = term(group.rank, 128, 1)
+        out = [zf.wire.reduce_scatter(x, group, wire, name="x") for _ in range(6)]
+        bad = x.clone()
+        bad[64] = math.inf
+        last = [zf.wire.reduce_scatter(value, group, wire, name="y") for value in (bad, x)]
+        return [*out, *last]
+
+    first, second = zf.simulate(2, main)
+    for out in (first, second):
+        assert torch.equal(torch.stack(out[:3]), torch.stack(out[3:6]))
+        assert not torch.equal(out[0], out[1])
+    assert bool(second[6].isnan().all())
+    assert bool(first[6].isfinite().all())
+    assert torch.equal(second[7], second[0])  # nothing of the bad block was kept
+
+
+def test_what_is_kept_can_be_saved_and_restored() -> None:
+    def main(group: zf.Group) -> None:
+        first, x = zf.wire.error_feedback(reset=5), term(group.rank, 64, 2)
+        for _ in range(3):
+            zf.wire.reduce_scatter(x, group, zf.wire.int4(feedback=first), name="x")
+        second = zf.wire.error_feedback(reset=5)
+        second.restore(first.kept(group.rank), group.rank)
+        for _ in range(4):
+            a, b = (zf.wire.reduce_scatter(x, group, zf.wire.int4(feedback=feedback), name="x") for feedback in (first, second))
+            assert torch.equal(a, b)
+
+    zf.simulate(2, main)
+
+
+def train(
+    group: zf.Group, stage: int, num_steps: int, dtype: torch.dtype = torch.float32, **options: Any
+) -> tuple[list[float], Any, zf.collectives.Recorder]:
+    recorder = zf.record(group)
+    z = zf.zero(stage, models.mlp_loss, zf.optim.adamw(0.02), recorder, bucket_bytes=300, **options)
+    state, losses = z.init(models.mlp(8, dtype=dtype)), []
+    batches = models.mlp_batches(3, group.size, rows=6, width=8, dtype=dtype)
+    for step in range(num_steps):
+        if step == num_steps - 1:
+            recorder.clear()
+        state, info = z.step(state, batches[step % 3][group.rank])
+        losses.append(float(info.loss))
+    sent = zf.record(group)
+    sent.log = list(recorder.log)
+    return losses, z.params(state), sent
+
+
+@pytest.mark.parametrize(("stage", "bits", "near"), [(0, 8, 0.03), (0, 4, 0.1), (3, 4, 0.1)])
+def test_a_model_learns_as_it_does_exactly(stage: int, bits: int, near: float) -> None:
+    def main(group: zf.Group) -> tuple[list[float], list[float], Any]:
+        options: dict[str, Any] = {"wire_grads": Wire(bits, 64, zf.wire.error_feedback())}
+        if stage == 3:
+            options["wire_params"] = zf.wire.int8(block=64)
+        losses, params, _ = train(group, stage, 20, **options)
+        return train(group, stage, 20)[0], losses, params
+
+    results = zf.simulate(2, main)
+    for exact, losses, params in results:
+        assert_same_bits((losses, params), results[0][1:], "ranks")
+        assert losses != exact
+        assert losses[-1] < exact[0] / 4  # it learns,
+        for a, b in zip(losses, exact, strict=True):  # and stays near the exact run.
+            assert abs(a - b) < near * exact[0]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_step_sends_by_formula(stage: int) -> None:
+    def main(group: zf.Group) -> None:
+        grads, params = zf.wire.int4(block=64), zf.wire.int8(block=100)
+        layout = zf.layout_of(models.mlp(8, dtype=torch.float32), group.size, 300)
+        pieces = [layout.shard_numel(bucket) for bucket in range(len(layout.buckets))]
+        options: dict[str, Any] = {"wire_params": params} if stage == 3 else {}
+        _, _, sent = train(group, stage, 2, wire_grads=grads, **options)
+        assert len(pieces) > 2
+        hops = 2 if stage == 0 else 1
+        assert sent.bytes_sent("grads") == sum(hops * (group.size - 1) * grads.message_bytes(n) for n in pieces)
+        gathered = {0: 0, 1: 4, 2: 4, 3: 0}[stage]
+        if stage == 3:
+            assert sent.bytes_sent("params") == sum(2 * (group.size - 1) * params.message_bytes(n) for n in pieces)
+        else:
+            assert sent.bytes_sent("params") == sum(gathered * (group.size - 1) * n for n in pieces)
+        assert {entry.kind for entry in sent.log if entry.name == "grads"} == (
+            {"all_to_all", "all_gather"} if stage == 0 else {"all_to_all"}
+        )
+
+    zf.simulate(3, main)
+
+
+def test_every_composition_over_one_wire_has_the_same_bits() -> None:
+    """The sum over the ranks is taken once, in one format, whoever asks for it."""
+    wire = zf.wire.int4(block=64)
+
+    def main(group: zf.Group) -> None:
+        found = [train(group, stage, 3, torch.float64, wire_grads=wire)[:2] for stage in (1, 2, 3)]
+        assert_same_bits(found[1], found[0], "stages 2 and 1")
+        assert_same_bits(found[2], found[0], "stages 3 and 1")
+
+    zf.simulate(2, main)
+
+
+def test_one_rank_sends_nothing_and_loses_nothing() -> None:
+    group = zf.process_group()
+    options: dict[str, Any] = {"wire_grads": zf.wire.int4(), "wire_params": zf.wire.int8()}
+    assert_same_bits(train(group, 3, 4, **options)[:2], train(group, 3, 4)[:2], "with and without a wire format on one rank")
+    x = torch.randn(7)
+    assert torch.equal(zf.wire.all_reduce(x, group, zf.wire.int4()), x)
+
+
+def test_micro_batches_and_casts_go_through_a_wire() -> None:
+    def main(group: zf.Group) -> Any:
+        options: dict[str, Any] = {"wire_grads": zf.wire.int8(), "wire_params": zf.wire.int8(), "num_micro_batches": 2}
+        losses, params, sent = train(group, 3, 12, precision=torch.bfloat16, **options)
+        assert sent.bytes_sent("params") < sum(entry.numel for entry in sent.log if entry.name == "params") * (group.size - 1) * 1.1
+        return losses, params
+
+    results = zf.simulate(2, main)
+    assert_same_bits(results[0], results[1])
+    losses = results[0][0]
+    assert losses[-1] < losses[0]
+
+
+# torch itself warns when it first imports what forward-mode derivatives need.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_the_derivative_is_that_of_the_exact_collective() -> None:
+    wire = zf.wire.int4(block=2)
+
+    def main(group: zf.Group) -> None:
+        weights = torch.arange(4.0) * (group.rank + 1)
+        for compressed, exact, numel in (
+            (zf.wire.all_gather, zf.all_gather, 2),
+            (zf.wire.reduce_scatter, zf.reduce_scatter, 8),
+            (zf.wire.all_reduce, zf.all_reduce, 4),
+        ):
+            x = term(group.rank, numel, 1)
+            found = torch.func.grad(lambda x, fn=compressed: (fn(x, group, wire) * weights).sum())(x)
+            expected = torch.func.grad(lambda x, fn=exact: (fn(x, group) * weights).sum())(x)
+            assert torch.equal(found, expected)
+            pushed: Any = torch.func.jvp(lambda x, fn=compressed: fn(x, group, wire), (x,), (x,))
+            assert torch.equal(pushed[1], exact(x, group))
+
+    zf.simulate(2, main)
+
+
+def test_sharded_parameters_in_a_wire_under_torch_func() -> None:
+    """``torch.func`` takes another way to the gathered parameters; the values are the same."""
+
+    def main(group: zf.Group) -> None:
+        loss = zf.shard_params(models.mlp_loss, group, wire=zf.wire.int8())
+        params = zf.shard(models.mlp(dtype=torch.float32), group)
+        batch = models.mlp_batches(1, group.size, dtype=torch.float32)[0][group.rank]
+        value, grads = zf.value_and_grad(loss)(params, batch)
+        other, again = torch.func.grad_and_value(loss)(params, batch)[::-1]
+        assert torch.equal(value, other)
+        for a, b in zip(tree.leaves(grads), tree.leaves(again), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+        exact = zf.shard_params(models.mlp_loss, group)(params, batch)
+        assert 0 < abs(float(value - exact)) < 0.05 * float(exact)
+
+    zf.simulate(2, main)
+
+
+def test_shapes_and_bytes_without_numbers() -> None:
+    group = zf.record(zf.abstract_group(64))
+    wire = zf.wire.int4()
+    for op, length in ((AllGather(), 64 * 640), (ReduceScatter(), 10), (AllReduce(), 640)):
+        assert zf.wire.start(Call(op), torch.empty(640, device="meta"), group, wire).wait().shape == (length,)
+    assert group.log[1].kind == AllToAll().kind
+    assert group.log[1].sent_bytes == 63 * wire.message_bytes(10)
+
+
+def test_refusals() -> None:
+    group = zf.abstract_group(2)
+    with pytest.raises(OptionError, match=r"a block is an even number of elements from 2 to 16384; got block=3"):
+        zf.wire.int8(block=3)
+    with pytest.raises(OptionError, match=r"int8\(\) has no option 'blocks'; did you mean 'block'"):
+        zf.wire.int8(blocks=2)  # type: ignore[call-arg]
+    with pytest.raises(OptionError, match=r"4 or 8 bits a number; got 3"):
+        Wire(3, 32)
+    with pytest.raises(OptionError, match=r"for floating numbers; got all_gather of torch.int64; send it exactly"):
+        zf.wire.all_gather(torch.zeros(4, dtype=torch.int64), group, zf.wire.int8())
+    with pytest.raises(OptionError, match=r"reduce_scatter in a wire format takes a 1-D tensor that the 2 ranks divide; got shape \(3,\)"):
+        zf.wire.reduce_scatter(torch.zeros(3), group, zf.wire.int8())
+    with pytest.raises(OptionError, match=r"is for all_gather, reduce_scatter and all_reduce; got all_to_all"):
+        zf.wire.start(Call(AllToAll()), torch.zeros(4), group, zf.wire.int8())
+    with pytest.raises(OptionError, match=r"data_parallel\(\) takes a wire format, or None to send exactly; got wire='int8'"):
+        zf.data_parallel(zf.value_and_grad(models.mlp_loss), group, wire="int8")  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match=r"shard_params\(\) takes a wire format"):
+        zf.shard_params(models.mlp_loss, group, wire=8)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match=r"wire_params is for stage 3, whose shards stay exact; got stage 2"):
+        zf.zero(2, models.mlp_loss, zf.optim.sgd(0.1), group, wire_params=zf.wire.int8())
+    with pytest.raises(OptionError, match=r"err_beta is a number from 0 to less than 1; got 1"):
+        zf.wire.error_feedback(err_beta=1)
+    with pytest.raises(OptionError, match=r"no vmap rule"):
+        torch.vmap(lambda x: zf.wire.all_gather(x, group, zf.wire.int8()))(torch.zeros(2, 4))
+    feedback = zf.wire.error_feedback()
+    zf.wire.all_gather(torch.zeros(4), group, zf.wire.int8(feedback=feedback))
+    with pytest.raises(OptionError, match=r"an error feedback is for the gradients of one layout; got 6 numbers in 1 messages"):
+        zf.wire.all_gather(torch.zeros(6), group, zf.wire.int8(feedback=feedback))
