@@ -30,18 +30,12 @@ def tensors(draw: st.DrawFn, *, max_rows: int = 3, max_numel: int = 300) -> Tens
 
 
 @contextmanager
-def readable() -> Iterator[None]:
-    with mock.patch("zfun.ops._signs.twin_of", return_value=None), mock.patch("zfun.ops._blocks.twin_of", return_value=None):
-        yield
-
-
-@contextmanager
 def threads(count: int) -> Iterator[None]:
     """Cut small rows over threads, as large ones are."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
-        with mock.patch("zfun.ops._jit._MIN_PER_THREAD", 64), mock.patch("zfun.ops._compiled_codes._CHUNK", 64):
+        with mock.patch("zfun.ops._jit._MIN_PER_THREAD", 64), mock.patch("zfun.ops._codes_cpu._CHUNK", 64):
             yield
     finally:
         torch.set_num_threads(before)
@@ -52,7 +46,7 @@ def test_signs_are_those_of_a_comparison_and_both_forms_agree(x: Tensor, num_thr
     with threads(num_threads):
         packed = ops.pack_signs(x)
         back = ops.unpack_signs(packed, x.shape[1])
-    with readable():
+    with ops.use("reference"):
         assert torch.equal(packed, ops.pack_signs(x))
         assert torch.equal(back, ops.unpack_signs(packed, x.shape[1]))
     assert packed.shape == (x.shape[0], math.ceil(x.shape[1] / 8))
@@ -70,7 +64,7 @@ def test_a_scale_comes_back_with_the_signs(x: Tensor, scale: float, dtype: torch
     torch.testing.assert_close(out, signs * rounded, rtol=0, atol=0, equal_nan=True)
     if math.isnan(scale):
         assert bool(out.isnan().all())
-    with readable():
+    with ops.use("reference"):
         again = ops.unpack_signs(packed, x.shape[1], scale=scale, dtype=dtype)[0]
     torch.testing.assert_close(out[0], again, rtol=0, atol=0, equal_nan=True)
 
@@ -93,7 +87,7 @@ def test_both_forms_of_block_codes_agree_to_the_last_bit(x: Tensor, bits: int, b
         back = ops.dequantise(messages, numel, bits=bits, block=block, dtype=dtype)
         total = ops.sum_dequantised(messages, numel, bits=bits, block=block, dtype=dtype)
     assert messages.shape == (x.shape[0], ops.message_bytes(numel, bits=bits, block=block))
-    with readable():
+    with ops.use("reference"):
         assert torch.equal(messages, ops.quantise(x, bits=bits, block=block))
         torch.testing.assert_close(
             back, ops.dequantise(messages, numel, bits=bits, block=block, dtype=dtype), rtol=0, atol=0, equal_nan=True

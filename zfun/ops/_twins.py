@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from zfun.ops._optimizers import is_abstract
+from zfun.ops import _jit
+from zfun.ops._jit import is_abstract
 
 __all__ = ["Twin", "twin_of"]
 
@@ -33,10 +33,10 @@ class Twin(Protocol):
 
 def twin_of(x: Tensor) -> Twin | None:
     """Return the kernels for where a tensor lives; None where the readable form is all there is."""
-    if is_abstract(x) or torch._C._functorch.is_functorch_wrapped_tensor(x):
+    if not _jit.compiled() or is_abstract(x):
         return None
-    if x.device.type == "cpu":
-        from zfun.ops import _compiled_codes
+    if x.device.type == "cpu" and type(x) is Tensor and not x.is_neg():
+        from zfun.ops import _codes_cpu
 
-        return _compiled_codes
+        return _codes_cpu
     return None

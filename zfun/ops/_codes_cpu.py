@@ -1,8 +1,7 @@
-"""Signs and block codes on CPUs; see [Note: twins]."""
+"""Compiled: signs and block codes."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from zfun.ops import _jit
+from zfun.ops._jit import jit
 
 __all__ = ["dequantise", "pack_signs", "quantise", "sum_dequantised", "unpack_signs"]
 
@@ -20,30 +20,16 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 16
 
 
-@functools.cache
-def _kernel(source: Callable[..., Any]) -> Callable[..., Any]:
-    return _jit.jit(source)
-
-
 def _in_pieces(work: Callable[[int, int], None], numel: int, unit: int) -> None:
     """Do some work on the elements from a start to an end, piece by piece, cut at multiples of ``unit`` and over torch's threads."""
     size = -(-_CHUNK // unit) * unit
-    pieces = [(start, min(start + size, numel)) for start in range(0, numel, size)]
-    num_threads = min(torch.get_num_threads(), numel // _jit._MIN_PER_THREAD, len(pieces))
 
-    def several(mine: list[tuple[int, int]]) -> None:
-        for start, end in mine:
-            work(start, end)
+    def several(begin: int, end: int) -> None:
+        first, last = (min(-(-place // unit) * unit, numel) for place in (begin, end))
+        for start in range(first, last, size):
+            work(start, min(start + size, last))
 
-    if num_threads < 2:
-        several(pieces)
-        return
-    count = -(-len(pieces) // num_threads)
-    shares = [pieces[i : i + count] for i in range(0, len(pieces), count)]
-    waiting = [_jit._pool(num_threads).submit(several, share) for share in shares[1:]]
-    several(shares[0])
-    for future in waiting:
-        future.result()
+    _jit.in_parts(numel, several)
 
 
 def _native(x: Tensor) -> Tensor:
@@ -59,12 +45,13 @@ def pack_signs(x: Tensor) -> Tensor:
     for row, bits in zip(x.reshape(-1, numel), out.view(-1, out.shape[-1]), strict=True):
 
         def work(start: int, end: int, row: Tensor = row, bits: Tensor = bits) -> None:
-            _kernel(_pack)(_native(row[start:end]).numpy(), bits[start // 8 : -(-end // 8)].numpy())
+            _pack(_native(row[start:end]).numpy(), bits[start // 8 : -(-end // 8)].numpy())
 
         _in_pieces(work, numel, 8)
     return out
 
 
+@jit
 def _pack(x: Any, out: Any) -> None:
     whole = x.size // 8
     for i in range(whole):
@@ -94,12 +81,13 @@ def unpack_signs(packed: Tensor, numel: int, scales: Tensor) -> Tensor:
         constants = (array.dtype.type(positive), array.dtype.type(highest ^ positive))
 
         def work(start: int, end: int, array: Any = array, bits: Any = packed_bits, constants: tuple[Any, ...] = constants) -> None:
-            _kernel(_unpack)(array[start:end], bits[start // 8 : -(-end // 8)], *constants)
+            _unpack(array[start:end], bits[start // 8 : -(-end // 8)], *constants)
 
         _in_pieces(work, numel, 8)
     return out
 
 
+@jit
 def _unpack(out: Any, packed: Any, positive: Any, negative: Any) -> None:
     whole = out.size // 8
     for i in range(whole):
@@ -119,12 +107,13 @@ def quantise(rows: Tensor, out: Tensor, *, bits: int, block: int) -> None:
         def work(start: int, end: int, row: Tensor = row, scales: Any = scales, codes: Any = codes) -> None:
             values = row[start:end].float().contiguous().numpy()
             scale, code = scales[start // block : -(-end // block)], codes[start * bits // 8 :]
-            _kernel(_scales)(values, values.view(np.int32), scale, block, np.float32((1 << (bits - 1)) - 1))
-            _kernel(_codes8 if bits == 8 else _codes4)(values, scale, code, block)
+            _scales(values, values.view(np.int32), scale, block, np.float32((1 << (bits - 1)) - 1))
+            (_codes8 if bits == 8 else _codes4)(values, scale, code, block)
 
         _in_pieces(work, numel, block)
 
 
+@jit
 def _scales(x: Any, word: Any, scales: Any, block: Any, largest_code: Any) -> None:
     for b in range(scales.size):
         start, end = b * block, min((b + 1) * block, x.size)
@@ -141,6 +130,7 @@ def _scales(x: Any, word: Any, scales: Any, block: Any, largest_code: Any) -> No
         scales[b] = max(largest / largest_code, np.float32(2.0**-126))
 
 
+@jit
 def _codes8(x: Any, scales: Any, codes: Any, block: Any) -> None:
     # Added to a number of less than 2**22, it leaves no room for a fraction: the sum is rounded to an integer, ties to even.
     magic = np.float32(12582912.0)
@@ -153,6 +143,7 @@ def _codes8(x: Any, scales: Any, codes: Any, block: Any) -> None:
                 codes[i] = np.int8(np.int32((x[i] / scale + magic) - magic))
 
 
+@jit
 def _codes4(x: Any, scales: Any, codes: Any, block: Any) -> None:
     magic = np.float32(12582912.0)
     for b in range(scales.size):
@@ -182,13 +173,14 @@ def sum_dequantised(messages: Tensor, out: Tensor, *, bits: int, block: int) -> 
         total = piece if piece.dtype in (torch.float32, torch.float64) else torch.empty(piece.numel())
         for index, (scales, codes) in enumerate(parts):
             arrays = (total.numpy(), scales[start // block :], codes[start * bits // 8 :])
-            _kernel(_read8 if bits == 8 else _read4)(*arrays, block, index > 0)
+            (_read8 if bits == 8 else _read4)(*arrays, block, index > 0)
         if total is not piece:
             piece.copy_(total)
 
     _in_pieces(work, out.numel(), block)
 
 
+@jit
 def _read8(out: Any, scales: Any, codes: Any, block: Any, add: Any) -> None:
     for start in range(0, out.size, block):
         scale, end = scales[start // block], min(start + block, out.size)
@@ -200,6 +192,7 @@ def _read8(out: Any, scales: Any, codes: Any, block: Any, add: Any) -> None:
                 out[i] = np.float32(codes[i]) * scale
 
 
+@jit
 def _read4(out: Any, scales: Any, codes: Any, block: Any, add: Any) -> None:
     for start in range(0, out.size, block):
         scale, end = scales[start // block], min(start + block, out.size)
