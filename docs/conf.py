@@ -94,7 +94,7 @@ def resolve(app: Any, env: Any, node: Any, contnode: nodes.Node) -> nodes.Node |
     return contnode if is_plain else None
 
 
-MODULES = [f"zfun.{name}" for name in ("collectives", "optim", "stores", "tree", "transforms", "testing", "typing")]
+MODULES = [f"zfun.{name}" for name in ("collectives", "optim", "stores", "tree", "transforms", "testing", "typing", "wire")]
 FOREIGN = ("torch.", "optree.", "collections.", "typing.", "numpy.", "hypothesis.", "types.", "enum.", "abc.")
 # Types of other libraries by their short names, then types that are no part of what users write.
 PLAIN = frozenset(

@@ -297,8 +297,8 @@ def start(call: Call, x: Tensor, group: Group, wire: Wire, *, dtype: torch.dtype
 def start_over(call: Call, x: Tensor, group: Group, wire: Wire) -> Pending:
     """Start a sum over the mesh of a group in few bits, cut over the group (``P -> S``).
 
-    Over a group or a mesh this is :func:`start`. Over the inner axis of a mesh the shards of the sum over a row are summed over the outer axis
-    too, by an all-reduce.
+    Over a group or a mesh this is :func:`start`. Over the inner axis of a mesh the shards of the sum over a row are summed over the outer
+    axis too, by an all-reduce.
 
     Args:
         call: a reduce-scatter.
@@ -308,6 +308,14 @@ def start_over(call: Call, x: Tensor, group: Group, wire: Wire) -> Pending:
 
     Returns:
         The pending piece of this rank.
+
+    Example:
+        >>> import zfun as zf
+        >>> def main(group):
+        ...     mesh = zf.split(group, inner=2)
+        ...     return start_over(Call(ReduceScatter()), torch.tensor([127.0, 254.0]), mesh.inner, int8()).wait().item()
+        >>> zf.simulate(4, main)
+        [508.0, 1016.0, 508.0, 1016.0]
     """
     mesh = group.mesh
     if group is mesh or not isinstance(mesh, Mesh):

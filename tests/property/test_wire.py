@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -220,6 +220,54 @@ def test_every_composition_over_one_wire_has_the_same_bits() -> None:
         assert_same_bits(found[2], found[0], "stages 3 and 1")
 
     zf.simulate(2, main)
+
+
+@given(st.sampled_from([(2, 2), (3, 2), (2, 3), (1, 2), (2, 1)]), WIRES, st.integers(0, 99))
+@settings(max_examples=15)
+def test_over_a_mesh_a_sum_goes_in_two_hops(axes: tuple[int, int], wire: Wire, seed: int) -> None:
+    """What crosses between rows is a piece of the sum over a row, written anew; the result is where the exact one is."""
+    (inner, outer), numel = axes, 60 * math.prod(axes)
+
+    def main(group: zf.Group) -> tuple[Tensor, Tensor, Tensor]:
+        mesh = zf.record(zf.split(group, inner=inner))
+        x = term(group.rank, numel, seed)
+        out = zf.wire.start(Call(ReduceScatter(), "x"), x, mesh, wire).wait()
+        hops = [(size - 1) * wire.message_bytes(n) for size, n in ((inner, numel // inner), (outer, numel // inner // outer))]
+        assert mesh.bytes_sent("x") == sum(hops)
+        whole = zf.wire.start(Call(AllReduce(), "y"), x, mesh, wire).wait()
+        over = zf.wire.start_over(Call(ReduceScatter(), "z"), x, mesh.inner, wire).wait()
+        exact = mesh.start(Call(ReduceScatter()), x).wait()
+        bound = 3 * inner * outer * wire.bound(inner * outer * 10.0 ** (seed % 5 - 2) * 6)
+        assert float((out - exact).abs().max()) <= bound
+        assert float((whole.view(mesh.size, -1)[mesh.rank] - exact).abs().max()) <= bound
+        assert float((over.view(outer, -1)[mesh.outer.rank] - exact).abs().max()) <= bound
+        return whole, over, torch.tensor(mesh.inner.rank)
+
+    results = zf.simulate(inner * outer, main)
+    for whole, over, place in results:
+        assert torch.equal(whole, results[0][0])
+        assert all(torch.equal(over, other) for _, other, there in results if there == place)
+
+
+def test_a_model_learns_over_a_mesh() -> None:
+    def main(group: zf.Group) -> Any:
+        mesh = zf.split(group, inner=2)
+        found = []
+        for over, secondary in ((mesh, mesh.inner), (mesh.inner, None)):
+            options: dict[str, Any] = {"wire_grads": Wire(4, 64, zf.wire.error_feedback()), "wire_params": zf.wire.int8()}
+            z = zf.zero(3, models.mlp_loss, zf.optim.adamw(0.02), over, bucket_bytes=300, secondary=secondary, **options)
+            state, losses = z.init(models.mlp(8, dtype=torch.float32)), []
+            batches = models.mlp_batches(3, group.size, rows=6, width=8, dtype=torch.float32)
+            for step in range(12):
+                state, info = z.step(state, batches[step % 3][group.rank])
+                losses.append(float(info.loss))
+            assert losses[-1] < losses[0] / 2
+            found.append((losses, z.params(state)))
+        return found
+
+    results = zf.simulate(4, main)
+    for other in results:
+        assert_same_bits(other, results[0])
 
 
 def test_one_rank_sends_nothing_and_loses_nothing() -> None:

@@ -22,7 +22,7 @@ import zfun as zf
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
-PUBLIC = ["zfun", "zfun.optim", "zfun.policies", "zfun.stores", "zfun.collectives", "zfun.testing"]
+PUBLIC = ["zfun", "zfun.optim", "zfun.policies", "zfun.stores", "zfun.collectives", "zfun.wire", "zfun.testing"]
 # Functions whose docstring has no example: what they do needs more than a line to show, and a page of docs/ or a test shows it.
 WITHOUT_EXAMPLE = {"zfun.spawn", "zfun.stores.fetch", "zfun.stores.resident"}
 
