@@ -209,7 +209,8 @@ def test_mixed_dtypes(params: Any, size: int, rule: Rule, buckets: list[int], dr
     run = check_compositions(models.tree_loss, rule.optimizer, params, batches, [Composition(), *drawn], bucket_bytes=buckets)
     for before, after in zip(tree.leaves(params), tree.leaves(run.params), strict=True):
         assert (before.dtype, before.shape) == (after.dtype, after.shape)
-        if before.numel():
+        # A clipped step may be less than a half type can tell.
+        if before.numel() and before.dtype not in (torch.bfloat16, torch.float16):
             assert not same_bits(before, after)
 
 
