@@ -97,3 +97,33 @@ def adagrad(params: Params, grads: Params, state: dict[Any, Any], lr: float, rat
         state[name] = state.get(name, 0.0) + grads[name] ** 2
         out[name] = p - lr / (1 + rate_decay * state["t"]) * grads[name] / (state[name].sqrt() + eps)
     return out
+
+
+def lamb(params: Params, grads: Params, state: dict[Any, Any], lr: float, decay: float, low: float, high: float) -> Params:
+    """One step of LAMB; ``state`` is changed."""
+    b1, b2, eps = 0.9, 0.999, 1e-8
+    state["t"] = t = state.get("t", 0) + 1
+    out = {}
+    for name, p in params.items():
+        m = state[name, "m"] = b1 * state.get((name, "m"), 0.0) + (1 - b1) * grads[name]
+        v = state[name, "v"] = b2 * state.get((name, "v"), 0.0) + (1 - b2) * grads[name] ** 2
+        d = m / (v.sqrt() + eps) + decay * p
+        size, length = math.sqrt(float((p * p).sum())), math.sqrt(float((d * d).sum()))
+        ratio = min(max(size / length, low), high) if size > 0 and length > 0 else 1.0
+        out[name] = p - lr * math.sqrt(1 - b2**t) / (1 - b1**t) * ratio * d
+    return out
+
+
+def muon(params: Params, grads: Params, state: Params, lr: float, decay: float, momentum: float) -> Params:
+    """One step of Muon with Nesterov's momentum for matrices; ``state`` is changed."""
+    out = {}
+    for name, p in params.items():
+        m = state[name] = momentum * state.get(name, torch.zeros_like(p)) + (1 - momentum) * grads[name]
+        d = momentum * m + (1 - momentum) * grads[name]
+        # On singular values the iteration is a polynomial of each.
+        u, s, v = torch.linalg.svd(d / math.sqrt(float((d * d).sum())), full_matrices=False)
+        for _ in range(5):
+            s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+        scale = math.sqrt(max(1.0, p.shape[0] / p.shape[1]))
+        out[name] = p - lr * (scale * (u * s) @ v + decay * p)
+    return out

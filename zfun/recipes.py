@@ -158,7 +158,7 @@ def zero(
     Args:
         stage: 0, 1, 2 or 3.
         loss_fn: ``(params, batch) -> scalar``, ``(scalar, aux)`` or :func:`zfun.weighted_mean`.
-        optimizer: an element-wise optimizer, or an ``(init, update)`` pair.
+        optimizer: an optimizer of ``zfun.optim``, or an element-wise ``(init, update)`` pair.
         group: the ranks; each gives its own batch to ``step``. The inner axis of a mesh shares the state over that axis and sums gradients
             over the whole mesh, whose every rank gives a batch (HSDP, MiCS).
         precision: ``torch.bfloat16`` keeps, computes and gathers parameters in it, and reduces, accumulates and updates in float32, with

@@ -27,6 +27,9 @@ OPTIMIZERS: dict[str, Any] = {
     "lion, clipped": optim.chain(optim.clip_by_global_norm(0.1), optim.lion(optim.warmup(LR, 2))),
     "adagrad": optim.with_master(optim.adagrad(LR, rate_decay=0.1)),
     "torch": optim.from_torch(torch.optim.SGD, lr=LR, momentum=0.9, dampening=0.5),
+    "lamb": optim.lamb(LR, weight_decay=0.1, max_ratio=1.5),
+    "lamb, clipped, masters": optim.chain(optim.clip_by_global_norm(0.1), optim.with_master(optim.lamb(LR))),
+    "muon": optim.muon(LR, optim.adamw(LR), weight_decay=0.1),
     "by label": optim.by_label({"matrix": optim.adamw(LR, weight_decay=0.3), "rest": optim.sgd(LR, momentum=0.9)}, kind),
     "by label, clipped, masters": optim.chain(
         optim.clip_by_global_norm(0.1), optim.with_master(optim.by_label({"matrix": optim.sgd(LR), "rest": optim.adamw(LR)}, kind))

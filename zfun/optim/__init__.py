@@ -3,6 +3,7 @@
 from zfun.optim._base import InitFn, Optimizer, State, UpdateFn, apply_updates, as_optimizer, optimizer
 from zfun.optim._chain import chain
 from zfun.optim._labels import by_label
+from zfun.optim._leaves import MuonState, lamb, muon
 from zfun.optim._loss_scale import LossScale, LossScaleState, dynamic_loss_scale, static_loss_scale
 from zfun.optim._master import MasterState, with_master
 from zfun.optim._probe import probe
@@ -30,6 +31,7 @@ __all__ = [
     "LossScale",
     "LossScaleState",
     "MasterState",
+    "MuonState",
     "Optimizer",
     "Schedule",
     "ScheduleState",
@@ -49,9 +51,11 @@ __all__ = [
     "dynamic_loss_scale",
     "from_torch",
     "join",
+    "lamb",
     "linear",
     "lion",
     "lr_range_test",
+    "muon",
     "one_cycle",
     "one_cycle_momentum",
     "optimizer",

@@ -24,7 +24,7 @@ def shard_optimizer(optimizer: Any, group: Group, *, bucket_bytes: int = DEFAULT
     """Let each rank keep and update only its part of the state: ZeRO-1 (state ``S``).
 
     Args:
-        optimizer: an element-wise :class:`zfun.optim.Optimizer`, or an ``(init, update)`` pair.
+        optimizer: a :class:`zfun.optim.Optimizer` that is element-wise or looks for leaves by itself, or an ``(init, update)`` pair.
         group: the ranks that share the state: a group, a mesh, or the inner axis of one.
         bucket_bytes: where buckets close, for parameters that are not flat yet.
 

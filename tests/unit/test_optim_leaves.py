@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import zfun as zf
+from tests import models, reference
+from zfun import optim, tree
+from zfun.errors import LeafError, OptionError
+from zfun.flat import _shared_out
+from zfun.testing import same_bits
+
+SHAPES: dict[str, tuple[int, ...]] = {"wide": (5, 9), "tall": (12, 3), "square": (4, 4), "one": (1, 1)}
+
+
+def draw(seed: int, shapes: dict[str, tuple[int, ...]] = SHAPES) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
+
+
+def changes(optimizer: optim.Optimizer, oracle: Any, shapes: dict[str, tuple[int, ...]] = SHAPES) -> Any:
+    start = draw(0, shapes)
+    params, expected, state, memory = start, start, optimizer.init(start), {}
+    for step in range(1, 5):
+        grads = draw(step, shapes)
+        params, state = optimizer.apply(grads, state, params)
+        expected = oracle(expected, grads, memory)
+    for name in start:
+        assert (expected[name] - start[name]).abs().max() > 1e-3
+        torch.testing.assert_close(params[name] - start[name], expected[name] - start[name], rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.01, 10.0), (0.4, 0.5), (3.0, 5.0)])
+def test_lamb_equals_a_plain_loop(low: float, high: float) -> None:
+    optimizer = optim.lamb(0.05, weight_decay=0.2, min_ratio=low, max_ratio=high)
+    changes(optimizer, lambda p, g, s: reference.lamb(p, g, s, 0.05, 0.2, low, high), {**SHAPES, "b": (7,), "scalar": ()})
+
+
+def test_lamb_steps_from_zero() -> None:
+    params = {"w": torch.zeros(3)}
+    optimizer = optim.lamb(0.5, b1=0.0, b2=0.0)
+    assert optimizer.apply({"w": torch.ones(3)}, optimizer.init(params), params)[0]["w"].tolist() == pytest.approx([-0.5] * 3)
+
+
+def test_muon_equals_its_polynomial_of_the_singular_values() -> None:
+    changes(optim.muon(0.05, optim.sgd(1.0), weight_decay=0.2), lambda p, g, s: reference.muon(p, g, s, 0.05, 0.2, 0.95))
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_muon_is_that_of_torch_in_its_dtype(nesterov: bool) -> None:
+    start = {name: x.float() for name, x in draw(0).items()}
+    twins = {name: torch.nn.Parameter(x.clone()) for name, x in start.items()}
+    oracle = torch.optim.Muon(list(twins.values()), lr=0.05, weight_decay=0.1, nesterov=nesterov)
+    optimizer = optim.muon(0.05, optim.sgd(1.0), weight_decay=0.1, nesterov=nesterov, dtype=torch.bfloat16)
+    params, state = start, optimizer.init(start)
+    for step in range(1, 4):
+        grads = {name: x.float() for name, x in draw(step).items()}
+        params, state = optimizer.apply(grads, state, params)
+        for name, twin in twins.items():
+            twin.grad = grads[name].clone()
+        oracle.step()
+    for name, twin in twins.items():
+        change, expected = params[name] - start[name], twin.detach() - start[name]
+        assert expected.abs().max() > 0.01
+        # Products of bfloat16 are good to two places.
+        assert (change - expected).norm() <= 0.05 * expected.norm()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_each_matrix_is_sent_to_one_rank_and_back(stage: int) -> None:
+    def main(group: zf.Group) -> Any:
+        recorded = zf.record(group)
+        z = zf.zero(stage, models.mlp_loss, optim.muon(0.05, optim.adamw(0.05)), recorded, bucket_bytes=300)
+        state = z.init(models.mlp())
+        for step in models.mlp_batches(2, group.size):
+            recorded.clear()
+            state, _ = z.step(state, step[group.rank])
+        return z.params(state), recorded.bytes_sent("leaves")
+
+    runs = zf.simulate(3, main)
+    plain = zf.simulate(3, main_of_stage_0)
+    for params, sent in runs:
+        assert same_bits(params, plain[0])
+        assert (sent > 0) is (stage > 0)
+
+
+def main_of_stage_0(group: zf.Group) -> Any:
+    z = zf.zero(0, models.mlp_loss, optim.muon(0.05, optim.adamw(0.05)), group)
+    state = z.init(models.mlp())
+    for step in models.mlp_batches(2, group.size):
+        state, _ = z.step(state, step[group.rank])
+    return z.params(state)
+
+
+def test_work_is_shared_out_by_cost() -> None:
+    costs = [8.0, 1.0, 1.0, 5.0, 3.0, 4.0, 2.0]
+    owners = _shared_out(costs, 3)
+    loads = [sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == rank) for rank in range(3)]
+    assert sorted(loads) == [8.0, 8.0, 8.0]
+
+
+def test_embeddings_may_be_left_out() -> None:
+    params = {"embedding": torch.ones(3, 2), "w": torch.eye(2)}
+    optimizer = optim.muon(0.1, optim.sgd(0.1), matrices=lambda path, leaf: leaf.ndim == 2 and path != "embedding")
+    state = optimizer.init(params)
+    assert tree.paths(state["matrices"].mu) == ["w"]
+    assert optimizer.apply(params, state, params)[0]["embedding"].tolist() == [[pytest.approx(0.9)] * 2] * 3
+
+
+def test_options_are_checked() -> None:
+    with pytest.raises(LeafError, match=r"real matrices; leaf 'b' is torch\.float32 of shape \(2,\); let matrices"):
+        optim.muon(0.1, optim.sgd(0.1), matrices=lambda path, leaf: True).init({"w": torch.ones(2, 2), "b": torch.ones(2)})
+    for make, message in (
+        (lambda: optim.lamb(0.1, b2=1.0), "b2 lies in"),
+        (lambda: optim.lamb(0.1, eps=-1.0), "eps lies in"),
+        (lambda: optim.lamb(0.1, min_ratio=2.0, max_ratio=1.0), "between min_ratio and max_ratio"),
+        (lambda: optim.muon(0.1, optim.sgd(0.1), momentum=1.0), "momentum lies in"),
+        (lambda: optim.muon(0.1, optim.sgd(0.1), weight_decay=-1.0), "weight_decay lies in"),
+        (lambda: optim.muon(0.1, optim.sgd(0.1), num_iterations=0), "num_iterations must be at least 1"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            make()

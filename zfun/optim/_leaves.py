@@ -1,0 +1,257 @@
+"""Rules that know whole leaves: LAMB and Muon."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zfun import ops, tree
+from zfun.errors import LeafError, OptionError, checked_options
+from zfun.flat import Flat, map_leaves, places
+from zfun.layout import LabelFn, layout_of
+from zfun.optim._base import Optimizer, State, aligned, apply_updates, as_optimizer, check_trainable, flat_view, own, remembered, step_count
+from zfun.optim._labels import by_label
+from zfun.optim._rules import AdamState
+from zfun.optim._schedules import Schedule, check_decay, check_rate, decay_at, rate_at
+from zfun.optim._stepping import Into, assemble, no_steps, zeros_like
+from zfun.tree import Tree
+
+__all__ = ["MuonState", "lamb", "muon"]
+
+# Muon's quintic: its slope at 0 is large, so that five steps bring singular values from 1e-2 on to near 1 (Jordan et al., 2024).
+_QUINTIC = (3.4445, -4.7750, 2.0315)
+
+
+@checked_options
+@remembered
+def lamb(
+    learning_rate: float | Schedule,
+    *,
+    b1: float | Schedule = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    min_ratio: float = 0.01,
+    max_ratio: float = 10.0,
+) -> Optimizer:
+    """LAMB: Adam whose step is, for each leaf, in proportion to the size of the leaf.
+
+    ``m`` and ``v`` as in :func:`adam`, ``d = m / (√v + eps) + weight_decay p``, ``r = ‖p‖ / ‖d‖`` within the bounds, or 1 where either norm
+    is 0, and ``p = p - learning_rate √(1 - b2ᵗ) / (1 - b1ᵗ) r d``. The norms are those of whole leaves, whatever part of them a rank holds,
+    and exact, so that shards give the same bits; a rank sends a few hundred bytes for each leaf.
+    "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", You et al., 2020.
+
+    Args:
+        learning_rate: step size, or a function of the number of steps taken so far.
+        b1: decay of the first moment, in [0, 1), or a function of the number of steps taken so far.
+        b2: decay of the second moment, in [0, 1).
+        eps: added to the root mean square.
+        weight_decay: share of a parameter that is added to its direction.
+        min_ratio: the least ratio.
+        max_ratio: the largest ratio.
+
+    Returns:
+        An optimizer with :class:`AdamState`.
+
+    Raises:
+        OptionError: an option has a value that it cannot take.
+
+    Example:
+        >>> optimizer = lamb(0.5, b1=0.0, b2=0.0)
+        >>> params, grads = {"w": torch.full((4,), 2.0)}, {"w": torch.ones(4)}
+        >>> optimizer.apply(grads, optimizer.init(params), params)[0]
+        {'w': tensor([1., 1., 1., 1.])}
+    """
+    check_rate(learning_rate)
+    check_decay("b1", b1)
+    for name, value, below in (("b2", b2, 1.0), ("eps", eps, math.inf), ("weight_decay", weight_decay, math.inf)):
+        if not 0.0 <= value < below:
+            raise OptionError(f"{name} lies in [0, {below}); got {value}")
+    if not 0.0 <= min_ratio <= max_ratio:
+        raise OptionError(f"the ratio lies between min_ratio and max_ratio, which is not less; got {min_ratio} and {max_ratio}")
+
+    def init(params: Tree) -> AdamState:
+        check_trainable(params)
+        return AdamState(no_steps(), zeros_like(params), zeros_like(params))
+
+    def step(grads: Tree, state: State, params: Tree, into: Into) -> tuple[Tree, AdamState]:
+        rows = aligned(params, gradients=grads, mu=state.mu, nu=state.nu)
+        before = step_count(state.count)
+        first = decay_at("b1", b1, before)
+        kernel = functools.partial(
+            ops.lamb_step,
+            b1=first,
+            b2=b2,
+            learning_rate=rate_at(learning_rate, before) * math.sqrt(1.0 - b2 ** (before + 1)) / (1.0 - first ** (before + 1)),
+            eps=eps,
+            weight_decay=weight_decay,
+            bounds=(min_ratio, max_ratio),
+        )
+        mus, nus = own([row[2] for row in rows], into.donate), own([row[3] for row in rows], into.donate)
+        targets, changes = into.targets([row[0] for row in rows])
+        for row, place, target, change, mu, nu in zip(rows, places(params), targets, changes, mus, nus, strict=True):
+            to = None if change is None else flat_view(change)
+            kernel(flat_view(target), flat_view(row[1]), flat_view(mu), flat_view(nu), to, segments=place.segments, gather=place.gather)
+        spec = tree.structure(params)
+        after = AdamState(state.count + 1, tree.unflatten(spec, mus), tree.unflatten(spec, nus))
+        return tree.unflatten(spec, into.results(targets, changes)), after
+
+    return assemble(init, step)._replace(by_leaf=True)
+
+
+class MuonState(NamedTuple):
+    """State of :func:`muon` for matrices.
+
+    Attributes:
+        count: steps taken, 0-dim int64 on the CPU.
+        mu: momentum, a tree like the parameters.
+    """
+
+    count: Tensor
+    mu: Tree
+
+
+def is_matrix(path: str, leaf: Any) -> bool:
+    """Whether a leaf is a real matrix."""
+    del path
+    return leaf.ndim == 2 and not leaf.dtype.is_complex
+
+
+@checked_options
+def muon(
+    learning_rate: float | Schedule,
+    rest: Any,
+    *,
+    matrices: LabelFn = is_matrix,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    weight_decay: float = 0.0,
+    num_iterations: int = 5,
+    dtype: torch.dtype | None = None,
+) -> Optimizer:
+    """Muon: matrices step by their momentum with all singular values brought to about 1; other leaves by another optimizer.
+
+    ``m = momentum m + (1 - momentum) g``, ``d = momentum m + (1 - momentum) g`` after Nesterov or else ``m``, and
+    ``p = p - learning_rate (√max(1, rows / columns) orthogonal(d) + weight_decay p)``. Here ``orthogonal`` divides by the norm and then
+    iterates ``X = 3.4445 X - 4.7750 (X Xᵀ) X + 2.0315 (X Xᵀ)² X``.
+
+    Where matrices are cut over ranks, momentum is kept in shards as any state is. Each matrix is then sent to one rank, which
+    orthogonalises it and sends every rank its part; work is shared out by its cost. Whole matrices (stage 0) are orthogonalised by every
+    rank.
+    "Muon: An optimizer for hidden layers in neural networks", Jordan et al., 2024.
+
+    Args:
+        learning_rate: step size of matrices, or a function of the number of steps taken so far.
+        rest: the optimizer of all other leaves, such as ``adamw(3e-4)``.
+        matrices: ``matrices(path, leaf)`` says which leaves are orthogonalised: all real matrices, unless embeddings and the like are
+            to be left out.
+        momentum: decay of the momentum, in [0, 1).
+        nesterov: look ahead along the momentum.
+        weight_decay: share of a matrix that a step with learning rate 1 would take off.
+        num_iterations: of the quintic, at least 1.
+        dtype: in which to iterate; by default that of the parameters, and float32 for narrower ones.
+
+    Returns:
+        An optimizer by label, ``"matrices"`` with :class:`MuonState` and ``"rest"``.
+
+    Raises:
+        OptionError: an option has a value that it cannot take.
+        LeafError: from ``init``, where ``matrices`` chooses a leaf that is not a real matrix.
+
+    Example:
+        >>> from zfun.optim import sgd
+        >>> optimizer = muon(1.0, sgd(0.1))
+        >>> params = {"w": torch.zeros(2, 2), "b": torch.zeros(2)}
+        >>> grads = {"w": torch.diag(torch.tensor([30.0, -20.0])), "b": torch.ones(2)}
+        >>> new, state = optimizer.apply(grads, optimizer.init(params), params)
+        >>> new["b"], new["w"].round(), list(state)
+        (tensor([-0.1000, -0.1000]), tensor([[-1.,  0.],
+                [ 0.,  1.]]), ['matrices', 'rest'])
+    """
+    core = _muon(learning_rate, momentum, nesterov, weight_decay, num_iterations, dtype)
+    return by_label({"matrices": core, "rest": as_optimizer(rest)}, lambda path, leaf: "matrices" if matrices(path, leaf) else "rest")
+
+
+@remembered
+def _muon(
+    learning_rate: float | Schedule, momentum: float, nesterov: bool, weight_decay: float, num_iterations: int, dtype: torch.dtype | None
+) -> Optimizer:
+    check_rate(learning_rate)
+    check_decay("momentum", momentum)
+    if not 0.0 <= weight_decay < math.inf:
+        raise OptionError(f"weight_decay lies in [0, inf); got {weight_decay}")
+    if num_iterations < 1:
+        raise OptionError(f"num_iterations must be at least 1; got {num_iterations}")
+
+    def orthogonal(x: Tensor) -> Tensor:
+        return _orthogonal(x, num_iterations, dtype)
+
+    def init(params: Tree) -> MuonState:
+        check_trainable(params)
+        for path, shape, kind in _leaves_of(params):
+            if len(shape) != 2 or kind.is_complex:
+                raise LeafError(
+                    f"Muon steps real matrices; leaf {path!r} is {kind} of shape {shape}; let matrices(path, leaf) leave it to the rest",
+                    leaf=path,
+                )
+        return MuonState(no_steps(), zeros_like(params))
+
+    @torch.no_grad()
+    def update(grads: Tree, state: State, params: Tree) -> tuple[Tree, MuonState]:
+        rows = aligned(params, gradients=grads, mu=state.mu)
+        rate = rate_at(learning_rate, step_count(state.count))
+        spec = tree.structure(params)
+        moments: list[Tensor] = []
+        directions: list[Tensor] = []
+        for p, g, m in rows:
+            wide = ops.wide(p.dtype)
+            fresh = g.detach().to(wide).mul(1.0 - momentum)
+            mean = m.to(wide).mul(momentum).add_(fresh)
+            moments.append(mean.to(m.dtype))
+            directions.append(mean.mul(momentum).add_(fresh) if nesterov else mean)
+        steps = _mapped(tree.unflatten(spec, directions), orthogonal)
+        updates = []
+        for (p, _, _), u in zip(rows, tree.leaves(steps), strict=True):
+            change = u.mul(-rate)
+            if weight_decay:
+                change.add_(p.detach().to(change.dtype).mul(-rate * weight_decay))
+            updates.append(change.to(p.dtype))
+        return tree.unflatten(spec, updates), MuonState(state.count + 1, tree.unflatten(spec, moments))
+
+    def apply(grads: Tree, state: State, params: Tree, *, donate: bool = False) -> tuple[Tree, MuonState]:
+        updates, after = update(grads, state, params)
+        return apply_updates(params, updates, donate), after
+
+    return Optimizer(init, update, apply, by_leaf=True)
+
+
+def _leaves_of(params: Tree) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+    layout = params.layout if isinstance(params, Flat) else layout_of(params)
+    return [(slot.path, slot.shape, slot.dtype) for slot in layout.leaves]
+
+
+def _mapped(value: Tree, fn: Any) -> Tree:
+    if isinstance(value, Flat):
+        return map_leaves(value, fn, lambda shape: float(min(shape)) ** 2 * max(shape))
+    return tree.map(lambda x: fn(x.clone(memory_format=torch.contiguous_format)), value)
+
+
+def _orthogonal(x: Tensor, num_iterations: int, dtype: torch.dtype | None) -> Tensor:
+    """Bring the singular values of a fresh contiguous matrix to about 1, times what makes steps of all shapes alike."""
+    if ops.is_abstract(x) or x.numel() == 0:
+        return x
+    scale = math.sqrt(max(1.0, x.shape[0] / x.shape[1]))
+    y = x if dtype is None else x.to(dtype)
+    # The norm is exact, so that it is the same wherever the matrix is. The shorter side makes the smaller products.
+    y = y / max(math.sqrt(ops.total_of_bins(ops.squares_in_bins(y.reshape(-1))[None]).item()), 1e-7)
+    tall = x.shape[0] > x.shape[1]
+    y = y.T.contiguous() if tall else y
+    a, b, c = _QUINTIC
+    for _ in range(num_iterations):
+        square = y @ y.T
+        y = torch.addmm(y, torch.addmm(square, square, square, beta=b, alpha=c), y, beta=a)
+    return (y.T.contiguous() if tall else y).to(x.dtype).mul_(scale)
