@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import operator
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,10 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["as_array", "compiled", "in_parts", "is_abstract", "is_plain", "jit", "number", "use"]
+__all__ = ["as_array", "compiled", "in_parts", "is_abstract", "is_plain", "jit", "number", "telling", "use"]
 
 # Below this a second thread costs more than it saves.
 _MIN_PER_THREAD = 1 << 18
+
+# A compilation that takes longer is worth a word.
+_LONG_S = 3.0
+
+_LOG = logging.getLogger("zfun")
 
 # How arrays of each dtype travel to a kernel; see [Note: half types].
 _CARRIERS: dict[torch.dtype, torch.dtype] = {
@@ -124,6 +131,19 @@ def in_parts(length: int, work: Callable[[int, int], None]) -> None:
     work(0, step)
     for future in waiting:
         future.result()
+
+
+def telling(kernel: Any) -> Callable[..., None]:
+    """Make a kernel say so when compiling it took long: the first step of a program then stands still, and nobody knows why."""
+
+    def call(*args: Any) -> None:
+        known, start = len(kernel.overloads), time.perf_counter()
+        kernel(*args)
+        taken = time.perf_counter() - start
+        if taken > _LONG_S and len(kernel.overloads) > known:
+            _LOG.warning("compiled the kernel %r in %.1f s; where its machine code can be kept, only once", kernel.py_func.__name__, taken)
+
+    return call
 
 
 def jit(function: Callable[..., Any]) -> Any:

@@ -107,6 +107,14 @@ def _mix(mean: Tensor, x: Tensor, decay: float, spare: Tensor) -> None:
         torch.add(x, spare.mul_(weight - 1.0), out=mean)
 
 
+def _root(x: Tensor, out: Tensor) -> None:
+    """Take the nearest square root, as every compiled kernel does; torch's own on CPUs is off by a place now and then."""
+    if x.device.type == "cpu" and x.dtype == torch.float32:
+        out.copy_(x.double().sqrt_())
+    else:
+        torch.sqrt(x, out=out)
+
+
 @torch.no_grad()
 def adam_step(
     param: Tensor,
@@ -162,7 +170,7 @@ def adam_step(
         _mix(m, g, b1, t)
         torch.mul(g, 1.0 - b2, out=t)
         v.mul_(b2).add_(t.mul_(g))
-        torch.sqrt(v, out=t)
+        _root(v, t)
         t.div_(correction).add_(eps)
         torch.mul(m, -step_size, out=u)
         u.div_(t)
@@ -313,7 +321,7 @@ def adagrad_step(
         if l2:
             g.add_(torch.mul(p, l2, out=t))
         s.add_(torch.mul(g, g, out=t))
-        torch.sqrt(s, out=t)
+        _root(s, t)
         torch.div(g, t.add_(eps), out=u)
         u.mul_(-learning_rate)
 
@@ -352,8 +360,8 @@ def lamb_step(
         mu: first moments, 1-D, of the same length; written.
         nu: second moments, 1-D, of the same length; written.
         change: where the change goes instead of being added, 1-D, in the dtype of ``param``.
-        segments: where each layer begins and ends in this buffer, ascending; what is in none does not move. Layers are cut at multiples of
-            32 elements from where they begin.
+        segments: where each layer begins and ends in this buffer, ascending; what is in none does not move. A layer may be cut at multiples
+            of 32 elements from where it begins, and is an empty segment where nothing of it is.
         b1: decay of the first moment.
         b2: decay of the second moment.
         learning_rate: step size.
@@ -379,7 +387,7 @@ def lamb_step(
             _mix(m, g, b1, t)
             torch.mul(g, 1.0 - b2, out=t)
             v.mul_(b2).add_(t.mul_(g))
-            torch.sqrt(v, out=t)
+            _root(v, t)
             t.div_(correction).add_(eps)
             torch.div(m, bias, out=u)
             u.div_(t)

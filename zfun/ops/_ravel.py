@@ -139,7 +139,8 @@ def unravel_from(source: Tensor, tensors: Sequence[Tensor | None], offsets: Sequ
     table = AddressTable(kept=False) if table is None else table
     if _jit.compiled() and _jit.is_plain(source) and table.point_at(tensors, offsets, source.numel()):
         array, exact, one = _jit.as_array(source), source.dtype == table.dtype, _jit.number(wide(table.dtype))(1.0)
-        _jit.in_parts(array.size, lambda begin, end: kernels().unravel(table.pieces, table.like, array, begin, end, exact, one))
+        kernel = _jit.telling(kernels().unravel)
+        _jit.in_parts(array.size, lambda begin, end: kernel(table.pieces, table.like, array, begin, end, exact, one))
         torch.autograd.graph.increment_version([x for x in tensors if x is not None])
         return
     for tensor, offset in zip(tensors, offsets, strict=True):
@@ -150,7 +151,7 @@ def unravel_from(source: Tensor, tensors: Sequence[Tensor | None], offsets: Sequ
 
 def _ravel_compiled(out: Tensor, table: AddressTable, scale: float, measure: bool) -> Measures | None:
     array, exact, factor = _jit.as_array(out), scale == 1.0 and out.dtype == table.dtype, _jit.number(wide(out.dtype))(scale)
-    ravel = kernels().ravel
+    ravel = _jit.telling(kernels().ravel)
     found: list[Any] = []
 
     def work(begin: int, end: int) -> None:

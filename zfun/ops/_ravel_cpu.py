@@ -21,6 +21,9 @@ __all__ = ["add_squares", "carry", "convert", "ravel", "unravel"]
 # Elements of a block: 64 KiB of float32 and the 64 KiB they came from are at home in every L2.
 _BLOCK = 1 << 14
 
+# Elements whose squares are made at a time: 16 KiB of float64.
+_NORM_BLOCK = 1 << 11
+
 _MANTISSA = (1 << 52) - 1
 
 
@@ -113,10 +116,13 @@ def unravel(pieces: Any, like: Any, source: Any, begin: Any, end: Any, exact: An
 
 
 @jit
-def _quarter(x: Any, i: Any, one: Any) -> Any:
-    """Add the squares of every eighth of 32 elements, the first two halves first."""
-    a, b, c, d = widen(x[i], one), widen(x[i + 8], one), widen(x[i + 16], one), widen(x[i + 24], one)
-    return (a * a + c * c) + (b * b + d * d)
+def _unit(q: Any) -> Any:
+    """Add 32 numbers as the readable twin does, which adds halves until one is left."""
+    s0, s1 = (q[0] + q[16]) + (q[8] + q[24]), (q[1] + q[17]) + (q[9] + q[25])
+    s2, s3 = (q[2] + q[18]) + (q[10] + q[26]), (q[3] + q[19]) + (q[11] + q[27])
+    s4, s5 = (q[4] + q[20]) + (q[12] + q[28]), (q[5] + q[21]) + (q[13] + q[29])
+    s6, s7 = (q[6] + q[22]) + (q[14] + q[30]), (q[7] + q[23]) + (q[15] + q[31])
+    return ((s0 + s4) + (s2 + s6)) + ((s1 + s5) + (s3 + s7))
 
 
 @jit
@@ -129,31 +135,18 @@ def add_squares(x: Any, bins: Any) -> None:
             4096 holds, as float64, what is not finite of the sums, and entry 4097 becomes 1 when an element is not.
     """
     one = np.float64(1.0)
-    lanes = np.empty(8 * (_BLOCK // 32), np.float64)
+    squares = np.empty(_NORM_BLOCK, np.float64)
     special = bins[4096:4097].view(np.float64)
-    for block in range(0, x.size, _BLOCK):
-        here = x[block : block + _BLOCK]
-        whole = here.size // 32
-        for unit in range(whole):
-            i, k = 32 * unit, 8 * unit
-            lanes[k] = _quarter(here, i, one)
-            lanes[k + 1] = _quarter(here, i + 1, one)
-            lanes[k + 2] = _quarter(here, i + 2, one)
-            lanes[k + 3] = _quarter(here, i + 3, one)
-            lanes[k + 4] = _quarter(here, i + 4, one)
-            lanes[k + 5] = _quarter(here, i + 5, one)
-            lanes[k + 6] = _quarter(here, i + 6, one)
-            lanes[k + 7] = _quarter(here, i + 7, one)
-        units = whole
-        if 32 * whole < here.size:
-            rest = np.zeros(32, x.dtype)
-            rest[: here.size - 32 * whole] = here[32 * whole :]
-            for lane in range(8):
-                lanes[8 * whole + lane] = _quarter(rest, lane, one)
-            units += 1
+    for block in range(0, x.size, _NORM_BLOCK):
+        here = x[block : block + _NORM_BLOCK]
+        # First the squares, which vectorise, then the integers, which do not.
+        for i in range(here.size):
+            value = widen(here[i], one)
+            squares[i] = value * value
+        units = (here.size + 31) // 32
+        squares[here.size : 32 * units] = 0.0
         for unit in range(units):
-            s = lanes[8 * unit : 8 * unit + 8]
-            total = ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7]))
+            total = _unit(squares[32 * unit : 32 * unit + 32])
             word = bits(total)
             exponent = word >> 52
             if exponent == 2047 or word < 0:

@@ -49,7 +49,7 @@ def step(
         grad = grad.to(param.dtype).resolve_neg().contiguous()
     from zfun.ops import _steps_cpu
 
-    kernel = getattr(_steps_cpu, rule)
+    kernel = _jit.telling(getattr(_steps_cpu, rule))
     number = _jit.number(param.dtype)
     copy = out if out is not None and _jit.is_plain(out) else None
     arrays = [_jit.as_array(x) for x in (param, grad, *moments)]

@@ -1,0 +1,333 @@
+"""CPU kernels against the least that their bytes can cost, and against torch's own; interleaved.
+
+    python benchmarks/kernels.py --threads 1 --numel 32000000 --rounds 9
+
+The limit of a kernel is a loop that reads and writes the same arrays and computes next to nothing; it runs before and after the kernel in
+every round, and ``of limit`` is the median over rounds of its mean time over that of the kernel. Torch's contender is the fused or
+``_foreach`` form that does the same; where it needs several calls (a cast, a copy in fewer bits), all of them count. DeepSpeed's Adam takes
+part where it is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zfun import ops
+from zfun.ops import _jit
+
+Run = Callable[[], object]
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@_jit.jit
+def _limit_of_four(p: Any, g: Any, m: Any, v: Any, out: Any, begin: Any, end: Any) -> None:
+    size = min(1024, end - begin) if out.size else end - begin
+    for at in range(begin, end, size):
+        stop = min(at + size, end)
+        ps, gs, ms, vs = p[at:stop], g[at:stop], m[at:stop], v[at:stop]
+        for i in range(ps.size):
+            x = np.float32(gs[i])
+            ps[i] += x
+            ms[i] += x
+            vs[i] += x
+        if out.size:
+            copy = out[at:stop]
+            for i in range(copy.size):
+                copy[i] = np.int32(ps[i])
+
+
+@_jit.jit
+def _limit_of_three(p: Any, g: Any, m: Any, out: Any, begin: Any, end: Any) -> None:
+    size = min(1024, end - begin) if out.size else end - begin
+    for at in range(begin, end, size):
+        stop = min(at + size, end)
+        ps, gs, ms = p[at:stop], g[at:stop], m[at:stop]
+        for i in range(ps.size):
+            x = np.float32(gs[i])
+            ps[i] += x
+            ms[i] += x
+        if out.size:
+            copy = out[at:stop]
+            for i in range(copy.size):
+                copy[i] = np.int32(ps[i])
+
+
+@_jit.jit
+def _limit_of_two(p: Any, g: Any, begin: Any, end: Any) -> None:
+    ps, gs = p[begin:end], g[begin:end]
+    for i in range(ps.size):
+        ps[i] += gs[i]
+
+
+@_jit.jit
+def _limit_of_copy(source: Any, out: Any, begin: Any, end: Any) -> None:
+    x, y = source[begin:end], out[begin:end]
+    for i in range(y.size):
+        y[i] = np.int32(x[i])
+
+
+def limit(kernel: Any, *tensors: Tensor | None) -> Run:
+    arrays = [np.zeros(0, np.uint16) if x is None else _jit.as_array(x) for x in tensors]
+    length = arrays[0].size
+    return lambda: _jit.in_parts(length, lambda begin, end: kernel(*arrays, begin, end))
+
+
+class Case(NamedTuple):
+    name: str
+    nbytes: int
+    ours: Run
+    limit: Run
+    others: dict[str, Run]
+
+
+def optimizer_cases(numel: int, only: str) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    p, g, m, v = (torch.randn(numel, generator=generator).mul_(1e-2) for _ in range(4))
+    v.square_()
+    gb, pb = g.to(BF16), p.to(BF16)
+    adam: dict[str, float] = {"b1": 0.9, "b2": 0.999, "step_size": 1e-6, "eps": 1e-8, "correction": 0.9}
+    adamw = {**adam, "decay": 1e-7}
+    parameter = torch.nn.Parameter(p.clone())
+    parameter.grad = g
+
+    def torchs(make: Callable[..., torch.optim.Optimizer], *, half: bool = False, **options: Any) -> dict[str, Run]:
+        found: dict[str, Run] = {}
+        for form in ("fused", "foreach"):
+            try:
+                optimizer = make([parameter], lr=1e-6, **{form: True}, **options)
+                optimizer.step()
+            except (RuntimeError, TypeError, ValueError):
+                continue
+            found[f"torch {form}"] = functools.partial(_with_casts, optimizer, parameter, gb, pb) if half else optimizer.step
+        return found
+
+    def deepspeeds() -> dict[str, Run]:
+        try:
+            from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+            return {"DeepSpeedCPUAdam": DeepSpeedCPUAdam([parameter], lr=1e-6, weight_decay=0.1).step}
+        except Exception as error:  # noqa: BLE001 - it compiles itself, and may fail in any way
+            print(f"without DeepSpeedCPUAdam: {type(error).__name__}", file=sys.stderr)
+            return {}
+
+    def cases() -> Iterator[tuple[str, Callable[[], Case]]]:
+        yield (
+            "adamw",
+            lambda: Case(
+                "adamw",
+                28,
+                lambda: ops.adam_step(p, g, m, v, None, **adamw),
+                limit(_limit_of_four, p, g, m, v, None),
+                {**torchs(torch.optim.AdamW), **deepspeeds()},
+            ),
+        )
+        yield (
+            "adamw_bf16",
+            lambda: Case(
+                "adamw, bf16 in and out",
+                28,
+                lambda: ops.adam_step(p, gb, m, v, None, out=pb, **adamw),
+                limit(_limit_of_four, p, gb, m, v, pb),
+                torchs(torch.optim.AdamW, half=True),
+            ),
+        )
+        yield (
+            "adam",
+            lambda: Case(
+                "adam, l2 and scale",
+                28,
+                lambda: ops.adam_step(p, g, m, v, None, l2=0.1, scale=0.5, **adam),
+                limit(_limit_of_four, p, g, m, v, None),
+                torchs(torch.optim.Adam, weight_decay=0.1),
+            ),
+        )
+        yield (
+            "sgd",
+            lambda: Case(
+                "sgd, momentum",
+                20,
+                lambda: ops.sgd_step(p, g, m, None, learning_rate=1e-6, momentum=0.9),
+                limit(_limit_of_three, p, g, m, None),
+                torchs(torch.optim.SGD, momentum=0.9),
+            ),
+        )
+        yield (
+            "nesterov",
+            lambda: Case(
+                "sgd, nesterov, l2, bf16 in and out",
+                20,
+                lambda: ops.sgd_step(p, gb, m, None, learning_rate=1e-6, momentum=0.9, nesterov=True, l2=0.1, out=pb),
+                limit(_limit_of_three, p, gb, m, pb),
+                torchs(torch.optim.SGD, half=True, momentum=0.9, nesterov=True, weight_decay=0.1),
+            ),
+        )
+        yield (
+            "plain",
+            lambda: Case(
+                "sgd, plain",
+                12,
+                lambda: ops.sgd_step(p, g, None, None, learning_rate=1e-6),
+                limit(_limit_of_two, p, g),
+                torchs(torch.optim.SGD),
+            ),
+        )
+        yield (
+            "lion",
+            lambda: Case(
+                "lion",
+                20,
+                lambda: ops.lion_step(p, g, m, None, b1=0.9, b2=0.99, learning_rate=1e-6, decay=1e-7),
+                limit(_limit_of_three, p, g, m, None),
+                {},
+            ),
+        )
+        yield (
+            "adagrad",
+            lambda: Case(
+                "adagrad",
+                20,
+                lambda: ops.adagrad_step(p, g, v, None, learning_rate=1e-6, eps=1e-10),
+                limit(_limit_of_three, p, g, v, None),
+                torchs(torch.optim.Adagrad),
+            ),
+        )
+
+    for key, make in cases():
+        if key.startswith(only) or only in key:
+            case = make()
+            yield case._replace(nbytes=case.nbytes * numel)
+
+
+def _with_casts(optimizer: torch.optim.Optimizer, parameter: Tensor, grad: Tensor, out: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.copy_(grad)
+    optimizer.step()
+    with torch.no_grad():
+        out.copy_(parameter)
+
+
+def ravel_cases() -> Iterator[Case]:
+    """Tensors as those of a transformer, and many tiny ones; to one buffer and factor, norm and finite test in the same breath."""
+    shapes = [(1024, 1024), (1024,), (512, 1024), (512,), (11,), (33, 77)] * 50
+    large = tuple(torch.randn(shape) for shape in shapes[:291])
+    scale = 0.5
+    for name, leaves, dtype, measure in (
+        ("ravel 291 tensors to bf16, scale, norm, finite", large, BF16, True),
+        ("ravel 291 tensors to bf16, scale", large, BF16, False),
+        ("ravel 291 tensors, fp32 to fp32", large, FP32, False),
+        ("ravel 500 x 64 to fp32, scale", tuple(torch.randn(64) for _ in range(500)), FP32, False),
+        ("ravel 500 x 64 to bf16, scale", tuple(torch.randn(64) for _ in range(500)), BF16, False),
+    ):
+        offsets = tuple(itertools.accumulate((-(-x.numel() // 32) * 32 for x in leaves), initial=0))
+        out = torch.zeros(offsets[-1], dtype=dtype)
+        views = [out[start : start + x.numel()].view(x.shape) for x, start in zip(leaves, offsets, strict=False)]
+        source = torch.randn(offsets[-1])
+        kept, fresh = ops.AddressTable(), ops.AddressTable()
+        factor = 1.0 if name.endswith("fp32 to fp32") else scale
+        as_list = list(leaves)
+        others: dict[str, Run] = {
+            "torch foreach": functools.partial(_foreach, leaves, views, out, factor, measure),
+            "torch mul into views": functools.partial(_mul_into, leaves, views, factor, measure),
+        }
+        if len(leaves) == 500:
+            others["ravel_into, new addresses"] = functools.partial(
+                ops.ravel_into, out, as_list, offsets[:-1], scale=factor, measure=measure, table=fresh
+            )
+        yield Case(
+            name,
+            sum(x.numel() for x in leaves) * (4 + dtype.itemsize),
+            functools.partial(ops.ravel_into, out, leaves, offsets[:-1], scale=factor, measure=measure, table=kept),
+            limit(_limit_of_copy, source, out) if dtype == BF16 else functools.partial(out.copy_, source),
+            others,
+        )
+
+
+def _foreach(leaves: Sequence[Tensor], views: list[Tensor], out: Tensor, scale: float, measure: bool) -> object:
+    torch._foreach_copy_(views, leaves)
+    if scale != 1.0:
+        out.mul_(scale)
+    return _measured(leaves) if measure else None
+
+
+def _mul_into(leaves: Sequence[Tensor], views: list[Tensor], scale: float, measure: bool) -> object:
+    for leaf, view in zip(leaves, views, strict=True):
+        torch.mul(leaf, scale, out=view)
+    return _measured(leaves) if measure else None
+
+
+def _measured(leaves: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(leaves)))
+    return norm, torch.isfinite(norm)
+
+
+def timed(run: Run) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def measure(case: Case, rounds: int) -> dict[str, Any]:
+    contenders = {"ours": case.ours, **case.others}
+    for run in (case.limit, *contenders.values()):
+        run()
+    repeat = max(1, int(2e-3 / max(timed(case.ours), 1e-6)))
+    times: dict[str, list[float]] = {name: [] for name in ("limit", *contenders)}
+    for _ in range(rounds):
+        for name, run in contenders.items():
+            before = min(timed(case.limit) for _ in range(repeat))
+            times[name].append(min(timed(run) for _ in range(repeat)))
+            after = min(timed(case.limit) for _ in range(repeat))
+            times["limit"].append((before + after) / 2)
+    limits = {name: times["limit"][index :: len(contenders)] for index, name in enumerate(contenders)}
+    rows = {
+        name: {
+            "ms": 1e3 * statistics.median(times[name]),
+            "GB/s": case.nbytes / statistics.median(times[name]) / 1e9,
+            "of limit": statistics.median(x / y for x, y in zip(limits[name], times[name], strict=True)),
+        }
+        for name in contenders
+    }
+    return {"kernel": case.name, "bytes": case.nbytes, "limit ms": 1e3 * statistics.median(times["limit"]), "rows": rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--numel", type=int, default=32_000_000, help="parameters of the optimizers")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--only", default="", help="part of a kernel's name: ravel, adamw, adamw_bf16, sgd, ...")
+    parser.add_argument("--json", type=Path, help="where all figures go")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    print(f"{options.threads} threads, {options.numel} parameters, torch {torch.__version__}, {platform.machine()}\n")
+    print("| kernel | contender | ms | GB/s | of limit | / best of torch |\n|---|---|---|---|---|---|")
+    found = []
+    ravels = ravel_cases() if options.only in ("", "ravel") else ()
+    steps = optimizer_cases(options.numel, options.only) if options.only != "ravel" else ()
+    for case in itertools.chain(ravels, steps):
+        result = measure(case, options.rounds)
+        found.append(result)
+        theirs = [row["ms"] for name, row in result["rows"].items() if name.startswith("torch")]
+        for name, row in result["rows"].items():
+            best = f"{row['ms'] / min(theirs):.2f}" if theirs else "–"
+            print(f"| {result['kernel']} | {name} | {row['ms']:.4g} | {row['GB/s']:.1f} | {row['of limit']:.2f} | {best} |", flush=True)
+    if options.json:
+        options.json.write_text(json.dumps({"threads": options.threads, "numel": options.numel, "results": found}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

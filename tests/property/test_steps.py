@@ -1,0 +1,245 @@
+"""Laws of the steps of optimizers over flat buffers: compiled and readable agree, AdamW is torch's, and no place in memory matters."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.conftest import examples
+from zfun import ops
+
+FP32, FP64, BF16, FP16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
+SPECIAL = [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-40, 3e38]
+Step = Callable[..., None]
+
+
+def adam(p: Tensor, g: Tensor, m: Tensor, v: Tensor, change: Tensor | None, **options: Any) -> None:
+    ops.adam_step(p, g, m, v, change, b1=0.9, b2=0.99, step_size=0.1, eps=1e-8, correction=0.3, **options)
+
+
+def adam_l2(p: Tensor, g: Tensor, m: Tensor, v: Tensor, change: Tensor | None, **options: Any) -> None:
+    ops.adam_step(p, g, m, v, change, b1=0.4, b2=0.9, step_size=0.1, eps=1e-8, l2=0.3, **options)
+
+
+def adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, change: Tensor | None, **options: Any) -> None:
+    ops.adam_step(p, g, m, v, change, b1=0.9, b2=0.99, step_size=0.1, eps=1e-8, correction=0.3, decay=0.02, **options)
+
+
+def sgd(p: Tensor, g: Tensor, m: Tensor, v: Tensor, change: Tensor | None, **options: Any) -> None:
+    ops.sgd_step(p, g, m, change, learning_rate=0.1, momentum=0.9, l2=0.1, **options)
+
+
+def nesterov(p: Tensor, g: Tensor, m: Tensor, v: Tensor, change: Tensor | None, **options: Any) -> None:
+    ops.sgd_step(p, g, m, change, learning_rate=0.1, momentum=0.9, nesterov=True, **options)
+
+
+def plain_sgd(p: Tensor, g: Tensor, m: Tensor, v: Tensor, change: Tensor | None, **options: Any) -> None:
+    ops.sgd_step(p, g, None, change, learning_rate=0.1, l2=0.1, **options)
+
+
+def lion(p: Tensor, g: Tensor, m: Tensor, v: Tensor, change: Tensor | None, **options: Any) -> None:
+    ops.lion_step(p, g, m, change, b1=0.9, b2=0.99, learning_rate=0.1, decay=0.02, **options)
+
+
+def adagrad(p: Tensor, g: Tensor, m: Tensor, v: Tensor, change: Tensor | None, **options: Any) -> None:
+    ops.adagrad_step(p, g, v, change, learning_rate=0.1, eps=1e-8, l2=0.1, **options)
+
+
+def lamb(p: Tensor, g: Tensor, m: Tensor, v: Tensor, change: Tensor | None, **options: Any) -> None:
+    half = p.numel() // 64 * 32
+    segments = [(0, half), (half, p.numel())]
+    rule: dict[str, Any] = {"b1": 0.9, "b2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "bias": 0.3, "correction": 0.2}
+    ops.lamb_step(p, g, m, v, change, segments=segments, learning_rate=0.1, **rule, **options)
+
+
+STEPS = [adam, adam_l2, adamw, sgd, nesterov, plain_sgd, lion, adagrad, lamb]
+# Operation for operation what the readable form does; the others fuse a product and a sum here and there, as torch does.
+EXACT = [sgd, nesterov, plain_sgd, lion, adagrad]
+
+
+def buffers(numel: int, seed: int, dtype: torch.dtype, grad_dtype: torch.dtype, offset: int = 0) -> list[Tensor]:
+    """Parameters, gradients and two moments, none of which begins where memory is aligned."""
+    generator = torch.Generator().manual_seed(seed)
+    p, g, m, v = torch.randn(4, numel, generator=generator, dtype=FP64) * 10.0 ** torch.randint(-4, 3, (4, 1), generator=generator)
+    values = (p.to(dtype), g.to(grad_dtype), m.to(dtype), v.square().to(dtype))
+    return [torch.cat([x.new_zeros(offset), x])[offset:] for x in values]
+
+
+def bits(x: Tensor) -> Tensor:
+    """The bits of a tensor, those of every NaN the same."""
+    raw = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.dtype.itemsize]
+    return torch.where(torch.isnan(x), -1, x.contiguous().view(raw))
+
+
+@settings(max_examples=examples(150), deadline=None)
+@given(
+    # What adam_l2 adds to the gradient may cancel it; torch's own bits hold it below.
+    st.sampled_from([step for step in STEPS if step is not adam_l2]),
+    st.sampled_from([(FP32, FP32), (FP32, FP32), (FP32, BF16), (FP32, FP16), (FP64, FP32)]),
+    st.sampled_from([1, 7, 31, 33, 1000, 1024, 3000]),
+    st.integers(0, 17),
+    st.integers(0, 2**20),
+    st.sampled_from([1.0, 0.37, 0.0]),
+    st.lists(st.tuples(st.floats(0, 0.999), st.sampled_from(SPECIAL)), max_size=3),
+    st.sampled_from([None, "change", BF16]),
+)
+def test_compiled_and_readable_steps_agree(
+    step: Step,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    numel: int,
+    offset: int,
+    seed: int,
+    scale: float,
+    special: list[tuple[float, float]],
+    target: str | torch.dtype | None,
+) -> None:
+    results: list[list[Tensor]] = []
+    for kernels in ("reference", "compiled"):
+        p, g, m, v = values = buffers(numel, seed, *dtypes, offset)
+        for place, value in special if step is not lamb else ():
+            g[int(place * numel)] = value
+        change = torch.full_like(p, 7.0) if target == "change" else None
+        out = torch.full_like(p, 7.0, dtype=BF16) if target == BF16 else None
+        before = [x.clone() for x in values]
+        with ops.use(kernels):
+            step(p, g, m, v, change, scale=scale, out=out)
+        assert torch.equal(bits(g), bits(before[1]))
+        assert change is None or torch.equal(p, before[0])
+        assert out is None or torch.equal(bits(out), bits(p.to(BF16)))
+        results.append([p, m, v, *([] if change is None else [change])])
+    for one, other, old in zip(*results, [*before[:1], *before[2:], before[0]], strict=False):
+        if step in EXACT:
+            assert torch.equal(bits(one), bits(other))
+            continue
+        # What is summed up may cancel: two units in the last place of the largest that takes part. LAMB multiplies by norms.
+        terms = torch.stack([x.double().abs() for x in (one, other, old, before[1])]).nan_to_num(0.0, 0.0)
+        largest = terms.max() if step is lamb else terms.amax(0)
+        finite = torch.isfinite(one.double()) & torch.isfinite(other.double())
+        assert torch.equal(torch.isnan(one), torch.isnan(other))
+        error = torch.where(finite, (one.double() - other.double()).abs(), 0.0)
+        assert bool((error <= 2 * torch.finfo(one.dtype).eps * largest).all())
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    st.sampled_from([16, 64, 1024, 4096, 100_000]),
+    st.sampled_from([0.0, 0.3, 0.5, 0.9, 0.99]),
+    st.sampled_from([0.9, 0.999]),
+    st.sampled_from([0.0, 0.01, 0.3]),
+    st.booleans(),
+    st.sampled_from([FP32, FP64]),
+    st.integers(0, 2**20),
+)
+def test_adam_has_the_bits_of_torch_s_fused_kernel(
+    numel: int, b1: float, b2: float, weight_decay: float, decoupled: bool, dtype: torch.dtype, seed: int
+) -> None:
+    p, _, m, v = buffers(numel, seed, dtype, dtype)
+    m.zero_(), v.zero_()
+    parameter = torch.nn.Parameter(p.clone())
+    make = torch.optim.AdamW if decoupled else torch.optim.Adam
+    oracle = make([parameter], lr=1e-2, betas=(b1, b2), eps=1e-8, weight_decay=weight_decay, fused=True)
+    for step in range(1, 6):
+        grad = torch.randn(numel, generator=torch.Generator().manual_seed(seed + step), dtype=dtype)
+        parameter.grad = grad.clone()
+        oracle.step()
+        ops.adam_step(
+            p,
+            grad,
+            m,
+            v,
+            None,
+            b1=b1,
+            b2=b2,
+            step_size=1e-2 / (1.0 - b1**step),
+            eps=1e-8,
+            l2=0.0 if decoupled else weight_decay,
+            decay=1e-2 * weight_decay if decoupled else 0.0,
+            correction=math.sqrt(1.0 - b2**step),
+        )
+    state = oracle.state[parameter]
+    for mine, theirs in ((p, parameter.detach()), (m, state["exp_avg"]), (v, state["exp_avg_sq"])):
+        assert torch.equal(bits(mine), bits(theirs))
+
+
+def test_a_hundred_steps_change_what_torch_s_change() -> None:
+    # 16 elements fill a vector register, and torch computes a tail otherwise: this length has one.
+    numel = 1003
+    p, _, m, v = buffers(numel, 0, FP32, FP32)
+    p.normal_(generator=torch.Generator().manual_seed(0))
+    m.zero_(), v.zero_()
+    start, parameter = p.clone(), torch.nn.Parameter(p.clone())
+    oracle = torch.optim.AdamW([parameter], lr=1e-2, weight_decay=0.1, fused=True)
+    for step in range(1, 101):
+        grad = torch.randn(numel, generator=torch.Generator().manual_seed(step))
+        parameter.grad = grad.clone()
+        oracle.step()
+        step_size, correction = 1e-2 / (1.0 - 0.9**step), math.sqrt(1.0 - 0.999**step)
+        ops.adam_step(p, grad, m, v, None, b1=0.9, b2=0.999, step_size=step_size, eps=1e-8, decay=1e-3, correction=correction)
+    mine, theirs = p.double() - start.double(), parameter.detach().double() - start.double()
+    assert theirs.norm() > 1.0
+    assert (mine - theirs).norm() <= 1e-6 * theirs.norm()
+    assert torch.equal(p[: numel // 16 * 16], parameter.detach()[: numel // 16 * 16])
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_cuts_and_places_change_no_bits(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
+    if step is lamb:
+        pytest.skip("its segments are cut elsewhere")
+    monkeypatch.setattr("zfun.ops._jit._MIN_PER_THREAD", 1024)
+    for kernels in ("reference", "compiled"):
+        with ops.use(kernels):
+            whole = buffers(10_000, 3, FP32, FP32)
+            step(*whole, None)
+            cut = buffers(10_000, 3, FP32, FP32, offset=5)
+            for begin, end in ((0, 37), (37, 4133), (4133, 10_000)):
+                step(*(x[begin:end] for x in cut), None)
+            threaded = buffers(10_000, 3, FP32, FP32, offset=11)
+            with monkeypatch.context() as patch:
+                patch.setattr(torch, "get_num_threads", lambda: 3)
+                step(*threaded, None)
+        assert all(torch.equal(bits(x), bits(y)) and torch.equal(bits(x), bits(z)) for x, y, z in zip(whole, cut, threaded, strict=True))
+        assert not torch.equal(whole[0], buffers(10_000, 3, FP32, FP32)[0])
+
+
+@settings(max_examples=examples(20), deadline=None)
+@given(st.integers(1, 40), st.lists(st.integers(0, 40), min_size=1, max_size=3), st.integers(0, 2**20))
+def test_lamb_is_the_textbook_s_and_knows_no_cuts(units: int, cuts: list[int], seed: int) -> None:
+    first = 32 * units
+    sizes = [first, 77]
+    numel = sum(sizes)
+    p, g, m, v = (x.to(FP64) for x in buffers(numel, seed, FP64, FP64))
+    rule: dict[str, Any] = {"b1": 0.9, "b2": 0.99, "learning_rate": 0.1, "eps": 1e-6, "weight_decay": 0.1, "bias": 0.2, "correction": 0.5}
+    expected = []
+    for old, grad, mean, square in zip(*(x.split(sizes) for x in (p, g, m, v)), strict=True):
+        mean, square = 0.9 * mean + 0.1 * grad, 0.99 * square + 0.01 * grad**2
+        direction = mean / 0.2 / (square.sqrt() / 0.5 + 1e-6) + 0.1 * old
+        expected.append(-0.1 * old.norm() / direction.norm() * direction)
+    whole = [x.clone() for x in (p, g, m, v)]
+    ops.lamb_step(whole[0], whole[1], whole[2], whole[3], None, segments=[(0, first), (first, numel)], **rule)
+    torch.testing.assert_close(whole[0] - p, torch.cat(expected), rtol=1e-9, atol=1e-12)
+    # Each rank has a piece of the buffer; a layer of which it has nothing is an empty segment there.
+    places = sorted({0, numel, *(32 * cut for cut in cuts if 32 * cut < numel)})
+    gathered: list[Tensor] = []
+    for final in (False, True):
+        results = []
+        for begin, end in itertools.pairwise(places):
+            mine = [x[begin:end].clone() for x in (p, g, m, v)]
+            clipped = [(max(min(a, end) - begin, 0), max(min(b, end) - begin, 0)) for a, b in ((0, first), (first, numel))]
+
+            def gather(rows: Tensor, final: bool = final) -> Tensor:
+                if not final:
+                    gathered.append(rows)
+                return torch.stack(gathered)
+
+            ops.lamb_step(mine[0], mine[1], mine[2], mine[3], None, segments=clipped, gather=gather, **rule)
+            results.append(mine)
+    for index in range(4):
+        assert torch.equal(torch.cat([result[index] for result in results]), whole[index])

@@ -1,0 +1,136 @@
+"""Compiled kernels: they are vector code, they are kept where that is possible, and they say so when compiling takes long."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import zfun
+from zfun import ops
+
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+def has_vectors() -> bool:
+    from llvmlite import binding
+
+    features = binding.get_host_cpu_features()
+    return bool(features.get("avx2") or features.get("avx512f"))
+
+
+def instructions(kernel: Any, *arguments: Any) -> str:
+    """The machine code of a kernel for arguments of such types, compiled anew: what comes from a cache cannot be looked into."""
+    import numba
+
+    fresh = numba.njit(nogil=True, error_model="numpy")(kernel.py_func)
+    fresh.compile(tuple(numba.typeof(argument) for argument in arguments))
+    return "\n".join(fresh.inspect_asm().values())
+
+
+@pytest.mark.skipif(not has_vectors(), reason="the processor has no AVX2")
+@pytest.mark.parametrize(
+    ("rule", "num_moments", "num_constants", "wanted"),
+    [
+        ("adam", 2, 9, "vsqrtps vdivps vfn?m(add|sub)[0-9]+ps"),
+        ("adagrad", 1, 3, "vsqrtps vdivps vaddps"),
+        ("sgd", 1, 4, "vmulps vaddps"),
+        ("lion", 1, 6, "vmulps vaddps"),
+    ],
+)
+@pytest.mark.parametrize("grads", [np.float32, np.uint16])
+def test_steps_are_vector_code(rule: str, num_moments: int, num_constants: int, wanted: str, grads: Any) -> None:
+    from zfun.ops import _steps_cpu
+
+    x, g, nothing, one = np.zeros(1, np.float32), np.zeros(1, grads), np.zeros(0, np.uint16), np.float32(1)
+    arguments = [x, g, *[x] * num_moments, x, nothing, 0, 1, one, one, (one,) * num_constants]
+    code = instructions(getattr(_steps_cpu, rule), *arguments)
+    for instruction in wanted.split():
+        assert re.search(rf"\b{instruction}\b.*%[yz]mm", code), f"{rule} has no packed {instruction}"
+
+
+@pytest.mark.skipif(not has_vectors(), reason="the processor has no AVX2")
+def test_casts_and_norms_are_vector_code() -> None:
+    from zfun.ops import _ravel_cpu
+
+    wide, narrow = np.zeros(1, np.float32), np.zeros(1, np.uint16)
+    packing = instructions(_ravel_cpu.convert, wide, narrow, np.float32(1))
+    assert re.search(r"\bvmulps\b.*%[yz]mm", packing)
+    assert re.search(r"\bvpsrld\b.*%[yz]mm", packing)
+    assert re.search(r"\bvpslld\b.*%[yz]mm", instructions(_ravel_cpu.convert, narrow, wide, np.float32(1)))
+    assert re.search(r"\bvmulpd\b.*%[yz]mm", instructions(_ravel_cpu.add_squares, wide, np.zeros(4098, np.int64)))
+
+
+def test_half_numbers_convert_as_torch_s_do() -> None:
+    every = torch.arange(-(2**15), 2**15).to(torch.int16)
+    for half in (BF16, torch.float16):
+        wide = torch.empty(2**16)
+        ops.ravel_into(wide, [every.view(half)], [0])
+        assert torch.equal(torch.nan_to_num(wide, 7.0), torch.nan_to_num(every.view(half).float(), 7.0))
+        # Every number between two neighbours that a tie, or one place beside it, could be.
+        bits = (
+            wide.view(torch.int32)[:, None] + torch.tensor([0, 1, 2**11, 2**12 - 1, 2**12, 2**12 + 1, 2**15 - 1, 2**15, 2**15 + 1])
+        ).view(-1)
+        values = bits.view(FP32)
+        out = torch.empty(values.numel(), dtype=half)
+        ops.ravel_into(out, [values], [0])
+        expected = values.to(half)
+        nan = torch.isnan(expected)
+        assert torch.equal(torch.isnan(out), nan)
+        assert torch.equal(out.view(torch.int16)[~nan], expected.view(torch.int16)[~nan])
+
+
+def test_kernels_run_where_nothing_can_be_written(tmp_path: Path) -> None:
+    # A folder in the place of a cache cannot be made under a file, whoever one is: root may write to what is read-only.
+    package = tmp_path / "site" / "zfun"
+    shutil.copytree(Path(zfun.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in (package / "ops", package):
+        (folder / "__pycache__").write_text("in the way")
+    home = tmp_path / "home"
+    home.write_text("in the way")
+    program = (
+        "import torch, zfun; from zfun import ops;"
+        "p, g = torch.ones(8), torch.ones(8);"
+        "ops.sgd_step(p, g, None, None, learning_rate=0.5);"
+        "assert p.tolist() == [0.5] * 8, p; print(zfun.__file__)"
+    )
+    names = ("HOME", "XDG_CACHE_HOME", "NUMBA_CACHE_DIR", "PYTHONPATH")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    environment |= {"HOME": str(home), "PYTHONPATH": str(package.parent), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env=environment,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert str(package) in done.stdout
+    assert not list(tmp_path.rglob("*.nbi"))
+
+
+def test_a_long_compilation_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    from zfun.ops import _jit
+
+    def twice(x: Any) -> None:
+        for i in range(x.size):
+            x[i] = 2 * x[i]
+
+    kernel, x = _jit.jit(twice), np.ones(3)
+    with pytest.MonkeyPatch.context() as patch, caplog.at_level("WARNING", logger="zfun"):
+        patch.setattr(_jit, "_LONG_S", 0.0)
+        _jit.telling(kernel)(x)
+        _jit.telling(kernel)(x)
+    assert x.tolist() == [4.0, 4.0, 4.0]
+    assert len(caplog.records) == 1
+    assert re.search(r"compiled the kernel 'twice' in \d+\.\d s", caplog.text)
