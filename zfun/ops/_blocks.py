@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from zfun.ops._sums import sum_in_rank_order, wide
-from zfun.ops._twins import twin_of
+from zfun.ops._twins import reads, twin_of
 
 __all__ = ["LEAST_SCALE", "dequantise", "largest_code", "message_bytes", "quantise", "sum_dequantised"]
 
@@ -113,7 +113,7 @@ def dequantise(messages: Tensor, numel: int, *, bits: int, block: int, dtype: to
     out = torch.empty(messages.shape[0], numel, dtype=dtype, device=messages.device)
     if numel == 0:
         return out
-    twin = twin_of(messages)
+    twin = twin_of(messages) if reads(messages, dtype) else None
     if twin is not None:
         twin.dequantise(messages, out, bits=bits, block=block)
         return out
@@ -142,7 +142,7 @@ def sum_dequantised(messages: Tensor, numel: int, *, bits: int, block: int, dtyp
         >>> sum_dequantised(messages, 2, bits=8, block=32)
         tensor([254.,   3.])
     """
-    twin = twin_of(messages)
+    twin = twin_of(messages) if reads(messages, dtype) else None
     if twin is not None:
         out = torch.empty(numel, dtype=dtype, device=messages.device)
         twin.sum_dequantised(messages, out, bits=bits, block=block)

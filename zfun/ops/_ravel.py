@@ -20,6 +20,7 @@ from zfun.ops import _jit
 from zfun.ops._norm import exact_row, kernels, new_bins, squares_in_bins
 from zfun.ops._sums import wide
 from zfun.ops._table import AddressTable
+from zfun.ops._twins import triton_for
 
 __all__ = ["Measures", "ravel", "ravel_into", "unravel", "unravel_from"]
 
@@ -116,7 +117,9 @@ def ravel_into(
     with torch.no_grad():
         if taken:
             return _ravel_compiled(out, table, scale, measure)
-        _ravel_plain(out, tensors, offsets, scale)
+        triton = triton_for(out)
+        if triton is None or not triton.ravel_into(out, tensors, offsets, scale):
+            _ravel_plain(out, tensors, offsets, scale)
         return Measures(squares_in_bins(out), torch.isfinite(out).all()) if measure else None
 
 
@@ -142,6 +145,9 @@ def unravel_from(source: Tensor, tensors: Sequence[Tensor | None], offsets: Sequ
         kernel = _jit.telling(kernels().unravel)
         _jit.in_parts(array.size, lambda begin, end: kernel(table.pieces, table.like, array, begin, end, exact, one))
         torch.autograd.graph.increment_version([x for x in tensors if x is not None])
+        return
+    triton = triton_for(source)
+    if triton is not None and triton.unravel_from(source, tensors, offsets):
         return
     for tensor, offset in zip(tensors, offsets, strict=True):
         if tensor is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from zfun.ops._twins import reads as _reads
 from zfun.ops._twins import twin_of
 
 __all__ = ["pack_signs", "unpack_signs"]
@@ -53,7 +54,7 @@ def unpack_signs(packed: Tensor, numel: int, *, scale: Tensor | float = 1.0, dty
         [0.5, -0.5, 0.5, 0.5, -0.5]
     """
     scales = torch.as_tensor(scale, device=packed.device).to(dtype).expand(packed.shape[:-1])
-    twin = twin_of(packed) if dtype.is_floating_point else None
+    twin = twin_of(packed) if dtype.is_floating_point and _reads(packed, dtype) else None
     if twin is not None:
         return twin.unpack_signs(packed, numel, scales)
     places = torch.arange(8, dtype=torch.uint8, device=packed.device)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from zfun.ops import _jit
+from zfun.ops._twins import triton_for
 
 __all__ = ["step"]
 
@@ -42,6 +43,9 @@ def step(
         Whether there is a kernel for such tensors; if not, nothing was done. Which twin runs does not depend on the gradient: they do not
         agree in the last bit.
     """
+    triton = triton_for(param)
+    if triton is not None:
+        return bool(triton.step(rule, param, grad, moments, change, out, scale, constants))
     held = [param, *moments, *(() if change is None else (change,))]
     if not _jit.compiled() or param.dtype not in _COMPUTED_IN or not _jit.is_plain(*held) or any(x.dtype != param.dtype for x in held):
         return False

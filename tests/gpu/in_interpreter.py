@@ -1,0 +1,151 @@
+"""Every Triton kernel against its readable form, on a GPU, or on the CPU in Triton's interpreter (``TRITON_INTERPRET=1``).
+
+Bit for bit, save what Adam and Adagrad make of the parameters: within two units in the last place and as much of the step.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from zfun import ops
+from zfun.ops import _triton
+
+HALVES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def numbers(numel: int, seed: int, dtype: torch.dtype = torch.float32, *, special: bool = False) -> Tensor:
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(seed)).mul_(3)
+    if special and numel > 8:
+        x[:8] = torch.tensor([0.0, -0.0, 1e-40, -1e-40, 1.0, -1.0, 65504.0, 2.0**-24])
+    return x.to(dtype)
+
+
+def same(a: Tensor, b: Tensor, what: str) -> None:
+    assert a.dtype == b.dtype, what
+    assert a.shape == b.shape, what
+    a, b = a.cpu(), b.cpu()
+    if a.is_floating_point():
+        assert torch.equal(a.isnan(), b.isnan()), what
+        a, b = a.nan_to_num(nan=0.0), b.nan_to_num(nan=0.0)
+    assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)), what
+
+
+def check_signs(device: str) -> None:
+    for dtype in HALVES:
+        for numel in (7, 1030):
+            x = torch.stack([numbers(numel, 1, dtype, special=True), numbers(numel, 2, dtype)])
+            x[1, 0] = torch.nan
+            scales = torch.tensor([0.3, torch.nan]).to(dtype)
+            with ops.use("reference"):
+                packed, back = ops.pack_signs(x), ops.unpack_signs(ops.pack_signs(x), numel, scale=scales, dtype=dtype)
+            same(_triton.pack_signs(x.to(device)), packed, "pack_signs")
+            same(_triton.unpack_signs(packed.to(device), numel, scales.to(device)), back, "unpack_signs")
+
+
+def check_codes(device: str) -> None:
+    for dtype in HALVES:
+        for bits in (8, 4):
+            for numel, block in ((1, 2), (1029, 100), (300, 256)):
+                x = torch.stack([numbers(numel, seed, dtype, special=True) for seed in range(3)])
+                x[1, -1] = torch.inf
+                x[2] = torch.tensor(1e-42)
+                with ops.use("reference"):
+                    messages = ops.quantise(x, bits=bits, block=block)
+                    read = ops.dequantise(messages, numel, bits=bits, block=block, dtype=dtype)
+                    total = ops.sum_dequantised(messages, numel, bits=bits, block=block, dtype=dtype)
+                out = torch.empty(messages.shape, dtype=torch.uint8, device=device)
+                _triton.quantise(x.to(device), out, bits=bits, block=block)
+                same(out, messages, f"quantise {dtype} {bits} {numel} {block}")
+                found, added = torch.empty(3, numel, dtype=dtype, device=device), torch.empty(numel, dtype=dtype, device=device)
+                _triton.dequantise(out, found, bits=bits, block=block)
+                _triton.sum_dequantised(out, added, bits=bits, block=block)
+                same(found, read, f"dequantise {dtype} {bits}")
+                same(added, total, f"sum_dequantised {dtype} {bits}")
+
+
+def check_ravel(device: str) -> None:
+    shapes, offsets = [(3,), (40, 30), (0,), (5, 5)], [2, 32, 1300, 1400]
+    for inner in HALVES:
+        for outer in HALVES:
+            leaves: list[Tensor | None] = [numbers(torch.Size(shape).numel(), 5, inner, special=True).view(shape) for shape in shapes]
+            leaves[3] = numbers(25, 6, inner).view(5, 5)
+            for scale in (1.0, 0.37):
+                expected = torch.full((1500,), 7.0, dtype=outer)
+                with ops.use("reference"):
+                    ops.ravel_into(expected, leaves, offsets, scale=scale)
+                out = torch.full((1500,), 7.0, dtype=outer, device=device)
+                assert _triton.ravel_into(out, [None if x is None else x.to(device) for x in leaves], offsets, scale)
+                same(out, expected, f"ravel {inner} {outer} {scale}")
+            targets = [torch.zeros(shape, dtype=inner, device=device) for shape in shapes]
+            wanted = [torch.zeros(shape, dtype=inner) for shape in shapes]
+            assert _triton.unravel_from(out, targets, offsets)
+            with ops.use("reference"):
+                ops.unravel_from(expected, wanted, offsets)
+            for a, b in zip(targets, wanted, strict=True):
+                same(a, b, f"unravel {inner} {outer}")
+
+
+STEPS: list[tuple[Any, int, dict[str, Any]]] = [
+    (ops.adam_step, 2, {"b1": 0.9, "b2": 0.99, "step_size": 0.01, "eps": 1e-8, "l2": 0.1, "correction": 0.3}),
+    (ops.adam_step, 2, {"b1": 0.3, "b2": 0.99, "step_size": 0.01, "eps": 1e-8, "decay": 0.01}),
+    (ops.sgd_step, 0, {"learning_rate": 0.1, "l2": 0.01}),
+    (ops.sgd_step, 1, {"learning_rate": 0.1, "momentum": 0.9}),
+    (ops.sgd_step, 1, {"learning_rate": 0.1, "momentum": 0.9, "nesterov": True}),
+    (ops.lion_step, 1, {"b1": 0.9, "b2": 0.99, "learning_rate": 0.01, "decay": 0.001}),
+    (ops.adagrad_step, 1, {"learning_rate": 0.1, "eps": 1e-10, "l2": 0.01}),
+]
+
+
+def check_steps(device: str) -> None:
+    numel, taken = 1100, []
+
+    def through(*args: Any) -> bool:
+        taken.append(_triton.step(*args))
+        return taken[-1]
+
+    for index, (rule, num_moments, options) in enumerate(STEPS):
+        for dtype, form in ((torch.float32, "donate"), (torch.bfloat16, "copy"), (torch.float16, "change")):
+            param, grad = numbers(numel, 10 + index), numbers(numel, 20 + index, dtype)
+            moments = [numbers(numel, 30 + place).abs() for place in range(num_moments)]
+            extra = torch.zeros(numel, dtype=torch.bfloat16) if form == "copy" else None
+            change = torch.zeros(numel) if form == "change" else None
+            scale: Any = 1.0 if form == "donate" else 0.37 if form == "change" else torch.tensor(0.37)
+            expected, found = ([None if x is None else x.clone() for x in (param, grad, *moments, change, extra)] for _ in range(2))
+            found = [None if x is None else x.to(device) for x in found]
+            absent = [] if num_moments or rule is not ops.sgd_step else [None]
+            with ops.use("reference"):
+                *most, copy = expected
+                rule(*most[: 2 + num_moments], *absent, most[-1], **options, scale=scale, out=copy)
+            with mock.patch("zfun.ops._steps.step", through):
+                *most, copy = found
+                rule(*most[: 2 + num_moments], *absent, most[-1], **options, scale=scale, out=copy)
+            what = f"{rule.__name__} {options} {dtype} {form}"
+            for place, (a, b) in enumerate(zip(found, expected, strict=True)):
+                if a is None or b is None:
+                    continue
+                if rule not in (ops.adam_step, ops.adagrad_step) or 0 < place < 2 + num_moments:
+                    same(a, b, what)
+                elif a.dtype == torch.bfloat16:
+                    assert found[0] is not None
+                    same(a, found[0].to(torch.bfloat16), what)
+                else:  # with a root and a quotient: torch's on a CPU are not rounded like IEEE's everywhere
+                    moved = b if form == "change" else b - param
+                    bound = moved.abs() * 2.0**-21 + param.abs() * 2.0**-22
+                    assert bool(((a.cpu() - b).abs() <= bound).all()), what
+    assert taken
+    assert all(taken)
+
+
+CHECKS: list[Callable[..., None]] = [check_signs, check_codes, check_ravel, check_steps]
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for check in CHECKS:
+        check(sys.argv[1])
+        print(check.__name__)

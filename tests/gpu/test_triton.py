@@ -1,0 +1,81 @@
+"""The Triton kernels: compiled for two architectures without a GPU, run in the interpreter, and on a GPU where there is one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton comes with torch's CUDA wheels, or by itself")
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from zfun.ops import _triton
+
+P32, P16, P8, I64 = "*fp32", "*i16", "*u8", "*i64"
+F, I = "fp32", "i32"  # noqa: E741
+
+# Arguments in order; what is not a type is a constant.
+KERNELS: dict[str, list[Any]] = {
+    "_pack": [P16, P8, I, I, 128, True],
+    "_unpack": [P8, P32, P32, I, I, 1024, False],
+    "_quantise": [P32, P32, P8, I, I, I, 256, 128, 4, False],
+    "_sum_codes": [P32, "*i8", P16, I, I, I, I, I, 1024, 4, True],
+    "_ravel": [I64, I64, P16, F, 1024, True, False, True, P32],
+    "_unravel": [I64, I64, P32, 1024, False, True, P16],
+    "_adam": [P32, P16, P32, P32, None, P16, P32, I, *[F] * 9, 1024, True, False, True, True, True],
+    "_sgd": [P32, P32, P32, None, None, None, I, *[F] * 4, 1024, True, True, False, False],
+    "_lion": [P32, P16, P32, P32, None, None, I, *[F] * 7, 1024, True, True, False],
+    "_adagrad": [P32, P32, P32, None, P16, None, I, *[F] * 4, 1024, True, False, True],
+}
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_kernel_compiles_without_a_gpu(name: str, capability: int) -> None:
+    kernel = getattr(_triton, name)
+    arguments = KERNELS[name]
+    assert len(arguments) == len(kernel.arg_names)
+    signature = {arg: value if isinstance(value, str) else "constexpr" for arg, value in zip(kernel.arg_names, arguments, strict=True)}
+    constants = {(place,): value for place, value in enumerate(arguments) if not isinstance(value, str)}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": False})
+    ptx = compiled.asm["ptx"]
+    assert f".target sm_{capability}" in ptx
+    # Each operation rounds by itself.
+    for fused in ("fma.rn", "div.full", "div.approx", "sqrt.approx", "rcp.approx"):
+        assert fused not in ptx, f"{name} has {fused}"
+
+
+def test_kernels_compute_what_the_readable_forms_do_in_the_interpreter() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.gpu.in_interpreter", "cpu"],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["check_signs", "check_codes", "check_ravel", "check_steps"]
+
+
+def checks() -> list[Callable[..., None]]:
+    from tests.gpu import in_interpreter
+
+    return in_interpreter.CHECKS
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("check", checks(), ids=lambda check: check.__name__)
+def test_kernels_compute_what_the_readable_forms_do_on_a_gpu(check: Callable[..., None]) -> None:
+    check("cuda")
