@@ -95,14 +95,14 @@ def resolve(app: Any, env: Any, node: Any, contnode: nodes.Node) -> nodes.Node |
 
 
 MODULES = [f"zfun.{name}" for name in ("collectives", "optim", "stores", "tree", "transforms", "testing", "typing", "wire")]
-FOREIGN = ("torch.", "optree.", "collections.", "typing.", "numpy.", "hypothesis.", "types.", "enum.", "abc.")
+FOREIGN = ("torch.", "optree.", "collections.", "typing.", "numpy.", "hypothesis.", "types.", "enum.", "abc.", "pathlib.")
 # Types of other libraries by their short names, then types that are no part of what users write.
 PLAIN = frozenset(
     [
         *("ABC", "Any", "Callable", "ClassVar", "Enum", "IntEnum", "Iterable", "Iterator", "Mapping", "NamedTuple", "None", "Protocol"),
         *("Self", "Sequence", "TracebackType", "TypeAlias", *vars(builtins)),
         *("DeviceMesh", "Module", "ProcessGroup", "SearchStrategy", "Tensor"),
-        *("ApplyFn", "Row", "Sink"),
+        *("ApplyFn", "Kind", "Phase", "Row", "Sink"),
     ]
 )
 

@@ -77,6 +77,7 @@ def consume(values: Iterable[Flat], consumed_by: str) -> None:
     life.consumed_by = consumed_by
     for flat in values:
         flat.life = life
+        flat.gathered = {}
 
 
 class Flat:
@@ -96,7 +97,7 @@ class Flat:
         Flat(S, rank 1 of 2: 1 leaf, 4 elements in 1 bucket; here 32 of 64 padded elements)
     """
 
-    __slots__ = ("_buffers", "compute_dtype", "group", "layout", "life", "placement", "tape", "wire")
+    __slots__ = ("_buffers", "compute_dtype", "gathered", "group", "layout", "life", "placement", "tape", "wire")
 
     def __init__(self, buffers: Iterable[Any], placement: Placement, layout: Layout, group: Group) -> None:
         self._buffers = tuple(buffers)
@@ -109,6 +110,8 @@ class Flat:
         self.compute_dtype: torch.dtype | None = None
         # How what is sent of it is written: a wire format, or exactly.
         self.wire: Any = None
+        # Whole buckets that shard_params() keeps for as long as the parameters are what they are.
+        self.gathered: dict[Any, Any] = {}
 
     @property
     def buffers(self) -> tuple[Any, ...]:
@@ -121,6 +124,8 @@ class Flat:
         new = Flat(buffers, placement or self.placement, self.layout, group or self.group)
         if new.placement is self.placement:
             new.wire = self.wire
+        if buffers is self._buffers:
+            new.gathered = self.gathered
         return new
 
     def shard_numel(self, bucket: int) -> int:

@@ -153,7 +153,7 @@ class _LeafKey:
     dtype: torch.dtype
 
 
-def layout_of(params: tree.Tree, size: int = 1, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Layout:
+def layout_of(params: tree.Tree, size: int = 1, bucket_bytes: int = DEFAULT_BUCKET_BYTES, persistence: int = 0) -> Layout:
     """Lay a tree of tensors out in flat buckets.
 
     Buckets follow the tree's insertion order and hold one dtype each. A bucket closes before a leaf that would take it past
@@ -164,6 +164,7 @@ def layout_of(params: tree.Tree, size: int = 1, bucket_bytes: int = DEFAULT_BUCK
         params: any tree of tensors. Leaves that are the same view of the same memory are tied, and get one slot.
         size: number of ranks that share each bucket.
         bucket_bytes: where a bucket closes, in bytes.
+        persistence: leaves of at most so many elements lie in buckets of their own, which :func:`zfun.shard_params` may keep gathered.
 
     Returns:
         The layout. Equal arguments give the same object.
@@ -178,6 +179,8 @@ def layout_of(params: tree.Tree, size: int = 1, bucket_bytes: int = DEFAULT_BUCK
     """
     if bucket_bytes < 1:
         raise OptionError(f"bucket_bytes must be at least 1; got {bucket_bytes}")
+    if type(persistence) is not int or persistence < 0:
+        raise OptionError(f"persistence is a number of elements; got {persistence!r}; 0 keeps nothing gathered")
     values, spec = tree.flatten(params)
     paths = tree.paths(params)
     for path, leaf in zip(paths, values, strict=True):
@@ -189,7 +192,7 @@ def layout_of(params: tree.Tree, size: int = 1, bucket_bytes: int = DEFAULT_BUCK
     firsts, positions = _alias_sets(paths, values)
     keys = tuple(_LeafKey(paths[i], tuple(values[i].shape), values[i].dtype) for i in firsts)
     device = devices.pop() if devices else torch.device("cpu")
-    return _layout(keys, tuple(positions), tuple(paths), spec, size, bucket_bytes, device)
+    return _layout(keys, tuple(positions), tuple(paths), spec, size, bucket_bytes, persistence, device)
 
 
 @functools.lru_cache(maxsize=256)
@@ -200,25 +203,27 @@ def _layout(
     spec: tree.Spec,
     size: int,
     bucket_bytes: int,
+    persistence: int,
     device: torch.device,
 ) -> Layout:
     slots: list[LeafSlot] = []
     members: list[list[int]] = []
     ends: list[int] = []
     dtypes: list[torch.dtype] = []
-    open_buckets: dict[torch.dtype, int] = {}
+    open_buckets: dict[tuple[torch.dtype, bool], int] = {}
     block = None
     for index, key in enumerate(keys):
         dtype = _REAL.get(key.dtype, key.dtype)
         numel = math.prod(key.shape) * (2 if key.dtype.is_complex else 1)
         if (here := _block_of(key.path)) != block:
             block = here
-            full = [d for d, b in open_buckets.items() if 2 * ends[b] * d.itemsize >= bucket_bytes]
-            for d in full:
-                del open_buckets[d]
-        bucket = open_buckets.get(dtype)
+            full = [kind for kind, b in open_buckets.items() if 2 * ends[b] * kind[0].itemsize >= bucket_bytes]
+            for kind in full:
+                del open_buckets[kind]
+        kind = dtype, persistence > 0 and numel <= persistence
+        bucket = open_buckets.get(kind)
         if bucket is None or (ends[bucket] and (ends[bucket] + numel) * dtype.itemsize > bucket_bytes):
-            bucket = open_buckets[dtype] = len(members)
+            bucket = open_buckets[kind] = len(members)
             members.append([])
             ends.append(0)
             dtypes.append(dtype)

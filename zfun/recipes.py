@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -18,6 +20,7 @@ from zfun.optim import LossScale, LossScaleState, Optimizer, as_optimizer, dynam
 from zfun.placement import R, S
 from zfun.stores import Store
 from zfun.transforms import (
+    Knobs,
     WeightedMean,
     accumulate,
     apply,
@@ -138,6 +141,10 @@ def zero(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     prefetch: int = 1,
     secondary: Group | None = None,
+    max_live: int | None = None,
+    reuse_distance: int | None = None,
+    persistence: int = 0,
+    max_persistent: int | None = None,
     init: str = "check",
     donate: bool = True,
     max_skipped: int = 100,
@@ -174,6 +181,10 @@ def zero(
         bucket_bytes: where a bucket closes, in bytes.
         prefetch: how many buckets stage 3 gathers ahead of use.
         secondary: the inner axis of the mesh ``group``, for stage 3: backward gathers over it alone (hpZ); see :func:`zfun.shard_params`.
+        max_live: the largest number of elements that stage 3 has gathered at once; see :func:`zfun.shard_params` for this and the next.
+        reuse_distance: how soon a bucket must be used again to stay gathered, in elements.
+        persistence: leaves of at most so many elements stay gathered until the update.
+        max_persistent: the largest number of elements of which that is true.
         init: ``"check"`` compares the parameters across ranks; ``"broadcast"`` takes rank 0's values.
         donate: let ``step`` take over the buffers of the state it is given, which must not be used again.
         max_skipped: how many steps in a row may be skipped before :class:`zfun.NonFiniteError` is raised.
@@ -204,17 +215,23 @@ def zero(
         raise OptionError(f"secondary keeps a part of gathered parameters, which only stage 3 has; got stage {stage}; leave it out")
     if wire_params is not None and stage < 3:
         raise OptionError(f"wire_params is for stage 3, whose shards stay exact; got stage {stage}; use stage=3, or leave wire_params out")
+    knobs = Knobs(prefetch, max_live, reuse_distance, persistence, max_persistent)
+    if stage < 3 and knobs != Knobs(prefetch):
+        raise OptionError(
+            f"max_live, reuse_distance, persistence and max_persistent are about gathered parameters, which only stage 3 has; got stage "
+            f"{stage}; use stage=3, or leave them out"
+        )
     policy = _policy(precision)
     scaler = policy.loss_scale if isinstance(policy.loss_scale, LossScale) else None
     rule = _optimizer_of(stage, optimizer, group, bucket_bytes, offload_optimizer, policy.master)
-    place = shard if stage == 3 else replicate
+    place = functools.partial(shard, persistence=persistence) if stage == 3 else replicate
     composed: list[tuple[Flat | None, Gradient]] = []
 
     def gradient_of(frozen: Flat | None, scale: float) -> Gradient:
         # Composed once, not at every step: what the transforms learn of the order of use is kept in them.
         if not composed or composed[0][0] is not frozen:
             cast_loss = loss_fn if policy.compute is None else cast(loss_fn, policy.compute)
-            loss = _whole_loss(stage, cast_loss, group, frozen, offload_params, prefetch, secondary, wire_params)
+            loss = _whole_loss(stage, cast_loss, group, frozen, offload_params, knobs, secondary, wire_params)
             composed[:] = [(frozen, _gradient(stage, loss, group, policy.reduce, bucket_bytes, offload_grads, wire_grads))]
         vg = composed[0][1] if scale == 1.0 else scale_loss(composed[0][1], scale)
         return vg if num_micro_batches == 1 else accumulate(vg, num_micro_batches)
@@ -345,13 +362,13 @@ def _whole_loss(
     group: Group,
     frozen: Flat | None,
     store: Store | None,
-    prefetch: int,
+    knobs: Knobs,
     secondary: Group | None,
     wire: Wire | None,
 ) -> Loss:
     """A loss of the trained parameters alone, in the placement that the stage keeps them in."""
     if stage == 3:
-        loss = shard_params(loss_fn, group, frozen=frozen, prefetch=prefetch, secondary=secondary, wire=wire)
+        loss = shard_params(loss_fn, group, frozen=frozen, secondary=secondary, wire=wire, **dataclasses.asdict(knobs))
         return loss if store is None else _offload_loss(loss, store)
     if frozen is None:
         return loss_fn

@@ -2,6 +2,7 @@
 
 from zfun.transforms._cast import CastLoss, cast
 from zfun.transforms._describe import Description, describe
+from zfun.transforms._explain import Accumulation, Explanation, Message, Span, Timeline, explain, timeline
 from zfun.transforms._gradient import (
     GradientFunction,
     WeightedMean,
@@ -16,13 +17,27 @@ from zfun.transforms._offload import offload, offload_grads, offload_loss, offlo
 from zfun.transforms._optimizer import apply, shard_optimizer
 from zfun.transforms._redistribute import check_agreement, gather, redistribute, replicate, shard, unshard
 from zfun.transforms._remat import Remat, remat
-from zfun.transforms._shard_params import shard_params
+from zfun.transforms._schedule import Event, Knobs, Schedule, Step, Trace, TracedBucket, schedule
+from zfun.transforms._shard_params import ShardedLoss, shard_params
+from zfun.transforms._trace import trace
 
 __all__ = [
+    "Accumulation",
     "CastLoss",
     "Description",
+    "Event",
+    "Explanation",
     "GradientFunction",
+    "Knobs",
+    "Message",
     "Remat",
+    "Schedule",
+    "ShardedLoss",
+    "Span",
+    "Step",
+    "Timeline",
+    "Trace",
+    "TracedBucket",
     "WeightedMean",
     "accumulate",
     "apply",
@@ -30,6 +45,7 @@ __all__ = [
     "check_agreement",
     "data_parallel",
     "describe",
+    "explain",
     "gather",
     "offload",
     "offload_grads",
@@ -40,10 +56,13 @@ __all__ = [
     "remat",
     "replicate",
     "scale_loss",
+    "schedule",
     "shard",
     "shard_grads",
     "shard_optimizer",
     "shard_params",
+    "timeline",
+    "trace",
     "unshard",
     "value_and_grad",
     "weighted_mean",

@@ -201,15 +201,18 @@ class GradientFunction:
         if tape.gathers:
             parts.append(torch.full_like(total, tape.strayed))
         pending = self.group.start(Call(AllReduce(), "loss", "loss", Lane.CONTROL), torch.stack(parts))
-        if tape.gathers and pending.wait()[-1] > 0:
-            tape.max_in_flight = None
+        if tape.gathers:
+            vote = pending.wait()[-1]
+            # A fake tensor has no value; the ranks of an abstract group do what this one does.
+            tape.any_strayed = tape.strayed if ops.is_abstract(vote) else bool(vote > 0)
+            tape.max_in_flight = None if tape.any_strayed else tape.max_in_flight
         if weight is not None:
             return pending.wait()[1], Pending.done(pending.wait()[0])
         scale = 1.0 / self.group.size if self.reduce == "mean" else 1.0
         return None, Pending(lambda: pending.wait()[0] * scale)
 
     def _scale(self, weight: Tensor | None) -> float:
-        if weight is not None:
+        if weight is not None and not ops.is_abstract(weight):
             # Of nothing there is no mean, and no gradient: what is summed over no tokens is 0.
             return 1.0 / (float(weight) or 1.0)
         return 1.0 / self.group.size if self.group is not None and self.reduce == "mean" else 1.0

@@ -37,7 +37,13 @@ __all__ = ["check_agreement", "gather", "needs_autograd", "redistribute", "repli
 
 @checked_options
 def shard(
-    params: tree.Tree, group: Group, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES, init: str = "check", labels: LabelFn | None = None
+    params: tree.Tree,
+    group: Group,
+    *,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    persistence: int = 0,
+    init: str = "check",
+    labels: LabelFn | None = None,
 ) -> Flat:
     """Keep this rank's part of a tree (``R -> S``).
 
@@ -45,6 +51,7 @@ def shard(
         params: a tree of tensors that every rank holds whole, or a ``Flat`` with placement ``R``.
         group: the ranks that share it: a group, a mesh, or the inner axis of one, whose rows then hold the same.
         bucket_bytes: where a bucket closes, in bytes; see :func:`zfun.layout_of`.
+        persistence: leaves of at most so many elements lie in buckets of their own; give :func:`zfun.shard_params` the same number.
         init: ``"check"`` compares tree, shapes, dtypes and values across ranks before anything else is sent; ``"broadcast"`` compares all
             but the values and takes rank 0's.
         labels: ``label(path, leaf)``: leaves of different labels go into different buckets, as :func:`zfun.optim.by_label` needs them.
@@ -69,7 +76,7 @@ def shard(
     if isinstance(params, Flat):
         flat = replicate(params, group)
         return flat.with_buffers((_slice(buffer, group).clone() for buffer in flat.buffers), S)
-    layout, whole = _lay_out(params, group, bucket_bytes, init, labels)
+    layout, whole = _lay_out(params, group, bucket_bytes, persistence, init, labels)
     # Bucket by bucket, so that one whole bucket exists beside the shards and not all of them.
     return Flat((_slice(buffer, group).clone() for buffer in whole), S, layout, group)
 
@@ -102,15 +109,17 @@ def replicate(
         if params.group.mesh is not group.mesh:
             raise PlacementError("a Flat belongs to the group that it was made over; got another one; unshard() it first")
         return redistribute(params, R, group)
-    layout, whole = _lay_out(params, group, bucket_bytes, init, labels)
+    layout, whole = _lay_out(params, group, bucket_bytes, 0, init, labels)
     return Flat(whole, R, layout, group)
 
 
-def _lay_out(params: tree.Tree, group: Group, bucket_bytes: int, init: str, labels: LabelFn | None) -> tuple[Layout, Iterator[Tensor]]:
+def _lay_out(
+    params: tree.Tree, group: Group, bucket_bytes: int, persistence: int, init: str, labels: LabelFn | None
+) -> tuple[Layout, Iterator[Tensor]]:
     """Return the layout of a tree that every rank holds, and its whole buckets, one after the other."""
     if init not in ("check", "broadcast"):
         raise OptionError(f"init must be 'check' or 'broadcast'; got {init!r}")
-    layout = check_agreement(params, group, bucket_bytes=bucket_bytes, values=init == "check")
+    layout = check_agreement(params, group, bucket_bytes=bucket_bytes, persistence=persistence, values=init == "check")
     if labels is not None:
         layout = split_by_label(layout, labels)
     buckets = ravel_buckets(params, layout)
@@ -120,13 +129,16 @@ def _lay_out(params: tree.Tree, group: Group, bucket_bytes: int, init: str, labe
     return layout, (group.mesh.start(call, buffer).wait() for call, buffer in zip(calls, buckets, strict=True))
 
 
-def check_agreement(params: tree.Tree, group: Group, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES, values: bool = True) -> Layout:
+def check_agreement(
+    params: tree.Tree, group: Group, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES, persistence: int = 0, values: bool = True
+) -> Layout:
     """Compare a replicated tree across ranks with one small all-gather, before any other collective.
 
     Args:
         params: a tree of tensors.
         group: the ranks that hold it; on a mesh all of its ranks do, whatever axis is given.
         bucket_bytes: where a bucket closes; ranks must agree on it too.
+        persistence: which leaves lie in buckets of their own; on this too.
         values: whether to compare the values as well.
 
     Returns:
@@ -137,11 +149,11 @@ def check_agreement(params: tree.Tree, group: Group, *, bucket_bytes: int = DEFA
     """
     found = tree.leaves(params)
     try:
-        layout: Layout | ZfunError = layout_of(params, group.mesh.size, bucket_bytes)
+        layout: Layout | ZfunError = layout_of(params, group.mesh.size, bucket_bytes, persistence)
     except ZfunError as error:  # The other ranks are told before this one raises, so that none waits for it.
         layout = error
     if group.mesh.size > 1:
-        entries = [Entry("(bucket_bytes)", str(bucket_bytes), "")]
+        entries = [Entry("(bucket_bytes)", str(bucket_bytes), ""), Entry("(persistence)", str(persistence), "")]
         for path, leaf in zip(tree.paths(params), found, strict=True):
             if isinstance(leaf, Tensor):
                 is_dense = leaf.layout == torch.strided and not leaf.is_quantized

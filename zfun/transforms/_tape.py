@@ -27,10 +27,10 @@ from torch import Tensor
 from zfun import ops
 from zfun.layout import Layout
 
-__all__ = ["Handle", "Sink", "Tape", "is_bucket_view"]
+__all__ = ["MAX_IN_FLIGHT", "Handle", "Sink", "Tape", "is_bucket_view"]
 
 # Reductions in flight: one that runs while the next bucket is filled.
-_MAX_IN_FLIGHT = 2
+MAX_IN_FLIGHT = 2
 
 # Before everything but the accumulation of gradients.
 _FIRST = 2**63 - 1
@@ -74,7 +74,9 @@ class Tape:
         self.gathers = False
         self.unused: list[str] = []  # leaves that got no gradient on this rank
         self.strayed = False
-        self.max_in_flight: int | None = _MAX_IN_FLIGHT
+        # The same of all ranks; None where they have not voted.
+        self.any_strayed: bool | None = None
+        self.max_in_flight: int | None = MAX_IN_FLIGHT
         count = len(layout.buckets)
         self._opened = [0] * count
         self._fired = [0] * count

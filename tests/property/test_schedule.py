@@ -1,0 +1,404 @@
+"""The schedule of gathers: a function of what is used, and invisible in the result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+import zfun as zf
+from tests import models
+from tests.conftest import examples
+from zfun import optim
+from zfun.collectives import Call
+from zfun.testing import assert_same_bits, same_bits
+from zfun.transforms import Event, Schedule, Trace, TracedBucket
+
+
+@st.composite
+def traces(draw: st.DrawFn) -> Trace:
+    numels = draw(st.lists(st.integers(1, 9), min_size=1, max_size=6))
+    trained = [draw(st.booleans()) for _ in numels]
+    buckets = tuple(
+        TracedBucket(f"bucket {i}", ((f"leaf {i}", 32 * n),), 32 * n, 4, 4, 4 if train else 0)
+        for i, (n, train) in enumerate(zip(numels, trained, strict=True))
+    )
+    uses = st.lists(st.integers(0, len(numels) - 1), max_size=12)
+    forward = draw(uses)
+    forward = [b for i, b in enumerate(forward) if i == 0 or forward[i - 1] != b]
+    if draw(st.booleans()):
+        return Trace(buckets, 2, tuple(forward))
+    # Backward may use anything; the gradients of a bucket may be complete before or after its last use.
+    backward = [Event("use", b) for b in draw(uses)]
+    for b, train in enumerate(trained):
+        if train and draw(st.booleans()):
+            backward.insert(draw(st.integers(0, len(backward))), Event("reduce", b))
+    return Trace(buckets, 2, tuple(forward), tuple(backward))
+
+
+def largest(trace: Trace) -> int:
+    return max(bucket.numel for bucket in trace.buckets)
+
+
+def replay(schedule: Schedule) -> list[int]:
+    """Run a schedule on nothing but a set, and return what was live after each step."""
+    held: set[int] = set()
+    live = []
+    for step in schedule.steps:
+        if step.kind == "gather":
+            assert step.bucket not in held, "gathered twice"
+            held.add(step.bucket)
+        elif step.kind == "release":
+            held.remove(step.bucket)
+        elif step.kind == "use":
+            assert step.bucket in held, "used, but not gathered"
+        live.append(sum(schedule.trace.buckets[b].numel for b in held))
+    assert held == schedule.persistent
+    return live
+
+
+@settings(max_examples=examples(100))
+@given(
+    trace=traces(),
+    prefetch=st.integers(0, 4),
+    extra=st.one_of(st.none(), st.integers(0, 600)),
+    reuse_distance=st.one_of(st.none(), st.integers(0, 900)),
+    persistence=st.sampled_from([0, 32, 96, 1000]),
+    max_persistent=st.one_of(st.none(), st.integers(0, 300)),
+)
+def test_a_schedule_keeps_its_word(
+    trace: Trace, prefetch: int, extra: int | None, reuse_distance: int | None, persistence: int, max_persistent: int | None
+) -> None:
+    options: dict[str, Any] = {
+        "prefetch": prefetch, "reuse_distance": reuse_distance, "persistence": persistence, "max_persistent": max_persistent
+    }  # fmt: skip
+    free = zf.schedule(trace, **options)
+    kept = sum(trace.buckets[b].numel for b in free.persistent)
+    assert max_persistent is None or kept <= max_persistent
+    assert free.persistent == set(range(len(trace.buckets))) or persistence < largest(trace) or max_persistent is not None
+    bound = None if extra is None else kept + largest(trace) + extra
+    made = zf.schedule(trace, max_live=bound, **options)
+    live = replay(made)
+    assert live == made.live()
+    assert bound is None or max(live) <= bound
+    # The uses are the trace's, in its order.
+    uses = [(step.phase, step.bucket) for step in made.steps if step.kind == "use"]
+    assert uses == [("forward", b) for b in trace.forward] + [("backward", e.bucket) for e in trace.backward if e.kind == "use"]
+    # Every rank can have what it may need: each bucket is gathered, or there, in each pass.
+    for phase in ("forward", "backward"):
+        assert {s.bucket for s in made.steps if s.phase == phase and s.kind in ("gather", "use")} >= set(range(len(trace.buckets))) - set(
+            made.persistent
+        ) - {s.bucket for s in made.steps if s.kind == "use"}
+    # Every trained bucket is reduced once.
+    assert sorted(s.bucket for s in made.steps if s.kind == "reduce") == [b for b, t in enumerate(trace.buckets) if t.grad_itemsize]
+    # Nothing is gathered further ahead than asked.
+    waiting: set[int] = set()
+    for step in made.steps:
+        if step.kind == "gather" and step.phase != "start":
+            waiting.add(step.bucket)
+        elif step.kind in ("use", "release"):
+            waiting.discard(step.bucket)
+        assert len(waiting) <= prefetch + 1
+    assert made == zf.schedule(trace, max_live=bound, **options)
+
+
+@settings(max_examples=examples(60))
+@given(trace=traces(), prefetch=st.integers(0, 3))
+def test_the_window_is_prefetch_and_two(trace: Trace, prefetch: int) -> None:
+    """Where no bucket is used twice in a pass, what is gathered at once is the bucket in use and those ahead."""
+    once = Trace(trace.buckets, 2, tuple(dict.fromkeys(trace.forward)))
+    held, most = set(), 0
+    for step in zf.schedule(once, prefetch=prefetch).steps:
+        held = held | {step.bucket} if step.kind == "gather" else held - {step.bucket} if step.kind == "release" else held
+        most = max(most, len(held))
+    assert most <= prefetch + 1
+
+
+@settings(max_examples=examples(60))
+@given(trace=traces(), distance=st.integers(0, 900))
+def test_reuse_distance_is_a_distance(trace: Trace, distance: int) -> None:
+    """A bucket is gathered anew exactly where at least so many elements lie between two of its uses (or it was completed at its last)."""
+    uses = [*trace.forward, *(event.bucket for event in trace.backward if event.kind == "use")]
+    expected, last = [], {}
+    for place, b in enumerate(uses):
+        between = sum(trace.buckets[x].numel for x in uses[last.get(b, -1) + 1 : place])
+        adjacent = place > 0 and uses[place - 1] == b and place != len(trace.forward)
+        if b not in last or (between >= distance and not adjacent):
+            expected.append(b)
+        last[b] = place
+    made = zf.schedule(trace, prefetch=0, reuse_distance=distance)
+    used = {"forward": set(trace.forward), "backward": set(uses[len(trace.forward) :])}
+    gathers = [step.bucket for step in made.steps if step.kind == "gather" and step.bucket in used.get(step.phase, ())]
+    assert gathers == expected
+
+
+def knobs() -> st.SearchStrategy[dict[str, Any]]:
+    return st.fixed_dictionaries(
+        {
+            "prefetch": st.integers(0, 4),
+            "max_live": st.one_of(st.none(), st.sampled_from([1, 2, 3])),  # times the largest bucket; see below
+            "reuse_distance": st.one_of(st.none(), st.sampled_from([0, 1, 100, 500, 10**9])),
+            "persistence": st.sampled_from([0, 0, 5, 25, 1000]),
+            "max_persistent": st.sampled_from([None, None, 64]),
+        }
+    )
+
+
+def in_bound(options: dict[str, Any], params: Any, size: int, bucket_bytes: int) -> dict[str, Any]:
+    """Turn a multiple of the smallest bound that is possible into elements."""
+    if options["max_live"] is None:
+        return options
+    layout = zf.layout_of(params, size, bucket_bytes, options["persistence"])
+    total = sum(bucket.padded_numel for bucket in layout.buckets)
+    biggest = max(bucket.padded_numel for bucket in layout.buckets)
+    return {**options, "max_live": options["max_live"] * biggest + (total if options["persistence"] else 0)}
+
+
+def again_and_again(params: Any, x: Tensor) -> Tensor:
+    """Uses each block several times, early and late, twice in one operation, behind a detach and in a recomputed block."""
+    h = params["h"]
+    for layer in [h[0], h[1], h[0], h[2], h[0]]:
+        x = torch.tanh(x @ layer["w"] @ layer["w"].t() + layer["b"])
+    block = lambda x: torch.tanh(x @ h[1]["w"] + h[3]["b"] * h[3]["w"].sum())
+    x = checkpoint(block, x, use_reentrant=False)
+    x = x @ h[2]["w"].detach() + x @ h[1]["w"]
+    return (x @ params["out"]).pow(2).mean() + h[0]["w"].pow(3).sum()
+
+
+LOSSES = {"chain": models.mlp_loss, "again and again": again_and_again}
+
+
+def trained(group: zf.Group, loss_fn: Any, stage: int, bucket_bytes: int, num_steps: int = 3, **options: Any) -> tuple[Any, list[int]]:
+    recorder = zf.record(group)
+    z = zf.zero(
+        stage, loss_fn, optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(0.05)), recorder, bucket_bytes=bucket_bytes, **options
+    )
+    state, sent = z.init(models.mlp()), []
+    for batches in models.mlp_batches(num_steps, group.size):
+        recorder.clear()
+        state, _ = z.step(state, batches[group.rank])
+        sent.append(recorder.bytes_sent("params") + recorder.bytes_sent("grads"))
+    return z.params(state), sent
+
+
+@settings(max_examples=examples(10))
+@given(
+    options=knobs(),
+    size=st.sampled_from([1, 2, 3]),
+    bucket_bytes=st.sampled_from([1, 300, 700, 2**20]),
+    name=st.sampled_from(sorted(LOSSES)),
+    frozen=st.booleans(),
+    donate=st.booleans(),
+    num_micro_batches=st.sampled_from([1, 1, 2]),
+)
+def test_no_knob_changes_a_bit_and_what_is_sent_is_what_is_explained(
+    options: dict[str, Any], size: int, bucket_bytes: int, name: str, frozen: bool, donate: bool, num_micro_batches: int
+) -> None:
+    loss_fn = LOSSES[name]
+    options = in_bound(options, models.mlp(), size, bucket_bytes)
+    trainable = (lambda path, leaf: not path.startswith("h.1")) if frozen else None
+    common: dict[str, Any] = {"trainable": trainable, "num_micro_batches": num_micro_batches, "donate": donate}
+    expected = zf.simulate(size, trained, loss_fn, 2, 300, **common)
+    found = zf.simulate(size, trained, loss_fn, 3, bucket_bytes, **options, **common)
+    if num_micro_batches == 1:
+        assert_same_bits([run[0] for run in found], [run[0] for run in expected], f"{options} and stage 2")
+    else:
+        plain = zf.simulate(size, trained, loss_fn, 3, 300, **common)
+        assert_same_bits([run[0] for run in found], [run[0] for run in plain], f"{options} and the usual schedule")
+    if num_micro_batches > 1:
+        return
+    x = models.mlp_batches(1, 1)[0][0]
+    trace = zf.trace(loss_fn, models.mlp(), x, size, trainable=trainable, bucket_bytes=bucket_bytes, persistence=options["persistence"])
+    explained = zf.explain(zf.schedule(trace, **options)).bytes_sent()
+    assert all(run[1][1:] == [explained] * 2 for run in found), (found[0][1], explained)
+
+
+KNOBS: list[dict[str, Any]] = [
+    {"prefetch": 3},
+    {"prefetch": 0, "max_live": 1},
+    {"reuse_distance": 10**9, "prefetch": 2},
+    {"persistence": 5},
+    {"reuse_distance": 60, "persistence": 5, "max_persistent": 64, "max_live": 2},
+]
+
+
+def branching_training(group: zf.Group, options: dict[str, Any], kind: str, frozen: bool, stage: int = 3) -> Any:
+    """Three steps; from the second on the last rank goes its own way."""
+
+    def loss_fn(params: Any, x: Tensor) -> Tensor:
+        layers = [*params["h"], params["h"][0]]
+        if step and group.rank == group.size - 1:
+            layers = {
+                "skips": layers[1:3],
+                "another order": layers[::-1],
+                "detached": [{"w": layer["w"].detach(), "b": layer["b"]} for layer in layers],
+                "touches only": [{"w": 0 * layer["w"], "b": layer["b"]} for layer in layers],
+                "nothing": [],
+            }[kind]
+        for layer in layers:
+            x = torch.tanh(x @ layer["w"] + layer["b"])
+        return (x @ params["out"]).pow(2).mean()
+
+    trainable = (lambda path, leaf: not path.startswith(("h.1", "h.3"))) if frozen else None
+    z = zf.zero(stage, loss_fn, optim.sgd(0.1), group, bucket_bytes=300, trainable=trainable, **options)
+    state = z.init(models.mlp())
+    for step, batches in enumerate(models.mlp_batches(3, group.size)):  # noqa: B007, the loss reads it
+        state, _ = z.step(state, batches[group.rank])
+    return z.params(state)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("kind", ["skips", "another order", "detached", "touches only", "nothing"])
+def test_ranks_may_branch_under_any_knobs(kind: str, frozen: bool) -> None:
+    expected = zf.simulate(3, branching_training, {}, kind, frozen, 2)
+    for options in KNOBS:
+        found = zf.simulate(
+            3, branching_training, in_bound({"persistence": 0, "max_live": None, **options}, models.mlp(), 3, 300), kind, frozen
+        )
+        assert_same_bits(found, expected, f"{options} and stage 2")
+
+
+def test_leaves_that_persist_are_gathered_once_after_each_update() -> None:
+    """Not in the second micro-batch, not in backward; and they are gathered again after the update, for they have changed."""
+
+    def main(group: zf.Group) -> None:
+        recorder = zf.record(group)
+        z = zf.zero(3, models.mlp_loss, optim.adamw(0.05), recorder, bucket_bytes=300, persistence=5, num_micro_batches=2, donate=False)
+        state = z.init(models.mlp())
+        layout = state.params.layout
+        small = {layout.label(i) for i, b in enumerate(layout.buckets) if all(layout.leaves[leaf].numel <= 5 for leaf in b.leaves)}
+        assert small
+        for batches in models.mlp_batches(3, group.size):
+            recorder.clear()
+            state, _ = z.step(state, batches[group.rank])
+            gathers = [entry.part for entry in recorder.log if entry.name == "params" and entry.part in small]
+            assert sorted(gathers) == sorted(small)
+            grads = [entry.part for entry in recorder.log if entry.name == "grads" and entry.part in small]
+            assert sorted(grads) == sorted(2 * list(small))
+        # Evaluation of the same parameters finds them there.
+        loss = zf.shard_params(models.mlp_loss, recorder, persistence=5)
+        with torch.no_grad():
+            first = loss(state.params, models.mlp_batches(1, 1)[0][0])
+            recorder.clear()
+            assert same_bits(loss(state.params, models.mlp_batches(1, 1)[0][0]), first)
+        assert not [entry for entry in recorder.log if entry.part in small]
+        # Optimizer state is sharded like all other.
+        assert state.opt_state.mu.placement is zf.S
+        # Who writes to the shards gets what was written.
+        for buffer in state.params.buffers:
+            buffer.add_(0.5)
+        with torch.no_grad():
+            assert not same_bits(loss(state.params, models.mlp_batches(1, 1)[0][0]), first)
+
+    zf.simulate(2, main)
+
+
+def test_what_the_loss_holds_on_to_is_not_taken_away() -> None:
+    """gather() and to() return the gathered leaf itself; it stays valid while other buckets come and go."""
+
+    def loss_fn(params: Any, x: Tensor) -> Tensor:
+        h = params["h"]
+        first, same = zf.gather(h[0]["w"]), h[1]["w"].to(torch.float64)
+        for layer in [*h, *h]:
+            x = torch.tanh(x @ layer["w"] + layer["b"])
+        x = torch.tanh(x @ first @ same @ h[0]["w"])
+        return (x @ params["out"]).pow(2).mean() + h[1]["w"].pow(2).sum() + first.sum()
+
+    def main(group: zf.Group, stage: int, **options: Any) -> Any:
+        z = zf.zero(stage, loss_fn, optim.sgd(0.1), group, bucket_bytes=200, **options)
+        state = z.init(models.mlp())
+        for batches in models.mlp_batches(3, group.size):
+            state, _ = z.step(state, batches[group.rank])
+        return z.params(state)
+
+    expected = zf.simulate(2, main, 2)
+    for options in ({"max_live": 64, "prefetch": 0}, {"reuse_distance": 0}, {"max_live": 128}):
+        assert_same_bits(zf.simulate(2, main, 3, **options), expected, f"{options} and stage 2")
+
+
+def test_gathered_elements_stay_in_bound() -> None:
+    """Counted in storages that are alive, from the second step on."""
+    width, num_layers, bucket_bytes = 32, 6, 1
+
+    def loss_fn(params: Any, x: Tensor) -> Tensor:
+        for layer in [*params["h"], params["h"][0]]:
+            x = torch.tanh(x @ layer["w"])
+        return x.pow(2).mean()
+
+    def main(group: zf.Group, max_live: int | None) -> int:
+        tracked = Tracked(group)
+        params = {"h": [{"w": layer["w"]} for layer in models.mlp(width, num_layers)["h"]]}
+        z = zf.zero(3, loss_fn, optim.sgd(0.1), tracked, bucket_bytes=bucket_bytes, prefetch=2, max_live=max_live)
+        state = z.init(params)
+        for step in range(3):
+            tracked.peak = 0
+            state, _ = z.step(state, torch.ones(2, width, dtype=torch.float64) * (group.rank + step))
+        return tracked.peak
+
+    bucket = width * width
+    assert set(zf.simulate(2, main, None)) == {4 * bucket}  # the tied one, the one in use and two ahead
+    for count in (1, 2, 3):
+        # An operation holds its operand until it has run, though the schedule has let go of it by then: no more than one bucket.
+        assert all(count * bucket <= peak <= (count + 1) * bucket for peak in zf.simulate(2, main, count * bucket))
+
+
+class Tracked(zf.Group):
+    """Counts the elements of gathered parameters that are alive."""
+
+    def __init__(self, group: zf.Group) -> None:
+        self._inner, self.rank, self.size = group, group.rank, group.size
+        self._alive: list[tuple[StorageWeakRef, int]] = []
+        self.peak = 0
+
+    def start(self, call: Call, x: Tensor, out: Tensor | None = None) -> zf.Pending:
+        pending = self._inner.start(call, x, out)
+        if call.name == "params" and call.op.kind == "all_gather":
+            gathered = pending.wait()
+            self._alive = [entry for entry in self._alive if not entry[0].expired()]
+            self._alive.append((StorageWeakRef(gathered.untyped_storage()), gathered.numel()))
+            self.peak = max(self.peak, sum(numel for _, numel in self._alive))
+        return pending
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prefetch": -1}, "prefetch is a number of buckets; got -1; 0 gathers each when it is used"),
+        ({"prefetch": 0.5}, "prefetch is a number of buckets; got 0.5"),
+        ({"max_live": -5}, "max_live is a number of elements; got -5; None sets no bound"),
+        ({"max_live": 1e9}, "max_live is a number of elements; got 1000000000.0"),
+        ({"reuse_distance": -1}, "reuse_distance is a number of elements; got -1; 0 releases a bucket after each use"),
+        ({"persistence": -1}, "persistence is a number of elements; got -1; 0 keeps nothing gathered"),
+        ({"persistence": None}, "persistence is a number of elements; got None"),
+        ({"max_persistent": -1}, "max_persistent is a number of elements; got -1; None sets no bound"),
+        ({"max_lives": 1}, r"shard_params\(\) has no option 'max_lives'; did you mean 'max_live'"),
+    ],
+)
+def test_knobs_are_checked_at_once(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(zf.OptionError, match=message):
+        zf.simulate(1, lambda group: zf.shard_params(models.mlp_loss, group, **options))
+
+
+def test_a_bound_that_cannot_be_kept_is_refused() -> None:
+    trace = zf.trace(models.mlp_loss, models.mlp(), torch.ones(2, 5, dtype=torch.float64), 2, bucket_bytes=1, persistence=5)
+    with pytest.raises(zf.OptionError, match=r"max_live must hold the largest bucket .*; got 63, where bucket 0: h.0.w has 64 elements"):
+        zf.schedule(trace, max_live=63)
+    with pytest.raises(zf.OptionError, match=r"h.0.w has 64 elements with padding and 320 persist; use a larger max_live"):
+        zf.schedule(trace, max_live=383, persistence=5)
+    assert max(zf.schedule(trace, max_live=384, persistence=5).live()) == 384
+
+    def main(group: zf.Group) -> None:
+        loss = zf.shard_params(models.mlp_loss, group, max_live=63)
+        with pytest.raises(zf.OptionError, match="max_live must hold the largest bucket"):
+            loss(zf.shard(models.mlp(), group, bucket_bytes=1), torch.ones(2, 5, dtype=torch.float64))
+
+    zf.simulate(2, main)
+    for stage in (0, 1, 2):
+        with pytest.raises(zf.OptionError, match=f"only stage 3 has; got stage {stage}; use stage=3, or leave them out"):
+            zf.simulate(1, lambda group, stage=stage: zf.zero(stage, models.mlp_loss, optim.sgd(0.1), group, max_live=10**6))

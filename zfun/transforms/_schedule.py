@@ -1,0 +1,350 @@
+"""The schedule as data: when each bucket of sharded parameters is gathered, used and released.
+
+[Note: the schedule]
+A *trace* says what a loss uses, in which order, forward and backward. A *schedule* is what is done about it: a tuple of steps, made by a
+pure function of the trace and a few knobs. It knows no tensors and starts nothing; :func:`zfun.shard_params` runs it, :func:`zfun.explain`
+prices it, :func:`zfun.timeline` draws it, and a test may replay it. Every rank makes the same schedule from the same trace (rank 0's), so
+that gathers have one order everywhere.
+
+A use stands for everything that is done with a bucket until another one is used. That a use was the last one shows when the next begins; in
+backward also when the bucket's gradients are complete, and that comes first.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias
+
+from zfun.errors import OptionError, checked_options
+
+__all__ = ["Event", "Knobs", "Schedule", "Step", "Trace", "TracedBucket", "schedule"]
+
+Kind: TypeAlias = Literal["gather", "use", "release", "reduce"]
+Phase: TypeAlias = Literal["start", "forward", "backward"]
+
+
+@dataclass(frozen=True, slots=True)
+class TracedBucket:
+    """What a schedule needs to know of a bucket.
+
+    Attributes:
+        label: its name, for messages.
+        leaves: path and number of elements of each leaf in it.
+        numel: elements, padding included, when it is gathered.
+        itemsize: bytes of an element in the gathered bucket.
+        sent_itemsize: bytes of an element as it is sent.
+        grad_itemsize: bytes of an element of its gradients; 0 where it has none, as frozen leaves.
+    """
+
+    label: str
+    leaves: tuple[tuple[str, int], ...]
+    numel: int
+    itemsize: int
+    sent_itemsize: int
+    grad_itemsize: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the gathered bucket."""
+        return self.numel * self.itemsize
+
+
+class Event(NamedTuple):
+    """What backward does with a bucket: it uses it, or has made all its gradients.
+
+    Attributes:
+        kind: ``"use"`` or ``"reduce"``.
+        bucket: its index.
+    """
+
+    kind: Literal["use", "reduce"]
+    bucket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What a loss uses, in order; recorded in the first step, or by :func:`zfun.trace` without one.
+
+    Attributes:
+        buckets: of the trained leaves, then of the frozen ones.
+        size: number of ranks that share each.
+        forward: indices of the buckets in the order of use; what is used again appears again.
+        backward: what happens in backward; by default what forward did, in reverse.
+
+    Example:
+        >>> block = TracedBucket("h", (("h.w", 64),), 64, 4, 4, 4)
+        >>> Trace((block, block), 2, (0, 1)).backward[:2]
+        (Event(kind='use', bucket=1), Event(kind='reduce', bucket=1))
+    """
+
+    buckets: tuple[TracedBucket, ...]
+    size: int
+    forward: tuple[int, ...]
+    backward: tuple[Event, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.backward:
+            object.__setattr__(self, "backward", tuple(self._reversed()))
+
+    def _reversed(self) -> Iterator[Event]:
+        for i in range(len(self.forward) - 1, -1, -1):
+            bucket = self.forward[i]
+            yield Event("use", bucket)
+            if self.buckets[bucket].grad_itemsize and bucket not in self.forward[:i]:
+                yield Event("reduce", bucket)
+
+
+class Step(NamedTuple):
+    """One step of a schedule.
+
+    Attributes:
+        kind: ``"gather"`` (start to), ``"use"`` (wait for it, and compute), ``"release"``, or ``"reduce"`` (its gradients are complete).
+        bucket: index of the bucket.
+        phase: ``"start"`` (once after each change of the parameters), ``"forward"`` or ``"backward"``.
+    """
+
+    kind: Kind
+    bucket: int
+    phase: Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """When each bucket is gathered, used and released in a step: data.
+
+    Attributes:
+        trace: what it was made for.
+        steps: in order.
+        persistent: the buckets that stay gathered from one change of the parameters to the next.
+    """
+
+    trace: Trace
+    steps: tuple[Step, ...]
+    persistent: frozenset[int]
+
+    def live(self) -> list[int]:
+        """Return how many elements are gathered after each step."""
+        return self._running(lambda bucket: bucket.numel)
+
+    def live_bytes(self) -> list[int]:
+        """Return how many bytes are gathered after each step."""
+        return self._running(lambda bucket: bucket.nbytes)
+
+    def _running(self, size: Callable[[TracedBucket], int]) -> list[int]:
+        now = 0
+        found: list[int] = []
+        for step in self.steps:
+            now += {"gather": 1, "release": -1}.get(step.kind, 0) * size(self.trace.buckets[step.bucket])
+            found.append(now)
+        return found
+
+    def order(self, phase: Phase) -> tuple[int, ...]:
+        """Return the buckets in the order in which one phase gathers them."""
+        return tuple(step.bucket for step in self.steps if step.kind == "gather" and step.phase == phase)
+
+
+@dataclass(frozen=True, slots=True)
+class Knobs:
+    """The options of :func:`schedule`."""
+
+    prefetch: int = 1
+    max_live: int | None = None
+    reuse_distance: int | None = None
+    persistence: int = 0
+    max_persistent: int | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.prefetch) is not int or self.prefetch < 0:
+            raise OptionError(f"prefetch is a number of buckets; got {self.prefetch!r}; 0 gathers each when it is used")
+        for name, value, remedy in (
+            ("max_live", self.max_live, "None sets no bound"),
+            ("reuse_distance", self.reuse_distance, "0 releases a bucket after each use, None after its last one in a pass"),
+            ("persistence", self.persistence, "0 keeps nothing gathered"),
+            ("max_persistent", self.max_persistent, "None sets no bound"),
+        ):
+            if (value is not None or name == "persistence") and (type(value) is not int or value < 0):
+                raise OptionError(f"{name} is a number of elements; got {value!r}; {remedy}")
+
+    def persistent(self, buckets: tuple[TracedBucket, ...]) -> frozenset[int]:
+        """Return the indices of the buckets that stay gathered while the parameters are what they are."""
+        chosen, total = set(), 0
+        for index, bucket in enumerate(buckets):
+            is_small = self.persistence > 0 and all(numel <= self.persistence for _, numel in bucket.leaves)
+            if is_small and (self.max_persistent is None or total + bucket.numel <= self.max_persistent):
+                chosen.add(index)
+                total += bucket.numel
+        return frozenset(chosen)
+
+    def schedule(self, trace: Trace) -> Schedule:
+        """Decide when each bucket is gathered and released."""
+        persistent = self.persistent(trace.buckets)
+        _check_room(trace, persistent, self.max_live)
+        return _Scheduler(trace, self, persistent).run()
+
+
+@checked_options
+def schedule(
+    trace: Trace,
+    *,
+    prefetch: int = 1,
+    max_live: int | None = None,
+    reuse_distance: int | None = None,
+    persistence: int = 0,
+    max_persistent: int | None = None,
+) -> Schedule:
+    """Decide when each bucket is gathered and released.
+
+    Args:
+        trace: what is used, in order.
+        prefetch: how many buckets are gathered ahead of use, forward and backward.
+        max_live: the largest number of elements that are gathered at once, padding included. A gather ahead of use waits until there is
+            room; one that cannot wait evicts what is needed latest, which is then gathered again.
+        reuse_distance: a bucket stays gathered after a use if fewer than so many elements are used before it is used again, from forward
+            into backward too. By default one that is used again in the same pass stays, and nothing stays from forward to backward.
+        persistence: a bucket of which no leaf has more elements than this stays gathered until the parameters change.
+        max_persistent: the largest number of elements of which that is true, counted in the order of the layout.
+
+    Returns:
+        The schedule. Equal arguments give equal schedules.
+
+    Raises:
+        OptionError: ``max_live`` is smaller than what has to be gathered at once.
+
+    Example:
+        >>> blocks = tuple(TracedBucket(f"h.{i}", ((f"h.{i}", 64),), 64, 4, 4, 4) for i in range(3))
+        >>> steps = schedule(Trace(blocks, 2, (0, 1, 2))).steps
+        >>> [f"{step.kind} {step.bucket}" for step in steps if step.phase == "forward"][:6]
+        ['gather 0', 'gather 1', 'use 0', 'release 0', 'gather 2', 'use 1']
+    """
+    return Knobs(prefetch, max_live, reuse_distance, persistence, max_persistent).schedule(trace)
+
+
+def _check_room(trace: Trace, persistent: frozenset[int], max_live: int | None) -> None:
+    if max_live is None or not trace.buckets:
+        return
+    kept = sum(trace.buckets[b].numel for b in persistent)
+    rest = [bucket for b, bucket in enumerate(trace.buckets) if b not in persistent]
+    largest = max(rest, key=lambda bucket: bucket.numel, default=None)
+    if kept + (largest.numel if largest else 0) > max_live:
+        what = f"{largest.label} has {largest.numel} elements with padding" if largest else "nothing else is gathered"
+        beside = f" and {kept} persist" if kept else ""
+        raise OptionError(
+            f"max_live must hold the largest bucket beside what persists; got {max_live}, where {what}{beside}; use a larger max_live, or "
+            "smaller buckets (bucket_bytes)"
+        )
+
+
+class _Scheduler:
+    """Walks through a trace and writes the steps down."""
+
+    def __init__(self, trace: Trace, knobs: Knobs, persistent: frozenset[int]) -> None:
+        self._trace = trace
+        self._prefetch = knobs.prefetch
+        self._room = math.inf if knobs.max_live is None else knobs.max_live
+        self._distance = knobs.reuse_distance
+        self._persistent = persistent
+        # Both passes as one sequence: what forward leaves may be what backward begins with.
+        self._uses = [*trace.forward, *(event.bucket for event in trace.backward if event.kind == "use")]
+        self._turn = len(trace.forward)
+        self._before = [0]
+        self._places: list[list[int]] = [[] for _ in trace.buckets]
+        for place, bucket in enumerate(self._uses):
+            self._before.append(self._before[-1] + trace.buckets[bucket].numel)
+            self._places[bucket].append(place)
+        self._held: dict[int, int | None] = {}  # what is gathered, and its last use; None where it was gathered ahead of one
+        self._steps: list[Step] = []
+        self._phase: Phase = "start"
+
+    def run(self) -> Schedule:
+        for bucket in sorted(self._persistent):
+            self._write("gather", bucket)
+            self._room -= self._trace.buckets[bucket].numel
+        self._phase = "forward"
+        for now, bucket in enumerate(self._trace.forward):
+            self._use(bucket, now, self._turn)
+        self._end_pass(self._turn, set(self._trace.forward))
+        self._phase, now = "backward", self._turn
+        reduced = set()
+        used = set(self._held)
+        for event in self._trace.backward:
+            if event.kind == "use":
+                self._use(event.bucket, now, len(self._uses))
+                used.add(event.bucket)
+                now += 1
+            else:
+                self._reduce(event.bucket, now)
+                reduced.add(event.bucket)
+        self._end_pass(now, used)
+        for bucket in range(len(self._trace.buckets) - 1, -1, -1):
+            if self._trace.buckets[bucket].grad_itemsize and bucket not in reduced:
+                self._write("reduce", bucket)
+        return Schedule(self._trace, tuple(self._steps), self._persistent)
+
+    def _use(self, bucket: int, now: int, end: int) -> None:
+        for other in [b for b in self._held if b != bucket and not self._stays(b, now)]:
+            self._release(other)
+        if bucket not in self._held and bucket not in self._persistent:
+            self._gather(bucket, now)
+        self._gather_ahead(bucket, now, end)
+        self._write("use", bucket)
+        if bucket in self._held:
+            self._held[bucket] = now
+
+    def _gather_ahead(self, bucket: int, now: int, end: int) -> None:
+        ahead = sum(last is None and b != bucket for b, last in self._held.items())
+        for place in range(now + 1, end):
+            following = self._uses[place]
+            if ahead >= self._prefetch:
+                return
+            if following != bucket and following not in self._held and following not in self._persistent:
+                if self._trace.buckets[following].numel > self._room:
+                    return
+                self._gather(following, now)
+                ahead += 1
+
+    def _reduce(self, bucket: int, now: int) -> None:
+        self._write("reduce", bucket)
+        if bucket in self._held and self._next_use(bucket, now) == len(self._uses):
+            self._release(bucket)
+
+    def _end_pass(self, now: int, used: set[int]) -> None:
+        for bucket in [b for b in self._held if not self._stays(b, now)]:
+            self._release(bucket)
+        # What this rank has no use for, another may have had.
+        for bucket in range(len(self._trace.buckets)):
+            if bucket not in used and bucket not in self._persistent:
+                self._gather(bucket, now)
+                self._release(bucket)
+
+    def _stays(self, bucket: int, now: int) -> bool:
+        last, following = self._held[bucket], self._next_use(bucket, now)
+        if last is None or following == len(self._uses):
+            return last is None
+        if self._distance is None:
+            return (following < self._turn) == (last < self._turn)
+        return self._before[following] - self._before[last + 1] < self._distance
+
+    def _next_use(self, bucket: int, now: int) -> int:
+        """Return the position of the first use from ``now`` on; one past the end where there is none."""
+        places = self._places[bucket]
+        index = bisect.bisect_left(places, now)
+        return places[index] if index < len(places) else len(self._uses)
+
+    def _gather(self, bucket: int, now: int) -> None:
+        numel = self._trace.buckets[bucket].numel
+        while numel > self._room:
+            self._release(max(self._held, key=lambda b: self._next_use(b, now)))
+        self._write("gather", bucket)
+        self._held[bucket] = None
+        self._room -= numel
+
+    def _release(self, bucket: int) -> None:
+        self._write("release", bucket)
+        del self._held[bucket]
+        self._room += self._trace.buckets[bucket].numel
+
+    def _write(self, kind: Kind, bucket: int) -> None:
+        self._steps.append(Step(kind, bucket, self._phase))

@@ -1,0 +1,90 @@
+"""Find out what a loss uses, in which order, without any data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from zfun import tree
+from zfun.collectives import abstract_group
+from zfun.errors import ZfunError, checked_options
+from zfun.flat import Flat
+from zfun.layout import DEFAULT_BUCKET_BYTES, layout_of
+from zfun.placement import S
+from zfun.transforms._cast import CastLoss
+from zfun.transforms._gradient import data_parallel, value_and_grad
+from zfun.transforms._schedule import Trace
+from zfun.transforms._shard_params import ShardedLoss, shard_params
+from zfun.typing import Loss
+
+__all__ = ["trace"]
+
+
+@checked_options
+def trace(
+    loss: Loss,
+    params: tree.Tree,
+    batch: Any,
+    size: int,
+    *,
+    trainable: Callable[[str, Any], bool] | None = None,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    persistence: int = 0,
+    reduce_dtype: torch.dtype | None = None,
+) -> Trace:
+    """Run a loss and its gradient on fake tensors, and return what it uses, in which order, forward and backward.
+
+    Nothing is computed and nothing is sent: parameters may be on the ``meta`` device, and there may be any number of ranks.
+
+    Args:
+        loss: ``(params, batch) -> scalar`` or ``(scalar, aux)``, written for whole parameters; :func:`zfun.cast` may stand around it.
+        params: a tree of tensors; only their shapes and dtypes count, and which are tied.
+        batch: a batch of a rank; of its tensors, too, only shapes and dtypes count.
+        size: the number of ranks that share the parameters.
+        trainable: which leaves are trained, by path and leaf; by default all.
+        bucket_bytes: where a bucket closes, in bytes.
+        persistence: leaves of at most so many elements lie in buckets of their own.
+        reduce_dtype: of the gradients, as :func:`zfun.data_parallel` takes it; by default that of the parameters, float32 for half types.
+
+    Returns:
+        The trace, which :func:`zfun.schedule` takes.
+
+    Example:
+        >>> import zfun as zf
+        >>> params = {"in": torch.empty(8, 64, device="meta"), "out": torch.empty(64, device="meta")}
+        >>> loss = lambda p, x: (torch.tanh(x @ p["in"]) @ p["out"]).sum()
+        >>> found = zf.trace(loss, params, torch.empty(2, 8, device="meta"), 1024, bucket_bytes=1)
+        >>> found.forward, [f"{event.kind} {event.bucket}" for event in found.backward]
+        ((0, 1), ['use 1', 'reduce 1', 'reduce 0'])
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        made: dict[int, Tensor] = {}
+
+        def fake(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            if id(leaf) not in made:
+                # On the CPU, where the tensors are that a loss makes for itself.
+                made[id(leaf)] = torch.empty(leaf.shape, dtype=leaf.dtype) if leaf.is_meta else mode.from_tensor(leaf.detach())
+            return made[id(leaf)]
+
+        group = abstract_group(size)
+        chosen, rest = (params, None) if trainable is None else tree.partition(params, trainable)
+
+        def placed(part: tree.Tree) -> Flat:
+            layout = layout_of(tree.map(fake, part), size, bucket_bytes, persistence)
+            shards = [torch.empty(layout.shard_numel(i), dtype=bucket.dtype) for i, bucket in enumerate(layout.buckets)]
+            return Flat(shards, S, layout, group)
+
+        frozen = placed(rest) if rest is not None and tree.leaves(rest) else None
+        wrapped = shard_params(loss, group, frozen=frozen)
+        vg = data_parallel(value_and_grad(wrapped), group, reduce_dtype=reduce_dtype)
+        vg(placed(chosen), tree.map(fake, batch))
+    inner = wrapped.loss if isinstance(wrapped, CastLoss) else wrapped
+    if not isinstance(inner, ShardedLoss) or not inner.schedules:
+        raise ZfunError(f"a loss of whole parameters can be traced; got {type(loss).__name__}, which was never called on them")
+    return inner.schedules[0].trace
