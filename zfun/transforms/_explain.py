@@ -269,6 +269,7 @@ class Timeline:
                 bars.text(middle, lanes.index(span.lane), str(span.bucket), ha="center", va="center", color="white", fontsize=8)
         bars.set_yticks(range(len(lanes)), lanes)
         bars.invert_yaxis()
+        bars.set_title("dark: forward, light: backward; numbers are those of the buckets", loc="right", fontsize=9)
         times, held = [t for t, _ in self.live], [n / 2**20 for _, n in self.live]
         live.fill_between([*times, self.duration], [*held, held[-1] if held else 0.0], step="post", color="#0072B2", alpha=0.35)
         live.set_ylabel("gathered, MiB")
