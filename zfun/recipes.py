@@ -216,11 +216,7 @@ def zero(
     if wire_params is not None and stage < 3:
         raise OptionError(f"wire_params is for stage 3, whose shards stay exact; got stage {stage}; use stage=3, or leave wire_params out")
     knobs = Knobs(prefetch, max_live, reuse_distance, persistence, max_persistent)
-    if stage < 3 and knobs != Knobs(prefetch):
-        raise OptionError(
-            f"max_live, reuse_distance, persistence and max_persistent are about gathered parameters, which only stage 3 has; got stage "
-            f"{stage}; use stage=3, or leave them out"
-        )
+    _check_knobs(stage, knobs)
     policy = _policy(precision)
     scaler = policy.loss_scale if isinstance(policy.loss_scale, LossScale) else None
     rule = _optimizer_of(stage, optimizer, group, bucket_bytes, offload_optimizer, policy.master)
@@ -287,6 +283,14 @@ def zero(
 
 # The options of zero() have the names of the transforms they apply.
 _offload_optimizer, _offload_params, _offload_loss, _offload_grads = offload_optimizer, offload_params, offload_loss, offload_grads
+
+
+def _check_knobs(stage: int, knobs: Knobs) -> None:
+    if stage < 3 and knobs != Knobs(knobs.prefetch):
+        raise OptionError(
+            f"max_live, reuse_distance, persistence and max_persistent are about gathered parameters, which only stage 3 has; got stage "
+            f"{stage}; use stage=3, or leave them out"
+        )
 
 
 def _check_options(stage: int, init: str, counts: dict[str, int], offload_params: Store | None) -> None:
