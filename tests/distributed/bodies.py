@@ -147,6 +147,32 @@ def another_branch(group: zf.Group) -> Any:
     return found[0]
 
 
+def any_schedule(group: zf.Group) -> Any:
+    """Every knob of the schedule, on a chain that uses its first block again, which the last rank leaves in the third step."""
+
+    def loss_fn(params: Any, x: Tensor) -> Tensor:
+        layers = [*params["h"], params["h"][0]]
+        for layer in layers[1:3] if step == 2 and group.rank == group.size - 1 else layers:
+            x = torch.tanh(x @ layer["w"] + layer["b"])
+        return (x @ params["out"]).pow(2).mean()
+
+    found: list[Any] = []
+    for options in (
+        {},
+        {"prefetch": 3},
+        {"prefetch": 0, "max_live": 192},
+        {"reuse_distance": 10**9},
+        {"persistence": 5, "reuse_distance": 1},
+    ):
+        z = zf.zero(3, loss_fn, optim.adamw(0.05), group, bucket_bytes=300, **options)
+        state = z.init(models.mlp())
+        for step, batches in enumerate(models.mlp_batches(3, group.size)):  # noqa: B007, the loss reads it
+            state, _ = z.step(state, batches[group.rank])
+        found.append(z.params(state))
+        assert_same_bits(found[-1], found[0], f"{options} and the usual schedule")
+    return found[0]
+
+
 def token_means(group: zf.Group) -> Any:
     """Unequal numbers of tokens on the ranks."""
 
@@ -301,6 +327,7 @@ BODIES = [
     frozen_leaves,
     compressed,
     another_branch,
+    any_schedule,
     token_means,
     bytes_of_steps,
     nan_on_one_rank,
