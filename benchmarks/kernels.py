@@ -18,7 +18,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -99,8 +99,8 @@ def optimizer_cases(numel: int, only: str) -> Iterator[Case]:
     p, g, m, v = (torch.randn(numel, generator=generator).mul_(1e-2) for _ in range(4))
     v.square_()
     gb, pb = g.to(BF16), p.to(BF16)
-    adam: dict[str, float] = {"b1": 0.9, "b2": 0.999, "step_size": 1e-6, "eps": 1e-8, "correction": 0.9}
-    adamw = {**adam, "decay": 1e-7}
+    adam: dict[str, Any] = {"b1": 0.9, "b2": 0.999, "step_size": 1e-6, "eps": 1e-8, "correction": 0.9}
+    adamw: dict[str, Any] = {**adam, "decay": 1e-7}
     parameter = torch.nn.Parameter(p.clone())
     parameter.grad = g
 
@@ -117,7 +117,7 @@ def optimizer_cases(numel: int, only: str) -> Iterator[Case]:
 
     def deepspeeds() -> dict[str, Run]:
         try:
-            from deepspeed.ops.adam import DeepSpeedCPUAdam
+            from deepspeed.ops.adam import DeepSpeedCPUAdam  # pyrefly: ignore[missing-import]
 
             return {"DeepSpeedCPUAdam": DeepSpeedCPUAdam([parameter], lr=1e-6, weight_decay=0.1).step}
         except Exception as error:  # noqa: BLE001 - it compiles itself, and may fail in any way
@@ -256,20 +256,20 @@ def ravel_cases() -> Iterator[Case]:
         )
 
 
-def _foreach(leaves: Sequence[Tensor], views: list[Tensor], out: Tensor, scale: float, measure: bool) -> object:
+def _foreach(leaves: tuple[Tensor, ...], views: list[Tensor], out: Tensor, scale: float, measure: bool) -> object:
     torch._foreach_copy_(views, leaves)
     if scale != 1.0:
         out.mul_(scale)
     return _measured(leaves) if measure else None
 
 
-def _mul_into(leaves: Sequence[Tensor], views: list[Tensor], scale: float, measure: bool) -> object:
+def _mul_into(leaves: tuple[Tensor, ...], views: list[Tensor], scale: float, measure: bool) -> object:
     for leaf, view in zip(leaves, views, strict=True):
         torch.mul(leaf, scale, out=view)
     return _measured(leaves) if measure else None
 
 
-def _measured(leaves: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def _measured(leaves: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(leaves)))
     return norm, torch.isfinite(norm)
 
