@@ -157,8 +157,9 @@ def any_schedule(group: zf.Group) -> Any:
         return (x @ params["out"]).pow(2).mean()
 
     found: list[Any] = []
-    knobs: list[dict[str, Any]] = [{"prefetch": 0, "max_live": 192}, {"reuse_distance": 10**9}, {"persistence": 5, "reuse_distance": 1}]
-    for options in ({}, {"prefetch": 3}, *knobs):
+    knobs: list[dict[str, Any]] = [{}, {"prefetch": 3}, {"prefetch": 0, "max_live": 192}, {"reuse_distance": 10**9}]
+    knobs.append({"persistence": 5, "reuse_distance": 1})
+    for options in knobs:
         z = zf.zero(3, loss_fn, optim.adamw(0.05), group, bucket_bytes=300, **options)
         state = z.init(models.mlp())
         for step, batches in enumerate(models.mlp_batches(3, group.size)):  # noqa: B007, the loss reads it
