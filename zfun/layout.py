@@ -33,6 +33,10 @@ LabelFn: TypeAlias = Callable[[str, Any], Hashable]
 
 DEFAULT_BUCKET_BYTES = 16 * 2**20
 
+# Shards of large buckets are whole pages, which ranks of one host can show each other without a copy.
+_PAGE_BYTES = 4096
+_MAX_WASTE = 0.02
+
 # Leaves begin, and shards end, at multiples of this many elements: whole vector registers, and whole cache lines from float16 on.
 ALIGNMENT = 32
 
@@ -230,12 +234,18 @@ def _layout(
         slots.append(LeafSlot(key.path, key.shape, key.dtype, bucket, ends[bucket], numel))
         members[bucket].append(index)
         ends[bucket] += -(-numel // ALIGNMENT) * ALIGNMENT
-    unit = ALIGNMENT * size
     buckets = tuple(
-        BucketSlot(dtype, tuple(leaves), sum(slots[i].numel for i in leaves), -(-end // unit) * unit)
+        BucketSlot(dtype, tuple(leaves), sum(slots[i].numel for i in leaves), _padded(end, dtype, size))
         for dtype, leaves, end in zip(dtypes, members, ends, strict=True)
     )
     return Layout(tuple(slots), buckets, size, spec, positions, paths, device)
+
+
+def _padded(numel: int, dtype: torch.dtype, size: int) -> int:
+    """The length of a bucket: its shards end at whole cache lines, and at whole pages where that adds next to nothing."""
+    page = size * (_PAGE_BYTES // dtype.itemsize)
+    unit = page if page <= _MAX_WASTE * numel else ALIGNMENT * size
+    return -(-numel // unit) * unit
 
 
 @functools.lru_cache(maxsize=64)

@@ -248,7 +248,8 @@ def zero(
         value, grads = gradient_of(state.frozen, scale)(state.params, batch)
         loss, aux = value if type(value) is tuple else (value, None)
         loss = loss.mean if isinstance(loss, WeightedMean) else loss
-        grads = redistribute(grads, R if stage == 0 else S, group, name="grads", donate=True)
+        # Gradients that are only read from here on need not be this rank's own.
+        grads = redistribute(grads, R if stage == 0 else S, group, name="grads", donate=True, borrow=scale == 1.0)
         # By the scale that backward used, and after the sum: what float16 can send scaled may be too small for it unscaled.
         grads = grads if scale == 1.0 else _unscaled(grads, scale)
         norm = global_norm(grads)

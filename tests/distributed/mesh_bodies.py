@@ -14,8 +14,8 @@ import zfun as zf
 from tests import models
 from zfun import optim
 from zfun.collectives import AllGather, AllReduce, AllToAll, Broadcast, Call, Lane, Permute, Reduce, ReduceScatter
+from zfun.collectives import _meeting as meeting
 from zfun.collectives import _process as process
-from zfun.collectives import _shared as shared
 from zfun.errors import CollectiveMismatch, PeerLost
 from zfun.testing import assert_same_bits
 
@@ -64,7 +64,7 @@ def dies_in_a_row(group: zf.Group) -> None:
 def _on_two_hosts(group: zf.Group) -> zf.Group:
     """A group of the same ranks, which believe that the first two are on one host and the others on another."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (shared, process):
+        for module in (meeting, process):
             patch.setattr(module, "_host", lambda: f"host {group.rank // 2}")
         return zf.process_group(dist.group.WORLD, timeout_s=20.0)
 

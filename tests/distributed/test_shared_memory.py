@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import zfun as zf
 from tests.distributed import needs_shared_memory
 from zfun.collectives import (
     AllGather,
@@ -39,6 +40,7 @@ from zfun.collectives import (
     simulate,
     single_group,
 )
+from zfun.collectives import _meeting as meeting
 from zfun.collectives import _shared as shared
 from zfun.collectives._process import _SharedGroup
 from zfun.errors import CollectiveMismatch, OptionError, PeerLost
@@ -132,13 +134,16 @@ def _random_program(group: Group, seed: int, num_calls: int, largest: int) -> li
         dtype = common.choice(DTYPES)
         numel = int(largest ** common.random()) - 1
         lane = common.choice([Lane.PARAMS, Lane.GRADS, Lane.CONTROL])
+        borrow = common.random() < 0.3
+        if borrow:  # shards of whole pages
+            numel = -(-numel // (4096 * group.size)) * 4096 * group.size
         x = _values(group.rank, numel * group.size if op.splits_input else numel, dtype, seed=number)
         if own.random() < 0.3:
             x = group.buffer(x.numel(), dtype).copy_(x)
         out = None
-        if isinstance(op, AllReduce) and own.random() < 0.3:
+        if isinstance(op, AllReduce) and not borrow and own.random() < 0.3:
             out = x
-        pending.append((number, group.start(Call(op, "x", str(number), lane), x, out)))
+        pending.append((number, group.start(Call(op, "x", str(number), lane, borrow), x, out)))
         if number % 40 == 0:
             limit = common.choice([1, 4, 30, 200])
         while len(pending) > limit:
@@ -318,6 +323,143 @@ def test_every_group_has_buffers() -> None:
         group.await_readers(torch.ones(1))
 
 
+# Borrowed results.
+
+PIECE = 3 * 4096
+
+
+def _gather(group: Group, x: Tensor, *, borrow: bool) -> Tensor:
+    return group.start(Call(AllGather(), "params", lane=Lane.PARAMS, borrow=borrow), x).wait()
+
+
+def _borrows(group: Group) -> list[bytes]:
+    """What is borrowed has the bits of what is copied; what lies in a buffer is looked at where it lies, and nothing is copied."""
+    memory, found = _memory(group), []
+    for step in range(3):
+        x = group.buffer(PIECE, torch.float32).copy_(_values(group.rank, PIECE, torch.float32, step))
+        before = memory.in_use
+        borrowed = _gather(group, x, borrow=True)
+        assert memory.in_use - before <= 64 * 4096  # slots of the lane
+        assert torch.equal(borrowed, _gather(group, x, borrow=False))
+        found.append(_fingerprint(borrowed))
+        from_elsewhere = _gather(group, x.clone(), borrow=True)
+        assert torch.equal(from_elsewhere, borrowed)
+        term = group.buffer(4096 * group.size, torch.float32).fill_(step + group.rank)
+        expected = group.start(Call(AllReduce(), "grads", lane=Lane.GRADS), term.clone()).wait()
+        assert torch.equal(group.start(Call(AllReduce(), "grads", lane=Lane.GRADS, borrow=True), term).wait(), expected)
+    del x, borrowed, from_elsewhere, term
+    group.barrier()
+    group.barrier()
+    assert memory.in_use <= 3 * 64 * 4096 + 4 * 4096
+    return found
+
+
+def test_what_is_borrowed_has_the_bits_of_what_is_copied(workers: Workers) -> None:
+    results = workers.run(_borrows)
+    assert results == [results[0]] * len(results)
+
+
+def _keeps(group: Group) -> list[float]:
+    """Who is about to write waits for the others, and a view that is kept in spite of that keeps its values."""
+    x = group.buffer(PIECE, torch.float32).fill_(1.0 + group.rank)
+    whole = _gather(group, x, borrow=True)
+    kept = whole[PIECE - 1 : PIECE + 1]
+    if group.rank == 0:
+        time.sleep(0.1)
+    assert whole.sum() == PIECE * sum(range(1, group.size + 1))
+    group.await_readers(x)
+    x += 10
+    group.barrier()
+    assert _gather(group, x, borrow=True)[::PIECE].tolist() == [11.0 + rank for rank in range(group.size)]
+    return kept.tolist()
+
+
+def test_a_view_that_is_kept_keeps_its_values(workers: Workers) -> None:
+    results = workers.run(_keeps)
+    assert results == [[1.0, 2.0]] * len(results)
+
+
+def _writes_through(group: Group) -> int:
+    """A rank's own part of what it has borrowed is the buffer itself, step after step."""
+    regions = []
+    whole = _gather(group, torch.full((PIECE,), float(group.rank)), borrow=True)
+    for step in range(3):
+        own = whole.view(group.size, PIECE)[group.rank]
+        group.await_readers(own)
+        own += 1
+        whole = _gather(group, own, borrow=True)
+        assert whole[::PIECE].tolist() == [step + 1.0 + rank for rank in range(group.size)]
+        regions.append(whole.data_ptr())
+    return len(set(regions))
+
+
+def test_an_own_part_is_written_where_it_lies(workers: Workers) -> None:
+    results = workers.run(_writes_through)
+    assert results == [1] * len(results)
+
+
+def _views_outlive(group: Group) -> list[float]:
+    own = process_group(dist.group.WORLD, shared_memory=True)
+    whole = _gather(own, own.buffer(PIECE, torch.float32).fill_(2.0 + group.rank), borrow=True)
+    kept = whole[PIECE - 1 : PIECE + 1]
+    own.barrier()
+    own.close()
+    del own, whole
+    return kept.tolist()
+
+
+def test_borrowed_views_outlive_the_group(two: Workers) -> None:
+    mappings = two.run(_mapped)
+    assert two.run(_views_outlive) == [[2.0, 3.0]] * 2
+    assert two.run(_mapped) == mappings
+
+
+def _mapped(group: Group) -> int:
+    return sum("memfd:zfun" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def _no_more_mappings(group: Group) -> None:
+    def refuse(*args: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared, "Region", refuse)
+        x = group.buffer(PIECE, torch.float32).fill_(float(group.rank))
+        whole = _gather(group, x, borrow=True)
+    group.await_readers(x)
+    x += 1
+    group.barrier()
+    assert whole[::PIECE].tolist() == list(range(group.size))
+
+
+def test_what_cannot_be_mapped_is_copied(two: Workers) -> None:
+    two.run(_no_more_mappings)
+
+
+def _pure_steps(group: zf.Group, stage: int) -> list[bytes]:
+    """Without donation no old value ever changes."""
+    generator = torch.Generator().manual_seed(0)
+    params = {"w": torch.randn(400, 700, generator=generator), "b": torch.randn(700, generator=generator)}
+    z = zf.zero(stage, _loss, zf.optim.adamw(0.1), group, donate=False)
+    states = [z.init(params)]
+    for step in range(3):
+        states.append(z.step(states[-1], torch.full((400,), 1.0 + group.rank + step))[0])
+    found = [[_fingerprint(leaf) for leaf in z.params(state).values()] for state in states]
+    again = [[_fingerprint(leaf) for leaf in z.params(state).values()] for state in reversed(states)]
+    assert found == again[::-1]
+    assert len({text for texts in found for text in texts}) == 8
+    return [text for texts in found for text in texts]
+
+
+def _loss(params: dict[str, Tensor], batch: Tensor) -> Tensor:
+    return (batch @ params["w"] + params["b"]).square().mean()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_old_values_never_change(two: Workers, stage: int) -> None:
+    assert two.run(_pure_steps, stage) == zf.simulate(2, _pure_steps, stage)
+
+
 def _names() -> set[str]:
     sockets = {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if "zfun-" in line}
     return sockets | {str(path) for path in Path("/dev/shm").iterdir()}
@@ -328,7 +470,13 @@ def _all_die(group: Group) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("program", [_size, _all_die])
+def _all_die_borrowing(group: Group) -> None:
+    whole = _gather(group, group.buffer(PIECE, torch.float32).fill_(1.0), borrow=True)
+    assert whole.sum() == whole.numel()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("program", [_size, _all_die, _all_die_borrowing])
 def test_nothing_is_left(program: object) -> None:
     before = _names()
     with Workers(2, timeout_s=RUN_S, shared_memory=True) as workers:
@@ -442,10 +590,10 @@ def _cannot(group: Group, what: str, option: bool | None) -> str:
                 case "machine":
                     patch.setattr(platform, "machine", lambda: "aarch64")
                 case "host":
-                    patch.setattr(shared, "_host", lambda: "elsewhere")
+                    patch.setattr(meeting, "_host", lambda: "elsewhere")
                 case "socket":
-                    patch.setattr(shared, "_credentials", lambda connection: (0, os.getuid() + 1))
-        patch.setattr(shared, "_MEETING_S", 1.0)
+                    patch.setattr(meeting, "_credentials", lambda connection: (0, os.getuid() + 1))
+        patch.setattr(meeting, "_MEETING_S", 1.0)
         return _made(group, [option] * group.size)
 
 

@@ -287,3 +287,26 @@ def test_prefetch_changes_no_bit_and_no_byte(prefetch: int) -> None:
 def test_prefetch_is_a_number_of_buckets() -> None:
     with pytest.raises(zf.OptionError, match="prefetch is a number of buckets; got -1"):
         zf.simulate(1, lambda group: zf.shard_params(models.mlp_loss, group, prefetch=-1))
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_loss_must_not_write_to_its_parameters(stage: int, when: str) -> None:
+    def loss_fn(params: Any, x: Tensor) -> Tensor:
+        def write(grad: Tensor | None = None) -> None:
+            with torch.no_grad():
+                params["h"][1]["b"][:1] += 1
+
+        out = torch.tanh(x @ params["h"][0]["w"] + params["h"][0]["b"])
+        if when == "backward":
+            out.register_hook(write)
+        else:
+            write()
+        return (out @ params["h"][1]["w"] + params["h"][1]["b"]).pow(2).mean()
+
+    def main(group: zf.Group) -> None:
+        z = zf.zero(stage, loss_fn, zf.optim.sgd(0.1), group)
+        z.step(z.init(models.mlp()), X)
+
+    with pytest.raises(zf.errors.ZfunError, match=r"must not change its parameters in place; leaf 'h\.1\.b' was changed; clone\(\) it"):
+        zf.simulate(2, main)

@@ -198,12 +198,15 @@ class Call:
         name: what is sent ("params", "grads", "loss", ...). Ranks must agree on it.
         part: which bucket or leaves, for error messages. Ranks must agree on it.
         lane: the order in which the call takes part.
+        borrow: the result of an all-gather or an all-reduce is only read, and may share memory with what the ranks gave, which is only read
+            from then on too, until ``Group.await_readers``; the input of an all-reduce is given up. The bits are the same.
     """
 
     op: Op
     name: str = ""
     part: str = ""
     lane: Lane = Lane.CONTROL
+    borrow: bool = False
 
 
 def describe(call: Call, numel: int, dtype: torch.dtype) -> str:
@@ -227,7 +230,8 @@ def describe(call: Call, numel: int, dtype: torch.dtype) -> str:
             pass
     name = f" {call.name!r}" if call.name else ""
     part = f" ({call.part})" if call.part else ""
-    return f"{what}{name}{part} of {numel} {str(dtype).removeprefix('torch.')} on lane {call.lane.name}"
+    borrowed = ", borrowed" if call.borrow else ""
+    return f"{what}{name}{part} of {numel} {str(dtype).removeprefix('torch.')} on lane {call.lane.name}{borrowed}"
 
 
 def _shortened(ranks: Iterable[int]) -> str:

@@ -62,7 +62,8 @@ class Group(Protocol):
                 ``x`` may be this rank's slice of it, and then the slice is not copied. Otherwise they must not overlap.
 
         Returns:
-            The pending result: ``out`` if it was given, else a fresh tensor that shares memory with nobody.
+            The pending result: ``out`` if it was given, else a fresh tensor that shares memory with nobody, unless ``call`` says that it is
+            borrowed.
 
         Raises:
             OptionError: the tensors do not fit the call.
@@ -135,8 +136,11 @@ class Group(Protocol):
     def await_readers(self, x: Tensor) -> None:
         """Return when no other rank reads a tensor of :meth:`buffer` any more: when all have waited for the calls that sent it.
 
+        Results that were borrowed from it (``Call.borrow``) must be given back as well: when nobody looks at them any more, or when their
+        rank comes here itself. So all ranks that have borrowed call this before they write; views that they keep then keep their values.
+
         Args:
-            x: a buffer, or a view of it. For any other tensor there is nothing to wait for.
+            x: a buffer, or a view of it, or this rank's own part of a borrowed result. For any other tensor there is nothing to wait for.
 
         Raises:
             PeerLost: another rank raised, died or did not wait in time.

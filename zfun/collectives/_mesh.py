@@ -381,13 +381,14 @@ def check_shardable(group: Group, what: str) -> None:
         raise PlacementError(f"{what} shards over a mesh or its inner axis; got its outer axis, which replicates; pass mesh.inner")
 
 
-def start_reduce_scatter_over(group: Group, call: Call, x: Tensor) -> Pending:
+def start_reduce_scatter_over(group: Group, call: Call, x: Tensor, out: Tensor | None = None) -> Pending:
     """Start a sum over the mesh of a group, cut over the group: ``P -> S``.
 
     Args:
         group: a group, a mesh, or the inner axis of one.
         call: a reduce-scatter.
         x: 1-D; the size of ``group`` divides its length.
+        out: 1-D; where the piece may go.
 
     Returns:
         The pending piece of this rank.
@@ -404,4 +405,4 @@ def start_reduce_scatter_over(group: Group, call: Call, x: Tensor) -> Pending:
     mesh = group.mesh
     if group is not mesh and isinstance(mesh, Mesh):
         return mesh.reduce_scatter_inner(call, x)
-    return group.start(call, x)
+    return group.start(call, x, out)

@@ -40,9 +40,10 @@ from zfun.collectives._checked import checked
 from zfun.collectives._exchange import Buffers, Started, start_exchange
 from zfun.collectives._group import Group, own_part
 from zfun.collectives._hosts import Place, goes_over_hosts, num_messages, over_hosts
+from zfun.collectives._meeting import _exchange_texts, _host, meet
 from zfun.collectives._monitor import Monitor, different
 from zfun.collectives._pending import Pending
-from zfun.collectives._shared import Disagreement, SharedMemory, TransportError, _exchange_texts, _host, meet
+from zfun.collectives._shared import Disagreement, SharedMemory, TransportError
 from zfun.collectives._single import single_group
 from zfun.errors import OptionError, PeerLost, ZfunError, checked_options
 
@@ -613,16 +614,17 @@ class _SharedGroup(_ProcessGroup):
             raise OptionError(f"a gloo group moves CPU tensors only; {call.op.kind} got one on {x.device}; use nccl")
         self._check_open()
         x = x.detach()
-        result = x.new_empty(call.op.output_numel(x.numel(), self.size)) if out is None else out
+        borrowed = call.borrow and out is None and self._memory.can_borrow(call.op, x)
+        result = x.new_empty(call.op.output_numel(x.numel(), self.size)) if out is None and not borrowed else out
         text = describe(call, x.numel(), x.dtype)
         with torch.no_grad():
-            sent = self._memory.send(call, text, x, result.detach())
+            sent = self._memory.send(call, text, x, None if result is None else result.detach())
         self._monitor.note_start(call.lane, text)
 
         def wait() -> Tensor:
             with torch.no_grad(), self._explained(text, sent.index):
-                self._memory.finish(sent)
-            return result
+                found = self._memory.finish(sent)
+            return found if result is None else result
 
         return Pending(wait)
 
@@ -632,7 +634,7 @@ class _SharedGroup(_ProcessGroup):
 
     def await_readers(self, x: Tensor) -> None:
         self._check_open()
-        for use in self._memory.uses(x):
+        for use in self._memory.give_up(x):
             with self._explained(use.text, use.index):
                 self._memory.await_readers(use)
 

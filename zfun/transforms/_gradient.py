@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from zfun.placement import P, Placement, R, S
 from zfun.transforms._cast import CastLoss
 from zfun.transforms._redistribute import check_agreement, redistribute
 from zfun.transforms._remat import warn_of_whole_loss
-from zfun.transforms._tape import Sink, Tape
+from zfun.transforms._tape import Sink, Tape, check_unwritten
 from zfun.typing import Gradient, Loss
 from zfun.wire import Wire, check_wire, start_over
 
@@ -99,7 +100,8 @@ class _ReduceScatter:
         call = Call(ReduceScatter(), "grads", layout.label(bucket), Lane.GRADS)
         if self.wire is not None:
             return start_over(call, buffer, self.group, self.wire)
-        return start_reduce_scatter_over(self.group, call, buffer)
+        out = self.group.buffer(layout.shard_numel(bucket), buffer.dtype, buffer.device)
+        return start_reduce_scatter_over(self.group, call, buffer, out)
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ class GradientFunction:
     def __call__(self, params: tree.Tree, batch: Any) -> tuple[Any, Any]:
         """Return the loss and the gradients."""
         layout, group = self._layout(params)
-        tape = Tape(layout, self._native_sinks(params), _grad_dtypes(layout, group, self.reduce_dtype))
+        tape = Tape(layout, self._native_sinks(params), _grad_dtypes(layout, group, self.reduce_dtype), group)
         with torch.enable_grad():
             value, total, weight, aux = _parse(self.loss(_open(params, layout, tape), batch))
         weight, loss = self._reduce_loss(total.detach(), weight, tape)
@@ -255,7 +257,9 @@ def _open(params: tree.Tree, layout: Layout, tape: Tape) -> tree.Tree:
         return tracked
     if isinstance(params, Flat):
         buffers = stores.resident(params).buffers
-        leaves = [ops.unravel(buffers[slot.bucket], slot.offset, slot.shape, slot.dtype) for slot in layout.leaves]
+        # Each with a version of its own, which tells whether the loss has written to it.
+        leaves = [ops.unravel(buffers[slot.bucket], slot.offset, slot.shape, slot.dtype).data for slot in layout.leaves]
+        tape.on_end.append(functools.partial(check_unwritten, leaves, layout.leaves))
     else:
         leaves = unique_leaves(params, layout)
     opened: list[Tensor] = [torch.empty(0)] * len(leaves)

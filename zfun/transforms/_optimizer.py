@@ -72,6 +72,8 @@ def shard_optimizer(optimizer: Any, group: Group, *, bucket_bytes: int = DEFAULT
     def apply(grads: tree.Tree, state: Any, params: tree.Tree, *, donate: bool = False) -> tuple[Any, Any]:
         layout = grads.layout if isinstance(grads, Flat) else None
         shards = to_shards(params, layout)
+        if donate:
+            await_readers(shards)
         new, state = inner.apply(_aligned(grads, shards), state, shards, donate=donate)
         return _back(new, params), state
 
@@ -128,13 +130,22 @@ def apply(optimizer: Any, grads: tree.Tree, state: Any, params: tree.Tree, *, do
     present = stores.resident(params)
     present = relaid(present, _split(present.layout, chosen))
     aligned = redistribute(present, chosen.placement or params.placement, chosen.group or params.group, name="params")
+    if donate:
+        await_readers(aligned)
     new, new_state = chosen.apply(_aligned(grads, aligned), state, aligned, donate=donate)
-    new = _stored_like(relaid(redistribute(new, params.placement, params.group, name="params"), params.layout), params)
+    new = _stored_like(relaid(redistribute(new, params.placement, params.group, name="params", borrow=True), params.layout), params)
     if donate:
         # What an optimizer returns as it was given must live on.
         new_state = tree.map(_anew, new_state, is_leaf=lambda x: isinstance(x, Flat))
         consume([*flats(state), params], f"zf.apply(..., donate=True) at {call_site()}")
     return new, new_state
+
+
+def await_readers(params: Flat) -> None:
+    """Return when no rank looks at these buffers any more, which are going to be written."""
+    for buffer in params.buffers:
+        if isinstance(buffer, Tensor):
+            params.group.await_readers(buffer)
 
 
 def _anew(value: Any) -> Any:
@@ -242,7 +253,7 @@ def _aligned(grads: tree.Tree, params: Flat) -> Flat:
 def _back(shards: Flat, params: tree.Tree) -> tree.Tree:
     """Return sharded results in the placement and the form of the parameters."""
     if isinstance(params, Flat):
-        return relaid(redistribute(shards, params.placement, params.group, name="params"), params.layout)
+        return relaid(redistribute(shards, params.placement, params.group, name="params", borrow=True), params.layout)
     return unravel(redistribute(shards, R, shards.group, name="params"))
 
 

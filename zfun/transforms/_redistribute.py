@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -75,10 +76,10 @@ def shard(
     check_shardable(group, "shard()")
     if isinstance(params, Flat):
         flat = replicate(params, group)
-        return flat.with_buffers((_slice(buffer, group).clone() for buffer in flat.buffers), S)
+        return flat.with_buffers((_own(buffer, group) for buffer in flat.buffers), S)
     layout, whole = _lay_out(params, group, bucket_bytes, persistence, init, labels)
     # Bucket by bucket, so that one whole bucket exists beside the shards and not all of them.
-    return Flat((_slice(buffer, group).clone() for buffer in whole), S, layout, group)
+    return Flat((_own(buffer, group) for buffer in whole), S, layout, group)
 
 
 @checked_options
@@ -224,7 +225,9 @@ def gather(value: tree.Tree) -> tree.Tree:
     return whole if value.compute_dtype is None else cast_leaves(whole, value.compute_dtype)
 
 
-def redistribute(value: Flat, placement: Placement, group: Group, *, name: str = "value", donate: bool = False) -> Flat:
+def redistribute(
+    value: Flat, placement: Placement, group: Group, *, name: str = "value", donate: bool = False, borrow: bool = False
+) -> Flat:
     """Change the placement of a value; the meaning stays.
 
     ====== ==================== ======================
@@ -255,6 +258,8 @@ def redistribute(value: Flat, placement: Placement, group: Group, *, name: str =
         group: the group of ``value``, or on a mesh another group of the same mesh.
         name: what it is, in records and errors.
         donate: let a sum over the ranks be written over ``value``, or ``value`` be freed on the way; it must not be used again.
+        borrow: let the result share memory with the other ranks, to which nobody writes before ``group.await_readers``; with ``donate``
+            for a sum.
 
     Returns:
         A ``Flat`` with that placement over ``group``; the same one where nothing changes.
@@ -287,7 +292,7 @@ def redistribute(value: Flat, placement: Placement, group: Group, *, name: str =
             buffers = (_embed(buffer if kept else torch.zeros_like(buffer), here) for buffer in value.buffers)
             return value.with_buffers(buffers, P, group)
         case Placement.PARTIAL, Placement.REPLICATED:
-            return _communicate(value, AllReduce(), here, R, group, name, donate=donate)
+            return _communicate(value, AllReduce(), here, R, group, name, donate=donate, borrow=borrow)
         case Placement.PARTIAL, Placement.SHARDED:
             return _communicate(value, ReduceScatter(), group, S, group, name, donate=donate)
         case Placement.SHARDED, Placement.SHARDED:
@@ -296,7 +301,7 @@ def redistribute(value: Flat, placement: Placement, group: Group, *, name: str =
                 return _communicate(value, AllGather(), mesh.outer, S, group, name, donate=donate)
             return value.with_buffers((_slice(buffer, mesh.outer) for buffer in value.buffers), S, group)
         case _:
-            return _communicate(value, AllGather(), here, R, group, name, donate=donate)
+            return _communicate(value, AllGather(), here, R, group, name, donate=donate, borrow=borrow)
 
 
 def _check_target(value: Flat, placement: Placement, group: Group) -> None:
@@ -326,7 +331,9 @@ _EXACT = {"all_gather": collectives.all_gather, "reduce_scatter": collectives.re
 _COMPRESSED = {"all_gather": wire.all_gather, "reduce_scatter": wire.reduce_scatter, "all_reduce": wire.all_reduce}
 
 
-def _communicate(value: Flat, op: Op, over: Group, placement: Placement, group: Group, name: str, *, donate: bool) -> Flat:
+def _communicate(
+    value: Flat, op: Op, over: Group, placement: Placement, group: Group, name: str, *, donate: bool, borrow: bool = False
+) -> Flat:
     """Do a collective over one group, and return what is then placed over another one."""
     layout = value.layout
     if (over.mesh if isinstance(op, ReduceScatter) else over).size == 1:
@@ -337,7 +344,9 @@ def _communicate(value: Flat, op: Op, over: Group, placement: Placement, group: 
     buffers = list(value.buffers)
     if donate:
         value.discard(f"redistribute({name!r}, donate=True) at {call_site()}")
-    in_place = donate and isinstance(op, AllReduce)
+    # Who writes asks the value's own group for its readers. The input of a borrowed sum is given up.
+    borrow = borrow and over is group and (donate or not isinstance(op, AllReduce))
+    in_place = donate and isinstance(op, AllReduce) and not borrow
     out: list[Tensor] = []
     pending: list[Pending] = []
     for index in range(len(buffers)):
@@ -347,7 +356,10 @@ def _communicate(value: Flat, op: Op, over: Group, placement: Placement, group: 
         if value.wire is not None and buffer.is_floating_point():
             pending.append((wire.start_over if isinstance(op, ReduceScatter) else wire.start)(call, buffer, over, value.wire))
         elif isinstance(op, ReduceScatter):
-            pending.append(start_reduce_scatter_over(over, call, buffer))
+            room = over.buffer(buffer.numel() // over.size, buffer.dtype, buffer.device)
+            pending.append(start_reduce_scatter_over(over, call, buffer, room))
+        elif borrow:
+            pending.append(over.start(dataclasses.replace(call, borrow=True), buffer))
         else:
             pending.append(over.start(call, buffer, buffer if in_place else None))
         del buffer
@@ -374,6 +386,12 @@ def _differentiable(op: Op, buffer: Tensor, over: Group, form: wire.Wire | None)
 def _slice(buffer: Tensor, group: Group) -> Tensor:
     numel = buffer.numel() // group.size
     return buffer.narrow(0, group.rank * numel, numel)
+
+
+def _own(buffer: Tensor, group: Group) -> Tensor:
+    """Copy this rank's piece of a whole buffer to where the others can look at it."""
+    piece = _slice(buffer, group)
+    return group.buffer(piece.numel(), piece.dtype, piece.device).copy_(piece)
 
 
 def _embed(shard: Tensor, group: Group) -> Tensor:

@@ -54,7 +54,7 @@ from zfun.transforms._lazy import LazyLeaf
 from zfun.transforms._redistribute import gather, needs_autograd
 from zfun.transforms._remat import warn_of_whole_loss
 from zfun.transforms._schedule import Event, Knobs, Schedule, Step, Trace, TracedBucket
-from zfun.transforms._tape import Tape
+from zfun.transforms._tape import Tape, check_unwritten
 from zfun.typing import Loss
 from zfun.wire import Wire, check_wire, start
 
@@ -305,12 +305,13 @@ class _Packed:
 class _Shard:
     """One bucket of a session: where its shard is, and how it is sent and used."""
 
-    __slots__ = ("dtype", "flat", "index", "sent", "slots", "trained")
+    __slots__ = ("dtype", "flat", "index", "is_borrowed", "sent", "slots", "trained")
 
     def __init__(self, flat: Flat, index: int, *, trained: bool) -> None:
         self.flat = flat
         self.index = index
         self.trained = trained
+        self.is_borrowed = True
         bucket = flat.layout.buckets[index]
         self.slots = [flat.layout.leaves[i] for i in bucket.leaves]
         self.dtype = bucket.dtype
@@ -351,7 +352,7 @@ class _Shard:
         """Start to gather it."""
         flat, group = self.flat, self.flat.group
         shard = stores.fetch(flat.buffers[self.index], flat.layout.device)
-        call = Call(AllGather(), "params", flat.layout.label(self.index), Lane.PARAMS)
+        call = Call(AllGather(), "params", flat.layout.label(self.index), Lane.PARAMS, borrow=self.is_borrowed)
         if group.size > 1 and flat.wire is not None and shard.is_floating_point():
             return start(call, shard, group, flat.wire, dtype=self.dtype)
         shard = shard.to(self.sent)
@@ -359,7 +360,8 @@ class _Shard:
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """View the gathered bucket as its leaves."""
-        views = [ops.unravel(buffer, slot.offset, slot.shape, slot.dtype) for slot in self.slots]
+        # Each with a version of its own, which tells whether the loss has written to it.
+        views = [ops.unravel(buffer, slot.offset, slot.shape, slot.dtype).data for slot in self.slots]
         return views if self.flat.compute_dtype is None else cast_leaves(views, self.flat.compute_dtype)
 
 
@@ -407,6 +409,9 @@ class _Session:
         self._emptied: dict[int, list[Tensor]] = {}
         self._storages: dict[int, tuple[int, StorageWeakRef]] = {}
         self._persistent = plan.schedule.persistent if plan else knobs.persistent(self._traced)
+        for bucket in self._persistent:
+            # It stays gathered beside shards that are written.
+            self._shards[bucket].is_borrowed = False
         self._kept: frozenset[int] = frozenset()
         self._overdue: set[int] = set()
         self._last_use = {} if plan is None else {b: place for place, b in enumerate(plan.schedule.trace.forward)}
@@ -529,6 +534,8 @@ class _Session:
             self._spare.pop().wait()
         for bucket in [b for b in self._buffers if b not in kept]:
             del self._buffers[bucket]
+        for bucket, views in self._views.items():
+            check_unwritten(views, self._shards[bucket].slots)
         self._views.clear()
         self._emptied.clear()
 
@@ -655,6 +662,8 @@ class _Session:
 
     def _release(self, bucket: int) -> None:
         views = self._views.get(bucket)
+        if views is not None:
+            check_unwritten(views, self._shards[bucket].slots)
         if views is not None and self._phase == "forward" and self._shards[bucket].trained and self._may_come_back(bucket):
             if _is_held(views):
                 # By the operation that is about to run, or by the loss, which keeps what gather() or to() returned.
@@ -713,10 +722,10 @@ class _Session:
         return {again: self._shards[again].start().wait() for again in sorted(set(wanted)) if again >= 0}
 
     def _pack(self, tensor: Tensor) -> Tensor | _Packed:
-        if tensor.is_sparse or tensor.is_conj() or tensor.is_neg():
+        if tensor.is_sparse:
             return tensor
         found = self._storages.get(tensor.untyped_storage()._cdata)
-        if found is None:
+        if found is None or tensor.is_conj() or tensor.is_neg():
             return tensor
         if not self._packed or self._packed[-1] != found[0]:
             self._packed.append(found[0])
@@ -728,7 +737,9 @@ class _Session:
         if isinstance(saved, Tensor):
             return saved
         self._touch(saved.bucket)
-        return self._take(saved.bucket).detach().view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
+        buffer = self._take(saved.bucket)
+        whole = buffer if buffer.dtype == saved.dtype else buffer.view(saved.dtype)
+        return whole.as_strided(saved.size, saved.stride, saved.offset)
 
 
 def _is_held(tensors: list[Tensor]) -> bool:

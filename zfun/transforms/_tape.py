@@ -25,9 +25,11 @@ import torch
 from torch import Tensor
 
 from zfun import ops
-from zfun.layout import Layout
+from zfun.collectives import Group
+from zfun.errors import ZfunError
+from zfun.layout import Layout, LeafSlot
 
-__all__ = ["MAX_IN_FLIGHT", "Handle", "Sink", "Tape", "is_bucket_view"]
+__all__ = ["MAX_IN_FLIGHT", "Handle", "Sink", "Tape", "check_unwritten", "is_bucket_view"]
 
 # Reductions in flight: one that runs while the next bucket is filled.
 MAX_IN_FLIGHT = 2
@@ -59,9 +61,11 @@ class Tape:
         layout: of the parameters.
         sinks: what each bucket goes through, in order.
         dtypes: of the gradient buffers, one for each bucket.
+        group: the ranks that they are going to be summed over, if any: it says where buffers are best made.
     """
 
-    def __init__(self, layout: Layout, sinks: Sequence[Sink], dtypes: Sequence[torch.dtype]) -> None:
+    def __init__(self, layout: Layout, sinks: Sequence[Sink], dtypes: Sequence[torch.dtype], group: Group | None = None) -> None:
+        self._group = group
         self.layout = layout
         self.sinks = tuple(sinks)
         self.dtypes = tuple(dtypes)
@@ -131,14 +135,19 @@ class Tape:
         leaves = [self.layout.leaves[i] for i in slot.leaves]
         grads, self._sums[bucket] = self._sums[bucket], None
         self.unused += [leaf.path for i, leaf in enumerate(leaves) if grads is None or grads[i] is None]
-        self._ready[bucket] = ops.ravel(
+        dtype, device = self.dtypes[bucket], self.layout.device
+        # What is going to be sent is written where the others read it.
+        group = self._group
+        out = (
+            torch.empty(slot.padded_numel, dtype=dtype, device=device) if group is None else group.buffer(slot.padded_numel, dtype, device)
+        )
+        ops.ravel_into(
+            out,
             [None] * len(leaves) if grads is None else [_rounded(x, leaf.dtype) for x, leaf in zip(grads, leaves, strict=True)],
             [leaf.offset for leaf in leaves],
-            slot.padded_numel,
-            dtype=self.dtypes[bucket],
-            device=self.layout.device,
             scale=1.0 if grads is None else self.scale,
         )
+        self._ready[bucket] = out
 
     def _start_ready(self) -> None:
         while self._next >= 0 and self._ready[self._next] is not None:
@@ -157,6 +166,21 @@ class Tape:
             for sink in self.sinks[1:]:
                 pending = sink.start(pending.wait(), self.layout, bucket)
             self._results[bucket] = pending.wait()
+
+
+def check_unwritten(views: Sequence[Tensor], slots: Sequence[LeafSlot]) -> None:
+    """Refuse a loss that has written to its parameters: they may be the memory of other ranks.
+
+    Raises:
+        ZfunError: names the leaf.
+    """
+    for view, slot in zip(views, slots, strict=True):
+        if view._version:
+            raise ZfunError(
+                f"a loss must not change its parameters in place; leaf {slot.path!r} was changed; clone() it in the loss, and return what "
+                "is to be kept as aux",
+                leaf=slot.path,
+            )
 
 
 def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:

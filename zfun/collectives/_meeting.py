@@ -1,0 +1,169 @@
+"""The meeting of the ranks that share memory: they pass each other the descriptors of their segments over Unix sockets.
+
+The sockets stay open: the end of a process closes its own, which is how a waiting rank learns at once that another has died.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import secrets
+import socket
+import struct
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed import PrefixStore, Store
+
+from zfun.collectives._segment import Peer, Segment
+from zfun.collectives._shared import SharedMemory
+from zfun.errors import PeerLost
+
+__all__ = ["meet"]
+
+_MEETING_S = 20.0
+
+
+def meet(store: Store, rank: int, size: int, timeout_s: float, wanted: bool | None) -> SharedMemory | str:
+    """Map the memory of all ranks, if all of them can; otherwise say why not. All ranks come to the same answer.
+
+    Args:
+        store: shared by the ranks of the group.
+        rank: this rank.
+        size: the number of ranks.
+        timeout_s: how long a wait may last, in seconds.
+        wanted: False: this rank does not want it, and only says so.
+
+    Returns:
+        The memory, or why there is none.
+
+    Raises:
+        PeerLost: a rank did not answer.
+    """
+    store = PrefixStore("shared", store)
+    with contextlib.ExitStack() as stack:
+        segment: Segment | None = None
+        listener: socket.socket | None = None
+        problem, name = "it was made with shared_memory=False" if wanted is False else _unsupported(), ""
+        if not problem:
+            try:
+                segment = Segment(rank, size)
+                stack.callback(os.close, segment.fd)
+                listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                name = f"zfun-{secrets.token_hex(16)}"
+                listener.bind("\0" + name)
+                listener.listen(size)
+            except (OSError, ValueError, OverflowError) as error:
+                problem = f"memory cannot be mapped there: {error}"
+        offers = _exchange_texts(store, "offer", rank, size, timeout_s, json.dumps([problem, _host(), name]), answer=wanted is not False)
+        found = _first_problem([json.loads(offer) for offer in offers], rank, size)
+        if found or segment is None or listener is None:
+            return found or problem
+        peers: dict[int, Peer] = {}
+        try:
+            peers = _trade(segment, listener, [json.loads(offer)[2] for offer in offers], rank)
+        except (OSError, ValueError, struct.error) as error:
+            problem = f"rank {rank} cannot map the memory of the others: {error}"
+        problems = _exchange_texts(store, "mapped", rank, size, timeout_s, problem)
+        if any(problems):
+            for peer in peers.values():
+                peer.close()
+            return next(filter(None, problems))
+        listener.close()
+        stack.pop_all()
+        return SharedMemory(segment, peers, rank, timeout_s)
+
+
+def _unsupported() -> str:
+    """Say what this process lacks, if anything."""
+    if sys.platform != "linux":
+        return f"it runs on {sys.platform}, not on Linux"
+    if platform.machine() != "x86_64":
+        return f"its processor ({platform.machine()}) may reorder stores; x86-64 does not"
+    missing = [name for module, name in ((os, "memfd_create"), (os, "posix_fallocate"), (socket, "send_fds")) if not hasattr(module, name)]
+    return f"its Python has no {missing[0]}" if missing else ""
+
+
+def _host() -> str:
+    """Name what ranks must have in common to reach each other's memory: the running system, its network namespace and the user."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        namespace = Path("/proc/self/ns/net").readlink()
+    except OSError:
+        # Then the socket finds out.
+        return ""
+    return f"{boot} {namespace} {os.getuid()}"
+
+
+def _first_problem(offers: Sequence[Sequence[str]], rank: int, size: int) -> str:
+    if len(offers) < size:
+        return offers[0][0] if offers else ""
+    for peer, (problem, host, _) in enumerate(offers):
+        if problem:
+            return f"rank {peer} cannot take part: {problem}"
+        if host != offers[0][1]:
+            return f"ranks 0 and {peer} are on different hosts, or belong to different users or networks of one"
+    return ""
+
+
+def _exchange_texts(store: Store, key: str, rank: int, size: int, timeout_s: float, text: str, *, answer: bool = True) -> list[str]:
+    try:
+        store.set(f"{key}/{rank}", text)
+        if not answer:
+            return []
+        keys = [f"{key}/{peer}" for peer in range(size)]
+        store.wait(keys, timedelta(seconds=timeout_s))
+        return [store.get(name).decode() for name in keys]
+    except RuntimeError as error:
+        raise PeerLost(f"a rank did not come to the making of the group within {timeout_s:g} s: {error}", rank=rank) from error
+
+
+def _trade(segment: Segment, listener: socket.socket, names: Sequence[str], rank: int) -> dict[int, Peer]:
+    """Send every other rank the descriptor of the own segment, and map theirs.
+
+    All listen already, so that nobody waits for another to connect; then what each sends fits the sockets' buffers.
+    """
+    others = [peer for peer in range(len(names)) if peer != rank]
+    with contextlib.ExitStack() as stack:
+        asked: dict[int, socket.socket] = {}
+        for peer in others:
+            asked[peer] = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            asked[peer].settimeout(_MEETING_S)
+            asked[peer].connect("\0" + names[peer])
+            asked[peer].sendall(struct.pack("<q", rank))
+        answered: dict[int, socket.socket] = {}
+        listener.settimeout(_MEETING_S)
+        while len(answered) < len(others):
+            connection = stack.enter_context(listener.accept()[0])
+            connection.settimeout(_MEETING_S)
+            # Names of this kind have no permissions: who is no other rank of this user gets nothing.
+            if _credentials(connection)[1] != os.getuid():
+                connection.close()
+                continue
+            (peer,) = struct.unpack("<q", connection.recv(8, socket.MSG_WAITALL))
+            if peer not in others or peer in answered:
+                raise OSError("a stranger connected")
+            socket.send_fds(connection, [b"\0"], [segment.fd])
+            answered[peer] = connection
+        peers: dict[int, Peer] = {}
+        for peer, connection in asked.items():
+            _, (fd,), _, _ = socket.recv_fds(connection, 1, 1)
+            try:
+                pid, user = _credentials(connection)
+                if user != os.getuid():
+                    raise OSError("another user answered")
+                peers[peer] = Peer(fd, peer, len(names), (connection, answered[peer]), pid)
+            finally:
+                os.close(fd)
+        stack.pop_all()
+        return peers
+
+
+def _credentials(connection: socket.socket) -> tuple[int, int]:
+    """Return process and user at the other end, as the system knows them."""
+    pid, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid, user

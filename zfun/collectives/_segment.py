@@ -1,0 +1,292 @@
+"""Memory that the processes of one host share: what a rank writes, what it reads of the others, and several pieces of both as one.
+
+A segment is one sparse file as large as the machine's memory, mapped once. Pages are reserved before they are used (``posix_fallocate``),
+so that a lack of memory is an error at a known place and never a SIGBUS, and it cannot be truncated (seals). The file never has a name, so
+that nothing can be left over, whatever ends the ranks, and nobody but they can open it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import select
+import socket
+import struct
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zfun.collectives._calls import Lane
+
+__all__ = [
+    "FINISHED",
+    "HEAD_WORDS",
+    "LANE_WORDS",
+    "PAGE",
+    "RINGS",
+    "SLOT_BYTES",
+    "Peer",
+    "Region",
+    "Segment",
+]
+
+_MAGIC = 0x7A66756E_00000001
+# Offsets in words of 8 bytes; what different ranks watch stands in different cache lines.
+HEAD_WORDS = 64
+LANE_WORDS = 128
+FINISHED = 8
+RINGS = 16
+SLOT_BYTES = 4096
+_CONTROL_BYTES = 8 * (HEAD_WORDS + LANE_WORDS * len(Lane))
+
+_COMMIT_BYTES = 1 << 21
+_ADDRESS_SPACE_BYTES = 1 << 43
+_RESERVE_BYTES = 1 << 26  # at a time, since a signal makes the system begin anew
+PAGE = 4096
+_LINE = 128
+
+
+class Segment:
+    """The memory that this rank writes and the others read, and which parts of it are in use."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.fd = _anonymous_file()
+        try:
+            physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            # The segments of all ranks, in several groups, must fit the address space.
+            self.capacity = min(_rounded(physical, _COMMIT_BYTES), _ADDRESS_SPACE_BYTES // size // PAGE * PAGE)
+            os.ftruncate(self.fd, self.capacity)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            self._reserved = 0
+            self._free: list[tuple[int, int]] = []
+            self._end = 0
+            self.allocate(_CONTROL_BYTES)
+            self.memory = mmap.mmap(self.fd, self.capacity, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        except BaseException:
+            os.close(self.fd)
+            raise
+        _advise(self.memory)
+        self.words = memoryview(self.memory).cast("q")
+        self.words[:3] = memoryview(struct.pack("<3q", _MAGIC, rank, size)).cast("q")
+        self.address = self.view(0, _CONTROL_BYTES, torch.uint8).data_ptr()
+
+    def view(self, offset: int, count: int, dtype: torch.dtype) -> Tensor:
+        return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=offset)
+
+    def locate(self, x: Tensor) -> int | None:
+        """Return where in the segment a tensor begins, or None if it lies elsewhere."""
+        offset = x.data_ptr() - self.address
+        return offset if 0 <= offset < self.capacity else None
+
+    def allocate(self, nbytes: int) -> tuple[int, int]:
+        """Return offset and length of a free piece: the lowest, which the others are most likely to have touched already.
+
+        Raises:
+            OSError: there is no memory.
+        """
+        unit = PAGE if nbytes >= PAGE else _LINE
+        nbytes = _rounded(nbytes, unit)
+        for place, (offset, length) in enumerate(self._free):
+            start = _rounded(offset, unit)
+            if start + nbytes <= offset + length:
+                self._free[place : place + 1] = _pieces((offset, start), (start + nbytes, offset + length))
+                return start, nbytes
+        # What is free at the end is made longer.
+        at_end = bool(self._free) and sum(self._free[-1]) == self._end
+        offset = self._free[-1][0] if at_end else self._end
+        start = _rounded(offset, unit)
+        self._reserve(start + nbytes)
+        if at_end:
+            self._free.pop()
+        self._free += _pieces((offset, start))
+        self._end = start + nbytes
+        return start, nbytes
+
+    def release(self, offset: int, nbytes: int) -> None:
+        """Take a piece back."""
+        pieces = sorted([*self._free, (offset, nbytes)])
+        self._free = pieces[:1]
+        for begin, length in pieces[1:]:
+            last, last_length = self._free[-1]
+            if last + last_length == begin:
+                self._free[-1] = (last, last_length + length)
+            else:
+                self._free.append((begin, length))
+
+    def close(self) -> None:
+        """Let go of the memory, unless there are buffers in it: then it goes with the last of them."""
+        os.close(self.fd)
+        self.words.release()
+        with contextlib.suppress(BufferError):
+            self.memory.close()
+        del self.memory
+
+    @property
+    def in_use(self) -> int:
+        """Bytes that are allocated."""
+        return self._end - sum(length for _, length in self._free)
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that the system has set aside."""
+        return self._reserved
+
+    def _reserve(self, end: int) -> None:
+        if end > self.capacity:
+            raise OSError(errno.ENOMEM, "the segment is full")
+        wanted = min(_rounded(end, _COMMIT_BYTES), self.capacity)
+        while self._reserved < wanted:
+            step = min(wanted - self._reserved, _RESERVE_BYTES)
+            os.posix_fallocate(self.fd, self._reserved, step)
+            self._reserved += step
+
+
+def _anonymous_file() -> int:
+    no_execution = 0x8  # MFD_NOEXEC_SEAL: newer systems can be set to refuse files without it, older ones do not know it
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        return os.memfd_create("zfun", flags | no_execution)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return os.memfd_create("zfun", flags)
+
+
+def _rounded(number: int, unit: int) -> int:
+    return -(-number // unit) * unit
+
+
+def _pieces(*spans: tuple[int, int]) -> list[tuple[int, int]]:
+    return [(begin, end - begin) for begin, end in spans if begin < end]
+
+
+def _advise(memory: mmap.mmap) -> None:
+    # Neither is needed: huge pages where the system has them for shared memory, and a core dump without what is shared.
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTDUMP"):
+        with contextlib.suppress(OSError, AttributeError):
+            memory.madvise(getattr(mmap, advice))
+
+
+class Peer:
+    """The segment of another rank, mapped for reading, and what tells whether its process lives."""
+
+    def __init__(self, fd: int, rank: int, size: int, connections: Sequence[socket.socket], pid: int) -> None:
+        self.memory = mmap.mmap(fd, os.fstat(fd).st_size, mmap.MAP_SHARED, mmap.PROT_READ)
+        self.fd = os.dup(fd)
+        _advise(self.memory)
+        self.words = memoryview(self.memory).cast("q")
+        if self.words[:3].tolist() != [_MAGIC, rank, size]:
+            raise OSError("another program answered")
+        # Torch warns of a buffer that it may not write, which this one does not say; nothing here hands it out.
+        self._bytes = (ctypes.c_uint8 * len(self.memory)).from_address(np.frombuffer(self.memory, np.uint8, 1).ctypes.data)
+        self._rings: list[list[tuple[int, int, int]]] = [[] for _ in Lane]
+        self._connections = list(connections)
+        self._poll = select.poll()
+        for connection in connections:
+            self._poll.register(connection, select.POLLIN)
+        # A process that the other rank has forked holds its sockets open too.
+        self._pidfd: int | None = None
+        with contextlib.suppress(OSError, AttributeError):
+            if pid > 0:
+                self._pidfd = os.pidfd_open(pid)
+                self._poll.register(self._pidfd, select.POLLIN)
+
+    def view(self, offset: int, count: int, dtype: torch.dtype) -> Tensor:
+        return torch.frombuffer(self._bytes, dtype=dtype, count=count, offset=offset)
+
+    def slot(self, lane: Lane, index: int) -> int:
+        """Return where the record of a published call begins, in bytes."""
+        rings = self._rings[lane]
+        base = HEAD_WORDS + LANE_WORDS * lane + RINGS
+        while len(rings) < self.words[base]:
+            at = base + 1 + 3 * len(rings)
+            first, offset, slots = self.words[at : at + 3].tolist()
+            rings.append((first, offset, slots))
+        first, offset, slots = next(ring for ring in reversed(rings) if ring[0] <= index)
+        return offset + (index - first) % slots * SLOT_BYTES
+
+    def is_gone(self) -> bool:
+        """Whether its process has ended or closed the group. It never sends anything."""
+        return bool(self._poll.poll(0))
+
+    def close(self) -> None:
+        for connection in self._connections:
+            connection.close()
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+        self.words.release()
+        self.memory.close()
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_PROT_NONE, _MAP_FIXED, _MAP_NORESERVE = 0, 0x10, 0x4000
+_WRITABLE = mmap.PROT_READ | mmap.PROT_WRITE
+
+
+class Region:
+    """Equal pieces of several segments, one after the other in a range of addresses: whole pages, so that nothing is copied.
+
+    This rank's piece is the very memory of its segment. Of the others' there is what they write; a write to it here would go to a page of
+    this process alone.
+
+    Args:
+        pieces: for each rank the descriptor of its segment, and where its piece begins.
+        nbytes: the length of a piece, in bytes.
+        rank: this rank.
+
+    Raises:
+        OSError: the system does not map them.
+    """
+
+    def __init__(self, pieces: Sequence[tuple[int, int]], nbytes: int, rank: int) -> None:
+        self.nbytes = nbytes * len(pieces)
+        self.num_views = 0
+        base = _map(None, self.nbytes, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1, 0)
+        self.begin = base
+        self.own = base + rank * nbytes
+        self._piece_bytes = nbytes
+        weakref.finalize(self, _libc.munmap, base, self.nbytes)
+        for place, (fd, offset) in enumerate(pieces):
+            kind = mmap.MAP_SHARED if place == rank else mmap.MAP_PRIVATE | _MAP_NORESERVE
+            _map(base + place * nbytes, nbytes, _WRITABLE, kind | _MAP_FIXED, fd, offset)
+
+    def window(self) -> memoryview:
+        """Return the whole as a buffer, whose life is that of what is made of it; it keeps the region."""
+        held: Any = (_Bytes * self.nbytes).from_address(self.begin)
+        held.region = self
+        return memoryview(held)
+
+    def offset_of(self, address: int) -> int | None:
+        """Return how far into this rank's piece an address lies, or None if it does not."""
+        offset = address - self.own
+        return offset if 0 <= offset < self._piece_bytes else None
+
+    def detach(self) -> None:
+        """Copy everything to pages of this process, in place: what is written to the segments from now on is not seen here."""
+        whole = torch.frombuffer(self.window(), dtype=torch.uint8)
+        saved = whole.clone()
+        _map(self.begin, self.nbytes, _WRITABLE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED, -1, 0)
+        whole.copy_(saved)
+
+
+class _Bytes(ctypes.c_uint8):
+    """Not a plain byte, so that arrays of it have attributes."""
+
+
+def _map(address: int | None, nbytes: int, protection: int, flags: int, fd: int, offset: int) -> int:
+    found: int = _libc.mmap(address, nbytes, protection, flags, fd, offset)
+    if found == ctypes.c_void_p(-1).value:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return found
