@@ -14,7 +14,7 @@ from torch import Tensor
 from zfun import ops, tree
 from zfun.collectives import Group
 from zfun.errors import NonFiniteError, OptionError, checked_options
-from zfun.flat import Flat, call_site, consume, flats, global_norm, local_shards, unravel
+from zfun.flat import Flat, call_site, consume, flats, global_norm, local_shards, ravel, unravel
 from zfun.layout import DEFAULT_BUCKET_BYTES
 from zfun.optim import LossScale, LossScaleState, Optimizer, as_optimizer, dynamic_loss_scale, probe, static_loss_scale, with_master
 from zfun.placement import R, S
@@ -233,11 +233,12 @@ def zero(
         return vg if num_micro_batches == 1 else accumulate(vg, num_micro_batches)
 
     def start(params: tree.Tree) -> ZeroState:
-        params = params if policy.param is None else _rounded(params, policy.param)
+        exact, params = _rounded_as(policy, params, group, bucket_bytes, init)
         chosen, rest = (params, None) if trainable is None else tree.partition(params, trainable)
         trained = place(chosen, group, bucket_bytes=bucket_bytes, init=init, labels=rule.labels)
         frozen = None if rest is None or not tree.leaves(rest) else place(rest, group, bucket_bytes=bucket_bytes, init=init)
-        state = rule.init(trained)
+        exact = exact if trainable is None else tree.partition(exact, trainable)[0]
+        state = rule.init(_unrounded(trained, exact, policy.master))
         if offload_params is not None:
             trained = _offload_params(trained, offload_params)
             frozen = None if frozen is None else _offload_params(frozen, offload_params)
@@ -343,7 +344,30 @@ def _rounded(params: tree.Tree, dtype: torch.dtype) -> tree.Tree:
             made[key] = leaf.detach().to(dtype)
         return made[key]
 
-    return tree.map(one, unshard(params) if isinstance(params, Flat) else params)
+    return tree.map(one, params)
+
+
+def _rounded_as(policy: Precision, params: tree.Tree, group: Group, bucket_bytes: int, init: str) -> tuple[tree.Tree, tree.Tree]:
+    """Return parameters as they come and as they are kept."""
+    exact = unshard(params) if isinstance(params, Flat) else params
+    if policy.param is None:
+        return exact, exact
+    if policy.master is not None:
+        # Ranks must agree on what rounding takes away, too: the master weights start from it.
+        exact = unravel(replicate(exact, group, bucket_bytes=bucket_bytes, init=init))
+    return exact, _rounded(exact, policy.param)
+
+
+def _unrounded(flat: Flat, exact: tree.Tree, dtype: torch.dtype | None) -> Flat:
+    """Return parameters with the values that they were rounded from, where these are narrower than ``dtype``: for the master weights."""
+    if dtype is None:
+        return flat
+    narrow = [bucket.dtype.itemsize < dtype.itemsize for bucket in flat.layout.buckets]
+    if not any(narrow):
+        return flat
+    dtypes = [dtype if is_narrow else bucket.dtype for bucket, is_narrow in zip(flat.layout.buckets, narrow, strict=True)]
+    whole = ravel(exact, flat.layout, flat.group, dtypes=dtypes)
+    return redistribute(whole, flat.placement, flat.group, name="params", donate=True)
 
 
 def _unscaled(grads: Flat, scale: float) -> Flat:

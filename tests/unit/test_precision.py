@@ -442,3 +442,30 @@ def test_offloaded_master_weights() -> None:
     stored = zf.simulate(2, main, offload_optimizer=zf.stores.host(), offload_grads=zf.stores.host())
     assert same_bits([run[0] for run in plain], [run[0] for run in stored])
     assert all(issubclass(kind, zf.stores.Stored) for _, kinds in stored for kind in kinds)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("init", ["check", "broadcast"])
+def test_master_weights_start_from_what_was_rounded(stage: int, init: str) -> None:
+    def made(factor: float) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        tied = torch.randn(7, generator=generator) * factor
+        return {"w": torch.randn(40, 3, generator=generator) * factor, "tied": tied, "again": tied, "frozen": torch.randn(5) * factor}
+
+    params = made(1.0)
+
+    def run(group: zf.Group) -> Any:
+        options = {"precision": BF16, "bucket_bytes": 100, "init": init, "trainable": lambda path, leaf: path != "frozen"}
+        zero = zf.zero(stage, loss_fn, optim.adamw(0.1), group, **options)
+        state = zero.init(params if init == "check" or group.rank == 0 else made(2.0))
+        master = state.opt_state.master
+        spare = [buffer.untyped_storage().nbytes() - buffer.nbytes for buffer in master.buffers]
+        return zf.unshard(master) if stage else zf.flat.unravel(master), zero.params(state), spare
+
+    trained = {path: leaf for path, leaf in params.items() if path != "frozen"}
+    for size in (1, 3):
+        for master, kept, spare in zf.simulate(size, run):
+            assert_same_bits([leaf for leaf in tree.leaves(master) if leaf is not None], tree.leaves(trained))
+            assert_same_bits(kept, {path: leaf.bfloat16() for path, leaf in params.items()})
+            # A master weight that is a view would keep whole parameters alive.
+            assert spare == [0] * len(spare)

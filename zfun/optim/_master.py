@@ -73,7 +73,8 @@ def with_master(optimizer: Optimizer | tuple[InitFn, UpdateFn], dtype: torch.dty
 
     def init(params: Tree) -> MasterState:
         check_trainable(params)
-        master = _masters_of(params, params, dtype)
+        # A copy: the values may be views of something larger that is let go after this.
+        master = tree.map(Tensor.clone, _masters_of(params, params, dtype))
         return MasterState(master, inner.init(_widened(params, master, dtype)))
 
     def update(grads: Tree, state: State, params: Tree) -> tuple[Tree, MasterState]:
@@ -105,6 +106,11 @@ def _is_narrow(x: Tensor, dtype: torch.dtype) -> bool:
     return (x.dtype.to_real() if x.is_complex() else x.dtype).itemsize < dtype.itemsize
 
 
+def _narrow_buckets(flat: Flat, dtype: torch.dtype) -> list[int]:
+    """The buckets whose parameters are narrow: by the layout, since buffers over it may hold what the parameters were rounded from."""
+    return [i for i, bucket in enumerate(flat.layout.buckets) if bucket.dtype.itemsize < dtype.itemsize]
+
+
 def _to(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.detach().to(dtype.to_complex() if x.is_complex() else dtype)
 
@@ -125,7 +131,7 @@ def _masters_of(values: Tree, params: Tree, dtype: torch.dtype) -> Tree:
     def one(value: Any, param: Any) -> Any:
         if not isinstance(param, Flat):
             return _to(value, dtype) if _is_narrow(param, dtype) else None
-        narrow = [i for i, buffer in enumerate(param.buffers) if _is_narrow(buffer, dtype)]
+        narrow = _narrow_buckets(param, dtype)
         if not narrow:
             return None
         return Flat((_to(value.buffers[i], dtype) for i in narrow), param.placement, param.layout.select(narrow), param.group)
@@ -146,4 +152,5 @@ def _put(param: Any, master: Any, dtype: torch.dtype) -> Any:
     if not isinstance(param, Flat):
         return param if master is None else master
     rest: Iterator[Tensor] = iter(master.buffers if master is not None else ())
-    return param.with_buffers(next(rest) if _is_narrow(buffer, dtype) else buffer for buffer in param.buffers)
+    narrow = set(_narrow_buckets(param, dtype))
+    return param.with_buffers(next(rest) if i in narrow else buffer for i, buffer in enumerate(param.buffers))
