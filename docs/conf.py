@@ -102,7 +102,7 @@ PLAIN = frozenset(
         *("ABC", "Any", "Callable", "ClassVar", "Enum", "IntEnum", "Iterable", "Iterator", "Mapping", "NamedTuple", "None", "Protocol"),
         *("Self", "Sequence", "TracebackType", "TypeAlias", *vars(builtins)),
         *("DeviceMesh", "Module", "ProcessGroup", "SearchStrategy", "Tensor"),
-        *("ApplyFn", "Kind", "Phase", "Row", "Sink"),
+        *("ApplyFn", "Kind", "LabelFn", "Phase", "Row", "Sink"),
     ]
 )
 
