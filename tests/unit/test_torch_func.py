@@ -308,11 +308,13 @@ def test_a_block_traced_as_one_graph_at_every_stage_and_with_remat() -> None:
         "kept in a store": zf.remat(run, store=store, policy=zf.policies.everything),
         "remat inside of it": lambda layer, x: inside(zf.gather(layer), x),
     }
-    for size in (1, 2):
-        for stage in (0, 1, 2, 3):
-            expected = zf.simulate(size, trained, stage, block)
-            for name, form in forms.items():
-                assert_same_bits(zf.simulate(size, trained, stage, form), expected, f"stage {stage}, {name}")
+    # Ranks are new threads each time, in which guards may fail that say nothing of the block.
+    with torch._dynamo.config.patch(recompile_limit=256):
+        for size in (1, 2):
+            for stage in (0, 1, 2, 3):
+                expected = zf.simulate(size, trained, stage, block)
+                for name, form in forms.items():
+                    assert_same_bits(zf.simulate(size, trained, stage, form), expected, f"stage {stage}, {name}")
 
 
 @pytest.mark.filterwarnings("ignore")
