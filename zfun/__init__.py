@@ -42,6 +42,7 @@ from zfun.errors import (
 )
 from zfun.flat import Flat, global_norm
 from zfun.layout import Layout, layout_of
+from zfun.live import live_bytes
 from zfun.placement import P, Placement, R, S
 from zfun.recipes import Precision, StepInfo, Zero, ZeroState, zero
 from zfun.transforms import (
@@ -114,6 +115,7 @@ __all__ = [
     "gather",
     "global_norm",
     "layout_of",
+    "live_bytes",
     "offload",
     "optim",
     "partition",

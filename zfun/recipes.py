@@ -217,7 +217,7 @@ def zero(
         raise OptionError(f"wire_params is for stage 3, whose shards stay exact; got stage {stage}; use stage=3, or leave wire_params out")
     knobs = Knobs(prefetch, max_live, reuse_distance, persistence, max_persistent)
     _check_knobs(stage, knobs)
-    policy = _policy(precision)
+    policy = policy_of(precision)
     scaler = policy.loss_scale if isinstance(policy.loss_scale, LossScale) else None
     rule = _optimizer_of(stage, optimizer, group, bucket_bytes, offload_optimizer, policy.master)
     place = functools.partial(shard, persistence=persistence) if stage == 3 else replicate
@@ -309,7 +309,8 @@ def _check_options(stage: int, init: str, counts: dict[str, int], offload_params
         raise OptionError(f"init must be 'check' or 'broadcast'; got {init!r}")
 
 
-def _policy(precision: torch.dtype | Precision | None) -> Precision:
+def policy_of(precision: torch.dtype | Precision | None) -> Precision:
+    """Write a precision out: which dtypes it stands for."""
     match precision:
         case None:
             return Precision()

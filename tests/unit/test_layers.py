@@ -30,6 +30,7 @@ ORDER = [
     "optim",
     "transforms",
     "recipes",
+    "live",
     "testing",
     "demo",
     "cli",

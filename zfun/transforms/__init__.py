@@ -15,13 +15,16 @@ from zfun.transforms._gradient import (
 )
 from zfun.transforms._offload import offload, offload_grads, offload_loss, offload_optimizer, offload_params
 from zfun.transforms._optimizer import apply, shard_optimizer
-from zfun.transforms._redistribute import check_agreement, gather, redistribute, replicate, shard, unshard
+from zfun.transforms._redistribute import MAX_UNDER_WAY, check_agreement, gather, redistribute, replicate, shard, unshard
 from zfun.transforms._remat import Remat, remat
 from zfun.transforms._schedule import Event, Knobs, Schedule, Step, Trace, TracedBucket, schedule
 from zfun.transforms._shard_params import ShardedLoss, shard_params
+from zfun.transforms._tape import MAX_IN_FLIGHT
 from zfun.transforms._trace import trace
 
 __all__ = [
+    "MAX_IN_FLIGHT",
+    "MAX_UNDER_WAY",
     "Accumulation",
     "CastLoss",
     "Description",

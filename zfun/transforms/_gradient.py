@@ -496,6 +496,8 @@ def accumulate(vg: Gradient, num_micro_batches: int) -> Gradient:
                 weights.append(loss.weight)
                 grads = _scaled(grads, float(loss.weight))
             total = grads if index == 0 else _added(total, grads, owned=index > 1)
+            # Not to be held while the next ones are made.
+            del grads
         if weights:
             result: Any = WeightedMean(torch.stack([loss.total for loss in losses]).sum(), torch.stack(weights).sum())
             total = _scaled(total, 1.0 / (float(result.weight) or 1.0))

@@ -33,7 +33,7 @@ from zfun.placement import P, Placement, R, S
 from zfun.transforms._cast import cast_leaves
 from zfun.transforms._lazy import materialise
 
-__all__ = ["check_agreement", "gather", "needs_autograd", "redistribute", "replicate", "shard", "unshard"]
+__all__ = ["MAX_UNDER_WAY", "check_agreement", "gather", "needs_autograd", "redistribute", "replicate", "shard", "unshard"]
 
 
 @checked_options
@@ -277,7 +277,10 @@ def redistribute(
         [32, 32]
     """
     _check_target(value, placement, group)
-    value = stores.resident(value)
+    given, value = value, stores.resident(value)
+    if donate and value is not given:
+        # What was in a store is let go of there, so that it does not outlive what has been fetched.
+        given.discard(f"redistribute({name!r}, donate=True) at {call_site()}")
     here, mesh = value.group, group.mesh
     match value.placement, placement:
         case (before, after) if before is after and (here is group or before is not S):
@@ -325,7 +328,7 @@ def needs_autograd(buffers: tuple[Any, ...]) -> bool:
 
 
 # How many buckets may be under way at once: enough that the next is on its way while this one arrives.
-_IN_FLIGHT = 4
+MAX_UNDER_WAY = 4
 
 _EXACT = {"all_gather": collectives.all_gather, "reduce_scatter": collectives.reduce_scatter, "all_reduce": collectives.all_reduce}
 _COMPRESSED = {"all_gather": wire.all_gather, "reduce_scatter": wire.reduce_scatter, "all_reduce": wire.all_reduce}
@@ -363,7 +366,7 @@ def _communicate(
         else:
             pending.append(over.start(call, buffer, buffer if in_place else None))
         del buffer
-        if len(pending) > _IN_FLIGHT:
+        if len(pending) > MAX_UNDER_WAY:
             out.append(pending.pop(0).wait())
     out += [handle.wait() for handle in pending]
     return value.with_buffers(out, placement, group)

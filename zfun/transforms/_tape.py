@@ -109,6 +109,7 @@ class Tape:
         before = self._sums[bucket]
         self._sums[bucket] = list(grads) if before is None else [_sum(x, y) for x, y in zip(before, grads, strict=True)]
         if self._fired[bucket] == self._opened[bucket]:
+            self._make_room()
             self._ravel(bucket)
             for callback in self.on_complete:
                 callback(bucket)
@@ -120,8 +121,9 @@ class Tape:
             callback()
         for bucket in range(self._next, -1, -1):
             if self._ready[bucket] is None:
+                self._make_room()
                 self._ravel(bucket)
-        self._start_ready()
+            self._start_ready()
         self._settle(0)
         for callback in self.on_end:
             callback()
@@ -129,6 +131,11 @@ class Tape:
         for callbacks in (self.on_complete, self.on_finish, self.on_end):
             callbacks.clear()
         return self._results
+
+    def _make_room(self) -> None:
+        """Wait until the bucket that is filled next is one of those that may be in flight."""
+        if self.max_in_flight is not None:
+            self._settle(self.max_in_flight - 1)
 
     def _ravel(self, bucket: int) -> None:
         slot = self.layout.buckets[bucket]

@@ -1,0 +1,366 @@
+"""Live bytes: what is planned from data is what is held, to the byte, each time a buffer is made."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import zfun as zf
+from zfun import tree
+from zfun.collectives import Call, Group, Pending
+from zfun.flat import flats
+from zfun.live import Held, Live
+from zfun.stores._host import HostStore
+
+KERNELS = "zfun/ops/_optimizers.py"
+SIZE, ROWS = 4, 3
+# Products of odd numbers, while the length of every flat buffer is a multiple of 32: so the two cannot be taken for each other.
+WIDTHS = (7, 33, 15, 61, 9, 7)
+
+
+@dataclass
+class Made:
+    """A flat buffer, as long as it lives."""
+
+    storage: StorageWeakRef
+    nbytes: int
+    name: str = ""
+    maker: str = ""
+    put: int | None = None
+
+
+class Meter(TorchDispatchMode):
+    """Follows the flat buffers that operations of this thread make: one entry whenever one is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all: list[Made] = []
+        self._now: dict[int, Made] = {}
+        self.entries: list[list[Made]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._bury()
+        out = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        for leaf in tree_leaves(out):
+            if (
+                isinstance(leaf, Tensor)
+                and is_flat(leaf)
+                and leaf.untyped_storage()._cdata not in given | self._now.keys()
+                and not in_kernel()
+            ):
+                self.follow(leaf, maker=str(func))
+                self.entries.append(list(self._now.values()))
+        return out
+
+    def follow(self, x: Tensor, name: str = "", maker: str = "") -> None:
+        storage = x.untyped_storage()
+        made = self._now.setdefault(storage._cdata, Made(StorageWeakRef(storage), storage.nbytes(), maker=maker))
+        self.all.append(made)
+        made.name, made.maker = name or made.name, maker or made.maker
+
+    def name(self, x: Tensor, name: str) -> None:
+        """Say what a buffer is, unless that is known."""
+        made = self._now[x.untyped_storage()._cdata]
+        made.name = made.name or name
+
+    def put(self, x: Tensor) -> None:
+        made = self._now.get(x.untyped_storage()._cdata)
+        if made is not None and made.put is None:
+            made.put = len(self.entries)
+
+    def finish(self) -> None:
+        self._bury()
+        self.entries.append(list(self._now.values()))
+
+    def _bury(self) -> None:
+        self._now = {key: made for key, made in self._now.items() if not made.storage.expired()}
+
+    def held(self) -> list[tuple[Held, Held]]:
+        found = []
+        for index, entry in enumerate(self.entries):
+            device, store = dict.fromkeys(Held._fields, 0), dict.fromkeys(Held._fields, 0)
+            for made in entry:
+                # Work on a state that is in a store is done where the store says; other things are on the device until they are put.
+                assert made.name, f"{made.nbytes} bytes of {made.maker}"
+                is_put = made.put is not None and (made.name == "optimizer" or made.put <= index)
+                (store if is_put else device)[made.name] += made.nbytes
+            found.append((Held(**device), Held(**store)))
+        return found
+
+
+def in_kernel() -> bool:
+    """Whether an optimizer's kernel is at work, which has room for a chunk of fixed size, however long buffers are."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_filename.endswith(KERNELS):
+        frame = frame.f_back
+    return frame is not None
+
+
+def is_flat(x: Tensor) -> bool:
+    numel = x.untyped_storage().nbytes() // x.dtype.itemsize
+    return x.dtype in (torch.float32, torch.bfloat16) and numel > 0 and numel % 32 == 0
+
+
+class Echo(Group):
+    """Rank 0 of several that all do the same. What a collective reads and writes is held from its start until it is waited for."""
+
+    rank, size = 0, SIZE
+
+    def __init__(self, stage: int) -> None:
+        self.meter: Meter | None = None
+        self._gathered = "gathered" if stage == 3 else "params"
+
+    def buffer(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+        out = super().buffer(numel, dtype, device)
+        if self.meter is not None:
+            self.meter.follow(out, maker="buffer")
+        return out
+
+    def start(self, call: Call, x: Tensor, out: Tensor | None = None) -> Pending:
+        x = x.detach()
+        result = x.new_empty(call.op.output_numel(x.numel(), SIZE)) if out is None else out
+        if self.meter is not None and call.name in ("params", "grads"):
+            names = (self._gathered, self._gathered) if call.name == "params" else ("gradients", "reduced")
+            for value, name in zip((x, result), names, strict=True):
+                self.meter.name(value, name)
+
+        def finish() -> Tensor:
+            with torch.no_grad():
+                if call.op.kind == "all_gather":
+                    return result.view(SIZE, -1).copy_(x.view(1, -1)).view(result.shape)
+                return result.copy_(x.view(-1)[: result.numel()].view(result.shape))
+
+        return Pending(finish)
+
+
+class Store(HostStore):
+    """Host memory that says what it is given."""
+
+    meter: Meter | None = None
+
+    def put(self, tensor: Tensor, name: str) -> Any:
+        if self.meter is not None:
+            self.meter.put(tensor)
+        return super().put(tensor, name)
+
+
+def params(dtype: torch.dtype = torch.float32, *, tied: bool = False) -> dict[str, Any]:
+    made = torch.Generator().manual_seed(0)
+    draw = lambda *shape: (torch.randn(*shape, generator=made) * 0.2).to(dtype)
+    value: dict[str, Any] = {"h": [{"w": draw(a, b), "b": draw(b)} for a, b in itertools.pairwise(WIDTHS)]}
+    value["head"] = value["h"][0]["w"] if tied else draw(WIDTHS[-1], 33)
+    return value
+
+
+def loss_fn(params: Any, x: Tensor) -> Tensor:
+    for layer in params["h"]:
+        x = torch.tanh(x @ layer["w"] + layer["b"])
+    return (x @ params["head"]).pow(2).mean()
+
+
+def recomputed(params: Any, x: Tensor) -> Tensor:
+    block = zf.remat(lambda w, x: torch.tanh(x @ w))
+    for layer in params["h"]:
+        x = block(layer["w"], x) + layer["b"]
+    return (x @ params["head"]).pow(2).mean()
+
+
+def not_third(path: str, leaf: Any) -> bool:
+    return not path.startswith("h.2")
+
+
+ADAMW = zf.optim.adamw(0.1)
+
+
+@dataclass(frozen=True)
+class Case:
+    stage: int
+    loss: Any = loss_fn
+    optimizer: Any = ADAMW
+    precision: Any = None
+    bucket_bytes: int = 600
+    knobs: tuple[tuple[str, Any], ...] = ()
+    offload: tuple[str, ...] = ()
+    num_micro_batches: int = 1
+    donate: bool = True
+    tied: bool = False
+    trainable: Callable[[str, Any], bool] | None = None
+
+
+def dtypes(precision: Any) -> zf.Precision:
+    whole = zf.Precision(torch.bfloat16, torch.bfloat16, torch.float32, torch.float32)
+    return whole if precision is torch.bfloat16 else precision or zf.Precision()
+
+
+@functools.cache
+def trace_of(loss: Any, which: zf.Precision, tied: bool, trainable: Any, bucket_bytes: int, persistence: int) -> Any:
+    cast = loss if which.compute is None else zf.cast(loss, which.compute)
+    value = params(which.param or torch.float32, tied=tied)
+    options = {"trainable": trainable, "bucket_bytes": bucket_bytes, "persistence": persistence, "reduce_dtype": which.reduce}
+    return zf.trace(cast, value, torch.empty(ROWS, WIDTHS[0]), SIZE, **options)
+
+
+def planned(case: Case) -> Live:
+    which = dtypes(case.precision)
+    knobs = dict(case.knobs)
+    persistence = knobs.get("persistence", 0)
+    value = params(which.param or torch.float32, tied=case.tied)
+    chosen, rest = (value, None) if case.trainable is None else zf.partition(value, case.trainable)
+    traced = trace_of(case.loss, which, case.tied, case.trainable, case.bucket_bytes, persistence)
+    return zf.live_bytes(
+        case.stage,
+        zf.layout_of(chosen, SIZE, case.bucket_bytes, persistence),
+        zf.schedule(traced, **knobs),
+        case.optimizer,
+        frozen=None if rest is None else zf.layout_of(rest, SIZE, case.bucket_bytes, persistence),
+        precision=case.precision,
+        num_micro_batches=case.num_micro_batches,
+        donate=case.donate,
+        **dict.fromkeys(case.offload, True),
+    )
+
+
+def resident(value: Any) -> list[Tensor]:
+    found = [getattr(x, "tensor", x) for x in tree.leaves(value)]
+    return [x for x in found if isinstance(x, Tensor) and is_flat(x)]
+
+
+def measured(case: Case) -> tuple[tuple[Held, Held], list[tuple[Held, Held]]]:
+    group, store = Echo(case.stage), Store(pin=False)
+    options: dict[str, Any] = {**dict(case.knobs), **dict.fromkeys(case.offload, store)}
+    z = zf.zero(
+        case.stage,
+        case.loss,
+        case.optimizer,
+        group,
+        precision=case.precision,
+        bucket_bytes=case.bucket_bytes,
+        num_micro_batches=case.num_micro_batches,
+        donate=case.donate,
+        trainable=case.trainable,
+        **options,
+    )
+    state = z.init(params(tied=case.tied))
+    batch = torch.ones(ROWS * case.num_micro_batches, WIDTHS[0])
+    state, _ = z.step(state, batch)  # the first step learns the order of use
+    gc.collect()
+    meter = Meter()
+    for name, part in (("params", (state.params, state.frozen)), ("optimizer", state.opt_state)):
+        for x in resident(part):
+            meter.follow(x, name)
+    for flat in flats((state.params, state.frozen)):
+        for _, x in flat.gathered.values():
+            meter.follow(x, "gathered")
+    for name, part in (("params", (state.params, state.frozen)), ("state", state.opt_state)):
+        if f"offload_{'optimizer' if name == 'state' else name}" in case.offload:
+            for x in resident(part):
+                meter.put(x)
+    meter.finish()
+    group.meter = store.meter = meter
+    gc.disable()
+    try:
+        with meter:
+            new, _ = z.step(state, batch)
+    finally:
+        gc.enable()
+    group.meter = store.meter = None
+    for name, part in (("params", new.params), ("optimizer", new.opt_state)):
+        for x in resident(part):
+            meter.follow(x, name)
+    meter.finish()
+    for made in meter.all:
+        # Gradients that are added to others are never sent themselves; what is gathered may be widened for its use.
+        made.name = made.name or {"buffer": "gradients", "aten._to_copy.default": "gathered"}.get(made.maker, "")
+    held = meter.held()
+    return held[0], held[1:]
+
+
+def check(case: Case) -> Live:
+    plan = planned(case)
+    before, moments = measured(case)
+    assert before == (plan.kept.device, plan.kept.store)
+    for number, (moment, found) in enumerate(zip(plan.moments, moments, strict=False)):
+        assert found == (moment.device, moment.store), (number, moment.what)
+    assert len(moments) == len(plan.moments)
+    return plan
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("precision", [None, torch.bfloat16])
+@pytest.mark.parametrize("donate", [True, False])
+def test_live_bytes_are_what_is_held(stage: int, precision: Any, donate: bool) -> None:
+    for offload in [(), ("offload_optimizer",)]:
+        check(Case(stage, offload=offload, precision=precision, donate=donate))
+
+
+CASES = {
+    "one micro-batch after the other": [Case(stage, num_micro_batches=3) for stage in (0, 1, 2, 3)],
+    "gradients in a store": [Case(stage, offload=("offload_grads",), num_micro_batches=2) for stage in (0, 1, 2, 3)],
+    "everything in a store": [
+        Case(3, offload=("offload_params", "offload_grads", "offload_optimizer"), precision=precision, donate=donate)
+        for precision, donate in ((None, True), (torch.bfloat16, False))
+    ],
+    "blocks computed again": [Case(3, loss=recomputed), Case(3, loss=recomputed, precision=torch.bfloat16), Case(2, loss=recomputed)],
+    "tied and frozen": [Case(stage, tied=True, trainable=not_third) for stage in (0, 1, 2, 3)],
+    "a bucket for each leaf": [Case(2, bucket_bytes=1), Case(3, bucket_bytes=1)],
+    "other schedules": [
+        Case(3, knobs=(("prefetch", 0),)),
+        Case(3, knobs=(("prefetch", 3),), bucket_bytes=1),
+        Case(3, knobs=(("reuse_distance", 10_000),)),
+        Case(3, knobs=(("max_live", 2600),), bucket_bytes=1),
+        Case(3, knobs=(("persistence", 100),), trainable=not_third, num_micro_batches=2),
+    ],
+    "wide parameters, computed with in few bits": [
+        Case(3, precision=zf.Precision(compute=torch.bfloat16)),
+        Case(3, precision=zf.Precision(param=torch.bfloat16, compute=torch.float32, master=torch.float32), donate=False),
+    ],
+    "other optimizers": [Case(1, optimizer=zf.optim.sgd(0.1, momentum=0.9), donate=False), Case(3, optimizer=zf.optim.sgd(0.1))],
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_live_bytes_of_other_compositions(name: str) -> None:
+    for case in CASES[name]:
+        check(case)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize("loss", [loss_fn, recomputed])
+def test_above_what_is_kept_there_are_a_few_buckets(prefetch: int, loss: Any) -> None:
+    plan = check(Case(3, loss=loss, knobs=(("prefetch", prefetch),), bucket_bytes=1))
+    padded = lambda numel: -(-numel // (32 * SIZE)) * 32 * SIZE
+    bucket = 4 * max(padded(leaf.numel()) for leaf in tree.leaves(params()))
+    for device in (moment.device for moment in plan.moments):
+        assert device.gathered <= (prefetch + 2) * bucket
+        assert device.gradients <= 2 * bucket
+        above = device.total - plan.kept.device.total - device.reduced
+        assert above <= (prefetch + 4) * bucket
+
+
+def test_what_cannot_be_planned_is_refused() -> None:
+    value = params()
+    found = zf.schedule(zf.trace(loss_fn, value, torch.empty(ROWS, WIDTHS[0]), SIZE))
+    layout = zf.layout_of(value, SIZE)
+    with pytest.raises(zf.OptionError, match="stage must be 0, 1, 2 or 3; got 4"):
+        zf.live_bytes(4, layout, found, zf.optim.sgd(0.1))
+    with pytest.raises(zf.OptionError, match="num_micro_batches must be at least 1; got 0"):
+        zf.live_bytes(3, layout, found, zf.optim.sgd(0.1), num_micro_batches=0)
+    with pytest.raises(zf.OptionError, match=r"offload_params keeps shards.*got stage 2; use stage=3"):
+        zf.live_bytes(2, layout, found, zf.optim.sgd(0.1), offload_params=True)
+    with pytest.raises(zf.OptionError, match="schedule must be of the buckets of the layout; got 1 buckets on 4 ranks for 9 on 4"):
+        zf.live_bytes(3, zf.layout_of(value, SIZE, 600), found, zf.optim.sgd(0.1))
+    with pytest.raises(zf.OptionError, match="element by element; got one that looks for leaves"):
+        zf.live_bytes(3, layout, found, zf.optim.lamb(0.1))
