@@ -256,7 +256,6 @@ def measured(case: Case) -> tuple[tuple[Held, Held], list[tuple[Held, Held]]]:
     state = z.init(params(tied=case.tied))
     batch = torch.ones(ROWS * case.num_micro_batches, WIDTHS[0])
     state, _ = z.step(state, batch)  # the first step learns the order of use
-    gc.collect()
     meter = Meter()
     for name, part in (("params", (state.params, state.frozen)), ("optimizer", state.opt_state)):
         for x in resident(part):
