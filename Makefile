@@ -33,7 +33,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 DEEPSPEED_VENV := $(VENV)-deepspeed
 DEEPSPEED_PIP := $(DEEPSPEED_VENV)/bin/python -m pip --disable-pip-version-check
-CODE := benchmarks docs examples hatch_build.py notebooks tests zfun
+CODE := benchmarks conftest.py docs examples hatch_build.py notebooks tests zfun
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint format docs bench bench-deepspeed clean
