@@ -60,7 +60,7 @@ class LazyLeaf(torch.Tensor):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             # Dynamo traces this function too. What it cannot trace (a collective) would be its error and not say what to do; nor can it
             # trace the errors of zfun.
             raise TypeError("compiled code needs whole tensors: call zf.gather() on the subtree first, outside the compiled function")

@@ -72,7 +72,7 @@ class Remat:
         """Return what ``fn`` returns."""
         if not torch.is_grad_enabled():
             return self.fn(*args, **kwargs)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return self._compiled(args, kwargs)
         if torch._C._functorch.maybe_current_level() is not None:
             if self.policy is not policies.everything:
