@@ -77,7 +77,7 @@ def test_layout_promises(params: Any, size: int, bucket_bytes: int) -> None:
         assert bucket.padded_numel - sum(-(-slot.numel // ALIGNMENT) * ALIGNMENT for slot in slots) < size * ALIGNMENT
 
 
-@settings(max_examples=examples(25))
+@settings(max_examples=examples(15))
 @given(
     trees(nodes=models.NODES),
     SIZES,

@@ -171,7 +171,7 @@ RULES = [
 ]
 
 
-@settings(max_examples=examples(40))
+@settings(max_examples=examples(24))
 @given(
     params=trees(tensors(MIXED), nodes=models.NODES),
     size=st.sampled_from([1, 2, 3, 4]),
