@@ -1,18 +1,10 @@
 """The transforms: functions that take a loss, a gradient function or an optimizer, and return one of the same type."""
 
+from zfun.transforms._accumulate import accumulate
 from zfun.transforms._cast import CastLoss, cast
 from zfun.transforms._describe import Description, describe
 from zfun.transforms._explain import Accumulation, Explanation, Message, Span, Timeline, explain, timeline
-from zfun.transforms._gradient import (
-    GradientFunction,
-    WeightedMean,
-    accumulate,
-    data_parallel,
-    scale_loss,
-    shard_grads,
-    value_and_grad,
-    weighted_mean,
-)
+from zfun.transforms._gradient import GradientFunction, data_parallel, scale_loss, shard_grads, value_and_grad
 from zfun.transforms._offload import offload, offload_grads, offload_loss, offload_optimizer, offload_params
 from zfun.transforms._optimizer import apply, shard_optimizer
 from zfun.transforms._redistribute import MAX_UNDER_WAY, check_agreement, gather, redistribute, replicate, shard, unshard
@@ -21,6 +13,7 @@ from zfun.transforms._schedule import Event, Knobs, Schedule, Step, Trace, Trace
 from zfun.transforms._shard_params import ShardedLoss, shard_params
 from zfun.transforms._tape import MAX_IN_FLIGHT
 from zfun.transforms._trace import trace
+from zfun.transforms._value import WeightedMean, weighted_mean
 
 __all__ = [
     "MAX_IN_FLIGHT",

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import warnings
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,69 +21,17 @@ from zfun.transforms._cast import CastLoss
 from zfun.transforms._redistribute import check_agreement, redistribute
 from zfun.transforms._remat import warn_of_whole_loss
 from zfun.transforms._tape import Sink, Tape, check_unwritten
+from zfun.transforms._value import NO_AUX, WeightedMean, parse
 from zfun.typing import Gradient, Loss
 from zfun.wire import Wire, check_wire, start_over
 
 __all__ = [
     "GradientFunction",
-    "WeightedMean",
-    "accumulate",
     "data_parallel",
     "scale_loss",
     "shard_grads",
     "value_and_grad",
-    "weighted_mean",
 ]
-
-
-class WeightedMean(NamedTuple):
-    """A sum and the weight to divide it by: a mean that can still be taken over more ranks and micro-batches.
-
-    Attributes:
-        total: the sum of the losses, a scalar.
-        weight: what to divide by, a scalar: how many tokens, say.
-    """
-
-    total: Tensor
-    weight: Tensor
-
-    @property
-    def mean(self) -> Tensor:
-        """The mean over everything that was summed."""
-        return self.total / self.weight
-
-    def __float__(self) -> float:
-        return float(self.mean)
-
-
-def weighted_mean(total: Tensor, weight: Tensor | float) -> WeightedMean:
-    """Return a loss that is averaged by weight over ranks and micro-batches, not rank by rank.
-
-    The mean of the ranks' means is the true mean over tokens only where all ranks have equally many. A loss function that returns this
-    instead of a scalar gets the true one: :func:`data_parallel` and :func:`accumulate` add totals and weights before they divide.
-
-    Args:
-        total: the sum of the losses of this batch, a scalar.
-        weight: the weight of this batch, a scalar without a gradient.
-
-    Returns:
-        The value for a loss function to return.
-
-    Example:
-        >>> import zfun as zf
-        >>> def loss_fn(params, batch):
-        ...     return zf.weighted_mean((params["w"] * batch).sum(), batch.numel())
-        >>> def main(group):
-        ...     vg = zf.data_parallel(zf.value_and_grad(loss_fn), group)
-        ...     batch = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([10.0])][group.rank]
-        ...     loss, grads = vg({"w": torch.tensor(1.0)}, batch)
-        ...     return float(loss)
-        >>> zf.simulate(2, main)
-        [4.0, 4.0]
-    """
-    # A count of tokens has more bits than a half type.
-    total = total.to(ops.wide(total.dtype))
-    return WeightedMean(total, torch.as_tensor(weight, dtype=total.dtype, device=total.device).detach())
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +86,7 @@ class GradientFunction:
         layout, group = self._layout(params)
         tape = Tape(layout, self._native_sinks(params), _grad_dtypes(layout, group, self.reduce_dtype), group)
         with torch.enable_grad():
-            value, total, weight, aux = _parse(self.loss(_open(params, layout, tape), batch))
+            value, total, weight, aux = parse(self.loss(_open(params, layout, tape), batch))
         weight, loss = self._reduce_loss(total.detach(), weight, tape)
         tape.scale = self._scale(weight)
         if total.requires_grad and tape.anchors:
@@ -152,7 +100,7 @@ class GradientFunction:
             )
         loss = loss.wait()
         value = WeightedMean(loss, weight) if weight is not None else loss
-        return (value if aux is _NO_AUX else (value, aux)), self._wrap(params, results, layout, group)
+        return (value if aux is NO_AUX else (value, aux)), self._wrap(params, results, layout, group)
 
     def _layout(self, params: tree.Tree) -> tuple[Layout, Group | None]:
         if isinstance(params, Flat):
@@ -228,25 +176,6 @@ class GradientFunction:
         grads = Flat(results, placement, layout, self.over or group if placement is S else group)
         grads.wire = self.wire if placement is P else None
         return grads
-
-
-_NO_AUX = object()
-
-
-def _parse(out: Any) -> tuple[Any, Tensor, Tensor | None, Any]:
-    """Split what a loss returned into value, sum, weight and aux."""
-    aux: Any = _NO_AUX
-    if type(out) is tuple and len(out) == 2:
-        out, aux = out
-    total, weight = (out.total, out.weight) if isinstance(out, WeightedMean) else (out, None)
-    if not isinstance(total, Tensor) or total.numel() != 1:
-        got = f"a tensor of shape {tuple(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
-        raise ZfunError(
-            f"a loss must return a scalar tensor, (scalar, aux) or weighted_mean(...); got {got}; reduce it with mean() or sum()"
-        )
-    # What is summed over ranks and micro-batches, and multiplied by a loss scale, needs more bits than a half type has.
-    total = total.reshape(()).to(ops.wide(total.dtype))
-    return out, total, weight, aux
 
 
 def _open(params: tree.Tree, layout: Layout, tape: Tape) -> tree.Tree:
@@ -382,7 +311,7 @@ def data_parallel(
 
     def parallel(params: tree.Tree, batch: Any) -> tuple[Any, Any]:
         value, grads = vg(params, batch)
-        loss, aux = value if type(value) is tuple else (value, _NO_AUX)
+        loss, aux = value if type(value) is tuple else (value, NO_AUX)
         scale = 1.0 / group.size if reduce == "mean" else 1.0
         if isinstance(loss, WeightedMean) or flats(grads):
             raise PlacementError(
@@ -394,7 +323,7 @@ def data_parallel(
         flat = ravel(grads, layout, group, P, scale=scale, dtypes=_grad_dtypes(layout, group, reduce_dtype))
         flat.wire = wire
         loss = pending.wait()[0] * scale
-        return (loss if aux is _NO_AUX else (loss, aux)), flat
+        return (loss if aux is NO_AUX else (loss, aux)), flat
 
     return parallel
 
@@ -455,60 +384,6 @@ def shard_grads(vg: Gradient, group: Group) -> Gradient:
     return sharded
 
 
-@checked_options
-def accumulate(vg: Gradient, num_micro_batches: int) -> Gradient:
-    """Split each batch in micro-batches, and average their losses and gradients.
-
-    ``accumulate(shard_grads(vg))`` reduces every micro-batch and keeps a shard; ``shard_grads(accumulate(vg))`` keeps whole gradients and
-    reduces once. They cost what they say, and differ by rounding only.
-
-    Args:
-        vg: a gradient function.
-        num_micro_batches: how many; the first dim of every tensor of the batch must be divisible by it.
-
-    Returns:
-        A gradient function. Aux values are returned as a list, one for each micro-batch.
-
-    Raises:
-        OptionError: from the returned function, for a batch that cannot be split evenly.
-
-    Example:
-        >>> import zfun as zf
-        >>> vg = zf.accumulate(zf.value_and_grad(lambda params, batch: (params["w"] * batch).mean()), 2)
-        >>> vg({"w": torch.tensor(1.0)}, torch.tensor([1.0, 2.0, 3.0, 4.0]))
-        (tensor(2.5000), {'w': tensor(2.5000)})
-    """
-    if num_micro_batches < 1:
-        raise OptionError(f"num_micro_batches must be at least 1; got {num_micro_batches}")
-
-    def accumulated(params: tree.Tree, batch: Any) -> tuple[Any, Any]:
-        losses: list[Any] = []
-        auxes: list[Any] = []
-        total: Any = None
-        weights: list[Tensor] = []
-        for index, micro in enumerate(_split(batch, num_micro_batches)):
-            value, grads = vg(params, micro)
-            loss, aux = value if type(value) is tuple else (value, _NO_AUX)
-            if aux is not _NO_AUX:
-                auxes.append(aux)
-            losses.append(loss)
-            if isinstance(loss, WeightedMean):
-                weights.append(loss.weight)
-                grads = _scaled(grads, float(loss.weight))
-            total = grads if index == 0 else _added(total, grads, owned=index > 1)
-            # Not to be held while the next ones are made.
-            del grads
-        if weights:
-            result: Any = WeightedMean(torch.stack([loss.total for loss in losses]).sum(), torch.stack(weights).sum())
-            total = _scaled(total, 1.0 / (float(result.weight) or 1.0))
-        else:
-            result = torch.stack(losses).sum() / num_micro_batches
-            total = _scaled(total, 1.0 / num_micro_batches)
-        return ((result, auxes) if auxes else result), total
-
-    return accumulated
-
-
 def scale_loss(vg: Gradient, scale: float) -> Gradient:
     """Multiply the loss by a number before its gradient is taken, so that float16 gradients do not vanish on the way.
 
@@ -537,46 +412,3 @@ def scale_loss(vg: Gradient, scale: float) -> Gradient:
             "value_and_grad(), data_parallel() or shard_grads()"
         )
     return dataclasses.replace(vg, loss_scale=vg.loss_scale * scale)
-
-
-def _split(batch: Any, count: int) -> list[Any]:
-    leaves, spec = tree.flatten(batch)
-    columns = []
-    for path, leaf in zip(tree.paths(batch), leaves, strict=True):
-        if not isinstance(leaf, Tensor):
-            columns.append([leaf] * count)
-        elif leaf.ndim == 0 or leaf.shape[0] % count:
-            raise OptionError(
-                f"accumulate() splits the first dim of every tensor of a batch in {count}; batch leaf {path!r} has shape "
-                f"{tuple(leaf.shape)}; use a batch size that {count} divides",
-                leaf=path,
-            )
-        else:
-            columns.append(list(leaf.chunk(count)))
-    return [tree.unflatten(spec, [column[i] for column in columns]) for i in range(count)]
-
-
-def _scaled(grads: tree.Tree, factor: float) -> tree.Tree:
-    """Scale gradients, in place where they are flat (and so no one else's), and in a store where they are in one."""
-    if factor == 1.0:
-        return grads
-    if isinstance(grads, Flat):
-        return _map_buffers(lambda x: x.mul_(factor), grads)
-    return tree.map(lambda x: x * factor, grads)
-
-
-def _added(total: tree.Tree, grads: tree.Tree, *, owned: bool) -> tree.Tree:
-    if isinstance(total, Flat):
-        return _map_buffers(lambda x, y: x.add_(y), total, grads)
-    return tree.map(lambda x, y: x.add_(y) if owned else x + y, total, grads)
-
-
-def _map_buffers(fn: Any, first: Flat, *rest: Flat) -> Flat:
-    """Apply a function to the buffers of flats; what was in a store goes back there."""
-    out = []
-    for buffers in zip(first.buffers, *(flat.buffers for flat in rest), strict=True):
-        store = buffers[0].store if isinstance(buffers[0], stores.Stored) else None
-        device = store.device if store is not None else first.layout.device
-        result = fn(*(stores.fetch(buffer, device) for buffer in buffers))
-        out.append(store.put(result, "grads") if store is not None else result)
-    return first.with_buffers(out)

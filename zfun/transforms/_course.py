@@ -1,0 +1,92 @@
+"""What is learnt of a loss, and the way through its schedule."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zfun.collectives import Broadcast, Call, Group, Lane
+from zfun.transforms._schedule import Schedule, Step
+
+__all__ = ["Course", "Plan", "of_rank_0"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What has been learnt: a schedule, and what was kept for backward in the pass that it was learnt in (once there was a backward)."""
+
+    schedule: Schedule
+    packed: tuple[int, ...] | None = None
+
+    @functools.cached_property
+    def kept(self) -> frozenset[int]:
+        """The buckets that stay gathered from forward to backward."""
+        held: set[int] = set()
+        for step in self.schedule.steps:
+            if step.phase == "forward" and step.kind == "gather":
+                held.add(step.bucket)
+            elif step.phase == "forward" and step.kind == "release":
+                held.discard(step.bucket)
+        return frozenset(held)
+
+
+def of_rank_0(value: Any, group: Group, what: str) -> Any:
+    """Return what rank 0 has noted, on every rank."""
+    if group.size == 1:
+        return value
+    text = json.dumps(value).encode() if group.rank == 0 else b""
+    length = torch.tensor([len(text)], dtype=torch.int64)
+    length = group.start(Call(Broadcast(0), "schedule", f"length of {what}", Lane.CONTROL), length).wait()
+    data = torch.zeros(int(length), dtype=torch.uint8)
+    if group.rank == 0:
+        data.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    data = group.start(Call(Broadcast(0), "schedule", what, Lane.CONTROL), data).wait()
+    return json.loads(bytes(data.tolist()))
+
+
+class Course:
+    """The steps of one pass, and how far this rank has come with them."""
+
+    __slots__ = ("followed", "place", "steps")
+
+    def __init__(self, steps: Iterable[Step], *, followed: bool) -> None:
+        self.steps = tuple(steps)
+        self.place = 0
+        self.followed = followed
+
+    def come_to(self, kind: str, bucket: int) -> Sequence[Step]:
+        """Return the steps up to a use or a reduction, if that is the next one; else this rank leaves the course here."""
+        if not self.followed:
+            return ()
+        here = self.place
+        for place in range(here, len(self.steps)):
+            step = self.steps[place]
+            if step.kind in ("use", "reduce"):
+                if step.kind != kind or step.bucket != bucket:
+                    break
+                self.place = place + 1
+                if kind == "reduce" and self.steps[self.place : self.place + 1] == (Step("release", bucket, step.phase),):
+                    self.place += 1
+                return self.steps[here : self.place]
+        self.followed = False
+        return ()
+
+    def come_to_gather(self, bucket: int, ahead: int, *, again: bool) -> Sequence[Step]:
+        """Return what is left of the gathers up to one of a bucket, and of some more; that one may have been started, unless ``again``."""
+        gathers = [place for place, step in enumerate(self.steps) if step.kind == "gather"]
+        mine = [turn for turn, place in enumerate(gathers) if self.steps[place].bucket == bucket and (place >= self.place) is again]
+        if not mine:
+            return ()
+        chosen = [place for place in gathers[: (mine[0] if again else mine[-1]) + 1 + ahead] if place >= self.place]
+        self.place = max([self.place, *(place + 1 for place in chosen)])
+        return [self.steps[place] for place in chosen]
+
+    def rest(self) -> Sequence[Step]:
+        """Return the steps that are left; off the course, the gathers among them."""
+        here, self.place = self.place, len(self.steps)
+        return [step for step in self.steps[here:] if self.followed or step.kind == "gather"]

@@ -1,0 +1,450 @@
+"""One call of a loss on sharded parameters: what is gathered for it, forward and backward, and when it is freed.
+
+[Note: the life of a parameter]
+*shard* (the caller's ``Flat`` with placement S, 1/N of each bucket) → *lazy leaf* (what the loss receives: metadata only) → *gathered
+bucket* (one fresh buffer, all-gathered ahead of the first use of one of its leaves) → *views* (what operations see, outputs of the bucket
+node) → freed. Nothing keeps a gathered bucket alive past its release: what autograd saves of it is packed as (bucket, offset, size, stride)
+by a saved-tensor hook, and unpacking gathers the bucket again. Buffers are known by the identity of their storage, not by address, which
+fake tensors do not have.
+
+When. The first call of a layout notes what is used, in which order, forward and backward; from the second on a schedule made of rank 0's
+notes is run ([Note: the schedule]). The first call itself gathers in the order of the layout and keeps the two buckets used last, and a
+trained one in backward until its gradients are complete.
+
+Order. Gathers are started in one order on every rank: that of the schedule; frozen leaves take part in it. A rank that needs a bucket out
+of turn starts those before it too, and at the end of each pass every rank starts what is left. So a rank that skips a leaf, or takes
+another branch, leaves nobody waiting, and every step sends the same bytes. A rank that leaves the schedule frees nothing more in its pass.
+What has been freed and is used again in forward, unplanned, is gathered again when all ranks have come to the end of their pass, or ask for
+something themselves: a round of one small all-gather, which ends each forward pass. In backward nobody may have to ask. So the ranks vote,
+with the loss, on whether all of them have used, and kept for backward, what the schedule says. If not, each bucket is gathered once in
+backward, in one order, and kept until nothing can need it any more. A bucket that backward needs no value of is gathered all the same, at
+the end: a step sends what the closed form says.
+
+Bits. A bucket that is freed and gathered again in forward comes back behind the same outputs of its node: they get the new buffer as
+their data. A second node would add gradients in another order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from zfun import ops, tree
+from zfun.collectives import Group, Pending
+from zfun.errors import PlacementError, ZfunError
+from zfun.flat import Flat
+from zfun.transforms._buckets import BucketShard
+from zfun.transforms._course import Course, Plan, of_rank_0
+from zfun.transforms._lazy import LazyLeaf
+from zfun.transforms._schedule import Event, Knobs, Step, Trace
+from zfun.transforms._tape import Tape, check_unwritten
+
+__all__ = ["Session"]
+
+# How many buckets stay gathered behind the one in use while the order of use is not known.
+_WINDOW = 2
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class _Packed:
+    """A view of a gathered bucket, as autograd's graph keeps it."""
+
+    bucket: int
+    dtype: torch.dtype
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class Session:
+    """The gathered buckets of one call of the loss, forward and backward; those of the trained leaves come first."""
+
+    def __init__(
+        self,
+        flats: Sequence[Flat],
+        tape: Tape | None,
+        knobs: Knobs,
+        plan: Plan | None,
+        learn: Callable[[Plan], None],
+        secondary: Group | None,
+    ) -> None:
+        self._group = flats[0].group
+        self._secondary = secondary
+        self._parts: dict[int, Tensor] = {}
+        self._makes_graph = torch.is_grad_enabled()
+        self._device = flats[0].layout.device
+        self._tape = tape
+        self._knobs = knobs
+        self._plan = plan
+        self._learn = learn
+        self._shards: list[BucketShard] = []
+        trees = []
+        for number, flat in enumerate(flats):
+            first = len(self._shards)
+            trained = number == 0 and tape is not None
+            self._shards += [BucketShard(flat, i, trained=trained) for i in range(len(flat.layout.buckets))]
+            trees.append(self._lazy_tree(flat, first, trained=trained))
+        self.leaves = tree.combine(*trees) if len(trees) > 1 else trees[0]
+        self._traced = tuple(shard.traced(tape) for shard in self._shards)
+        # Of fake tensors nothing can be asked, and there is nobody to agree with.
+        self._alone = self._group.size == 1 or any(isinstance(buffer, Tensor) and ops.is_abstract(buffer) for buffer in flats[0].buffers)
+        self._thread = threading.get_ident()
+        self._phase = "forward"
+        self._events: list[Event] = []
+        self._packed: list[int] = []
+        self._packs: list[weakref.ref[_Packed]] = []
+        self._pending: dict[int, Pending] = {}
+        self._spare: list[Pending] = []
+        self._buffers: dict[int, Tensor] = {}
+        self._views: dict[int, list[Tensor]] = {}
+        self._emptied: dict[int, list[Tensor]] = {}
+        self._storages: dict[int, tuple[int, StorageWeakRef]] = {}
+        self._persistent = plan.schedule.persistent if plan else knobs.persistent(self._traced)
+        for bucket in self._persistent:
+            # It stays gathered beside shards that are written.
+            self._shards[bucket].is_borrowed = False
+        self._kept: frozenset[int] = frozenset()
+        self._overdue: set[int] = set()
+        self._last_use = {} if plan is None else {b: place for place, b in enumerate(plan.schedule.trace.forward)}
+        self._course = Course(self._forward_steps(self._restore()), followed=plan is not None)
+        if tape is not None:
+            tape.on_complete.append(self._complete)
+            tape.on_finish.append(self._finish_backward)
+            tape.on_end.append(self._end_backward)
+
+    def _lazy_tree(self, flat: Flat, first: int, *, trained: bool) -> tree.Tree:
+        """Make the leaves that the loss gets; each knows its bucket and its place in it."""
+        lazy: dict[int, LazyLeaf] = {}
+        for number, bucket in enumerate(flat.layout.buckets):
+            for place, leaf in enumerate(bucket.leaves):
+                slot = flat.layout.leaves[leaf]
+                dtype = flat.compute_dtype if flat.compute_dtype and slot.dtype.is_floating_point else slot.dtype
+                differentiable = trained and (dtype.is_floating_point or dtype.is_complex)
+                load = functools.partial(self._load, first + number, place)
+                lazy[leaf] = LazyLeaf(slot.shape, dtype, flat.layout.device, differentiable, slot.path, load)
+        return tree.unflatten(flat.layout.spec, [lazy[position] for position in flat.layout.positions])
+
+    def _restore(self) -> set[int]:
+        """Take over what is still gathered since an earlier call with the same parameters, and say which buckets that is."""
+        kept = {b: gathered for b in self._persistent if (gathered := self._shards[b].kept()) is not None}
+        for bucket, gathered in kept.items():
+            self._hold(bucket, gathered)
+        return set(kept)
+
+    def _forward_steps(self, there: set[int]) -> Iterable[Step]:
+        if self._plan is None:
+            return [Step("gather", b, "forward") for b in range(len(self._shards)) if b not in there]
+        steps = self._plan.schedule.steps
+        return [step for step in steps if step.phase == "forward" or (step.phase == "start" and step.bucket not in there)]
+
+    def hooks(self) -> Any:
+        """The context in which the loss runs forward: what autograd saves of a gathered bucket is not kept."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def check_graph(self, out: Any) -> None:
+        """Refuse a graph with a lazy leaf in it: an ``autograd.Function`` took it as it is, and its gradient would be lost."""
+        if self._course.followed:
+            return
+        todo = [leaf.grad_fn for leaf in tree.leaves(out) if type(leaf) is Tensor and leaf.grad_fn is not None]
+        seen = set(todo)
+        while todo:
+            node = todo.pop()
+            variable = getattr(node, "variable", None)
+            if isinstance(variable, LazyLeaf):
+                raise PlacementError(
+                    f"an autograd.Function takes whole tensors; got the lazy leaf {variable._path!r}; call zf.gather() on it first",
+                    leaf=variable._path,
+                )
+            for following, _ in node.next_functions:
+                if following is not None and following not in seen:
+                    seen.add(following)
+                    todo.append(following)
+
+    def end_forward(self) -> None:
+        """Take part in the gathers that this rank did not need, and free what backward does not begin with."""
+        self._run(self._course.rest())
+        while not self._alone and self._round(None):
+            pass
+        used = [event.bucket for event in self._events]
+        for bucket in self._persistent:
+            self._shards[bucket].keep(self._take(bucket))
+        if self._plan is not None and self._tape is not None:
+            self._kept = self._plan.kept
+        self._drop(self._persistent | self._kept)
+        self.leaves = None  # The leaves know what made them: a cycle that would keep the shards alive.
+        if self._plan is None:
+            self._plan = Plan(self._knobs.schedule(Trace(self._traced, self._group.size, tuple(self._agreed(used, "order of use")))))
+            self._learn(self._plan)
+            self._course.followed = tuple(used) == self._plan.schedule.trace.forward
+        if self._tape is not None:
+            self._tape.gathers = True
+            has_strayed = not self._course.followed or self._plan.packed not in (None, tuple(self._packed))
+            self._tape.strayed = self._tape.strayed or has_strayed
+        # Without a tape somebody may still differentiate with respect to the batch.
+        self._phase = "turn" if torch.is_grad_enabled() else "closed"
+
+    def _agreed(self, value: Any, what: str) -> Any:
+        return value if self._alone else of_rank_0(value, self._group, what)
+
+    def _begin_backward(self) -> None:
+        """Choose what to do in backward, once the ranks have voted."""
+        if self._phase != "turn":
+            return
+        self._phase = "backward"
+        plan = self._plan
+        assert plan is not None
+        self._events = []
+        if plan.packed is not None and self._has_anybody_strayed() is False:
+            self._course = Course((step for step in plan.schedule.steps if step.phase == "backward"), followed=True)
+            return
+        held = self._persistent | self._kept
+        order = [*dict.fromkeys([*plan.schedule.trace.forward, *range(len(self._shards))])][::-1]
+        self._course = Course((Step("gather", b, "backward") for b in order if b not in held), followed=False)
+
+    def _finish_backward(self) -> None:
+        self._begin_backward()
+        self._run(self._course.rest())
+
+    def _end_backward(self) -> None:
+        self._drop(set())
+        self._parts.clear()
+        plan = self._plan
+        if self._phase == "backward" and plan is not None and plan.packed is None:
+            events, packed = self._agreed([self._events, self._packed], "order of use in backward")
+            trace = dataclasses.replace(
+                plan.schedule.trace, buckets=self._traced, backward=tuple(Event(kind, bucket) for kind, bucket in events)
+            )
+            self._learn(Plan(self._knobs.schedule(trace), tuple(packed)))
+        self._phase = "closed"
+
+    def _drop(self, kept: set[int] | frozenset[int]) -> None:
+        """Wait for what has been started, and free what is not to be kept."""
+        for bucket in [b for b in self._pending if b not in kept]:
+            self._keep_part(bucket, self._pending.pop(bucket).wait())
+        while self._spare:
+            self._spare.pop().wait()
+        for bucket in [b for b in self._buffers if b not in kept]:
+            del self._buffers[bucket]
+        for bucket, views in self._views.items():
+            check_unwritten(views, self._shards[bucket].slots)
+        self._views.clear()
+        self._emptied.clear()
+
+    def _load(self, bucket: int, place: int) -> Tensor:
+        shard = self._shards[bucket]
+        if self._phase == "closed":
+            path = shard.slots[place].path
+            raise ZfunError(
+                f"a lazy leaf may be used only while its loss and the gradient of it run; leaf {path!r} was used later; return a "
+                "clone() of it as aux instead",
+                leaf=path,
+            )
+        if self._phase == "forward" and threading.get_ident() != self._thread:
+            path = shard.slots[place].path
+            raise ZfunError(
+                f"a lazy leaf belongs to the thread in which its loss runs; leaf {path!r} was used in another; simulated ranks must not "
+                "share "
+                "a module: give each its own, made inside the rank's function",
+                leaf=path,
+            )
+        self._touch(bucket)
+        views = self._views.get(bucket)
+        if views is None:
+            views = shard.views(self._take(bucket))
+            if shard.trained:
+                views = self._with_gradient(bucket, views)
+            self._views[bucket] = views
+        return views[place]
+
+    def _with_gradient(self, bucket: int, views: list[Tensor]) -> list[Tensor]:
+        if self._phase == "forward" and self._tape is not None:
+            outputs = self._emptied.pop(bucket, None)
+            if outputs is not None:
+                for output, view in zip(outputs, views, strict=True):
+                    output.data = view
+                return outputs
+            # The first use of a bucket may be one without a gradient; later ones need the node all the same.
+            with torch.enable_grad():
+                return self._tape.open(bucket, views)
+        # In backward only recomputation (activation checkpointing) comes here. It needs views that require a gradient, so that it saves
+        # what the first run saved, but nobody runs backward through them.
+        return [view.requires_grad_() if view.is_floating_point() or view.is_complex() else view for view in views]
+
+    def _touch(self, bucket: int) -> None:
+        """Note the use of a bucket, and do what the schedule has before it."""
+        self._begin_backward()
+        last = next((event.bucket for event in reversed(self._events) if event.kind == "use"), None)
+        if bucket == last:
+            return
+        self._events.append(Event("use", bucket))
+        overdue, self._overdue = self._overdue - {bucket}, set()
+        self._run(self._course.come_to("use", bucket))
+        for late in overdue:
+            self._release(late)
+        if self._course.followed:
+            return
+        if self._phase == "forward" and self._plan is not None:
+            # A rank that leaves the schedule frees nothing more in this pass: to gather a bucket twice is something all ranks must do
+            # together.
+            return
+        self._release_old(bucket)
+
+    def _release_old(self, bucket: int) -> None:
+        """Free what was not used lately, where there is no schedule to say so."""
+        if self._phase == "forward":
+            uses = reversed([event.bucket for event in self._events])
+            recent = list(dict.fromkeys(uses))[:_WINDOW]
+            old = [b for b in self._buffers if b not in recent]
+        elif self._has_anybody_strayed():
+            old = list[int]()
+        else:
+            # No node fires for what is not trained: keep as many as forward does before it knows better.
+            old = [b for b in self._buffers if b != bucket and not self._shards[b].trained][: 1 - _WINDOW]
+        for b in old:
+            if b not in self._persistent:
+                self._release(b)
+
+    def _has_anybody_strayed(self) -> bool | None:
+        """Whether a rank used, or kept for backward, what the schedule does not say; None where the ranks have not voted."""
+        if self._tape is None:
+            return None
+        return self._tape.strayed if self._alone else self._tape.any_strayed
+
+    def _complete(self, bucket: int) -> None:
+        """Note that all gradients of a bucket are there."""
+        self._begin_backward()
+        self._events.append(Event("reduce", bucket))
+        self._run(self._course.come_to("reduce", bucket))
+        if self._course.followed or bucket in self._persistent:
+            return
+        # Something that needs no gradient of it (a detached use) may still need it. Where ranks differ, it could not be gathered again.
+        if self._has_anybody_strayed() and any((packed := ref()) is not None and packed.bucket == bucket for ref in self._packs):
+            return
+        self._release(bucket)
+
+    def _run(self, steps: Iterable[Step]) -> None:
+        for step in steps:
+            if step.kind == "gather":
+                self._start(step.bucket)
+            elif step.kind == "release":
+                self._release(step.bucket)
+
+    def _start_gather(self, bucket: int) -> Pending:
+        part = self._parts.get(bucket) if self._phase == "backward" else None
+        if part is None or self._secondary is None:
+            return self._shards[bucket].start()
+        return self._shards[bucket].start_again(part, self._secondary)
+
+    def _keep_part(self, bucket: int, gathered: Tensor) -> None:
+        """Keep this rank's part of a gathered bucket for backward, if there will be one."""
+        group = self._secondary
+        if group is None or self._phase != "forward" or not self._makes_graph or bucket in self._parts:
+            return
+        numel = gathered.numel() // group.size
+        self._parts[bucket] = gathered.narrow(0, group.rank * numel, numel).clone()
+
+    def _start(self, bucket: int) -> None:
+        pending = self._start_gather(bucket)
+        if bucket in self._buffers or bucket in self._pending:
+            # All ranks take part in every gather, those too that have kept the bucket.
+            self._spare.append(pending)
+        else:
+            self._pending[bucket] = pending
+
+    def _release(self, bucket: int) -> None:
+        views = self._views.get(bucket)
+        if views is not None:
+            check_unwritten(views, self._shards[bucket].slots)
+        if views is not None and self._phase == "forward" and self._shards[bucket].trained and self._may_come_back(bucket):
+            if _is_held(views):
+                # By the operation that is about to run, or by the loss, which keeps what gather() or to() returned.
+                self._overdue.add(bucket)
+                return
+            for view in views:
+                view.data = view.new_empty(0)
+            self._emptied[bucket] = views
+            del views
+        if bucket in self._pending:
+            self._keep_part(bucket, self._pending.pop(bucket).wait())
+        self._buffers.pop(bucket, None)
+        self._views.pop(bucket, None)
+
+    def _may_come_back(self, bucket: int) -> bool:
+        """Whether a bucket may be used again in this forward pass."""
+        # Not counting the use that begins, which is noted already.
+        return not self._course.followed or self._last_use.get(bucket, -1) >= len(self._events) - 1
+
+    def _take(self, bucket: int) -> Tensor:
+        """Return a gathered bucket, gathering it unless it is there."""
+        buffer = self._buffers.get(bucket)
+        if buffer is not None:
+            return buffer
+        if not (self._course.followed and bucket in self._pending):
+            # Off the schedule memory is not bounded; what can be done is not to gather ahead.
+            ahead = self._knobs.prefetch if self._knobs.max_live is None else 0
+            self._course.followed = False
+            self._run(self._course.come_to_gather(bucket, ahead, again=bucket not in self._pending))
+        pending = self._pending.pop(bucket, None)
+        gathered = self._gather_again(bucket) if pending is None else pending.wait()
+        self._keep_part(bucket, gathered)
+        return self._hold(bucket, gathered.to(self._shards[bucket].dtype))
+
+    def _hold(self, bucket: int, buffer: Tensor) -> Tensor:
+        self._buffers[bucket] = buffer
+        storage = buffer.untyped_storage()
+        # The weak reference keeps the address from being given to another storage while the entry lives.
+        self._storages[storage._cdata] = (bucket, StorageWeakRef(storage))
+        return buffer
+
+    def _gather_again(self, bucket: int) -> Tensor:
+        """Gather what has been freed in this pass."""
+        if self._phase == "backward" or self._alone:
+            return self._start_gather(bucket).wait()
+        # It may be this rank alone that needs it, so it asks. The others answer when they ask themselves, or at the end of their pass; they
+        # must not have to wait for this rank before that.
+        self._course.followed = False
+        self._run(self._course.rest())
+        return self._round(bucket)[bucket]
+
+    def _round(self, bucket: int | None) -> dict[int, Tensor]:
+        """Gather what any rank asks for now."""
+        mine = torch.tensor([-1 if bucket is None else bucket], device=self._device)
+        wanted = self._group.all_gather(mine, "gather again").view(-1).tolist()
+        return {again: self._shards[again].start().wait() for again in sorted(set(wanted)) if again >= 0}
+
+    def _pack(self, tensor: Tensor) -> Tensor | _Packed:
+        if tensor.is_sparse:
+            return tensor
+        found = self._storages.get(tensor.untyped_storage()._cdata)
+        if found is None or tensor.is_conj() or tensor.is_neg():
+            return tensor
+        if not self._packed or self._packed[-1] != found[0]:
+            self._packed.append(found[0])
+        packed = _Packed(found[0], tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
+        self._packs.append(weakref.ref(packed))
+        return packed
+
+    def _unpack(self, saved: Tensor | _Packed) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        self._touch(saved.bucket)
+        buffer = self._take(saved.bucket)
+        whole = buffer if buffer.dtype == saved.dtype else buffer.view(saved.dtype)
+        return whole.as_strided(saved.size, saved.stride, saved.offset)
+
+
+def _is_held(tensors: list[Tensor]) -> bool:
+    """Whether somebody else has one of these very tensors, in Python or in C++."""
+    alone = [object()]
+    (usual,) = [sys.getrefcount(x) for x in alone]
+    return any(sys.getrefcount(x) > usual or x._use_count() > 1 for x in tensors)  # pyrefly: ignore[missing-attribute]
