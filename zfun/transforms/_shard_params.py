@@ -79,6 +79,7 @@ def shard_params(
         PlacementError: from the returned function, for parameters that are not sharded over ``group``.
 
     Example:
+        >>> import torch
         >>> import zfun as zf
         >>> def main(group):
         ...     loss = zf.shard_params(lambda params, batch: (params["w"] * batch).sum(), group)
