@@ -73,7 +73,7 @@ def over_two_hosts(group: zf.Group) -> Any:
     """Collectives long and short, in all lanes at once, waited for in different orders; training; a mesh whose rows are the hosts."""
     simulated = not dist.is_initialized()
     made = group if simulated else _on_two_hosts(group)
-    assert simulated or type(made).__name__ == "_HostsGroup"
+    assert simulated or type(made).__name__ == "HostsGroup"
     ops = [AllGather(), ReduceScatter(), AllReduce(), Broadcast(1), Reduce(2), AllToAll(), Permute((1, 2, 3, 0))]
     generator = torch.Generator().manual_seed(group.rank)
     pending = []

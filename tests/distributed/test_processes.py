@@ -42,7 +42,7 @@ from zfun.collectives import (
     simulate,
     spawn,
 )
-from zfun.collectives._process import _NativeGroup
+from zfun.collectives._native import NativeGroup
 from zfun.errors import CollectiveMismatch, OptionError, PeerLost, SpecMismatch
 
 pytestmark = pytest.mark.timeout(90)
@@ -185,7 +185,7 @@ def _native(group: Group) -> list[Tensor]:
     """The group that nccl uses, over gloo's native collectives: small integers, since its sums have another order."""
     world = dist.group.WORLD
     assert world is not None
-    with _NativeGroup(world, dist.PrefixStore("native", world.get_group_store()), group.rank, group.size, RUN_S, None) as native:
+    with NativeGroup(world, dist.PrefixStore("native", world.get_group_store()), group.rank, group.size, RUN_S, None) as native:
         ops = [AllGather(), ReduceScatter(), AllReduce(), Broadcast(1), Reduce(0), AllToAll()]
         ops += [Permute(tuple((rank + 1) % group.size for rank in range(group.size))), Permute(tuple(range(group.size)))]
         results = []

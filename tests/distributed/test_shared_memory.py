@@ -575,8 +575,8 @@ def _made(group: Group, options: list[bool | None]) -> str:
 def test_ranks_agree_on_it(workers: Workers) -> None:
     size = len(workers.run(_size))
     assert workers.run(_made, [None] * size) == ["_SharedGroup"] * size
-    assert workers.run(_made, [False] * size) == ["_ExchangeGroup"] * size
-    assert workers.run(_made, [None] * (size - 1) + [False]) == ["_ExchangeGroup"] * size
+    assert workers.run(_made, [False] * size) == ["ExchangeGroup"] * size
+    assert workers.run(_made, [None] * (size - 1) + [False]) == ["ExchangeGroup"] * size
     *texts, last = workers.run(_made, [True] * (size - 1) + [None])
     assert [*texts, last] == ["_SharedGroup"] * size
 
@@ -611,7 +611,7 @@ def _full(*args: int) -> None:
     ],
 )
 def test_gloo_takes_over_where_it_cannot_be(two: Workers, what: str, why: str) -> None:
-    assert two.run(_cannot, what, None) == ["_ExchangeGroup"] * 2
+    assert two.run(_cannot, what, None) == ["ExchangeGroup"] * 2
     for text in two.run(_cannot, what, True):
         with pytest.raises(OptionError, match=f"shared_memory=True needs ranks that can share memory; .*{why}"):
             raise OptionError(text)

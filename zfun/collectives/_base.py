@@ -1,0 +1,167 @@
+"""What all groups of processes have: a monitor, sub-groups, an end, and errors that say what happened."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeAlias
+
+import torch.distributed as dist
+
+from zfun.collectives._group import Group, own_part
+from zfun.collectives._monitor import Monitor, different
+from zfun.collectives._shared import Disagreement, TransportError
+from zfun.collectives._single import single_group
+from zfun.errors import OptionError, ZfunError
+
+__all__ = ["MakePart", "ProcessGroup", "first_line", "transport_errors"]
+
+MakePart: TypeAlias = "Callable[[dist.Store, int, int, Sequence[int]], ProcessGroup]"
+"""Makes the group of a part: from its store, this rank's place in it, its size, and what messages call its ranks."""
+
+
+class ProcessGroup(Group):
+    """What the kinds of process groups share: the monitor, sub-groups, the end, and the translation of errors."""
+
+    make_part: MakePart | None = None
+
+    def __init__(
+        self,
+        torch_group: Any,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout_s: float,
+        on_close: Callable[[], None] | None,
+        numbers: Sequence[int] | None = None,
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self._torch_group = torch_group
+        self._store = store
+        self._timeout_s = timeout_s
+        self._on_close = on_close
+        self._numbers = range(size) if numbers is None else numbers
+        self._subgroups: list[ProcessGroup] = []
+        self._num_subgroups = 0
+        # Messages name ranks as people know them.
+        self._monitor = Monitor(store, self._numbers[rank], self._numbers, self._interrupt)
+        self._failure: ZfunError | None = None
+        self._closed = False
+        self._previous_hook = sys.excepthook
+        self._hook = self._on_uncaught
+        sys.excepthook = self._hook
+        atexit.register(self.close)
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        return self._numbers
+
+    def subgroup(self, parts: Sequence[Sequence[int]], name: str = "") -> Group:
+        self._check_open()
+        ranks = own_part(self, parts)
+        self._num_subgroups += 1
+        made = self._part(dist.PrefixStore(f"subgroup/{self._num_subgroups}/{ranks[0]}", self._store), ranks)
+        if made is None:
+            return single_group()
+        self._subgroups.append(made)
+        return made
+
+    def _part(self, store: dist.Store, ranks: Sequence[int]) -> ProcessGroup | None:
+        """Make the group of some of the ranks; ``None`` for one rank that needs none."""
+        if len(ranks) == 1:
+            return None
+        if self.make_part is None:
+            raise OptionError("a group over mpi cannot be divided; make torch groups of its parts and put them together with zf.Mesh()")
+        return self.make_part(store, ranks.index(self.rank), len(ranks), [self._numbers[rank] for rank in ranks])
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for group in reversed(self._subgroups):
+            group.close()
+        if sys.excepthook is self._hook:
+            sys.excepthook = self._previous_hook
+        atexit.unregister(self.close)
+        self._monitor.close()
+        self._release()
+        self._torch_group = None
+        if self._on_close is not None:
+            self._on_close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None:
+            self._publish_error(error)
+        self.close()
+
+    def _publish_error(self, error: BaseException) -> None:
+        for group in (*self._subgroups, self):
+            group._monitor.publish_error(error)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__.strip('_')}: rank {self.rank} of {self.size}>"
+
+    def _on_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self._monitor.publish_error(error)
+        self._previous_hook(kind, error, trace)
+
+    def _interrupt(self) -> None:
+        """Wake up every wait of this rank."""
+
+    def _release(self) -> None:
+        """Let go of what the kind of group holds."""
+
+    def _number_of(self, peer: int | None) -> int | None:
+        return None if peer is None else self._numbers[peer]
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise OptionError("a closed group starts no collectives; make a new one with process_group()")
+        if self._failure is not None:
+            failure = type(self._failure)(str(self._failure), rank=self._failure.rank, collective=self._failure.collective)
+            raise failure from self._failure
+
+    @contextlib.contextmanager
+    def _explained(self, text: str, index: int) -> Iterator[None]:
+        try:
+            yield
+        except TransportError as error:
+            if self._failure is None:
+                self._failure = self._monitor.explain(self._number_of(error.peer), str(error), f"collective {index} of its lane ({text})")
+            raise self._failure from error
+        except Disagreement as error:
+            if self._failure is None:
+                verdict = different(index, (self._numbers[self.rank], text), (self._numbers[error.peer], error.text))
+                self._failure = self._monitor.conclude(verdict, f"collective {index} of its lane ({text})")
+            raise self._failure from error
+        finally:
+            # What else is waited for cannot come either.
+            if self._failure is not None:
+                self._give_up()
+
+    def _give_up(self) -> None:
+        """Let every other wait of this rank end."""
+
+
+@contextlib.contextmanager
+def transport_errors(peer: int | None) -> Iterator[None]:
+    """Turn what a backend raises about messages to a rank (``None``: to any) into :class:`TransportError`."""
+    try:
+        yield
+    except ZfunError:
+        raise
+    except RuntimeError as error:
+        raise TransportError(peer, first_line(error)) from error
+
+
+def first_line(error: BaseException) -> str:
+    """The sentence of gloo's message that says what happened, without the place in its source."""
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return text.partition("] ")[2].partition(". ")[0] if text.startswith("[") else text.partition(". ")[0]

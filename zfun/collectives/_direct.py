@@ -1,0 +1,257 @@
+"""Groups of processes that exchange messages directly, over gloo or mpi."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import queue
+import threading
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any, Protocol, TypeAlias, final
+
+import torch
+from torch import Tensor
+
+from zfun.collectives._base import ProcessGroup, first_line, transport_errors
+from zfun.collectives._calls import AllReduce, Call, Lane, Op, check_call, describe
+from zfun.collectives._exchange import Buffers, Started, start_exchange
+from zfun.collectives._hosts import Place, goes_over_hosts, num_messages, over_hosts
+from zfun.collectives._pending import Pending
+from zfun.collectives._shared import Disagreement, SharedMemory, TransportError
+from zfun.errors import OptionError
+
+__all__ = ["ExchangeGroup", "HostsGroup"]
+
+# Gloo takes 31 bits of tag: the lane, the number of the transfer in its lane, and a checksum of what the ranks must agree on. A message
+# whose tag nobody expects is never delivered, so that different collectives cannot read each other's data.
+_SEQUENCE_BITS = 13
+_CHECKSUM_BITS = 16
+_INTERRUPT_TAG = 0x7FFFFFFF
+
+
+class _Work(Protocol):
+    def wait(self, timeout: timedelta) -> Any: ...
+
+
+@final
+class _Messages:
+    """The messages of one exchange with all ranks, under way."""
+
+    __slots__ = ("_receives", "_sends", "_tensors", "_timeout_s")
+
+    def __init__(self, sends: list[tuple[int, _Work]], receives: list[tuple[int, _Work]], tensors: object, timeout_s: float) -> None:
+        self._sends = sends
+        self._receives = receives
+        self._tensors = tensors
+        self._timeout_s = timeout_s
+
+    def wait(self) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        for peer, work in (*self._receives, *self._sends):
+            # Gloo takes 0 for "for ever".
+            left = max(deadline - time.monotonic(), 0.001)
+            try:
+                work.wait(timedelta(seconds=left))
+            except RuntimeError as error:
+                # Gloo counts whole milliseconds, and so may give up just before this clock says that the time is over.
+                silent = time.monotonic() >= deadline - 0.01
+                raise TransportError(peer, f"no answer within {self._timeout_s:g} s" if silent else first_line(error)) from error
+        self._sends.clear()
+        self._receives.clear()
+        self._tensors = None
+
+
+_Job: TypeAlias = "tuple[Callable[[], None], Future[None]] | None"
+
+
+@final
+class _LaneThread:
+    """Runs the later phases of a lane's collectives in their order, since nobody may have to wait for the caller to ask for them."""
+
+    def __init__(self, lane: Lane) -> None:
+        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"zfun {lane.name.lower()}", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Callable[[], None]) -> Future[None]:
+        future: Future[None] = Future()
+        self._jobs.put((job, future))
+        return future
+
+    def close(self) -> None:
+        self._jobs.put(None)
+        self._thread.join(timeout=1.0)
+
+    def _run(self) -> None:
+        while (item := self._jobs.get()) is not None:
+            job, future = item
+            try:
+                job()
+            except BaseException as error:  # noqa: BLE001, it is raised where the result is waited for
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+            del item, job, future
+
+
+class ExchangeGroup(ProcessGroup):
+    """Processes that exchange messages directly. See [Note: collectives by direct exchange]."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._transfers = [0] * len(Lane)
+        self._lane_threads: dict[Lane, _LaneThread] = {}
+        self._buffers = Buffers()
+        # A message whose handle is dropped is never sent, so that the group itself holds what is under way.
+        self._under_way: dict[tuple[Lane, int], Started] = {}
+
+    def start(self, call: Call, x: Tensor, out: Tensor | None = None) -> Pending:
+        check_call(call, x, out, self.size)
+        if x.device.type != "cpu":
+            raise OptionError(f"a gloo or mpi group moves CPU tensors only; {call.op.kind} got one on {x.device}; use nccl")
+        self._check_open()
+        x = x.detach()
+        result = x.new_empty(call.op.output_numel(x.numel(), self.size)) if out is None else out
+        text = describe(call, x.numel(), x.dtype)
+        index = self._monitor.note_start(call.lane, text)
+        with torch.no_grad(), self._explained(text, index):
+            finish = self._begin(call, text, index, x, result.detach())
+
+        def wait() -> Tensor:
+            try:
+                with torch.no_grad(), self._explained(text, index), self._monitor.waiting(call.lane, index):
+                    finish()
+            finally:
+                self._under_way.pop((call.lane, index), None)
+            return result
+
+        return Pending(wait)
+
+    def _begin(self, call: Call, text: str, index: int, x: Tensor, out: Tensor) -> Callable[[], None]:
+        """Start a collective; return what ends it."""
+        exchange = self._exchange(call.lane, text, 2 if isinstance(call.op, AllReduce) else 1)
+        started = start_exchange(call.op, x, out, self.rank, self.size, exchange, self._buffers)
+        self._under_way[call.lane, index] = started
+        return self._background(call.lane, started.finish) if started.in_background else started.finish
+
+    def _background(self, lane: Lane, job: Callable[[], None]) -> Callable[[], None]:
+        if lane not in self._lane_threads:
+            self._lane_threads[lane] = _LaneThread(lane)
+        # Inference and grad mode belong to threads.
+        return self._lane_threads[lane].submit(torch.no_grad()(job)).result
+
+    def _tags(self, lane: Lane, text: str, transfers: int) -> list[int]:
+        first = self._transfers[lane]
+        self._transfers[lane] += transfers
+        return [_tag(lane, first + i, text) for i in range(transfers)]
+
+    def _exchange(self, lane: Lane, text: str, transfers: int) -> Callable[..., _Messages]:
+        """Return the exchange of one collective. Its tags are taken now, since a later phase may start after a later collective."""
+        tags = iter(self._tags(lane, text, transfers))
+
+        def exchange(sends: Sequence[Tensor | None], recvs: Sequence[Tensor | None]) -> _Messages:
+            tag = next(tags)
+            kept = (list(sends), list(recvs))
+            receives: list[tuple[int, _Work]] = []
+            outgoing: list[tuple[int, _Work]] = []
+            # Neighbours first, each rank its own, so that not all of them talk to rank 0 at once.
+            for step in range(1, self.size):
+                source, target = (self.rank - step) % self.size, (self.rank + step) % self.size
+                if (tensor := recvs[source]) is not None and tensor.numel():
+                    with transport_errors(source):
+                        receives.append((source, self._torch_group.recv([tensor], source, tag)))
+                if (tensor := sends[target]) is not None and tensor.numel():
+                    with transport_errors(target):
+                        outgoing.append((target, self._torch_group.send([tensor], target, tag)))
+            return _Messages(outgoing, receives, kept, self._timeout_s)
+
+        return exchange
+
+    def _interrupt(self) -> None:
+        # Nothing ends a wait of gloo but an error of its connections, and a receive that runs out of time breaks all of them.
+        peer = (self.rank + 1) % self.size
+        with contextlib.suppress(RuntimeError):
+            self._torch_group.recv([torch.empty(1)], peer, _INTERRUPT_TAG).wait(timedelta(milliseconds=1))
+
+    def _release(self) -> None:
+        for thread in self._lane_threads.values():
+            thread.close()
+        self._under_way.clear()
+
+
+@final
+class HostsGroup(ExchangeGroup):
+    """Processes of several hosts, which read each other's memory inside of one. See [Note: collectives over hosts]."""
+
+    def __init__(self, rows: dict[Lane, SharedMemory], *settings: Any) -> None:
+        super().__init__(*settings)
+        self._rows = rows
+        row = rows[Lane.PARAMS]
+        self._place = Place(self.rank // row.size, self.size // row.size, row.rank, row.size)
+
+    def _begin(self, call: Call, text: str, index: int, x: Tensor, out: Tensor) -> Callable[[], None]:
+        if not goes_over_hosts(call.op, x):
+            return super()._begin(call, text, index, x, out)
+        column = _Column(self._torch_group, self._place, self._tags(call.lane, text, num_messages(self._place)), self._timeout_s)
+        row = functools.partial(self._in_row, call, text)
+        # A collective has several phases, and the memory of a lane belongs to its thread.
+        return self._background(call.lane, lambda: over_hosts(call.op, x, out, self._place, row, column))
+
+    def _in_row(self, call: Call, text: str, op: Op, x: Tensor, out: Tensor) -> None:
+        memory = self._rows[call.lane]
+        first = self._place.host * self._place.size
+        try:
+            memory.finish(memory.send(Call(op, call.name, call.part, call.lane), text, x, out))
+        except TransportError as error:
+            raise TransportError(None if error.peer is None else first + error.peer, str(error)) from error
+        except Disagreement as error:
+            raise Disagreement(first + error.peer, error.text) from error
+
+    def _give_up(self) -> None:
+        for memory in self._rows.values():
+            memory.interrupted = True
+
+    def _interrupt(self) -> None:
+        self._give_up()
+        super()._interrupt()
+
+    def _release(self) -> None:
+        self._give_up()
+        super()._release()
+        for memory in self._rows.values():
+            memory.close()
+
+
+@final
+class _Column:
+    """Messages to the ranks with this rank's place on other hosts."""
+
+    def __init__(self, torch_group: Any, place: Place, tags: Sequence[int], timeout_s: float) -> None:
+        self._torch_group = torch_group
+        self._place = place
+        self._tags = tags
+        self._timeout_s = timeout_s
+
+    def send(self, host: int, tensor: Tensor, number: int) -> _Messages:
+        peer = host * self._place.size + self._place.rank
+        with transport_errors(peer):
+            return _Messages([(peer, self._torch_group.send([tensor], peer, self._tags[number]))], [], tensor, self._timeout_s)
+
+    def receive(self, host: int, tensor: Tensor, number: int) -> _Messages:
+        peer = host * self._place.size + self._place.rank
+        with transport_errors(peer):
+            return _Messages([], [(peer, self._torch_group.recv([tensor], peer, self._tags[number]))], tensor, self._timeout_s)
+
+
+@functools.lru_cache(maxsize=4096)
+def _checksum(text: str) -> int:
+    return zlib.crc32(text.encode()) & ((1 << _CHECKSUM_BITS) - 1)
+
+
+def _tag(lane: Lane, sequence: int, text: str) -> int:
+    number = sequence & ((1 << _SEQUENCE_BITS) - 1)
+    return (lane << _SEQUENCE_BITS | number) << _CHECKSUM_BITS | _checksum(text)
