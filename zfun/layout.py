@@ -157,18 +157,27 @@ class _LeafKey:
     dtype: torch.dtype
 
 
-def layout_of(params: tree.Tree, size: int = 1, bucket_bytes: int = DEFAULT_BUCKET_BYTES, persistence: int = 0) -> Layout:
+def layout_of(
+    params: tree.Tree,
+    size: int = 1,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    persistence: int = 0,
+    order: Sequence[str] | None = None,
+) -> Layout:
     """Lay a tree of tensors out in flat buckets.
 
-    Buckets follow the tree's insertion order and hold one dtype each. A bucket closes before a leaf that would take it past
-    ``bucket_bytes``, and at the end of a block (``h.0``, ``h.1``, ...) once it is half full, so that a bucket tends to be what a block
-    uses. A leaf is never cut.
+    Buckets follow the tree's insertion order, or the one that is given, and hold one dtype each. A bucket closes before a leaf that
+    would take it past ``bucket_bytes``, and at the end of a block (``h.0``, ``h.1``, ...) once it is half full, so that a bucket tends to
+    be what a block uses. A leaf is never cut.
 
     Args:
         params: any tree of tensors. Leaves that are the same view of the same memory are tied, and get one slot.
         size: number of ranks that share each bucket.
         bucket_bytes: where a bucket closes, in bytes.
         persistence: leaves of at most so many elements lie in buckets of their own, which :func:`zfun.shard_params` may keep gathered.
+        order: paths of leaves, those used first in front, as :func:`zfun.order_of_use` finds them. Leaves that it does not name lie before
+            all others, since gradients are summed from the last bucket on, and those that nobody makes must hold none up. Names of leaves
+            that are not in this tree (but in the other part of a partition) are passed over.
 
     Returns:
         The layout. Equal arguments give the same object.
@@ -180,6 +189,9 @@ def layout_of(params: tree.Tree, size: int = 1, bucket_bytes: int = DEFAULT_BUCK
         >>> layout = layout_of({"w": torch.zeros(5, 3), "b": torch.zeros(3)}, size=2)
         >>> layout.buckets[0].padded_numel, layout.leaves[1].offset
         (64, 32)
+        >>> params = {"head": torch.zeros(3), "unused": torch.zeros(3), "w": torch.zeros(3)}
+        >>> [layout_of(params, 1, 1, order=["w", "head"]).label(bucket) for bucket in range(3)]
+        ['bucket 0: unused', 'bucket 1: w', 'bucket 2: head']
     """
     if bucket_bytes < 1:
         raise OptionError(f"bucket_bytes must be at least 1; got {bucket_bytes}")
@@ -194,9 +206,20 @@ def layout_of(params: tree.Tree, size: int = 1, bucket_bytes: int = DEFAULT_BUCK
         where = {path: str(leaf.device) for path, leaf in zip(paths, values, strict=True)}
         raise LeafError(f"leaves of one tree must be on one device; got {where}; move them first")
     firsts, positions = _alias_sets(paths, values)
+    turns = None if order is None else _turns(order, paths, positions)
     keys = tuple(_LeafKey(paths[i], tuple(values[i].shape), values[i].dtype) for i in firsts)
     device = devices.pop() if devices else torch.device("cpu")
-    return _layout(keys, tuple(positions), tuple(paths), spec, size, bucket_bytes, persistence, device)
+    return _layout(keys, tuple(positions), tuple(paths), spec, size, bucket_bytes, persistence, device, turns)
+
+
+def _turns(order: Sequence[str], paths: Sequence[str], positions: Sequence[int]) -> tuple[int, ...] | None:
+    """Return the slots in the order in which they are laid out; ``None`` for that of the tree."""
+    if isinstance(order, str) or not all(isinstance(path, str) for path in order):
+        raise OptionError(f"order is a sequence of the paths of leaves; got {order!r}; zf.order_of_use(loss, params, batch) makes one")
+    slots = dict(zip(paths, positions, strict=True))
+    named = [slots[path] for path in order if path in slots]
+    turns = tuple(dict.fromkeys([*(slot for slot in positions if slot not in set(named)), *named]))
+    return None if turns == tuple(range(len(turns))) else turns
 
 
 @functools.lru_cache(maxsize=256)
@@ -209,14 +232,16 @@ def _layout(
     bucket_bytes: int,
     persistence: int,
     device: torch.device,
+    turns: tuple[int, ...] | None,
 ) -> Layout:
-    slots: list[LeafSlot] = []
+    slots: dict[int, LeafSlot] = {}
     members: list[list[int]] = []
     ends: list[int] = []
     dtypes: list[torch.dtype] = []
     open_buckets: dict[tuple[torch.dtype, bool], int] = {}
     block = None
-    for index, key in enumerate(keys):
+    for index in turns or range(len(keys)):
+        key = keys[index]
         dtype = _REAL.get(key.dtype, key.dtype)
         numel = math.prod(key.shape) * (2 if key.dtype.is_complex else 1)
         if (here := _block_of(key.path)) != block:
@@ -231,14 +256,14 @@ def _layout(
             members.append([])
             ends.append(0)
             dtypes.append(dtype)
-        slots.append(LeafSlot(key.path, key.shape, key.dtype, bucket, ends[bucket], numel))
+        slots[index] = LeafSlot(key.path, key.shape, key.dtype, bucket, ends[bucket], numel)
         members[bucket].append(index)
         ends[bucket] += -(-numel // ALIGNMENT) * ALIGNMENT
     buckets = tuple(
         BucketSlot(dtype, tuple(leaves), sum(slots[i].numel for i in leaves), _padded(end, dtype, size))
         for dtype, leaves, end in zip(dtypes, members, ends, strict=True)
     )
-    return Layout(tuple(slots), buckets, size, spec, positions, paths, device)
+    return Layout(tuple(slots[i] for i in range(len(keys))), buckets, size, spec, positions, paths, device)
 
 
 def _padded(numel: int, dtype: torch.dtype, size: int) -> int:

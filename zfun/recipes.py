@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -139,6 +139,7 @@ def zero(
     wire_params: Wire | None = None,
     wire_grads: Wire | None = None,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    order: Sequence[str] | None = None,
     prefetch: int = 1,
     secondary: Group | None = None,
     max_live: int | None = None,
@@ -179,6 +180,7 @@ def zero(
         wire_params: in which format parameters are gathered, as :func:`zfun.wire.int8`; stage 3 only, where what is gathered is not kept.
         wire_grads: in which format gradients are summed over the ranks, as :func:`zfun.wire.int4`.
         bucket_bytes: where a bucket closes, in bytes.
+        order: paths of leaves, those used first in front, as :func:`zfun.order_of_use` finds them; by default the order of the tree.
         prefetch: how many buckets stage 3 gathers ahead of use.
         secondary: the inner axis of the mesh ``group``, for stage 3: backward gathers over it alone (hpZ); see :func:`zfun.shard_params`.
         max_live: the largest number of elements that stage 3 has gathered at once; see :func:`zfun.shard_params` for this and the next.
@@ -235,8 +237,8 @@ def zero(
     def start(params: tree.Tree) -> ZeroState:
         exact, params = _rounded_as(policy, params, group, bucket_bytes, init)
         chosen, rest = (params, None) if trainable is None else tree.partition(params, trainable)
-        trained = place(chosen, group, bucket_bytes=bucket_bytes, init=init, labels=rule.labels)
-        frozen = None if rest is None or not tree.leaves(rest) else place(rest, group, bucket_bytes=bucket_bytes, init=init)
+        trained = place(chosen, group, bucket_bytes=bucket_bytes, init=init, labels=rule.labels, order=order)
+        frozen = None if rest is None or not tree.leaves(rest) else place(rest, group, bucket_bytes=bucket_bytes, init=init, order=order)
         exact = exact if trainable is None else tree.partition(exact, trainable)[0]
         state = rule.init(_unrounded(trained, exact, policy.master))
         if offload_params is not None:
@@ -430,10 +432,10 @@ def _first_bad_leaf(grads: Flat) -> str | None:
     group, layout = grads.group, grads.layout
     first = len(layout.leaves)
     for index, piece in enumerate(local_shards(grads)):
-        bad = torch.nonzero(~torch.isfinite(piece))
-        if bad.numel():
-            place = int(bad[0]) + group.rank * grads.shard_numel(index)
-            inside = [i for i in layout.buckets[index].leaves if layout.leaves[i].offset <= place]
-            first = min(first, inside[-1])
+        bad = torch.nonzero(~torch.isfinite(piece)).view(-1) + group.rank * grads.shard_numel(index)
+        leaves = layout.buckets[index].leaves
+        ends = torch.tensor([layout.leaves[leaf].offset for leaf in leaves[1:]], dtype=torch.int64, device=bad.device)
+        # Leaves need not lie in the order of the tree.
+        first = min([first, *(leaves[place] for place in torch.bucketize(bad, ends, right=True).unique().tolist())])
     first = int(group.all_gather(torch.tensor([first], device=layout.device), "first bad leaf").min())
     return layout.leaves[first].path if first < len(layout.leaves) else None

@@ -29,6 +29,12 @@ DTYPES = (
     torch.int8,
     torch.bool,
 )
+
+
+def some_of(paths: Any, random: Any) -> list[str]:
+    return random.sample(paths, random.randint(0, len(paths)))
+
+
 ANY_TREE = trees(tensors(DTYPES), nodes=models.NODES)
 SIZES = st.sampled_from([1, 2, 3, 4, 7, 16])
 
@@ -40,10 +46,18 @@ def test_leaves_and_buffers_are_inverses(params: Any, size: int, bucket_bytes: i
 
 
 @settings(max_examples=examples(100))
-@given(ANY_TREE, SIZES, bucket_sizes())
-def test_layout_promises(params: Any, size: int, bucket_bytes: int) -> None:
-    layout = zf.layout_of(params, size, bucket_bytes)
-    assert layout == zf.layout_of(params, size, bucket_bytes)
+@given(ANY_TREE, SIZES, bucket_sizes(), st.one_of(st.none(), st.randoms(use_true_random=False)))
+def test_layout_promises(params: Any, size: int, bucket_bytes: int, random: Any) -> None:
+    order = None if random is None else some_of(tree.paths(params), random)
+    layout = zf.layout_of(params, size, bucket_bytes, order=order)
+    assert layout == zf.layout_of(params, size, bucket_bytes, order=order)
+    # Leaves of one dtype lie one after the other in the order that is given, behind those that it does not name, in that of the tree.
+    slots = dict(zip(layout.paths, layout.positions, strict=True))
+    named = list(dict.fromkeys(slots[path] for path in order or ()))
+    turns = [*(slot for slot in range(len(layout.leaves)) if slot not in named), *named]
+    for dtype in {bucket.dtype for bucket in layout.buckets}:
+        lying = [leaf for bucket in layout.buckets for leaf in bucket.leaves if bucket.dtype == dtype]
+        assert lying == [leaf for leaf in turns if leaf in lying]
     assert layout.paths == tuple(tree.paths(params))
     leaves = tree.leaves(params)
     for path, leaf, position in zip(layout.paths, leaves, layout.positions, strict=True):
@@ -112,6 +126,20 @@ def test_buckets_close_at_blocks_and_keep_the_order_of_use() -> None:
     assert names == [["wte"], ["h.0.b", "h.0.a"], ["h.1.b", "h.1.a"], ["h.2.b", "h.2.a"], ["out"]]
     assert [len(bucket.leaves) for bucket in zf.layout_of(params, 2).buckets] == [8]
     assert len(zf.layout_of(params, 2, bucket_bytes=1).buckets) == 8
+
+
+def test_an_order_is_of_paths() -> None:
+    w = torch.ones(3)
+    params = {"in": w, "b": torch.ones(2), "out": w}
+    assert zf.layout_of(params, order=["b", "out"]).buckets[0].leaves == (1, 0)
+    # One that is of a whole tree is one of its parts too, and that of the tree is none at all.
+    assert zf.layout_of(params, order=["x.y", "b", "out"]) is zf.layout_of(params, order=["b", "in"])
+    assert zf.layout_of(params, order=["out", "b", "in"]) is zf.layout_of(params, order=["b"]) is zf.layout_of(params)
+    for order in ("in", [0, 1]):
+        with pytest.raises(
+            OptionError, match=r"order is a sequence of the paths of leaves; got .*; zf.order_of_use\(loss, params, batch\)"
+        ):
+            zf.layout_of(params, order=order)  # pyrefly: ignore[bad-argument-type]
 
 
 def test_non_contiguous_leaves_are_copied_once_and_keep_their_values() -> None:

@@ -219,6 +219,73 @@ def test_no_knob_changes_a_bit_and_what_is_sent_is_what_is_explained(
     assert all(run[1][1:] == [explained] * 2 for run in found), (found[0][1], explained)
 
 
+def by_kind(params: Any) -> Any:
+    """The leaves of a network in another order than that of their use, which is what a tree of stacked parameters has."""
+    return {"out": params["out"], "unused": torch.ones(3), "b": [h["b"] for h in params["h"]], "w": [h["w"] for h in params["h"]]}
+
+
+def by_kind_loss(params: Any, x: Tensor) -> Tensor:
+    return models.mlp_loss({"h": [{"w": w, "b": b} for w, b in zip(params["w"], params["b"], strict=True)], "out": params["out"]}, x)
+
+
+IN_ORDER = ("w.0", "b.0", "w.1", "b.1", "w.2", "b.2", "w.3", "b.3", "out")
+
+
+def order_training(group: zf.Group, stage: int, bucket_bytes: int, order: Any) -> tuple[Any, Any, Any]:
+    z = zf.zero(stage, by_kind_loss, optim.adamw(0.05), group, bucket_bytes=bucket_bytes, order=order, trainable=lambda p, x: p != "b.1")
+    state = z.init(by_kind(models.mlp()))
+    for batches in models.mlp_batches(2, group.size):
+        state, _ = z.step(state, batches[group.rank])
+    return z.params(state), state.params.layout, None if state.frozen is None else state.frozen.layout
+
+
+@settings(max_examples=examples(6))
+@given(
+    order=st.permutations([*IN_ORDER, "unused"]),
+    stage=st.sampled_from([0, 1, 2, 3, 3]),
+    size=st.sampled_from([1, 2, 3]),
+    bucket_bytes=st.sampled_from([1, 300, 2**20]),
+)
+def test_no_order_changes_a_bit(order: list[str], stage: int, size: int, bucket_bytes: int) -> None:
+    expected = zf.simulate(size, order_training, 2, 300, None)
+    found = zf.simulate(size, order_training, stage, bucket_bytes, order)
+    assert_same_bits([run[0] for run in found], [run[0] for run in expected], f"{order} and the order of the tree")
+    lying = [[layout.leaves[leaf].path for bucket in layout.buckets for leaf in bucket.leaves] for layout in found[0][1:]]
+    # Two buffers of float64 and one of float32, which the leaf without a use is in.
+    assert [path for path in lying[0] if path != "unused"] == [path for path in order if path not in ("b.1", "unused")]
+    assert lying[1] == ["b.1"]
+
+
+def test_buckets_in_the_order_of_use_are_fewer_at_once() -> None:
+    x, params = torch.ones(2, 5, dtype=torch.float64), by_kind(models.mlp())
+    order = zf.order_of_use(by_kind_loss, params, x)
+    assert order == IN_ORDER
+    with_order, without = (zf.schedule(zf.trace(by_kind_loss, params, x, 2, bucket_bytes=600, order=chosen)) for chosen in (order, None))
+    assert with_order.trace.leaves == without.trace.leaves == order
+    numel = with_order.trace.buckets[0].numel
+    assert {bucket.numel for bucket in [*with_order.trace.buckets, *without.trace.buckets]} == {numel}
+    assert (max(with_order.live()), max(without.live())) == (2 * numel, 5 * numel)
+    # A bucket is complete while those before it are used in backward, and its sum is on its way beside that. What is never used comes last.
+    beside = lambda made: sum(message.name == "grads" and len(message.overlaps) > 0 for message in zf.explain(made).messages)
+    assert (beside(with_order), beside(without)) == (3, 1)
+
+    def main(group: zf.Group) -> Any:
+        loss = zf.shard_params(by_kind_loss, group)
+        vg = zf.data_parallel(zf.value_and_grad(loss), group)
+        vg(zf.shard(params, group, bucket_bytes=300), x * (group.rank + 1))
+        return loss.schedules[0].trace.leaves  # pyrefly: ignore[missing-attribute]
+
+    assert zf.simulate(2, main) == [order, order]
+
+
+def test_ranks_must_agree_on_the_order() -> None:
+    def main(group: zf.Group) -> None:
+        zf.shard(models.mlp(), group, order=["out", "h.0.w"] if group.rank else None)
+
+    with pytest.raises(zf.SpecMismatch, match=r"leaf \(order\) is that of the tree on rank 0 and out, h.0.w, ... \(\w+\) on rank 1"):
+        zf.simulate(2, main)
+
+
 KNOBS: list[dict[str, Any]] = [
     {"prefetch": 3},
     {"prefetch": 0, "max_live": 1},

@@ -12,7 +12,7 @@ from zfun.transforms._remat import Remat, remat
 from zfun.transforms._schedule import Event, Knobs, Schedule, Step, Trace, TracedBucket, schedule
 from zfun.transforms._shard_params import ShardedLoss, shard_params
 from zfun.transforms._tape import MAX_IN_FLIGHT
-from zfun.transforms._trace import trace
+from zfun.transforms._trace import order_of_use, trace
 from zfun.transforms._value import WeightedMean, weighted_mean
 
 __all__ = [
@@ -48,6 +48,7 @@ __all__ = [
     "offload_loss",
     "offload_optimizer",
     "offload_params",
+    "order_of_use",
     "redistribute",
     "remat",
     "replicate",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ def shard(
     persistence: int = 0,
     init: str = "check",
     labels: LabelFn | None = None,
+    order: Sequence[str] | None = None,
 ) -> Flat:
     """Keep this rank's part of a tree (``R -> S``).
 
@@ -56,6 +58,8 @@ def shard(
         init: ``"check"`` compares tree, shapes, dtypes and values across ranks before anything else is sent; ``"broadcast"`` compares all
             but the values and takes rank 0's.
         labels: ``label(path, leaf)``: leaves of different labels go into different buckets, as :func:`zfun.optim.by_label` needs them.
+        order: paths of leaves, those used first in front, as :func:`zfun.order_of_use` finds them: in this order leaves lie in buckets. By
+            default that of the tree. Ranks must agree on it; no bit of what is computed depends on it.
 
     Returns:
         A ``Flat`` with placement ``S`` that shares no memory with ``params``.
@@ -77,14 +81,20 @@ def shard(
     if isinstance(params, Flat):
         flat = replicate(params, group)
         return flat.with_buffers((_own(buffer, group) for buffer in flat.buffers), S)
-    layout, whole = _lay_out(params, group, bucket_bytes, persistence, init, labels)
+    layout, whole = _lay_out(params, group, bucket_bytes, persistence, init, labels, order)
     # Bucket by bucket, so that one whole bucket exists beside the shards and not all of them.
     return Flat((_own(buffer, group) for buffer in whole), S, layout, group)
 
 
 @checked_options
 def replicate(
-    params: tree.Tree, group: Group, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES, init: str = "check", labels: LabelFn | None = None
+    params: tree.Tree,
+    group: Group,
+    *,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    init: str = "check",
+    labels: LabelFn | None = None,
+    order: Sequence[str] | None = None,
 ) -> Flat:
     """Lay a tree out in flat buffers that every rank holds whole (``R -> R``).
 
@@ -94,6 +104,7 @@ def replicate(
         bucket_bytes: where a bucket closes, in bytes.
         init: ``"check"`` or ``"broadcast"``, as in :func:`shard`.
         labels: as in :func:`shard`.
+        order: as in :func:`shard`.
 
     Returns:
         A ``Flat`` with placement ``R`` that shares no memory with ``params``.
@@ -110,17 +121,23 @@ def replicate(
         if params.group.mesh is not group.mesh:
             raise PlacementError("a Flat belongs to the group that it was made over; got another one; unshard() it first")
         return redistribute(params, R, group)
-    layout, whole = _lay_out(params, group, bucket_bytes, 0, init, labels)
+    layout, whole = _lay_out(params, group, bucket_bytes, 0, init, labels, order)
     return Flat(whole, R, layout, group)
 
 
 def _lay_out(
-    params: tree.Tree, group: Group, bucket_bytes: int, persistence: int, init: str, labels: LabelFn | None
+    params: tree.Tree,
+    group: Group,
+    bucket_bytes: int,
+    persistence: int,
+    init: str,
+    labels: LabelFn | None,
+    order: Sequence[str] | None,
 ) -> tuple[Layout, Iterator[Tensor]]:
     """Return the layout of a tree that every rank holds, and its whole buckets, one after the other."""
     if init not in ("check", "broadcast"):
         raise OptionError(f"init must be 'check' or 'broadcast'; got {init!r}")
-    layout = check_agreement(params, group, bucket_bytes=bucket_bytes, persistence=persistence, values=init == "check")
+    layout = check_agreement(params, group, bucket_bytes=bucket_bytes, persistence=persistence, order=order, values=init == "check")
     if labels is not None:
         layout = split_by_label(layout, labels)
     buckets = ravel_buckets(params, layout)
@@ -131,7 +148,13 @@ def _lay_out(
 
 
 def check_agreement(
-    params: tree.Tree, group: Group, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES, persistence: int = 0, values: bool = True
+    params: tree.Tree,
+    group: Group,
+    *,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    persistence: int = 0,
+    order: Sequence[str] | None = None,
+    values: bool = True,
 ) -> Layout:
     """Compare a replicated tree across ranks with one small all-gather, before any other collective.
 
@@ -140,6 +163,7 @@ def check_agreement(
         group: the ranks that hold it; on a mesh all of its ranks do, whatever axis is given.
         bucket_bytes: where a bucket closes; ranks must agree on it too.
         persistence: which leaves lie in buckets of their own; on this too.
+        order: of the leaves in the buckets; on this too.
         values: whether to compare the values as well.
 
     Returns:
@@ -150,11 +174,12 @@ def check_agreement(
     """
     found = tree.leaves(params)
     try:
-        layout: Layout | ZfunError = layout_of(params, group.mesh.size, bucket_bytes, persistence)
+        layout: Layout | ZfunError = layout_of(params, group.mesh.size, bucket_bytes, persistence, order)
     except ZfunError as error:  # The other ranks are told before this one raises, so that none waits for it.
         layout = error
     if group.mesh.size > 1:
         entries = [Entry("(bucket_bytes)", str(bucket_bytes), ""), Entry("(persistence)", str(persistence), "")]
+        entries.append(Entry("(order)", _order_in_words(order), ""))
         for path, leaf in zip(tree.paths(params), found, strict=True):
             if isinstance(leaf, Tensor):
                 is_dense = leaf.layout == torch.strided and not leaf.is_quantized
@@ -167,6 +192,11 @@ def check_agreement(
     if isinstance(layout, ZfunError):
         raise layout
     return layout
+
+
+def _order_in_words(order: Sequence[str] | None) -> str:
+    """Name the first leaves, and all of them by a number."""
+    return "that of the tree" if order is None else f"{', '.join(map(str, order[:4]))}, ... ({zlib.crc32(repr(tuple(order)).encode()):08x})"
 
 
 def unshard(value: Flat) -> tree.Tree:

@@ -73,6 +73,8 @@ class Trace:
         size: number of ranks that share each.
         forward: indices of the buckets in the order of use; what is used again appears again.
         backward: what happens in backward; by default what forward did, in reverse.
+        leaves: paths of the leaves in the order in which forward first uses them, for ``order=`` of :func:`zfun.shard`; by default bucket
+            by bucket.
 
     Example:
         >>> block = TracedBucket("h", (("h.w", 64),), 64, 4, 4, 4)
@@ -84,8 +86,12 @@ class Trace:
     size: int
     forward: tuple[int, ...]
     backward: tuple[Event, ...] = ()
+    leaves: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if not self.leaves:
+            used = [path for bucket in dict.fromkeys(self.forward) for path, _ in self.buckets[bucket].leaves]
+            object.__setattr__(self, "leaves", tuple(used))
         if not self.backward:
             object.__setattr__(self, "backward", tuple(self._reversed()))
 

@@ -101,6 +101,7 @@ class Session:
         self._thread = threading.get_ident()
         self._phase = "forward"
         self._events: list[Event] = []
+        self._first_uses: dict[str, None] = {}
         self._packed: list[int] = []
         self._packs: list[weakref.ref[_Packed]] = []
         self._pending: dict[int, Pending] = {}
@@ -183,7 +184,9 @@ class Session:
         self._drop(self._persistent | self._kept)
         self.leaves = None  # The leaves know what made them: a cycle that would keep the shards alive.
         if self._plan is None:
-            self._plan = Plan(self._knobs.schedule(Trace(self._traced, self._group.size, tuple(self._agreed(used, "order of use")))))
+            forward, leaves = self._agreed([used, list(self._first_uses)], "order of use")
+            trace = Trace(self._traced, self._group.size, tuple(forward), leaves=tuple(leaves))
+            self._plan = Plan(self._knobs.schedule(trace))
             self._learn(self._plan)
             self._course.followed = tuple(used) == self._plan.schedule.trace.forward
         if self._tape is not None:
@@ -258,6 +261,8 @@ class Session:
                 leaf=path,
             )
         self._touch(bucket)
+        if self._plan is None:
+            self._first_uses.setdefault(shard.slots[place].path)
         views = self._views.get(bucket)
         if views is None:
             views = shard.views(self._take(bucket))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from zfun.transforms._schedule import Trace
 from zfun.transforms._shard_params import ShardedLoss, shard_params
 from zfun.typing import Loss
 
-__all__ = ["trace"]
+__all__ = ["order_of_use", "trace"]
 
 
 @checked_options
@@ -34,6 +34,7 @@ def trace(
     trainable: Callable[[str, Any], bool] | None = None,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     persistence: int = 0,
+    order: Sequence[str] | None = None,
     reduce_dtype: torch.dtype | None = None,
 ) -> Trace:
     """Run a loss and its gradient on fake tensors, and return what it uses, in which order, forward and backward.
@@ -48,6 +49,7 @@ def trace(
         trainable: which leaves are trained, by path and leaf; by default all.
         bucket_bytes: where a bucket closes, in bytes.
         persistence: leaves of at most so many elements lie in buckets of their own.
+        order: of the leaves in the buckets, as :func:`zfun.layout_of` takes it.
         reduce_dtype: of the gradients, as :func:`zfun.data_parallel` takes it; by default that of the parameters, float32 for half types.
 
     Returns:
@@ -76,7 +78,7 @@ def trace(
         chosen, rest = (params, None) if trainable is None else tree.partition(params, trainable)
 
         def placed(part: tree.Tree) -> Flat:
-            layout = layout_of(tree.map(fake, part), size, bucket_bytes, persistence)
+            layout = layout_of(tree.map(fake, part), size, bucket_bytes, persistence, order)
             shards = [torch.empty(layout.shard_numel(i), dtype=bucket.dtype) for i, bucket in enumerate(layout.buckets)]
             return Flat(shards, S, layout, group)
 
@@ -88,3 +90,32 @@ def trace(
     if not isinstance(inner, ShardedLoss) or not inner.schedules:
         raise ZfunError(f"a loss of whole parameters can be traced; got {type(loss).__name__}, which was never called on them")
     return inner.schedules[0].trace
+
+
+def order_of_use(loss: Loss, params: tree.Tree, batch: Any) -> tuple[str, ...]:
+    """Run a loss on fake tensors, and return the paths of its leaves in the order in which it first uses them.
+
+    Buckets that hold leaves in this order are gathered one after the other, each for a short while, and their gradients are complete one
+    after the other, from the last one on. A tree whose own order is another one (a head before the body, all norms before all weights)
+    needs more of them at once. No bit of the result depends on it.
+
+    Args:
+        loss: ``(params, batch) -> scalar`` or ``(scalar, aux)``, written for whole parameters; :func:`zfun.cast` may stand around it.
+        params: a tree of tensors; only their shapes and dtypes count, and which are tied.
+        batch: a batch of a rank; of its tensors, too, only shapes and dtypes count.
+
+    Returns:
+        The paths, for ``order=`` of :func:`zfun.shard`, :func:`zfun.replicate`, :func:`zfun.zero` and :func:`zfun.layout_of`. Leaves that
+        are not used are not in it. What a step has recorded, ``ShardedLoss.schedules[0].trace.leaves``, is the same.
+
+    Example:
+        >>> import zfun as zf
+        >>> params = {"head": torch.empty(64, 9), "norm": [torch.empty(64)] * 2, "w": [torch.empty(64, 64), torch.empty(64, 64)]}
+        >>> def loss(p, x):
+        ...     for norm, w in zip(p["norm"], p["w"]):
+        ...         x = torch.tanh(x * norm @ w)
+        ...     return (x @ p["head"]).sum()
+        >>> zf.order_of_use(loss, params, torch.empty(2, 64))
+        ('norm.0', 'w.0', 'w.1', 'head')
+    """
+    return trace(loss, params, batch, 1, trainable=lambda path, leaf: leaf.is_floating_point() or leaf.is_complex()).leaves
