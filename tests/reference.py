@@ -127,3 +127,57 @@ def muon(params: Params, grads: Params, state: Params, lr: float, decay: float, 
         scale = math.sqrt(max(1.0, p.shape[0] / p.shape[1]))
         out[name] = p - lr * (scale * (u * s) @ v + decay * p)
     return out
+
+
+def one_bit(
+    terms: list[Tensor], kept: list[Tensor], answers: list[Tensor], norm_of: Callable[[Tensor], Tensor] = torch.linalg.vector_norm
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """The mean of the ranks' vectors in one bit a number, as it is written in the paper: on whole vectors, with nothing packed.
+
+    Takes the vectors, what each rank's messages lost, and what each rank's answers lost, its chunk; returns the mean and both errors.
+    """
+
+    def signs(x: Tensor) -> Tensor:
+        scale = (norm_of(x) / math.sqrt(max(x.numel(), 1))).to(x.dtype)
+        return torch.where(x >= 0, scale, -scale)
+
+    full = [x + error for x, error in zip(terms, kept, strict=True)]
+    sent = [signs(c) for c in full]
+    total = sent[0]
+    for q in sent[1:]:
+        total = total + q
+    chunk = 8 * math.ceil(total.numel() / (8 * len(terms)))
+    means = [a + error for a, error in zip((total / len(terms)).split(chunk or 1), answers, strict=False)]
+    answered = [signs(a) for a in means]
+    lost = [a - q for a, q in zip(means, answered, strict=True)]
+    lost += [total.new_zeros(0)] * (len(terms) - len(lost))
+    return torch.cat([total[:0], *answered]), [c - q for c, q in zip(full, sent, strict=True)], lost
+
+
+def onebit_adam(
+    params: Params,
+    grads: list[Params],
+    state: dict[Any, Any],
+    lr: float,
+    freeze_step: int,
+    decay: float = 0.0,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+) -> Params:
+    """One step of 1-bit Adam with the gradients of each rank; ``state`` is changed."""
+    t, size = state.get("t", 0) + 1, len(grads)
+    mean = {name: sum((g[name] for g in grads), torch.zeros_like(p)) / size for name, p in params.items()}
+    if t <= freeze_step:
+        return adamw(params, mean, state, lr, decay, b1, b2, eps)
+    state["t"] = t
+    out = {}
+    for name, p in params.items():
+        chunk = 8 * math.ceil(p.numel() / (8 * size))
+        nothing = [p.new_zeros(p.numel())] * size, [p.new_zeros(max(min(p.numel() - rank * chunk, chunk), 0)) for rank in range(size)]
+        terms = [(b1 * state[name, "m"] + (1 - b1) * g[name]).reshape(-1) for g in grads]
+        m, *state[name, "errors"] = one_bit(terms, *state.get((name, "errors"), nothing))
+        state[name, "m"] = m.view(p.shape)
+        v_hat = (state[name, "v"] / (1 - b2**freeze_step)).sqrt() + eps
+        out[name] = p - lr * (state[name, "m"] / (1 - b1**t) / v_hat + decay * p)
+    return out

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import zfun as zf
-from tests import models
+from tests import models, reference
+from tests.conftest import examples
 from zfun import tree
 from zfun.collectives import AllGather, AllReduce, AllToAll, Call, Op, ReduceScatter
 from zfun.errors import OptionError
@@ -331,6 +332,73 @@ def test_sharded_parameters_in_a_wire_under_torch_func() -> None:
     zf.simulate(2, main)
 
 
+@given(SIZES, st.integers(0, 200), FLOATS, st.integers(0, 99), st.booleans())
+@settings(max_examples=examples(20))
+def test_one_bit_is_the_papers(size: int, numel: int, dtype: torch.dtype, seed: int, on_a_mesh: bool) -> None:
+    """Packed and in two hops, to the last bit, on any group; and nothing is lost but late."""
+    size, steps = 4 if on_a_mesh else size, 5
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+
+    def main(group: zf.Group) -> tuple[int, list[Any]]:
+        group = zf.record(zf.split(group, inner=2) if on_a_mesh else group)
+        found: list[Any] = []
+        worker = server = None
+        for step in range(steps):
+            group.clear()
+            x = term(group.rank, numel, seed + step, dtype)
+            mean, worker, server = zf.wire.compressed_all_reduce(x, worker, server, group, name="x")
+            assert mean.dtype == dtype
+            found.append((mean, worker, server))
+            hop = (size - 1) * (wide.itemsize + math.ceil(numel / (8 * size)))
+            if not on_a_mesh:
+                assert [(entry.kind, entry.sent_bytes) for entry in group.log] == [("all_to_all", hop), ("all_gather", hop)]
+            assert_same_bits(x, term(group.rank, numel, seed + step, dtype), "what is sent is only read")
+        return group.rank, found
+
+    results = [found for _, found in sorted(zf.simulate(size, main), key=lambda result: result[0])]
+    chunk = 8 * math.ceil(numel / (8 * size))
+    kept = [torch.zeros(numel, dtype=wide) for _ in range(size)]
+    answers = [torch.zeros(max(min(numel - rank * chunk, chunk), 0), dtype=wide) for rank in range(size)]
+    given_in, came_out = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
+    for step in range(steps):
+        terms = [term(rank, numel, seed + step, dtype).to(wide) for rank in range(size)]
+        mean, kept, answers = reference.one_bit(terms, kept, answers, zf.global_norm)
+        for rank in range(size):
+            assert_same_bits(results[rank][step], (mean.to(dtype), kept[rank], answers[rank]), f"rank {rank}, step {step}")
+        given_in += torch.stack(terms).double().mean(0)
+        came_out += mean.double()
+    pending = torch.stack(kept).double().mean(0) + torch.cat(answers).double()
+    largest = float(torch.stack([given_in, came_out]).abs().max()) if numel else 0.0
+    assert bool(((came_out + pending - given_in).abs() <= 8 * steps * torch.finfo(wide).eps * (largest + 1)).all())
+    assert numel < 2 or not torch.equal(came_out, given_in)
+
+
+def test_one_bit_keeps_what_it_does_not_send() -> None:
+    """With a scale that has few digits nothing is rounded: sent and kept make up the input to the last bit."""
+
+    def main(group: zf.Group) -> None:
+        x = torch.tensor([1.0, 7.0, -7.0, -1.0])  # of norm 10
+        mean, worker, server = zf.wire.compressed_all_reduce(x, None, None, group)
+        assert_same_bits(mean, torch.tensor([5.0, 5.0, -5.0, -5.0]))
+        assert_same_bits(worker, x - mean)
+        assert_same_bits(server, torch.zeros(4 if group.rank == 0 else 0))
+        mean, worker, _ = zf.wire.compressed_all_reduce(torch.tensor([3.0, -1.0, 2.0 - 2.0**-20, -3.0]), worker, server, group)
+        assert_same_bits(mean + worker, torch.tensor([-1.0, 1.0, -(2.0**-20), 1.0]))
+
+    zf.simulate(3, main)
+
+
+def test_one_bit_on_one_rank_and_of_what_is_not_finite() -> None:
+    x = torch.tensor([1.0, 0.3, -2.0])
+    one = zf.simulate(1, lambda group: zf.wire.compressed_all_reduce(x, torch.full((3,), 0.5), torch.full((3,), 0.25), group))[0]
+    assert_same_bits(one, (x + 0.75, torch.zeros(3), torch.zeros(3)))
+
+    def main(group: zf.Group) -> Tensor:
+        return zf.wire.compressed_all_reduce(torch.full((32,), math.nan if group.rank else 1.0), None, None, group)[0]
+
+    assert all(bool(mean.isnan().all()) for mean in zf.simulate(2, main))
+
+
 def test_shapes_and_bytes_without_numbers() -> None:
     group = zf.record(zf.abstract_group(64))
     wire = zf.wire.int4()
@@ -362,6 +430,10 @@ def test_refusals() -> None:
         zf.zero(2, models.mlp_loss, zf.optim.sgd(0.1), group, wire_params=zf.wire.int8())
     with pytest.raises(OptionError, match=r"err_beta is a number from 0 to less than 1; got 1"):
         zf.wire.error_feedback(err_beta=1)
+    with pytest.raises(OptionError, match=r"takes a 1-D floating tensor; got torch.int64 of shape \(4,\)"):
+        zf.wire.compressed_all_reduce(torch.zeros(4, dtype=torch.int64), None, None, group)
+    with pytest.raises(OptionError, match=r"the server_error of 20 numbers of torch.bfloat16 has 16 of torch.float32 on this rank"):
+        zf.wire.compressed_all_reduce(torch.zeros(20, dtype=torch.bfloat16), torch.zeros(20), torch.zeros(20), group)
     with pytest.raises(OptionError, match=r"no vmap rule"):
         torch.vmap(lambda x: zf.wire.all_gather(x, group, zf.wire.int8()))(torch.zeros(2, 4))
     feedback = zf.wire.error_feedback()
