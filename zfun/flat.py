@@ -294,11 +294,11 @@ class Place(NamedTuple):
 
     Attributes:
         segments: for each leaf where it begins and ends in the buffer, in elements; equal where none of it is here.
-        gather: where leaves are cut over ranks: takes a tensor and returns those of all ranks, stacked.
+        gather: where leaves are cut over ranks: ``gather(x, name)`` takes a tensor and what it is, and returns those of all ranks, stacked.
     """
 
     segments: tuple[tuple[int, int], ...]
-    gather: Callable[[Tensor], Tensor] | None
+    gather: Callable[..., Tensor] | None
 
 
 def places(value: tree.Tree) -> list[Place]:
@@ -337,8 +337,8 @@ def _cut(start: int, stop: int, begin: int, end: int) -> tuple[int, int]:
     return first - begin, max(first, min(stop, end)) - begin
 
 
-def _gather_of(group: Group) -> Callable[[Tensor], Tensor]:
-    return lambda x: group.all_gather(x, "norm")
+def _gather_of(group: Group) -> Callable[..., Tensor]:
+    return lambda x, name="norm": group.all_gather(x, name)
 
 
 def map_leaves(flat: Flat, fn: Callable[[Tensor], Tensor], cost: Callable[[tuple[int, ...]], float]) -> Flat:

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zfun import ops, tree
+from zfun import ops, stores, tree
 from zfun.collectives import Group
 from zfun.errors import NonFiniteError, OptionError, checked_options
 from zfun.flat import Flat, call_site, consume, flats, global_norm, local_shards, ravel, unravel
 from zfun.layout import DEFAULT_BUCKET_BYTES
 from zfun.optim import LossScale, LossScaleState, Optimizer, as_optimizer, dynamic_loss_scale, probe, static_loss_scale, with_master
-from zfun.placement import R, S
+from zfun.placement import P, Placement, R, S
 from zfun.stores import Store
 from zfun.transforms import (
     Knobs,
@@ -94,7 +94,8 @@ class StepInfo(NamedTuple):
 
     Attributes:
         loss: the loss over all ranks, a scalar.
-        grad_norm: the norm of the gradient over all ranks, before any clipping, in float64.
+        grad_norm: the norm of the gradient over all ranks, before any clipping, in float64. Where the optimizer sums by itself
+            (:func:`zfun.optim.onebit_adam`), the sum of the norms of the ranks' terms: no less than that.
         skipped: whether gradients were not finite, and the step was not taken.
         bad_leaf: the first leaf with such a gradient, where a step was skipped.
         aux: what the loss returned beside the scalar, from this rank's batch.
@@ -223,14 +224,16 @@ def zero(
     scaler = policy.loss_scale if isinstance(policy.loss_scale, LossScale) else None
     rule = _optimizer_of(stage, optimizer, group, bucket_bytes, offload_optimizer, policy.master)
     place = functools.partial(shard, persistence=persistence) if stage == 3 else replicate
-    composed: list[tuple[Flat | None, Gradient]] = []
+    composed: list[tuple[tuple[Flat | None, bool], Gradient]] = []
 
-    def gradient_of(frozen: Flat | None, scale: float) -> Gradient:
+    def gradient_of(frozen: Flat | None, scale: float, *, terms: bool) -> Gradient:
         # Composed once, not at every step: what the transforms learn of the order of use is kept in them.
-        if not composed or composed[0][0] is not frozen:
+        if not composed or composed[0][0][0] is not frozen or composed[0][0][1] is not terms:
             cast_loss = loss_fn if policy.compute is None else cast(loss_fn, policy.compute)
             loss = _whole_loss(stage, cast_loss, group, frozen, offload_params, knobs, secondary, wire_params)
-            composed[:] = [(frozen, _gradient(stage, loss, group, policy.reduce, bucket_bytes, offload_grads, wire_grads))]
+            summed = min(stage, 1) if terms else stage
+            vg = _gradient(summed, loss, group, policy.reduce, bucket_bytes, offload_grads, wire_grads)
+            composed[:] = [((frozen, terms), vg)]
         vg = composed[0][1] if scale == 1.0 else scale_loss(composed[0][1], scale)
         return vg if num_micro_batches == 1 else accumulate(vg, num_micro_batches)
 
@@ -248,14 +251,15 @@ def zero(
 
     def step(state: ZeroState, batch: Any) -> tuple[ZeroState, StepInfo]:
         scale = 1.0 if state.loss_scale is None else float(state.loss_scale.scale)
-        value, grads = gradient_of(state.frozen, scale)(state.params, batch)
+        # An optimizer that sums by itself is given what there is to sum: backward leaves it alone.
+        terms = group.mesh.size > 1 and rule.takes_terms(state.opt_state)
+        value, grads = gradient_of(state.frozen, scale, terms=terms)(state.params, batch)
         loss, aux = value if type(value) is tuple else (value, None)
         loss = loss.mean if isinstance(loss, WeightedMean) else loss
-        # Gradients that are only read from here on need not be this rank's own.
-        grads = redistribute(grads, R if stage == 0 else S, group, name="grads", donate=True, borrow=scale == 1.0)
+        grads = _delivered(grads, P if terms else R if stage == 0 else S, group, borrow=scale == 1.0)
         # By the scale that backward used, and after the sum: what float16 can send scaled may be too small for it unscaled.
         grads = grads if scale == 1.0 else _unscaled(grads, scale)
-        norm = global_norm(grads)
+        norm = _norm(grads)
         skipped = not bool(torch.isfinite(norm))
         params, opt_state = state.params, state.opt_state
         if skipped:
@@ -373,6 +377,19 @@ def _unrounded(flat: Flat, exact: tree.Tree, dtype: torch.dtype | None) -> Flat:
     return redistribute(whole, flat.placement, flat.group, name="params", donate=True)
 
 
+def _delivered(grads: Flat, placement: Placement, group: Group, *, borrow: bool) -> Flat:
+    """Bring gradients to where the optimizer takes them."""
+    if placement is P:
+        return stores.resident(grads)
+    # Gradients that are only read from here on need not be this rank's own.
+    return redistribute(grads, placement, group, name="grads", donate=True, borrow=borrow)
+
+
+def _norm(grads: Flat) -> Tensor:
+    """The norm of gradients over all ranks; of terms that nobody has summed the sum of their norms, which it does not exceed."""
+    return grads.group.all_gather(global_norm(unravel(grads)), "norm").sum() if grads.placement is P else global_norm(grads)
+
+
 def _unscaled(grads: Flat, scale: float) -> Flat:
     factor = 1.0 / scale
     return grads.with_buffers(buffer.to(ops.wide(buffer.dtype)).mul_(factor) for buffer in grads.buffers)
@@ -383,6 +400,11 @@ def _optimizer_of(
 ) -> Optimizer:
     rule = as_optimizer(optimizer) if master is None else with_master(as_optimizer(optimizer), master)
     probe(rule)
+    if stage == 3 and rule.partial is not None:
+        raise OptionError(
+            "an optimizer that sums the terms of gradients by itself, as onebit_adam() does, keeps whole values on every rank, which "
+            "stage 3 is there to avoid; got stage 3; use stage 0, 1 or 2"
+        )
     if stage >= 1:
         rule = shard_optimizer(rule, group, bucket_bytes=bucket_bytes)
     return rule if store is None else _offload_optimizer(rule, store)
@@ -431,8 +453,9 @@ def _first_bad_leaf(grads: Flat) -> str | None:
     """Name the first leaf with a gradient that is not finite, over all ranks."""
     group, layout = grads.group, grads.layout
     first = len(layout.leaves)
-    for index, piece in enumerate(local_shards(grads)):
-        bad = torch.nonzero(~torch.isfinite(piece)).view(-1) + group.rank * grads.shard_numel(index)
+    whole = grads.placement is P
+    for index, piece in enumerate(grads.buffers if whole else local_shards(grads)):
+        bad = torch.nonzero(~torch.isfinite(piece)).view(-1) + (0 if whole else group.rank * grads.shard_numel(index))
         leaves = layout.buckets[index].leaves
         ends = torch.tensor([layout.leaves[leaf].offset for leaf in leaves[1:]], dtype=torch.int64, device=bad.device)
         # Leaves need not lie in the order of the tree.

@@ -6,6 +6,7 @@ from zfun.optim._labels import by_label
 from zfun.optim._leaves import MuonState, lamb, muon
 from zfun.optim._loss_scale import LossScale, LossScaleState, dynamic_loss_scale, static_loss_scale
 from zfun.optim._master import MasterState, with_master
+from zfun.optim._onebit import OneBitState, onebit_adam
 from zfun.optim._probe import probe
 from zfun.optim._rules import AdagradState, AdamState, LionState, SgdState, adagrad, adam, adamw, lion, sgd
 from zfun.optim._schedules import (
@@ -32,6 +33,7 @@ __all__ = [
     "LossScaleState",
     "MasterState",
     "MuonState",
+    "OneBitState",
     "Optimizer",
     "Schedule",
     "ScheduleState",
@@ -58,6 +60,7 @@ __all__ = [
     "muon",
     "one_cycle",
     "one_cycle_momentum",
+    "onebit_adam",
     "optimizer",
     "probe",
     "scale",

@@ -74,6 +74,8 @@ class Optimizer(NamedTuple):
         group: the group of that placement; ``None`` follows the parameters.
         labels: ``label(path, leaf)``, where leaves of different labels must lie in different buckets; ``None`` where any may lie together.
         by_leaf: whether it looks for the leaves of a flat by itself, and so need not work element by element to run on shards.
+        partial: ``partial(state)``: whether the next step takes each rank's own term of the gradients (``P``), and sums by itself; ``None``
+            where no step does.
 
     Example:
         >>> from zfun.optim import sgd
@@ -88,6 +90,11 @@ class Optimizer(NamedTuple):
     group: Any = None
     labels: LabelFn | None = None
     by_leaf: bool = False
+    partial: Callable[[State], bool] | None = None
+
+    def takes_terms(self, state: State) -> bool:
+        """Say whether the next step takes each rank's own term of the gradients, and not their sum."""
+        return self.partial is not None and self.partial(state)
 
 
 @remembered

@@ -27,7 +27,8 @@ def chain(*optimizers: Optimizer | tuple[InitFn, UpdateFn]) -> Optimizer:
 
     Raises:
         OptionError: there is none, or one is not an optimizer.
-        PlacementError: two of them compute in different placements, or over different groups.
+        PlacementError: two of them compute in different placements, or over different groups; or one that sums the terms of gradients by
+            itself is not the first.
         NotElementwiseError: one is sharded, and another cannot run on shards.
 
     Example:
@@ -49,6 +50,12 @@ def chain(*optimizers: Optimizer | tuple[InitFn, UpdateFn]) -> Optimizer:
             f"{', '.join(f'{part.placement!r} over {part.group!r}' if part.group else repr(part.placement) for part in parts)}; "
             "chain them first and shard the chain: shard_optimizer(chain(...), group)"
         )
+    if any(part.partial is not None for part in parts[1:]):
+        raise PlacementError(
+            "an optimizer that sums the terms of gradients by itself, as onebit_adam() does, stands first in a chain, since what stands "
+            "before it would see terms and not the gradient; got one further back; put it first"
+        )
+    first = parts[0].partial
     # A chain with such a part is not run by a probe: the others are.
     if placements or any(part.by_leaf for part in parts):
         for part in parts:
@@ -76,7 +83,16 @@ def chain(*optimizers: Optimizer | tuple[InitFn, UpdateFn]) -> Optimizer:
         return params, (*states, last)
 
     by_leaf = any(part.by_leaf for part in parts)
-    return Optimizer(init, update, apply, next(iter(placements), None), next(iter(groups.values()), None), _labels_of(parts), by_leaf)
+    return Optimizer(
+        init,
+        update,
+        apply,
+        next(iter(placements), None),
+        next(iter(groups.values()), None),
+        _labels_of(parts),
+        by_leaf,
+        None if first is None else lambda state: first(state[0]),
+    )
 
 
 def _labels_of(parts: Sequence[Optimizer]) -> LabelFn | None:

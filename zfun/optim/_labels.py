@@ -34,7 +34,7 @@ def by_label(optimizers: Mapping[str, Optimizer | tuple[InitFn, UpdateFn]], labe
 
     Raises:
         OptionError: there is no optimizer, or a leaf has a label that none of them has.
-        PlacementError: an optimizer is sharded already, so that it would be sharded twice.
+        PlacementError: an optimizer is sharded already, so that it would be sharded twice, or sums the terms of gradients by itself.
         NotElementwiseError: an optimizer cannot run on shards.
 
     Example:
@@ -54,6 +54,11 @@ def by_label(optimizers: Mapping[str, Optimizer | tuple[InitFn, UpdateFn]], labe
             raise PlacementError(
                 f"by_label() stands inside of shard_optimizer(), which shards all states; got an optimizer for {name!r} that computes in "
                 f"{part.placement!r}; write shard_optimizer(by_label(...), group)"
+            )
+        if part.partial is not None:
+            raise PlacementError(
+                f"by_label() gives all of its optimizers the sum of the gradients; got one for {name!r} that sums their terms by itself, "
+                "as onebit_adam() does; use it for all leaves"
             )
         # Whole, it is not probed: what a label function makes of the leaves of a probe nobody knows.
         probe(part)

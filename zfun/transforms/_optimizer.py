@@ -66,7 +66,7 @@ def shard_optimizer(optimizer: Any, group: Group, *, bucket_bytes: int = DEFAULT
 
     def update(grads: tree.Tree, state: Any, params: tree.Tree) -> tuple[Any, Any]:
         shards = to_shards(params)
-        updates, state = inner.update(_aligned(grads, shards), state, shards)
+        updates, state = inner.update(_aligned(inner, grads, state, shards), state, shards)
         return _back(updates, params), state
 
     def apply(grads: tree.Tree, state: Any, params: tree.Tree, *, donate: bool = False) -> tuple[Any, Any]:
@@ -74,7 +74,7 @@ def shard_optimizer(optimizer: Any, group: Group, *, bucket_bytes: int = DEFAULT
         shards = to_shards(params, layout)
         if donate:
             await_readers(shards)
-        new, state = inner.apply(_aligned(grads, shards), state, shards, donate=donate)
+        new, state = inner.apply(_aligned(inner, grads, state, shards), state, shards, donate=donate)
         return _back(new, params), state
 
     return inner._replace(init=init, update=update, apply=apply, placement=S, group=group)
@@ -89,7 +89,8 @@ def apply(optimizer: Any, grads: tree.Tree, state: Any, params: tree.Tree, *, do
     """Take one optimizer step on values of any placement.
 
     Gradients go to the placement in which the optimizer computes (that of the parameters, unless the optimizer says otherwise), and the new
-    parameters to the placement and the form of the old ones. That is where the collectives of stages 0 and 1 are.
+    parameters to the placement and the form of the old ones. That is where the collectives of stages 0 and 1 are. Terms of gradients that
+    the optimizer sums by itself (``Optimizer.partial``) it is given as they are.
 
     Args:
         optimizer: an optimizer, or an ``(init, update)`` pair.
@@ -132,7 +133,7 @@ def apply(optimizer: Any, grads: tree.Tree, state: Any, params: tree.Tree, *, do
     aligned = redistribute(present, chosen.placement or params.placement, chosen.group or params.group, name="params")
     if donate:
         await_readers(aligned)
-    new, new_state = chosen.apply(_aligned(grads, aligned), state, aligned, donate=donate)
+    new, new_state = chosen.apply(_aligned(chosen, grads, state, aligned), state, aligned, donate=donate)
     new = _stored_like(relaid(redistribute(new, params.placement, params.group, name="params", borrow=True), params.layout), params)
     if donate:
         # What an optimizer returns as it was given must live on.
@@ -240,13 +241,15 @@ def _real_dtype(part: Any, slot: LeafSlot) -> torch.dtype:
     return part.dtype.to_real() if part.dtype.is_complex else part.dtype if part.dtype.is_floating_point else torch.bool
 
 
-def _aligned(grads: tree.Tree, params: Flat) -> Flat:
-    """Bring gradients to the layout and placement of (flat) parameters."""
+def _aligned(optimizer: Optimizer, grads: tree.Tree, state: Any, params: Flat) -> Flat:
+    """Bring gradients to the layout and placement of (flat) parameters; leave terms as they are to an optimizer that sums them itself."""
     if not isinstance(grads, Flat):
         grads = ravel(grads, params.layout, params.group)
     if grads.placement is not S and grads.layout != params.layout:
         grads = relaid(stores.resident(grads), params.layout)
     check_same_layout(params, grads, "parameters and gradients")
+    if params.group.mesh.size > 1 and optimizer.takes_terms(state):
+        return stores.resident(grads)
     return redistribute(grads, params.placement, params.group, name="grads")
 
 

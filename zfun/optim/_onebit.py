@@ -1,0 +1,287 @@
+"""1-bit Adam: momentum that is summed over the ranks in one bit a number.
+
+[Note: who sums]
+What a rank sends is made of its own gradient and of what its last message lost. So from some step on this optimizer must be given the terms
+of the gradient (``P``) where others are given the sum. It says so by ``Optimizer.partial``, which is asked before each step, and whoever
+would sum leaves that to it. The rest is in placements as ever: parameters and moments are ``R`` or ``S``; what messages lost is a term on
+every rank, ``P``; what answers lost belongs to the rank that averages, each its chunk. Messages are made leaf by leaf of the whole
+momentum, and each rank takes of the mean what it steps, so that parameters have the same bits whatever is sharded and however leaves lie
+in buckets.
+
+A rank with a shard of the moments needs the whole momentum all the same, to add its gradient to. It is in the last answers, at one bit a
+number: so those are kept.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zfun import ops, tree, wire
+from zfun.errors import OptionError, PlacementError, checked_options
+from zfun.flat import Flat, local_shards, places
+from zfun.layout import Layout
+from zfun.optim._base import Optimizer, State, aligned, check_trainable, flat_view, own, remembered, step_count
+from zfun.optim._rules import AdamState
+from zfun.optim._schedules import Schedule, check_decay, check_rate, decay_at, rate_at
+from zfun.optim._stepping import Into, Kernel, assemble, elementwise, no_steps, zeros_like
+from zfun.placement import P, R, S
+from zfun.tree import Tree
+
+__all__ = ["OneBitState", "onebit_adam"]
+
+
+class OneBitState(NamedTuple):
+    """State of :func:`onebit_adam`.
+
+    Attributes:
+        count: steps taken, 0-dim int64 on the CPU. From ``freeze_step`` on momentum is compressed.
+        mu: first moments, a tree like the parameters.
+        nu: second moments, a tree like the parameters; as they are at ``freeze_step`` from then on.
+        worker_error: what this rank's messages lost, a whole value on every rank; ``None`` on one rank.
+        server_error: what this rank's answers lost: for each bucket its chunks of the leaves, one after the other. A tree like the
+            parameters where these are a tree, and ``None`` on one rank.
+        answers: for each bucket the last answers, where the moments are sharded; else ``None``.
+    """
+
+    count: Tensor
+    mu: Tree
+    nu: Tree
+    worker_error: Tree
+    server_error: Any
+    answers: tuple[Tensor, ...] | None
+
+
+@checked_options
+@remembered
+def onebit_adam(
+    learning_rate: float | Schedule,
+    *,
+    freeze_step: int = 100_000,
+    b1: float | Schedule = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    bias_correction: bool = True,
+) -> Optimizer:
+    """1-bit Adam: after a warm-up the second moments stand still, and momentum is summed over the ranks in one bit a number.
+
+    The first T = ``freeze_step`` steps are those of :func:`adamw`, to the last bit. From then on, with the gradient gᵢ of rank i,
+    ``m = compressed mean of (b1 m + (1 - b1) gᵢ)`` and
+    ``p = p - learning_rate ((m / (1 - b1ᵗ)) / (√(v / (1 - b2ᵀ)) + eps) + weight_decay p)``. Each leaf is sent by itself, by
+    :func:`zfun.wire.compressed_all_reduce`: signs, a scale, and what the last messages lost. An element that had no gradient in the warm-up
+    has no v to be divided by, and stays where it is.
+
+    The compressed steps take the terms of the gradient (``P``), as :func:`zfun.data_parallel` gives them: stages 0 and 1, and ``zf.zero(2,
+    ...)``, which leaves the sum out of backward then. Every rank keeps a whole value of what its messages lost, and so stage 3 is refused:
+    its point is to hold nothing whole. In a :func:`chain` it stands first.
+    "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed", Tang et al., 2021.
+
+    Args:
+        learning_rate: step size, or a function of the number of steps taken so far.
+        freeze_step: how many steps to warm up for: until v hardly changes, 15 to 20 % of all steps in the paper.
+        b1: decay of the first moment, in [0, 1), or a function of the number of steps taken so far.
+        b2: decay of the second moment, in [0, 1).
+        eps: added to the root mean square.
+        weight_decay: share of the parameter that a step with learning rate 1 would take off.
+        bias_correction: whether moments are divided by ``1 - bᵗ``. DeepSpeed's OneBitAdam does not.
+
+    Returns:
+        An optimizer with :class:`OneBitState`.
+
+    Raises:
+        OptionError: an option has a value that it cannot take.
+        PlacementError: from a compressed step, for gradients that are summed already.
+
+    Example:
+        >>> import zfun as zf
+        >>> def main(group):
+        ...     group = zf.record(group)
+        ...     loss_fn = lambda params, batch: ((params["w"] - batch) ** 2).sum()
+        ...     zero = zf.zero(0, loss_fn, zf.optim.onebit_adam(0.1, freeze_step=2), group)
+        ...     state, sent = zero.init({"w": torch.zeros(1024)}), []
+        ...     for _ in range(4):
+        ...         group.clear()
+        ...         state, _ = zero.step(state, torch.ones(1024) * (group.rank + 1))
+        ...         sent.append(group.bytes_sent("grads") + group.bytes_sent("momentum"))
+        ...     return sent
+        >>> zf.simulate(2, main)[0]
+        [4096, 4096, 136, 136]
+    """
+    check_rate(learning_rate)
+    check_decay("b1", b1)
+    for name, value, below in (("b2", b2, 1.0), ("eps", eps, math.inf), ("weight_decay", weight_decay, math.inf)):
+        if not 0.0 <= value < below:
+            raise OptionError(f"{name} lies in [0, {below}); got {value}")
+    if type(freeze_step) is not int or freeze_step < 1:
+        raise OptionError(
+            f"freeze_step is a number of steps, at least 1; got {freeze_step!r}; without a warm-up there is no v to divide by"
+        )
+
+    def kernel_at(before: int) -> Kernel:
+        rate, first, frozen = rate_at(learning_rate, before), decay_at("b1", b1, before), before >= freeze_step
+        num_second = freeze_step if frozen else before + 1
+        return functools.partial(
+            ops.adam_step,
+            # The compressed steps are given the moments as they are to be.
+            b1=1.0 if frozen else first,
+            b2=1.0 if frozen else b2,
+            step_size=rate / (1.0 - first ** (before + 1)) if bias_correction else rate,
+            eps=eps,
+            decay=rate * weight_decay,
+            correction=math.sqrt(1.0 - b2**num_second) if bias_correction else 1.0,
+        )
+
+    adam = elementwise(AdamState, ("mu", "nu"), kernel_at)
+
+    def init(params: Tree) -> OneBitState:
+        check_trainable(params)
+        return OneBitState(no_steps(), zeros_like(params), zeros_like(params), *_no_errors(params))
+
+    def warm_up(grads: Tree, state: State, params: Tree, into: Into) -> tuple[Tree, OneBitState]:
+        method = adam.update if into.updates else functools.partial(adam.apply, donate=into.donate)
+        new, after = method(grads, AdamState(*state[:3]), params)
+        rest = [tree.map(lambda x: x if into.donate else x.clone(), part) for part in state[3:]]
+        return new, OneBitState(*after, *rest)
+
+    def step(grads: Tree, state: State, params: Tree, into: Into) -> tuple[Tree, OneBitState]:
+        before = step_count(state.count)
+        if before < freeze_step:
+            return warm_up(grads, state, params, into)
+        first = decay_at("b1", b1, before)
+        if isinstance(params, Flat) and params.group.mesh.size > 1:
+            if not isinstance(grads, Flat) or grads.placement is not P:
+                raise PlacementError(
+                    f"from step {freeze_step} on onebit_adam() sums by itself, in one bit, and takes each rank's own term of the gradients "
+                    f"(P); got {grads.placement if isinstance(grads, Flat) else type(grads).__name__!r}, summed already; from that step on "
+                    "leave shard_grads() out, or let zf.zero() do it"
+                )
+            whole, worker, server, answers = _summed(grads, state, params, first, into.donate, is_first=before == freeze_step)
+            mus = list(local_shards(Flat(whole, R, params.layout, params.group)) if params.placement is S else whole)
+            rest = worker, server, answers
+        else:
+            rows = aligned(params, gradients=grads, mu=state.mu)
+            mus = [m.mul(first).add_(g.detach().mul(1.0 - first)) for _, g, m in rows]
+            rest = state[3:]
+        return _stepped(mus, state, params, into, kernel_at(before), rest)
+
+    def is_frozen(state: OneBitState) -> bool:
+        return step_count(state.count) >= freeze_step
+
+    return assemble(init, step)._replace(by_leaf=True, partial=is_frozen)
+
+
+def _stepped(
+    mus: Sequence[Tensor], state: OneBitState, params: Tree, into: Into, kernel: Kernel, rest: Sequence[Any]
+) -> tuple[Tree, OneBitState]:
+    """Step by momentum that is known."""
+    rows = aligned(params, nu=state.nu)
+    spec = tree.structure(params)
+    nus = own([nu for _, nu in rows], into.donate)
+    targets, changes = into.targets([p for p, _ in rows])
+    for mu, nu, target, change in zip(mus, nus, targets, changes, strict=True):
+        flat_nu, flat_mu = flat_view(nu), flat_view(mu)
+        # Without a v there is no step; padding is such a place too.
+        used = torch.where(flat_nu > 0, flat_mu.to(flat_nu.dtype), 0.0)
+        kernel(flat_view(target), used.clone(), used, flat_nu, None if change is None else flat_view(change))
+    kept = [mu.to(nu.dtype, copy=True) for mu, nu in zip(mus, nus, strict=True)]
+    after = OneBitState(state.count + 1, tree.unflatten(spec, kept), tree.unflatten(spec, nus), *rest)
+    return tree.unflatten(spec, into.results(targets, changes)), after
+
+
+def _no_errors(params: Tree) -> tuple[Any, Any, Any]:
+    """What messages have lost before the first."""
+    if not isinstance(params, Flat):
+        # How many ranks there are a tree does not say.
+        wide = tree.map(lambda p: torch.empty_like(p, dtype=ops.wide(p.dtype)), params)
+        return zeros_like(wide), zeros_like(wide), None
+    group, layout = params.group.mesh, params.layout
+    if group.size == 1:
+        return None, None, None
+    zeros = functools.partial(torch.zeros, device=layout.device)
+    dtypes = [ops.wide(buffer.dtype) for buffer in params.buffers]
+    worker = [zeros(slot.padded_numel, dtype=dtype) for slot, dtype in zip(layout.buckets, dtypes, strict=True)]
+    numels = [_numels(layout, bucket) for bucket in range(len(layout.buckets))]
+    server = tuple(
+        zeros(sum(chunk.stop - chunk.start for chunk in (wire.own_chunk(n, group) for n in found)), dtype=dtype)
+        for found, dtype in zip(numels, dtypes, strict=True)
+    )
+    answers = [zeros(wire.packed_bytes(found, group.size, dtype), dtype=torch.uint8) for found, dtype in zip(numels, dtypes, strict=True)]
+    return Flat(worker, P, layout, group), server, tuple(answers) if params.placement is S else None
+
+
+def _numels(layout: Layout, bucket: int) -> list[int]:
+    return [layout.leaves[leaf].numel for leaf in layout.buckets[bucket].leaves]
+
+
+def _views(buffer: Tensor, layout: Layout, bucket: int) -> list[Tensor]:
+    slots = [layout.leaves[leaf] for leaf in layout.buckets[bucket].leaves]
+    return [buffer[slot.offset : slot.offset + slot.numel] for slot in slots]
+
+
+def _summed(
+    grads: Flat, state: OneBitState, params: Flat, first: float, donate: bool, *, is_first: bool
+) -> tuple[list[Tensor], Flat, Any, tuple[Tensor, ...] | None]:
+    """Sum the momentum of all ranks, all buckets at once.
+
+    Returns:
+        The whole buckets of it, what messages and answers lost, and the answers where they are kept.
+    """
+    group, layout = grads.group, params.layout
+    before = _whole_momentum(state, params, group.size, is_first=is_first)
+    workers = own(state.worker_error.buffers, donate)
+    servers = own(tree.leaves(state.server_error), donate)
+    labels = [("momentum", layout.label(bucket)) for bucket in range(len(layout.buckets))]
+    sent = []
+    for bucket, (worker, momentum, grad) in enumerate(zip(workers, before, grads.buffers, strict=True)):
+        # The mean over the ranks is meant, of which gradients are terms of the sum. Not add(alpha=): it may round once or twice.
+        worker.add_(momentum.to(worker.dtype).mul(first).add_(grad.to(worker.dtype).mul((1.0 - first) * group.size)))
+        sent.append(wire.send_signs(_views(worker, layout, bucket), group, *labels[bucket]))
+    del before
+    numels = [_numels(layout, bucket) for bucket in range(len(layout.buckets))]
+    asked = []
+    for bucket, pending in enumerate(sent):
+        kept = _own_chunks(servers[bucket], layout, bucket, group, embedded=isinstance(state.server_error, Flat))
+        asked.append(wire.answer_signs(pending.wait(), kept, numels[bucket], group, *labels[bucket]))
+    answers = tuple(pending.wait() for pending in asked)
+    whole = [
+        _read(packed, layout, bucket, group.size, worker.dtype, mu.dtype)
+        for bucket, (packed, worker, mu) in enumerate(zip(answers, workers, state.mu.buffers, strict=True))
+    ]
+    server = tree.unflatten(tree.structure(state.server_error), servers)
+    return whole, state.worker_error.with_buffers(workers), server, None if state.answers is None else answers
+
+
+def _whole_momentum(state: OneBitState, params: Flat, size: int, *, is_first: bool) -> Sequence[Tensor]:
+    if params.placement is not S:
+        return state.mu.buffers
+    if is_first:
+        found = zip(places(state.mu), state.mu.buffers, strict=True)
+        return [(buffer if place.gather is None else place.gather(buffer, "momentum").view(-1)) for place, buffer in found]
+    assert state.answers is not None
+    return [
+        _read(packed, params.layout, bucket, size, worker.dtype, mu.dtype)
+        for bucket, (packed, worker, mu) in enumerate(zip(state.answers, state.worker_error.buffers, state.mu.buffers, strict=True))
+    ]
+
+
+def _read(packed: Tensor, layout: Layout, bucket: int, size: int, dtype: torch.dtype, out: torch.dtype) -> Tensor:
+    """A whole bucket of answers."""
+    whole = torch.zeros(layout.buckets[bucket].padded_numel, dtype=out, device=packed.device)
+    means = wire.read_signs(packed, _numels(layout, bucket), size, dtype, out)
+    for view, mean in zip(_views(whole, layout, bucket), means, strict=True):
+        view.copy_(mean)
+    return whole
+
+
+def _own_chunks(server: Tensor, layout: Layout, bucket: int, group: Any, *, embedded: bool) -> list[Tensor]:
+    """View what this rank's answers lost: its chunks lie one after the other, or where they lie in whole leaves."""
+    chunks = [wire.own_chunk(numel, group) for numel in _numels(layout, bucket)]
+    if embedded:
+        return [view[chunk] for view, chunk in zip(_views(server, layout, bucket), chunks, strict=True)]
+    return list(server.split([chunk.stop - chunk.start for chunk in chunks]))
