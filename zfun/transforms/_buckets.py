@@ -2,45 +2,84 @@
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
 from torch import Tensor
 
 from zfun import ops, stores
 from zfun.collectives import AllGather, Call, Group, Lane, Pending
 from zfun.flat import Flat
+from zfun.layout import Layout, LeafSlot
 from zfun.transforms._cast import cast_leaves
 from zfun.transforms._schedule import TracedBucket
 from zfun.transforms._tape import Tape
 from zfun.wire import start
 
-__all__ = ["BucketShard"]
+__all__ = ["BucketForm", "BucketShard", "views_of"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BucketForm:
+    """What is known of a bucket without its data.
+
+    Attributes:
+        label: its name, for messages.
+        slots: where each of its leaves lies.
+        dtype: in which it is used.
+        sent: of the dtypes that it is kept and used in, the one that sends fewer bytes.
+        numel: elements, padding included.
+    """
+
+    label: str
+    slots: tuple[LeafSlot, ...]
+    dtype: torch.dtype
+    sent: torch.dtype
+    numel: int
+
+    def traced(self, grad_itemsize: int) -> TracedBucket:
+        """Say what a schedule needs to know of it."""
+        return _traced(self, grad_itemsize)
+
+
+@functools.lru_cache(maxsize=4096)
+def _form(layout: Layout, index: int, compute_dtype: torch.dtype | None) -> BucketForm:
+    bucket = layout.buckets[index]
+    slots = tuple(layout.leaves[i] for i in bucket.leaves)
+    dtype = bucket.dtype
+    # There are no complex numbers in few bits: floating leaves beside complex ones are cast one by one.
+    if compute_dtype is not None and dtype.is_floating_point and not any(slot.dtype.is_complex for slot in slots):
+        dtype = compute_dtype
+    sent = bucket.dtype if bucket.dtype.itemsize < dtype.itemsize else dtype
+    return BucketForm(layout.label(index), slots, dtype, sent, bucket.padded_numel)
+
+
+@functools.lru_cache(maxsize=4096)
+def _traced(form: BucketForm, grad_itemsize: int) -> TracedBucket:
+    leaves = tuple((slot.path, slot.numel) for slot in form.slots)
+    return TracedBucket(form.label, leaves, form.numel, form.dtype.itemsize, form.sent.itemsize, grad_itemsize)
 
 
 class BucketShard:
     """This rank's shard of a bucket, and what becomes of it when it is gathered."""
 
-    __slots__ = ("dtype", "flat", "index", "is_borrowed", "sent", "slots", "trained")
+    __slots__ = ("dtype", "flat", "form", "index", "is_borrowed", "slots", "trained")
 
     def __init__(self, flat: Flat, index: int, *, trained: bool) -> None:
         self.flat = flat
         self.index = index
         self.trained = trained
         self.is_borrowed = True
-        bucket = flat.layout.buckets[index]
-        self.slots = [flat.layout.leaves[i] for i in bucket.leaves]
-        self.dtype = bucket.dtype
-        compute = flat.compute_dtype
-        # There are no complex numbers in few bits: floating leaves beside complex ones are cast one by one.
-        if compute is not None and bucket.dtype.is_floating_point and not any(slot.dtype.is_complex for slot in self.slots):
-            self.dtype = compute
-        # Of the dtypes that it is kept and used in, the one that sends fewer bytes.
-        self.sent = bucket.dtype if bucket.dtype.itemsize < self.dtype.itemsize else self.dtype
+        self.form = _form(flat.layout, index, flat.compute_dtype)
+        self.slots = self.form.slots
+        self.dtype = self.form.dtype
 
     def traced(self, tape: Tape | None) -> TracedBucket:
         """Say what a schedule needs to know of it."""
-        bucket, layout = self.flat.layout.buckets[self.index], self.flat.layout
-        leaves = tuple((slot.path, slot.numel) for slot in self.slots)
-        grad_itemsize = tape.dtypes[self.index].itemsize if tape is not None and self.trained else 0
-        return TracedBucket(layout.label(self.index), leaves, bucket.padded_numel, self.dtype.itemsize, self.sent.itemsize, grad_itemsize)
+        return self.form.traced(tape.dtypes[self.index].itemsize if tape is not None and self.trained else 0)
 
     def keep(self, gathered: Tensor) -> None:
         """Leave the gathered bucket with the parameters, for as long as these are what they are."""
@@ -59,20 +98,37 @@ class BucketShard:
         """Start to gather it from what the ranks of a smaller group have kept of it."""
         if group.size == 1:
             return Pending.done(part)
-        return group.start(Call(AllGather(), "params", self.flat.layout.label(self.index), Lane.PARAMS), part)
+        return group.start(Call(AllGather(), "params", self.form.label, Lane.PARAMS), part)
 
     def start(self) -> Pending:
         """Start to gather it."""
         flat, group = self.flat, self.flat.group
         shard = stores.fetch(flat.buffers[self.index], flat.layout.device)
-        call = Call(AllGather(), "params", flat.layout.label(self.index), Lane.PARAMS, borrow=self.is_borrowed)
+        call = Call(AllGather(), "params", self.form.label, Lane.PARAMS, borrow=self.is_borrowed)
         if group.size > 1 and flat.wire is not None and shard.is_floating_point():
             return start(call, shard, group, flat.wire, dtype=self.dtype)
-        shard = shard.to(self.sent)
+        shard = shard.to(self.form.sent)
         return Pending.done(shard) if group.size == 1 else group.start(call, shard)
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """View the gathered bucket as its leaves."""
-        # Each with a version of its own, which tells whether the loss has written to it.
-        views = [ops.unravel(buffer, slot.offset, slot.shape, slot.dtype).data for slot in self.slots]
+        views = views_of(buffer, self.slots)
         return views if self.flat.compute_dtype is None else cast_leaves(views, self.flat.compute_dtype)
+
+
+def views_of(buffer: Tensor, slots: Iterable[LeafSlot]) -> list[Tensor]:
+    """View a whole bucket as its leaves, each with a version of its own, which tells whether the loss has written to it."""
+    # In one call for each leaf, of which there may be very many, and not in the two or three of unravel().
+    return [
+        ops.unravel(buffer, slot.offset, slot.shape, slot.dtype).data
+        if slot.dtype.is_complex
+        else buffer.as_strided(slot.shape, _strides(slot.shape), slot.offset).data
+        for slot in slots
+    ]
+
+
+@functools.lru_cache(maxsize=4096)
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    sizes = [max(size, 1) for size in shape]
+    return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))

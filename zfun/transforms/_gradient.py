@@ -17,6 +17,7 @@ from zfun.errors import LeafError, OptionError, PlacementError, ZfunError, check
 from zfun.flat import Flat, flats, ravel, unravel_buffers
 from zfun.layout import DEFAULT_BUCKET_BYTES, Layout, layout_of, unique_leaves
 from zfun.placement import P, Placement, R, S
+from zfun.transforms._buckets import views_of
 from zfun.transforms._cast import CastLoss
 from zfun.transforms._redistribute import check_agreement, redistribute
 from zfun.transforms._remat import warn_of_whole_loss
@@ -186,8 +187,10 @@ def _open(params: tree.Tree, layout: Layout, tape: Tape) -> tree.Tree:
         return tracked
     if isinstance(params, Flat):
         buffers = stores.resident(params).buffers
-        # Each with a version of its own, which tells whether the loss has written to it.
-        leaves = [ops.unravel(buffers[slot.bucket], slot.offset, slot.shape, slot.dtype).data for slot in layout.leaves]
+        leaves: list[Tensor] = [torch.empty(0)] * len(layout.leaves)
+        for bucket, buffer in zip(layout.buckets, buffers, strict=True):
+            for leaf, view in zip(bucket.leaves, views_of(buffer, [layout.leaves[i] for i in bucket.leaves]), strict=True):
+                leaves[leaf] = view
         tape.on_end.append(functools.partial(check_unwritten, leaves, layout.leaves))
     else:
         leaves = unique_leaves(params, layout)

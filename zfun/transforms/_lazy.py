@@ -4,18 +4,38 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from zfun import tree
-from zfun.errors import PlacementError
+from zfun.errors import PlacementError, ZfunError
+from zfun.layout import Layout
 
-__all__ = ["LazyLeaf", "is_loading", "loading", "materialise"]
+__all__ = ["LazyLeaf", "LazyLeaves", "Source", "is_held", "is_loading", "loading", "materialise"]
 
 _loading: contextvars.ContextVar[bool] = contextvars.ContextVar("zfun_transforms_loading", default=False)
+
+
+class Source:
+    """Where the lazy leaves of one bucket get their tensors from.
+
+    Attributes:
+        load: makes them ready, and returns that of a leaf.
+        ready: the tensors, by the places of the leaves, while nobody has to be asked for one.
+        thread: the thread that may take them so.
+    """
+
+    __slots__ = ("load", "ready", "thread")
+
+    def __init__(self, load: Callable[[LazyLeaf], Tensor]) -> None:
+        self.load = load
+        self.ready: Sequence[Tensor] | None = None
+        self.thread = 0
 
 
 class LazyLeaf(torch.Tensor):
@@ -25,32 +45,42 @@ class LazyLeaf(torch.Tensor):
     gathers nothing.
     """
 
-    _load: Callable[[], Tensor]
-    _path: str
+    source: Source
+    place: int
+    path: str
 
     @staticmethod
     def __new__(
-        cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, requires_grad: bool, path: str, load: Callable[[], Tensor]
+        cls,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        requires_grad: bool,
+        path: str,
+        source: Source,
+        place: int = 0,
     ) -> Self:
         leaf = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=requires_grad)
-        leaf._load = load
-        leaf._path = path
+        leaf.source = source
+        leaf.place = place
+        leaf.path = path
         return leaf
 
     def recast(self, dtype: torch.dtype) -> LazyLeaf:
         """Return a lazy leaf of another dtype, which gathers this one and casts it when it is first used, once."""
         made: list[Tensor] = []
 
-        def load() -> Tensor:
+        def load(leaf: LazyLeaf) -> Tensor:
+            del leaf
             if not made:
-                made.append(self._load().to(dtype))
+                made.append(_load(self).to(dtype))
             return made[0]
 
-        return LazyLeaf(tuple(self.shape), dtype, self.device, self.requires_grad, self._path, load)
+        return LazyLeaf(tuple(self.shape), dtype, self.device, self.requires_grad, self.path, Source(load))
 
     def __repr__(self) -> str:  # pyrefly: ignore[bad-override]
         with torch._C.DisableTorchFunctionSubclass():
-            return f"LazyLeaf({self._path}, {tuple(self.shape)}, {self.dtype})"
+            return f"LazyLeaf({self.path}, {tuple(self.shape)}, {self.dtype})"
 
     @classmethod
     def __torch_function__(
@@ -64,14 +94,16 @@ class LazyLeaf(torch.Tensor):
             # Dynamo traces this function too. What it cannot trace (a collective) would be its error and not say what to do; nor can it
             # trace the errors of zfun.
             raise TypeError("compiled code needs whole tensors: call zf.gather() on the subtree first, outside the compiled function")
-        return func(*_loaded(args), **(_loaded(kwargs) if kwargs else {}))
+        if not kwargs:
+            return func(*_loaded(args))
+        return func(*_loaded(args), **dict(zip(kwargs, _loaded(kwargs.values()), strict=True)))
 
     @classmethod
     def __torch_dispatch__(  # pyrefly: ignore[bad-override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         del types, kwargs
-        paths = [leaf._path for leaf in tree.leaves(args) if isinstance(leaf, LazyLeaf)]
+        paths = [leaf.path for leaf in tree.leaves(args) if isinstance(leaf, LazyLeaf)]
         raise PlacementError(
             f"compiled code and torch.func transforms need whole tensors; {func} got the lazy leaves {paths}; "
             "call zf.gather() on the subtree first, outside the compiled or transformed function",
@@ -81,6 +113,55 @@ class LazyLeaf(torch.Tensor):
 
 def _getter(name: str) -> Any:
     return getattr(torch.Tensor, name).__get__
+
+
+class LazyLeaves:
+    """The lazy leaves of the parameters of one call; where nobody has kept any of them, the next call gets the same.
+
+    Args:
+        layout: of the parameters.
+        compute_dtype: of floating leaves; ``None`` for their own.
+        trained: whether gradients are taken with respect to them.
+    """
+
+    def __init__(self, layout: Layout, compute_dtype: torch.dtype | None, *, trained: bool) -> None:
+        self.sources = [Source(_closed) for _ in layout.buckets]
+        self._layout = layout
+        places = {leaf: place for bucket in layout.buckets for place, leaf in enumerate(bucket.leaves)}
+        self._leaves: list[LazyLeaf] = []
+        for leaf, slot in enumerate(layout.leaves):
+            dtype = compute_dtype if compute_dtype and slot.dtype.is_floating_point else slot.dtype
+            differentiable = trained and (dtype.is_floating_point or dtype.is_complex)
+            source = self.sources[slot.bucket]
+            self._leaves.append(LazyLeaf(slot.shape, dtype, layout.device, differentiable, slot.path, source, places[leaf]))
+
+    def tree(self) -> tree.Tree:
+        """Return them as the tree that the loss gets."""
+        return tree.unflatten(self._layout.spec, [self._leaves[position] for position in self._layout.positions])
+
+    def close(self) -> None:
+        """Let none of them be used any more."""
+        for source in self.sources:
+            source.load, source.ready = _closed, None
+
+    def are_free(self) -> bool:
+        """Whether nobody else has one."""
+        return not is_held(self._leaves)
+
+
+def _closed(leaf: LazyLeaf) -> Tensor:
+    raise ZfunError(
+        f"a lazy leaf may be used only while its loss and the gradient of it run; leaf {leaf.path!r} was used later; return a clone() of "
+        "it as aux instead",
+        leaf=leaf.path,
+    )
+
+
+def is_held(tensors: Sequence[Tensor]) -> bool:
+    """Whether somebody else than a list has one of these very tensors, in Python or in C++."""
+    alone = [object()]
+    (usual,) = [sys.getrefcount(x) for x in alone]
+    return any(sys.getrefcount(x) > usual or x._use_count() > 1 for x in tensors)  # pyrefly: ignore[missing-attribute]
 
 
 # What is known without the data. Everything else gathers.
@@ -121,17 +202,21 @@ _METADATA = frozenset(
 )
 
 
-def _loaded(value: Any) -> Any:
+def _loaded(values: Iterable[Any]) -> list[Any]:
     """Replace lazy leaves in the arguments of an operation, which torch nests in lists, tuples and dicts only."""
-    if isinstance(value, LazyLeaf):
-        return _load(value)
-    if type(value) is tuple:
-        return tuple(_loaded(item) for item in value)
-    if type(value) is list:
-        return [_loaded(item) for item in value]
-    if type(value) is dict:
-        return {key: _loaded(item) for key, item in value.items()}
-    return value
+    found: list[Any] = []
+    for value in values:
+        kind = type(value)
+        if kind is LazyLeaf:
+            value = _load(value)
+        elif kind is tuple:
+            value = tuple(_loaded(value))
+        elif kind is list:
+            value = _loaded(value)
+        elif kind is dict:
+            value = dict(zip(value, _loaded(value.values()), strict=True))
+        found.append(value)
+    return found
 
 
 def materialise(subtree: tree.Tree) -> tree.Tree:
@@ -155,5 +240,9 @@ def loading() -> Iterator[None]:
 
 
 def _load(leaf: LazyLeaf) -> Tensor:
+    source = leaf.source
+    ready = source.ready
+    if ready is not None and source.thread == threading.get_ident():
+        return ready[leaf.place]
     with loading():
-        return leaf._load()
+        return source.load(leaf)

@@ -28,11 +28,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,25 +43,30 @@ from zfun.errors import PlacementError, ZfunError
 from zfun.flat import Flat
 from zfun.transforms._buckets import BucketShard
 from zfun.transforms._course import Course, Plan, of_rank_0
-from zfun.transforms._lazy import LazyLeaf
+from zfun.transforms._lazy import LazyLeaf, LazyLeaves, is_held
 from zfun.transforms._schedule import Event, Knobs, Step, Trace
 from zfun.transforms._tape import Tape, check_unwritten
 
 __all__ = ["Session"]
 
+# In the place of the bucket in use, where there is none.
+_NO_BUCKET = -1
+
 # How many buckets stay gathered behind the one in use while the order of use is not known.
 _WINDOW = 2
 
 
-@dataclass(frozen=True, slots=True, weakref_slot=True)
 class _Packed:
     """A view of a gathered bucket, as autograd's graph keeps it."""
 
-    bucket: int
-    dtype: torch.dtype
-    offset: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
+    __slots__ = ("__weakref__", "bucket", "dtype", "offset", "size", "stride")
+
+    def __init__(self, bucket: int, view: Tensor) -> None:
+        self.bucket = bucket
+        self.dtype = view.dtype
+        self.offset = view.storage_offset()
+        self.size = view.shape
+        self.stride = view.stride()
 
 
 class Session:
@@ -77,24 +80,29 @@ class Session:
         plan: Plan | None,
         learn: Callable[[Plan], None],
         secondary: Group | None,
+        lazy: tuple[LazyLeaves, ...],
+        give_back: Callable[[tuple[LazyLeaves, ...]], None],
     ) -> None:
         self._group = flats[0].group
         self._secondary = secondary
         self._parts: dict[int, Tensor] = {}
         self._makes_graph = torch.is_grad_enabled()
+        self._in_loss = True
         self._device = flats[0].layout.device
         self._tape = tape
         self._knobs = knobs
         self._plan = plan
         self._learn = learn
-        self._shards: list[BucketShard] = []
-        trees = []
-        for number, flat in enumerate(flats):
-            first = len(self._shards)
-            trained = number == 0 and tape is not None
-            self._shards += [BucketShard(flat, i, trained=trained) for i in range(len(flat.layout.buckets))]
-            trees.append(self._lazy_tree(flat, first, trained=trained))
-        self.leaves = tree.combine(*trees) if len(trees) > 1 else trees[0]
+        self._lazy: tuple[LazyLeaves, ...] = lazy
+        self._give_back = give_back
+        self._shards = [
+            BucketShard(flat, i, trained=number == 0 and tape is not None)
+            for number, flat in enumerate(flats)
+            for i in range(len(flat.layout.buckets))
+        ]
+        self._sources = tuple(source for leaves in lazy for source in leaves.sources)
+        for bucket, source in enumerate(self._sources):
+            source.load = functools.partial(self._load, bucket)
         self._traced = tuple(shard.traced(tape) for shard in self._shards)
         # Of fake tensors nothing can be asked, and there is nobody to agree with.
         self._alone = self._group.size == 1 or any(isinstance(buffer, Tensor) and ops.is_abstract(buffer) for buffer in flats[0].buffers)
@@ -102,6 +110,7 @@ class Session:
         self._phase = "forward"
         self._events: list[Event] = []
         self._first_uses: dict[str, None] = {}
+        self._now = _NO_BUCKET
         self._packed: list[int] = []
         self._packs: list[weakref.ref[_Packed]] = []
         self._pending: dict[int, Pending] = {}
@@ -122,18 +131,6 @@ class Session:
             tape.on_complete.append(self._complete)
             tape.on_finish.append(self._finish_backward)
             tape.on_end.append(self._end_backward)
-
-    def _lazy_tree(self, flat: Flat, first: int, *, trained: bool) -> tree.Tree:
-        """Make the leaves that the loss gets; each knows its bucket and its place in it."""
-        lazy: dict[int, LazyLeaf] = {}
-        for number, bucket in enumerate(flat.layout.buckets):
-            for place, leaf in enumerate(bucket.leaves):
-                slot = flat.layout.leaves[leaf]
-                dtype = flat.compute_dtype if flat.compute_dtype and slot.dtype.is_floating_point else slot.dtype
-                differentiable = trained and (dtype.is_floating_point or dtype.is_complex)
-                load = functools.partial(self._load, first + number, place)
-                lazy[leaf] = LazyLeaf(slot.shape, dtype, flat.layout.device, differentiable, slot.path, load)
-        return tree.unflatten(flat.layout.spec, [lazy[position] for position in flat.layout.positions])
 
     def _restore(self) -> set[int]:
         """Take over what is still gathered since an earlier call with the same parameters, and say which buckets that is."""
@@ -163,8 +160,8 @@ class Session:
             variable = getattr(node, "variable", None)
             if isinstance(variable, LazyLeaf):
                 raise PlacementError(
-                    f"an autograd.Function takes whole tensors; got the lazy leaf {variable._path!r}; call zf.gather() on it first",
-                    leaf=variable._path,
+                    f"an autograd.Function takes whole tensors; got the lazy leaf {variable.path!r}; call zf.gather() on it first",
+                    leaf=variable.path,
                 )
             for following, _ in node.next_functions:
                 if following is not None and following not in seen:
@@ -173,6 +170,8 @@ class Session:
 
     def end_forward(self) -> None:
         """Take part in the gathers that this rank did not need, and free what backward does not begin with."""
+        self._in_loss = False
+        self._set_aside()
         self._run(self._course.rest())
         while not self._alone and self._round(None):
             pass
@@ -182,7 +181,6 @@ class Session:
         if self._plan is not None and self._tape is not None:
             self._kept = self._plan.kept
         self._drop(self._persistent | self._kept)
-        self.leaves = None  # The leaves know what made them: a cycle that would keep the shards alive.
         if self._plan is None:
             forward, leaves = self._agreed([used, list(self._first_uses)], "order of use")
             trace = Trace(self._traced, self._group.size, tuple(forward), leaves=tuple(leaves))
@@ -193,8 +191,22 @@ class Session:
             self._tape.gathers = True
             has_strayed = not self._course.followed or self._plan.packed not in (None, tuple(self._packed))
             self._tape.strayed = self._tape.strayed or has_strayed
-        # Without a tape somebody may still differentiate with respect to the batch.
-        self._phase = "turn" if torch.is_grad_enabled() else "closed"
+        if not torch.is_grad_enabled():
+            self._close()
+            return
+        self._phase = "turn"
+        if self._tape is None:
+            # Somebody may still differentiate with respect to the batch. Nobody says when that is done, and the leaves know this session: a
+            # cycle that would keep the shards alive.
+            self._lazy, self._sources = (), ()
+
+    def _close(self) -> None:
+        self._phase = "closed"
+        for leaves in self._lazy:
+            leaves.close()
+        if self._lazy:
+            self._give_back(self._lazy)
+        self._lazy, self._sources = (), ()
 
     def _agreed(self, value: Any, what: str) -> Any:
         return value if self._alone else of_rank_0(value, self._group, what)
@@ -207,6 +219,7 @@ class Session:
         plan = self._plan
         assert plan is not None
         self._events = []
+        self._now = _NO_BUCKET
         if plan.packed is not None and self._has_anybody_strayed() is False:
             self._course = Course((step for step in plan.schedule.steps if step.phase == "backward"), followed=True)
             return
@@ -228,7 +241,7 @@ class Session:
                 plan.schedule.trace, buckets=self._traced, backward=tuple(Event(kind, bucket) for kind, bucket in events)
             )
             self._learn(Plan(self._knobs.schedule(trace), tuple(packed)))
-        self._phase = "closed"
+        self._close()
 
     def _drop(self, kept: set[int] | frozenset[int]) -> None:
         """Wait for what has been started, and free what is not to be kept."""
@@ -243,33 +256,33 @@ class Session:
         self._views.clear()
         self._emptied.clear()
 
-    def _load(self, bucket: int, place: int) -> Tensor:
-        shard = self._shards[bucket]
-        if self._phase == "closed":
-            path = shard.slots[place].path
+    def _load(self, bucket: int, leaf: LazyLeaf) -> Tensor:
+        shard, thread = self._shards[bucket], threading.get_ident()
+        if self._phase == "forward" and thread != self._thread:
             raise ZfunError(
-                f"a lazy leaf may be used only while its loss and the gradient of it run; leaf {path!r} was used later; return a "
-                "clone() of it as aux instead",
-                leaf=path,
-            )
-        if self._phase == "forward" and threading.get_ident() != self._thread:
-            path = shard.slots[place].path
-            raise ZfunError(
-                f"a lazy leaf belongs to the thread in which its loss runs; leaf {path!r} was used in another; simulated ranks must not "
-                "share "
-                "a module: give each its own, made inside the rank's function",
-                leaf=path,
+                f"a lazy leaf belongs to the thread in which its loss runs; leaf {leaf.path!r} was used in another; simulated ranks must "
+                "not share a module: give each its own, made inside the rank's function",
+                leaf=leaf.path,
             )
         self._touch(bucket)
         if self._plan is None:
-            self._first_uses.setdefault(shard.slots[place].path)
+            self._first_uses.setdefault(leaf.path)
         views = self._views.get(bucket)
         if views is None:
             views = shard.views(self._take(bucket))
             if shard.trained:
                 views = self._with_gradient(bucket, views)
             self._views[bucket] = views
-        return views[place]
+        if self._sources and self._plan is not None:
+            # Until another bucket is used there is nothing to note.
+            source = self._sources[bucket]
+            source.ready, source.thread = views, thread
+        return views[leaf.place]
+
+    def _set_aside(self) -> None:
+        """Let the next use of any leaf be noted."""
+        if self._now >= 0 and self._sources:
+            self._sources[self._now].ready = None
 
     def _with_gradient(self, bucket: int, views: list[Tensor]) -> list[Tensor]:
         if self._phase == "forward" and self._tape is not None:
@@ -287,10 +300,12 @@ class Session:
 
     def _touch(self, bucket: int) -> None:
         """Note the use of a bucket, and do what the schedule has before it."""
-        self._begin_backward()
-        last = next((event.bucket for event in reversed(self._events) if event.kind == "use"), None)
-        if bucket == last:
+        if self._phase == "turn":
+            self._begin_backward()
+        if bucket == self._now:
             return
+        self._set_aside()
+        self._now = bucket
         self._events.append(Event("use", bucket))
         overdue, self._overdue = self._overdue - {bucket}, set()
         self._run(self._course.come_to("use", bucket))
@@ -370,8 +385,10 @@ class Session:
         views = self._views.get(bucket)
         if views is not None:
             check_unwritten(views, self._shards[bucket].slots)
-        if views is not None and self._phase == "forward" and self._shards[bucket].trained and self._may_come_back(bucket):
-            if _is_held(views):
+        if bucket == self._now:
+            self._set_aside()
+        if views is not None and self._in_loss and self._shards[bucket].trained and self._may_come_back(bucket):
+            if is_held(views):
                 # By the operation that is about to run, or by the loss, which keeps what gather() or to() returned.
                 self._overdue.add(bucket)
                 return
@@ -430,26 +447,20 @@ class Session:
     def _pack(self, tensor: Tensor) -> Tensor | _Packed:
         if tensor.is_sparse:
             return tensor
+        # Most of what is saved are activations.
         found = self._storages.get(tensor.untyped_storage()._cdata)
         if found is None or tensor.is_conj() or tensor.is_neg():
             return tensor
         if not self._packed or self._packed[-1] != found[0]:
             self._packed.append(found[0])
-        packed = _Packed(found[0], tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
+        packed = _Packed(found[0], tensor)
         self._packs.append(weakref.ref(packed))
         return packed
 
-    def _unpack(self, saved: Tensor | _Packed) -> Tensor:
-        if isinstance(saved, Tensor):
+    def _unpack(self, saved: Any) -> Tensor:
+        if type(saved) is not _Packed:
             return saved
         self._touch(saved.bucket)
         buffer = self._take(saved.bucket)
         whole = buffer if buffer.dtype == saved.dtype else buffer.view(saved.dtype)
         return whole.as_strided(saved.size, saved.stride, saved.offset)
-
-
-def _is_held(tensors: list[Tensor]) -> bool:
-    """Whether somebody else has one of these very tensors, in Python or in C++."""
-    alone = [object()]
-    (usual,) = [sys.getrefcount(x) for x in alone]
-    return any(sys.getrefcount(x) > usual or x._use_count() > 1 for x in tensors)  # pyrefly: ignore[missing-attribute]

@@ -20,6 +20,7 @@ from zfun.layout import Layout
 from zfun.placement import S
 from zfun.transforms._cast import CastLoss
 from zfun.transforms._course import Plan
+from zfun.transforms._lazy import LazyLeaves
 from zfun.transforms._redistribute import gather, needs_autograd
 from zfun.transforms._remat import warn_of_whole_loss
 from zfun.transforms._schedule import Knobs, Schedule
@@ -125,6 +126,8 @@ class ShardedLoss:
         self.secondary = secondary
         self.wire = wire
         self._plans: dict[tuple[Layout, ...], Plan] = {}
+        # The leaves that no call has at the moment: to make them anew each time takes as long as a small operation on each.
+        self._lazy: dict[Any, tuple[LazyLeaves, ...]] = {}
 
     @property
     def schedules(self) -> list[Schedule]:
@@ -139,9 +142,14 @@ class ShardedLoss:
             return self.loss(tree.combine(*(gather(part) for part in flats)), batch)
         layouts = tuple(part.layout for part in flats)
         learn = functools.partial(self._plans.__setitem__, layouts)
-        session = Session(flats, flat.tape, self.knobs, self._plans.get(layouts), learn, self.secondary)
+        forms = tuple((part.layout, part.compute_dtype, number == 0 and flat.tape is not None) for number, part in enumerate(flats))
+        lazy = self._lazy.pop(forms, None)
+        if lazy is None or not all(leaves.are_free() for leaves in lazy):
+            lazy = tuple(LazyLeaves(layout, dtype, trained=trained) for layout, dtype, trained in forms)
+        give_back = functools.partial(self._lazy.__setitem__, forms)
+        session = Session(flats, flat.tape, self.knobs, self._plans.get(layouts), learn, self.secondary, lazy, give_back)
         with session.hooks():
-            out = self.loss(session.leaves, batch)
+            out = self.loss(lazy[0].tree() if len(lazy) == 1 else tree.combine(*(leaves.tree() for leaves in lazy)), batch)
         session.check_graph(out)
         session.end_forward()
         return out
