@@ -286,6 +286,89 @@ def test_ranks_must_agree_on_the_order() -> None:
         zf.simulate(2, main)
 
 
+WIRES = st.one_of(st.none(), st.builds(zf.wire.int8, block=st.just(16)), st.builds(zf.wire.int4, block=st.just(64)))
+
+
+def with_table(params: Any, x: Tensor) -> Tensor:
+    """A network with leaves of several dtypes, one of which no wire format can round."""
+    x = x[:, params["table"]]
+    for layer in params["h"]:
+        x = torch.tanh(x @ layer["w"].to(x.dtype) + layer["b"])
+    return (x @ params["out"]).pow(2).mean()
+
+
+@settings(max_examples=examples(5))
+@given(
+    shape=st.sampled_from([(2, 2), (1, 2), (2, 1), (3, 2), (2, 3), (1, 1)]),
+    over=st.sampled_from(["group", "inner", "mesh", "secondary"]),
+    wires=st.tuples(WIRES, WIRES),
+    compute=st.sampled_from([None, torch.float32]),
+    half=st.booleans(),
+    bucket_bytes=st.sampled_from([1, 300, 2**20]),
+    options=knobs(),
+)
+def test_what_is_explained_is_sent_on_every_axis(
+    shape: tuple[int, int], over: str, wires: Any, compute: Any, half: bool, bucket_bytes: int, options: dict[str, Any]
+) -> None:
+    """Each collective by itself: its kind, axis and bytes, of which buckets, in what order in its lane."""
+    inner, outer = shape
+    params: dict[str, Any] = {"table": torch.tensor([4, 3, 2, 1, 0]), **models.mlp()}
+    if half:
+        params["h"] = [{"w": layer["w"].to(torch.bfloat16), "b": layer["b"]} for layer in params["h"]]
+    trainable = lambda path, leaf: leaf.is_floating_point() and path != "h.2.w"
+    x = models.mlp_batches(1, 1)[0][0]
+
+    def where(group: zf.Group) -> tuple[Any, Any, Any]:
+        if over == "group":
+            return group, group, None
+        mesh: Any = group
+        return mesh, mesh.inner if over == "inner" else mesh, mesh.inner if over == "secondary" else None
+
+    abstract: Any = zf.abstract_group(inner * outer)
+    _, group, secondary = where(abstract if over == "group" else zf.split(abstract, inner))
+    options = in_bound({**options, "max_live": None}, params, group.mesh.size, bucket_bytes)
+    precision = zf.Precision(compute=compute)
+    loss = with_table if compute is None else zf.cast(with_table, compute)
+    layout: dict[str, Any] = {"bucket_bytes": bucket_bytes, "persistence": options["persistence"]}
+    made = zf.schedule(zf.trace(loss, params, x, group, trainable=trainable, **layout), **options)
+    explained = zf.explain(made, group=group, secondary=secondary, wire_params=wires[0], wire_grads=wires[1])
+
+    def main(group: zf.Group) -> Any:
+        recorder, over_it, second = where(zf.record(group) if over == "group" else zf.record(zf.split(group, inner)))
+        z = zf.zero(
+            3, with_table, optim.sgd(0.01), over_it, bucket_bytes=bucket_bytes, trainable=trainable, secondary=second, precision=precision,
+            wire_params=wires[0], wire_grads=wires[1], **options
+        )  # fmt: skip
+        state, _ = z.step(z.init(params), x)
+        recorder.clear()
+        z.step(state, x)
+        return [(e.kind, e.name, e.axis, e.part, e.sent_bytes) for e in recorder.log if e.name in ("params", "grads") and e.sent_bytes]
+
+    expected = [(m.kind, m.name, m.axis, m.label, m.sent_bytes) for m in explained.messages if m.sent_bytes]
+    for sent in zf.simulate(inner * outer, main):
+        assert sorted(sent) == sorted(expected)
+        for name in ("params", "grads"):
+            assert sum(entry[4] for entry in sent if entry[1] == name) == explained.bytes_sent(name)
+            for axis in ("inner", "outer") if over != "group" else ("",):
+                each = [entry[3] for entry in sent if entry[1:3] == (name, axis) and entry[0] != "all_reduce"]
+                assert name == "grads" or each == [m.label for m in explained.messages if (m.name, m.axis) == (name, axis) and m.sent_bytes]
+
+
+def test_a_schedule_is_priced_for_the_group_that_it_was_traced_for() -> None:
+    x, mesh = torch.ones(2, 5, dtype=torch.float64), zf.split(zf.abstract_group(6), inner=3)
+    made = zf.schedule(zf.trace(models.mlp_loss, models.mlp(), x, mesh))
+    with pytest.raises(
+        zf.OptionError, match=r"priced for the group that it was traced for; got one of 6 ranks for <inner axis: rank 0 of 3>"
+    ):
+        zf.explain(made, group=mesh.inner)
+    with pytest.raises(
+        zf.OptionError, match=r"secondary is the inner axis of the mesh group; got <outer axis.*pass group=mesh, secondary=mesh"
+    ):
+        zf.explain(made, group=mesh, secondary=mesh.outer)
+    with pytest.raises(zf.PlacementError, match=r"trace\(\) shards over a mesh or its inner axis; got its outer axis"):
+        zf.trace(models.mlp_loss, models.mlp(), x, mesh.outer)
+
+
 KNOBS: list[dict[str, Any]] = [
     {"prefetch": 3},
     {"prefetch": 0, "max_live": 1},

@@ -3,7 +3,7 @@
 from zfun.transforms._accumulate import accumulate
 from zfun.transforms._cast import CastLoss, cast
 from zfun.transforms._describe import Description, describe
-from zfun.transforms._explain import Accumulation, Explanation, Message, Span, Timeline, explain, timeline
+from zfun.transforms._explain import Accumulation, Explanation, Message, explain
 from zfun.transforms._gradient import GradientFunction, data_parallel, scale_loss, shard_grads, value_and_grad
 from zfun.transforms._offload import offload, offload_grads, offload_loss, offload_optimizer, offload_params
 from zfun.transforms._optimizer import apply, shard_optimizer
@@ -12,6 +12,7 @@ from zfun.transforms._remat import Remat, remat
 from zfun.transforms._schedule import Event, Knobs, Schedule, Step, Trace, TracedBucket, schedule
 from zfun.transforms._shard_params import ShardedLoss, shard_params
 from zfun.transforms._tape import MAX_IN_FLIGHT
+from zfun.transforms._timeline import Span, Timeline, timeline
 from zfun.transforms._trace import order_of_use, trace
 from zfun.transforms._value import WeightedMean, weighted_mean
 

@@ -60,7 +60,8 @@ def _form(layout: Layout, index: int, compute_dtype: torch.dtype | None) -> Buck
 @functools.lru_cache(maxsize=4096)
 def _traced(form: BucketForm, grad_itemsize: int) -> TracedBucket:
     leaves = tuple((slot.path, slot.numel) for slot in form.slots)
-    return TracedBucket(form.label, leaves, form.numel, form.dtype.itemsize, form.sent.itemsize, grad_itemsize)
+    itemsizes = form.dtype.itemsize, form.sent.itemsize, grad_itemsize
+    return TracedBucket(form.label, leaves, form.numel, *itemsizes, form.dtype.is_floating_point)
 
 
 class BucketShard:

@@ -37,6 +37,7 @@ class TracedBucket:
         itemsize: bytes of an element in the gathered bucket.
         sent_itemsize: bytes of an element as it is sent.
         grad_itemsize: bytes of an element of its gradients; 0 where it has none, as frozen leaves.
+        is_floating: whether its elements are floating numbers, which a wire format can round.
     """
 
     label: str
@@ -45,6 +46,7 @@ class TracedBucket:
     itemsize: int
     sent_itemsize: int
     grad_itemsize: int
+    is_floating: bool = True
 
     @property
     def nbytes(self) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zfun import tree
-from zfun.collectives import abstract_group
+from zfun.collectives import Group, Mesh, abstract_group, check_shardable, split
 from zfun.errors import ZfunError, checked_options
 from zfun.flat import Flat
 from zfun.layout import DEFAULT_BUCKET_BYTES, layout_of
@@ -29,7 +29,7 @@ def trace(
     loss: Loss,
     params: tree.Tree,
     batch: Any,
-    size: int,
+    size: int | Group,
     *,
     trainable: Callable[[str, Any], bool] | None = None,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
@@ -45,7 +45,7 @@ def trace(
         loss: ``(params, batch) -> scalar`` or ``(scalar, aux)``, written for whole parameters; :func:`zfun.cast` may stand around it.
         params: a tree of tensors; only their shapes and dtypes count, and which are tied.
         batch: a batch of a rank; of its tensors, too, only shapes and dtypes count.
-        size: the number of ranks that share the parameters.
+        size: the number of ranks that share the parameters, or a group of as many: a mesh, or the inner axis of one. Nothing is sent there.
         trainable: which leaves are trained, by path and leaf; by default all.
         bucket_bytes: where a bucket closes, in bytes.
         persistence: leaves of at most so many elements lie in buckets of their own.
@@ -74,22 +74,32 @@ def trace(
                 made[id(leaf)] = torch.empty(leaf.shape, dtype=leaf.dtype) if leaf.is_meta else mode.from_tensor(leaf.detach())
             return made[id(leaf)]
 
-        group = abstract_group(size)
+        group = _abstract_like(size) if isinstance(size, Group) else abstract_group(size)
         chosen, rest = (params, None) if trainable is None else tree.partition(params, trainable)
 
         def placed(part: tree.Tree) -> Flat:
-            layout = layout_of(tree.map(fake, part), size, bucket_bytes, persistence, order)
-            shards = [torch.empty(layout.shard_numel(i), dtype=bucket.dtype) for i, bucket in enumerate(layout.buckets)]
+            layout = layout_of(tree.map(fake, part), group.mesh.size, bucket_bytes, persistence, order)
+            shards = [torch.empty(bucket.padded_numel // group.size, dtype=bucket.dtype) for bucket in layout.buckets]
             return Flat(shards, S, layout, group)
 
         frozen = placed(rest) if rest is not None and tree.leaves(rest) else None
         wrapped = shard_params(loss, group, frozen=frozen)
-        vg = data_parallel(value_and_grad(wrapped), group, reduce_dtype=reduce_dtype)
+        vg = data_parallel(value_and_grad(wrapped), group.mesh, reduce_dtype=reduce_dtype)
         vg(placed(chosen), tree.map(fake, batch))
     inner = wrapped.loss if isinstance(wrapped, CastLoss) else wrapped
     if not isinstance(inner, ShardedLoss) or not inner.schedules:
         raise ZfunError(f"a loss of whole parameters can be traced; got {type(loss).__name__}, which was never called on them")
     return inner.schedules[0].trace
+
+
+def _abstract_like(group: Group) -> Group:
+    """Return a group with the axes of another one, in which nothing moves."""
+    mesh = group.mesh
+    if not isinstance(mesh, Mesh):
+        return abstract_group(group.size)
+    check_shardable(group, "trace()")
+    made = split(abstract_group(mesh.size), mesh.inner.size)
+    return made if group is mesh else made.inner
 
 
 def order_of_use(loss: Loss, params: tree.Tree, batch: Any) -> tuple[str, ...]:

@@ -1,0 +1,100 @@
+"""What each rank sends for a gather or a sum, hop by hop: closed forms.
+
+They are written down from what a mesh and a wire format are ([Note: two axes], [Note: what travels]), and a test holds them to what real
+steps send.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from zfun.collectives import AllGather, AllReduce, AllToAll, Group, Mesh, Op, ReduceScatter
+from zfun.wire import Wire
+
+__all__ = ["Hop", "price_of_gather", "price_of_sum"]
+
+
+class Hop(NamedTuple):
+    """A collective over one axis, or over a group that has none.
+
+    Attributes:
+        kind: what is done.
+        axis: ``"inner"`` or ``"outer"`` of a mesh, else ``""``.
+        sent_bytes: what each rank sends.
+    """
+
+    kind: str
+    axis: str
+    sent_bytes: int
+
+
+def price_of_gather(numel: int, itemsize: int, group: Group, wire: Wire | None) -> list[Hop]:
+    """Price a gather (``S -> R``).
+
+    Args:
+        numel: elements of a shard.
+        itemsize: bytes of each as it is sent exactly.
+        group: a group, a mesh, or the inner axis of one.
+        wire: in which format it is sent.
+
+    Returns:
+        The hops in order.
+
+    Example:
+        >>> from zfun.collectives import abstract_group, split
+        >>> price_of_gather(64, 4, split(abstract_group(6), inner=3), None)
+        [Hop(kind='all_gather', axis='outer', sent_bytes=256), Hop(kind='all_gather', axis='inner', sent_bytes=1024)]
+    """
+    nbytes = numel * itemsize if wire is None else wire.message_bytes(numel)
+    if not isinstance(group, Mesh):
+        return [_hop(AllGather(), group, nbytes, itemsize)]
+    outer = _hop(AllGather(), group.outer, nbytes, itemsize)
+    return _sent([outer, _hop(AllGather(), group.inner, nbytes * group.outer.size, itemsize)])
+
+
+def price_of_sum(numel: int, itemsize: int, group: Group, wire: Wire | None) -> list[Hop]:
+    """Price a sum over the mesh of a group that is cut over the group (``P -> S``).
+
+    Args:
+        numel: elements of the whole.
+        itemsize: bytes of each as it is sent exactly.
+        group: a group, a mesh, or the inner axis of one.
+        wire: in which format it is sent.
+
+    Returns:
+        The hops in order.
+
+    Example:
+        >>> from zfun.collectives import abstract_group, split
+        >>> price_of_sum(192, 4, split(abstract_group(6), inner=3).inner, None)
+        [Hop(kind='reduce_scatter', axis='inner', sent_bytes=512), Hop(kind='all_reduce', axis='outer', sent_bytes=256)]
+    """
+    mesh = group.mesh
+    if not isinstance(mesh, Mesh):
+        return [_scatter(numel, itemsize, group, wire)]
+    row = numel // mesh.inner.size
+    first = _scatter(numel, itemsize, mesh.inner, wire)
+    if group is mesh:
+        return _sent([first, _scatter(row, itemsize, mesh.outer, wire)])
+    if wire is None:
+        return _sent([first, _hop(AllReduce(), mesh.outer, row * itemsize, itemsize)])
+    # An all-reduce in few bits: each rank of the column sums a piece, and all of them gather the sums, written anew.
+    piece = -(-row // mesh.outer.size)
+    return _sent(
+        [first, _scatter(piece * mesh.outer.size, itemsize, mesh.outer, wire), *price_of_gather(piece, itemsize, mesh.outer, wire)]
+    )
+
+
+def _scatter(numel: int, itemsize: int, group: Group, wire: Wire | None) -> Hop:
+    if wire is None:
+        return _hop(ReduceScatter(), group, numel * itemsize, itemsize)
+    return _hop(AllToAll(), group, wire.message_bytes(numel // group.size) * group.size, itemsize)
+
+
+def _hop(op: Op, group: Group, nbytes: int, itemsize: int) -> Hop:
+    return Hop(op.kind, group.axis, op.sent_bytes(nbytes, 0, group.size, itemsize))
+
+
+def _sent(hops: list[Hop]) -> list[Hop]:
+    """Leave out axes of one rank, on which nothing goes."""
+    return [hop for hop in hops if hop.sent_bytes] or hops[:1]
