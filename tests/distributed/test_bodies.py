@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import zfun as zf
-from tests.distributed import bodies, branches
+from tests.distributed import bodies, branches, optimizers
 from zfun.collectives import Workers
 from zfun.errors import CollectiveMismatch, PeerLost
 from zfun.testing import assert_same_bits
@@ -31,7 +31,7 @@ def simulated(size: int, body: Callable[[zf.Group], Any]) -> list[Any]:
     return zf.simulate(size, body)
 
 
-BODIES = [*bodies.BODIES, *branches.BODIES]
+BODIES = [*bodies.BODIES, *branches.BODIES, *optimizers.BODIES]
 
 
 @pytest.mark.parametrize("body", BODIES, ids=[body.__name__ for body in BODIES])

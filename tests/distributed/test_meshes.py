@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import zfun as zf
-from tests.distributed import mesh_bodies, needs_shared_memory
+from tests.distributed import mesh_bodies, needs_shared_memory, optimizers
 from zfun.collectives import Workers
 from zfun.errors import PeerLost
 from zfun.testing import assert_same_bits
@@ -23,7 +23,10 @@ def four() -> Iterator[Workers]:
         yield held
 
 
-@pytest.mark.parametrize("body", [mesh_bodies.collectives, mesh_bodies.trained, mesh_bodies.over_two_hosts])
+BODIES = [mesh_bodies.collectives, mesh_bodies.trained, mesh_bodies.over_two_hosts, optimizers.every_optimizer_over_a_mesh]
+
+
+@pytest.mark.parametrize("body", BODIES, ids=[body.__name__ for body in BODIES])
 def test_processes_do_what_the_simulation_does(four: Workers, body: Callable[[zf.Group], Any]) -> None:
     expected = zf.simulate(4, body)
     for rank, found in enumerate(four.run(body)):

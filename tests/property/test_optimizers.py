@@ -9,10 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import zfun as zf
 from tests import models
 from tests.conftest import examples
+from tests.distributed.optimizers import over_a_mesh
 from zfun import optim
-from zfun.testing import Composition, bucket_sizes, check_compositions, compositions, same_bits
+from zfun.testing import Composition, assert_same_bits, bucket_sizes, check_compositions, compositions, same_bits
 
 LR = 0.05
 
@@ -51,3 +53,12 @@ def test_every_composition_is_the_same_optimizer(
     params, batches = models.mlp(num_layers=2, dtype=dtype), models.mlp_batches(2, size, dtype=dtype)
     run = check_compositions(models.mlp_loss, OPTIMIZERS[name], params, batches, [Composition(), *drawn], bucket_bytes=buckets)
     assert not same_bits(run.params, params)
+
+
+@pytest.mark.parametrize(("num_rows", "inner"), [(2, 2), (2, 3)])
+@pytest.mark.parametrize("name", ["lamb", "muon", "by_label", "onebit_adam"])
+def test_over_a_mesh_every_stage_is_the_same_optimizer(name: str, num_rows: int, inner: int) -> None:
+    """Those that know leaves or ranks, over the mesh and over its inner axis, and near the same steps in one process."""
+    first, *others = zf.simulate(num_rows * inner, over_a_mesh, inner, [name], slice(None))
+    for other in others:
+        assert_same_bits(other, first, "ranks")
