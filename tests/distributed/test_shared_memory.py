@@ -5,6 +5,7 @@ What goes wrong between ranks is tested for both transports in ``test_processes`
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import os
@@ -461,8 +462,21 @@ def test_old_values_never_change(two: Workers, stage: int) -> None:
 
 
 def _names() -> set[str]:
-    sockets = {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if "zfun-" in line}
-    return sockets | {str(path) for path in Path("/dev/shm").iterdir()}
+    """Files in shared memory and sockets of zfun; not the sockets of other programs that use it at the same time."""
+    sockets = {line.split()[6]: line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if "zfun-" in line}
+    others = set().union(*(_sockets_of(int(process.name)) for process in Path("/proc").iterdir() if process.name.isdigit()))
+    return {name for inode, name in sockets.items() if inode not in others} | {str(path) for path in Path("/dev/shm").iterdir()}
+
+
+def _sockets_of(process: int) -> set[str]:
+    """What a process of another process group has open: what this run starts, and leaves, is in its own."""
+    found: set[str] = set()
+    with contextlib.suppress(OSError):
+        if os.getpgid(process) != os.getpgrp():
+            for fd in Path(f"/proc/{process}/fd").iterdir():
+                with contextlib.suppress(FileNotFoundError):
+                    found.add(str(fd.readlink()).removeprefix("socket:[").removesuffix("]"))
+    return found
 
 
 def _all_die(group: Group) -> None:
