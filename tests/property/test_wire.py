@@ -271,6 +271,41 @@ def test_a_model_learns_over_a_mesh() -> None:
         assert_same_bits(other, results[0])
 
 
+@pytest.mark.parametrize("is_kept", [False, True], ids=["gathered twice", "with a secondary shard"])
+def test_backward_sees_the_numbers_of_forward(is_kept: bool) -> None:
+    """A secondary shard is a part of what came back in forward, and is sent as it is: exactly, and inside of a row."""
+    generator = torch.Generator().manual_seed(0)
+    exact = {name: torch.randn(32, 32, generator=generator) for name in ("x", "w")}
+    wire = zf.wire.int4(block=32)
+
+    def main(group: zf.Group) -> None:
+        mesh = zf.record(zf.split(group, inner=2))
+        seen: list[Tensor] = []
+
+        def loss_fn(params: Any, batch: Tensor) -> Tensor:
+            seen.append(params["w"].clone())
+            return (params["x"] @ params["w"] * batch).sum()
+
+        params = zf.shard(exact, mesh, bucket_bytes=1)
+        loss = zf.shard_params(loss_fn, mesh, wire=wire, secondary=mesh.inner if is_kept else None, prefetch=0)
+        vg = zf.data_parallel(zf.value_and_grad(loss), mesh, reduce="sum")
+        for _ in range(2):
+            seen.clear()
+            mesh.clear()
+            _, grads = vg(params, torch.eye(32))
+            # The gradient of x is what backward takes for w, to the last bit.
+            backward = zf.flat.unravel(grads)["x"].T
+            assert_same_bits(backward, seen[0])
+            assert not torch.equal(backward, exact["w"])
+            sent = [entry for entry in mesh.log if entry.name == "params"]
+            written = sum(entry.sent_bytes for entry in sent if entry.dtype != torch.float32)
+            exactly = [(entry.axis, entry.sent_bytes) for entry in sent if entry.dtype == torch.float32]
+            assert written == (2 if is_kept else 4) * (mesh.size - 1) * wire.message_bytes(32 * 32 // 4)
+            assert exactly == ([("inner", 4 * 32 * 32 // 2)] * 2 if is_kept else [])
+
+    zf.simulate(4, main)
+
+
 def test_one_rank_sends_nothing_and_loses_nothing() -> None:
     group = zf.process_group()
     options: dict[str, Any] = {"wire_grads": zf.wire.int4(), "wire_params": zf.wire.int8()}
