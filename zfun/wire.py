@@ -93,8 +93,13 @@ class Wire:
         return max(largest / ((1 << (self.bits - 1)) - 1), 2.0**-126) / 2 * (1 + 2.0**-15)
 
 
-def check_wire(wire: object, what: str) -> None:
-    """Refuse an option that is no wire format."""
+def check_wire(wire: object, what: str, *, is_repeated: bool = False) -> None:
+    """Refuse an option that is no wire format, and feedback where one value is sent more than once and must come back the same."""
+    if is_repeated and isinstance(wire, Wire) and wire.feedback is not None:
+        raise OptionError(
+            f"{what} gathers parameters in forward and again in backward, and must get the same numbers; got a wire format with an error "
+            "feedback, which would add to the second what the first has lost; leave feedback to gradients, which are sent once"
+        )
     if not (wire is None or isinstance(wire, Wire)):
         raise OptionError(f"{what} takes a wire format, or None to send exactly; got wire={wire!r}; zf.wire.int8() makes one")
 

@@ -461,6 +461,10 @@ def test_refusals() -> None:
         zf.data_parallel(zf.value_and_grad(models.mlp_loss), group, wire="int8")  # type: ignore[arg-type]
     with pytest.raises(OptionError, match=r"shard_params\(\) takes a wire format"):
         zf.shard_params(models.mlp_loss, group, wire=8)  # type: ignore[arg-type]
+    with pytest.raises(
+        OptionError, match=r"shard_params\(\) gathers parameters in forward and again in backward.*leave feedback to gradients"
+    ):
+        zf.shard_params(models.mlp_loss, group, wire=zf.wire.int8(feedback=zf.wire.error_feedback()))
     with pytest.raises(OptionError, match=r"wire_params is for stage 3, whose shards stay exact; got stage 2"):
         zf.zero(2, models.mlp_loss, zf.optim.sgd(0.1), group, wire_params=zf.wire.int8())
     with pytest.raises(OptionError, match=r"err_beta is a number from 0 to less than 1; got 1"):

@@ -70,7 +70,8 @@ def shard_params(
             until backward gathers it there, so that no parameter crosses between rows twice. It changes no bit, and costs the memory of
             ``1/secondary.size`` of the parameters during a step (hpZ; Wang et al., "ZeRO++", 2023).
         wire: in which format floating parameters are gathered: :func:`zfun.wire.int8`, say. By default exactly. The loss sees what comes
-            back, the same on every rank; the shards themselves stay exact, and so do the gradients that are added to them.
+            back, the same on every rank, and in backward as in forward, so without error feedback; the shards themselves stay exact, and
+            so do the gradients that are added to them.
 
     Returns:
         The same function of a ``Flat`` with placement ``S``, as :func:`zfun.shard` makes it.
@@ -96,7 +97,7 @@ def shard_params(
             "shard_params(loss, mesh, secondary=mesh.inner)"
         )
     warn_of_whole_loss(loss)
-    check_wire(wire, "shard_params()")
+    check_wire(wire, "shard_params()", is_repeated=True)
     knobs = Knobs(prefetch, max_live, reuse_distance, persistence, max_persistent)
     if isinstance(loss, CastLoss):
         # [Note: where the cast is]
