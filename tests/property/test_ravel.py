@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import threading
 from typing import Any
@@ -132,6 +133,42 @@ def test_the_norm_of_pieces_is_that_of_the_whole(numel: int, cuts: list[int], dt
         with ops.use("reference" if index % 2 else "compiled"):
             rows.append(ops.squares_in_bins(x[begin:end]))
     assert torch.equal(whole, ops.total_of_bins(torch.stack(rows)) if rows else torch.zeros((), dtype=torch.float64))
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from([1, 32, 100, 4096, 9000]), st.integers(-44, 37), st.integers(0, 30)), min_size=1, max_size=4),
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+    st.integers(0, 3),
+    st.integers(0, 2**20),
+)
+def test_the_sum_of_squares_is_exact_however_wide_the_range(
+    runs: list[tuple[int, int, int]], dtype: torch.dtype, num_cuts: int, seed: int
+) -> None:
+    # Runs of numbers around a power of ten, spread over so many powers of ten below it.
+    generator = torch.Generator().manual_seed(seed)
+    pieces = []
+    for numel, power, spread in runs:
+        x = torch.randn(numel, generator=generator, dtype=torch.float64)
+        pieces.append(x * 10.0 ** (power - spread * torch.rand(numel, generator=generator, dtype=torch.float64)))
+    x = torch.cat(pieces).to(dtype)
+    squares = torch.nn.functional.pad(x, (0, -x.numel() % 32)).double().square_().view(-1, 4, 8)
+    sums = (squares[:, 0] + squares[:, 2]) + (squares[:, 1] + squares[:, 3])
+    expected = math.fsum(sums.flatten().tolist())
+    cuts = (32 * torch.randint(0, x.numel() // 32 + 1, (num_cuts,), generator=generator)).tolist()
+    places = sorted({0, x.numel(), *cuts})
+    rows = [ops.squares_in_bins(x[begin:end]) for begin, end in itertools.pairwise(places)]
+    assert ops.total_of_bins(torch.stack(rows)).item() == expected
+    with ops.use("reference"):
+        assert ops.total_of_bins(ops.squares_in_bins(x)[None]).item() == expected
+    # On the way into a buffer, from one tensor or from several.
+    for offsets in ([0], places[:-1]):
+        out = torch.empty(x.numel(), dtype=dtype)
+        source = [x.double()] if len(offsets) == 1 else [x[begin:end] for begin, end in itertools.pairwise(places)]
+        found = ops.ravel_into(out, source, offsets, measure=True)
+        assert found is not None
+        assert found.finite
+        assert ops.total_of_bins(found.squares[None]).item() == expected
 
 
 def test_a_table_follows_tensors_that_moved_changed_or_went() -> None:

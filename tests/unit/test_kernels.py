@@ -62,11 +62,15 @@ def test_casts_and_norms_are_vector_code() -> None:
     from zfun.ops import _ravel_cpu
 
     wide, narrow = np.zeros(1, np.float32), np.zeros(1, np.uint16)
-    packing = instructions(_ravel_cpu.convert, wide, narrow, np.float32(1))
-    assert re.search(r"\bvmulps\b.*%[yz]mm", packing)
-    assert re.search(r"\bvpsrld\b.*%[yz]mm", packing)
+    for packing in (_ravel_cpu.convert, _ravel_cpu._stream):
+        code = instructions(packing, wide, narrow, np.float32(1))
+        assert re.search(r"\bvmulps\b.*%[yz]mm", code)
+        assert re.search(r"\bvpsrld\b.*%[yz]mm", code)
     assert re.search(r"\bvpslld\b.*%[yz]mm", instructions(_ravel_cpu.convert, narrow, wide, np.float32(1)))
-    assert re.search(r"\bvmulpd\b.*%[yz]mm", instructions(_ravel_cpu.add_squares, wide, np.zeros(4098, np.int64)))
+    for numbers in (wide, narrow):
+        code = instructions(_ravel_cpu.add_squares, numbers, 0, 1, np.zeros(71, np.int64))
+        for instruction in ("vmulpd", "vaddpd", "vpaddq", "vpor"):
+            assert re.search(rf"\b{instruction}q?\b.*%[yz]mm", code), instruction
 
 
 def test_half_numbers_convert_as_torch_s_do() -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from zfun.ops import _jit
-from zfun.ops._norm import exact_row, kernels, new_bins, squares_in_bins
+from zfun.ops._norm import exact_row, kernels, new_row, squares_in_bins
 from zfun.ops._sums import wide
 from zfun.ops._table import AddressTable
 from zfun.ops._twins import triton_for
@@ -158,25 +158,20 @@ def unravel_from(source: Tensor, tensors: Sequence[Tensor | None], offsets: Sequ
 def _ravel_compiled(out: Tensor, table: AddressTable, scale: float, measure: bool) -> Measures | None:
     array, exact, factor = _jit.as_array(out), scale == 1.0 and out.dtype == table.dtype, _jit.number(wide(out.dtype))(scale)
     ravel = _jit.telling(kernels().ravel)
-    found: list[Any] = []
+    found: list[Any] = [new_row()]
 
     def work(begin: int, end: int) -> None:
-        bins = new_bins() if measure else _NOTHING
-        ravel(table.pieces, table.like, array, begin, end, factor, exact, True, bins)
-        found.append(bins)
+        row = new_row() if measure else _NOTHING
+        ravel(table.pieces, table.like, array, begin, end, factor, exact, True, row)
+        found.append(row)
 
     _jit.in_parts(array.size, work)
     torch.autograd.graph.increment_version(out)
-    return _measures(found) if measure else None
-
-
-def _measures(found: list[Any]) -> Measures:
-    bins = found[0]
-    for more in found[1:]:
-        bins[:4096] += more[:4096]
-        bins[4096:4097].view(np.float64)[0] += more[4096:4097].view(np.float64)[0]
-        bins[4097] |= more[4097]
-    return Measures(exact_row(bins), torch.tensor(not bins[4097]))
+    if not measure:
+        return None
+    squares = exact_row(found)
+    # The square of a finite float64 may overflow; only the elements tell.
+    return Measures(squares, torch.tensor(True) if not squares[-1] else torch.isfinite(out).all())
 
 
 def _ravel_plain(out: Tensor, tensors: Sequence[Tensor | None], offsets: Sequence[int], scale: float) -> None:

@@ -4,6 +4,18 @@
 A buffer is written in blocks that stay in the cache, so that what is read off it (its norm, whether it is finite) costs no second trip to
 memory. Tensors are reached by their addresses: one call for a bucket, however many tensors there are. Loops run over ``range(x.size)`` of
 slices, because LLVM does not vectorise a loop whose bounds are signed numbers it cannot compare.
+
+A long piece is read 32 elements at a time, and the memory of what comes a few KiB later is asked for by hand: arithmetic, where there is
+much of it, would otherwise leave the memory idle.
+
+[Note: exact sums]
+The squares of 32 elements, a unit, are added in float64 to eight sums, in one fixed order. Those are then added without any rounding, so
+that nothing depends on how a buffer is cut. To a sum ``x < m / 2``, where ``m`` is a power of two, ``m`` is added: what stays of ``x`` is a
+multiple of ``m / 2**52``, and the bits of the result, less those of ``m``, are that multiple. Such integers are added as integers. What was
+cut off, which is exact, goes the same way with another ``m``, of 52 bits less. Two turns take some 100 bits below the largest sum, as a
+rule more than there are, since a sum has 53 of its own; whether something is left is seen, and then there are more turns. (The idea is
+that of Demmel and Nguyen's reproducible sums, 2013, which keep the first few turns.) ``m`` is guessed from the block before, so that
+elements are read once.
 """
 
 from __future__ import annotations
@@ -14,23 +26,40 @@ import numpy as np
 from numba import carray
 
 from zfun.ops._jit import jit
-from zfun.ops._numbers import bits, narrow, pointer, widen
+from zfun.ops._norm import LIMBS, LOWEST
+from zfun.ops._numbers import add_unit, bits, convert_unit, narrow, pointer, prefetch, square_unit, widen
 
-__all__ = ["add_squares", "carry", "convert", "ravel", "unravel"]
+__all__ = ["add_squares", "convert", "ravel", "unravel"]
 
-# Elements of a block: 64 KiB of float32 and the 64 KiB they came from are at home in every L2.
-_BLOCK = 1 << 14
+# Elements of a block, of 2048 sums: the integers that they make, of 51 bits each, do not overflow together.
+_BLOCK = 1 << 13
 
-# Elements whose squares are made at a time: 16 KiB of float64.
-_NORM_BLOCK = 1 << 11
+# So many elements ahead memory is asked for.
+_AHEAD = 1 << 11
 
+_BIAS = 1023
+_NO_SIGN = (1 << 63) - 1
 _MANTISSA = (1 << 52) - 1
+
+# The guess for m is larger than the last block's largest sum by this many places.
+_MARGIN = 5
 
 
 @jit
 def convert(source: Any, target: Any, scale: Any) -> None:
     for i in range(target.size):
         target[i] = narrow(widen(source[i], scale) * scale, target)
+
+
+@jit
+def _stream(source: Any, target: Any, scale: Any) -> None:
+    """Convert what comes from memory."""
+    whole = target.size // 32 * 32
+    for at in range(0, whole, 32):
+        for line in range(at, at + 32, 16):
+            prefetch(source, line + _AHEAD)
+        convert_unit(source, target, at, scale)
+    convert(source[whole:], target[whole:], scale)
 
 
 @jit
@@ -59,7 +88,7 @@ def _first_piece(stops: Any, place: Any) -> Any:
 
 
 @jit
-def ravel(pieces: Any, like: Any, out: Any, begin: Any, end: Any, scale: Any, exact: Any, fill: Any, bins: Any) -> None:
+def ravel(pieces: Any, like: Any, out: Any, begin: Any, end: Any, scale: Any, exact: Any, fill: Any, row: Any) -> None:
     """Write the elements from ``begin`` to ``end`` of a buffer.
 
     Args:
@@ -71,12 +100,15 @@ def ravel(pieces: Any, like: Any, out: Any, begin: Any, end: Any, scale: Any, ex
         scale: factor, in the dtype that is computed in.
         exact: copy the elements as they are.
         fill: write zeros between the tensors.
-        bins: int64 ``[4098]``, to which the squares are added as by :func:`add_squares`; of length 0 if nobody asks.
+        row: to which the squares are added as by :func:`add_squares`; of length 0 if nobody asks.
     """
     starts, stops, addresses = pieces[0], pieces[1], pieces[2]
+    sums, spare, guess = np.empty(32, np.int64), np.empty(_BLOCK // 4, np.float64), 0
     piece = _first_piece(stops, begin)
     for block in range(begin, end, _BLOCK):
         limit = min(block + _BLOCK, end)
+        # Where one piece fills the block, its squares are added on the way, if a guess is there.
+        added = False
         at = block
         while at < limit:
             start = starts[piece] if piece < starts.size else limit
@@ -90,13 +122,17 @@ def ravel(pieces: Any, like: Any, out: Any, begin: Any, end: Any, scale: Any, ex
             source = carray(pointer(addresses[piece], like), (stops[piece] - start,))[at - start : stop - start]
             if exact:
                 _copy(source, out[at:stop])
-            else:
+            elif stop - at < _BLOCK:
                 convert(source, out[at:stop], scale)
+            elif row.size and guess:
+                added = _convert_and_add(source, out[at:stop], scale, guess, sums, row)
+            else:
+                _stream(source, out[at:stop], scale)
             at = stop
             if stop == stops[piece]:
                 piece += 1
-        if bins.size:
-            add_squares(out[block:limit], bins)
+        if row.size and not added:
+            guess = _add_block(out[block:limit], guess, sums, spare, row)
 
 
 @jit
@@ -111,76 +147,139 @@ def unravel(pieces: Any, like: Any, source: Any, begin: Any, end: Any, exact: An
         target = carray(pointer(addresses[piece], like), (stops[piece] - start,))[low - start : high - start]
         if exact:
             _copy(source[low:high], target)
-        else:
+        elif target.size < _BLOCK:
             convert(source[low:high], target, one)
+        else:
+            _stream(source[low:high], target, one)
 
 
 @jit
-def _unit(q: Any) -> Any:
-    """Add 32 numbers as the readable twin does, which adds halves until one is left."""
-    s0, s1 = (q[0] + q[16]) + (q[8] + q[24]), (q[1] + q[17]) + (q[9] + q[25])
-    s2, s3 = (q[2] + q[18]) + (q[10] + q[26]), (q[3] + q[19]) + (q[11] + q[27])
-    s4, s5 = (q[4] + q[20]) + (q[12] + q[28]), (q[5] + q[21]) + (q[13] + q[29])
-    s6, s7 = (q[6] + q[22]) + (q[14] + q[30]), (q[7] + q[23]) + (q[15] + q[31])
-    return ((s0 + s4) + (s2 + s6)) + ((s1 + s5) + (s3 + s7))
+def _power(exponent: Any, half: Any) -> Any:
+    """Make a power of two, or one and a half of it, of its biased exponent."""
+    made = np.empty(1, np.int64)
+    made[0] = (exponent << 52) | (half << 51)
+    return made.view(np.float64)[0]
 
 
 @jit
-def add_squares(x: Any, bins: Any) -> None:
-    """Add the squares of each 32 elements, in the order of the readable twin, to integers by exponent.
+def _deposit(row: Any, total: Any, place: Any) -> None:
+    """Add an integer, times two to the power of ``place``, to the limbs of a long one."""
+    limb, shift = place // 32, place % 32
+    lower, upper = (total & 0xFFFFFFFF) << shift, (total >> 32) << shift
+    row[limb] += lower & 0xFFFFFFFF
+    row[limb + 1] += ((lower >> 32) & 0xFFFFFFFF) + (upper & 0xFFFFFFFF)
+    row[limb + 2] += upper >> 32
+
+
+@jit
+def _settle(guess: Any, units: Any, sums: Any, row: Any) -> Any:
+    """Add to a row what ``add_unit`` summed up; whether the guess was good."""
+    left, largest = np.int64(0), np.int64(0)
+    for i in range(8):
+        left |= sums[16 + i]
+        largest = max(largest, sums[24 + i])
+    if (left & _NO_SIGN) != 0 or largest >= (guess - 1) << 52:
+        return False
+    upper, lower = -8 * units * (guess << 52), -8 * units * (((guess - 52) << 52) | (1 << 51))
+    for i in range(8):
+        upper += sums[i]
+        lower += sums[8 + i]
+    _deposit(row, upper, guess - _BIAS - 52 - LOWEST)
+    _deposit(row, lower, guess - _BIAS - 104 - LOWEST)
+    return True
+
+
+@jit
+def _convert_and_add(source: Any, target: Any, scale: Any, guess: Any, sums: Any, row: Any) -> Any:
+    """Convert a whole block and add the squares of what was written; whether the guess was good for that."""
+    upper, lower = _power(guess, 0), _power(guess - 52, 1)
+    sums[:] = 0
+    for at in range(0, target.size, 32):
+        for line in range(at, at + 32, 16):
+            prefetch(source, line + _AHEAD)
+        convert_unit(source, target, at, scale)
+        add_unit(target, at, upper, lower, sums)
+    return _settle(guess, target.size // 32, sums, row)
+
+
+@jit
+def _add_block(x: Any, guess: Any, sums: Any, spare: Any, row: Any) -> Any:
+    """Add the squares of a block to a row; returns the guess for the next."""
+    units = x.size // 32
+    if guess != 0 and x.size == _BLOCK:
+        upper, lower = _power(guess, 0), _power(guess - 52, 1)
+        sums[:] = 0
+        for at in range(0, x.size, 32):
+            for line in range(at, at + 32, 16):
+                prefetch(x, line + _AHEAD)
+            add_unit(x, at, upper, lower, sums)
+        if _settle(guess, units, sums, row):
+            return guess
+    for unit in range(units):
+        square_unit(x, 32 * unit, spare, 8 * unit)
+    if x.size % 32:
+        tail, one = np.zeros(32, np.float64), np.float64(1.0)
+        for i in range(x.size % 32):
+            tail[i] = widen(x[32 * units + i], one) * widen(x[32 * units + i], one)
+        for i in range(8):
+            spare[8 * units + i] = (tail[i] + tail[i + 16]) + (tail[i + 8] + tail[i + 24])
+        units += 1
+    squares = spare[: 8 * units]
+    words, largest = squares.view(np.int64), np.int64(0)
+    for i in range(words.size):
+        largest = max(largest, words[i] & _NO_SIGN)
+    exponent = max(largest >> 52, 53)
+    if exponent > 2040:
+        _add_one_by_one(squares, row)
+        return 0
+    first, left = exponent + 2, True
+    half = 0
+    while left:
+        left = _turn(squares, first, half, row)
+        first, half = max(first - 52, 1), 1
+    return exponent + _MARGIN
+
+
+@jit
+def _turn(squares: Any, first: Any, half: Any, row: Any) -> Any:
+    """Add the upper 52 bits of sums to a row and leave the rest; whether there is any."""
+    m, total, left = _power(first, half), np.int64(0), np.int64(0)
+    for i in range(squares.size):
+        high = squares[i] + m
+        total += bits(high)
+        squares[i] = squares[i] - (high - m)
+    words = squares.view(np.int64)
+    for i in range(words.size):
+        left |= words[i]
+    _deposit(row, total - squares.size * ((first << 52) | (half << 51)), first - _BIAS - 52 - LOWEST)
+    return (left & _NO_SIGN) != 0
+
+
+@jit
+def _add_one_by_one(squares: Any, row: Any) -> None:
+    """Add sums that are very large, or not finite, to a row."""
+    special = row[LIMBS:].view(np.float64)
+    for i in range(squares.size):
+        word = bits(squares[i]) & _NO_SIGN
+        exponent = word >> 52
+        if exponent == 2047:
+            special[0] += squares[i]
+        elif exponent:
+            _deposit(row, (word & _MANTISSA) | (1 << 52), exponent - _BIAS - 52 - LOWEST)
+        else:
+            _deposit(row, word, 1 - _BIAS - 52 - LOWEST)
+
+
+@jit
+def add_squares(x: Any, begin: Any, end: Any, row: Any) -> None:
+    """Add the squares of the elements from ``begin`` to ``end``, exactly; see [Note: exact sums].
 
     Args:
         x: the elements; a last unit that is not whole counts as if zeros followed.
-        bins: int64 ``[4098]``. Entry e gets the upper 27 bits of the mantissas with exponent e, entry 2048 + e the lower 26 bits; entry
-            4096 holds, as float64, what is not finite of the sums, and entry 4097 becomes 1 when an element is not.
+        begin: the first, a multiple of 32.
+        end: the element behind the last.
+        row: int64 ``[LIMBS + 1]``: the limbs, and at last, as float64, what is not finite of the sums.
     """
-    one = np.float64(1.0)
-    squares = np.empty(_NORM_BLOCK, np.float64)
-    special = bins[4096:4097].view(np.float64)
-    for block in range(0, x.size, _NORM_BLOCK):
-        here = x[block : block + _NORM_BLOCK]
-        # First the squares, which vectorise, then the integers, which do not.
-        for i in range(here.size):
-            value = widen(here[i], one)
-            squares[i] = value * value
-        units = (here.size + 31) // 32
-        squares[here.size : 32 * units] = 0.0
-        for unit in range(units):
-            total = _unit(squares[32 * unit : 32 * unit + 32])
-            word = bits(total)
-            exponent = word >> 52
-            if exponent == 2047 or word < 0:
-                # The square of a finite float64 may overflow; only the elements tell.
-                special[0] += total
-                for value in here[32 * unit : 32 * unit + 32]:
-                    if not np.isfinite(widen(value, one)):
-                        bins[4097] = 1
-                continue
-            mantissa = word & _MANTISSA
-            if exponent:
-                mantissa |= 1 << 52
-            else:
-                exponent = 1
-            bins[exponent] += mantissa >> 26
-            bins[2048 + exponent] += mantissa & ((1 << 26) - 1)
-
-
-@jit
-def carry(bins: Any, row: Any, lift: Any) -> None:
-    """Carry sums by exponent into the limbs of one long integer, 32 bits each, and append what is not finite.
-
-    Args:
-        bins: int64 ``[4098]``, from :func:`add_squares`.
-        row: int64, zero; written.
-        lift: place in the long integer of the smallest exponent, less one.
-    """
-    for exponent in range(2048):
-        for half in range(2):
-            total = bins[2048 * half + exponent]
-            if total != 0:
-                for part in range(2):
-                    place = exponent + lift + (0 if half else 26) + 27 * part
-                    piece = (total >> 27 if part else total & ((1 << 27) - 1)) << (place % 32)
-                    row[place // 32] += piece & 0xFFFFFFFF
-                    row[place // 32 + 1] += piece >> 32
-    row[row.size - 1] = bins[4096]
+    sums, spare, guess = np.empty(32, np.int64), np.empty(_BLOCK // 4, np.float64), 0
+    for at in range(begin, end, _BLOCK):
+        guess = _add_block(x[at : min(at + _BLOCK, end)], guess, sums, spare, row)
