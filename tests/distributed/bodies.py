@@ -169,6 +169,19 @@ def any_schedule(group: zf.Group) -> Any:
     return found[0]
 
 
+def watched_step(group: zf.Group) -> Any:
+    z = zf.zero(3, models.mlp_loss, optim.adamw(0.05), group, bucket_bytes=300)
+    state = z.init(models.mlp())
+    for batches in models.mlp_batches(2, group.size):
+        state, _ = z.step(state, batches[group.rank])
+    with zf.profile() as found:
+        state, _ = z.step(state, models.mlp_batches(1, group.size)[0][group.rank])
+    trace = zf.trace(models.mlp_loss, models.mlp(), models.mlp_batches(1, 1)[0][0], group.size, bucket_bytes=300)
+    assert found.steps() == zf.schedule(trace).steps
+    assert all(event.start <= event.end <= found.now() for event in found.events)
+    return z.params(state), [event.live_bytes for event in found.events], [event.bucket for event in found.events]
+
+
 def token_means(group: zf.Group) -> Any:
     """Unequal numbers of tokens on the ranks."""
 
@@ -324,6 +337,7 @@ BODIES = [
     compressed,
     another_branch,
     any_schedule,
+    watched_step,
     token_means,
     bytes_of_steps,
     nan_on_one_rank,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from tests.conftest import examples
 from zfun import optim
 from zfun.collectives import Call
 from zfun.testing import assert_same_bits, same_bits
-from zfun.transforms import Event, Schedule, Trace, TracedBucket
+from zfun.transforms import Event, Noted, Profile, Schedule, Trace, TracedBucket
 
 
 @st.composite
@@ -367,6 +369,136 @@ def test_a_schedule_is_priced_for_the_group_that_it_was_traced_for() -> None:
         zf.explain(made, group=mesh, secondary=mesh.outer)
     with pytest.raises(zf.PlacementError, match=r"trace\(\) shards over a mesh or its inner axis; got its outer axis"):
         zf.trace(models.mlp_loss, models.mlp(), x, mesh.outer)
+
+
+def check_events(found: Profile) -> None:
+    """Every use lies between the end of the wait for its bucket and the release of that; what is started is waited for."""
+    there: set[int] = set()
+    gathering: dict[int, int] = {}
+    summing: list[int] = []
+    for before, event in itertools.pairwise(found.events):
+        assert event.start <= event.end
+        assert before.end <= event.end
+    for event in found.events:
+        match event.kind:
+            case "gather":
+                gathering[event.bucket] = gathering.get(event.bucket, 0) + 1
+            case "gathered":
+                gathering[event.bucket] -= 1
+                there.add(event.bucket)
+            case "use":
+                assert event.bucket in there
+            case "release":
+                there.discard(event.bucket)
+            case "sum":
+                summing.append(event.bucket)
+            case "summed":
+                assert summing.pop(0) == event.bucket
+    assert not any(gathering.values())
+    assert not summing
+
+
+@settings(max_examples=examples(5))
+@given(options=knobs(), bucket_bytes=st.sampled_from([1, 300]), name=st.sampled_from(sorted(LOSSES)), frozen=st.booleans())
+def test_what_happens_is_what_was_planned(options: dict[str, Any], bucket_bytes: int, name: str, frozen: bool) -> None:
+    options = in_bound(options, models.mlp(), 2, bucket_bytes)
+    trainable = (lambda path, leaf: not path.startswith("h.1")) if frozen else None
+    layout: dict[str, Any] = {"trainable": trainable, "bucket_bytes": bucket_bytes}
+    x = models.mlp_batches(1, 1)[0][0]
+
+    def main(group: zf.Group, *, watched: bool) -> Any:
+        z = zf.zero(3, LOSSES[name], optim.sgd(0.05), group, donate=False, **layout, **options)
+        state, _ = z.step(z.init(models.mlp()), x * (group.rank + 1))
+        state, _ = z.step(state, x)
+        with zf.profile() if watched else contextlib.nullcontext() as found:
+            state, _ = z.step(state, x)
+        count = len(found.events) if found else 0
+        z.step(state, x)
+        assert count == (len(found.events) if found else 0)
+        return z.params(state), found
+
+    plain = [run[0] for run in zf.simulate(2, main, watched=False)]
+    runs = zf.simulate(2, main, watched=True)
+    assert_same_bits([run[0] for run in runs], plain, "watched and not")
+    made = zf.schedule(zf.trace(LOSSES[name], models.mlp(), x, 2, persistence=options["persistence"], **layout), **options)
+    complete = {event.bucket for event in made.trace.backward if event.kind == "reduce"}
+    planned = [
+        (step, live)
+        for step, live in zip(made.steps, made.live_bytes(), strict=True)
+        # Frozen leaves that persist are gathered in the first step only; of what nobody makes gradients, none are complete.
+        if not (step.phase == "start" and not made.trace.buckets[step.bucket].grad_itemsize)
+        and not (step.kind == "reduce" and step.bucket not in complete)
+    ]
+    for _, found in runs:
+        assert found.labels == [bucket.label for bucket in made.trace.buckets]
+        held = [(step, e.live_bytes) for step, e in zip(found.steps(), [e for e in found.events if e.kind in Kinds], strict=True)]
+        if name == "chain":
+            check_events(found) if not options["persistence"] else None
+            assert [step for step, _ in held] == [step for step, _ in planned]
+            assert [entry for entry in held if entry[0].phase != "start"] == [entry for entry in planned if entry[0].phase != "start"]
+        else:
+            # An operation that uses two buckets keeps the first until it has run.
+            assert sorted(step for step, _ in held) == sorted(step for step, _ in planned)
+        picture = found.timeline()
+        assert max(n for _, n in picture.live) == max(n for _, n in held)
+        by_row: dict[int, float] = {}
+        for bar in sorted((e for e in picture.chrome_trace()["traceEvents"] if e["ph"] == "X"), key=lambda e: e["ts"]):
+            assert bar["ts"] >= by_row.get(bar["tid"], 0.0) - 1e-6
+            assert bar["dur"] >= 0
+            by_row[bar["tid"]] = bar["ts"] + bar["dur"]
+        lanes = [span.lane for span in picture.spans]
+        assert lanes.count("gather") == sum(step.kind == "gather" for step, _ in planned)
+        assert lanes.count("reduce") == sum(bool(bucket.grad_itemsize) for bucket in made.trace.buckets)
+
+
+Kinds = ("gather", "use", "release", "reduce")
+
+
+def test_time_is_the_computation_of_who_used_last_less_that_of_collectives() -> None:
+    found = Profile(labels=["a", "b"])
+    found.events = [
+        Noted("gather", 0, "forward", 0.0, 1.0, 8),
+        Noted("gather", 1, "forward", 1.0, 2.0, 16),
+        Noted("gathered", 0, "forward", 2.0, 3.0, 16),
+        Noted("use", 0, "forward", 0.0, 3.0, 16),
+        Noted("gathered", 1, "forward", 5.0, 7.0, 16),
+        Noted("use", 1, "forward", 5.0, 7.0, 16),
+        Noted("sum", 1, "backward", 8.0, 9.0, 16),
+        Noted("release", 1, "forward", 9.5, 9.5, 8),
+        Noted("end", -1, "forward", 10.0, 11.0, 8),
+        Noted("summed", 1, "backward", 12.0, 13.0, 8),
+    ]
+    picture = found.timeline()
+    assert [tuple(span) for span in picture.spans if span.lane == "compute"] == [
+        ("compute", "forward 0", 0, 3.0, 5.0),
+        ("compute", "forward 1", 1, 7.0, 8.0),
+        ("compute", "forward 1", 1, 9.0, 10.0),
+    ]
+    assert {tuple(span) for span in picture.spans if span.lane != "compute"} == {
+        ("gather", "forward 0", 0, 0.0, 3.0),
+        ("gather", "forward 1", 1, 1.0, 7.0),
+        ("reduce", "backward 1", 1, 8.0, 13.0),
+    }
+    assert picture.live == ((0.0, 0), (1.0, 8), (2.0, 16), (9.5, 8))
+    assert (picture.duration, picture.unit) == (13.0, "s")
+    # Gathers that are under way together lie in two rows, and computation in one.
+    rows = {event["tid"]: event["args"]["name"] for event in picture.chrome_trace()["traceEvents"] if event["ph"] == "M"}
+    assert sorted(rows.values()) == ["compute", "gather", "gather", "reduce"]
+    pytest.importorskip("matplotlib")
+    picture.draw()
+
+
+def test_sums_of_whole_parameters_are_watched_too() -> None:
+    def main(group: zf.Group) -> list[str]:
+        z = zf.zero(2, models.mlp_loss, optim.sgd(0.1), group, bucket_bytes=300)
+        state = z.init(models.mlp())
+        with zf.profile() as found:
+            z.step(state, models.mlp_batches(1, 1)[0][0])
+        check_events(found)
+        return [f"{event.kind} {event.bucket}" for event in found.events]
+
+    expected = ["sum 4", "sum 3", "summed 4", "sum 2", "summed 3", "sum 1", "summed 2", "sum 0", "summed 1", "summed 0"]
+    assert zf.simulate(2, main)[1] == expected
 
 
 KNOBS: list[dict[str, Any]] = [

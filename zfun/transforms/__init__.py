@@ -7,6 +7,7 @@ from zfun.transforms._explain import Accumulation, Explanation, Message, explain
 from zfun.transforms._gradient import GradientFunction, data_parallel, scale_loss, shard_grads, value_and_grad
 from zfun.transforms._offload import offload, offload_grads, offload_loss, offload_optimizer, offload_params
 from zfun.transforms._optimizer import apply, shard_optimizer
+from zfun.transforms._profile import Noted, Profile, profile
 from zfun.transforms._redistribute import MAX_UNDER_WAY, check_agreement, gather, redistribute, replicate, shard, unshard
 from zfun.transforms._remat import Remat, remat
 from zfun.transforms._schedule import Event, Knobs, Schedule, Step, Trace, TracedBucket, schedule
@@ -27,6 +28,8 @@ __all__ = [
     "GradientFunction",
     "Knobs",
     "Message",
+    "Noted",
+    "Profile",
     "Remat",
     "Schedule",
     "ShardedLoss",
@@ -50,6 +53,7 @@ __all__ = [
     "offload_optimizer",
     "offload_params",
     "order_of_use",
+    "profile",
     "redistribute",
     "remat",
     "replicate",

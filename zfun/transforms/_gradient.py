@@ -19,6 +19,7 @@ from zfun.layout import DEFAULT_BUCKET_BYTES, Layout, layout_of, unique_leaves
 from zfun.placement import P, Placement, R, S
 from zfun.transforms._buckets import views_of
 from zfun.transforms._cast import CastLoss
+from zfun.transforms._profile import watched
 from zfun.transforms._redistribute import check_agreement, redistribute
 from zfun.transforms._remat import warn_of_whole_loss
 from zfun.transforms._tape import Sink, Tape, check_unwritten
@@ -85,7 +86,7 @@ class GradientFunction:
     def __call__(self, params: tree.Tree, batch: Any) -> tuple[Any, Any]:
         """Return the loss and the gradients."""
         layout, group = self._layout(params)
-        tape = Tape(layout, self._native_sinks(params), _grad_dtypes(layout, group, self.reduce_dtype), group)
+        tape = Tape(layout, watched(self._native_sinks(params), layout), _grad_dtypes(layout, group, self.reduce_dtype), group)
         with torch.enable_grad():
             value, total, weight, aux = parse(self.loss(_open(params, layout, tape), batch))
         weight, loss = self._reduce_loss(total.detach(), weight, tape)

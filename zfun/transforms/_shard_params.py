@@ -21,10 +21,10 @@ from zfun.placement import S
 from zfun.transforms._cast import CastLoss
 from zfun.transforms._course import Plan
 from zfun.transforms._lazy import LazyLeaves
+from zfun.transforms._profile import new_session
 from zfun.transforms._redistribute import gather, needs_autograd
 from zfun.transforms._remat import warn_of_whole_loss
 from zfun.transforms._schedule import Knobs, Schedule
-from zfun.transforms._session import Session
 from zfun.typing import Loss
 from zfun.wire import Wire, check_wire
 
@@ -148,7 +148,7 @@ class ShardedLoss:
         if lazy is None or not all(leaves.are_free() for leaves in lazy):
             lazy = tuple(LazyLeaves(layout, dtype, trained=trained) for layout, dtype, trained in forms)
         give_back = functools.partial(self._lazy.__setitem__, forms)
-        session = Session(flats, flat.tape, self.knobs, self._plans.get(layouts), learn, self.secondary, lazy, give_back)
+        session = new_session(flats, flat.tape, self.knobs, self._plans.get(layouts), learn, self.secondary, lazy, give_back)
         with session.hooks():
             out = self.loss(lazy[0].tree() if len(lazy) == 1 else tree.combine(*(leaves.tree() for leaves in lazy)), batch)
         session.check_graph(out)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,19 +64,20 @@ class Timeline:
             {'name': 'gathered', 'ph': 'C', 'pid': 0, 'ts': 0.0, 'args': {'bytes': 256}}
         """
         scale = 1e6 if self.unit == "s" else 1e3
-        lanes = list(dict.fromkeys(span.lane for span in self.spans))
-        names = [{"name": "thread_name", "ph": "M", "pid": 0, "tid": i, "args": {"name": lane}} for i, lane in enumerate(lanes)]
+        rows = _rows(self.spans)
+        lanes = list(dict.fromkeys(rows))
+        names = [{"name": "thread_name", "ph": "M", "pid": 0, "tid": i, "args": {"name": lane}} for i, (lane, _) in enumerate(lanes)]
         bars = [
             {
                 "name": span.name,
                 "ph": "X",
                 "pid": 0,
-                "tid": lanes.index(span.lane),
+                "tid": lanes.index(row),
                 "ts": span.start * scale,
                 "dur": (span.end - span.start) * scale,
                 "args": {"bucket": self.labels[span.bucket] if span.bucket >= 0 else ""},
             }
-            for span in self.spans
+            for span, row in zip(self.spans, rows, strict=True)
         ]
         counters = [{"name": "gathered", "ph": "C", "pid": 0, "ts": t * scale, "args": {"bytes": n}} for t, n in self.live]
         return {"traceEvents": [*names, *bars, *counters], "displayTimeUnit": "ms"}
@@ -91,16 +94,17 @@ class Timeline:
 
         figure = Figure(figsize=(10, 4), layout="constrained")
         bars, live = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-        lanes = [lane for lane in ("gather", "compute", "reduce") if any(span.lane == lane for span in self.spans)]
+        rows = _rows(self.spans)
+        lanes = [(lane, row) for lane in ("gather", "compute", "reduce") for row in range(len(rows)) if (lane, row) in rows]
         colours = {"gather": "#0072B2", "compute": "#009E73", "reduce": "#E69F00"}
-        for span in self.spans:
+        for span, row in zip(self.spans, rows, strict=True):
             width = span.end - span.start
             faint = 0.55 if span.name.startswith("backward") else 1.0
-            bars.barh(lanes.index(span.lane), width, 0.7, span.start, color=colours[span.lane], alpha=faint, edgecolor="white")
+            bars.barh(lanes.index(row), width, 0.7, span.start, color=colours[span.lane], alpha=faint, edgecolor="white")
             if span.bucket >= 0 and width > 0.012 * self.duration:
                 middle = span.start + width / 2
-                bars.text(middle, lanes.index(span.lane), str(span.bucket), ha="center", va="center", color="white", fontsize=8)
-        bars.set_yticks(range(len(lanes)), lanes)
+                bars.text(middle, lanes.index(row), str(span.bucket), ha="center", va="center", color="white", fontsize=8)
+        bars.set_yticks(range(len(lanes)), [lane if row == 0 else "" for lane, row in lanes])
         bars.invert_yaxis()
         bars.set_title("dark: forward, light: backward; numbers are those of the buckets", loc="right", fontsize=9)
         times, held = [t for t, _ in self.live], [n / 2**20 for _, n in self.live]
@@ -112,6 +116,18 @@ class Timeline:
         for axes in (bars, live):
             axes.spines[["top", "right"]].set_visible(False)
         return figure
+
+
+def _rows(spans: Sequence[Span]) -> list[tuple[str, int]]:
+    """Say in which row of its lane each bar lies: the first one in which no other lies at that time."""
+    ends: dict[tuple[str, int], float] = {}
+    rows = [("", 0)] * len(spans)
+    for place in sorted(range(len(spans)), key=lambda place: spans[place].start):
+        span = spans[place]
+        row = next(row for row in itertools.count() if ends.get((span.lane, row), span.start) <= span.start)
+        rows[place] = span.lane, row
+        ends[rows[place]] = span.end
+    return rows
 
 
 @checked_options

@@ -1,0 +1,304 @@
+"""What a real step does, and when: gathers, uses, releases and sums with their times.
+
+[Note: who watches]
+A watched call of a loss is run by a session that notes what it does, and its gradients go through sinks that do; :func:`profile` says that
+this is wanted, in the thread in which the rank runs. Nobody else pays for it: without it the session and the sinks are the usual ones,
+which know nothing of being watched.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from torch import Tensor
+
+from zfun.collectives import Pending
+from zfun.layout import Layout
+from zfun.transforms._lazy import LazyLeaf
+from zfun.transforms._schedule import Phase, Step
+from zfun.transforms._session import Session
+from zfun.transforms._tape import Handle, Sink
+from zfun.transforms._timeline import Span, Timeline
+
+__all__ = ["Noted", "Profile", "new_session", "profile", "watched"]
+
+What: TypeAlias = Literal["gather", "gathered", "use", "release", "reduce", "sum", "summed", "end"]
+
+_watching: ContextVar[Profile | None] = ContextVar("_watching", default=None)
+
+
+class Noted(NamedTuple):
+    """One thing that a rank did in a step.
+
+    Attributes:
+        kind: those of :class:`zfun.transforms.Step`, where ``"gather"`` is the start of it and ``"reduce"`` the moment at which a bucket's
+            gradients are complete; ``"gathered"`` and ``"summed"``, the time for which this rank waited for that; ``"sum"``, the start of a
+            sum of gradients; ``"end"`` of the forward or the backward pass.
+        bucket: its index; -1 at the end of a pass.
+        phase: ``"start"``, ``"forward"`` or ``"backward"``.
+        start: when it began, in seconds since the profile did.
+        end: when it was done.
+        live_bytes: of gathered buckets from then on, those on their way too.
+    """
+
+    kind: What
+    bucket: int
+    phase: Phase
+    start: float
+    end: float
+    live_bytes: int
+
+
+@dataclass(slots=True)
+class Profile:
+    """What a rank did while :func:`profile` watched.
+
+    Attributes:
+        events: in the order in which they ended.
+        labels: names of the buckets.
+    """
+
+    events: list[Noted] = field(default_factory=list)
+    labels: list[str] = field(default_factory=list)
+    _began: float = field(default_factory=time.perf_counter)
+    _known: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
+    _live: int = 0
+
+    def steps(self) -> tuple[Step, ...]:
+        """Return what was done as the steps of a schedule, to compare with those of :func:`zfun.schedule`."""
+        return tuple(Step(e.kind, e.bucket, e.phase) for e in self.events if e.kind in ("gather", "use", "release", "reduce"))
+
+    def timeline(self) -> Timeline:
+        """Return the times as bars.
+
+        A gather or a sum lasts from its start until this rank has waited for it: it may have been there before. Between two uses the time
+        belongs to the first of them, less that for which the rank waited or started collectives.
+        """
+        spans = [*_computed(self.events), *_transfers(self.events, "gather", "gathered"), *_transfers(self.events, "sum", "summed")]
+        live = [(0.0, 0), *((event.end, event.live_bytes) for event in self.events)]
+        changes = [entry for before, entry in zip([(0.0, -1), *live], live, strict=False) if entry[1] != before[1]]
+        return Timeline(tuple(sorted(spans, key=lambda span: span.start)), tuple(changes), "s", tuple(self.labels))
+
+    def now(self) -> float:
+        """Return the seconds since it began."""
+        return time.perf_counter() - self._began
+
+    def note(self, kind: What, bucket: int, phase: Phase, start: float, change: int = 0) -> None:
+        """Write down what has been done just now."""
+        self._live += change
+        self.events.append(Noted(kind, bucket, phase, start, self.now(), self._live))
+
+    def change(self, num_bytes: int) -> None:
+        """Count bytes that have come or gone without a step of their own."""
+        self._live += num_bytes
+
+    def first_of(self, labels: tuple[str, ...]) -> int:
+        """Return the index of the first of some buckets; those that are known keep theirs."""
+        for place, (first, known) in enumerate(self._known):
+            if labels == known[: len(labels)]:
+                return first
+            if known == labels[: len(known)] and place == len(self._known) - 1:
+                self._known[place] = first, labels
+                self.labels[first:] = labels
+                return first
+        self._known.append((len(self.labels), labels))
+        self.labels += labels
+        return self._known[-1][0]
+
+
+@contextlib.contextmanager
+def profile() -> Iterator[Profile]:
+    """Note what this rank gathers, uses, releases and sums in a loss and its gradient, and when; as a context.
+
+    It is the counterpart of :func:`zfun.timeline`, which lays a planned step out: the picture, and the trace for Perfetto, are the same. A
+    step that is not watched costs nothing more. Times are the host's: on a CUDA device nothing waits for what has been launched.
+
+    Returns:
+        A context whose value is the :class:`zfun.transforms.Profile`.
+
+    Example:
+        >>> import torch, zfun as zf
+        >>> def main(group):
+        ...     zero = zf.zero(3, lambda p, x: (x @ p["a"] @ p["b"]).sum(), zf.optim.sgd(0.1), group, bucket_bytes=1)
+        ...     state = zero.init({"a": torch.ones(8, 8), "b": torch.ones(8, 8)})
+        ...     state, _ = zero.step(state, torch.ones(8))  # the first step learns the order
+        ...     with zf.profile() as found:
+        ...         zero.step(state, torch.ones(8))
+        ...     return [f"{e.kind} {e.bucket}" for e in found.events if e.phase == "forward" and e.kind != "end"]
+        >>> zf.simulate(2, main)[0]
+        ['gather 0', 'gather 1', 'gathered 0', 'use 0', 'release 0', 'gathered 1', 'use 1', 'release 1']
+    """
+    found = Profile()
+    token = _watching.set(found)
+    try:
+        yield found
+    finally:
+        _watching.reset(token)
+
+
+def new_session(*args: Any) -> Session:
+    """Make what runs a call of a loss; see [Note: who watches]."""
+    watching = _watching.get()
+    return Session(*args) if watching is None else _WatchedSession(watching, *args)
+
+
+def watched(sinks: tuple[Sink, ...], layout: Layout) -> tuple[Sink, ...]:
+    """Return sinks, the first of which notes when a bucket is sent and when it is there, if that is wanted."""
+    watching = _watching.get()
+    if watching is None or not sinks:
+        return sinks
+    first = watching.first_of(tuple(layout.label(bucket) for bucket in range(len(layout.buckets))))
+    return _WatchedSink(sinks[0], watching, first), *sinks[1:]
+
+
+class _WatchedSession(Session):
+    """A session that writes down what it does."""
+
+    def __init__(self, profile: Profile, *args: Any) -> None:
+        self._profile = profile
+        self._first: int | None = None
+        self._there: set[int] = set()
+        self._asked: float | None = None
+        super().__init__(*args)
+
+    def _note(self, kind: What, bucket: int, start: float, change: int = 0) -> None:
+        if self._first is None:
+            self._first = self._profile.first_of(tuple(traced.label for traced in self._traced))
+        persists = bucket in self._persistent and kind == "gather"
+        phase: Phase = "start" if persists else "forward" if self._phase == "forward" else "backward"
+        self._profile.note(kind, bucket + self._first if bucket >= 0 else bucket, phase, start, change)
+
+    def _start_gather(self, bucket: int) -> Pending:
+        start = self._profile.now()
+        pending = super()._start_gather(bucket)
+        change = 0 if bucket in self._there else self._traced[bucket].nbytes
+        self._there.add(bucket)
+        self._note("gather", bucket, start, change)
+        return _timed(pending, self._profile, lambda began: self._note("gathered", bucket, began))
+
+    def _hold(self, bucket: int, buffer: Tensor) -> Tensor:
+        if bucket not in self._there:
+            # An earlier call has gathered it, or another rank has asked for it at the same time.
+            self._there.add(bucket)
+            self._profile.change(self._traced[bucket].nbytes)
+        return super()._hold(bucket, buffer)
+
+    def _touch(self, bucket: int) -> None:
+        if self._phase == "turn" or bucket != self._now:
+            self._asked = self._profile.now()
+        super()._touch(bucket)
+
+    def _use(self, bucket: int) -> None:
+        if self._asked is not None:
+            asked, self._asked = self._asked, None
+            self._note("use", bucket, asked)
+
+    def _load(self, bucket: int, leaf: LazyLeaf) -> Tensor:
+        loaded = super()._load(bucket, leaf)
+        self._use(bucket)
+        return loaded
+
+    def _unpack(self, saved: Any) -> Tensor:
+        unpacked = super()._unpack(saved)
+        self._use(self._now)
+        return unpacked
+
+    def _release(self, bucket: int) -> None:
+        super()._release(bucket)
+        self._note_released()
+
+    def _drop(self, kept: set[int] | frozenset[int]) -> None:
+        super()._drop(kept)
+        self._note_released()
+
+    def _note_released(self) -> None:
+        for bucket in sorted(self._there - self._buffers.keys() - self._pending.keys()):
+            self._there.remove(bucket)
+            nbytes = self._traced[bucket].nbytes
+            if bucket in self._persistent:
+                # It stays with the parameters, for the next call.
+                self._profile.change(-nbytes)
+            else:
+                self._note("release", bucket, self._profile.now(), -nbytes)
+
+    def _complete(self, bucket: int) -> None:
+        self._note("reduce", bucket, self._profile.now())
+        super()._complete(bucket)
+
+    def end_forward(self) -> None:
+        start = self._profile.now()
+        super().end_forward()
+        self._profile.note("end", -1, "forward", start)
+
+    def _finish_backward(self) -> None:
+        start = self._profile.now()
+        super()._finish_backward()
+        self._profile.note("end", -1, "backward", start)
+
+
+@dataclass(frozen=True, slots=True)
+class _WatchedSink:
+    """A sink that writes down when a bucket goes into it and comes out of it."""
+
+    sink: Sink
+    profile: Profile
+    first: int
+
+    def start(self, buffer: Any, layout: Layout, bucket: int) -> Handle:
+        """Take a bucket over; see :class:`zfun.transforms._tape.Sink`."""
+        start = self.profile.now()
+        handle = self.sink.start(buffer, layout, bucket)
+        self.profile.note("sum", bucket + self.first, "backward", start)
+        return _timed(handle, self.profile, lambda began: self.profile.note("summed", bucket + self.first, "backward", began))
+
+
+def _timed(handle: Handle, profile: Profile, note: Callable[[float], None]) -> Pending:
+    """Return a handle that says when one began to wait for it."""
+
+    def finish() -> Any:
+        began = profile.now()
+        result = handle.wait()
+        note(began)
+        return result
+
+    return Pending(finish)
+
+
+def _computed(events: Sequence[Noted]) -> Iterator[Span]:
+    """The time between uses, less that of what this rank did for other ranks in it."""
+    turns = [event for event in events if event.kind in ("use", "end")]
+    busy = sorted((event.start, event.end) for event in events if event.kind in ("gather", "gathered", "sum", "summed"))
+    for event, following in itertools.pairwise(turns):
+        if event.kind == "use":
+            yield from _pieces(event, following.start, busy)
+
+
+def _pieces(event: Noted, end: float, busy: Sequence[tuple[float, float]]) -> Iterator[Span]:
+    here = event.end
+    for start, stop in busy[bisect.bisect_left(busy, (here,)) :]:
+        if start >= end:
+            break
+        if start > here:
+            yield Span("compute", f"{event.phase} {event.bucket}", event.bucket, here, start)
+        here = max(here, stop)
+    if end > here:
+        yield Span("compute", f"{event.phase} {event.bucket}", event.bucket, here, end)
+
+
+def _transfers(events: Sequence[Noted], begun: What, done: What) -> Iterator[Span]:
+    """From each start to the end of the wait for it."""
+    started: dict[int, list[Noted]] = {}
+    for event in events:
+        if event.kind == begun:
+            started.setdefault(event.bucket, []).append(event)
+        elif event.kind == done and started.get(event.bucket):
+            first = started[event.bucket].pop(0)
+            lane = "gather" if begun == "gather" else "reduce"
+            yield Span(lane, f"{first.phase} {event.bucket}", event.bucket, first.start, event.end)
