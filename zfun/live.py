@@ -4,8 +4,9 @@
 The flat buffers that zfun makes: parameters, gathered buckets, buckets of gradients, reduced gradients, and the optimizer's state. What the
 user's loss makes (activations, gradients of single leaves, casts of single leaves) is not in it; nor are scalars, the few numbers that
 ranks tell each other, and the room of fixed size that a kernel of an optimizer may work in. A collective holds what it reads and what it
-writes from its start until it is waited for. Where a group lends its ranks each other's memory (those of one host over shared memory), less
-is held than is counted.
+writes from its start until it is waited for. With ``donate``, the sum of whole gradients takes the place of this rank's term, and new
+whole parameters that of the old. Where a group lends its ranks each other's memory (those of one host over shared memory), less is held
+than is counted.
 
 The step is played from data: the layout says how long buffers are, the schedule when gathers and gradients come, and the optimizer's
 ``init``, run on tensors without numbers, what its state is. Nothing is computed, and nothing here has seen a measurement.
@@ -359,13 +360,13 @@ class _Play:
         self.free(self._left, sum(self._grad_bytes(b) // share for b in range(self._count)), self._grad_place)
 
     def redistribute(self) -> None:
-        """Sum whole gradients over the ranks, where that was not done in backward."""
-        if self._stage > 1 or self._size == 1:
+        """Sum whole gradients over the ranks, where that was not done in backward; where they stay whole, the sum takes their place."""
+        if self._stage != 1 or self._size == 1:
             return
         in_flight: list[int] = []
         for bucket in range(self._count):
             nbytes = self._grad_bytes(bucket)
-            self.hold("reduced", nbytes // (self._size if self._stage else 1), f"reduced gradients of bucket {bucket}")
+            self.hold("reduced", nbytes // self._size, f"reduced gradients of bucket {bucket}")
             in_flight.append(nbytes)
             if len(in_flight) > MAX_UNDER_WAY:
                 self.free("gradients", in_flight.pop(0), self._grad_place)
@@ -378,17 +379,17 @@ class _Play:
         gathers = self._stage in (1, 2) and self._size > 1
         if not donate:
             self._step_beside(shards, masters, moments, where)
-        if gathers:
+        if gathers and not donate:
             for bucket, nbytes in enumerate(shards):
                 self.hold("params", nbytes * share, f"new parameters of bucket {bucket}")
-            self.free("params", 0 if donate else sum(shards))
+            self.free("params", sum(shards))
         elif not donate:
             self._move("params", sum(shards), self.param_place)
         if donate and self._stage == 3:
             persistent = [b for b in self._schedule.persistent if self._buckets[b].grad_itemsize]
             self.free("gathered", sum(self.gathered(bucket) for bucket in persistent))
         for place in ("device", "store"):
-            self._bytes[place, "reduced"] = 0
+            self._bytes[place, "gradients"] = self._bytes[place, "reduced"] = 0
 
     def _step_beside(self, shards: Sequence[int], masters: Sequence[int | None], moments: Sequence[int], where: str) -> None:
         """Play an optimizer that leaves the old state as it is."""

@@ -51,6 +51,11 @@ class Group(Protocol):
         """What messages call each rank. In a part of a group that was split these are the ranks of that group."""
         return range(self.size)
 
+    @property
+    def lends(self) -> bool:
+        """Whether what is borrowed (``Call.borrow``) may be memory of other ranks; if not, a result is best put in place of what is old."""
+        return False
+
     @abstractmethod
     def start(self, call: Call, x: Tensor, out: Tensor | None = None) -> Pending:
         """Start a collective.
@@ -182,6 +187,10 @@ class Wrapper(Group):
     @property
     def debug(self) -> bool:
         return self._group.debug
+
+    @property
+    def lends(self) -> bool:
+        return self._group.lends
 
     @property
     def numbers(self) -> Sequence[int]:

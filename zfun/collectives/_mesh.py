@@ -177,6 +177,10 @@ class Mesh(Group):
         return self.inner.debug
 
     @property
+    def lends(self) -> bool:
+        return self.inner.lends or self.outer.lends
+
+    @property
     def numbers(self) -> Sequence[int]:
         return self._numbers
 

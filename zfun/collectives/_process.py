@@ -213,6 +213,10 @@ class _SharedGroup(ProcessGroup):
         self._memory = memory
         memory.watch = self._monitor.waiting
 
+    @property
+    def lends(self) -> bool:
+        return True
+
     def start(self, call: Call, x: Tensor, out: Tensor | None = None) -> Pending:
         check_call(call, x, out, self.size)
         if x.device.type != "cpu":

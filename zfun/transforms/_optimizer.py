@@ -134,7 +134,8 @@ def apply(optimizer: Any, grads: tree.Tree, state: Any, params: tree.Tree, *, do
     if donate:
         await_readers(aligned)
     new, new_state = chosen.apply(_aligned(chosen, grads, state, aligned), state, aligned, donate=donate)
-    new = _stored_like(relaid(redistribute(new, params.placement, params.group, name="params", borrow=True), params.layout), params)
+    whole = redistribute(new, params.placement, params.group, name="params", borrow=True, into=present if donate else None)
+    new = _stored_like(relaid(whole, params.layout), params)
     if donate:
         # What an optimizer returns as it was given must live on.
         new_state = tree.map(_anew, new_state, is_leaf=lambda x: isinstance(x, Flat))

@@ -256,7 +256,14 @@ def gather(value: tree.Tree) -> tree.Tree:
 
 
 def redistribute(
-    value: Flat, placement: Placement, group: Group, *, name: str = "value", donate: bool = False, borrow: bool = False
+    value: Flat,
+    placement: Placement,
+    group: Group,
+    *,
+    name: str = "value",
+    donate: bool = False,
+    borrow: bool = False,
+    into: Flat | None = None,
 ) -> Flat:
     """Change the placement of a value; the meaning stays.
 
@@ -290,6 +297,8 @@ def redistribute(
         donate: let a sum over the ranks be written over ``value``, or ``value`` be freed on the way; it must not be used again.
         borrow: let the result share memory with the other ranks, to which nobody writes before ``group.await_readers``; with ``donate``
             for a sum.
+        into: a value of that placement, layout and dtype that is given up: what is gathered may be written over it. ``value`` may be
+            slices of its buffers.
 
     Returns:
         A ``Flat`` with that placement over ``group``; the same one where nothing changes.
@@ -334,7 +343,7 @@ def redistribute(
                 return _communicate(value, AllGather(), mesh.outer, S, group, name, donate=donate)
             return value.with_buffers((_slice(buffer, mesh.outer) for buffer in value.buffers), S, group)
         case _:
-            return _communicate(value, AllGather(), here, R, group, name, donate=donate, borrow=borrow)
+            return _communicate(value, AllGather(), here, R, group, name, donate=donate, borrow=borrow, into=into)
 
 
 def _check_target(value: Flat, placement: Placement, group: Group) -> None:
@@ -365,7 +374,16 @@ _COMPRESSED = {"all_gather": wire.all_gather, "reduce_scatter": wire.reduce_scat
 
 
 def _communicate(
-    value: Flat, op: Op, over: Group, placement: Placement, group: Group, name: str, *, donate: bool, borrow: bool = False
+    value: Flat,
+    op: Op,
+    over: Group,
+    placement: Placement,
+    group: Group,
+    name: str,
+    *,
+    donate: bool,
+    borrow: bool = False,
+    into: Flat | None = None,
 ) -> Flat:
     """Do a collective over one group, and return what is then placed over another one."""
     layout = value.layout
@@ -378,8 +396,11 @@ def _communicate(
     if donate:
         value.discard(f"redistribute({name!r}, donate=True) at {call_site()}")
     # Who writes asks the value's own group for its readers. The input of a borrowed sum is given up.
-    borrow = borrow and over is group and (donate or not isinstance(op, AllReduce))
+    lends = over.mesh.lends
+    borrow = borrow and lends and over is group and (donate or not isinstance(op, AllReduce))
     in_place = donate and isinstance(op, AllReduce) and not borrow
+    # Where ranks lend each other memory, what is given up may be that of others.
+    rooms = [None] * len(buffers) if into is None or lends or into.layout != layout else list(into.buffers)
     out: list[Tensor] = []
     pending: list[Pending] = []
     for index in range(len(buffers)):
@@ -394,7 +415,8 @@ def _communicate(
         elif borrow:
             pending.append(over.start(dataclasses.replace(call, borrow=True), buffer))
         else:
-            pending.append(over.start(call, buffer, buffer if in_place else None))
+            room = buffer if in_place else rooms[index]
+            pending.append(over.start(call, buffer, room if room is not None and room.dtype == buffer.dtype else None))
         del buffer
         if len(pending) > MAX_UNDER_WAY:
             out.append(pending.pop(0).wait())
