@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from zfun.collectives import (
     Permute,
     Reduce,
     ReduceScatter,
+    _exchange,
     all_gather,
     all_reduce,
     all_to_all,
@@ -32,8 +34,9 @@ from zfun.collectives import (
     reduce_scatter,
     simulate,
 )
-from zfun.collectives._exchange import Buffers, start_exchange
+from zfun.collectives._exchange import num_transfers, start_exchange
 from zfun.collectives._simulate import evaluate
+from zfun.collectives._workspace import Workspace
 
 pytestmark = pytest.mark.timeout(120)
 few = settings(max_examples=40, deadline=None)
@@ -70,9 +73,11 @@ class _Mailboxes:
     def __init__(self, size: int) -> None:
         self.boxes: dict[tuple[int, int], queue.Queue[Tensor]] = {(a, b): queue.Queue() for a in range(size) for b in range(size)}
         self.sent = [0] * size
+        self.transfers = [0] * size
 
     def exchange(self, rank: int) -> Callable[..., _Received]:
         def start(sends: Sequence[Tensor | None], recvs: Sequence[Tensor | None]) -> _Received:
+            self.transfers[rank] += 1
             for other, tensor in enumerate(sends):
                 if other != rank and tensor is not None:
                     self.boxes[rank, other].put(tensor.clone())
@@ -93,9 +98,9 @@ class _Received:
 
 
 @few
-@given(worlds(), st.integers(0, 9), st.sampled_from(DTYPES), st.booleans(), st.integers(0, 99))
+@given(worlds(), st.integers(0, 9), st.sampled_from(DTYPES), st.booleans(), st.integers(1, 24), st.integers(0, 99))
 def test_direct_exchange_has_the_bits_and_bytes_of_the_definition(
-    world: tuple[int, Op], numel: int, dtype: torch.dtype, in_place: bool, seed: int
+    world: tuple[int, Op], numel: int, dtype: torch.dtype, in_place: bool, piece_bytes: int, seed: int
 ) -> None:
     size, op = world
     inputs = _inputs(size, op, numel, dtype, seed)
@@ -109,17 +114,19 @@ def test_direct_exchange_has_the_bits_and_bytes_of_the_definition(
         xs = [out.view(size, numel)[rank].copy_(xs[rank]) for rank, out in enumerate(outs)]
 
     def program(rank: int) -> None:
-        start_exchange(op, xs[rank], outs[rank], rank, size, boxes.exchange(rank), Buffers()).finish()
+        start_exchange(op, xs[rank], outs[rank], rank, size, boxes.exchange(rank), Workspace()).finish()
 
     threads = [threading.Thread(target=program, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for out, wanted in zip(outs, expected, strict=True):
-        assert torch.equal(out.view(torch.uint8), wanted.view(torch.uint8))
     itemsize = dtype.itemsize
     nbytes = inputs[0].numel() * itemsize
+    with mock.patch.object(_exchange, "_PIECE_BYTES", piece_bytes):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert boxes.transfers == [num_transfers(op, inputs[0].numel(), itemsize, size)] * size
+    for out, wanted in zip(outs, expected, strict=True):
+        assert torch.equal(out.view(torch.uint8), wanted.view(torch.uint8))
     assert boxes.sent == [op.sent_bytes(nbytes, rank, size, itemsize) for rank in range(size)]
 
 

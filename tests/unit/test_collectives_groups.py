@@ -30,6 +30,7 @@ from zfun.collectives import (
     single_group,
 )
 from zfun.collectives._monitor import Status, diagnose
+from zfun.collectives._workspace import Workspace
 from zfun.errors import CollectiveMismatch, OptionError, SpecMismatch
 
 pytestmark = pytest.mark.timeout(30)
@@ -258,3 +259,29 @@ def test_a_slow_peer_is_no_verdict(peer: Status) -> None:
 
 def test_a_circle_counts_only_when_nothing_moves() -> None:
     assert diagnose(0, _status(), {1: _status("b", lane=1)}, certain=False) is None
+
+
+def test_room_is_used_again_when_the_last_view_of_it_is_gone() -> None:
+    workspace = Workspace()
+    first = workspace.take(1 << 17, torch.float32)
+    place, view = first.data_ptr(), first[5:10].fill_(3.0)
+    del first
+    other = workspace.take(1 << 17, torch.float32)
+    assert other.data_ptr() != place
+    other.zero_()
+    assert view.tolist() == [3.0] * 5
+    del view
+    assert workspace.take(1 << 16, torch.float64).data_ptr() == place
+    assert workspace.nbytes == 2 << 19
+
+
+def test_no_more_room_is_kept_than_was_in_use_at_once() -> None:
+    workspace = Workspace()
+    for numel in (1 << 20, 1 << 18, 1 << 22):
+        assert workspace.take(numel, torch.uint8).numel() == numel
+        assert workspace.nbytes == numel
+    held = [workspace.take(1 << 18, torch.uint8) for _ in range(3)]
+    # The largest was let go of for them.
+    assert workspace.nbytes == 3 << 18
+    del workspace
+    assert [x.fill_(7).sum().item() for x in held] == [7 << 18] * 3

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from zfun.collectives._base import ProcessGroup, first_line, transport_errors
-from zfun.collectives._calls import AllReduce, Call, Lane, Op, check_call, describe
-from zfun.collectives._exchange import Buffers, Started, start_exchange
+from zfun.collectives._calls import Call, Lane, Op, check_call, describe
+from zfun.collectives._exchange import Started, num_transfers, start_exchange
 from zfun.collectives._hosts import Place, goes_over_hosts, num_messages, over_hosts
 from zfun.collectives._pending import Pending
 from zfun.collectives._shared import Disagreement, SharedMemory, TransportError
+from zfun.collectives._workspace import Workspace
 from zfun.errors import OptionError
 
 __all__ = ["ExchangeGroup", "HostsGroup"]
@@ -105,7 +106,7 @@ class ExchangeGroup(ProcessGroup):
         super().__init__(*args)
         self._transfers = [0] * len(Lane)
         self._lane_threads: dict[Lane, _LaneThread] = {}
-        self._buffers = Buffers()
+        self._workspace = Workspace()
         # A message whose handle is dropped is never sent, so that the group itself holds what is under way.
         self._under_way: dict[tuple[Lane, int], Started] = {}
 
@@ -115,7 +116,7 @@ class ExchangeGroup(ProcessGroup):
             raise OptionError(f"a gloo or mpi group moves CPU tensors only; {call.op.kind} got one on {x.device}; use nccl")
         self._check_open()
         x = x.detach()
-        result = x.new_empty(call.op.output_numel(x.numel(), self.size)) if out is None else out
+        result = self._workspace.take(call.op.output_numel(x.numel(), self.size), x.dtype) if out is None else out
         text = describe(call, x.numel(), x.dtype)
         index = self._monitor.note_start(call.lane, text)
         with torch.no_grad(), self._explained(text, index):
@@ -131,10 +132,13 @@ class ExchangeGroup(ProcessGroup):
 
         return Pending(wait)
 
+    def buffer(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+        return self._workspace.take(numel, dtype) if torch.device(device).type == "cpu" else super().buffer(numel, dtype, device)
+
     def _begin(self, call: Call, text: str, index: int, x: Tensor, out: Tensor) -> Callable[[], None]:
         """Start a collective; return what ends it."""
-        exchange = self._exchange(call.lane, text, 2 if isinstance(call.op, AllReduce) else 1)
-        started = start_exchange(call.op, x, out, self.rank, self.size, exchange, self._buffers)
+        exchange = self._exchange(call.lane, text, num_transfers(call.op, x.numel(), x.dtype.itemsize, self.size))
+        started = start_exchange(call.op, x, out, self.rank, self.size, exchange, self._workspace)
         self._under_way[call.lane, index] = started
         return self._background(call.lane, started.finish) if started.in_background else started.finish
 

@@ -16,14 +16,15 @@ The buffers of a collective, for N ranks and an input of n elements:
   Two ranks send each other everything and add, in one phase: the same bytes on the wire, and half the latency.
 * the others receive straight into ``out``.
 
-What is received only to be added goes into buffers that are used again (:class:`Buffers`): fresh pages cost as much as the sum.
+What is received only to be added goes into room that is used again. It comes in pieces, each a message of its own, so that a piece is added
+while it is in the cache, and the next ones are on their way.
 
 An exchange of nothing is skipped on both sides, since ranks agree on lengths.
 """
 
 from __future__ import annotations
 
-import threading
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -40,9 +41,14 @@ from zfun.collectives._calls import (
     Reduce,
     ReduceScatter,
 )
+from zfun.collectives._workspace import Workspace
 from zfun.ops._sums import sum_in_rank_order
 
-__all__ = ["Buffers", "Exchange", "Phase", "Started", "Transfer", "start_exchange"]
+__all__ = ["Exchange", "Phase", "Started", "Transfer", "num_transfers", "start_exchange"]
+
+# Of what is added: a piece is at home in a cache, and its message costs little beside it.
+_PIECE_BYTES = 1 << 20
+_MOST_PIECES = 64
 
 
 class Transfer(Protocol):
@@ -85,32 +91,18 @@ class Started(NamedTuple):
                 transfer.wait()
 
 
-class Buffers:
-    """Room for what is received and added, kept for the next collective: at most what has been needed at one time."""
-
-    def __init__(self) -> None:
-        self._free: list[Tensor] = []
-        self._lock = threading.Lock()
-
-    def take(self, like: Tensor) -> Tensor:
-        """Return a 1-D tensor of the length and dtype of another one."""
-        nbytes = like.numel() * like.dtype.itemsize
-        with self._lock:
-            buffer = self._free.pop() if self._free else None
-        # One that is too small makes room for one that is not.
-        if buffer is None or buffer.numel() < nbytes:
-            buffer = torch.empty(nbytes, dtype=torch.uint8)
-        return buffer[:nbytes].view(like.dtype)
-
-    def give(self, tensor: Tensor) -> None:
-        """Take back what :meth:`take` returned; the largest goes out first again."""
-        whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-        with self._lock:
-            self._free.append(whole)
-            self._free.sort(key=Tensor.numel)
+def num_transfers(op: Op, numel: int, itemsize: int, size: int) -> int:
+    """Return how many times a collective of so many elements calls its exchange."""
+    match op:
+        case ReduceScatter():
+            return len(_spans(numel // size, itemsize))
+        case AllReduce():
+            return len(_spans(numel, itemsize)) if size == 2 else len(_spans(-(-numel // size), itemsize)) + 1
+        case _:
+            return 1
 
 
-def start_exchange(op: Op, x: Tensor, out: Tensor, rank: int, size: int, exchange: Exchange, buffers: Buffers) -> Started:
+def start_exchange(op: Op, x: Tensor, out: Tensor, rank: int, size: int, exchange: Exchange, workspace: Workspace) -> Started:
     """Start a collective.
 
     Args:
@@ -120,7 +112,7 @@ def start_exchange(op: Op, x: Tensor, out: Tensor, rank: int, size: int, exchang
         rank: this rank.
         size: the number of ranks.
         exchange: the primitive.
-        buffers: where what is only added is received.
+        workspace: where what is only added is received.
 
     Returns:
         The started collective. When it is finished, the result is in ``out``.
@@ -134,20 +126,17 @@ def start_exchange(op: Op, x: Tensor, out: Tensor, rank: int, size: int, exchang
                 slices[rank].copy_(x)
             return Started(exchange(others, slices))
         case ReduceScatter():
-            chunks = _chunks(x, size)
-            received = _rooms(chunks, rank, buffers)
-            return Started(exchange(chunks, received), (_Sum(received, out, rank, buffers),))
+            return Started(*_start_sum(_chunks(x, size), out, rank, exchange, workspace))
         case AllReduce() if size == 2:
-            received = _rooms([x] * size, rank, buffers)
-            return Started(exchange(others, received), (_Sum(received, out, rank, buffers),))
+            return Started(*_start_sum([x, x], out, rank, exchange, workspace))
         case AllReduce():
-            return _start_all_reduce(x, out, rank, size, exchange, buffers)
+            return _start_all_reduce(x, out, rank, size, exchange, workspace)
         case Broadcast(root):
             sends, recvs = (others, nobody) if rank == root else (nobody, _only(root, out, size))
             return Started(exchange(sends, recvs), (_Copy(x, out),) if rank == root else ())
         case Reduce(root) if rank == root:
-            received = _rooms([x] * size, rank, buffers)
-            return Started(exchange(nobody, received), (_Sum(received, out, rank, buffers),))
+            received = _rooms([x] * size, rank, workspace)
+            return Started(exchange(nobody, received), (functools.partial(_Sum(received, out, rank), slice(None)),))
         case Reduce(root):
             out.zero_()
             return Started(exchange(_only(root, x, size), nobody))
@@ -160,46 +149,51 @@ def start_exchange(op: Op, x: Tensor, out: Tensor, rank: int, size: int, exchang
             return Started(transfer, (_Copy(x, out),) if destinations[rank] == rank else ())
 
 
-def _start_all_reduce(x: Tensor, out: Tensor, rank: int, size: int, exchange: Exchange, buffers: Buffers) -> Started:
+def _start_all_reduce(x: Tensor, out: Tensor, rank: int, size: int, exchange: Exchange, workspace: Workspace) -> Started:
     numel = x.numel()
     padding = -numel % size
     whole = torch.cat([x, x.new_zeros(padding)]) if padding else x
     chunks = _chunks(whole, size)
     total = torch.empty_like(whole) if padding else out
     slices = _chunks(total, size)
-    received = _rooms(chunks, rank, buffers)
-    add = _Sum(received, slices[rank], rank, buffers)
+    transfer, phases = _start_sum(chunks, slices[rank], rank, exchange, workspace)
 
     def gather_sums() -> Transfer:
-        add()
         return exchange([None if other == rank else slices[rank] for other in range(size)], slices)
 
-    phases: tuple[Phase, ...] = (gather_sums, _Copy(total[:numel], out)) if padding else (gather_sums,)
-    return Started(exchange(chunks, received), phases, in_background=True)
+    last: tuple[Phase, ...] = (_Copy(total[:numel], out),) if padding else ()
+    return Started(transfer, (*phases, gather_sums, *last), in_background=True)
+
+
+def _start_sum(chunks: Sequence[Tensor], out: Tensor, rank: int, exchange: Exchange, workspace: Workspace) -> tuple[Transfer, list[Phase]]:
+    """Start to send each rank its chunk, and to receive and add what is this rank's."""
+    received = _rooms([chunks[rank]] * len(chunks), rank, workspace)
+    spans = _spans(out.numel(), out.dtype.itemsize)
+    transfers = [exchange([x[span] for x in chunks], [x[span] for x in received]) for span in spans]
+    add = _Sum(received, out, rank)
+    return transfers[0], [functools.partial(add, span, *transfers[n : n + 1]) for n, span in enumerate(spans, 1)]
 
 
 class _Sum:
-    """The phase that adds what has been received."""
+    """The phases that add what has been received, a piece each; they return the transfer of the next piece."""
 
-    __slots__ = ("_buffers", "_out", "_rank", "_terms")
+    __slots__ = ("_out", "_rank", "_terms")
 
-    def __init__(self, terms: list[Tensor], out: Tensor, rank: int, buffers: Buffers) -> None:
+    def __init__(self, terms: list[Tensor], out: Tensor, rank: int) -> None:
         self._terms = terms
         self._out = out
         self._rank = rank
-        self._buffers = buffers
 
-    def __call__(self) -> None:
-        own = self._terms[self._rank]
-        if own.is_set_to(self._out) and self._rank > 0:
+    def __call__(self, span: slice, following: Transfer | None = None) -> Transfer | None:
+        terms, out = [term[span] for term in self._terms], self._out[span]
+        if terms[self._rank].is_set_to(out) and self._rank > 0 and len(terms) > 2:
             # The sum starts with the first term, and would overwrite this one before its turn.
-            self._out.copy_(sum_in_rank_order(self._terms))
+            out.copy_(sum_in_rank_order(terms))
         else:
-            sum_in_rank_order(self._terms, self._out)
-        for rank, term in enumerate(self._terms):
-            if rank != self._rank:
-                self._buffers.give(term)
-        self._terms.clear()
+            sum_in_rank_order(terms, out)
+        if following is None:
+            self._terms.clear()
+        return following
 
 
 class _Copy:
@@ -216,13 +210,19 @@ class _Copy:
             self._out.copy_(self._source)
 
 
+def _spans(numel: int, itemsize: int) -> list[slice]:
+    """Cut what is added into pieces; every rank cuts alike."""
+    length = max(_PIECE_BYTES // itemsize, -(-numel // _MOST_PIECES), 1)
+    return [slice(first, min(first + length, numel)) for first in range(0, max(numel, 1), length)]
+
+
 def _chunks(x: Tensor, size: int) -> list[Tensor]:
     return list(x.view(size, x.numel() // size).unbind())
 
 
-def _rooms(chunks: Sequence[Tensor], rank: int, buffers: Buffers) -> list[Tensor]:
+def _rooms(chunks: Sequence[Tensor], rank: int, workspace: Workspace) -> list[Tensor]:
     """Make room for a chunk of every rank; the own chunk stands for itself."""
-    return [chunk if other == rank else buffers.take(chunk) for other, chunk in enumerate(chunks)]
+    return [chunk if other == rank else workspace.take(chunk.numel(), chunk.dtype) for other, chunk in enumerate(chunks)]
 
 
 def _only(rank: int, x: Tensor, size: int) -> list[Tensor | None]:
