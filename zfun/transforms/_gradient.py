@@ -82,11 +82,16 @@ class GradientFunction:
     loss_scale: float = 1.0
     wire: Wire | None = None
     _agreed: set[Layout] = dataclasses.field(default_factory=set, compare=False, repr=False)
+    _tables: dict[Layout, list[ops.AddressTable]] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     def __call__(self, params: tree.Tree, batch: Any) -> tuple[Any, Any]:
         """Return the loss and the gradients."""
         layout, group = self._layout(params)
-        tape = Tape(layout, watched(self._native_sinks(params), layout), _grad_dtypes(layout, group, self.reduce_dtype), group)
+        tables = self._tables.get(layout)
+        if tables is None:
+            tables = self._tables[layout] = [ops.AddressTable() for _ in layout.buckets]
+        sinks = watched(self._native_sinks(params), layout)
+        tape = Tape(layout, sinks, _grad_dtypes(layout, group, self.reduce_dtype), group, tables)
         with torch.enable_grad():
             value, total, weight, aux = parse(self.loss(_open(params, layout, tape), batch))
         weight, loss = self._reduce_loss(total.detach(), weight, tape)

@@ -18,6 +18,7 @@ the mean is taken once, when the last has fired, so that one node or three give 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -62,10 +63,19 @@ class Tape:
         sinks: what each bucket goes through, in order.
         dtypes: of the gradient buffers, one for each bucket.
         group: the ranks that they are going to be summed over, if any: it says where buffers are best made.
+        tables: one for each bucket, for the addresses of gradients; from call to call the same, if they are to be of use.
     """
 
-    def __init__(self, layout: Layout, sinks: Sequence[Sink], dtypes: Sequence[torch.dtype], group: Group | None = None) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        sinks: Sequence[Sink],
+        dtypes: Sequence[torch.dtype],
+        group: Group | None = None,
+        tables: Sequence[ops.AddressTable] | None = None,
+    ) -> None:
         self._group = group
+        self._tables = tables
         self.layout = layout
         self.sinks = tuple(sinks)
         self.dtypes = tuple(dtypes)
@@ -138,22 +148,20 @@ class Tape:
             self._settle(self.max_in_flight - 1)
 
     def _ravel(self, bucket: int) -> None:
-        slot = self.layout.buckets[bucket]
-        leaves = [self.layout.leaves[i] for i in slot.leaves]
-        grads, self._sums[bucket] = self._sums[bucket], None
-        self.unused += [leaf.path for i, leaf in enumerate(leaves) if grads is None or grads[i] is None]
+        slot, (leaves, offsets) = self.layout.buckets[bucket], _places(self.layout, bucket)
+        sums, self._sums[bucket] = self._sums[bucket], None
+        grads = [None] * len(leaves) if sums is None else [_rounded(x, leaf.dtype) for x, leaf in zip(sums, leaves, strict=True)]
+        self.unused += [leaf.path for x, leaf in zip(grads, leaves, strict=True) if x is None]
         dtype, device = self.dtypes[bucket], self.layout.device
         # What is going to be sent is written where the others read it.
         group = self._group
         out = (
             torch.empty(slot.padded_numel, dtype=dtype, device=device) if group is None else group.buffer(slot.padded_numel, dtype, device)
         )
-        ops.ravel_into(
-            out,
-            [None] * len(leaves) if grads is None else [_rounded(x, leaf.dtype) for x, leaf in zip(grads, leaves, strict=True)],
-            [leaf.offset for leaf in leaves],
-            scale=1.0 if grads is None else self.scale,
-        )
+        table = None if sums is None or self._tables is None else self._tables[bucket]
+        ops.ravel_into(out, grads, offsets, scale=1.0 if sums is None else self.scale, table=table)
+        # A table keeps the list, not what was in it.
+        grads.clear()
         self._ready[bucket] = out
 
     def _start_ready(self) -> None:
@@ -173,6 +181,13 @@ class Tape:
             for sink in self.sinks[1:]:
                 pending = sink.start(pending.wait(), self.layout, bucket)
             self._results[bucket] = pending.wait()
+
+
+@functools.lru_cache(maxsize=4096)
+def _places(layout: Layout, bucket: int) -> tuple[tuple[LeafSlot, ...], tuple[int, ...]]:
+    """The leaves of a bucket, and where each begins in it."""
+    slots = tuple(layout.leaves[i] for i in layout.buckets[bucket].leaves)
+    return slots, tuple(slot.offset for slot in slots)
 
 
 def check_unwritten(views: Sequence[Tensor], slots: Sequence[LeafSlot]) -> None:
@@ -196,7 +211,9 @@ def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
 
 def _rounded(grad: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """Round a gradient to a leaf's dtype where it was computed with in a wider one, as autograd does when the cast is its own."""
-    return grad if grad is None or torch.promote_types(grad.dtype, dtype) == dtype else grad.to(dtype)
+    if grad is None or grad.dtype == dtype or torch.promote_types(grad.dtype, dtype) == dtype:
+        return grad
+    return grad.to(dtype)
 
 
 class _BucketNode(torch.autograd.Function):
