@@ -61,8 +61,6 @@ def lamb(p: Tensor, g: Tensor, m: Tensor, v: Tensor, change: Tensor | None, **op
 
 
 STEPS = [adam, adam_l2, adamw, sgd, nesterov, plain_sgd, lion, adagrad, lamb]
-# Operation for operation what the readable form does; the others fuse a product and a sum here and there, as torch does.
-EXACT = [sgd, nesterov, plain_sgd, lion]
 
 
 def buffers(numel: int, seed: int, dtype: torch.dtype, grad_dtype: torch.dtype, offset: int = 0) -> list[Tensor]:
@@ -81,8 +79,7 @@ def bits(x: Tensor) -> Tensor:
 
 @settings(max_examples=examples(150), deadline=None)
 @given(
-    # What adam_l2 adds to the gradient may cancel it; torch's own bits hold it below.
-    st.sampled_from([step for step in STEPS if step is not adam_l2]),
+    st.sampled_from(STEPS),
     st.sampled_from([(FP32, FP32), (FP32, FP32), (FP32, BF16), (FP32, FP16), (FP64, FP32)]),
     st.sampled_from([1, 7, 31, 33, 1000, 1024, 3000]),
     st.integers(0, 17),
@@ -91,7 +88,7 @@ def bits(x: Tensor) -> Tensor:
     st.lists(st.tuples(st.floats(0, 0.999), st.sampled_from(SPECIAL)), max_size=3),
     st.sampled_from([None, "change", BF16]),
 )
-def test_compiled_and_readable_steps_agree(
+def test_compiled_and_readable_steps_agree_in_every_bit(
     step: Step,
     dtypes: tuple[torch.dtype, torch.dtype],
     numel: int,
@@ -115,20 +112,8 @@ def test_compiled_and_readable_steps_agree(
         assert change is None or torch.equal(p, before[0])
         assert out is None or torch.equal(bits(out), bits(p.to(BF16)))
         results.append([p, m, v, *([] if change is None else [change])])
-    for index, (one, other, old) in enumerate(zip(*results, [before[0], before[2], before[3], before[0]], strict=False)):
-        if step in EXACT:
-            assert torch.equal(bits(one), bits(other))
-            continue
-        # What is summed up may cancel, so errors are in units in the last place of the largest that takes part: two for a moment, four at
-        # the end of the chain of roundings that makes a step. A step is as wrong as the moments, times what it multiplies them by.
-        parts = torch.stack([x.double().abs() for x in (before[1], before[2])]).amax(0)
-        far = torch.full_like(parts, 0.1) if step is adagrad else 0.1 * parts / (results[0][2].double().sqrt() / 0.3 + 1e-8)
-        terms = torch.stack([x.double().abs() for x in (one, other, old, before[1], far)]).nan_to_num(0.0, 0.0)
-        largest = terms.max() if step is lamb else terms.amax(0)
-        finite = torch.isfinite(one.double()) & torch.isfinite(other.double())
-        assert torch.equal(torch.isnan(one), torch.isnan(other))
-        error = torch.where(finite, (one.double() - other.double()).abs(), 0.0)
-        assert bool((error <= (2 if index in (1, 2) else 4) * torch.finfo(one.dtype).eps * largest).all())
+    for name, one, other in zip(("parameters", "first", "second", "change"), *results, strict=False):
+        assert torch.equal(bits(one), bits(other)), name
 
 
 @settings(max_examples=examples(60), deadline=None)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from zfun.ops import _jit
+from zfun.ops._twins import triton_for
 
 __all__ = ["LIMBS", "LOWEST", "exact_row", "kernels", "new_row", "squares_in_bins", "total_of_bins"]
 
@@ -60,6 +61,9 @@ def squares_in_bins(x: Tensor) -> Tensor:
 
         _jit.in_parts(x.numel(), work)
         return exact_row(rows)
+    triton = triton_for(x)
+    if triton is not None and triton.takes(x):
+        return triton.squares_in_bins(x)
     high = torch.zeros(_EXPONENTS, dtype=torch.int64, device=x.device)
     low = torch.zeros_like(high)
     special = torch.zeros((), dtype=torch.float64, device=x.device)

@@ -156,7 +156,8 @@ def prefetch(typing: Any, array: Any, index: Any) -> Any:
     """``prefetch(array, index)``: ask for the memory of an element, which need not be there."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        place = builder.bitcast(_place(context, builder, signature.args[0], *args, 1), _I8.as_pointer())
+        items, at = args
+        place = builder.bitcast(_place(context, builder, signature.args[0], items, at, 1), _I8.as_pointer())
         kind = ir.FunctionType(ir.VoidType(), [place.type, _I32, _I32, _I32])
         call = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
         builder.call(call, [place, *(ir.Constant(_I32, value) for value in (0, 2, 1))])  # to read, into the second cache, data

@@ -2,9 +2,9 @@
 
 [Note: one arithmetic]
 A step must give the same bits however the state is cut, and ``apply`` those of ``update`` and then add. So each rule is written once, as
-element-wise operations in one fixed order; ``change`` only says where the result goes. Each operation is one IEEE rounding, or a function
-that does not know the place of an element: ``mul``, ``add``, ``div`` and ``sqrt``, never ``add(alpha=)``, ``lerp``, ``addcmul`` or
-``addcdiv``, which fuse a product and a sum in vector registers and need not do so in the tail. Constants are Python doubles.
+element-wise operations in one fixed order; ``change`` only says where the result goes. Each operation is one IEEE rounding: ``mul``,
+``add``, ``div`` and those of ``_rounding``, never ``add(alpha=)``, ``lerp``, ``addcmul`` or ``addcdiv``, which fuse a product and a sum in
+vector registers and need not do so in the tail. Constants are Python doubles. The compiled kernels do the same, operation for operation.
 
 Buffers are worked on in chunks, so that the temporaries stay in the cache and the memory is read about once. Cutting changes no bits.
 """
@@ -21,6 +21,7 @@ from torch import Tensor
 from zfun.ops import _steps
 from zfun.ops._jit import is_abstract
 from zfun.ops._norm import squares_in_bins, total_of_bins
+from zfun.ops._rounding import fma_into, root_into
 from zfun.ops._sums import wide
 
 __all__ = ["adagrad_step", "adam_step", "lamb_step", "lion_step", "scale_into", "sgd_step"]
@@ -102,17 +103,15 @@ def _mix(mean: Tensor, x: Tensor, decay: float, spare: Tensor) -> None:
     weight = 1.0 - decay
     torch.sub(x, mean, out=spare)
     if weight < 0.5:
-        mean.add_(spare.mul_(weight))
+        fma_into(mean, spare, weight, mean)
     else:
-        torch.add(x, spare.mul_(weight - 1.0), out=mean)
+        fma_into(mean, spare, weight - 1.0, x)
 
 
-def _root(x: Tensor, out: Tensor) -> None:
-    """Take the nearest square root, as every compiled kernel does; torch's own on CPUs is off by a place now and then."""
-    if x.device.type == "cpu" and x.dtype == torch.float32:
-        out.copy_(x.double().sqrt_())
-    else:
-        torch.sqrt(x, out=out)
+def _mix_squares(mean: Tensor, x: Tensor, decay: float, spare: Tensor) -> None:
+    """Write ``decay mean + (1 - decay) x²`` to a running mean of squares."""
+    torch.mul(x, 1.0 - decay, out=spare)
+    fma_into(mean, spare, x, mean.mul_(decay))
 
 
 @torch.no_grad()
@@ -166,11 +165,10 @@ def adam_step(
         return
     for p, g, (m, v), u, t in _working(param, grad, (mu, nu), change, scale, out, whole=decay != 0.0):
         if l2:
-            g.add_(torch.mul(p, l2, out=t))
+            fma_into(g, p, l2, g)
         _mix(m, g, b1, t)
-        torch.mul(g, 1.0 - b2, out=t)
-        v.mul_(b2).add_(t.mul_(g))
-        _root(v, t)
+        _mix_squares(v, g, b2, t)
+        root_into(t, v)
         t.div_(correction).add_(eps)
         torch.mul(m, -step_size, out=u)
         u.div_(t)
@@ -321,7 +319,7 @@ def adagrad_step(
         if l2:
             g.add_(torch.mul(p, l2, out=t))
         s.add_(torch.mul(g, g, out=t))
-        _root(s, t)
+        root_into(t, s)
         torch.div(g, t.add_(eps), out=u)
         u.mul_(-learning_rate)
 
@@ -385,9 +383,8 @@ def lamb_step(
     if not _steps.step("lamb", param, grad, (mu, nu), direction, None, scale, constants):
         for p, g, (m, v), u, t in _working(param, grad, (mu, nu), direction, scale, None):
             _mix(m, g, b1, t)
-            torch.mul(g, 1.0 - b2, out=t)
-            v.mul_(b2).add_(t.mul_(g))
-            _root(v, t)
+            _mix_squares(v, g, b2, t)
+            root_into(t, v)
             t.div_(correction).add_(eps)
             torch.div(m, bias, out=u)
             u.div_(t)

@@ -40,8 +40,7 @@ def step(
         constants: by name, in any order.
 
     Returns:
-        Whether there is a kernel for such tensors; if not, nothing was done. Which twin runs does not depend on the gradient: they do not
-        agree in the last bit.
+        Whether there is a kernel for such tensors; if not, nothing was done. Which twin runs does not depend on the gradient.
     """
     triton = triton_for(param)
     if triton is not None:

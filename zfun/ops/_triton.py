@@ -5,9 +5,10 @@ They are compiled for sm_80 and sm_90 and run in Triton's interpreter by the tes
 Adam and Adagrad make of the parameters, with a root and a quotient in it, is within two units in the last place and as much of the step.
 **They have not been run on a GPU yet.**
 
-One launch does a bucket, on torch's current stream. Products and sums are not fused (``enable_fp_fusion=False``), and quotients and roots
-are the rounded ones, so that a number has the same bits on every device: such kernels wait for memory, not for arithmetic. bfloat16 travels
-as integers and is rounded by hand, to nearest and ties to even, because the interpreter cuts it off. float64 is left to torch.
+One launch does a bucket, on torch's current stream. Products and sums are fused where the other forms have ``fma``, and nowhere else
+(``enable_fp_fusion=False``), and quotients and roots are the rounded ones, so that a number has the same bits on every device: such kernels
+wait for memory, not for arithmetic. bfloat16 travels as integers and is rounded by hand, to nearest and ties to even, because the
+interpreter cuts it off. float64 is left to torch.
 """
 
 from __future__ import annotations
@@ -21,9 +22,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["dequantise", "pack_signs", "quantise", "ravel_into", "step", "sum_dequantised", "unpack_signs", "unravel_from"]
+from zfun.ops._norm import LIMBS, LOWEST
+
+__all__ = [
+    "dequantise",
+    "pack_signs",
+    "quantise",
+    "ravel_into",
+    "squares_in_bins",
+    "step",
+    "sum_dequantised",
+    "unpack_signs",
+    "unravel_from",
+]
 
 _TILE = 1024
+_UNITS = 128  # of 32 elements
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -191,7 +205,7 @@ def _unravel(addresses, tiles, source, TILE: tl.constexpr, IN_BF16: tl.constexpr
 
 
 @triton.jit
-def _start_step(param, grad, factor, scale, l2, i, mask, L2: tl.constexpr, BF16: tl.constexpr):
+def _start_step(param, grad, factor, scale, l2, i, mask, L2: tl.constexpr, FMA: tl.constexpr, BF16: tl.constexpr):
     p = tl.load(param + i, mask=mask, other=0.0)
     g = _widen(grad, i, mask, BF16)
     if factor is not None:
@@ -199,7 +213,7 @@ def _start_step(param, grad, factor, scale, l2, i, mask, L2: tl.constexpr, BF16:
     else:
         g = g * scale
     if L2:
-        g = g + p * l2
+        g = tl.fma(p, l2, g) if FMA else g + p * l2
     return p, g
 
 
@@ -220,14 +234,11 @@ def _adam(
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     mask = i < numel
-    p, g = _start_step(param, grad, factor, scale, l2, i, mask, L2, BF16)
+    p, g = _start_step(param, grad, factor, scale, l2, i, mask, L2, True, BF16)  # type: ignore[arg-type]
     m = tl.load(mu + i, mask=mask, other=0.0)
     v = tl.load(nu + i, mask=mask, other=0.0)
-    if NEAR:
-        m = m + (g - m) * weight
-    else:
-        m = g + (g - m) * weight
-    v = v * b2 + (g * rest2) * g
+    m = tl.fma(g - m, weight, m if NEAR else g)
+    v = tl.fma(g * rest2, g, v * b2)
     tl.store(mu + i, m, mask=mask)
     tl.store(nu + i, v, mask=mask)
     u = tl.div_rn(m * step, tl.div_rn(tl.sqrt_rn(v), correction + tl.full((TILE,), 0.0, tl.float32)) + eps)
@@ -245,7 +256,7 @@ def _sgd(
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     mask = i < numel
-    p, g = _start_step(param, grad, factor, scale, l2, i, mask, L2, BF16)
+    p, g = _start_step(param, grad, factor, scale, l2, i, mask, L2, False, BF16)  # type: ignore[arg-type]
     if velocity is not None:
         b = tl.load(velocity + i, mask=mask, other=0.0) * momentum + g
         tl.store(velocity + i, b, mask=mask)
@@ -264,7 +275,7 @@ def _lion(
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     mask = i < numel
-    p, g = _start_step(param, grad, factor, scale, 0.0, i, mask, False, BF16)  # type: ignore[arg-type]
+    p, g = _start_step(param, grad, factor, scale, 0.0, i, mask, False, False, BF16)  # type: ignore[arg-type]
     m = tl.load(mu + i, mask=mask, other=0.0)
     towards = m * b1 + g * rest1
     u = tl.where(towards > 0, 1.0, tl.where(towards < 0, -1.0, 0.0)) * step
@@ -281,11 +292,56 @@ def _adagrad(
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     mask = i < numel
-    p, g = _start_step(param, grad, factor, scale, l2, i, mask, L2, BF16)
+    p, g = _start_step(param, grad, factor, scale, l2, i, mask, L2, False, BF16)  # type: ignore[arg-type]
     s = tl.load(total + i, mask=mask, other=0.0) + g * g
     tl.store(total + i, s, mask=mask)
     u = tl.div_rn(g, tl.sqrt_rn(s) + eps) * step
     _end_step(param, change, out, p, p + u, u, i, mask, OUT_BF16)
+
+
+@triton.jit
+def _squares(x, row, special, numel, scale, UNITS: tl.constexpr, LIFT: tl.constexpr, SCALED: tl.constexpr, BF16: tl.constexpr):
+    # Eight sums of the squares of 32 elements, as [Note: exact sums] has them, are cut in digits of 32 bits, which are added as integers.
+    unit = tl.program_id(0).to(tl.int64) * UNITS + tl.arange(0, UNITS)
+    i = unit[:, None] * 32 + tl.arange(0, 8)[None, :]
+    a, b = _square(x, i, numel, scale, SCALED, BF16), _square(x, i + 8, numel, scale, SCALED, BF16)
+    c, d = _square(x, i + 16, numel, scale, SCALED, BF16), _square(x, i + 24, numel, scale, SCALED, BF16)
+    total = (a + c) + (b + d)
+    raw = total.to(tl.int64, bitcast=True) & 0x7FFFFFFFFFFFFFFF
+    exponent = raw >> 52
+    finite = exponent < 2047
+    if tl.max(exponent) == 2047:  # type: ignore[operator]
+        tl.atomic_add(special, tl.sum(tl.where(finite, 0.0, total)))
+    digits = tl.where(exponent > 0, (raw & 0xFFFFFFFFFFFFF) | 0x10000000000000, raw)
+    digits = tl.where(finite, digits, 0)
+    place = tl.maximum(exponent, 1) + LIFT
+    limb, shift = place // 32, place % 32
+    lower, upper = (digits & 0xFFFFFFFF) << shift, (digits >> 32) << shift
+    first, second, third = lower & 0xFFFFFFFF, (lower >> 32) + (upper & 0xFFFFFFFF), upper >> 32
+    used = digits > 0
+    lowest = tl.min(tl.where(used, limb, 1 << 20))
+    highest = tl.max(tl.where(used, limb, -3)) + 2  # type: ignore[operator]
+    for k in range(lowest, highest + 1):  # type: ignore[arg-type]
+        part = tl.where(limb == k, first, 0) + tl.where(limb + 1 == k, second, 0) + tl.where(limb + 2 == k, third, 0)
+        tl.atomic_add(row + k, tl.sum(part))
+
+
+@triton.jit
+def _square(x, i, numel, scale, SCALED: tl.constexpr, BF16: tl.constexpr):
+    value = _widen(x, i, i < numel, BF16)
+    if SCALED:
+        value = value * scale
+    return value.to(tl.float64) * value.to(tl.float64)
+
+
+def squares_in_bins(x: Tensor, scale: float = 1.0) -> Tensor:
+    """The exact sum of the squares of a vector, each times a factor in float32; all elements are finite where the last entry is 0."""
+    row = torch.zeros(LIMBS + 1, dtype=torch.int64, device=x.device)
+    args = (_pointer(x), row, row[LIMBS:].view(torch.float64), x.numel(), scale)
+    flags = {"UNITS": _UNITS, "LIFT": -1075 - LOWEST, "SCALED": scale != 1.0, "BF16": _is_bf16(x)}
+    if x.numel():
+        _launch(_squares, (triton.cdiv(x.numel(), 32 * _UNITS),), x.device, *args, **flags)
+    return row
 
 
 def pack_signs(x: Tensor) -> Tensor:
