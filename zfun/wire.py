@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -608,11 +608,11 @@ def packed_bytes(numels: Sequence[int], size: int, dtype: torch.dtype) -> int:
     return size * (len(numels) * dtype.itemsize + sum(_chunk_bytes(numel, size) for numel in numels))
 
 
-def send_signs(terms: Sequence[Tensor], group: Group, name: str, part: str, lane: Lane = Lane.GRADS) -> Pending:
+def send_signs(terms: Iterable[Tensor], group: Group, name: str, part: str, lane: Lane = Lane.GRADS) -> Pending:
     """Start the first hop of a compressed all-reduce of several buffers, in one message to each rank.
 
     Args:
-        terms: what to send, 1-D, of one dtype; of each stays what is lost.
+        terms: what to send, 1-D, of one dtype, each taken when its turn comes; of each stays what is lost.
         group: the ranks.
         name: what is sent.
         part: which part of it.

@@ -146,8 +146,7 @@ def onebit_adam(
     def warm_up(grads: Tree, state: State, params: Tree, into: Into) -> tuple[Tree, OneBitState]:
         method = adam.update if into.updates else functools.partial(adam.apply, donate=into.donate)
         new, after = method(grads, AdamState(*state[:3]), params)
-        rest = [tree.map(lambda x: x if into.donate else x.clone(), part) for part in state[3:]]
-        return new, OneBitState(*after, *rest)
+        return new, OneBitState(*after, *_kept(state, into.donate))
 
     def step(grads: Tree, state: State, params: Tree, into: Into) -> tuple[Tree, OneBitState]:
         before = step_count(state.count)
@@ -166,8 +165,11 @@ def onebit_adam(
             rest = worker, server, answers
         else:
             rows = aligned(params, gradients=grads, mu=state.mu)
-            mus = [m.mul(first).add_(g.detach().mul(1.0 - first)) for _, g, m in rows]
-            rest = state[3:]
+            wide = [
+                m.to(ops.wide(m.dtype), copy=True).mul_(first).add_(g.detach().to(ops.wide(m.dtype)).mul(1.0 - first)) for _, g, m in rows
+            ]
+            mus = [x.to(m.dtype) for x, (_, _, m) in zip(wide, rows, strict=True)]
+            rest = _kept(state, into.donate)
         return _stepped(mus, state, params, into, kernel_at(before), rest)
 
     def is_frozen(state: OneBitState) -> bool:
@@ -179,7 +181,7 @@ def onebit_adam(
 def _stepped(
     mus: Sequence[Tensor], state: OneBitState, params: Tree, into: Into, kernel: Kernel, rest: Sequence[Any]
 ) -> tuple[Tree, OneBitState]:
-    """Step by momentum that is known."""
+    """Step by momentum that is known: fresh tensors."""
     rows = aligned(params, nu=state.nu)
     spec = tree.structure(params)
     nus = own([nu for _, nu in rows], into.donate)
@@ -188,10 +190,16 @@ def _stepped(
         flat_nu, flat_mu = flat_view(nu), flat_view(mu)
         # Without a v there is no step; padding is such a place too.
         used = torch.where(flat_nu > 0, flat_mu.to(flat_nu.dtype), 0.0)
-        kernel(flat_view(target), used.clone(), used, flat_nu, None if change is None else flat_view(change))
-    kept = [mu.to(nu.dtype, copy=True) for mu, nu in zip(mus, nus, strict=True)]
+        kernel(flat_view(target), flat_mu, used, flat_nu, None if change is None else flat_view(change))
+    # A shard of the whole would keep all of it.
+    kept = [mu.clone() if mu.untyped_storage().nbytes() > mu.nbytes else mu for mu in mus]
     after = OneBitState(state.count + 1, tree.unflatten(spec, kept), tree.unflatten(spec, nus), *rest)
     return tree.unflatten(spec, into.results(targets, changes)), after
+
+
+def _kept(state: OneBitState, donate: bool) -> list[Any]:
+    """What no message has changed."""
+    return [tree.map(lambda x: x if donate else x.clone(), part) for part in state[3:]]
 
 
 def _no_errors(params: Tree) -> tuple[Any, Any, Any]:
@@ -238,10 +246,10 @@ def _summed(
     servers = own(tree.leaves(state.server_error), donate)
     labels = [("momentum", layout.label(bucket)) for bucket in range(len(layout.buckets))]
     sent = []
-    for bucket, (worker, momentum, grad) in enumerate(zip(workers, before, grads.buffers, strict=True)):
-        # The mean over the ranks is meant, of which gradients are terms of the sum. Not add(alpha=): it may round once or twice.
-        worker.add_(momentum.to(worker.dtype).mul(first).add_(grad.to(worker.dtype).mul((1.0 - first) * group.size)))
-        sent.append(wire.send_signs(_views(worker, layout, bucket), group, *labels[bucket]))
+    for bucket, buffers in enumerate(zip(workers, before, grads.buffers, strict=True)):
+        rows = zip(*(_views(x, layout, bucket) for x in buffers), strict=True)
+        terms = (_compensated(worker, momentum, grad, first, group.size) for worker, momentum, grad in rows)
+        sent.append(wire.send_signs(terms, group, *labels[bucket]))
     del before
     numels = [_numels(layout, bucket) for bucket in range(len(layout.buckets))]
     asked = []
@@ -255,6 +263,12 @@ def _summed(
     ]
     server = tree.unflatten(tree.structure(state.server_error), servers)
     return whole, state.worker_error.with_buffers(workers), server, None if state.answers is None else answers
+
+
+def _compensated(worker: Tensor, momentum: Tensor, grad: Tensor, first: float, size: int) -> Tensor:
+    """Add a rank's own momentum to what its last message lost, in place."""
+    # The mean over the ranks is meant, of which gradients are terms of the sum. Not add_(alpha=): it may round once or twice.
+    return worker.add_(momentum.to(worker.dtype).mul(first).add_(grad.to(worker.dtype).mul((1.0 - first) * size)))
 
 
 def _whole_momentum(state: OneBitState, params: Flat, size: int, *, is_first: bool) -> Sequence[Tensor]:
