@@ -121,6 +121,16 @@ def _fingerprint(x: Tensor) -> bytes:
 
 def _random_program(group: Group, seed: int, num_calls: int, largest: int) -> list[bytes]:
     """Start what the seed says, the same on all ranks; keep, wait, free and lend as each rank likes."""
+    if seed % 2:
+        # Nothing that is not looked at stays mapped.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(shared, "_IDLE_BYTES", 0)
+            patch.setattr(shared, "_UNMAPPED_BYTES", 0)
+            return _random_program_of(group, seed, num_calls, largest)
+    return _random_program_of(group, seed, num_calls, largest)
+
+
+def _random_program_of(group: Group, seed: int, num_calls: int, largest: int) -> list[bytes]:
     common, own = random.Random(seed), random.Random(f"{seed} {group.rank}")
     pending: list[tuple[int, object]] = []
     digests: dict[int, bytes] = {}
@@ -417,6 +427,63 @@ def test_borrowed_views_outlive_the_group(two: Workers) -> None:
 
 def _mapped(group: Group) -> int:
     return sum("memfd:zfun" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def _shared_resident() -> int:
+    """Bytes of shared memory that count as this process's own, as often as it has them mapped."""
+    found, is_shared = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if not line.split()[0].endswith(":"):
+            is_shared = "memfd:zfun" in line
+        elif is_shared and line.startswith("Rss:"):
+            found += 1024 * int(line.split()[1])
+    return found
+
+
+def _lets_go(group: Group) -> dict[str, int]:
+    """What each rank has mapped after it has read 8 MB of others, beyond what it had before."""
+    numel, found = 1 << 21, {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared, "_IDLE_BYTES", 0)
+        x = group.buffer(numel, torch.float32).fill_(1.0 + group.rank)
+        group.barrier()
+        before = _shared_resident()
+        whole = _gather(group, x, borrow=True)
+        kept, expected = whole.view(group.size, -1)[:, 0], [1.0, 2.0]
+        assert whole.sum() == 3 * numel
+        found["looked at"] = _shared_resident() - before
+        del whole
+        group.barrier()
+        assert kept.tolist() == expected  # a view of it is there, and so is all of it
+        del kept
+        group.barrier()
+        found["let go"] = _shared_resident() - before
+        # Over the same pages, which are what they were.
+        assert _gather(group, x, borrow=True)[::numel].tolist() == expected
+        group.barrier()
+        sent = group.buffer(numel, torch.float32).fill_(1.0 + group.rank)
+        before = _shared_resident()
+        assert group.start(Call(ReduceScatter(), "grads"), sent, torch.empty(numel // 2)).wait().sum() == 3 * numel // 2
+        found["summed"] = _shared_resident() - before
+        summed = group.start(Call(AllReduce(), "grads", borrow=True), sent).wait()
+        assert summed.sum() == 3 * numel
+        found["summed in place"] = _shared_resident() - before
+        del summed, sent
+        group.barrier()
+        # Where something was let go of, something else is written.
+        assert _gather(group, group.buffer(numel, torch.float32).fill_(7.0), borrow=True).sum() == 7 * 2 * numel
+    return found
+
+
+def test_what_is_not_looked_at_is_no_memory_of_this_rank(two: Workers) -> None:
+    mebibyte, slack = 1 << 20, 1 << 19
+    for found in two.run(_lets_go):
+        # The other rank's piece, and one's own a second time.
+        assert abs(found["looked at"] - 16 * mebibyte) < slack
+        assert found["let go"] < slack
+        assert found["summed"] < slack
+        # Half of the sum is one's own, half the other's; the input is gone.
+        assert found["summed in place"] < slack
 
 
 def _no_more_mappings(group: Group) -> None:

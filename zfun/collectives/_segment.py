@@ -50,6 +50,7 @@ _CONTROL_BYTES = 8 * (HEAD_WORDS + LANE_WORDS * len(Lane))
 _COMMIT_BYTES = 1 << 21
 _ADDRESS_SPACE_BYTES = 1 << 43
 _RESERVE_BYTES = 1 << 26  # at a time, since a signal makes the system begin anew
+_MADV_POPULATE_READ = 22  # Linux 5.14; Python has no name for it
 PAGE = 4096
 _LINE = 128
 
@@ -67,6 +68,7 @@ class Segment:
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             self._reserved = 0
             self._free: list[tuple[int, int]] = []
+            self._unmapped: list[tuple[int, int]] = []
             self._end = 0
             self.allocate(_CONTROL_BYTES)
             self.memory = mmap.mmap(self.fd, self.capacity, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
@@ -109,6 +111,26 @@ class Segment:
         self._free += _pieces((offset, start))
         self._end = start + nbytes
         return start, nbytes
+
+    def unmap(self, offset: int, nbytes: int) -> None:
+        """Drop this rank's mapping of some pages, which stay where they are: the next access maps them again."""
+        _unmap(self.memory, offset, nbytes)
+        self._unmapped.append((offset, offset + nbytes))
+
+    def map(self, offset: int, nbytes: int) -> None:
+        """Map what was unmapped of some pages, all at once: writing to them would map them one by one."""
+        begin, end = offset, offset + nbytes
+        here = [(max(first, begin), min(last, end)) for first, last in self._unmapped if first < end and begin < last]
+        if here:
+            self._unmapped = [
+                (first, last)
+                for old_first, old_last in self._unmapped
+                for first, last in ((old_first, min(old_last, begin)), (max(old_first, end), old_last))
+                if first < last
+            ]
+        for first, last in here:
+            with contextlib.suppress(OSError):
+                self.memory.madvise(_MADV_POPULATE_READ, first // PAGE * PAGE, _rounded(last, PAGE) - first // PAGE * PAGE)
 
     def release(self, offset: int, nbytes: int) -> None:
         """Take a piece back."""
@@ -175,6 +197,12 @@ def _advise(memory: mmap.mmap) -> None:
             memory.madvise(getattr(mmap, advice))
 
 
+def _unmap(memory: mmap.mmap, offset: int, nbytes: int) -> None:
+    first, end = _rounded(offset, PAGE), (offset + nbytes) // PAGE * PAGE
+    if first < end:
+        memory.madvise(mmap.MADV_DONTNEED, first, end - first)
+
+
 class Peer:
     """The segment of another rank, mapped for reading, and what tells whether its process lives."""
 
@@ -186,7 +214,8 @@ class Peer:
         if self.words[:3].tolist() != [_MAGIC, rank, size]:
             raise OSError("another program answered")
         # Torch warns of a buffer that it may not write, which this one does not say; nothing here hands it out.
-        self._bytes = (ctypes.c_uint8 * len(self.memory)).from_address(np.frombuffer(self.memory, np.uint8, 1).ctypes.data)
+        self.address = np.frombuffer(self.memory, np.uint8, 1).ctypes.data
+        self._bytes = (ctypes.c_uint8 * len(self.memory)).from_address(self.address)
         self._rings: list[list[tuple[int, int, int]]] = [[] for _ in Lane]
         self._connections = list(connections)
         self._poll = select.poll()
@@ -201,6 +230,10 @@ class Peer:
 
     def view(self, offset: int, count: int, dtype: torch.dtype) -> Tensor:
         return torch.frombuffer(self._bytes, dtype=dtype, count=count, offset=offset)
+
+    def unmap(self, offset: int, nbytes: int) -> None:
+        """Drop this rank's mapping of some pages, which are counted as its memory as long as it has them mapped."""
+        _unmap(self.memory, offset, nbytes)
 
     def slot(self, lane: Lane, index: int) -> int:
         """Return where the record of a published call begins, in bytes."""
@@ -230,6 +263,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _PROT_NONE, _MAP_FIXED, _MAP_NORESERVE = 0, 0x10, 0x4000
 _WRITABLE = mmap.PROT_READ | mmap.PROT_WRITE
 
@@ -252,6 +286,9 @@ class Region:
     def __init__(self, pieces: Sequence[tuple[int, int]], nbytes: int, rank: int) -> None:
         self.nbytes = nbytes * len(pieces)
         self.num_views = 0
+        # Whether pages of it may be mapped: from the first look at it until :meth:`unmap`.
+        self.is_mapped = False
+        self._is_detached = False
         base = _map(None, self.nbytes, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1, 0)
         self.begin = base
         self.own = base + rank * nbytes
@@ -272,8 +309,15 @@ class Region:
         offset = address - self.own
         return offset if 0 <= offset < self._piece_bytes else None
 
+    def unmap(self) -> None:
+        """Drop this rank's mapping of all pages, which the segments keep: the next access maps them again."""
+        if not self._is_detached:
+            _libc.madvise(self.begin, self.nbytes, mmap.MADV_DONTNEED)
+        self.is_mapped = False
+
     def detach(self) -> None:
         """Copy everything to pages of this process, in place: what is written to the segments from now on is not seen here."""
+        self._is_detached = True
         whole = torch.frombuffer(self.window(), dtype=torch.uint8)
         saved = whole.clone()
         _map(self.begin, self.nbytes, _WRITABLE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED, -1, 0)

@@ -27,6 +27,13 @@ the slices are borrowed. Who waits for anything sums its slices of whatever has 
 Who borrows says in the record of its own call when it has given the result back: when the last view of it is gone, or when it is about to
 write to its own part (``give_up``). A view that somebody has kept in spite of that gets pages of its own then. So the owner knows when it
 may write to what it has lent, and its old values never change under anybody's feet.
+
+[Note: whose memory it is]
+
+The system counts a page as memory of everybody who has it mapped, once for each mapping. A rank's own pages count where it writes them.
+What it has read of the others, and regions that nobody looks at beyond a few, are unmapped. That changes no page: the next access finds it
+again, 16 at a time when it reads. A write finds one at a time, so what was unmapped of a segment is mapped as a whole where a buffer is
+made of it.
 """
 
 from __future__ import annotations
@@ -68,9 +75,13 @@ _SPIN_S = 20e-6
 _YIELD_S = 150e-6
 _LONGEST_NAP_S = 1e-3
 
-# Regions that nobody looks at now are kept for the next time, up to so many and so large.
+# Regions that nobody looks at now are kept for the next time, up to so many; of their pages, which count as this rank's memory too, so many
+# stay mapped: what was used last is used first where backward follows forward.
 _IDLE_REGIONS = 256
-_IDLE_BYTES = 1 << 29
+_IDLE_BYTES = 1 << 26
+
+# Mappings of less are not worth a call of the system.
+_UNMAPPED_BYTES = 1 << 18
 
 # How an input lies in the segment: as it is, or without the owner's own chunk.
 _NOTHING, _WHOLE, _PACKED = range(3)
@@ -319,6 +330,7 @@ class SharedMemory:
             return None
         # The storage holds on to this object, and so its end is the end of the storage.
         window = memoryview(self._segment.memory)[offset : offset + numel * dtype.itemsize]
+        self._segment.map(offset, nbytes)
         self._buffers[offset] = _Area(offset, nbytes)
         weakref.finalize(window, self._dropped.append, offset)
         return torch.frombuffer(window, dtype=dtype)
@@ -506,11 +518,15 @@ class SharedMemory:
             region = self._region(tuple(offsets), piece_bytes)
         except OSError:
             return self._copied(sent, offsets, piece_bytes)
+        if isinstance(call.op, AllReduce) or area.offset not in self._buffers:
+            # This rank's own part is looked at through the region, and the rest of the input of a sum not at all.
+            self._segment.unmap(sent.offset, sent.x.nbytes)
         window = region.window()
         number, self._num_leases = self._num_leases, self._num_leases + 1
         use = Use(call.lane, sent.index, sent.plan.readers, "", borrowed=True)
         self._leases[number] = _Lease(use, sent.slot // 8 + _RETURNED, region, area, offsets[self.rank])
         region.num_views += 1
+        region.is_mapped = True
         weakref.finalize(window, self._ended.append, number)
         return torch.frombuffer(window, dtype=x.dtype)
 
@@ -566,11 +582,15 @@ class SharedMemory:
                 lease.region.num_views -= 1
                 self._return(lease)
         idle = [key for key, region in self._regions.items() if not region.num_views]
-        nbytes = sum(self._regions[key].nbytes for key in idle)
-        for place, key in enumerate(idle):
-            if nbytes <= _IDLE_BYTES and len(idle) - place <= _IDLE_REGIONS:
+        for key in idle[: max(0, len(idle) - _IDLE_REGIONS)]:
+            del self._regions[key]
+        mapped = [region for region in self._regions.values() if region.is_mapped and not region.num_views]
+        nbytes = sum(region.nbytes for region in mapped)
+        for region in mapped:
+            if nbytes <= _IDLE_BYTES:
                 break
-            nbytes -= self._regions.pop(key).nbytes
+            nbytes -= region.nbytes
+            region.unmap()
 
     def _return(self, lease: _Lease) -> None:
         if not lease.is_returned:
@@ -606,9 +626,17 @@ class SharedMemory:
             offset += position * numel * sent.x.dtype.itemsize
         return self._peers[peer].view(offset, numel, sent.x.dtype)
 
+    def _unmap(self, peer: int, read: Tensor) -> None:
+        """Let go of what another rank has sent, now that it has been read: mapped pages count as memory of this rank, too."""
+        if read.nbytes >= _UNMAPPED_BYTES:
+            other = self._peers[peer]
+            other.unmap(read.data_ptr() - other.address, read.nbytes)
+
     def _copy(self, sent: Sent, peer: int, out: Tensor) -> None:
         if out.numel():
-            out.copy_(self._input(sent, peer, out.numel()))
+            found = self._input(sent, peer, out.numel())
+            out.copy_(found)
+            self._unmap(peer, found)
         else:
             self._record(sent, peer)
 
@@ -646,6 +674,8 @@ class SharedMemory:
         step = _CHUNK_BYTES // out.dtype.itemsize
         for begin in range(0, out.numel(), step):
             sum_in_rank_order([term[begin : begin + step] for term in in_order], out[begin : begin + step])
+        for peer in sent.plan.partners:
+            self._unmap(peer, terms[peer])
 
     def _own_term(self, sent: Sent, out: Tensor) -> Tensor:
         x = sent.x
