@@ -146,7 +146,7 @@ class GradientFunction:
         """Start the sum of the loss over the ranks, and of what backward needs to know: the weight, and whether a rank has strayed."""
         if self.group is None:
             if tape.gathers:
-                tape.max_in_flight = None
+                tape.any_strayed, tape.max_in_flight = None, None
             return weight, Pending.done(total)
         if weight is not None and self.reduce != "mean":
             raise OptionError(
@@ -155,14 +155,15 @@ class GradientFunction:
         parts = [total]
         if weight is not None:
             parts.append(weight)
-        if tape.gathers:
+        if tape.must_vote:
             parts.append(torch.full_like(total, tape.strayed))
         pending = self.group.start(Call(AllReduce(), "loss", "loss", Lane.CONTROL), torch.stack(parts))
-        if tape.gathers:
+        if tape.must_vote:
             vote = pending.wait()[-1]
             # A fake tensor has no value; the ranks of an abstract group do what this one does.
             tape.any_strayed = tape.strayed if ops.is_abstract(vote) else bool(vote > 0)
-            tape.max_in_flight = None if tape.any_strayed else tape.max_in_flight
+        if tape.any_strayed:
+            tape.max_in_flight = None
         if weight is not None:
             return pending.wait()[1], Pending.done(pending.wait()[0])
         scale = 1.0 / self.group.size if self.reduce == "mean" else 1.0

@@ -16,9 +16,9 @@ of turn starts those before it too, and at the end of each pass every rank start
 another branch, leaves nobody waiting, and every step sends the same bytes. A rank that leaves the schedule frees nothing more in its pass.
 What has been freed and is used again in forward, unplanned, is gathered again when all ranks have come to the end of their pass, or ask for
 something themselves: a round of one small all-gather, which ends each forward pass. In backward nobody may have to ask. So the ranks vote,
-with the loss, on whether all of them have used, and kept for backward, what the schedule says. If not, each bucket is gathered once in
-backward, in one order, and kept until nothing can need it any more. A bucket that backward needs no value of is gathered all the same, at
-the end: a step sends what the closed form says.
+in that round (with the loss in the first pass, or where the loss has more ranks), on whether all of them have used, and kept for backward,
+what the schedule says. If not, each bucket is gathered once in backward, in one order, and kept until nothing can need it any more. A
+bucket that backward needs no value of is gathered all the same, at the end: a step sends what the closed form says.
 
 Bits. A bucket that is freed and gathered again in forward comes back behind the same outputs of its node: they get the new buffer as
 their data. A second node would add gradients in another order.
@@ -51,6 +51,9 @@ __all__ = ["Session"]
 
 # In the place of the bucket in use, where there is none.
 _NO_BUCKET = -1
+
+# What a rank says that asks for no bucket: it is at the end of its pass, and has used what the schedule says, or not.
+_DONE, _STRAYED = -1, -2
 
 # How many buckets stay gathered behind the one in use while the order of use is not known.
 _WINDOW = 2
@@ -173,8 +176,12 @@ class Session:
         self._in_loss = False
         self._set_aside()
         self._run(self._course.rest())
-        while not self._alone and self._round(None):
-            pass
+        # In the first pass there is nothing to stray from before the ranks have agreed on it.
+        has_strayed = self._plan is not None and (not self._course.followed or self._plan.packed not in (None, tuple(self._packed)))
+        votes_here = self._plan is not None and not self._alone and self._tape is not None and self._tape.group is self._group
+        again, said = True, [_DONE]
+        while again and not self._alone:
+            again, said = self._round(_STRAYED if has_strayed else _DONE)
         used = [event.bucket for event in self._events]
         for bucket in self._persistent:
             self._shards[bucket].keep(self._take(bucket))
@@ -187,10 +194,14 @@ class Session:
             self._plan = Plan(self._knobs.schedule(trace))
             self._learn(self._plan)
             self._course.followed = tuple(used) == self._plan.schedule.trace.forward
+            has_strayed = not self._course.followed
         if self._tape is not None:
             self._tape.gathers = True
-            has_strayed = not self._course.followed or self._plan.packed not in (None, tuple(self._packed))
             self._tape.strayed = self._tape.strayed or has_strayed
+            if votes_here:
+                self._tape.any_strayed = bool(self._tape.any_strayed) or _STRAYED in said
+            else:
+                self._tape.must_vote = True
         if not torch.is_grad_enabled():
             self._close()
             return
@@ -436,13 +447,13 @@ class Session:
         # must not have to wait for this rank before that.
         self._course.followed = False
         self._run(self._course.rest())
-        return self._round(bucket)[bucket]
+        again, _ = self._round(bucket)
+        return again[bucket]
 
-    def _round(self, bucket: int | None) -> dict[int, Tensor]:
-        """Gather what any rank asks for now."""
-        mine = torch.tensor([-1 if bucket is None else bucket], device=self._device)
-        wanted = self._group.all_gather(mine, "gather again").view(-1).tolist()
-        return {again: self._shards[again].start().wait() for again in sorted(set(wanted)) if again >= 0}
+    def _round(self, mine: int) -> tuple[dict[int, Tensor], list[int]]:
+        """Gather what any rank asks for now, and return what the ranks said."""
+        said = self._group.all_gather(torch.tensor([mine], device=self._device), "gather again").view(-1).tolist()
+        return {again: self._shards[again].start().wait() for again in sorted(set(said)) if again >= 0}, said
 
     def _pack(self, tensor: Tensor) -> Tensor | _Packed:
         if tensor.is_sparse:

@@ -9,7 +9,7 @@ the sinks that ``data_parallel``, ``shard_grads`` and ``offload`` put on the tap
 The tape starts the collectives in one order, from the last bucket of the layout to the first, whatever the order in which nodes fire: a
 bucket that is ready early waits for those before it, and one that this rank never used is sent as zeros at the end. So ranks may skip
 leaves, and nothing hangs. Nor do gathers and reductions wait for each other across ranks: a rank waits for a reduction inside backward
-only if all ranks use their parameters in the planned order (they vote on it with the loss), else not before it has started all its gathers.
+only if all ranks use their parameters in the planned order (they vote on it), else not before it has started all its gathers.
 
 A bucket may be opened more than once in a forward pass (it was gathered, released and gathered again): its gradient is the sum over its
 nodes, in the order in which they fire, leaf by leaf in the dtype in which they come, as autograd adds them within a node. They are cast and
@@ -74,7 +74,7 @@ class Tape:
         group: Group | None = None,
         tables: Sequence[ops.AddressTable] | None = None,
     ) -> None:
-        self._group = group
+        self.group = group
         self._tables = tables
         self.layout = layout
         self.sinks = tuple(sinks)
@@ -90,6 +90,8 @@ class Tape:
         self.strayed = False
         # The same of all ranks; None where they have not voted.
         self.any_strayed: bool | None = None
+        # Whether a pass has left the vote to the loss.
+        self.must_vote = False
         self.max_in_flight: int | None = MAX_IN_FLIGHT
         count = len(layout.buckets)
         self._opened = [0] * count
@@ -154,7 +156,7 @@ class Tape:
         self.unused += [leaf.path for x, leaf in zip(grads, leaves, strict=True) if x is None]
         dtype, device = self.dtypes[bucket], self.layout.device
         # What is going to be sent is written where the others read it.
-        group = self._group
+        group = self.group
         out = (
             torch.empty(slot.padded_numel, dtype=dtype, device=device) if group is None else group.buffer(slot.padded_numel, dtype, device)
         )
