@@ -50,7 +50,8 @@ class _ReduceScatter:
         call = Call(ReduceScatter(), "grads", layout.label(bucket), Lane.GRADS)
         if self.wire is not None:
             return start_over(call, buffer, self.group, self.wire)
-        out = self.group.buffer(layout.shard_numel(bucket), buffer.dtype, buffer.device)
+        # Over an inner axis the sum over the row is where the sum over the mesh will be.
+        out = None if self.group.axis else self.group.buffer(layout.shard_numel(bucket), buffer.dtype, buffer.device)
         return start_reduce_scatter_over(self.group, call, buffer, out)
 
 

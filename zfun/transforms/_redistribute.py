@@ -410,7 +410,8 @@ def _communicate(
         if value.wire is not None and buffer.is_floating_point():
             pending.append((wire.start_over if isinstance(op, ReduceScatter) else wire.start)(call, buffer, over, value.wire))
         elif isinstance(op, ReduceScatter):
-            room = over.buffer(buffer.numel() // over.size, buffer.dtype, buffer.device)
+            # Over an inner axis the sum over the row is where the sum over the mesh will be.
+            room = None if over.axis else over.buffer(buffer.numel() // over.size, buffer.dtype, buffer.device)
             pending.append(start_reduce_scatter_over(over, call, buffer, room))
         elif borrow:
             pending.append(over.start(dataclasses.replace(call, borrow=True), buffer))
