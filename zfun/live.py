@@ -22,14 +22,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zfun import tree
-from zfun.collectives import abstract_group
+from zfun.collectives import Group, Mesh, abstract_group
 from zfun.errors import OptionError, checked_options
 from zfun.flat import Flat
 from zfun.layout import Layout
 from zfun.optim import MasterState, as_optimizer, with_master
 from zfun.placement import R, S
 from zfun.recipes import Precision, policy_of
-from zfun.transforms import MAX_IN_FLIGHT, MAX_UNDER_WAY, Schedule, Step
+from zfun.transforms import MAX_IN_FLIGHT, MAX_UNDER_WAY, Schedule, Step, first_steps
 
 __all__ = ["Held", "Live", "Moment", "live_bytes"]
 
@@ -110,6 +110,8 @@ def live_bytes(
     schedule: Schedule,
     optimizer: Any,
     *,
+    group: Group | None = None,
+    secondary: Group | None = None,
     frozen: Layout | None = None,
     precision: torch.dtype | Precision | None = None,
     num_micro_batches: int = 1,
@@ -117,12 +119,12 @@ def live_bytes(
     offload_params: bool = False,
     offload_grads: bool = False,
     donate: bool = True,
+    first_step: bool = False,
 ) -> Live:
     """Say how many bytes each rank holds at every moment of a step of :func:`zfun.zero`, without running it.
 
-    It is exact to the byte (from the second step on; the first one is still learning the order of use), for optimizers that work element
-    by element, where no operation of the loss, and no block that :func:`zfun.remat` computes again, uses leaves of two buckets: it would
-    keep the first until it is through.
+    It is exact to the byte for optimizers that work element by element, where no operation of the loss, and no block that
+    :func:`zfun.remat` computes again, uses leaves of two buckets: it would keep the first until it is through.
 
     Args:
         stage: 0, 1, 2 or 3.
@@ -130,6 +132,8 @@ def live_bytes(
         schedule: of their use, as :func:`zfun.schedule` makes it of a :func:`zfun.trace` of the same leaves; at stages 0 to 2 only the
             order of gradients counts.
         optimizer: what :func:`zfun.zero` is given.
+        group: a mesh or the inner axis of one, where :func:`zfun.zero` is given that; an abstract one will do.
+        secondary: the inner axis of ``group``, where backward gathers over that.
         frozen: the layout of the leaves that are not trained.
         precision: as :func:`zfun.zero` takes it. It says what master weights there are; the other dtypes are in the layout and the trace.
         num_micro_batches: how many micro-batches a batch is split in.
@@ -137,12 +141,14 @@ def live_bytes(
         offload_params: whether the parameters are.
         offload_grads: whether the gradients are.
         donate: whether the step takes over the state that it is given.
+        first_step: whether it is the first one, which is still learning the order of use.
 
     Returns:
         The bytes, by what they are and where.
 
     Raises:
-        OptionError: a stage that does not exist, a schedule of other leaves, or an optimizer that is not element-wise.
+        OptionError: a stage that does not exist, a schedule of other leaves; or what is not covered: an optimizer that is not element-wise,
+            a loss scale, a mesh with an axis of one rank.
 
     Example:
         >>> import zfun as zf
@@ -165,23 +171,24 @@ def live_bytes(
     parts = [layout] if frozen is None else [layout, frozen]
     kept = [(bucket.padded_numel, bucket.dtype.itemsize) for part in parts for bucket in part.buckets]
     traced = schedule.trace.buckets
-    if [numel for numel, _ in kept] != [bucket.numel for bucket in traced] or schedule.trace.size != layout.size:
+    group = _checked_group(stage, abstract_group(layout.size) if group is None else group, secondary)
+    if [numel for numel, _ in kept] != [b.numel for b in traced] or (schedule.trace.size, layout.size) != (group.size, group.mesh.size):
         raise OptionError(
             f"the schedule must be of the buckets of the layout; got {len(traced)} buckets on {schedule.trace.size} ranks for {len(kept)} "
             f"on {layout.size}; trace the same parameters with the same size, bucket_bytes and persistence"
         )
-    play = _Play(stage, layout, schedule, [itemsize for _, itemsize in kept], offload_params, offload_grads)
-    wide, moments = _state(optimizer, precision, layout, sharded=stage > 0)
+    play = _Play(stage, len(layout.buckets), group, secondary, schedule, [itemsize for _, itemsize in kept], offload_params, offload_grads)
+    wide, moments = _state(optimizer, precision, layout, group.size if stage > 0 else 1)
     where = "store" if offload_optimizer else "device"
     play.hold("params", play.shards_of(range(len(traced))), "", play.param_place)
     play.hold("optimizer", sum(moments) + sum(n for n in wide if n), "", where)
-    for bucket in schedule.persistent if stage == 3 else ():
+    for bucket in schedule.persistent if stage == 3 and not first_step else ():
         if not traced[bucket].grad_itemsize:
             play.hold("gathered", play.gathered(bucket), "")
     before = play.moments[-1]._replace(what="between steps")
     play.moments.clear()
     for micro in range(num_micro_batches):
-        play.gradient(first=micro == 0)
+        play.gradient(first=micro == 0, learning=first_step and micro == 0)
         if micro:
             play.add()
     play.redistribute()
@@ -190,19 +197,40 @@ def live_bytes(
     return Live(before, tuple(play.moments))
 
 
-def _state(optimizer: Any, precision: Any, layout: Layout, *, sharded: bool) -> tuple[list[int | None], list[int]]:
+def _checked_group(stage: int, group: Group, secondary: Group | None) -> Group:
+    mesh = group.mesh
+    if group.axis == "outer":
+        raise OptionError(f"the live bytes of a step are known over a group, a mesh or its inner axis; got {group!r}; pass the mesh")
+    if isinstance(mesh, Mesh) and 1 in (mesh.inner.size, mesh.outer.size):
+        raise OptionError(
+            f"the live bytes of a step are known for meshes of several rows and columns; got {mesh!r}; pass a group without axes"
+        )
+    if secondary is not None and (stage < 3 or secondary.mesh is not group or secondary.axis != "inner"):
+        raise OptionError(
+            f"secondary is the inner axis of the mesh group, at stage 3; got {secondary!r} for {group!r} at stage {stage}; leave it out, "
+            "or pass group=mesh, secondary=mesh.inner"
+        )
+    return group
+
+
+def _state(optimizer: Any, precision: Any, layout: Layout, size: int) -> tuple[list[int | None], list[int]]:
     """Return the bytes of each master weight (None where the parameter is its own), and those of the other buffers of the state."""
-    rule, master = as_optimizer(optimizer), policy_of(precision).master
+    rule, policy = as_optimizer(optimizer), policy_of(precision)
+    master = policy.master
+    if policy.loss_scale is not None:
+        raise OptionError(
+            "the live bytes of a step are known without a loss scale; got a precision with one; use torch.bfloat16, or a zf.Precision with "
+            "loss_scale=None"
+        )
     if rule.by_leaf or rule.labels is not None or rule.placement is not None:
         raise OptionError(
             "the live bytes of a step are known for optimizers that work element by element; got one that looks for leaves, or is sharded "
             "already; use one of sgd, adam, adamw, lion and adagrad"
         )
     rule = rule if master is None else with_master(rule, master)
-    size = layout.size if sharded else 1
     with FakeTensorMode():
         buffers = [torch.empty(bucket.padded_numel // size, dtype=bucket.dtype, device=layout.device) for bucket in layout.buckets]
-        state = rule.init(Flat(buffers, S if sharded else R, layout, abstract_group(layout.size)))
+        state = rule.init(Flat(buffers, S if size > 1 else R, layout, abstract_group(size)))
     sizes = lambda value: [leaf.nbytes for leaf in tree.leaves(value) if isinstance(leaf, Tensor) and leaf.ndim]
     if not isinstance(state, MasterState):
         return [None] * len(buffers), sizes(state)
@@ -219,23 +247,35 @@ class _Play:
     """Plays a step, and notes what is held each time something is made."""
 
     def __init__(
-        self, stage: int, layout: Layout, schedule: Schedule, itemsizes: Sequence[int], offload_params: bool, offload_grads: bool
+        self,
+        stage: int,
+        count: int,
+        group: Group,
+        secondary: Group | None,
+        schedule: Schedule,
+        itemsizes: Sequence[int],
+        offload_params: bool,
+        offload_grads: bool,
     ) -> None:
         self._stage = stage
         self._schedule = schedule
         self._buckets = schedule.trace.buckets
-        self._size = layout.size
+        self._size = group.size
+        self._group = group
+        self._secondary = secondary
         self._itemsizes = itemsizes
-        self._count = len(layout.buckets)
+        self._count = count
         self.param_place = "store" if offload_params else "device"
         self._grad_place = "store" if offload_grads else "device"
         self._bytes: dict[tuple[str, str], int] = {}
         self.moments: list[Moment] = []
         # What is on its way: the bytes of the shard in the dtype that is sent, and of the bucket in that dtype.
         self._arriving: dict[int, tuple[int, int]] = {}
+        # What backward will gather over the inner axis of a mesh.
+        self._parts: dict[int, int] = {}
         # Of one rank alone the gradients are the sum, as they are made.
-        self._reduces = stage > 1 and layout.size > 1
-        self._made = "gradients" if layout.size > 1 else "reduced"
+        self._reduces = stage > 1 and group.mesh.size > 1
+        self._made = "gradients" if group.mesh.size > 1 else "reduced"
         self._left = "reduced" if self._reduces else self._made
 
     def now(self, what: str) -> Moment:
@@ -262,12 +302,12 @@ class _Play:
         size = self._size if self._stage == 3 else 1
         return sum(self._buckets[b].numel // size * self._itemsizes[b] for b in buckets)
 
-    def gradient(self, *, first: bool) -> None:
+    def gradient(self, *, first: bool, learning: bool) -> None:
         """Play forward and backward of one micro-batch."""
         todo = [b for b in range(self._count) if self._buckets[b].grad_itemsize]
         filled: set[int] = set()
         in_flight: list[int] = []
-        steps = list(self._steps(first=first))
+        steps = list(first_steps(self._schedule) if learning and self._stage == 3 else self._steps(first=first))
         for place, step in enumerate(steps):
             if step.kind != "reduce":
                 self._run(step)
@@ -285,6 +325,8 @@ class _Play:
                 in_flight.append(todo.pop())
                 self._settle(in_flight, MAX_IN_FLIGHT)
         self._settle(in_flight, 0)
+        self.free("gathered", sum(self._parts.values()))
+        self._parts.clear()
 
     def _steps(self, *, first: bool) -> Iterator[Step]:
         for step in self._schedule.steps:
@@ -304,28 +346,38 @@ class _Play:
         if step.kind == "gather":
             self._gather(bucket)
         elif step.kind == "use" and bucket in self._arriving:
-            self._arrive(bucket)
+            self._arrive(bucket, step.phase)
         elif step.kind == "release" and bucket in self._arriving:
-            self.free("gathered", sum(self._arriving.pop(bucket)))
+            narrowed, whole = self._arriving.pop(bucket)
+            self.free("gathered", narrowed)
+            self._keep_part(bucket, step.phase)
+            self.free("gathered", whole)
         elif step.kind == "release":
             self.free("gathered", self.gathered(bucket))
 
     def _gather(self, bucket: int) -> None:
         of, what = self._buckets[bucket], f"gathered bucket {bucket}"
         sent = of.numel * of.sent_itemsize
-        narrowed = sent // self._size if of.sent_itemsize != self._itemsizes[bucket] else 0
+        narrowed = sent // self._size if of.sent_itemsize != self._itemsizes[bucket] and bucket not in self._parts else 0
         whole = sent if self._size > 1 else 0
         for nbytes in (narrowed, whole):
             if nbytes:
                 self.hold("gathered", nbytes, what)
         self._arriving[bucket] = narrowed, whole
 
-    def _arrive(self, bucket: int) -> None:
+    def _keep_part(self, bucket: int, phase: str) -> None:
+        if self._secondary is not None and phase != "backward" and bucket not in self._parts:
+            of = self._buckets[bucket]
+            self._parts[bucket] = of.numel * of.sent_itemsize // self._secondary.size
+            self.hold("gathered", self._parts[bucket], f"secondary shard of bucket {bucket}")
+
+    def _arrive(self, bucket: int, phase: str) -> None:
         """Wait for a bucket, and widen it where it is used in a wider dtype than it is sent in."""
         of = self._buckets[bucket]
         narrowed, whole = self._arriving.pop(bucket)
         if self._size > 1:
             self.free("gathered", narrowed)
+        self._keep_part(bucket, phase)
         if of.sent_itemsize != of.itemsize:
             self.hold("gathered", of.nbytes, f"gathered bucket {bucket}")
             self.free("gathered", whole)
@@ -335,21 +387,33 @@ class _Play:
 
     def _send(self, bucket: int) -> None:
         if self._reduces:
-            self.hold("reduced", self._grad_bytes(bucket) // self._size, f"reduced gradients of bucket {bucket}")
+            for nbytes in self._sums(bucket):
+                self.hold("reduced", nbytes, f"reduced gradients of bucket {bucket}")
         elif self._stage < 2:
             self._move(self._left, self._grad_bytes(bucket), self._grad_place)
 
     def _settle(self, in_flight: list[int], num_left: int) -> None:
         while self._stage > 1 and len(in_flight) > num_left:
-            nbytes = self._grad_bytes(in_flight.pop(0))
+            bucket = in_flight.pop(0)
+            nbytes = self._grad_bytes(bucket)
             if self._reduces:
                 self.free("gradients", nbytes)
-                nbytes //= self._size
+                nbytes, *rows = self._sums(bucket)
+                self.free("reduced", sum(rows))
             self._move(self._left, nbytes, self._grad_place)
 
     def _move(self, name: str, nbytes: int, place: str) -> None:
         self._bytes["device", name] -= nbytes
         self._bytes[place, name] = self._bytes.get((place, name), 0) + nbytes
+
+    def _sums(self, bucket: int) -> list[int]:
+        """The bytes of a rank's part of the sum, and of what is made on the way to it: on a mesh the sum over a row."""
+        nbytes, mesh = self._grad_bytes(bucket), self._group.mesh
+        # Where gradients stay whole, the sum takes their place.
+        parts = [nbytes // self._size] if self._stage else []
+        if not isinstance(mesh, Mesh) or (self._stage and self._group is not mesh):
+            return parts
+        return [*parts, nbytes if not self._stage and mesh.sums_whole(nbytes) else nbytes // mesh.inner.size]
 
     def _grad_bytes(self, bucket: int) -> int:
         return self._buckets[bucket].numel * self._buckets[bucket].grad_itemsize
@@ -361,16 +425,22 @@ class _Play:
 
     def redistribute(self) -> None:
         """Sum whole gradients over the ranks, where that was not done in backward; where they stay whole, the sum takes their place."""
-        if self._stage != 1 or self._size == 1:
+        if self._stage > 1 or self._group.mesh.size == 1:
             return
         in_flight: list[int] = []
         for bucket in range(self._count):
-            nbytes = self._grad_bytes(bucket)
-            self.hold("reduced", nbytes // self._size, f"reduced gradients of bucket {bucket}")
-            in_flight.append(nbytes)
+            for nbytes in self._sums(bucket):
+                self.hold("reduced", nbytes, f"reduced gradients of bucket {bucket}")
+            in_flight.append(bucket)
             if len(in_flight) > MAX_UNDER_WAY:
-                self.free("gradients", in_flight.pop(0), self._grad_place)
-        self.free("gradients", sum(in_flight), self._grad_place)
+                self._summed(in_flight.pop(0))
+        for bucket in in_flight:
+            self._summed(bucket)
+
+    def _summed(self, bucket: int) -> None:
+        if self._stage:
+            self.free("gradients", self._grad_bytes(bucket), self._grad_place)
+        self.free("reduced", sum(self._sums(bucket)[1 if self._stage else 0 :]))
 
     def update(self, masters: Sequence[int | None], moments: Sequence[int], where: str, *, donate: bool) -> None:
         """Play the optimizer, and what comes after it."""

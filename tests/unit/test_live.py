@@ -117,10 +117,10 @@ def is_flat(x: Tensor) -> bool:
 class Echo(Group):
     """Rank 0 of several that all do the same. What a collective reads and writes is held from its start until it is waited for."""
 
-    rank, size = 0, SIZE
+    meter: Meter | None = None
 
-    def __init__(self, stage: int) -> None:
-        self.meter: Meter | None = None
+    def __init__(self, stage: int, size: int = SIZE) -> None:
+        self.rank, self.size = 0, size
         self._gathered = "gathered" if stage == 3 else "params"
 
     def buffer(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
@@ -131,7 +131,7 @@ class Echo(Group):
 
     def start(self, call: Call, x: Tensor, out: Tensor | None = None) -> Pending:
         x = x.detach()
-        result = x.new_empty(call.op.output_numel(x.numel(), SIZE)) if out is None else out
+        result = x.new_empty(call.op.output_numel(x.numel(), self.size)) if out is None else out
         if self.meter is not None and call.name in ("params", "grads"):
             names = (self._gathered, self._gathered) if call.name == "params" else ("gradients", "reduced")
             for value, name in zip((x, result), names, strict=True):
@@ -139,12 +139,12 @@ class Echo(Group):
 
         def finish() -> Tensor:
             with torch.no_grad():
-                if call.op.kind == "all_gather":
-                    for row in result.view(SIZE, -1):
-                        if not row.is_set_to(x):
-                            row.copy_(x)
-                    return result
-                return result.copy_(x.view(-1)[: result.numel()].view(result.shape))
+                if call.op.kind != "all_gather":
+                    return result.copy_(x.view(-1)[: result.numel()].view(result.shape))
+                for piece in result.view(self.size, -1):
+                    if not piece.is_set_to(x.view(-1)):
+                        piece.copy_(x.view(-1))
+                return result
 
         return Pending(finish)
 
@@ -201,6 +201,17 @@ class Case:
     donate: bool = True
     tied: bool = False
     trainable: Callable[[str, Any], bool] | None = None
+    # Over what: a group, a mesh or its inner axis; and over what backward gathers.
+    over: str = "group"
+    secondary: bool = False
+    first_step: bool = False
+
+
+def grouped(case: Case, make: Callable[[int], Group]) -> tuple[Group, Group | None]:
+    if case.over == "group":
+        return make(SIZE), None
+    mesh = zf.Mesh(make(2), make(SIZE // 2))
+    return (mesh if case.over == "mesh" else mesh.inner), mesh.inner if case.secondary else None
 
 
 def dtypes(precision: Any) -> zf.Precision:
@@ -209,11 +220,11 @@ def dtypes(precision: Any) -> zf.Precision:
 
 
 @functools.cache
-def trace_of(loss: Any, which: zf.Precision, tied: bool, trainable: Any, bucket_bytes: int, persistence: int) -> Any:
+def trace_of(loss: Any, which: zf.Precision, tied: bool, trainable: Any, bucket_bytes: int, persistence: int, over: str) -> Any:
     cast = loss if which.compute is None else zf.cast(loss, which.compute)
     value = params(which.param or torch.float32, tied=tied)
     options = {"trainable": trainable, "bucket_bytes": bucket_bytes, "persistence": persistence, "reduce_dtype": which.reduce}
-    return zf.trace(cast, value, torch.empty(ROWS, WIDTHS[0]), SIZE, **options)
+    return zf.trace(cast, value, torch.empty(ROWS, WIDTHS[0]), grouped(Case(3, over=over), zf.abstract_group)[0], **options)
 
 
 def planned(case: Case) -> Live:
@@ -222,7 +233,8 @@ def planned(case: Case) -> Live:
     persistence = knobs.get("persistence", 0)
     value = params(which.param or torch.float32, tied=case.tied)
     chosen, rest = (value, None) if case.trainable is None else zf.partition(value, case.trainable)
-    traced = trace_of(case.loss, which, case.tied, case.trainable, case.bucket_bytes, persistence)
+    traced = trace_of(case.loss, which, case.tied, case.trainable, case.bucket_bytes, persistence, case.over)
+    group, secondary = grouped(case, zf.abstract_group)
     return zf.live_bytes(
         case.stage,
         zf.layout_of(chosen, SIZE, case.bucket_bytes, persistence),
@@ -232,6 +244,9 @@ def planned(case: Case) -> Live:
         precision=case.precision,
         num_micro_batches=case.num_micro_batches,
         donate=case.donate,
+        group=group,
+        secondary=secondary,
+        first_step=case.first_step,
         **dict.fromkeys(case.offload, True),
     )
 
@@ -241,25 +256,22 @@ def resident(value: Any) -> list[Tensor]:
     return [x for x in found if isinstance(x, Tensor) and is_flat(x)]
 
 
-def measured(case: Case) -> tuple[tuple[Held, Held], list[tuple[Held, Held]]]:
-    group, store = Echo(case.stage), Store(pin=False)
-    options: dict[str, Any] = {**dict(case.knobs), **dict.fromkeys(case.offload, store)}
-    z = zf.zero(
-        case.stage,
-        case.loss,
-        case.optimizer,
-        group,
-        precision=case.precision,
-        bucket_bytes=case.bucket_bytes,
-        num_micro_batches=case.num_micro_batches,
-        donate=case.donate,
-        trainable=case.trainable,
-        **options,
-    )
-    state = z.init(params(tied=case.tied))
-    batch = torch.ones(ROWS * case.num_micro_batches, WIDTHS[0])
-    state, _ = z.step(state, batch)  # the first step learns the order of use
-    meter = Meter()
+# Gradients that are added to others are never sent themselves; what is gathered may be widened for its use, or a part of it kept.
+NAMES = {
+    "buffer": "gradients",
+    "aten.empty.memory_format": "gradients",
+    "aten._to_copy.default": "gathered",
+    "aten.clone.default": "gathered",
+}
+
+
+def watch(echoes: list[Echo], store: Store, meter: Meter | None) -> None:
+    store.meter = meter
+    for echo in echoes:
+        echo.meter = meter
+
+
+def follow_state(meter: Meter, state: Any, case: Case) -> None:
     for name, part in (("params", (state.params, state.frozen)), ("optimizer", state.opt_state)):
         for x in resident(part):
             meter.follow(x, name)
@@ -271,21 +283,51 @@ def measured(case: Case) -> tuple[tuple[Held, Held], list[tuple[Held, Held]]]:
             for x in resident(part):
                 meter.put(x)
     meter.finish()
-    group.meter = store.meter = meter
+
+
+def measured(case: Case) -> tuple[tuple[Held, Held], list[tuple[Held, Held]]]:
+    echoes: list[Echo] = []
+    store = Store(pin=False)
+
+    def make(size: int) -> Echo:
+        echoes.append(Echo(case.stage, size))
+        return echoes[-1]
+
+    group, secondary = grouped(case, make)
+    options: dict[str, Any] = {**dict(case.knobs), **dict.fromkeys(case.offload, store)}
+    z = zf.zero(
+        case.stage,
+        case.loss,
+        case.optimizer,
+        group,
+        precision=case.precision,
+        bucket_bytes=case.bucket_bytes,
+        num_micro_batches=case.num_micro_batches,
+        donate=case.donate,
+        trainable=case.trainable,
+        secondary=secondary,
+        **options,
+    )
+    state = z.init(params(tied=case.tied))
+    batch = torch.ones(ROWS * case.num_micro_batches, WIDTHS[0])
+    if not case.first_step:
+        state, _ = z.step(state, batch)  # it learns the order of use
+    meter = Meter()
+    follow_state(meter, state, case)
+    watch(echoes, store, meter)
     gc.disable()
     try:
         with meter:
             new, _ = z.step(state, batch)
     finally:
         gc.enable()
-    group.meter = store.meter = None
+    watch(echoes, store, None)
     for name, part in (("params", new.params), ("optimizer", new.opt_state)):
         for x in resident(part):
             meter.follow(x, name)
     meter.finish()
     for made in meter.all:
-        # Gradients that are added to others are never sent themselves; what is gathered may be widened for its use.
-        made.name = made.name or {"buffer": "gradients", "aten._to_copy.default": "gathered"}.get(made.maker, "")
+        made.name = made.name or NAMES.get(made.maker, "")
     held = meter.held()
     return held[0], held[1:]
 
@@ -329,6 +371,24 @@ CASES = {
         Case(3, precision=zf.Precision(compute=torch.bfloat16)),
         Case(3, precision=zf.Precision(param=torch.bfloat16, compute=torch.float32, master=torch.float32), donate=False),
     ],
+    "over a mesh": [Case(stage, over="mesh", offload=("offload_optimizer",) if stage else ()) for stage in (0, 1, 2, 3)],
+    "over its inner axis": [Case(stage, over="inner", num_micro_batches=stage % 2 + 1) for stage in (0, 1, 2, 3)],
+    "long sums over a mesh": [Case(stage, over="mesh", bucket_bytes=2**20) for stage in (0, 1)],
+    "secondary shards": [
+        Case(3, over="mesh", secondary=True),
+        Case(3, over="mesh", secondary=True, precision=torch.bfloat16, donate=False, knobs=(("persistence", 100),)),
+        Case(
+            3, over="mesh", secondary=True, loss=recomputed, num_micro_batches=2, trainable=not_third, knobs=(("reuse_distance", 10_000),)
+        ),
+        Case(3, over="mesh", secondary=True, precision=zf.Precision(param=torch.bfloat16, compute=torch.float32), first_step=True),
+    ],
+    "the first step": [
+        *(Case(stage, first_step=True) for stage in (0, 2, 3)),
+        Case(3, first_step=True, bucket_bytes=1, knobs=(("prefetch", 3),)),
+        Case(3, first_step=True, bucket_bytes=1, knobs=(("max_live", 2600),)),
+        Case(3, first_step=True, loss=recomputed, num_micro_batches=2, precision=torch.bfloat16),
+        Case(3, first_step=True, knobs=(("persistence", 100), ("prefetch", 0)), tied=True, trainable=not_third),
+    ],
     "other optimizers": [Case(1, optimizer=zf.optim.sgd(0.1, momentum=0.9), donate=False), Case(3, optimizer=zf.optim.sgd(0.1))],
 }
 
@@ -364,5 +424,17 @@ def test_what_cannot_be_planned_is_refused() -> None:
         zf.live_bytes(2, layout, found, zf.optim.sgd(0.1), offload_params=True)
     with pytest.raises(zf.OptionError, match="schedule must be of the buckets of the layout; got 1 buckets on 4 ranks for 9 on 4"):
         zf.live_bytes(3, zf.layout_of(value, SIZE, 600), found, zf.optim.sgd(0.1))
+    with pytest.raises(zf.OptionError, match=r"known without a loss scale; got a precision with one; use torch.bfloat16"):
+        zf.live_bytes(3, layout, found, zf.optim.sgd(0.1), precision=torch.float16)
+    mesh = zf.split(zf.abstract_group(SIZE), 2)
+    with pytest.raises(zf.OptionError, match=r"schedule must be of the buckets of the layout; got 1 buckets on 4 ranks for 1 on 4"):
+        zf.live_bytes(3, layout, found, zf.optim.sgd(0.1), group=mesh.inner)
+    with pytest.raises(zf.OptionError, match="known over a group, a mesh or its inner axis; got <outer axis"):
+        zf.live_bytes(3, layout, found, zf.optim.sgd(0.1), group=mesh.outer)
+    with pytest.raises(zf.OptionError, match="meshes of several rows and columns; got <mesh: rank 0 of 4, 4 inner x 1 outer>"):
+        zf.live_bytes(3, layout, found, zf.optim.sgd(0.1), group=zf.split(zf.abstract_group(SIZE), SIZE))
+    for stage, group in ((2, mesh), (3, mesh.inner)):
+        with pytest.raises(zf.OptionError, match=f"secondary is the inner axis .* at stage {stage}; leave it out, or pass group=mesh"):
+            zf.live_bytes(stage, layout, found, zf.optim.sgd(0.1), group=group, secondary=mesh.inner)
     with pytest.raises(zf.OptionError, match="element by element; got one that looks for leaves"):
         zf.live_bytes(3, layout, found, zf.optim.lamb(0.1))

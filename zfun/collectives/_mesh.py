@@ -194,7 +194,7 @@ class Mesh(Group):
                 axes, phases = _OUTER_INNER, self._all_gather(call, x, into)
             case ReduceScatter():
                 axes, phases = _INNER_OUTER, self._reduce_scatter(call, x, into)
-            case AllReduce() if 1 in (self.inner.size, self.outer.size) or x.numel() * x.dtype.itemsize <= _SHORT_BYTES:
+            case AllReduce() if self.sums_whole(x.numel() * x.dtype.itemsize):
                 axes, phases = _INNER_OUTER, self._all_reduce_short(call, x, into)
             case AllReduce():
                 axes, phases = _INNER_OUTER_INNER, self._all_reduce(call, x, into)
@@ -218,6 +218,10 @@ class Mesh(Group):
         """Start a sum over the mesh that is cut over the inner axis only: the columns send the shards of the sum."""
         check_call(call, x, None, self.inner.size)
         return self._launch(call.lane, _INNER_OUTER, self._reduce_scatter_inner(call, x.detach()))
+
+    def sums_whole(self, nbytes: int) -> bool:
+        """Whether an all-reduce of so many bytes goes whole over one axis and then over the other."""
+        return 1 in (self.inner.size, self.outer.size) or nbytes <= _SHORT_BYTES
 
     def map_groups(self, fn: Callable[[Group, str], Group]) -> tuple[Group, Group, Group | None]:
         """Call a function on the group of each axis and on that of all ranks, with the name of the axis; return what a mesh is made of."""

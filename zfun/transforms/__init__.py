@@ -4,6 +4,7 @@ from zfun.transforms._accumulate import accumulate
 from zfun.transforms._cast import CastLoss, cast
 from zfun.transforms._describe import Description, describe
 from zfun.transforms._explain import Accumulation, Explanation, Message, explain
+from zfun.transforms._first import first_steps
 from zfun.transforms._gradient import GradientFunction, data_parallel, scale_loss, shard_grads, value_and_grad
 from zfun.transforms._offload import offload, offload_grads, offload_loss, offload_optimizer, offload_params
 from zfun.transforms._optimizer import apply, shard_optimizer
@@ -46,6 +47,7 @@ __all__ = [
     "data_parallel",
     "describe",
     "explain",
+    "first_steps",
     "gather",
     "offload",
     "offload_grads",

@@ -13,7 +13,10 @@ import torch
 from zfun.collectives import Broadcast, Call, Group, Lane
 from zfun.transforms._schedule import Schedule, Step
 
-__all__ = ["Course", "Plan", "of_rank_0"]
+__all__ = ["WINDOW", "Course", "Plan", "of_rank_0"]
+
+# How many buckets stay gathered behind the one in use while the order of use is not known.
+WINDOW = 2
 
 
 @dataclass(frozen=True)

@@ -120,41 +120,6 @@ class Step(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
-    """When each bucket is gathered, used and released in a step: data.
-
-    Attributes:
-        trace: what it was made for.
-        steps: in order.
-        persistent: the buckets that stay gathered from one change of the parameters to the next.
-    """
-
-    trace: Trace
-    steps: tuple[Step, ...]
-    persistent: frozenset[int]
-
-    def live(self) -> list[int]:
-        """Return how many elements are gathered after each step."""
-        return self._running(lambda bucket: bucket.numel)
-
-    def live_bytes(self) -> list[int]:
-        """Return how many bytes are gathered after each step."""
-        return self._running(lambda bucket: bucket.nbytes)
-
-    def _running(self, size: Callable[[TracedBucket], int]) -> list[int]:
-        now = 0
-        found: list[int] = []
-        for step in self.steps:
-            now += {"gather": 1, "release": -1}.get(step.kind, 0) * size(self.trace.buckets[step.bucket])
-            found.append(now)
-        return found
-
-    def order(self, phase: Phase) -> tuple[int, ...]:
-        """Return the buckets in the order in which one phase gathers them."""
-        return tuple(step.bucket for step in self.steps if step.kind == "gather" and step.phase == phase)
-
-
-@dataclass(frozen=True, slots=True)
 class Knobs:
     """The options of :func:`schedule`."""
 
@@ -191,6 +156,43 @@ class Knobs:
         persistent = self.persistent(trace.buckets)
         _check_room(trace, persistent, self.max_live)
         return _Scheduler(trace, self, persistent).run()
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """When each bucket is gathered, used and released in a step: data.
+
+    Attributes:
+        trace: what it was made for.
+        steps: in order.
+        persistent: the buckets that stay gathered from one change of the parameters to the next.
+        knobs: what it was made with.
+    """
+
+    trace: Trace
+    steps: tuple[Step, ...]
+    persistent: frozenset[int]
+    knobs: Knobs = Knobs()
+
+    def live(self) -> list[int]:
+        """Return how many elements are gathered after each step."""
+        return self._running(lambda bucket: bucket.numel)
+
+    def live_bytes(self) -> list[int]:
+        """Return how many bytes are gathered after each step."""
+        return self._running(lambda bucket: bucket.nbytes)
+
+    def _running(self, size: Callable[[TracedBucket], int]) -> list[int]:
+        now = 0
+        found: list[int] = []
+        for step in self.steps:
+            now += {"gather": 1, "release": -1}.get(step.kind, 0) * size(self.trace.buckets[step.bucket])
+            found.append(now)
+        return found
+
+    def order(self, phase: Phase) -> tuple[int, ...]:
+        """Return the buckets in the order in which one phase gathers them."""
+        return tuple(step.bucket for step in self.steps if step.kind == "gather" and step.phase == phase)
 
 
 @checked_options
@@ -250,6 +252,7 @@ class _Scheduler:
 
     def __init__(self, trace: Trace, knobs: Knobs, persistent: frozenset[int]) -> None:
         self._trace = trace
+        self._knobs = knobs
         self._prefetch = knobs.prefetch
         self._room = math.inf if knobs.max_live is None else knobs.max_live
         self._distance = knobs.reuse_distance
@@ -289,7 +292,7 @@ class _Scheduler:
         for bucket in range(len(self._trace.buckets) - 1, -1, -1):
             if self._trace.buckets[bucket].grad_itemsize and bucket not in reduced:
                 self._write("reduce", bucket)
-        return Schedule(self._trace, tuple(self._steps), self._persistent)
+        return Schedule(self._trace, tuple(self._steps), self._persistent, self._knobs)
 
     def _use(self, bucket: int, now: int, end: int) -> None:
         for other in [b for b in self._held if b != bucket and not self._stays(b, now)]:

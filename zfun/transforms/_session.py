@@ -42,7 +42,7 @@ from zfun.collectives import Group, Pending
 from zfun.errors import PlacementError, ZfunError
 from zfun.flat import Flat
 from zfun.transforms._buckets import BucketShard
-from zfun.transforms._course import Course, Plan, of_rank_0
+from zfun.transforms._course import WINDOW, Course, Plan, of_rank_0
 from zfun.transforms._lazy import LazyLeaf, LazyLeaves, is_held
 from zfun.transforms._schedule import Event, Knobs, Step, Trace
 from zfun.transforms._tape import Tape, check_unwritten
@@ -54,9 +54,6 @@ _NO_BUCKET = -1
 
 # What a rank says that asks for no bucket: it is at the end of its pass, and has used what the schedule says, or not.
 _DONE, _STRAYED = -1, -2
-
-# How many buckets stay gathered behind the one in use while the order of use is not known.
-_WINDOW = 2
 
 
 class _Packed:
@@ -334,13 +331,13 @@ class Session:
         """Free what was not used lately, where there is no schedule to say so."""
         if self._phase == "forward":
             uses = reversed([event.bucket for event in self._events])
-            recent = list(dict.fromkeys(uses))[:_WINDOW]
+            recent = list(dict.fromkeys(uses))[:WINDOW]
             old = [b for b in self._buffers if b not in recent]
         elif self._has_anybody_strayed():
             old = list[int]()
         else:
             # No node fires for what is not trained: keep as many as forward does before it knows better.
-            old = [b for b in self._buffers if b != bucket and not self._shards[b].trained][: 1 - _WINDOW]
+            old = [b for b in self._buffers if b != bucket and not self._shards[b].trained][: 1 - WINDOW]
         for b in old:
             if b not in self._persistent:
                 self._release(b)
