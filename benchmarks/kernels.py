@@ -5,7 +5,10 @@
 The limit of a kernel is a loop that reads and writes the same arrays and computes next to nothing; it runs before and after the kernel in
 every round, and ``of limit`` is the median over rounds of its mean time over that of the kernel. Torch's contender is the fused or
 ``_foreach`` form that does the same; where it needs several calls (a cast, a copy in fewer bits), all of them count. DeepSpeed's Adam takes
-part where it is installed.
+part where it is installed; it compiles itself when it is first made, with the ninja beside python:
+
+    make bench-deepspeed BENCH_FLAGS="--preset many --rounds 1"    # makes the environment
+    PATH="$PWD/.venv-deepspeed/bin:$PATH" python benchmarks/kernels.py --only adamw
 """
 
 from __future__ import annotations
@@ -71,6 +74,18 @@ def _limit_of_two(p: Any, g: Any, begin: Any, end: Any) -> None:
     ps, gs = p[begin:end], g[begin:end]
     for i in range(ps.size):
         ps[i] += gs[i]
+
+
+@_jit.jit
+def _limit_of_lamb(p: Any, g: Any, m: Any, v: Any, begin: Any, end: Any) -> None:
+    """A pass for the norms, which writes the moments, and one that reads them again: what has no room for directions."""
+    ps, gs, ms, vs = p[begin:end], g[begin:end], m[begin:end], v[begin:end]
+    for i in range(ps.size):
+        x = ps[i] + gs[i]
+        ms[i] += x
+        vs[i] += x
+    for i in range(ps.size):
+        ps[i] += ms[i] + vs[i]
 
 
 @_jit.jit
@@ -203,6 +218,18 @@ def optimizer_cases(numel: int, only: str) -> Iterator[Case]:
                 lambda: ops.adagrad_step(p, g, v, None, learning_rate=1e-6, eps=1e-10),
                 limit(_limit_of_three, p, g, v, None),
                 torchs(torch.optim.Adagrad),
+            ),
+        )
+        lamb: dict[str, Any] = {"b1": 0.9, "b2": 0.999, "learning_rate": 1e-6, "eps": 1e-6, "weight_decay": 0.1, "bias": 0.9}
+        layers = [(start, min(start + 1_000_000, numel)) for start in range(0, numel, 1_000_000)]
+        yield (
+            "lamb",
+            lambda: Case(
+                "lamb, layers of 1M",
+                40,
+                lambda: ops.lamb_step(p, g, m, v, None, segments=layers, **lamb),
+                limit(_limit_of_lamb, p, g, m, v),
+                {},
             ),
         )
 

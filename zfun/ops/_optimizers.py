@@ -378,20 +378,27 @@ def lamb_step(
         >>> p
         tensor([1., 1., 1., 1.])
     """
-    direction = torch.empty(param.shape, dtype=wide(param.dtype), device=param.device)
     constants = {"b1": b1, "b2": b2, "bias": bias, "eps": eps, "weight_decay": weight_decay, "correction": correction}
-    if not _steps.step("lamb", param, grad, (mu, nu), direction, None, scale, constants):
-        for p, g, (m, v), u, t in _working(param, grad, (mu, nu), direction, scale, None):
-            _mix(m, g, b1, t)
-            _mix_squares(v, g, b2, t)
-            root_into(t, v)
-            t.div_(correction).add_(eps)
-            torch.div(m, bias, out=u)
-            u.div_(t)
-            if weight_decay:
-                u.add_(torch.mul(p, weight_decay, out=t))
+    rows = _steps.lamb_moments(param, grad, mu, nu, segments, scale, constants)
+    if rows is not None:
+        factors = [-learning_rate * ratio for ratio in _ratios(rows, bounds, gather)]
+        _steps.lamb_apply(param, mu, nu, change, out, segments, factors, constants)
+        return
+    direction = torch.empty(param.shape, dtype=wide(param.dtype), device=param.device)
+    for p, g, (m, v), u, t in _working(param, grad, (mu, nu), direction, scale, None):
+        _mix(m, g, b1, t)
+        _mix_squares(v, g, b2, t)
+        root_into(t, v)
+        t.div_(correction).add_(eps)
+        torch.div(m, bias, out=u)
+        u.div_(t)
+        if weight_decay:
+            u.add_(torch.mul(p, weight_decay, out=t))
+    ratios = [1.0] * len(segments)
+    if not is_abstract(param):
+        ratios = _ratios([squares_in_bins(x[start:stop]) for x in (param, direction) for start, stop in segments], bounds, gather)
     end = 0
-    for (start, stop), ratio in zip(segments, _ratios(param, direction, segments, bounds, gather), strict=True):
+    for (start, stop), ratio in zip(segments, ratios, strict=True):
         direction[end:start].zero_()
         direction[start:stop].mul_(-learning_rate * ratio)
         end = stop
@@ -404,22 +411,16 @@ def lamb_step(
         out.copy_(param)
 
 
-def _ratios(
-    param: Tensor,
-    direction: Tensor,
-    segments: Sequence[tuple[int, int]],
-    bounds: tuple[float, float],
-    gather: Callable[[Tensor], Tensor] | None,
-) -> list[float]:
-    """Return how far each layer goes along its direction."""
-    if is_abstract(param) or not segments:
-        return [1.0] * len(segments)
-    mine = torch.stack([squares_in_bins(x[start:stop]) for x in (param, direction) for start, stop in segments])
+def _ratios(squares: list[Tensor], bounds: tuple[float, float], gather: Callable[[Tensor], Tensor] | None) -> list[float]:
+    """Return how far each layer goes along its direction, of the squares of the layers and then of their directions."""
+    if not squares:
+        return []
+    mine = torch.stack(squares)
     rows = mine[None] if gather is None else gather(mine)
-    norms = [math.sqrt(total_of_bins(rows[:, i]).item()) for i in range(mine.shape[0])]
+    norms = [math.sqrt(total_of_bins(rows[:, i]).item()) for i in range(len(squares))]
     low, high = bounds
     found = []
-    for size, step in zip(norms[: len(segments)], norms[len(segments) :], strict=True):
+    for size, step in zip(norms[: len(norms) // 2], norms[len(norms) // 2 :], strict=True):
         found.append(min(max(size / step, low), high) if size > 0.0 and step > 0.0 else 1.0)
     return found
 

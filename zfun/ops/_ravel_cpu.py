@@ -29,10 +29,10 @@ from zfun.ops._jit import jit
 from zfun.ops._norm import LIMBS, LOWEST
 from zfun.ops._numbers import add_unit, bits, convert_unit, narrow, pointer, prefetch, square_unit, widen
 
-__all__ = ["add_squares", "convert", "ravel", "unravel"]
+__all__ = ["BLOCK", "add_block", "add_squares", "convert", "ravel", "unravel"]
 
 # Elements of a block, of 2048 sums: the integers that they make, of 51 bits each, do not overflow together.
-_BLOCK = 1 << 13
+BLOCK = 1 << 13
 
 # So many elements ahead memory is asked for.
 _AHEAD = 1 << 11
@@ -103,10 +103,10 @@ def ravel(pieces: Any, like: Any, out: Any, begin: Any, end: Any, scale: Any, ex
         row: to which the squares are added as by :func:`add_squares`; of length 0 if nobody asks.
     """
     starts, stops, addresses = pieces[0], pieces[1], pieces[2]
-    sums, spare, guess = np.empty(32, np.int64), np.empty(_BLOCK // 4, np.float64), 0
+    sums, spare, guess = np.empty(32, np.int64), np.empty(BLOCK // 4, np.float64), 0
     piece = _first_piece(stops, begin)
-    for block in range(begin, end, _BLOCK):
-        limit = min(block + _BLOCK, end)
+    for block in range(begin, end, BLOCK):
+        limit = min(block + BLOCK, end)
         # Where one piece fills the block, its squares are added on the way, if a guess is there.
         added = False
         at = block
@@ -122,7 +122,7 @@ def ravel(pieces: Any, like: Any, out: Any, begin: Any, end: Any, scale: Any, ex
             source = carray(pointer(addresses[piece], like), (stops[piece] - start,))[at - start : stop - start]
             if exact:
                 _copy(source, out[at:stop])
-            elif stop - at < _BLOCK:
+            elif stop - at < BLOCK:
                 convert(source, out[at:stop], scale)
             elif row.size and guess:
                 added = _convert_and_add(source, out[at:stop], scale, guess, sums, row)
@@ -132,7 +132,7 @@ def ravel(pieces: Any, like: Any, out: Any, begin: Any, end: Any, scale: Any, ex
             if stop == stops[piece]:
                 piece += 1
         if row.size and not added:
-            guess = _add_block(out[block:limit], guess, sums, spare, row)
+            guess = add_block(out[block:limit], guess, sums, spare, row)
 
 
 @jit
@@ -147,7 +147,7 @@ def unravel(pieces: Any, like: Any, source: Any, begin: Any, end: Any, exact: An
         target = carray(pointer(addresses[piece], like), (stops[piece] - start,))[low - start : high - start]
         if exact:
             _copy(source[low:high], target)
-        elif target.size < _BLOCK:
+        elif target.size < BLOCK:
             convert(source[low:high], target, one)
         else:
             _stream(source[low:high], target, one)
@@ -203,10 +203,10 @@ def _convert_and_add(source: Any, target: Any, scale: Any, guess: Any, sums: Any
 
 
 @jit
-def _add_block(x: Any, guess: Any, sums: Any, spare: Any, row: Any) -> Any:
+def add_block(x: Any, guess: Any, sums: Any, spare: Any, row: Any) -> Any:
     """Add the squares of a block to a row; returns the guess for the next."""
     units = x.size // 32
-    if guess != 0 and x.size == _BLOCK:
+    if guess != 0 and x.size == BLOCK:
         upper, lower = _power(guess, 0), _power(guess - 52, 1)
         sums[:] = 0
         for at in range(0, x.size, 32):
@@ -280,6 +280,6 @@ def add_squares(x: Any, begin: Any, end: Any, row: Any) -> None:
         end: the element behind the last.
         row: int64 ``[LIMBS + 1]``: the limbs, and at last, as float64, what is not finite of the sums.
     """
-    sums, spare, guess = np.empty(32, np.int64), np.empty(_BLOCK // 4, np.float64), 0
-    for at in range(begin, end, _BLOCK):
-        guess = _add_block(x[at : min(at + _BLOCK, end)], guess, sums, spare, row)
+    sums, spare, guess = np.empty(32, np.int64), np.empty(BLOCK // 4, np.float64), 0
+    for at in range(begin, end, BLOCK):
+        guess = add_block(x[at : min(at + BLOCK, end)], guess, sums, spare, row)

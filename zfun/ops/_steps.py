@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from zfun.ops import _jit
+from zfun.ops._norm import exact_row, new_row
 from zfun.ops._twins import triton_for
 
-__all__ = ["step"]
+__all__ = ["lamb_apply", "lamb_moments", "step"]
 
 _COMPUTED_IN = (torch.float32, torch.float64)
 _NO_COPY = np.zeros(0, np.uint16)
@@ -45,11 +47,9 @@ def step(
     triton = triton_for(param)
     if triton is not None:
         return bool(triton.step(rule, param, grad, moments, change, out, scale, constants))
-    held = [param, *moments, *(() if change is None else (change,))]
-    if not _jit.compiled() or param.dtype not in _COMPUTED_IN or not _jit.is_plain(*held) or any(x.dtype != param.dtype for x in held):
+    if not _takes(param, *moments, *(() if change is None else (change,))):
         return False
-    if not _jit.is_plain(grad):
-        grad = grad.to(param.dtype).resolve_neg().contiguous()
+    grad = _readable(grad, param.dtype)
     from zfun.ops import _steps_cpu
 
     kernel = _jit.telling(getattr(_steps_cpu, rule))
@@ -66,3 +66,97 @@ def step(
     if out is not None and copy is None:
         out.copy_(param)
     return True
+
+
+def lamb_moments(
+    param: Tensor,
+    grad: Tensor,
+    mu: Tensor,
+    nu: Tensor,
+    segments: Sequence[tuple[int, int]],
+    scale: float | Tensor,
+    constants: Mapping[str, float],
+) -> list[Tensor] | None:
+    """Take the first half of a step of LAMB with its compiled kernel.
+
+    Returns:
+        The squares of the parameters of each segment and then those of their directions, as ``squares_in_bins`` returns them; None where
+        there is no kernel for such tensors, and nothing was done.
+    """
+    if triton_for(param) is not None or not _takes(param, mu, nu):
+        return None
+    from zfun.ops import _steps_cpu
+
+    kernel, number = _jit.telling(_steps_cpu.lamb_moments), _jit.number(param.dtype)
+    arrays = [_jit.as_array(x) for x in (param, _readable(grad, param.dtype), mu, nu)]
+    factor, numbers = number(float(scale)), tuple(number(x) for x in _steps_cpu.CONSTANTS["lamb"](**constants))
+    found: list[list[Tensor]] = [[], []]
+    end = 0
+    for start, stop in segments:
+        _in_rows(kernel, arrays, end, start, factor, numbers)  # what is in no segment
+        for row, rows in zip(found, _in_rows(kernel, arrays, start, stop, factor, numbers), strict=True):
+            row.append(rows)
+        end = stop
+    _in_rows(kernel, arrays, end, param.numel(), factor, numbers)
+    torch.autograd.graph.increment_version([mu, nu])
+    return found[0] + found[1]
+
+
+def _in_rows(kernel: Any, arrays: list[Any], start: int, stop: int, factor: Any, numbers: tuple[Any, ...]) -> list[Tensor]:
+    found = [[new_row()], [new_row()]]
+
+    def work(begin: int, end: int) -> None:
+        rows = np.stack([new_row(), new_row()])
+        kernel(*arrays, start + begin, start + end, factor, numbers, rows)
+        found[0].append(rows[0])
+        found[1].append(rows[1])
+
+    _jit.in_parts(stop - start, work)
+    return [exact_row(rows) for rows in found]
+
+
+def lamb_apply(
+    param: Tensor,
+    mu: Tensor,
+    nu: Tensor,
+    change: Tensor | None,
+    out: Tensor | None,
+    segments: Sequence[tuple[int, int]],
+    factors: Sequence[float],
+    constants: Mapping[str, float],
+) -> None:
+    """Take the second half of a step of LAMB, each segment times its factor; :func:`lamb_moments` has taken the first."""
+    from zfun.ops import _steps_cpu
+
+    kernel, number = _jit.telling(_steps_cpu.lamb_apply), _jit.number(param.dtype)
+    copy = out if out is not None and _jit.is_plain(out) else None
+    to = change if change is None or _takes(change, param) else torch.empty_like(param)
+    arrays = [_jit.as_array(x) for x in (param, mu, nu)]
+    arrays.append(np.zeros(0, number) if to is None else _jit.as_array(to))
+    arrays.append(_NO_COPY if copy is None else _jit.as_array(copy))
+    numbers = tuple(number(x) for x in _steps_cpu.CONSTANTS["lamb"](**constants))
+    end = 0
+    for (start, stop), factor in zip([*segments, (param.numel(), param.numel())], [*factors, 0.0], strict=True):
+        if to is not None:
+            to[end:start].zero_()
+        elif copy is not None:
+            copy[end:start].copy_(param[end:start])
+        _jit.in_parts(
+            stop - start,
+            lambda a, b, start=start, factor=factor: kernel(*arrays, start + a, start + b, number(factor), number(1.0), numbers),
+        )
+        end = stop
+    torch.autograd.graph.increment_version([param if to is None else to])
+    if change is not None and to is not change and to is not None:
+        change.copy_(to)
+    if out is not None and copy is None:
+        out.copy_(param)
+
+
+def _takes(param: Tensor, *others: Tensor) -> bool:
+    held = [param, *others]
+    return _jit.compiled() and param.dtype in _COMPUTED_IN and _jit.is_plain(*held) and all(x.dtype == param.dtype for x in held)
+
+
+def _readable(grad: Tensor, dtype: torch.dtype) -> Tensor:
+    return grad if _jit.is_plain(grad) else grad.to(dtype).resolve_neg().contiguous()
