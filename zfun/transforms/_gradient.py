@@ -88,9 +88,8 @@ class GradientFunction:
     def __call__(self, params: tree.Tree, batch: Any) -> tuple[Any, Any]:
         """Return the loss and the gradients."""
         layout, group = self._layout(params)
-        tables = self._tables.get(layout)
-        if tables is None:
-            tables = self._tables[layout] = [ops.AddressTable() for _ in layout.buckets]
+        # Taken away while they are in use: simulated ranks may have one gradient function between them.
+        tables = self._tables.pop(layout, None) or [ops.AddressTable() for _ in layout.buckets]
         sinks = watched(self._native_sinks(params), layout)
         tape = Tape(layout, sinks, _grad_dtypes(layout, group, self.reduce_dtype), group, tables)
         with torch.enable_grad():
@@ -100,6 +99,7 @@ class GradientFunction:
         if total.requires_grad and tape.anchors:
             torch.autograd.grad(total, tape.anchors, torch.full_like(total, self.loss_scale), allow_unused=True)
         results = tape.finish()
+        self._tables[layout] = tables
         if self.group is not None and self.group.debug and tape.unused:
             warnings.warn(
                 f"rank {self.group.rank}: the loss does not depend on {', '.join(tape.unused)}; such leaves have zero gradients; "
