@@ -48,7 +48,7 @@ class Noted(NamedTuple):
         live_bytes: of gathered buckets from then on, those on their way too.
     """
 
-    kind: What
+    kind: str
     bucket: int
     phase: Phase
     start: float
@@ -67,9 +67,9 @@ class Profile:
 
     events: list[Noted] = field(default_factory=list)
     labels: list[str] = field(default_factory=list)
-    _began: float = field(default_factory=time.perf_counter)
-    _known: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
-    _live: int = 0
+    _began: float = field(default_factory=time.perf_counter, init=False)
+    _known: list[tuple[int, tuple[str, ...]]] = field(default_factory=list, init=False)
+    _live: int = field(default=0, init=False)
 
     def steps(self) -> tuple[Step, ...]:
         """Return what was done as the steps of a schedule, to compare with those of :func:`zfun.schedule`."""
