@@ -223,7 +223,7 @@ def zero(
     policy = policy_of(precision)
     scaler = policy.loss_scale if isinstance(policy.loss_scale, LossScale) else None
     rule = _optimizer_of(stage, optimizer, group, bucket_bytes, offload_optimizer, policy.master)
-    place = functools.partial(shard, persistence=persistence) if stage == 3 else replicate
+    place = functools.partial(shard, persistence=persistence) if stage == 3 else _lent if stage and group.mesh.lends else replicate
     composed: list[tuple[tuple[Flat | None, bool], Gradient]] = []
 
     def gradient_of(frozen: Flat | None, scale: float, *, terms: bool) -> Gradient:
@@ -291,6 +291,11 @@ def zero(
 
 # The options of zero() have the names of the transforms they apply.
 _offload_optimizer, _offload_params, _offload_loss, _offload_grads = offload_optimizer, offload_params, offload_loss, offload_grads
+
+
+def _lent(params: tree.Tree, group: Group, **options: Any) -> Flat:
+    """Replicate a tree over ranks that lend each other memory: each keeps its own part, which it is going to update."""
+    return redistribute(shard(params, group, **options), R, group, name="params", borrow=True)
 
 
 def _check_knobs(stage: int, knobs: Knobs) -> None:

@@ -126,6 +126,7 @@ def _random_program(group: Group, seed: int, num_calls: int, largest: int) -> li
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(shared, "_IDLE_BYTES", 0)
             patch.setattr(shared, "_UNMAPPED_BYTES", 0)
+            patch.setattr(shared, "_FREE_BYTES", 0)
             return _random_program_of(group, seed, num_calls, largest)
     return _random_program_of(group, seed, num_calls, largest)
 
@@ -452,6 +453,9 @@ def _lets_go(group: Group) -> dict[str, int]:
         kept, expected = whole.view(group.size, -1)[:, 0], [1.0, 2.0]
         assert whole.sum() == 3 * numel
         found["looked at"] = _shared_resident() - before
+        group.rest(whole[5:])
+        found["at rest"] = _shared_resident() - before
+        assert whole.sum() == 3 * numel
         del whole
         group.barrier()
         assert kept.tolist() == expected  # a view of it is there, and so is all of it
@@ -480,6 +484,7 @@ def test_what_is_not_looked_at_is_no_memory_of_this_rank(two: Workers) -> None:
     for found in two.run(_lets_go):
         # The other rank's piece, and one's own a second time.
         assert abs(found["looked at"] - 16 * mebibyte) < slack
+        assert abs(found["at rest"] - 8 * mebibyte) < slack
         assert found["let go"] < slack
         assert found["summed"] < slack
         # Half of the sum is one's own, half the other's; the input is gone.
@@ -502,6 +507,29 @@ def _no_more_mappings(group: Group) -> None:
 
 def test_what_cannot_be_mapped_is_copied(two: Workers) -> None:
     two.run(_no_more_mappings)
+
+
+def _lean_steps(group: zf.Group, stage: int) -> list[bytes]:
+    """Steps in the state's own memory, where everything that can be let go of is; and what somebody keeps of the first one."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_IDLE_BYTES", "_UNMAPPED_BYTES", "_FREE_BYTES"):
+            patch.setattr(shared, name, 0)
+        generator = torch.Generator().manual_seed(0)
+        params = {"w": torch.randn(400, 700, generator=generator), "b": torch.randn(700, generator=generator)}
+        z = zf.zero(stage, lambda params, batch: (_loss(params, batch), params["w"] * 1.0), zf.optim.adamw(0.1), group, bucket_bytes=4096)
+        state, kept = z.init(params), []
+        for step in range(4):
+            state, info = z.step(state, torch.full((400,), 1.0 + group.rank + step))
+            kept += [info.aux, *z.params(state).values()]
+        return [_fingerprint(x) for x in kept]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_steps_that_let_go_of_everything_have_the_bits_of_the_simulation(two: Workers, stage: int) -> None:
+    found = two.run(_lean_steps, stage)
+    assert found == zf.simulate(2, _lean_steps, stage)
+    # What the loss sees in a step is what the one before has left.
+    assert len(set(found[0])) == 9
 
 
 def _pure_steps(group: zf.Group, stage: int) -> list[bytes]:

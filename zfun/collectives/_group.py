@@ -152,6 +152,16 @@ class Group(Protocol):
         """
         return
 
+    def rest(self, x: Tensor) -> None:
+        """Say that nobody looks at a borrowed result for a while: memory of other ranks that it shows need not count as this one's.
+
+        Its values stay what they are; to look at it again takes a little longer the first time.
+
+        Args:
+            x: the result, or a view of it. For any other tensor there is nothing to do.
+        """
+        return
+
     def close(self) -> None:
         """Release connections and threads. A closed group starts nothing more."""
         return
@@ -201,6 +211,9 @@ class Wrapper(Group):
 
     def await_readers(self, x: Tensor) -> None:
         self._group.await_readers(x)
+
+    def rest(self, x: Tensor) -> None:
+        self._group.rest(x)
 
     def close(self) -> None:
         self._group.close()

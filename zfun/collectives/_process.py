@@ -247,6 +247,10 @@ class _SharedGroup(ProcessGroup):
             with self._explained(use.text, use.index):
                 self._memory.await_readers(use)
 
+    def rest(self, x: Tensor) -> None:
+        if not self._closed:
+            self._memory.rest(x)
+
     def _give_up(self) -> None:
         self._memory.interrupted = True
 

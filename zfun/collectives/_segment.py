@@ -100,6 +100,7 @@ class Segment:
             start = _rounded(offset, unit)
             if start + nbytes <= offset + length:
                 self._free[place : place + 1] = _pieces((offset, start), (start + nbytes, offset + length))
+                self._map(start, nbytes)
                 return start, nbytes
         # What is free at the end is made longer.
         at_end = bool(self._free) and sum(self._free[-1]) == self._end
@@ -110,14 +111,28 @@ class Segment:
             self._free.pop()
         self._free += _pieces((offset, start))
         self._end = start + nbytes
+        self._map(start, nbytes)
         return start, nbytes
 
     def unmap(self, offset: int, nbytes: int) -> None:
         """Drop this rank's mapping of some pages, which stay where they are: the next access maps them again."""
-        _unmap(self.memory, offset, nbytes)
-        self._unmapped.append((offset, offset + nbytes))
+        if not any(first <= offset and offset + nbytes <= last for first, last in self._unmapped):
+            _unmap(self.memory, offset, nbytes)
+            self._unmapped.append((offset, offset + nbytes))
 
-    def map(self, offset: int, nbytes: int) -> None:
+    def unmap_free(self, kept: int) -> None:
+        """Drop this rank's mapping of what is free, but for the first so many bytes, which are used next."""
+        for offset, length in self._free:
+            spans = [(offset + min(length, kept), offset + length)]
+            kept -= min(length, kept)
+            for first, last in self._unmapped:
+                spans = [piece for begin, end in spans for piece in ((begin, min(end, first)), (max(begin, last), end))]
+                spans = [(begin, end) for begin, end in spans if begin < end]
+            for begin, end in spans:
+                if end - begin >= PAGE:
+                    self.unmap(begin, end - begin)
+
+    def _map(self, offset: int, nbytes: int) -> None:
         """Map what was unmapped of some pages, all at once: writing to them would map them one by one."""
         begin, end = offset, offset + nbytes
         here = [(max(first, begin), min(last, end)) for first, last in self._unmapped if first < end and begin < last]
@@ -311,9 +326,17 @@ class Region:
 
     def unmap(self) -> None:
         """Drop this rank's mapping of all pages, which the segments keep: the next access maps them again."""
-        if not self._is_detached:
-            _libc.madvise(self.begin, self.nbytes, mmap.MADV_DONTNEED)
+        self._unmap(self.begin, self.begin + self.nbytes)
         self.is_mapped = False
+
+    def unmap_others(self) -> None:
+        """The same for all but this rank's own piece."""
+        self._unmap(self.begin, self.own)
+        self._unmap(self.own + self._piece_bytes, self.begin + self.nbytes)
+
+    def _unmap(self, begin: int, end: int) -> None:
+        if begin < end and not self._is_detached:
+            _libc.madvise(begin, end - begin, mmap.MADV_DONTNEED)
 
     def detach(self) -> None:
         """Copy everything to pages of this process, in place: what is written to the segments from now on is not seen here."""

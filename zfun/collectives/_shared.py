@@ -80,6 +80,9 @@ _LONGEST_NAP_S = 1e-3
 _IDLE_REGIONS = 256
 _IDLE_BYTES = 1 << 26
 
+# What is free of this rank's segment stays mapped up to so many bytes.
+_FREE_BYTES = 1 << 28
+
 # Mappings of less are not worth a call of the system.
 _UNMAPPED_BYTES = 1 << 18
 
@@ -330,7 +333,6 @@ class SharedMemory:
             return None
         # The storage holds on to this object, and so its end is the end of the storage.
         window = memoryview(self._segment.memory)[offset : offset + numel * dtype.itemsize]
-        self._segment.map(offset, nbytes)
         self._buffers[offset] = _Area(offset, nbytes)
         weakref.finalize(window, self._dropped.append, offset)
         return torch.frombuffer(window, dtype=dtype)
@@ -368,6 +370,13 @@ class SharedMemory:
             self._block(peer, HEAD_WORDS + LANE_WORDS * use.lane + FINISHED, use.index, use.lane, use.index)
             if use.borrowed:
                 self._block(peer, self._peers[peer].slot(use.lane, use.index) // 8 + _RETURNED, use.index, use.lane, use.index)
+
+    def rest(self, x: Tensor) -> None:
+        """Let go of what the region of a borrowed result shows of others; they keep it. Room that has become free is let go of, too."""
+        self._reclaim()
+        for lease in self._leases.values():
+            if 0 <= x.data_ptr() - lease.region.begin < lease.region.nbytes:
+                lease.region.unmap_others()
 
     @property
     def in_use(self) -> int:
@@ -480,12 +489,18 @@ class SharedMemory:
                 area = staged.popleft()
                 self._segment.release(area.offset, area.nbytes)
         while self._dropped:
-            self._dropping.append(self._buffers.pop(self._dropped.popleft()))
+            area = self._buffers.pop(self._dropped.popleft())
+            self._dropping.append(area)
+            if any(lease.area is area for lease in self._leases.values()):
+                # From now on it is looked at through regions alone.
+                self._segment.unmap(area.offset, area.nbytes)
         if self._dropping:
             over = [area for area in self._dropping if all(self._is_over(use) for use in area.uses)]
             for area in over:
                 self._dropping.remove(area)
                 self._segment.release(area.offset, area.nbytes)
+            if over:
+                self._segment.unmap_free(_FREE_BYTES)
 
     def _find(self, x: Tensor) -> tuple[_Area | None, int]:
         """Return the area that a tensor lies in, directly or as this rank's part of a borrowed result, and where in the segment."""

@@ -200,6 +200,10 @@ def _open(params: tree.Tree, layout: Layout, tape: Tape) -> tree.Tree:
             for leaf, view in zip(bucket.leaves, views_of(buffer, [layout.leaves[i] for i in bucket.leaves]), strict=True):
                 leaves[leaf] = view
         tape.on_end.append(functools.partial(check_unwritten, leaves, layout.leaves))
+        # Where they are borrowed, parts of them are memory of other ranks, which need not be this one's when gradients take their room.
+        for buffer in buffers:
+            params.group.rest(buffer)
+        tape.on_complete.append(lambda bucket: params.group.rest(buffers[bucket]))
     else:
         leaves = unique_leaves(params, layout)
     opened: list[Tensor] = [torch.empty(0)] * len(leaves)

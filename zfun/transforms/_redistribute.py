@@ -367,7 +367,7 @@ def needs_autograd(buffers: tuple[Any, ...]) -> bool:
 
 
 # How many buckets may be under way at once: enough that the next is on its way while this one arrives.
-MAX_UNDER_WAY = 4
+MAX_UNDER_WAY = 2
 
 _EXACT = {"all_gather": collectives.all_gather, "reduce_scatter": collectives.reduce_scatter, "all_reduce": collectives.all_reduce}
 _COMPRESSED = {"all_gather": wire.all_gather, "reduce_scatter": wire.reduce_scatter, "all_reduce": wire.all_reduce}
