@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import queue
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, Protocol, TypeAlias, final
@@ -32,6 +33,9 @@ __all__ = ["ExchangeGroup", "HostsGroup"]
 _SEQUENCE_BITS = 13
 _CHECKSUM_BITS = 16
 _INTERRUPT_TAG = 0x7FFFFFFF
+
+# What is shorter takes less time than another thread needs to wake up.
+_SHORT_BYTES = 1 << 16
 
 
 class _Work(Protocol):
@@ -66,19 +70,24 @@ class _Messages:
         self._tensors = None
 
 
-_Job: TypeAlias = "tuple[Callable[[], None], Future[None]] | None"
+# Starts a collective; going through what it returns ends it.
+_Job: TypeAlias = Callable[[], Iterator[None]]
 
 
 @final
 class _LaneThread:
-    """Runs the later phases of a lane's collectives in their order, since nobody may have to wait for the caller to ask for them."""
+    """Starts and ends a lane's collectives, since nobody may have to wait for the caller to ask for a later phase.
+
+    They are started as soon as possible, between the steps of those before them, and go on in their order. A caller that computes is not
+    held up: to hand a message over may mean to wait until gloo has read another one.
+    """
 
     def __init__(self, lane: Lane) -> None:
-        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[_Job, Future[None]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"zfun {lane.name.lower()}", daemon=True)
         self._thread.start()
 
-    def submit(self, job: Callable[[], None]) -> Future[None]:
+    def submit(self, job: _Job) -> Future[None]:
         future: Future[None] = Future()
         self._jobs.put((job, future))
         return future
@@ -87,16 +96,35 @@ class _LaneThread:
         self._jobs.put(None)
         self._thread.join(timeout=1.0)
 
+    # Inference and grad mode belong to threads. Tensors of either kind may be written in inference mode.
+    @torch.inference_mode()
     def _run(self) -> None:
-        while (item := self._jobs.get()) is not None:
+        under_way: collections.deque[tuple[Iterator[None], Future[None]]] = collections.deque()
+        while self._start_jobs(under_way):
+            steps, future = under_way[0]
+            try:
+                next(steps)
+            except StopIteration:
+                under_way.popleft()
+                future.set_result(None)
+            except BaseException as error:  # noqa: BLE001, it is raised where the result is waited for
+                under_way.popleft()
+                future.set_exception(error)
+            del steps, future
+
+    def _start_jobs(self, under_way: collections.deque[tuple[Iterator[None], Future[None]]]) -> bool:
+        """Start what has been submitted; if nothing is under way, wait for it. Return whether to go on."""
+        while not under_way or not self._jobs.empty():
+            item = self._jobs.get()
+            if item is None:
+                return False
             job, future = item
             try:
-                job()
-            except BaseException as error:  # noqa: BLE001, it is raised where the result is waited for
+                under_way.append((job(), future))
+            except BaseException as error:  # noqa: BLE001, as above
                 future.set_exception(error)
-            else:
-                future.set_result(None)
             del item, job, future
+        return True
 
 
 class ExchangeGroup(ProcessGroup):
@@ -138,15 +166,17 @@ class ExchangeGroup(ProcessGroup):
     def _begin(self, call: Call, text: str, index: int, x: Tensor, out: Tensor) -> Callable[[], None]:
         """Start a collective; return what ends it."""
         exchange = self._exchange(call.lane, text, num_transfers(call.op, x.numel(), x.dtype.itemsize, self.size))
-        started = start_exchange(call.op, x, out, self.rank, self.size, exchange, self._workspace)
+        begin = functools.partial(start_exchange, call.op, x, out, self.rank, self.size, exchange, self._workspace)
+        if max(x.numel(), out.numel()) * x.dtype.itemsize > _SHORT_BYTES:
+            return self._background(call.lane, lambda: begin().steps())
+        started = begin()
         self._under_way[call.lane, index] = started
-        return self._background(call.lane, started.finish) if started.in_background else started.finish
+        return self._background(call.lane, started.steps) if started.in_background else started.finish
 
-    def _background(self, lane: Lane, job: Callable[[], None]) -> Callable[[], None]:
+    def _background(self, lane: Lane, job: _Job) -> Callable[[], None]:
         if lane not in self._lane_threads:
             self._lane_threads[lane] = _LaneThread(lane)
-        # Inference and grad mode belong to threads.
-        return self._lane_threads[lane].submit(torch.no_grad()(job)).result
+        return self._lane_threads[lane].submit(job).result
 
     def _tags(self, lane: Lane, text: str, transfers: int) -> list[int]:
         first = self._transfers[lane]
@@ -202,8 +232,13 @@ class HostsGroup(ExchangeGroup):
             return super()._begin(call, text, index, x, out)
         column = _Column(self._torch_group, self._place, self._tags(call.lane, text, num_messages(self._place)), self._timeout_s)
         row = functools.partial(self._in_row, call, text)
+
         # A collective has several phases, and the memory of a lane belongs to its thread.
-        return self._background(call.lane, lambda: over_hosts(call.op, x, out, self._place, row, column))
+        def steps() -> Iterator[None]:
+            over_hosts(call.op, x, out, self._place, row, column)
+            yield
+
+        return self._background(call.lane, steps)
 
     def _in_row(self, call: Call, text: str, op: Op, x: Tensor, out: Tensor) -> None:
         memory = self._rows[call.lane]

@@ -9,7 +9,7 @@ that every rank and every kind of group gets the same bits.
 The buffers of a collective, for N ranks and an input of n elements:
 
 * all-gather: receives straight into the slices of ``out``; the own shard is copied there unless it already is that slice.
-* reduce-scatter: receives N - 1 chunks of n/N elements each, adds them to the own chunk, into ``out``.
+* reduce-scatter: receives N - 1 chunks of n/N elements each, the first of them into ``out``, where they are added to the own chunk.
 * all-reduce: a reduce-scatter into the own slice of ``out``, then an all-gather in place. The second phase can only start when the first
   has been summed, and must not depend on when the caller waits: ranks that wait for two such collectives in different orders would block
   each other. So its phases are to be run in the background, each lane on its own.
@@ -25,7 +25,7 @@ An exchange of nothing is skipped on both sides, since ranks agree on lengths.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -82,13 +82,19 @@ class Started(NamedTuple):
     phases: Sequence[Phase] = ()
     in_background: bool = False
 
-    def finish(self) -> None:
-        """Run everything that remains."""
+    def steps(self) -> Iterator[None]:
+        """Run everything that remains, one transfer at a time."""
         self.transfer.wait()
         for phase in self.phases:
+            yield
             transfer = phase()
             if transfer is not None:
                 transfer.wait()
+
+    def finish(self) -> None:
+        """Run everything that remains, at once."""
+        for _ in self.steps():
+            pass
 
 
 def num_transfers(op: Op, numel: int, itemsize: int, size: int) -> int:
@@ -135,7 +141,7 @@ def start_exchange(op: Op, x: Tensor, out: Tensor, rank: int, size: int, exchang
             sends, recvs = (others, nobody) if rank == root else (nobody, _only(root, out, size))
             return Started(exchange(sends, recvs), (_Copy(x, out),) if rank == root else ())
         case Reduce(root) if rank == root:
-            received = _rooms([x] * size, rank, workspace)
+            received = _rooms(x, rank, size, out, workspace)
             return Started(exchange(nobody, received), (functools.partial(_Sum(received, out, rank), slice(None)),))
         case Reduce(root):
             out.zero_()
@@ -167,7 +173,7 @@ def _start_all_reduce(x: Tensor, out: Tensor, rank: int, size: int, exchange: Ex
 
 def _start_sum(chunks: Sequence[Tensor], out: Tensor, rank: int, exchange: Exchange, workspace: Workspace) -> tuple[Transfer, list[Phase]]:
     """Start to send each rank its chunk, and to receive and add what is this rank's."""
-    received = _rooms([chunks[rank]] * len(chunks), rank, workspace)
+    received = _rooms(chunks[rank], rank, len(chunks), out, workspace)
     spans = _spans(out.numel(), out.dtype.itemsize)
     transfers = [exchange([x[span] for x in chunks], [x[span] for x in received]) for span in spans]
     add = _Sum(received, out, rank)
@@ -186,7 +192,7 @@ class _Sum:
 
     def __call__(self, span: slice, following: Transfer | None = None) -> Transfer | None:
         terms, out = [term[span] for term in self._terms], self._out[span]
-        if terms[self._rank].is_set_to(out) and self._rank > 0 and len(terms) > 2:
+        if terms[self._rank].is_set_to(out) and self._rank > 1:
             # The sum starts with the first term, and would overwrite this one before its turn.
             out.copy_(sum_in_rank_order(terms))
         else:
@@ -220,9 +226,10 @@ def _chunks(x: Tensor, size: int) -> list[Tensor]:
     return list(x.view(size, x.numel() // size).unbind())
 
 
-def _rooms(chunks: Sequence[Tensor], rank: int, workspace: Workspace) -> list[Tensor]:
-    """Make room for a chunk of every rank; the own chunk stands for itself."""
-    return [chunk if other == rank else workspace.take(chunk.numel(), chunk.dtype) for other, chunk in enumerate(chunks)]
+def _rooms(own: Tensor, rank: int, size: int, out: Tensor, workspace: Workspace) -> list[Tensor]:
+    """Make room for a term of every rank. The own term stands for itself, and the first of the others may come to where the sum goes."""
+    free = [] if own.is_set_to(out) else [out]
+    return [own if other == rank else free.pop() if free else workspace.take(own.numel(), own.dtype) for other in range(size)]
 
 
 def _only(rank: int, x: Tensor, size: int) -> list[Tensor | None]:

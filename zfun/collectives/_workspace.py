@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import mmap
+import threading
 import weakref
 
 import torch
@@ -20,12 +21,13 @@ _SMALL_BYTES = 1 << 18
 
 
 class Workspace:
-    """Hands out uninitialised tensors. A tensor lives as long as any view of it, whatever becomes of the workspace."""
+    """Hands out uninitialised tensors, to any thread. A tensor lives as long as any view of it, whatever becomes of the workspace."""
 
     def __init__(self) -> None:
         self._free: list[mmap.mmap] = []
         self._in_use = 0
         self._most_in_use = 0
+        self._lock = threading.Lock()
         # Filled by finalizers, which may run at any moment and in any thread.
         self._dropped: collections.deque[mmap.mmap] = collections.deque()
 
@@ -34,6 +36,19 @@ class Workspace:
         nbytes = numel * dtype.itemsize
         if nbytes < _SMALL_BYTES:
             return torch.empty(numel, dtype=dtype)
+        with self._lock:
+            block = self._take_block(nbytes)
+        # The storage holds on to this object, and so its end is the end of the storage.
+        window = memoryview(block)[:nbytes]
+        weakref.finalize(window, self._dropped.append, block)
+        return torch.frombuffer(window, dtype=dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are handed out or kept."""
+        return self._in_use + sum(map(len, self._free))
+
+    def _take_block(self, nbytes: int) -> mmap.mmap:
         self._reclaim()
         # The smallest that is large enough, unless most of it would lie idle.
         fitting = [block for block in self._free if nbytes <= len(block) <= 2 * nbytes]
@@ -46,15 +61,7 @@ class Workspace:
         self._most_in_use = max(self._most_in_use, self._in_use)
         while self._free and self.nbytes > self._most_in_use:
             self._free.pop(0)
-        # The storage holds on to this object, and so its end is the end of the storage.
-        window = memoryview(block)[:nbytes]
-        weakref.finalize(window, self._dropped.append, block)
-        return torch.frombuffer(window, dtype=dtype)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are handed out or kept."""
-        return self._in_use + sum(map(len, self._free))
+        return block
 
     def _reclaim(self) -> None:
         while self._dropped:

@@ -27,7 +27,7 @@ def sum_in_rank_order(terms: Sequence[Tensor], out: Tensor | None = None) -> Ten
 
     Args:
         terms: one tensor of the same shape and dtype per rank, in rank order; at least one.
-        out: where the sum goes. It may be the first term, or the second of two.
+        out: where the sum goes. It may be the first term or the second.
 
     Returns:
         The sum, in the dtype of the terms; ``out`` if it was given, else a fresh tensor.
