@@ -162,7 +162,7 @@ def test_sizes_and_optimizers(rule: Rule, size: int) -> None:
 # Any tree, bucket size, optimizer and composition.
 
 
-@settings(max_examples=examples(32))
+@settings(max_examples=examples(16))
 @given(
     params=trees(nodes=models.NODES),
     size=st.sampled_from(SIZES),
@@ -195,7 +195,7 @@ def test_any_tree(params: Any, size: int, rule: Rule, buckets: list[int], num_mi
 MIXED = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
 
 
-@settings(max_examples=examples(24))
+@settings(max_examples=examples(12))
 @given(
     params=trees(tensors(MIXED), nodes=models.NODES),
     size=st.sampled_from(SIZES[:5]),

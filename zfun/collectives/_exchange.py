@@ -228,7 +228,7 @@ def _chunks(x: Tensor, size: int) -> list[Tensor]:
 
 def _rooms(own: Tensor, rank: int, size: int, out: Tensor, workspace: Workspace) -> list[Tensor]:
     """Make room for a term of every rank. The own term stands for itself, and the first of the others may come to where the sum goes."""
-    free = [] if own.is_set_to(out) else [out]
+    free: list[Tensor] = [] if own.is_set_to(out) else [out]
     return [own if other == rank else free.pop() if free else workspace.take(own.numel(), own.dtype) for other in range(size)]
 
 
