@@ -78,7 +78,7 @@ _LONGEST_NAP_S = 1e-3
 # Regions that nobody looks at now are kept for the next time, up to so many; of their pages, which count as this rank's memory too, so many
 # stay mapped: what was used last is used first where backward follows forward.
 _IDLE_REGIONS = 256
-_IDLE_BYTES = 1 << 26
+_IDLE_BYTES = 6 << 24
 
 # What is free of this rank's segment stays mapped up to so many bytes.
 _FREE_BYTES = 1 << 28
