@@ -177,10 +177,9 @@ def test_a_hundred_steps_change_what_torch_s_change() -> None:
     assert torch.equal(p[: numel // 16 * 16], parameter.detach()[: numel // 16 * 16])
 
 
-@pytest.mark.parametrize("step", STEPS)
+# LAMB's norms are of whole segments, which may not be cut anywhere.
+@pytest.mark.parametrize("step", [step for step in STEPS if step is not lamb])
 def test_cuts_and_places_change_no_bits(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
-    if step is lamb:
-        pytest.skip("its segments are cut elsewhere")
     monkeypatch.setattr("zfun.ops._jit._MIN_PER_THREAD", 1024)
     for kernels in ("reference", "compiled"):
         with ops.use(kernels):

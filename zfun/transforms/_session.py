@@ -204,7 +204,7 @@ class Session:
             return
         self._phase = "turn"
         if self._tape is None:
-            # Somebody may still differentiate with respect to the batch. Nobody says when that is done, and the leaves know this session: a
+            # Somebody may still differentiate with respect to the batch. Nobody says when that is done, and the leaves know their maker: a
             # cycle that would keep the shards alive.
             self._lazy, self._sources = (), ()
 
