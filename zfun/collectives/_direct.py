@@ -206,10 +206,11 @@ class ExchangeGroup(ProcessGroup):
         return exchange
 
     def _interrupt(self) -> None:
-        # Nothing ends a wait of gloo but an error of its connections, and a receive that runs out of time breaks all of them.
-        peer = (self.rank + 1) % self.size
-        with contextlib.suppress(RuntimeError):
-            self._torch_group.recv([torch.empty(1)], peer, _INTERRUPT_TAG).wait(timedelta(milliseconds=1))
+        # Nothing ends a wait of gloo but an error of its connections, and a receive that runs out of time breaks all of them. It does not
+        # where the connection is broken already: a peer may have left a moment ago.
+        for step in range(1, self.size):
+            with contextlib.suppress(RuntimeError):
+                self._torch_group.recv([torch.empty(1)], (self.rank + step) % self.size, _INTERRUPT_TAG).wait(timedelta(milliseconds=1))
 
     def _release(self) -> None:
         for thread in self._lane_threads.values():
