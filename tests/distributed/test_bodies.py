@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import zfun as zf
-from tests.distributed import bodies, branches, optimizers
+from tests.distributed import bodies, branches, optimizers, processes
 from zfun.collectives import Workers
 from zfun.errors import CollectiveMismatch, PeerLost
 from zfun.testing import assert_same_bits
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.timeout(90), pytest.mark.filterwarnings("ignore:.torch
 @pytest.fixture(scope="module", params=[(2, False), (3, False), (2, None)], ids=["2 over gloo", "3 over gloo", "2 over what is chosen"])
 def ranks(request: pytest.FixtureRequest) -> Iterator[tuple[int, Workers]]:
     size, shared_memory = request.param
-    with Workers(size, timeout_s=40.0, collective_timeout_s=20.0, shared_memory=shared_memory) as held:
+    with processes(size, timeout_s=40.0, collective_timeout_s=20.0, shared_memory=shared_memory) as held:
         yield size, held
 
 
@@ -57,7 +57,7 @@ def test_compiled_blocks_on_processes(ranks: tuple[int, Workers]) -> None:
 
 def test_a_rank_that_raises_in_the_loss() -> None:
     started = time.monotonic()
-    with Workers(2, timeout_s=40.0, collective_timeout_s=20.0) as workers:
+    with processes(2, timeout_s=40.0, collective_timeout_s=20.0) as workers:
         waiting, raised = workers.outcomes(bodies.raises_in_the_loss)
     assert isinstance(raised, ValueError)
     assert isinstance(waiting, PeerLost)
@@ -69,7 +69,7 @@ def test_a_rank_that_raises_in_the_loss() -> None:
 
 
 def test_a_rank_that_starts_another_collective() -> None:
-    with Workers(2, timeout_s=40.0, collective_timeout_s=20.0) as workers:
+    with processes(2, timeout_s=40.0, collective_timeout_s=20.0) as workers:
         outcomes = workers.outcomes(bodies.starts_another_collective)
     for outcome in outcomes:
         assert isinstance(outcome, (CollectiveMismatch, PeerLost))

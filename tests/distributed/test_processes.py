@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.distributed import needs_shared_memory
+from tests.distributed import needs_shared_memory, processes
 from zfun.collectives import (
     AllGather,
     AllReduce,
@@ -55,13 +55,13 @@ RUN_S = 40.0
 )
 def workers(request: pytest.FixtureRequest) -> Iterator[Workers]:
     size, shared_memory = request.param
-    with Workers(size, timeout_s=RUN_S, shared_memory=shared_memory) as held:
+    with processes(size, timeout_s=RUN_S, shared_memory=shared_memory) as held:
         yield held
 
 
 @pytest.fixture(scope="module", params=[False, pytest.param(True, marks=needs_shared_memory)], ids=["gloo", "shared"])
 def two(request: pytest.FixtureRequest) -> Iterator[Workers]:
-    with Workers(2, timeout_s=RUN_S, collective_timeout_s=20.0, shared_memory=request.param) as held:
+    with processes(2, timeout_s=RUN_S, collective_timeout_s=20.0, shared_memory=request.param) as held:
         yield held
 
 
@@ -353,7 +353,7 @@ def _stops(group: Group) -> None:
 
 @pytest.mark.parametrize("shared_memory", [False, pytest.param(True, marks=needs_shared_memory)])
 def test_a_stopped_rank_is_given_up_after_the_timeout(shared_memory: bool) -> None:
-    with Workers(2, timeout_s=RUN_S, collective_timeout_s=2.0, grace_s=0.5, shared_memory=shared_memory) as workers:
+    with processes(2, timeout_s=RUN_S, collective_timeout_s=2.0, grace_s=0.5, shared_memory=shared_memory) as workers:
         waiting, stopped = workers.outcomes(_stops)
     assert isinstance(waiting, PeerLost)
     assert "rank 0 lost rank 1" in str(waiting)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import zfun as zf
-from tests.distributed import needs_shared_memory
+from tests.distributed import needs_shared_memory, processes
 from zfun.collectives import (
     AllGather,
     AllReduce,
@@ -57,13 +57,13 @@ LARGE = {torch.float32: 70_001, torch.bfloat16: 140_001}
 
 @pytest.fixture(scope="module", params=[2, 3, 4])
 def workers(request: pytest.FixtureRequest) -> Iterator[Workers]:
-    with Workers(request.param, timeout_s=RUN_S, shared_memory=True) as held:
+    with processes(request.param, timeout_s=RUN_S, shared_memory=True) as held:
         yield held
 
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[Workers]:
-    with Workers(2, timeout_s=RUN_S, collective_timeout_s=20.0, shared_memory=True) as held:
+    with processes(2, timeout_s=RUN_S, collective_timeout_s=20.0, shared_memory=True) as held:
         yield held
 
 
@@ -588,7 +588,7 @@ def _all_die_borrowing(group: Group) -> None:
 @pytest.mark.parametrize("program", [_size, _all_die, _all_die_borrowing])
 def test_nothing_is_left(program: object) -> None:
     before = _names()
-    with Workers(2, timeout_s=RUN_S, shared_memory=True) as workers:
+    with processes(2, timeout_s=RUN_S, shared_memory=True) as workers:
         workers.outcomes(program)  # type: ignore[arg-type]
         assert not {name for name in _names() - before if name.startswith("/dev/shm")}
     assert _names() <= before
@@ -602,13 +602,13 @@ def _dies_and_leaves_a_child(group: Group) -> str:
     group.barrier()
     if group.rank == 1:
         if os.fork() == 0:
-            time.sleep(8)
+            time.sleep(5)
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
     started = time.monotonic()
     with pytest.raises(PeerLost, match=r"rank 0 lost rank 1 .*its process has ended"):
         group.barrier()
-    assert time.monotonic() - started < 7
+    assert time.monotonic() - started < 4.5
     return "noticed"
 
 
@@ -631,7 +631,7 @@ def _reader_stops(group: Group) -> str:
 
 
 def test_a_reader_that_stops_is_noticed() -> None:
-    with Workers(2, timeout_s=8.0, collective_timeout_s=1.0, shared_memory=True) as workers:
+    with processes(2, timeout_s=6.0, collective_timeout_s=1.0, shared_memory=True) as workers:
         assert workers.outcomes(_reader_stops)[0] == "noticed"
 
 

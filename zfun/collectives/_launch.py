@@ -10,9 +10,8 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,9 @@ import torch.distributed as dist
 from zfun.collectives._group import Group
 from zfun.collectives._process import process_group
 from zfun.errors import OptionError, PeerLost
+
+if TYPE_CHECKING:  # not every system has fork servers
+    from multiprocessing.context import ForkServerContext, ForkServerProcess, SpawnContext, SpawnProcess
 
 __all__ = ["Workers", "spawn"]
 
@@ -77,6 +79,8 @@ class Workers:
         collective_timeout_s: how long one collective may take; by default as long as the run.
         grace_s: how long the other ranks may take to end after one has failed; then they are killed.
         shared_memory: whether the ranks exchange data through shared memory; see :func:`process_group`.
+        context: what starts the processes; by default ``multiprocessing.get_context("spawn")``, under which each imports torch by itself.
+            A fork server that has imported it starts them in a tenth of the time.
 
     Example:
         ``with Workers(2) as workers: results = workers.run(train, 10)``
@@ -90,6 +94,7 @@ class Workers:
         collective_timeout_s: float | None = None,
         grace_s: float = 5.0,
         shared_memory: bool | None = None,
+        context: SpawnContext | ForkServerContext | None = None,
     ) -> None:
         if n < 1:
             raise OptionError(f"a run needs at least one rank; got {n}")
@@ -98,8 +103,9 @@ class Workers:
         self._collective_timeout_s = timeout_s if collective_timeout_s is None else collective_timeout_s
         self._grace_s = grace_s
         self._shared_memory = shared_memory
+        self._context = context or multiprocessing.get_context("spawn")
         self._store: dist.Store | None = None
-        self._processes: list[SpawnProcess] = []
+        self._processes: list[SpawnProcess | ForkServerProcess] = []
         self._connections: list[Connection] = []
 
     def run(self, fn: Callable[Concatenate[Group, _Params], _Result], *args: _Params.args, **kwargs: _Params.kwargs) -> list[_Result]:
@@ -152,13 +158,12 @@ class Workers:
         return [outcomes[rank] for rank in range(self._n)]
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
         # The store lives here, on a port that the system has chosen: nobody can take it in between, and it outlives every rank.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._store = store
         for rank in range(self._n):
-            ours, theirs = context.Pipe()
-            process = context.Process(
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(
                 target=_serve,
                 args=(rank, self._n, store.port, theirs, self._collective_timeout_s, self._shared_memory),
                 name=f"rank {rank}",
