@@ -10,13 +10,18 @@ from typing import Any
 import pytest
 
 import zfun as zf
+from tests.conftest import on_one_core
 from tests.distributed import bodies, branches, optimizers, processes
 from zfun.collectives import Workers
 from zfun.errors import CollectiveMismatch, PeerLost
 from zfun.testing import assert_same_bits
 
 # torch itself warns when it first imports what forward-mode derivatives need.
-pytestmark = [pytest.mark.timeout(90), pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")]
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.timeout(90),
+    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),
+]
 
 
 @pytest.fixture(scope="module", params=[(2, False), (3, False), (2, None)], ids=["2 over gloo", "3 over gloo", "2 over what is chosen"])
@@ -28,7 +33,8 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[tuple[int, Workers]]:
 
 @functools.cache
 def simulated(size: int, body: Callable[[zf.Group], Any]) -> list[Any]:
-    return zf.simulate(size, body)
+    with on_one_core():
+        return zf.simulate(size, body)
 
 
 BODIES = [*bodies.BODIES, *branches.BODIES, *optimizers.BODIES]

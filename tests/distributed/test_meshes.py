@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 import zfun as zf
+from tests.conftest import on_one_core
 from tests.distributed import mesh_bodies, needs_shared_memory, optimizers, processes
 from zfun.collectives import Workers
 from zfun.errors import PeerLost
 from zfun.testing import assert_same_bits
 
-pytestmark = [pytest.mark.timeout(90), needs_shared_memory]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(90), needs_shared_memory]
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,8 @@ BODIES = [mesh_bodies.collectives, mesh_bodies.trained, mesh_bodies.over_two_hos
 
 @pytest.mark.parametrize("body", BODIES, ids=[body.__name__ for body in BODIES])
 def test_processes_do_what_the_simulation_does(four: Workers, body: Callable[[zf.Group], Any]) -> None:
-    expected = zf.simulate(4, body)
+    with on_one_core():
+        expected = zf.simulate(4, body)
     for rank, found in enumerate(four.run(body)):
         assert_same_bits(found, expected[rank], f"rank {rank} in its process and simulated")
 

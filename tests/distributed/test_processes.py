@@ -45,7 +45,7 @@ from zfun.collectives import (
 from zfun.collectives._native import NativeGroup
 from zfun.errors import CollectiveMismatch, OptionError, PeerLost, SpecMismatch
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(90)]
 
 RUN_S = 40.0
 

@@ -46,7 +46,7 @@ from zfun.collectives import _shared as shared
 from zfun.collectives._process import _SharedGroup
 from zfun.errors import CollectiveMismatch, OptionError, PeerLost
 
-pytestmark = [pytest.mark.timeout(90), needs_shared_memory]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(90), needs_shared_memory]
 
 RUN_S = 60.0
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64]

@@ -10,7 +10,11 @@ import pytest
 
 from tests import loopback
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.skipif(sys.platform != "linux", reason="network namespaces are Linux's")]
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(sys.platform != "linux", reason="network namespaces are Linux's"),
+]
 
 
 def test_a_step_sends_two_or_three_times_the_parameters() -> None:
