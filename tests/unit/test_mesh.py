@@ -12,6 +12,7 @@ import zfun as zf
 from tests import models
 from zfun import optim
 from zfun.collectives import AllGather, AllReduce, Broadcast, Call, Permute, Reduce
+from zfun.collectives._group import Wrapper
 from zfun.errors import OptionError, PeerLost, PlacementError, SpecMismatch
 from zfun.testing import assert_same_bits
 
@@ -290,3 +291,30 @@ def test_errors_of_groups() -> None:
         zf.simulate(4, by_hand)
     with pytest.raises(OptionError, match="has the ranks of the mesh, row after row"):
         zf.simulate(2, lambda group: zf.Mesh(group, zf.abstract_group(2), group))
+
+
+class Resting(Wrapper):
+    """Notes what is said to rest."""
+
+    def __init__(self, group: zf.Group) -> None:
+        super().__init__(group)
+        self.rested: list[torch.Tensor] = []
+
+    def start(self, call: Call, x: torch.Tensor, out: torch.Tensor | None = None) -> Any:
+        return self._group.start(call, x, out)
+
+    def rest(self, x: torch.Tensor) -> None:
+        self.rested.append(x)
+        super().rest(x)
+
+
+def test_what_rests_is_told_to_every_group_of_a_mesh() -> None:
+    inner, outer, whole = (Resting(zf.abstract_group(size)) for size in (INNER, OUTER, SIZE))
+    mesh = zf.Mesh(inner, outer, whole)
+    first, second = torch.ones(1), torch.ones(1)
+    mesh.rest(first)
+    mesh.inner.rest(second)
+    assert [[x is first for x in group.rested] for group in (inner, outer, whole)] == [[True, False], [True], [True]]
+    # One of two groups has no group of all.
+    zf.Mesh(inner, outer).rest(first)
+    assert [len(group.rested) for group in (inner, outer)] == [3, 2]

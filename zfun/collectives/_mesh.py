@@ -228,6 +228,12 @@ class Mesh(Group):
         whole = None if self._whole is None else fn(self._whole, "")
         return fn(self._plain["inner"], "inner"), fn(self._plain["outer"], "outer"), whole
 
+    def rest(self, x: Tensor) -> None:
+        # Its own results are nobody else's memory; those of its groups may be.
+        for group in (*self._plain.values(), self._whole):
+            if group is not None:
+                group.rest(x)
+
     def close(self) -> None:
         for group in self._plain.values():
             group.close()
