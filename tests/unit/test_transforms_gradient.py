@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 import zfun as zf
 from tests import models
-from zfun import tree
+from zfun import ops, tree
 from zfun.collectives import checked
 from zfun.errors import OptionError, ZfunError
 from zfun.testing import assert_same_bits
@@ -33,6 +34,32 @@ def test_value_and_grad_is_plain_autograd() -> None:
     assert_same_bits((loss, grads), plain(models.mlp_loss, models.mlp(), X))
     assert not loss.requires_grad
     assert not any(leaf.requires_grad for leaf in tree.leaves(grads))
+
+
+def test_ranks_that_share_a_gradient_function_do_not_share_tables_of_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    vg = zf.value_and_grad(models.mlp_loss)
+    batches = models.mlp_batches(1, 2)[0]
+    both_know, point_at = threading.Barrier(2, timeout=20.0), ops.AddressTable.point_at
+
+    def point_and_wait(*args: Any) -> bool:
+        """Nobody copies from the addresses before the other rank has written its own."""
+        found = point_at(*args)
+        both_know.wait()
+        return found
+
+    def main(group: zf.Group) -> Any:
+        gradient, own = (zf.data_parallel(fn, group) for fn in (vg, zf.value_and_grad(models.mlp_loss)))
+        expected = own(models.mlp(), batches[group.rank])
+        # From now on there is a table that both could take.
+        gradient(models.mlp(), batches[group.rank])
+        group.barrier()
+        if group.rank == 0:
+            monkeypatch.setattr(ops.AddressTable, "point_at", point_and_wait)
+        group.barrier()
+        return expected, gradient(models.mlp(), batches[group.rank])
+
+    for expected, found in zf.simulate(2, main):
+        assert_same_bits(found, expected)
 
 
 def test_gradients_are_ones_own() -> None:
