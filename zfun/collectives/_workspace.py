@@ -71,7 +71,7 @@ class Workspace:
 
 
 def _pages(nbytes: int) -> mmap.mmap:
-    block = mmap.mmap(-1, nbytes)
+    block = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     # Not needed: fewer faults and misses where the system has huge pages.
     with contextlib.suppress(OSError, AttributeError):
         block.madvise(mmap.MADV_HUGEPAGE)
