@@ -10,10 +10,10 @@ The buffers of a collective, for N ranks and an input of n elements:
 
 * all-gather: receives straight into the slices of ``out``; the own shard is copied there unless it already is that slice.
 * reduce-scatter: receives N - 1 chunks of n/N elements each, the first of them into ``out``, where they are added to the own chunk.
-* all-reduce: a reduce-scatter into the own slice of ``out``, then an all-gather in place. The second phase can only start when the first
-  has been summed, and must not depend on when the caller waits: ranks that wait for two such collectives in different orders would block
-  each other. So its phases are to be run in the background, each lane on its own.
-  Two ranks send each other everything and add, in one phase: the same bytes on the wire, and half the latency.
+* all-reduce: a reduce-scatter into the own slice of ``out``, of which each piece is gathered in place as soon as it is summed. That must
+  not depend on when the caller waits: ranks that wait for two such collectives in different orders would block each other. So its phases
+  are to be run in the background, each lane on its own.
+  Two ranks send each other what is no longer than a piece and both add it: the same bytes on the wire, and half the latency.
 * the others receive straight into ``out``.
 
 What is received only to be added goes into room that is used again. It comes in pieces, each a message of its own, so that a piece is added
@@ -24,6 +24,7 @@ An exchange of nothing is skipped on both sides, since ranks agree on lengths.
 
 from __future__ import annotations
 
+import collections
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
@@ -103,7 +104,7 @@ def num_transfers(op: Op, numel: int, itemsize: int, size: int) -> int:
         case ReduceScatter():
             return len(_spans(numel // size, itemsize))
         case AllReduce():
-            return len(_spans(numel, itemsize)) if size == 2 else len(_spans(-(-numel // size), itemsize)) + 1
+            return 1 if _is_added_twice(numel, itemsize, size) else 2 * len(_spans(-(-numel // size), itemsize))
         case _:
             return 1
 
@@ -133,7 +134,7 @@ def start_exchange(op: Op, x: Tensor, out: Tensor, rank: int, size: int, exchang
             return Started(exchange(others, slices))
         case ReduceScatter():
             return Started(*_start_sum(_chunks(x, size), out, rank, exchange, workspace))
-        case AllReduce() if size == 2:
+        case AllReduce() if _is_added_twice(x.numel(), x.dtype.itemsize, size):
             return Started(*_start_sum([x, x], out, rank, exchange, workspace))
         case AllReduce():
             return _start_all_reduce(x, out, rank, size, exchange, workspace)
@@ -162,13 +163,25 @@ def _start_all_reduce(x: Tensor, out: Tensor, rank: int, size: int, exchange: Ex
     chunks = _chunks(whole, size)
     total = torch.empty_like(whole) if padding else out
     slices = _chunks(total, size)
-    transfer, phases = _start_sum(chunks, slices[rank], rank, exchange, workspace)
+    transfer, sums = _start_sum(chunks, slices[rank], rank, exchange, workspace)
+    gathers: collections.deque[Transfer] = collections.deque()
 
-    def gather_sums() -> Transfer:
-        return exchange([None if other == rank else slices[rank] for other in range(size)], slices)
+    def sum_and_send(add: Phase, span: slice) -> Transfer | None:
+        following = add()
+        piece = slices[rank][span]
+        gathers.append(exchange([None if other == rank else piece for other in range(size)], [x[span] for x in slices]))
+        return following
 
-    last: tuple[Phase, ...] = (_Copy(total[:numel], out),) if padding else ()
-    return Started(transfer, (*phases, gather_sums, *last), in_background=True)
+    spans = _spans(slices[rank].numel(), out.dtype.itemsize)
+    phases: list[Phase] = [functools.partial(sum_and_send, add, span) for add, span in zip(sums, spans, strict=True)]
+    phases += [gathers.popleft] * len(spans)
+    if padding:
+        phases.append(_Copy(total[:numel], out))
+    return Started(transfer, phases, in_background=True)
+
+
+def _is_added_twice(numel: int, itemsize: int, size: int) -> bool:
+    return size == 2 and numel * itemsize <= _PIECE_BYTES
 
 
 def _start_sum(chunks: Sequence[Tensor], out: Tensor, rank: int, exchange: Exchange, workspace: Workspace) -> tuple[Transfer, list[Phase]]:
