@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zfun.collectives import (
@@ -29,7 +36,10 @@ from zfun.collectives import (
     simulate,
     single_group,
 )
+from zfun.collectives._direct import _LaneThread
 from zfun.collectives._monitor import Status, diagnose
+from zfun.collectives._process import _gloo
+from zfun.collectives._turns import interrupting_nobody
 from zfun.collectives._workspace import Workspace
 from zfun.errors import CollectiveMismatch, OptionError, SpecMismatch
 
@@ -285,3 +295,40 @@ def test_no_more_room_is_kept_than_was_in_use_at_once() -> None:
     assert workspace.nbytes == 3 << 18
     del workspace
     assert [x.fill_(7).sum().item() for x in held] == [7 << 18] * 3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such class of threads")
+def test_threads_that_carry_data_interrupt_nobody() -> None:
+    found: list[int] = []
+
+    def note() -> Iterator[None]:
+        found.append(os.sched_getscheduler(0))
+        yield
+
+    thread = _LaneThread(Lane.GRADS)
+    thread.submit(note).result(timeout=10.0)
+    thread.close()
+    tasks = Path("/proc/self/task")
+    before = set(tasks.iterdir())
+    group = _gloo(dist.HashStore(), 0, 1, 10.0)
+    own = [int(task.name) for task in set(tasks.iterdir()) - before]
+    assert own
+    assert {*map(os.sched_getscheduler, own), *found} == {os.SCHED_BATCH}
+    del group
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such class of threads")
+def test_a_class_that_was_chosen_for_a_thread_stays() -> None:
+    found: list[int] = []
+
+    def run() -> None:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        with interrupting_nobody():
+            found.append(os.sched_getscheduler(0))
+        found.append(os.sched_getscheduler(0))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(timeout=10.0)
+    assert found == [os.SCHED_IDLE] * 2

@@ -23,6 +23,7 @@ from zfun.collectives._exchange import Started, num_transfers, start_exchange
 from zfun.collectives._hosts import Place, goes_over_hosts, num_messages, over_hosts
 from zfun.collectives._pending import Pending
 from zfun.collectives._shared import Disagreement, SharedMemory, TransportError
+from zfun.collectives._turns import interrupting_nobody
 from zfun.collectives._workspace import Workspace
 from zfun.errors import OptionError
 
@@ -98,6 +99,7 @@ class _LaneThread:
 
     # Inference and grad mode belong to threads. Tensors of either kind may be written in inference mode.
     @torch.inference_mode()
+    @interrupting_nobody()
     def _run(self) -> None:
         under_way: collections.deque[tuple[Iterator[None], Future[None]]] = collections.deque()
         while self._start_jobs(under_way):

@@ -23,6 +23,7 @@ from zfun.collectives._native import NativeGroup
 from zfun.collectives._pending import Pending
 from zfun.collectives._shared import SharedMemory
 from zfun.collectives._single import single_group
+from zfun.collectives._turns import interrupting_nobody
 from zfun.errors import OptionError, PeerLost, checked_options
 
 __all__ = ["process_group"]
@@ -121,8 +122,7 @@ def _made_over_gloo(
     on_close: Callable[[], None] | None = None,
     numbers: Sequence[int] | None = None,
 ) -> ProcessGroup:
-    # An own instance has its own connections, tags and timeout, and is in nobody's registry.
-    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timedelta(seconds=timeout_s))
+    gloo = _gloo(dist.PrefixStore("gloo", store), rank, size, timeout_s)
     memory = meet(store, rank, size, timeout_s, shared_memory)
     if shared_memory and isinstance(memory, str):
         raise _no_shared_memory(memory)
@@ -136,6 +136,12 @@ def _made_over_gloo(
         made = ExchangeGroup(*settings)
     made.make_part = lambda store, rank, size, numbers: _made_over_gloo(store, rank, size, timeout_s, shared_memory, numbers=numbers)
     return made
+
+
+def _gloo(store: dist.Store, rank: int, size: int, timeout_s: float) -> Any:
+    """Make an instance of gloo with connections, tags and a timeout of its own, which is in nobody's registry."""
+    with interrupting_nobody():
+        return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
 
 
 def _rows(store: dist.Store, rank: int, size: int, timeout_s: float) -> dict[Lane, SharedMemory] | None:

@@ -71,6 +71,7 @@ class Workspace:
 
 
 def _pages(nbytes: int) -> mmap.mmap:
+    # What is this process's own the system backs with huge pages where it does not so with shared memory, which is the default here.
     block = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     # Not needed: fewer faults and misses where the system has huge pages.
     with contextlib.suppress(OSError, AttributeError):
