@@ -96,7 +96,8 @@ def _limit_of_copy(source: Any, out: Any, begin: Any, end: Any) -> None:
 
 
 def limit(kernel: Any, *tensors: Tensor | None) -> Run:
-    arrays = [np.zeros(0, np.uint16) if x is None else _jit.as_array(x) for x in tensors]
+    """Run a limit over copies: what it adds up, round after round, are soon no numbers that an optimizer would meet."""
+    arrays = [np.zeros(0, np.uint16) if x is None else _jit.as_array(x.clone()) for x in tensors]
     length = arrays[0].size
     return lambda: _jit.in_parts(length, lambda begin, end: kernel(*arrays, begin, end))
 

@@ -51,7 +51,7 @@ def test_steps_are_vector_code(rule: str, num_moments: int, num_constants: int, 
     from zfun.ops import _steps_cpu
 
     x, g, nothing, one = np.zeros(1, np.float32), np.zeros(1, grads), np.zeros(0, np.uint16), np.float32(1)
-    arguments = [x, g, *[x] * num_moments, x, nothing, 0, 1, one, one, (one,) * num_constants]
+    arguments = [x, g, *[x] * num_moments, x, nothing, 0, 1, one, (one,) * num_constants]
     code = instructions(getattr(_steps_cpu, rule), *arguments)
     for instruction in wanted.split():
         assert re.search(rf"\b{instruction}\b.*%[yz]mm", code), f"{rule} has no packed {instruction}"
@@ -62,8 +62,8 @@ def test_casts_and_norms_are_vector_code() -> None:
     from zfun.ops import _ravel_cpu
 
     wide, narrow = np.zeros(1, np.float32), np.zeros(1, np.uint16)
-    for packing in (_ravel_cpu.convert, _ravel_cpu._stream):
-        code = instructions(packing, wide, narrow, np.float32(1))
+    for packing, options in ((_ravel_cpu.convert, ()), (_ravel_cpu._stream, (False,))):
+        code = instructions(packing, wide, narrow, np.float32(1), *options)
         assert re.search(r"\bvmulps\b.*%[yz]mm", code)
         assert re.search(r"\bvpsrld\b.*%[yz]mm", code)
     assert re.search(r"\bvpslld\b.*%[yz]mm", instructions(_ravel_cpu.convert, narrow, wide, np.float32(1)))

@@ -389,8 +389,8 @@ def lamb_step(
         _mix(m, g, b1, t)
         _mix_squares(v, g, b2, t)
         root_into(t, v)
-        t.div_(correction).add_(eps)
-        torch.div(m, bias, out=u)
+        t.mul_(1.0 / correction).add_(eps)
+        torch.mul(m, 1.0 / bias, out=u)
         u.div_(t)
         if weight_decay:
             u.add_(torch.mul(p, weight_decay, out=t))

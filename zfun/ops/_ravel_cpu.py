@@ -5,8 +5,7 @@ A buffer is written in blocks that stay in the cache, so that what is read off i
 memory. Tensors are reached by their addresses: one call for a bucket, however many tensors there are. Loops run over ``range(x.size)`` of
 slices, because LLVM does not vectorise a loop whose bounds are signed numbers it cannot compare.
 
-A long piece is read 32 elements at a time, and the memory of what comes a few KiB later is asked for by hand: arithmetic, where there is
-much of it, would otherwise leave the memory idle.
+Long pieces go from unit to unit, as [Note: units] says.
 
 [Note: exact sums]
 The squares of 32 elements, a unit, are added in float64 to eight sums, in one fixed order. Those are then added without any rounding, so
@@ -26,16 +25,36 @@ import numpy as np
 from numba import carray
 
 from zfun.ops._jit import jit
+from zfun.ops._lanes import (
+    ahead,
+    all_bits,
+    as_bits,
+    ask,
+    copy,
+    count,
+    eight_squares,
+    inlined,
+    lanes,
+    larger,
+    largest,
+    put,
+    rounded,
+    start,
+    sum_of,
+    take,
+    unit_of,
+    zeros,
+)
 from zfun.ops._norm import LIMBS, LOWEST
-from zfun.ops._numbers import add_unit, bits, convert_unit, narrow, pointer, prefetch, square_unit, widen
+from zfun.ops._numbers import bits, narrow, pointer, widen
 
-__all__ = ["BLOCK", "add_block", "add_squares", "convert", "ravel", "unravel"]
+__all__ = ["BLOCK", "add_block", "add_squares", "add_unit", "digits", "no_sums", "ravel", "settle", "unravel"]
 
 # Elements of a block, of 2048 sums: the integers that they make, of 51 bits each, do not overflow together.
 BLOCK = 1 << 13
 
-# So many elements ahead memory is asked for.
-_AHEAD = 1 << 11
+# Fewer elements are not worth asking for their memory.
+_SHORT = 1 << 9
 
 _BIAS = 1023
 _NO_SIGN = (1 << 63) - 1
@@ -52,14 +71,21 @@ def convert(source: Any, target: Any, scale: Any) -> None:
 
 
 @jit
-def _stream(source: Any, target: Any, scale: Any) -> None:
-    """Convert what comes from memory."""
-    whole = target.size // 32 * 32
-    for at in range(0, whole, 32):
-        for line in range(at, at + 32, 16):
-            prefetch(source, line + _AHEAD)
-        convert_unit(source, target, at, scale)
-    convert(source[whole:], target[whole:], scale)
+def _stream(source: Any, target: Any, scale: Any, exact: Any) -> None:
+    """Convert what comes from memory, or copy it as it is."""
+    x, out, unit = start(source), start(target), lanes(scale)
+    whole = target.size // count(unit) * count(unit)
+    for i in range(0, whole, count(unit)):
+        ahead(x, i, unit)
+        ask(out, i, unit)
+        if exact:
+            copy(x, out, i, unit)
+        else:
+            put(out, i, take(x, i, unit) * scale)
+    if exact:
+        _copy(source[whole:], target[whole:])
+    else:
+        convert(source[whole:], target[whole:], scale)
 
 
 @jit
@@ -103,7 +129,7 @@ def ravel(pieces: Any, like: Any, out: Any, begin: Any, end: Any, scale: Any, ex
         row: to which the squares are added as by :func:`add_squares`; of length 0 if nobody asks.
     """
     starts, stops, addresses = pieces[0], pieces[1], pieces[2]
-    sums, spare, guess = np.empty(32, np.int64), np.empty(BLOCK // 4, np.float64), 0
+    spare, guess = np.empty(BLOCK // 4, np.float64), 0
     piece = _first_piece(stops, begin)
     for block in range(begin, end, BLOCK):
         limit = min(block + BLOCK, end)
@@ -120,19 +146,19 @@ def ravel(pieces: Any, like: Any, out: Any, begin: Any, end: Any, scale: Any, ex
                 continue
             stop = min(stops[piece], limit)
             source = carray(pointer(addresses[piece], like), (stops[piece] - start,))[at - start : stop - start]
-            if exact:
+            if stop - at == BLOCK and row.size and guess:
+                added = _convert_and_add(source, out[at:stop], scale, guess, row)
+            elif stop - at >= _SHORT:
+                _stream(source, out[at:stop], scale, exact)
+            elif exact:
                 _copy(source, out[at:stop])
-            elif stop - at < BLOCK:
-                convert(source, out[at:stop], scale)
-            elif row.size and guess:
-                added = _convert_and_add(source, out[at:stop], scale, guess, sums, row)
             else:
-                _stream(source, out[at:stop], scale)
+                convert(source, out[at:stop], scale)
             at = stop
             if stop == stops[piece]:
                 piece += 1
         if row.size and not added:
-            guess = add_block(out[block:limit], guess, sums, spare, row)
+            guess = add_block(out[block:limit], guess, spare, row)
 
 
 @jit
@@ -145,12 +171,12 @@ def unravel(pieces: Any, like: Any, source: Any, begin: Any, end: Any, exact: An
             break
         low, high = max(start, begin), min(stops[piece], end)
         target = carray(pointer(addresses[piece], like), (stops[piece] - start,))[low - start : high - start]
-        if exact:
+        if target.size >= _SHORT:
+            _stream(source[low:high], target, one, exact)
+        elif exact:
             _copy(source[low:high], target)
-        elif target.size < BLOCK:
-            convert(source[low:high], target, one)
         else:
-            _stream(source[low:high], target, one)
+            convert(source[low:high], target, one)
 
 
 @jit
@@ -172,51 +198,70 @@ def _deposit(row: Any, total: Any, place: Any) -> None:
 
 
 @jit
-def _settle(guess: Any, units: Any, sums: Any, row: Any) -> Any:
-    """Add to a row what ``add_unit`` summed up; whether the guess was good."""
-    left, largest = np.int64(0), np.int64(0)
-    for i in range(8):
-        left |= sums[16 + i]
-        largest = max(largest, sums[24 + i])
-    if (left & _NO_SIGN) != 0 or largest >= (guess - 1) << 52:
+def digits(guess: Any) -> Any:
+    """Make what cuts the upper digits off a sum, and then the lower ones."""
+    return _power(guess, 0), _power(guess - 52, 1)
+
+
+@jit
+def settle(guess: Any, sums: Any, row: Any) -> Any:
+    """Add to a row what :func:`add_unit` summed up; whether the guess was good."""
+    high, low, left, top = sums
+    if (all_bits(left) & _NO_SIGN) != 0 or largest(top) >= (guess - 1) << 52:
         return False
-    upper, lower = -8 * units * (guess << 52), -8 * units * (((guess - 52) << 52) | (1 << 51))
-    for i in range(8):
-        upper += sums[i]
-        lower += sums[8 + i]
-    _deposit(row, upper, guess - _BIAS - 52 - LOWEST)
-    _deposit(row, lower, guess - _BIAS - 104 - LOWEST)
+    num_sums = BLOCK // 4
+    _deposit(row, sum_of(high) - num_sums * (guess << 52), guess - _BIAS - 52 - LOWEST)
+    _deposit(row, sum_of(low) - num_sums * (((guess - 52) << 52) | (1 << 51)), guess - _BIAS - 104 - LOWEST)
     return True
 
 
 @jit
-def _convert_and_add(source: Any, target: Any, scale: Any, guess: Any, sums: Any, row: Any) -> Any:
-    """Convert a whole block and add the squares of what was written; whether the guess was good for that."""
-    upper, lower = _power(guess, 0), _power(guess - 52, 1)
-    sums[:] = 0
-    for at in range(0, target.size, 32):
-        for line in range(at, at + 32, 16):
-            prefetch(source, line + _AHEAD)
-        convert_unit(source, target, at, scale)
-        add_unit(target, at, upper, lower, sums)
-    return _settle(guess, target.size // 32, sums, row)
+def add_unit(x: Any, upper: Any, lower: Any, sums: Any) -> Any:
+    """Add the squares of a unit to sums of integers: the bits of the upper digits and of the lower, what is left, the largest."""
+    inlined()
+    value = eight_squares(x)
+    high = value + upper
+    rest = value - (high - upper)
+    low = rest + lower
+    left = rest - (low - lower)
+    return sums[0] + as_bits(high), sums[1] + as_bits(low), sums[2] | as_bits(left), larger(sums[3], as_bits(value))
 
 
 @jit
-def add_block(x: Any, guess: Any, sums: Any, spare: Any, row: Any) -> Any:
+def no_sums(unit: Any) -> Any:
+    inlined()
+    return zeros(unit), zeros(unit), zeros(unit), zeros(unit)
+
+
+@jit
+def _convert_and_add(source: Any, target: Any, scale: Any, guess: Any, row: Any) -> Any:
+    """Convert a whole block and add the squares of what was written; whether the guess was good for that."""
+    upper, lower = digits(guess)
+    x, out, unit = start(source), start(target), lanes(scale)
+    sums = no_sums(unit)
+    for i in range(0, BLOCK, count(unit)):
+        ahead(x, i, unit)
+        ask(out, i, unit)
+        value = rounded(take(x, i, unit) * scale, out)
+        put(out, i, value)
+        sums = add_unit(value, upper, lower, sums)
+    return settle(guess, sums, row)
+
+
+@jit
+def add_block(x: Any, guess: Any, spare: Any, row: Any) -> Any:
     """Add the squares of a block to a row; returns the guess for the next."""
-    units = x.size // 32
+    units, data, unit = x.size // 32, start(x), unit_of(x)
     if guess != 0 and x.size == BLOCK:
-        upper, lower = _power(guess, 0), _power(guess - 52, 1)
-        sums[:] = 0
-        for at in range(0, x.size, 32):
-            for line in range(at, at + 32, 16):
-                prefetch(x, line + _AHEAD)
-            add_unit(x, at, upper, lower, sums)
-        if _settle(guess, units, sums, row):
+        upper, lower = digits(guess)
+        sums = no_sums(unit)
+        for i in range(0, BLOCK, count(unit)):
+            ahead(data, i, unit)
+            sums = add_unit(take(data, i, unit), upper, lower, sums)
+        if settle(guess, sums, row):
             return guess
-    for unit in range(units):
-        square_unit(x, 32 * unit, spare, 8 * unit)
+    for i in range(0, 32 * units, 32):
+        put(start(spare), i // 4, eight_squares(take(data, i, unit_of(spare))))
     if x.size % 32:
         tail, one = np.zeros(32, np.float64), np.float64(1.0)
         for i in range(x.size % 32):
@@ -280,6 +325,6 @@ def add_squares(x: Any, begin: Any, end: Any, row: Any) -> None:
         end: the element behind the last.
         row: int64 ``[LIMBS + 1]``: the limbs, and at last, as float64, what is not finite of the sums.
     """
-    sums, spare, guess = np.empty(32, np.int64), np.empty(BLOCK // 4, np.float64), 0
+    spare, guess = np.empty(BLOCK // 4, np.float64), 0
     for at in range(begin, end, BLOCK):
-        guess = add_block(x[at : min(at + BLOCK, end)], guess, sums, spare, row)
+        guess = add_block(x[at : min(at + BLOCK, end)], guess, spare, row)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -58,9 +59,9 @@ def step(
     arrays = [_jit.as_array(x) for x in (param, grad, *moments)]
     arrays.append(np.zeros(0, number) if change is None else _jit.as_array(change))
     arrays.append(_NO_COPY if copy is None else _jit.as_array(copy))
-    factor, one = number(float(scale)), number(1.0)
+    factor = number(float(scale))
     numbers = tuple(number(x) for x in _steps_cpu.CONSTANTS[rule](**constants))
-    _jit.in_parts(param.numel(), lambda begin, end: kernel(*arrays, begin, end, factor, one, numbers))
+    _jit.in_parts(param.numel(), lambda begin, end: kernel(*arrays, begin, end, factor, numbers))
     written = [*moments, *([param] if change is None else [change]), *([] if copy is None else [copy])]
     torch.autograd.graph.increment_version(written)
     if out is not None and copy is None:
@@ -90,29 +91,19 @@ def lamb_moments(
     kernel, number = _jit.telling(_steps_cpu.lamb_moments), _jit.number(param.dtype)
     arrays = [_jit.as_array(x) for x in (param, _readable(grad, param.dtype), mu, nu)]
     factor, numbers = number(float(scale)), tuple(number(x) for x in _steps_cpu.CONSTANTS["lamb"](**constants))
-    found: list[list[Tensor]] = [[], []]
-    end = 0
-    for start, stop in segments:
-        _in_rows(kernel, arrays, end, start, factor, numbers)  # what is in no segment
-        for row, rows in zip(found, _in_rows(kernel, arrays, start, stop, factor, numbers), strict=True):
-            row.append(rows)
-        end = stop
-    _in_rows(kernel, arrays, end, param.numel(), factor, numbers)
-    torch.autograd.graph.increment_version([mu, nu])
-    return found[0] + found[1]
-
-
-def _in_rows(kernel: Any, arrays: list[Any], start: int, stop: int, factor: Any, numbers: tuple[Any, ...]) -> list[Tensor]:
-    found = [[new_row()], [new_row()]]
+    # What is in no segment has moments too: every second piece is a segment, and the others lie between.
+    places = np.array([0, *itertools.chain.from_iterable(segments), param.numel()], np.int64)
+    pieces = np.stack([places[:-1], places[1:]], 1)
+    found: list[Any] = []
 
     def work(begin: int, end: int) -> None:
-        rows = np.stack([new_row(), new_row()])
-        kernel(*arrays, start + begin, start + end, factor, numbers, rows)
-        found[0].append(rows[0])
-        found[1].append(rows[1])
+        rows = np.stack([new_row()] * 2 * len(pieces)).reshape(len(pieces), 2, -1)
+        kernel(*arrays, begin, end, factor, numbers, pieces, rows)
+        found.append(rows[1::2])
 
-    _jit.in_parts(stop - start, work)
-    return [exact_row(rows) for rows in found]
+    _jit.in_parts(param.numel(), work)
+    torch.autograd.graph.increment_version([mu, nu])
+    return [exact_row([rows[k, which] for rows in found]) for which in range(2) for k in range(len(segments))]
 
 
 def lamb_apply(
@@ -136,16 +127,14 @@ def lamb_apply(
     arrays.append(_NO_COPY if copy is None else _jit.as_array(copy))
     numbers = tuple(number(x) for x in _steps_cpu.CONSTANTS["lamb"](**constants))
     end = 0
-    for (start, stop), factor in zip([*segments, (param.numel(), param.numel())], [*factors, 0.0], strict=True):
+    for start, stop in [*segments, (param.numel(), param.numel())]:
         if to is not None:
             to[end:start].zero_()
         elif copy is not None:
             copy[end:start].copy_(param[end:start])
-        _jit.in_parts(
-            stop - start,
-            lambda a, b, start=start, factor=factor: kernel(*arrays, start + a, start + b, number(factor), number(1.0), numbers),
-        )
         end = stop
+    pieces, far = np.array(segments, np.int64).reshape(-1, 2), np.array(factors, number)
+    _jit.in_parts(param.numel(), lambda begin, end: kernel(*arrays, begin, end, numbers, pieces, far))
     torch.autograd.graph.increment_version([param if to is None else to])
     if change is not None and to is not change and to is not None:
         change.copy_(to)

@@ -1,15 +1,11 @@
-"""Compiled: the rules of optimizers; see [Note: one arithmetic].
+"""Compiled: the rules of optimizers; see [Note: one arithmetic] and [Note: units].
 
-[Note: how the loops look]
-Each rule is one loop over the elements of slices. A choice that is the same for all elements is a conditional expression, of which LLVM
-makes a masked move, or two loops. Where the result goes is a loop of its own, because a vector loop first checks that its arrays do not
-overlap, and one array under two names always does. Each loop is a function of its own, or LLVM gives up before it has made two loops of
-such a choice (13 % of a step with momentum). ``fma`` stands where torch's fused kernels have it, so that their bits come out. A copy
-of the parameters in fewer bits is made block by block, while the block is in the cache: packing inside the loop would halve its width.
+A choice that is the same for all elements is a conditional expression, which costs next to nothing. ``fma`` stands where torch's fused
+kernels have it, so that their bits come out.
 
 All kernels but LAMB's, which needs norms on the way, are called alike: the buffers, first the parameters, the gradients and what else the
-rule keeps, then where the change and the copy go (of length 0 for none); which elements; the factor of the gradient and 1, in the dtype
-that is computed in; the constants.
+rule keeps, then where the change and the copy go (of length 0 for none); which elements; the factor of the gradient, in the dtype that is
+computed in; the constants.
 """
 
 from __future__ import annotations
@@ -20,261 +16,308 @@ from typing import Any
 import numpy as np
 
 from zfun.ops._jit import jit
-from zfun.ops._numbers import fma, wide_vectors, widen
-from zfun.ops._ravel_cpu import BLOCK, add_block, convert
+from zfun.ops._lanes import ahead, ask, count, fma, inlined, lanes, put, root, rounded, same_sign, start, take
+from zfun.ops._ravel_cpu import BLOCK, add_block, add_unit, digits, no_sums, settle
 
 __all__ = ["CONSTANTS", "adagrad", "adam", "lamb_apply", "lamb_moments", "lion", "plain_sgd", "sgd"]
 
-# Elements between two copies: a few KiB of each array, at home in every L1.
-_BLOCK = 1024
+
+@jit
+def _move(i: Any, like: Any, p: Any, to: Any, old: Any, u: Any) -> None:
+    """Add to the parameters, or say what is to be added to them."""
+    inlined()
+    changes, change, copies, out = to
+    if changes:
+        ask(change, i, like)
+        put(change, i, u)
+    else:
+        new = rounded(old + rounded(u, p), p)
+        put(p, i, new)
+        if copies:
+            ask(out, i, like)
+            put(out, i, new)
 
 
 @jit
-def _block(out: Any, begin: Any, end: Any) -> Any:
-    return min(_BLOCK, end - begin) if out.size else end - begin
+def _replace(i: Any, like: Any, p: Any, to: Any, old: Any, value: Any) -> None:
+    """Write what the parameters become, or say how far that is."""
+    inlined()
+    changes, change, copies, out = to
+    new = rounded(value, p)
+    if changes:
+        ask(change, i, like)
+        put(change, i, new - old)
+    else:
+        put(p, i, new)
+        if copies:
+            ask(out, i, like)
+            put(out, i, new)
 
 
 @jit
 def _moments(x: Any, m: Any, v: Any, weight: Any, from_x: Any, b2: Any, c2: Any) -> Any:
+    inlined()
     return fma(weight, x - m, x if from_x != 0 else m), fma(c2 * x, x, v * b2)
 
 
 @jit
-def _adam(ps: Any, gs: Any, ms: Any, vs: Any, scale: Any, constants: Any) -> None:
-    wide_vectors()
+def _adam(i: Any, like: Any, at: Any, to: Any, scale: Any, constants: Any) -> None:
+    inlined()
+    p, g, m, v = at
     weight, from_x, b2, c2, step, correction, eps, l2, shrink = constants
-    for i in range(ps.size):
-        x = widen(gs[i], scale) * scale
-        x = fma(ps[i], l2, x) if l2 != 0 else x
-        mean, square = _moments(x, ms[i], vs[i], weight, from_x, b2, c2)
-        u = step * mean / (np.sqrt(square) / correction + eps)
-        ms[i] = mean
-        vs[i] = square
-        ps[i] = ps[i] * shrink + u
+    ahead(g, i, like)
+    ahead(m, i, like)
+    ahead(v, i, like)
+    ahead(p, i, like)
+    x = take(g, i, like) * scale
+    old = take(p, i, like)
+    x = fma(old, l2, x) if l2 != 0 else x
+    mean, square = _moments(x, take(m, i, like), take(v, i, like), weight, from_x, b2, c2)
+    u = step * mean / (root(square) / correction + eps)
+    put(m, i, mean)
+    put(v, i, square)
+    if shrink != 1:
+        _replace(i, like, p, to, old, old * shrink + u)
+    else:
+        _move(i, like, p, to, old, u)
 
 
 @jit
-def _adam_change(ps: Any, gs: Any, ms: Any, vs: Any, cs: Any, scale: Any, constants: Any) -> None:
-    wide_vectors()
-    weight, from_x, b2, c2, step, correction, eps, l2, shrink = constants
-    for i in range(ps.size):
-        x = widen(gs[i], scale) * scale
-        x = fma(ps[i], l2, x) if l2 != 0 else x
-        mean, square = _moments(x, ms[i], vs[i], weight, from_x, b2, c2)
-        u = step * mean / (np.sqrt(square) / correction + eps)
-        ms[i] = mean
-        vs[i] = square
-        cs[i] = (ps[i] * shrink + u) - ps[i] if shrink != 1 else u
-
-
-@jit
-def adam(p: Any, g: Any, m: Any, v: Any, change: Any, out: Any, begin: Any, end: Any, scale: Any, one: Any, constants: Any) -> None:
-    size = _block(out, begin, end)
-    for at in range(begin, end, size):
-        stop = min(at + size, end)
-        if change.size:
-            _adam_change(p[at:stop], g[at:stop], m[at:stop], v[at:stop], change[at:stop], scale, constants)
-        else:
-            _adam(p[at:stop], g[at:stop], m[at:stop], v[at:stop], scale, constants)
-        if out.size:
-            convert(p[at:stop], out[at:stop], one)
+def adam(p: Any, g: Any, m: Any, v: Any, change: Any, out: Any, begin: Any, end: Any, scale: Any, constants: Any) -> None:
+    at = start(p), start(g), start(m), start(v)
+    to = change.size > 0, start(change), out.size > 0, start(out)
+    unit = lanes(scale)
+    whole = end - (end - begin) % count(unit)
+    for i in range(begin, whole, count(unit)):
+        _adam(i, unit, at, to, scale, constants)
+    for i in range(whole, end):
+        _adam(i, scale, at, to, scale, constants)
 
 
 @jit
 def _direction(p: Any, mean: Any, square: Any, constants: Any) -> Any:
-    bias, correction, eps, weight_decay = constants[4:]
-    u = mean / bias / (np.sqrt(square) / correction + eps)
+    inlined()
+    unbias, uncorrect, eps, weight_decay = constants[4:]
+    u = mean * unbias / (root(square) * uncorrect + eps)
     return u + p * weight_decay if weight_decay != 0 else u
 
 
 @jit
-def _lamb(ps: Any, gs: Any, ms: Any, vs: Any, cs: Any, scale: Any, constants: Any) -> None:
-    wide_vectors()
+def _lamb(i: Any, like: Any, at: Any, scale: Any, constants: Any) -> Any:
+    """Write the moments; the parameters and the direction."""
+    inlined()
+    p, g, m, v = at
     weight, from_x, b2, c2 = constants[:4]
-    for i in range(ps.size):
-        x = widen(gs[i], scale) * scale
-        mean, square = _moments(x, ms[i], vs[i], weight, from_x, b2, c2)
-        ms[i] = mean
-        vs[i] = square
-        cs[i] = _direction(ps[i], mean, square, constants)
+    ahead(g, i, like)
+    ahead(m, i, like)
+    ahead(v, i, like)
+    ahead(p, i, like)
+    old = take(p, i, like)
+    mean, square = _moments(take(g, i, like) * scale, take(m, i, like), take(v, i, like), weight, from_x, b2, c2)
+    put(m, i, mean)
+    put(v, i, square)
+    return old, _direction(old, mean, square, constants)
 
 
 @jit
-def lamb_moments(p: Any, g: Any, m: Any, v: Any, begin: Any, end: Any, scale: Any, constants: Any, rows: Any) -> None:
-    """Write the moments, and add the squares of the parameters and of the direction to two rows, as ``add_squares`` does."""
-    direction = np.empty(BLOCK, p.dtype)
-    sums, spare = np.empty(32, np.int64), np.empty(BLOCK // 4, np.float64)
-    first = second = 0
-    for at in range(begin, end, BLOCK):
-        stop = min(at + BLOCK, end)
-        ps, cs = p[at:stop], direction[: stop - at]
-        _lamb(ps, g[at:stop], m[at:stop], v[at:stop], cs, scale, constants)
-        first = add_block(ps, first, sums, spare, rows[0])
-        second = add_block(cs, second, sums, spare, rows[1])
+def _lamb_block(at: Any, begin: Any, end: Any, scale: Any, constants: Any, guesses: Any, rows: Any) -> Any:
+    """Take a whole block, and add the squares of the parameters and of the direction on the way; whether the guesses were good."""
+    unit = lanes(scale)
+    first, second = digits(guesses[0]), digits(guesses[1])
+    sizes, steps = no_sums(unit), no_sums(unit)
+    for i in range(begin, end, count(unit)):
+        old, u = _lamb(i, unit, at, scale, constants)
+        sizes = add_unit(old, first[0], first[1], sizes)
+        steps = add_unit(u, second[0], second[1], steps)
+    return settle(guesses[0], sizes, rows[0]), settle(guesses[1], steps, rows[1])
 
 
 @jit
-def lamb_apply(p: Any, m: Any, v: Any, change: Any, out: Any, begin: Any, end: Any, factor: Any, one: Any, constants: Any) -> None:
-    """Go along the direction, which costs less to compute again than to keep."""
-    wide_vectors()
-    size = _block(out, begin, end)
-    for at in range(begin, end, size):
-        stop = min(at + size, end)
-        ps, ms, vs = p[at:stop], m[at:stop], v[at:stop]
-        if change.size:
-            cs = change[at:stop]
-            for i in range(ps.size):
-                cs[i] = _direction(ps[i], ms[i], vs[i], constants) * factor
-        else:
-            for i in range(ps.size):
-                ps[i] = ps[i] + _direction(ps[i], ms[i], vs[i], constants) * factor
-        if out.size:
-            convert(ps, out[at:stop], one)
+def _directions(at: Any, begin: Any, end: Any, scale: Any, constants: Any, direction: Any) -> None:
+    """Write the direction of moments that are written already."""
+    p, _, m, v = at
+    for i in range(begin, end):
+        direction[i - begin] = _direction(take(p, i, scale), take(m, i, scale), take(v, i, scale), constants)
 
 
 @jit
-def _plain_sgd(ps: Any, gs: Any, scale: Any, step: Any, l2: Any) -> None:
-    wide_vectors()
-    for i in range(ps.size):
-        x = widen(gs[i], scale) * scale
-        x = x + ps[i] * l2 if l2 != 0 else x
-        ps[i] = ps[i] + x * step
+def _within(begin: Any, end: Any, start_: Any, stop: Any) -> Any:
+    """Cut a segment to a part of the buffer, at whole units of 32 from where it begins."""
+    low = start_ + max(begin - start_ + 31, 0) // 32 * 32
+    high = start_ + max(end - start_ + 31, 0) // 32 * 32
+    return min(low, stop), min(high, stop)
 
 
 @jit
-def _plain_sgd_change(ps: Any, gs: Any, cs: Any, scale: Any, step: Any, l2: Any) -> None:
-    wide_vectors()
-    for i in range(ps.size):
-        x = widen(gs[i], scale) * scale
-        x = x + ps[i] * l2 if l2 != 0 else x
-        cs[i] = x * step
+def lamb_moments(p: Any, g: Any, m: Any, v: Any, begin: Any, end: Any, scale: Any, constants: Any, segments: Any, rows: Any) -> None:
+    """Write the moments, and add the squares of the parameters and of the direction of each segment to its two rows.
+
+    Args:
+        p: parameters.
+        g: gradients.
+        m: first moments.
+        v: second moments.
+        begin: where this part of the buffers begins.
+        end: where it ends; what belongs to it of a segment is cut at multiples of 32 from where that begins.
+        scale: factor of the gradients.
+        constants: of the rule.
+        segments: int64 ``[k, 2]``: where each begins and ends.
+        rows: int64 ``[k, 2, LIMBS + 1]``, to which is added as by ``add_squares``.
+    """
+    at = start(p), start(g), start(m), start(v)
+    direction, spare = np.empty(BLOCK, p.dtype), np.empty(BLOCK // 4, np.float64)
+    guess_size = guess_step = 0
+    for k in range(segments.shape[0]):
+        low, high = _within(begin, end, segments[k, 0], segments[k, 1])
+        for first in range(low, high, BLOCK):
+            last = min(first + BLOCK, high)
+            known_size = known_step = False
+            if last - first == BLOCK and guess_size != 0 and guess_step != 0:
+                known_size, known_step = _lamb_block(at, first, last, scale, constants, (guess_size, guess_step), rows[k])
+            else:
+                for i in range(first, last):
+                    _lamb(i, scale, at, scale, constants)
+            if not known_size:
+                guess_size = add_block(p[first:last], guess_size, spare, rows[k, 0])
+            if not known_step:
+                _directions(at, first, last, scale, constants, direction)
+                guess_step = add_block(direction[: last - first], guess_step, spare, rows[k, 1])
 
 
 @jit
-def plain_sgd(p: Any, g: Any, change: Any, out: Any, begin: Any, end: Any, scale: Any, one: Any, constants: Any) -> None:
+def _go(i: Any, like: Any, at: Any, to: Any, factor: Any, constants: Any) -> None:
+    inlined()
+    p, m, v = at
+    ahead(m, i, like)
+    ahead(v, i, like)
+    ahead(p, i, like)
+    old = take(p, i, like)
+    _move(i, like, p, to, old, _direction(old, take(m, i, like), take(v, i, like), constants) * factor)
+
+
+@jit
+def lamb_apply(p: Any, m: Any, v: Any, change: Any, out: Any, begin: Any, end: Any, constants: Any, segments: Any, factors: Any) -> None:
+    """Go along the direction of each segment, which costs less to compute again than to keep, times its factor."""
+    at = start(p), start(m), start(v)
+    to = change.size > 0, start(change), out.size > 0, start(out)
+    unit = lanes(constants[0])
+    for k in range(segments.shape[0]):
+        low, high = _within(begin, end, segments[k, 0], segments[k, 1])
+        whole = high - (high - low) % count(unit)
+        for i in range(low, whole, count(unit)):
+            _go(i, unit, at, to, factors[k], constants)
+        for i in range(whole, high):
+            _go(i, constants[0], at, to, factors[k], constants)
+
+
+@jit
+def _plain_sgd(i: Any, like: Any, at: Any, to: Any, scale: Any, step: Any, l2: Any) -> None:
+    inlined()
+    p, g = at
+    ahead(g, i, like)
+    ahead(p, i, like)
+    x = take(g, i, like) * scale
+    old = take(p, i, like)
+    x = x + old * l2 if l2 != 0 else x
+    _move(i, like, p, to, old, x * step)
+
+
+@jit
+def plain_sgd(p: Any, g: Any, change: Any, out: Any, begin: Any, end: Any, scale: Any, constants: Any) -> None:
     step, l2 = constants
-    size = _block(out, begin, end)
-    for at in range(begin, end, size):
-        stop = min(at + size, end)
-        if change.size:
-            _plain_sgd_change(p[at:stop], g[at:stop], change[at:stop], scale, step, l2)
-        else:
-            _plain_sgd(p[at:stop], g[at:stop], scale, step, l2)
-        if out.size:
-            convert(p[at:stop], out[at:stop], one)
+    at = start(p), start(g)
+    to = change.size > 0, start(change), out.size > 0, start(out)
+    unit = lanes(scale)
+    whole = end - (end - begin) % count(unit)
+    for i in range(begin, whole, count(unit)):
+        _plain_sgd(i, unit, at, to, scale, step, l2)
+    for i in range(whole, end):
+        _plain_sgd(i, scale, at, to, scale, step, l2)
 
 
 @jit
-def _sgd(ps: Any, gs: Any, bs: Any, scale: Any, step: Any, momentum: Any, nesterov: Any, l2: Any) -> None:
-    wide_vectors()
-    for i in range(ps.size):
-        x = widen(gs[i], scale) * scale
-        x = x + ps[i] * l2 if l2 != 0 else x
-        velocity = bs[i] * momentum + x
-        x = x + velocity * momentum if nesterov != 0 else velocity
-        bs[i] = velocity
-        ps[i] = ps[i] + x * step
-
-
-@jit
-def _sgd_change(ps: Any, gs: Any, bs: Any, cs: Any, scale: Any, step: Any, momentum: Any, nesterov: Any, l2: Any) -> None:
-    wide_vectors()
-    for i in range(ps.size):
-        x = widen(gs[i], scale) * scale
-        x = x + ps[i] * l2 if l2 != 0 else x
-        velocity = bs[i] * momentum + x
-        x = x + velocity * momentum if nesterov != 0 else velocity
-        bs[i] = velocity
-        cs[i] = x * step
-
-
-@jit
-def sgd(p: Any, g: Any, b: Any, change: Any, out: Any, begin: Any, end: Any, scale: Any, one: Any, constants: Any) -> None:
+def _sgd(i: Any, like: Any, at: Any, to: Any, scale: Any, constants: Any) -> None:
+    inlined()
+    p, g, b = at
     step, momentum, nesterov, l2 = constants
-    size = _block(out, begin, end)
-    for at in range(begin, end, size):
-        stop = min(at + size, end)
-        if change.size:
-            _sgd_change(p[at:stop], g[at:stop], b[at:stop], change[at:stop], scale, step, momentum, nesterov, l2)
-        else:
-            _sgd(p[at:stop], g[at:stop], b[at:stop], scale, step, momentum, nesterov, l2)
-        if out.size:
-            convert(p[at:stop], out[at:stop], one)
+    ahead(g, i, like)
+    ahead(b, i, like)
+    ahead(p, i, like)
+    x = take(g, i, like) * scale
+    old = take(p, i, like)
+    x = x + old * l2 if l2 != 0 else x
+    velocity = take(b, i, like) * momentum + x
+    put(b, i, velocity)
+    x = x + velocity * momentum if nesterov != 0 else velocity
+    _move(i, like, p, to, old, x * step)
 
 
 @jit
-def _lion(ps: Any, gs: Any, ms: Any, scale: Any, one: Any, constants: Any) -> None:
-    wide_vectors()
+def sgd(p: Any, g: Any, b: Any, change: Any, out: Any, begin: Any, end: Any, scale: Any, constants: Any) -> None:
+    at = start(p), start(g), start(b)
+    to = change.size > 0, start(change), out.size > 0, start(out)
+    unit = lanes(scale)
+    whole = end - (end - begin) % count(unit)
+    for i in range(begin, whole, count(unit)):
+        _sgd(i, unit, at, to, scale, constants)
+    for i in range(whole, end):
+        _sgd(i, scale, at, to, scale, constants)
+
+
+@jit
+def _lion(i: Any, like: Any, at: Any, to: Any, scale: Any, constants: Any) -> None:
+    inlined()
+    p, g, m = at
     b1, c1, b2, c2, step, decay = constants
-    for i in range(ps.size):
-        x = widen(gs[i], scale) * scale
-        mixed = ms[i] * b1 + x * c1
-        u = step if mixed > 0 else (-step if mixed < 0 else one - one)
-        u = u + ps[i] * decay if decay != 0 else u
-        ms[i] = ms[i] * b2 + x * c2
-        ps[i] = ps[i] + u
+    ahead(g, i, like)
+    ahead(m, i, like)
+    ahead(p, i, like)
+    x = take(g, i, like) * scale
+    old = take(p, i, like)
+    mean = take(m, i, like)
+    u = same_sign(step, mean * b1 + x * c1)
+    put(m, i, mean * b2 + x * c2)
+    _move(i, like, p, to, old, u + old * decay if decay != 0 else u)
 
 
 @jit
-def _lion_change(ps: Any, gs: Any, ms: Any, cs: Any, scale: Any, one: Any, constants: Any) -> None:
-    wide_vectors()
-    b1, c1, b2, c2, step, decay = constants
-    for i in range(ps.size):
-        x = widen(gs[i], scale) * scale
-        mixed = ms[i] * b1 + x * c1
-        u = step if mixed > 0 else (-step if mixed < 0 else one - one)
-        u = u + ps[i] * decay if decay != 0 else u
-        ms[i] = ms[i] * b2 + x * c2
-        cs[i] = u
+def lion(p: Any, g: Any, m: Any, change: Any, out: Any, begin: Any, end: Any, scale: Any, constants: Any) -> None:
+    at = start(p), start(g), start(m)
+    to = change.size > 0, start(change), out.size > 0, start(out)
+    unit = lanes(scale)
+    whole = end - (end - begin) % count(unit)
+    for i in range(begin, whole, count(unit)):
+        _lion(i, unit, at, to, scale, constants)
+    for i in range(whole, end):
+        _lion(i, scale, at, to, scale, constants)
 
 
 @jit
-def lion(p: Any, g: Any, m: Any, change: Any, out: Any, begin: Any, end: Any, scale: Any, one: Any, constants: Any) -> None:
-    size = _block(out, begin, end)
-    for at in range(begin, end, size):
-        stop = min(at + size, end)
-        if change.size:
-            _lion_change(p[at:stop], g[at:stop], m[at:stop], change[at:stop], scale, one, constants)
-        else:
-            _lion(p[at:stop], g[at:stop], m[at:stop], scale, one, constants)
-        if out.size:
-            convert(p[at:stop], out[at:stop], one)
-
-
-@jit
-def _adagrad(ps: Any, gs: Any, ss: Any, scale: Any, step: Any, eps: Any, l2: Any) -> None:
-    wide_vectors()
-    for i in range(ps.size):
-        x = widen(gs[i], scale) * scale
-        x = x + ps[i] * l2 if l2 != 0 else x
-        total = ss[i] + x * x
-        ss[i] = total
-        ps[i] = ps[i] + x / (np.sqrt(total) + eps) * step
-
-
-@jit
-def _adagrad_change(ps: Any, gs: Any, ss: Any, cs: Any, scale: Any, step: Any, eps: Any, l2: Any) -> None:
-    wide_vectors()
-    for i in range(ps.size):
-        x = widen(gs[i], scale) * scale
-        x = x + ps[i] * l2 if l2 != 0 else x
-        total = ss[i] + x * x
-        ss[i] = total
-        cs[i] = x / (np.sqrt(total) + eps) * step
-
-
-@jit
-def adagrad(p: Any, g: Any, s: Any, change: Any, out: Any, begin: Any, end: Any, scale: Any, one: Any, constants: Any) -> None:
+def _adagrad(i: Any, like: Any, at: Any, to: Any, scale: Any, constants: Any) -> None:
+    inlined()
+    p, g, s = at
     step, eps, l2 = constants
-    size = _block(out, begin, end)
-    for at in range(begin, end, size):
-        stop = min(at + size, end)
-        if change.size:
-            _adagrad_change(p[at:stop], g[at:stop], s[at:stop], change[at:stop], scale, step, eps, l2)
-        else:
-            _adagrad(p[at:stop], g[at:stop], s[at:stop], scale, step, eps, l2)
-        if out.size:
-            convert(p[at:stop], out[at:stop], one)
+    ahead(g, i, like)
+    ahead(s, i, like)
+    ahead(p, i, like)
+    x = take(g, i, like) * scale
+    old = take(p, i, like)
+    x = x + old * l2 if l2 != 0 else x
+    squares = take(s, i, like) + x * x
+    put(s, i, squares)
+    _move(i, like, p, to, old, x / (root(squares) + eps) * step)
+
+
+@jit
+def adagrad(p: Any, g: Any, s: Any, change: Any, out: Any, begin: Any, end: Any, scale: Any, constants: Any) -> None:
+    at = start(p), start(g), start(s)
+    to = change.size > 0, start(change), out.size > 0, start(out)
+    unit = lanes(scale)
+    whole = end - (end - begin) % count(unit)
+    for i in range(begin, whole, count(unit)):
+        _adagrad(i, unit, at, to, scale, constants)
+    for i in range(whole, end):
+        _adagrad(i, scale, at, to, scale, constants)
 
 
 def _adam_constants(b1: float, b2: float, step_size: float, correction: float, eps: float, l2: float, decay: float) -> list[float]:
@@ -282,7 +325,7 @@ def _adam_constants(b1: float, b2: float, step_size: float, correction: float, e
 
 
 def _lamb_constants(b1: float, b2: float, bias: float, correction: float, eps: float, weight_decay: float) -> list[float]:
-    return [*_moment_constants(b1, b2), bias, correction, eps, weight_decay]
+    return [*_moment_constants(b1, b2), 1.0 / bias, 1.0 / correction, eps, weight_decay]
 
 
 def _moment_constants(b1: float, b2: float) -> list[float]:
