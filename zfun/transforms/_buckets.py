@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,13 @@ from zfun.transforms._schedule import TracedBucket
 from zfun.transforms._tape import Tape
 from zfun.wire import start
 
-__all__ = ["BucketForm", "BucketShard", "views_of"]
+try:
+    # One call that asks nobody: of what as_strided() takes, most is dispatch and notes on what the view is a view of.
+    from torch._C._dynamo.guards import _reinterpret_tensor as _view  # pyrefly: ignore[missing-module-attribute]
+except ImportError:
+    _view = None
+
+__all__ = ["BucketForm", "BucketShard", "view_of", "views_of"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,9 +129,16 @@ def views_of(buffer: Tensor, slots: Iterable[LeafSlot]) -> list[Tensor]:
     return [
         ops.unravel(buffer, slot.offset, slot.shape, slot.dtype).data
         if slot.dtype.is_complex
-        else buffer.as_strided(slot.shape, _strides(slot.shape), slot.offset).data
+        else view_of(buffer, slot.shape, _strides(slot.shape), slot.offset)
         for slot in slots
     ]
+
+
+def view_of(buffer: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
+    """View a piece of a buffer, which begins where its storage does, as a tensor with a version of its own."""
+    if _view is not None and type(buffer) is Tensor:
+        return _view(buffer, size, stride, offset)
+    return buffer.as_strided(size, stride, offset).data
 
 
 @functools.lru_cache(maxsize=4096)

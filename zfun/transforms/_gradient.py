@@ -205,7 +205,7 @@ def _open(params: tree.Tree, layout: Layout, tape: Tape) -> tree.Tree:
             params.group.rest(buffer)
         tape.on_complete.append(lambda bucket: params.group.rest(buffers[bucket]))
     else:
-        leaves = unique_leaves(params, layout)
+        leaves = [leaf.detach() for leaf in unique_leaves(params, layout)]
     opened: list[Tensor] = [torch.empty(0)] * len(leaves)
     for bucket, slot in enumerate(layout.buckets):
         for leaf, view in zip(slot.leaves, tape.open(bucket, [leaves[i] for i in slot.leaves]), strict=True):

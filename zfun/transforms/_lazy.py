@@ -21,6 +21,9 @@ __all__ = ["LazyLeaf", "LazyLeaves", "Source", "is_held", "is_loading", "loading
 _loading: contextvars.ContextVar[bool] = contextvars.ContextVar("zfun_transforms_loading", default=False)
 
 
+_use_count: Callable[[Tensor], int] = Tensor._use_count  # pyrefly: ignore[missing-attribute]
+
+
 class Source:
     """Where the lazy leaves of one bucket get their tensors from.
 
@@ -159,9 +162,9 @@ def _closed(leaf: LazyLeaf) -> Tensor:
 
 def is_held(tensors: Sequence[Tensor]) -> bool:
     """Whether somebody else than a list has one of these very tensors, in Python or in C++."""
-    alone = [object()]
-    (usual,) = [sys.getrefcount(x) for x in alone]
-    return any(sys.getrefcount(x) > usual or x._use_count() > 1 for x in tensors)  # pyrefly: ignore[missing-attribute]
+    usual = max(map(sys.getrefcount, [object()]))
+    # One loop in C for each question: there may be very many.
+    return max(map(sys.getrefcount, tensors), default=0) > usual or max(map(_use_count, tensors), default=0) > 1
 
 
 # What is known without the data. Everything else gathers.

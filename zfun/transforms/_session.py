@@ -28,10 +28,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ from zfun import ops, tree
 from zfun.collectives import Group, Pending
 from zfun.errors import PlacementError, ZfunError
 from zfun.flat import Flat
-from zfun.transforms._buckets import BucketShard
+from zfun.transforms._buckets import BucketShard, view_of
 from zfun.transforms._course import WINDOW, Course, Plan, of_rank_0
 from zfun.transforms._lazy import LazyLeaf, LazyLeaves, is_held
 from zfun.transforms._schedule import Event, Knobs, Step, Trace
@@ -56,17 +56,9 @@ _NO_BUCKET = -1
 _DONE, _STRAYED = -1, -2
 
 
-class _Packed:
-    """A view of a gathered bucket, as autograd's graph keeps it."""
-
-    __slots__ = ("__weakref__", "bucket", "dtype", "offset", "size", "stride")
-
-    def __init__(self, bucket: int, view: Tensor) -> None:
-        self.bucket = bucket
-        self.dtype = view.dtype
-        self.offset = view.storage_offset()
-        self.size = view.shape
-        self.stride = view.stride()
+# A view of a gathered bucket, as autograd's graph keeps it. The bucket comes as a list, the same for all of its views, whose references say
+# whether there are any.
+_Packed: TypeAlias = tuple[list[int], torch.dtype, torch.Size, tuple[int, ...], Any]
 
 
 class Session:
@@ -112,7 +104,7 @@ class Session:
         self._first_uses: dict[str, None] = {}
         self._now = _NO_BUCKET
         self._packed: list[int] = []
-        self._packs: list[weakref.ref[_Packed]] = []
+        self._packs = [[bucket] for bucket in range(len(self._shards))]
         self._pending: dict[int, Pending] = {}
         self._spare: list[Pending] = []
         self._buffers: dict[int, Tensor] = {}
@@ -202,7 +194,7 @@ class Session:
         if not torch.is_grad_enabled():
             self._close()
             return
-        self._phase = "turn"
+        self._phase, self._now = "turn", _NO_BUCKET
         if self._tape is None:
             # Somebody may still differentiate with respect to the batch. Nobody says when that is done, and the leaves know their maker: a
             # cycle that would keep the shards alive.
@@ -356,7 +348,7 @@ class Session:
         if self._course.followed or bucket in self._persistent:
             return
         # Something that needs no gradient of it (a detached use) may still need it. Where ranks differ, it could not be gathered again.
-        if self._has_anybody_strayed() and any((packed := ref()) is not None and packed.bucket == bucket for ref in self._packs):
+        if self._has_anybody_strayed() and self._is_packed(bucket):
             return
         self._release(bucket)
 
@@ -453,22 +445,29 @@ class Session:
         return {again: self._shards[again].start().wait() for again in sorted(set(said)) if again >= 0}, said
 
     def _pack(self, tensor: Tensor) -> Tensor | _Packed:
-        if tensor.is_sparse:
+        # Most of what is saved are activations, and this runs for each.
+        try:
+            found = self._storages.get(tensor.untyped_storage()._cdata)
+        except NotImplementedError:  # it is sparse
             return tensor
-        # Most of what is saved are activations.
-        found = self._storages.get(tensor.untyped_storage()._cdata)
         if found is None or tensor.is_conj() or tensor.is_neg():
             return tensor
-        if not self._packed or self._packed[-1] != found[0]:
-            self._packed.append(found[0])
-        packed = _Packed(found[0], tensor)
-        self._packs.append(weakref.ref(packed))
-        return packed
+        bucket = found[0]
+        if self._packed[-1:] != [bucket]:
+            self._packed.append(bucket)
+        return self._packs[bucket], tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
 
-    def _unpack(self, saved: Any) -> Tensor:
-        if type(saved) is not _Packed:
+    def _unpack(self, saved: Tensor | _Packed) -> Tensor:
+        if not isinstance(saved, tuple):
             return saved
-        self._touch(saved.bucket)
-        buffer = self._take(saved.bucket)
-        whole = buffer if buffer.dtype == saved.dtype else buffer.view(saved.dtype)
-        return whole.as_strided(saved.size, saved.stride, saved.offset)
+        (bucket,), dtype, size, stride, offset = saved
+        if bucket != self._now:
+            self._touch(bucket)
+        buffer = self._buffers.get(bucket)
+        if buffer is None:
+            buffer = self._take(bucket)
+        return view_of(buffer if buffer.dtype == dtype else buffer.view(dtype), size, stride, offset)
+
+    def _is_packed(self, bucket: int) -> bool:
+        """Whether autograd's graph keeps a view of a bucket."""
+        return sys.getrefcount(self._packs[bucket]) > max(map(sys.getrefcount, [[bucket]]))

@@ -103,7 +103,7 @@ class Tape:
         self._results: list[Any] = [None] * count
 
     def open(self, bucket: int, views: Sequence[Tensor]) -> list[Tensor]:
-        """Put a node behind the views of a bucket; what it returns is what the loss may use."""
+        """Put a node behind the views of a bucket, which nobody else has; what it returns is what the loss may use."""
         anchor = torch.empty(0, device=self.layout.device, requires_grad=True)
         self.anchors.append(anchor)
         self._opened[bucket] += 1
@@ -226,14 +226,15 @@ class _BucketNode(torch.autograd.Function):
         anchor: Tensor, tape: Tape, bucket: int, views: list[Tensor]
     ) -> tuple[Tensor, ...]:
         del anchor, tape, bucket
-        return tuple(view.detach() for view in views)
+        return tuple(views)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         _, ctx.tape, ctx.bucket, _ = inputs
         ctx.set_materialize_grads(False)
-        # Integer leaves of a bucket (buffers of a model, say) are views without a gradient.
-        ctx.mark_non_differentiable(*(view for view in output if not (view.is_floating_point() or view.is_complex())))
+        # Integer leaves (buffers of a model, say) are views without a gradient; they lie in buckets of their own.
+        if not (output[0].is_floating_point() or output[0].is_complex()):
+            ctx.mark_non_differentiable(*output)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
