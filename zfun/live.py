@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from zfun import tree
+from zfun import ops, tree
 from zfun.collectives import Group, Mesh, abstract_group
 from zfun.errors import OptionError, checked_options
 from zfun.flat import Flat
@@ -228,7 +227,7 @@ def _state(optimizer: Any, precision: Any, layout: Layout, size: int) -> tuple[l
             "already; use one of sgd, adam, adamw, lion and adagrad"
         )
     rule = rule if master is None else with_master(rule, master)
-    with FakeTensorMode():
+    with ops.fake_mode():
         buffers = [torch.empty(bucket.padded_numel // size, dtype=bucket.dtype, device=layout.device) for bucket in layout.buckets]
         state = rule.init(Flat(buffers, S if size > 1 else R, layout, abstract_group(size)))
     sizes = lambda value: [leaf.nbytes for leaf in tree.leaves(value) if isinstance(leaf, Tensor) and leaf.ndim]

@@ -1,6 +1,7 @@
 """Kernels: tensors and integers only."""
 
 from zfun.ops._blocks import dequantise, message_bytes, quantise, sum_dequantised
+from zfun.ops._fake import fake_mode
 from zfun.ops._fingerprint import fingerprint
 from zfun.ops._jit import is_abstract, use
 from zfun.ops._norm import squares_in_bins, total_of_bins
@@ -16,6 +17,7 @@ __all__ = [
     "adagrad_step",
     "adam_step",
     "dequantise",
+    "fake_mode",
     "fingerprint",
     "is_abstract",
     "lamb_step",

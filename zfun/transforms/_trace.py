@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from zfun import tree
+from zfun import ops, tree
 from zfun.collectives import Group, Mesh, abstract_group, check_shardable, split
 from zfun.errors import ZfunError, checked_options
 from zfun.flat import Flat
@@ -63,7 +62,7 @@ def trace(
         >>> found.forward, [f"{event.kind} {event.bucket}" for event in found.backward]
         ((0, 1), ['use 1', 'reduce 1', 'reduce 0'])
     """
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    with ops.fake_mode(allow_non_fake_inputs=True) as mode:
         made: dict[int, Tensor] = {}
 
         def fake(leaf: Any) -> Any:

@@ -1,0 +1,31 @@
+"""Tensors with shapes and no numbers."""
+
+from __future__ import annotations
+
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+__all__ = ["fake_mode"]
+
+
+def fake_mode(*, allow_non_fake_inputs: bool = False) -> FakeTensorMode:
+    """Return a context in which operations on the CPU have results of the right shapes, and compute nothing.
+
+    Args:
+        allow_non_fake_inputs: whether other tensors may take part.
+
+    Example:
+        >>> import torch
+        >>> with fake_mode():
+        ...     x = torch.empty(1 << 40) + 1
+        >>> x.shape
+        torch.Size([1099511627776])
+    """
+    return _CpuMode(allow_non_fake_inputs=allow_non_fake_inputs)
+
+
+class _CpuMode(FakeTensorMode):
+    # For devices that are not there torch puts a stand-in where the whole process finds it, and it goes with the thread that did so. Ranks
+    # are threads, and the next one to come would crash.
+    @property
+    def avoid_device_init(self) -> bool:
+        return False
