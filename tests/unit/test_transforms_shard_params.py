@@ -237,6 +237,22 @@ def test_two_models_in_one_loop() -> None:
     assert_same_bits(zf.simulate(2, main, True), zf.simulate(2, main, False))
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=["coo", "csr"])
+def test_a_loss_may_save_sparse_tensors(layout: torch.layout) -> None:
+    matrix = torch.eye(4, 6).mul(torch.arange(1.0, 5.0)[:, None])
+    sent = matrix.to_sparse(layout=layout)
+
+    def main(group: zf.Group) -> Any:
+        loss = zf.shard_params(lambda params, x: (sent @ params["w"]).pow(2).sum() * x, group)
+        params = zf.shard({"w": torch.ones(6, 2)}, group)
+        return zf.unshard(zf.value_and_grad(loss)(params, torch.tensor(1.0))[1])["w"]
+
+    for found in zf.simulate(2, main):
+        # Each rank has the same batch, and gradients are summed.
+        torch.testing.assert_close(found, 2 * 2 * matrix.t() @ matrix @ torch.ones(6, 2))
+
+
 @SIZES
 def test_a_complex_leaf_trains_as_in_torch(size: int) -> None:
     g = torch.Generator().manual_seed(0)
