@@ -80,7 +80,7 @@ def bits(x: Tensor) -> Tensor:
 @settings(max_examples=examples(150), deadline=None)
 @given(
     st.sampled_from(STEPS),
-    st.sampled_from([(FP32, FP32), (FP32, FP32), (FP32, BF16), (FP32, FP16), (FP64, FP32)]),
+    st.sampled_from([(FP32, FP32), (FP32, BF16), (FP32, FP16), (FP64, FP32), (BF16, BF16)]),
     st.sampled_from([1, 7, 31, 33, 1000, 1024, 3000]),
     st.integers(0, 17),
     st.integers(0, 2**20),

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from zfun.ops import _jit
 from zfun.ops._norm import exact_row, new_row
+from zfun.ops._sums import wide
 from zfun.ops._twins import triton_for
 
 __all__ = ["lamb_apply", "lamb_moments", "step"]
 
-_COMPUTED_IN = (torch.float32, torch.float64)
 _NO_COPY = np.zeros(0, np.uint16)
 
 
@@ -50,14 +50,14 @@ def step(
         return bool(triton.step(rule, param, grad, moments, change, out, scale, constants))
     if not _takes(param, *moments, *(() if change is None else (change,))):
         return False
-    grad = _readable(grad, param.dtype)
+    grad = _readable(grad, wide(param.dtype))
     from zfun.ops import _steps_cpu
 
     kernel = _jit.telling(getattr(_steps_cpu, rule))
-    number = _jit.number(param.dtype)
+    number = _jit.number(wide(param.dtype))
     copy = out if out is not None and _jit.is_plain(out) else None
     arrays = [_jit.as_array(x) for x in (param, grad, *moments)]
-    arrays.append(np.zeros(0, number) if change is None else _jit.as_array(change))
+    arrays.append(np.zeros(0, _jit.number(param.dtype)) if change is None else _jit.as_array(change))
     arrays.append(_NO_COPY if copy is None else _jit.as_array(copy))
     factor = number(float(scale))
     numbers = tuple(number(x) for x in _steps_cpu.CONSTANTS[rule](**constants))
@@ -84,7 +84,8 @@ def lamb_moments(
         The squares of the parameters of each segment and then those of their directions, as ``squares_in_bins`` returns them; None where
         there is no kernel for such tensors, and nothing was done.
     """
-    if triton_for(param) is not None or not _takes(param, mu, nu):
+    # Directions are computed again from what is kept of the moments: of half types that is not what they were computed from.
+    if triton_for(param) is not None or param.dtype != wide(param.dtype) or not _takes(param, mu, nu):
         return None
     from zfun.ops import _steps_cpu
 
@@ -143,8 +144,7 @@ def lamb_apply(
 
 
 def _takes(param: Tensor, *others: Tensor) -> bool:
-    held = [param, *others]
-    return _jit.compiled() and param.dtype in _COMPUTED_IN and _jit.is_plain(*held) and all(x.dtype == param.dtype for x in held)
+    return _jit.compiled() and _jit.is_plain(param, *others) and all(x.dtype == param.dtype for x in others)
 
 
 def _readable(grad: Tensor, dtype: torch.dtype) -> Tensor:

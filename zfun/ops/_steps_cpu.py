@@ -64,7 +64,7 @@ def _moments(x: Any, m: Any, v: Any, weight: Any, from_x: Any, b2: Any, c2: Any)
 def _adam(i: Any, like: Any, at: Any, to: Any, scale: Any, constants: Any) -> None:
     inlined()
     p, g, m, v = at
-    weight, from_x, b2, c2, step, correction, eps, l2, shrink = constants
+    weight, from_x, b2, c2, step, correction, eps, l2, shrink, shrinks = constants
     ahead(g, i, like)
     ahead(m, i, like)
     ahead(v, i, like)
@@ -76,7 +76,7 @@ def _adam(i: Any, like: Any, at: Any, to: Any, scale: Any, constants: Any) -> No
     u = step * mean / (root(square) / correction + eps)
     put(m, i, mean)
     put(v, i, square)
-    if shrink != 1:
+    if shrinks != 0:
         _replace(i, like, p, to, old, old * shrink + u)
     else:
         _move(i, like, p, to, old, u)
@@ -321,7 +321,7 @@ def adagrad(p: Any, g: Any, s: Any, change: Any, out: Any, begin: Any, end: Any,
 
 
 def _adam_constants(b1: float, b2: float, step_size: float, correction: float, eps: float, l2: float, decay: float) -> list[float]:
-    return [*_moment_constants(b1, b2), -step_size, correction, eps, l2, 1.0 - decay]
+    return [*_moment_constants(b1, b2), -step_size, correction, eps, l2, 1.0 - decay, float(decay != 0.0)]
 
 
 def _lamb_constants(b1: float, b2: float, bias: float, correction: float, eps: float, weight_decay: float) -> list[float]:
