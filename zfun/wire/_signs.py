@@ -1,0 +1,209 @@
+"""A sum over the ranks in one bit a number.
+
+[Note: one bit]
+With one bit a number, feedback is no choice: without it what is sent has nothing to do with small numbers. So ``compressed_all_reduce`` is
+no wire format but a function of its own, whose errors go in and come out. It is made of three, ``send_signs``, ``answer_signs`` and
+``read_signs``, so that several buffers share a message and the messages of several buckets are under way at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from zfun import ops
+from zfun.collectives import AllGather, AllToAll, Call, Group, Lane, Pending
+from zfun.errors import OptionError
+
+__all__ = ["answer_signs", "compressed_all_reduce", "own_chunk", "packed_bytes", "read_signs", "send_signs"]
+
+
+def compressed_all_reduce(
+    x: Tensor,
+    worker_error: Tensor | None,
+    server_error: Tensor | None,
+    group: Group,
+    *,
+    name: str = "",
+    part: str = "",
+    lane: Lane = Lane.CONTROL,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Average over the ranks in one bit a number, each message with what the last ones lost (``P -> R``). It is not differentiated.
+
+    Every rank adds what it has kept, ``c = x + worker_error``, and sends the signs of c, each rank its chunk, and one scale
+    ``s = ‖c‖ / √n``; what comes back of a number is s or -s (s for both zeros). It keeps ``c - (±s)``. Every rank then averages the chunks
+    that it received, in rank order, adds ``server_error``, and sends signs and scale of that to all, keeping what this loses. So what is
+    sent and what is kept make up what was to be sent: the difference is rounded once, and exact where a number is between half and twice
+    the scale.
+
+    The chunks are those of x padded to a multiple of ``8 size``, whole bytes for every rank; padding counts in no scale and is never
+    received. On one rank nothing is sent, and nothing is lost.
+
+    Args:
+        x: ``[n]``, floating, of one length on all ranks; half types are computed in float32.
+        worker_error: ``[n]``, what this rank has kept of its own messages; ``None`` for nothing yet.
+        server_error: what it has kept of its chunk of the means; ``None`` for nothing yet.
+        group: the ranks.
+        name: what is sent, for messages and logs.
+        part: which part of it.
+        lane: the order of collectives that it takes part in.
+
+    Returns:
+        The mean ``[n]``, with the same bits on every rank, and the two errors for the next call. A number that is not finite makes all of
+        them so. Each rank sends ``2 (size - 1) (b + ceil(n / (8 size)))`` bytes, b being 4, or 8 for float64.
+
+    Raises:
+        OptionError: ``x`` is not 1-D and floating, or an error has another length.
+
+    After Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed" (2021).
+
+    Example:
+        >>> import zfun as zf
+        >>> def main(group):
+        ...     x, errors, means = torch.tensor([3.0, 1.0]) * (group.rank + 1), (None, None), []
+        ...     for _ in range(400):
+        ...         mean, *errors = zf.wire.compressed_all_reduce(x, *errors, group)
+        ...         means.append(mean)
+        ...     return means[0], torch.stack(means).mean(0).round(decimals=1)
+        >>> zf.simulate(2, main)[1]  # one message says little, many say all
+        (tensor([3.3541, 3.3541]), tensor([4.5000, 1.5000]))
+    """
+    if x.dim() != 1 or not x.is_floating_point():
+        raise OptionError(
+            f"compressed_all_reduce() takes a 1-D floating tensor; got {x.dtype} of shape {tuple(x.shape)}; flatten it, and send integers "
+            "exactly with all_reduce()"
+        )
+    numel, dtype = x.numel(), ops.wide(x.dtype)
+    mine = own_chunk(numel, group)
+    num_mine = mine.stop - mine.start
+    for what, error, length in (("worker", worker_error, numel), ("server", server_error, num_mine)):
+        if error is not None and (error.dim() != 1 or error.numel() != length or error.dtype != dtype):
+            raise OptionError(
+                f"the {what}_error of {numel} numbers of {x.dtype} has {length} of {dtype} on this rank; got {error.dtype} of shape "
+                f"{tuple(error.shape)}; pass what the last call for the same buffer returned, or None at first"
+            )
+    worker = x.detach().to(dtype, copy=True)
+    worker = worker if worker_error is None else worker.add_(worker_error)
+    server = x.new_zeros(num_mine, dtype=dtype) if server_error is None else server_error.clone()
+    if group.size == 1:
+        return worker.add_(server).to(x.dtype), torch.zeros_like(worker), torch.zeros_like(server)
+    received = send_signs([worker], group, name, part, lane).wait()
+    packed = answer_signs(received, [server], [numel], group, name, part, lane).wait()
+    (mean,) = read_signs(packed, [numel], group.size, dtype)
+    return mean.to(x.dtype), worker, server
+
+
+def own_chunk(numel: int, group: Group) -> slice:
+    """Return which of so many numbers this rank averages in :func:`compressed_all_reduce`."""
+    chunk = 8 * _chunk_bytes(numel, group.size)
+    return slice(min(group.rank * chunk, numel), min((group.rank + 1) * chunk, numel))
+
+
+def packed_bytes(numels: Sequence[int], size: int, dtype: torch.dtype) -> int:
+    """Return the bytes of the messages of one hop of a compressed all-reduce: for each rank scales, and then the signs of its chunks."""
+    return size * (len(numels) * dtype.itemsize + sum(_chunk_bytes(numel, size) for numel in numels))
+
+
+def send_signs(terms: Iterable[Tensor], group: Group, name: str, part: str, lane: Lane = Lane.GRADS) -> Pending:
+    """Start the first hop of a compressed all-reduce of several buffers, in one message to each rank.
+
+    Args:
+        terms: what to send, 1-D, of one dtype, each taken when its turn comes; of each stays what is lost.
+        group: the ranks.
+        name: what is sent.
+        part: which part of it.
+        lane: the order of collectives that it takes part in.
+
+    Returns:
+        The pending messages, for :func:`answer_signs`.
+    """
+    scales: list[Tensor] = []
+    rows: list[Tensor] = []
+    for term in terms:
+        scale, signs = _to_signs(term)
+        scales.append(scale)
+        chunk = _chunk_bytes(term.numel(), group.size)
+        rows.append(torch.nn.functional.pad(signs, (0, group.size * chunk - signs.numel())).view(group.size, chunk))
+    head = torch.stack(scales).view(torch.uint8).expand(group.size, -1)
+    return group.start(Call(AllToAll(), name, part, lane), torch.cat([head, *rows], 1).view(-1))
+
+
+def answer_signs(
+    received: Tensor, kept: Sequence[Tensor], numels: Sequence[int], group: Group, name: str, part: str, lane: Lane = Lane.GRADS
+) -> Pending:
+    """Start the second hop of a compressed all-reduce: average the own chunks of the terms, and send their signs to all.
+
+    Args:
+        received: the messages of the first hop.
+        kept: for each buffer what this rank's last answer lost, as long as its ``own_chunk``; takes what this one does.
+        numels: the lengths of the buffers.
+        group: the ranks.
+        name: what is sent.
+        part: which part of it.
+        lane: the order of collectives that it takes part in.
+
+    Returns:
+        The pending messages, for :func:`read_signs`: the same on all ranks.
+    """
+    head, parts = _taken_apart(received, numels, group.size, kept[0].dtype)
+    scales: list[Tensor] = []
+    rows: list[Tensor] = []
+    for index, (error, signs) in enumerate(zip(kept, parts, strict=True)):
+        terms = _from_signs(signs, error.numel(), head[:, index], error.dtype)
+        error.add_(ops.sum_in_rank_order(list(terms)).div_(group.size))
+        scale, packed = _to_signs(error)
+        scales.append(scale)
+        rows.append(torch.nn.functional.pad(packed, (0, signs.shape[1] - packed.numel())))
+    message = torch.cat([torch.stack(scales).view(torch.uint8), *rows])
+    return group.start(Call(AllGather(), name, part, lane), message)
+
+
+def read_signs(packed: Tensor, numels: Sequence[int], size: int, dtype: torch.dtype, out: torch.dtype | None = None) -> list[Tensor]:
+    """Read the means of several buffers from the messages of the second hop.
+
+    Args:
+        packed: the messages.
+        numels: the lengths of the buffers.
+        size: the number of ranks.
+        dtype: of the scales.
+        out: of the result; by default that of the scales.
+
+    Returns:
+        For each buffer its mean, ``[numel]``.
+    """
+    head, parts = _taken_apart(packed, numels, size, dtype)
+    return [
+        _from_signs(signs, 8 * signs.shape[1], head[:, index], out or dtype).view(-1)[:numel]
+        for index, (signs, numel) in enumerate(zip(parts, numels, strict=True))
+    ]
+
+
+def _chunk_bytes(numel: int, size: int) -> int:
+    return -(-numel // (8 * size))
+
+
+def _to_signs(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return scale and signs of a vector, and leave in it what they lose."""
+    numel = x.numel()
+    # The norm is exact, so that it is the same on however many threads it is taken.
+    norm = ops.total_of_bins(ops.squares_in_bins(x)[None]).sqrt()
+    scale = (norm / math.sqrt(max(numel, 1))).to(x.dtype)
+    signs = ops.pack_signs(x)
+    x.sub_(ops.unpack_signs(signs, numel, scale=scale, dtype=x.dtype))
+    return scale, signs
+
+
+def _from_signs(signs: Tensor, numel: int, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    return ops.unpack_signs(signs[:, : -(-numel // 8)].contiguous(), numel, scale=scales, dtype=dtype)
+
+
+def _taken_apart(messages: Tensor, numels: Sequence[int], size: int, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+    """The scales of messages, one row for each rank, and for each buffer the signs."""
+    rows = messages.view(size, -1)
+    widths = [len(numels) * dtype.itemsize, *(_chunk_bytes(numel, size) for numel in numels)]
+    head, *parts = rows.split(widths, 1)
+    # A copy of its own, since numbers are read at addresses that their size divides.
+    return head.clone(memory_format=torch.contiguous_format).view(dtype), parts
