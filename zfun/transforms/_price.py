@@ -1,7 +1,8 @@
 """What each rank sends for a gather or a sum, hop by hop: closed forms.
 
 They are written down from what a mesh and a wire format are ([Note: two axes], [Note: what travels]), and a test holds them to what real
-steps send.
+steps send. Both price functions take elements, the bytes of each as it is sent exactly, a group (a mesh or the inner axis of one, too), and
+in which format it is sent; they return the hops in order.
 """
 
 from __future__ import annotations
@@ -29,16 +30,7 @@ class Hop(NamedTuple):
 
 
 def price_of_gather(numel: int, itemsize: int, group: Group, wire: Wire | None) -> list[Hop]:
-    """Price a gather (``S -> R``).
-
-    Args:
-        numel: elements of a shard.
-        itemsize: bytes of each as it is sent exactly.
-        group: a group, a mesh, or the inner axis of one.
-        wire: in which format it is sent.
-
-    Returns:
-        The hops in order.
+    """Price a gather (``S -> R``) of shards of so many elements.
 
     Example:
         >>> from zfun.collectives import abstract_group, split
@@ -53,16 +45,7 @@ def price_of_gather(numel: int, itemsize: int, group: Group, wire: Wire | None) 
 
 
 def price_of_sum(numel: int, itemsize: int, group: Group, wire: Wire | None) -> list[Hop]:
-    """Price a sum over the mesh of a group that is cut over the group (``P -> S``).
-
-    Args:
-        numel: elements of the whole.
-        itemsize: bytes of each as it is sent exactly.
-        group: a group, a mesh, or the inner axis of one.
-        wire: in which format it is sent.
-
-    Returns:
-        The hops in order.
+    """Price a sum of so many elements over the mesh of a group, cut over the group (``P -> S``).
 
     Example:
         >>> from zfun.collectives import abstract_group, split
