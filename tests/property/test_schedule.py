@@ -488,17 +488,42 @@ def test_time_is_the_computation_of_who_used_last_less_that_of_collectives() -> 
     picture.draw()
 
 
-def test_sums_of_whole_parameters_are_watched_too() -> None:
-    def main(group: zf.Group) -> list[str]:
-        z = zf.zero(2, models.mlp_loss, optim.sgd(0.1), group, bucket_bytes=300)
-        state = z.init(models.mlp())
-        with zf.profile() as found:
-            z.step(state, models.mlp_batches(1, 1)[0][0])
-        check_events(found)
-        return [f"{event.kind} {event.bucket}" for event in found.events]
+SUMS = ["sum 4", "sum 3", "summed 4", "sum 2", "summed 3", "sum 1", "summed 2", "sum 0", "summed 1", "summed 0"]
+ONE_BY_ONE = [*(f"sum {i}" for i in range(3)), "summed 0", "sum 3", "summed 1", "sum 4", "summed 2", "summed 3", "summed 4"]
+GATHERS = [text.replace("summed", "gathered").replace("sum", "gather") for text in ONE_BY_ONE]
+# Of a step from forward to update, all that is not watched inside of the loss.
+WATCHED = {
+    0: ["pass forward", "pass backward", *ONE_BY_ONE, "update"],
+    1: ["pass forward", "pass backward", *ONE_BY_ONE, "update", *GATHERS],
+    2: ["pass forward", *SUMS[:-2], "pass backward", *SUMS[-2:], "update", *GATHERS],
+    3: [*SUMS, "update"],
+}
 
-    expected = ["sum 4", "sum 3", "summed 4", "sum 2", "summed 3", "sum 1", "summed 2", "sum 0", "summed 1", "summed 0"]
-    assert zf.simulate(2, main)[1] == expected
+
+@pytest.mark.parametrize("stage", WATCHED)
+def test_a_whole_step_is_watched(stage: int) -> None:
+    def main(group: zf.Group) -> tuple[list[str], Any]:
+        z = zf.zero(stage, models.mlp_loss, optim.sgd(0.1), group, bucket_bytes=300)
+        state, batch = z.init(models.mlp()), models.mlp_batches(1, 1)[0][0]
+        with zf.profile() as found:
+            z.step(state, batch)
+        check_events(found)
+        names = {"pass": lambda e: f"pass {e.phase}", "update": lambda e: "update"}
+        shown = [e for e in found.events if e.kind in ("pass", "update", "sum", "summed") or e.phase == "update"]
+        picture = found.timeline()
+        lanes = {(span.lane, span.name.split()[0]) for span in picture.spans}
+        assert ("compute", "update") in lanes
+        assert {("compute", "forward"), ("compute", "backward")} <= lanes
+        assert (("gather", "update") in lanes) == (stage in (1, 2))
+        assert picture.duration <= found.now()
+        # What the optimizer waits for is not its own time.
+        updates = [span for span in picture.spans if (span.lane, span.name) == ("compute", "update")]
+        waits = [(e.start, e.end) for e in found.events if e.kind in ("gathered", "summed")]
+        assert all(end <= span.start or span.end <= start for span in updates for start, end in waits)
+        assert found.steps() == () or stage == 3
+        return [names.get(e.kind, lambda e: f"{e.kind} {e.bucket}")(e) for e in shown], None
+
+    assert zf.simulate(2, main)[1][0] == WATCHED[stage]
 
 
 KNOBS: list[dict[str, Any]] = [

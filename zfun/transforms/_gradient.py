@@ -19,6 +19,7 @@ from zfun.layout import DEFAULT_BUCKET_BYTES, Layout, layout_of, unique_leaves
 from zfun.placement import P, Placement, R, S
 from zfun.transforms._buckets import views_of
 from zfun.transforms._cast import CastLoss
+from zfun.transforms._notes import noting
 from zfun.transforms._profile import watched
 from zfun.transforms._redistribute import check_agreement, redistribute
 from zfun.transforms._remat import warn_of_whole_loss
@@ -92,12 +93,13 @@ class GradientFunction:
         tables = self._tables.pop(layout, None) or [ops.AddressTable() for _ in layout.buckets]
         sinks = watched(self._native_sinks(params), layout)
         tape = Tape(layout, sinks, _grad_dtypes(layout, group, self.reduce_dtype), group, tables)
-        with torch.enable_grad():
+        with torch.enable_grad(), noting("forward"):
             value, total, weight, aux = parse(self.loss(_open(params, layout, tape), batch))
         weight, loss = self._reduce_loss(total.detach(), weight, tape)
         tape.scale = self._scale(weight)
         if total.requires_grad and tape.anchors:
-            torch.autograd.grad(total, tape.anchors, torch.full_like(total, self.loss_scale), allow_unused=True)
+            with noting("backward"):
+                torch.autograd.grad(total, tape.anchors, torch.full_like(total, self.loss_scale), allow_unused=True)
         results = tape.finish()
         self._tables[layout] = tables
         if self.group is not None and self.group.debug and tape.unused:

@@ -14,6 +14,7 @@ from zfun.flat import Flat, call_site, check_same_layout, consume, flats, ravel,
 from zfun.layout import DEFAULT_BUCKET_BYTES, Layout, LeafSlot, layout_of, split_by_label
 from zfun.optim import Optimizer, as_optimizer, probe
 from zfun.placement import P, R, S
+from zfun.transforms._notes import noting
 from zfun.transforms._redistribute import check_agreement, redistribute
 
 __all__ = ["apply", "shard_optimizer"]
@@ -133,7 +134,8 @@ def apply(optimizer: Any, grads: tree.Tree, state: Any, params: tree.Tree, *, do
     aligned = redistribute(present, chosen.placement or params.placement, chosen.group or params.group, name="params")
     if donate:
         await_readers(aligned)
-    new, new_state = chosen.apply(_aligned(chosen, grads, state, aligned), state, aligned, donate=donate)
+    with noting("update"):
+        new, new_state = chosen.apply(_aligned(chosen, grads, state, aligned), state, aligned, donate=donate)
     whole = redistribute(new, params.placement, params.group, name="params", borrow=True, into=present if donate else None)
     new = _stored_like(relaid(whole, params.layout), params)
     if donate:
@@ -164,7 +166,8 @@ def _apply_to_trees(optimizer: Optimizer, grads: tree.Tree, state: Any, params: 
     if like is None:
         raise SpecMismatch(f"gradients must have the structure of the parameters; got {tree.paths(grads)} for {tree.paths(params)}")
     grads = tree.unflatten(spec, like)
-    new, state = optimizer.apply(grads, state, params)
+    with noting("update"):
+        new, state = optimizer.apply(grads, state, params)
     # Tied leaves got one gradient, so their new values are equal; they stay one tensor.
     leaves = tree.leaves(new)
     positions = layout_of(params).positions

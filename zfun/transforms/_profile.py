@@ -1,4 +1,4 @@
-"""What a real step does, and when: gathers, uses, releases and sums with their times.
+"""What a real step does, and when: gathers, uses, releases, sums and the optimizer, with their times.
 
 [Note: who watches]
 A watched call of a loss is run by a session that notes what it does, and its gradients go through sinks that do; :func:`profile` says that
@@ -11,69 +11,31 @@ from __future__ import annotations
 import bisect
 import contextlib
 import itertools
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeAlias
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from zfun.collectives import Pending
 from zfun.layout import Layout
 from zfun.transforms._lazy import LazyLeaf
-from zfun.transforms._schedule import Phase, Step
+from zfun.transforms._notes import Noted, Notes, What, When, timed, watching
 from zfun.transforms._session import Session
 from zfun.transforms._tape import Handle, Sink
 from zfun.transforms._timeline import Span, Timeline
 
 __all__ = ["Noted", "Profile", "new_session", "profile", "watched"]
 
-What: TypeAlias = Literal["gather", "gathered", "use", "release", "reduce", "sum", "summed", "end"]
-
-_watching: ContextVar[Profile | None] = ContextVar("_watching", default=None)
-
-
-class Noted(NamedTuple):
-    """One thing that a rank did in a step.
-
-    Attributes:
-        kind: those of :class:`zfun.transforms.Step`, where ``"gather"`` is the start of it and ``"reduce"`` the moment at which a bucket's
-            gradients are complete; ``"gathered"`` and ``"summed"``, the time for which this rank waited for that; ``"sum"``, the start of a
-            sum of gradients; ``"end"`` of the forward or the backward pass.
-        bucket: its index; -1 at the end of a pass.
-        phase: ``"start"``, ``"forward"`` or ``"backward"``.
-        start: when it began, in seconds since the profile did.
-        end: when it was done.
-        live_bytes: of gathered buckets from then on, those on their way too.
-    """
-
-    kind: str
-    bucket: int
-    phase: Phase
-    start: float
-    end: float
-    live_bytes: int
-
 
 @dataclass(slots=True)
-class Profile:
+class Profile(Notes):
     """What a rank did while :func:`profile` watched.
 
     Attributes:
         events: in the order in which they ended.
         labels: names of the buckets.
     """
-
-    events: list[Noted] = field(default_factory=list)
-    labels: list[str] = field(default_factory=list)
-    _began: float = field(default_factory=time.perf_counter, init=False)
-    _known: list[tuple[int, tuple[str, ...]]] = field(default_factory=list, init=False)
-    _live: int = field(default=0, init=False)
-
-    def steps(self) -> tuple[Step, ...]:
-        """Return what was done as the steps of a schedule, to compare with those of :func:`zfun.schedule`."""
-        return tuple(Step(e.kind, e.bucket, e.phase) for e in self.events if e.kind in ("gather", "use", "release", "reduce"))
 
     def timeline(self) -> Timeline:
         """Return the times as bars.
@@ -86,37 +48,12 @@ class Profile:
         changes = [entry for before, entry in zip([(0.0, -1), *live], live, strict=False) if entry[1] != before[1]]
         return Timeline(tuple(sorted(spans, key=lambda span: span.start)), tuple(changes), "s", tuple(self.labels))
 
-    def now(self) -> float:
-        """Return the seconds since it began."""
-        return time.perf_counter() - self._began
-
-    def note(self, kind: What, bucket: int, phase: Phase, start: float, change: int = 0) -> None:
-        """Write down what has been done just now."""
-        self._live += change
-        self.events.append(Noted(kind, bucket, phase, start, self.now(), self._live))
-
-    def change(self, num_bytes: int) -> None:
-        """Count bytes that have come or gone without a step of their own."""
-        self._live += num_bytes
-
-    def first_of(self, labels: tuple[str, ...]) -> int:
-        """Return the index of the first of some buckets; those that are known keep theirs."""
-        for place, (first, known) in enumerate(self._known):
-            if labels == known[: len(labels)]:
-                return first
-            if known == labels[: len(known)] and place == len(self._known) - 1:
-                self._known[place] = first, labels
-                self.labels[first:] = labels
-                return first
-        self._known.append((len(self.labels), labels))
-        self.labels += labels
-        return self._known[-1][0]
-
 
 @contextlib.contextmanager
 def profile() -> Iterator[Profile]:
-    """Note what this rank gathers, uses, releases and sums in a loss and its gradient, and when; as a context.
+    """Note what this rank gathers, uses, releases and sums in a step, and when; as a context.
 
+    A step is a loss and its gradient, the optimizer, and the gathers of new parameters at stages 1 and 2.
     It is the counterpart of :func:`zfun.timeline`, which lays a planned step out: the picture, and the trace for Perfetto, are the same. A
     step that is not watched costs nothing more. Times are the host's: on a CUDA device nothing waits for what has been launched.
 
@@ -136,26 +73,26 @@ def profile() -> Iterator[Profile]:
         ['gather 0', 'gather 1', 'gathered 0', 'use 0', 'release 0', 'gathered 1', 'use 1', 'release 1']
     """
     found = Profile()
-    token = _watching.set(found)
+    token = watching.set(found)
     try:
         yield found
     finally:
-        _watching.reset(token)
+        watching.reset(token)
 
 
 def new_session(*args: Any) -> Session:
     """Make what runs a call of a loss; see [Note: who watches]."""
-    watching = _watching.get()
-    return Session(*args) if watching is None else _WatchedSession(watching, *args)
+    notes = watching.get()
+    return Session(*args) if not isinstance(notes, Profile) else _WatchedSession(notes, *args)
 
 
 def watched(sinks: tuple[Sink, ...], layout: Layout) -> tuple[Sink, ...]:
     """Return sinks, the first of which notes when a bucket is sent and when it is there, if that is wanted."""
-    watching = _watching.get()
-    if watching is None or not sinks:
+    notes = watching.get()
+    if notes is None or not sinks:
         return sinks
-    first = watching.first_of(tuple(layout.label(bucket) for bucket in range(len(layout.buckets))))
-    return _WatchedSink(sinks[0], watching, first), *sinks[1:]
+    first = notes.first_of(tuple(layout.label(bucket) for bucket in range(len(layout.buckets))))
+    return _WatchedSink(sinks[0], notes, first), *sinks[1:]
 
 
 class _WatchedSession(Session):
@@ -172,7 +109,7 @@ class _WatchedSession(Session):
         if self._first is None:
             self._first = self._profile.first_of(tuple(traced.label for traced in self._traced))
         persists = bucket in self._persistent and kind == "gather"
-        phase: Phase = "start" if persists else "forward" if self._phase == "forward" else "backward"
+        phase: When = "start" if persists else "forward" if self._phase == "forward" else "backward"
         self._profile.note(kind, bucket + self._first if bucket >= 0 else bucket, phase, start, change)
 
     def _start_gather(self, bucket: int) -> Pending:
@@ -181,7 +118,7 @@ class _WatchedSession(Session):
         change = 0 if bucket in self._there else self._traced[bucket].nbytes
         self._there.add(bucket)
         self._note("gather", bucket, start, change)
-        return _timed(pending, self._profile, lambda began: self._note("gathered", bucket, began))
+        return timed(pending, self._profile, lambda began: self._note("gathered", bucket, began))
 
     def _hold(self, bucket: int, buffer: Tensor) -> Tensor:
         if bucket not in self._there:
@@ -248,7 +185,7 @@ class _WatchedSink:
     """A sink that writes down when a bucket goes into it and comes out of it."""
 
     sink: Sink
-    profile: Profile
+    profile: Notes
     first: int
 
     def start(self, buffer: Any, layout: Layout, bucket: int) -> Handle:
@@ -256,40 +193,30 @@ class _WatchedSink:
         start = self.profile.now()
         handle = self.sink.start(buffer, layout, bucket)
         self.profile.note("sum", bucket + self.first, "backward", start)
-        return _timed(handle, self.profile, lambda began: self.profile.note("summed", bucket + self.first, "backward", began))
-
-
-def _timed(handle: Handle, profile: Profile, note: Callable[[float], None]) -> Pending:
-    """Return a handle that says when one began to wait for it."""
-
-    def finish() -> Any:
-        began = profile.now()
-        result = handle.wait()
-        note(began)
-        return result
-
-    return Pending(finish)
+        return timed(handle, self.profile, lambda began: self.profile.note("summed", bucket + self.first, "backward", began))
 
 
 def _computed(events: Sequence[Noted]) -> Iterator[Span]:
-    """The time between uses, less that of what this rank did for other ranks in it."""
+    """The time between uses, and that of passes and of the optimizer, less that of what this rank did for other ranks in it."""
     turns = [event for event in events if event.kind in ("use", "end")]
     busy = sorted((event.start, event.end) for event in events if event.kind in ("gather", "gathered", "sum", "summed"))
     for event, following in itertools.pairwise(turns):
         if event.kind == "use":
-            yield from _pieces(event, following.start, busy)
+            yield from _pieces(f"{event.phase} {event.bucket}", event.bucket, event.end, following.start, busy)
+    for event in events:
+        if event.kind in ("pass", "update"):
+            yield from _pieces(event.phase, -1, event.start, event.end, busy)
 
 
-def _pieces(event: Noted, end: float, busy: Sequence[tuple[float, float]]) -> Iterator[Span]:
-    here = event.end
+def _pieces(name: str, bucket: int, here: float, end: float, busy: Sequence[tuple[float, float]]) -> Iterator[Span]:
     for start, stop in busy[bisect.bisect_left(busy, (here,)) :]:
         if start >= end:
             break
         if start > here:
-            yield Span("compute", f"{event.phase} {event.bucket}", event.bucket, here, start)
+            yield Span("compute", name, bucket, here, start)
         here = max(here, stop)
     if end > here:
-        yield Span("compute", f"{event.phase} {event.bucket}", event.bucket, here, end)
+        yield Span("compute", name, bucket, here, end)
 
 
 def _transfers(events: Sequence[Noted], begun: What, done: What) -> Iterator[Span]:

@@ -33,6 +33,7 @@ from zfun.layout import DEFAULT_BUCKET_BYTES, LabelFn, Layout, layout_of, split_
 from zfun.placement import P, Placement, R, S
 from zfun.transforms._cast import cast_leaves
 from zfun.transforms._lazy import materialise
+from zfun.transforms._notes import noted
 
 __all__ = ["MAX_UNDER_WAY", "check_agreement", "gather", "needs_autograd", "redistribute", "replicate", "shard", "unshard"]
 
@@ -419,6 +420,7 @@ def _communicate(
             room = buffer if in_place else rooms[index]
             pending.append(over.start(call, buffer, room if room is not None and room.dtype == buffer.dtype else None))
         del buffer
+        pending[-1] = noted(pending[-1], name, "gather" if isinstance(op, AllGather) else "sum", layout, index)
         if len(pending) > MAX_UNDER_WAY:
             out.append(pending.pop(0).wait())
     out += [handle.wait() for handle in pending]

@@ -96,17 +96,27 @@ class Timeline:
         bars, live = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
         rows = _rows(self.spans)
         lanes = [(lane, row) for lane in ("gather", "compute", "reduce") for row in range(len(rows)) if (lane, row) in rows]
-        colours = {"gather": "#0072B2", "compute": "#009E73", "reduce": "#E69F00"}
+        colours = {"gather": "#0072B2", "compute": "#009E73", "reduce": "#E69F00", "update": "#CC79A7"}
         for span, row in zip(self.spans, rows, strict=True):
             width = span.end - span.start
+            lane = "update" if (span.lane, span.name) == ("compute", "update") else span.lane
             faint = 0.55 if span.name.startswith("backward") else 1.0
-            bars.barh(lanes.index(row), width, 0.7, span.start, color=colours[span.lane], alpha=faint, edgecolor="white")
+            bars.barh(
+                lanes.index(row),
+                width,
+                0.7,
+                span.start,
+                color=colours[lane],
+                alpha=faint,
+                edgecolor="white",
+            )
             if span.bucket >= 0 and width > 0.012 * self.duration:
                 middle = span.start + width / 2
                 bars.text(middle, lanes.index(row), str(span.bucket), ha="center", va="center", color="white", fontsize=8)
         bars.set_yticks(range(len(lanes)), [lane if row == 0 else "" for lane, row in lanes])
         bars.invert_yaxis()
-        bars.set_title("dark: forward, light: backward; numbers are those of the buckets", loc="right", fontsize=9)
+        updated = ", pink: the optimizer" if any(span.name == "update" for span in self.spans) else ""
+        bars.set_title(f"dark: forward, light: backward{updated}; numbers are those of the buckets", loc="right", fontsize=9)
         times, held = [t for t, _ in self.live], [n / 2**20 for _, n in self.live]
         live.fill_between([*times, self.duration], [*held, held[-1] if held else 0.0], step="post", color="#0072B2", alpha=0.35)
         live.set_ylabel("gathered, MiB")

@@ -1,0 +1,133 @@
+"""What a rank notes while it is watched, and what says that it is.
+
+Nobody else pays for it: without :func:`zfun.profile` there is nothing to note in, and that is all that is looked at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+
+from zfun.collectives import Pending
+from zfun.layout import Layout
+from zfun.transforms._schedule import Step
+
+__all__ = ["Noted", "Notes", "noted", "noting", "timed", "watching"]
+
+What: TypeAlias = Literal["gather", "gathered", "use", "release", "reduce", "sum", "summed", "end", "pass", "update"]
+When: TypeAlias = Literal["start", "forward", "backward", "update"]
+
+watching: ContextVar[Notes | None] = ContextVar("watching", default=None)
+
+
+class Noted(NamedTuple):
+    """One thing that a rank did in a step.
+
+    Attributes:
+        kind: those of :class:`zfun.transforms.Step`, where ``"gather"`` is the start of it and ``"reduce"`` the moment at which a bucket's
+            gradients are complete; ``"gathered"`` and ``"summed"``, the time for which this rank waited for that; ``"sum"``, the start of a
+            sum of gradients; ``"end"`` of the forward or the backward pass; ``"pass"``, all of such a pass, where parameters are whole;
+            ``"update"``, the optimizer, with what is gathered and summed for it.
+        bucket: its index; -1 of a pass and of the optimizer.
+        phase: ``"start"``, ``"forward"``, ``"backward"``, or ``"update"`` for all that comes after.
+        start: when it began, in seconds since the profile did.
+        end: when it was done.
+        live_bytes: of gathered buckets from then on, those on their way too.
+    """
+
+    kind: str
+    bucket: int
+    phase: When
+    start: float
+    end: float
+    live_bytes: int
+
+
+@dataclass(slots=True)
+class Notes:
+    """What a rank has done so far.
+
+    Attributes:
+        events: in the order in which they ended.
+        labels: names of the buckets.
+    """
+
+    events: list[Noted] = field(default_factory=list)
+    labels: list[str] = field(default_factory=list)
+    _began: float = field(default_factory=time.perf_counter, init=False)
+    _known: list[tuple[int, tuple[str, ...]]] = field(default_factory=list, init=False)
+    _live: int = field(default=0, init=False)
+
+    def steps(self) -> tuple[Step, ...]:
+        """Return what was done as the steps of a schedule, to compare with those of :func:`zfun.schedule`."""
+        kinds = ("gather", "use", "release", "reduce")
+        return tuple(Step(e.kind, e.bucket, e.phase) for e in self.events if e.kind in kinds and e.phase != "update")
+
+    def now(self) -> float:
+        """Return the seconds since it began."""
+        return time.perf_counter() - self._began
+
+    def note(self, kind: What, bucket: int, phase: When, start: float, change: int = 0) -> None:
+        """Write down what has been done just now."""
+        self._live += change
+        self.events.append(Noted(kind, bucket, phase, start, self.now(), self._live))
+
+    def change(self, num_bytes: int) -> None:
+        """Count bytes that have come or gone without a step of their own."""
+        self._live += num_bytes
+
+    def first_of(self, labels: tuple[str, ...]) -> int:
+        """Return the index of the first of some buckets; those that are known keep theirs."""
+        for place, (first, known) in enumerate(self._known):
+            if labels == known[: len(labels)]:
+                return first
+            if known == labels[: len(known)] and place == len(self._known) - 1:
+                self._known[place] = first, labels
+                self.labels[first:] = labels
+                return first
+        self._known.append((len(self.labels), labels))
+        self.labels += labels
+        return self._known[-1][0]
+
+
+class _Handle(Protocol):
+    def wait(self) -> Any: ...
+
+
+def timed(handle: _Handle, notes: Notes, note: Callable[[float], None]) -> Pending:
+    """Return a handle that says when one began to wait for it."""
+
+    def finish() -> Any:
+        began = notes.now()
+        result = handle.wait()
+        note(began)
+        return result
+
+    return Pending(finish)
+
+
+def noted(pending: Pending, name: str, kind: Literal["gather", "sum"], layout: Layout, bucket: int) -> Pending:
+    """Note that the gather or the sum of a bucket has been started outside of a loss; return what notes that it is there."""
+    notes = watching.get()
+    if notes is None or name not in ("params", "grads"):
+        return pending
+    index = bucket + notes.first_of(tuple(layout.label(i) for i in range(len(layout.buckets))))
+    notes.note(kind, index, "update", notes.now())
+    return timed(pending, notes, lambda began: notes.note("gathered" if kind == "gather" else "summed", index, "update", began))
+
+
+@contextlib.contextmanager
+def noting(phase: Literal["forward", "backward", "update"]) -> Iterator[None]:
+    """Note a pass, if its buckets are not watched one by one, or the optimizer."""
+    notes = watching.get()
+    if notes is None:
+        yield
+        return
+    began, before = notes.now(), len(notes.events)
+    yield
+    if phase == "update" or not any(event.kind == "use" for event in notes.events[before:]):
+        notes.note("update" if phase == "update" else "pass", -1, phase, began)
