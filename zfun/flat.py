@@ -13,7 +13,7 @@ views of them have the buffers'.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -423,11 +423,13 @@ def local_shards(flat: Flat) -> tuple[Tensor, ...]:
     """Return this rank's piece of every bucket: the buffers under ``S``, slices of them under ``R`` and ``P``."""
     if flat.placement is S:
         return flat.buffers
-    pieces = []
-    for index, buffer in enumerate(flat.buffers):
-        numel = flat.shard_numel(index)
-        pieces.append(buffer.narrow(0, flat.group.rank * numel, numel))
-    return tuple(pieces)
+    return tuple(own_piece(buffer, flat.group) for buffer in flat.buffers)
+
+
+def own_piece(buffer: Tensor, group: Group) -> Tensor:
+    """Return this rank's piece of a whole buffer."""
+    numel = buffer.numel() // group.size
+    return buffer.narrow(0, group.rank * numel, numel)
 
 
 def global_norm(value: tree.Tree) -> Tensor:
@@ -453,12 +455,22 @@ def global_norm(value: tree.Tree) -> Tensor:
         >>> zf.simulate(2, main)
         [5.0, 5.0]
     """
+    return norm_with(value, {})
+
+
+def norm_with(value: tree.Tree, squares: Mapping[int, Tensor]) -> Tensor:
+    """Return :func:`global_norm` of a flat value, of some buckets of which the squares of the own pieces have been summed already.
+
+    Args:
+        value: a flat; or any tree, if nothing has been summed.
+        squares: what :func:`zfun.ops.squares_in_bins` returned, by bucket.
+    """
     rows = []
     leaves = tree.leaves(value, is_leaf=lambda x: isinstance(x, Flat))
     # The gradient of tied leaves is one tensor, and counts once.
     for leaf in {id(leaf): leaf for leaf in leaves}.values():
         if isinstance(leaf, Flat):
-            rows.append(_squares(leaf))
+            rows.append(_squares(leaf, squares))
         else:
             real = torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf
             rows.append(ops.squares_in_bins(real.reshape(-1))[None])
@@ -467,12 +479,11 @@ def global_norm(value: tree.Tree) -> Tensor:
     return ops.total_of_bins(torch.cat(rows)).sqrt()
 
 
-def _squares(flat: Flat) -> Tensor:
+def _squares(flat: Flat, known: Mapping[int, Tensor]) -> Tensor:
     if flat.placement is P:
         raise PlacementError("a norm needs the sum over the ranks; got a Flat with placement P; redistribute() it to R or S first")
-    pieces = [ops.squares_in_bins(piece) for piece in local_shards(flat)] or [
-        ops.squares_in_bins(torch.zeros(0, device=flat.layout.device))
-    ]
+    pieces = [known[i] if i in known else ops.squares_in_bins(piece) for i, piece in enumerate(local_shards(flat))]
+    pieces = pieces or [ops.squares_in_bins(torch.zeros(0, device=flat.layout.device))]
     mine = torch.stack(pieces)
     # One row for each rank: bins are added, infinities and NaNs too, in a column of their own.
     row = torch.cat([mine[:, :-1].sum(0), mine[:, -1].contiguous().view(torch.float64).sum().view(1).view(torch.int64)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from zfun import ops, stores, tree
 from zfun.collectives import Group
 from zfun.errors import NonFiniteError, OptionError, checked_options
-from zfun.flat import Flat, call_site, consume, flats, global_norm, local_shards, ravel, unravel
+from zfun.flat import Flat, call_site, consume, flats, global_norm, local_shards, norm_with, own_piece, ravel, unravel
 from zfun.layout import DEFAULT_BUCKET_BYTES
 from zfun.optim import LossScale, LossScaleState, Optimizer, as_optimizer, dynamic_loss_scale, probe, static_loss_scale, with_master
 from zfun.placement import P, Placement, R, S
@@ -256,10 +256,11 @@ def zero(
         value, grads = gradient_of(state.frozen, scale, terms=terms)(state.params, batch)
         loss, aux = value if type(value) is tuple else (value, None)
         loss = loss.mean if isinstance(loss, WeightedMean) else loss
-        grads = _delivered(grads, P if terms else R if stage == 0 else S, group, borrow=scale == 1.0)
+        squares: dict[int, Tensor] = {}
+        grads = _delivered(grads, P if terms else R if stage == 0 else S, group, borrow=scale == 1.0, squares=squares)
         # By the scale that backward used, and after the sum: what float16 can send scaled may be too small for it unscaled.
         grads = grads if scale == 1.0 else _unscaled(grads, scale)
-        norm = _norm(grads)
+        norm = _norm(grads, squares)
         skipped = not bool(torch.isfinite(norm))
         params, opt_state = state.params, state.opt_state
         if skipped:
@@ -382,17 +383,21 @@ def _unrounded(flat: Flat, exact: tree.Tree, dtype: torch.dtype | None) -> Flat:
     return redistribute(whole, flat.placement, flat.group, name="params", donate=True)
 
 
-def _delivered(grads: Flat, placement: Placement, group: Group, *, borrow: bool) -> Flat:
-    """Bring gradients to where the optimizer takes them."""
+def _delivered(grads: Flat, placement: Placement, group: Group, *, borrow: bool, squares: dict[int, Tensor]) -> Flat:
+    """Bring gradients to where the optimizer takes them, and sum the squares of those buckets that come from other ranks."""
     if placement is P:
         return stores.resident(grads)
-    # Gradients that are only read from here on need not be this rank's own.
-    return redistribute(grads, placement, group, name="grads", donate=True, borrow=borrow)
+
+    def arrived(bucket: int, buffer: Tensor) -> None:
+        squares[bucket] = ops.squares_in_bins(buffer if placement is S else own_piece(buffer, group))
+
+    # Gradients that are only read from here on need not be this rank's own. Others become new ones before their norm is taken.
+    return redistribute(grads, placement, group, name="grads", donate=True, borrow=borrow, arrived=arrived if borrow else None)
 
 
-def _norm(grads: Flat) -> Tensor:
+def _norm(grads: Flat, squares: Mapping[int, Tensor]) -> Tensor:
     """The norm of gradients over all ranks; of terms that nobody has summed the sum of their norms, which it does not exceed."""
-    return grads.group.all_gather(global_norm(unravel(grads)), "norm").sum() if grads.placement is P else global_norm(grads)
+    return grads.group.all_gather(global_norm(unravel(grads)), "norm").sum() if grads.placement is P else norm_with(grads, squares)
 
 
 def _unscaled(grads: Flat, scale: float) -> Flat:

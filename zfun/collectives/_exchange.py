@@ -129,9 +129,10 @@ def start_exchange(op: Op, x: Tensor, out: Tensor, rank: int, size: int, exchang
     match op:
         case AllGather():
             slices = _chunks(out, size)
+            transfer = exchange(others, slices)
             if not slices[rank].is_set_to(x):
                 slices[rank].copy_(x)
-            return Started(exchange(others, slices))
+            return Started(transfer)
         case ReduceScatter():
             return Started(*_start_sum(_chunks(x, size), out, rank, exchange, workspace))
         case AllReduce() if _is_added_twice(x.numel(), x.dtype.itemsize, size):
@@ -149,8 +150,9 @@ def start_exchange(op: Op, x: Tensor, out: Tensor, rank: int, size: int, exchang
             return Started(exchange(_only(root, x, size), nobody))
         case AllToAll():
             chunks, slices = _chunks(x, size), _chunks(out, size)
+            transfer = exchange(chunks, slices)
             slices[rank].copy_(chunks[rank])
-            return Started(exchange(chunks, slices))
+            return Started(transfer)
         case Permute(destinations):
             transfer = exchange(_only(destinations[rank], x, size), _only(op.sources[rank], out, size))
             return Started(transfer, (_Copy(x, out),) if destinations[rank] == rank else ())

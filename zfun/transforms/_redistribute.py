@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -265,6 +265,7 @@ def redistribute(
     donate: bool = False,
     borrow: bool = False,
     into: Flat | None = None,
+    arrived: Callable[[int, Tensor], None] | None = None,
 ) -> Flat:
     """Change the placement of a value; the meaning stays.
 
@@ -300,6 +301,7 @@ def redistribute(
             for a sum.
         into: a value of that placement, layout and dtype that is given up: what is gathered may be written over it. ``value`` may be
             slices of its buffers.
+        arrived: called with the index and the buffer of each bucket that came from other ranks, while the next ones are under way.
 
     Returns:
         A ``Flat`` with that placement over ``group``; the same one where nothing changes.
@@ -335,16 +337,16 @@ def redistribute(
             buffers = (_embed(buffer if kept else torch.zeros_like(buffer), here) for buffer in value.buffers)
             return value.with_buffers(buffers, P, group)
         case Placement.PARTIAL, Placement.REPLICATED:
-            return _communicate(value, AllReduce(), here, R, group, name, donate=donate, borrow=borrow)
+            return _communicate(value, AllReduce(), here, R, group, name, donate=donate, borrow=borrow, arrived=arrived)
         case Placement.PARTIAL, Placement.SHARDED:
-            return _communicate(value, ReduceScatter(), group, S, group, name, donate=donate)
+            return _communicate(value, ReduceScatter(), group, S, group, name, donate=donate, arrived=arrived)
         case Placement.SHARDED, Placement.SHARDED:
             assert isinstance(mesh, Mesh)
             if here is mesh:
-                return _communicate(value, AllGather(), mesh.outer, S, group, name, donate=donate)
+                return _communicate(value, AllGather(), mesh.outer, S, group, name, donate=donate, arrived=arrived)
             return value.with_buffers((_slice(buffer, mesh.outer) for buffer in value.buffers), S, group)
         case _:
-            return _communicate(value, AllGather(), here, R, group, name, donate=donate, borrow=borrow, into=into)
+            return _communicate(value, AllGather(), here, R, group, name, donate=donate, borrow=borrow, into=into, arrived=arrived)
 
 
 def _check_target(value: Flat, placement: Placement, group: Group) -> None:
@@ -385,6 +387,7 @@ def _communicate(
     donate: bool,
     borrow: bool = False,
     into: Flat | None = None,
+    arrived: Callable[[int, Tensor], None] | None = None,
 ) -> Flat:
     """Do a collective over one group, and return what is then placed over another one."""
     layout = value.layout
@@ -404,6 +407,13 @@ def _communicate(
     rooms = [None] * len(buffers) if into is None or lends or into.layout != layout else list(into.buffers)
     out: list[Tensor] = []
     pending: list[Pending] = []
+
+    def settle(num_left: int) -> None:
+        while len(pending) > num_left:
+            out.append(pending.pop(0).wait())
+            if arrived is not None:
+                arrived(len(out) - 1, out[-1])
+
     for index in range(len(buffers)):
         # A pending collective owns its input: with nobody else to hold it, the input is freed as soon as the sum is there.
         buffer, buffers[index] = buffers[index], None
@@ -421,9 +431,8 @@ def _communicate(
             pending.append(over.start(call, buffer, room if room is not None and room.dtype == buffer.dtype else None))
         del buffer
         pending[-1] = noted(pending[-1], name, "gather" if isinstance(op, AllGather) else "sum", layout, index)
-        if len(pending) > MAX_UNDER_WAY:
-            out.append(pending.pop(0).wait())
-    out += [handle.wait() for handle in pending]
+        settle(MAX_UNDER_WAY)
+    settle(0)
     return value.with_buffers(out, placement, group)
 
 
