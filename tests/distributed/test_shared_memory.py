@@ -125,6 +125,7 @@ def _random_program(group: Group, seed: int, num_calls: int, largest: int) -> li
         # Nothing that is not looked at stays mapped.
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(shared, "_IDLE_BYTES", 0)
+            patch.setattr(shared, "_SMALL_BYTES", 0)
             patch.setattr(shared, "_UNMAPPED_BYTES", 0)
             patch.setattr(shared, "_FREE_BYTES", 0)
             return _random_program_of(group, seed, num_calls, largest)
@@ -446,6 +447,7 @@ def _lets_go(group: Group) -> dict[str, int]:
     numel, found = 1 << 21, {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared, "_IDLE_BYTES", 0)
+        patch.setattr(shared, "_SMALL_BYTES", 0)
         x = group.buffer(numel, torch.float32).fill_(1.0 + group.rank)
         group.barrier()
         before = _shared_resident()
@@ -512,7 +514,7 @@ def test_what_cannot_be_mapped_is_copied(two: Workers) -> None:
 def _lean_steps(group: zf.Group, stage: int) -> list[bytes]:
     """Steps in the state's own memory, where everything that can be let go of is; and what somebody keeps of the first one."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("_IDLE_BYTES", "_UNMAPPED_BYTES", "_FREE_BYTES"):
+        for name in ("_SMALL_BYTES", "_IDLE_BYTES", "_UNMAPPED_BYTES", "_FREE_BYTES"):
             patch.setattr(shared, name, 0)
         generator = torch.Generator().manual_seed(0)
         params = {"w": torch.randn(400, 700, generator=generator), "b": torch.randn(700, generator=generator)}

@@ -75,10 +75,12 @@ _SPIN_S = 20e-6
 _YIELD_S = 150e-6
 _LONGEST_NAP_S = 1e-3
 
-# Regions that nobody looks at now are kept for the next time, up to so many; of their pages, which count as this rank's memory too, so many
-# stay mapped: what was used last is used first where backward follows forward.
+# Regions that nobody looks at now are kept for the next time, up to so many. Their pages count as this rank's memory, too: where all regions
+# together are small they stay mapped, so that a step maps nothing again. Of more, what was used last does: it is used first where backward
+# follows forward, and the rest would not be there any more when its turn came.
 _IDLE_REGIONS = 256
-_IDLE_BYTES = 6 << 24
+_SMALL_BYTES = 1 << 27
+_IDLE_BYTES = 1 << 25
 
 # What is free of this rank's segment stays mapped up to so many bytes.
 _FREE_BYTES = 1 << 28
@@ -599,6 +601,8 @@ class SharedMemory:
         idle = [key for key, region in self._regions.items() if not region.num_views]
         for key in idle[: max(0, len(idle) - _IDLE_REGIONS)]:
             del self._regions[key]
+        if sum(region.nbytes for region in self._regions.values()) <= _SMALL_BYTES:
+            return
         mapped = [region for region in self._regions.values() if region.is_mapped and not region.num_views]
         nbytes = sum(region.nbytes for region in mapped)
         for region in mapped:
