@@ -75,9 +75,9 @@ _SPIN_S = 20e-6
 _YIELD_S = 150e-6
 _LONGEST_NAP_S = 1e-3
 
-# Regions that nobody looks at now are kept for the next time, up to so many. Their pages count as this rank's memory, too: where all of them
-# together are small they stay mapped, so that a step maps nothing again. Of more, what was used last does: it is used first where backward
-# follows forward, and the rest would not be there any more when its turn came.
+# Regions that nobody looks at now are kept for the next time, up to so many. Their pages count as memory of this rank, too: where all of
+# them together are small they stay mapped, so that a step maps nothing again. Of more, what was used last does: it is used first where
+# backward follows forward, and the rest would not be there any more when its turn came.
 _IDLE_REGIONS = 256
 _SMALL_BYTES = 1 << 27
 _IDLE_BYTES = 1 << 25

@@ -348,8 +348,8 @@ def lamb_step(
     """Take one step of LAMB on a flat buffer, in place.
 
     Moments as in :func:`adam_step`; ``d = (1 / bias) mu / ((1 / correction) √nu + eps) + weight_decay p``; and for each layer, a segment of
-    the buffer, ``p = p - learning_rate ratio d`` with ``ratio = |p| / |d|`` within the bounds, or 1 where either norm is 0. Norms are exact,
-    so that they do not depend on how layers are cut.
+    the buffer, ``p = p - learning_rate ratio d`` with ``ratio = |p| / |d|`` within the bounds, or 1 where either norm is 0. Norms are
+    exact, so that they do not depend on how layers are cut.
     "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", You et al., 2020.
 
     Args:
