@@ -130,3 +130,20 @@ def test_only_flats_have_a_placement() -> None:
             zf.unshard({"w": torch.ones(4)})  # type: ignore[arg-type]
 
     zf.simulate(1, main)
+
+
+@settings(max_examples=examples(20))
+@given(TREES, st.sampled_from([2, 3, 4]), bucket_sizes(), st.sampled_from([zf.R, zf.S]), st.booleans())
+def test_buckets_are_handed_over_as_they_arrive(params: Any, size: int, bucket_bytes: int, placement: Any, borrow: bool) -> None:
+    def main(group: zf.Group) -> tuple[list[tuple[int, torch.Tensor]], list[torch.Tensor]]:
+        seen: list[tuple[int, torch.Tensor]] = []
+        value = partial(params, group, bucket_bytes)
+        whole = zf.redistribute(
+            value, placement, group, donate=True, borrow=borrow, arrived=lambda index, x: seen.append((index, x.clone()))
+        )
+        return seen, list(whole.buffers)
+
+    for seen, buffers in zf.simulate(size, main):
+        assert [index for index, _ in seen] == list(range(len(buffers)))
+        for (_, found), expected in zip(seen, buffers, strict=True):
+            assert_same_bits(found, expected)
