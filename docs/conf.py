@@ -32,6 +32,8 @@ except importlib.metadata.PackageNotFoundError:  # built from a checkout that wa
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 exclude_patterns = ["_build", "jupyter_execute"]
 nitpicky = True
+# Types that are named in signatures and have no page: of the standard library, and aliases of a few literals.
+nitpick_ignore = [("py:class", name) for name in ("SpawnContext", "ForkServerContext", "When")]
 
 html_theme = "furo"
 html_title = "zfun"

@@ -16,7 +16,7 @@ from numba.extending import intrinsic
 
 from zfun.ops import _emit
 
-__all__ = ["attribute", "bits", "narrow", "operation", "pointer", "widen"]
+__all__ = ["attribute", "bits", "narrow", "number", "operation", "pointer", "widen"]
 
 
 def operation(emit: Any) -> Any:
@@ -70,3 +70,13 @@ def bits(typing: Any, x: Any) -> Any:
         return builder.bitcast(args[0], ir.IntType(64))
 
     return types.int64(types.float64), emit
+
+
+@operation
+def number(typing: Any, x: Any) -> Any:
+    """``number(x)``: the float64 of the bits of an int64."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.DoubleType())
+
+    return types.float64(types.int64), emit

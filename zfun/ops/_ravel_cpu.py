@@ -46,7 +46,7 @@ from zfun.ops._lanes import (
     zeros,
 )
 from zfun.ops._norm import LIMBS, LOWEST
-from zfun.ops._numbers import bits, narrow, pointer, widen
+from zfun.ops._numbers import bits, narrow, number, pointer, widen
 
 __all__ = ["BLOCK", "add_block", "add_squares", "add_unit", "digits", "no_sums", "ravel", "settle", "unravel"]
 
@@ -182,9 +182,7 @@ def unravel(pieces: Any, like: Any, source: Any, begin: Any, end: Any, exact: An
 @jit
 def _power(exponent: Any, half: Any) -> Any:
     """Make a power of two, or one and a half of it, of its biased exponent."""
-    made = np.empty(1, np.int64)
-    made[0] = (exponent << 52) | (half << 51)
-    return made.view(np.float64)[0]
+    return number((exponent << 52) | (half << 51))
 
 
 @jit
