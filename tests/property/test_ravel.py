@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import os
@@ -117,6 +118,37 @@ def test_compiled_and_plain_copies_back_agree_in_every_bit(data: st.DataObject, 
             assert same_bits(one.reshape(-1), source[start : start + one.numel()].to(one.dtype))
 
 
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    st.sampled_from(DTYPES),
+    st.integers(1, 4),
+    st.sampled_from([0, 1, 31, 5000, 8192, 9000, 16384, 20001, 70000]),
+    st.lists(st.tuples(st.integers(0, 2**20), st.sampled_from(SPECIAL)), max_size=3),
+    st.integers(-1, 3),
+    st.integers(0, 2**20),
+)
+def test_compiled_and_plain_sums_agree_in_every_bit(
+    dtype: torch.dtype, count: int, numel: int, special: list[tuple[int, float]], place: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    terms = [torch.randn(numel, generator=generator, dtype=torch.float64).mul_(100).to(dtype) for _ in range(count)]
+    for index, (at, value) in enumerate(special if numel else ()):
+        terms[index % count][at % numel] = value
+    expected = functools.reduce(torch.add, [term.to(ops.wide(dtype)) for term in terms]).to(dtype)
+    with ops.use("reference"):
+        squares = ops.total_of_bins(ops.squares_in_bins(expected)[None])
+    for kernels, measure in itertools.product(("reference", "compiled"), (False, True)):
+        given = [term.clone() for term in terms]
+        # The sum may take the place of any term.
+        out = given[place] if 0 <= place < count else torch.full_like(expected, 7.0)
+        version = out._version
+        with ops.use(kernels):
+            found = ops.sum_and_square(given, out) if measure else ops.sum_in_rank_order(given, out)
+        assert same_bits(out, expected)
+        assert out._version > version
+        assert same_bits(ops.total_of_bins(found[None]), squares) if measure else found is out
+
+
 @settings(max_examples=examples(40), deadline=None)
 @given(
     st.integers(0, 5000),
@@ -223,7 +255,11 @@ def test_threads_change_no_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPa
 
     def run() -> None:
         out = torch.full((numel + 100,), 7.0, dtype=dtype)
-        results.append((out, ops.ravel_into(out, tensors, offsets, scale=0.3, measure=True)))
+        found = ops.ravel_into(out, tensors, offsets, scale=0.3, measure=True)
+        assert found is not None
+        results.append((out, found.squares))
+        total = torch.empty_like(out)
+        results.append((total, ops.sum_and_square([out, out, out], total)))
 
     run()
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
@@ -232,7 +268,8 @@ def test_threads_change_no_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPa
         thread.start()
     for thread in several:
         thread.join()
-    assert len(results) == 4
-    for out, found in results[1:]:
-        assert same_bits(out, results[0][0])
-        assert torch.equal(ops.total_of_bins(found.squares[None]), ops.total_of_bins(results[0][1].squares[None]))
+    assert len(results) == 8
+    for out, squares in results[2:]:
+        expected = next(first for first in results if same_bits(out, first[0]))
+        assert torch.equal(ops.total_of_bins(squares[None]), ops.total_of_bins(expected[1][None]))
+    assert not same_bits(results[0][0], results[1][0])

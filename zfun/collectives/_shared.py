@@ -69,8 +69,6 @@ _DATA_AT = 512
 _INLINE_BYTES = SLOT_BYTES - _DATA_AT
 _SLOTS = 64
 
-_CHUNK_BYTES = 1 << 18  # of every term of a sum, so that all of them stay in the cache
-
 _SPIN_S = 20e-6
 _YIELD_S = 150e-6
 _LONGEST_NAP_S = 1e-3
@@ -689,10 +687,7 @@ class SharedMemory:
     def _add_up(self, sent: Sent, out: Tensor) -> None:
         terms = {peer: self._input(sent, peer, out.numel()) for peer in sent.plan.partners}
         terms[self.rank] = self._own_term(sent, out)
-        in_order = [terms[rank] for rank in range(self.size)]
-        step = _CHUNK_BYTES // out.dtype.itemsize
-        for begin in range(0, out.numel(), step):
-            sum_in_rank_order([term[begin : begin + step] for term in in_order], out[begin : begin + step])
+        sum_in_rank_order([terms[rank] for rank in range(self.size)], out)
         for peer in sent.plan.partners:
             self._unmap(peer, terms[peer])
 
@@ -701,9 +696,7 @@ class SharedMemory:
         if sent.out is not None and isinstance(sent.call.op, AllReduce):
             # The result may go where the input was, so that the term is the one that the others read.
             return self._segment.view(sent.offset, x.numel(), x.dtype)
-        own = out if sent.out is None else _chunks(x, self.size)[self.rank] if sent.call.op.splits_input else x
-        # A sum starts with the first term, and would overwrite another one before its turn.
-        return own.clone() if own.is_set_to(out) and self.rank and self.size > 2 else own
+        return out if sent.out is None else _chunks(x, self.size)[self.rank] if sent.call.op.splits_input else x
 
     def _note_finished(self, lane: Lane, index: int) -> None:
         early, finished = self._finished_early[lane], self._finished[lane]

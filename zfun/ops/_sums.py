@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["sum_in_rank_order", "wide"]
+from zfun.ops import _jit
+from zfun.ops._norm import exact_row, new_row, squares_in_bins
+
+__all__ = ["sum_and_square", "sum_in_rank_order", "wide"]
+
+# Fewer elements are not worth the way to a compiled kernel.
+_FEW = 1 << 13
+
+# So many elements of every term stay in the cache until all are added.
+_CHUNK = 1 << 16
+
+_NOTHING = np.zeros(0, np.int64)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -27,7 +40,7 @@ def sum_in_rank_order(terms: Sequence[Tensor], out: Tensor | None = None) -> Ten
 
     Args:
         terms: one tensor of the same shape and dtype per rank, in rank order; at least one.
-        out: where the sum goes. It may be the first term or the second.
+        out: where the sum goes. It may be one of the terms.
 
     Returns:
         The sum, in the dtype of the terms; ``out`` if it was given, else a fresh tensor.
@@ -36,16 +49,79 @@ def sum_in_rank_order(terms: Sequence[Tensor], out: Tensor | None = None) -> Ten
         >>> sum_in_rank_order([torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0])])
         tensor([11., 22.])
     """
+    out = torch.empty_like(terms[0]) if out is None else out
+    if _is_compiled(terms, out):
+        _add_compiled(terms, out, measure=False)
+    else:
+        _add_plain(terms, out)
+    return out
+
+
+def sum_and_square(terms: Sequence[Tensor], out: Tensor) -> Tensor:
+    """Add tensors as :func:`sum_in_rank_order` does, and sum the squares of what was written while it is at hand.
+
+    Args:
+        terms: one 1-D tensor of the same length and floating dtype per rank, in rank order; at least one.
+        out: where the sum goes. It may be one of the terms.
+
+    Returns:
+        What :func:`squares_in_bins` returns of ``out``.
+
+    Example:
+        >>> from zfun.ops import total_of_bins
+        >>> out = torch.empty(2)
+        >>> total_of_bins(sum_and_square([torch.tensor([1.0, 2.0]), torch.tensor([2.0, 2.0])], out)[None])
+        tensor(25., dtype=torch.float64)
+    """
+    if _is_compiled(terms, out):
+        return exact_row(_add_compiled(terms, out, measure=True))
+    _add_plain(terms, out)
+    return squares_in_bins(out)
+
+
+def _is_compiled(terms: Sequence[Tensor], out: Tensor) -> bool:
+    if len(terms) < 2 or out.numel() < _FEW or not _jit.compiled() or not _jit.is_plain(out, *terms):
+        return False
+    # Of what autograd records, torch itself makes the sum.
+    return not (torch.is_grad_enabled() and any(x.requires_grad for x in (out, *terms))) and {x.dtype for x in terms} == {out.dtype}
+
+
+def _add_compiled(terms: Sequence[Tensor], out: Tensor, *, measure: bool) -> list[Any]:
+    from zfun.ops import _sums_cpu
+
+    array, add_up = _jit.as_array(out).reshape(-1), _jit.telling(_sums_cpu.add_up)
+    addresses = np.fromiter(map(Tensor.data_ptr, terms), np.int64, len(terms))
+    one = _jit.number(wide(out.dtype))(1.0)
+    rows = [new_row()] if measure else []
+
+    def work(begin: int, end: int) -> None:
+        row = new_row() if measure else _NOTHING
+        add_up(addresses, array, begin, end, one, row)
+        rows.append(row)
+
+    _jit.in_parts(array.size, work)
+    torch.autograd.graph.increment_version(out)
+    return rows
+
+
+def _add_plain(terms: Sequence[Tensor], out: Tensor) -> None:
+    if out.dim() == 1 and out.numel() > _CHUNK and not _jit.is_abstract(out):
+        for parts in zip(out.split(_CHUNK), *(term.split(_CHUNK) for term in terms), strict=True):
+            _add_plain(parts[1:], parts[0])
+        return
     first, *rest = terms
-    out = torch.empty_like(first) if out is None else out
     if not rest:
-        return out.copy_(first)
-    if first.is_floating_point() and first.dtype.itemsize < 4:
+        out.copy_(first)
+    elif first.is_floating_point() and first.dtype.itemsize < 4:
         total = first.float()
         for term in rest:
             total += term.float() if term.dtype.itemsize < 2 else term
-        return out.copy_(total)
-    torch.add(first, rest[0], out=out)
-    for term in rest[1:]:
-        out += term
-    return out
+        out.copy_(total)
+    else:
+        second, *others = rest
+        # The sum starts where it goes, and would overwrite another term before its turn.
+        if others and not _jit.is_abstract(out):
+            others = [term.clone() if term.is_set_to(out) else term for term in others]
+        torch.add(first, second, out=out)
+        for term in others:
+            out += term
