@@ -22,9 +22,11 @@ from zfun import tree
 from zfun.collectives import Call, Group, Pending
 from zfun.flat import flats
 from zfun.live import Held, Live
+from zfun.optim import as_optimizer
 from zfun.stores._host import HostStore
 
-KERNELS = "zfun/ops/_optimizers.py"
+# A kernel has room for a chunk of fixed size, however long buffers are.
+KERNELS, OPTIMIZERS = "zfun/ops/_optimizers.py", "zfun/optim/"
 SIZE, ROWS = 4, 3
 # Products of odd numbers, while the length of every flat buffer is a multiple of 32: so the two cannot be taken for each other.
 WIDTHS = (7, 33, 15, 61, 9, 7)
@@ -59,9 +61,9 @@ class Meter(TorchDispatchMode):
                 isinstance(leaf, Tensor)
                 and is_flat(leaf)
                 and leaf.untyped_storage()._cdata not in given | self._now.keys()
-                and not in_kernel()
+                and not called_in(KERNELS)
             ):
-                self.follow(leaf, maker=str(func))
+                self.follow(leaf, maker="an optimizer" if called_in(OPTIMIZERS) else str(func))
                 self.entries.append(list(self._now.values()))
         return out
 
@@ -101,10 +103,10 @@ class Meter(TorchDispatchMode):
         return found
 
 
-def in_kernel() -> bool:
-    """Whether an optimizer's kernel is at work, which has room for a chunk of fixed size, however long buffers are."""
+def called_in(part: str) -> bool:
+    """Whether a part of the library is at work."""
     frame: Any = sys._getframe(1)
-    while frame is not None and not frame.f_code.co_filename.endswith(KERNELS):
+    while frame is not None and part not in frame.f_code.co_filename:
         frame = frame.f_back
     return frame is not None
 
@@ -186,6 +188,16 @@ def not_third(path: str, leaf: Any) -> bool:
 
 
 ADAMW = zf.optim.adamw(0.1)
+CLIPPED = zf.optim.chain(zf.optim.clip_by_global_norm(1e-3), zf.optim.sgd(0.1, momentum=0.9))
+BY_LABEL = zf.optim.by_label({"w": zf.optim.lamb(0.1), "b": CLIPPED}, lambda path, leaf: "b" if path.endswith("b") else "w")
+
+
+def stepped_by_hand(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    """An update with room for two buffers more than it returns."""
+    return tree.map(lambda g, m, p: (m * 0.9 + g) * -0.1 + p.sign() * 0.01, grads, state, params), tree.map(torch.neg, grads)
+
+
+BY_HAND = (lambda params: tree.map(torch.zeros_like, params), stepped_by_hand)
 
 
 @dataclass(frozen=True)
@@ -220,10 +232,13 @@ def dtypes(precision: Any) -> zf.Precision:
 
 
 @functools.cache
-def trace_of(loss: Any, which: zf.Precision, tied: bool, trainable: Any, bucket_bytes: int, persistence: int, over: str) -> Any:
+def trace_of(
+    loss: Any, which: zf.Precision, tied: bool, trainable: Any, bucket_bytes: int, persistence: int, over: str, labels: Any
+) -> Any:
     cast = loss if which.compute is None else zf.cast(loss, which.compute)
     value = params(which.param or torch.float32, tied=tied)
     options = {"trainable": trainable, "bucket_bytes": bucket_bytes, "persistence": persistence, "reduce_dtype": which.reduce}
+    options["labels"] = labels
     return zf.trace(cast, value, torch.empty(ROWS, WIDTHS[0]), grouped(Case(3, over=over), zf.abstract_group)[0], **options)
 
 
@@ -233,7 +248,8 @@ def planned(case: Case) -> Live:
     persistence = knobs.get("persistence", 0)
     value = params(which.param or torch.float32, tied=case.tied)
     chosen, rest = (value, None) if case.trainable is None else zf.partition(value, case.trainable)
-    traced = trace_of(case.loss, which, case.tied, case.trainable, case.bucket_bytes, persistence, case.over)
+    labels = as_optimizer(case.optimizer).labels
+    traced = trace_of(case.loss, which, case.tied, case.trainable, case.bucket_bytes, persistence, case.over, labels)
     group, secondary = grouped(case, zf.abstract_group)
     return zf.live_bytes(
         case.stage,
@@ -258,6 +274,7 @@ def resident(value: Any) -> list[Tensor]:
 
 # Gradients that are added to others are never sent themselves; what is gathered may be widened for its use, or a part of it kept.
 NAMES = {
+    "an optimizer": "optimizer",
     "buffer": "gradients",
     "aten.empty.memory_format": "gradients",
     "aten._to_copy.default": "gathered",
@@ -328,6 +345,8 @@ def measured(case: Case) -> tuple[tuple[Held, Held], list[tuple[Held, Held]]]:
     meter.finish()
     for made in meter.all:
         made.name = made.name or NAMES.get(made.maker, "")
+        if made.maker == "an optimizer" and made.name == "optimizer" and "offload_optimizer" in case.offload:
+            made.put = 0
     held = meter.held()
     return held[0], held[1:]
 
@@ -389,7 +408,25 @@ CASES = {
         Case(3, first_step=True, loss=recomputed, num_micro_batches=2, precision=torch.bfloat16),
         Case(3, first_step=True, knobs=(("persistence", 100), ("prefetch", 0)), tied=True, trainable=not_third),
     ],
-    "other optimizers": [Case(1, optimizer=zf.optim.sgd(0.1, momentum=0.9), donate=False), Case(3, optimizer=zf.optim.sgd(0.1))],
+    "other optimizers": [
+        Case(1, optimizer=zf.optim.sgd(0.1, momentum=0.9), donate=False),
+        Case(3, optimizer=zf.optim.sgd(0.1)),
+        Case(3, optimizer=zf.optim.lamb(0.1)),
+        Case(1, optimizer=zf.optim.lamb(0.1), donate=False, precision=torch.bfloat16),
+    ],
+    "what a step of an optimizer makes on the way": [
+        *(Case(stage, optimizer=CLIPPED, donate=stage % 2 == 0) for stage in (0, 1, 2, 3)),
+        Case(3, optimizer=CLIPPED, precision=torch.bfloat16, offload=("offload_optimizer", "offload_params")),
+        Case(0, optimizer=BY_HAND, offload=("offload_optimizer",)),
+        Case(1, optimizer=BY_HAND),
+        Case(3, optimizer=BY_HAND, precision=torch.bfloat16, donate=False),
+    ],
+    "by label": [
+        Case(0, optimizer=BY_LABEL),
+        Case(2, optimizer=BY_LABEL, donate=False),
+        Case(3, optimizer=BY_LABEL, precision=torch.bfloat16, trainable=not_third, tied=True),
+        Case(3, optimizer=BY_LABEL, over="mesh", donate=False, offload=("offload_optimizer",)),
+    ],
 }
 
 
@@ -414,7 +451,8 @@ def test_above_what_is_kept_there_are_a_few_buckets(prefetch: int, loss: Any) ->
 
 def test_what_cannot_be_planned_is_refused() -> None:
     value = params()
-    found = zf.schedule(zf.trace(loss_fn, value, torch.empty(ROWS, WIDTHS[0]), SIZE))
+    traced = lambda optimizer: zf.trace(loss_fn, value, torch.empty(ROWS, WIDTHS[0]), SIZE, labels=as_optimizer(optimizer).labels)
+    found = zf.schedule(traced(ADAMW))
     layout = zf.layout_of(value, SIZE)
     with pytest.raises(zf.OptionError, match="stage must be 0, 1, 2 or 3; got 4"):
         zf.live_bytes(4, layout, found, zf.optim.sgd(0.1))
@@ -436,5 +474,11 @@ def test_what_cannot_be_planned_is_refused() -> None:
     for stage, group in ((2, mesh), (3, mesh.inner)):
         with pytest.raises(zf.OptionError, match=f"secondary is the inner axis .* at stage {stage}; leave it out, or pass group=mesh"):
             zf.live_bytes(stage, layout, found, zf.optim.sgd(0.1), group=group, secondary=mesh.inner)
-    with pytest.raises(zf.OptionError, match="element by element; got one that looks for leaves"):
-        zf.live_bytes(3, layout, found, zf.optim.lamb(0.1))
+    for optimizer, name in ((zf.optim.muon(0.1, ADAMW), "MuonState"), (zf.optim.from_torch(torch.optim.RMSprop), "TorchState")):
+        with pytest.raises(zf.OptionError, match=f"known for optimizers that work on flat buffers; got one with a {name}, .*; use another"):
+            zf.live_bytes(3, layout, zf.schedule(traced(optimizer)), optimizer)
+    for optimizer, got in ((zf.optim.onebit_adam(0.1), "sums the terms"), (zf.shard_optimizer(ADAMW, mesh), "computes in S")):
+        with pytest.raises(zf.OptionError, match=f"leave placements to the stage; got one that {got}.*; use another one"):
+            zf.live_bytes(3, layout, found, optimizer)
+    with pytest.raises(zf.OptionError, match=r"got 1 buckets on 4 ranks for 2 on 4; trace .* the same .* labels"):
+        zf.live_bytes(3, layout, found, BY_LABEL)

@@ -64,6 +64,8 @@ def squares_in_bins(x: Tensor) -> Tensor:
     triton = triton_for(x)
     if triton is not None and triton.takes(x):
         return triton.squares_in_bins(x)
+    if _jit.is_abstract(x):
+        return torch.empty(LIMBS + 1, dtype=torch.int64, device=x.device)
     high = torch.zeros(_EXPONENTS, dtype=torch.int64, device=x.device)
     low = torch.zeros_like(high)
     special = torch.zeros((), dtype=torch.float64, device=x.device)
@@ -133,6 +135,8 @@ def total_of_bins(rows: Tensor) -> Tensor:
         >>> total_of_bins(squares_in_bins(torch.full((100,), 2.0))[None])
         tensor(400., dtype=torch.float64)
     """
+    if _jit.is_abstract(rows):
+        return torch.empty((), dtype=torch.float64, device=rows.device)
     limbs = rows[:, :-1].sum(0).tolist()
     special = float(rows[:, -1].contiguous().view(torch.float64).sum())
     # Python's integers have no end, and its division rounds once.

@@ -43,13 +43,14 @@ def step(
         constants: by name, in any order.
 
     Returns:
-        Whether there is a kernel for such tensors; if not, nothing was done. Which twin runs does not depend on the gradient.
+        Whether there is a kernel for such tensors, or nothing to do because they are abstract; if not, nothing was done. Which twin runs
+        does not depend on the gradient.
     """
     triton = triton_for(param)
     if triton is not None:
         return bool(triton.step(rule, param, grad, moments, change, out, scale, constants))
     if not _takes(param, *moments, *(() if change is None else (change,))):
-        return False
+        return _jit.is_abstract(param)
     grad = _readable(grad, wide(param.dtype))
     from zfun.ops import _steps_cpu
 

@@ -12,7 +12,7 @@ from zfun import ops, tree
 from zfun.collectives import Group, Mesh, abstract_group, check_shardable, split
 from zfun.errors import ZfunError, checked_options
 from zfun.flat import Flat
-from zfun.layout import DEFAULT_BUCKET_BYTES, layout_of
+from zfun.layout import DEFAULT_BUCKET_BYTES, LabelFn, layout_of, split_by_label
 from zfun.placement import S
 from zfun.transforms._cast import CastLoss
 from zfun.transforms._gradient import data_parallel, value_and_grad
@@ -34,6 +34,7 @@ def trace(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     persistence: int = 0,
     order: Sequence[str] | None = None,
+    labels: LabelFn | None = None,
     reduce_dtype: torch.dtype | None = None,
 ) -> Trace:
     """Run a loss and its gradient on fake tensors, and return what it uses, in which order, forward and backward.
@@ -49,6 +50,7 @@ def trace(
         bucket_bytes: where a bucket closes, in bytes.
         persistence: leaves of at most so many elements lie in buckets of their own.
         order: of the leaves in the buckets, as :func:`zfun.layout_of` takes it.
+        labels: of trained leaves, those of different labels in different buckets, as :func:`zfun.shard` takes it.
         reduce_dtype: of the gradients, as :func:`zfun.data_parallel` takes it; by default that of the parameters, float32 for half types.
 
     Returns:
@@ -76,15 +78,16 @@ def trace(
         group = _abstract_like(size) if isinstance(size, Group) else abstract_group(size)
         chosen, rest = (params, None) if trainable is None else tree.partition(params, trainable)
 
-        def placed(part: tree.Tree) -> Flat:
+        def placed(part: tree.Tree, labels: LabelFn | None) -> Flat:
             layout = layout_of(tree.map(fake, part), group.mesh.size, bucket_bytes, persistence, order)
+            layout = layout if labels is None else split_by_label(layout, labels)
             shards = [torch.empty(bucket.padded_numel // group.size, dtype=bucket.dtype) for bucket in layout.buckets]
             return Flat(shards, S, layout, group)
 
-        frozen = placed(rest) if rest is not None and tree.leaves(rest) else None
+        frozen = placed(rest, None) if rest is not None and tree.leaves(rest) else None
         wrapped = shard_params(loss, group, frozen=frozen)
         vg = data_parallel(value_and_grad(wrapped), group.mesh, reduce_dtype=reduce_dtype)
-        vg(placed(chosen), tree.map(fake, batch))
+        vg(placed(chosen, labels), tree.map(fake, batch))
     inner = wrapped.loss if isinstance(wrapped, CastLoss) else wrapped
     if not isinstance(inner, ShardedLoss) or not inner.schedules:
         raise ZfunError(f"a loss of whole parameters can be traced; got {type(loss).__name__}, which was never called on them")

@@ -1,0 +1,242 @@
+"""A step, played from data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from zfun.collectives import Group, Mesh
+from zfun.live._held import Held, Moment
+from zfun.live._rehearsal import Change
+from zfun.transforms import MAX_IN_FLIGHT, MAX_UNDER_WAY, Schedule, Step, first_steps
+
+__all__ = ["Play"]
+
+# What an optimizer makes beside parameters.
+_MADE = {"state": "the optimizer's new state", "work": "what the optimizer works with"}
+
+# In the place of a step that has been played ahead of its turn.
+_NOTHING = Step("use", -1, "backward")
+
+
+class Play:
+    """Plays a step, and notes what is held each time something is made."""
+
+    def __init__(
+        self,
+        stage: int,
+        count: int,
+        group: Group,
+        secondary: Group | None,
+        schedule: Schedule,
+        itemsizes: Sequence[int],
+        offload_params: bool,
+        offload_grads: bool,
+    ) -> None:
+        self._stage = stage
+        self._schedule = schedule
+        self._buckets = schedule.trace.buckets
+        self._size = group.size
+        self._group = group
+        self._secondary = secondary
+        self._itemsizes = itemsizes
+        self._count = count
+        self.param_place = "store" if offload_params else "device"
+        self._grad_place = "store" if offload_grads else "device"
+        self._bytes: dict[tuple[str, str], int] = {}
+        self.moments: list[Moment] = []
+        # What is on its way: the bytes of the shard in the dtype that is sent, and of the bucket in that dtype.
+        self._arriving: dict[int, tuple[int, int]] = {}
+        # What backward will gather over the inner axis of a mesh.
+        self._parts: dict[int, int] = {}
+        # Of one rank alone the gradients are the sum, as they are made.
+        self._reduces = stage > 1 and group.mesh.size > 1
+        self._made = "gradients" if group.mesh.size > 1 else "reduced"
+        self._left = "reduced" if self._reduces else self._made
+
+    def now(self, what: str) -> Moment:
+        """Return what is held now."""
+        held = (Held(*(self._bytes.get((place, name), 0) for name in Held._fields)) for place in ("device", "store"))
+        return Moment(what, *held)
+
+    def hold(self, name: str, nbytes: int, what: str, place: str = "device") -> None:
+        """Note that a buffer is made."""
+        self._bytes[place, name] = self._bytes.get((place, name), 0) + nbytes
+        self.moments.append(self.now(what))
+
+    def free(self, name: str, nbytes: int, place: str = "device") -> None:
+        """Note that a buffer is freed."""
+        self._bytes[place, name] = self._bytes.get((place, name), 0) - nbytes
+
+    def gathered(self, bucket: int) -> int:
+        """The bytes of a gathered bucket as the loss sees it; of one rank alone it is the shard."""
+        of = self._buckets[bucket]
+        return 0 if self._size == 1 and of.itemsize == self._itemsizes[bucket] else of.nbytes
+
+    def shards_of(self, buckets: Sequence[int]) -> int:
+        """The bytes of parameters that a rank keeps."""
+        size = self._size if self._stage == 3 else 1
+        return sum(self._buckets[b].numel // size * self._itemsizes[b] for b in buckets)
+
+    def gradient(self, *, first: bool, learning: bool) -> None:
+        """Play forward and backward of one micro-batch."""
+        todo = [b for b in range(self._count) if self._buckets[b].grad_itemsize]
+        filled: set[int] = set()
+        in_flight: list[int] = []
+        steps = list(first_steps(self._schedule) if learning and self._stage == 3 else self._steps(first=first))
+        for place, step in enumerate(steps):
+            if step.kind != "reduce":
+                self._run(step)
+                continue
+            self._settle(in_flight, MAX_IN_FLIGHT - 1)
+            self._fill(step.bucket)
+            filled.add(step.bucket)
+            # What the schedule frees when a bucket's gradients are complete is freed before they are sent.
+            following = steps[place + 1 : place + 2]
+            if following == [Step("release", step.bucket, "backward")]:
+                self._run(following[0])
+                steps[place + 1] = _NOTHING
+            while todo and todo[-1] in filled:
+                self._send(todo[-1])
+                in_flight.append(todo.pop())
+                self._settle(in_flight, MAX_IN_FLIGHT)
+        self._settle(in_flight, 0)
+        self.free("gathered", sum(self._parts.values()))
+        self._parts.clear()
+
+    def _steps(self, *, first: bool) -> Iterator[Step]:
+        for step in self._schedule.steps:
+            if self._stage < 3 and step.kind != "reduce":
+                continue
+            if step.phase == "start" and not (first and self._buckets[step.bucket].grad_itemsize):
+                # Those that persist stay until the parameters change, frozen ones for good.
+                continue
+            if step.phase == "backward":
+                # What nobody has used yet is there by the end of the forward pass.
+                for bucket in sorted(self._arriving.keys() & self._schedule.persistent):
+                    yield Step("use", bucket, "forward")
+            yield step
+
+    def _run(self, step: Step) -> None:
+        bucket = step.bucket
+        if step.kind == "gather":
+            self._gather(bucket)
+        elif step.kind == "use" and bucket in self._arriving:
+            self._arrive(bucket, step.phase)
+        elif step.kind == "release" and bucket in self._arriving:
+            narrowed, whole = self._arriving.pop(bucket)
+            self.free("gathered", narrowed)
+            self._keep_part(bucket, step.phase)
+            self.free("gathered", whole)
+        elif step.kind == "release":
+            self.free("gathered", self.gathered(bucket))
+
+    def _gather(self, bucket: int) -> None:
+        of, what = self._buckets[bucket], f"gathered bucket {bucket}"
+        sent = of.numel * of.sent_itemsize
+        narrowed = sent // self._size if of.sent_itemsize != self._itemsizes[bucket] and bucket not in self._parts else 0
+        whole = sent if self._size > 1 else 0
+        for nbytes in (narrowed, whole):
+            if nbytes:
+                self.hold("gathered", nbytes, what)
+        self._arriving[bucket] = narrowed, whole
+
+    def _keep_part(self, bucket: int, phase: str) -> None:
+        if self._secondary is not None and phase != "backward" and bucket not in self._parts:
+            of = self._buckets[bucket]
+            self._parts[bucket] = of.numel * of.sent_itemsize // self._secondary.size
+            self.hold("gathered", self._parts[bucket], f"secondary shard of bucket {bucket}")
+
+    def _arrive(self, bucket: int, phase: str) -> None:
+        """Wait for a bucket, and widen it where it is used in a wider dtype than it is sent in."""
+        of = self._buckets[bucket]
+        narrowed, whole = self._arriving.pop(bucket)
+        if self._size > 1:
+            self.free("gathered", narrowed)
+        self._keep_part(bucket, phase)
+        if of.sent_itemsize != of.itemsize:
+            self.hold("gathered", of.nbytes, f"gathered bucket {bucket}")
+            self.free("gathered", whole)
+
+    def _fill(self, bucket: int) -> None:
+        self.hold(self._made, self._grad_bytes(bucket), f"gradients of bucket {bucket}")
+
+    def _send(self, bucket: int) -> None:
+        if self._reduces:
+            for nbytes in self._sums(bucket):
+                self.hold("reduced", nbytes, f"reduced gradients of bucket {bucket}")
+        elif self._stage < 2:
+            self._move(self._left, self._grad_bytes(bucket), self._grad_place)
+
+    def _settle(self, in_flight: list[int], num_left: int) -> None:
+        while self._stage > 1 and len(in_flight) > num_left:
+            bucket = in_flight.pop(0)
+            nbytes = self._grad_bytes(bucket)
+            if self._reduces:
+                self.free("gradients", nbytes)
+                nbytes, *rows = self._sums(bucket)
+                self.free("reduced", sum(rows))
+            self._move(self._left, nbytes, self._grad_place)
+
+    def _move(self, name: str, nbytes: int, place: str) -> None:
+        self.free(name, nbytes)
+        self._bytes[place, name] = self._bytes.get((place, name), 0) + nbytes
+
+    def _sums(self, bucket: int) -> list[int]:
+        """The bytes of a rank's part of the sum, and of what is made on the way to it: on a mesh the sum over a row."""
+        nbytes, mesh = self._grad_bytes(bucket), self._group.mesh
+        # Where gradients stay whole, the sum takes their place.
+        parts = [nbytes // self._size] if self._stage else []
+        if not isinstance(mesh, Mesh) or (self._stage and self._group is not mesh):
+            return parts
+        return [*parts, nbytes if not self._stage and mesh.sums_whole(nbytes) else nbytes // mesh.inner.size]
+
+    def _grad_bytes(self, bucket: int) -> int:
+        return self._buckets[bucket].numel * self._buckets[bucket].grad_itemsize
+
+    def add(self) -> None:
+        """Add the gradients of a micro-batch to those before it."""
+        share = self._size if self._reduces else 1
+        self.free(self._left, sum(self._grad_bytes(b) // share for b in range(self._count)), self._grad_place)
+
+    def redistribute(self) -> None:
+        """Sum whole gradients over the ranks, where that was not done in backward; where they stay whole, the sum takes their place."""
+        if self._stage > 1 or self._group.mesh.size == 1:
+            return
+        in_flight: list[int] = []
+        for bucket in range(self._count):
+            for nbytes in self._sums(bucket):
+                self.hold("reduced", nbytes, f"reduced gradients of bucket {bucket}")
+            in_flight.append(bucket)
+            if len(in_flight) > MAX_UNDER_WAY:
+                self._summed(in_flight.pop(0))
+        for bucket in in_flight:
+            self._summed(bucket)
+
+    def _summed(self, bucket: int) -> None:
+        if self._stage:
+            self.free("gradients", self._grad_bytes(bucket), self._grad_place)
+        self.free("reduced", sum(self._sums(bucket)[1 if self._stage else 0 :]))
+
+    def update(self, changes: Sequence[Change], where: str, *, donate: bool) -> None:
+        """Play the optimizer, and what comes after it."""
+        made = 0
+        for kind, nbytes, bucket in changes:
+            name, place = ("params", "device") if kind == "params" else ("optimizer", where)
+            if nbytes < 0:
+                self.free(name, -nbytes, place)
+            else:
+                self.hold(name, nbytes, f"new parameters of bucket {bucket}" if kind == "params" else _MADE[kind], place)
+            made += nbytes if kind == "params" else 0
+        if self._stage in (1, 2) and self._size > 1:
+            # They are gathered, over the old ones where these are given up.
+            for bucket in () if donate else range(self._count):
+                nbytes = self._buckets[bucket].numel * self._itemsizes[bucket]
+                self.hold("params", nbytes, f"new parameters of bucket {bucket}")
+            self.free("params", made)
+        else:
+            self._move("params", made, self.param_place)
+        if donate and self._stage == 3:
+            persistent = [b for b in self._schedule.persistent if self._buckets[b].grad_itemsize]
+            self.free("gathered", sum(self.gathered(bucket) for bucket in persistent))
+        for place in ("device", "store"):
+            self._bytes[place, "gradients"] = self._bytes[place, "reduced"] = 0
