@@ -7,6 +7,7 @@ that nothing can be left over, whatever ends the ranks, and nobody but they can 
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import ctypes
 import errno
@@ -17,7 +18,7 @@ import select
 import socket
 import struct
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ __all__ = [
     "Peer",
     "Region",
     "Segment",
+    "Spans",
 ]
 
 _MAGIC = 0x7A66756E_00000001
@@ -55,6 +57,42 @@ PAGE = 4096
 _LINE = 128
 
 
+class Spans:
+    """A set of integers as few intervals, in ascending order, each as long as can be."""
+
+    __slots__ = ("_bounds",)
+
+    def __init__(self) -> None:
+        # Where they begin and end, in turn: a number is in the set if an odd number of bounds are not above it.
+        self._bounds: list[int] = []
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return zip(self._bounds[::2], self._bounds[1::2], strict=True)
+
+    def add(self, begin: int, end: int) -> None:
+        """Put an interval in, which is not empty."""
+        first, last = bisect.bisect_left(self._bounds, begin), bisect.bisect_right(self._bounds, end)
+        self._bounds[first:last] = [begin] * (first % 2 == 0) + [end] * (last % 2 == 0)
+
+    def remove(self, begin: int, end: int) -> None:
+        """Take an interval out, which is not empty."""
+        first, last = bisect.bisect_left(self._bounds, begin), bisect.bisect_right(self._bounds, end)
+        self._bounds[first:last] = [begin] * (first % 2) + [end] * (last % 2)
+
+    def within(self, begin: int, end: int) -> list[tuple[int, int]]:
+        """Return the parts of an interval, which is not empty, that are in the set."""
+        return self._cut(begin, end, 1)
+
+    def missing(self, begin: int, end: int) -> list[tuple[int, int]]:
+        """Return the parts of an interval, which is not empty, that are not in the set."""
+        return self._cut(begin, end, 0)
+
+    def _cut(self, begin: int, end: int, parity: int) -> list[tuple[int, int]]:
+        first, last = bisect.bisect_right(self._bounds, begin), bisect.bisect_left(self._bounds, end)
+        cut = [begin] * (first % 2 == parity) + self._bounds[first:last] + [end] * (last % 2 == parity)
+        return list(zip(cut[::2], cut[1::2], strict=True))
+
+
 class Segment:
     """The memory that this rank writes and the others read, and which parts of it are in use."""
 
@@ -67,8 +105,8 @@ class Segment:
             os.ftruncate(self.fd, self.capacity)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             self._reserved = 0
-            self._free: list[tuple[int, int]] = []
-            self._unmapped: list[tuple[int, int]] = []
+            self._free = Spans()
+            self._unmapped = Spans()
             self._end = 0
             self.allocate(_CONTROL_BYTES)
             self.memory = mmap.mmap(self.fd, self.capacity, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
@@ -96,67 +134,49 @@ class Segment:
         """
         unit = PAGE if nbytes >= PAGE else _LINE
         nbytes = _rounded(nbytes, unit)
-        for place, (offset, length) in enumerate(self._free):
-            start = _rounded(offset, unit)
-            if start + nbytes <= offset + length:
-                self._free[place : place + 1] = _pieces((offset, start), (start + nbytes, offset + length))
-                self._map(start, nbytes)
-                return start, nbytes
-        # What is free at the end is made longer.
-        at_end = bool(self._free) and sum(self._free[-1]) == self._end
-        offset = self._free[-1][0] if at_end else self._end
-        start = _rounded(offset, unit)
-        self._reserve(start + nbytes)
-        if at_end:
-            self._free.pop()
-        self._free += _pieces((offset, start))
-        self._end = start + nbytes
-        self._map(start, nbytes)
+        start = self._end
+        for begin, end in self._free:
+            # What is free at the end is made longer.
+            if _rounded(begin, unit) + nbytes <= end or end == self._end:
+                start = begin
+                break
+        start = _rounded(start, unit)
+        if start + nbytes > self._end:
+            self._reserve(start + nbytes)
+            if start > self._end:
+                self._free.add(self._end, start)
+            self._end = start + nbytes
+        self._free.remove(start, start + nbytes)
+        self._map(start, start + nbytes)
         return start, nbytes
-
-    def unmap(self, offset: int, nbytes: int) -> None:
-        """Drop this rank's mapping of some pages, which stay where they are: the next access maps them again."""
-        if not any(first <= offset and offset + nbytes <= last for first, last in self._unmapped):
-            _unmap(self.memory, offset, nbytes)
-            self._unmapped.append((offset, offset + nbytes))
-
-    def unmap_free(self, kept: int) -> None:
-        """Drop this rank's mapping of what is free, but for the first so many bytes, which are used next."""
-        for offset, length in self._free:
-            spans = [(offset + min(length, kept), offset + length)]
-            kept -= min(length, kept)
-            for first, last in self._unmapped:
-                spans = [piece for begin, end in spans for piece in ((begin, min(end, first)), (max(begin, last), end))]
-                spans = [(begin, end) for begin, end in spans if begin < end]
-            for begin, end in spans:
-                if end - begin >= PAGE:
-                    self.unmap(begin, end - begin)
-
-    def _map(self, offset: int, nbytes: int) -> None:
-        """Map what was unmapped of some pages, all at once: writing to them would map them one by one."""
-        begin, end = offset, offset + nbytes
-        here = [(max(first, begin), min(last, end)) for first, last in self._unmapped if first < end and begin < last]
-        if here:
-            self._unmapped = [
-                (first, last)
-                for old_first, old_last in self._unmapped
-                for first, last in ((old_first, min(old_last, begin)), (max(old_first, end), old_last))
-                if first < last
-            ]
-        for first, last in here:
-            with contextlib.suppress(OSError):
-                self.memory.madvise(_MADV_POPULATE_READ, first // PAGE * PAGE, _rounded(last, PAGE) - first // PAGE * PAGE)
 
     def release(self, offset: int, nbytes: int) -> None:
         """Take a piece back."""
-        pieces = sorted([*self._free, (offset, nbytes)])
-        self._free = pieces[:1]
-        for begin, length in pieces[1:]:
-            last, last_length = self._free[-1]
-            if last + last_length == begin:
-                self._free[-1] = (last, last_length + length)
-            else:
-                self._free.append((begin, length))
+        self._free.add(offset, offset + nbytes)
+
+    def unmap(self, offset: int, nbytes: int) -> None:
+        """Drop this rank's mapping of some pages, which stay where they are: the next access maps them again."""
+        if self._unmapped.missing(offset, offset + nbytes):
+            _unmap(self.memory, offset, nbytes)
+            self._unmapped.add(offset, offset + nbytes)
+
+    def unmap_free(self, kept: int) -> None:
+        """Drop this rank's mapping of what is free, but for the first so many bytes, which are used next."""
+        for begin, end in self._free:
+            if kept >= end - begin:
+                kept -= end - begin
+                continue
+            for first, last in self._unmapped.missing(begin + kept, end):
+                if last - first >= PAGE:
+                    self.unmap(first, last - first)
+            kept = 0
+
+    def _map(self, begin: int, end: int) -> None:
+        """Map what was unmapped of some pages, all at once: writing to them would map them one by one."""
+        for first, last in self._unmapped.within(begin, end):
+            with contextlib.suppress(OSError):
+                self.memory.madvise(_MADV_POPULATE_READ, first // PAGE * PAGE, _rounded(last, PAGE) - first // PAGE * PAGE)
+        self._unmapped.remove(begin, end)
 
     def close(self) -> None:
         """Let go of the memory, unless there are buffers in it: then it goes with the last of them."""
@@ -169,7 +189,7 @@ class Segment:
     @property
     def in_use(self) -> int:
         """Bytes that are allocated."""
-        return self._end - sum(length for _, length in self._free)
+        return self._end - sum(end - begin for begin, end in self._free)
 
     @property
     def reserved(self) -> int:
@@ -199,10 +219,6 @@ def _anonymous_file() -> int:
 
 def _rounded(number: int, unit: int) -> int:
     return -(-number // unit) * unit
-
-
-def _pieces(*spans: tuple[int, int]) -> list[tuple[int, int]]:
-    return [(begin, end - begin) for begin, end in spans if begin < end]
 
 
 def _advise(memory: mmap.mmap) -> None:
@@ -258,8 +274,10 @@ class Peer:
             at = base + 1 + 3 * len(rings)
             first, offset, slots = self.words[at : at + 3].tolist()
             rings.append((first, offset, slots))
-        first, offset, slots = next(ring for ring in reversed(rings) if ring[0] <= index)
-        return offset + (index - first) % slots * SLOT_BYTES
+        for first, offset, slots in reversed(rings):
+            if first <= index:
+                return offset + (index - first) % slots * SLOT_BYTES
+        raise IndexError(f"no call {index} has been published")
 
     def is_gone(self) -> bool:
         """Whether its process has ended or closed the group. It never sends anything."""
@@ -301,8 +319,6 @@ class Region:
     def __init__(self, pieces: Sequence[tuple[int, int]], nbytes: int, rank: int) -> None:
         self.nbytes = nbytes * len(pieces)
         self.num_views = 0
-        # Whether pages of it may be mapped: from the first look at it until :meth:`unmap`.
-        self.is_mapped = False
         self._is_detached = False
         base = _map(None, self.nbytes, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1, 0)
         self.begin = base
@@ -327,7 +343,6 @@ class Region:
     def unmap(self) -> None:
         """Drop this rank's mapping of all pages, which the segments keep: the next access maps them again."""
         self._unmap(self.begin, self.begin + self.nbytes)
-        self.is_mapped = False
 
     def unmap_others(self) -> None:
         """The same for all but this rank's own piece."""

@@ -170,6 +170,7 @@ class _Area:
     offset: int
     nbytes: int
     uses: list[Use] = field(default_factory=list)
+    num_leases: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -229,12 +230,18 @@ class SharedMemory:
         self._slot_uses: list[dict[int, Use]] = [{} for _ in Lane]
         self._staged: list[collections.deque[_Area]] = [collections.deque() for _ in Lane]
         self._buffers: dict[int, _Area] = {}
+        # What nobody here holds any more waits for the others, or first of all for a result that this rank has borrowed.
         self._dropping: list[_Area] = []
+        self._behind: dict[tuple[Lane, int], list[_Area]] = {}
         self._unsummed: list[collections.deque[Sent]] = [collections.deque() for _ in Lane]
         self._borrowed: set[tuple[Lane, int]] = set()
         self._leases: dict[int, _Lease] = {}
         self._num_leases = 0
         self._regions: dict[tuple[int, ...], Region] = {}
+        self._regions_bytes = 0
+        # Those that nobody looks at, of which pages are mapped: what was used last comes last.
+        self._idle: dict[Region, None] = {}
+        self._idle_bytes = 0
         # Filled by finalizers, which may run at any moment and in any thread.
         self._dropped: collections.deque[int] = collections.deque()
         self._ended: collections.deque[int] = collections.deque()
@@ -374,8 +381,9 @@ class SharedMemory:
     def rest(self, x: Tensor) -> None:
         """Let go of what the region of a borrowed result shows of others; they keep it. Room that has become free is let go of, too."""
         self._reclaim()
+        address = x.data_ptr()
         for lease in self._leases.values():
-            if 0 <= x.data_ptr() - lease.region.begin < lease.region.nbytes:
+            if 0 <= address - lease.region.begin < lease.region.nbytes:
                 lease.region.unmap_others()
 
     @property
@@ -469,17 +477,16 @@ class SharedMemory:
         return offset
 
     def _is_over(self, use: Use) -> bool:
-        word = HEAD_WORDS + LANE_WORDS * use.lane + FINISHED
+        lane, index = use.lane, use.index
         # This rank reads its own input, too.
-        if self._finished[use.lane] <= use.index or not all(self._peers[peer].words[word] > use.index for peer in use.readers):
+        if self._finished[lane] <= index or (use.borrowed and (lane, index) in self._borrowed):
             return False
-        if not use.borrowed:
-            return True
-        return (use.lane, use.index) not in self._borrowed and all(self._has_returned(peer, use) for peer in use.readers)
-
-    def _has_returned(self, peer: int, use: Use) -> bool:
-        other = self._peers[peer]
-        return other.words[other.slot(use.lane, use.index) // 8 + _RETURNED] > use.index
+        word = HEAD_WORDS + LANE_WORDS * lane + FINISHED
+        for peer in use.readers:
+            other = self._peers[peer]
+            if other.words[word] <= index or (use.borrowed and other.words[other.slot(lane, index) // 8 + _RETURNED] <= index):
+                return False
+        return True
 
     def _reclaim(self) -> None:
         """Take back what nobody reads any more."""
@@ -491,16 +498,27 @@ class SharedMemory:
         while self._dropped:
             area = self._buffers.pop(self._dropped.popleft())
             self._dropping.append(area)
-            if any(lease.area is area for lease in self._leases.values()):
+            if area.num_leases:
                 # From now on it is looked at through regions alone.
                 self._segment.unmap(area.offset, area.nbytes)
         if self._dropping:
-            over = [area for area in self._dropping if all(self._is_over(use) for use in area.uses)]
-            for area in over:
-                self._dropping.remove(area)
-                self._segment.release(area.offset, area.nbytes)
-            if over:
+            dropping = self._dropping.copy()
+            self._dropping.clear()
+            if sum(map(self._release, dropping)):
                 self._segment.unmap_free(_FREE_BYTES)
+
+    def _release(self, area: _Area) -> bool:
+        """Take an area back, if nobody reads it any more; else note what it waits for."""
+        while area.uses:
+            use = area.uses[-1]
+            if not self._is_over(use):
+                key = use.lane, use.index
+                # There may be many that this rank itself looks at, and for long.
+                (self._behind.setdefault(key, []) if key in self._borrowed else self._dropping).append(area)
+                return False
+            area.uses.pop()
+        self._segment.release(area.offset, area.nbytes)
+        return True
 
     def _find(self, x: Tensor) -> tuple[_Area | None, int]:
         """Return the area that a tensor lies in, directly or as this rank's part of a borrowed result, and where in the segment."""
@@ -509,8 +527,9 @@ class SharedMemory:
             if offset is not None:
                 area = next((area for area in self._buffers.values() if area.offset <= offset < area.offset + area.nbytes), None)
                 return area, offset
+        address = x.data_ptr()
         for lease in self._leases.values():
-            place = lease.region.offset_of(x.data_ptr())
+            place = lease.region.offset_of(address)
             if place is not None:
                 return lease.area, lease.offset + place
         return None, 0
@@ -540,8 +559,11 @@ class SharedMemory:
         number, self._num_leases = self._num_leases, self._num_leases + 1
         use = Use(call.lane, sent.index, sent.plan.readers, "", borrowed=True)
         self._leases[number] = _Lease(use, sent.slot // 8 + _RETURNED, region, area, offsets[self.rank])
+        area.num_leases += 1
+        if region in self._idle:
+            del self._idle[region]
+            self._idle_bytes -= region.nbytes
         region.num_views += 1
-        region.is_mapped = True
         weakref.finalize(window, self._ended.append, number)
         return torch.frombuffer(window, dtype=x.dtype)
 
@@ -551,8 +573,7 @@ class SharedMemory:
         for rank, piece in enumerate(_chunks(whole, self.size)):
             source = self._segment if rank == self.rank else self._peers[rank]
             piece.copy_(source.view(offsets[rank], piece.numel(), piece.dtype))
-        self._borrowed.discard((sent.call.lane, sent.index))
-        self._segment.words[sent.slot // 8 + _RETURNED] = sent.index + 1
+        self._give_back(sent.call.lane, sent.index, sent.slot // 8 + _RETURNED)
         return whole
 
     def _sum_own_slices(self, sent: Sent) -> None:
@@ -584,6 +605,7 @@ class SharedMemory:
         if region is None:
             fds = [self._segment.fd if rank == self.rank else self._peers[rank].fd for rank in range(self.size)]
             region = Region(list(zip(fds, offsets, strict=True)), piece_bytes, self.rank)
+            self._regions_bytes += region.nbytes
         self._regions[key] = region
         return region
 
@@ -594,33 +616,51 @@ class SharedMemory:
         while self._ended:
             lease = self._leases.pop(self._ended.popleft(), None)
             if lease is not None:
-                lease.region.num_views -= 1
                 self._return(lease)
-        idle = [key for key, region in self._regions.items() if not region.num_views]
-        for key in idle[: max(0, len(idle) - _IDLE_REGIONS)]:
-            del self._regions[key]
-        if sum(region.nbytes for region in self._regions.values()) <= _SMALL_BYTES:
-            return
-        mapped = [region for region in self._regions.values() if region.is_mapped and not region.num_views]
-        nbytes = sum(region.nbytes for region in mapped)
-        for region in mapped:
-            if nbytes <= _IDLE_BYTES:
-                break
-            nbytes -= region.nbytes
-            region.unmap()
+                lease.area.num_leases -= 1
+                region = lease.region
+                region.num_views -= 1
+                if not region.num_views:
+                    self._idle[region] = None
+                    self._idle_bytes += region.nbytes
+        if len(self._regions) > _IDLE_REGIONS:
+            idle = [key for key, region in self._regions.items() if not region.num_views]
+            for key in idle[: max(0, len(idle) - _IDLE_REGIONS)]:
+                self._forget(key)
+        if self._regions_bytes > _SMALL_BYTES:
+            while self._idle_bytes > _IDLE_BYTES:
+                region = next(iter(self._idle))
+                del self._idle[region]
+                self._idle_bytes -= region.nbytes
+                region.unmap()
+
+    def _forget(self, key: tuple[int, ...]) -> None:
+        region = self._regions.pop(key)
+        self._regions_bytes -= region.nbytes
+        if region in self._idle:
+            del self._idle[region]
+            self._idle_bytes -= region.nbytes
 
     def _return(self, lease: _Lease) -> None:
         if not lease.is_returned:
             lease.is_returned = True
-            self._borrowed.discard((lease.use.lane, lease.use.index))
-            self._segment.words[lease.word] = lease.use.index + 1
+            self._give_back(lease.use.lane, lease.use.index, lease.word)
+
+    def _give_back(self, lane: Lane, index: int, word: int) -> None:
+        """Say that this rank looks at a borrowed result no more."""
+        self._borrowed.discard((lane, index))
+        self._dropping += self._behind.pop((lane, index), ())
+        self._segment.words[word] = index + 1
 
     def _detach(self, region: Region) -> None:
         """Let those who look at a region keep what they see."""
         region.detach()
-        self._regions = {key: other for key, other in self._regions.items() if other is not region}
+        for key in [key for key, other in self._regions.items() if other is region]:
+            self._forget(key)
         for number in [number for number, lease in self._leases.items() if lease.region is region]:
-            self._return(self._leases.pop(number))
+            lease = self._leases.pop(number)
+            lease.area.num_leases -= 1
+            self._return(lease)
 
     # Receiving.
 
