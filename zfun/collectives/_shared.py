@@ -7,7 +7,8 @@ record there: what it is (a hash and the text it was made of) and where its data
 ``k + 1``. Who needs the data waits for that counter, compares the hash with that of its own ``k``-th call, and reads what it needs straight
 out of the segment. When it has finished all calls before ``d``, its own counter of finished calls says ``d``: the owner may use the room of
 those calls again. So each word has one writer, and what it announces has been written before it: x86-64 keeps the order of stores, and of
-loads, which is all that is asked of it (and why other machines are refused).
+loads, which is all that is asked of it (and why other machines are refused). Kernels that write past the caches, where that does not hold,
+see to it before they return.
 
 * There is no thread. ``start`` copies the input into the segment (unless it lies there already, see ``buffer``), ``wait`` reads. Neither
   waits for another rank to *finish* anything: not for its readers, and not for room, since the segment grows instead. So ranks may wait in

@@ -73,8 +73,11 @@ def load(builder: Any, kind: Any, data: Any, index: Any, lanes: int) -> Any:
     return builder.load(place(builder, kind, data, index, lanes), align=kind.dtype.bitwidth // 8)
 
 
-def store(builder: Any, kind: Any, data: Any, index: Any, value: Any, lanes: int) -> None:
-    builder.store(value, place(builder, kind, data, index, lanes), align=kind.dtype.bitwidth // 8)
+def store(builder: Any, kind: Any, data: Any, index: Any, value: Any, lanes: int, *, past_caches: int = 0) -> None:
+    """Emit a store; ``past_caches`` is the alignment of one that goes to memory at once."""
+    written = builder.store(value, place(builder, kind, data, index, lanes), align=past_caches or kind.dtype.bitwidth // 8)
+    if past_caches:
+        written.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(I32, 1)]))
 
 
 def call(builder: Any, name: str, result: Any, *arguments: Any) -> Any:

@@ -16,10 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["as_array", "compiled", "in_parts", "is_abstract", "is_plain", "jit", "number", "telling", "use"]
+__all__ = ["as_array", "compiled", "in_parts", "is_abstract", "is_large", "is_plain", "jit", "number", "telling", "use"]
 
 # Below this a second thread costs more than it saves.
 _MIN_PER_THREAD = 1 << 18
+
+# More than a core keeps in its own caches until somebody reads it.
+_LARGE_BYTES = 1 << 21
 
 # A compilation that takes longer is worth a word.
 _LONG_S = 3.0
@@ -108,6 +111,11 @@ def as_array(x: Tensor) -> Any:
 def number(dtype: torch.dtype) -> Any:
     """Return the type of an element in the arrays of :func:`as_array`."""
     return _DTYPES[dtype]
+
+
+def is_large(x: Tensor) -> bool:
+    """Whether a kernel that writes all of a buffer should do so past the caches, since it would not stay there anyway."""
+    return x.numel() * x.dtype.itemsize >= _LARGE_BYTES
 
 
 @functools.cache

@@ -7,6 +7,9 @@ too, but goes through all arrays for each register: here all that a unit needs o
 of what comes a few KiB later is asked for by hand, without which it idles wherever there is much arithmetic (together 12 % of a step of
 Adam). Nor need the arrays be compared first, lest they overlap.
 
+What is written as a whole, and is too large to be in a cache when it is read again, goes past the caches (``stream``): else each line of it
+would be read from memory before it is overwritten. Such writes overtake each other, so that a kernel ends with ``hand_over``.
+
 The body of a loop is a function of the place and of ``like``, which says by its type what is computed with: ``Lanes`` for a unit, and a
 plain number for each element behind the last whole unit. So what a tail computes is by its text what a unit computes.
 """
@@ -14,6 +17,7 @@ plain number for each element behind the last whole unit. So what a tail compute
 from __future__ import annotations
 
 import operator
+import platform
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +42,7 @@ __all__ = [
     "count",
     "eight_squares",
     "fma",
+    "hand_over",
     "inlined",
     "lanes",
     "larger",
@@ -47,6 +52,8 @@ __all__ = [
     "rounded",
     "same_sign",
     "start",
+    "stream",
+    "streams",
     "sum_of",
     "take",
     "unit_of",
@@ -58,6 +65,8 @@ _UNIT_BYTES = 256
 # So many bytes ahead memory is asked for.
 _AHEAD = 2048
 _LINE = 64
+
+_IS_X86 = platform.machine() in ("x86_64", "AMD64")
 
 
 class Lanes(types.Type):
@@ -226,6 +235,42 @@ def put(typing: Any, array: Any, at: Any, x: Any) -> Any:
         return context.get_dummy_value()
 
     return types.none(array, types.int64, x), emit
+
+
+@operation
+def stream(typing: Any, array: Any, at: Any, x: Any) -> Any:
+    """``stream(array, at, x)``: as :func:`put`, past the caches, a unit where :func:`streams` says that it lies right."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        value = _emit.narrowed(builder, args[2], _element(x), array.dtype, _count(x))
+        _emit.store(builder, array, args[0], args[1], value, _count(x), past_caches=_LINE)
+        return context.get_dummy_value()
+
+    return types.none(array, types.int64, x), emit
+
+
+@operation
+def streams(typing: Any, array: Any, at: Any) -> Any:
+    """``streams(array, at)``: whether a place is the beginning of a line of the cache, on a processor that can write past it."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        place = builder.ptrtoint(builder.gep(args[0], [args[1]]), ir.IntType(64))
+        offset = builder.and_(place, ir.Constant(ir.IntType(64), _LINE - 1))
+        return builder.icmp_unsigned("==", offset, ir.Constant(ir.IntType(64), 0 if _IS_X86 else _LINE))
+
+    return types.boolean(array, types.int64), emit
+
+
+@operation
+def hand_over(typing: Any) -> Any:
+    """``hand_over()``: let what was written by :func:`stream` be seen before all that is written from now on."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if _IS_X86:
+            _emit.call(builder, "llvm.x86.sse.sfence", ir.VoidType())
+        return context.get_dummy_value()
+
+    return types.none(), emit
 
 
 @operation

@@ -157,12 +157,12 @@ def unravel_from(source: Tensor, tensors: Sequence[Tensor | None], offsets: Sequ
 
 def _ravel_compiled(out: Tensor, table: AddressTable, scale: float, measure: bool) -> Measures | None:
     array, exact, factor = _jit.as_array(out), scale == 1.0 and out.dtype == table.dtype, _jit.number(wide(out.dtype))(scale)
-    ravel = _jit.telling(kernels().ravel)
+    ravel, past = _jit.telling(kernels().ravel), _jit.is_large(out)
     found: list[Any] = [new_row()]
 
     def work(begin: int, end: int) -> None:
         row = new_row() if measure else _NOTHING
-        ravel(table.pieces, table.like, array, begin, end, factor, exact, True, row)
+        ravel(table.pieces, table.like, array, begin, end, factor, exact, True, past, row)
         found.append(row)
 
     _jit.in_parts(array.size, work)

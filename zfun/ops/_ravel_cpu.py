@@ -33,6 +33,7 @@ from zfun.ops._lanes import (
     copy,
     count,
     eight_squares,
+    hand_over,
     inlined,
     lanes,
     larger,
@@ -40,6 +41,8 @@ from zfun.ops._lanes import (
     put,
     rounded,
     start,
+    stream,
+    streams,
     sum_of,
     take,
     unit_of,
@@ -71,11 +74,17 @@ def convert(source: Any, target: Any, scale: Any) -> None:
 
 
 @jit
-def _stream(source: Any, target: Any, scale: Any, exact: Any) -> None:
-    """Convert what comes from memory, or copy it as it is."""
+def _stream(source: Any, target: Any, scale: Any, exact: Any, past: Any) -> None:
+    """Convert what comes from memory, or copy it as it is; ``past`` the caches if that can be."""
     x, out, unit = start(source), start(target), lanes(scale)
     whole = target.size // count(unit) * count(unit)
-    for i in range(0, whole, count(unit)):
+    first = 0
+    if past and streams(out, 0) and not exact:
+        for i in range(0, whole, count(unit)):
+            ahead(x, i, unit)
+            stream(out, i, take(x, i, unit) * scale)
+        first = whole
+    for i in range(first, whole, count(unit)):
         ahead(x, i, unit)
         ask(out, i, unit)
         if exact:
@@ -114,7 +123,7 @@ def _first_piece(stops: Any, place: Any) -> Any:
 
 
 @jit
-def ravel(pieces: Any, like: Any, out: Any, begin: Any, end: Any, scale: Any, exact: Any, fill: Any, row: Any) -> None:
+def ravel(pieces: Any, like: Any, out: Any, begin: Any, end: Any, scale: Any, exact: Any, fill: Any, past: Any, row: Any) -> None:
     """Write the elements from ``begin`` to ``end`` of a buffer.
 
     Args:
@@ -126,6 +135,7 @@ def ravel(pieces: Any, like: Any, out: Any, begin: Any, end: Any, scale: Any, ex
         scale: factor, in the dtype that is computed in.
         exact: copy the elements as they are.
         fill: write zeros between the tensors.
+        past: write past the caches what is not read again.
         row: to which the squares are added as by :func:`add_squares`; of length 0 if nobody asks.
     """
     starts, stops, addresses = pieces[0], pieces[1], pieces[2]
@@ -149,7 +159,7 @@ def ravel(pieces: Any, like: Any, out: Any, begin: Any, end: Any, scale: Any, ex
             if stop - at == BLOCK and row.size and guess:
                 added = _convert_and_add(source, out[at:stop], scale, guess, row)
             elif stop - at >= _SHORT:
-                _stream(source, out[at:stop], scale, exact)
+                _stream(source, out[at:stop], scale, exact, past and not row.size)
             elif exact:
                 _copy(source, out[at:stop])
             else:
@@ -159,6 +169,8 @@ def ravel(pieces: Any, like: Any, out: Any, begin: Any, end: Any, scale: Any, ex
                 piece += 1
         if row.size and not added:
             guess = add_block(out[block:limit], guess, spare, row)
+    if past:
+        hand_over()
 
 
 @jit
@@ -172,7 +184,7 @@ def unravel(pieces: Any, like: Any, source: Any, begin: Any, end: Any, exact: An
         low, high = max(start, begin), min(stops[piece], end)
         target = carray(pointer(addresses[piece], like), (stops[piece] - start,))[low - start : high - start]
         if target.size >= _SHORT:
-            _stream(source[low:high], target, one, exact)
+            _stream(source[low:high], target, one, exact, False)
         elif exact:
             _copy(source[low:high], target)
         else:

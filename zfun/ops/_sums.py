@@ -92,11 +92,12 @@ def _add_compiled(terms: Sequence[Tensor], out: Tensor, *, measure: bool) -> lis
     array, add_up = _jit.as_array(out).reshape(-1), _jit.telling(_sums_cpu.add_up)
     addresses = np.fromiter(map(Tensor.data_ptr, terms), np.int64, len(terms))
     one = _jit.number(wide(out.dtype))(1.0)
+    past = _jit.is_large(out) and out.data_ptr() not in addresses
     rows = [new_row()] if measure else []
 
     def work(begin: int, end: int) -> None:
         row = new_row() if measure else _NOTHING
-        add_up(addresses, array, begin, end, one, row)
+        add_up(addresses, array, begin, end, one, past, row)
         rows.append(row)
 
     _jit.in_parts(array.size, work)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from zfun.ops._jit import jit
-from zfun.ops._lanes import ahead, ask, count, inlined, lanes, put, rounded, start, take
+from zfun.ops._lanes import ahead, ask, count, hand_over, inlined, lanes, put, rounded, start, stream, streams, take
 from zfun.ops._numbers import pointer
 from zfun.ops._ravel_cpu import BLOCK, add_block, add_unit, digits, no_sums, settle
 
@@ -29,32 +29,42 @@ def _total(addresses: Any, out: Any, at: Any, like: Any) -> Any:
 
 
 @jit
-def _add(addresses: Any, out: Any, begin: Any, end: Any, one: Any) -> None:
+def _add(addresses: Any, out: Any, begin: Any, end: Any, one: Any, past: Any) -> None:
     target, unit = start(out), lanes(one)
     whole = end - (end - begin) % count(unit)
-    for i in range(begin, whole, count(unit)):
-        ask(target, i, unit)
-        put(target, i, _total(addresses, out, i, unit))
+    if past and streams(target, begin):
+        for i in range(begin, whole, count(unit)):
+            stream(target, i, _total(addresses, out, i, unit))
+    else:
+        for i in range(begin, whole, count(unit)):
+            ask(target, i, unit)
+            put(target, i, _total(addresses, out, i, unit))
     for i in range(whole, end):
         put(target, i, _total(addresses, out, i, one))
 
 
 @jit
-def _add_and_square(addresses: Any, out: Any, begin: Any, one: Any, guess: Any, row: Any) -> Any:
+def _add_and_square(addresses: Any, out: Any, begin: Any, one: Any, past: Any, guess: Any, row: Any) -> Any:
     """Add up a whole block, and the squares of what is written on the way; whether the guess was good for that."""
     target, unit = start(out), lanes(one)
     upper, lower = digits(guess)
     sums = no_sums(unit)
-    for i in range(begin, begin + BLOCK, count(unit)):
-        ask(target, i, unit)
-        value = rounded(_total(addresses, out, i, unit), out)
-        put(target, i, value)
-        sums = add_unit(value, upper, lower, sums)
+    if past and streams(target, begin):
+        for i in range(begin, begin + BLOCK, count(unit)):
+            value = rounded(_total(addresses, out, i, unit), out)
+            stream(target, i, value)
+            sums = add_unit(value, upper, lower, sums)
+    else:
+        for i in range(begin, begin + BLOCK, count(unit)):
+            ask(target, i, unit)
+            value = rounded(_total(addresses, out, i, unit), out)
+            put(target, i, value)
+            sums = add_unit(value, upper, lower, sums)
     return settle(guess, sums, row)
 
 
 @jit
-def add_up(addresses: Any, out: Any, begin: Any, end: Any, one: Any, row: Any) -> None:
+def add_up(addresses: Any, out: Any, begin: Any, end: Any, one: Any, past: Any, row: Any) -> None:
     """Add the elements from ``begin`` to ``end`` of several buffers, in their order, and round once.
 
     Args:
@@ -63,17 +73,22 @@ def add_up(addresses: Any, out: Any, begin: Any, end: Any, one: Any, row: Any) -
         begin: the first element, a multiple of 32.
         end: the element behind the last.
         one: 1, in the dtype that is computed in.
+        past: write past the caches: the sum is large, and takes the place of no term.
         row: to which the squares are added as by ``add_squares``; of length 0 if nobody asks.
     """
     if not row.size:
-        _add(addresses, out, begin, end, one)
+        _add(addresses, out, begin, end, one, past)
+        if past:
+            hand_over()
         return
     spare, guess = np.empty(BLOCK // 4, np.float64), 0
     for block in range(begin, end, BLOCK):
         limit = min(block + BLOCK, end)
         if guess and limit - block == BLOCK:
-            if _add_and_square(addresses, out, block, one, guess, row):
+            if _add_and_square(addresses, out, block, one, past, guess, row):
                 continue
         else:
-            _add(addresses, out, block, limit, one)
+            _add(addresses, out, block, limit, one, False)
         guess = add_block(out[block:limit], guess, spare, row)
+    if past:
+        hand_over()
