@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -36,6 +37,7 @@ from zfun.collectives import (
     simulate,
     single_group,
 )
+from zfun.collectives._connections import holding_little
 from zfun.collectives._direct import _LaneThread
 from zfun.collectives._monitor import Status, diagnose
 from zfun.collectives._process import _gloo
@@ -332,3 +334,23 @@ def test_a_class_that_was_chosen_for_a_thread_stays() -> None:
     thread.start()
     thread.join(timeout=10.0)
     assert found == [os.SCHED_IDLE] * 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not say which connections there are")
+def test_connections_within_a_host_hold_little_and_only_those_that_are_made_so() -> None:
+    room = lambda connection: connection.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as older:
+        usual = room(older)
+        with holding_little():
+            made = [socket.create_connection(server.getsockname())]
+            server.accept()[0].close()
+            made.append(server.accept()[0])
+            later_server = socket.create_server(("127.0.0.1", 0))
+        assert [room(connection) < usual for connection in made] == [True, True]
+        assert room(older) == usual
+        with socket.create_connection(server.getsockname()) as newer:
+            assert room(newer) == usual
+        made[0].sendall(b"as before")
+        assert made[1].recv(9) == b"as before"
+        for connection in (*made, later_server):
+            connection.close()

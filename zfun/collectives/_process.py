@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zfun.collectives._base import ProcessGroup
 from zfun.collectives._calls import Call, Lane, check_call, describe
 from zfun.collectives._checked import checked
+from zfun.collectives._connections import holding_little
 from zfun.collectives._direct import ExchangeGroup, HostsGroup
 from zfun.collectives._group import Group
 from zfun.collectives._meeting import _exchange_texts, _host, meet
@@ -140,7 +141,7 @@ def _made_over_gloo(
 
 def _gloo(store: dist.Store, rank: int, size: int, timeout_s: float) -> Any:
     """Make an instance of gloo with connections, tags and a timeout of its own, which is in nobody's registry."""
-    with interrupting_nobody():
+    with interrupting_nobody(), holding_little():
         return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
 
 
