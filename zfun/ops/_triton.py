@@ -156,11 +156,11 @@ def _sum_codes(
     scales,
     codes,
     out,
-    num_rows,
     numel,
     row_bytes,
     scale_bytes,
     block,
+    ROWS: tl.constexpr,
     TILE: tl.constexpr,
     BITS: tl.constexpr,
     BF16: tl.constexpr,
@@ -169,8 +169,8 @@ def _sum_codes(
     i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     mask = i < numel
     total = tl.full((TILE,), 0.0, tl.float32)
-    for index in range(num_rows):
-        row = part * num_rows + index
+    for index in range(ROWS):
+        row = part * ROWS + index
         scale = tl.load(scales + row * (row_bytes // 4) + i // block, mask=mask, other=0.0)
         source = codes + row * row_bytes + scale_bytes
         if BITS == 8:
@@ -319,11 +319,13 @@ def _squares(x, row, special, numel, scale, UNITS: tl.constexpr, LIFT: tl.conste
     lower, upper = (digits & 0xFFFFFFFF) << shift, (digits >> 32) << shift
     first, second, third = lower & 0xFFFFFFFF, (lower >> 32) + (upper & 0xFFFFFFFF), upper >> 32
     used = digits > 0
-    lowest = tl.min(tl.where(used, limb, 1 << 20))
+    # Not a range: what is known only at run time ends none in the interpreter of Triton 3.6, which is that of torch 2.11.
+    k = tl.min(tl.where(used, limb, 1 << 20))
     highest = tl.max(tl.where(used, limb, -3)) + 2  # type: ignore[operator]
-    for k in range(lowest, highest + 1):  # type: ignore[arg-type]
+    while k <= highest:  # type: ignore[operator]
         part = tl.where(limb == k, first, 0) + tl.where(limb + 1 == k, second, 0) + tl.where(limb + 2 == k, third, 0)
         tl.atomic_add(row + k, tl.sum(part))
+        k += 1  # type: ignore[operator]
 
 
 @triton.jit
@@ -387,9 +389,9 @@ def _read(messages: Tensor, out: Tensor, num_parts: int, num_rows: int, bits: in
     if not out.numel():
         return
     messages, numel = messages.contiguous(), out.numel() // num_parts
-    args = (messages.view(torch.float32), messages.view(torch.int8), _pointer(out), num_rows, numel, messages.shape[1])
-    grid = (triton.cdiv(numel, _TILE), num_parts)
-    _launch(_sum_codes, grid, out.device, *args, 4 * triton.cdiv(numel, block), block, TILE=_TILE, BITS=bits, BF16=_is_bf16(out))
+    args = (messages.view(torch.float32), messages.view(torch.int8), _pointer(out), numel, messages.shape[1])
+    constants = {"ROWS": num_rows, "TILE": _TILE, "BITS": bits, "BF16": _is_bf16(out)}
+    _launch(_sum_codes, (triton.cdiv(numel, _TILE), num_parts), out.device, *args, 4 * triton.cdiv(numel, block), block, **constants)
 
 
 @functools.lru_cache(maxsize=1024)
