@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -14,12 +14,13 @@ from torch import Tensor
 from zfun import ops, stores, tree
 from zfun.collectives import Group
 from zfun.errors import NonFiniteError, OptionError, checked_options
-from zfun.flat import Flat, call_site, consume, flats, global_norm, local_shards, norm_with, own_piece, ravel, unravel
+from zfun.flat import Flat, call_site, consume, flats, global_norm, local_shards, ravel, unravel
 from zfun.layout import DEFAULT_BUCKET_BYTES
 from zfun.optim import LossScale, LossScaleState, Optimizer, as_optimizer, dynamic_loss_scale, probe, static_loss_scale, with_master
 from zfun.placement import P, Placement, R, S
 from zfun.stores import Store
 from zfun.transforms import (
+    GradientFunction,
     Knobs,
     WeightedMean,
     accumulate,
@@ -232,7 +233,9 @@ def zero(
             cast_loss = loss_fn if policy.compute is None else cast(loss_fn, policy.compute)
             loss = _whole_loss(stage, cast_loss, group, frozen, offload_params, knobs, secondary, wire_params)
             summed = min(stage, 1) if terms else stage
-            vg = _gradient(summed, loss, group, policy.reduce, bucket_bytes, offload_grads, wire_grads)
+            # Nobody wants the norms of micro-batches that are added up, nor of what is still scaled.
+            measures = num_micro_batches == 1 and policy.loss_scale is None and offload_grads is None
+            vg = _gradient(summed, loss, group, policy.reduce, bucket_bytes, offload_grads, wire_grads, measures=measures)
             composed[:] = [((frozen, terms), vg)]
         vg = composed[0][1] if scale == 1.0 else scale_loss(composed[0][1], scale)
         return vg if num_micro_batches == 1 else accumulate(vg, num_micro_batches)
@@ -256,11 +259,10 @@ def zero(
         value, grads = gradient_of(state.frozen, scale, terms=terms)(state.params, batch)
         loss, aux = value if type(value) is tuple else (value, None)
         loss = loss.mean if isinstance(loss, WeightedMean) else loss
-        squares: dict[int, Tensor] = {}
-        grads = _delivered(grads, P if terms else R if stage == 0 else S, group, borrow=scale == 1.0, squares=squares)
+        grads = _delivered(grads, P if terms else R if stage == 0 else S, group, borrow=scale == 1.0)
         # By the scale that backward used, and after the sum: what float16 can send scaled may be too small for it unscaled.
         grads = grads if scale == 1.0 else _unscaled(grads, scale)
-        norm = _norm(grads, squares)
+        norm = _norm(grads)
         skipped = not bool(torch.isfinite(norm))
         params, opt_state = state.params, state.opt_state
         if skipped:
@@ -383,21 +385,17 @@ def _unrounded(flat: Flat, exact: tree.Tree, dtype: torch.dtype | None) -> Flat:
     return redistribute(whole, flat.placement, flat.group, name="params", donate=True)
 
 
-def _delivered(grads: Flat, placement: Placement, group: Group, *, borrow: bool, squares: dict[int, Tensor]) -> Flat:
+def _delivered(grads: Flat, placement: Placement, group: Group, *, borrow: bool) -> Flat:
     """Bring gradients to where the optimizer takes them, and sum the squares of those buckets that come from other ranks."""
     if placement is P:
         return stores.resident(grads)
-
-    def arrived(bucket: int, buffer: Tensor) -> None:
-        squares[bucket] = ops.squares_in_bins(buffer if placement is S else own_piece(buffer, group))
-
     # Gradients that are only read from here on need not be this rank's own. Others become new ones before their norm is taken.
-    return redistribute(grads, placement, group, name="grads", donate=True, borrow=borrow, arrived=arrived if borrow else None)
+    return redistribute(grads, placement, group, name="grads", donate=True, borrow=borrow, measure=borrow)
 
 
-def _norm(grads: Flat, squares: Mapping[int, Tensor]) -> Tensor:
+def _norm(grads: Flat) -> Tensor:
     """The norm of gradients over all ranks; of terms that nobody has summed the sum of their norms, which it does not exceed."""
-    return grads.group.all_gather(global_norm(unravel(grads)), "norm").sum() if grads.placement is P else norm_with(grads, squares)
+    return grads.group.all_gather(global_norm(unravel(grads)), "norm").sum() if grads.placement is P else global_norm(grads)
 
 
 def _unscaled(grads: Flat, scale: float) -> Flat:
@@ -441,11 +439,21 @@ def _whole_loss(
 
 
 def _gradient(
-    stage: int, loss: Loss, group: Group, reduce_dtype: torch.dtype | None, bucket_bytes: int, store: Store | None, wire: Wire | None
+    stage: int,
+    loss: Loss,
+    group: Group,
+    reduce_dtype: torch.dtype | None,
+    bucket_bytes: int,
+    store: Store | None,
+    wire: Wire | None,
+    *,
+    measures: bool,
 ) -> Gradient:
     vg: Gradient = data_parallel(value_and_grad(loss), group.mesh, reduce_dtype=reduce_dtype, bucket_bytes=bucket_bytes, wire=wire)
     if stage >= 2:
         vg = shard_grads(vg, group)
+    if isinstance(vg, GradientFunction):
+        vg = replace(vg, measures=measures)
     return vg if store is None else _offload_grads(vg, store)
 
 

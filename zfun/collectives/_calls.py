@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import enum
 import zlib
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import ClassVar, TypeAlias
 
 import torch
@@ -200,6 +200,8 @@ class Call:
         lane: the order in which the call takes part.
         borrow: the result of an all-gather or an all-reduce is only read, and may share memory with what the ranks gave, which is only read
             from then on too, until ``Group.await_readers``; the input of an all-reduce is given up. The bits are the same.
+        squared: called with the squares of this rank's piece of a sum, as ``ops.squares_in_bins`` returns them, by groups that take them
+            while they add; others never call it. Ranks need not agree on it.
     """
 
     op: Op
@@ -207,6 +209,7 @@ class Call:
     part: str = ""
     lane: Lane = Lane.CONTROL
     borrow: bool = False
+    squared: Callable[[Tensor], None] | None = field(default=None, compare=False)
 
 
 def describe(call: Call, numel: int, dtype: torch.dtype) -> str:

@@ -58,7 +58,7 @@ from torch import Tensor
 from zfun.collectives._calls import AllGather, AllReduce, AllToAll, Broadcast, Call, Lane, Op, Permute, Reduce, ReduceScatter
 from zfun.collectives._segment import FINISHED, HEAD_WORDS, LANE_WORDS, PAGE, RINGS, SLOT_BYTES, Peer, Region, Segment
 from zfun.errors import OptionError
-from zfun.ops._sums import sum_in_rank_order
+from zfun.ops._sums import sum_and_square, sum_in_rank_order
 
 __all__ = ["Disagreement", "Sent", "SharedMemory", "TransportError", "Use"]
 
@@ -728,7 +728,13 @@ class SharedMemory:
     def _add_up(self, sent: Sent, out: Tensor) -> None:
         terms = {peer: self._input(sent, peer, out.numel()) for peer in sent.plan.partners}
         terms[self.rank] = self._own_term(sent, out)
-        sum_in_rank_order([terms[rank] for rank in range(self.size)], out)
+        in_order, squared = [terms[rank] for rank in range(self.size)], sent.call.squared
+        # Of a sum that every rank takes as a whole, a piece would have to be measured by itself.
+        is_piece = sent.out is None or isinstance(sent.call.op, ReduceScatter)
+        if squared is not None and is_piece and out.is_floating_point():
+            squared(sum_and_square(in_order, out))
+        else:
+            sum_in_rank_order(in_order, out)
         for peer in sent.plan.partners:
             self._unmap(peer, terms[peer])
 

@@ -43,12 +43,15 @@ class _ReduceScatter:
 
     group: Group
     wire: Wire | None = None
+    # Where the squares of the sums go, by bucket, if somebody wants them.
+    squares: dict[int, Tensor] | None = None
 
     def start(self, buffer: Tensor, layout: Layout, bucket: int) -> Pending:
         """Start to sum a bucket over all ranks, each keeping its piece."""
         if self.group.mesh.size == 1:
             return Pending.done(buffer)
-        call = Call(ReduceScatter(), "grads", layout.label(bucket), Lane.GRADS)
+        squared = None if self.squares is None else functools.partial(self.squares.__setitem__, bucket)
+        call = Call(ReduceScatter(), "grads", layout.label(bucket), Lane.GRADS, squared=squared)
         if self.wire is not None:
             return start_over(call, buffer, self.group, self.wire)
         # Over an inner axis the sum over the row is where the sum over the mesh will be.
@@ -71,6 +74,7 @@ class GradientFunction:
         reduce_dtype: of flat gradients; ``None`` for that of the parameters, but float32 for half types.
         loss_scale: what the loss is multiplied with before its gradient is taken.
         wire: in which format the partial sums are sent; ``None`` for exactly.
+        measures: whether to sum the squares of sharded gradients while they are added, for their norm.
     """
 
     loss: Loss
@@ -83,6 +87,7 @@ class GradientFunction:
     reduce_dtype: torch.dtype | None = None
     loss_scale: float = 1.0
     wire: Wire | None = None
+    measures: bool = False
     _agreed: set[Layout] = dataclasses.field(default_factory=set, compare=False, repr=False)
     _tables: dict[Layout, list[ops.AddressTable]] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
@@ -91,7 +96,8 @@ class GradientFunction:
         layout, group = self._layout(params)
         # Taken away while they are in use: simulated ranks may have one gradient function between them.
         tables = self._tables.pop(layout, None) or [ops.AddressTable() for _ in layout.buckets]
-        sinks = watched(self._native_sinks(params), layout)
+        squares: dict[int, Tensor] = {}
+        sinks = watched(self._measured(self._native_sinks(params), squares), layout)
         tape = Tape(layout, sinks, _grad_dtypes(layout, group, self.reduce_dtype), group, tables)
         with torch.enable_grad(), noting("forward"):
             value, total, weight, aux = parse(self.loss(_open(params, layout, tape), batch))
@@ -110,7 +116,10 @@ class GradientFunction:
             )
         loss = loss.wait()
         value = WeightedMean(loss, weight) if weight is not None else loss
-        return (value if aux is NO_AUX else (value, aux)), self._wrap(params, results, layout, group)
+        grads = self._wrap(params, results, layout, group)
+        if isinstance(grads, Flat):
+            grads.keep_squares(squares)
+        return (value if aux is NO_AUX else (value, aux)), grads
 
     def _layout(self, params: tree.Tree) -> tuple[Layout, Group | None]:
         if isinstance(params, Flat):
@@ -144,6 +153,12 @@ class GradientFunction:
         if self.group is None and isinstance(params, Flat) and params.placement is S:
             return (_ReduceScatter(params.group), *self.sinks)
         return self.sinks
+
+    def _measured(self, sinks: tuple[Sink, ...], squares: dict[int, Tensor]) -> tuple[Sink, ...]:
+        """Let the squares of what is summed over the ranks be put somewhere, if that is wanted."""
+        if not self.measures:
+            return sinks
+        return tuple(dataclasses.replace(sink, squares=squares) if isinstance(sink, _ReduceScatter) else sink for sink in sinks)
 
     def _reduce_loss(self, total: Tensor, weight: Tensor | None, tape: Tape) -> tuple[Tensor | None, Pending]:
         """Start the sum of the loss over the ranks, and of what backward needs to know: the weight, and whether a rank has strayed."""
