@@ -119,7 +119,7 @@ def test_direct_exchange_has_the_bits_and_bytes_of_the_definition(
     threads = [threading.Thread(target=program, args=(rank,)) for rank in range(size)]
     itemsize = dtype.itemsize
     nbytes = inputs[0].numel() * itemsize
-    with mock.patch.object(_exchange, "_PIECE_BYTES", piece_bytes):
+    with mock.patch.multiple(_exchange, _PIECE_BYTES=piece_bytes, _SHORT_BYTES=piece_bytes):
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -13,11 +13,12 @@ The buffers of a collective, for N ranks and an input of n elements:
 * all-reduce: a reduce-scatter into the own slice of ``out``, of which each piece is gathered in place as soon as it is summed. That must
   not depend on when the caller waits: ranks that wait for two such collectives in different orders would block each other. So its phases
   are to be run in the background, each lane on its own.
-  Two ranks send each other what is no longer than a piece and both add it: the same bytes on the wire, and half the latency.
+  Two ranks send each other what is short and both add it: the same bytes on the wire, and half the latency.
 * the others receive straight into ``out``.
 
 What is received only to be added goes into room that is used again. It comes in pieces, each a message of its own, so that a piece is added
-while it is in the cache, and the next ones are on their way.
+while the next ones are on their way. Pieces are long: to add one from memory costs less than to start and to end a message, with what two
+threads on both sides have to do for it, and to wait for the interpreter.
 
 An exchange of nothing is skipped on both sides, since ranks agree on lengths.
 """
@@ -47,9 +48,11 @@ from zfun.ops._sums import sum_in_rank_order
 
 __all__ = ["Exchange", "Phase", "Started", "Transfer", "num_transfers", "start_exchange"]
 
-# Of what is added: a piece is at home in a cache, and its message costs little beside it.
-_PIECE_BYTES = 1 << 20
+# Of what is added: the message of a piece costs little beside it.
+_PIECE_BYTES = 1 << 23
 _MOST_PIECES = 64
+# What two ranks may both add whole.
+_SHORT_BYTES = 1 << 20
 
 
 class Transfer(Protocol):
@@ -183,7 +186,7 @@ def _start_all_reduce(x: Tensor, out: Tensor, rank: int, size: int, exchange: Ex
 
 
 def _is_added_twice(numel: int, itemsize: int, size: int) -> bool:
-    return size == 2 and numel * itemsize <= _PIECE_BYTES
+    return size == 2 and numel * itemsize <= _SHORT_BYTES
 
 
 def _start_sum(chunks: Sequence[Tensor], out: Tensor, rank: int, exchange: Exchange, workspace: Workspace) -> tuple[Transfer, list[Phase]]:
