@@ -22,7 +22,7 @@ from zfun.collectives._group import Group
 from zfun.collectives._meeting import _exchange_texts, _host, meet
 from zfun.collectives._native import NativeGroup
 from zfun.collectives._pending import Pending
-from zfun.collectives._shared import SharedMemory
+from zfun.collectives._shared import Disagreement, SharedMemory, TransportError
 from zfun.collectives._single import single_group
 from zfun.collectives._turns import interrupting_nobody
 from zfun.errors import OptionError, PeerLost, checked_options
@@ -211,6 +211,10 @@ def _own_store(group: dist.ProcessGroup, rank: int) -> dist.Store:
     return dist.PrefixStore(f"zfun/{store.add(f'zfun/count/{rank}', 1)}", store)
 
 
+def _detached(x: Tensor) -> Tensor:
+    return x.detach() if x.requires_grad else x
+
+
 @final
 class _SharedGroup(ProcessGroup):
     """Processes of one host that read each other's memory. See [Note: collectives through shared memory]."""
@@ -229,17 +233,20 @@ class _SharedGroup(ProcessGroup):
         if x.device.type != "cpu":
             raise OptionError(f"a gloo group moves CPU tensors only; {call.op.kind} got one on {x.device}; use nccl")
         self._check_open()
-        x = x.detach()
+        # Where nothing requires a gradient no graph is made, and a context that says so takes longer than what is done in it.
+        x = _detached(x)
         borrowed = call.borrow and out is None and self._memory.can_borrow(call.op, x)
         result = x.new_empty(call.op.output_numel(x.numel(), self.size)) if out is None and not borrowed else out
         text = describe(call, x.numel(), x.dtype)
-        with torch.no_grad():
-            sent = self._memory.send(call, text, x, None if result is None else result.detach())
+        sent = self._memory.send(call, text, x, None if result is None else _detached(result))
         self._monitor.note_start(call.lane, text)
 
         def wait() -> Tensor:
-            with torch.no_grad(), self._explained(text, sent.index):
+            try:
                 found = self._memory.finish(sent)
+            except (Disagreement, TransportError):
+                with self._explained(text, sent.index):
+                    raise
             return found if result is None else result
 
         return Pending(wait)

@@ -164,6 +164,20 @@ class Use:
     borrowed: bool = False
 
 
+class _Watch(weakref.ref[memoryview]):
+    """Says when a window is gone, under a number: that of a lease, or where a buffer lies."""
+
+    __slots__ = ("number",)
+
+    number: int
+
+
+def _watched(window: memoryview, gone: collections.deque[_Watch], number: int) -> _Watch:
+    watch = _Watch(window, gone.append)
+    watch.number = number
+    return watch
+
+
 @dataclass(slots=True, eq=False)
 class _Area:
     """A piece of the segment: room for an input, or a buffer that the caller holds."""
@@ -172,6 +186,7 @@ class _Area:
     nbytes: int
     uses: list[Use] = field(default_factory=list)
     num_leases: int = 0
+    watch: _Watch | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -183,6 +198,7 @@ class _Lease:
     region: Region
     area: _Area
     offset: int
+    watch: _Watch
     is_returned: bool = False
 
 
@@ -243,9 +259,9 @@ class SharedMemory:
         # Those that nobody looks at, of which pages are mapped: what was used last comes last.
         self._idle: dict[Region, None] = {}
         self._idle_bytes = 0
-        # Filled by finalizers, which may run at any moment and in any thread.
-        self._dropped: collections.deque[int] = collections.deque()
-        self._ended: collections.deque[int] = collections.deque()
+        # Filled where windows are gone, which may be at any moment and in any thread.
+        self._dropped: collections.deque[_Watch] = collections.deque()
+        self._ended: collections.deque[_Watch] = collections.deque()
 
     def send(self, call: Call, text: str, x: Tensor, out: Tensor | None) -> Sent:
         """Publish this rank's next call of a lane.
@@ -341,8 +357,7 @@ class SharedMemory:
             return None
         # The storage holds on to this object, and so its end is the end of the storage.
         window = memoryview(self._segment.memory)[offset : offset + numel * dtype.itemsize]
-        self._buffers[offset] = _Area(offset, nbytes)
-        weakref.finalize(window, self._dropped.append, offset)
+        self._buffers[offset] = _Area(offset, nbytes, watch=_watched(window, self._dropped, offset))
         return torch.frombuffer(window, dtype=dtype)
 
     def give_up(self, x: Tensor) -> list[Use]:
@@ -497,7 +512,7 @@ class SharedMemory:
                 area = staged.popleft()
                 self._segment.release(area.offset, area.nbytes)
         while self._dropped:
-            area = self._buffers.pop(self._dropped.popleft())
+            area = self._buffers.pop(self._dropped.popleft().number)
             self._dropping.append(area)
             if area.num_leases:
                 # From now on it is looked at through regions alone.
@@ -526,7 +541,9 @@ class SharedMemory:
         if self._buffers:
             offset = self._segment.locate(x)
             if offset is not None:
-                area = next((area for area in self._buffers.values() if area.offset <= offset < area.offset + area.nbytes), None)
+                area = self._buffers.get(offset)
+                if area is None:
+                    area = next((area for area in self._buffers.values() if area.offset <= offset < area.offset + area.nbytes), None)
                 return area, offset
         address = x.data_ptr()
         for lease in self._leases.values():
@@ -559,13 +576,13 @@ class SharedMemory:
         window = region.window()
         number, self._num_leases = self._num_leases, self._num_leases + 1
         use = Use(call.lane, sent.index, sent.plan.readers, "", borrowed=True)
-        self._leases[number] = _Lease(use, sent.slot // 8 + _RETURNED, region, area, offsets[self.rank])
+        watch = _watched(window, self._ended, number)
+        self._leases[number] = _Lease(use, sent.slot // 8 + _RETURNED, region, area, offsets[self.rank], watch)
         area.num_leases += 1
         if region in self._idle:
             del self._idle[region]
             self._idle_bytes -= region.nbytes
         region.num_views += 1
-        weakref.finalize(window, self._ended.append, number)
         return torch.frombuffer(window, dtype=x.dtype)
 
     def _copied(self, sent: Sent, offsets: Sequence[int], piece_bytes: int) -> Tensor:
@@ -594,7 +611,7 @@ class SharedMemory:
 
     def _help(self) -> None:
         """Sum what the others may be waiting for, as far as all of it is there: they may have to come on before this rank can."""
-        for lane, queue in zip(Lane, self._unsummed, strict=True):
+        for lane, queue in enumerate(self._unsummed):
             word = HEAD_WORDS + LANE_WORDS * lane
             while queue and all(peer.words[word] > queue[0].index for peer in self._peers.values()):
                 self._sum_own_slice(queue.popleft())
@@ -615,7 +632,7 @@ class SharedMemory:
         if not self._ended:
             return
         while self._ended:
-            lease = self._leases.pop(self._ended.popleft(), None)
+            lease = self._leases.pop(self._ended.popleft().number, None)
             if lease is not None:
                 self._return(lease)
                 lease.area.num_leases -= 1

@@ -114,7 +114,8 @@ class BucketShard:
         call = Call(AllGather(), "params", self.form.label, Lane.PARAMS, borrow=self.is_borrowed)
         if group.size > 1 and flat.wire is not None and shard.is_floating_point():
             return start(call, shard, group, flat.wire, dtype=self.dtype)
-        shard = shard.to(self.form.sent)
+        if shard.dtype != self.form.sent:
+            shard = shard.to(self.form.sent)
         return Pending.done(shard) if group.size == 1 else group.start(call, shard)
 
     def views(self, buffer: Tensor) -> list[Tensor]:

@@ -419,7 +419,8 @@ class Session:
         pending = self._pending.pop(bucket, None)
         gathered = self._gather_again(bucket) if pending is None else pending.wait()
         self._keep_part(bucket, gathered)
-        return self._hold(bucket, gathered.to(self._shards[bucket].dtype))
+        dtype = self._shards[bucket].dtype
+        return self._hold(bucket, gathered if gathered.dtype == dtype else gathered.to(dtype))
 
     def _hold(self, bucket: int, buffer: Tensor) -> Tensor:
         self._buffers[bucket] = buffer

@@ -223,18 +223,16 @@ class _BucketNode(torch.autograd.Function):
 
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]
-        anchor: Tensor, tape: Tape, bucket: int, views: list[Tensor]
+        ctx: Any, anchor: Tensor, tape: Tape, bucket: int, views: list[Tensor]
     ) -> tuple[Tensor, ...]:
-        del anchor, tape, bucket
-        return tuple(views)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        _, ctx.tape, ctx.bucket, _ = inputs
+        # Not in a setup_context(), for which the signature of this function would be looked up at every call.
+        del anchor
+        ctx.tape, ctx.bucket = tape, bucket
         ctx.set_materialize_grads(False)
         # Integer leaves (buffers of a model, say) are views without a gradient; they lie in buckets of their own.
-        if not (output[0].is_floating_point() or output[0].is_complex()):
-            ctx.mark_non_differentiable(*output)
+        if not (views[0].is_floating_point() or views[0].is_complex()):
+            ctx.mark_non_differentiable(*views)
+        return tuple(views)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
