@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import itertools
@@ -26,7 +27,8 @@ from zfun.optim import as_optimizer
 from zfun.stores._host import HostStore
 
 # A kernel has room for a chunk of fixed size, however long buffers are.
-KERNELS, OPTIMIZERS = "zfun/ops/_optimizers.py", "zfun/optim/"
+KERNELS = "zfun/ops/_optimizers.py"
+PARTS = {"zfun/optim/": "an optimizer", "zfun/recipes.py:_unscaled": "unscaled"}
 SIZE, ROWS = 4, 3
 # Products of odd numbers, while the length of every flat buffer is a multiple of 32: so the two cannot be taken for each other.
 WIDTHS = (7, 33, 15, 61, 9, 7)
@@ -63,7 +65,7 @@ class Meter(TorchDispatchMode):
                 and leaf.untyped_storage()._cdata not in given | self._now.keys()
                 and not called_in(KERNELS)
             ):
-                self.follow(leaf, maker="an optimizer" if called_in(OPTIMIZERS) else str(func))
+                self.follow(leaf, maker=next((maker for part, maker in PARTS.items() if called_in(part)), str(func)))
                 self.entries.append(list(self._now.values()))
         return out
 
@@ -106,14 +108,14 @@ class Meter(TorchDispatchMode):
 def called_in(part: str) -> bool:
     """Whether a part of the library is at work."""
     frame: Any = sys._getframe(1)
-    while frame is not None and part not in frame.f_code.co_filename:
+    while frame is not None and part not in f"{frame.f_code.co_filename}:{frame.f_code.co_name}":
         frame = frame.f_back
     return frame is not None
 
 
 def is_flat(x: Tensor) -> bool:
     numel = x.untyped_storage().nbytes() // x.dtype.itemsize
-    return x.dtype in (torch.float32, torch.bfloat16) and numel > 0 and numel % 32 == 0
+    return x.dtype in (torch.float32, torch.bfloat16, torch.float16) and numel > 0 and numel % 32 == 0
 
 
 class Echo(Group):
@@ -199,6 +201,8 @@ def stepped_by_hand(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
 
 BY_HAND = (lambda params: tree.map(torch.zeros_like, params), stepped_by_hand)
 
+SCALED = zf.Precision(reduce=torch.bfloat16, loss_scale=2.0)
+
 
 @dataclass(frozen=True)
 class Case:
@@ -275,6 +279,7 @@ def resident(value: Any) -> list[Tensor]:
 # Gradients that are added to others are never sent themselves; what is gathered may be widened for its use, or a part of it kept.
 NAMES = {
     "an optimizer": "optimizer",
+    "unscaled": "reduced",
     "buffer": "gradients",
     "aten.empty.memory_format": "gradients",
     "aten._to_copy.default": "gathered",
@@ -421,6 +426,12 @@ CASES = {
         Case(1, optimizer=BY_HAND),
         Case(3, optimizer=BY_HAND, precision=torch.bfloat16, donate=False),
     ],
+    "loss scales": [
+        *(Case(stage, precision=SCALED, donate=stage % 2 == 0) for stage in (0, 1, 2, 3)),
+        Case(3, precision=SCALED, offload=("offload_grads",), num_micro_batches=2, optimizer=CLIPPED),
+        Case(3, precision=dataclasses.replace(SCALED, loss_scale=1.0)),
+        Case(2, precision=zf.Precision(torch.float16, torch.float16, torch.float32, torch.float32, 8.0)),
+    ],
     "by label": [
         Case(0, optimizer=BY_LABEL),
         Case(2, optimizer=BY_LABEL, donate=False),
@@ -462,8 +473,6 @@ def test_what_cannot_be_planned_is_refused() -> None:
         zf.live_bytes(2, layout, found, zf.optim.sgd(0.1), offload_params=True)
     with pytest.raises(zf.OptionError, match="schedule must be of the buckets of the layout; got 1 buckets on 4 ranks for 9 on 4"):
         zf.live_bytes(3, zf.layout_of(value, SIZE, 600), found, zf.optim.sgd(0.1))
-    with pytest.raises(zf.OptionError, match=r"known without a loss scale; got a precision with one; use torch.bfloat16"):
-        zf.live_bytes(3, layout, found, zf.optim.sgd(0.1), precision=torch.float16)
     mesh = zf.split(zf.abstract_group(SIZE), 2)
     with pytest.raises(zf.OptionError, match=r"schedule must be of the buckets of the layout; got 1 buckets on 4 ranks for 1 on 4"):
         zf.live_bytes(3, layout, found, zf.optim.sgd(0.1), group=mesh.inner)

@@ -11,7 +11,7 @@ from zfun.errors import OptionError, checked_options
 from zfun.layout import Layout, split_by_label
 from zfun.live._held import Live
 from zfun.live._play import Play
-from zfun.live._rehearsal import rehearsed
+from zfun.live._rehearsal import is_scaled, rehearsed
 from zfun.optim import as_optimizer
 from zfun.recipes import Precision
 from zfun.transforms import Schedule
@@ -51,7 +51,8 @@ def live_bytes(
         group: a mesh or the inner axis of one, where :func:`zfun.zero` is given that; an abstract one will do.
         secondary: the inner axis of ``group``, where backward gathers over that.
         frozen: the layout of the leaves that are not trained.
-        precision: as :func:`zfun.zero` takes it. It says what master weights there are; the other dtypes are in the layout and the trace.
+        precision: as :func:`zfun.zero` takes it. It says what master weights there are, and whether gradients are divided by a loss scale,
+            which must not come to be 1; the other dtypes are in the layout and the trace.
         num_micro_batches: how many micro-batches a batch is split in.
         offload_optimizer: whether the optimizer's state is in a store.
         offload_params: whether the parameters are.
@@ -64,7 +65,7 @@ def live_bytes(
 
     Raises:
         OptionError: a stage that does not exist, a schedule of other leaves; or what is not covered: :func:`zfun.optim.muon`,
-            :func:`zfun.optim.from_torch` and :func:`zfun.optim.onebit_adam`, a loss scale, a mesh with an axis of one rank.
+            :func:`zfun.optim.from_torch` and :func:`zfun.optim.onebit_adam`, a mesh with an axis of one rank.
 
     Example:
         >>> import zfun as zf
@@ -110,6 +111,8 @@ def live_bytes(
         if micro:
             play.add()
     play.redistribute()
+    if is_scaled(precision):
+        play.unscale()
     play.update(changes, where, donate=donate)
     play.moments.append(play.now("the end"))
     return Live(before, tuple(play.moments))

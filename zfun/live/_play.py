@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import torch
+
 from zfun.collectives import Group, Mesh
 from zfun.live._held import Held, Moment
 from zfun.live._rehearsal import Change
@@ -13,6 +15,9 @@ __all__ = ["Play"]
 
 # What an optimizer makes beside parameters.
 _MADE = {"state": "the optimizer's new state", "work": "what the optimizer works with"}
+
+# Bytes of a number that half types are widened to.
+_WIDE = torch.float32.itemsize
 
 # In the place of a step that has been played ahead of its turn.
 _NOTHING = Step("use", -1, "backward")
@@ -216,6 +221,15 @@ class Play:
         if self._stage:
             self.free("gradients", self._grad_bytes(bucket), self._grad_place)
         self.free("reduced", sum(self._sums(bucket)[1 if self._stage else 0 :]))
+
+    def unscale(self) -> None:
+        """Divide by the loss scale: half types are widened for that, all others changed in place."""
+        share = self._size if self._stage else 1
+        place = self._grad_place if self._stage > 1 or self._group.mesh.size == 1 else "device"
+        narrow = [bucket for bucket in range(self._count) if self._buckets[bucket].grad_itemsize < _WIDE]
+        for bucket in narrow:
+            self.hold("reduced", self._buckets[bucket].numel // share * _WIDE, f"unscaled gradients of bucket {bucket}")
+        self.free("reduced", sum(self._grad_bytes(bucket) // share for bucket in narrow), place)
 
     def update(self, changes: Sequence[Change], where: str, *, donate: bool) -> None:
         """Play the optimizer, and what comes after it."""

@@ -16,11 +16,11 @@ from zfun.collectives import abstract_group
 from zfun.errors import OptionError
 from zfun.flat import Flat
 from zfun.layout import Layout
-from zfun.optim import MuonState, Optimizer, State, TorchState, as_optimizer, with_master
+from zfun.optim import LossScale, MuonState, Optimizer, State, TorchState, as_optimizer, with_master
 from zfun.placement import R, S
 from zfun.recipes import policy_of
 
-__all__ = ["Change", "rehearse", "rehearsed"]
+__all__ = ["Change", "is_scaled", "rehearse", "rehearsed"]
 
 # States of optimizers that cut buffers for themselves.
 _CUTTING = (MuonState, TorchState)
@@ -40,14 +40,15 @@ class Change(NamedTuple):
     bucket: int = -1
 
 
+def is_scaled(precision: Any) -> bool:
+    """Whether gradients are divided by a loss scale; one of 1 is left out."""
+    rule = policy_of(precision).loss_scale
+    return isinstance(rule, LossScale) and float(rule.init().scale) != 1.0
+
+
 def rehearsed(optimizer: Any, precision: Any, layout: Layout, size: int, *, donate: bool) -> tuple[int, list[Change]]:
     """Return the bytes of the state, and what a step makes beside it."""
     rule, policy = as_optimizer(optimizer), policy_of(precision)
-    if policy.loss_scale is not None:
-        raise OptionError(
-            "the live bytes of a step are known without a loss scale; got a precision with one; use torch.bfloat16, or a zf.Precision with "
-            "loss_scale=None"
-        )
     if rule.placement is not None or rule.partial is not None:
         got = "sums the terms of gradients by itself" if rule.placement is None else f"computes in {rule.placement!r}"
         raise OptionError(
@@ -72,7 +73,8 @@ def rehearsed(optimizer: Any, precision: Any, layout: Layout, size: int, *, dona
                 f"the live bytes of a step are known for optimizers that work on flat buffers; got one with a {cutting[0]}, which cuts "
                 "them into pieces or leaves first; use another one of zf.optim"
             )
-        grads = flat(policy.reduce or ops.wide(bucket.dtype) for bucket in layout.buckets)
+        sent = [policy.reduce or ops.wide(bucket.dtype) for bucket in layout.buckets]
+        grads = flat(map(ops.wide, sent) if is_scaled(precision) else sent)
         changes = rehearse(rule, params, grads, state, donate=donate)
     return sum(part.nbytes for part in parts if isinstance(part, Tensor) and part.ndim), changes
 
