@@ -562,6 +562,24 @@ def test_steps_that_let_go_of_everything_have_the_bits_of_the_simulation(two: Wo
     assert len(set(found[0])) == 9
 
 
+def _mixed_steps(group: zf.Group, stage: int) -> list[bytes]:
+    """Buckets whose shards are whole pages, and are looked at where they lie, between ones that are copied."""
+    lengths = (4096, 768, 16384, 3072) * 3
+    params = {f"w{i:02}": torch.arange(numel, dtype=torch.float32) + i for i, numel in enumerate(lengths)}
+    loss = lambda params, batch: sum(((leaf - batch * leaf[1]) ** 2).mean() for leaf in params.values())
+    z = zf.zero(stage, loss, zf.optim.adamw(0.1), group, bucket_bytes=4096)
+    state, kept = z.init(params), []
+    for step in range(3):
+        state, info = z.step(state, torch.tensor(1.0 + group.rank + step))
+        kept += [info.loss.reshape(1), *z.params(state).values()]
+    return [_fingerprint(x) for x in kept]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_is_looked_at_is_kept_while_something_else_is_copied(two: Workers, stage: int) -> None:
+    assert two.run(_mixed_steps, stage) == zf.simulate(2, _mixed_steps, stage)
+
+
 def _pure_steps(group: zf.Group, stage: int) -> list[bytes]:
     """Without donation no old value ever changes."""
     generator = torch.Generator().manual_seed(0)

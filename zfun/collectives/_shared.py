@@ -186,6 +186,7 @@ class _Area:
     nbytes: int
     uses: list[Use] = field(default_factory=list)
     num_leases: int = 0
+    is_parked: bool = False
     watch: _Watch | None = None
 
 
@@ -247,9 +248,7 @@ class SharedMemory:
         self._slot_uses: list[dict[int, Use]] = [{} for _ in Lane]
         self._staged: list[collections.deque[_Area]] = [collections.deque() for _ in Lane]
         self._buffers: dict[int, _Area] = {}
-        # What nobody here holds any more waits for the others, or first of all for a result that this rank has borrowed.
         self._dropping: list[_Area] = []
-        self._behind: dict[tuple[Lane, int], list[_Area]] = {}
         self._unsummed: list[collections.deque[Sent]] = [collections.deque() for _ in Lane]
         self._borrowed: set[tuple[Lane, int]] = set()
         self._leases: dict[int, _Lease] = {}
@@ -524,13 +523,15 @@ class SharedMemory:
                 self._segment.unmap_free(_FREE_BYTES)
 
     def _release(self, area: _Area) -> bool:
-        """Take an area back, if nobody reads it any more; else note what it waits for."""
+        """Take an area back, if nobody reads it any more."""
+        # What this rank sees of it through a region is in use, also where it has given back what it saw of the others. There may be many
+        # such areas, and for long: they are asked about again when the last lease ends.
+        area.is_parked = area.num_leases > 0
+        if area.is_parked:
+            return False
         while area.uses:
-            use = area.uses[-1]
-            if not self._is_over(use):
-                key = use.lane, use.index
-                # There may be many that this rank itself looks at, and for long.
-                (self._behind.setdefault(key, []) if key in self._borrowed else self._dropping).append(area)
+            if not self._is_over(area.uses[-1]):
+                self._dropping.append(area)
                 return False
             area.uses.pop()
         self._segment.release(area.offset, area.nbytes)
@@ -634,8 +635,7 @@ class SharedMemory:
         while self._ended:
             lease = self._leases.pop(self._ended.popleft().number, None)
             if lease is not None:
-                self._return(lease)
-                lease.area.num_leases -= 1
+                self._end(lease)
                 region = lease.region
                 region.num_views -= 1
                 if not region.num_views:
@@ -659,6 +659,13 @@ class SharedMemory:
             del self._idle[region]
             self._idle_bytes -= region.nbytes
 
+    def _end(self, lease: _Lease) -> None:
+        self._return(lease)
+        lease.area.num_leases -= 1
+        if lease.area.is_parked and not lease.area.num_leases:
+            lease.area.is_parked = False
+            self._dropping.append(lease.area)
+
     def _return(self, lease: _Lease) -> None:
         if not lease.is_returned:
             lease.is_returned = True
@@ -667,7 +674,6 @@ class SharedMemory:
     def _give_back(self, lane: Lane, index: int, word: int) -> None:
         """Say that this rank looks at a borrowed result no more."""
         self._borrowed.discard((lane, index))
-        self._dropping += self._behind.pop((lane, index), ())
         self._segment.words[word] = index + 1
 
     def _detach(self, region: Region) -> None:
@@ -676,9 +682,7 @@ class SharedMemory:
         for key in [key for key, other in self._regions.items() if other is region]:
             self._forget(key)
         for number in [number for number, lease in self._leases.items() if lease.region is region]:
-            lease = self._leases.pop(number)
-            lease.area.num_leases -= 1
-            self._return(lease)
+            self._end(self._leases.pop(number))
 
     # Receiving.
 
