@@ -31,7 +31,7 @@ __all__ = [
 # ``label(path, leaf)`` names what a leaf belongs to, by its path, shape and dtype; the leaf has no numbers where only its place is known.
 LabelFn: TypeAlias = Callable[[str, Any], Hashable]
 
-DEFAULT_BUCKET_BYTES = 32 * 2**20
+DEFAULT_BUCKET_BYTES = 26 * 2**20
 
 # Shards of large buckets are whole pages, which ranks of one host can show each other without a copy.
 _PAGE_BYTES = 4096
