@@ -16,7 +16,8 @@ from tests import models
 from tests.conftest import examples
 from zfun import optim, policies, tree
 from zfun.testing import assert_same_bits, bucket_sizes, compositions, train, trees
-from zfun.transforms._remat import _Keeper, _vector
+from zfun.transforms._remat._elsewhere import Elsewhere
+from zfun.transforms._remat._vectors import vector_of
 
 CHOICES = [policies.nothing, policies.everything, policies.matmuls, policies.unbatched_matmuls, lambda op, result: True]
 # One that knows nothing of the operation, so that any combination comes up.
@@ -127,9 +128,8 @@ def strided(draw: st.DrawFn) -> Tensor:
 @given(strided(), st.booleans())
 def test_what_is_kept_comes_back_as_it_lay(x: Tensor, stored: bool) -> None:
     """The same values, strides and alignment; a tensor without elements, or with some that overlap, stays where it is."""
-    keeper = _Keeper(zf.remat(step, store=zf.stores.host() if stored else None), [])
-    vector = _vector(x)
-    found = keeper.restore(keeper.keep(x))
+    elsewhere, vector = Elsewhere(zf.stores.host() if stored else None, None), vector_of(x)
+    found = elsewhere.restore(elsewhere.keep(x))
     assert_same_bits(found, x)
     if vector is None:
         assert found is x

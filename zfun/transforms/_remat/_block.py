@@ -1,0 +1,104 @@
+"""What is run twice: a function with all of its arguments but the tensors, and what must be as it was when it runs again.
+
+That is the state of random generators, and the parameters of modules: during the call they may be those of ``torch.func.functional_call``,
+which are gone when backward comes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from zfun import tree
+from zfun.transforms._lazy import LazyLeaf, loading
+
+__all__ = ["Block"]
+
+
+class Block:
+    """A function with all of its arguments but the tensors.
+
+    Args:
+        fn: the function.
+        leaves: the leaves of its arguments.
+        spec: their tree, that of ``(args, kwargs)``.
+        generators: whose state is restored, beside those among the leaves.
+    """
+
+    def __init__(self, fn: Callable[..., Any], leaves: Sequence[Any], spec: tree.Spec, generators: Sequence[torch.Generator]) -> None:
+        self.fn = fn
+        self.spec = spec
+        # Autograd saves the tensors that the block is called with; it must not hold on to them itself. Lazy leaves hold nothing.
+        self.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and not isinstance(leaf, LazyLeaf)]
+        taken = set(self.places)
+        self.leaves = [None if i in taken else leaf for i, leaf in enumerate(leaves)]
+        generators = (*generators, *(leaf for leaf in leaves if isinstance(leaf, torch.Generator)))
+        self.states = [(generator, generator.get_state()) for generator in generators]
+        self.captured = _captured(fn, self.leaves)
+        self.again = False
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        leaves = list(self.leaves)
+        for place, tensor in zip(self.places, tensors, strict=True):
+            leaves[place] = tensor
+        args, kwargs = tree.unflatten(self.spec, leaves)
+        again, self.again = self.again, True
+        if not again:
+            return self.fn(*args, **kwargs)
+        with _restored(self.states):
+            if self.captured is None:
+                return self.fn(*args, **kwargs)
+            module, values = self.captured
+            return functional_call(module, values(), args, kwargs, tie_weights=False)
+
+
+@contextlib.contextmanager
+def _restored(states: Sequence[tuple[torch.Generator, Tensor]]) -> Iterator[None]:
+    now = [generator.get_state() for generator, _ in states]
+    for generator, state in states:
+        generator.set_state(state)
+    try:
+        yield
+    finally:
+        for (generator, _), state in zip(states, now, strict=True):
+            generator.set_state(state)
+
+
+class _WithModules(nn.Module):
+    """A function of modules as a module, so that ``functional_call`` can call it with other parameters."""
+
+    def __init__(self, fn: Callable[..., Any], modules: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList(modules)
+        self.fn = (fn,)  # not a module of this one, if it is one
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.fn[0](*args, **kwargs)
+
+
+def _captured(fn: Callable[..., Any], arguments: Sequence[Any]) -> tuple[nn.Module, Callable[[], dict[str, Tensor]]] | None:
+    """Note the parameters that modules have now: those of ``functional_call`` are gone when backward comes."""
+    found = list(arguments)
+    inner = fn
+    while isinstance(inner, functools.partial):
+        found += [*inner.args, *inner.keywords.values()]
+        inner = inner.func
+    modules = [value for value in (inner, getattr(inner, "__self__", None), *found) if isinstance(value, nn.Module)]
+    if not modules:
+        return None
+    module = _WithModules(fn, modules)
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    buffers = dict(module.named_buffers(remove_duplicate=False))
+
+    def values() -> dict[str, Tensor]:
+        # Running statistics advance once, in forward: the second time they are copies.
+        with loading():
+            return parameters | {name: buffer.clone() for name, buffer in buffers.items()}
+
+    return module, values

@@ -1,0 +1,97 @@
+"""Where a tensor is kept until backward, if not where it is: in a store, or on each rank a part of it, or both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zfun import ops
+from zfun.collectives import AllGather, Call, Entry, Group, Lane, agree
+from zfun.errors import SpecMismatch
+from zfun.stores import Store, Stored, fetch
+from zfun.transforms._remat._vectors import Form, form_of, tensor_of, vector_of
+
+__all__ = ["Elsewhere", "Moved", "Stays"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stays:
+    """What is kept as it is."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A tensor that is kept elsewhere: its memory as a vector, or this rank's part of it."""
+
+    memory: Tensor | Stored
+    numel: int  # of the whole vector
+    form: Form
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """A place to keep tensors in.
+
+    Attributes:
+        store: where they go; ``None`` for where they are.
+        shard_over: the ranks that each keep a part; ``None`` for the whole on every rank.
+        agreed: dtypes and shapes of which these ranks have been found to hold the same.
+    """
+
+    store: Store | None
+    shard_over: Group | None
+    agreed: set[tuple[torch.dtype, torch.Size]] = field(default_factory=set)
+
+    def keep(self, tensor: Tensor) -> Moved | Stays:
+        """Move a tensor here; one whose elements overlap, or that has none, stays where it is."""
+        vector = vector_of(tensor)
+        if vector is None:
+            return Stays(tensor)
+        numel = vector.numel()
+        if self.shard_over is not None:
+            self._check_agreement(tensor, self.shard_over)
+            vector = _part(vector, self.shard_over)
+        elif self.store is not None and vector.device == self.store.device:
+            # It would be kept as it is, and somebody may write to it.
+            vector = vector.clone()
+        memory = vector if self.store is None else self.store.put(vector, "activations")
+        return Moved(memory, numel, form_of(tensor), tensor.device)
+
+    def restore(self, kept: Moved | Stays) -> Any:
+        """Bring it back."""
+        if isinstance(kept, Stays):
+            return kept.value
+        vector, group = fetch(kept.memory, kept.device), self.shard_over
+        if group is not None and group.size > 1:
+            vector = group.start(Call(AllGather(), "activations", lane=Lane.PARAMS), vector).wait()
+        return tensor_of(vector[: kept.numel], kept.form)
+
+    def _check_agreement(self, tensor: Tensor, group: Group) -> None:
+        key = (tensor.dtype, tensor.shape)
+        if group.size == 1 or (key in self.agreed and not group.debug):
+            return
+        entry = Entry("input", f"{tensor.dtype} {tuple(tensor.shape)}", str(ops.fingerprint(tensor)))
+        try:
+            agree([entry], group, "activations")
+        except SpecMismatch as error:
+            raise SpecMismatch(
+                f"shard_over takes ranks that hold the same activations, as those of a model-parallel axis do; {error}; ranks with batches "
+                "of their own keep activations of their own: leave shard_over out, or pass the group of the model-parallel axis",
+                rank=group.rank,
+            ) from None
+        self.agreed.add(key)
+
+
+def _part(vector: Tensor, group: Group) -> Tensor:
+    """Return a copy of this rank's part of a vector, with zeros behind the end."""
+    numel = -(-vector.numel() // group.size)
+    mine = vector[group.rank * numel : (group.rank + 1) * numel]
+    part = vector.new_zeros(numel)
+    part[: mine.numel()] = mine
+    return part
