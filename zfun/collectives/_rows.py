@@ -1,0 +1,230 @@
+"""The one autograd function of all collectives, and how tensors and trees become what it takes.
+
+It sees matrices of one row per chunk (``[1, m] -> [size, m]`` for an all-gather), so that a batched dimension fits between rows and columns
+without moving data. Shapes and dims are restored outside, by ordinary views:
+
+======================  ===============  ===============  ====================
+on 4 ranks              a leaf           rows sent        rows received
+======================  ===============  ===============  ====================
+all_reduce              ``[2, 3]``       ``[1, 6]``       ``[1, 6]``
+all_gather, dim 0       ``[2, 3]``       ``[1, 6]``       ``[4, 6]``
+reduce_scatter, dim 0   ``[8, 3]``       ``[4, 6]``       ``[1, 6]``
+all_to_all, dims 0, 1   ``[8, 3]``       ``[4, 6]``       ``[4, 6]``
+======================  ===============  ===============  ====================
+
+A tree of tensors goes as one message for each dtype, not one for each leaf: the rows of its leaves are put side by side, so that what
+different leaves send to one rank is one chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from zfun import tree
+from zfun.collectives._calls import AllGather, AllToAll, Call, Lane, Op, ReduceScatter
+from zfun.collectives._group import Group
+from zfun.collectives._pending import Pending
+from zfun.errors import LeafError, OptionError, PlacementError
+from zfun.flat import flats
+
+__all__ = ["Runs", "alike", "exchanged", "gathered", "scattered"]
+
+
+class _UnderWay:
+    """Where a started collective puts its handle. Not a list, since torch.func copies lists."""
+
+    __slots__ = ("pending",)
+
+    def __init__(self) -> None:
+        self.pending: Pending | None = None
+
+
+class _Collective(torch.autograd.Function):
+    """``rows [a, m] -> rows [b, m]``, with a and b being 1 or the number of ranks. Its transpose is itself with the dual op."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        rows: Tensor, group: Group, call: Call, started: _UnderWay | None
+    ) -> Tensor:
+        out = rows.new_empty((group.size if call.op.splits_output else 1, rows.shape[1]))
+        pending = group.start(call, rows.contiguous().view(-1), out.view(-1))
+        if started is None:
+            pending.wait()
+        else:
+            started.pending = pending
+        return out
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.group, ctx.call, ctx.started = inputs
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        call: Call = ctx.call
+        dual = Call(call.op.dual, call.name, call.part, call.lane)
+        return _apply(grad, ctx.group, dual, None), None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:  # type: ignore[override]
+        # Torch copies a tangent whose strides are not those of its primal, so its values must be there at once.
+        return _apply(tangent, ctx.group, ctx.call, None)
+
+    @staticmethod
+    def vmap(  # type: ignore[override]
+        info: Any, in_dims: tuple[int, None, None, None], rows: Tensor, group: Group, call: Call, started: _UnderWay | None
+    ) -> tuple[Tensor, int]:
+        batched = rows.movedim(in_dims[0], 1)
+        out = _apply(batched.flatten(1), group, call, started)
+        return out.view(out.shape[0], *batched.shape[1:]), 1
+
+
+def _apply(rows: Tensor, group: Group, call: Call, started: _UnderWay | None) -> Tensor:
+    return _Collective.apply(rows, group, call, started)  # type: ignore[no-any-return]
+
+
+class Runs(Protocol):
+    """A collective that is ready to go: with all that it needs but the group."""
+
+    def run(self, group: Group, name: str, part: str, lane: Lane) -> Any: ...
+
+    def start(self, group: Group, name: str, part: str, lane: Lane) -> Pending: ...
+
+
+class _Plan(NamedTuple):
+    """A collective of shaped tensors as one of rows: ``restore`` gives the result its shape, copying if need be."""
+
+    rows: Tensor
+    op: Op
+    restore: Callable[[Tensor], Tensor]
+
+    def run(self, group: Group, name: str, part: str, lane: Lane) -> Tensor:
+        return self.restore(_apply(self.rows, group, Call(self.op, name, part, lane), None))
+
+    def start(self, group: Group, name: str, part: str, lane: Lane) -> Pending:
+        """Start the collective. Its output is part of the graph at once, and holds its values once it has been waited for."""
+        started = _UnderWay()
+        out = _apply(self.rows, group, Call(self.op, name, part, lane), started)
+
+        def finish() -> Tensor:
+            assert started.pending is not None
+            started.pending.wait()
+            return self.restore(out)
+
+        return Pending(finish)
+
+
+class _Bundle(NamedTuple):
+    """A collective of every leaf of a tree, as one of rows for each dtype and device."""
+
+    plans: list[_Plan]
+    labels: list[str]
+    restore: Callable[[list[Tensor]], Any]
+
+    def run(self, group: Group, name: str, part: str, lane: Lane) -> Any:
+        return self.restore([plan.run(group, name, part or label, lane) for plan, label in zip(self.plans, self.labels, strict=True)])
+
+    def start(self, group: Group, name: str, part: str, lane: Lane) -> Pending:
+        under_way = [plan.start(group, name, part or label, lane) for plan, label in zip(self.plans, self.labels, strict=True)]
+        return Pending(lambda: self.restore([pending.wait() for pending in under_way]))
+
+
+def _over_leaves(x: Any, plan_of: Callable[[Tensor], _Plan]) -> Runs:
+    """Plan a collective of a tensor, or of all leaves of a tree at once: chunks of one rank stand in one row, whatever leaf they are of."""
+    if isinstance(x, Tensor):
+        return plan_of(x)
+    if flats(x):
+        raise PlacementError("a collective takes tensors; got a Flat, which has a placement to go to; call zf.redistribute()")
+    leaves, spec = tree.flatten(x)
+    for path, leaf in zip(tree.paths(x), leaves, strict=True):
+        if not isinstance(leaf, Tensor):
+            raise LeafError(f"a collective takes a tensor or a tree of tensors; leaf {path!r} is {type(leaf).__name__}", leaf=path)
+    alone = [plan_of(leaf) for leaf in leaves]
+    kinds: dict[object, list[int]] = {}
+    for index, plan in enumerate(alone):
+        kinds.setdefault((plan.rows.dtype, plan.rows.device), []).append(index)
+    together = list(kinds.values())
+
+    def restore(results: list[Tensor]) -> Any:
+        found: dict[int, Tensor] = {}
+        for indices, rows in zip(together, results, strict=True):
+            first = 0
+            for index in indices:
+                width = alone[index].rows.shape[1]
+                found[index] = alone[index].restore(rows.narrow(1, first, width).clone())
+                first += width
+        return tree.unflatten(spec, [found[index] for index in range(len(alone))])
+
+    plans = [_Plan(torch.cat([alone[i].rows for i in indices], 1), alone[indices[0]].op, lambda rows: rows) for indices in together]
+    labels = [f"{len(indices)} {'leaf' if len(indices) == 1 else 'leaves'}" for indices in together]
+    return _Bundle(plans, labels, restore)
+
+
+def alike(x: Any, op: Op) -> Runs:
+    """Plan a collective whose result has the shape of what is sent: all ranks are sent, or send, the whole."""
+
+    def plan(leaf: Tensor) -> _Plan:
+        return _Plan(leaf.reshape(1, leaf.numel()), op, lambda rows: rows.view(leaf.shape))
+
+    return _over_leaves(x, plan)
+
+
+def gathered(x: Any, group: Group, dim: int) -> Runs:
+    """Plan an all-gather along a dim."""
+
+    def plan(leaf: Tensor) -> _Plan:
+        shard = leaf.movedim(_checked_dim(leaf, dim, "all_gather"), 0)
+
+        def restore(rows: Tensor) -> Tensor:
+            return rows.reshape(group.size * shard.shape[0], *shard.shape[1:]).movedim(0, dim)
+
+        return _Plan(shard.reshape(1, shard.numel()), AllGather(), restore)
+
+    return _over_leaves(x, plan)
+
+
+def scattered(x: Any, group: Group, dim: int) -> Runs:
+    """Plan a reduce-scatter along a dim."""
+
+    def plan(leaf: Tensor) -> _Plan:
+        length = _checked_pieces(leaf, dim, group.size, "reduce_scatter")
+        whole = leaf.movedim(dim, 0)
+
+        def restore(piece: Tensor) -> Tensor:
+            return piece.reshape(length, *whole.shape[1:]).movedim(0, dim)
+
+        return _Plan(whole.reshape(group.size, whole.numel() // group.size), ReduceScatter(), restore)
+
+    return _over_leaves(x, plan)
+
+
+def exchanged(x: Any, group: Group, split_dim: int, concat_dim: int) -> Runs:
+    """Plan an all-to-all that cuts along one dim and joins along another."""
+
+    def plan(leaf: Tensor) -> _Plan:
+        length = _checked_pieces(leaf, split_dim, group.size, "all_to_all")
+        split, concat = split_dim % leaf.dim(), _checked_dim(leaf, concat_dim, "all_to_all")
+        pieces = leaf.unflatten(split, (group.size, length)).movedim(split, 0)
+
+        def restore(rows: Tensor) -> Tensor:
+            return rows.view(pieces.shape).movedim(0, concat).flatten(concat, concat + 1)
+
+        return _Plan(pieces.reshape(group.size, leaf.numel() // group.size), AllToAll(), restore)
+
+    return _over_leaves(x, plan)
+
+
+def _checked_dim(x: Tensor, dim: int, kind: str) -> int:
+    if not -x.dim() <= dim < x.dim():
+        raise OptionError(f"{kind} needs a dim of its tensor; got dim {dim} of shape {tuple(x.shape)}")
+    return dim % x.dim()
+
+
+def _checked_pieces(x: Tensor, dim: int, size: int, kind: str) -> int:
+    length = x.shape[_checked_dim(x, dim, kind)]
+    if length % size:
+        raise OptionError(f"{kind} needs a dim that the {size} ranks divide; got length {length} at dim {dim} of {tuple(x.shape)}; pad it")
+    return length // size
