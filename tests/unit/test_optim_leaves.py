@@ -44,6 +44,14 @@ def test_lamb_steps_from_zero() -> None:
     assert optimizer.apply({"w": torch.ones(3)}, optimizer.init(params), params)[0]["w"].tolist() == pytest.approx([-0.5] * 3)
 
 
+def test_lamb_takes_a_buffer_without_elements() -> None:
+    params = {"w": torch.ones(3), "empty": torch.zeros(0, 4, dtype=torch.float64)}
+    optimizer = optim.lamb(0.5)
+    stepped, _ = optimizer.apply({"w": torch.ones(3), "empty": params["empty"]}, optimizer.init(params), params)
+    assert same_bits(stepped["empty"], params["empty"])
+    assert not same_bits(stepped["w"], params["w"])
+
+
 def test_muon_equals_its_polynomial_of_the_singular_values() -> None:
     changes(optim.muon(0.05, optim.sgd(1.0), weight_decay=0.2), lambda p, g, s: reference.muon(p, g, s, 0.05, 0.2, 0.95))
 
