@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.func import grad, jvp, vmap
@@ -336,6 +337,49 @@ def errors_are_local(group: zf.Group) -> Any:
     return texts, z.params(new)
 
 
+class _Refuses(torch.autograd.Function):
+    """Nothing forward, and an error in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise ArithmeticError("backward")
+
+
+def goes_on_after_an_error(group: zf.Group) -> Any:
+    """A loss that raises on every rank, forward or in backward, while gathers and sums are under way, and is called again."""
+
+    def loss_fn(params: Any, batch: Any) -> Tensor:
+        x, where = batch
+        for index, layer in enumerate(params["h"]):
+            if where == index:
+                raise ArithmeticError("forward")
+            x = torch.tanh(x @ layer["w"] + layer["b"])
+            x = _Refuses.apply(x) if where == ~index else x
+        return (x @ params["out"]).pow(2).mean()
+
+    found: list[Any] = []
+    for stage in (0, 2, 3):
+        z = zf.zero(stage, loss_fn, optim.adamw(0.05), group, bucket_bytes=300, prefetch=2)
+        state = z.init(models.mlp())
+        for batches in models.mlp_batches(3, group.size):
+            for where in (1, ~1, ~3):
+                with pytest.raises(ArithmeticError, match="forward" if where > 0 else "backward"):
+                    z.step(state, (batches[group.rank], where))
+            state, _ = z.step(state, (batches[group.rank], 99))
+        found.append(z.params(state))
+        assert_same_bits(found[-1], found[0], f"stages {stage} and 0")
+    z = zf.zero(0, models.mlp_loss, optim.adamw(0.05), group)
+    state = z.init(models.mlp())
+    for batches in models.mlp_batches(3, group.size):
+        state, _ = z.step(state, batches[group.rank])
+    assert_same_bits(found[0], z.params(state), "with and without errors")
+    return found[0]
+
+
 BODIES = [
     compositions_agree,
     micro_batches,
@@ -353,6 +397,7 @@ BODIES = [
     recomputed,
     values_differ,
     errors_are_local,
+    goes_on_after_an_error,
 ]
 
 

@@ -299,7 +299,9 @@ class Monitor:
             return Verdict(f"{start}it has left the group; every rank must take part in every collective")
         if peer in seen and seen[peer].waiting:
             lane, index = seen[peer].waiting[0]
-            reason += f"; rank {peer} was last seen waiting in collective {index} of its lane ({seen[peer].call(lane, index)})"
+            # Of a collective long ago it is not known any more what it was.
+            text = seen[peer].call(lane, index)
+            reason += f"; rank {peer} was last seen waiting in collective {index} of its lane{'' if text is None else f' ({text})'}"
         return Verdict(f"{start}{reason}; it has published no error, so it was killed, stopped or is stuck")
 
     def _talk(self, ask: Callable[[], object]) -> None:

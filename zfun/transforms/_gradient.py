@@ -99,14 +99,19 @@ class GradientFunction:
         squares: dict[int, Tensor] = {}
         sinks = watched(self._measured(self._native_sinks(params), squares), layout)
         tape = Tape(layout, sinks, _grad_dtypes(layout, group, self.reduce_dtype), group, tables)
-        with torch.enable_grad(), noting("forward"):
-            value, total, weight, aux = parse(self.loss(_open(params, layout, tape), batch))
-        weight, loss = self._reduce_loss(total.detach(), weight, tape)
-        tape.scale = self._scale(weight)
-        if total.requires_grad and tape.anchors:
-            with noting("backward"):
-                torch.autograd.grad(total, tape.anchors, torch.full_like(total, self.loss_scale), allow_unused=True)
-        results = tape.finish()
+        try:
+            with torch.enable_grad(), noting("forward"):
+                value, total, weight, aux = parse(self.loss(_open(params, layout, tape), batch))
+            weight, loss = self._reduce_loss(total.detach(), weight, tape)
+            tape.on_error.append(loss.wait)
+            tape.scale = self._scale(weight)
+            if total.requires_grad and tape.anchors:
+                with noting("backward"):
+                    torch.autograd.grad(total, tape.anchors, torch.full_like(total, self.loss_scale), allow_unused=True)
+            results = tape.finish()
+        except Exception:
+            tape.abandon()
+            raise
         self._tables[layout] = tables
         if self.group is not None and self.group.debug and tape.unused:
             warnings.warn(

@@ -26,6 +26,7 @@ their data. A second node would add gradients in another order.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import sys
@@ -123,6 +124,7 @@ class Session:
             tape.on_complete.append(self._complete)
             tape.on_finish.append(self._finish_backward)
             tape.on_end.append(self._end_backward)
+            tape.on_error.append(self.abandon)
 
     def _restore(self) -> set[int]:
         """Take over what is still gathered since an earlier call with the same parameters, and say which buckets that is."""
@@ -207,6 +209,21 @@ class Session:
         if self._lazy:
             self._give_back(self._lazy)
         self._lazy, self._sources = (), ()
+
+    def abandon(self) -> None:
+        """Wait for the gathers that have been started, because an error ends this call, and free everything.
+
+        The other ranks take part in them, and nobody writes to a shard before it has been read.
+        """
+        pending = [*self._pending.values(), *self._spare]
+        self._pending.clear()
+        self._spare.clear()
+        for handle in pending:
+            with contextlib.suppress(ZfunError):
+                handle.wait()
+        for held in (self._buffers, self._views, self._emptied, self._parts):
+            held.clear()
+        self._close()
 
     def _agreed(self, value: Any, what: str) -> Any:
         return value if self._alone else of_rank_0(value, self._group, what)

@@ -149,10 +149,14 @@ class ShardedLoss:
             lazy = tuple(LazyLeaves(layout, dtype, trained=trained) for layout, dtype, trained in forms)
         give_back = functools.partial(self._lazy.__setitem__, forms)
         session = new_session(flats, flat.tape, self.knobs, self._plans.get(layouts), learn, self.secondary, lazy, give_back)
-        with session.hooks():
-            out = self.loss(lazy[0].tree() if len(lazy) == 1 else tree.combine(*(leaves.tree() for leaves in lazy)), batch)
-        session.check_graph(out)
-        session.end_forward()
+        try:
+            with session.hooks():
+                out = self.loss(lazy[0].tree() if len(lazy) == 1 else tree.combine(*(leaves.tree() for leaves in lazy)), batch)
+            session.check_graph(out)
+            session.end_forward()
+        except Exception:
+            session.abandon()
+            raise
         return out
 
 

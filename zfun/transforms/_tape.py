@@ -18,6 +18,7 @@ the mean is taken once, when the last has fired, so that one node or three give 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -84,6 +85,7 @@ class Tape:
         self.on_complete: list[Callable[[int], None]] = []
         self.on_finish: list[Callable[[], None]] = []
         self.on_end: list[Callable[[], None]] = []
+        self.on_error: list[Callable[[], Any]] = []
         # Whether parameters are gathered in backward, and whether this rank used them in another order than planned.
         self.gathers = False
         self.unused: list[str] = []  # leaves that got no gradient on this rank
@@ -139,10 +141,22 @@ class Tape:
         self._settle(0)
         for callback in self.on_end:
             callback()
+        self._forget()
+        return self._results
+
+    def abandon(self) -> None:
+        """Wait for what has been started, because an error ends this call: the other ranks take part in it, and read what it sends."""
+        for wait in [*self.on_error, *(handle.wait for _, handle in self._in_flight)]:
+            with contextlib.suppress(ZfunError):
+                wait()
+        self._in_flight.clear()
+        self._forget()
+
+    def _forget(self) -> None:
         # Sessions know the tape and the tape knows them; without this their buffers would live until the cycle collector comes.
         for callbacks in (self.on_complete, self.on_finish, self.on_end):
             callbacks.clear()
-        return self._results
+        self.on_error.clear()
 
     def _make_room(self) -> None:
         """Wait until the bucket that is filled next is one of those that may be in flight."""
