@@ -59,7 +59,7 @@ def test_steps_are_vector_code(rule: str, num_moments: int, num_constants: int, 
 
 @pytest.mark.skipif(not has_vectors(), reason="the processor has no AVX2")
 def test_casts_and_norms_are_vector_code() -> None:
-    from zfun.ops import _ravel_cpu, _sums_cpu
+    from zfun.ops import _ravel_cpu, _squares_cpu, _sums_cpu
 
     wide, narrow = np.zeros(1, np.float32), np.zeros(1, np.uint16)
     for packing, options in ((_ravel_cpu.convert, ()), (_ravel_cpu._stream, (False, True))):
@@ -71,7 +71,7 @@ def test_casts_and_norms_are_vector_code() -> None:
     for numbers in (wide, narrow):
         code = instructions(_sums_cpu.add_up, np.zeros(2, np.int64), numbers, 0, 1, np.float32(1), True, np.zeros(71, np.int64))
         assert re.search(r"\bvaddps\b.*%[yz]mm", code)
-        code = instructions(_ravel_cpu.add_squares, numbers, 0, 1, np.zeros(71, np.int64))
+        code = instructions(_squares_cpu.add_squares, numbers, 0, 1, np.zeros(71, np.int64))
         for instruction in ("vmulpd", "vaddpd", "vpaddq", "vpor"):
             assert re.search(rf"\b{instruction}q?\b.*%[yz]mm", code), instruction
 

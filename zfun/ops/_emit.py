@@ -11,11 +11,11 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-__all__ = ["ELEMENTS", "I32", "call", "constant", "load", "narrowed", "of", "place", "spread", "store", "widened"]
+__all__ = ["ELEMENTS", "I32", "I64", "call", "constant", "load", "narrowed", "of", "place", "spread", "store", "widened"]
 
-_I16, I32, _I64 = (ir.IntType(width) for width in (16, 32, 64))
+_I16, I32, I64 = (ir.IntType(width) for width in (16, 32, 64))
 _F32, _F64, _HALF = ir.FloatType(), ir.DoubleType(), ir.HalfType()
-ELEMENTS = {types.float32: _F32, types.float64: _F64, types.uint16: _I16, types.int16: _I16, types.int64: _I64}
+ELEMENTS = {types.float32: _F32, types.float64: _F64, types.uint16: _I16, types.int16: _I16, types.int64: I64}
 
 
 def of(element: Any, lanes: int) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor
 from zfun.ops import _jit
 from zfun.ops._twins import triton_for
 
-__all__ = ["LIMBS", "LOWEST", "exact_row", "kernels", "new_row", "squares_in_bins", "total_of_bins"]
+__all__ = ["LIMBS", "LOWEST", "exact_row", "new_row", "squares_in_bins", "total_of_bins"]
 
 # A chunk of this many elements stays in the cache while it is widened to float64.
 _CHUNK = 1 << 16
@@ -25,13 +25,6 @@ _LEAST = -1100
 # A long integer of so many limbs of 32 bits, the lowest bit of which stands for 2**LOWEST: the places of float64, and room above.
 LIMBS = 70
 LOWEST = _LEAST - 53
-
-
-def kernels() -> Any:
-    """Import the compiled kernels, and Numba with them, when they are first needed."""
-    from zfun.ops import _ravel_cpu
-
-    return _ravel_cpu
 
 
 def squares_in_bins(x: Tensor) -> Tensor:
@@ -52,7 +45,9 @@ def squares_in_bins(x: Tensor) -> Tensor:
         tensor(25., dtype=torch.float64)
     """
     if _jit.compiled() and _jit.is_plain(x):
-        array, add, rows = _jit.as_array(x), _jit.telling(kernels().add_squares), [new_row()]
+        from zfun.ops import _squares_cpu
+
+        array, add, rows = _jit.as_array(x), _jit.telling(_squares_cpu.add_squares), [new_row()]
 
         def work(begin: int, end: int) -> None:
             row = new_row()

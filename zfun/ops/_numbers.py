@@ -8,75 +8,71 @@ signed ones, so that the type says which of the two it is. Each operation is one
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from typing import Any
 
-from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
 from zfun.ops import _emit
 
-__all__ = ["attribute", "bits", "narrow", "number", "operation", "pointer", "widen"]
+__all__ = ["narrow", "operation", "pointer", "widen"]
 
 
-def operation(emit: Any) -> Any:
-    """Make an operation of LLVM callable from compiled code; the first argument is the compiler's."""
-    return intrinsic(emit)
+def operation(define: Callable[..., tuple[Any, Callable[..., Any]]]) -> Any:
+    """Make an operation that compiled code can call, of a few instructions of LLVM.
 
+    Args:
+        define: called when code is compiled that calls the operation, with the types of the arguments. It returns the type of the result,
+            and a function that emits the instructions: called with LLVM's builder of code and what stands for the values of the arguments,
+            it returns what stands for the result.
 
-def attribute(builder: Any, text: str) -> None:
-    """Give the function that is being compiled an attribute."""
-    attributes = builder.function.attributes
-    if isinstance(attributes, set):
-        set.add(attributes, text)  # its own method knows no attribute of a target
+    Returns:
+        The operation.
+
+    Example:
+        >>> from zfun.ops._jit import jit
+        >>> @operation
+        ... def halved(x):
+        ...     return x, lambda builder, value: builder.fmul(value, value.type(0.5))
+        >>> @jit
+        ... def quarter(x):
+        ...     return halved(halved(x))
+        >>> quarter(3.0)
+        0.75
+    """
+
+    def typed(compiler: Any, *kinds: Any) -> Any:
+        result, emit = define(*kinds)
+
+        def lower(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            value = emit(builder, *args)
+            return context.get_dummy_value() if result == types.none else value
+
+        return result(*kinds), lower
+
+    # What Numba reads the number of arguments off: the first one is the compiler's.
+    first, arguments = inspect.Parameter("compiler", inspect.Parameter.POSITIONAL_ONLY), inspect.signature(define).parameters.values()
+    functools.update_wrapper(typed, define).__signature__ = inspect.Signature([first, *arguments])  # type: ignore[attr-defined]
+    return intrinsic(typed)
 
 
 @operation
-def pointer(typing: Any, address: Any, like: Any) -> Any:
+def pointer(address: Any, like: Any) -> Any:
     """``pointer(address, like)``: an address as a pointer to elements of the type of array ``like``."""
     target = types.CPointer(like.dtype)
-
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], context.get_value_type(target))
-
-    return target(types.int64, like), emit
+    return target, lambda builder, place, _: builder.inttoptr(place, _emit.ELEMENTS[like.dtype].as_pointer())
 
 
 @operation
-def widen(typing: Any, x: Any, like: Any) -> Any:
+def widen(x: Any, like: Any) -> Any:
     """``widen(x, like)``: an element of an array as a number of the type of ``like``, float32 or float64."""
-
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _emit.widened(builder, args[0], x, like)
-
-    return like(x, like), emit
+    return like, lambda builder, value, _: _emit.widened(builder, value, x, like)
 
 
 @operation
-def narrow(typing: Any, x: Any, like: Any) -> Any:
+def narrow(x: Any, like: Any) -> Any:
     """``narrow(x, like)``: a number as an element of array ``like``, rounded to nearest, ties to even."""
-
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _emit.narrowed(builder, args[0], x, like.dtype)
-
-    return like.dtype(x, like), emit
-
-
-@operation
-def bits(typing: Any, x: Any) -> Any:
-    """``bits(x)``: the bits of a float64 as an int64."""
-
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.IntType(64))
-
-    return types.int64(types.float64), emit
-
-
-@operation
-def number(typing: Any, x: Any) -> Any:
-    """``number(x)``: the float64 of the bits of an int64."""
-
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.DoubleType())
-
-    return types.float64(types.int64), emit
+    return like.dtype, lambda builder, value, _: _emit.narrowed(builder, value, x, like.dtype)

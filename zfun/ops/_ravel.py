@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from zfun.ops import _jit
-from zfun.ops._norm import exact_row, kernels, new_row, squares_in_bins
+from zfun.ops._norm import exact_row, new_row, squares_in_bins
 from zfun.ops._sums import wide
 from zfun.ops._table import AddressTable
 from zfun.ops._twins import triton_for
@@ -141,8 +141,10 @@ def unravel_from(source: Tensor, tensors: Sequence[Tensor | None], offsets: Sequ
     """
     table = AddressTable(kept=False) if table is None else table
     if _jit.compiled() and _jit.is_plain(source) and table.point_at(tensors, offsets, source.numel()):
+        from zfun.ops import _ravel_cpu
+
         array, exact, one = _jit.as_array(source), source.dtype == table.dtype, _jit.number(wide(table.dtype))(1.0)
-        kernel = _jit.telling(kernels().unravel)
+        kernel = _jit.telling(_ravel_cpu.unravel)
         _jit.in_parts(array.size, lambda begin, end: kernel(table.pieces, table.like, array, begin, end, exact, one))
         torch.autograd.graph.increment_version([x for x in tensors if x is not None])
         return
@@ -156,8 +158,10 @@ def unravel_from(source: Tensor, tensors: Sequence[Tensor | None], offsets: Sequ
 
 
 def _ravel_compiled(out: Tensor, table: AddressTable, scale: float, measure: bool) -> Measures | None:
+    from zfun.ops import _ravel_cpu
+
     array, exact, factor = _jit.as_array(out), scale == 1.0 and out.dtype == table.dtype, _jit.number(wide(out.dtype))(scale)
-    ravel, past = _jit.telling(kernels().ravel), _jit.is_large(out)
+    ravel, past = _jit.telling(_ravel_cpu.ravel), _jit.is_large(out)
     found: list[Any] = [new_row()]
 
     def work(begin: int, end: int) -> None:

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from zfun.ops._jit import jit
-from zfun.ops._lanes import ahead, ask, count, fma, inlined, lanes, put, root, rounded, same_sign, start, take
-from zfun.ops._ravel_cpu import BLOCK, add_block, add_unit, digits, no_sums, settle
+from zfun.ops._lanes import count, fma, inlined, put, root, rounded, same_sign, start, take, unit_of, will_read, will_write
+from zfun.ops._squares_cpu import BLOCK, add_block, add_unit, digits, no_sums, settle
 
 __all__ = ["CONSTANTS", "adagrad", "adam", "lamb_apply", "lamb_moments", "lion", "plain_sgd", "sgd"]
 
@@ -28,13 +28,13 @@ def _move(i: Any, like: Any, p: Any, to: Any, old: Any, u: Any) -> None:
     inlined()
     changes, change, copies, out = to
     if changes:
-        ask(change, i, like)
+        will_write(change, i, like)
         put(change, i, u)
     else:
         new = rounded(old + rounded(u, p), p)
         put(p, i, new)
         if copies:
-            ask(out, i, like)
+            will_write(out, i, like)
             put(out, i, new)
 
 
@@ -45,12 +45,12 @@ def _replace(i: Any, like: Any, p: Any, to: Any, old: Any, value: Any) -> None:
     changes, change, copies, out = to
     new = rounded(value, p)
     if changes:
-        ask(change, i, like)
+        will_write(change, i, like)
         put(change, i, new - old)
     else:
         put(p, i, new)
         if copies:
-            ask(out, i, like)
+            will_write(out, i, like)
             put(out, i, new)
 
 
@@ -65,10 +65,10 @@ def _adam(i: Any, like: Any, at: Any, to: Any, scale: Any, constants: Any) -> No
     inlined()
     p, g, m, v = at
     weight, from_x, b2, c2, step, correction, eps, l2, shrink, shrinks = constants
-    ahead(g, i, like)
-    ahead(m, i, like)
-    ahead(v, i, like)
-    ahead(p, i, like)
+    will_read(g, i, like)
+    will_read(m, i, like)
+    will_read(v, i, like)
+    will_read(p, i, like)
     x = take(g, i, like) * scale
     old = take(p, i, like)
     x = fma(old, l2, x) if l2 != 0 else x
@@ -86,7 +86,7 @@ def _adam(i: Any, like: Any, at: Any, to: Any, scale: Any, constants: Any) -> No
 def adam(p: Any, g: Any, m: Any, v: Any, change: Any, out: Any, begin: Any, end: Any, scale: Any, constants: Any) -> None:
     at = start(p), start(g), start(m), start(v)
     to = change.size > 0, start(change), out.size > 0, start(out)
-    unit = lanes(scale)
+    unit = unit_of(scale)
     whole = end - (end - begin) % count(unit)
     for i in range(begin, whole, count(unit)):
         _adam(i, unit, at, to, scale, constants)
@@ -108,10 +108,10 @@ def _lamb(i: Any, like: Any, at: Any, scale: Any, constants: Any) -> Any:
     inlined()
     p, g, m, v = at
     weight, from_x, b2, c2 = constants[:4]
-    ahead(g, i, like)
-    ahead(m, i, like)
-    ahead(v, i, like)
-    ahead(p, i, like)
+    will_read(g, i, like)
+    will_read(m, i, like)
+    will_read(v, i, like)
+    will_read(p, i, like)
     old = take(p, i, like)
     mean, square = _moments(take(g, i, like) * scale, take(m, i, like), take(v, i, like), weight, from_x, b2, c2)
     put(m, i, mean)
@@ -122,7 +122,7 @@ def _lamb(i: Any, like: Any, at: Any, scale: Any, constants: Any) -> Any:
 @jit
 def _lamb_block(at: Any, begin: Any, end: Any, scale: Any, constants: Any, guesses: Any, rows: Any) -> Any:
     """Take a whole block, and add the squares of the parameters and of the direction on the way; whether the guesses were good."""
-    unit = lanes(scale)
+    unit = unit_of(scale)
     first, second = digits(guesses[0]), digits(guesses[1])
     sizes, steps = no_sums(unit), no_sums(unit)
     for i in range(begin, end, count(unit)):
@@ -188,9 +188,9 @@ def lamb_moments(p: Any, g: Any, m: Any, v: Any, begin: Any, end: Any, scale: An
 def _go(i: Any, like: Any, at: Any, to: Any, factor: Any, constants: Any) -> None:
     inlined()
     p, m, v = at
-    ahead(m, i, like)
-    ahead(v, i, like)
-    ahead(p, i, like)
+    will_read(m, i, like)
+    will_read(v, i, like)
+    will_read(p, i, like)
     old = take(p, i, like)
     _move(i, like, p, to, old, _direction(old, take(m, i, like), take(v, i, like), constants) * factor)
 
@@ -200,7 +200,7 @@ def lamb_apply(p: Any, m: Any, v: Any, change: Any, out: Any, begin: Any, end: A
     """Go along the direction of each segment, which costs less to compute again than to keep, times its factor."""
     at = start(p), start(m), start(v)
     to = change.size > 0, start(change), out.size > 0, start(out)
-    unit = lanes(constants[0])
+    unit = unit_of(constants[0])
     for k in range(segments.shape[0]):
         low, high = _within(begin, end, segments[k, 0], segments[k, 1])
         whole = high - (high - low) % count(unit)
@@ -214,8 +214,8 @@ def lamb_apply(p: Any, m: Any, v: Any, change: Any, out: Any, begin: Any, end: A
 def _plain_sgd(i: Any, like: Any, at: Any, to: Any, scale: Any, step: Any, l2: Any) -> None:
     inlined()
     p, g = at
-    ahead(g, i, like)
-    ahead(p, i, like)
+    will_read(g, i, like)
+    will_read(p, i, like)
     x = take(g, i, like) * scale
     old = take(p, i, like)
     x = x + old * l2 if l2 != 0 else x
@@ -227,7 +227,7 @@ def plain_sgd(p: Any, g: Any, change: Any, out: Any, begin: Any, end: Any, scale
     step, l2 = constants
     at = start(p), start(g)
     to = change.size > 0, start(change), out.size > 0, start(out)
-    unit = lanes(scale)
+    unit = unit_of(scale)
     whole = end - (end - begin) % count(unit)
     for i in range(begin, whole, count(unit)):
         _plain_sgd(i, unit, at, to, scale, step, l2)
@@ -240,9 +240,9 @@ def _sgd(i: Any, like: Any, at: Any, to: Any, scale: Any, constants: Any) -> Non
     inlined()
     p, g, b = at
     step, momentum, nesterov, l2 = constants
-    ahead(g, i, like)
-    ahead(b, i, like)
-    ahead(p, i, like)
+    will_read(g, i, like)
+    will_read(b, i, like)
+    will_read(p, i, like)
     x = take(g, i, like) * scale
     old = take(p, i, like)
     x = x + old * l2 if l2 != 0 else x
@@ -256,7 +256,7 @@ def _sgd(i: Any, like: Any, at: Any, to: Any, scale: Any, constants: Any) -> Non
 def sgd(p: Any, g: Any, b: Any, change: Any, out: Any, begin: Any, end: Any, scale: Any, constants: Any) -> None:
     at = start(p), start(g), start(b)
     to = change.size > 0, start(change), out.size > 0, start(out)
-    unit = lanes(scale)
+    unit = unit_of(scale)
     whole = end - (end - begin) % count(unit)
     for i in range(begin, whole, count(unit)):
         _sgd(i, unit, at, to, scale, constants)
@@ -269,9 +269,9 @@ def _lion(i: Any, like: Any, at: Any, to: Any, scale: Any, constants: Any) -> No
     inlined()
     p, g, m = at
     b1, c1, b2, c2, step, decay = constants
-    ahead(g, i, like)
-    ahead(m, i, like)
-    ahead(p, i, like)
+    will_read(g, i, like)
+    will_read(m, i, like)
+    will_read(p, i, like)
     x = take(g, i, like) * scale
     old = take(p, i, like)
     mean = take(m, i, like)
@@ -284,7 +284,7 @@ def _lion(i: Any, like: Any, at: Any, to: Any, scale: Any, constants: Any) -> No
 def lion(p: Any, g: Any, m: Any, change: Any, out: Any, begin: Any, end: Any, scale: Any, constants: Any) -> None:
     at = start(p), start(g), start(m)
     to = change.size > 0, start(change), out.size > 0, start(out)
-    unit = lanes(scale)
+    unit = unit_of(scale)
     whole = end - (end - begin) % count(unit)
     for i in range(begin, whole, count(unit)):
         _lion(i, unit, at, to, scale, constants)
@@ -297,9 +297,9 @@ def _adagrad(i: Any, like: Any, at: Any, to: Any, scale: Any, constants: Any) ->
     inlined()
     p, g, s = at
     step, eps, l2 = constants
-    ahead(g, i, like)
-    ahead(s, i, like)
-    ahead(p, i, like)
+    will_read(g, i, like)
+    will_read(s, i, like)
+    will_read(p, i, like)
     x = take(g, i, like) * scale
     old = take(p, i, like)
     x = x + old * l2 if l2 != 0 else x
@@ -312,7 +312,7 @@ def _adagrad(i: Any, like: Any, at: Any, to: Any, scale: Any, constants: Any) ->
 def adagrad(p: Any, g: Any, s: Any, change: Any, out: Any, begin: Any, end: Any, scale: Any, constants: Any) -> None:
     at = start(p), start(g), start(s)
     to = change.size > 0, start(change), out.size > 0, start(out)
-    unit = lanes(scale)
+    unit = unit_of(scale)
     whole = end - (end - begin) % count(unit)
     for i in range(begin, whole, count(unit)):
         _adagrad(i, unit, at, to, scale, constants)

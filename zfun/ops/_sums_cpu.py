@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from zfun.ops._jit import jit
-from zfun.ops._lanes import ahead, ask, count, hand_over, inlined, lanes, put, rounded, start, stream, streams, take
+from zfun.ops._lanes import can_stream, count, hand_over, inlined, put, rounded, start, stream, take, unit_of, will_read, will_write
 from zfun.ops._numbers import pointer
-from zfun.ops._ravel_cpu import BLOCK, add_block, add_unit, digits, no_sums, settle
+from zfun.ops._squares_cpu import BLOCK, add_block, add_unit, digits, no_sums, settle
 
 __all__ = ["add_up"]
 
@@ -19,25 +19,25 @@ def _total(addresses: Any, out: Any, at: Any, like: Any) -> Any:
     """Add the terms of a place in their order. All are read before the sum is written, so that it may take the place of any."""
     inlined()
     first = pointer(addresses[0], out)
-    ahead(first, at, like)
+    will_read(first, at, like)
     total = take(first, at, like)
     for k in range(1, addresses.size):
         term = pointer(addresses[k], out)
-        ahead(term, at, like)
+        will_read(term, at, like)
         total = total + take(term, at, like)
     return total
 
 
 @jit
 def _add(addresses: Any, out: Any, begin: Any, end: Any, one: Any, past: Any) -> None:
-    target, unit = start(out), lanes(one)
+    target, unit = start(out), unit_of(one)
     whole = end - (end - begin) % count(unit)
-    if past and streams(target, begin):
+    if past and can_stream(target, begin):
         for i in range(begin, whole, count(unit)):
             stream(target, i, _total(addresses, out, i, unit))
     else:
         for i in range(begin, whole, count(unit)):
-            ask(target, i, unit)
+            will_write(target, i, unit)
             put(target, i, _total(addresses, out, i, unit))
     for i in range(whole, end):
         put(target, i, _total(addresses, out, i, one))
@@ -46,17 +46,17 @@ def _add(addresses: Any, out: Any, begin: Any, end: Any, one: Any, past: Any) ->
 @jit
 def _add_and_square(addresses: Any, out: Any, begin: Any, one: Any, past: Any, guess: Any, row: Any) -> Any:
     """Add up a whole block, and the squares of what is written on the way; whether the guess was good for that."""
-    target, unit = start(out), lanes(one)
+    target, unit = start(out), unit_of(one)
     upper, lower = digits(guess)
     sums = no_sums(unit)
-    if past and streams(target, begin):
+    if past and can_stream(target, begin):
         for i in range(begin, begin + BLOCK, count(unit)):
             value = rounded(_total(addresses, out, i, unit), out)
             stream(target, i, value)
             sums = add_unit(value, upper, lower, sums)
     else:
         for i in range(begin, begin + BLOCK, count(unit)):
-            ask(target, i, unit)
+            will_write(target, i, unit)
             value = rounded(_total(addresses, out, i, unit), out)
             put(target, i, value)
             sums = add_unit(value, upper, lower, sums)
