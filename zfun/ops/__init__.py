@@ -1,7 +1,7 @@
 """Kernels: tensors and integers only.
 
-What a kernel computes stands in plain torch, which is what to read first; the same again, compiled, for CPUs (``*_cpu``) and for CUDA devices
-(``_triton``), computes the same bits. See [Note: twins].
+What a kernel computes stands in plain torch, which is what to read first; then the same again, compiled, for CPUs (``*_cpu``) and for CUDA
+devices (``_triton``), which computes the same bits. See [Note: twins].
 
 =========================  ===============================  =================  ============
 what                       in plain torch                   for CPUs           in _triton
@@ -13,10 +13,12 @@ steps of optimizers        ``_optimizers`` (``_rounding``)  ``_steps_cpu``     `
 signs, and few bits        ``_signs``, ``_blocks``          ``_codes_cpu``     ``_codes``
 =========================  ===============================  =================  ============
 
-``_jit`` says when compiled code may run, ``_twins`` which, ``_steps`` takes an optimizer's tensors there and ``_table`` the leaves of a bucket.
+``_jit`` says when compiled code may run, ``_twins`` which; ``_steps`` takes an optimizer's tensors there, and ``_table`` the leaves of a
+bucket.
 
-What is compiled for CPUs is Python that Numba reads, in loops over vectors: ``_lanes`` begins with an example. It is made of ``_lanes_type``
-(what a vector is), ``_numbers`` and ``_bits`` (operations that Numba has no name for) and, at the bottom, ``_emit`` (LLVM's instructions).
+What is compiled for CPUs is Python that Numba reads, in loops over vectors: ``_lanes`` begins with an example. It is made of
+``_lanes_type`` (what a vector is), ``_numbers`` and ``_bits`` (operations that Numba has no name for) and, at the bottom, ``_emit`` (LLVM's
+instructions).
 """
 
 from zfun.ops._blocks import dequantise, message_bytes, quantise, sum_dequantised
