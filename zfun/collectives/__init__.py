@@ -1,4 +1,20 @@
-"""Groups of ranks, the collectives that they start, and their differentiable forms."""
+"""Groups of ranks, the collectives that they start, and their differentiable forms.
+
+A collective is data (``_calls``), a group has two numbers and one method that starts it (``_group``), and what has been started is a value
+(``_pending``). That much all of the others share, and ``_primitives`` (with ``_rows``) make functions of it that can be differentiated.
+
+==================  ==================================================================================================================
+groups              modules
+==================  ==================================================================================================================
+of one process      ``_single``; ``_simulate``, which is the shortest that sums; ``_abstract``, in which nothing moves
+of processes        ``_process`` chooses: nccl (``_native``); messages over gloo (``_direct``, ``_exchange``, ``_workspace``, ``_turns``);
+                    memory that ranks share (``_shared``, ``_segment``, ``_meeting``, ``_connections``); both (``_hosts``)
+of other groups     ``_mesh``, of two axes; ``_record``, which writes down what it sends; ``_checked``, which compares it
+==================  ==================================================================================================================
+
+What groups of processes have in common is in ``_base``, and what tells them that a rank is lost in ``_monitor``. ``_agree`` compares ranks
+before anything depends on it, and ``_launch`` starts some.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,17 @@
-"""The transforms: functions that take a loss, a gradient function or an optimizer, and return one of the same type."""
+"""The transforms: functions that take a loss, a gradient function or an optimizer, and return one of the same type.
+
+===========  =========================================================================================================================
+of           modules
+===========  =========================================================================================================================
+values       ``_redistribute`` is the one that chooses a collective; ``_describe`` says what a value is
+gradients    ``_value`` and ``_gradient``, on ``_tape``, through which a bucket's gradients leave backward; ``_accumulate``
+optimizers   ``_optimizer``; ``_offload``, which is of all three types
+losses       ``_cast``; ``_remat``; ``_shard_params``, which makes a ``_session`` of each call: ``_lazy`` leaves, ``_buckets``, and the
+             ``_course`` of gathers, which keeps to a ``_schedule``
+what is so   before a step, ``_trace`` and ``_explain`` with ``_price`` and ``_first``; after it, ``_profile`` with ``_notes``; both as
+             a picture, ``_timeline``
+===========  =========================================================================================================================
+"""
 
 from zfun.transforms._accumulate import accumulate
 from zfun.transforms._cast import CastLoss, cast
