@@ -147,7 +147,7 @@ def start_exchange(op: Op, x: Tensor, out: Tensor, rank: int, size: int, exchang
             return Started(exchange(sends, recvs), (_Copy(x, out),) if rank == root else ())
         case Reduce(root) if rank == root:
             received = _rooms(x, rank, size, out, workspace)
-            return Started(exchange(nobody, received), (functools.partial(_Sum(received, out, rank), slice(None)),))
+            return Started(exchange(nobody, received), (functools.partial(_Sum(received, out), slice(None)),))
         case Reduce(root):
             out.zero_()
             return Started(exchange(_only(root, x, size), nobody))
@@ -194,27 +194,21 @@ def _start_sum(chunks: Sequence[Tensor], out: Tensor, rank: int, exchange: Excha
     received = _rooms(chunks[rank], rank, len(chunks), out, workspace)
     spans = _spans(out.numel(), out.dtype.itemsize)
     transfers = [exchange([x[span] for x in chunks], [x[span] for x in received]) for span in spans]
-    add = _Sum(received, out, rank)
+    add = _Sum(received, out)
     return transfers[0], [functools.partial(add, span, *transfers[n : n + 1]) for n, span in enumerate(spans, 1)]
 
 
 class _Sum:
     """The phases that add what has been received, a piece each; they return the transfer of the next piece."""
 
-    __slots__ = ("_out", "_rank", "_terms")
+    __slots__ = ("_out", "_terms")
 
-    def __init__(self, terms: list[Tensor], out: Tensor, rank: int) -> None:
+    def __init__(self, terms: list[Tensor], out: Tensor) -> None:
         self._terms = terms
         self._out = out
-        self._rank = rank
 
     def __call__(self, span: slice, following: Transfer | None = None) -> Transfer | None:
-        terms, out = [term[span] for term in self._terms], self._out[span]
-        if terms[self._rank].is_set_to(out) and self._rank > 1:
-            # The sum starts with the first term, and would overwrite this one before its turn.
-            out.copy_(sum_in_rank_order(terms))
-        else:
-            sum_in_rank_order(terms, out)
+        sum_in_rank_order([term[span] for term in self._terms], self._out[span])
         if following is None:
             self._terms.clear()
         return following
