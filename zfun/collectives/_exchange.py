@@ -80,14 +80,18 @@ class Started(NamedTuple):
         transfer: the first transfer.
         phases: what follows, in order: when a transfer is through, the next phase is called.
         in_background: whether a phase starts another transfer, and so must not wait for the caller.
+        meanwhile: what this rank has to do by itself. It comes before the wait and after what else can be sent by then.
     """
 
     transfer: Transfer
     phases: Sequence[Phase] = ()
     in_background: bool = False
+    meanwhile: Callable[[], None] | None = None
 
     def steps(self) -> Iterator[None]:
         """Run everything that remains, one transfer at a time."""
+        if self.meanwhile is not None:
+            self.meanwhile()
         self.transfer.wait()
         for phase in self.phases:
             yield
@@ -132,10 +136,7 @@ def start_exchange(op: Op, x: Tensor, out: Tensor, rank: int, size: int, exchang
     match op:
         case AllGather():
             slices = _chunks(out, size)
-            transfer = exchange(others, slices)
-            if not slices[rank].is_set_to(x):
-                slices[rank].copy_(x)
-            return Started(transfer)
+            return Started(exchange(others, slices), meanwhile=_Copy(x, slices[rank]))
         case ReduceScatter():
             return Started(*_start_sum(_chunks(x, size), out, rank, exchange, workspace))
         case AllReduce() if _is_added_twice(x.numel(), x.dtype.itemsize, size):
@@ -153,9 +154,7 @@ def start_exchange(op: Op, x: Tensor, out: Tensor, rank: int, size: int, exchang
             return Started(exchange(_only(root, x, size), nobody))
         case AllToAll():
             chunks, slices = _chunks(x, size), _chunks(out, size)
-            transfer = exchange(chunks, slices)
-            slices[rank].copy_(chunks[rank])
-            return Started(transfer)
+            return Started(exchange(chunks, slices), meanwhile=_Copy(chunks[rank], slices[rank]))
         case Permute(destinations):
             transfer = exchange(_only(destinations[rank], x, size), _only(op.sources[rank], out, size))
             return Started(transfer, (_Copy(x, out),) if destinations[rank] == rank else ())
