@@ -340,7 +340,7 @@ def test_every_group_has_buffers() -> None:
 # Borrowed results.
 
 
-def _measured(group: Group) -> list[int]:
+def measured(group: Group) -> list[int]:
     """How often the squares of a rank's piece are taken while a sum is; they are those of what has come."""
     times = []
     for op, borrow, dtype in (
@@ -361,9 +361,9 @@ def _measured(group: Group) -> list[int]:
 
 
 def test_squares_are_taken_while_a_sum_is(workers: Workers) -> None:
-    real = workers.run(_measured)
+    real = workers.run(measured)
     assert real == [[1, 1, 1, 0, 0]] * len(real)
-    assert simulate(2, _measured) == [[0] * 5] * 2
+    assert simulate(2, measured) == [[0] * 5] * 2
 
 
 PIECE = 3 * 4096

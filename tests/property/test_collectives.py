@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from zfun import ops
 from zfun.collectives import (
     AllGather,
     AllReduce,
@@ -128,6 +129,39 @@ def test_direct_exchange_has_the_bits_and_bytes_of_the_definition(
     for out, wanted in zip(outs, expected, strict=True):
         assert torch.equal(out.view(torch.uint8), wanted.view(torch.uint8))
     assert boxes.sent == [op.sent_bytes(nbytes, rank, size, itemsize) for rank in range(size)]
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.integers(1, 4),
+    st.integers(0, 300),
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+    st.integers(1, 4),
+    st.sampled_from([ReduceScatter(), AllReduce()]),
+)
+def test_a_sum_in_pieces_has_the_squares_of_the_whole(size: int, units: int, dtype: torch.dtype, most_pieces: int, op: Op) -> None:
+    numel, whole = 32 * units, isinstance(op, AllReduce)
+    inputs = _inputs(size, ReduceScatter(), numel, dtype, units)
+    boxes = _Mailboxes(size)
+    outs = [torch.empty(numel * size if whole else numel, dtype=dtype) for _ in range(size)]
+    found: list[list[Tensor]] = [[] for _ in range(size)]
+
+    def program(rank: int) -> None:
+        squared = found[rank].append
+        start_exchange(op, inputs[rank], outs[rank], rank, size, boxes.exchange(rank), Workspace(), squared).finish()
+
+    threads = [threading.Thread(target=program, args=(rank,)) for rank in range(size)]
+    with mock.patch.multiple(_exchange, _PIECE_BYTES=256, _MOST_PIECES=most_pieces, _SHORT_BYTES=-1):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for rank, (out, rows) in enumerate(zip(outs, found, strict=True)):
+        (row,) = rows
+        piece = out.view(size, numel)[rank] if whole else out
+        assert torch.equal(ops.total_of_bins(row[None]), ops.total_of_bins(ops.squares_in_bins(piece)[None]))
+    assert all(1 <= transfers <= 2 * most_pieces for transfers in boxes.transfers)
+    assert units < 5 or most_pieces == 1 or boxes.transfers[0] > 1
 
 
 @few

@@ -28,7 +28,7 @@ from __future__ import annotations
 import collections
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -44,13 +44,16 @@ from zfun.collectives._calls import (
     ReduceScatter,
 )
 from zfun.collectives._workspace import Workspace
-from zfun.ops._sums import sum_in_rank_order
+from zfun.ops._norm import exact_row
+from zfun.ops._sums import sum_and_square, sum_in_rank_order
 
 __all__ = ["Exchange", "Phase", "Started", "Transfer", "num_transfers", "start_exchange"]
 
 # Of what is added: the message of a piece costs little beside it.
 _PIECE_BYTES = 1 << 23
 _MOST_PIECES = 64
+# Squares of pieces that are cut at multiples of so many elements add up to the bits of the whole.
+_UNIT = 32
 # What two ranks may both add whole.
 _SHORT_BYTES = 1 << 20
 
@@ -116,7 +119,16 @@ def num_transfers(op: Op, numel: int, itemsize: int, size: int) -> int:
             return 1
 
 
-def start_exchange(op: Op, x: Tensor, out: Tensor, rank: int, size: int, exchange: Exchange, workspace: Workspace) -> Started:
+def start_exchange(
+    op: Op,
+    x: Tensor,
+    out: Tensor,
+    rank: int,
+    size: int,
+    exchange: Exchange,
+    workspace: Workspace,
+    squared: Callable[[Tensor], None] | None = None,
+) -> Started:
     """Start a collective.
 
     Args:
@@ -127,22 +139,24 @@ def start_exchange(op: Op, x: Tensor, out: Tensor, rank: int, size: int, exchang
         size: the number of ranks.
         exchange: the primitive.
         workspace: where what is only added is received.
+        squared: what ``Call.squared`` is; called where this rank adds floating numbers for its own piece only.
 
     Returns:
         The started collective. When it is finished, the result is in ``out``.
     """
     others = [None if other == rank else x for other in range(size)]
+    squared = squared if x.is_floating_point() else None
     nobody: list[Tensor | None] = [None] * size
     match op:
         case AllGather():
             slices = _chunks(out, size)
             return Started(exchange(others, slices), meanwhile=_Copy(x, slices[rank]))
         case ReduceScatter():
-            return Started(*_start_sum(_chunks(x, size), out, rank, exchange, workspace))
+            return Started(*_start_sum(_chunks(x, size), out, rank, exchange, workspace, squared))
         case AllReduce() if _is_added_twice(x.numel(), x.dtype.itemsize, size):
             return Started(*_start_sum([x, x], out, rank, exchange, workspace))
         case AllReduce():
-            return _start_all_reduce(x, out, rank, size, exchange, workspace)
+            return _start_all_reduce(x, out, rank, size, exchange, workspace, squared)
         case Broadcast(root):
             sends, recvs = (others, nobody) if rank == root else (nobody, _only(root, out, size))
             return Started(exchange(sends, recvs), (_Copy(x, out),) if rank == root else ())
@@ -160,14 +174,22 @@ def start_exchange(op: Op, x: Tensor, out: Tensor, rank: int, size: int, exchang
             return Started(transfer, (_Copy(x, out),) if destinations[rank] == rank else ())
 
 
-def _start_all_reduce(x: Tensor, out: Tensor, rank: int, size: int, exchange: Exchange, workspace: Workspace) -> Started:
+def _start_all_reduce(
+    x: Tensor,
+    out: Tensor,
+    rank: int,
+    size: int,
+    exchange: Exchange,
+    workspace: Workspace,
+    squared: Callable[[Tensor], None] | None,
+) -> Started:
     numel = x.numel()
     padding = -numel % size
     whole = torch.cat([x, x.new_zeros(padding)]) if padding else x
     chunks = _chunks(whole, size)
     total = torch.empty_like(whole) if padding else out
     slices = _chunks(total, size)
-    transfer, sums = _start_sum(chunks, slices[rank], rank, exchange, workspace)
+    transfer, sums = _start_sum(chunks, slices[rank], rank, exchange, workspace, None if padding else squared)
     gathers: collections.deque[Transfer] = collections.deque()
 
     def sum_and_send(add: Phase, span: slice) -> Transfer | None:
@@ -188,28 +210,43 @@ def _is_added_twice(numel: int, itemsize: int, size: int) -> bool:
     return size == 2 and numel * itemsize <= _SHORT_BYTES
 
 
-def _start_sum(chunks: Sequence[Tensor], out: Tensor, rank: int, exchange: Exchange, workspace: Workspace) -> tuple[Transfer, list[Phase]]:
+def _start_sum(
+    chunks: Sequence[Tensor],
+    out: Tensor,
+    rank: int,
+    exchange: Exchange,
+    workspace: Workspace,
+    squared: Callable[[Tensor], None] | None = None,
+) -> tuple[Transfer, list[Phase]]:
     """Start to send each rank its chunk, and to receive and add what is this rank's."""
     received = _rooms(chunks[rank], rank, len(chunks), out, workspace)
     spans = _spans(out.numel(), out.dtype.itemsize)
     transfers = [exchange([x[span] for x in chunks], [x[span] for x in received]) for span in spans]
-    add = _Sum(received, out)
+    add = _Sum(received, out, squared)
     return transfers[0], [functools.partial(add, span, *transfers[n : n + 1]) for n, span in enumerate(spans, 1)]
 
 
 class _Sum:
     """The phases that add what has been received, a piece each; they return the transfer of the next piece."""
 
-    __slots__ = ("_out", "_terms")
+    __slots__ = ("_out", "_squared", "_squares", "_terms")
 
-    def __init__(self, terms: list[Tensor], out: Tensor) -> None:
+    def __init__(self, terms: list[Tensor], out: Tensor, squared: Callable[[Tensor], None] | None = None) -> None:
         self._terms = terms
         self._out = out
+        self._squared = squared
+        self._squares: list[Any] = []
 
     def __call__(self, span: slice, following: Transfer | None = None) -> Transfer | None:
-        sum_in_rank_order([term[span] for term in self._terms], self._out[span])
+        terms, out = [term[span] for term in self._terms], self._out[span]
+        if self._squared is None:
+            sum_in_rank_order(terms, out)
+        else:
+            self._squares.append(sum_and_square(terms, out).numpy())
         if following is None:
             self._terms.clear()
+            if self._squared is not None:
+                self._squared(exact_row(self._squares))
         return following
 
 
@@ -228,8 +265,10 @@ class _Copy:
 
 
 def _spans(numel: int, itemsize: int) -> list[slice]:
-    """Cut what is added into pieces; every rank cuts alike."""
-    length = max(_PIECE_BYTES // itemsize, -(-numel // _MOST_PIECES), 1)
+    """Cut what is added into pieces; every rank cuts alike, and where squares may be cut."""
+    length = max(_PIECE_BYTES // itemsize, 1)
+    if numel > length * _MOST_PIECES:
+        length = -(-numel // (_MOST_PIECES * _UNIT)) * _UNIT
     return [slice(first, min(first + length, numel)) for first in range(0, max(numel, 1), length)]
 
 
