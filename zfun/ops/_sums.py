@@ -80,7 +80,10 @@ def sum_and_square(terms: Sequence[Tensor], out: Tensor) -> Tensor:
 
 
 def _is_compiled(terms: Sequence[Tensor], out: Tensor) -> bool:
-    if len(terms) < 2 or out.numel() < _FEW or not _jit.compiled() or not _jit.is_plain(out, *terms):
+    if out.numel() < _FEW or not _jit.compiled() or not _jit.is_plain(out, *terms):
+        return False
+    # One term is copied: to go past the caches is all that is gained, and what is rounded may lose the bits of a NaN.
+    if len(terms) < 2 and not (_jit.is_large(out) and wide(out.dtype) is out.dtype):
         return False
     # Of what autograd records, torch itself makes the sum.
     return not (torch.is_grad_enabled() and any(x.requires_grad for x in (out, *terms))) and {x.dtype for x in terms} == {out.dtype}
