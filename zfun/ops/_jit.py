@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import operator
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -44,7 +43,6 @@ _DTYPES: dict[torch.dtype, Any] = {
 }
 
 _PLAIN_TYPES = {Tensor, torch.nn.Parameter}
-_is_cpu, _dtype, _layout = (operator.attrgetter(name) for name in ("is_cpu", "dtype", "layout"))
 
 # What `use` chose, for the whole process: ranks may be threads, and autograd has threads of its own.
 _chosen = {"kernels": "compiled"}
@@ -92,14 +90,9 @@ def compiled() -> bool:
 
 def is_plain(*tensors: Tensor) -> bool:
     """Whether the numbers of all tensors lie in the memory of the CPU as their dtypes, shapes and addresses say."""
-    # One loop in C for each question: with hundreds of small tensors this is what a step costs.
-    return (
-        _PLAIN_TYPES.issuperset(map(type, tensors))
-        and all(map(_is_cpu, tensors))
-        and _CARRIERS.keys() >= set(map(_dtype, tensors))
-        and set(map(_layout, tensors)) <= {torch.strided}
-        and all(map(Tensor.is_contiguous, tensors))
-        and not any(map(Tensor.is_neg, tensors))
+    return all(
+        type(x) in _PLAIN_TYPES and x.is_cpu and x.dtype in _CARRIERS and x.layout is torch.strided and x.is_contiguous() and not x.is_neg()
+        for x in tensors
     )
 
 
