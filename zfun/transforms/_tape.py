@@ -188,6 +188,8 @@ class Tape:
                 self._results[bucket] = buffer
                 continue
             self._in_flight.append((bucket, self.sinks[0].start(buffer, self.layout, bucket)))
+            # What has been written in few bits is not held while others are waited for.
+            del buffer
             if self.max_in_flight is not None:
                 self._settle(self.max_in_flight)
 

@@ -12,6 +12,8 @@ checks them.
   then over the outer one, written anew in between: what crosses between rows is the sum over a row.
 * all-reduce: a reduce-scatter and an all-gather of the sums, written anew.
 
+Messages are let go of as soon as they are read, and what they were written of belongs to the caller again as soon as they are written.
+
 What was lost in a message can be added to the next one of the same place: that is error feedback.
 
 After Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training" (2023), who gather parameters in 8 bits
@@ -21,7 +23,6 @@ Low-Bit Communication Adaptor for Large-scale Model Training" (2024).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -80,13 +81,13 @@ def start(call: Call, x: Tensor, group: Group, wire: Wire, *, dtype: torch.dtype
         return Pending.done(x.to(dtype, copy=True))
     match call.op:
         case AllGather():
-            return Pending(_start_gather(call, x, group, wire, dtype))
+            return _start_gather(call, x, group, wire, dtype)
         case ReduceScatter():
-            return Pending(_start_sum(call, x, group, wire, dtype))
+            return _start_sum(call, x, group, wire, dtype)
         case AllReduce():
             padding = -numel % size
             scattered = _start_sum(call, torch.nn.functional.pad(x, (0, padding)) if padding else x, group, wire, ops.wide(x.dtype))
-            return Pending(lambda: _start_gather(call, scattered(), group, wire, dtype)()[:numel])
+            return Pending(lambda: _start_gather(call, scattered.wait(), group, wire, dtype).wait()[:numel])
         case _:
             raise OptionError(f"a wire format is for all_gather, reduce_scatter and all_reduce; got {call.op.kind}; send it exactly")
 
@@ -122,28 +123,28 @@ def start_over(call: Call, x: Tensor, group: Group, wire: Wire) -> Pending:
     return Pending(lambda: start(again, scattered.wait(), mesh.outer, wire).wait())
 
 
-def _start_gather(call: Call, x: Tensor, group: Group, wire: Wire, dtype: torch.dtype) -> Callable[[], Tensor]:
+def _start_gather(call: Call, x: Tensor, group: Group, wire: Wire, dtype: torch.dtype) -> Pending:
     message = _written(x.view(1, -1), group, wire, f"{call.name} {call.part} gather {group.axis}".strip())
-    pending = group.start(Call(AllGather(), call.name, call.part, call.lane), message.view(-1))
+    pending, numel = group.start(Call(AllGather(), call.name, call.part, call.lane), message.view(-1)), x.numel()
 
     def finish() -> Tensor:
         messages = pending.wait().view(group.size, -1)
-        return ops.dequantise(messages, x.numel(), bits=wire.bits, block=wire.block, dtype=dtype).view(-1)
+        return ops.dequantise(messages, numel, bits=wire.bits, block=wire.block, dtype=dtype).view(-1)
 
-    return finish
+    return Pending(finish)
 
 
-def _start_sum(call: Call, x: Tensor, group: Group, wire: Wire, dtype: torch.dtype) -> Callable[[], Tensor]:
+def _start_sum(call: Call, x: Tensor, group: Group, wire: Wire, dtype: torch.dtype) -> Pending:
     first, *later = _hops(group)
     started = _start_hop(call, x, first, group, wire, 0, ops.wide(x.dtype) if later else dtype)
 
     def finish() -> Tensor:
-        total = started()
+        total = started.wait()
         for index, hop in enumerate(later, 1):
-            total = _start_hop(call, total, hop, group, wire, index, dtype)()
+            total = _start_hop(call, total, hop, group, wire, index, dtype).wait()
         return total
 
-    return finish
+    return Pending(finish)
 
 
 def _hops(group: Group) -> tuple[Group, ...]:
@@ -158,8 +159,8 @@ def _number(group: Group) -> int:
     return group.mesh.numbers[group.mesh.rank]
 
 
-def _start_hop(call: Call, x: Tensor, hop: Group, group: Group, wire: Wire, index: int, dtype: torch.dtype) -> Callable[[], Tensor]:
-    """Send every rank of a hop its piece; what is returned waits, and adds what has come."""
+def _start_hop(call: Call, x: Tensor, hop: Group, group: Group, wire: Wire, index: int, dtype: torch.dtype) -> Pending:
+    """Send every rank of a hop its piece; to wait is to add what has come."""
     numel = x.numel() // hop.size
     messages = _written(x.view(hop.size, numel), group, wire, f"{call.name} {call.part} hop {index} {group.axis}".strip())
     pending = hop.start(Call(AllToAll(), call.name, call.part, call.lane), messages.view(-1))
@@ -168,7 +169,7 @@ def _start_hop(call: Call, x: Tensor, hop: Group, group: Group, wire: Wire, inde
         received = pending.wait().view(hop.size, -1)
         return ops.sum_dequantised(received, numel, bits=wire.bits, block=wire.block, dtype=dtype)
 
-    return finish
+    return Pending(finish)
 
 
 def _written(rows: Tensor, group: Group, wire: Wire, place: str) -> Tensor:
@@ -182,13 +183,14 @@ def _written(rows: Tensor, group: Group, wire: Wire, place: str) -> Tensor:
         kept = None
     full = rows.to(wide) if kept is None else rows + kept
     messages = ops.quantise(full, bits=wire.bits, block=wire.block)
-    lost = full - ops.dequantise(messages, rows.shape[1], bits=wire.bits, block=wire.block, dtype=wide)
+    lost = ops.dequantise(messages, rows.shape[1], bits=wire.bits, block=wire.block, dtype=wide)
+    torch.sub(full, lost, out=lost)
     if feedback.err_beta:
         lost.mul_(1.0 - feedback.err_beta)
         if kept is not None:
             lost.add_(kept * feedback.err_beta)
     # What is not finite would stay so for ever.
-    feedback._keep(_number(group), place, count + 1, torch.where(torch.isfinite(lost), lost, 0.0))
+    feedback._keep(_number(group), place, count + 1, lost.nan_to_num_(0.0, 0.0, 0.0))
     return messages
 
 
