@@ -2,33 +2,49 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import gc
 import itertools
 import sys
-from collections.abc import Callable
+import unittest.mock
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import zfun as zf
-from zfun import tree
+from tests.conftest import examples
+from zfun import ops, tree
 from zfun.collectives import Call, Group, Pending
 from zfun.flat import flats
 from zfun.live import Held, Live
 from zfun.optim import as_optimizer
 from zfun.stores._host import HostStore
 
-# A kernel has room for a chunk of fixed size, however long buffers are.
+# A kernel has room for a chunk of fixed size, however long buffers are. Its readable twin, which runs where operations are watched, may
+# have more: of those that return something new, that is what counts.
 KERNELS = "zfun/ops/_optimizers.py"
-PARTS = {"zfun/optim/": "an optimizer", "zfun/recipes.py:_unscaled": "unscaled"}
+RETURNING = ("quantise", "dequantise", "sum_dequantised")
+WIRE = "zfun/wire/_collectives.py"
+PARTS = {
+    "zfun/optim/": "an optimizer",
+    "zfun/recipes.py:_unscaled": "unscaled",
+    "zfun/transforms/_session.py": "gathered",
+    WIRE: "reduced",
+    # Where a mesh has an axis of one rank, its sums are copied, not sent, to where they are to be.
+    "zfun/transforms/_gradient.py:start": "reduced",
+    "zfun/transforms/_redistribute.py:_communicate": "reduced",
+}
 SIZE, ROWS = 4, 3
 # Products of odd numbers, while the length of every flat buffer is a multiple of 32: so the two cannot be taken for each other.
 WIDTHS = (7, 33, 15, 61, 9, 7)
@@ -53,21 +69,48 @@ class Meter(TorchDispatchMode):
         self.all: list[Made] = []
         self._now: dict[int, Made] = {}
         self.entries: list[list[Made]] = []
+        self._is_in_kernel = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._bury()
         out = func(*args, **(kwargs or {}))
+        if self._is_in_kernel:
+            return out
         given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         for leaf in tree_leaves(out):
             if (
                 isinstance(leaf, Tensor)
-                and is_flat(leaf)
+                and (is_flat(leaf) or (leaf.dtype is torch.uint8 and called_in(WIRE)))
                 and leaf.untyped_storage()._cdata not in given | self._now.keys()
                 and not called_in(KERNELS)
             ):
-                self.follow(leaf, maker=next((maker for part, maker in PARTS.items() if called_in(part)), str(func)))
-                self.entries.append(list(self._now.values()))
+                self._note(leaf, str(func))
         return out
+
+    def _note(self, x: Tensor, func: str) -> None:
+        self.follow(x, maker=next((maker for part, maker in PARTS.items() if called_in(part)), func))
+        self.entries.append(list(self._now.values()))
+
+    @contextlib.contextmanager
+    def counting_results(self) -> Iterator[None]:
+        """Count kernels by what they return."""
+
+        def counted(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+            def run(*args: Any, **kwargs: Any) -> Tensor:
+                outer, self._is_in_kernel = self._is_in_kernel, True
+                out = kernel(*args, **kwargs)
+                self._is_in_kernel = outer
+                if not outer:
+                    self._bury()
+                    self._note(out, kernel.__name__)
+                return out
+
+            return run
+
+        with contextlib.ExitStack() as stack:
+            for name in RETURNING:
+                stack.enter_context(unittest.mock.patch.object(ops, name, counted(getattr(ops, name))))
+            yield
 
     def follow(self, x: Tensor, name: str = "", maker: str = "") -> None:
         storage = x.untyped_storage()
@@ -125,7 +168,7 @@ class Echo(Group):
 
     def __init__(self, stage: int, size: int = SIZE) -> None:
         self.rank, self.size = 0, size
-        self._gathered = "gathered" if stage == 3 else "params"
+        self.gathered = "gathered" if stage == 3 else "params"
 
     def buffer(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
         out = super().buffer(numel, dtype, device)
@@ -137,7 +180,9 @@ class Echo(Group):
         x = x.detach()
         result = x.new_empty(call.op.output_numel(x.numel(), self.size)) if out is None else out
         if self.meter is not None and call.name in ("params", "grads"):
-            names = (self._gathered, self._gathered) if call.name == "params" else ("gradients", "reduced")
+            names = (self.gathered, self.gathered) if call.name == "params" else ("gradients", "reduced")
+            # Messages are neither terms nor sums.
+            names = (names[1], names[1]) if x.dtype is torch.uint8 else names
             for value, name in zip((x, result), names, strict=True):
                 self.meter.name(value, name)
 
@@ -151,6 +196,19 @@ class Echo(Group):
                 return result
 
         return Pending(finish)
+
+
+class EchoMesh(zf.Mesh):
+    """Rank 0 of a mesh of those. Where an axis has one rank, what is sent over it is copied, and nobody else says what it is."""
+
+    meter: Meter | None = None
+
+    def start(self, call: Call, x: Tensor, out: Tensor | None = None) -> Pending:
+        if self.meter is not None and call.name == "params":
+            row = self._plain["inner"]
+            assert isinstance(row, Echo)
+            self.meter.name(x, row.gathered)
+        return super().start(call, x, out)
 
 
 class Store(HostStore):
@@ -204,6 +262,15 @@ BY_HAND = (lambda params: tree.map(torch.zeros_like, params), stepped_by_hand)
 SCALED = zf.Precision(reduce=torch.bfloat16, loss_scale=2.0)
 
 
+def slowly() -> zf.wire.Wire:
+    return zf.wire.int4(feedback=zf.wire.error_feedback())
+
+
+def at_once() -> zf.wire.Wire:
+    # Blocks that end anywhere.
+    return zf.wire.int8(block=34, feedback=zf.wire.error_feedback(err_beta=0.0))
+
+
 @dataclass(frozen=True)
 class Case:
     stage: int
@@ -217,16 +284,20 @@ class Case:
     donate: bool = True
     tied: bool = False
     trainable: Callable[[str, Any], bool] | None = None
-    # Over what: a group, a mesh or its inner axis; and over what backward gathers.
+    # Over what: a group, a mesh or its inner axis, and how many ranks are in a row; and over what backward gathers.
     over: str = "group"
+    size: int = SIZE
+    inner: int = 2
     secondary: bool = False
     first_step: bool = False
+    # The formats in which parameters and gradients are sent; each run has a feedback of its own.
+    wires: tuple[Callable[[], zf.wire.Wire] | None, Callable[[], zf.wire.Wire] | None] = (None, None)
 
 
-def grouped(case: Case, make: Callable[[int], Group]) -> tuple[Group, Group | None]:
+def grouped(case: Case, make: Callable[[int], Group], mesh_of: type[zf.Mesh] = zf.Mesh) -> tuple[Group, Group | None]:
     if case.over == "group":
-        return make(SIZE), None
-    mesh = zf.Mesh(make(2), make(SIZE // 2))
+        return make(case.size), None
+    mesh = mesh_of(make(case.inner), make(case.size // case.inner))
     return (mesh if case.over == "mesh" else mesh.inner), mesh.inner if case.secondary else None
 
 
@@ -237,13 +308,13 @@ def dtypes(precision: Any) -> zf.Precision:
 
 @functools.cache
 def trace_of(
-    loss: Any, which: zf.Precision, tied: bool, trainable: Any, bucket_bytes: int, persistence: int, over: str, labels: Any
+    loss: Any, which: zf.Precision, tied: bool, trainable: Any, bucket_bytes: int, persistence: int, over: tuple[Any, ...], labels: Any
 ) -> Any:
     cast = loss if which.compute is None else zf.cast(loss, which.compute)
     value = params(which.param or torch.float32, tied=tied)
     options = {"trainable": trainable, "bucket_bytes": bucket_bytes, "persistence": persistence, "reduce_dtype": which.reduce}
     options["labels"] = labels
-    return zf.trace(cast, value, torch.empty(ROWS, WIDTHS[0]), grouped(Case(3, over=over), zf.abstract_group)[0], **options)
+    return zf.trace(cast, value, torch.empty(ROWS, WIDTHS[0]), grouped(Case(3, **dict(over)), zf.abstract_group)[0], **options)
 
 
 def planned(case: Case) -> Live:
@@ -253,22 +324,28 @@ def planned(case: Case) -> Live:
     value = params(which.param or torch.float32, tied=case.tied)
     chosen, rest = (value, None) if case.trainable is None else zf.partition(value, case.trainable)
     labels = as_optimizer(case.optimizer).labels
-    traced = trace_of(case.loss, which, case.tied, case.trainable, case.bucket_bytes, persistence, case.over, labels)
+    over = (("over", case.over), ("size", case.size), ("inner", case.inner))
+    traced = trace_of(case.loss, which, case.tied, case.trainable, case.bucket_bytes, persistence, over, labels)
     group, secondary = grouped(case, zf.abstract_group)
+    options: dict[str, Any] = {**wires_of(case), **dict.fromkeys(case.offload, True)}
     return zf.live_bytes(
         case.stage,
-        zf.layout_of(chosen, SIZE, case.bucket_bytes, persistence),
+        zf.layout_of(chosen, case.size, case.bucket_bytes, persistence),
         zf.schedule(traced, **knobs),
         case.optimizer,
-        frozen=None if rest is None else zf.layout_of(rest, SIZE, case.bucket_bytes, persistence),
+        frozen=None if rest is None else zf.layout_of(rest, case.size, case.bucket_bytes, persistence),
         precision=case.precision,
         num_micro_batches=case.num_micro_batches,
         donate=case.donate,
         group=group,
         secondary=secondary,
         first_step=case.first_step,
-        **dict.fromkeys(case.offload, True),
+        **options,
     )
+
+
+def wires_of(case: Case) -> dict[str, zf.wire.Wire]:
+    return {name: make() for name, make in zip(("wire_params", "wire_grads"), case.wires, strict=True) if make is not None}
 
 
 def resident(value: Any) -> list[Tensor]:
@@ -280,6 +357,8 @@ def resident(value: Any) -> list[Tensor]:
 NAMES = {
     "an optimizer": "optimizer",
     "unscaled": "reduced",
+    "gathered": "gathered",
+    "reduced": "reduced",
     "buffer": "gradients",
     "aten.empty.memory_format": "gradients",
     "aten._to_copy.default": "gathered",
@@ -287,19 +366,24 @@ NAMES = {
 }
 
 
-def watch(echoes: list[Echo], store: Store, meter: Meter | None) -> None:
+def watch(echoes: Sequence[Echo | EchoMesh], store: Store, meter: Meter | None) -> None:
     store.meter = meter
     for echo in echoes:
         echo.meter = meter
 
 
-def follow_state(meter: Meter, state: Any, case: Case) -> None:
+def follow_state(meter: Meter, state: Any, case: Case, wire: zf.wire.Wire | None) -> None:
+    for place, x in wire.feedback.kept().items() if wire is not None and wire.feedback is not None else ():
+        if not place.endswith(" count"):
+            meter.follow(x, "reduced")
     for name, part in (("params", (state.params, state.frozen)), ("optimizer", state.opt_state)):
         for x in resident(part):
             meter.follow(x, name)
     for flat in flats((state.params, state.frozen)):
         for _, x in flat.gathered.values():
-            meter.follow(x, "gathered")
+            # Of one rank alone it is the shard.
+            if x.untyped_storage()._cdata not in {shard.untyped_storage()._cdata for shard in resident(flat)}:
+                meter.follow(x, "gathered")
     for name, part in (("params", (state.params, state.frozen)), ("state", state.opt_state)):
         if f"offload_{'optimizer' if name == 'state' else name}" in case.offload:
             for x in resident(part):
@@ -315,8 +399,10 @@ def measured(case: Case) -> tuple[tuple[Held, Held], list[tuple[Held, Held]]]:
         echoes.append(Echo(case.stage, size))
         return echoes[-1]
 
-    group, secondary = grouped(case, make)
+    group, secondary = grouped(case, make, EchoMesh)
+    watched = [*echoes, group.mesh] if isinstance(group.mesh, EchoMesh) else echoes
     options: dict[str, Any] = {**dict(case.knobs), **dict.fromkeys(case.offload, store)}
+    wires: dict[str, Any] = wires_of(case)
     z = zf.zero(
         case.stage,
         case.loss,
@@ -328,6 +414,7 @@ def measured(case: Case) -> tuple[tuple[Held, Held], list[tuple[Held, Held]]]:
         donate=case.donate,
         trainable=case.trainable,
         secondary=secondary,
+        **wires,
         **options,
     )
     state = z.init(params(tied=case.tied))
@@ -335,21 +422,23 @@ def measured(case: Case) -> tuple[tuple[Held, Held], list[tuple[Held, Held]]]:
     if not case.first_step:
         state, _ = z.step(state, batch)  # it learns the order of use
     meter = Meter()
-    follow_state(meter, state, case)
-    watch(echoes, store, meter)
+    follow_state(meter, state, case, wires.get("wire_grads"))
+    watch(watched, store, meter)
     gc.disable()
     try:
-        with meter:
+        with meter.counting_results(), meter:
             new, _ = z.step(state, batch)
     finally:
         gc.enable()
-    watch(echoes, store, None)
+    watch(watched, store, None)
     for name, part in (("params", new.params), ("optimizer", new.opt_state)):
         for x in resident(part):
             meter.follow(x, name)
     meter.finish()
     for made in meter.all:
         made.name = made.name or NAMES.get(made.maker, "")
+        # Of one rank alone they are the sum.
+        made.name = "reduced" if made.name == "gradients" and case.size == 1 else made.name
         if made.maker == "an optimizer" and made.name == "optimizer" and "offload_optimizer" in case.offload:
             made.put = 0
     held = meter.held()
@@ -432,6 +521,35 @@ CASES = {
         Case(3, precision=dataclasses.replace(SCALED, loss_scale=1.0)),
         Case(2, precision=zf.Precision(torch.float16, torch.float16, torch.float32, torch.float32, 8.0)),
     ],
+    "in few bits": [
+        *(Case(stage, wires=(None, zf.wire.int4), offload=("offload_grads",), num_micro_batches=2) for stage in (0, 1, 2)),
+        Case(3, wires=(zf.wire.int8, None), trainable=not_third, knobs=(("prefetch", 3),)),
+        Case(3, wires=(zf.wire.int8, zf.wire.int4), precision=torch.bfloat16, loss=recomputed, donate=False),
+        Case(3, wires=(zf.wire.int8, zf.wire.int4), precision=SCALED, knobs=(("persistence", 100), ("max_live", 2600)), bucket_bytes=1),
+        Case(3, wires=(zf.wire.int8, slowly), first_step=True, knobs=(("prefetch", 0),)),
+    ],
+    "with what messages lost": [
+        *(Case(stage, wires=(None, slowly if stage % 2 else at_once)) for stage in (0, 1, 2)),
+        Case(3, wires=(None, slowly), precision=zf.Precision(reduce=torch.bfloat16), num_micro_batches=2),
+        Case(2, wires=(None, slowly), first_step=True, num_micro_batches=2),
+    ],
+    "in few bits over a mesh": [
+        *(Case(stage, over="mesh", wires=(None, slowly)) for stage in (0, 1, 2)),
+        *(Case(stage, over="inner", wires=(None, at_once)) for stage in (0, 1, 2)),
+        Case(3, over="mesh", secondary=True, wires=(zf.wire.int8, slowly), precision=torch.bfloat16),
+        Case(3, over="inner", wires=(zf.wire.int8, zf.wire.int4)),
+        *(Case(stage, over="inner", inner=inner, wires=(None, slowly)) for stage, inner in ((1, 1), (2, 4))),
+    ],
+    "axes of one rank": [
+        *(Case(stage, over="mesh", inner=inner) for stage in (0, 1, 2, 3) for inner in (1, SIZE)),
+        *(Case(stage, over="inner", inner=1, donate=False) for stage in (0, 1, 2, 3)),
+        Case(3, over="mesh", inner=1, secondary=True, precision=zf.Precision(param=torch.bfloat16, compute=torch.float32)),
+        Case(3, over="inner", inner=1, knobs=(("persistence", 100),), trainable=not_third),
+    ],
+    "one rank": [
+        *(Case(stage, size=1, offload=("offload_grads",)) for stage in (0, 1, 2, 3)),
+        Case(3, size=1, precision=zf.Precision(compute=torch.bfloat16), wires=(zf.wire.int8, slowly)),
+    ],
     "by label": [
         Case(0, optimizer=BY_LABEL),
         Case(2, optimizer=BY_LABEL, donate=False),
@@ -445,6 +563,51 @@ CASES = {
 def test_live_bytes_of_other_compositions(name: str) -> None:
     for case in CASES[name]:
         check(case)
+
+
+PRECISIONS = [
+    *(None, torch.bfloat16, SCALED, zf.Precision(compute=torch.bfloat16), zf.Precision(reduce=torch.bfloat16)),
+    zf.Precision(param=torch.bfloat16, compute=torch.float32, master=torch.float32),
+    zf.Precision(param=torch.bfloat16, compute=torch.bfloat16, reduce=torch.bfloat16, loss_scale=4.0),
+    zf.Precision(torch.float16, torch.float16, torch.float32, torch.float32, 8.0),
+]
+OPTIMIZERS = [ADAMW, CLIPPED, BY_LABEL, BY_HAND, zf.optim.lamb(0.1), zf.optim.sgd(0.1), zf.optim.lion(0.1), zf.optim.adagrad(0.1)]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    one_of = lambda *values: draw(st.sampled_from(values))
+    stage, over, size = one_of(0, 1, 2, 3, 3), one_of("group", "mesh", "inner"), one_of(1, 2, SIZE)
+    stores = ("offload_optimizer", "offload_grads", *(("offload_params",) if stage == 3 else ()))
+    knobs: dict[str, Any] = {}
+    if stage == 3:
+        knobs = {"prefetch": one_of(0, 1, 2, 3), "persistence": one_of(0, 10, 100, 600), "max_persistent": one_of(None, 200, 1000)}
+        knobs |= {"reuse_distance": one_of(None, 0, 500, 3000, 100_000), "max_live": one_of(None, None, 5000, 9000)}
+    return Case(
+        stage,
+        loss=one_of(loss_fn, recomputed),
+        optimizer=one_of(*OPTIMIZERS),
+        precision=one_of(*PRECISIONS),
+        bucket_bytes=one_of(1, 600, 1500, 4000),
+        knobs=tuple(knobs.items()),
+        offload=tuple(name for name in stores if one_of(False, False, True)),
+        num_micro_batches=one_of(1, 1, 2, 3),
+        donate=one_of(True, False),
+        tied=one_of(False, True),
+        trainable=one_of(None, not_third),
+        over=over,
+        size=size,
+        inner=one_of(*(n for n in (1, 2, SIZE) if size % n == 0)),
+        secondary=stage == 3 and over == "mesh" and one_of(False, True),
+        first_step=one_of(False, False, True),
+        wires=(one_of(None, zf.wire.int8) if stage == 3 else None, one_of(None, zf.wire.int4, slowly, at_once)),
+    )
+
+
+@settings(max_examples=examples(8))
+@given(cases())
+def test_live_bytes_of_drawn_compositions(case: Case) -> None:
+    check(case)
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
@@ -478,8 +641,10 @@ def test_what_cannot_be_planned_is_refused() -> None:
         zf.live_bytes(3, layout, found, zf.optim.sgd(0.1), group=mesh.inner)
     with pytest.raises(zf.OptionError, match="known over a group, a mesh or its inner axis; got <outer axis"):
         zf.live_bytes(3, layout, found, zf.optim.sgd(0.1), group=mesh.outer)
-    with pytest.raises(zf.OptionError, match="meshes of several rows and columns; got <mesh: rank 0 of 4, 4 inner x 1 outer>"):
-        zf.live_bytes(3, layout, found, zf.optim.sgd(0.1), group=zf.split(zf.abstract_group(SIZE), SIZE))
+    with pytest.raises(zf.OptionError, match="wire_params is for stage 3, which gathers what it does not keep; got stage 2; use stage=3"):
+        zf.live_bytes(2, layout, found, zf.optim.sgd(0.1), wire_params=zf.wire.int8())
+    with pytest.raises(zf.OptionError, match=r"gathers parameters in forward and again in backward.*; leave feedback"):
+        zf.live_bytes(3, layout, found, zf.optim.sgd(0.1), wire_params=slowly())
     for stage, group in ((2, mesh), (3, mesh.inner)):
         with pytest.raises(zf.OptionError, match=f"secondary is the inner axis .* at stage {stage}; leave it out, or pass group=mesh"):
             zf.live_bytes(stage, layout, found, zf.optim.sgd(0.1), group=group, secondary=mesh.inner)

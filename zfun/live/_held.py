@@ -12,9 +12,9 @@ class Held(NamedTuple):
 
     Attributes:
         params: the parameters, frozen ones too; whole or this rank's part.
-        gathered: gathered buckets, and what is made to send or to use them in another dtype.
+        gathered: gathered buckets, and what is made to send or to use them in another dtype or format.
         gradients: whole buckets of gradients, not summed over the ranks yet.
-        reduced: gradients that are summed, or on their way to be.
+        reduced: gradients that are summed, or on their way to be: messages too, and what error feedback keeps of them for the next ones.
         optimizer: the optimizer's state, master weights included, and what its step makes on the way, as clipped gradients.
     """
 

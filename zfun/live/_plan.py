@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from zfun.collectives import Group, Mesh, abstract_group
+from zfun.collectives import Group, abstract_group
 from zfun.errors import OptionError, checked_options
 from zfun.layout import Layout, split_by_label
 from zfun.live._held import Live
@@ -15,6 +15,7 @@ from zfun.live._rehearsal import is_scaled, rehearsed
 from zfun.optim import as_optimizer
 from zfun.recipes import Precision
 from zfun.transforms import Schedule
+from zfun.wire import Wire, check_wire
 
 __all__ = ["live_bytes"]
 
@@ -34,6 +35,8 @@ def live_bytes(
     offload_optimizer: bool = False,
     offload_params: bool = False,
     offload_grads: bool = False,
+    wire_params: Wire | None = None,
+    wire_grads: Wire | None = None,
     donate: bool = True,
     first_step: bool = False,
 ) -> Live:
@@ -57,6 +60,9 @@ def live_bytes(
         offload_optimizer: whether the optimizer's state is in a store.
         offload_params: whether the parameters are.
         offload_grads: whether the gradients are.
+        wire_params: the format in which parameters are gathered; stage 3 only.
+        wire_grads: the format in which gradients are summed. What error feedback keeps counts as gradients on their way; a step in which it
+            forgets (``reset``) holds a little less than is said here.
         donate: whether the step takes over the state that it is given.
         first_step: whether it is the first one, which is still learning the order of use.
 
@@ -64,8 +70,8 @@ def live_bytes(
         The bytes, by what they are and where.
 
     Raises:
-        OptionError: a stage that does not exist, a schedule of other leaves; or what is not covered: :func:`zfun.optim.muon`,
-            :func:`zfun.optim.from_torch` and :func:`zfun.optim.onebit_adam`, a mesh with an axis of one rank.
+        OptionError: a stage that does not exist, options that do not go with it, a schedule of other leaves; or what is not covered:
+            :func:`zfun.optim.muon`, :func:`zfun.optim.from_torch` and :func:`zfun.optim.onebit_adam`.
 
     Example:
         >>> import zfun as zf
@@ -85,6 +91,12 @@ def live_bytes(
         raise OptionError(f"num_micro_batches must be at least 1; got {num_micro_batches}")
     if offload_params and stage < 3:
         raise OptionError(f"offload_params keeps shards, which only stage 3 has; got stage {stage}; use stage=3, or leave it out")
+    if wire_params is not None and stage < 3:
+        raise OptionError(
+            f"wire_params is for stage 3, which gathers what it does not keep; got stage {stage}; use stage=3, or leave it out"
+        )
+    check_wire(wire_params, "live_bytes(wire_params=...)", is_repeated=True)
+    check_wire(wire_grads, "live_bytes(wire_grads=...)")
     labels = as_optimizer(optimizer).labels
     layout = layout if labels is None else split_by_label(layout, labels)
     parts = [layout] if frozen is None else [layout, frozen]
@@ -96,14 +108,27 @@ def live_bytes(
             f"the schedule must be of the buckets of the layout; got {len(traced)} buckets on {schedule.trace.size} ranks for {len(kept)} "
             f"on {layout.size}; trace the same parameters with the same size, bucket_bytes, persistence and labels"
         )
-    play = Play(stage, len(layout.buckets), group, secondary, schedule, [itemsize for _, itemsize in kept], offload_params, offload_grads)
-    state_bytes, changes = rehearsed(optimizer, precision, layout, group.size if stage > 0 else 1, donate=donate)
+    play = Play(
+        stage,
+        len(layout.buckets),
+        group,
+        secondary,
+        schedule,
+        [itemsize for _, itemsize in kept],
+        offload_params=offload_params,
+        offload_grads=offload_grads,
+        wire_params=wire_params,
+        wire_grads=wire_grads,
+    )
+    state_bytes, changes = rehearsed(optimizer, precision, layout, group.size if stage > 0 else 1, donate=donate, first_step=first_step)
     where = "store" if offload_optimizer else "device"
     play.hold("params", play.shards_of(range(len(traced))), "", play.param_place)
     play.hold("optimizer", state_bytes, "", where)
     for bucket in schedule.persistent if stage == 3 and not first_step else ():
         if not traced[bucket].grad_itemsize:
             play.hold("gathered", play.gathered(bucket), "")
+    if not first_step:
+        play.begin()
     before = play.moments[-1]._replace(what="between steps")
     play.moments.clear()
     for micro in range(num_micro_batches):
@@ -119,13 +144,8 @@ def live_bytes(
 
 
 def _checked_group(stage: int, group: Group, secondary: Group | None) -> Group:
-    mesh = group.mesh
     if group.axis == "outer":
         raise OptionError(f"the live bytes of a step are known over a group, a mesh or its inner axis; got {group!r}; pass the mesh")
-    if isinstance(mesh, Mesh) and 1 in (mesh.inner.size, mesh.outer.size):
-        raise OptionError(
-            f"the live bytes of a step are known for meshes of several rows and columns; got {mesh!r}; pass a group without axes"
-        )
     if secondary is not None and (stage < 3 or secondary.mesh is not group or secondary.axis != "inner"):
         raise OptionError(
             f"secondary is the inner axis of the mesh group, at stage 3; got {secondary!r} for {group!r} at stage {stage}; leave it out, "

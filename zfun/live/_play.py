@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
 from zfun.collectives import Group, Mesh
+from zfun.live._coded import CodedSums
 from zfun.live._held import Held, Moment
 from zfun.live._rehearsal import Change
 from zfun.transforms import MAX_IN_FLIGHT, MAX_UNDER_WAY, Schedule, Step, first_steps
+from zfun.wire import Wire
 
 __all__ = ["Play"]
 
@@ -23,6 +27,14 @@ _WIDE = torch.float32.itemsize
 _NOTHING = Step("use", -1, "backward")
 
 
+class _Arriving(NamedTuple):
+    """A bucket on its way: the bytes of what is made to be sent, and of what comes; and whether that is still to be read."""
+
+    sent: int
+    comes: int
+    is_coded: bool = False
+
+
 class Play:
     """Plays a step, and notes what is held each time something is made."""
 
@@ -34,8 +46,11 @@ class Play:
         secondary: Group | None,
         schedule: Schedule,
         itemsizes: Sequence[int],
+        *,
         offload_params: bool,
         offload_grads: bool,
+        wire_params: Wire | None,
+        wire_grads: Wire | None,
     ) -> None:
         self._stage = stage
         self._schedule = schedule
@@ -49,14 +64,20 @@ class Play:
         self._grad_place = "store" if offload_grads else "device"
         self._bytes: dict[tuple[str, str], int] = {}
         self.moments: list[Moment] = []
-        # What is on its way: the bytes of the shard in the dtype that is sent, and of the bucket in that dtype.
-        self._arriving: dict[int, tuple[int, int]] = {}
+        self._arriving: dict[int, _Arriving] = {}
+        # The bytes of each gathered bucket.
+        self._here: dict[int, int] = {}
         # What backward will gather over the inner axis of a mesh.
         self._parts: dict[int, int] = {}
         # Of one rank alone the gradients are the sum, as they are made.
         self._reduces = stage > 1 and group.mesh.size > 1
         self._made = "gradients" if group.mesh.size > 1 else "reduced"
         self._left = "reduced" if self._reduces else self._made
+        self._wire_params = wire_params if group.size > 1 else None
+        self._coded: CodedSums | None = None
+        if wire_grads is not None and group.mesh.size > 1:
+            self._coded = CodedSums(wire_grads, group, self._hold_sum, functools.partial(self.free, "reduced"), scatters=stage > 0)
+        self._summed_as = self._made if stage == 0 and self._coded is None else "reduced"
 
     def now(self, what: str) -> Moment:
         """Return what is held now."""
@@ -76,6 +97,13 @@ class Play:
         """The bytes of a gathered bucket as the loss sees it; of one rank alone it is the shard."""
         of = self._buckets[bucket]
         return 0 if self._size == 1 and of.itemsize == self._itemsizes[bucket] else of.nbytes
+
+    def begin(self) -> None:
+        """Hold what there is between steps beside parameters and the optimizer's state: what error feedback has kept."""
+        for bucket in range(self._count):
+            kept = 0 if self._coded is None else self._coded.learn(bucket, *self._grad_form(bucket))
+            if kept:
+                self.hold("reduced", kept, "")
 
     def shards_of(self, buckets: Sequence[int]) -> int:
         """The bytes of parameters that a rank keeps."""
@@ -105,6 +133,10 @@ class Play:
                 in_flight.append(todo.pop())
                 self._settle(in_flight, MAX_IN_FLIGHT)
         self._settle(in_flight, 0)
+        for bucket in [*self._arriving]:
+            self.free("gathered", self._wait(bucket, "backward"))
+        for bucket in self._here.keys() - self._schedule.persistent:
+            self.free("gathered", self._here.pop(bucket))
         self.free("gathered", sum(self._parts.values()))
         self._parts.clear()
 
@@ -124,51 +156,67 @@ class Play:
     def _run(self, step: Step) -> None:
         bucket = step.bucket
         if step.kind == "gather":
-            self._gather(bucket)
+            self._gather(bucket, step.phase)
         elif step.kind == "use" and bucket in self._arriving:
             self._arrive(bucket, step.phase)
-        elif step.kind == "release" and bucket in self._arriving:
-            narrowed, whole = self._arriving.pop(bucket)
-            self.free("gathered", narrowed)
-            self._keep_part(bucket, step.phase)
-            self.free("gathered", whole)
         elif step.kind == "release":
-            self.free("gathered", self.gathered(bucket))
+            self.free("gathered", self._wait(bucket, step.phase) if bucket in self._arriving else self._here.pop(bucket))
 
-    def _gather(self, bucket: int) -> None:
+    def _gather(self, bucket: int, phase: str) -> None:
         of, what = self._buckets[bucket], f"gathered bucket {bucket}"
-        sent = of.numel * of.sent_itemsize
-        narrowed = sent // self._size if of.sent_itemsize != self._itemsizes[bucket] and bucket not in self._parts else 0
-        whole = sent if self._size > 1 else 0
-        for nbytes in (narrowed, whole):
+        wire = self._wire_params if of.is_floating else None
+        shard = of.numel // self._size
+        if self._secondary is not None and phase == "backward" and bucket in self._parts:
+            # A part of one rank is the whole, and is not sent.
+            found = _Arriving(0, of.numel * self._sent_itemsize(bucket) if self._secondary.size > 1 else 0)
+        elif wire is not None:
+            message = wire.message_bytes(shard)
+            found = _Arriving(message, self._size * message, is_coded=True)
+        else:
+            narrowed = shard * of.sent_itemsize if of.sent_itemsize != self._itemsizes[bucket] else 0
+            found = _Arriving(narrowed, of.numel * of.sent_itemsize) if self._size > 1 else _Arriving(0, narrowed)
+        for nbytes in found[:2]:
             if nbytes:
                 self.hold("gathered", nbytes, what)
-        self._arriving[bucket] = narrowed, whole
+        self._arriving[bucket] = found
+
+    def _sent_itemsize(self, bucket: int) -> int:
+        """The bytes of an element as it comes, before it is widened; messages are read in the dtype in which the loss uses them."""
+        of = self._buckets[bucket]
+        return of.itemsize if self._wire_params is not None and of.is_floating else of.sent_itemsize
 
     def _keep_part(self, bucket: int, phase: str) -> None:
         if self._secondary is not None and phase != "backward" and bucket not in self._parts:
-            of = self._buckets[bucket]
-            self._parts[bucket] = of.numel * of.sent_itemsize // self._secondary.size
+            self._parts[bucket] = self._buckets[bucket].numel * self._sent_itemsize(bucket) // self._secondary.size
             self.hold("gathered", self._parts[bucket], f"secondary shard of bucket {bucket}")
+
+    def _wait(self, bucket: int, phase: str) -> int:
+        """Wait for a bucket, and return the bytes of what has come."""
+        sent, comes, is_coded = self._arriving.pop(bucket)
+        self.free("gathered", sent)
+        if is_coded:
+            nbytes = self._buckets[bucket].nbytes
+            self.hold("gathered", nbytes, f"gathered bucket {bucket}")
+            self.free("gathered", comes)
+            comes = nbytes
+        self._keep_part(bucket, phase)
+        return comes
 
     def _arrive(self, bucket: int, phase: str) -> None:
         """Wait for a bucket, and widen it where it is used in a wider dtype than it is sent in."""
         of = self._buckets[bucket]
-        narrowed, whole = self._arriving.pop(bucket)
-        if self._size > 1:
-            self.free("gathered", narrowed)
-        self._keep_part(bucket, phase)
-        if of.sent_itemsize != of.itemsize:
+        self._here[bucket] = self._wait(bucket, phase)
+        if self._sent_itemsize(bucket) != of.itemsize:
             self.hold("gathered", of.nbytes, f"gathered bucket {bucket}")
-            self.free("gathered", whole)
+            self.free("gathered", self._here[bucket])
+            self._here[bucket] = of.nbytes
 
     def _fill(self, bucket: int) -> None:
         self.hold(self._made, self._grad_bytes(bucket), f"gradients of bucket {bucket}")
 
     def _send(self, bucket: int) -> None:
         if self._reduces:
-            for nbytes in self._sums(bucket):
-                self.hold("reduced", nbytes, f"reduced gradients of bucket {bucket}")
+            self._start_sum(bucket)
         elif self._stage < 2:
             self._move(self._left, self._grad_bytes(bucket), self._grad_place)
 
@@ -177,23 +225,53 @@ class Play:
             bucket = in_flight.pop(0)
             nbytes = self._grad_bytes(bucket)
             if self._reduces:
-                self.free("gradients", nbytes)
-                nbytes, *rows = self._sums(bucket)
-                self.free("reduced", sum(rows))
+                self._finish_sum(bucket)
+                nbytes //= self._size
             self._move(self._left, nbytes, self._grad_place)
 
     def _move(self, name: str, nbytes: int, place: str) -> None:
         self.free(name, nbytes)
         self._bytes[place, name] = self._bytes.get((place, name), 0) + nbytes
 
+    def _start_sum(self, bucket: int) -> None:
+        """Start to sum gradients over the ranks; where they stay whole, an exact sum takes their place."""
+        if self._coded is not None:
+            self._coded.start(bucket, *self._grad_form(bucket))
+            self.free("gradients", self._grad_bytes(bucket), "device" if self._reduces else self._grad_place)
+        elif not self._is_row_of_one:
+            for nbytes in self._sums(bucket):
+                self._hold_sum(nbytes, bucket)
+
+    def _finish_sum(self, bucket: int) -> None:
+        if self._coded is not None:
+            self._coded.finish(bucket)
+            return
+        total, *rows = self._sums(bucket) if self._stage else (0, *self._sums(bucket))
+        if self._is_row_of_one:
+            # Nothing is sent before the sum over the columns, and that is made when it is waited for.
+            self._hold_sum(total, bucket)
+        if self._stage:
+            self.free("gradients", self._grad_bytes(bucket), "device" if self._reduces else self._grad_place)
+        self.free("reduced", sum(rows))
+
+    def _hold_sum(self, nbytes: int, bucket: int) -> None:
+        self.hold("reduced", nbytes, f"reduced gradients of bucket {bucket}")
+
+    @property
+    def _is_row_of_one(self) -> bool:
+        """Whether gradients are cut over an inner axis with one rank."""
+        return self._stage > 0 and self._size == 1
+
     def _sums(self, bucket: int) -> list[int]:
         """The bytes of a rank's part of the sum, and of what is made on the way to it: on a mesh the sum over a row."""
         nbytes, mesh = self._grad_bytes(bucket), self._group.mesh
-        # Where gradients stay whole, the sum takes their place.
         parts = [nbytes // self._size] if self._stage else []
-        if not isinstance(mesh, Mesh) or (self._stage and self._group is not mesh):
+        if not isinstance(mesh, Mesh) or mesh.inner.size == 1 or (self._stage and self._group is not mesh):
             return parts
         return [*parts, nbytes if not self._stage and mesh.sums_whole(nbytes) else nbytes // mesh.inner.size]
+
+    def _grad_form(self, bucket: int) -> tuple[int, int]:
+        return self._buckets[bucket].numel, self._buckets[bucket].grad_itemsize
 
     def _grad_bytes(self, bucket: int) -> int:
         return self._buckets[bucket].numel * self._buckets[bucket].grad_itemsize
@@ -204,32 +282,26 @@ class Play:
         self.free(self._left, sum(self._grad_bytes(b) // share for b in range(self._count)), self._grad_place)
 
     def redistribute(self) -> None:
-        """Sum whole gradients over the ranks, where that was not done in backward; where they stay whole, the sum takes their place."""
+        """Sum whole gradients over the ranks, where that was not done in backward."""
         if self._stage > 1 or self._group.mesh.size == 1:
             return
         in_flight: list[int] = []
         for bucket in range(self._count):
-            for nbytes in self._sums(bucket):
-                self.hold("reduced", nbytes, f"reduced gradients of bucket {bucket}")
+            self._start_sum(bucket)
             in_flight.append(bucket)
             if len(in_flight) > MAX_UNDER_WAY:
-                self._summed(in_flight.pop(0))
+                self._finish_sum(in_flight.pop(0))
         for bucket in in_flight:
-            self._summed(bucket)
-
-    def _summed(self, bucket: int) -> None:
-        if self._stage:
-            self.free("gradients", self._grad_bytes(bucket), self._grad_place)
-        self.free("reduced", sum(self._sums(bucket)[1 if self._stage else 0 :]))
+            self._finish_sum(bucket)
 
     def unscale(self) -> None:
         """Divide by the loss scale: half types are widened for that, all others changed in place."""
         share = self._size if self._stage else 1
-        place = self._grad_place if self._stage > 1 or self._group.mesh.size == 1 else "device"
+        place = self._grad_place if self._stage > 1 or self._summed_as == self._made else "device"
         narrow = [bucket for bucket in range(self._count) if self._buckets[bucket].grad_itemsize < _WIDE]
         for bucket in narrow:
             self.hold("reduced", self._buckets[bucket].numel // share * _WIDE, f"unscaled gradients of bucket {bucket}")
-        self.free("reduced", sum(self._grad_bytes(bucket) // share for bucket in narrow), place)
+        self.free(self._summed_as, sum(self._grad_bytes(bucket) // share for bucket in narrow), place)
 
     def update(self, changes: Sequence[Change], where: str, *, donate: bool) -> None:
         """Play the optimizer, and what comes after it."""
@@ -251,6 +323,8 @@ class Play:
             self._move("params", made, self.param_place)
         if donate and self._stage == 3:
             persistent = [b for b in self._schedule.persistent if self._buckets[b].grad_itemsize]
-            self.free("gathered", sum(self.gathered(bucket) for bucket in persistent))
+            self.free("gathered", sum(self._here.pop(bucket) for bucket in persistent))
         for place in ("device", "store"):
             self._bytes[place, "gradients"] = self._bytes[place, "reduced"] = 0
+        if self._coded is not None:
+            self._bytes["device", "reduced"] = sum(self._coded.kept.values())

@@ -46,7 +46,7 @@ def is_scaled(precision: Any) -> bool:
     return isinstance(rule, LossScale) and float(rule.init().scale) != 1.0
 
 
-def rehearsed(optimizer: Any, precision: Any, layout: Layout, size: int, *, donate: bool) -> tuple[int, list[Change]]:
+def rehearsed(optimizer: Any, precision: Any, layout: Layout, size: int, *, donate: bool, first_step: bool) -> tuple[int, list[Change]]:
     """Return the bytes of the state, and what a step makes beside it."""
     rule, policy = as_optimizer(optimizer), policy_of(precision)
     if rule.placement is not None or rule.partial is not None:
@@ -75,6 +75,10 @@ def rehearsed(optimizer: Any, precision: Any, layout: Layout, size: int, *, dona
             )
         sent = [policy.reduce or ops.wide(bucket.dtype) for bucket in layout.buckets]
         grads = flat(map(ops.wide, sent) if is_scaled(precision) else sent)
+        if not first_step:
+            # A rule may keep its state in other dtypes than it began with.
+            _, state = rule.apply(grads, state, params)
+            parts = tree.leaves(state)
         changes = rehearse(rule, params, grads, state, donate=donate)
     return sum(part.nbytes for part in parts if isinstance(part, Tensor) and part.ndim), changes
 

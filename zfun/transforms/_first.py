@@ -21,7 +21,7 @@ def first_steps(schedule: Schedule) -> tuple[Step, ...]:
         schedule: what is learnt.
 
     Returns:
-        The steps, in order.
+        The steps, in order. What is left gathered after them is freed when all gradients have been summed.
 
     Example:
         >>> from zfun.transforms import Trace, TracedBucket
@@ -57,7 +57,7 @@ class _First:
         self._gather(self._course.rest())
         for bucket in sorted(self._persistent):
             self._use(bucket)
-        self._end()
+        self._release([*self._pending, *self._there])
         self._phase = "backward"
         order = [*dict.fromkeys([*trace.forward, *range(count)])][::-1]
         self._begin(b for b in order if b not in self._persistent)
@@ -74,7 +74,6 @@ class _First:
         for bucket in range(count - 1, -1, -1):
             if trace.buckets[bucket].grad_itemsize and bucket not in reduced:
                 self._write("reduce", bucket)
-        self._end()
         return self._steps
 
     def _begin(self, buckets: Iterable[int]) -> None:
@@ -101,9 +100,6 @@ class _First:
             if bucket not in self._persistent and bucket in [*self._there, *self._pending]:
                 self._write("release", bucket)
                 (self._there if bucket in self._there else self._pending).remove(bucket)
-
-    def _end(self) -> None:
-        self._release([*self._pending, *self._there])
 
     def _write(self, kind: Literal["gather", "use", "release", "reduce"], bucket: int) -> None:
         self._steps.append(Step(kind, bucket, self._phase))
