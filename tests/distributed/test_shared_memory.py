@@ -43,6 +43,7 @@ from zfun.collectives import (
     single_group,
 )
 from zfun.collectives import _meeting as meeting
+from zfun.collectives import _segment as segment
 from zfun.collectives import _shared as shared
 from zfun.collectives._process import _SharedGroup
 from zfun.errors import CollectiveMismatch, OptionError, PeerLost
@@ -129,6 +130,10 @@ def _random_program(group: Group, seed: int, num_calls: int, largest: int) -> li
             patch.setattr(shared, "_SMALL_BYTES", 0)
             patch.setattr(shared, "_UNMAPPED_BYTES", 0)
             patch.setattr(shared, "_FREE_BYTES", 0)
+            if isinstance(group, _SharedGroup):
+                # As if small pieces were made of huge pages, or none were.
+                patch.setattr(segment, "_LARGE_BYTES", 0)
+                patch.setattr(_memory(group)._segment, "is_huge", seed % 4 == 1)
             return _random_program_of(group, seed, num_calls, largest)
     return _random_program_of(group, seed, num_calls, largest)
 

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zfun.collectives._segment import PAGE, Segment, Spans
+from zfun.collectives._mapping import HUGE_PAGE, PAGE
+from zfun.collectives._segment import Segment, Spans
 
 INTERVALS = st.tuples(st.integers(0, 12), st.integers(1, 12)).map(lambda pair: (pair[0], pair[0] + pair[1]))
 
@@ -60,5 +61,19 @@ def test_pieces_of_a_segment_are_apart_and_used_again(sizes: list[int], data: st
         # All of it is one piece again.
         assert segment.allocate(sum(length for _, length in held.values()) or 1)[0] <= -(-base // PAGE) * PAGE
         assert segment.reserved == top
+    finally:
+        segment.close()
+
+
+def test_large_pieces_begin_huge_pages() -> None:
+    segment = Segment(0, 1)
+    try:
+        base, large = segment.in_use, 8 * HUGE_PAGE
+        offsets = [segment.allocate(nbytes)[0] for nbytes in (PAGE, large + PAGE, large, 1)]
+        assert [offset % HUGE_PAGE for offset in offsets[1:3]] == [0, 0]
+        assert all(segment.view(offset, 1, torch.uint8).data_ptr() % HUGE_PAGE == 0 for offset in offsets[1:3])
+        # The room before them is not lost.
+        assert offsets[3] < offsets[1]
+        assert segment.in_use == base + 2 * PAGE + 2 * large + 128
     finally:
         segment.close()

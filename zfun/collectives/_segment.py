@@ -2,14 +2,14 @@
 
 A segment is one sparse file as large as the machine's memory, mapped once. Pages are reserved before they are used (``posix_fallocate``),
 so that a lack of memory is an error at a known place and never a SIGBUS, and it cannot be truncated (seals). The file never has a name, so
-that nothing can be left over, whatever ends the ranks, and nobody but they can open it.
+that nothing can be left over, whatever ends the ranks, and nobody but they can open it. Beyond its first pages, which all others map for a
+few words, it is made of huge pages if the system makes some ([Note: huge pages]).
 """
 
 from __future__ import annotations
 
 import bisect
 import contextlib
-import ctypes
 import errno
 import fcntl
 import mmap
@@ -17,15 +17,13 @@ import os
 import select
 import socket
 import struct
-import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from zfun.collectives._calls import Lane
+from zfun.collectives._mapping import HUGE_PAGE, PAGE, Mapping
 
 __all__ = [
     "FINISHED",
@@ -49,12 +47,14 @@ RINGS = 16
 SLOT_BYTES = 4096
 _CONTROL_BYTES = 8 * (HEAD_WORDS + LANE_WORDS * len(Lane))
 
-_COMMIT_BYTES = 1 << 21
+_COMMIT_BYTES = HUGE_PAGE
 _ADDRESS_SPACE_BYTES = 1 << 43
 _RESERVE_BYTES = 1 << 26  # at a time, since a signal makes the system begin anew
-_MADV_POPULATE_READ = 22  # Linux 5.14; Python has no name for it
-PAGE = 4096
 _LINE = 128
+
+# Of a piece of so many bytes at least three quarters are whole huge pages, wherever it begins; one of twice as many begins with one, for
+# which an eighth of it is left free at most.
+_LARGE_BYTES = 4 * HUGE_PAGE
 
 
 class Spans:
@@ -105,25 +105,28 @@ class Segment:
             os.ftruncate(self.fd, self.capacity)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             self._reserved = 0
+            # Whether all that has been asked for as huge pages has become some.
+            self.is_huge = True
             self._free = Spans()
             self._unmapped = Spans()
             self._end = 0
+            self._mapping = Mapping(self.capacity)
+            self._mapping.show(0, self.capacity, self.fd, 0, writable=True, shared=True)
+            _advise(self._mapping)
             self.allocate(_CONTROL_BYTES)
-            self.memory = mmap.mmap(self.fd, self.capacity, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         except BaseException:
             os.close(self.fd)
             raise
-        _advise(self.memory)
-        self.words = memoryview(self.memory).cast("q")
+        self.memory = self._mapping.window()
+        self.words = self.memory.cast("q")
         self.words[:3] = memoryview(struct.pack("<3q", _MAGIC, rank, size)).cast("q")
-        self.address = self.view(0, _CONTROL_BYTES, torch.uint8).data_ptr()
 
     def view(self, offset: int, count: int, dtype: torch.dtype) -> Tensor:
         return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=offset)
 
     def locate(self, x: Tensor) -> int | None:
         """Return where in the segment a tensor begins, or None if it lies elsewhere."""
-        offset = x.data_ptr() - self.address
+        offset = x.data_ptr() - self._mapping.begin
         return offset if 0 <= offset < self.capacity else None
 
     def allocate(self, nbytes: int) -> tuple[int, int]:
@@ -132,8 +135,8 @@ class Segment:
         Raises:
             OSError: there is no memory.
         """
-        unit = PAGE if nbytes >= PAGE else _LINE
-        nbytes = _rounded(nbytes, unit)
+        unit = HUGE_PAGE if nbytes >= 2 * _LARGE_BYTES else PAGE if nbytes >= PAGE else _LINE
+        nbytes = _rounded(nbytes, min(unit, PAGE))
         start = self._end
         for begin, end in self._free:
             # What is free at the end is made longer.
@@ -157,7 +160,7 @@ class Segment:
     def unmap(self, offset: int, nbytes: int) -> None:
         """Drop this rank's mapping of some pages, which stay where they are: the next access maps them again."""
         if self._unmapped.missing(offset, offset + nbytes):
-            _unmap(self.memory, offset, nbytes)
+            self._mapping.unmap(offset, nbytes)
             self._unmapped.add(offset, offset + nbytes)
 
     def unmap_free(self, kept: int) -> None:
@@ -174,17 +177,14 @@ class Segment:
     def _map(self, begin: int, end: int) -> None:
         """Map what was unmapped of some pages, all at once: writing to them would map them one by one."""
         for first, last in self._unmapped.within(begin, end):
-            with contextlib.suppress(OSError):
-                self.memory.madvise(_MADV_POPULATE_READ, first // PAGE * PAGE, _rounded(last, PAGE) - first // PAGE * PAGE)
+            self._mapping.populate(first, last - first)
         self._unmapped.remove(begin, end)
 
     def close(self) -> None:
         """Let go of the memory, unless there are buffers in it: then it goes with the last of them."""
         os.close(self.fd)
         self.words.release()
-        with contextlib.suppress(BufferError):
-            self.memory.close()
-        del self.memory
+        del self.memory, self._mapping
 
     @property
     def in_use(self) -> int:
@@ -203,6 +203,9 @@ class Segment:
         while self._reserved < wanted:
             step = min(wanted - self._reserved, _RESERVE_BYTES)
             os.posix_fallocate(self.fd, self._reserved, step)
+            # Everybody maps the first pages, for a few words.
+            if self._reserved and self.is_huge:
+                self.is_huge = self._mapping.collapse(self._reserved, step)
             self._reserved += step
 
 
@@ -221,32 +224,27 @@ def _rounded(number: int, unit: int) -> int:
     return -(-number // unit) * unit
 
 
-def _advise(memory: mmap.mmap) -> None:
+def _advise(mapping: Mapping) -> None:
     # Neither is needed: huge pages where the system has them for shared memory, and a core dump without what is shared.
-    for advice in ("MADV_HUGEPAGE", "MADV_DONTDUMP"):
-        with contextlib.suppress(OSError, AttributeError):
-            memory.madvise(getattr(mmap, advice))
-
-
-def _unmap(memory: mmap.mmap, offset: int, nbytes: int) -> None:
-    first, end = _rounded(offset, PAGE), (offset + nbytes) // PAGE * PAGE
-    if first < end:
-        memory.madvise(mmap.MADV_DONTNEED, first, end - first)
+    for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTDUMP):
+        mapping.advise(0, mapping.nbytes, advice)
 
 
 class Peer:
     """The segment of another rank, mapped for reading, and what tells whether its process lives."""
 
     def __init__(self, fd: int, rank: int, size: int, connections: Sequence[socket.socket], pid: int) -> None:
-        self.memory = mmap.mmap(fd, os.fstat(fd).st_size, mmap.MAP_SHARED, mmap.PROT_READ)
+        self._mapping = Mapping(os.fstat(fd).st_size)
+        self._mapping.show(0, self._mapping.nbytes, fd, 0, writable=False, shared=True)
+        _advise(self._mapping)
         self.fd = os.dup(fd)
-        _advise(self.memory)
-        self.words = memoryview(self.memory).cast("q")
+        # Torch warns of a buffer that it may not write, which this one does not say; nothing here hands it out.
+        self._bytes = self._mapping.window()
+        self.memory = self._bytes.toreadonly()
+        self.words = self.memory.cast("q")
         if self.words[:3].tolist() != [_MAGIC, rank, size]:
             raise OSError("another program answered")
-        # Torch warns of a buffer that it may not write, which this one does not say; nothing here hands it out.
-        self.address = np.frombuffer(self.memory, np.uint8, 1).ctypes.data
-        self._bytes = (ctypes.c_uint8 * len(self.memory)).from_address(self.address)
+        self.address = self._mapping.begin
         self._rings: list[list[tuple[int, int, int]]] = [[] for _ in Lane]
         self._connections = list(connections)
         self._poll = select.poll()
@@ -264,7 +262,7 @@ class Peer:
 
     def unmap(self, offset: int, nbytes: int) -> None:
         """Drop this rank's mapping of some pages, which are counted as its memory as long as it has them mapped."""
-        _unmap(self.memory, offset, nbytes)
+        self._mapping.unmap(offset, nbytes)
 
     def slot(self, lane: Lane, index: int) -> int:
         """Return where the record of a published call begins, in bytes."""
@@ -289,16 +287,7 @@ class Peer:
         if self._pidfd is not None:
             os.close(self._pidfd)
         self.words.release()
-        self.memory.close()
-
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_PROT_NONE, _MAP_FIXED, _MAP_NORESERVE = 0, 0x10, 0x4000
-_WRITABLE = mmap.PROT_READ | mmap.PROT_WRITE
+        del self.memory, self._bytes, self._mapping
 
 
 class Region:
@@ -319,21 +308,20 @@ class Region:
     def __init__(self, pieces: Sequence[tuple[int, int]], nbytes: int, rank: int) -> None:
         self.nbytes = nbytes * len(pieces)
         self.num_views = 0
-        self._is_detached = False
-        base = _map(None, self.nbytes, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1, 0)
-        self.begin = base
-        self.own = base + rank * nbytes
         self._piece_bytes = nbytes
-        weakref.finalize(self, _libc.munmap, base, self.nbytes)
+        self._is_detached = False
+        # A piece shows huge pages if it lies between two of them here as in its segment.
+        phases = [(offset - place * nbytes) % HUGE_PAGE for place, (_, offset) in enumerate(pieces)]
+        self.has_huge_pages = len(set(phases)) == 1 and nbytes >= _LARGE_BYTES
+        self._mapping = Mapping(self.nbytes, phases[rank])
+        self.begin = self._mapping.begin
+        self.own = self.begin + rank * nbytes
         for place, (fd, offset) in enumerate(pieces):
-            kind = mmap.MAP_SHARED if place == rank else mmap.MAP_PRIVATE | _MAP_NORESERVE
-            _map(base + place * nbytes, nbytes, _WRITABLE, kind | _MAP_FIXED, fd, offset)
+            self._mapping.show(place * nbytes, nbytes, fd, offset, writable=True, shared=place == rank)
 
     def window(self) -> memoryview:
-        """Return the whole as a buffer, whose life is that of what is made of it; it keeps the region."""
-        held: Any = (_Bytes * self.nbytes).from_address(self.begin)
-        held.region = self
-        return memoryview(held)
+        """Return the whole as a buffer, whose life is that of what is made of it; it keeps the memory."""
+        return self._mapping.window()
 
     def offset_of(self, address: int) -> int | None:
         """Return how far into this rank's piece an address lies, or None if it does not."""
@@ -350,25 +338,13 @@ class Region:
         self._unmap(self.own + self._piece_bytes, self.begin + self.nbytes)
 
     def _unmap(self, begin: int, end: int) -> None:
-        if begin < end and not self._is_detached:
-            _libc.madvise(begin, end - begin, mmap.MADV_DONTNEED)
+        if not self._is_detached:
+            self._mapping.unmap(begin - self.begin, end - begin)
 
     def detach(self) -> None:
         """Copy everything to pages of this process, in place: what is written to the segments from now on is not seen here."""
         self._is_detached = True
         whole = torch.frombuffer(self.window(), dtype=torch.uint8)
         saved = whole.clone()
-        _map(self.begin, self.nbytes, _WRITABLE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED, -1, 0)
+        self._mapping.show(0, self.nbytes, -1, 0, writable=True, shared=False)
         whole.copy_(saved)
-
-
-class _Bytes(ctypes.c_uint8):
-    """Not a plain byte, so that arrays of it have attributes."""
-
-
-def _map(address: int | None, nbytes: int, protection: int, flags: int, fd: int, offset: int) -> int:
-    found: int = _libc.mmap(address, nbytes, protection, flags, fd, offset)
-    if found == ctypes.c_void_p(-1).value:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
-    return found

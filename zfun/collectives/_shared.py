@@ -32,9 +32,9 @@ may write to what it has lent, and its old values never change under anybody's f
 [Note: whose memory it is]
 
 The system counts a page as memory of everybody who has it mapped, once for each mapping. A rank's own pages count where it writes them.
-What it has read of the others, and regions that nobody looks at beyond a few, are unmapped. That changes no page: the next access finds it
-again, 16 at a time when it reads. A write finds one at a time, so what was unmapped of a segment is mapped as a whole where a buffer is
-made of it.
+What it has read of the others, and regions that nobody looks at, are unmapped. That changes no page, and where they are huge ([Note: huge
+pages]) it takes no time either. Small pages the next access finds again, 16 at a time when it reads; so a few regions of these stay mapped.
+A write finds one at a time, so what was unmapped of a segment is mapped as a whole where a buffer is made of it.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ _SPIN_S = 20e-6
 _YIELD_S = 150e-6
 _LONGEST_NAP_S = 1e-3
 
-# Regions that nobody looks at now are kept for the next time, up to so many. Their pages count as memory of this rank, too: where all of
-# them together are small they stay mapped, so that a step maps nothing again. Of more, what was used last does: it is used first where
-# backward follows forward, and the rest would not be there any more when its turn came.
+# Regions that nobody looks at now are kept for the next time, up to so many. Their pages count as memory of this rank, too. Where these are
+# small pages, and all regions together are small, they stay mapped, so that a step maps nothing again. Of more, what was used last does: it
+# is used first where backward follows forward, and the rest would not be there any more when its turn came.
 _IDLE_REGIONS = 256
 _SMALL_BYTES = 1 << 27
 _IDLE_BYTES = 1 << 25
@@ -255,7 +255,7 @@ class SharedMemory:
         self._num_leases = 0
         self._regions: dict[tuple[int, ...], Region] = {}
         self._regions_bytes = 0
-        # Those that nobody looks at, of which pages are mapped: what was used last comes last.
+        # Those that nobody looks at, of which small pages are mapped: what was used last comes last.
         self._idle: dict[Region, None] = {}
         self._idle_bytes = 0
         # Filled where windows are gone, which may be at any moment and in any thread.
@@ -355,7 +355,7 @@ class SharedMemory:
         except OSError:
             return None
         # The storage holds on to this object, and so its end is the end of the storage.
-        window = memoryview(self._segment.memory)[offset : offset + numel * dtype.itemsize]
+        window = self._segment.memory[offset : offset + numel * dtype.itemsize]
         self._buffers[offset] = _Area(offset, nbytes, watch=_watched(window, self._dropped, offset))
         return torch.frombuffer(window, dtype=dtype)
 
@@ -638,7 +638,12 @@ class SharedMemory:
                 self._end(lease)
                 region = lease.region
                 region.num_views -= 1
-                if not region.num_views:
+                if region.num_views:
+                    continue
+                if region.has_huge_pages and self._segment.is_huge:
+                    # To map it again takes nothing.
+                    region.unmap()
+                else:
                     self._idle[region] = None
                     self._idle_bytes += region.nbytes
         if len(self._regions) > _IDLE_REGIONS:
@@ -694,7 +699,7 @@ class SharedMemory:
         slot = other.slot(lane, index)
         its_index, identity, form, offset, length = other.words[slot // 8 : slot // 8 + 5].tolist()
         if its_index != index or identity != sent.identity:
-            raise Disagreement(peer, other.memory[slot + _TEXT_AT : slot + _TEXT_AT + length].decode(errors="replace"))
+            raise Disagreement(peer, bytes(other.memory[slot + _TEXT_AT : slot + _TEXT_AT + length]).decode(errors="replace"))
         return form, offset
 
     def _input(self, sent: Sent, peer: int, numel: int) -> Tensor:
