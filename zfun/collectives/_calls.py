@@ -37,61 +37,79 @@ class Lane(enum.IntEnum):
     CONTROL = 2
 
 
+class _Map:
+    """A linear map from one 1-D tensor per rank to one 1-D tensor per rank.
+
+    Attributes:
+        kind: its name.
+        splits_input: whether a rank gives one chunk for each rank.
+        splits_output: whether a rank receives one chunk from each rank.
+    """
+
+    __slots__ = ()
+    kind: ClassVar[str]
+    splits_input: ClassVar[bool] = False
+    splits_output: ClassVar[bool] = False
+
+    @property
+    def dual(self) -> Op:
+        """The adjoint: the op whose inner product, summed over the ranks, mirrors this one's."""
+        raise NotImplementedError
+
+    def output_numel(self, numel: int, size: int) -> int:
+        """Return the length of a rank's result."""
+        return numel // (size if self.splits_input else 1) * (size if self.splits_output else 1)
+
+    def sent_bytes(self, nbytes: int, rank: int, size: int, itemsize: int = 1) -> int:
+        """Return what a rank sends of an input of so many bytes."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return self.kind
+
+
 @dataclass(frozen=True, slots=True)
-class AllGather:
+class AllGather(_Map):
     """``S -> R``: every rank receives all shards, in rank order. Lengths ``n -> size * n``."""
 
-    kind: ClassVar[str] = "all_gather"
-    splits_input: ClassVar[bool] = False
-    splits_output: ClassVar[bool] = True
+    kind = "all_gather"
+    splits_output = True
 
     @property
     def dual(self) -> Op:
         return ReduceScatter()
-
-    def output_numel(self, numel: int, size: int) -> int:
-        return numel * size
 
     def sent_bytes(self, nbytes: int, rank: int, size: int, itemsize: int = 1) -> int:
         return nbytes * (size - 1)
 
 
 @dataclass(frozen=True, slots=True)
-class ReduceScatter:
+class ReduceScatter(_Map):
     """``P -> S``: rank r receives the r-th chunk of the sum. Lengths ``size * n -> n``."""
 
-    kind: ClassVar[str] = "reduce_scatter"
-    splits_input: ClassVar[bool] = True
-    splits_output: ClassVar[bool] = False
+    kind = "reduce_scatter"
+    splits_input = True
 
     @property
     def dual(self) -> Op:
         return AllGather()
-
-    def output_numel(self, numel: int, size: int) -> int:
-        return numel // size
 
     def sent_bytes(self, nbytes: int, rank: int, size: int, itemsize: int = 1) -> int:
         return nbytes // size * (size - 1)
 
 
 @dataclass(frozen=True, slots=True)
-class AllReduce:
+class AllReduce(_Map):
     """``P -> R``: every rank receives the sum.
 
     It is a reduce-scatter and an all-gather of the input, padded to a multiple of the size; two ranks send each other the whole.
     """
 
-    kind: ClassVar[str] = "all_reduce"
-    splits_input: ClassVar[bool] = False
-    splits_output: ClassVar[bool] = False
+    kind = "all_reduce"
 
     @property
     def dual(self) -> Op:
         return self
-
-    def output_numel(self, numel: int, size: int) -> int:
-        return numel
 
     def sent_bytes(self, nbytes: int, rank: int, size: int, itemsize: int = 1) -> int:
         if size == 2:
@@ -100,72 +118,63 @@ class AllReduce:
 
 
 @dataclass(frozen=True, slots=True)
-class Broadcast:
+class Broadcast(_Map):
     """Every rank receives the tensor of ``root``."""
 
     root: int = 0
-    kind: ClassVar[str] = "broadcast"
-    splits_input: ClassVar[bool] = False
-    splits_output: ClassVar[bool] = False
+    kind = "broadcast"
 
     @property
     def dual(self) -> Op:
         return Reduce(self.root)
 
-    def output_numel(self, numel: int, size: int) -> int:
-        return numel
-
     def sent_bytes(self, nbytes: int, rank: int, size: int, itemsize: int = 1) -> int:
         return nbytes * (size - 1) if rank == self.root else 0
 
+    def __str__(self) -> str:
+        return f"broadcast from rank {self.root}"
+
 
 @dataclass(frozen=True, slots=True)
-class Reduce:
+class Reduce(_Map):
     """``root`` receives the sum, the others zeros (which is what makes it the adjoint of a broadcast)."""
 
     root: int = 0
-    kind: ClassVar[str] = "reduce"
-    splits_input: ClassVar[bool] = False
-    splits_output: ClassVar[bool] = False
+    kind = "reduce"
 
     @property
     def dual(self) -> Op:
         return Broadcast(self.root)
 
-    def output_numel(self, numel: int, size: int) -> int:
-        return numel
-
     def sent_bytes(self, nbytes: int, rank: int, size: int, itemsize: int = 1) -> int:
         return nbytes if rank != self.root and size > 1 else 0
 
+    def __str__(self) -> str:
+        return f"reduce to rank {self.root}"
+
 
 @dataclass(frozen=True, slots=True)
-class AllToAll:
+class AllToAll(_Map):
     """Chunk j of rank i becomes chunk i of rank j: a transpose of ranks and chunks."""
 
-    kind: ClassVar[str] = "all_to_all"
-    splits_input: ClassVar[bool] = True
-    splits_output: ClassVar[bool] = True
+    kind = "all_to_all"
+    splits_input = True
+    splits_output = True
 
     @property
     def dual(self) -> Op:
         return self
-
-    def output_numel(self, numel: int, size: int) -> int:
-        return numel
 
     def sent_bytes(self, nbytes: int, rank: int, size: int, itemsize: int = 1) -> int:
         return nbytes // size * (size - 1)
 
 
 @dataclass(frozen=True, slots=True)
-class Permute:
+class Permute(_Map):
     """Rank ``destinations[r]`` receives the tensor of rank r."""
 
     destinations: tuple[int, ...]
-    kind: ClassVar[str] = "permute"
-    splits_input: ClassVar[bool] = False
-    splits_output: ClassVar[bool] = False
+    kind = "permute"
 
     @property
     def sources(self) -> tuple[int, ...]:
@@ -176,16 +185,13 @@ class Permute:
     def dual(self) -> Op:
         return Permute(self.sources)
 
-    def output_numel(self, numel: int, size: int) -> int:
-        return numel
-
     def sent_bytes(self, nbytes: int, rank: int, size: int, itemsize: int = 1) -> int:
         return nbytes if self.destinations[rank] != rank else 0
 
+    def __str__(self) -> str:
+        return f"permute to {_shortened(self.destinations)}"
 
-# A linear map from one 1-D tensor per rank to one 1-D tensor per rank. ``splits_input`` and ``splits_output`` say whether that side is one
-# chunk per rank; ``dual`` is the adjoint: the op whose inner product, summed over the ranks, mirrors this one's; ``output_numel`` is the
-# length of a rank's result, and ``sent_bytes`` what a rank sends of an input of so many bytes.
+
 Op: TypeAlias = AllGather | ReduceScatter | AllReduce | Broadcast | Reduce | AllToAll | Permute
 
 
@@ -221,20 +227,10 @@ def describe(call: Call, numel: int, dtype: torch.dtype) -> str:
         >>> describe(Call(Broadcast(1)), 1, torch.int64)
         'broadcast from rank 1 of 1 int64 on lane CONTROL'
     """
-    what = call.op.kind
-    match call.op:
-        case Broadcast(root):
-            what += f" from rank {root}"
-        case Reduce(root):
-            what += f" to rank {root}"
-        case Permute(destinations):
-            what += f" to {_shortened(destinations)}"
-        case _:
-            pass
     name = f" {call.name!r}" if call.name else ""
     part = f" ({call.part})" if call.part else ""
     borrowed = ", borrowed" if call.borrow else ""
-    return f"{what}{name}{part} of {numel} {str(dtype).removeprefix('torch.')} on lane {call.lane.name}{borrowed}"
+    return f"{call.op}{name}{part} of {numel} {str(dtype).removeprefix('torch.')} on lane {call.lane.name}{borrowed}"
 
 
 def _shortened(ranks: Iterable[int]) -> str:
