@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import zfun as zf
 from tests import models
+from tests.distributed import branches
 from zfun import optim
 from zfun.collectives import AllGather, AllReduce, AllToAll, Broadcast, Call, Lane, Permute, Reduce, ReduceScatter
 from zfun.collectives import _meeting as meeting
@@ -49,6 +50,21 @@ def trained(group: zf.Group) -> Any:
             trace.append((info.loss, info.grad_norm))
         found.append((z.params(state), trace))
         assert_same_bits(found[-1], found[0], f"stage {stage} over {axis} and data parallelism")
+    return found[0]
+
+
+def branching(group: zf.Group) -> Any:
+    """Ranks of a mesh that take other ways, so that some ask for what others are still waiting for."""
+    found: list[Any] = []
+    mesh = zf.split(group, inner=2)
+    batches = branches.batches_of(4, 4, lambda step, rank, _: [(3 * rank + step * index) % 4 == 0 for index in range(branches.LAYERS)])
+    for stage, over, prefetch in ((0, mesh, 1), (3, mesh, 0), (3, mesh, 2), (3, mesh.inner, 1)):
+        z = zf.zero(stage, branches.returning_layers, optim.sgd(0.1), over, bucket_bytes=300, prefetch=prefetch)
+        state = z.init(models.mlp())
+        for step in batches:
+            state, _ = z.step(state, step[group.rank])
+        found.append(z.params(state))
+        assert_same_bits(found[-1], found[0], f"stage {stage} over {over.axis or 'all'} and data parallelism")
     return found[0]
 
 

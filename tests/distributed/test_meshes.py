@@ -24,7 +24,13 @@ def four() -> Iterator[Workers]:
         yield held
 
 
-BODIES = [mesh_bodies.collectives, mesh_bodies.trained, mesh_bodies.over_two_hosts, optimizers.every_optimizer_over_a_mesh]
+BODIES = [
+    mesh_bodies.collectives,
+    mesh_bodies.trained,
+    mesh_bodies.branching,
+    mesh_bodies.over_two_hosts,
+    optimizers.every_optimizer_over_a_mesh,
+]
 
 
 @pytest.mark.parametrize("body", BODIES, ids=[body.__name__ for body in BODIES])
