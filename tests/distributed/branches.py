@@ -95,6 +95,23 @@ def skipped_layers(group: zf.Group) -> Any:
     return every_stage(group, open_layers, models.mlp(), batches, num_micro=2)
 
 
+def returning_layers(params: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """All layers, and those that are open a second time: gradients of several uses, whose sum has an order."""
+    x, ways = batch
+    for layer in params["h"]:
+        x = torch.tanh(x @ (layer["w"] * layer["w"]) + layer["b"])
+    for index, layer in enumerate(params["h"]):
+        if ways[0, index]:
+            x = torch.tanh(x @ layer["w"] + layer["b"])
+    return (x @ params["out"]).pow(2).mean()
+
+
+def returning(group: zf.Group) -> Any:
+    """Ranks use layers again that the first step, from which the schedule is, has used once."""
+    batches = batches_of(3, group.size, lambda step, rank, _: [step > 0 and (rank + step + index) % 3 == 0 for index in range(LAYERS)])
+    return every_stage(group, returning_layers, models.mlp(), batches)
+
+
 def experts(group: zf.Group, rows: int, top_k: int, capacity: int, num_micro: int = 1) -> Any:
     """A mixture of experts; tokens decide which of them a rank uses."""
     params = models.mixture(seed=3)
@@ -147,6 +164,7 @@ BODIES = [
     unused_leaves,
     early_exit,
     skipped_layers,
+    returning,
     one_expert_a_token,
     two_experts_a_token,
     experts_and_micro_batches,

@@ -118,7 +118,6 @@ class Session:
             self._shards[bucket].is_borrowed = False
         self._kept: frozenset[int] = frozenset()
         self._overdue: set[int] = set()
-        self._last_use = {} if plan is None else {b: place for place, b in enumerate(plan.schedule.trace.forward)}
         self._course = Course(self._forward_steps(self._restore()), followed=plan is not None)
         if tape is not None:
             tape.on_complete.append(self._complete)
@@ -404,24 +403,21 @@ class Session:
             check_unwritten(views, self._shards[bucket].slots)
         if bucket == self._now:
             self._set_aside()
-        if views is not None and self._in_loss and self._shards[bucket].trained and self._may_come_back(bucket):
+        if views is not None and self._in_loss and self._shards[bucket].trained:
             if is_held(views):
                 # By the operation that is about to run, or by the loss, which keeps what gather() or to() returned.
                 self._overdue.add(bucket)
                 return
+            # Also where the schedule has no use of it any more: this rank may stray from it.
+            nothing = views[0].new_empty(0)
             for view in views:
-                view.data = view.new_empty(0)
+                view.data = nothing
             self._emptied[bucket] = views
             del views
         if bucket in self._pending:
             self._keep_part(bucket, self._pending.pop(bucket).wait())
         self._buffers.pop(bucket, None)
         self._views.pop(bucket, None)
-
-    def _may_come_back(self, bucket: int) -> bool:
-        """Whether a bucket may be used again in this forward pass."""
-        # Not counting the use that begins, which is noted already.
-        return not self._course.followed or self._last_use.get(bucket, -1) >= len(self._events) - 1
 
     def _take(self, bucket: int) -> Tensor:
         """Return a gathered bucket, gathering it unless it is there."""
