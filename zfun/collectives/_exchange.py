@@ -144,24 +144,23 @@ def start_exchange(
     Returns:
         The started collective. When it is finished, the result is in ``out``.
     """
-    others = [None if other == rank else x for other in range(size)]
-    squared = squared if x.is_floating_point() else None
-    nobody: list[Tensor | None] = [None] * size
+    here = _Here(rank, size, exchange, workspace, squared if x.is_floating_point() else None)
+    others, nobody = here.to_others(x), list[Tensor | None]([None] * size)
     match op:
         case AllGather():
             slices = _chunks(out, size)
             return Started(exchange(others, slices), meanwhile=_Copy(x, slices[rank]))
         case ReduceScatter():
-            return Started(*_start_sum(_chunks(x, size), out, rank, exchange, workspace, squared))
+            return Started(*_start_sum(here, _chunks(x, size), out))
         case AllReduce() if _is_added_twice(x.numel(), x.dtype.itemsize, size):
-            return Started(*_start_sum([x, x], out, rank, exchange, workspace))
+            return Started(*_start_sum(here._replace(squared=None), [x, x], out))
         case AllReduce():
-            return _start_all_reduce(x, out, rank, size, exchange, workspace, squared)
+            return _start_all_reduce(here, x, out)
         case Broadcast(root):
             sends, recvs = (others, nobody) if rank == root else (nobody, _only(root, out, size))
             return Started(exchange(sends, recvs), (_Copy(x, out),) if rank == root else ())
         case Reduce(root) if rank == root:
-            received = _rooms(x, rank, size, out, workspace)
+            received = _rooms(here, x, out)
             return Started(exchange(nobody, received), (functools.partial(_Sum(received, out), slice(None)),))
         case Reduce(root):
             out.zero_()
@@ -174,31 +173,37 @@ def start_exchange(
             return Started(transfer, (_Copy(x, out),) if destinations[rank] == rank else ())
 
 
-def _start_all_reduce(
-    x: Tensor,
-    out: Tensor,
-    rank: int,
-    size: int,
-    exchange: Exchange,
-    workspace: Workspace,
-    squared: Callable[[Tensor], None] | None,
-) -> Started:
+class _Here(NamedTuple):
+    """This rank and its means; what :func:`start_exchange` is given."""
+
+    rank: int
+    size: int
+    exchange: Exchange
+    workspace: Workspace
+    squared: Callable[[Tensor], None] | None
+
+    def to_others(self, x: Tensor) -> list[Tensor | None]:
+        return [None if other == self.rank else x for other in range(self.size)]
+
+
+def _start_all_reduce(here: _Here, x: Tensor, out: Tensor) -> Started:
     numel = x.numel()
-    padding = -numel % size
+    padding = -numel % here.size
     whole = torch.cat([x, x.new_zeros(padding)]) if padding else x
-    chunks = _chunks(whole, size)
+    chunks = _chunks(whole, here.size)
     total = torch.empty_like(whole) if padding else out
-    slices = _chunks(total, size)
-    transfer, sums = _start_sum(chunks, slices[rank], rank, exchange, workspace, None if padding else squared)
+    slices = _chunks(total, here.size)
+    own = slices[here.rank]
+    # With padding what this rank adds is not what it would have of the result.
+    transfer, sums = _start_sum(here._replace(squared=None) if padding else here, chunks, own)
     gathers: collections.deque[Transfer] = collections.deque()
 
     def sum_and_send(add: Phase, span: slice) -> Transfer | None:
         following = add()
-        piece = slices[rank][span]
-        gathers.append(exchange([None if other == rank else piece for other in range(size)], [x[span] for x in slices]))
+        gathers.append(here.exchange(here.to_others(own[span]), [x[span] for x in slices]))
         return following
 
-    spans = _spans(slices[rank].numel(), out.dtype.itemsize)
+    spans = _spans(own.numel(), out.dtype.itemsize)
     phases: list[Phase] = [functools.partial(sum_and_send, add, span) for add, span in zip(sums, spans, strict=True)]
     phases += [gathers.popleft] * len(spans)
     if padding:
@@ -210,19 +215,12 @@ def _is_added_twice(numel: int, itemsize: int, size: int) -> bool:
     return size == 2 and numel * itemsize <= _SHORT_BYTES
 
 
-def _start_sum(
-    chunks: Sequence[Tensor],
-    out: Tensor,
-    rank: int,
-    exchange: Exchange,
-    workspace: Workspace,
-    squared: Callable[[Tensor], None] | None = None,
-) -> tuple[Transfer, list[Phase]]:
+def _start_sum(here: _Here, chunks: Sequence[Tensor], out: Tensor) -> tuple[Transfer, list[Phase]]:
     """Start to send each rank its chunk, and to receive and add what is this rank's."""
-    received = _rooms(chunks[rank], rank, len(chunks), out, workspace)
+    received = _rooms(here, chunks[here.rank], out)
     spans = _spans(out.numel(), out.dtype.itemsize)
-    transfers = [exchange([x[span] for x in chunks], [x[span] for x in received]) for span in spans]
-    add = _Sum(received, out, squared)
+    transfers = [here.exchange([x[span] for x in chunks], [x[span] for x in received]) for span in spans]
+    add = _Sum(received, out, here.squared)
     return transfers[0], [functools.partial(add, span, *transfers[n : n + 1]) for n, span in enumerate(spans, 1)]
 
 
@@ -277,10 +275,12 @@ def _chunks(x: Tensor, size: int) -> list[Tensor]:
     return list(x.view(size, x.numel() // size).unbind())
 
 
-def _rooms(own: Tensor, rank: int, size: int, out: Tensor, workspace: Workspace) -> list[Tensor]:
+def _rooms(here: _Here, own: Tensor, out: Tensor) -> list[Tensor]:
     """Make room for a term of every rank. The own term stands for itself, and the first of the others may come to where the sum goes."""
     free: list[Tensor] = [] if own.is_set_to(out) else [out]
-    return [own if other == rank else free.pop() if free else workspace.take(own.numel(), own.dtype) for other in range(size)]
+    return [
+        own if other == here.rank else free.pop() if free else here.workspace.take(own.numel(), own.dtype) for other in range(here.size)
+    ]
 
 
 def _only(rank: int, x: Tensor, size: int) -> list[Tensor | None]:
