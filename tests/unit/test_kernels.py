@@ -8,11 +8,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import zfun
 from zfun import ops
@@ -93,6 +94,57 @@ def test_half_numbers_convert_as_torch_s_do() -> None:
         nan = torch.isnan(expected)
         assert torch.equal(torch.isnan(out), nan)
         assert torch.equal(out.view(torch.int16)[~nan], expected.view(torch.int16)[~nan])
+
+
+class Watched(torch.Tensor):
+    """A tensor that notes what is done to it."""
+
+    seen: ClassVar[list[str]] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.seen.append(func.__name__)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Watching(TorchDispatchMode):
+    """Notes what is done to any tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_who_watches_torch_sees_what_a_kernel_would_do() -> None:
+    """A class of tensors, or a mode: compiled code would pass both by, and a tensor's memory may not be what its class says it is."""
+    x = torch.arange(4.0)
+    out, step = torch.empty(4), {"learning_rate": 0.5}
+    Watched.seen.clear()
+    ops.ravel_into(out, [x.as_subclass(Watched)], [0])
+    assert any("copy" in name for name in Watched.seen)
+    for run, wanted in (
+        (lambda: ops.ravel_into(out, [x], [0]), "copy"),
+        (lambda: ops.unravel_from(out, [torch.empty(4)], [0]), "copy"),
+        (lambda: ops.sgd_step(torch.ones(4), x, None, None, **step), "mul"),
+        (lambda: ops.squares_in_bins(x), "mul"),
+    ):
+        with Watching() as mode:
+            run()
+        assert any(wanted in name for name in mode.seen), mode.seen
+
+
+def test_a_kernel_gives_way_under_torch_func() -> None:
+    """What a transform passes on looks like a tensor with memory, and has none."""
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return (x * ops.ravel([x.detach()], [1], 5, dtype=FP32, device=x.device)[1:]).sum()
+
+    x = torch.arange(4.0)
+    assert torch.equal(torch.func.grad(loss)(x), x)
 
 
 def test_kernels_run_where_nothing_can_be_written(tmp_path: Path) -> None:
