@@ -140,6 +140,14 @@ def test_reuse_distance_is_a_distance(trace: Trace, distance: int) -> None:
     assert gathers == expected
 
 
+@settings(max_examples=examples(30))
+@given(trace=traces(), prefetch=st.integers(0, 3))
+def test_with_a_large_reuse_distance_nothing_is_gathered_twice(trace: Trace, prefetch: int) -> None:
+    """What forward has used stays to the end of backward, also where backward has no use for it: 2Ψ are sent, not 3Ψ."""
+    steps = zf.schedule(trace, prefetch=prefetch, reuse_distance=10**9).steps
+    assert all(sum(step.kind == "gather" and step.bucket == b for step in steps) == 1 for b in trace.forward)
+
+
 def knobs() -> st.SearchStrategy[dict[str, Any]]:
     return st.fixed_dictionaries(
         {

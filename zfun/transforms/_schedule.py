@@ -276,10 +276,10 @@ class _Scheduler:
         self._phase = "forward"
         for now, bucket in enumerate(self._trace.forward):
             self._use(bucket, now, self._turn)
-        self._end_pass(self._turn, set(self._trace.forward))
+        self._release_where(lambda bucket: not self._stays(bucket, self._turn))
+        self._gather_for_others(set(self._trace.forward), self._turn)
         self._phase, now = "backward", self._turn
-        reduced = set()
-        used = set(self._held)
+        reduced, used = set[int](), set[int]()
         for event in self._trace.backward:
             if event.kind == "use":
                 self._use(event.bucket, now, len(self._uses))
@@ -288,7 +288,9 @@ class _Scheduler:
             else:
                 self._reduce(event.bucket, now)
                 reduced.add(event.bucket)
-        self._end_pass(now, used)
+        used |= self._held.keys()
+        self._release_where(lambda _: True)
+        self._gather_for_others(used, now)
         for bucket in range(len(self._trace.buckets) - 1, -1, -1):
             if self._trace.buckets[bucket].grad_itemsize and bucket not in reduced:
                 self._write("reduce", bucket)
@@ -318,22 +320,27 @@ class _Scheduler:
 
     def _reduce(self, bucket: int, now: int) -> None:
         self._write("reduce", bucket)
-        if bucket in self._held and self._next_use(bucket, now) == len(self._uses):
+        if bucket in self._held and self._next_use(bucket, now) == len(self._uses) and not self._stays(bucket, now):
             self._release(bucket)
 
-    def _end_pass(self, now: int, used: set[int]) -> None:
-        for bucket in [b for b in self._held if not self._stays(b, now)]:
+    def _release_where(self, condition: Callable[[int], bool]) -> None:
+        for bucket in [b for b in self._held if condition(b)]:
             self._release(bucket)
-        # What this rank has no use for, another may have had.
+
+    def _gather_for_others(self, there: set[int], now: int) -> None:
+        """Gather what this rank has no use for in a pass: another may have one."""
         for bucket in range(len(self._trace.buckets)):
-            if bucket not in used and bucket not in self._persistent:
+            if bucket not in there and bucket not in self._persistent:
                 self._gather(bucket, now)
                 self._release(bucket)
 
     def _stays(self, bucket: int, now: int) -> bool:
         last, following = self._held[bucket], self._next_use(bucket, now)
-        if last is None or following == len(self._uses):
-            return last is None
+        if last is None:
+            return True
+        if following == len(self._uses) and (last >= self._turn or self._distance is None):
+            return False
+        # What backward does not use is there for the others until its end, or gathered for them then.
         if self._distance is None:
             return (following < self._turn) == (last < self._turn)
         return self._before[following] - self._before[last + 1] < self._distance
