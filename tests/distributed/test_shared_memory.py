@@ -42,10 +42,14 @@ from zfun.collectives import (
     simulate,
     single_group,
 )
+from zfun.collectives import _leases as leases
 from zfun.collectives import _meeting as meeting
+from zfun.collectives import _reading as reading
+from zfun.collectives import _region as region
+from zfun.collectives import _room as room
 from zfun.collectives import _segment as segment
-from zfun.collectives import _shared as shared
 from zfun.collectives._process import _SharedGroup
+from zfun.collectives._shared import SharedMemory
 from zfun.errors import CollectiveMismatch, OptionError, PeerLost
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(90), needs_shared_memory]
@@ -69,7 +73,7 @@ def two() -> Iterator[Workers]:
         yield held
 
 
-def _memory(group: Group) -> shared.SharedMemory:
+def _memory(group: Group) -> SharedMemory:
     assert isinstance(group, _SharedGroup)
     return group._memory
 
@@ -121,18 +125,21 @@ def _fingerprint(x: Tensor) -> bytes:
     return f"{x.dtype} {x.numel()} ".encode() + hashlib.sha1(x.view(torch.uint8).numpy().tobytes()).digest()
 
 
+def _let_go_of_all(patch: pytest.MonkeyPatch) -> None:
+    """Let nothing stay mapped that is not looked at, however small."""
+    for module, name in ((leases, "_IDLE_BYTES"), (leases, "_SMALL_BYTES"), (reading, "_UNMAPPED_BYTES"), (room, "_FREE_BYTES")):
+        patch.setattr(module, name, 0)
+
+
 def _random_program(group: Group, seed: int, num_calls: int, largest: int) -> list[bytes]:
     """Start what the seed says, the same on all ranks; keep, wait, free and lend as each rank likes."""
     if seed % 2:
-        # Nothing that is not looked at stays mapped.
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(shared, "_IDLE_BYTES", 0)
-            patch.setattr(shared, "_SMALL_BYTES", 0)
-            patch.setattr(shared, "_UNMAPPED_BYTES", 0)
-            patch.setattr(shared, "_FREE_BYTES", 0)
+            _let_go_of_all(patch)
             if isinstance(group, _SharedGroup):
                 # As if small pieces were made of huge pages, or none were.
                 patch.setattr(segment, "_LARGE_BYTES", 0)
+                patch.setattr(region, "_LARGE_BYTES", 0)
                 patch.setattr(_memory(group)._segment, "is_huge", seed % 4 == 1)
             return _random_program_of(group, seed, num_calls, largest)
     return _random_program_of(group, seed, num_calls, largest)
@@ -479,8 +486,7 @@ def _lets_go(group: Group) -> dict[str, int]:
     """What each rank has mapped after it has read 8 MB of others, beyond what it had before."""
     numel, found = 1 << 21, {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared, "_IDLE_BYTES", 0)
-        patch.setattr(shared, "_SMALL_BYTES", 0)
+        _let_go_of_all(patch)
         x = group.buffer(numel, torch.float32).fill_(1.0 + group.rank)
         group.barrier()
         before = _shared_resident()
@@ -531,7 +537,7 @@ def _no_more_mappings(group: Group) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared, "Region", refuse)
+        patch.setattr(leases, "Region", refuse)
         x = group.buffer(PIECE, torch.float32).fill_(float(group.rank))
         whole = _gather(group, x, borrow=True)
     group.await_readers(x)
@@ -547,8 +553,7 @@ def test_what_cannot_be_mapped_is_copied(two: Workers) -> None:
 def _lean_steps(group: zf.Group, stage: int) -> list[bytes]:
     """Steps in the state's own memory, where everything that can be let go of is; and what somebody keeps of the first one."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("_SMALL_BYTES", "_IDLE_BYTES", "_UNMAPPED_BYTES", "_FREE_BYTES"):
-            patch.setattr(shared, name, 0)
+        _let_go_of_all(patch)
         generator = torch.Generator().manual_seed(0)
         params = {"w": torch.randn(400, 700, generator=generator), "b": torch.randn(700, generator=generator)}
         z = zf.zero(stage, lambda params, batch: (_loss(params, batch), params["w"] * 1.0), zf.optim.adamw(0.1), group, bucket_bytes=4096)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zfun.collectives._mapping import HUGE_PAGE, PAGE, Mapping
-from zfun.collectives._segment import Region
+from zfun.collectives._region import Region
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has files without a name")
 

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zfun.collectives._mapping import HUGE_PAGE, PAGE
-from zfun.collectives._segment import Segment, Spans
+from zfun.collectives._segment import Segment
+from zfun.collectives._spans import Spans
 
 INTERVALS = st.tuples(st.integers(0, 12), st.integers(1, 12)).map(lambda pair: (pair[0], pair[0] + pair[1]))
 

@@ -7,8 +7,8 @@ A collective is data (``_calls``), a group has two numbers and one method that s
 groups              modules
 ==================  ==================================================================================================================
 of one process      ``_single``; ``_simulate``, which is the shortest that sums; ``_abstract``, in which nothing moves
-of processes        ``_process`` chooses: nccl (``_native``); messages over gloo (``_direct``, ``_exchange``, ``_workspace``, ``_turns``);
-                    memory that ranks share (``_shared``, ``_segment``, ``_meeting``, ``_connections``); both (``_hosts``)
+of processes        ``_process`` chooses: nccl (``_native``); messages over gloo (``_direct``, ``_exchange``, ``_workspace``, ``_turns``,
+                    ``_connections``); memory that ranks share (``_meeting``, and ``_shared``, which names its parts); both (``_hosts``)
 of other groups     ``_mesh``, of two axes; ``_record``, which writes down what it sends; ``_checked``, which compares it
 ==================  ==================================================================================================================
 

@@ -255,7 +255,7 @@ class HostsGroup(ExchangeGroup):
 
     def _give_up(self) -> None:
         for memory in self._rows.values():
-            memory.interrupted = True
+            memory.interrupt()
 
     def _interrupt(self) -> None:
         self._give_up()

@@ -222,7 +222,7 @@ class _SharedGroup(ProcessGroup):
     def __init__(self, memory: SharedMemory, *args: Any) -> None:
         super().__init__(*args)
         self._memory = memory
-        memory.watch = self._monitor.waiting
+        memory.watch(self._monitor.waiting)
 
     @property
     def lends(self) -> bool:
@@ -266,10 +266,10 @@ class _SharedGroup(ProcessGroup):
             self._memory.rest(x)
 
     def _give_up(self) -> None:
-        self._memory.interrupted = True
+        self._memory.interrupt()
 
     def _interrupt(self) -> None:
-        self._memory.interrupted = True
+        self._memory.interrupt()
 
     def _release(self) -> None:
         self._memory.close()

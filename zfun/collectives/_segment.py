@@ -1,4 +1,4 @@
-"""Memory that the processes of one host share: what a rank writes, what it reads of the others, and several pieces of both as one.
+"""Memory that the processes of one host share: what a rank writes, and what it reads of the others.
 
 A segment is one sparse file as large as the machine's memory, mapped once. Pages are reserved before they are used (``posix_fallocate``),
 so that a lack of memory is an error at a known place and never a SIGBUS, and it cannot be truncated (seals). The file never has a name, so
@@ -8,7 +8,6 @@ few words, it is made of huge pages if the system makes some ([Note: huge pages]
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import errno
 import fcntl
@@ -17,26 +16,16 @@ import os
 import select
 import socket
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from zfun.collectives._calls import Lane
 from zfun.collectives._mapping import HUGE_PAGE, PAGE, Mapping
+from zfun.collectives._spans import Spans
 
-__all__ = [
-    "FINISHED",
-    "HEAD_WORDS",
-    "LANE_WORDS",
-    "PAGE",
-    "RINGS",
-    "SLOT_BYTES",
-    "Peer",
-    "Region",
-    "Segment",
-    "Spans",
-]
+__all__ = ["FINISHED", "HEAD_WORDS", "LANE_WORDS", "RINGS", "SLOT_BYTES", "Peer", "Segment"]
 
 _MAGIC = 0x7A66756E_00000001
 # Offsets in words of 8 bytes; what different ranks watch stands in different cache lines.
@@ -52,45 +41,8 @@ _ADDRESS_SPACE_BYTES = 1 << 43
 _RESERVE_BYTES = 1 << 26  # at a time, since a signal makes the system begin anew
 _LINE = 128
 
-# Of a piece of so many bytes at least three quarters are whole huge pages, wherever it begins; one of twice as many begins with one, for
-# which an eighth of it is left free at most.
-_LARGE_BYTES = 4 * HUGE_PAGE
-
-
-class Spans:
-    """A set of integers as few intervals, in ascending order, each as long as can be."""
-
-    __slots__ = ("_bounds",)
-
-    def __init__(self) -> None:
-        # Where they begin and end, in turn: a number is in the set if an odd number of bounds are not above it.
-        self._bounds: list[int] = []
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        return zip(self._bounds[::2], self._bounds[1::2], strict=True)
-
-    def add(self, begin: int, end: int) -> None:
-        """Put an interval in, which is not empty."""
-        first, last = bisect.bisect_left(self._bounds, begin), bisect.bisect_right(self._bounds, end)
-        self._bounds[first:last] = [begin] * (first % 2 == 0) + [end] * (last % 2 == 0)
-
-    def remove(self, begin: int, end: int) -> None:
-        """Take an interval out, which is not empty."""
-        first, last = bisect.bisect_left(self._bounds, begin), bisect.bisect_right(self._bounds, end)
-        self._bounds[first:last] = [begin] * (first % 2) + [end] * (last % 2)
-
-    def within(self, begin: int, end: int) -> list[tuple[int, int]]:
-        """Return the parts of an interval, which is not empty, that are in the set."""
-        return self._cut(begin, end, 1)
-
-    def missing(self, begin: int, end: int) -> list[tuple[int, int]]:
-        """Return the parts of an interval, which is not empty, that are not in the set."""
-        return self._cut(begin, end, 0)
-
-    def _cut(self, begin: int, end: int, parity: int) -> list[tuple[int, int]]:
-        first, last = bisect.bisect_right(self._bounds, begin), bisect.bisect_left(self._bounds, end)
-        cut = [begin] * (first % 2 == parity) + self._bounds[first:last] + [end] * (last % 2 == parity)
-        return list(zip(cut[::2], cut[1::2], strict=True))
+# A piece of so many bytes begins with a huge page, for which an eighth of it is left free at most.
+_LARGE_BYTES = 8 * HUGE_PAGE
 
 
 class Segment:
@@ -135,7 +87,7 @@ class Segment:
         Raises:
             OSError: there is no memory.
         """
-        unit = HUGE_PAGE if nbytes >= 2 * _LARGE_BYTES else PAGE if nbytes >= PAGE else _LINE
+        unit = HUGE_PAGE if nbytes >= _LARGE_BYTES else PAGE if nbytes >= PAGE else _LINE
         nbytes = _rounded(nbytes, min(unit, PAGE))
         start = self._end
         for begin, end in self._free:
@@ -288,63 +240,3 @@ class Peer:
             os.close(self._pidfd)
         self.words.release()
         del self.memory, self._bytes, self._mapping
-
-
-class Region:
-    """Equal pieces of several segments, one after the other in a range of addresses: whole pages, so that nothing is copied.
-
-    This rank's piece is the very memory of its segment. Of the others' there is what they write; a write to it here would go to a page of
-    this process alone.
-
-    Args:
-        pieces: for each rank the descriptor of its segment, and where its piece begins.
-        nbytes: the length of a piece, in bytes.
-        rank: this rank.
-
-    Raises:
-        OSError: the system does not map them.
-    """
-
-    def __init__(self, pieces: Sequence[tuple[int, int]], nbytes: int, rank: int) -> None:
-        self.nbytes = nbytes * len(pieces)
-        self.num_views = 0
-        self._piece_bytes = nbytes
-        self._is_detached = False
-        # A piece shows huge pages if it lies between two of them here as in its segment.
-        phases = [(offset - place * nbytes) % HUGE_PAGE for place, (_, offset) in enumerate(pieces)]
-        self.has_huge_pages = len(set(phases)) == 1 and nbytes >= _LARGE_BYTES
-        self._mapping = Mapping(self.nbytes, phases[rank])
-        self.begin = self._mapping.begin
-        self.own = self.begin + rank * nbytes
-        for place, (fd, offset) in enumerate(pieces):
-            self._mapping.show(place * nbytes, nbytes, fd, offset, writable=True, shared=place == rank)
-
-    def window(self) -> memoryview:
-        """Return the whole as a buffer, whose life is that of what is made of it; it keeps the memory."""
-        return self._mapping.window()
-
-    def offset_of(self, address: int) -> int | None:
-        """Return how far into this rank's piece an address lies, or None if it does not."""
-        offset = address - self.own
-        return offset if 0 <= offset < self._piece_bytes else None
-
-    def unmap(self) -> None:
-        """Drop this rank's mapping of all pages, which the segments keep: the next access maps them again."""
-        self._unmap(self.begin, self.begin + self.nbytes)
-
-    def unmap_others(self) -> None:
-        """The same for all but this rank's own piece."""
-        self._unmap(self.begin, self.own)
-        self._unmap(self.own + self._piece_bytes, self.begin + self.nbytes)
-
-    def _unmap(self, begin: int, end: int) -> None:
-        if not self._is_detached:
-            self._mapping.unmap(begin - self.begin, end - begin)
-
-    def detach(self) -> None:
-        """Copy everything to pages of this process, in place: what is written to the segments from now on is not seen here."""
-        self._is_detached = True
-        whole = torch.frombuffer(self.window(), dtype=torch.uint8)
-        saved = whole.clone()
-        self._mapping.show(0, self.nbytes, -1, 0, writable=True, shared=False)
-        whole.copy_(saved)
