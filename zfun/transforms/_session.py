@@ -78,9 +78,6 @@ class Session:
     ) -> None:
         self._group = flats[0].group
         self._secondary = secondary
-        self._parts: dict[int, Tensor] = {}
-        self._makes_graph = torch.is_grad_enabled()
-        self._in_loss = True
         self._device = flats[0].layout.device
         self._tape = tape
         self._knobs = knobs
@@ -100,24 +97,34 @@ class Session:
         # Of fake tensors nothing can be asked, and there is nobody to agree with.
         self._alone = self._group.size == 1 or any(isinstance(buffer, Tensor) and ops.is_abstract(buffer) for buffer in flats[0].buffers)
         self._thread = threading.get_ident()
+        self._makes_graph = torch.is_grad_enabled()
+        # Where the call is.
         self._phase = "forward"
+        self._in_loss = True
+        self._now = _NO_BUCKET
+        # What it has noted: of the use of buckets and of leaves, and what autograd keeps, in order.
         self._events: list[Event] = []
         self._first_uses: dict[str, None] = {}
-        self._now = _NO_BUCKET
         self._packed: list[int] = []
         self._packs = [[bucket] for bucket in range(len(self._shards))]
+        # Of each bucket: the gather that is under way, what it brought, and its leaves as the loss has them. Where these came out of a node
+        # and what they show was freed, they wait for another buffer. A release is overdue while somebody holds on to such a leaf.
         self._pending: dict[int, Pending] = {}
-        self._spare: list[Pending] = []
         self._buffers: dict[int, Tensor] = {}
         self._views: dict[int, list[Tensor]] = {}
         self._emptied: dict[int, list[Tensor]] = {}
+        self._overdue: set[int] = set()
+        # Gathers of what is there already, in which this rank takes part for the others.
+        self._spare: list[Pending] = []
+        # Which bucket a storage is.
         self._storages: dict[int, tuple[int, StorageWeakRef]] = {}
+        # What backward gathers over the secondary group, and what it finds gathered.
+        self._parts: dict[int, Tensor] = {}
+        self._kept: frozenset[int] = frozenset()
         self._persistent = plan.schedule.persistent if plan else knobs.persistent(self._traced)
         for bucket in self._persistent:
             # It stays gathered beside shards that are written.
             self._shards[bucket].is_borrowed = False
-        self._kept: frozenset[int] = frozenset()
-        self._overdue: set[int] = set()
         self._course = Course(self._forward_steps(self._restore()), followed=plan is not None)
         if tape is not None:
             tape.on_complete.append(self._complete)
@@ -144,54 +151,30 @@ class Session:
 
     def check_graph(self, out: Any) -> None:
         """Refuse a graph with a lazy leaf in it: an ``autograd.Function`` took it as it is, and its gradient would be lost."""
-        if self._course.followed:
-            return
-        todo = [leaf.grad_fn for leaf in tree.leaves(out) if type(leaf) is Tensor and leaf.grad_fn is not None]
-        seen = set(todo)
-        while todo:
-            node = todo.pop()
-            variable = getattr(node, "variable", None)
-            if isinstance(variable, LazyLeaf):
-                raise PlacementError(
-                    f"an autograd.Function takes whole tensors; got the lazy leaf {variable.path!r}; call zf.gather() on it first",
-                    leaf=variable.path,
-                )
-            for following, _ in node.next_functions:
-                if following is not None and following not in seen:
-                    seen.add(following)
-                    todo.append(following)
+        leaf = None if self._course.followed else _lazy_leaf_behind(out)
+        if leaf is not None:
+            raise PlacementError(
+                f"an autograd.Function takes whole tensors; got the lazy leaf {leaf.path!r}; call zf.gather() on it first", leaf=leaf.path
+            )
 
     def end_forward(self) -> None:
         """Take part in the gathers that this rank did not need, and free what backward does not begin with."""
         self._in_loss = False
         self._set_aside()
         self._run(self._course.rest())
+        is_first = self._plan is None
         # In the first pass there is nothing to stray from before the ranks have agreed on it.
-        has_strayed = self._plan is not None and (not self._course.followed or self._plan.packed not in (None, tuple(self._packed)))
-        votes_here = self._plan is not None and not self._alone and self._tape is not None and self._tape.group is self._group
-        again, said = True, [_DONE]
-        while again and not self._alone:
-            again, said = self._round(_STRAYED if has_strayed else _DONE)
-        used = [event.bucket for event in self._events]
+        has_strayed = not is_first and self._has_strayed()
+        said = self._meet(has_strayed)
         for bucket in self._persistent:
             self._shards[bucket].keep(self._take(bucket))
         if self._plan is not None and self._tape is not None:
             self._kept = self._plan.kept
         self._drop(self._persistent | self._kept)
-        if self._plan is None:
-            forward, leaves = self._agreed([used, list(self._first_uses)], "order of use")
-            trace = Trace(self._traced, self._group.size, tuple(forward), leaves=tuple(leaves))
-            self._plan = Plan(self._knobs.schedule(trace))
-            self._learn(self._plan)
-            self._course.followed = tuple(used) == self._plan.schedule.trace.forward
-            has_strayed = not self._course.followed
+        if is_first:
+            has_strayed = self._learn_forward()
         if self._tape is not None:
-            self._tape.gathers = True
-            self._tape.strayed = self._tape.strayed or has_strayed
-            if votes_here:
-                self._tape.any_strayed = bool(self._tape.any_strayed) or _STRAYED in said
-            else:
-                self._tape.must_vote = True
+            self._vote(self._tape, has_strayed, None if is_first else said)
         if not torch.is_grad_enabled():
             self._close()
             return
@@ -200,6 +183,37 @@ class Session:
             # Somebody may still differentiate with respect to the batch. Nobody says when that is done, and the leaves know their maker: a
             # cycle that would keep the shards alive.
             self._lazy, self._sources = (), ()
+
+    def _has_strayed(self) -> bool:
+        """Whether this rank used, or kept for backward, what the plan does not say."""
+        assert self._plan is not None
+        return not self._course.followed or self._plan.packed not in (None, tuple(self._packed))
+
+    def _meet(self, has_strayed: bool) -> list[int]:
+        """Stay until no rank asks for a bucket any more, and return what the ranks said then."""
+        again, said = True, [_DONE]
+        while again and not self._alone:
+            again, said = self._round(_STRAYED if has_strayed else _DONE)
+        return said
+
+    def _learn_forward(self) -> bool:
+        """Make a plan of what rank 0 has used, and say whether this rank has used something else."""
+        used = [event.bucket for event in self._events]
+        forward, leaves = self._agreed([used, list(self._first_uses)], "order of use")
+        trace = Trace(self._traced, self._group.size, tuple(forward), leaves=tuple(leaves))
+        self._plan = Plan(self._knobs.schedule(trace))
+        self._learn(self._plan)
+        self._course.followed = tuple(used) == self._plan.schedule.trace.forward
+        return not self._course.followed
+
+    def _vote(self, tape: Tape, has_strayed: bool, said: list[int] | None) -> None:
+        """Say on the tape who has strayed: all ranks are known where they said it to this group, else the loss asks them."""
+        tape.gathers = True
+        tape.strayed = tape.strayed or has_strayed
+        if said is not None and not self._alone and tape.group is self._group:
+            tape.any_strayed = bool(tape.any_strayed) or _STRAYED in said
+        else:
+            tape.must_vote = True
 
     def _close(self) -> None:
         self._phase = "closed"
@@ -485,3 +499,19 @@ class Session:
     def _is_packed(self, bucket: int) -> bool:
         """Whether autograd's graph keeps a view of a bucket."""
         return sys.getrefcount(self._packs[bucket]) > max(map(sys.getrefcount, [[bucket]]))
+
+
+def _lazy_leaf_behind(out: Any) -> LazyLeaf | None:
+    """Find a lazy leaf among the leaves of the graph of a result."""
+    todo = [leaf.grad_fn for leaf in tree.leaves(out) if type(leaf) is Tensor and leaf.grad_fn is not None]
+    seen = set(todo)
+    while todo:
+        node = todo.pop()
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, LazyLeaf):
+            return variable
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                todo.append(following)
+    return None
