@@ -327,21 +327,9 @@ def data_parallel(
         >>> zf.simulate(2, main)[0]
         (tensor(1.), P, {'w': tensor(0.5000)})
     """
-    if group.axis:
-        raise PlacementError(
-            f"data_parallel() takes all the ranks that have a batch; got the {group.axis} axis of a mesh; pass the mesh itself"
-        )
+    _check_parallel(vg, group, reduce, reduce_dtype)
     check_wire(wire, "data_parallel()")
-    if reduce not in ("mean", "sum"):
-        raise OptionError(f"reduce must be 'mean' or 'sum'; got {reduce!r}")
-    if not (reduce_dtype is None or reduce_dtype.is_floating_point):
-        raise OptionError(f"reduce_dtype must be a floating dtype; got {reduce_dtype}; torch.float32 is usual")
     if isinstance(vg, GradientFunction):
-        if vg.group is not None:
-            raise PlacementError(
-                f"data_parallel() takes gradients that are this rank's own; got ones with placement {vg.placement!r}; apply it once, "
-                "and before shard_grads()"
-            )
         return dataclasses.replace(
             vg, group=group, reduce=reduce, reduce_dtype=reduce_dtype, bucket_bytes=bucket_bytes, placement=P, wire=wire, _agreed=set()
         )
@@ -363,6 +351,22 @@ def data_parallel(
         return (loss if aux is NO_AUX else (loss, aux)), flat
 
     return parallel
+
+
+def _check_parallel(vg: Gradient, group: Group, reduce: str, reduce_dtype: torch.dtype | None) -> None:
+    if group.axis:
+        raise PlacementError(
+            f"data_parallel() takes all the ranks that have a batch; got the {group.axis} axis of a mesh; pass the mesh itself"
+        )
+    if reduce not in ("mean", "sum"):
+        raise OptionError(f"reduce must be 'mean' or 'sum'; got {reduce!r}")
+    if not (reduce_dtype is None or reduce_dtype.is_floating_point):
+        raise OptionError(f"reduce_dtype must be a floating dtype; got {reduce_dtype}; torch.float32 is usual")
+    if isinstance(vg, GradientFunction) and vg.group is not None:
+        raise PlacementError(
+            f"data_parallel() takes gradients that are this rank's own; got ones with placement {vg.placement!r}; apply it once, "
+            "and before shard_grads()"
+        )
 
 
 @checked_options
