@@ -50,7 +50,7 @@ def rehearsed(optimizer: Any, precision: Any, layout: Layout, size: int, *, dona
     """Return the bytes of the state, and what a step makes beside it."""
     rule, policy = as_optimizer(optimizer), policy_of(precision)
     if rule.placement is not None or rule.partial is not None:
-        got = "sums the terms of gradients by itself" if rule.placement is None else f"computes in {rule.placement!r}"
+        got = "sums the terms of gradients by itself, leaf by leaf" if rule.placement is None else f"computes in {rule.placement!r}"
         raise OptionError(
             f"the live bytes of a step are known for optimizers that leave placements to the stage; got one that {got}; use another one of "
             "zf.optim"

@@ -18,7 +18,7 @@ What has been freed and is used again in forward, unplanned, is gathered again w
 something themselves: a round of one small all-gather, which ends each forward pass. In backward nobody may have to ask. So the ranks vote,
 in that round (with the loss in the first pass, or where the loss has more ranks), on whether all of them have used, and kept for backward,
 what the schedule says. If not, each bucket is gathered once in backward, in one order, and kept until nothing can need it any more. A
-bucket that backward needs no value of is gathered all the same, at the end: a step sends what the closed form says.
+bucket that backward needs no value of is gathered all the same, at the end, unless it stayed: a step sends what the closed form says.
 
 Bits. A bucket that is freed and gathered again in forward comes back behind the same outputs of its node: they get the new buffer as
 their data. A second node would add gradients in another order.
