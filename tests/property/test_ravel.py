@@ -234,6 +234,19 @@ def test_a_table_follows_tensors_that_moved_changed_or_went() -> None:
             check(torch.nn.Parameter(base), base)
 
 
+def test_a_table_trusts_a_tuple_and_its_buffer_only() -> None:
+    table, offsets, tensors = ops.AddressTable(), (0, 64), [torch.ones(64), torch.ones(64)]
+    out = torch.empty(128)
+    for value in (1.0, 2.0):
+        tensors[1] = torch.full((64,), value)
+        ops.ravel_into(out, tensors, offsets, table=table)
+        assert out[64:].tolist() == [value] * 64
+    fixed = tuple(tensors)
+    ops.ravel_into(out, fixed, offsets, table=table)
+    with pytest.raises(RuntimeError, match="split_with_sizes"):
+        ops.ravel_into(torch.empty(100), fixed, offsets, table=table)
+
+
 @pytest.mark.parametrize("kernels", ["compiled", "reference"])
 def test_what_autograd_records_is_refused(kernels: str) -> None:
     w, table = torch.ones(3, requires_grad=True), ops.AddressTable()

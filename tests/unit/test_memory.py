@@ -105,6 +105,19 @@ def test_whole_gradients_exist_at_once_only_without_shard_grads() -> None:
     assert peak <= PSI // SIZE + GRADS * BUCKET + SLACK
 
 
+class Late(Echo):
+    """Holds on to what is sent until somebody waits for it, as a collective does that is still under way."""
+
+    def start(self, call: Call, x: Tensor, out: Tensor | None = None) -> Pending:
+        return Pending(lambda: Echo.start(self, call, x, out).wait())
+
+
+def test_a_bucket_is_filled_while_one_other_is_on_its_way() -> None:
+    vg, value = gradient(Late(), sharded=False, shard_grads=True)
+    # The results; one bucket in its leaves and in one piece, and one that is sent.
+    assert peak_of(lambda: vg(value, X)) < PSI // SIZE + 4 * BUCKET
+
+
 def test_whole_parameters_never_exist_with_shard_params() -> None:
     group = Echo()
     vg, value = gradient(group, sharded=True, shard_grads=True)

@@ -13,7 +13,7 @@ from torch.func import grad, grad_and_value, hessian, jacrev, jvp, vjp, vmap
 
 import zfun as zf
 from tests import models
-from zfun import tree
+from zfun import ops, tree
 from zfun.testing import assert_same_bits
 
 # torch itself warns when it first imports what forward-mode derivatives need.
@@ -315,6 +315,15 @@ def test_a_block_traced_as_one_graph_at_every_stage_and_with_remat() -> None:
                 expected = zf.simulate(size, trained, stage, block)
                 for name, form in forms.items():
                     assert_same_bits(zf.simulate(size, trained, stage, form), expected, f"stage {stage}, {name}")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_kernels_give_way_to_the_compiler() -> None:
+    """What is traced are torch's operations: it cannot look into compiled code."""
+    torch.compiler.reset()
+    place = lambda x: ops.ravel([2 * x], [1], 6, dtype=x.dtype, device=x.device)
+    x = torch.arange(4.0)
+    assert torch.equal(torch.compile(place, fullgraph=True, backend="eager")(x), place(x))
 
 
 @pytest.mark.filterwarnings("ignore")

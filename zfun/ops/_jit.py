@@ -81,10 +81,10 @@ def is_abstract(x: Tensor) -> bool:
 def compiled() -> bool:
     """Whether compiled kernels may run now: they were not switched off, and nobody watches or transforms torch's operations."""
     return (
-        _chosen["kernels"] == "compiled"
+        not torch.compiler.is_compiling()
+        and _chosen["kernels"] == "compiled"
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
-        and not torch.compiler.is_compiling()
     )
 
 
