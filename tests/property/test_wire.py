@@ -271,6 +271,23 @@ def test_a_model_learns_over_a_mesh() -> None:
         assert_same_bits(other, results[0])
 
 
+def test_micro_batches_are_sent_in_few_bits_too() -> None:
+    """Their sum is still to be sent as the terms of it were."""
+
+    def main(group: zf.Group) -> list[int]:
+        group, found = zf.record(group), []
+        vg = zf.data_parallel(zf.value_and_grad(lambda p, x: (p["w"] * x).sum()), group, wire=zf.wire.int8())
+        for num_micro_batches in (1, 2):
+            _, grads = zf.accumulate(vg, num_micro_batches)(zf.replicate({"w": torch.ones(4096)}, group), torch.ones(2, 4096))
+            group.clear()
+            zf.redistribute(grads, zf.R, group)
+            found.append(group.bytes_sent())
+        return found
+
+    for once, twice in zf.simulate(2, main):
+        assert 0 < twice == once < 4096 * 2
+
+
 @pytest.mark.parametrize("is_kept", [False, True], ids=["gathered twice", "with a secondary shard"])
 def test_backward_sees_the_numbers_of_forward(is_kept: bool) -> None:
     """A secondary shard is a part of what came back in forward, and is sent as it is: exactly, and inside of a row."""

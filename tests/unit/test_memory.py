@@ -118,6 +118,21 @@ def test_a_bucket_is_filled_while_one_other_is_on_its_way() -> None:
     assert peak_of(lambda: vg(value, X)) < PSI // SIZE + 4 * BUCKET
 
 
+def test_leaves_of_gradients_are_gone_when_the_call_returns() -> None:
+    """Not kept by what remembers their addresses from call to call."""
+    seen: list[StorageWeakRef] = []
+
+    def noted(params: Any, x: Tensor) -> Tensor:
+        for layer in params["h"]:
+            layer["w"].register_hook(lambda grad: seen.append(StorageWeakRef(grad.untyped_storage())))
+        return loss_fn(params, x)
+
+    vg, value = gradient(Echo(), sharded=False, shard_grads=True, loss_fn=noted)
+    for _ in range(2):
+        vg(value, X)
+    assert [grad.expired() for grad in seen] == [True] * 2 * LAYERS
+
+
 def test_whole_parameters_never_exist_with_shard_params() -> None:
     group = Echo()
     vg, value = gradient(group, sharded=True, shard_grads=True)
