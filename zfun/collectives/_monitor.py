@@ -302,7 +302,10 @@ class Monitor:
             # Of a collective long ago it is not known any more what it was.
             text = seen[peer].call(lane, index)
             reason += f"; rank {peer} was last seen waiting in collective {index} of its lane{'' if text is None else f' ({text})'}"
-        return Verdict(f"{start}{reason}; it has published no error, so it was killed, stopped or is stuck")
+        return Verdict(
+            f"{start}{reason}; it has published no error, so it was killed, stopped or is stuck; read its output, and if it is only slow "
+            "pass a larger timeout_s to process_group()"
+        )
 
     def _talk(self, ask: Callable[[], object]) -> None:
         """Talk to the store for a bounded time, and never again if it does not answer: it may live in a rank that is dead or stopped."""
