@@ -22,8 +22,8 @@ one mesh give the same bits. Another mesh of as many ranks, or the group without
 
 A later phase starts when the result is waited for. Phases start in the order of the calls all the same: to wait for one brings those before
 it forward first, and so does a call that goes through the axes in another order. So ranks may wait in any order within a lane. And to wait
-for gradients, or for what the ranks tell each other, brings the gathers of parameters forward: a rank that takes another branch may be
-waiting for their last phase. Nobody waits so before it has started all gathers that others may need by then.
+for what the ranks tell each other brings the gathers of parameters forward: a rank that takes another branch may be waiting for their last
+phase. Nobody waits so before it has started all gathers that others may need by then.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ class Mesh(Group):
         queue.append(running)
 
         def finish() -> Tensor:
-            if lane is not Lane.PARAMS:
+            if lane is Lane.CONTROL:
                 self._bring_forward(Lane.PARAMS)
             while running in queue:
                 queue[0].bring_forward()
