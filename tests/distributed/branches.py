@@ -112,6 +112,25 @@ def returning(group: zf.Group) -> Any:
     return every_stage(group, returning_layers, models.mlp(), batches)
 
 
+def shifted_layers(params: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """All leaves are gathered, and a shift, of which nothing is kept for backward, is added where its layer is open."""
+    x, ways = batch
+    for index, layer in enumerate(params["h"]):
+        whole = zf.gather(layer)
+        x = torch.tanh(x @ whole["w"])
+        if ways[0, index]:
+            x = x + whole["shift"].sum(0)
+    return (x @ params["out"]).pow(2).mean()
+
+
+def gathered_for_nothing(group: zf.Group) -> Any:
+    """Nothing tells the ranks before backward that some of them have no gradient of what all have gathered."""
+    params = models.mlp(num_layers=6)
+    params["h"] = [{"w": layer["w"], "shift": layer["w"].repeat(9, 1)} for layer in params["h"]]
+    batches = batches_of(3, group.size, lambda step, rank, _: [step == 0 or (rank + step) % group.size == 0 or i < 1 for i in range(6)])
+    return every_stage(group, shifted_layers, params, batches)
+
+
 def experts(group: zf.Group, rows: int, top_k: int, capacity: int, num_micro: int = 1) -> Any:
     """A mixture of experts; tokens decide which of them a rank uses."""
     params = models.mixture(seed=3)
@@ -165,6 +184,7 @@ BODIES = [
     early_exit,
     skipped_layers,
     returning,
+    gathered_for_nothing,
     one_expert_a_token,
     two_experts_a_token,
     experts_and_micro_batches,

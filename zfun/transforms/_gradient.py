@@ -106,6 +106,8 @@ class GradientFunction:
             tape.on_error.append(loss.wait)
             tape.scale = self._scale(weight)
             if total.requires_grad and tape.anchors:
+                if tape.gathers and group is not None and group.size > 1 and total.grad_fn is not None:
+                    total.grad_fn.register_prehook(lambda grads: tape.look_ahead())
                 with noting("backward"):
                     torch.autograd.grad(total, tape.anchors, torch.full_like(total, self.loss_scale), allow_unused=True)
             results = tape.finish()

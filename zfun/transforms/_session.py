@@ -160,6 +160,8 @@ class Session:
     def end_forward(self) -> None:
         """Take part in the gathers that this rank did not need, and free what backward does not begin with."""
         self._in_loss = False
+        # What the loss held on to is freed with everything else, below; it is nothing to do in backward, where it is gathered anew.
+        self._overdue.clear()
         self._set_aside()
         self._run(self._course.rest())
         is_first = self._plan is None
@@ -260,6 +262,10 @@ class Session:
     def _finish_backward(self) -> None:
         self._begin_backward()
         self._run(self._course.rest())
+        if self._has_anybody_strayed():
+            # Before anybody waits for gradients: on a mesh, others need this rank to come to the last phase of what they wait for.
+            for pending in [*self._pending.values(), *self._spare]:
+                pending.wait()
 
     def _end_backward(self) -> None:
         self._drop(set())

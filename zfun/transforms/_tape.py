@@ -98,6 +98,9 @@ class Tape:
         count = len(layout.buckets)
         self._opened = [0] * count
         self._fired = [0] * count
+        self._nodes: list[list[Any]] = [[] for _ in range(count)]
+        # Buckets that the loss has used on this rank, and whose nodes will not run all the same.
+        self._silent: frozenset[int] = frozenset()
         self._sums: list[list[Tensor | None] | None] = [None] * count
         self._ready: list[Tensor | None] = [None] * count
         self._next = count - 1
@@ -115,7 +118,18 @@ class Tape:
             # Autograd runs what is ready in the reverse of the order in which it was made, and nodes of whole parameters are made first of
             # all: left to that, every gradient would be complete before the first was reduced.
             node._set_sequence_nr(_FIRST)
+            self._nodes[bucket].append(node)
         return outputs
+
+    def look_ahead(self) -> None:
+        """Find out, as backward begins, which buckets will get no gradient though the loss has used them, and send those in their turn.
+
+        That is nothing that a rank has strayed by: it was gathered alike. Yet others wait for such a bucket in the middle of backward,
+        before they start gathers that this rank needs.
+        """
+        runs = torch._C._will_engine_execute_node
+        self._silent = frozenset(bucket for bucket, nodes in enumerate(self._nodes) if nodes and not any(map(runs, nodes)))
+        self._start_ready()
 
     def contribute(self, bucket: int, grads: Sequence[Tensor | None]) -> None:
         """Take the gradients of a bucket's leaves from one of its nodes."""
@@ -133,10 +147,10 @@ class Tape:
         """Send what was not used as zeros, wait for everything, and return one result for each bucket."""
         for callback in self.on_finish:
             callback()
-        for bucket in range(self._next, -1, -1):
-            if self._ready[bucket] is None:
+        while self._next >= 0:
+            if self._ready[self._next] is None:
                 self._make_room()
-                self._ravel(bucket)
+                self._ravel(self._next)
             self._start_ready()
         self._settle(0)
         for callback in self.on_end:
@@ -157,6 +171,7 @@ class Tape:
         for callbacks in (self.on_complete, self.on_finish, self.on_end):
             callbacks.clear()
         self.on_error.clear()
+        self._nodes.clear()
 
     def _make_room(self) -> None:
         """Wait until the bucket that is filled next is one of those that may be in flight."""
@@ -181,8 +196,10 @@ class Tape:
         self._ready[bucket] = out
 
     def _start_ready(self) -> None:
-        while self._next >= 0 and self._ready[self._next] is not None:
+        while self._next >= 0 and (self._ready[self._next] is not None or self._next in self._silent):
             bucket, self._next = self._next, self._next - 1
+            if self._ready[bucket] is None:
+                self._ravel(bucket)
             buffer, self._ready[bucket] = self._ready[bucket], None
             if not self.sinks:
                 self._results[bucket] = buffer
@@ -190,7 +207,8 @@ class Tape:
             self._in_flight.append((bucket, self.sinks[0].start(buffer, self.layout, bucket)))
             # What has been written in few bits is not held while others are waited for.
             del buffer
-            if self.max_in_flight is not None:
+            # What is sent before others have come to it is not waited for here: they may need this rank's gathers first.
+            if self.max_in_flight is not None and bucket not in self._silent:
                 self._settle(self.max_in_flight)
 
     def _settle(self, num_left: int) -> None:
