@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -76,5 +78,27 @@ def test_large_pieces_begin_huge_pages() -> None:
         # The room before them is not lost.
         assert offsets[3] < offsets[1]
         assert segment.in_use == base + 2 * PAGE + 2 * large + 128
+    finally:
+        segment.close()
+
+
+def mapped_bytes(segment: Segment) -> int:
+    """What this process has mapped of a segment, as the system counts it."""
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    first = f"{segment.view(0, 1, torch.uint8).data_ptr():x}-"
+    assert any(line.startswith(first) for line in lines)
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Rss:"))
+
+
+def test_what_is_free_can_be_unmapped_again_and_again() -> None:
+    segment = Segment(0, 1)
+    try:
+        for _ in range(2):
+            piece = segment.allocate(64 * PAGE)
+            segment.view(*piece, torch.uint8).fill_(1)
+            assert mapped_bytes(segment) >= 64 * PAGE
+            segment.release(*piece)
+            segment.unmap_free(0)
+            assert mapped_bytes(segment) < 64 * PAGE
     finally:
         segment.close()

@@ -326,3 +326,18 @@ def test_a_loss_must_not_write_to_its_parameters(stage: int, when: str) -> None:
 
     with pytest.raises(zf.errors.ZfunError, match=r"must not change its parameters in place; leaf 'h\.1\.b' was changed; clone\(\) it"):
         zf.simulate(2, main)
+
+
+def test_what_stays_gathered_is_of_these_buffers() -> None:
+    def main(group: zf.Group) -> list[float]:
+        loss = zf.shard_params(lambda p, x: (p["w"] * x).sum(), group, persistence=1 << 20)
+        params, x = zf.shard({"w": torch.ones(64)}, group), torch.ones(64)
+        vg = zf.value_and_grad(loss)
+        found = [vg(params, x)[0].item(), vg(params, x)[0].item()]
+        twice = params.with_buffers([buffer * 2 for buffer in params.buffers])
+        # Written to as often as the others were: it is not this that tells them apart.
+        for mine, other in zip(twice.buffers, params.buffers, strict=True):
+            torch.autograd.graph.increment_version([mine] * (other._version - mine._version))
+        return [*found, vg(twice, x)[0].item()]
+
+    assert zf.simulate(2, main) == [[64.0, 64.0, 128.0]] * 2
