@@ -53,7 +53,7 @@ class _Map:
 
     @property
     def dual(self) -> Op:
-        """The adjoint: the op whose inner product, summed over the ranks, mirrors this one's."""
+        """The op whose inner product, summed over the ranks, mirrors this one's (its adjoint)."""
         raise NotImplementedError
 
     def output_numel(self, numel: int, size: int) -> int:
