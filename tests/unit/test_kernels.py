@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import shutil
@@ -193,3 +194,23 @@ def test_a_long_compilation_is_told(caplog: pytest.LogCaptureFixture) -> None:
     assert x.tolist() == [4.0, 4.0, 4.0]
     assert len(caplog.records) == 1
     assert re.search(r"compiled the kernel 'twice' in \d+\.\d s", caplog.text)
+
+
+def test_machine_code_is_kept_until_a_helper_changes(tmp_path: Path) -> None:
+    """Numba by itself looks at the file of a kernel alone, so that it would go on with a helper of before."""
+    from zfun.ops import _jit
+
+    source = "def twice(x):\n    for i in range(x.size):\n        x[i] = 2 * x[i]\n"
+    (tmp_path / "some_kernel.py").write_text(source, encoding="utf-8")
+
+    def num_compiled() -> int:
+        kernel, x = _jit.jit(importlib.import_module("some_kernel").twice), np.ones(3)
+        kernel(x)
+        assert x.tolist() == [2.0, 2.0, 2.0]
+        return sum(kernel.stats.cache_misses.values())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(tmp_path))
+        assert [num_compiled(), num_compiled()] == [1, 0]
+        patch.setattr(_jit, "_digest", lambda: "of a helper that has changed")
+        assert [num_compiled(), num_compiled()] == [1, 0]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import logging
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -147,6 +149,24 @@ def telling(kernel: Any) -> Callable[..., None]:
     return call
 
 
+@functools.cache
+def _digest() -> str:
+    """What this folder's modules say, in short."""
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))).hexdigest()
+
+
+def _renewed(kernel: Any) -> Any:
+    """Keep machine code for as long as no module of this folder changes, and not only the one where the kernel stands.
+
+    Numba asks for no more, so a kernel would keep helpers of before; and it fails where a type that it kept has gone to another module.
+    It does ask for its own version, before anything else.
+    """
+    kept: Any = getattr(kernel._cache, "_cache_file", None)
+    if hasattr(kept, "_version"):
+        kept._version = f"{kept._version}, {_digest()}"
+    return kernel
+
+
 def jit(function: Callable[..., Any]) -> Any:
     """Compile a function when it is first called, and keep the machine code on disk where there is a place for it.
 
@@ -160,6 +180,6 @@ def jit(function: Callable[..., Any]) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NumbaPerformanceWarning)
         try:
-            return numba.njit(cache=True, **options)(function)
+            return _renewed(numba.njit(cache=True, **options)(function))
         except RuntimeError:  # neither the package's folder nor a cache folder of the user can be written
             return numba.njit(**options)(function)
