@@ -287,7 +287,17 @@ def test_room_is_used_again_when_the_last_view_of_it_is_gone() -> None:
     assert workspace.nbytes == 2 << 19
 
 
-def test_no_more_room_is_kept_than_was_in_use_at_once() -> None:
+def test_a_small_piece_does_not_drive_out_a_large_one() -> None:
+    workspace = Workspace()
+    large = workspace.take(1 << 22, torch.uint8)
+    place = large.data_ptr()
+    del large
+    small = workspace.take(1 << 18, torch.uint8)
+    del small
+    assert workspace.take(1 << 22, torch.uint8).data_ptr() == place
+
+
+def test_hardly_more_room_is_kept_than_was_in_use_at_once() -> None:
     workspace = Workspace()
     for numel in (1 << 20, 1 << 18, 1 << 22):
         assert workspace.take(numel, torch.uint8).numel() == numel

@@ -1,6 +1,6 @@
 """Room for what is sent and received, used again: fresh pages cost as much as a sum.
 
-What is handed out comes back by itself, when the last view of it is gone. No more is kept than has been in use at one time.
+What is handed out comes back by itself, when the last view of it is gone. Hardly more is kept than has been in use at one time.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class Workspace:
             block = _pages(nbytes)
         self._in_use += len(block)
         self._most_in_use = max(self._most_in_use, self._in_use)
-        while self._free and self.nbytes > self._most_in_use:
+        # Sizes differ a little from bucket to bucket: with no room to spare, each would drive out what the next one needs.
+        while self._free and self.nbytes > self._most_in_use + self._most_in_use // 8:
             self._free.pop(0)
         return block
 
