@@ -289,19 +289,16 @@ def test_room_is_used_again_when_the_last_view_of_it_is_gone() -> None:
 
 def test_a_small_piece_does_not_drive_out_a_large_one() -> None:
     workspace = Workspace()
-    large = workspace.take(1 << 22, torch.uint8)
-    place = large.data_ptr()
-    del large
-    small = workspace.take(1 << 18, torch.uint8)
-    del small
-    assert workspace.take(1 << 22, torch.uint8).data_ptr() == place
+    for numel in (1 << 22, 1 << 18, 1 << 22, 1 << 18):
+        workspace.take(numel, torch.uint8)
+    assert workspace.nbytes == (1 << 22) + (1 << 18)
 
 
 def test_hardly_more_room_is_kept_than_was_in_use_at_once() -> None:
     workspace = Workspace()
     for numel in (1 << 20, 1 << 18, 1 << 22):
         assert workspace.take(numel, torch.uint8).numel() == numel
-        assert workspace.nbytes == numel
+        assert workspace.nbytes <= numel * 9 // 8
     held = [workspace.take(1 << 18, torch.uint8) for _ in range(3)]
     # The largest was let go of for them.
     assert workspace.nbytes == 3 << 18
