@@ -33,6 +33,7 @@ from zfun.transforms import (
     offload_params,
     redistribute,
     replicate,
+    replicate_grads,
     scale_loss,
     shard,
     shard_grads,
@@ -157,7 +158,7 @@ def zero(
     ===== ======================= ========= ================== =================
     stage known as                params    grads at update    optimizer state
     ===== ======================= ========= ================== =================
-    0     data parallel           ``R``     ``P -> R``         ``R``
+    0     data parallel           ``R``     ``R``              ``R``
     1     ZeRO-1                  ``R``     ``P -> S``         ``S``
     2     ZeRO-2                  ``R``     ``S``              ``S``
     3     ZeRO-3                  ``S``     ``S``              ``S``
@@ -232,10 +233,11 @@ def zero(
         if not composed or composed[0][0][0] is not frozen or composed[0][0][1] is not terms:
             cast_loss = loss_fn if policy.compute is None else cast(loss_fn, policy.compute)
             loss = _whole_loss(stage, cast_loss, group, frozen, offload_params, knobs, secondary, wire_params)
-            summed = min(stage, 1) if terms else stage
+            sums = _sums_of(stage, group, once=num_micro_batches == 1, borrow=policy.loss_scale is None)
+            vg = _gradient(None if terms else sums, loss, group, policy, bucket_bytes, offload_grads, wire_grads)
             # Nobody wants the norms of micro-batches that are added up, nor of what is still scaled.
             measures = num_micro_batches == 1 and policy.loss_scale is None and offload_grads is None
-            vg = _gradient(summed, loss, group, policy.reduce, bucket_bytes, offload_grads, wire_grads, measures=measures)
+            vg = replace(vg, measures=measures) if isinstance(vg, GradientFunction) else vg
             composed[:] = [((frozen, terms), vg)]
         vg = composed[0][1] if scale == 1.0 else scale_loss(composed[0][1], scale)
         return vg if num_micro_batches == 1 else accumulate(vg, num_micro_batches)
@@ -438,22 +440,26 @@ def _whole_loss(
     return lambda params, batch: loss_fn(tree.combine(params, rest), batch)
 
 
+def _sums_of(stage: int, group: Group, *, once: bool, borrow: bool) -> Callable[[Gradient], Gradient] | None:
+    """How a stage sums gradients inside backward. Whole ones of several micro-batches it sums once, and so not there."""
+    if stage >= 2:
+        return lambda vg: shard_grads(vg, group)
+    if stage == 0 and once:
+        return lambda vg: replicate_grads(vg, group.mesh, borrow=borrow and group is group.mesh)
+    return None
+
+
 def _gradient(
-    stage: int,
+    sums: Callable[[Gradient], Gradient] | None,
     loss: Loss,
     group: Group,
-    reduce_dtype: torch.dtype | None,
+    policy: Precision,
     bucket_bytes: int,
     store: Store | None,
     wire: Wire | None,
-    *,
-    measures: bool,
 ) -> Gradient:
-    vg: Gradient = data_parallel(value_and_grad(loss), group.mesh, reduce_dtype=reduce_dtype, bucket_bytes=bucket_bytes, wire=wire)
-    if stage >= 2:
-        vg = shard_grads(vg, group)
-    if isinstance(vg, GradientFunction):
-        vg = replace(vg, measures=measures)
+    vg: Gradient = data_parallel(value_and_grad(loss), group.mesh, reduce_dtype=policy.reduce, bucket_bytes=bucket_bytes, wire=wire)
+    vg = vg if sums is None else sums(vg)
     return vg if store is None else _offload_grads(vg, store)
 
 

@@ -25,6 +25,7 @@ COMPOSITIONS = [
     Composition(),
     Composition(flat=True, donate=True),
     Composition(grads=("shard_grads",)),
+    Composition(grads=("replicate_grads",), flat=True, donate=True),
     Composition(optimizer=("shard_optimizer",)),
     Composition(loss=("shard_params",)),
     Composition(loss=("shard_params",), grads=("shard_grads",), optimizer=("shard_optimizer",), donate=True),

@@ -151,6 +151,7 @@ def test_sizes_and_optimizers(rule: Rule, size: int) -> None:
         Composition(),
         Composition(loss=("shard_params",), donate=True),
         Composition(grads=("shard_grads",)),
+        Composition(grads=("offload", "replicate_grads"), optimizer=("shard_optimizer",)),
         Composition(optimizer=("shard_optimizer", "offload"), flat=True, donate=True),
         Composition(("shard_params", "offload"), ("offload", "shard_grads"), ("offload", "shard_optimizer")),
         Composition(("offload", "shard_params"), ("shard_grads", "offload"), ("shard_optimizer", "offload"), donate=True),
@@ -217,7 +218,7 @@ def test_mixed_dtypes(params: Any, size: int, rule: Rule, buckets: list[int], dr
 # Recipes are compositions.
 
 STAGES = {
-    0: Composition(flat=True),
+    0: Composition(grads=("replicate_grads",), flat=True),
     1: Composition(optimizer=("shard_optimizer",), flat=True),
     2: Composition(grads=("shard_grads",), optimizer=("shard_optimizer",), flat=True),
     3: Composition(("shard_params",), ("shard_grads",), ("shard_optimizer",)),

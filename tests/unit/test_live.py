@@ -42,7 +42,7 @@ PARTS = {
     "zfun/transforms/_session.py": "gathered",
     WIRE: "reduced",
     # Where a mesh has an axis of one rank, its sums are copied, not sent, to where they are to be.
-    "zfun/transforms/_gradient.py:start": "reduced",
+    "zfun/transforms/_sum_sink.py:start": "reduced",
     "zfun/transforms/_redistribute.py:_communicate": "reduced",
 }
 SIZE, ROWS = 4, 3

@@ -1,4 +1,4 @@
-"""value_and_grad, data_parallel, shard_grads, accumulate and weighted_mean."""
+"""value_and_grad, data_parallel, shard_grads, replicate_grads, accumulate and weighted_mean."""
 
 from __future__ import annotations
 
@@ -173,7 +173,8 @@ def test_data_parallel_compares_parameters_once() -> None:
     zf.simulate(2, main)
 
 
-def test_a_reduce_scatter_starts_inside_backward() -> None:
+@pytest.mark.parametrize("transform", [zf.shard_grads, zf.replicate_grads])
+def test_a_sum_starts_inside_backward(transform: Any) -> None:
     """The first bucket is on its way before backward has come to the last."""
     events: list[str] = []
 
@@ -203,12 +204,47 @@ def test_a_reduce_scatter_starts_inside_backward() -> None:
             return (x @ params["out"]).pow(2).mean()
 
         spy = Spy()
-        vg = zf.shard_grads(zf.data_parallel(zf.value_and_grad(loss_fn), spy, bucket_bytes=300), spy)
+        vg = transform(zf.data_parallel(zf.value_and_grad(loss_fn), spy, bucket_bytes=300), spy)
         vg(models.mlp(), X)
 
     zf.simulate(2, main)
     assert events.index("grads") < events.index("backward is at the input")
     assert events.count("grads") == 5
+
+
+@pytest.mark.parametrize("borrow", [False, True])
+def test_replicated_gradients_are_the_sum_of_the_terms(borrow: bool) -> None:
+    batches = models.mlp_batches(1, 3)[0]
+
+    def main(group: zf.Group) -> Any:
+        terms = zf.data_parallel(zf.value_and_grad(models.mlp_loss), group, bucket_bytes=300)
+        later = zf.replicate_grads(zf.accumulate(terms, 1), group)
+        found = [vg(models.mlp(), batches[group.rank]) for vg in (zf.replicate_grads(terms, group, borrow=borrow), later, terms)]
+        assert [grads.placement for _, grads in found] == [zf.R, zf.R, zf.P]
+        for loss, grads in found:
+            assert_same_bits((loss, zf.unshard(grads)), (found[2][0], zf.unshard(found[2][1])))
+        return zf.unshard(found[0][1])
+
+    parts = [plain(models.mlp_loss, models.mlp(), batch)[1] for batch in batches]
+    expected = tree.map(lambda *leaves: sum(leaves) / 3, *parts)
+    for result in zf.simulate(3, main):
+        for a, b in zip(tree.leaves(result), tree.leaves(expected), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
+def test_gradients_that_are_summed_are_not_summed_again() -> None:
+    batches = models.mlp_batches(1, 2)[0]
+
+    def main(group: zf.Group) -> None:
+        terms = zf.data_parallel(zf.value_and_grad(models.mlp_loss), group)
+        whole, cut = zf.replicate_grads(terms, group), zf.shard_grads(terms, group)
+        expected = zf.unshard(whole(models.mlp(), batches[group.rank])[1])
+        for first, then, placement in ((whole, zf.shard_grads, zf.S), (cut, zf.replicate_grads, zf.R)):
+            grads = then(first, group)(models.mlp(), batches[group.rank])[1]
+            assert grads.placement is placement
+            assert_same_bits(zf.unshard(grads), expected)
+
+    zf.simulate(2, main)
 
 
 # Weighted means: the true mean over tokens.

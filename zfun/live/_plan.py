@@ -119,6 +119,7 @@ def live_bytes(
         offload_grads=offload_grads,
         wire_params=wire_params,
         wire_grads=wire_grads,
+        accumulates=num_micro_batches > 1,
     )
     state_bytes, changes = rehearsed(optimizer, precision, layout, group.size if stage > 0 else 1, donate=donate, first_step=first_step)
     where = "store" if offload_optimizer else "device"

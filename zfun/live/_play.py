@@ -51,6 +51,7 @@ class Play:
         offload_grads: bool,
         wire_params: Wire | None,
         wire_grads: Wire | None,
+        accumulates: bool,
     ) -> None:
         self._stage = stage
         self._schedule = schedule
@@ -69,15 +70,16 @@ class Play:
         self._here: dict[int, int] = {}
         # What backward will gather over the inner axis of a mesh.
         self._parts: dict[int, int] = {}
-        # Of one rank alone the gradients are the sum, as they are made.
-        self._reduces = stage > 1 and group.mesh.size > 1
+        # Whether backward sums gradients over the ranks; of one rank alone they are the sum, as they are made.
+        self._has_sink = stage > 1 or (stage == 0 and not accumulates)
+        self._reduces = self._has_sink and group.mesh.size > 1
         self._made = "gradients" if group.mesh.size > 1 else "reduced"
-        self._left = "reduced" if self._reduces else self._made
         self._wire_params = wire_params if group.size > 1 else None
         self._coded: CodedSums | None = None
         if wire_grads is not None and group.mesh.size > 1:
             self._coded = CodedSums(wire_grads, group, self._hold_sum, functools.partial(self.free, "reduced"), scatters=stage > 0)
         self._summed_as = self._made if stage == 0 and self._coded is None else "reduced"
+        self._left = self._summed_as if self._reduces else self._made
 
     def now(self, what: str) -> Moment:
         """Return what is held now."""
@@ -217,16 +219,17 @@ class Play:
     def _send(self, bucket: int) -> None:
         if self._reduces:
             self._start_sum(bucket)
-        elif self._stage < 2:
+        elif not self._has_sink:
+            # It stays as it is, until it is summed after all others.
             self._move(self._left, self._grad_bytes(bucket), self._grad_place)
 
     def _settle(self, in_flight: list[int], num_left: int) -> None:
-        while self._stage > 1 and len(in_flight) > num_left:
+        while self._has_sink and len(in_flight) > num_left:
             bucket = in_flight.pop(0)
             nbytes = self._grad_bytes(bucket)
             if self._reduces:
                 self._finish_sum(bucket)
-                nbytes //= self._size
+                nbytes //= self._size if self._stage else 1
             self._move(self._left, nbytes, self._grad_place)
 
     def _move(self, name: str, nbytes: int, place: str) -> None:
@@ -283,7 +286,7 @@ class Play:
 
     def redistribute(self) -> None:
         """Sum whole gradients over the ranks, where that was not done in backward."""
-        if self._stage > 1 or self._group.mesh.size == 1:
+        if self._stage > 1 or self._reduces or self._group.mesh.size == 1:
             return
         in_flight: list[int] = []
         for bucket in range(self._count):
@@ -297,7 +300,7 @@ class Play:
     def unscale(self) -> None:
         """Divide by the loss scale: half types are widened for that, all others changed in place."""
         share = self._size if self._stage else 1
-        place = self._grad_place if self._stage > 1 or self._summed_as == self._made else "device"
+        place = self._grad_place if self._stage > 1 or self._left == self._summed_as else "device"
         narrow = [bucket for bucket in range(self._count) if self._buckets[bucket].grad_itemsize < _WIDE]
         for bucket in narrow:
             self.hold("reduced", self._buckets[bucket].numel // share * _WIDE, f"unscaled gradients of bucket {bucket}")

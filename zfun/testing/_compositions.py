@@ -25,6 +25,7 @@ from zfun.transforms import (
     offload_params,
     remat,
     replicate,
+    replicate_grads,
     shard,
     shard_grads,
     shard_optimizer,
@@ -43,8 +44,8 @@ class Composition:
 
     Attributes:
         loss: ``"shard_params"`` and ``"offload"``, in any order, or one, or none.
-        grads: what stands around ``data_parallel``: ``"shard_grads"``, ``"offload"`` and ``"accumulate"``, in any order. With micro-batches
-            ``"accumulate"`` is put outermost where it is not named.
+        grads: what stands around ``data_parallel``: ``"shard_grads"`` or ``"replicate_grads"``, ``"offload"`` and ``"accumulate"``, in any
+            order. With micro-batches ``"accumulate"`` is put outermost where it is not named.
         optimizer: ``"shard_optimizer"`` and ``"offload"``.
         flat: whether parameters that are not sharded are flat; those that are sharded or offloaded always are.
         donate: whether each step takes over the buffers of the last one; goes with flat parameters.
@@ -73,20 +74,19 @@ class Composition:
     @property
     def reduces_first(self) -> bool:
         """Whether every micro-batch is reduced by itself; those that do differ by rounding from those that do not."""
-        if "shard_grads" not in self.grads:
-            return False
-        return "accumulate" not in self.grads or self.grads.index("shard_grads") < self.grads.index("accumulate")
+        order = [name for name in self.grads if name != "offload"]
+        return bool(order) and order[0] != "accumulate"
 
 
 _KNOWN = {
     "loss": ("shard_params", "offload"),
-    "grads": ("shard_grads", "offload", "accumulate"),
+    "grads": ("shard_grads", "offload", "accumulate", "replicate_grads"),
     "optimizer": ("shard_optimizer", "offload"),
 }
 
 
 def all_compositions(*, num_micro_batches: int = 1) -> list[Composition]:
-    """Return every subset of the transforms in every order, without ``remat``.
+    """Return every subset of the transforms in every order, without ``remat``, and without ``replicate_grads``, which is for none of them.
 
     Args:
         num_micro_batches: with more than one, ``"accumulate"`` takes every place.
@@ -98,7 +98,7 @@ def all_compositions(*, num_micro_batches: int = 1) -> list[Composition]:
         >>> len(all_compositions()), all_compositions()[0]
         (275, Composition(loss=(), grads=(), optimizer=(), flat=False, donate=False, remat=False))
     """
-    around = ("shard_grads", "offload") if num_micro_batches == 1 else _KNOWN["grads"]
+    around = ("shard_grads", "offload") if num_micro_batches == 1 else ("shard_grads", "offload", "accumulate")
     gradients = [names for names in _ordered_subsets(around) if num_micro_batches == 1 or "accumulate" in names]
     return [
         Composition(loss, grads, optimizer, flat, donate)
@@ -201,6 +201,7 @@ def _loss(composition: Composition, group: Group, loss: Loss, store: HostStore) 
 def _gradient(composition: Composition, group: Group, loss: Loss, store: HostStore, num_micro_batches: int, bucket_bytes: int) -> Gradient:
     steps: dict[str, Callable[[Gradient], Gradient]] = {
         "shard_grads": lambda vg: shard_grads(vg, group),
+        "replicate_grads": lambda vg: replicate_grads(vg, group),
         "offload": lambda vg: offload_grads(vg, store),
         "accumulate": lambda vg: accumulate(vg, num_micro_batches),
     }

@@ -120,7 +120,7 @@ def bucket_sizes() -> st.SearchStrategy[int]:
 
 
 def compositions(*, num_micro_batches: int = 1) -> st.SearchStrategy[Composition]:
-    """Draw compositions of the transforms, with and without ``remat``.
+    """Draw compositions of the transforms, with and without ``remat``, and some with ``replicate_grads`` in the place of ``shard_grads``.
 
     Args:
         num_micro_batches: with more than one, ``"accumulate"`` takes every place.
@@ -131,8 +131,13 @@ def compositions(*, num_micro_batches: int = 1) -> st.SearchStrategy[Composition
         >>> @settings(max_examples=3, database=None)
         ... @given(compositions())
         ... def test(composition):
-        ...     assert dataclasses.replace(composition, remat=False) in all_compositions()
+        ...     assert composition.donate <= (composition.flat or bool(composition.loss))
         >>> test()
     """
     every = st.sampled_from(all_compositions(num_micro_batches=num_micro_batches))
-    return st.builds(lambda composition, remat: dataclasses.replace(composition, remat=remat), every, st.booleans())
+    return st.builds(_varied, every, st.booleans(), st.sampled_from(["shard_grads", "shard_grads", "replicate_grads"]))
+
+
+def _varied(composition: Composition, remat: bool, sums: str) -> Composition:
+    grads = tuple(sums if name == "shard_grads" else name for name in composition.grads)
+    return dataclasses.replace(composition, remat=remat, grads=grads)

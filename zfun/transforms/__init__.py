@@ -4,7 +4,8 @@
 of           modules
 ===========  =========================================================================================================================
 values       ``_redistribute`` is the one that chooses a collective; ``_describe`` says what a value is
-gradients    ``_value`` and ``_gradient``, on ``_tape``, through which a bucket's gradients leave backward; ``_accumulate``
+gradients    ``_value`` and ``_gradient``, on ``_tape``, through which a bucket's gradients leave backward into a sink; ``_sum_grads``
+             puts a ``_sum_sink`` there; ``_accumulate``
 optimizers   ``_optimizer``; ``_offload``, which is of all three types
 losses       ``_cast``; ``_remat``; ``_shard_params``, which makes a ``_session`` of each call: ``_lazy`` leaves, ``_buckets``, and the
              ``_course`` of gathers, which keeps to a ``_schedule``
@@ -18,7 +19,7 @@ from zfun.transforms._cast import CastLoss, cast
 from zfun.transforms._describe import Description, describe
 from zfun.transforms._explain import Accumulation, Explanation, Message, explain
 from zfun.transforms._first import first_steps
-from zfun.transforms._gradient import GradientFunction, data_parallel, scale_loss, shard_grads, value_and_grad
+from zfun.transforms._gradient import GradientFunction, data_parallel, scale_loss, value_and_grad
 from zfun.transforms._offload import offload, offload_grads, offload_loss, offload_optimizer, offload_params
 from zfun.transforms._optimizer import apply, shard_optimizer
 from zfun.transforms._profile import Noted, Profile, profile
@@ -26,6 +27,7 @@ from zfun.transforms._redistribute import MAX_UNDER_WAY, check_agreement, gather
 from zfun.transforms._remat import Remat, remat
 from zfun.transforms._schedule import Event, Knobs, Schedule, Step, Trace, TracedBucket, schedule
 from zfun.transforms._shard_params import ShardedLoss, shard_params
+from zfun.transforms._sum_grads import replicate_grads, shard_grads
 from zfun.transforms._tape import MAX_IN_FLIGHT
 from zfun.transforms._timeline import Span, Timeline, timeline
 from zfun.transforms._trace import order_of_use, trace
@@ -72,6 +74,7 @@ __all__ = [
     "redistribute",
     "remat",
     "replicate",
+    "replicate_grads",
     "scale_loss",
     "schedule",
     "shard",

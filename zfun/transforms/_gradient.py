@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zfun import ops, stores, tree
-from zfun.collectives import AllReduce, Call, Group, Lane, Pending, ReduceScatter, check_shardable, start_reduce_scatter_over
+from zfun.collectives import AllReduce, Call, Group, Lane, Pending
 from zfun.errors import LeafError, OptionError, PlacementError, ZfunError, checked_options
 from zfun.flat import Flat, flats, ravel, unravel_buffers
 from zfun.layout import DEFAULT_BUCKET_BYTES, Layout, layout_of, unique_leaves
@@ -21,42 +21,20 @@ from zfun.transforms._buckets import views_of
 from zfun.transforms._cast import CastLoss
 from zfun.transforms._notes import noting
 from zfun.transforms._profile import watched
-from zfun.transforms._redistribute import check_agreement, redistribute
+from zfun.transforms._redistribute import check_agreement
 from zfun.transforms._remat import warn_of_whole_loss
+from zfun.transforms._sum_sink import SumSink
 from zfun.transforms._tape import Sink, Tape, check_unwritten
 from zfun.transforms._value import NO_AUX, WeightedMean, parse
 from zfun.typing import Gradient, Loss
-from zfun.wire import Wire, check_wire, start_over
+from zfun.wire import Wire, check_wire
 
 __all__ = [
     "GradientFunction",
     "data_parallel",
     "scale_loss",
-    "shard_grads",
     "value_and_grad",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class _ReduceScatter:
-    """The sink of :func:`shard_grads`."""
-
-    group: Group
-    wire: Wire | None = None
-    # Where the squares of the sums go, by bucket, if somebody wants them.
-    squares: dict[int, Tensor] | None = None
-
-    def start(self, buffer: Tensor, layout: Layout, bucket: int) -> Pending:
-        """Start to sum a bucket over all ranks, each keeping its piece."""
-        if self.group.mesh.size == 1:
-            return Pending.done(buffer)
-        squared = None if self.squares is None else functools.partial(self.squares.__setitem__, bucket)
-        call = Call(ReduceScatter(), "grads", layout.label(bucket), Lane.GRADS, squared=squared)
-        if self.wire is not None:
-            return start_over(call, buffer, self.group, self.wire)
-        # Over an inner axis the sum over the row is where the sum over the mesh will be.
-        out = None if self.group.axis else self.group.buffer(layout.shard_numel(bucket), buffer.dtype, buffer.device)
-        return start_reduce_scatter_over(self.group, call, buffer, out)
 
 
 @dataclass(frozen=True)
@@ -74,7 +52,7 @@ class GradientFunction:
         reduce_dtype: of flat gradients; ``None`` for that of the parameters, but float32 for half types.
         loss_scale: what the loss is multiplied with before its gradient is taken.
         wire: in which format the partial sums are sent; ``None`` for exactly.
-        measures: whether to sum the squares of sharded gradients while they are added, for their norm.
+        measures: whether to sum the squares of gradients while they are added over the ranks, for their norm.
     """
 
     loss: Loss
@@ -158,14 +136,14 @@ class GradientFunction:
         # The derivative of a gather is a reduce-scatter: without a transform that says otherwise, sharded parameters have sharded
         # gradients.
         if self.group is None and isinstance(params, Flat) and params.placement is S:
-            return (_ReduceScatter(params.group), *self.sinks)
+            return (SumSink(params.group, S), *self.sinks)
         return self.sinks
 
     def _measured(self, sinks: tuple[Sink, ...], squares: dict[int, Tensor]) -> tuple[Sink, ...]:
         """Let the squares of what is summed over the ranks be put somewhere, if that is wanted."""
         if not self.measures:
             return sinks
-        return tuple(dataclasses.replace(sink, squares=squares) if isinstance(sink, _ReduceScatter) else sink for sink in sinks)
+        return tuple(dataclasses.replace(sink, squares=squares) if isinstance(sink, SumSink) else sink for sink in sinks)
 
     def _reduce_loss(self, total: Tensor, weight: Tensor | None, tape: Tape) -> tuple[Tensor | None, Pending]:
         """Start the sum of the loss over the ranks, and of what backward needs to know: the weight, and whether a rank has strayed."""
@@ -300,7 +278,7 @@ def data_parallel(
 ) -> Gradient:
     """Say that every rank has a batch of its own: gradients become partial sums over the ranks (``-> P``).
 
-    Nothing is sent but the loss; who needs the sum asks for it (:func:`shard_grads`, or :func:`apply`).
+    Nothing is sent but the loss; who needs the sum asks for it (:func:`replicate_grads`, :func:`shard_grads`, or :func:`apply`).
 
     Args:
         vg: a gradient function.
@@ -369,62 +347,6 @@ def _check_parallel(vg: Gradient, group: Group, reduce: str, reduce_dtype: torch
             f"data_parallel() takes gradients that are this rank's own; got ones with placement {vg.placement!r}; apply it once, "
             "and before shard_grads()"
         )
-
-
-@checked_options
-def shard_grads(vg: Gradient, group: Group) -> Gradient:
-    """Sum gradients over the ranks and keep this rank's part: ZeRO-2 (``P -> S``).
-
-    The reduce-scatter of a bucket starts inside backward, as soon as its gradients are complete, so that whole gradients never exist at
-    once. Around :func:`accumulate` it is done once, after the last micro-batch.
-
-    Args:
-        vg: a gradient function whose gradients are partial.
-        group: the ranks that share the sum: the group of the gradients, or the inner axis of their mesh. In the latter case the shards are
-            summed over the outer axis too, and every row has the same.
-
-    Returns:
-        A gradient function whose gradients are a ``Flat`` with placement ``S``.
-
-    Raises:
-        PlacementError: the gradients are not partial, or of another group.
-
-    Example:
-        >>> import zfun as zf
-        >>> def main(group):
-        ...     vg = zf.data_parallel(zf.value_and_grad(lambda params, batch: (params["w"] * batch).sum()), group)
-        ...     loss, grads = zf.shard_grads(vg, group)({"w": torch.ones(3)}, torch.tensor(float(group.rank)))
-        ...     return grads.placement, zf.unshard(grads)["w"]
-        >>> zf.simulate(2, main)[0]
-        (S, tensor([0.5000, 0.5000, 0.5000]))
-    """
-    check_shardable(group, "shard_grads()")
-    if isinstance(vg, GradientFunction) and vg.placement is not S:
-        if vg.group is None:
-            raise PlacementError(
-                "shard_grads() takes gradients with placement P; got ones that are this rank's own; wrap them in data_parallel() first"
-            )
-        if vg.group is not group.mesh:
-            raise PlacementError(
-                "shard_grads() must be given the group of its gradients; got another one; pass the same group to data_parallel() and "
-                "shard_grads(), or the inner axis of that mesh"
-            )
-        # Before what other transforms do with the result: to move a bucket to a store, say, is for when it is reduced.
-        sinks = (_ReduceScatter(group, vg.wire), *vg.sinks)
-        return dataclasses.replace(vg, placement=S, over=group, sinks=sinks, _agreed=vg._agreed)
-
-    def sharded(params: tree.Tree, batch: Any) -> tuple[Any, Any]:
-        loss, grads = vg(params, batch)
-        if not isinstance(grads, Flat):
-            raise PlacementError(
-                f"shard_grads() takes gradients with placement P; got {type(grads).__name__} of whole leaves; wrap them in "
-                "data_parallel() first"
-            )
-        if grads.placement is S and grads.group is group:
-            return loss, grads
-        return loss, redistribute(grads, S, group, name="grads")
-
-    return sharded
 
 
 def scale_loss(vg: Gradient, scale: float) -> Gradient:

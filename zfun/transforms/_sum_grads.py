@@ -1,0 +1,113 @@
+"""Sum gradients over the ranks while backward makes them: each rank keeps its part of the sum, or all of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from zfun import tree
+from zfun.collectives import Group, check_shardable
+from zfun.errors import PlacementError, checked_options
+from zfun.flat import Flat
+from zfun.placement import P, R, S
+from zfun.transforms._gradient import GradientFunction
+from zfun.transforms._redistribute import redistribute
+from zfun.transforms._sum_sink import SumSink
+from zfun.typing import Gradient
+
+__all__ = ["replicate_grads", "shard_grads"]
+
+
+@checked_options
+def shard_grads(vg: Gradient, group: Group) -> Gradient:
+    """Sum gradients over the ranks and keep this rank's part: ZeRO-2 (``P -> S``).
+
+    The reduce-scatter of a bucket starts inside backward, as soon as its gradients are complete, so that whole gradients never exist at
+    once. Around :func:`accumulate` it is done once, after the last micro-batch.
+
+    Args:
+        vg: a gradient function whose gradients are partial.
+        group: the ranks that share the sum: the group of the gradients, or the inner axis of their mesh. In the latter case the shards are
+            summed over the outer axis too, and every row has the same.
+
+    Returns:
+        A gradient function whose gradients are a ``Flat`` with placement ``S``.
+
+    Raises:
+        PlacementError: the gradients are not partial, or of another group.
+
+    Example:
+        >>> import zfun as zf
+        >>> def main(group):
+        ...     vg = zf.data_parallel(zf.value_and_grad(lambda params, batch: (params["w"] * batch).sum()), group)
+        ...     loss, grads = zf.shard_grads(vg, group)({"w": torch.ones(3)}, torch.tensor(float(group.rank)))
+        ...     return grads.placement, zf.unshard(grads)["w"]
+        >>> zf.simulate(2, main)[0]
+        (S, tensor([0.5000, 0.5000, 0.5000]))
+    """
+    check_shardable(group, "shard_grads()")
+    return _summed(vg, SumSink(group, S), "shard_grads()")
+
+
+@checked_options
+def replicate_grads(vg: Gradient, group: Group, *, borrow: bool = False) -> Gradient:
+    """Sum gradients over the ranks and keep all of them: data parallelism that sends while backward computes (``P -> R``).
+
+    The all-reduce of a bucket starts inside backward, as soon as its gradients are complete. :func:`apply` would send the same bytes
+    afterwards. Around :func:`accumulate` it is done once, after the last micro-batch.
+
+    Args:
+        vg: a gradient function whose gradients are partial.
+        group: the group of the gradients, on a mesh the whole of it.
+        borrow: let the gradients share memory with the other ranks where these lend it: nobody may write to them. That saves a copy.
+
+    Returns:
+        A gradient function whose gradients are a ``Flat`` with placement ``R``.
+
+    Raises:
+        PlacementError: the gradients are not partial, or of another group.
+
+    Example:
+        >>> import zfun as zf
+        >>> def main(group):
+        ...     vg = zf.data_parallel(zf.value_and_grad(lambda params, batch: (params["w"] * batch).sum()), group)
+        ...     loss, grads = zf.replicate_grads(vg, group)({"w": torch.ones(3)}, torch.tensor(float(group.rank)))
+        ...     return grads.placement, zf.unshard(grads)["w"]
+        >>> zf.simulate(2, main)[0]
+        (R, tensor([0.5000, 0.5000, 0.5000]))
+    """
+    if group.axis:
+        raise PlacementError(
+            f"replicate_grads() takes the group of its gradients; got the {group.axis} axis of a mesh; pass the mesh itself"
+        )
+    return _summed(vg, SumSink(group, R, borrow=borrow), "replicate_grads()")
+
+
+def _summed(vg: Gradient, sink: SumSink, name: str) -> Gradient:
+    """Put a sum over the ranks into the backward pass of a gradient function, or after a call of it where that cannot be."""
+    group, placement = sink.group, sink.placement
+    if isinstance(vg, GradientFunction) and vg.placement in (None, P):
+        if vg.group is None:
+            raise PlacementError(
+                f"{name} takes gradients with placement P; got ones that are this rank's own; wrap them in data_parallel() first"
+            )
+        if vg.group is not group.mesh:
+            raise PlacementError(
+                f"{name} must be given the group of its gradients; got another one; pass the same group to data_parallel() and "
+                f"{name}{', or the inner axis of that mesh' if placement is S else ''}"
+            )
+        # Before what other transforms do with the result: to move a bucket to a store, say, is for when it is reduced.
+        sinks = (dataclasses.replace(sink, wire=vg.wire), *vg.sinks)
+        return dataclasses.replace(vg, placement=placement, over=group, sinks=sinks, _agreed=vg._agreed)
+
+    def summed(params: tree.Tree, batch: Any) -> tuple[Any, Any]:
+        loss, grads = vg(params, batch)
+        if not isinstance(grads, Flat):
+            raise PlacementError(
+                f"{name} takes gradients with placement P; got {type(grads).__name__} of whole leaves; wrap them in data_parallel() first"
+            )
+        if grads.placement is placement and grads.group is group:
+            return loss, grads
+        return loss, redistribute(grads, placement, group, name="grads")
+
+    return summed

@@ -1,0 +1,45 @@
+"""What becomes of a bucket of gradients that is summed over the ranks inside backward."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from zfun.collectives import AllReduce, Call, Group, Lane, Pending, ReduceScatter, start_reduce_scatter_over
+from zfun.layout import Layout
+from zfun.placement import Placement, S
+from zfun.wire import Wire, start, start_over
+
+__all__ = ["SumSink"]
+
+
+@dataclass(frozen=True, slots=True)
+class SumSink:
+    """The sink of :func:`shard_grads` and :func:`replicate_grads`: sums a bucket over all ranks, of which each keeps its piece or all."""
+
+    group: Group
+    placement: Placement
+    wire: Wire | None = None
+    borrow: bool = False
+    # Where the squares of the sums go, by bucket, if somebody wants them.
+    squares: dict[int, Tensor] | None = None
+
+    def start(self, buffer: Tensor, layout: Layout, bucket: int) -> Pending:
+        """Start to sum a bucket, which is given up."""
+        group = self.group
+        if group.mesh.size == 1:
+            return Pending.done(buffer)
+        op = ReduceScatter() if self.placement is S else AllReduce()
+        squared = None if self.squares is None else functools.partial(self.squares.__setitem__, bucket)
+        call = Call(op, "grads", layout.label(bucket), Lane.GRADS, squared=squared)
+        if self.wire is not None:
+            return (start_over if self.placement is S else start)(call, buffer, group, self.wire)
+        if self.placement is not S:
+            borrow = self.borrow and group.lends
+            return group.start(dataclasses.replace(call, borrow=borrow), buffer, None if borrow else buffer)
+        # Over an inner axis the sum over the row is where the sum over the mesh will be.
+        out = None if group.axis else group.buffer(layout.shard_numel(bucket), buffer.dtype, buffer.device)
+        return start_reduce_scatter_over(group, call, buffer, out)
