@@ -233,11 +233,9 @@ def zero(
         if not composed or composed[0][0][0] is not frozen or composed[0][0][1] is not terms:
             cast_loss = loss_fn if policy.compute is None else cast(loss_fn, policy.compute)
             loss = _whole_loss(stage, cast_loss, group, frozen, offload_params, knobs, secondary, wire_params)
-            sums = _sums_of(stage, group, once=num_micro_batches == 1, borrow=policy.loss_scale is None)
-            vg = _gradient(None if terms else sums, loss, group, policy, bucket_bytes, offload_grads, wire_grads)
-            # Nobody wants the norms of micro-batches that are added up, nor of what is still scaled.
-            measures = num_micro_batches == 1 and policy.loss_scale is None and offload_grads is None
-            vg = replace(vg, measures=measures) if isinstance(vg, GradientFunction) else vg
+            # Backward leaves the terms alone for an optimizer that sums them, as at stage 1.
+            summed = 1 if terms else stage
+            vg = _gradient(summed, loss, group, policy, bucket_bytes, offload_grads, wire_grads, once=num_micro_batches == 1)
             composed[:] = [((frozen, terms), vg)]
         vg = composed[0][1] if scale == 1.0 else scale_loss(composed[0][1], scale)
         return vg if num_micro_batches == 1 else accumulate(vg, num_micro_batches)
@@ -440,26 +438,27 @@ def _whole_loss(
     return lambda params, batch: loss_fn(tree.combine(params, rest), batch)
 
 
-def _sums_of(stage: int, group: Group, *, once: bool, borrow: bool) -> Callable[[Gradient], Gradient] | None:
-    """How a stage sums gradients inside backward. Whole ones of several micro-batches it sums once, and so not there."""
-    if stage >= 2:
-        return lambda vg: shard_grads(vg, group)
-    if stage == 0 and once:
-        return lambda vg: replicate_grads(vg, group.mesh, borrow=borrow and group is group.mesh)
-    return None
-
-
 def _gradient(
-    sums: Callable[[Gradient], Gradient] | None,
+    stage: int,
     loss: Loss,
     group: Group,
     policy: Precision,
     bucket_bytes: int,
     store: Store | None,
     wire: Wire | None,
+    *,
+    once: bool,
 ) -> Gradient:
     vg: Gradient = data_parallel(value_and_grad(loss), group.mesh, reduce_dtype=policy.reduce, bucket_bytes=bucket_bytes, wire=wire)
-    vg = vg if sums is None else sums(vg)
+    if stage >= 2:
+        vg = shard_grads(vg, group)
+    elif stage == 0 and once:
+        # Whole gradients of several micro-batches are added before they are summed over the ranks.
+        vg = replicate_grads(vg, group.mesh)
+    if isinstance(vg, GradientFunction):
+        # What is added up or divided by a scale is written to, and nobody wants the norm of what it was before.
+        is_final = once and policy.loss_scale is None
+        vg = replace(vg, measures=is_final and store is None, borrows=is_final and group is group.mesh)
     return vg if store is None else _offload_grads(vg, store)
 
 

@@ -256,9 +256,10 @@ def test_a_stage_is_its_composition(stage: int, size: int) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_stage_with_micro_batches_is_its_composition(stage: int) -> None:
     params, batches, rule = models.mlp(), models.mlp_batches(3, 2, rows=6), RULES[4]
+    composition = STAGES[stage] if stage else Composition(grads=("accumulate", "replicate_grads"), flat=True)
 
     def main(group: zf.Group) -> Any:
-        return train_once(STAGES[stage], group, models.mlp_loss, rule.optimizer, params, batches, num_micro_batches=3)[:2]
+        return train_once(composition, group, models.mlp_loss, rule.optimizer, params, batches, num_micro_batches=3)[:2]
 
     found = zf.simulate(2, run_zero, stage, models.mlp_loss, rule.optimizer, params, batches, num_micro_batches=3, bucket_bytes=300)
     assert same_bits(found, zf.simulate(2, main))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import warnings
 from typing import Any
@@ -212,14 +213,17 @@ def test_a_sum_starts_inside_backward(transform: Any) -> None:
     assert events.count("grads") == 5
 
 
-@pytest.mark.parametrize("borrow", [False, True])
-def test_replicated_gradients_are_the_sum_of_the_terms(borrow: bool) -> None:
+@pytest.mark.parametrize("borrows", [False, True])
+def test_replicated_gradients_are_the_sum_of_the_terms(borrows: bool) -> None:
     batches = models.mlp_batches(1, 3)[0]
 
     def main(group: zf.Group) -> Any:
         terms = zf.data_parallel(zf.value_and_grad(models.mlp_loss), group, bucket_bytes=300)
-        later = zf.replicate_grads(zf.accumulate(terms, 1), group)
-        found = [vg(models.mlp(), batches[group.rank]) for vg in (zf.replicate_grads(terms, group, borrow=borrow), later, terms)]
+        inside = zf.replicate_grads(terms, group)
+        assert isinstance(inside, zf.transforms.GradientFunction)
+        inside = dataclasses.replace(inside, borrows=borrows)
+        afterwards = zf.replicate_grads(zf.accumulate(terms, 1), group)
+        found = [vg(models.mlp(), batches[group.rank]) for vg in (inside, afterwards, terms)]
         assert [grads.placement for _, grads in found] == [zf.R, zf.R, zf.P]
         for loss, grads in found:
             assert_same_bits((loss, zf.unshard(grads)), (found[2][0], zf.unshard(found[2][1])))

@@ -53,6 +53,7 @@ class GradientFunction:
         loss_scale: what the loss is multiplied with before its gradient is taken.
         wire: in which format the partial sums are sent; ``None`` for exactly.
         measures: whether to sum the squares of gradients while they are added over the ranks, for their norm.
+        borrows: whether replicated gradients may share memory with the other ranks where these lend it, since nobody will write to them.
     """
 
     loss: Loss
@@ -66,6 +67,7 @@ class GradientFunction:
     loss_scale: float = 1.0
     wire: Wire | None = None
     measures: bool = False
+    borrows: bool = False
     _agreed: set[Layout] = dataclasses.field(default_factory=set, compare=False, repr=False)
     _tables: dict[Layout, list[ops.AddressTable]] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
@@ -140,10 +142,9 @@ class GradientFunction:
         return self.sinks
 
     def _measured(self, sinks: tuple[Sink, ...], squares: dict[int, Tensor]) -> tuple[Sink, ...]:
-        """Let the squares of what is summed over the ranks be put somewhere, if that is wanted."""
-        if not self.measures:
-            return sinks
-        return tuple(dataclasses.replace(sink, squares=squares) if isinstance(sink, SumSink) else sink for sink in sinks)
+        """Tell those that sum over the ranks where to put the squares, if they are wanted, and whether the sums may be borrowed."""
+        found = squares if self.measures else None
+        return tuple(dataclasses.replace(sink, squares=found, borrow=self.borrows) if isinstance(sink, SumSink) else sink for sink in sinks)
 
     def _reduce_loss(self, total: Tensor, weight: Tensor | None, tape: Tape) -> tuple[Tensor | None, Pending]:
         """Start the sum of the loss over the ranks, and of what backward needs to know: the weight, and whether a rank has strayed."""

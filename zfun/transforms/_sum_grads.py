@@ -50,7 +50,7 @@ def shard_grads(vg: Gradient, group: Group) -> Gradient:
 
 
 @checked_options
-def replicate_grads(vg: Gradient, group: Group, *, borrow: bool = False) -> Gradient:
+def replicate_grads(vg: Gradient, group: Group) -> Gradient:
     """Sum gradients over the ranks and keep all of them: data parallelism that sends while backward computes (``P -> R``).
 
     The all-reduce of a bucket starts inside backward, as soon as its gradients are complete. :func:`apply` would send the same bytes
@@ -59,7 +59,6 @@ def replicate_grads(vg: Gradient, group: Group, *, borrow: bool = False) -> Grad
     Args:
         vg: a gradient function whose gradients are partial.
         group: the group of the gradients, on a mesh the whole of it.
-        borrow: let the gradients share memory with the other ranks where these lend it: nobody may write to them. That saves a copy.
 
     Returns:
         A gradient function whose gradients are a ``Flat`` with placement ``R``.
@@ -80,7 +79,7 @@ def replicate_grads(vg: Gradient, group: Group, *, borrow: bool = False) -> Grad
         raise PlacementError(
             f"replicate_grads() takes the group of its gradients; got the {group.axis} axis of a mesh; pass the mesh itself"
         )
-    return _summed(vg, SumSink(group, R, borrow=borrow), "replicate_grads()")
+    return _summed(vg, SumSink(group, R), "replicate_grads()")
 
 
 def _summed(vg: Gradient, sink: SumSink, name: str) -> Gradient:
