@@ -501,7 +501,7 @@ ONE_BY_ONE = [*(f"sum {i}" for i in range(3)), "summed 0", "sum 3", "summed 1", 
 GATHERS = [text.replace("summed", "gathered").replace("sum", "gather") for text in ONE_BY_ONE]
 # Of a step from forward to update, all that is not watched inside of the loss.
 WATCHED = {
-    0: ["pass forward", "pass backward", *ONE_BY_ONE, "update"],
+    0: ["pass forward", *SUMS[:-2], "pass backward", *SUMS[-2:], "update"],
     1: ["pass forward", "pass backward", *ONE_BY_ONE, "update", *GATHERS],
     2: ["pass forward", *SUMS[:-2], "pass backward", *SUMS[-2:], "update", *GATHERS],
     3: [*SUMS, "update"],

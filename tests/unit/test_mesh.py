@@ -248,6 +248,11 @@ def on_a_mesh(call: Any) -> Any:
     ("call", "error", "text"),
     [
         (lambda mesh: zf.data_parallel(zf.value_and_grad(models.mlp_loss), mesh.inner), PlacementError, "got the inner axis of a mesh"),
+        (
+            lambda mesh: zf.replicate_grads(zf.data_parallel(zf.value_and_grad(models.mlp_loss), mesh), mesh.outer),
+            PlacementError,
+            r"replicate_grads\(\) takes the group of its gradients; got the outer axis of a mesh; pass the mesh itself",
+        ),
         (lambda mesh: zf.shard(models.mlp(), mesh.outer), PlacementError, r"shard\(\) shards over a mesh or its inner axis"),
         (lambda mesh: zf.shard_optimizer(optim.sgd(0.1), mesh.outer), PlacementError, "got its outer axis, which replicates"),
         (lambda mesh: zf.shard_params(models.mlp_loss, mesh.outer), PlacementError, "pass mesh.inner"),

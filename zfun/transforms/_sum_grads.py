@@ -37,6 +37,7 @@ def shard_grads(vg: Gradient, group: Group) -> Gradient:
         PlacementError: the gradients are not partial, or of another group.
 
     Example:
+        >>> import torch
         >>> import zfun as zf
         >>> def main(group):
         ...     vg = zf.data_parallel(zf.value_and_grad(lambda params, batch: (params["w"] * batch).sum()), group)
@@ -67,6 +68,7 @@ def replicate_grads(vg: Gradient, group: Group) -> Gradient:
         PlacementError: the gradients are not partial, or of another group.
 
     Example:
+        >>> import torch
         >>> import zfun as zf
         >>> def main(group):
         ...     vg = zf.data_parallel(zf.value_and_grad(lambda params, batch: (params["w"] * batch).sum()), group)
