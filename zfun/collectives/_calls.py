@@ -208,6 +208,8 @@ class Call:
             from then on too, until ``Group.await_readers``; the input of an all-reduce is given up. The bits are the same.
         squared: called with the squares of this rank's piece of a sum, as ``ops.squares_in_bins`` returns them, by groups that take them
             while they add; others never call it. Ranks need not agree on it.
+        without_own: this rank's slice of the result of an all-gather may be left as it was in memory: the caller has it already. Ranks need
+            not agree on it.
     """
 
     op: Op
@@ -216,6 +218,7 @@ class Call:
     lane: Lane = Lane.CONTROL
     borrow: bool = False
     squared: Callable[[Tensor], None] | None = field(default=None, compare=False)
+    without_own: bool = field(default=False, compare=False)
 
 
 def describe(call: Call, numel: int, dtype: torch.dtype) -> str:

@@ -8,7 +8,8 @@ that every rank and every kind of group gets the same bits.
 
 The buffers of a collective, for N ranks and an input of n elements:
 
-* all-gather: receives straight into the slices of ``out``; the own shard is copied there unless it already is that slice.
+* all-gather: receives straight into the slices of ``out``; the own shard is copied there unless it already is that slice, or nobody asks
+  for it.
 * reduce-scatter: receives N - 1 chunks of n/N elements each, the first of them into ``out``, where they are added to the own chunk.
 * all-reduce: a reduce-scatter into the own slice of ``out``, of which each piece is gathered in place as soon as it is summed. That must
   not depend on when the caller waits: ranks that wait for two such collectives in different orders would block each other. So its phases
@@ -128,6 +129,7 @@ def start_exchange(
     exchange: Exchange,
     workspace: Workspace,
     squared: Callable[[Tensor], None] | None = None,
+    without_own: bool = False,
 ) -> Started:
     """Start a collective.
 
@@ -140,6 +142,7 @@ def start_exchange(
         exchange: the primitive.
         workspace: where what is only added is received.
         squared: what ``Call.squared`` is; called where this rank adds floating numbers for its own piece only.
+        without_own: what ``Call.without_own`` is.
 
     Returns:
         The started collective. When it is finished, the result is in ``out``.
@@ -149,7 +152,7 @@ def start_exchange(
     match op:
         case AllGather():
             slices = _chunks(out, size)
-            return Started(exchange(others, slices), meanwhile=_Copy(x, slices[rank]))
+            return Started(exchange(others, slices), meanwhile=None if without_own else _Copy(x, slices[rank]))
         case ReduceScatter():
             return Started(*_start_sum(here, _chunks(x, size), out))
         case AllReduce() if _is_added_twice(x.numel(), x.dtype.itemsize, size):

@@ -234,7 +234,7 @@ def gather(value: tree.Tree) -> tree.Tree:
         value: a ``Flat``, or a tree of lazy leaves and tensors.
 
     Returns:
-        A tree of whole tensors.
+        A tree of whole tensors. Those of lazy leaves may be memory of the parameters: ``clone()`` what is kept.
 
     Raises:
         PlacementError: the flat is partial.

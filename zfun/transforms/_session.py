@@ -3,9 +3,9 @@
 [Note: the life of a parameter]
 *shard* (the caller's ``Flat`` with placement S, 1/N of each bucket) → *lazy leaf* (what the loss receives: metadata only) → *gathered
 bucket* (one fresh buffer, all-gathered ahead of the first use of one of its leaves) → *views* (what operations see, outputs of the bucket
-node) → freed. Nothing keeps a gathered bucket alive past its release: what autograd saves of it is packed as (bucket, offset, size, stride)
-by a saved-tensor hook, and unpacking gathers the bucket again. Buffers are known by the identity of their storage, not by address, which
-fake tensors do not have.
+node; leaves that lie in the shard may be views of it) → freed. Nothing keeps a gathered bucket alive past its release: what autograd
+saves of it is packed as (bucket, offset, size, stride) by a saved-tensor hook, and unpacking gathers the bucket again. Buffers are known by
+the identity of their storage, not by address, which fake tensors do not have.
 
 When. The first call of a layout notes what is used, in which order, forward and backward; from the second on a schedule made of rank 0's
 notes is run ([Note: the schedule]). The first call itself gathers in the order of the layout and keeps the two buckets used last, and a
@@ -57,9 +57,9 @@ _NO_BUCKET = -1
 _DONE, _STRAYED = -1, -2
 
 
-# A view of a gathered bucket, as autograd's graph keeps it. The bucket comes as a list, the same for all of its views, whose references say
-# whether there are any.
-_Packed: TypeAlias = tuple[list[int], torch.dtype, torch.Size, tuple[int, ...], Any]
+# A view of a gathered bucket, or of this rank's own shard of it, as autograd's graph keeps it. The bucket comes as a list, the same for all
+# of its views, whose references say whether there are any.
+_Packed: TypeAlias = tuple[list[int], bool, torch.dtype, torch.Size, tuple[int, ...], Any]
 
 
 class Session:
@@ -90,6 +90,10 @@ class Session:
             for number, flat in enumerate(flats)
             for i in range(len(flat.layout.buckets))
         ]
+        if secondary is not None:
+            # Which keeps parts of what was gathered.
+            for shard in self._shards:
+                shard.own = None
         self._sources = tuple(source for leaves in lazy for source in leaves.sources)
         for bucket, source in enumerate(self._sources):
             source.load = functools.partial(self._load, bucket)
@@ -116,15 +120,15 @@ class Session:
         self._overdue: set[int] = set()
         # Gathers of what is there already, in which this rank takes part for the others.
         self._spare: list[Pending] = []
-        # Which bucket a storage is.
-        self._storages: dict[int, tuple[int, StorageWeakRef]] = {}
+        # Which bucket a storage is, and whether it is that of this rank's own shard.
+        self._storages: dict[int, tuple[int, bool, StorageWeakRef]] = {}
         # What backward gathers over the secondary group, and what it finds gathered.
         self._parts: dict[int, Tensor] = {}
         self._kept: frozenset[int] = frozenset()
         self._persistent = plan.schedule.persistent if plan else knobs.persistent(self._traced)
         for bucket in self._persistent:
             # It stays gathered beside shards that are written.
-            self._shards[bucket].is_borrowed = False
+            self._shards[bucket].keep_apart()
         self._course = Course(self._forward_steps(self._restore()), followed=plan is not None)
         if tape is not None:
             tape.on_complete.append(self._complete)
@@ -457,10 +461,15 @@ class Session:
 
     def _hold(self, bucket: int, buffer: Tensor) -> Tensor:
         self._buffers[bucket] = buffer
-        storage = buffer.untyped_storage()
-        # The weak reference keeps the address from being given to another storage while the entry lives.
-        self._storages[storage._cdata] = (bucket, StorageWeakRef(storage))
+        self._note_storage(bucket, buffer, is_own=False)
+        if (own := self._shards[bucket].own) is not None:
+            self._note_storage(bucket, own, is_own=True)
         return buffer
+
+    def _note_storage(self, bucket: int, tensor: Tensor, *, is_own: bool) -> None:
+        storage = tensor.untyped_storage()
+        # The weak reference keeps the address from being given to another storage while the entry lives.
+        self._storages[storage._cdata] = (bucket, is_own, StorageWeakRef(storage))
 
     def _gather_again(self, bucket: int) -> Tensor:
         """Gather what has been freed in this pass."""
@@ -486,20 +495,24 @@ class Session:
             return tensor
         if found is None or tensor.is_conj() or tensor.is_neg():
             return tensor
-        bucket = found[0]
+        bucket, is_own, _ = found
         if self._packed[-1:] != [bucket]:
             self._packed.append(bucket)
-        return self._packs[bucket], tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+        return self._packs[bucket], is_own, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
 
     def _unpack(self, saved: Tensor | _Packed) -> Tensor:
         if not isinstance(saved, tuple):
             return saved
-        (bucket,), dtype, size, stride, offset = saved
+        (bucket,), is_own, dtype, size, stride, offset = saved
         if bucket != self._now:
             self._touch(bucket)
         buffer = self._buffers.get(bucket)
         if buffer is None:
             buffer = self._take(bucket)
+        if is_own:
+            own = self._shards[bucket].own
+            assert own is not None
+            buffer = own
         return view_of(buffer if buffer.dtype == dtype else buffer.view(dtype), size, stride, offset)
 
     def _is_packed(self, bucket: int) -> bool:

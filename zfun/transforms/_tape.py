@@ -235,8 +235,8 @@ def check_unwritten(views: Sequence[Tensor], slots: Sequence[LeafSlot]) -> None:
     for view, slot in zip(views, slots, strict=True):
         if view._version:
             raise ZfunError(
-                f"a loss must not change its parameters in place; leaf {slot.path!r} was changed; clone() it in the loss, and return what "
-                "is to be kept as aux",
+                f"a loss must not change its parameters in place; leaf {slot.path!r} was changed; clone() it in the loss, return what is "
+                "to be kept as aux, and load the parameters anew: they may have the change",
                 leaf=slot.path,
             )
 
