@@ -5,6 +5,8 @@ The programs of the ranks are functions of this module, which the processes impo
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import signal
 import subprocess
@@ -13,6 +15,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+import zfun as zf
 from tests.distributed import needs_shared_memory, processes, test_shared_memory
+from zfun import ops
 from zfun.collectives import (
     AllGather,
     AllReduce,
@@ -129,6 +134,72 @@ def _gathers_without_own(group: Group) -> list[float]:
 def test_ranks_may_leave_out_what_they_have_already(workers: Workers) -> None:
     results = workers.run(_gathers_without_own)
     assert results == [[1.0] * len(results)] * len(results)
+
+
+def _counted(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Count how often pieces are written, in processes of their own."""
+    return functools.partial(_count_writes, fn)
+
+
+def _count_writes(fn: Callable[..., Any], *args: Any) -> tuple[Any, int]:
+    with mock.patch.object(ops.Pieces, "write", autospec=True, side_effect=ops.Pieces.write) as write:
+        return fn(*args), write.call_count
+
+
+def _sums_pieces(group: Group) -> list[Tensor]:
+    """What is long is summed where it lies, whatever the ranks have of it; what is short is written first."""
+    results = []
+    for op, numel in itertools.product((ReduceScatter(), AllReduce()), (96 * group.size, (1 << 17) * group.size)):
+        third = numel // 3 // 32 * 32
+        leaves = [None if group.rank and not i else _values(group, n, torch.float32) for i, n in enumerate((third - 5, third))]
+        scale, table = 0.3 + group.rank, ops.AddressTable()
+        pieces = ops.pieces_of(leaves, (0, third), numel, dtype=torch.float32, scale=scale, table=table)
+        assert pieces is not None
+        results.append(group.start_sum(Call(op, "x", lane=Lane.GRADS), pieces).wait())
+    return results
+
+
+def test_what_lies_in_pieces_has_the_bits_of_what_is_sent_whole(workers: Workers) -> None:
+    real = workers.run(_counted(_sums_pieces))
+    for (mine, num_writes), theirs in zip(real, simulate(len(real), _sums_pieces), strict=True):
+        assert all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(mine, theirs, strict=True))
+        # What is long: the parts before and behind this rank's own. Through shared memory others read it, so it is written whole.
+        assert num_writes in (6, 4)
+
+
+def _trains_in_pieces(group: Group, stage: int) -> tuple[list[float], list[Tensor]]:
+    def loss_fn(params: Any, x: Tensor) -> Tensor:
+        for i, w in enumerate(params["w"]):
+            # Each rank skips a leaf.
+            x = x if i == group.rank else torch.tanh(x @ w + params["b"])
+        return (x @ params["w"][-1]).square().mean()
+
+    generator = torch.Generator().manual_seed(0)
+    params = {"w": [torch.randn(640, 640, generator=generator) / 20 for _ in range(4)], "b": torch.zeros(640)}
+    z = zf.zero(stage, loss_fn, zf.optim.adamw(1e-2), group, bucket_bytes=1 << 22)
+    state, losses = z.init(params), []
+    for number in range(3):
+        x = torch.randn(4, 640, generator=torch.Generator().manual_seed(10 * number + group.rank))
+        state, info = z.step(state, x)
+        losses.append(info.loss.item())
+    return losses, zf.tree.leaves(zf.unshard(state.params))
+
+
+def _adds_pieces(group: Group) -> bool:
+    return group.adds_pieces
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_gradients_are_summed_where_backward_made_them(workers: Workers, stage: int) -> None:
+    real = workers.run(_counted(_trains_in_pieces), stage)
+    expected, theirs = simulate(len(real), _trains_in_pieces, stage)[0]
+    for (losses, params), num_writes in real:
+        assert losses == expected
+        assert len(set(losses)) == 3
+        assert all(torch.equal(a, b) for a, b in zip(params, theirs, strict=True))
+        assert num_writes == real[0][1]
+    # Of two long buckets in each step, what is before and behind this rank's part, and a short one; where others read it, whole buckets.
+    assert real[0][1] == (15 if workers.run(_adds_pieces)[0] else 0)
 
 
 def _overlapped(group: Group) -> list[Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from zfun.collectives._calls import AllGather, AllToAll, Call, Lane
 from zfun.collectives._pending import Pending
 from zfun.errors import OptionError
+from zfun.ops import Pieces
 
 __all__ = ["Group", "Wrapper", "own_part"]
 
@@ -56,6 +57,11 @@ class Group(Protocol):
         """Whether what is borrowed (``Call.borrow``) may be memory of other ranks; if not, a result is best put in place of what is old."""
         return False
 
+    @property
+    def adds_pieces(self) -> bool:
+        """Whether :meth:`start_sum` reads this rank's own term where it lies; if not, it is best written to a :meth:`buffer` at once."""
+        return False
+
     @abstractmethod
     def start(self, call: Call, x: Tensor, out: Tensor | None = None) -> Pending:
         """Start a collective.
@@ -76,6 +82,19 @@ class Group(Protocol):
             CollectiveMismatch: the ranks started different collectives (here or in ``wait``).
         """
         ...
+
+    def start_sum(self, call: Call, pieces: Pieces, out: Tensor | None = None) -> Pending:
+        """Start a reduce-scatter or an all-reduce of what has not been written yet: :meth:`start` of what ``pieces`` would write.
+
+        Args:
+            call: what is done.
+            pieces: the input. Its tensors must not be written before the result has been waited for.
+            out: as for :meth:`start`.
+
+        Returns:
+            The pending result.
+        """
+        return self.start(call, pieces.write(self.buffer(pieces.numel(), pieces.dtype)), out)
 
     def all_gather(self, x: Tensor, name: str) -> Tensor:
         """Gather a small tensor of any shape from every rank, at once.

@@ -30,7 +30,8 @@ from torch import Tensor
 
 from zfun.collectives._calls import AllGather, AllReduce, AllToAll, Broadcast, Op, ReduceScatter
 from zfun.collectives._exchange import Transfer
-from zfun.ops._sums import sum_in_rank_order, wide
+from zfun.ops import wide
+from zfun.ops._sums import sum_in_rank_order
 
 __all__ = ["Column", "Place", "Row", "goes_over_hosts", "num_messages", "over_hosts"]
 

@@ -21,7 +21,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zfun.ops._sums import sum_in_rank_order, wide
+from zfun.ops._jit import wide
+from zfun.ops._sums import sum_in_rank_order
 from zfun.ops._twins import reads, twin_of
 
 __all__ = ["LEAST_SCALE", "dequantise", "largest_code", "message_bytes", "quantise", "sum_dequantised"]

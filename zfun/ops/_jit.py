@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["as_array", "compiled", "in_parts", "is_abstract", "is_large", "is_plain", "jit", "number", "telling", "use"]
+__all__ = ["as_array", "compiled", "in_parts", "is_abstract", "is_large", "is_plain", "jit", "number", "telling", "use", "wide"]
 
 # Below this a second thread costs more than it saves.
 _MIN_PER_THREAD = 1 << 18
@@ -106,6 +106,16 @@ def as_array(x: Tensor) -> Any:
 def number(dtype: torch.dtype) -> Any:
     """Return the type of an element in the arrays of :func:`as_array`."""
     return _DTYPES[dtype]
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which numbers of a dtype are added: float32 for floating types of fewer than 32 bits, else the same.
+
+    Example:
+        >>> wide(torch.bfloat16), wide(torch.float64)
+        (torch.float32, torch.float64)
+    """
+    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
 def is_large(x: Tensor) -> bool:

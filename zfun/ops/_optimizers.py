@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 
 from zfun.ops import _steps
-from zfun.ops._jit import is_abstract
+from zfun.ops._jit import is_abstract, wide
 from zfun.ops._norm import squares_in_bins, total_of_bins
 from zfun.ops._rounding import fma_into, root_into
-from zfun.ops._sums import wide
 
 __all__ = ["adagrad_step", "adam_step", "lamb_step", "lion_step", "scale_into", "sgd_step"]
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from zfun.ops import _jit
+from zfun.ops._jit import wide
 from zfun.ops._norm import exact_row, new_row, squares_in_bins
-from zfun.ops._sums import wide
 from zfun.ops._table import AddressTable
 from zfun.ops._twins import triton_for
 
@@ -166,7 +166,7 @@ def _ravel_compiled(out: Tensor, table: AddressTable, scale: float, measure: boo
 
     def work(begin: int, end: int) -> None:
         row = new_row() if measure else _NOTHING
-        ravel(table.pieces, table.like, array, begin, end, factor, exact, True, past, row)
+        ravel(table.pieces, table.like, array, begin, end, factor, exact, past, row)
         found.append(row)
 
     _jit.in_parts(array.size, work)

@@ -20,7 +20,7 @@ from zfun.ops._lanes import can_stream, copy, count, hand_over, put, rounded, st
 from zfun.ops._numbers import narrow, pointer, widen
 from zfun.ops._squares_cpu import BLOCK, add_block, add_unit, digits, no_sums, settle
 
-__all__ = ["convert", "ravel", "unravel"]
+__all__ = ["convert", "first_piece", "ravel", "unravel", "write"]
 
 # Fewer elements are not worth asking for their memory.
 _SHORT = 1 << 9
@@ -69,12 +69,12 @@ def _zero(target: Any) -> None:
 
 
 @jit
-def _first_piece(stops: Any, place: Any) -> Any:
+def first_piece(pieces: Any, place: Any) -> Any:
     """Find the first piece that ends behind a place."""
-    low, high = 0, stops.size
+    low, high = 0, pieces.shape[1]
     while low < high:
         middle = (low + high) // 2
-        if stops[middle] <= place:
+        if pieces[1, middle] <= place:
             low = middle + 1
         else:
             high = middle
@@ -82,8 +82,8 @@ def _first_piece(stops: Any, place: Any) -> Any:
 
 
 @jit
-def ravel(pieces: Any, like: Any, out: Any, begin: Any, end: Any, scale: Any, exact: Any, fill: Any, past: Any, row: Any) -> None:
-    """Write the elements from ``begin`` to ``end`` of a buffer.
+def ravel(pieces: Any, like: Any, out: Any, begin: Any, end: Any, scale: Any, exact: Any, past: Any, row: Any) -> None:
+    """Write the elements from ``begin`` to ``end`` of a buffer, zeros between the tensors.
 
     Args:
         pieces: int64 ``[3, n]``: where each tensor begins and ends in the buffer, ascending, and its address.
@@ -93,39 +93,23 @@ def ravel(pieces: Any, like: Any, out: Any, begin: Any, end: Any, scale: Any, ex
         end: the element behind the last.
         scale: factor, in the dtype that is computed in.
         exact: copy the elements as they are.
-        fill: write zeros between the tensors.
         past: write past the caches what is not read again.
         row: to which the squares are added as by :func:`add_squares`; of length 0 if nobody asks.
     """
-    starts, stops, addresses = pieces[0], pieces[1], pieces[2]
     spare, guess = np.empty(BLOCK // 4, np.float64), 0
-    piece = _first_piece(stops, begin)
+    piece = first_piece(pieces, begin)
     for block in range(begin, end, BLOCK):
         limit = min(block + BLOCK, end)
-        # Where one piece fills the block, its squares are added on the way, if a guess is there.
-        added = False
-        at = block
-        while at < limit:
-            start = starts[piece] if piece < starts.size else limit
-            if start > at:
-                stop = min(start, limit)
-                if fill:
-                    _zero(out[at:stop])
-                at = stop
-                continue
-            stop = min(stops[piece], limit)
-            source = carray(pointer(addresses[piece], like), (stops[piece] - start,))[at - start : stop - start]
-            if stop - at == BLOCK and row.size and guess:
-                added = _convert_and_add(source, out[at:stop], scale, guess, row)
-            elif stop - at >= _SHORT:
-                _stream(source, out[at:stop], scale, exact, past and not row.size)
-            elif exact:
-                _copy(source, out[at:stop])
-            else:
-                convert(source, out[at:stop], scale)
-            at = stop
-            if stop == stops[piece]:
+        fills = piece < pieces.shape[1] and pieces[0, piece] <= block and pieces[1, piece] >= limit
+        if row.size and guess and limit - block == BLOCK and fills:
+            # Where one piece fills the block, its squares are added on the way, if a guess is there.
+            source = _source(pieces, piece, like)[block - pieces[0, piece] : limit - pieces[0, piece]]
+            added = _convert_and_add(source, out[block:limit], scale, guess, row)
+            if limit == pieces[1, piece]:
                 piece += 1
+        else:
+            added = False
+            piece = write(pieces, piece, like, out[block:limit], block, scale, exact, past and not row.size)
         if row.size and not added:
             guess = add_block(out[block:limit], guess, spare, row)
     if past:
@@ -133,15 +117,55 @@ def ravel(pieces: Any, like: Any, out: Any, begin: Any, end: Any, scale: Any, ex
 
 
 @jit
+def _source(pieces: Any, piece: Any, like: Any) -> Any:
+    return carray(pointer(pieces[2, piece], like), (pieces[1, piece] - pieces[0, piece],))
+
+
+@jit
+def write(pieces: Any, piece: Any, like: Any, target: Any, begin: Any, scale: Any, exact: Any, past: Any) -> Any:
+    """Write the elements of a buffer from ``begin`` on to an array of some of them, and return the piece that comes next.
+
+    Args:
+        pieces: as for :func:`ravel`.
+        piece: the first that ends behind ``begin``.
+        like: as for :func:`ravel`.
+        target: where they go.
+        begin: the first element.
+        scale: as for :func:`ravel`.
+        exact: as for :func:`ravel`.
+        past: as for :func:`ravel`.
+    """
+    at, limit = begin, begin + target.size
+    while at < limit:
+        start = pieces[0, piece] if piece < pieces.shape[1] else limit
+        if start > at:
+            stop = min(start, limit)
+            _zero(target[at - begin : stop - begin])
+            at = stop
+            continue
+        stop = min(pieces[1, piece], limit)
+        source = _source(pieces, piece, like)[at - start : stop - start]
+        if stop - at >= _SHORT:
+            _stream(source, target[at - begin : stop - begin], scale, exact, past)
+        elif exact:
+            _copy(source, target[at - begin : stop - begin])
+        else:
+            convert(source, target[at - begin : stop - begin], scale)
+        at = stop
+        if stop == pieces[1, piece]:
+            piece += 1
+    return piece
+
+
+@jit
 def unravel(pieces: Any, like: Any, source: Any, begin: Any, end: Any, exact: Any, one: Any) -> None:
     """Copy the elements from ``begin`` to ``end`` of a buffer to the tensors; the arguments are those of :func:`ravel`."""
-    starts, stops, addresses = pieces[0], pieces[1], pieces[2]
-    for piece in range(_first_piece(stops, begin), starts.size):
-        start = starts[piece]
+    for piece in range(first_piece(pieces, begin), pieces.shape[1]):
+        start = pieces[0, piece]
         if start >= end:
             break
-        low, high = max(start, begin), min(stops[piece], end)
-        target = carray(pointer(addresses[piece], like), (stops[piece] - start,))[low - start : high - start]
+        low, high = max(start, begin), min(pieces[1, piece], end)
+        target = _source(pieces, piece, like)[low - start : high - start]
         if target.size >= _SHORT:
             _stream(source[low:high], target, one, exact, False)
         elif exact:

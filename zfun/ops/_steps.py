@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from zfun.ops import _jit
+from zfun.ops._jit import wide
 from zfun.ops._norm import exact_row, new_row
-from zfun.ops._sums import wide
 from zfun.ops._twins import triton_for
 
 __all__ = ["lamb_apply", "lamb_moments", "step"]

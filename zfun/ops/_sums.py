@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,9 +11,11 @@ import torch
 from torch import Tensor
 
 from zfun.ops import _jit
+from zfun.ops._jit import wide
 from zfun.ops._norm import exact_row, new_row, squares_in_bins
+from zfun.ops._pieces import Pieces
 
-__all__ = ["sum_and_square", "sum_in_rank_order", "wide"]
+__all__ = ["sum_and_square", "sum_in_rank_order"]
 
 # Fewer elements are not worth the way to a compiled kernel.
 _FEW = 1 << 13
@@ -23,23 +26,14 @@ _CHUNK = 1 << 16
 _NOTHING = np.zeros(0, np.int64)
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which numbers of a dtype are added: float32 for floating types of fewer than 32 bits, else the same.
-
-    Example:
-        >>> wide(torch.bfloat16), wide(torch.float64)
-        (torch.float32, torch.float64)
-    """
-    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
-
-
-def sum_in_rank_order(terms: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+def sum_in_rank_order(terms: Sequence[Tensor | Pieces], out: Tensor | None = None) -> Tensor:
     """Add tensors as ``((x0 + x1) + x2) + ...``, so that a sum over ranks has the same bits wherever it is taken.
 
     Floating types of fewer than 32 bits are added in float32 and rounded once, at the end.
 
     Args:
-        terms: one tensor of the same shape and dtype per rank, in rank order; at least one.
+        terms: one tensor of the same shape and dtype per rank, in rank order; at least one. If there are several and they are long and 1-D,
+            one of them may be :class:`Pieces`.
         out: where the sum goes. It may be one of the terms.
 
     Returns:
@@ -49,19 +43,20 @@ def sum_in_rank_order(terms: Sequence[Tensor], out: Tensor | None = None) -> Ten
         >>> sum_in_rank_order([torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0])])
         tensor([11., 22.])
     """
-    out = torch.empty_like(terms[0]) if out is None else out
+    out = next(torch.empty_like(term) for term in terms if isinstance(term, Tensor)) if out is None else out
     if _is_compiled(terms, out):
         _add_compiled(terms, out, measure=False)
     else:
-        _add_plain(terms, out)
+        _add_plain(_written(terms), out)
     return out
 
 
-def sum_and_square(terms: Sequence[Tensor], out: Tensor) -> Tensor:
+def sum_and_square(terms: Sequence[Tensor | Pieces], out: Tensor) -> Tensor:
     """Add tensors as :func:`sum_in_rank_order` does, and sum the squares of what was written while it is at hand.
 
     Args:
-        terms: one 1-D tensor of the same length and floating dtype per rank, in rank order; at least one.
+        terms: one 1-D tensor of the same length and floating dtype per rank, in rank order; at least one. One may be
+            :class:`Pieces`, as in :func:`sum_in_rank_order`.
         out: where the sum goes. It may be one of the terms.
 
     Returns:
@@ -75,25 +70,33 @@ def sum_and_square(terms: Sequence[Tensor], out: Tensor) -> Tensor:
     """
     if _is_compiled(terms, out):
         return exact_row(_add_compiled(terms, out, measure=True))
-    _add_plain(terms, out)
+    _add_plain(_written(terms), out)
     return squares_in_bins(out)
 
 
-def _is_compiled(terms: Sequence[Tensor], out: Tensor) -> bool:
-    if out.numel() < _FEW or not _jit.compiled() or not _jit.is_plain(out, *terms):
+def _written(terms: Sequence[Tensor | Pieces]) -> list[Tensor]:
+    return [term.write(torch.empty(term.numel(), dtype=term.dtype)) if isinstance(term, Pieces) else term for term in terms]
+
+
+def _is_compiled(terms: Sequence[Tensor | Pieces], out: Tensor) -> bool:
+    tensors = [term for term in terms if isinstance(term, Tensor)]
+    if out.numel() < _FEW or not _jit.compiled() or not _jit.is_plain(out, *tensors):
         return False
     # One term is copied: to go past the caches is all that is gained, and what is rounded may lose the bits of a NaN.
     if len(terms) < 2 and not (_jit.is_large(out) and wide(out.dtype) is out.dtype):
         return False
     # Of what autograd records, torch itself makes the sum.
-    return not (torch.is_grad_enabled() and any(x.requires_grad for x in (out, *terms))) and {x.dtype for x in terms} == {out.dtype}
+    return not (torch.is_grad_enabled() and any(x.requires_grad for x in (out, *tensors))) and {x.dtype for x in terms} == {out.dtype}
 
 
-def _add_compiled(terms: Sequence[Tensor], out: Tensor, *, measure: bool) -> list[Any]:
+def _add_compiled(terms: Sequence[Tensor | Pieces], out: Tensor, *, measure: bool) -> list[Any]:
     from zfun.ops import _sums_cpu
 
     array, add_up = _jit.as_array(out).reshape(-1), _jit.telling(_sums_cpu.add_up)
-    addresses = np.fromiter(map(Tensor.data_ptr, terms), np.int64, len(terms))
+    addresses = np.fromiter((0 if isinstance(term, Pieces) else term.data_ptr() for term in terms), np.int64, len(terms))
+    for place, term in enumerate(terms):
+        if isinstance(term, Pieces):
+            add_up = functools.partial(_add_pieces, place, (*term.arguments(), term.is_alike))
     one = _jit.number(wide(out.dtype))(1.0)
     past = _jit.is_large(out) and out.data_ptr() not in addresses
     rows = [new_row()] if measure else []
@@ -106,6 +109,12 @@ def _add_compiled(terms: Sequence[Tensor], out: Tensor, *, measure: bool) -> lis
     _jit.in_parts(array.size, work)
     torch.autograd.graph.increment_version(out)
     return rows
+
+
+def _add_pieces(place: int, pieces: tuple[Any, ...], addresses: Any, *rest: Any) -> None:
+    from zfun.ops import _sums_cpu
+
+    _jit.telling(_sums_cpu.add_pieces)(addresses, place, *pieces, *rest)
 
 
 def _add_plain(terms: Sequence[Tensor], out: Tensor) -> None:

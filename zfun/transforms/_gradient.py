@@ -78,7 +78,8 @@ class GradientFunction:
         tables = self._tables.pop(layout, None) or [ops.AddressTable() for _ in layout.buckets]
         squares: dict[int, Tensor] = {}
         sinks = watched(self._measured(self._native_sinks(params), squares), layout)
-        tape = Tape(layout, sinks, _grad_dtypes(layout, group, self.reduce_dtype), group, tables)
+        in_pieces = bool(sinks) and isinstance(sinks[0], SumSink) and sinks[0].takes_pieces
+        tape = Tape(layout, sinks, _grad_dtypes(layout, group, self.reduce_dtype), group, tables, in_pieces=in_pieces)
         try:
             with torch.enable_grad(), noting("forward"):
                 value, total, weight, aux = parse(self.loss(_open(params, layout, tape), batch))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from zfun.collectives import AllReduce, Call, Group, Lane, Pending, ReduceScatter, start_reduce_scatter_over
 from zfun.layout import Layout
+from zfun.ops import Pieces
 from zfun.placement import Placement, S
 from zfun.wire import Wire, start, start_over
 
@@ -27,14 +28,22 @@ class SumSink:
     # Where the squares of the sums go, by bucket, if somebody wants them.
     squares: dict[int, Tensor] | None = None
 
-    def start(self, buffer: Tensor, layout: Layout, bucket: int) -> Pending:
+    @property
+    def takes_pieces(self) -> bool:
+        """Whether a bucket may come while its gradients lie where backward made them."""
+        group = self.group
+        return self.wire is None and group.size > 1 and group.mesh is group and group.adds_pieces
+
+    def start(self, buffer: Tensor | Pieces, layout: Layout, bucket: int) -> Pending:
         """Start to sum a bucket, which is given up."""
         group = self.group
-        if group.mesh.size == 1:
-            return Pending.done(buffer)
         op = ReduceScatter() if self.placement is S else AllReduce()
         squared = None if self.squares is None else functools.partial(self.squares.__setitem__, bucket)
         call = Call(op, "grads", layout.label(bucket), Lane.GRADS, squared=squared)
+        if isinstance(buffer, Pieces):
+            return group.start_sum(call, buffer)
+        if group.mesh.size == 1:
+            return Pending.done(buffer)
         if self.wire is not None:
             return (start_over if self.placement is S else start)(call, buffer, group, self.wire)
         if self.placement is not S:
