@@ -7,8 +7,8 @@ values       ``_redistribute`` is the one that chooses a collective; ``_describe
 gradients    ``_value`` and ``_gradient``, on ``_tape``, through which a bucket's gradients leave backward into a sink; ``_sum_grads``
              puts a ``_sum_sink`` there; ``_accumulate``
 optimizers   ``_optimizer``; ``_offload``, which is of all three types
-losses       ``_cast``; ``_remat``; ``_shard_params``, which makes a ``_session`` of each call: ``_lazy`` leaves, ``_buckets``, and the
-             ``_course`` of gathers, which keeps to a ``_schedule``
+losses       ``_cast``; ``_remat``; ``_shard_params``, which makes a ``_session`` of each call: ``_lazy`` leaves, ``_buckets``, what is
+             ``_saved`` of them, and the ``_course`` of gathers, which keeps to a ``_schedule``
 what is so   before a step, ``_trace`` and ``_explain`` with ``_price`` and ``_first``; after it, ``_profile`` with ``_notes``; both as
              a picture, ``_timeline``
 ===========  =========================================================================================================================

@@ -29,14 +29,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from zfun import ops, tree
 from zfun.collectives import Group, Pending
@@ -45,6 +43,7 @@ from zfun.flat import Flat
 from zfun.transforms._buckets import BucketShard, view_of
 from zfun.transforms._course import WINDOW, Course, Plan, of_rank_0
 from zfun.transforms._lazy import LazyLeaf, LazyLeaves, is_held
+from zfun.transforms._saved import Packed, SavedViews
 from zfun.transforms._schedule import Event, Knobs, Step, Trace
 from zfun.transforms._tape import Tape, check_unwritten
 
@@ -55,11 +54,6 @@ _NO_BUCKET = -1
 
 # What a rank says that asks for no bucket: it is at the end of its pass, and has used what the schedule says, or not.
 _DONE, _STRAYED = -1, -2
-
-
-# A view of a gathered bucket, or of this rank's own shard of it, as autograd's graph keeps it. The bucket comes as a list, the same for all
-# of its views, whose references say whether there are any.
-_Packed: TypeAlias = tuple[list[int], bool, torch.dtype, torch.Size, tuple[int, ...], Any]
 
 
 class Session:
@@ -109,8 +103,7 @@ class Session:
         # What it has noted: of the use of buckets and of leaves, and what autograd keeps, in order.
         self._events: list[Event] = []
         self._first_uses: dict[str, None] = {}
-        self._packed: list[int] = []
-        self._packs = [[bucket] for bucket in range(len(self._shards))]
+        self._saved = SavedViews(len(self._shards))
         # Of each bucket: the gather that is under way, what it brought, and its leaves as the loss has them. Where these came out of a node
         # and what they show was freed, they wait for another buffer. A release is overdue while somebody holds on to such a leaf.
         self._pending: dict[int, Pending] = {}
@@ -120,8 +113,6 @@ class Session:
         self._overdue: set[int] = set()
         # Gathers of what is there already, in which this rank takes part for the others.
         self._spare: list[Pending] = []
-        # Which bucket a storage is, and whether it is that of this rank's own shard.
-        self._storages: dict[int, tuple[int, bool, StorageWeakRef]] = {}
         # What backward gathers over the secondary group, and what it finds gathered.
         self._parts: dict[int, Tensor] = {}
         self._kept: frozenset[int] = frozenset()
@@ -151,7 +142,7 @@ class Session:
 
     def hooks(self) -> Any:
         """The context in which the loss runs forward: what autograd saves of a gathered bucket is not kept."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        return torch.autograd.graph.saved_tensors_hooks(self._saved.pack, self._unpack)
 
     def check_graph(self, out: Any) -> None:
         """Refuse a graph with a lazy leaf in it: an ``autograd.Function`` took it as it is, and its gradient would be lost."""
@@ -193,7 +184,7 @@ class Session:
     def _has_strayed(self) -> bool:
         """Whether this rank used, or kept for backward, what the plan does not say."""
         assert self._plan is not None
-        return not self._course.followed or self._plan.packed not in (None, tuple(self._packed))
+        return not self._course.followed or self._plan.packed not in (None, tuple(self._saved.order))
 
     def _meet(self, has_strayed: bool) -> list[int]:
         """Stay until no rank asks for a bucket any more, and return what the ranks said then."""
@@ -276,7 +267,7 @@ class Session:
         self._parts.clear()
         plan = self._plan
         if self._phase == "backward" and plan is not None and plan.packed is None:
-            events, packed = self._agreed([self._events, self._packed], "order of use in backward")
+            events, packed = self._agreed([self._events, self._saved.order], "order of use in backward")
             trace = dataclasses.replace(
                 plan.schedule.trace, buckets=self._traced, backward=tuple(Event(kind, bucket) for kind, bucket in events)
             )
@@ -388,7 +379,7 @@ class Session:
         if self._course.followed or bucket in self._persistent:
             return
         # Something that needs no gradient of it (a detached use) may still need it. Where ranks differ, it could not be gathered again.
-        if self._has_anybody_strayed() and self._is_packed(bucket):
+        if self._has_anybody_strayed() and self._saved.is_kept(bucket):
             return
         self._release(bucket)
 
@@ -461,15 +452,10 @@ class Session:
 
     def _hold(self, bucket: int, buffer: Tensor) -> Tensor:
         self._buffers[bucket] = buffer
-        self._note_storage(bucket, buffer, is_own=False)
+        self._saved.know(buffer, bucket)
         if (own := self._shards[bucket].own) is not None:
-            self._note_storage(bucket, own, is_own=True)
+            self._saved.know(own, bucket, is_own=True)
         return buffer
-
-    def _note_storage(self, bucket: int, tensor: Tensor, *, is_own: bool) -> None:
-        storage = tensor.untyped_storage()
-        # The weak reference keeps the address from being given to another storage while the entry lives.
-        self._storages[storage._cdata] = (bucket, is_own, StorageWeakRef(storage))
 
     def _gather_again(self, bucket: int) -> Tensor:
         """Gather what has been freed in this pass."""
@@ -487,20 +473,7 @@ class Session:
         said = self._group.all_gather(torch.tensor([mine], device=self._device), "gather again").view(-1).tolist()
         return {again: self._shards[again].start().wait() for again in sorted(set(said)) if again >= 0}, said
 
-    def _pack(self, tensor: Tensor) -> Tensor | _Packed:
-        # Most of what is saved are activations, and this runs for each.
-        try:
-            found = self._storages.get(tensor.untyped_storage()._cdata)
-        except NotImplementedError:  # it is sparse
-            return tensor
-        if found is None or tensor.is_conj() or tensor.is_neg():
-            return tensor
-        bucket, is_own, _ = found
-        if self._packed[-1:] != [bucket]:
-            self._packed.append(bucket)
-        return self._packs[bucket], is_own, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
-
-    def _unpack(self, saved: Tensor | _Packed) -> Tensor:
+    def _unpack(self, saved: Tensor | Packed) -> Tensor:
         if not isinstance(saved, tuple):
             return saved
         (bucket,), is_own, dtype, size, stride, offset = saved
@@ -514,10 +487,6 @@ class Session:
             assert own is not None
             buffer = own
         return view_of(buffer if buffer.dtype == dtype else buffer.view(dtype), size, stride, offset)
-
-    def _is_packed(self, bucket: int) -> bool:
-        """Whether autograd's graph keeps a view of a bucket."""
-        return sys.getrefcount(self._packs[bucket]) > max(map(sys.getrefcount, [[bucket]]))
 
 
 def _lazy_leaf_behind(out: Any) -> LazyLeaf | None:

@@ -1,0 +1,54 @@
+"""What autograd keeps for backward of the buckets that a session gathers: places, and no memory."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+__all__ = ["Packed", "SavedViews"]
+
+# A view of a gathered bucket, or of this rank's own shard of it: of which, whether of the shard, then dtype, shape, strides and offset. The
+# bucket comes as a list, the same for all of its views, whose references say whether there are any.
+Packed: TypeAlias = tuple[list[int], bool, torch.dtype, torch.Size, tuple[int, ...], Any]
+
+
+class SavedViews:
+    """Knows the storages of gathered buckets, and packs the views of them that autograd saves.
+
+    Attributes:
+        order: the buckets of which views were saved, in order, each once in a row.
+    """
+
+    def __init__(self, num_buckets: int) -> None:
+        self.order: list[int] = []
+        self._marks = [[bucket] for bucket in range(num_buckets)]
+        # Which bucket a storage is, and whether it is that of this rank's own shard.
+        self._storages: dict[int, tuple[int, bool, StorageWeakRef]] = {}
+
+    def know(self, tensor: Tensor, bucket: int, *, is_own: bool = False) -> None:
+        """Know a tensor as a gathered bucket, or as this rank's own shard of one."""
+        storage = tensor.untyped_storage()
+        # The weak reference keeps the address from being given to another storage while the entry lives.
+        self._storages[storage._cdata] = (bucket, is_own, StorageWeakRef(storage))
+
+    def pack(self, tensor: Tensor) -> Tensor | Packed:
+        """Return what autograd is to keep of a tensor."""
+        # Most of what is saved are activations, and this runs for each.
+        try:
+            found = self._storages.get(tensor.untyped_storage()._cdata)
+        except NotImplementedError:  # it is sparse
+            return tensor
+        if found is None or tensor.is_conj() or tensor.is_neg():
+            return tensor
+        bucket, is_own, _ = found
+        if self.order[-1:] != [bucket]:
+            self.order.append(bucket)
+        return self._marks[bucket], is_own, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+
+    def is_kept(self, bucket: int) -> bool:
+        """Whether autograd's graph keeps a view of a bucket."""
+        return sys.getrefcount(self._marks[bucket]) > max(map(sys.getrefcount, [[bucket]]))
