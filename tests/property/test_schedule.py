@@ -123,6 +123,21 @@ def test_the_window_is_prefetch_and_two(trace: Trace, prefetch: int) -> None:
 
 
 @settings(max_examples=examples(60))
+@given(trace=traces(), prefetch=st.integers(0, 3))
+def test_what_backward_begins_with_is_gathered_before_the_turn(trace: Trace, prefetch: int) -> None:
+    once = Trace(trace.buckets, 2, tuple(dict.fromkeys(trace.forward)))
+    made = zf.schedule(once, prefetch=prefetch)
+    held = set[int]()
+    for step in made.steps[: made.turn]:
+        held = held | {step.bucket} if step.kind == "gather" else held - {step.bucket} if step.kind == "release" else held
+    assert held >= set(once.forward[::-1][: prefetch + 1])
+    # Without it forward is what it is when nobody takes gradients: every bucket once.
+    gathers = [step.bucket for step in made.steps[: made.turn] if step.kind == "gather" and step.phase == "forward"]
+    assert sorted(gathers) == list(range(len(trace.buckets)))
+    assert all(step.phase != "forward" for step in made.steps[made.turn :])
+
+
+@settings(max_examples=examples(60))
 @given(trace=traces(), distance=st.integers(0, 900))
 def test_reuse_distance_is_a_distance(trace: Trace, distance: int) -> None:
     """A bucket is gathered anew exactly where at least so many elements lie between two of its uses (or it was completed at its last)."""

@@ -70,6 +70,41 @@ def test_a_leaf_that_is_used_early_and_late_is_gathered_once_from_the_second_ste
         assert [step["grads"] for step in steps] == [once] * 3
 
 
+def test_a_pass_without_gradients_gathers_nothing_for_backward() -> None:
+    def main(group: zf.Group) -> tuple[int, int]:
+        recorded = zf.record(group)
+        loss = zf.shard_params(models.mlp_loss, recorded, prefetch=2)
+        params = zf.shard(models.mlp(), recorded, bucket_bytes=1)
+        vg = zf.data_parallel(zf.value_and_grad(loss), recorded)
+        batch = models.mlp_batches(1, 1)[0][0]
+        for _ in range(2):  # after which the schedule is known
+            vg(params, batch)
+        recorded.clear()
+        loss(params, batch)
+        return recorded.bytes_sent("params"), sum(bucket.padded_numel * bucket.dtype.itemsize for bucket in params.layout.buckets)
+
+    for sent, psi in zf.simulate(2, main):
+        assert sent == psi // 2
+
+
+def test_what_the_loss_still_holds_is_gathered_for_backward_all_the_same() -> None:
+    """A bucket is due to be gathered for backward while the loss has not let go of it."""
+
+    def holds(params: Any, x: Tensor) -> Tensor:
+        *before, last = params["h"]
+        for layer in before:
+            x = torch.tanh(x @ layer["w"] + layer["b"])
+        held = zf.gather(before[-1])
+        x = torch.tanh(x @ last["w"]) * held["b"]
+        del held
+        return ((x + last["b"]) @ params["out"]).pow(2).mean()
+
+    size = 2
+    for psi, steps in zf.simulate(size, sent_by_step, 3, holds, 4, 1, prefetch=3):
+        once = psi * (size - 1) // size
+        assert [(step["params"], step["grads"]) for step in steps] == [(2 * once, once)] * 4
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_what_else_is_sent_is_small(stage: int) -> None:
     for _, steps in zf.simulate(4, sent_by_step, stage, models.mlp_loss, 3, 400):

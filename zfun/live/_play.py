@@ -143,13 +143,14 @@ class Play:
         self._parts.clear()
 
     def _steps(self, *, first: bool) -> Iterator[Step]:
-        for step in self._schedule.steps:
+        turn = self._schedule.turn
+        for place, step in enumerate(self._schedule.steps):
             if self._stage < 3 and step.kind != "reduce":
                 continue
             if step.phase == "start" and not (first and self._buckets[step.bucket].grad_itemsize):
                 # Those that persist stay until the parameters change, frozen ones for good.
                 continue
-            if step.phase == "backward":
+            if place >= turn:
                 # What nobody has used yet is there by the end of the forward pass.
                 for bucket in sorted(self._arriving.keys() & self._schedule.persistent):
                     yield Step("use", bucket, "forward")

@@ -30,12 +30,21 @@ class Plan:
     def kept(self) -> frozenset[int]:
         """The buckets that stay gathered from forward to backward."""
         held: set[int] = set()
-        for step in self.schedule.steps:
-            if step.phase == "forward" and step.kind == "gather":
+        for step in self.schedule.steps[: self.schedule.turn]:
+            if step.phase != "start" and step.kind == "gather":
                 held.add(step.bucket)
-            elif step.phase == "forward" and step.kind == "release":
+            elif step.kind == "release":
                 held.discard(step.bucket)
         return frozenset(held)
+
+    def forward(self, *, trains: bool) -> list[Step]:
+        """Return the steps until the ranks meet at the end of forward; gathers for backward only where it follows."""
+        steps = self.schedule.steps[: self.schedule.turn]
+        return [step for step in steps if trains or step.phase != "backward"]
+
+    def backward(self) -> tuple[Step, ...]:
+        """Return the steps after that."""
+        return self.schedule.steps[self.schedule.turn :]
 
 
 def of_rank_0(value: Any, group: Group, what: str) -> Any:

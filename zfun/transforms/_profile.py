@@ -21,6 +21,7 @@ from zfun.collectives import Pending
 from zfun.layout import Layout
 from zfun.transforms._lazy import LazyLeaf
 from zfun.transforms._notes import Noted, Notes, What, When, timed, watching
+from zfun.transforms._schedule import Step
 from zfun.transforms._session import Session
 from zfun.transforms._tape import Handle, Sink
 from zfun.transforms._timeline import Span, Timeline
@@ -105,19 +106,20 @@ class _WatchedSession(Session):
         self._asked: float | None = None
         super().__init__(*args)
 
-    def _note(self, kind: What, bucket: int, start: float, change: int = 0) -> None:
+    def _note(self, kind: What, bucket: int, start: float, change: int = 0, phase: When | None = None) -> None:
         if self._first is None:
             self._first = self._profile.first_of(tuple(traced.label for traced in self._traced))
-        persists = bucket in self._persistent and kind == "gather"
-        phase: When = "start" if persists else "forward" if self._phase == "forward" else "backward"
-        self._profile.note(kind, bucket + self._first if bucket >= 0 else bucket, phase, start, change)
+        if bucket in self._persistent and kind == "gather":
+            phase = "start"
+        now: When = "forward" if self._phase == "forward" else "backward"
+        self._profile.note(kind, bucket + self._first if bucket >= 0 else bucket, phase or now, start, change)
 
-    def _start_gather(self, bucket: int) -> Pending:
-        start = self._profile.now()
-        pending = super()._start_gather(bucket)
+    def _start_gather(self, step: Step) -> Pending:
+        bucket, start = step.bucket, self._profile.now()
+        pending = super()._start_gather(step)
         change = 0 if bucket in self._there else self._traced[bucket].nbytes
         self._there.add(bucket)
-        self._note("gather", bucket, start, change)
+        self._note("gather", bucket, start, change, step.phase)
         return timed(pending, self._profile, lambda began: self._note("gathered", bucket, began))
 
     def _hold(self, bucket: int, buffer: Tensor) -> Tensor:

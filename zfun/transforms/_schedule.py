@@ -8,6 +8,9 @@ that gathers have one order everywhere.
 
 A use stands for everything that is done with a bucket until another one is used. That a use was the last one shows when the next begins; in
 backward also when the bucket's gradients are complete, and that comes first.
+
+Forward gathers ahead for backward too, when nothing is left to gather for itself: where it ends, ranks wait for each other and would wait
+for a gather as well. What it has in use itself it frees as ever, and that is gathered again for backward.
 """
 
 from __future__ import annotations
@@ -111,7 +114,7 @@ class Step(NamedTuple):
     Attributes:
         kind: ``"gather"`` (start to), ``"use"`` (wait for it, and compute), ``"release"``, or ``"reduce"`` (its gradients are complete).
         bucket: index of the bucket.
-        phase: ``"start"`` (once after each change of the parameters), ``"forward"`` or ``"backward"``.
+        phase: for which it is done: ``"start"`` (once after each change of the parameters), ``"forward"`` or ``"backward"``.
     """
 
     kind: Kind
@@ -173,6 +176,12 @@ class Schedule:
     steps: tuple[Step, ...]
     persistent: frozenset[int]
     knobs: Knobs = Knobs()
+
+    @property
+    def turn(self) -> int:
+        """The place of the first step that comes after forward has ended; gathers for backward may come before."""
+        later = (place for place, step in enumerate(self.steps) if step.phase == "backward" and step.kind != "gather")
+        return next(later, len(self.steps))
 
     def live(self) -> list[int]:
         """Return how many elements are gathered after each step."""
@@ -275,14 +284,14 @@ class _Scheduler:
             self._room -= self._trace.buckets[bucket].numel
         self._phase = "forward"
         for now, bucket in enumerate(self._trace.forward):
-            self._use(bucket, now, self._turn)
+            self._use(bucket, now)
         self._release_where(lambda bucket: not self._stays(bucket, self._turn))
         self._gather_for_others(set(self._trace.forward), self._turn)
         self._phase, now = "backward", self._turn
         reduced, used = set[int](), set[int]()
         for event in self._trace.backward:
             if event.kind == "use":
-                self._use(event.bucket, now, len(self._uses))
+                self._use(event.bucket, now)
                 used.add(event.bucket)
                 now += 1
             else:
@@ -296,26 +305,29 @@ class _Scheduler:
                 self._write("reduce", bucket)
         return Schedule(self._trace, tuple(self._steps), self._persistent, self._knobs)
 
-    def _use(self, bucket: int, now: int, end: int) -> None:
+    def _use(self, bucket: int, now: int) -> None:
         for other in [b for b in self._held if b != bucket and not self._stays(b, now)]:
             self._release(other)
         if bucket not in self._held and bucket not in self._persistent:
             self._gather(bucket, now)
-        self._gather_ahead(bucket, now, end)
+        self._gather_ahead(bucket, now)
         self._write("use", bucket)
         if bucket in self._held:
             self._held[bucket] = now
 
-    def _gather_ahead(self, bucket: int, now: int, end: int) -> None:
+    def _gather_ahead(self, bucket: int, now: int) -> None:
         ahead = sum(last is None and b != bucket for b, last in self._held.items())
-        for place in range(now + 1, end):
+        for place in range(now + 1, len(self._uses)):
             following = self._uses[place]
             if ahead >= self._prefetch:
                 return
             if following != bucket and following not in self._held and following not in self._persistent:
-                if self._trace.buckets[following].numel > self._room:
+                phase: Phase = "forward" if place < self._turn else "backward"
+                # What only backward uses, forward gathers for others first.
+                is_due = phase == self._phase or following in self._trace.forward
+                if self._trace.buckets[following].numel > self._room or not is_due:
                     return
-                self._gather(following, now)
+                self._gather(following, now, phase)
                 ahead += 1
 
     def _reduce(self, bucket: int, now: int) -> None:
@@ -351,11 +363,11 @@ class _Scheduler:
         index = bisect.bisect_left(places, now)
         return places[index] if index < len(places) else len(self._uses)
 
-    def _gather(self, bucket: int, now: int) -> None:
+    def _gather(self, bucket: int, now: int, phase: Phase | None = None) -> None:
         numel = self._trace.buckets[bucket].numel
         while numel > self._room:
             self._release(max(self._held, key=lambda b: self._next_use(b, now)))
-        self._write("gather", bucket)
+        self._write("gather", bucket, phase)
         self._held[bucket] = None
         self._room -= numel
 
@@ -364,5 +376,5 @@ class _Scheduler:
         del self._held[bucket]
         self._room += self._trace.buckets[bucket].numel
 
-    def _write(self, kind: Kind, bucket: int) -> None:
-        self._steps.append(Step(kind, bucket, self._phase))
+    def _write(self, kind: Kind, bucket: int, phase: Phase | None = None) -> None:
+        self._steps.append(Step(kind, bucket, phase or self._phase))

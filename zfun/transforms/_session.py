@@ -17,8 +17,9 @@ another branch, leaves nobody waiting, and every step sends the same bytes. A ra
 What has been freed and is used again in forward, unplanned, is gathered again when all ranks have come to the end of their pass, or ask for
 something themselves: a round of one small all-gather, which ends each forward pass. In backward nobody may have to ask. So the ranks vote,
 in that round (with the loss in the first pass, or where the loss has more ranks), on whether all of them have used, and kept for backward,
-what the schedule says. If not, each bucket is gathered once in backward, in one order, and kept until nothing can need it any more. A
-bucket that backward needs no value of is gathered all the same, at the end, unless it stayed: a step sends what the closed form says.
+what the schedule says. If not, each bucket that forward has not gathered ahead is gathered once in backward, in one order, and all are kept
+until nothing can need them any more. A bucket that backward needs no value of is gathered all the same, at the end, unless it stayed: a
+step sends what the closed form says.
 
 Bits. A bucket that is freed and gathered again in forward comes back behind the same outputs of its node: they get the new buffer as
 their data. A second node would add gradients in another order.
@@ -137,8 +138,8 @@ class Session:
     def _forward_steps(self, there: set[int]) -> Iterable[Step]:
         if self._plan is None:
             return [Step("gather", b, "forward") for b in range(len(self._shards)) if b not in there]
-        steps = self._plan.schedule.steps
-        return [step for step in steps if step.phase == "forward" or (step.phase == "start" and step.bucket not in there)]
+        steps = self._plan.forward(trains=self._tape is not None)
+        return [step for step in steps if step.phase != "start" or step.bucket not in there]
 
     def hooks(self) -> Any:
         """The context in which the loss runs forward: what autograd saves of a gathered bucket is not kept."""
@@ -248,8 +249,11 @@ class Session:
         self._events = []
         self._now = _NO_BUCKET
         if plan.packed is not None and self._has_anybody_strayed() is False:
-            self._course = Course((step for step in plan.schedule.steps if step.phase == "backward"), followed=True)
+            self._course = Course(plan.backward(), followed=True)
             return
+        # On a mesh others need this rank to come to the last phase of what forward has gathered ahead; not all come to use it.
+        for pending in self._pending.values():
+            pending.wait()
         held = self._persistent | self._kept
         order = [*dict.fromkeys([*plan.schedule.trace.forward, *range(len(self._shards))])][::-1]
         self._course = Course((Step("gather", b, "backward") for b in order if b not in held), followed=False)
@@ -339,9 +343,9 @@ class Session:
         self._now = bucket
         self._events.append(Event("use", bucket))
         overdue, self._overdue = self._overdue - {bucket}, set()
-        self._run(self._course.come_to("use", bucket))
         for late in overdue:
             self._release(late)
+        self._run(self._course.come_to("use", bucket))
         if self._course.followed:
             return
         if self._phase == "forward" and self._plan is not None:
@@ -386,15 +390,18 @@ class Session:
     def _run(self, steps: Iterable[Step]) -> None:
         for step in steps:
             if step.kind == "gather":
-                self._start(step.bucket)
+                self._start(step)
             elif step.kind == "release":
                 self._release(step.bucket)
 
-    def _start_gather(self, bucket: int) -> Pending:
-        part = self._parts.get(bucket) if self._phase == "backward" else None
-        if part is None or self._secondary is None:
-            return self._shards[bucket].start()
-        return self._shards[bucket].start_again(part, self._secondary)
+    def _start_gather(self, step: Step) -> Pending:
+        bucket = step.bucket
+        if self._secondary is not None and step.phase == "backward":
+            if bucket not in self._parts and bucket in self._pending:
+                self._keep_part(bucket, self._pending[bucket].wait())
+            if (part := self._parts.get(bucket)) is not None:
+                return self._shards[bucket].start_again(part, self._secondary)
+        return self._shards[bucket].start()
 
     def _keep_part(self, bucket: int, gathered: Tensor) -> None:
         """Keep this rank's part of a gathered bucket for backward, if there will be one."""
@@ -404,11 +411,12 @@ class Session:
         numel = gathered.numel() // group.size
         self._parts[bucket] = gathered.narrow(0, group.rank * numel, numel).clone()
 
-    def _start(self, bucket: int) -> None:
-        pending = self._start_gather(bucket)
+    def _start(self, step: Step) -> None:
+        bucket, pending = step.bucket, self._start_gather(step)
         if bucket in self._buffers or bucket in self._pending:
-            # All ranks take part in every gather, those too that have kept the bucket.
+            # All ranks take part in every gather, those too that have kept the bucket; it is what they would have freed.
             self._spare.append(pending)
+            self._overdue.discard(bucket)
         else:
             self._pending[bucket] = pending
 
@@ -460,7 +468,7 @@ class Session:
     def _gather_again(self, bucket: int) -> Tensor:
         """Gather what has been freed in this pass."""
         if self._phase == "backward" or self._alone:
-            return self._start_gather(bucket).wait()
+            return self._start_gather(Step("gather", bucket, "forward" if self._phase == "forward" else "backward")).wait()
         # It may be this rank alone that needs it, so it asks. The others answer when they ask themselves, or at the end of their pass; they
         # must not have to wait for this rank before that.
         self._course.followed = False
