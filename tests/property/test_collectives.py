@@ -98,6 +98,15 @@ class _Received:
                 tensor.copy_(self.boxes.boxes[other, self.rank].get(timeout=10))
 
 
+def _on_all_ranks(size: int, program: Callable[[int], None]) -> None:
+    """Run every rank in a thread of its own."""
+    threads = [threading.Thread(target=program, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 @few
 @given(worlds(), st.integers(0, 9), st.sampled_from(DTYPES), st.booleans(), st.integers(1, 24), st.integers(0, 99))
 def test_direct_exchange_has_the_bits_and_bytes_of_the_definition(
@@ -115,16 +124,12 @@ def test_direct_exchange_has_the_bits_and_bytes_of_the_definition(
         xs = [out.view(size, numel)[rank].copy_(xs[rank]) for rank, out in enumerate(outs)]
 
     def program(rank: int) -> None:
-        start_exchange(op, xs[rank], outs[rank], rank, size, boxes.exchange(rank), Workspace()).finish()
+        start_exchange(Call(op), xs[rank], outs[rank], rank, size, boxes.exchange(rank), Workspace()).finish()
 
-    threads = [threading.Thread(target=program, args=(rank,)) for rank in range(size)]
     itemsize = dtype.itemsize
     nbytes = inputs[0].numel() * itemsize
     with mock.patch.multiple(_exchange, _PIECE_BYTES=piece_bytes, _SHORT_BYTES=piece_bytes):
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        _on_all_ranks(size, program)
         assert boxes.transfers == [num_transfers(op, inputs[0].numel(), itemsize, size)] * size
     for out, wanted in zip(outs, expected, strict=True):
         assert torch.equal(out.view(torch.uint8), wanted.view(torch.uint8))
@@ -139,14 +144,10 @@ def test_a_gather_writes_nothing_where_nobody_asks_for_it(size: int, numel: int,
     boxes = _Mailboxes(size)
 
     def program(rank: int) -> None:
-        exchange = boxes.exchange(rank)
-        start_exchange(AllGather(), xs[rank], outs[rank], rank, size, exchange, Workspace(), without_own=rank in without).finish()
+        call = Call(AllGather(), without_own=rank in without)
+        start_exchange(call, xs[rank], outs[rank], rank, size, boxes.exchange(rank), Workspace()).finish()
 
-    threads = [threading.Thread(target=program, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    _on_all_ranks(size, program)
     for rank, out in enumerate(outs):
         assert out.view(size, numel).unique(dim=1).flatten().tolist() == [
             0.0 if rank == other and rank in without else other + 1.0 for other in range(size)
@@ -169,15 +170,11 @@ def test_a_sum_in_pieces_has_the_squares_of_the_whole(size: int, units: int, dty
     found: list[list[Tensor]] = [[] for _ in range(size)]
 
     def program(rank: int) -> None:
-        squared = found[rank].append
-        start_exchange(op, inputs[rank], outs[rank], rank, size, boxes.exchange(rank), Workspace(), squared).finish()
+        call = Call(op, squared=found[rank].append)
+        start_exchange(call, inputs[rank], outs[rank], rank, size, boxes.exchange(rank), Workspace()).finish()
 
-    threads = [threading.Thread(target=program, args=(rank,)) for rank in range(size)]
     with mock.patch.multiple(_exchange, _PIECE_BYTES=256, _MOST_PIECES=most_pieces, _SHORT_BYTES=-1):
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        _on_all_ranks(size, program)
     for rank, (out, rows) in enumerate(zip(outs, found, strict=True)):
         (row,) = rows
         piece = out.view(size, numel)[rank] if whole else out
@@ -208,15 +205,11 @@ def test_what_a_rank_has_in_pieces_is_summed_where_it_lies(size: int, units: int
     found: list[list[Tensor]] = [[] for _ in range(size)]
 
     def program(rank: int) -> None:
-        squared = found[rank].append
-        start_exchange(op, inputs[rank], outs[rank], rank, size, boxes.exchange(rank), Workspace(), squared).finish()
+        call = Call(op, squared=found[rank].append)
+        start_exchange(call, inputs[rank], outs[rank], rank, size, boxes.exchange(rank), Workspace()).finish()
 
-    threads = [threading.Thread(target=program, args=(rank,)) for rank in range(size)]
     with mock.patch.multiple(_exchange, _PIECE_BYTES=256, _MOST_PIECES=most_pieces, _SHORT_BYTES=-1):
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        _on_all_ranks(size, program)
     for rank, (out, value, rows) in enumerate(zip(outs, expected, found, strict=True)):
         assert torch.equal(out.view(torch.int32), value.view(torch.int32))
         piece = value.view(size, -1)[rank] if isinstance(op, AllReduce) else value

@@ -181,9 +181,7 @@ class ExchangeGroup(ProcessGroup):
     def _begin(self, call: Call, text: str, index: int, x: Tensor | Pieces, out: Tensor) -> Callable[[], None]:
         """Start a collective; return what ends it."""
         exchange = self._exchange(call.lane, text, num_transfers(call.op, x.numel(), x.dtype.itemsize, self.size))
-        begin = functools.partial(
-            start_exchange, call.op, x, out, self.rank, self.size, exchange, self._workspace, call.squared, call.without_own
-        )
+        begin = functools.partial(start_exchange, call, x, out, self.rank, self.size, exchange, self._workspace)
         if max(x.numel(), out.numel()) * x.dtype.itemsize > _SHORT_BYTES:
             return self._background(call.lane, lambda: begin().steps())
         started = begin()

@@ -42,6 +42,7 @@ from zfun.collectives._calls import (
     AllReduce,
     AllToAll,
     Broadcast,
+    Call,
     Op,
     Permute,
     Reduce,
@@ -129,41 +130,30 @@ def can_add_pieces(op: Op, x: Pieces, size: int) -> bool:
     return isinstance(op, ReduceScatter | AllReduce) and x.numel() % size == 0 and x.numel() * x.dtype.itemsize > _SHORT_BYTES
 
 
-def start_exchange(
-    op: Op,
-    x: Tensor | Pieces,
-    out: Tensor,
-    rank: int,
-    size: int,
-    exchange: Exchange,
-    workspace: Workspace,
-    squared: Callable[[Tensor], None] | None = None,
-    without_own: bool = False,
-) -> Started:
+def start_exchange(call: Call, x: Tensor | Pieces, out: Tensor, rank: int, size: int, exchange: Exchange, workspace: Workspace) -> Started:
     """Start a collective.
 
     Args:
-        op: the collective.
+        call: what is done. ``squared`` is called where this rank adds floating numbers for its own piece only.
         x: 1-D input; pieces only where they can be added.
         out: 1-D output of the right length.
         rank: this rank.
         size: the number of ranks.
         exchange: the primitive.
         workspace: where what is only added is received.
-        squared: what ``Call.squared`` is; called where this rank adds floating numbers for its own piece only.
-        without_own: what ``Call.without_own`` is.
 
     Returns:
         The started collective. When it is finished, the result is in ``out``.
     """
-    here = _Here(rank, size, exchange, workspace, squared if out.is_floating_point() else None)
+    op = call.op
+    here = _Here(rank, size, exchange, workspace, call.squared if out.is_floating_point() else None)
     if isinstance(x, Pieces):
         return _start_sum_of_pieces(here, op, x, out)
     others, nobody = here.to_others(x), list[Tensor | None]([None] * size)
     match op:
         case AllGather():
             slices = _chunks(out, size)
-            return Started(exchange(others, slices), meanwhile=None if without_own else _Copy(x, slices[rank]))
+            return Started(exchange(others, slices), meanwhile=None if call.without_own else _Copy(x, slices[rank]))
         case ReduceScatter():
             return Started(*_start_sum(here, _chunks(x, size), out))
         case AllReduce() if _is_added_twice(x.numel(), x.dtype.itemsize, size):

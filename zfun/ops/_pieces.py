@@ -26,12 +26,10 @@ class Pieces:
 
     Attributes:
         dtype: of the buffer.
-        device: where the buffer would be.
+        scale: factor applied to every element.
     """
 
     __slots__ = ("_begin", "_end", "_like", "_places", "_source_dtype", "_tensors", "dtype", "scale")
-
-    device = torch.device("cpu")
 
     def __init__(
         self,
@@ -66,18 +64,19 @@ class Pieces:
         """Whether the tensors are of the dtype of the buffer."""
         return self.dtype == self._source_dtype
 
-    def arguments(self) -> tuple[Any, Any, Any, bool]:
-        """Return what kernels take: places and addresses, an array of the dtype of the tensors, the factor, and whether it is 1."""
+    def arguments(self) -> tuple[Any, Any, Any]:
+        """Return what kernels take: places and addresses, an array of the dtype of the tensors, and the factor."""
         places = self._places.copy()
         places[:2] -= self._begin
-        return places, self._like, _jit.number(wide(self.dtype))(self.scale), self.scale == 1.0 and self.is_alike
+        return places, self._like, _jit.number(wide(self.dtype))(self.scale)
 
     def write(self, out: Tensor) -> Tensor:
         """Write it to a buffer of its length and dtype, and return that."""
         from zfun.ops import _ravel_cpu
 
         array, kernel, past = _jit.as_array(out), _jit.telling(_ravel_cpu.ravel), _jit.is_large(out)
-        places, like, factor, exact = self.arguments()
+        places, like, factor = self.arguments()
+        exact = self.is_alike and self.scale == 1.0
         _jit.in_parts(array.size, lambda begin, end: kernel(places, like, array, begin, end, factor, exact, past, _NOTHING))
         torch.autograd.graph.increment_version(out)
         return out

@@ -110,7 +110,6 @@ def add_pieces(
     pieces: Any,
     like: Any,
     scale: Any,
-    exact: Any,
     alike: Any,
     out: Any,
     begin: Any,
@@ -124,10 +123,9 @@ def add_pieces(
     Args:
         addresses: as for :func:`add_up`.
         place: which of the buffers that is; its address is not read.
-        pieces: what lies in it, as for ``ravel``; so are the next three.
+        pieces: what lies in it, as for ``ravel``; so are the next two.
         like: an array of the dtype of the tensors.
         scale: factor.
-        exact: whether elements are copied as they are.
         alike: whether the tensors are of the dtype of the buffers.
         out: as for :func:`add_up`; so are the rest.
         begin: the first element.
@@ -138,7 +136,7 @@ def add_pieces(
     """
     terms, spare_term = addresses.copy(), np.empty(BLOCK, out.dtype)
     spare, guess = np.empty(BLOCK // 4, np.float64), 0
-    piece = first_piece(pieces, begin)
+    piece, exact = first_piece(pieces, begin), alike and scale == one
     for block in range(begin, end, BLOCK):
         limit = min(block + BLOCK, end)
         if alike and piece < pieces.shape[1] and pieces[0, piece] <= block and pieces[1, piece] >= limit:
