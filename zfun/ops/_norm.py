@@ -87,6 +87,8 @@ def new_row() -> Any:
 
 def exact_row(rows: list[Any]) -> Tensor:
     """Add what ``add_squares`` made of several pieces: what :func:`squares_in_bins` returns."""
+    if len(rows) == 1:
+        return torch.from_numpy(rows[0])
     total = np.sum(rows, axis=0) if rows else new_row()
     total[LIMBS:].view(np.float64)[0] = sum(float(row[LIMBS:].view(np.float64)[0]) for row in rows)
     return torch.from_numpy(total)
