@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import zfun as zf
 from tests import models
@@ -323,3 +325,30 @@ def test_what_rests_is_told_to_every_group_of_a_mesh() -> None:
     # One of two groups has no group of all.
     zf.Mesh(inner, outer).rest(first)
     assert [len(group.rested) for group in (inner, outer)] == [3, 2]
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 5])
+@pytest.mark.parametrize("is_secondary", [False, True])
+def test_ranks_of_a_mesh_may_stray_where_forward_gathers_ahead_for_backward(prefetch: int, is_secondary: bool) -> None:
+    """A rank that has skipped a bucket keeps its part of it all the same, before backward is gathered from parts."""
+
+    def main(group: zf.Group, *, sharded: bool) -> list[Any]:
+        mesh, params, used = zf.split(group, inner=2), models.mlp(num_layers=5), [5]
+
+        def loss_fn(params: Any, x: Tensor) -> Tensor:
+            for layer in params["h"][: used[0] or 2]:
+                x = torch.tanh(x @ layer["w"] + layer["b"])
+            return (x @ params["out"]).pow(2).mean() if used[0] else x.pow(2).mean()
+
+        value: Any = zf.shard(params, mesh, bucket_bytes=300) if sharded else params
+        secondary = mesh.inner if is_secondary else None
+        loss: Any = zf.shard_params(loss_fn, mesh, prefetch=prefetch, secondary=secondary) if sharded else loss_fn
+        vg = zf.data_parallel(zf.value_and_grad(loss), mesh, bucket_bytes=300)
+        found = []
+        for step, batches in enumerate(models.mlp_batches(4, group.size)):
+            used[0] = {(1, 2): 2, (3, 2): 2, (1, 3): 2, (3, 3): 0}.get((group.rank, step), 5)
+            out, grads = vg(value, batches[group.rank])
+            found.append((out, zf.unshard(grads)))
+        return found
+
+    assert_same_bits(zf.simulate(4, functools.partial(main, sharded=True)), zf.simulate(4, functools.partial(main, sharded=False)))
