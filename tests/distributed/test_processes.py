@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -200,6 +201,28 @@ def test_gradients_are_summed_where_backward_made_them(workers: Workers, stage: 
         assert num_writes == real[0][1]
     # Of two long buckets in each step, what is before and behind this rank's part, and a short one; where others read it, whole buckets.
     assert real[0][1] == (15 if workers.run(_adds_pieces)[0] else 0)
+
+
+def _faults_of_a_later_step(group: Group) -> int:
+    del group
+    size = 24 << 20
+
+    def use() -> None:
+        # As activations are: freed from the last to the first, so that the end of the heap is free.
+        held = [torch.ones(size, dtype=torch.uint8) for _ in range(5)]
+        while held:
+            held.pop()
+
+    for _ in range(3):
+        use()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    use()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only the GNU C library is told what to keep")
+def test_memory_that_a_step_frees_stays_for_the_next(workers: Workers) -> None:
+    assert max(workers.run(_faults_of_a_later_step)) < 100
 
 
 def _overlapped(group: Group) -> list[Tensor]:
