@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -54,6 +56,9 @@ from zfun.errors import CollectiveMismatch, OptionError, PeerLost, SpecMismatch
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(90)]
 
 RUN_S = 40.0
+
+_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_HAS_HUGE_PAGES = _SETTING.exists() and "[never]" not in _SETTING.read_text()
 
 
 @pytest.fixture(
@@ -223,6 +228,19 @@ def _faults_of_a_later_step(group: Group) -> int:
 @pytest.mark.skipif(sys.platform != "linux", reason="only the GNU C library is told what to keep")
 def test_memory_that_a_step_frees_stays_for_the_next(workers: Workers) -> None:
     assert max(workers.run(_faults_of_a_later_step)) < 100
+
+
+def _huge_bytes_of_the_heap(group: Group) -> int:
+    del group
+    held = [torch.ones(24 << 20, dtype=torch.uint8) for _ in range(5)]
+    ranges = re.split(r"^(?=[0-9a-f]+-)", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
+    del held
+    return sum(int(text) << 10 for heap in ranges if "[heap]" in heap for text in re.findall(r"AnonHugePages: +(\d+) kB", heap))
+
+
+@pytest.mark.skipif(not _HAS_HUGE_PAGES, reason="the system makes no huge pages")
+def test_what_a_step_holds_lies_on_huge_pages(workers: Workers) -> None:
+    assert min(workers.run(_huge_bytes_of_the_heap)) > 16 << 20
 
 
 def _overlapped(group: Group) -> list[Tensor]:
