@@ -208,8 +208,12 @@ def test_gradients_are_summed_where_backward_made_them(workers: Workers, stage: 
     assert real[0][1] == (15 if workers.run(_adds_pieces)[0] else 0)
 
 
+def _train(group: Group) -> None:
+    zf.data_parallel(zf.value_and_grad(lambda w, x: w * x), group)(torch.tensor(2.0), torch.tensor(1.0))
+
+
 def _faults_of_a_later_step(group: Group) -> int:
-    del group
+    _train(group)
     size = 24 << 20
 
     def use() -> None:
@@ -230,8 +234,29 @@ def test_memory_that_a_step_frees_stays_for_the_next(workers: Workers) -> None:
     assert max(workers.run(_faults_of_a_later_step)) < 100
 
 
+def _kept_of_a_model(group: Group) -> int:
+    _train(group)
+    # Small enough to lie in the heap, and the last one stays, so that what is free is not at its end.
+    model = [torch.ones(1 << 20) for _ in range(32)]
+    last = torch.ones(1 << 20)
+    before = _resident_bytes()
+    del model
+    group.settle("a layout")
+    del last
+    return _resident_bytes() - before
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only the GNU C library is told what to keep")
+def test_what_a_model_has_left_is_given_back_when_training_begins(workers: Workers) -> None:
+    assert max(workers.run(_kept_of_a_model)) < -(64 << 20)
+
+
 def _huge_bytes_of_the_heap(group: Group) -> int:
-    del group
+    _train(group)
     held = [torch.ones(24 << 20, dtype=torch.uint8) for _ in range(5)]
     ranges = re.split(r"^(?=[0-9a-f]+-)", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
     del held

@@ -181,6 +181,17 @@ class Group(Protocol):
         """
         return
 
+    def settle(self, layout: object) -> None:
+        """Say that steps with parameters of a layout begin; said again, it changes nothing.
+
+        A process gives back what is free of its heap, such as the room of a whole model that has been sharded, and keeps from then on what
+        a step frees for the next one.
+
+        Args:
+            layout: of the parameters.
+        """
+        return
+
     def close(self) -> None:
         """Release connections and threads. A closed group starts nothing more."""
         return
@@ -233,6 +244,9 @@ class Wrapper(Group):
 
     def rest(self, x: Tensor) -> None:
         self._group.rest(x)
+
+    def settle(self, layout: object) -> None:
+        self._group.settle(layout)
 
     def close(self) -> None:
         self._group.close()

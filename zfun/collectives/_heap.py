@@ -35,7 +35,9 @@ _MOST_BLOCKS = 64
 
 
 def prepare_heap(environ: Mapping[str, str] = os.environ) -> bool:
-    """Let this process keep what it frees, up to 2 GiB, and use huge pages for it, unless its environment says how its heap is to be.
+    """Let this process keep what it frees from now on, up to 2 GiB, and use huge pages for it, unless its environment says how its heap is.
+
+    What is free now is given back: a model that has been built leaves holes that no activation fits in.
 
     Where there is another C library than GNU's, or there are no huge pages, nothing is lost but some time.
 
@@ -51,6 +53,7 @@ def prepare_heap(environ: Mapping[str, str] = os.environ) -> bool:
     change = getattr(library, "mallopt", None)
     if change is None or not (change(_MAP_THRESHOLD, _LARGE) and change(_TRIM_THRESHOLD, _MOST_FREE)):
         return False
+    library.malloc_trim(ctypes.c_size_t(0))
     _grow_on_huge_pages(library)
     return True
 

@@ -19,7 +19,6 @@ from zfun.collectives._checked import checked
 from zfun.collectives._connections import holding_little
 from zfun.collectives._direct import ExchangeGroup, HostsGroup
 from zfun.collectives._group import Group
-from zfun.collectives._heap import prepare_heap
 from zfun.collectives._meeting import _exchange_texts, _host, meet
 from zfun.collectives._native import NativeGroup
 from zfun.collectives._pending import Pending
@@ -50,10 +49,6 @@ def process_group(
     of one host read each other's memory instead, with the same bits; gloo is then only how they meet. On several hosts, with as many ranks
     on each, numbered host by host, they do so inside of each host, and messages go between hosts. Over nccl the collectives are native,
     one communicator per lane, and sums are in nccl's order.
-
-    On CPUs the process keeps from now on what it frees, up to 2 GiB, rather than give it back to the system and take it again in each step,
-    and asks for huge pages for what it allocates; unless its environment sets ``MALLOC_TRIM_THRESHOLD_`` or another of these (GNU's C
-    library only).
 
     Args:
         group: a torch process group or a mesh; None means all ranks, and starts ``torch.distributed`` from the launcher's environment if
@@ -112,8 +107,6 @@ def _made(
 ) -> Group:
     store = _own_store(group, rank)
     backends = dist.get_backend_config(group)
-    if "nccl" not in backends:
-        prepare_heap()
     if "nccl" not in backends and "gloo" in backends:
         return _made_over_gloo(store, rank, size, timeout_s, shared_memory, on_close)
     if shared_memory:

@@ -75,7 +75,11 @@ class GradientFunction:
         """Return the loss and the gradients."""
         layout, group = self._layout(params)
         # Taken away while they are in use: simulated ranks may have one gradient function between them.
-        tables = self._tables.pop(layout, None) or [ops.AddressTable() for _ in layout.buckets]
+        tables = self._tables.pop(layout, None)
+        if tables is None:
+            tables = [ops.AddressTable() for _ in layout.buckets]
+            if group is not None:
+                group.settle(layout)
         squares: dict[int, Tensor] = {}
         sinks = watched(self._measured(self._native_sinks(params), squares), layout)
         in_pieces = bool(sinks) and isinstance(sinks[0], SumSink) and sinks[0].takes_pieces
