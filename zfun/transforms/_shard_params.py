@@ -148,7 +148,8 @@ class ShardedLoss:
         if lazy is None or not all(leaves.are_free() for leaves in lazy):
             lazy = tuple(LazyLeaves(layout, dtype, trained=trained) for layout, dtype, trained in forms)
         give_back = functools.partial(self._lazy.__setitem__, forms)
-        session = new_session(flats, flat.tape, self.knobs, self._plans.get(layouts), learn, self.secondary, lazy, give_back)
+        is_whole = flat.tape is not None and flat.tape.whole_loss is self
+        session = new_session(flats, flat.tape, self.knobs, self._plans.get(layouts), learn, self.secondary, lazy, give_back, is_whole)
         try:
             with session.hooks():
                 out = self.loss(lazy[0].tree() if len(lazy) == 1 else tree.combine(*(leaves.tree() for leaves in lazy)), batch)
