@@ -184,8 +184,9 @@ class Group(Protocol):
     def settle(self, layout: object) -> None:
         """Say that steps with parameters of a layout begin; said again, it changes nothing.
 
-        A process gives back what is free of its heap, such as the room of a whole model that has been sharded, and keeps from then on what
-        a step frees for the next one.
+        With GNU's C library a process gives back what is free of its heap, such as the room of a whole model that has been sharded, keeps
+        from then on what a step frees for the next one, up to 2 GiB, and asks for huge pages for it; unless its environment sets
+        ``MALLOC_TRIM_THRESHOLD_`` or another of these. Gradient functions say it; groups within one process change nothing.
 
         Args:
             layout: of the parameters.
