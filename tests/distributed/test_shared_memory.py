@@ -532,6 +532,21 @@ def test_what_is_not_looked_at_is_no_memory_of_this_rank(two: Workers) -> None:
         assert found["summed in place"] < slack
 
 
+def _grows(group: Group) -> int:
+    """What a rank has mapped where what was freed is too short for what comes, beyond what is in use."""
+    short, kept = group.buffer(1 << 22, torch.float32).fill_(1.0), group.buffer(1 << 20, torch.float32).fill_(1.0)
+    before = _shared_resident()
+    del short
+    long = group.buffer(3 << 21, torch.float32).fill_(1.0)
+    assert long.sum() + kept.sum() == (3 << 21) + (1 << 20)
+    return _shared_resident() - before
+
+
+def test_no_more_is_mapped_than_was_ever_in_use(two: Workers) -> None:
+    for growth in two.run(_grows):
+        assert abs(growth - (8 << 20)) < 1 << 19
+
+
 def _no_more_mappings(group: Group) -> None:
     def refuse(*args: object) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")

@@ -53,6 +53,7 @@ class Room:
             offset, nbytes = self._segment.allocate(numel * dtype.itemsize)
         except OSError:
             return None
+        self._unmap_free()
         # The storage holds on to this object, and so its end is the end of the storage.
         window = self._segment.memory[offset : offset + numel * dtype.itemsize]
         self._buffers[offset] = Area(offset, nbytes, watch=watched(window, self._dropped, offset))
@@ -156,7 +157,12 @@ class Room:
             dropping = self._dropping.copy()
             self._dropping.clear()
             if sum(map(self._release, dropping)):
-                self._segment.unmap_free(_FREE_BYTES)
+                self._unmap_free()
+
+    def _unmap_free(self) -> None:
+        """Let go of what is free beyond what has been in use, or will be soon."""
+        segment = self._segment
+        segment.unmap_free(min(_FREE_BYTES, segment.most_in_use - segment.in_use))
 
     def _release(self, area: Area) -> bool:
         """Take an area back, if nobody reads it any more."""

@@ -62,6 +62,7 @@ class Segment:
             self._free = Spans()
             self._unmapped = Spans()
             self._end = 0
+            self.most_in_use = 0
             self._mapping = Mapping(self.capacity)
             self._mapping.show(0, self.capacity, self.fd, 0, writable=True, shared=True)
             _advise(self._mapping)
@@ -103,6 +104,7 @@ class Segment:
             self._end = start + nbytes
         self._free.remove(start, start + nbytes)
         self._map(start, start + nbytes)
+        self.most_in_use = max(self.most_in_use, self.in_use)
         return start, nbytes
 
     def release(self, offset: int, nbytes: int) -> None:
