@@ -152,25 +152,28 @@ def _count_writes(fn: Callable[..., Any], *args: Any) -> tuple[Any, int]:
         return fn(*args), write.call_count
 
 
-def _sums_pieces(group: Group) -> list[Tensor]:
+def _sums_pieces(group: Group) -> tuple[bool, list[Tensor]]:
     """What is long is summed where it lies, whatever the ranks have of it; what is short is written first."""
     results = []
-    for op, numel in itertools.product((ReduceScatter(), AllReduce()), (96 * group.size, (1 << 17) * group.size)):
+    kinds = (ReduceScatter(), False), (AllReduce(), False), (AllReduce(), True)
+    for (op, borrow), numel in itertools.product(kinds, (96 * group.size, (1 << 18) * group.size)):
         third = numel // 3 // 32 * 32
         leaves = [None if group.rank and not i else _values(group, n, torch.float32) for i, n in enumerate((third - 5, third))]
         scale, table = 0.3 + group.rank, ops.AddressTable()
         pieces = ops.pieces_of(leaves, (0, third), numel, dtype=torch.float32, scale=scale, table=table)
         assert pieces is not None
-        results.append(group.start_sum(Call(op, "x", lane=Lane.GRADS), pieces).wait())
-    return results
+        results.append(group.start_sum(Call(op, "x", lane=Lane.GRADS, borrow=borrow), pieces).wait().clone())
+    return group.lends, results
 
 
 def test_what_lies_in_pieces_has_the_bits_of_what_is_sent_whole(workers: Workers) -> None:
     real = workers.run(_counted(_sums_pieces))
-    for (mine, num_writes), theirs in zip(real, simulate(len(real), _sums_pieces), strict=True):
+    simulated = simulate(len(real), _sums_pieces)
+    for rank, (((lends, mine), num_writes), (_, theirs)) in enumerate(zip(real, simulated, strict=True)):
         assert all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(mine, theirs, strict=True))
-        # What is long: the parts before and behind this rank's own. Through shared memory others read it, so it is written whole.
-        assert num_writes in (6, 4)
+        # Of what is long, the parts before and behind this rank's own; but all of what the others read whole.
+        parts = 1 if rank in (0, len(real) - 1) else 2
+        assert num_writes == (4 + 2 * parts if lends else 9)
 
 
 def _trains_in_pieces(group: Group, stage: int) -> tuple[list[float], list[Tensor]]:
@@ -191,21 +194,22 @@ def _trains_in_pieces(group: Group, stage: int) -> tuple[list[float], list[Tenso
     return losses, zf.tree.leaves(zf.unshard(state.params))
 
 
-def _adds_pieces(group: Group) -> bool:
-    return group.adds_pieces
+def _lends(group: Group) -> bool:
+    return group.lends
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_gradients_are_summed_where_backward_made_them(workers: Workers, stage: int) -> None:
     real = workers.run(_counted(_trains_in_pieces), stage)
     expected, theirs = simulate(len(real), _trains_in_pieces, stage)[0]
-    for (losses, params), num_writes in real:
+    lends = workers.run(_lends)[0]
+    for rank, ((losses, params), num_writes) in enumerate(real):
         assert losses == expected
         assert len(set(losses)) == 3
         assert all(torch.equal(a, b) for a, b in zip(params, theirs, strict=True))
-        assert num_writes == real[0][1]
-    # Of two long buckets in each step, what is before and behind this rank's part, and a short one; where others read it, whole buckets.
-    assert real[0][1] == (15 if workers.run(_adds_pieces)[0] else 0)
+        # Of two long buckets in each step, what is before and behind this rank's part, and a short one.
+        parts = 1 if lends and rank in (0, len(real) - 1) else 2
+        assert num_writes == 3 * (2 * parts + 1)
 
 
 def _train(group: Group) -> None:

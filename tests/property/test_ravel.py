@@ -118,6 +118,9 @@ def test_what_lies_in_pieces_is_what_would_be_written(
     begin, end = sorted(data.draw(st.tuples(st.integers(0, numel), st.integers(0, numel))))
     stretch = pieces[begin:end]
     assert stretch.numel() == end - begin
+    # It holds what lies in it, and no more.
+    spans = [(start, start + x.numel()) for x, start in zip(tensors, offsets, strict=True) if x is not None and x.numel()]
+    assert stretch.num_tensors == sum(start < end and stop > begin for start, stop in spans)
     expected = torch.empty(numel, dtype=dtype)
     ops.ravel_into(expected, tensors, offsets, scale=scale)
     generator, place = torch.Generator().manual_seed(numel), data.draw(st.integers(0, others))

@@ -10,7 +10,7 @@ from typing import Protocol, Self, runtime_checkable
 import torch
 from torch import Tensor
 
-from zfun.collectives._calls import AllGather, AllToAll, Call, Lane
+from zfun.collectives._calls import AllGather, AllReduce, AllToAll, Call, Lane
 from zfun.collectives._pending import Pending
 from zfun.errors import OptionError
 from zfun.ops import Pieces
@@ -94,7 +94,9 @@ class Group(Protocol):
         Returns:
             The pending result.
         """
-        return self.start(call, pieces.write(self.buffer(pieces.numel(), pieces.dtype)), out)
+        whole = pieces.write(self.buffer(pieces.numel(), pieces.dtype))
+        # Nobody else has the input: what is as long takes its place.
+        return self.start(call, whole, whole if out is None and isinstance(call.op, AllReduce) and not call.borrow else out)
 
     def all_gather(self, x: Tensor, name: str) -> Tensor:
         """Gather a small tensor of any shape from every rank, at once.

@@ -15,6 +15,7 @@ from zfun.collectives._board import Board
 from zfun.collectives._calls import AllGather, AllReduce, AllToAll, Broadcast, Lane, Permute, Reduce, ReduceScatter
 from zfun.collectives._segment import Peer, Segment
 from zfun.collectives._sent import PACKED, Sent, chunks
+from zfun.ops import Pieces
 from zfun.ops._sums import sum_and_square, sum_in_rank_order
 
 __all__ = ["Reader"]
@@ -97,8 +98,8 @@ class Reader:
         self._add_up(sent, out)
 
     def _add_up(self, sent: Sent, out: Tensor) -> None:
-        terms = {peer: self._input(sent, peer, out.numel()) for peer in sent.plan.partners}
-        terms[self._rank] = self._own_term(sent, out)
+        inputs = {peer: self._input(sent, peer, out.numel()) for peer in sent.plan.partners}
+        terms = {**inputs, self._rank: self._own_term(sent, out)}
         in_order, squared = [terms[rank] for rank in range(self._size)], sent.call.squared
         # Of a sum that every rank takes as a whole, a piece would have to be measured by itself.
         is_piece = sent.out is None or isinstance(sent.call.op, ReduceScatter)
@@ -106,11 +107,13 @@ class Reader:
             squared(sum_and_square(in_order, out))
         else:
             sum_in_rank_order(in_order, out)
-        for peer in sent.plan.partners:
-            self._unmap(peer, terms[peer])
+        for peer, read in inputs.items():
+            self._unmap(peer, read)
 
-    def _own_term(self, sent: Sent, out: Tensor) -> Tensor:
+    def _own_term(self, sent: Sent, out: Tensor) -> Tensor | Pieces:
         x = sent.x
+        if sent.term is not None:
+            return sent.term
         if sent.out is not None and isinstance(sent.call.op, AllReduce):
             # The result may go where the input was, so that the term is the one that the others read.
             return self._segment.view(sent.offset, x.numel(), x.dtype)

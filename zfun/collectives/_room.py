@@ -18,7 +18,8 @@ from zfun.collectives._board import DATA_AT, INLINE_BYTES, Board
 from zfun.collectives._calls import AllGather, Lane, Op
 from zfun.collectives._mapping import PAGE
 from zfun.collectives._segment import Segment
-from zfun.collectives._sent import NOTHING, WHOLE, Area, Plan, Use, Watch, watched
+from zfun.collectives._sent import NOTHING, PACKED, WHOLE, Area, Plan, Use, Watch, watched
+from zfun.ops import Pieces
 
 __all__ = ["Room"]
 
@@ -63,6 +64,10 @@ class Room:
         """Whether the caller holds an area as a buffer."""
         return area.offset in self._buffers
 
+    def can_show(self, offset: int) -> bool:
+        """Whether what begins there may be a part of a region."""
+        return offset % PAGE == 0
+
     def find(self, x: Tensor) -> tuple[Area | None, int]:
         """Return the area in which a tensor lies, if any, and where in the segment."""
         offset = self._segment.locate(x) if self._buffers else None
@@ -74,9 +79,9 @@ class Room:
         return area, offset
 
     def lay_out(
-        self, op: Op, plan: Plan, x: Tensor, out: Tensor | None, slot: int, use: Use, place: tuple[Area | None, int]
+        self, op: Op, plan: Plan, x: Tensor | Pieces, out: Tensor | None, slot: int, use: Use, place: tuple[Area | None, int]
     ) -> tuple[int, int, Area | None]:
-        """Put an input where the others can read it.
+        """Put an input where the others can read it; of one that lies in pieces, what they read of it.
 
         Args:
             op: what is done.
@@ -97,7 +102,7 @@ class Room:
         if form == NOTHING:
             return form, 0, None
         area, offset = place
-        if area is not None and self._may_lend(op, x, out) and not (use.borrowed and offset % PAGE):
+        if area is not None and isinstance(x, Tensor) and self._may_lend(op, x, out) and (not use.borrowed or self.can_show(offset)):
             if len(area.uses) > 4:
                 self.forget_uses(area)
             area.uses.append(use)
@@ -117,13 +122,16 @@ class Room:
             else:
                 self._staged[use.lane].append(area)
         room = self._segment.view(offset, numel, x.dtype)
-        if form == WHOLE:
+        chunk = x.numel() // self._size
+        before = self._rank * chunk
+        if form == PACKED:
+            _write(x[:before], room[:before])
+            _write(x[before + chunk :], room[before:])
+        elif isinstance(x, Tensor):
             room.copy_(x)
         else:
-            chunk = x.numel() // self._size
-            before = self._rank * chunk
-            room[:before].copy_(x[:before])
-            room[before:].copy_(x[before + chunk :])
+            _write(x[:before], room[:before])
+            _write(x[before + chunk :], room[before + chunk :])
         return form, offset, area
 
     def _may_lend(self, op: Op, x: Tensor, out: Tensor | None) -> bool:
@@ -185,3 +193,10 @@ class Room:
         if area.is_parked and not area.num_leases:
             area.is_parked = False
             self._dropping.append(area)
+
+
+def _write(x: Tensor | Pieces, room: Tensor) -> None:
+    if isinstance(x, Tensor):
+        room.copy_(x)
+    elif room.numel():
+        x.write(room)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from zfun.collectives._calls import AllGather, AllReduce, AllToAll, Broadcast, Call, Lane, Op, Permute, Reduce, ReduceScatter
+from zfun.ops import Pieces
 
 __all__ = [
     "NOTHING",
@@ -135,7 +136,13 @@ class Area:
 
 
 class Sent(NamedTuple):
-    """A call that this rank has published: what is needed to finish it. Without ``out`` the result is borrowed."""
+    """A call that this rank has published: what is needed to finish it.
+
+    Attributes:
+        x: the input; of a sum of what lies in pieces, what of it has been written to the segment.
+        out: where the result goes; ``None`` to borrow it.
+        term: this rank's own term of such a sum, where it lies.
+    """
 
     call: Call
     index: int
@@ -146,6 +153,7 @@ class Sent(NamedTuple):
     area: Area | None
     x: Tensor
     out: Tensor | None
+    term: Pieces | None = None
 
 
 def chunks(x: Tensor, size: int) -> list[Tensor]:

@@ -33,7 +33,7 @@ class Pieces:
 
     def __init__(
         self,
-        tensors: Sequence[Tensor | None],
+        tensors: Sequence[Tensor],
         places: Any,
         like: Any,
         source_dtype: torch.dtype,
@@ -53,11 +53,18 @@ class Pieces:
         """The number of elements."""
         return self._end - self._begin
 
+    @property
+    def num_tensors(self) -> int:
+        """How many tensors it holds."""
+        return len(self._tensors)
+
     def __getitem__(self, span: slice) -> Pieces:
-        """Return a stretch of it."""
+        """Return a stretch of it, which holds no more tensors than lie in it."""
         begin, end, _ = span.indices(self.numel())
         stretch = self._begin + begin, self._begin + end
-        return Pieces(self._tensors, self._places, self._like, self._source_dtype, stretch, self.dtype, self.scale)
+        starts, stops, _ = self._places
+        here = slice(int(np.searchsorted(stops, stretch[0], "right")), int(np.searchsorted(starts, stretch[1])))
+        return Pieces(self._tensors[here], self._places[:, here], self._like, self._source_dtype, stretch, self.dtype, self.scale)
 
     @property
     def is_alike(self) -> bool:
@@ -105,4 +112,5 @@ def pieces_of(
     """
     if not _jit.compiled() or not table.point_at(tensors, offsets, numel) or (table.needs_grad and torch.is_grad_enabled()):
         return None
-    return Pieces(list(tensors), table.pieces.copy(), table.like, table.dtype, (0, numel), dtype, scale)
+    present = [x for x in tensors if x is not None and x.numel()]
+    return Pieces(present, table.pieces.copy(), table.like, table.dtype, (0, numel), dtype, scale)

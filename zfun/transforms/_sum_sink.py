@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from dataclasses import dataclass
 
@@ -39,7 +38,8 @@ class SumSink:
         group = self.group
         op = ReduceScatter() if self.placement is S else AllReduce()
         squared = None if self.squares is None else functools.partial(self.squares.__setitem__, bucket)
-        call = Call(op, "grads", layout.label(bucket), Lane.GRADS, squared=squared)
+        borrow = self.borrow and group.lends and self.placement is not S and self.wire is None
+        call = Call(op, "grads", layout.label(bucket), Lane.GRADS, squared=squared, borrow=borrow)
         if isinstance(buffer, Pieces):
             return group.start_sum(call, buffer)
         if group.mesh.size == 1:
@@ -47,8 +47,7 @@ class SumSink:
         if self.wire is not None:
             return (start_over if self.placement is S else start)(call, buffer, group, self.wire)
         if self.placement is not S:
-            borrow = self.borrow and group.lends
-            return group.start(dataclasses.replace(call, borrow=borrow), buffer, None if borrow else buffer)
+            return group.start(call, buffer, None if borrow else buffer)
         # Over an inner axis the sum over the row is where the sum over the mesh will be.
         out = None if group.axis else group.buffer(layout.shard_numel(bucket), buffer.dtype, buffer.device)
         return start_reduce_scatter_over(group, call, buffer, out)
