@@ -16,6 +16,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import zfun as zf
 from tests.distributed import needs_shared_memory, processes, test_shared_memory
@@ -52,6 +54,7 @@ from zfun.collectives import (
 )
 from zfun.collectives._native import NativeGroup
 from zfun.errors import CollectiveMismatch, OptionError, PeerLost, SpecMismatch
+from zfun.transforms._session import Session
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(90)]
 
@@ -192,6 +195,74 @@ def _trains_in_pieces(group: Group, stage: int) -> tuple[list[float], list[Tenso
         state, info = z.step(state, x)
         losses.append(info.loss.item())
     return losses, zf.tree.leaves(zf.unshard(state.params))
+
+
+@pytest.mark.parametrize("how", ["plainly", "remat", "checkpoint", "frozen", "persistent"])
+@pytest.mark.parametrize("strays", [False, True])
+def test_what_takes_no_memory_is_not_asked_for_again(two: Workers, how: str, strays: bool) -> None:
+    """Over shared memory autograd keeps views of what all ranks have; over gloo, and of what was sent in few bits, only places."""
+    real = two.run(_asked_by_autograd, how, strays)
+    for (mine, asked), theirs in zip(real, simulate(2, _kept_by_autograd, how, strays), strict=True):
+        assert len(set(mine.losses)) == len(mine.losses)
+        assert mine.losses == theirs.losses
+        assert all(torch.equal(a, b) for a, b in zip(mine.params, theirs.params, strict=True))
+        # The first step learns what is used.
+        assert asked[0] > 0
+        assert asked[1:] == [0] * 5 if mine.lends else min(asked) > 0
+
+
+@dataclass
+class _Kept:
+    losses: list[float]
+    params: list[Tensor]
+    lends: bool
+
+
+def _asked_by_autograd(group: Group, how: str, strays: bool) -> tuple[_Kept, list[int]]:
+    """How often each step was asked for what autograd has kept, in a process of its own."""
+    totals: list[int] = []
+    with mock.patch.object(Session, "_unpack", autospec=True, side_effect=Session._unpack) as unpack:
+        found = _kept_by_autograd(group, how, strays, lambda: totals.append(unpack.call_count))
+    return found, [after - before for before, after in itertools.pairwise([0, *totals])]
+
+
+def _kept_by_autograd(group: Group, how: str, strays: bool, after_step: Callable[[], None] = lambda: None) -> _Kept:
+    def block(w: Tensor, x: Tensor) -> Tensor:
+        return x + torch.tanh(x @ w)
+
+    def loss_fn(params: Any, batch: tuple[int, Tensor]) -> Tensor:
+        number, x = batch
+        order = [0, 1, 2, 3]
+        if strays and number % 2:
+            order = [[0, 2, 3], [2, 1, 0, 2, 3]][group.rank]
+        for i in order:
+            if how == "remat":
+                x = zf.remat(block)(params["w"][i], x)
+            elif how == "checkpoint":
+                x = checkpoint(block, params["w"][i], x, use_reentrant=False)
+            else:
+                x = block(params["w"][i], x)
+        return (x * params["b"]).square().mean()
+
+    generator = torch.Generator().manual_seed(0)
+    params = {"w": [torch.randn(128, 128, generator=generator) / 10 for _ in range(4)], "b": torch.ones(128)}
+    z = zf.zero(
+        3,
+        loss_fn,
+        zf.optim.adamw(1e-2),
+        group,
+        bucket_bytes=1 << 16,
+        persistence=128 if how == "persistent" else 0,
+        trainable=(lambda path, leaf: path != "w.1") if how == "frozen" else None,
+    )
+    state, found = z.init(params), _Kept([], [], group.lends)
+    for number in range(6):
+        x = torch.randn(4, 128, generator=torch.Generator().manual_seed(10 * number + group.rank))
+        state, info = z.step(state, (number, x))
+        after_step()
+        found.losses.append(info.loss.item())
+    found.params = zf.tree.leaves(z.params(state))
+    return found
 
 
 def _lends(group: Group) -> bool:

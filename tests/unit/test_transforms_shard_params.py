@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import zfun as zf
 from tests import models
 from zfun import tree
 from zfun.testing import assert_same_bits
+from zfun.transforms._session import Session
 
 SIZES = pytest.mark.parametrize("size", [1, 3])
 X = models.mlp_batches(1, 1)[0][0]
@@ -382,6 +384,30 @@ def test_a_shard_that_is_a_part_of_something_is_copied() -> None:
         return zf.value_and_grad(loss)(params, torch.ones(()))[0].item()
 
     assert zf.simulate(2, main) == [float(sum(i * i for i in range(64)))] * 2
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_alone_a_rank_keeps_what_it_has(size: int) -> None:
+    """What is gathered of one rank is its shard: autograd may keep it, and nobody asks for it again."""
+    asked = []
+
+    def main(group: zf.Group) -> Any:
+        params, loss = zf.shard(models.mlp(), group, bucket_bytes=300), zf.shard_params(lambda p, x: blocks(p, x, None), group)
+        vg, found = zf.data_parallel(zf.value_and_grad(loss), group, bucket_bytes=300), []
+        for _ in range(3):
+            before = unpack.call_count
+            found.append(zf.unshard(vg(params, X + group.rank)[1]))
+            group.barrier()
+            asked.append(unpack.call_count - before)
+        return found
+
+    with mock.patch.object(Session, "_unpack", autospec=True, side_effect=Session._unpack) as unpack:
+        expected = gradients(size, lambda p, x: blocks(p, x, None), sharded=False)[0][1]
+        for grads in zf.simulate(size, main)[0]:
+            assert_same_bits(grads, expected)
+    # The first call learns what is used.
+    assert asked[0] > 0
+    assert asked[1:] == [0, 0] if size == 1 else min(asked) > 0
 
 
 @pytest.mark.parametrize("strays", [False, True])

@@ -57,6 +57,10 @@ class Group(Protocol):
         """Whether what is borrowed (``Call.borrow``) may be memory of other ranks; if not, a result is best put in place of what is old."""
         return False
 
+    def shows(self, x: Tensor) -> bool:
+        """Whether a borrowed all-gather of ``x`` shows it where it lies, and so takes no memory, however long it is kept."""
+        return False
+
     @property
     def adds_pieces(self) -> bool:
         """Whether :meth:`start_sum` reads this rank's own term where it lies; if not, it is best written to a :meth:`buffer` at once."""
@@ -234,6 +238,9 @@ class Wrapper(Group):
     @property
     def lends(self) -> bool:
         return self._group.lends
+
+    def shows(self, x: Tensor) -> bool:
+        return self._group.shows(x)
 
     @property
     def numbers(self) -> Sequence[int]:

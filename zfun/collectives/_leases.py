@@ -126,11 +126,14 @@ class Leases:
                 self._return(lease)
 
     def rest(self, x: Tensor) -> None:
-        """Let go of what the region of a borrowed result shows of others; they keep it."""
+        """Let go of what the region of a borrowed result shows of others, who keep it; and of this rank's part if that is a buffer."""
         address = x.data_ptr()
         for lease in self._leases.values():
             if 0 <= address - lease.region.begin < lease.region.nbytes:
-                lease.region.unmap_others()
+                if self._room.is_buffer(lease.area):
+                    lease.region.unmap()
+                else:
+                    lease.region.unmap_others()
 
     def end(self) -> None:
         """Give back what nobody looks at any more, and let go of regions that have not been used for long."""

@@ -229,6 +229,9 @@ class _SharedGroup(ProcessGroup):
     def lends(self) -> bool:
         return True
 
+    def shows(self, x: Tensor) -> bool:
+        return x.is_cpu and not self._closed and self._memory.shows(x)
+
     def start(self, call: Call, x: Tensor, out: Tensor | None = None) -> Pending:
         check_call(call, x, out, self.size)
         if x.device.type != "cpu":

@@ -163,6 +163,11 @@ class SharedMemory:
             return nbytes > 0 and nbytes % PAGE == 0
         return isinstance(op, AllReduce) and nbytes > 0 and x.numel() % self.size == 0 and nbytes % (PAGE * self.size) == 0
 
+    def shows(self, x: Tensor) -> bool:
+        """Whether a borrowed all-gather of a tensor shows it where it lies."""
+        area, offset = self._find(x)
+        return area is not None and self._room.can_show(offset) and self.can_borrow(AllGather(), x)
+
     def buffer(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         """Return a tensor in the segment, uninitialised, or None if there is no memory for it."""
         if numel == 0:

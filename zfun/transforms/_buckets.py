@@ -105,6 +105,14 @@ class BucketShard:
         is_whole = shard.numel() > 0 and shard.storage_offset() == 0
         return shard if is_whole and shard.is_cpu and shard.dtype == self.form.sent == self.dtype else None
 
+    @property
+    def is_shown(self) -> bool:
+        """Whether what is gathered shows the shards where they lie, and so takes no memory of its own."""
+        shard, group = self.flat.buffers[self.index], self.flat.group
+        if type(shard) is not Tensor or self.flat.wire is not None or not shard.dtype == self.form.sent == self.dtype:
+            return False
+        return group.size == 1 or (self.is_borrowed and group.shows(shard))
+
     def traced(self, tape: Tape | None) -> TracedBucket:
         """Say what a schedule needs to know of it."""
         return self.form.traced(tape.dtypes[self.index].itemsize if tape is not None and self.trained else 0)

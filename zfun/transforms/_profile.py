@@ -56,7 +56,8 @@ def profile() -> Iterator[Profile]:
 
     A step is a loss and its gradient, the optimizer, and the gathers of new parameters at stages 1 and 2.
     It is the counterpart of :func:`zfun.timeline`, which lays a planned step out: the picture, and the trace for Perfetto, are the same. A
-    step that is not watched costs nothing more. Times are the host's: on a CUDA device nothing waits for what has been launched.
+    step that is not watched costs nothing more; one that is looks at every parameter in backward, where else views of them may be kept (by
+    one rank alone, or by ranks that share memory). Times are the host's: on a CUDA device nothing waits for what has been launched.
 
     Returns:
         A context whose value is the :class:`zfun.transforms.Profile`.
@@ -98,6 +99,9 @@ def watched(sinks: tuple[Sink, ...], layout: Layout) -> tuple[Sink, ...]:
 
 class _WatchedSession(Session):
     """A session that writes down what it does."""
+
+    # Autograd asks it for every parameter: that says when each is used.
+    _may_keep = False
 
     def __init__(self, profile: Profile, *args: Any) -> None:
         self._profile = profile
