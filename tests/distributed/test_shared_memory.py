@@ -640,6 +640,39 @@ def test_old_values_never_change(two: Workers, stage: int) -> None:
     assert two.run(_pure_steps, stage) == zf.simulate(2, _pure_steps, stage)
 
 
+def _goes_ahead(group: zf.Group, folder: Path) -> list[bytes]:
+    """In later steps each rank in turn begins to compute when the other has come to the end of forward."""
+
+    def loss_fn(params: list[Tensor], batch: tuple[int, Tensor]) -> Tensor:
+        step, x = batch
+        is_last = step >= 2 and step % group.size == group.rank
+        done = folder / str(step)
+        while is_last and not done.exists():
+            time.sleep(0.001)
+        for w in params:
+            x = torch.tanh(x @ w)
+        if step >= 2 and not is_last:
+            done.touch()
+        return x.square().mean()
+
+    generator = torch.Generator().manual_seed(0)
+    params = [torch.randn(128, 128, generator=generator) / 10 for _ in range(6)]
+    z = zf.zero(3, loss_fn, zf.optim.adamw(0.1), group, bucket_bytes=1 << 16, prefetch=1)
+    state = z.init(params)
+    for step in range(6):
+        state, _ = z.step(state, (step, torch.full((4, 128), 1.0 + group.rank)))
+    return [_fingerprint(w) for w in z.params(state)]
+
+
+def test_nobody_waits_for_a_rank_to_come_to_a_gather(two: Workers, tmp_path: Path) -> None:
+    (tmp_path / "simulated").mkdir()
+    real = two.run(_goes_ahead, tmp_path)
+    assert real[0] == real[1]
+    for step in range(2, 6):
+        (tmp_path / "simulated" / str(step)).touch()
+    assert real == zf.simulate(2, _goes_ahead, tmp_path / "simulated")
+
+
 def _names() -> set[str]:
     """Files in shared memory and sockets of zfun; not the sockets of other programs that use it at the same time."""
     sockets = {line.split()[6]: line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if "zfun-" in line}

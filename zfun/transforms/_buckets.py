@@ -27,7 +27,7 @@ try:
 except ImportError:
     _view = None
 
-__all__ = ["BucketForm", "BucketShard", "view_of", "views_of"]
+__all__ = ["BucketForm", "BucketShard", "shards_of", "view_of", "views_of"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,6 +113,11 @@ class BucketShard:
             return False
         return group.size == 1 or (self.is_borrowed and group.shows(shard))
 
+    @property
+    def nbytes(self) -> int:
+        """Of the bucket when it is gathered."""
+        return self.form.numel * self.dtype.itemsize
+
     def traced(self, tape: Tape | None) -> TracedBucket:
         """Say what a schedule needs to know of it."""
         return self.form.traced(tape.dtypes[self.index].itemsize if tape is not None and self.trained else 0)
@@ -170,6 +175,15 @@ class BucketShard:
             cut = self._cut()
             views = [*views_of(buffer, cut.before), *views_of(self.own, cut.within), *views_of(buffer, cut.behind)]
         return views if self.flat.compute_dtype is None else cast_leaves(views, self.flat.compute_dtype)
+
+
+def shards_of(flats: Iterable[Flat], tape: Tape | None) -> list[BucketShard]:
+    """Return the shards of all buckets; those of the first value are trained if there is a tape."""
+    return [
+        BucketShard(flat, i, trained=number == 0 and tape is not None)
+        for number, flat in enumerate(flats)
+        for i in range(len(flat.layout.buckets))
+    ]
 
 
 class _Cut(NamedTuple):

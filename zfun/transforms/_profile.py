@@ -18,12 +18,16 @@ from typing import Any
 from torch import Tensor
 
 from zfun.collectives import Pending
+from zfun.flat import Flat
 from zfun.layout import Layout
+from zfun.transforms._buckets import shards_of
+from zfun.transforms._course import Plan
+from zfun.transforms._keeping import KeepingSession, may_keep
 from zfun.transforms._lazy import LazyLeaf
 from zfun.transforms._notes import Noted, Notes, What, When, timed, watching
-from zfun.transforms._schedule import Step
+from zfun.transforms._schedule import Knobs, Step
 from zfun.transforms._session import Session
-from zfun.transforms._tape import Handle, Sink
+from zfun.transforms._tape import Handle, Sink, Tape
 from zfun.transforms._timeline import Span, Timeline
 
 __all__ = ["Noted", "Profile", "new_session", "profile", "watched"]
@@ -82,10 +86,14 @@ def profile() -> Iterator[Profile]:
         watching.reset(token)
 
 
-def new_session(*args: Any) -> Session:
+def new_session(flats: Sequence[Flat], tape: Tape | None, knobs: Knobs, plan: Plan | None, *others: Any) -> Session:
     """Make what runs a call of a loss; see [Note: who watches]."""
-    notes = watching.get()
-    return Session(*args) if not isinstance(notes, Profile) else _WatchedSession(notes, *args)
+    notes, shards = watching.get(), shards_of(flats, tape)
+    if isinstance(notes, Profile):
+        # Also where views may be kept: autograd asks it for every parameter, which says when each is used.
+        return _WatchedSession(notes, flats, shards, tape, knobs, plan, *others)
+    kind = KeepingSession if tape is not None and plan is not None and may_keep(plan, shards) else Session
+    return kind(flats, shards, tape, knobs, plan, *others)
 
 
 def watched(sinks: tuple[Sink, ...], layout: Layout) -> tuple[Sink, ...]:
@@ -99,9 +107,6 @@ def watched(sinks: tuple[Sink, ...], layout: Layout) -> tuple[Sink, ...]:
 
 class _WatchedSession(Session):
     """A session that writes down what it does."""
-
-    # Autograd asks it for every parameter: that says when each is used.
-    _may_keep = False
 
     def __init__(self, profile: Profile, *args: Any) -> None:
         self._profile = profile

@@ -22,12 +22,6 @@ each bucket that forward has not gathered ahead is gathered once in backward, in
 more. A bucket that backward needs no value of is gathered all the same, at the end, unless it stayed: a step sends what the closed form
 says.
 
-Where freeing frees nothing. Of a group of one rank the gathered bucket is the shard, and ranks of one host that lend each other memory look
-at each other's shards where they lie. From the second step on autograd then keeps the views themselves, and asks nobody in backward, which
-for every tensor that it saves would cost a call of Python in the midst of products of matrices. The schedule is run all the same, with each
-bucket's gradients, for ranks take part in every gather; to release a bucket is to let the group know that it is not looked at
-(``Group.rest``), and all are given back at the end of the step.
-
 Bits. A bucket that is freed and gathered again in forward comes back behind the same outputs of its node: they get the new buffer as
 their data. A second node would add gradients in another order.
 """
@@ -57,9 +51,6 @@ from zfun.transforms._tape import Tape, check_unwritten
 
 __all__ = ["Session"]
 
-# The part of the parameters that is kept gathered rather than asking at every use in backward.
-_MOST_COPIED = 1 / 64
-
 # In the place of the bucket in use, where there is none.
 _NO_BUCKET = -1
 
@@ -70,12 +61,10 @@ _DONE, _STRAYED = -1, -2
 class Session:
     """The gathered buckets of one call of the loss, forward and backward; those of the trained leaves come first."""
 
-    # Whether what takes next to no memory may be kept to the end.
-    _may_keep = True
-
     def __init__(
         self,
         flats: Sequence[Flat],
+        shards: Sequence[BucketShard],
         tape: Tape | None,
         knobs: Knobs,
         plan: Plan | None,
@@ -94,11 +83,7 @@ class Session:
         self._learn = learn
         self._lazy: tuple[LazyLeaves, ...] = lazy
         self._give_back = give_back
-        self._shards = [
-            BucketShard(flat, i, trained=number == 0 and tape is not None)
-            for number, flat in enumerate(flats)
-            for i in range(len(flat.layout.buckets))
-        ]
+        self._shards = shards
         if secondary is not None:
             # Which keeps parts of what was gathered.
             for shard in self._shards:
@@ -140,8 +125,7 @@ class Session:
         for bucket in self._persistent:
             # It stays gathered beside shards that are written.
             self._shards[bucket].keep_apart()
-        self._keeps = self._may_keep and tape is not None and plan is not None and plan.packed is not None and self._takes_little()
-        self._course = Course(self._forward_steps(self._restore()), followed=plan is not None)
+        self._set_out(self._forward_steps(self._restore()), followed=plan is not None)
         if tape is not None:
             tape.on_complete.append(self._complete)
             tape.on_finish.append(self._finish_backward)
@@ -155,13 +139,9 @@ class Session:
             self._hold(bucket, gathered)
         return set(kept)
 
-    def _takes_little(self) -> bool:
-        """Whether all that is gathered takes next to no memory: copies are made of small buckets alone."""
-        if self._group.size > 1 and not self._group.lends:
-            return False
-        others = [bucket for bucket in range(len(self._shards)) if bucket not in self._persistent]
-        copied = sum(self._traced[bucket].nbytes for bucket in others if not self._shards[bucket].is_shown)
-        return copied <= _MOST_COPIED * sum(self._traced[bucket].nbytes for bucket in others)
+    def _set_out(self, steps: Iterable[Step], *, followed: bool) -> None:
+        """Begin a pass."""
+        self._course = Course(steps, followed=followed)
 
     def _forward_steps(self, there: set[int]) -> Iterable[Step]:
         if self._plan is None:
@@ -170,9 +150,7 @@ class Session:
         return [step for step in steps if step.phase != "start" or step.bucket not in there]
 
     def hooks(self) -> Any:
-        """The context in which the loss runs forward: what autograd saves of a gathered bucket is not kept where that would take memory."""
-        if self._keeps:
-            return contextlib.nullcontext()
+        """The context in which the loss runs forward: what autograd saves of a gathered bucket is not kept."""
         return torch.autograd.graph.saved_tensors_hooks(self._saved.pack, self._unpack)
 
     def check_graph(self, out: Any) -> None:
@@ -200,10 +178,7 @@ class Session:
             self._shards[bucket].keep(self._take(bucket))
         if self._plan is not None and self._tape is not None:
             self._kept = self._plan.kept
-        if self._keeps:
-            self._forget_views()
-        else:
-            self._drop(self._persistent | self._kept)
+        self._leave_forward()
         if is_first:
             has_strayed = self._learn_forward()
         if self._tape is not None:
@@ -220,7 +195,11 @@ class Session:
     def _has_strayed(self) -> bool:
         """Whether this rank used, or kept for backward, what the plan does not say."""
         assert self._plan is not None
-        return not self._course.followed or (not self._keeps and self._plan.packed not in (None, tuple(self._saved.order)))
+        return not self._course.followed or self._plan.packed not in (None, tuple(self._saved.order))
+
+    def _leave_forward(self) -> None:
+        """Free what backward does not begin with."""
+        self._drop(self._persistent | self._kept)
 
     def _come_to_meet(self, mine: int) -> Callable[[], list[int]]:
         """Say that this rank is at the end of its pass.
@@ -299,14 +278,14 @@ class Session:
         self._events = []
         self._now = _NO_BUCKET
         if plan.packed is not None and self._has_anybody_strayed() is False:
-            self._course = Course(plan.backward(), followed=True)
+            self._set_out(plan.backward(), followed=True)
             return
         # On a mesh others need this rank to come to the last phase of what forward has gathered ahead; not all come to use it.
         for pending in self._pending.values():
             pending.wait()
         held = self._persistent | self._kept
         order = [*dict.fromkeys([*plan.schedule.trace.forward, *range(len(self._shards))])][::-1]
-        self._course = Course((Step("gather", b, "backward") for b in order if b not in held), followed=False)
+        self._set_out((Step("gather", b, "backward") for b in order if b not in held), followed=False)
 
     def _finish_backward(self) -> None:
         self._begin_backward()
@@ -394,9 +373,6 @@ class Session:
             return
         self._set_aside()
         self._now = bucket
-        if self._keeps and self._phase == "backward":
-            # Recomputation; what the schedule has is done when gradients are complete.
-            return
         self._events.append(Event("use", bucket))
         overdue, self._overdue = self._overdue - {bucket}, set()
         for late in overdue:
@@ -434,10 +410,6 @@ class Session:
     def _complete(self, bucket: int) -> None:
         """Note that all gradients of a bucket are there."""
         self._begin_backward()
-        if self._keeps:
-            self._run(self._course.come_past(bucket))
-            self._release(bucket)
-            return
         self._events.append(Event("reduce", bucket))
         self._run(self._course.come_to("reduce", bucket))
         if self._course.followed or bucket in self._persistent:
@@ -481,10 +453,6 @@ class Session:
             self._pending[bucket] = pending
 
     def _release(self, bucket: int) -> None:
-        if self._keeps:
-            if (buffer := self._buffers.get(bucket)) is not None and bucket not in self._persistent:
-                self._group.rest(buffer)
-            return
         views = self._views.get(bucket)
         if views is not None:
             check_unwritten(views, self._shards[bucket].slots)
