@@ -122,16 +122,14 @@ class Room:
             else:
                 self._staged[use.lane].append(area)
         room = self._segment.view(offset, numel, x.dtype)
-        chunk = x.numel() // self._size
-        before = self._rank * chunk
-        if form == PACKED:
-            _write(x[:before], room[:before])
-            _write(x[before + chunk :], room[before:])
-        elif isinstance(x, Tensor):
+        if form == WHOLE and isinstance(x, Tensor):
             room.copy_(x)
         else:
-            _write(x[:before], room[:before])
-            _write(x[before + chunk :], room[before + chunk :])
+            # All but this rank's own part, for which there is a gap where it is not packed.
+            chunk = x.numel() // self._size
+            begin, end = self._rank * chunk, (self._rank + 1) * chunk
+            _write(x[:begin], room[:begin])
+            _write(x[end:], room[begin if form == PACKED else end :])
         return form, offset, area
 
     def _may_lend(self, op: Op, x: Tensor, out: Tensor | None) -> bool:

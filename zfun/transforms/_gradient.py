@@ -156,7 +156,7 @@ class GradientFunction:
         """Start the sum of the loss over the ranks, and of what backward needs to know: the weight, and whether a rank has strayed."""
         if self.group is None:
             if tape.gathers:
-                tape.any_strayed, tape.max_in_flight = None, None
+                tape.max_in_flight = None
             return weight, Pending.done(total)
         if weight is not None and self.reduce != "mean":
             raise OptionError(
