@@ -24,7 +24,10 @@ from zfun.wire import start
 try:
     # One call that asks nobody: of what as_strided() takes, most is dispatch and notes on what the view is a view of.
     from torch._C._dynamo.guards import _reinterpret_tensor as _view  # pyrefly: ignore[missing-module-attribute]
-except ImportError:
+
+    # It is not torch's to promise: one that takes something else is done without.
+    _view(torch.empty(2, device="cpu"), (1,), (1,), 1)
+except (ImportError, TypeError, RuntimeError):
     _view = None
 
 __all__ = ["BucketForm", "BucketShard", "shards_of", "view_of", "views_of"]

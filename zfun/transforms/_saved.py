@@ -13,7 +13,7 @@ __all__ = ["Packed", "SavedViews"]
 
 # A view of a gathered bucket, or of this rank's own shard of it: of which, whether of the shard, then dtype, shape, strides and offset. The
 # bucket comes as a list, the same for all of its views, whose references say whether there are any.
-Packed: TypeAlias = tuple[list[int], bool, torch.dtype, torch.Size, tuple[int, ...], Any]
+Packed: TypeAlias = tuple[list[int], bool, torch.dtype, tuple[int, ...], tuple[int, ...], Any]
 
 
 class SavedViews:
@@ -47,7 +47,8 @@ class SavedViews:
         bucket, is_own, _ = found
         if self.order[-1:] != [bucket]:
             self.order.append(bucket)
-        return self._marks[bucket], is_own, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+        # A plain tuple: what makes views takes no other since torch 2.15.
+        return self._marks[bucket], is_own, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
 
     def is_kept(self, bucket: int) -> bool:
         """Whether autograd's graph keeps a view of a bucket."""
