@@ -47,7 +47,7 @@ def process_group(
     connections.
 
     Over gloo and mpi every collective is a direct exchange whose sums are taken in rank order, bitwise those of ``simulate``. Gloo's ranks
-    of one host read each other's memory instead, with the same bits; gloo is then only how they meet. On several hosts, with as many ranks
+    of one host read each other's memory instead, with the same bits; then gloo moves nothing. On several hosts, with as many ranks
     on each, numbered host by host, they do so inside of each host, and messages go between hosts. Over nccl the collectives are native,
     one communicator per lane, and sums are in nccl's order.
 
@@ -124,10 +124,11 @@ def _made_over_gloo(
     on_close: Callable[[], None] | None = None,
     numbers: Sequence[int] | None = None,
 ) -> ProcessGroup:
-    gloo = _gloo(dist.PrefixStore("gloo", store), rank, size, timeout_s)
     memory = meet(store, rank, size, timeout_s, shared_memory)
     if shared_memory and isinstance(memory, str):
         raise _no_shared_memory(memory)
+    # Gloo has a thread that wakes up a hundred times a second, in the midst of what is computed, whether or not there are messages.
+    gloo = _gloo(dist.PrefixStore("gloo", store), rank, size, timeout_s) if isinstance(memory, str) else None
     settings = (gloo, store, rank, size, timeout_s, on_close, numbers)
     made: ProcessGroup
     if not isinstance(memory, str):
