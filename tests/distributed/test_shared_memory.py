@@ -13,6 +13,7 @@ import platform
 import random
 import signal
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -671,6 +672,95 @@ def test_nobody_waits_for_a_rank_to_come_to_a_gather(two: Workers, tmp_path: Pat
     for step in range(2, 6):
         (tmp_path / "simulated" / str(step)).touch()
     assert real == zf.simulate(2, _goes_ahead, tmp_path / "simulated")
+
+
+def _is_through_first(group: zf.Group, folder: Path) -> list[bytes]:
+    """In each step one rank begins to compute backward when the other has come to the first layer there."""
+
+    def loss_fn(params: list[Tensor], batch: tuple[int, Tensor]) -> Tensor:
+        step, x = batch
+        done = folder / str(step)
+
+        def wait(grad: Tensor) -> None:
+            while not done.exists():
+                time.sleep(0.001)
+
+        is_last = step % group.size == group.rank
+        x = torch.tanh(x @ params[0])
+        if not is_last:
+            x.register_hook(lambda grad: done.touch())
+        for w in params[1:]:
+            x = torch.tanh(x @ w)
+        if is_last:
+            x.register_hook(wait)
+        return x.square().mean()
+
+    generator = torch.Generator().manual_seed(0)
+    params = [torch.randn(128, 128, generator=generator) / 10 for _ in range(6)]
+    z = zf.zero(0, loss_fn, zf.optim.adamw(0.1), group, bucket_bytes=1 << 16)
+    state = z.init(params)
+    for step in range(4):
+        state, _ = z.step(state, (step, torch.full((4, 128), 1.0 + group.rank)))
+    return [_fingerprint(w) for w in z.params(state)]
+
+
+def test_nobody_waits_in_backward_for_sums_that_take_no_room(two: Workers, tmp_path: Path) -> None:
+    (tmp_path / "simulated").mkdir()
+    real = two.run(_is_through_first, tmp_path)
+    assert real[0] == real[1]
+    for step in range(4):
+        (tmp_path / "simulated" / str(step)).touch()
+    assert real == zf.simulate(2, _is_through_first, tmp_path / "simulated")
+
+
+def _sums_early(group: zf.Group, kind: str) -> tuple[bool, list[float]]:
+    """Start a sum of pieces, one rank after the other, and look what of it is done then."""
+    op = ReduceScatter() if kind == "reduce_scatter" else AllReduce()
+    numel = 1 << 17
+    squares: list[Tensor] = []
+    call = Call(op, "grads", lane=Lane.GRADS, borrow=kind == "all_reduce", squared=squares.append)
+    terms = [torch.full((numel,), 1.0 + group.rank)]
+    held = weakref.ref(terms[0])
+    pieces = ops.pieces_of(terms, [0], numel, dtype=torch.float32, scale=1.0, table=ops.AddressTable())
+    assert pieces is not None
+    terms.clear()
+    for _ in range(group.rank):
+        group.barrier()
+    pending = group.start_sum(call, pieces)
+    del pieces
+    is_taken = len(squares) == 1 and held() is None
+    for _ in range(group.size - group.rank):
+        group.barrier()
+    return is_taken, pending.wait()[:: numel // 4].tolist()
+
+
+@pytest.mark.parametrize("kind", ["reduce_scatter", "all_reduce"])
+def test_a_sum_is_taken_as_soon_as_all_terms_are_there(two: Workers, kind: str) -> None:
+    found = two.run(_sums_early, kind)
+    # The last rank to come finds what it needs, and holds its own term no more; the other takes it in a later wait.
+    assert [is_taken for is_taken, _ in found] == [False, True]
+    assert [values for _, values in found] == [[3.0] * (2 if kind == "reduce_scatter" else 4)] * 2
+
+
+def _starts_something_else(group: zf.Group) -> None:
+    """Disagree on the first of two sums, and wait for neither before both are started."""
+    pending = []
+    for number in range(2):
+        name = f"sum {number}" if group.rank or number else "another sum"
+        try:
+            pending.append(group.start(Call(AllReduce(), name, lane=Lane.GRADS, borrow=True), torch.ones(1 << 14)))
+            # Messages of another lane go on.
+            group.start(Call(AllGather(), "params", lane=Lane.PARAMS), torch.ones(4)).wait()
+        except CollectiveMismatch as error:
+            raise AssertionError("not where it is started") from error
+    pending[0].wait()
+
+
+def test_a_mismatch_of_sums_is_an_error_of_the_wait_for_it(two: Workers) -> None:
+    for outcome in two.outcomes(_starts_something_else):
+        assert isinstance(outcome, CollectiveMismatch), outcome
+        assert "'sum 0'" in str(outcome)
+        assert "'another sum'" in str(outcome)
 
 
 def _names() -> set[str]:

@@ -1,12 +1,17 @@
 """What a rank reads of the others: copies and sums, taken straight out of their segments.
 
+[Note: sums that are owed]
+
 A sum whose result is borrowed has two phases ([Note: borrowed results]), and this is the first: each rank adds up its own slice over its
-own input. Those sums stand in a queue for each lane, so that a rank that waits for something else takes them as soon as it can.
+own input. Where the own term lies in pieces, backward has just made it, and it is held until it is added. Such sums stand in a queue for
+each lane, and are taken as soon as the others have come to them: when the next one is started, or in any wait. So the terms are still in
+the caches, and nobody is waited for by a rank that could have gone on.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 from collections.abc import Mapping
 
 from torch import Tensor
@@ -14,7 +19,7 @@ from torch import Tensor
 from zfun.collectives._board import Board
 from zfun.collectives._calls import AllGather, AllReduce, AllToAll, Broadcast, Lane, Permute, Reduce, ReduceScatter
 from zfun.collectives._segment import Peer, Segment
-from zfun.collectives._sent import PACKED, Sent, chunks
+from zfun.collectives._sent import PACKED, Disagreement, Sent, chunks
 from zfun.ops import Pieces
 from zfun.ops._sums import sum_and_square, sum_in_rank_order
 
@@ -40,7 +45,8 @@ class Reader:
         self._board = board
         self._rank = rank
         self._size = len(peers) + 1
-        self._unsummed: list[collections.deque[Sent]] = [collections.deque() for _ in Lane]
+        # With this rank's own terms, where they lie in pieces.
+        self._owed: list[collections.deque[tuple[Sent, Pieces | None]]] = [collections.deque() for _ in Lane]
 
     def compute(self, sent: Sent, out: Tensor) -> None:
         """Wait for the others' calls and write the result."""
@@ -95,11 +101,11 @@ class Reader:
             for peer in sent.plan.partners:
                 self._board.record(sent, peer)
             return
-        self._add_up(sent, out)
+        self._add_up(sent, self._own_term(sent), out)
 
-    def _add_up(self, sent: Sent, out: Tensor) -> None:
+    def _add_up(self, sent: Sent, own: Tensor | Pieces, out: Tensor) -> None:
         inputs = {peer: self._input(sent, peer, out.numel()) for peer in sent.plan.partners}
-        terms = {**inputs, self._rank: self._own_term(sent, out)}
+        terms = {**inputs, self._rank: own}
         in_order, squared = [terms[rank] for rank in range(self._size)], sent.call.squared
         # Of a sum that every rank takes as a whole, a piece would have to be measured by itself.
         is_piece = sent.out is None or isinstance(sent.call.op, ReduceScatter)
@@ -110,39 +116,55 @@ class Reader:
         for peer, read in inputs.items():
             self._unmap(peer, read)
 
-    def _own_term(self, sent: Sent, out: Tensor) -> Tensor | Pieces:
+    def _own_term(self, sent: Sent) -> Tensor:
         x = sent.x
-        if sent.term is not None:
-            return sent.term
-        if sent.out is not None and isinstance(sent.call.op, AllReduce):
+        if isinstance(sent.call.op, AllReduce):
             # The result may go where the input was, so that the term is the one that the others read.
             return self._segment.view(sent.offset, x.numel(), x.dtype)
-        return out if sent.out is None else chunks(x, self._size)[self._rank] if sent.call.op.splits_input else x
+        return chunks(x, self._size)[self._rank] if sent.call.op.splits_input else x
 
-    # Sums of which each rank takes a slice.
+    # Sums that are owed.
 
-    def owe(self, sent: Sent) -> None:
-        """Note that this rank has to sum its slice of a borrowed sum."""
-        self._unsummed[sent.call.lane].append(sent)
+    def owe(self, sent: Sent, term: Pieces | None) -> None:
+        """Note that this rank has to take a sum, the first of which may be there already."""
+        self._owed[sent.call.lane].append((sent, term))
+        self.help()
 
-    def sum_slices(self, sent: Sent) -> None:
-        """Sum this rank's slices of a borrowed sum and of those before it in its lane, and wait until the others have done so."""
-        queue = self._unsummed[sent.call.lane]
-        while queue and queue[0].index <= sent.index:
-            self._sum_own_slice(queue.popleft())
+    def help(self) -> None:
+        """Take the sums of which all terms are there: the others may have to come on before this rank can."""
+        # If others have started something else, the wait for that call says so.
+        with contextlib.suppress(Disagreement):
+            for lane, queue in zip(Lane, self._owed, strict=True):
+                while queue and self._board.is_published(lane, queue[0][0].index):
+                    self._take_next(queue)
+
+    def sum_up_to(self, sent: Sent) -> None:
+        """Take a sum that is owed, unless that is done, and those before it in its lane."""
+        for peer in sent.plan.partners:
+            # Meanwhile some of them are taken.
+            self._board.record(sent, peer)
+        queue = self._owed[sent.call.lane]
+        while queue and queue[0][0].index <= sent.index:
+            self._take_next(queue)
+
+    def await_slices(self, sent: Sent) -> None:
+        """Wait until the others have summed their slices of a borrowed sum."""
         for peer in sent.plan.partners:
             self._board.await_summed(sent, peer)
 
-    def help(self) -> None:
-        """Sum what the others may be waiting for, as far as all of it is there: they may have to come on before this rank can."""
-        for lane, queue in zip(Lane, self._unsummed, strict=True):
-            while queue and self._board.is_published(lane, queue[0].index):
-                self._sum_own_slice(queue.popleft())
-
-    def _sum_own_slice(self, sent: Sent) -> None:
-        whole = self._segment.view(sent.offset, sent.x.numel(), sent.x.dtype)
-        self._add_up(sent, chunks(whole, self._size)[self._rank])
-        self._board.note_summed(sent)
+    def _take_next(self, queue: collections.deque[tuple[Sent, Pieces | None]]) -> None:
+        """Take the first sum of a queue. All its terms are there, so that nothing waits, or helps, before it is done."""
+        sent, term = queue.popleft()
+        out = sent.out
+        if out is None:
+            out = chunks(self._segment.view(sent.offset, sent.x.numel(), sent.x.dtype), self._size)[self._rank]
+        try:
+            self._add_up(sent, out if term is None else term, out)
+        except Disagreement:
+            queue.appendleft((sent, term))
+            raise
+        if sent.out is None:
+            self._board.note_summed(sent)
 
     # Where it lies.
 

@@ -15,7 +15,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from zfun.collectives._calls import AllGather, AllReduce, AllToAll, Broadcast, Call, Lane, Op, Permute, Reduce, ReduceScatter
-from zfun.ops import Pieces
 
 __all__ = [
     "NOTHING",
@@ -141,7 +140,7 @@ class Sent(NamedTuple):
     Attributes:
         x: the input; of a sum of what lies in pieces, what of it has been written to the segment.
         out: where the result goes; ``None`` to borrow it.
-        term: this rank's own term of such a sum, where it lies.
+        is_owed: whether it is a sum in the queue of [Note: sums that are owed].
     """
 
     call: Call
@@ -153,7 +152,7 @@ class Sent(NamedTuple):
     area: Area | None
     x: Tensor
     out: Tensor | None
-    term: Pieces | None = None
+    is_owed: bool = False
 
 
 def chunks(x: Tensor, size: int) -> list[Tensor]:

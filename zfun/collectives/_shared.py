@@ -17,7 +17,8 @@ see to it before they return.
 * There is no thread. ``start`` copies the input into the segment (unless it lies there already, see ``buffer``), ``wait`` reads. Neither
   waits for another rank to *finish* anything: not for its readers, and not for room, since the segment grows instead. So ranks may wait in
   any order, and lanes do not know of each other. A rank waits for those that it sends to as well, but only until they have started the
-  call: that bounds how far it runs ahead of them, and it is how both sides notice that they started different things.
+  call: that bounds how far it runs ahead of them, and it is how both sides notice that they started different things. Some sums are taken
+  before they are waited for ([Note: sums that are owed]), but never before all of their terms are there.
 * Records stand in a ring of slots per lane. If the next slot is still in use, the lane goes on in a ring of twice the size. What is small
   lies in the slot itself.
 * A sum may be given what lies in pieces (``ops.Pieces``): then only what the others read of it is written, and the own term is read where
@@ -29,7 +30,8 @@ see to it before they return.
 A result that is only read (``Call.borrow``) need not be copied. If the inputs of an all-gather are whole pages, the result is a region of
 addresses in which those very pages stand one after the other, and costs nothing: regions are kept, for the same inputs come again at every
 step. A borrowed all-reduce has two phases: each rank sums its own slice over its own input, where nobody else reads it, and says so; then
-the slices are borrowed. Who waits for anything sums its slices of whatever has come meanwhile, so that waits may still be in any order.
+the slices are borrowed. The first is owed ([Note: sums that are owed]): who waits for anything sums its slices of whatever has come
+meanwhile, so that waits may still be in any order.
 
 Who borrows says in the record of its own call when it has given the result back: when the last view of it is gone, or when it is about to
 write to its own part (``give_up``). A view that somebody has kept in spite of that gets pages of its own then. So the owner knows when it
@@ -122,13 +124,15 @@ class SharedMemory:
         # All partners compare the record, whether or not they need what it points to.
         identity = self._board.publish(Use(call.lane, index, plan.partners, text, borrowed), slot, form, offset)
         if isinstance(x, Tensor):
-            sent = Sent(call, index, identity, plan, slot, offset, area, x, out)
+            written, term = x, None
         else:
             chunk = x.numel() // self.size
             written = self._segment.view(offset, x.numel() if form == WHOLE else x.numel() - chunk, x.dtype)
-            sent = Sent(call, index, identity, plan, slot, offset, area, written, out, x[self.rank * chunk : (self.rank + 1) * chunk])
-        if borrowed and isinstance(call.op, AllReduce):
-            self._reader.owe(sent)
+            term = x[self.rank * chunk : (self.rank + 1) * chunk]
+        is_owed = term is not None or (borrowed and isinstance(call.op, AllReduce))
+        sent = Sent(call, index, identity, plan, slot, offset, area, written, out, is_owed)
+        if is_owed:
+            self._reader.owe(sent, term)
         return sent
 
     def finish(self, sent: Sent) -> Tensor:
@@ -141,12 +145,15 @@ class SharedMemory:
         if not self._peers:
             raise OptionError("a closed group finishes no collectives; wait for them before it is closed")
         self._board.begin_wait()
+        if sent.is_owed:
+            self._reader.sum_up_to(sent)
         if sent.out is None:
-            if isinstance(sent.call.op, AllReduce):
-                self._reader.sum_slices(sent)
+            if sent.is_owed:
+                self._reader.await_slices(sent)
             result = self._leases.borrow(sent)
         else:
-            self._reader.compute(sent, sent.out)
+            if not sent.is_owed:
+                self._reader.compute(sent, sent.out)
             result = sent.out
         self._board.note_finished(sent.call.lane, sent.index)
         return result

@@ -33,13 +33,17 @@ class SumSink:
         group = self.group
         return self.wire is None and group.size > 1 and group.mesh is group and group.adds_pieces
 
+    @property
+    def borrows(self) -> bool:
+        """Whether the sums are borrowed. Then they lie where the terms did, so that who waits for one early has no more room."""
+        return self.borrow and self.group.lends and self.placement is not S and self.wire is None
+
     def start(self, buffer: Tensor | Pieces, layout: Layout, bucket: int) -> Pending:
         """Start to sum a bucket, which is given up."""
         group = self.group
         op = ReduceScatter() if self.placement is S else AllReduce()
         squared = None if self.squares is None else functools.partial(self.squares.__setitem__, bucket)
-        borrow = self.borrow and group.lends and self.placement is not S and self.wire is None
-        call = Call(op, "grads", layout.label(bucket), Lane.GRADS, squared=squared, borrow=borrow)
+        call = Call(op, "grads", layout.label(bucket), Lane.GRADS, squared=squared, borrow=self.borrows)
         if isinstance(buffer, Pieces):
             return group.start_sum(call, buffer)
         if group.mesh.size == 1:
@@ -47,7 +51,7 @@ class SumSink:
         if self.wire is not None:
             return (start_over if self.placement is S else start)(call, buffer, group, self.wire)
         if self.placement is not S:
-            return group.start(call, buffer, None if borrow else buffer)
+            return group.start(call, buffer, None if self.borrows else buffer)
         # Over an inner axis the sum over the row is where the sum over the mesh will be.
         out = None if group.axis else group.buffer(layout.shard_numel(bucket), buffer.dtype, buffer.device)
         return start_reduce_scatter_over(group, call, buffer, out)
