@@ -436,7 +436,8 @@ def _communicate(
             pending.append(over.start(call, buffer, room if room is not None and room.dtype == buffer.dtype else None))
         del buffer
         pending[-1] = noted(pending[-1], name, "gather" if isinstance(op, AllGather) else "sum", layout, index)
-        settle(MAX_UNDER_WAY)
+        # What is read where it lies is under way only while it is waited for: the rooms of the next sums would stand empty.
+        settle(0 if lends and isinstance(op, ReduceScatter) else MAX_UNDER_WAY)
     settle(0)
     result = value.with_buffers(out, placement, group)
     result.keep_squares(squares)
