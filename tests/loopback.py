@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 import socket
+import statistics
 import struct
 import subprocess
 import time
@@ -26,7 +27,7 @@ from zfun.collectives import Workers
 OWN_NETWORK = ["unshare", "--map-root-user", "--net"]
 _SET_FLAGS, _UP = 0x8914, 0x1  # SIOCSIFFLAGS, IFF_UP
 
-STEPS = 4
+TURNS, STEPS = 5, 2
 PARAMS = {f"w{index}": (512, 512) for index in range(4)}
 
 
@@ -90,9 +91,14 @@ def per_step() -> Iterator[tuple[int, float]]:
     with Workers(2, timeout_s=120.0, shared_memory=False) as workers:
         for stage in (0, 1, 2, 3):
             workers.run(begin, stage)
-            before = received_bytes()
-            workers.run(take, STEPS)
-            yield stage, (received_bytes() - before) / STEPS / size
+            # Where the machine stands still for long enough the system sends something twice: the middle one of several turns counts.
+            yield stage, statistics.median(_sent(workers) for _ in range(TURNS)) / STEPS / size
+
+
+def _sent(workers: Workers) -> int:
+    before = received_bytes()
+    workers.run(take, STEPS)
+    return received_bytes() - before
 
 
 if __name__ == "__main__":

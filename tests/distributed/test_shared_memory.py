@@ -838,7 +838,8 @@ def _reader_stops(group: Group) -> str:
 
 
 def test_a_reader_that_stops_is_noticed() -> None:
-    with processes(2, timeout_s=6.0, collective_timeout_s=1.0, shared_memory=True) as workers:
+    # The rank that has stopped is killed at the end of this time.
+    with processes(2, timeout_s=12.0, collective_timeout_s=1.0, shared_memory=True) as workers:
         assert workers.outcomes(_reader_stops)[0] == "noticed"
 
 
