@@ -88,6 +88,16 @@ class Course:
         self.followed = False
         return ()
 
+    def come_past(self, bucket: int) -> Sequence[Step]:
+        """Return the steps up to a reduction, if that is the next one, whoever has noted the uses before it; else leave the course."""
+        reductions = (place for place in range(self.place, len(self.steps)) if self.steps[place].kind == "reduce")
+        place = next(reductions, None)
+        if not self.followed or place is None or self.steps[place].bucket != bucket:
+            self.followed = False
+            return ()
+        here, self.place = self.place, place + 1
+        return self.steps[here : self.place]
+
     def come_to_gather(self, bucket: int, ahead: int, *, again: bool) -> Sequence[Step]:
         """Return what is left of the gathers up to one of a bucket, and of some more; that one may have been started, unless ``again``."""
         gathers = [place for place, step in enumerate(self.steps) if step.kind == "gather"]

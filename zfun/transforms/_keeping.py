@@ -2,24 +2,20 @@
 
 [Note: where freeing frees nothing]
 Of a group of one rank the gathered bucket is the shard, and ranks of one host that lend each other memory look at each other's shards where
-they lie. From the second step on the loss then gets the views themselves, as it does of whole parameters, and autograd keeps them: to be
-asked for one at every use costs a call of Python in the midst of products of matrices. A pass begins with all of its gathers, for ranks
-take part in every one, and one that is watched frees what it gathers: to start one is to say where this rank's shard lies, and to wait for
-it is to wait until the others have begun their pass. To release a bucket, once its gradients are complete, is to let the group know that it
-is not looked at (``Group.rest``), and all are given back at the end of the step.
+they lie. From the second step on autograd then keeps the views themselves, and asks nobody in backward, which for every tensor that it
+saves would cost a call of Python in the midst of products of matrices. The schedule is run all the same, for ranks take part in every
+gather, and one that is watched frees what it gathers. But a pass begins with all of its gathers: for this rank to start one is to say where
+its shard lies, and who comes to a bucket first need not wait for the others to come there. To release a bucket, once its gradients are
+complete, is to let the group know that it is not looked at (``Group.rest``), and all are given back at the end of the step.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from torch import Tensor
-
-from zfun import tree
-from zfun.transforms._buckets import BucketShard, tree_of
+from zfun.transforms._buckets import BucketShard
 from zfun.transforms._course import Course, Plan
 from zfun.transforms._schedule import Step
 from zfun.transforms._session import Session
@@ -40,33 +36,38 @@ def may_keep(plan: Plan, shards: Sequence[BucketShard]) -> bool:
 
 
 class KeepingSession(Session):
-    """A session that gives the loss views, which autograd keeps."""
+    """A session of which autograd keeps the views."""
 
-    def leaves(self) -> list[tree.Tree]:
-        """Return what the loss gets, one tree for each value: views, of which nothing more is noted."""
-        buckets = map(self._viewed, range(len(self._shards)))
-        return [tree_of(layout, itertools.islice(buckets, len(layout.buckets))) for layout in self._layouts]
+    def _set_out(self, steps: Iterable[Step], *, followed: bool) -> None:
+        steps = tuple(steps)
+        self._course = Course((), followed=followed)
+        self._run(step for step in steps if step.kind == "gather")
+        super()._set_out((step for step in steps if step.kind != "gather"), followed=followed)
 
     def hooks(self) -> Any:
         """The context in which the loss runs forward: none."""
         return contextlib.nullcontext()
 
-    def _set_out(self, steps: Iterable[Step], *, followed: bool) -> None:
-        self._course = Course((), followed=True)
-        self._run(step for step in steps if step.kind == "gather")
-
     def _has_strayed(self) -> bool:
-        return False
-
-    def _hold(self, bucket: int, buffer: Tensor) -> Tensor:
-        self._buffers[bucket] = buffer
-        return buffer
+        return not self._course.followed
 
     def _leave_forward(self) -> None:
         self._forget_views()
 
+    def _touch(self, bucket: int) -> None:
+        if self._phase == "turn":
+            self._begin_backward()
+        if bucket == self._now:
+            return
+        self._set_aside()
+        self._now = bucket
+        # What is used in backward is used by recomputation; what the schedule has there is done when gradients are complete.
+        if self._phase == "forward":
+            self._run(self._course.come_to("use", bucket))
+
     def _complete(self, bucket: int) -> None:
         self._begin_backward()
+        self._run(self._course.come_past(bucket))
         self._release(bucket)
 
     def _release(self, bucket: int) -> None:
