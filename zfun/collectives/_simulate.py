@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import contextvars
+import functools
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -75,6 +76,7 @@ def simulate(n: int, fn: Callable[Concatenate[Group, _Params], _Result], *args: 
     """
     if n < 1:
         raise OptionError(f"simulate() needs at least one rank; got {n}")
+    _know_the_processor()
     world = _World(n)
     outcomes: list[_Outcome[_Result]] = [_Outcome() for _ in range(n)]
     grad_mode = torch.is_grad_enabled()
@@ -112,6 +114,16 @@ def simulate(n: int, fn: Callable[Concatenate[Group, _Params], _Result], *args: 
         raise error
     world.check_nothing_left()
     return [outcome.result[0] for outcome in outcomes]
+
+
+@functools.cache
+def _know_the_processor() -> None:
+    """Let MKL choose the code of its vector functions, before two ranks make it do so at once.
+
+    At its first call such a function (``exp``, ``tanh``, ...) finds out the processor, and for a moment notes one of another numbering: a
+    second thread may then compute with the code of another processor, whose last bits differ.
+    """
+    torch.zeros(1, device="cpu").exp()
 
 
 def evaluate(op: Op, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> list[Tensor]:
