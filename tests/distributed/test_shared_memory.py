@@ -52,6 +52,7 @@ from zfun.collectives import _segment as segment
 from zfun.collectives._process import _SharedGroup
 from zfun.collectives._shared import SharedMemory
 from zfun.errors import CollectiveMismatch, OptionError, PeerLost
+from zfun.transforms._lazy import LazyLeaf
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(90), needs_shared_memory]
 
@@ -672,6 +673,64 @@ def test_nobody_waits_for_a_rank_to_come_to_a_gather(two: Workers, tmp_path: Pat
     for step in range(2, 6):
         (tmp_path / "simulated" / str(step)).touch()
     assert real == zf.simulate(2, _goes_ahead, tmp_path / "simulated")
+
+
+def _looks_at_all(group: zf.Group) -> list[tuple[int, list[int]]]:
+    """Of each step, how many lazy leaves the loss gets, and what it has mapped after each use."""
+    found: list[tuple[int, list[int]]] = []
+
+    def loss_fn(params: list[Tensor], x: Tensor) -> Tensor:
+        mapped = []
+        for w in params:
+            x = torch.tanh(x @ w)
+            mapped.append(_shared_resident())
+        found.append((sum(type(w) is LazyLeaf for w in params), mapped))
+        return x.square().mean()
+
+    z = zf.zero(3, loss_fn, zf.optim.adamw(0.1), group, bucket_bytes=3 << 20)
+    state = z.init([torch.eye(512) for _ in range(16)])
+    for _ in range(4):
+        state, _ = z.step(state, torch.ones(4, 512))
+    return found
+
+
+def test_a_loss_has_mapped_what_it_looks_at_and_no_more(two: Workers) -> None:
+    """Of 8 buckets of 2 MiB it has as much at the end as when it came to the second. Once uses are known, one leaf of each is lazy."""
+    for first, *later in two.run(_looks_at_all):
+        assert first[0] == 16
+        assert [lazy for lazy, _ in later] == [8] * 3
+        mapped = later[-1][1]
+        assert mapped[1] - mapped[0] > 1 << 19
+        assert mapped[-1] - mapped[2] < 3 << 20
+
+
+class _Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: object, *grads: Tensor) -> Tensor:
+        return 2 * grads[0]
+
+
+def _takes_lazy_leaves_as_they_are(group: zf.Group) -> None:
+    """From the third step on, an ``autograd.Function`` gets a leaf that is used in no other way."""
+
+    def loss_fn(params: dict[str, Tensor], step: int) -> Tensor:
+        w = params["w"] * 2 if step < 2 else _Twice.apply(params["w"])
+        return (w * params["x"]).sum()
+
+    z = zf.zero(3, loss_fn, zf.optim.adamw(0.1), group, bucket_bytes=4096)
+    state = z.init({"w": torch.ones(1 << 15), "x": torch.ones(1 << 15)})
+    for step in range(2):
+        state, _ = z.step(state, step)
+    z.step(state, 2)
+
+
+def test_a_lazy_leaf_in_an_autograd_function_is_an_error_in_later_steps_too(two: Workers) -> None:
+    with pytest.raises(zf.PlacementError, match=r"takes whole tensors; got the lazy leaf .*w.*; call zf.gather\(\) on it first"):
+        two.run(_takes_lazy_leaves_as_they_are)
 
 
 def _is_through_first(group: zf.Group, folder: Path) -> list[bytes]:

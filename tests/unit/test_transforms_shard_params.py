@@ -16,6 +16,7 @@ import zfun as zf
 from tests import models
 from zfun import tree
 from zfun.testing import assert_same_bits
+from zfun.transforms._lazy import LazyLeaf
 from zfun.transforms._session import Session
 
 SIZES = pytest.mark.parametrize("size", [1, 3])
@@ -408,6 +409,32 @@ def test_alone_a_rank_keeps_what_it_has(size: int) -> None:
     # The first call learns what is used.
     assert asked[0] > 0
     assert asked[1:] == [0, 0] if size == 1 else min(asked) > 0
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_alone_a_rank_gives_the_loss_what_it_has(size: int) -> None:
+    """From the second step on; before that nobody knows what is used."""
+
+    def main(group: zf.Group) -> list[set[type]]:
+        seen: list[set[type]] = []
+
+        def loss(params: dict[str, Any], x: Tensor) -> Tensor:
+            leaves = zf.tree.leaves(params)
+            seen.append({type(leaf) for leaf in leaves})
+            assert [type(leaf) for leaf in zf.tree.leaves(zf.gather(params))] == [Tensor] * len(leaves)
+            return (params["w"] * params["frozen"] * x).sum()
+
+        whole = {"w": torch.arange(64.0), "frozen": torch.full((64,), 2.0)}
+        params, frozen = (zf.shard(part, group) for part in zf.partition(whole, lambda path, leaf: path == "w"))
+        vg = zf.data_parallel(zf.value_and_grad(zf.shard_params(loss, group, frozen=frozen)), group)
+        for _ in range(3):
+            assert torch.equal(zf.unshard(vg(params, torch.ones(64))[1])["w"], torch.full((64,), 2.0))
+            group.barrier()
+        return seen
+
+    first, *later = zf.simulate(size, main)[0]
+    assert first == {LazyLeaf}
+    assert later == [{Tensor} if size == 1 else {LazyLeaf}] * 2
 
 
 @pytest.mark.parametrize("strays", [False, True])

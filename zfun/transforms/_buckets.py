@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zfun import ops, stores
+from zfun import ops, stores, tree
 from zfun.collectives import AllGather, Call, Group, Lane, Pending
 from zfun.flat import Flat
 from zfun.layout import Layout, LeafSlot
@@ -215,6 +215,15 @@ def _cut(form: BucketForm, rank: int, size: int) -> _Cut:
     behind = others[len(within) :]
     spans = [(max(slot.offset, begin), min(slot.offset + slot.numel, end)) for slot in (*before, *behind)]
     return _Cut(before, within, behind, tuple((first, first - begin, last - first) for first, last in spans if first < last))
+
+
+def tree_of(layout: Layout, buckets: Iterable[Sequence[Tensor]]) -> tree.Tree:
+    """Put the leaves of all buckets together as the tree that they are of."""
+    leaves: list[Tensor | None] = [None] * len(layout.leaves)
+    for slot, views in zip(layout.buckets, buckets, strict=True):
+        for leaf, view in zip(slot.leaves, views, strict=True):
+            leaves[leaf] = view
+    return tree.unflatten(layout.spec, [leaves[position] for position in layout.positions])
 
 
 def views_of(buffer: Tensor, slots: Iterable[LeafSlot]) -> list[Tensor]:

@@ -37,6 +37,14 @@ class Plan:
                 held.discard(step.bucket)
         return frozenset(held)
 
+    @functools.cached_property
+    def first_leaves(self) -> dict[int, int]:
+        """Of each bucket that forward uses, the place of the leaf that it uses first."""
+        trace = self.schedule.trace
+        where = {path: (index, place) for index, bucket in enumerate(trace.buckets) for place, (path, _) in enumerate(bucket.leaves)}
+        # The earliest one is written last.
+        return dict(where[path] for path in reversed(trace.leaves))
+
     def forward(self, *, trains: bool) -> list[Step]:
         """Return the steps until the ranks meet at the end of forward; gathers for backward only where it follows."""
         steps = self.schedule.steps[: self.schedule.turn]
@@ -89,14 +97,13 @@ class Course:
         return ()
 
     def come_past(self, bucket: int) -> Sequence[Step]:
-        """Return the steps up to a reduction, if that is the next one, whoever has noted the uses before it; else leave the course."""
-        reductions = (place for place in range(self.place, len(self.steps)) if self.steps[place].kind == "reduce")
-        place = next(reductions, None)
-        if not self.followed or place is None or self.steps[place].bucket != bucket:
-            self.followed = False
-            return ()
-        here, self.place = self.place, place + 1
-        return self.steps[here : self.place]
+        """Return the steps up to the next use of a bucket, whether or not the uses before it were noted; none where there is no other."""
+        here = self.place
+        for place in range(here, len(self.steps)):
+            if self.steps[place].kind == "use" and self.steps[place].bucket == bucket:
+                self.place = place + 1
+                return self.steps[here : self.place]
+        return ()
 
     def come_to_gather(self, bucket: int, ahead: int, *, again: bool) -> Sequence[Step]:
         """Return what is left of the gathers up to one of a bucket, and of some more; that one may have been started, unless ``again``."""

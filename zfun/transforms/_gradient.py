@@ -17,7 +17,7 @@ from zfun.errors import LeafError, OptionError, PlacementError, ZfunError, check
 from zfun.flat import Flat, flats, ravel, unravel_buffers
 from zfun.layout import DEFAULT_BUCKET_BYTES, Layout, layout_of, unique_leaves
 from zfun.placement import P, Placement, R, S
-from zfun.transforms._buckets import views_of
+from zfun.transforms._buckets import tree_of, views_of
 from zfun.transforms._cast import CastLoss
 from zfun.transforms._notes import noting
 from zfun.transforms._profile import watched
@@ -219,11 +219,7 @@ def _open(params: tree.Tree, layout: Layout, tape: Tape) -> tree.Tree:
         tape.on_complete.append(lambda bucket: params.group.rest(buffers[bucket]))
     else:
         leaves = [leaf.detach() for leaf in unique_leaves(params, layout)]
-    opened: list[Tensor] = [torch.empty(0)] * len(leaves)
-    for bucket, slot in enumerate(layout.buckets):
-        for leaf, view in zip(slot.leaves, tape.open(bucket, [leaves[i] for i in slot.leaves]), strict=True):
-            opened[leaf] = view
-    return tree.unflatten(layout.spec, [opened[position] for position in layout.positions])
+    return tree_of(layout, (tape.open(bucket, [leaves[i] for i in slot.leaves]) for bucket, slot in enumerate(layout.buckets)))
 
 
 def _grad_dtypes(layout: Layout, group: Group | None, chosen: torch.dtype | None) -> list[torch.dtype]:

@@ -2,20 +2,26 @@
 
 [Note: where freeing frees nothing]
 Of a group of one rank the gathered bucket is the shard, and ranks of one host that lend each other memory look at each other's shards where
-they lie. From the second step on autograd then keeps the views themselves, and asks nobody in backward, which for every tensor that it
-saves would cost a call of Python in the midst of products of matrices. The schedule is run all the same, for ranks take part in every
-gather, and one that is watched frees what it gathers. But a pass begins with all of its gathers: for this rank to start one is to say where
-its shard lies, and who comes to a bucket first need not wait for the others to come there. To release a bucket, once its gradients are
-complete, is to let the group know that it is not looked at (``Group.rest``), and all are given back at the end of the step.
+they lie. From the second step on the loss then gets the views themselves, as it does of whole parameters, and autograd keeps them: to be
+asked for one at every use costs a call of Python in the midst of products of matrices. A pass begins with all of its gathers, for ranks
+take part in every one, and one that is watched frees what it gathers: to start one is to say where this rank's shard lies, and to wait for
+it is to wait until the others have begun their pass. To release a bucket is to let the group know that it is not looked at for a while
+(``Group.rest``): pages of another rank that this one looks at count as its own memory. In backward that is when the gradients of the bucket
+are complete. In forward it is what the schedule says, and how far forward has come is known from one leaf of each bucket, the one that is
+used first, which stays lazy. All are given back at the end of the step.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from zfun.transforms._buckets import BucketShard
+from torch import Tensor
+
+from zfun import tree
+from zfun.transforms._buckets import BucketShard, tree_of
 from zfun.transforms._course import Course, Plan
 from zfun.transforms._schedule import Step
 from zfun.transforms._session import Session
@@ -36,38 +42,47 @@ def may_keep(plan: Plan, shards: Sequence[BucketShard]) -> bool:
 
 
 class KeepingSession(Session):
-    """A session of which autograd keeps the views."""
+    """A session that gives the loss views, which autograd keeps."""
 
-    def _set_out(self, steps: Iterable[Step], *, followed: bool) -> None:
-        steps = tuple(steps)
-        self._course = Course((), followed=followed)
-        self._run(step for step in steps if step.kind == "gather")
-        super()._set_out((step for step in steps if step.kind != "gather"), followed=followed)
+    def leaves(self) -> list[tree.Tree]:
+        """Return what the loss gets, one tree for each value: views, and of what others lend the leaf of each bucket that is used first."""
+        buckets = [self._viewed(bucket) for bucket in range(len(self._shards))]
+        if self._group.lends and self._plan is not None:
+            lazy = [(leaves, bucket) for leaves in self._lazy for bucket in range(len(leaves.sources))]
+            for bucket, place in self._plan.first_leaves.items():
+                leaves, index = lazy[bucket]
+                buckets[bucket] = [*buckets[bucket]]
+                buckets[bucket][place] = leaves.leaf(index, place)
+        rest = iter(buckets)
+        return [tree_of(layout, itertools.islice(rest, len(layout.buckets))) for layout in self._layouts]
 
     def hooks(self) -> Any:
         """The context in which the loss runs forward: none."""
         return contextlib.nullcontext()
 
+    def _set_out(self, steps: Iterable[Step], *, followed: bool) -> None:
+        steps = tuple(steps)
+        self._course = Course((step for step in steps if step.kind != "gather"), followed=True)
+        self._run(step for step in steps if step.kind == "gather")
+
     def _has_strayed(self) -> bool:
-        return not self._course.followed
+        return False
+
+    def _hold(self, bucket: int, buffer: Tensor) -> Tensor:
+        self._buffers[bucket] = buffer
+        return buffer
 
     def _leave_forward(self) -> None:
         self._forget_views()
 
     def _touch(self, bucket: int) -> None:
-        if self._phase == "turn":
-            self._begin_backward()
-        if bucket == self._now:
-            return
-        self._set_aside()
-        self._now = bucket
-        # What is used in backward is used by recomputation; what the schedule has there is done when gradients are complete.
-        if self._phase == "forward":
-            self._run(self._course.come_to("use", bucket))
+        if bucket != self._now:
+            self._set_aside()
+            self._now = bucket
+            self._run(self._course.come_past(bucket))
 
     def _complete(self, bucket: int) -> None:
         self._begin_backward()
-        self._run(self._course.come_past(bucket))
         self._release(bucket)
 
     def _release(self, bucket: int) -> None:

@@ -75,6 +75,7 @@ class Session:
         is_whole: bool,
     ) -> None:
         self._group = flats[0].group
+        self._layouts = tuple(flat.layout for flat in flats)
         self._secondary = secondary
         self._device = flats[0].layout.device
         self._tape = tape
@@ -149,13 +150,18 @@ class Session:
         steps = self._plan.forward(trains=self._tape is not None)
         return [step for step in steps if step.phase != "start" or step.bucket not in there]
 
+    def leaves(self) -> list[tree.Tree]:
+        """Return what the loss gets, one tree for each value: lazy leaves."""
+        return [leaves.tree() for leaves in self._lazy]
+
     def hooks(self) -> Any:
         """The context in which the loss runs forward: what autograd saves of a gathered bucket is not kept."""
         return torch.autograd.graph.saved_tensors_hooks(self._saved.pack, self._unpack)
 
     def check_graph(self, out: Any) -> None:
         """Refuse a graph with a lazy leaf in it: an ``autograd.Function`` took it as it is, and its gradient would be lost."""
-        leaf = None if self._course.followed else _lazy_leaf_behind(out)
+        # To look through a graph takes a while, and a graph that has one holds it.
+        leaf = _lazy_leaf_behind(out) if any(leaves.are_in_use() for leaves in self._lazy) else None
         if leaf is not None:
             raise PlacementError(
                 f"an autograd.Function takes whole tensors; got the lazy leaf {leaf.path!r}; call zf.gather() on it first", leaf=leaf.path
@@ -324,7 +330,7 @@ class Session:
         self._emptied.clear()
 
     def _load(self, bucket: int, leaf: LazyLeaf) -> Tensor:
-        shard, thread = self._shards[bucket], threading.get_ident()
+        thread = threading.get_ident()
         if self._phase == "forward" and thread != self._thread:
             raise ZfunError(
                 f"a lazy leaf belongs to the thread in which its loss runs; leaf {leaf.path!r} was used in another; simulated ranks must "
@@ -334,17 +340,23 @@ class Session:
         self._touch(bucket)
         if self._plan is None:
             self._first_uses.setdefault(leaf.path)
-        views = self._views.get(bucket)
-        if views is None:
-            views = shard.views(self._take(bucket))
-            if shard.trained:
-                views = self._with_gradient(bucket, views)
-            self._views[bucket] = views
+        views = self._viewed(bucket)
         if self._sources and self._plan is not None:
             # Until another bucket is used there is nothing to note.
             source = self._sources[bucket]
             source.ready, source.thread = views, thread
         return views[leaf.place]
+
+    def _viewed(self, bucket: int) -> list[Tensor]:
+        """Return the leaves of a bucket as operations see them."""
+        views = self._views.get(bucket)
+        if views is None:
+            shard = self._shards[bucket]
+            views = shard.views(self._take(bucket))
+            if shard.trained:
+                views = self._with_gradient(bucket, views)
+            self._views[bucket] = views
+        return views
 
     def _set_aside(self) -> None:
         """Let the next use of any leaf be noted."""

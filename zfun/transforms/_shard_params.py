@@ -48,8 +48,10 @@ def shard_params(
     """Let a loss run on sharded parameters: ZeRO-3 (``S -> R`` where used, gradients ``P``).
 
     The loss itself is not changed and needs no marks: it receives a tree of lazy leaves, and each bucket is gathered ahead of the first use
-    of its leaves, and freed after the last. Under ``torch.func`` transforms, and where a buffer requires a gradient, all parameters are
-    gathered at once by differentiable collectives instead, so that ``grad``, ``vmap``, ``jvp`` and their compositions hold.
+    of its leaves, and freed after the last. Where a gather takes no memory (on one rank alone, and where ranks look at each other's shards)
+    it receives plain tensors from its second call on, but for one lazy leaf of each bucket that others lend. Under ``torch.func``
+    transforms, and where a buffer requires a gradient, all parameters are gathered at once by differentiable collectives instead, so that
+    ``grad``, ``vmap``, ``jvp`` and their compositions hold.
 
     The first call notes what is used, in which order; from the second on the knobs below make a :func:`zfun.schedule` of it. None of them
     changes a bit of the result.
@@ -109,7 +111,7 @@ class ShardedLoss:
     """What :func:`shard_params` returns: a loss of sharded parameters that remembers what is used, in which order.
 
     Attributes:
-        loss: what is called, with lazy leaves.
+        loss: what is called, with lazy leaves or plain tensors.
         group: the ranks that share the parameters.
         frozen: the leaves that are not trained.
         knobs: what schedules are made with.
@@ -152,7 +154,8 @@ class ShardedLoss:
         session = new_session(flats, flat.tape, self.knobs, self._plans.get(layouts), learn, self.secondary, lazy, give_back, is_whole)
         try:
             with session.hooks():
-                out = self.loss(lazy[0].tree() if len(lazy) == 1 else tree.combine(*(leaves.tree() for leaves in lazy)), batch)
+                leaves = session.leaves()
+                out = self.loss(leaves[0] if len(leaves) == 1 else tree.combine(*leaves), batch)
             session.check_graph(out)
             session.end_forward()
         except Exception:
