@@ -16,6 +16,7 @@ import zfun as zf
 from tests import models
 from zfun import tree
 from zfun.testing import assert_same_bits
+from zfun.transforms import _buckets
 from zfun.transforms._lazy import LazyLeaf
 from zfun.transforms._session import Session
 
@@ -435,6 +436,23 @@ def test_alone_a_rank_gives_the_loss_what_it_has(size: int) -> None:
     first, *later = zf.simulate(size, main)[0]
     assert first == {LazyLeaf}
     assert later == [{Tensor} if size == 1 else {LazyLeaf}] * 2
+
+
+@SIZES
+def test_without_torchs_own_way_to_make_a_view(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is private: a torch that has none, or another, is done without."""
+
+    def main(group: zf.Group) -> list[Any]:
+        zero = zf.zero(3, models.mlp_loss, zf.optim.adamw(0.1), group, bucket_bytes=1000)
+        state, found = zero.init(models.mlp()), []
+        for _ in range(3):
+            state, info = zero.step(state, X)
+            found.append((info.loss, zero.params(state)))
+        return found
+
+    with_it = zf.simulate(size, main)
+    monkeypatch.setattr(_buckets, "_view", None)
+    assert_same_bits(zf.simulate(size, main), with_it)
 
 
 @pytest.mark.parametrize("strays", [False, True])

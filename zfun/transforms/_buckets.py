@@ -30,7 +30,7 @@ try:
 except (ImportError, TypeError, RuntimeError):
     _view = None
 
-__all__ = ["BucketForm", "BucketShard", "shards_of", "view_of", "views_of"]
+__all__ = ["BucketForm", "BucketShard", "shards_of", "tree_of", "view_of", "views_of"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
