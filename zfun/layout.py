@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -168,7 +169,7 @@ def layout_of(
 
     Buckets follow the tree's insertion order, or the one that is given, and hold one dtype each. A bucket closes before a leaf that
     would take it past ``bucket_bytes``, and at the end of a block (``h.0``, ``h.1``, ...) once it is half full, so that a bucket tends to
-    be what a block uses. A leaf is never cut.
+    be what a block uses; but not if all that is left fits in it. A leaf is never cut.
 
     Args:
         params: any tree of tensors. Leaves that are the same view of the same memory are tied, and get one slot.
@@ -239,17 +240,24 @@ def _layout(
     ends: list[int] = []
     dtypes: list[torch.dtype] = []
     open_buckets: dict[tuple[torch.dtype, bool], int] = {}
+    numels = [math.prod(key.shape) * (2 if key.dtype.is_complex else 1) for key in keys]
+    kinds = [(_REAL.get(key.dtype, key.dtype), persistence > 0 and numel <= persistence) for key, numel in zip(keys, numels, strict=True)]
+    # What of each kind has no place yet.
+    left: collections.Counter[tuple[torch.dtype, bool]] = collections.Counter()
+    for kind, numel in zip(kinds, numels, strict=True):
+        left[kind] += _aligned(numel)
     block = None
     for index in turns or range(len(keys)):
-        key = keys[index]
-        dtype = _REAL.get(key.dtype, key.dtype)
-        numel = math.prod(key.shape) * (2 if key.dtype.is_complex else 1)
+        key, numel, kind = keys[index], numels[index], kinds[index]
+        dtype = kind[0]
         if (here := _block_of(key.path)) != block:
             block = here
-            full = [kind for kind, b in open_buckets.items() if 2 * ends[b] * kind[0].itemsize >= bucket_bytes]
-            for kind in full:
-                del open_buckets[kind]
-        kind = dtype, persistence > 0 and numel <= persistence
+            for other, b in list(open_buckets.items()):
+                itemsize = other[0].itemsize
+                # A last bucket of a few leaves would take as much of Python's time as a large one.
+                is_last = (ends[b] + left[other]) * itemsize <= bucket_bytes
+                if 2 * ends[b] * itemsize >= bucket_bytes and not is_last:
+                    del open_buckets[other]
         bucket = open_buckets.get(kind)
         if bucket is None or (ends[bucket] and (ends[bucket] + numel) * dtype.itemsize > bucket_bytes):
             bucket = open_buckets[kind] = len(members)
@@ -258,12 +266,17 @@ def _layout(
             dtypes.append(dtype)
         slots[index] = LeafSlot(key.path, key.shape, key.dtype, bucket, ends[bucket], numel)
         members[bucket].append(index)
-        ends[bucket] += -(-numel // ALIGNMENT) * ALIGNMENT
+        ends[bucket] += _aligned(numel)
+        left[kind] -= _aligned(numel)
     buckets = tuple(
         BucketSlot(dtype, tuple(leaves), sum(slots[i].numel for i in leaves), _padded(end, dtype, size))
         for dtype, leaves, end in zip(dtypes, members, ends, strict=True)
     )
     return Layout(tuple(slots[i] for i in range(len(keys))), buckets, size, spec, positions, paths, device)
+
+
+def _aligned(numel: int) -> int:
+    return -(-numel // ALIGNMENT) * ALIGNMENT
 
 
 def _padded(numel: int, dtype: torch.dtype, size: int) -> int:
@@ -317,7 +330,7 @@ def split_by_label(layout: Layout, label: LabelFn) -> Layout:
             end = 0
             for leaf in members:
                 slots[leaf] = dataclasses.replace(slots[leaf], bucket=len(buckets), offset=end)
-                end += -(-slots[leaf].numel // ALIGNMENT) * ALIGNMENT
+                end += _aligned(slots[leaf].numel)
             numel = sum(slots[leaf].numel for leaf in members)
             buckets.append(BucketSlot(bucket.dtype, members, numel, -(-end // unit) * unit))
     if len(buckets) == len(layout.buckets):

@@ -122,6 +122,9 @@ def test_buckets_close_at_blocks_and_keep_the_order_of_use() -> None:
     params = {"wte": torch.zeros(64, 8), "h": [{"b": torch.zeros(32), "a": torch.zeros(64)} for _ in range(3)], "out": torch.zeros(32)}
     layout = zf.layout_of(params, 2, bucket_bytes=600)
     names = [[layout.leaves[leaf].path for leaf in bucket.leaves] for bucket in layout.buckets]
+    # What is left in the end joins the last block, where it fits.
+    assert names == [["wte"], ["h.0.b", "h.0.a"], ["h.1.b", "h.1.a"], ["h.2.b", "h.2.a", "out"]]
+    names = [[layout.leaves[leaf].path for leaf in bucket.leaves] for bucket in zf.layout_of(params, 2, bucket_bytes=500).buckets]
     assert names == [["wte"], ["h.0.b", "h.0.a"], ["h.1.b", "h.1.a"], ["h.2.b", "h.2.a"], ["out"]]
     assert [len(bucket.leaves) for bucket in zf.layout_of(params, 2).buckets] == [8]
     assert len(zf.layout_of(params, 2, bucket_bytes=1).buckets) == 8
