@@ -128,8 +128,10 @@ class Room:
             # All but this rank's own part, for which there is a gap where it is not packed.
             chunk = x.numel() // self._size
             begin, end = self._rank * chunk, (self._rank + 1) * chunk
-            _write(x[:begin], room[:begin])
-            _write(x[end:], room[begin if form == PACKED else end :])
+            if begin:
+                _write(x[:begin], room[:begin])
+            if end < x.numel():
+                _write(x[end:], room[begin if form == PACKED else end :])
         return form, offset, area
 
     def _may_lend(self, op: Op, x: Tensor, out: Tensor | None) -> bool:
@@ -196,5 +198,5 @@ class Room:
 def _write(x: Tensor | Pieces, room: Tensor) -> None:
     if isinstance(x, Tensor):
         room.copy_(x)
-    elif room.numel():
+    else:
         x.write(room)

@@ -47,7 +47,8 @@ def squares_in_bins(x: Tensor) -> Tensor:
     if _jit.compiled() and _jit.is_plain(x):
         from zfun.ops import _squares_cpu
 
-        array, add, rows = _jit.as_array(x), _jit.telling(_squares_cpu.add_squares), [new_row()]
+        array, add = _jit.as_array(x), _jit.telling(_squares_cpu.add_squares)
+        rows: list[Any] = []
 
         def work(begin: int, end: int) -> None:
             row = new_row()
@@ -87,9 +88,9 @@ def new_row() -> Any:
 
 def exact_row(rows: list[Any]) -> Tensor:
     """Add what ``add_squares`` made of several pieces: what :func:`squares_in_bins` returns."""
-    if len(rows) == 1:
-        return torch.from_numpy(rows[0])
-    total = np.sum(rows, axis=0) if rows else new_row()
+    if len(rows) < 2:
+        return torch.from_numpy(rows[0] if rows else new_row())
+    total = np.sum(rows, axis=0)
     total[LIMBS:].view(np.float64)[0] = sum(float(row[LIMBS:].view(np.float64)[0]) for row in rows)
     return torch.from_numpy(total)
 

@@ -63,7 +63,7 @@ class Pieces:
         begin, end, _ = span.indices(self.numel())
         stretch = self._begin + begin, self._begin + end
         starts, stops, _ = self._places
-        here = slice(int(np.searchsorted(stops, stretch[0], "right")), int(np.searchsorted(starts, stretch[1])))
+        here = slice(int(stops.searchsorted(stretch[0], "right")), int(starts.searchsorted(stretch[1])))
         return Pieces(self._tensors[here], self._places[:, here], self._like, self._source_dtype, stretch, self.dtype, self.scale)
 
     @property

@@ -99,7 +99,7 @@ def _add_compiled(terms: Sequence[Tensor | Pieces], out: Tensor, *, measure: boo
             add_up = functools.partial(_add_pieces, place, (*term.arguments(), term.is_alike))
     one = _jit.number(wide(out.dtype))(1.0)
     past = _jit.is_large(out) and out.data_ptr() not in addresses
-    rows = [new_row()] if measure else []
+    rows: list[Any] = []
 
     def work(begin: int, end: int) -> None:
         row = new_row() if measure else _NOTHING
