@@ -170,7 +170,8 @@ class Group(Protocol):
         rank comes here itself. So all ranks that have borrowed call this before they write; views that they keep then keep their values.
 
         Args:
-            x: a buffer, or a view of it, or this rank's own part of a borrowed result. For any other tensor there is nothing to wait for.
+            x: a buffer, or a view of it, or this rank's own part of a borrowed result. A view that shows parts of others becomes memory of
+                this rank alone. For any other tensor there is nothing to wait for.
 
         Raises:
             PeerLost: another rank raised, died or did not wait in time.

@@ -125,6 +125,13 @@ class Leases:
             else:
                 self._return(lease)
 
+    def own_all(self, x: Tensor) -> bool:
+        """Make a borrowed result memory of this rank alone if ``x`` shows more of it than this rank's part; whether it did."""
+        found = [lease.region for lease in self._leases.values() if lease.region.shows_others(x.data_ptr(), x.nbytes)]
+        for region in dict.fromkeys(found):
+            self._detach(region)
+        return bool(found)
+
     def rest(self, x: Tensor) -> None:
         """Let go of what the region of a borrowed result shows of others, who keep it; and of this rank's part if that is a buffer."""
         address = x.data_ptr()

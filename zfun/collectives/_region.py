@@ -52,6 +52,11 @@ class Region:
         offset = address - self.own
         return offset if 0 <= offset < self._piece_bytes else None
 
+    def shows_others(self, address: int, nbytes: int) -> bool:
+        """Tell whether a piece of memory lies here, and not all of it in this rank's piece."""
+        is_own = self.own <= address and address + nbytes <= self.own + self._piece_bytes
+        return self.begin <= address < self.begin + self.nbytes and not is_own
+
     def unmap(self) -> None:
         """Drop this rank's mapping of all pages, which the segments keep: the next access maps them again."""
         self._unmap(self.begin, self.begin + self.nbytes)

@@ -186,13 +186,14 @@ class SharedMemory:
         """Say that this rank reads no result any more which it has borrowed and which shows a buffer; see [Note: borrowed results].
 
         Args:
-            x: a view of a buffer, or of this rank's own part of a borrowed result. It is going to be written.
+            x: a view of a buffer, or of this rank's own part of a borrowed result. It is going to be written. Where it shows parts of
+                others, all of the result becomes memory of this rank alone.
 
         Returns:
             The calls in which others may still read it.
         """
         self._leases.end()
-        area, _ = self._find(x)
+        area, _ = (None, 0) if self._leases.own_all(x) else self._find(x)
         if area is None:
             return []
         self._leases.give_up(area, x)
