@@ -14,8 +14,9 @@ import random
 import signal
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from torch import Tensor
 
 import zfun as zf
 from tests.distributed import needs_shared_memory, processes
-from zfun import ops
+from zfun import ops, recipes
 from zfun.collectives import (
     AllGather,
     AllReduce,
@@ -49,9 +50,11 @@ from zfun.collectives import _reading as reading
 from zfun.collectives import _region as region
 from zfun.collectives import _room as room
 from zfun.collectives import _segment as segment
+from zfun.collectives._mapping import PAGE
 from zfun.collectives._process import _SharedGroup
 from zfun.collectives._shared import SharedMemory
 from zfun.errors import CollectiveMismatch, OptionError, PeerLost
+from zfun.flat import Flat
 from zfun.transforms._lazy import LazyLeaf
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(90), needs_shared_memory]
@@ -640,6 +643,105 @@ def _loss(params: dict[str, Tensor], batch: Tensor) -> Tensor:
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_old_values_never_change(two: Workers, stage: int) -> None:
     assert two.run(_pure_steps, stage) == zf.simulate(2, _pure_steps, stage)
+
+
+def _centered(learning_rate: float) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """A rule of a user, whose state is a tree and a number."""
+
+    def init(params: Any) -> Any:
+        return zf.tree.map(torch.zeros_like, params), 0
+
+    def update(grads: Any, state: Any, params: Any) -> Any:
+        mean = zf.tree.map(lambda m, g: 0.5 * m + 0.5 * g, state[0], grads)
+        return zf.tree.map(lambda m, g: -learning_rate * (g - 0.25 * m), mean, grads), (mean, state[1] + 1)
+
+    return init, update
+
+
+_RULES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "adamw": (lambda: zf.optim.adamw(0.1), {}),
+    "micro-batches": (lambda: zf.optim.adamw(0.1), {"num_micro_batches": 2}),
+    "kept": (lambda: zf.optim.adamw(0.1), {"donate": False}),
+    "by leaf": (lambda: zf.optim.lamb(0.1), {}),
+    "masters": (lambda: zf.optim.adamw(0.1), {"precision": torch.bfloat16}),
+    "loss scale": (lambda: zf.optim.adamw(0.1), {"precision": torch.float16}),
+    "frozen": (lambda: zf.optim.adamw(0.1), {"trainable": lambda path, leaf: path != "b"}),
+    "a pair": (lambda: _centered(0.1), {}),
+}
+
+
+def _whole_state(group: zf.Group, stage: int, name: str) -> list[bytes]:
+    """What steps make of parameters and of the optimizer's state, as every rank sees it, and of a state that somebody keeps."""
+    rule, options = _RULES[name]
+    with pytest.MonkeyPatch.context() as patch:
+        if group.lends:
+            patch.setattr(recipes, "_LENT_BYTES", 0)
+        generator = torch.Generator().manual_seed(0)
+        params = {"w": torch.randn(400, 700, generator=generator), "b": torch.randn(700, generator=generator)}
+        z = zf.zero(stage, lambda params, x: _loss(params, x[0]), rule(), group, bucket_bytes=1 << 19, **options)
+        states, found = [z.init(params)], []
+        for step in range(4):
+            batch = torch.stack([torch.full((400,), 1.0 + group.rank + step), torch.full((400,), 0.5)])
+            state, info = z.step(states[-1], batch if name == "micro-batches" else batch[:1])
+            # Ranks come here one after the other, and the first goes on at once.
+            time.sleep(0.02 * group.rank)
+            states = [*states, state] if name == "kept" else [state]
+            found.append(_fingerprint(info.grad_norm.reshape(1)))
+        for state in states:
+            parts = [part for part in zf.tree.leaves(state.opt_state, is_leaf=_is_flat) if _is_flat(part)]
+            assert {part.placement for part in (*parts, state.params)} == {zf.R if stage == 0 else zf.S} | ({zf.R} if stage < 3 else set())
+            if group.lends and stage == 0:
+                # Of each, this rank's part lies where the others see it.
+                own = [buffer for part in parts for buffer in zf.redistribute(part, zf.S, group).buffers]
+                assert own
+                assert all(_memory(group)._find(buffer)[0] is not None for buffer in own if buffer.nbytes % PAGE == 0)
+            found += [_fingerprint(x) for part in (*parts, state.params) for x in zf.tree.leaves(zf.unshard(part))]
+    return found
+
+
+def _is_flat(value: Any) -> bool:
+    return isinstance(value, Flat)
+
+
+@pytest.mark.parametrize("name", list(_RULES))
+@pytest.mark.parametrize("stage", [0, 1])
+def test_whole_state_that_lies_once_has_the_bits_of_the_simulation(two: Workers, stage: int, name: str) -> None:
+    found = two.run(_whole_state, stage, name)
+    assert found == zf.simulate(2, _whole_state, stage, name)
+    assert found[0] == found[1]
+
+
+def _state_is_lent(group: zf.Group, numel: int) -> bool:
+    z = zf.zero(0, lambda params, batch: (params["w"] * batch).sum(), zf.optim.adamw(0.1), group)
+    state, _ = z.step(z.init({"w": torch.ones(numel)}), torch.tensor(1.0))
+    assert state.opt_state.mu.placement is zf.R
+    own = zf.redistribute(state.opt_state.mu, zf.S, group).buffers[0]
+    return _memory(group)._find(own)[0] is not None
+
+
+def test_state_lies_once_where_it_is_large(two: Workers) -> None:
+    assert two.run(_state_is_lent, 1 << 22) == [True, True]
+    assert two.run(_state_is_lent, 1 << 20) == [False, False]
+
+
+def _in_other_hands(group: zf.Group, stage: int) -> list[bytes]:
+    """Steps of an optimizer that takes over what ``zero()`` has made, whole, and is late on one rank."""
+    loss_fn = lambda params, batch: ((params["w"] - batch) ** 2).sum()
+    z, rule = zf.zero(stage, loss_fn, zf.optim.adamw(0.1), group), zf.optim.adamw(0.1)
+    state, _ = z.step(z.init({"w": torch.arange(1 << 22, dtype=torch.float32) % 7}), torch.tensor(1.0 + group.rank))
+    params, opt_state = state.params, state.opt_state if stage == 0 else rule.init(state.params)
+    vg = zf.data_parallel(zf.value_and_grad(loss_fn), group)
+    for _ in range(3):
+        _, grads = vg(params, torch.tensor(2.0 + group.rank))
+        grads = zf.redistribute(grads, zf.R, group)
+        time.sleep(0.05 * group.rank)
+        params, opt_state = zf.apply(rule, grads, opt_state, params, donate=True)
+    return [_fingerprint(zf.unshard(x)["w"]) for x in (params, opt_state.mu, opt_state.nu)]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_who_writes_to_all_of_a_borrowed_value_has_it_alone(two: Workers, stage: int) -> None:
+    assert two.run(_in_other_hands, stage) == zf.simulate(2, _in_other_hands, stage)
 
 
 def _goes_ahead(group: zf.Group, folder: Path) -> list[bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from zfun.placement import P, R, S
 from zfun.transforms._notes import noting
 from zfun.transforms._redistribute import check_agreement, redistribute
 
-__all__ = ["apply", "shard_optimizer"]
+__all__ = ["apply", "lend_optimizer", "shard_optimizer"]
 
 
 @checked_options
@@ -81,6 +82,49 @@ def shard_optimizer(optimizer: Any, group: Group, *, bucket_bytes: int = DEFAULT
     return inner._replace(init=init, update=update, apply=apply, placement=S, group=group)
 
 
+def lend_optimizer(optimizer: Optimizer, group: Group, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Optimizer:
+    """Let each rank keep and update only its part of a replicated state, and borrow the rest (state ``R``).
+
+    For ranks that lend each other memory (``Group.lends``): what is the same on all of them lies there once, and is computed once. Each can
+    read all of it, and the bits are those of the optimizer itself.
+
+    Args:
+        optimizer: as for :func:`shard_optimizer`.
+        group: the ranks.
+        bucket_bytes: as for :func:`shard_optimizer`.
+
+    Returns:
+        An optimizer that computes on shards, and whose state is replicated.
+    """
+    inner = shard_optimizer(optimizer, group, bucket_bytes=bucket_bytes)
+
+    def of_flats(change: Callable[[Flat], Flat], state: Any) -> Any:
+        return tree.map(lambda x: change(x) if isinstance(x, Flat) else x, state, is_leaf=lambda x: isinstance(x, Flat))
+
+    def lent(state: Any) -> Any:
+        return of_flats(lambda x: redistribute(x, R, group, name="state", donate=True, borrow=True), state)
+
+    def own(state: Any) -> Any:
+        return of_flats(lambda x: redistribute(x, S, group, name="state"), state)
+
+    def init(params: tree.Tree) -> Any:
+        return lent(inner.init(params))
+
+    def update(grads: tree.Tree, state: Any, params: tree.Tree) -> tuple[Any, Any]:
+        updates, state = inner.update(grads, own(state), params)
+        return updates, lent(state)
+
+    def apply(grads: tree.Tree, state: Any, params: tree.Tree, *, donate: bool = False) -> tuple[Any, Any]:
+        parts = own(state)
+        if donate:
+            for part in flats(parts):
+                await_readers(part)
+        new, parts = inner.apply(grads, parts, params, donate=donate)
+        return new, lent(parts)
+
+    return inner._replace(init=init, update=update, apply=apply)
+
+
 def _split(layout: Layout, optimizer: Optimizer) -> Layout:
     """The layout that an optimizer needs, where it treats leaves differently."""
     return layout if optimizer.labels is None else split_by_label(layout, optimizer.labels)
@@ -133,7 +177,8 @@ def apply(optimizer: Any, grads: tree.Tree, state: Any, params: tree.Tree, *, do
     present = relaid(present, _split(present.layout, chosen))
     aligned = redistribute(present, chosen.placement or params.placement, chosen.group or params.group, name="params")
     if donate:
-        await_readers(aligned)
+        for written in (aligned, *(x for x in flats(state) if x.placement is R and chosen.placement is None)):
+            await_readers(written)
     with noting("update"):
         new, new_state = chosen.apply(_aligned(chosen, grads, state, aligned), state, aligned, donate=donate)
     whole = redistribute(new, params.placement, params.group, name="params", borrow=True, into=present if donate else None)
