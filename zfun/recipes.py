@@ -229,9 +229,8 @@ def zero(
     scaler = policy.loss_scale if isinstance(policy.loss_scale, LossScale) else None
     rule = _optimizer_of(stage, optimizer, group, bucket_bytes, offload_optimizer, policy.master)
     place = functools.partial(shard, persistence=persistence) if stage == 3 else _lent if stage and group.mesh.lends else replicate
-    # Where ranks lend each other memory, sums are taken while gradients are in the caches: they take no message that could be saved.
-    is_simple = group.mesh is group and group.lends and offload_grads is wire_grads is None
-    lending = _lending(rule, group, bucket_bytes) if is_simple and stage == 0 and offload_optimizer is None else None
+    can_lend = stage == 0 and group.mesh is group and group.lends and offload_optimizer is offload_grads is wire_grads is None
+    lending = _lending(rule, group, bucket_bytes) if can_lend else None
     composed: list[tuple[tuple[Flat | None, int], Gradient]] = []
 
     def gradient_of(frozen: Flat | None, scale: float, summed: int) -> Gradient:
@@ -263,9 +262,8 @@ def zero(
         # An optimizer that sums by itself is given what there is to sum: backward leaves it alone.
         terms = group.mesh.size > 1 and rule.takes_terms(state.opt_state)
         chosen = _rule_for(state.params, rule, lending)
-        # Micro-batches are added up before the sum over ranks, as at stages 0 and 1 everywhere.
-        early = 2 if is_simple and num_micro_batches == 1 else 1
-        summed = 1 if terms else stage if stage >= 2 or chosen.placement is None else early
+        # Where each rank updates its part at stage 0, sums are taken as at stage 2, or as at stage 1 after several have been added up.
+        summed = 1 if terms else stage if chosen is rule else 2 if num_micro_batches == 1 else 1
         value, grads = gradient_of(state.frozen, scale, summed)(state.params, batch)
         loss, aux = value if type(value) is tuple else (value, None)
         loss = loss.mean if isinstance(loss, WeightedMean) else loss

@@ -188,7 +188,7 @@ def _trains_in_pieces(group: Group, stage: int) -> tuple[list[float], list[Tenso
 
     generator = torch.Generator().manual_seed(0)
     params = {"w": [torch.randn(640, 640, generator=generator) / 20 for _ in range(4)], "b": torch.zeros(640)}
-    z = zf.zero(stage, loss_fn, zf.optim.adamw(1e-2), group, bucket_bytes=1 << 22)
+    z = zf.zero(stage, loss_fn, zf.optim.adamw(1e-2), group, bucket_bytes=2 * 4 * 640 * 640 + 640)
     state, losses = z.init(params), []
     for number in range(3):
         x = torch.randn(4, 640, generator=torch.Generator().manual_seed(10 * number + group.rank))

@@ -95,6 +95,15 @@ def lend_optimizer(optimizer: Optimizer, group: Group, *, bucket_bytes: int = DE
 
     Returns:
         An optimizer that computes on shards, and whose state is replicated.
+
+    Example:
+        >>> import zfun as zf
+        >>> from zfun.transforms import lend_optimizer
+        >>> def main(group):
+        ...     optimizer = lend_optimizer(zf.optim.adamw(0.1), group)
+        ...     return optimizer.init({"w": torch.ones(50)}).mu
+        >>> zf.simulate(2, main)[0]
+        Flat(R, rank 0 of 2: 1 leaf, 50 elements in 1 bucket; here 64 of 64 padded elements)
     """
     inner = shard_optimizer(optimizer, group, bucket_bytes=bucket_bytes)
 
