@@ -744,6 +744,22 @@ def test_who_writes_to_all_of_a_borrowed_value_has_it_alone(two: Workers, stage:
     assert two.run(_in_other_hands, stage) == zf.simulate(2, _in_other_hands, stage)
 
 
+def _read_late(group: zf.Group) -> list[bytes]:
+    """What each rank finds of lent state a while after the others have gone on to the next update, for which nobody has to wait."""
+    rule = zf.transforms.lend_optimizer(zf.optim.adamw(0.1), group)
+    params, grads = (zf.shard({"w": torch.full((1 << 18,), value)}, group) for value in (1.0, 0.5))
+    state, found = rule.init(params), []
+    for _ in range(3):
+        params, state = zf.apply(rule, grads, state, params, donate=True)
+        time.sleep(0.1 * group.rank)
+        found.append(_fingerprint(zf.unshard(state.mu)["w"]))
+    return found
+
+
+def test_lent_state_is_not_written_while_another_rank_reads_it(two: Workers) -> None:
+    assert two.run(_read_late) == zf.simulate(2, _read_late)
+
+
 def _goes_ahead(group: zf.Group, folder: Path) -> list[bytes]:
     """In later steps each rank in turn begins to compute when the other has come to the end of forward."""
 
