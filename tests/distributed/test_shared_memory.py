@@ -744,6 +744,39 @@ def test_who_writes_to_all_of_a_borrowed_value_has_it_alone(two: Workers, stage:
     assert two.run(_in_other_hands, stage) == zf.simulate(2, _in_other_hands, stage)
 
 
+_NOT_LENT: dict[str, Callable[[Group], tuple[Any, dict[str, Any]]]] = {
+    "sums by itself": lambda group: (zf.optim.onebit_adam(0.1, freeze_step=2), {}),
+    "a user's shards": lambda group: (zf.shard_optimizer(zf.optim.adamw(0.1), group), {}),
+    "in a store": lambda group: (zf.optim.adamw(0.1), {"offload_optimizer": zf.stores.host()}),
+    "gradients in a store": lambda group: (zf.optim.adamw(0.1), {"offload_grads": zf.stores.host()}),
+    "compressed": lambda group: (zf.optim.adamw(0.1), {"wire_grads": zf.wire.int8(block=64)}),
+}
+
+
+def _state_of_its_own(group: zf.Group, name: str) -> list[bytes]:
+    rule, options = _NOT_LENT[name](group)
+    with pytest.MonkeyPatch.context() as patch:
+        if group.lends:
+            patch.setattr(recipes, "_LENT_BYTES", 0)
+            patch.setattr(recipes, "lend_optimizer", _must_not_be_called)
+        generator = torch.Generator().manual_seed(0)
+        z = zf.zero(0, _loss, rule, group, bucket_bytes=1 << 19, **options)
+        state, found = z.init({"w": torch.randn(400, 700, generator=generator), "b": torch.randn(700, generator=generator)}), []
+        for step in range(4):
+            state, info = z.step(state, torch.full((1, 400), 1.0 + group.rank + step))
+            found += [_fingerprint(x) for x in (info.loss.reshape(1), *zf.tree.leaves(z.params(state)))]
+    return found
+
+
+def _must_not_be_called(*_: Any, **__: Any) -> Any:
+    raise AssertionError("the optimizer is lent")
+
+
+@pytest.mark.parametrize("name", list(_NOT_LENT))
+def test_state_that_another_has_placed_is_not_lent(two: Workers, name: str) -> None:
+    assert two.run(_state_of_its_own, name) == zf.simulate(2, _state_of_its_own, name)
+
+
 def _read_late(group: zf.Group) -> list[bytes]:
     """What each rank finds of lent state a while after the others have gone on to the next update, for which nobody has to wait."""
     rule = zf.transforms.lend_optimizer(zf.optim.adamw(0.1), group)
