@@ -42,8 +42,9 @@ def live_bytes(
 ) -> Live:
     """Say how many bytes each rank holds at every moment of a step of :func:`zfun.zero`, without running it.
 
-    It is exact to the byte for optimizers that work on flat buffers, where no operation of the loss, and no block that
-    :func:`zfun.remat` computes again, uses leaves of two buckets: it would keep the first until it is through.
+    It is exact to the byte for simulated ranks and optimizers that work on flat buffers, where no operation of the loss, and no block that
+    :func:`zfun.remat` computes again, uses leaves of two buckets: it would keep the first until it is through. Processes hold buffers of
+    their transport instead of some of these: parts of messages over gloo, and pages of each other through shared memory.
 
     Args:
         stage: 0, 1, 2 or 3.
