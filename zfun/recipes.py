@@ -27,7 +27,6 @@ from zfun.transforms import (
     apply,
     cast,
     data_parallel,
-    lend_optimizer,
     offload_grads,
     offload_loss,
     offload_optimizer,
@@ -167,8 +166,6 @@ def zero(
 
     Gradients that are not finite skip the step on all ranks together, and leave parameters and optimizer state as they were.
 
-    Of ranks that share memory each updates its part at stage 0 too, and borrows the rest, so that what is ``R`` lies on the host once.
-
     Args:
         stage: 0, 1, 2 or 3.
         loss_fn: ``(params, batch) -> scalar``, ``(scalar, aux)`` or :func:`zfun.weighted_mean`.
@@ -229,8 +226,6 @@ def zero(
     scaler = policy.loss_scale if isinstance(policy.loss_scale, LossScale) else None
     rule = _optimizer_of(stage, optimizer, group, bucket_bytes, offload_optimizer, policy.master)
     place = functools.partial(shard, persistence=persistence) if stage == 3 else _lent if stage and group.mesh.lends else replicate
-    can_lend = stage == 0 and group.mesh is group and group.lends and offload_optimizer is offload_grads is wire_grads is None
-    lending = _lending(rule, group, bucket_bytes) if can_lend else None
     composed: list[tuple[tuple[Flat | None, int], Gradient]] = []
 
     def gradient_of(frozen: Flat | None, scale: float, summed: int) -> Gradient:
@@ -249,9 +244,7 @@ def zero(
         trained = place(chosen, group, bucket_bytes=bucket_bytes, init=init, labels=rule.labels, order=order)
         frozen = None if rest is None or not tree.leaves(rest) else place(rest, group, bucket_bytes=bucket_bytes, init=init, order=order)
         exact = exact if trainable is None else tree.partition(exact, trainable)[0]
-        chosen_rule = _rule_for(trained, rule, lending)
-        trained = _lent(trained, group) if chosen_rule is lending else trained
-        state = chosen_rule.init(_unrounded(trained, exact, policy.master))
+        state = rule.init(_unrounded(trained, exact, policy.master))
         if offload_params is not None:
             trained = _offload_params(trained, offload_params)
             frozen = None if frozen is None else _offload_params(frozen, offload_params)
@@ -261,13 +254,10 @@ def zero(
         scale = 1.0 if state.loss_scale is None else float(state.loss_scale.scale)
         # An optimizer that sums by itself is given what there is to sum: backward leaves it alone.
         terms = group.mesh.size > 1 and rule.takes_terms(state.opt_state)
-        chosen = _rule_for(state.params, rule, lending)
-        # Where each rank updates its part at stage 0, sums are taken as at stage 2, or as at stage 1 after several have been added up.
-        summed = 1 if terms else stage if chosen is rule else 2 if num_micro_batches == 1 else 1
-        value, grads = gradient_of(state.frozen, scale, summed)(state.params, batch)
+        value, grads = gradient_of(state.frozen, scale, 1 if terms else stage)(state.params, batch)
         loss, aux = value if type(value) is tuple else (value, None)
         loss = loss.mean if isinstance(loss, WeightedMean) else loss
-        grads = _delivered(grads, P if terms else chosen.placement or R, group, borrow=scale == 1.0)
+        grads = _delivered(grads, P if terms else rule.placement or R, group, borrow=scale == 1.0)
         # By the scale that backward used, and after the sum: what float16 can send scaled may be too small for it unscaled.
         grads = grads if scale == 1.0 else _unscaled(grads, scale)
         norm = _norm(grads)
@@ -286,7 +276,7 @@ def zero(
                 )
         else:
             bad_leaf = None
-            params, opt_state = apply(chosen, grads, opt_state, params, donate=donate)
+            params, opt_state = apply(rule, grads, opt_state, params, donate=donate)
         if donate:
             params, opt_state = _handed_over(state, params, opt_state, f"step {state.step} at {call_site()}")
         after = None if scaler is None or state.loss_scale is None else scaler.update(state.loss_scale, not skipped)
@@ -302,22 +292,6 @@ def zero(
 
 # The options of zero() have the names of the transforms they apply.
 _offload_optimizer, _offload_params, _offload_loss, _offload_grads = offload_optimizer, offload_params, offload_loss, offload_grads
-
-
-# Of less, as much time goes into lending it as into updating all of it.
-_LENT_BYTES = 1 << 24
-
-
-def _lending(rule: Optimizer, group: Group, bucket_bytes: int) -> Optimizer | None:
-    """An optimizer that keeps whole state once for ranks that lend each other memory, if this one can be run on parts."""
-    if rule.placement is not None or rule.partial is not None:
-        return None
-    return lend_optimizer(rule, group, bucket_bytes=bucket_bytes)
-
-
-def _rule_for(params: Flat, rule: Optimizer, lending: Optimizer | None) -> Optimizer:
-    nbytes = sum(slot.padded_numel * slot.dtype.itemsize for slot in params.layout.buckets)
-    return rule if lending is None or nbytes < _LENT_BYTES else lending
 
 
 def _lent(params: tree.Tree, group: Group, **options: Any) -> Flat:

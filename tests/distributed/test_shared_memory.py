@@ -25,7 +25,7 @@ from torch import Tensor
 
 import zfun as zf
 from tests.distributed import needs_shared_memory, processes
-from zfun import ops, recipes
+from zfun import ops
 from zfun.collectives import (
     AllGather,
     AllReduce,
@@ -50,7 +50,6 @@ from zfun.collectives import _reading as reading
 from zfun.collectives import _region as region
 from zfun.collectives import _room as room
 from zfun.collectives import _segment as segment
-from zfun.collectives._mapping import PAGE
 from zfun.collectives._process import _SharedGroup
 from zfun.collectives._shared import SharedMemory
 from zfun.errors import CollectiveMismatch, OptionError, PeerLost
@@ -673,29 +672,21 @@ _RULES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 def _whole_state(group: zf.Group, stage: int, name: str) -> list[bytes]:
     """What steps make of parameters and of the optimizer's state, as every rank sees it, and of a state that somebody keeps."""
     rule, options = _RULES[name]
-    with pytest.MonkeyPatch.context() as patch:
-        if group.lends:
-            patch.setattr(recipes, "_LENT_BYTES", 0)
-        generator = torch.Generator().manual_seed(0)
-        params = {"w": torch.randn(400, 700, generator=generator), "b": torch.randn(700, generator=generator)}
-        z = zf.zero(stage, lambda params, x: _loss(params, x[0]), rule(), group, bucket_bytes=1 << 19, **options)
-        states, found = [z.init(params)], []
-        for step in range(4):
-            batch = torch.stack([torch.full((400,), 1.0 + group.rank + step), torch.full((400,), 0.5)])
-            state, info = z.step(states[-1], batch if name == "micro-batches" else batch[:1])
-            # Ranks come here one after the other, and the first goes on at once.
-            time.sleep(0.02 * group.rank)
-            states = [*states, state] if name == "kept" else [state]
-            found.append(_fingerprint(info.grad_norm.reshape(1)))
-        for state in states:
-            parts = [part for part in zf.tree.leaves(state.opt_state, is_leaf=_is_flat) if _is_flat(part)]
-            assert {part.placement for part in (*parts, state.params)} == {zf.R if stage == 0 else zf.S} | ({zf.R} if stage < 3 else set())
-            if group.lends and stage == 0:
-                # Of each, this rank's part lies where the others see it.
-                own = [buffer for part in parts for buffer in zf.redistribute(part, zf.S, group).buffers]
-                assert own
-                assert all(_memory(group)._find(buffer)[0] is not None for buffer in own if buffer.nbytes % PAGE == 0)
-            found += [_fingerprint(x) for part in (*parts, state.params) for x in zf.tree.leaves(zf.unshard(part))]
+    generator = torch.Generator().manual_seed(0)
+    params = {"w": torch.randn(400, 700, generator=generator), "b": torch.randn(700, generator=generator)}
+    z = zf.zero(stage, lambda params, x: _loss(params, x[0]), rule(), group, bucket_bytes=1 << 19, **options)
+    states, found = [z.init(params)], []
+    for step in range(4):
+        batch = torch.stack([torch.full((400,), 1.0 + group.rank + step), torch.full((400,), 0.5)])
+        state, info = z.step(states[-1], batch if name == "micro-batches" else batch[:1])
+        # Ranks come here one after the other, and the first goes on at once.
+        time.sleep(0.02 * group.rank)
+        states = [*states, state] if name == "kept" else [state]
+        found.append(_fingerprint(info.grad_norm.reshape(1)))
+    for state in states:
+        parts = [part for part in zf.tree.leaves(state.opt_state, is_leaf=_is_flat) if _is_flat(part)]
+        assert {part.placement for part in (*parts, state.params)} == {zf.R if stage == 0 else zf.S} | ({zf.R} if stage < 3 else set())
+        found += [_fingerprint(x) for part in (*parts, state.params) for x in zf.tree.leaves(zf.unshard(part))]
     return found
 
 
@@ -705,23 +696,10 @@ def _is_flat(value: Any) -> bool:
 
 @pytest.mark.parametrize("name", list(_RULES))
 @pytest.mark.parametrize("stage", [0, 1])
-def test_whole_state_that_lies_once_has_the_bits_of_the_simulation(two: Workers, stage: int, name: str) -> None:
+def test_state_of_stages_0_and_1_has_the_bits_of_the_simulation(two: Workers, stage: int, name: str) -> None:
     found = two.run(_whole_state, stage, name)
     assert found == zf.simulate(2, _whole_state, stage, name)
     assert found[0] == found[1]
-
-
-def _state_is_lent(group: zf.Group, numel: int) -> bool:
-    z = zf.zero(0, lambda params, batch: (params["w"] * batch).sum(), zf.optim.adamw(0.1), group)
-    state, _ = z.step(z.init({"w": torch.ones(numel)}), torch.tensor(1.0))
-    assert state.opt_state.mu.placement is zf.R
-    own = zf.redistribute(state.opt_state.mu, zf.S, group).buffers[0]
-    return _memory(group)._find(own)[0] is not None
-
-
-def test_state_lies_once_where_it_is_large(two: Workers) -> None:
-    assert two.run(_state_is_lent, 1 << 22) == [True, True]
-    assert two.run(_state_is_lent, 1 << 20) == [False, False]
 
 
 def _in_other_hands(group: zf.Group, stage: int) -> list[bytes]:
@@ -742,55 +720,6 @@ def _in_other_hands(group: zf.Group, stage: int) -> list[bytes]:
 @pytest.mark.parametrize("stage", [0, 1])
 def test_who_writes_to_all_of_a_borrowed_value_has_it_alone(two: Workers, stage: int) -> None:
     assert two.run(_in_other_hands, stage) == zf.simulate(2, _in_other_hands, stage)
-
-
-_NOT_LENT: dict[str, Callable[[Group], tuple[Any, dict[str, Any]]]] = {
-    "sums by itself": lambda group: (zf.optim.onebit_adam(0.1, freeze_step=2), {}),
-    "a user's shards": lambda group: (zf.shard_optimizer(zf.optim.adamw(0.1), group), {}),
-    "in a store": lambda group: (zf.optim.adamw(0.1), {"offload_optimizer": zf.stores.host()}),
-    "gradients in a store": lambda group: (zf.optim.adamw(0.1), {"offload_grads": zf.stores.host()}),
-    "compressed": lambda group: (zf.optim.adamw(0.1), {"wire_grads": zf.wire.int8(block=64)}),
-}
-
-
-def _state_of_its_own(group: zf.Group, name: str) -> list[bytes]:
-    rule, options = _NOT_LENT[name](group)
-    with pytest.MonkeyPatch.context() as patch:
-        if group.lends:
-            patch.setattr(recipes, "_LENT_BYTES", 0)
-            patch.setattr(recipes, "lend_optimizer", _must_not_be_called)
-        generator = torch.Generator().manual_seed(0)
-        z = zf.zero(0, _loss, rule, group, bucket_bytes=1 << 19, **options)
-        state, found = z.init({"w": torch.randn(400, 700, generator=generator), "b": torch.randn(700, generator=generator)}), []
-        for step in range(4):
-            state, info = z.step(state, torch.full((1, 400), 1.0 + group.rank + step))
-            found += [_fingerprint(x) for x in (info.loss.reshape(1), *zf.tree.leaves(z.params(state)))]
-    return found
-
-
-def _must_not_be_called(*_: Any, **__: Any) -> Any:
-    raise AssertionError("the optimizer is lent")
-
-
-@pytest.mark.parametrize("name", list(_NOT_LENT))
-def test_state_that_another_has_placed_is_not_lent(two: Workers, name: str) -> None:
-    assert two.run(_state_of_its_own, name) == zf.simulate(2, _state_of_its_own, name)
-
-
-def _read_late(group: zf.Group) -> list[bytes]:
-    """What each rank finds of lent state a while after the others have gone on to the next update, for which nobody has to wait."""
-    rule = zf.transforms.lend_optimizer(zf.optim.adamw(0.1), group)
-    params, grads = (zf.shard({"w": torch.full((1 << 18,), value)}, group) for value in (1.0, 0.5))
-    state, found = rule.init(params), []
-    for _ in range(3):
-        params, state = zf.apply(rule, grads, state, params, donate=True)
-        time.sleep(0.1 * group.rank)
-        found.append(_fingerprint(zf.unshard(state.mu)["w"]))
-    return found
-
-
-def test_lent_state_is_not_written_while_another_rank_reads_it(two: Workers) -> None:
-    assert two.run(_read_late) == zf.simulate(2, _read_late)
 
 
 def _goes_ahead(group: zf.Group, folder: Path) -> list[bytes]:

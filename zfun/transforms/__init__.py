@@ -21,7 +21,7 @@ from zfun.transforms._explain import Accumulation, Explanation, Message, explain
 from zfun.transforms._first import first_steps
 from zfun.transforms._gradient import GradientFunction, data_parallel, scale_loss, value_and_grad
 from zfun.transforms._offload import offload, offload_grads, offload_loss, offload_optimizer, offload_params
-from zfun.transforms._optimizer import apply, lend_optimizer, shard_optimizer
+from zfun.transforms._optimizer import apply, shard_optimizer
 from zfun.transforms._profile import Noted, Profile, profile
 from zfun.transforms._redistribute import MAX_UNDER_WAY, check_agreement, gather, redistribute, replicate, shard, unshard
 from zfun.transforms._remat import Remat, remat
@@ -64,7 +64,6 @@ __all__ = [
     "explain",
     "first_steps",
     "gather",
-    "lend_optimizer",
     "offload",
     "offload_grads",
     "offload_loss",

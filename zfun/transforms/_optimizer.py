@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from zfun.placement import P, R, S
 from zfun.transforms._notes import noting
 from zfun.transforms._redistribute import check_agreement, redistribute
 
-__all__ = ["apply", "lend_optimizer", "shard_optimizer"]
+__all__ = ["apply", "shard_optimizer"]
 
 
 @checked_options
@@ -80,58 +79,6 @@ def shard_optimizer(optimizer: Any, group: Group, *, bucket_bytes: int = DEFAULT
         return _back(new, params), state
 
     return inner._replace(init=init, update=update, apply=apply, placement=S, group=group)
-
-
-def lend_optimizer(optimizer: Optimizer, group: Group, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Optimizer:
-    """Let each rank keep and update only its part of a replicated state, and borrow the rest (state ``R``).
-
-    For ranks that lend each other memory (``Group.lends``): what is the same on all of them lies there once, and is computed once. Each can
-    read all of it, and the bits are those of the optimizer itself.
-
-    Args:
-        optimizer: as for :func:`shard_optimizer`.
-        group: the ranks.
-        bucket_bytes: as for :func:`shard_optimizer`.
-
-    Returns:
-        An optimizer that computes on shards, and whose state is replicated.
-
-    Example:
-        >>> import zfun as zf
-        >>> from zfun.transforms import lend_optimizer
-        >>> def main(group):
-        ...     optimizer = lend_optimizer(zf.optim.adamw(0.1), group)
-        ...     return optimizer.init({"w": torch.ones(50)}).mu
-        >>> zf.simulate(2, main)[0]
-        Flat(R, rank 0 of 2: 1 leaf, 50 elements in 1 bucket; here 64 of 64 padded elements)
-    """
-    inner = shard_optimizer(optimizer, group, bucket_bytes=bucket_bytes)
-
-    def of_flats(change: Callable[[Flat], Flat], state: Any) -> Any:
-        return tree.map(lambda x: change(x) if isinstance(x, Flat) else x, state, is_leaf=lambda x: isinstance(x, Flat))
-
-    def lent(state: Any) -> Any:
-        return of_flats(lambda x: redistribute(x, R, group, name="state", donate=True, borrow=True), state)
-
-    def own(state: Any) -> Any:
-        return of_flats(lambda x: redistribute(x, S, group, name="state"), state)
-
-    def init(params: tree.Tree) -> Any:
-        return lent(inner.init(params))
-
-    def update(grads: tree.Tree, state: Any, params: tree.Tree) -> tuple[Any, Any]:
-        updates, state = inner.update(grads, own(state), params)
-        return updates, lent(state)
-
-    def apply(grads: tree.Tree, state: Any, params: tree.Tree, *, donate: bool = False) -> tuple[Any, Any]:
-        parts = own(state)
-        if donate:
-            for part in flats(parts):
-                await_readers(part)
-        new, parts = inner.apply(grads, parts, params, donate=donate)
-        return new, lent(parts)
-
-    return inner._replace(init=init, update=update, apply=apply)
 
 
 def _split(layout: Layout, optimizer: Optimizer) -> Layout:
