@@ -13,7 +13,6 @@ import platform
 import random
 import signal
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -850,35 +849,6 @@ def test_nobody_waits_in_backward_for_sums_that_take_no_room(two: Workers, tmp_p
     for step in range(4):
         (tmp_path / "simulated" / str(step)).touch()
     assert real == zf.simulate(2, _is_through_first, tmp_path / "simulated")
-
-
-def _sums_early(group: zf.Group, kind: str) -> tuple[bool, list[float]]:
-    """Start a sum of pieces, one rank after the other, and look what of it is done then."""
-    op = ReduceScatter() if kind == "reduce_scatter" else AllReduce()
-    numel = 1 << 17
-    squares: list[Tensor] = []
-    call = Call(op, "grads", lane=Lane.GRADS, borrow=kind == "all_reduce", squared=squares.append)
-    terms = [torch.full((numel,), 1.0 + group.rank)]
-    held = weakref.ref(terms[0])
-    pieces = ops.pieces_of(terms, [0], numel, dtype=torch.float32, scale=1.0, table=ops.AddressTable())
-    assert pieces is not None
-    terms.clear()
-    for _ in range(group.rank):
-        group.barrier()
-    pending = group.start_sum(call, pieces)
-    del pieces
-    is_taken = len(squares) == 1 and held() is None
-    for _ in range(group.size - group.rank):
-        group.barrier()
-    return is_taken, pending.wait()[:: numel // 4].tolist()
-
-
-@pytest.mark.parametrize("kind", ["reduce_scatter", "all_reduce"])
-def test_a_sum_is_taken_as_soon_as_all_terms_are_there(two: Workers, kind: str) -> None:
-    found = two.run(_sums_early, kind)
-    # The last rank to come finds what it needs, and holds its own term no more; the other takes it in a later wait.
-    assert [is_taken for is_taken, _ in found] == [False, True]
-    assert [values for _, values in found] == [[3.0] * (2 if kind == "reduce_scatter" else 4)] * 2
 
 
 def _starts_something_else(group: zf.Group) -> None:

@@ -183,50 +183,6 @@ def test_a_sum_in_pieces_has_the_squares_of_the_whole(size: int, units: int, dty
     assert units < 5 or most_pieces == 1 or boxes.transfers[0] > 1
 
 
-@settings(max_examples=15, deadline=None)
-@given(st.integers(2, 4), st.integers(1, 60), st.integers(1, 4), st.sampled_from([ReduceScatter(), AllReduce()]), st.data())
-def test_what_a_rank_has_in_pieces_is_summed_where_it_lies(size: int, units: int, most_pieces: int, op: Op, data: st.DataObject) -> None:
-    numel, offsets = 32 * units * size, (0, 32 * (units // 2), 32 * units)
-    lengths = (32 * (units // 2), 32 * (units - units // 2) - 7, 32 * units * (size - 1) - 5)
-    generator = torch.Generator().manual_seed(units)
-    leaves: list[list[Tensor | None]] = [[torch.randn(n, generator=generator) for n in lengths] for _ in range(size)]
-    # Ranks need not have the same leaves, nor all of them in pieces.
-    for rank in data.draw(st.sets(st.integers(0, size - 1))):
-        leaves[rank][0] = None
-    whole = [ops.ravel(mine, offsets, numel, dtype=torch.float32, device=torch.device("cpu"), scale=0.3) for mine in leaves]
-    inputs: list[Tensor | ops.Pieces] = [*whole]
-    for rank in data.draw(st.sets(st.integers(0, size - 1))):
-        pieces = ops.pieces_of(leaves[rank], offsets, numel, dtype=torch.float32, scale=0.3, table=ops.AddressTable())
-        assert pieces is not None
-        inputs[rank] = pieces
-    boxes = _Mailboxes(size)
-    expected = evaluate(op, whole, [None] * size)
-    outs = [torch.full_like(x, 7.0) for x in expected]
-    found: list[list[Tensor]] = [[] for _ in range(size)]
-
-    def program(rank: int) -> None:
-        call = Call(op, squared=found[rank].append)
-        start_exchange(call, inputs[rank], outs[rank], rank, size, boxes.exchange(rank), Workspace()).finish()
-
-    with mock.patch.multiple(_exchange, _PIECE_BYTES=256, _MOST_PIECES=most_pieces, _SHORT_BYTES=-1):
-        _on_all_ranks(size, program)
-    for rank, (out, value, rows) in enumerate(zip(outs, expected, found, strict=True)):
-        assert torch.equal(out.view(torch.int32), value.view(torch.int32))
-        piece = value.view(size, -1)[rank] if isinstance(op, AllReduce) else value
-        assert torch.equal(ops.total_of_bins(rows[0][None]), ops.total_of_bins(ops.squares_in_bins(piece)[None]))
-
-
-def test_any_group_sums_what_lies_in_pieces() -> None:
-    def main(group: Group) -> list[float]:
-        leaves = [torch.full((3,), float(group.rank)), torch.ones(2)]
-        pieces = ops.pieces_of(leaves, [0, 4], 6, dtype=torch.float32, scale=2.0, table=ops.AddressTable())
-        assert pieces is not None
-        assert not group.adds_pieces
-        return group.start_sum(Call(AllReduce(), "x"), pieces).wait().tolist()
-
-    assert simulate(3, main) == [[6.0, 6.0, 6.0, 0.0, 6.0, 6.0]] * 3
-
-
 @few
 @given(worlds(), st.integers(0, 9), st.integers(0, 99))
 def test_every_op_and_its_dual_are_adjoint(world: tuple[int, Op], numel: int, seed: int) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tests.conftest import examples
 from zfun import ops
-from zfun.ops import _jit, _sums
+from zfun.ops import _jit
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 # A kernel for each pair is compiled: all sixteen only in a long run.
@@ -101,44 +101,6 @@ def test_compiled_and_plain_copies_agree_in_every_bit(
             assert same_bits(total, ops.total_of_bins(ops.squares_in_bins(expected)[None]))
         exact = expected.double().square().sum()
         torch.testing.assert_close(total, exact, rtol=1e-12, atol=1e-320, equal_nan=True)
-
-
-@settings(max_examples=examples(100), deadline=None)
-@given(st.data(), st.sampled_from(PAIRS), st.sampled_from([1.0, 0.25, 1 / 3]), st.integers(1, 3), st.sampled_from([0, 1 << 40]))
-def test_what_lies_in_pieces_is_what_would_be_written(
-    data: st.DataObject, pair: tuple[torch.dtype, torch.dtype], scale: float, others: int, large: int
-) -> None:
-    source, dtype = pair
-    tensors, offsets, numel = data.draw(leaves([source]))
-    pieces = ops.pieces_of(tensors, offsets, numel, dtype=dtype, scale=scale, table=ops.AddressTable())
-    plain = [x for x in tensors if x is not None and x.numel()]
-    assert (pieces is not None) == (bool(plain) and _jit.is_plain(*plain))
-    if pieces is None:
-        return
-    begin, end = sorted(data.draw(st.tuples(st.integers(0, numel), st.integers(0, numel))))
-    stretch = pieces[begin:end]
-    assert stretch.numel() == end - begin
-    # It holds what lies in it, and no more.
-    spans = [(start, start + x.numel()) for x, start in zip(tensors, offsets, strict=True) if x is not None and x.numel()]
-    assert stretch.num_tensors == sum(start < end and stop > begin for start, stop in spans)
-    expected = torch.empty(numel, dtype=dtype)
-    ops.ravel_into(expected, tensors, offsets, scale=scale)
-    generator, place = torch.Generator().manual_seed(numel), data.draw(st.integers(0, others))
-    terms = [torch.randn(end - begin, generator=generator).to(dtype) for _ in range(others)]
-    total = ops.sum_in_rank_order([*terms[:place], expected[begin:end].clone(), *terms[place:]])
-    squares = ops.total_of_bins(ops.squares_in_bins(total)[None])
-    # The sum takes the place of what was received first, or has its own; what is short is added by torch.
-    for in_place, few, measure in itertools.product([False, True], [0, 1 << 40], [False, True]):
-        mine = [term.clone() for term in terms]
-        out = mine[0] if in_place else torch.full((end - begin,), 7.0, dtype=dtype)
-        with mock.patch.object(_jit, "_LARGE_BYTES", large), mock.patch.object(_sums, "_FEW", few):
-            assert same_bits(stretch.write(torch.full((end - begin,), 7.0, dtype=dtype)), expected[begin:end])
-            mixed = [*mine[:place], stretch, *mine[place:]]
-            if measure:
-                assert same_bits(ops.total_of_bins(ops.sum_and_square(mixed, out)[None]), squares)
-            else:
-                assert ops.sum_in_rank_order(mixed, out) is out
-        assert same_bits(out, total)
 
 
 @settings(max_examples=examples(80), deadline=None)

@@ -19,15 +19,13 @@ from torch import Tensor
 
 from zfun.collectives._base import ProcessGroup, first_line, transport_errors
 from zfun.collectives._calls import Call, Lane, Op, check_call, describe
-from zfun.collectives._exchange import Started, can_add_pieces, num_transfers, start_exchange
-from zfun.collectives._group import Group
+from zfun.collectives._exchange import Started, num_transfers, start_exchange
 from zfun.collectives._hosts import Place, goes_over_hosts, num_messages, over_hosts
 from zfun.collectives._pending import Pending
 from zfun.collectives._shared import Disagreement, SharedMemory, TransportError
 from zfun.collectives._turns import interrupting_nobody
 from zfun.collectives._workspace import Workspace
 from zfun.errors import OptionError
-from zfun.ops import Pieces
 
 __all__ = ["ExchangeGroup", "HostsGroup"]
 
@@ -142,22 +140,11 @@ class ExchangeGroup(ProcessGroup):
         # A message whose handle is dropped is never sent, so that the group itself holds what is under way.
         self._under_way: dict[tuple[Lane, int], Started] = {}
 
-    @property
-    def adds_pieces(self) -> bool:
-        return True
-
     def start(self, call: Call, x: Tensor, out: Tensor | None = None) -> Pending:
         check_call(call, x, out, self.size)
         if x.device.type != "cpu":
             raise OptionError(f"a gloo or mpi group moves CPU tensors only; {call.op.kind} got one on {x.device}; use nccl")
-        return self._start(call, x.detach(), out)
-
-    def start_sum(self, call: Call, pieces: Pieces, out: Tensor | None = None) -> Pending:
-        if not can_add_pieces(call.op, pieces, self.size):
-            return super().start_sum(call, pieces, out)
-        return self._start(call, pieces, out)
-
-    def _start(self, call: Call, x: Tensor | Pieces, out: Tensor | None) -> Pending:
+        x = x.detach()
         self._check_open()
         result = self._workspace.take(call.op.output_numel(x.numel(), self.size), x.dtype) if out is None else out
         text = describe(call, x.numel(), x.dtype)
@@ -178,7 +165,7 @@ class ExchangeGroup(ProcessGroup):
     def buffer(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
         return self._workspace.take(numel, dtype) if torch.device(device).type == "cpu" else super().buffer(numel, dtype, device)
 
-    def _begin(self, call: Call, text: str, index: int, x: Tensor | Pieces, out: Tensor) -> Callable[[], None]:
+    def _begin(self, call: Call, text: str, index: int, x: Tensor, out: Tensor) -> Callable[[], None]:
         """Start a collective; return what ends it."""
         exchange = self._exchange(call.lane, text, num_transfers(call.op, x.numel(), x.dtype.itemsize, self.size))
         begin = functools.partial(start_exchange, call, x, out, self.rank, self.size, exchange, self._workspace)
@@ -243,16 +230,7 @@ class HostsGroup(ExchangeGroup):
         row = rows[Lane.PARAMS]
         self._place = Place(self.rank // row.size, self.size // row.size, row.rank, row.size)
 
-    @property
-    def adds_pieces(self) -> bool:
-        # A host's ranks read each other's terms in a row.
-        return False
-
-    def start_sum(self, call: Call, pieces: Pieces, out: Tensor | None = None) -> Pending:
-        return Group.start_sum(self, call, pieces, out)
-
-    def _begin(self, call: Call, text: str, index: int, x: Tensor | Pieces, out: Tensor) -> Callable[[], None]:
-        assert isinstance(x, Tensor)
+    def _begin(self, call: Call, text: str, index: int, x: Tensor, out: Tensor) -> Callable[[], None]:
         if not goes_over_hosts(call.op, x):
             return super()._begin(call, text, index, x, out)
         column = _Column(self._torch_group, self._place, self._tags(call.lane, text, num_messages(self._place)), self._timeout_s)

@@ -17,9 +17,6 @@ The buffers of a collective, for N ranks and an input of n elements:
   Two ranks send each other what is short and both add it: the same bytes on the wire, and half the latency.
 * the others receive straight into ``out``.
 
-What a rank sends to be added may lie in pieces (``ops.Pieces``): then what others are to have of it is written to room for messages, and
-its own chunk is read where it lies when it is added.
-
 What is received only to be added goes into room that is used again. It comes in pieces, each a message of its own, so that a piece is added
 while the next ones are on their way. Pieces are long: to add one from memory costs less than to start and to end a message, with what two
 threads on both sides have to do for it, and to wait for the interpreter.
@@ -50,10 +47,9 @@ from zfun.collectives._calls import (
 )
 from zfun.collectives._workspace import Workspace
 from zfun.ops._norm import exact_row
-from zfun.ops._pieces import Pieces
 from zfun.ops._sums import sum_and_square, sum_in_rank_order
 
-__all__ = ["Exchange", "Phase", "Started", "Transfer", "can_add_pieces", "num_transfers", "start_exchange"]
+__all__ = ["Exchange", "Phase", "Started", "Transfer", "num_transfers", "start_exchange"]
 
 # Of what is added: the message of a piece costs little beside it.
 _PIECE_BYTES = 1 << 23
@@ -125,17 +121,12 @@ def num_transfers(op: Op, numel: int, itemsize: int, size: int) -> int:
             return 1
 
 
-def can_add_pieces(op: Op, x: Pieces, size: int) -> bool:
-    """Whether an input that lies in pieces may go as it is; short ones may not, nor those that must be padded."""
-    return isinstance(op, ReduceScatter | AllReduce) and x.numel() % size == 0 and x.numel() * x.dtype.itemsize > _SHORT_BYTES
-
-
-def start_exchange(call: Call, x: Tensor | Pieces, out: Tensor, rank: int, size: int, exchange: Exchange, workspace: Workspace) -> Started:
+def start_exchange(call: Call, x: Tensor, out: Tensor, rank: int, size: int, exchange: Exchange, workspace: Workspace) -> Started:
     """Start a collective.
 
     Args:
         call: what is done. ``squared`` is called where this rank adds floating numbers for its own piece only.
-        x: 1-D input; pieces only where they can be added.
+        x: 1-D input.
         out: 1-D output of the right length.
         rank: this rank.
         size: the number of ranks.
@@ -147,8 +138,6 @@ def start_exchange(call: Call, x: Tensor | Pieces, out: Tensor, rank: int, size:
     """
     op = call.op
     here = _Here(rank, size, exchange, workspace, call.squared if out.is_floating_point() else None)
-    if isinstance(x, Pieces):
-        return _start_sum_of_pieces(here, op, x, out)
     others, nobody = here.to_others(x), list[Tensor | None]([None] * size)
     match op:
         case AllGather():
@@ -165,7 +154,7 @@ def start_exchange(call: Call, x: Tensor | Pieces, out: Tensor, rank: int, size:
             return Started(exchange(sends, recvs), (_Copy(x, out),) if rank == root else ())
         case Reduce(root) if rank == root:
             received = _rooms(here, x, out)
-            return Started(exchange(nobody, _tensors(received)), (functools.partial(_Sum(received, out), slice(None)),))
+            return Started(exchange(nobody, received), (functools.partial(_Sum(received, out), slice(None)),))
         case Reduce(root):
             out.zero_()
             return Started(exchange(_only(root, x, size), nobody))
@@ -175,19 +164,6 @@ def start_exchange(call: Call, x: Tensor | Pieces, out: Tensor, rank: int, size:
         case Permute(destinations):
             transfer = exchange(_only(destinations[rank], x, size), _only(op.sources[rank], out, size))
             return Started(transfer, (_Copy(x, out),) if destinations[rank] == rank else ())
-
-
-def _start_sum_of_pieces(here: _Here, op: Op, x: Pieces, out: Tensor) -> Started:
-    chunk = x.numel() // here.size
-    begin, end = here.rank * chunk, (here.rank + 1) * chunk
-    room = here.workspace.take(x.numel() - chunk, x.dtype)
-    x[:begin].write(room[:begin])
-    x[end:].write(room[begin:])
-    others = _chunks(room, here.size - 1)
-    chunks = [*others[: here.rank], x[begin:end], *others[here.rank :]]
-    if isinstance(op, ReduceScatter):
-        return Started(*_start_sum(here, chunks, out))
-    return _sum_and_gather(here, chunks, out)
 
 
 class _Here(NamedTuple):
@@ -216,7 +192,7 @@ def _start_all_reduce(here: _Here, x: Tensor, out: Tensor) -> Started:
     return started._replace(phases=[*started.phases, _Copy(total[:numel], out)])
 
 
-def _sum_and_gather(here: _Here, chunks: Sequence[Tensor | Pieces], out: Tensor) -> Started:
+def _sum_and_gather(here: _Here, chunks: Sequence[Tensor], out: Tensor) -> Started:
     slices = _chunks(out, here.size)
     own = slices[here.rank]
     transfer, sums = _start_sum(here, chunks, own)
@@ -237,23 +213,17 @@ def _is_added_twice(numel: int, itemsize: int, size: int) -> bool:
     return size == 2 and numel * itemsize <= _SHORT_BYTES
 
 
-def _start_sum(here: _Here, chunks: Sequence[Tensor | Pieces], out: Tensor) -> tuple[Transfer, list[Phase]]:
+def _start_sum(here: _Here, chunks: Sequence[Tensor], out: Tensor) -> tuple[Transfer, list[Phase]]:
     """Start to send each rank its chunk, and to receive and add what is this rank's."""
     received = _rooms(here, chunks[here.rank], out)
     spans = _spans(out.numel(), out.dtype.itemsize)
-    sends, recvs = _tensors(chunks), _tensors(received)
-    transfers = [here.exchange(_cut(sends, span), _cut(recvs, span)) for span in spans]
+    transfers = [here.exchange(_cut(chunks, span), _cut(received, span)) for span in spans]
     add = _Sum(received, out, here.squared)
     return transfers[0], [functools.partial(add, span, *transfers[n : n + 1]) for n, span in enumerate(spans, 1)]
 
 
-def _tensors(terms: Sequence[Tensor | Pieces]) -> list[Tensor | None]:
-    """What can be sent, or received into: what lies in pieces is this rank's own."""
-    return [None if isinstance(x, Pieces) else x for x in terms]
-
-
-def _cut(tensors: Sequence[Tensor | None], span: slice) -> list[Tensor | None]:
-    return [None if x is None else x[span] for x in tensors]
+def _cut(tensors: Sequence[Tensor], span: slice) -> list[Tensor]:
+    return [x[span] for x in tensors]
 
 
 class _Sum:
@@ -261,7 +231,7 @@ class _Sum:
 
     __slots__ = ("_out", "_squared", "_squares", "_terms")
 
-    def __init__(self, terms: list[Tensor | Pieces], out: Tensor, squared: Callable[[Tensor], None] | None = None) -> None:
+    def __init__(self, terms: list[Tensor], out: Tensor, squared: Callable[[Tensor], None] | None = None) -> None:
         self._terms = terms
         self._out = out
         self._squared = squared
@@ -307,9 +277,9 @@ def _chunks(x: Tensor, size: int) -> list[Tensor]:
     return list(x.view(size, x.numel() // size).unbind())
 
 
-def _rooms(here: _Here, own: Tensor | Pieces, out: Tensor) -> list[Tensor | Pieces]:
+def _rooms(here: _Here, own: Tensor, out: Tensor) -> list[Tensor]:
     """Make room for a term of every rank. The own term stands for itself, and the first of the others may come to where the sum goes."""
-    free: list[Tensor] = [] if isinstance(own, Tensor) and own.is_set_to(out) else [out]
+    free: list[Tensor] = [] if own.is_set_to(out) else [out]
     return [
         own if other == here.rank else free.pop() if free else here.workspace.take(own.numel(), own.dtype) for other in range(here.size)
     ]

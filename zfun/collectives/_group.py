@@ -10,10 +10,9 @@ from typing import Protocol, Self, runtime_checkable
 import torch
 from torch import Tensor
 
-from zfun.collectives._calls import AllGather, AllReduce, AllToAll, Call, Lane
+from zfun.collectives._calls import AllGather, AllToAll, Call, Lane
 from zfun.collectives._pending import Pending
 from zfun.errors import OptionError
-from zfun.ops import Pieces
 
 __all__ = ["Group", "Wrapper", "own_part"]
 
@@ -61,11 +60,6 @@ class Group(Protocol):
         """Whether a borrowed all-gather of ``x`` shows it where it lies, and so takes no memory, however long it is kept."""
         return False
 
-    @property
-    def adds_pieces(self) -> bool:
-        """Whether :meth:`start_sum` reads this rank's own term where it lies; if not, it is best written to a :meth:`buffer` at once."""
-        return False
-
     @abstractmethod
     def start(self, call: Call, x: Tensor, out: Tensor | None = None) -> Pending:
         """Start a collective.
@@ -86,21 +80,6 @@ class Group(Protocol):
             CollectiveMismatch: the ranks started different collectives (here or in ``wait``).
         """
         ...
-
-    def start_sum(self, call: Call, pieces: Pieces, out: Tensor | None = None) -> Pending:
-        """Start a reduce-scatter or an all-reduce of what has not been written yet: :meth:`start` of what ``pieces`` would write.
-
-        Args:
-            call: what is done.
-            pieces: the input. Its tensors must not be written before the result has been waited for.
-            out: as for :meth:`start`.
-
-        Returns:
-            The pending result.
-        """
-        whole = pieces.write(self.buffer(pieces.numel(), pieces.dtype))
-        # Nobody else has the input: what is as long takes its place.
-        return self.start(call, whole, whole if out is None and isinstance(call.op, AllReduce) and not call.borrow else out)
 
     def all_gather(self, x: Tensor, name: str) -> Tensor:
         """Gather a small tensor of any shape from every rank, at once.

@@ -26,7 +26,6 @@ from zfun.collectives._shared import Disagreement, SharedMemory, TransportError
 from zfun.collectives._single import single_group
 from zfun.collectives._turns import interrupting_nobody
 from zfun.errors import OptionError, PeerLost, checked_options
-from zfun.ops import Pieces
 
 __all__ = ["process_group"]
 
@@ -239,27 +238,8 @@ class _SharedGroup(ProcessGroup):
             raise OptionError(f"a gloo group moves CPU tensors only; {call.op.kind} got one on {x.device}; use nccl")
         self._check_open()
         # Where nothing requires a gradient no graph is made, and a context that says so takes longer than what is done in it.
-        x, borrowed = _detached(x), self._is_borrowed(call, x, out)
+        x, borrowed = _detached(x), call.borrow and out is None and self._memory.can_borrow(call.op, x)
         result = x.new_empty(call.op.output_numel(x.numel(), self.size)) if out is None and not borrowed else out
-        return self._start(call, x, result)
-
-    @property
-    def adds_pieces(self) -> bool:
-        return True
-
-    def start_sum(self, call: Call, pieces: Pieces, out: Tensor | None = None) -> Pending:
-        borrowed = self._is_borrowed(call, pieces, out)
-        if not self._memory.can_add(call.op, pieces, borrowed=borrowed):
-            return super().start_sum(call, pieces, out)
-        self._check_open()
-        # What is kept to the end of a step lies apart from activations, which would leave holes around it.
-        result = self.buffer(pieces.numel() // self.size, pieces.dtype) if out is None and not borrowed else out
-        return self._start(call, pieces, result)
-
-    def _is_borrowed(self, call: Call, x: Tensor | Pieces, out: Tensor | None) -> bool:
-        return call.borrow and out is None and self._memory.can_borrow(call.op, x)
-
-    def _start(self, call: Call, x: Tensor | Pieces, result: Tensor | None) -> Pending:
         text = describe(call, x.numel(), x.dtype)
         sent = self._memory.send(call, text, x, None if result is None else _detached(result))
         self._monitor.note_start(call.lane, text)

@@ -3,9 +3,8 @@
 [Note: sums that are owed]
 
 A sum whose result is borrowed has two phases ([Note: borrowed results]), and this is the first: each rank adds up its own slice over its
-own input. Where the own term lies in pieces, backward has just made it, and it is held until it is added. Such sums stand in a queue for
-each lane, and are taken as soon as the others have come to them: when the next one is started, or in any wait. So the terms are still in
-the caches, and nobody is waited for by a rank that could have gone on.
+own input. Such sums stand in a queue for each lane, and are taken as soon as the others have come to them: when the next one is started,
+or in any wait. So nobody is waited for by a rank that could have gone on.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from zfun.collectives._board import Board
 from zfun.collectives._calls import AllGather, AllReduce, AllToAll, Broadcast, Lane, Permute, Reduce, ReduceScatter
 from zfun.collectives._segment import Peer, Segment
 from zfun.collectives._sent import PACKED, Disagreement, Sent, chunks
-from zfun.ops import Pieces
 from zfun.ops._sums import sum_and_square, sum_in_rank_order
 
 __all__ = ["Reader"]
@@ -45,8 +43,7 @@ class Reader:
         self._board = board
         self._rank = rank
         self._size = len(peers) + 1
-        # With this rank's own terms, where they lie in pieces.
-        self._owed: list[collections.deque[tuple[Sent, Pieces | None]]] = [collections.deque() for _ in Lane]
+        self._owed: list[collections.deque[Sent]] = [collections.deque() for _ in Lane]
 
     def compute(self, sent: Sent, out: Tensor) -> None:
         """Wait for the others' calls and write the result."""
@@ -103,7 +100,7 @@ class Reader:
             return
         self._add_up(sent, self._own_term(sent), out)
 
-    def _add_up(self, sent: Sent, own: Tensor | Pieces, out: Tensor) -> None:
+    def _add_up(self, sent: Sent, own: Tensor, out: Tensor) -> None:
         inputs = {peer: self._input(sent, peer, out.numel()) for peer in sent.plan.partners}
         terms = {**inputs, self._rank: own}
         in_order, squared = [terms[rank] for rank in range(self._size)], sent.call.squared
@@ -125,9 +122,9 @@ class Reader:
 
     # Sums that are owed.
 
-    def owe(self, sent: Sent, term: Pieces | None) -> None:
+    def owe(self, sent: Sent) -> None:
         """Note that this rank has to take a sum, the first of which may be there already."""
-        self._owed[sent.call.lane].append((sent, term))
+        self._owed[sent.call.lane].append(sent)
         self.help()
 
     def help(self) -> None:
@@ -135,7 +132,7 @@ class Reader:
         # If others have started something else, the wait for that call says so.
         with contextlib.suppress(Disagreement):
             for lane, queue in zip(Lane, self._owed, strict=True):
-                while queue and self._board.is_published(lane, queue[0][0].index):
+                while queue and self._board.is_published(lane, queue[0].index):
                     self._take_next(queue)
 
     def sum_up_to(self, sent: Sent) -> None:
@@ -144,7 +141,7 @@ class Reader:
             # Meanwhile some of them are taken.
             self._board.record(sent, peer)
         queue = self._owed[sent.call.lane]
-        while queue and queue[0][0].index <= sent.index:
+        while queue and queue[0].index <= sent.index:
             self._take_next(queue)
 
     def await_slices(self, sent: Sent) -> None:
@@ -152,19 +149,16 @@ class Reader:
         for peer in sent.plan.partners:
             self._board.await_summed(sent, peer)
 
-    def _take_next(self, queue: collections.deque[tuple[Sent, Pieces | None]]) -> None:
+    def _take_next(self, queue: collections.deque[Sent]) -> None:
         """Take the first sum of a queue. All its terms are there, so that nothing waits, or helps, before it is done."""
-        sent, term = queue.popleft()
-        out = sent.out
-        if out is None:
-            out = chunks(self._segment.view(sent.offset, sent.x.numel(), sent.x.dtype), self._size)[self._rank]
+        sent = queue.popleft()
+        own = chunks(self._segment.view(sent.offset, sent.x.numel(), sent.x.dtype), self._size)[self._rank]
         try:
-            self._add_up(sent, out if term is None else term, out)
+            self._add_up(sent, own, own)
         except Disagreement:
-            queue.appendleft((sent, term))
+            queue.appendleft(sent)
             raise
-        if sent.out is None:
-            self._board.note_summed(sent)
+        self._board.note_summed(sent)
 
     # Where it lies.
 

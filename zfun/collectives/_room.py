@@ -18,8 +18,7 @@ from zfun.collectives._board import DATA_AT, INLINE_BYTES, Board
 from zfun.collectives._calls import AllGather, Lane, Op
 from zfun.collectives._mapping import PAGE
 from zfun.collectives._segment import Segment
-from zfun.collectives._sent import NOTHING, PACKED, WHOLE, Area, Plan, Use, Watch, watched
-from zfun.ops import Pieces
+from zfun.collectives._sent import NOTHING, WHOLE, Area, Plan, Use, Watch, watched
 
 __all__ = ["Room"]
 
@@ -79,9 +78,9 @@ class Room:
         return area, offset
 
     def lay_out(
-        self, op: Op, plan: Plan, x: Tensor | Pieces, out: Tensor | None, slot: int, use: Use, place: tuple[Area | None, int]
+        self, op: Op, plan: Plan, x: Tensor, out: Tensor | None, slot: int, use: Use, place: tuple[Area | None, int]
     ) -> tuple[int, int, Area | None]:
-        """Put an input where the others can read it; of one that lies in pieces, what they read of it.
+        """Put an input where the others can read it.
 
         Args:
             op: what is done.
@@ -102,7 +101,7 @@ class Room:
         if form == NOTHING:
             return form, 0, None
         area, offset = place
-        if area is not None and isinstance(x, Tensor) and self._may_lend(op, x, out) and (not use.borrowed or self.can_show(offset)):
+        if area is not None and self._may_lend(op, x, out) and (not use.borrowed or self.can_show(offset)):
             if len(area.uses) > 4:
                 self.forget_uses(area)
             area.uses.append(use)
@@ -122,16 +121,16 @@ class Room:
             else:
                 self._staged[use.lane].append(area)
         room = self._segment.view(offset, numel, x.dtype)
-        if form == WHOLE and isinstance(x, Tensor):
+        if form == WHOLE:
             room.copy_(x)
         else:
-            # All but this rank's own part, for which there is a gap where it is not packed.
+            # All but this rank's own part.
             chunk = x.numel() // self._size
             begin, end = self._rank * chunk, (self._rank + 1) * chunk
             if begin:
-                _write(x[:begin], room[:begin])
+                room[:begin].copy_(x[:begin])
             if end < x.numel():
-                _write(x[end:], room[begin if form == PACKED else end :])
+                room[begin:].copy_(x[end:])
         return form, offset, area
 
     def _may_lend(self, op: Op, x: Tensor, out: Tensor | None) -> bool:
@@ -193,10 +192,3 @@ class Room:
         if area.is_parked and not area.num_leases:
             area.is_parked = False
             self._dropping.append(area)
-
-
-def _write(x: Tensor | Pieces, room: Tensor) -> None:
-    if isinstance(x, Tensor):
-        room.copy_(x)
-    else:
-        x.write(room)

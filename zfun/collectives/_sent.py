@@ -138,7 +138,7 @@ class Sent(NamedTuple):
     """A call that this rank has published: what is needed to finish it.
 
     Attributes:
-        x: the input; of a sum of what lies in pieces, what of it has been written to the segment.
+        x: the input.
         out: where the result goes; ``None`` to borrow it.
         is_owed: whether it is a sum in the queue of [Note: sums that are owed].
     """

@@ -17,12 +17,10 @@ see to it before they return.
 * There is no thread. ``start`` copies the input into the segment (unless it lies there already, see ``buffer``), ``wait`` reads. Neither
   waits for another rank to *finish* anything: not for its readers, and not for room, since the segment grows instead. So ranks may wait in
   any order, and lanes do not know of each other. A rank waits for those that it sends to as well, but only until they have started the
-  call: that bounds how far it runs ahead of them, and it is how both sides notice that they started different things. Some sums are taken
-  before they are waited for ([Note: sums that are owed]), but never before all of their terms are there.
+  call: that bounds how far it runs ahead of them, and it is how both sides notice that they started different things. Borrowed sums are
+  taken before they are waited for ([Note: sums that are owed]), but never before all of their terms are there.
 * Records stand in a ring of slots per lane. If the next slot is still in use, the lane goes on in a ring of twice the size. What is small
   lies in the slot itself.
-* A sum may be given what lies in pieces (``ops.Pieces``): then only what the others read of it is written, and the own term is read where
-  it lies.
 * An all-reduce reads everything from everybody, in one phase: two phases would need a thread, or depend on the order of waits.
 
 [Note: borrowed results]
@@ -54,20 +52,16 @@ import torch
 from torch import Tensor
 
 from zfun.collectives._board import Board
-from zfun.collectives._calls import AllGather, AllReduce, Call, Lane, Op, ReduceScatter
+from zfun.collectives._calls import AllGather, AllReduce, Call, Lane, Op
 from zfun.collectives._leases import Leases
 from zfun.collectives._mapping import PAGE
 from zfun.collectives._reading import Reader
 from zfun.collectives._room import Room
 from zfun.collectives._segment import Peer, Segment
-from zfun.collectives._sent import WHOLE, Area, Disagreement, Sent, TransportError, Use, plan_of
+from zfun.collectives._sent import Area, Disagreement, Sent, TransportError, Use, plan_of
 from zfun.errors import OptionError
-from zfun.ops import Pieces
 
 __all__ = ["Disagreement", "Sent", "SharedMemory", "TransportError", "Use"]
-
-# Of what is shorter, less time goes into the copy than into finding out where its pieces lie.
-_SHORT_BYTES = 1 << 16
 
 
 class SharedMemory:
@@ -99,13 +93,13 @@ class SharedMemory:
         """Let all waits end, now and from now on."""
         self._board.interrupted = True
 
-    def send(self, call: Call, text: str, x: Tensor | Pieces, out: Tensor | None) -> Sent:
+    def send(self, call: Call, text: str, x: Tensor, out: Tensor | None) -> Sent:
         """Publish this rank's next call of a lane.
 
         Args:
             call: what is done.
             text: what the ranks compare.
-            x: the input; in pieces only if :meth:`can_add`.
+            x: the input.
             out: where the result goes; None to borrow it.
 
         Raises:
@@ -117,22 +111,16 @@ class SharedMemory:
         try:
             index, slot = self._board.next_call(call.lane)
             use = Use(call.lane, index, plan.readers, text, borrowed)
-            form, offset, area = self._room.lay_out(call.op, plan, x, out, slot, use, self._find(x) if isinstance(x, Tensor) else (None, 0))
+            form, offset, area = self._room.lay_out(call.op, plan, x, out, slot, use, self._find(x))
         except OSError as error:
             nbytes = x.numel() * x.dtype.itemsize
             raise OptionError(f"the system has no shared memory for {nbytes} bytes ({error}); pass shared_memory=False") from error
         # All partners compare the record, whether or not they need what it points to.
         identity = self._board.publish(Use(call.lane, index, plan.partners, text, borrowed), slot, form, offset)
-        if isinstance(x, Tensor):
-            written, term = x, None
-        else:
-            chunk = x.numel() // self.size
-            written = self._segment.view(offset, x.numel() if form == WHOLE else x.numel() - chunk, x.dtype)
-            term = x[self.rank * chunk : (self.rank + 1) * chunk]
-        is_owed = term is not None or (borrowed and isinstance(call.op, AllReduce))
-        sent = Sent(call, index, identity, plan, slot, offset, area, written, out, is_owed)
+        is_owed = borrowed and isinstance(call.op, AllReduce)
+        sent = Sent(call, index, identity, plan, slot, offset, area, x, out, is_owed)
         if is_owed:
-            self._reader.owe(sent, term)
+            self._reader.owe(sent)
         return sent
 
     def finish(self, sent: Sent) -> Tensor:
@@ -158,12 +146,7 @@ class SharedMemory:
         self._board.note_finished(sent.call.lane, sent.index)
         return result
 
-    def can_add(self, op: Op, x: Pieces, *, borrowed: bool) -> bool:
-        """Whether a sum may read this rank's term where it lies: not if others read it too, nor if it is short."""
-        is_own = isinstance(op, ReduceScatter) or (isinstance(op, AllReduce) and borrowed)
-        return is_own and x.numel() % self.size == 0 and x.numel() * x.dtype.itemsize > _SHORT_BYTES
-
-    def can_borrow(self, op: Op, x: Tensor | Pieces) -> bool:
+    def can_borrow(self, op: Op, x: Tensor) -> bool:
         """Whether a result can be borrowed: the same on all ranks."""
         nbytes = x.numel() * x.dtype.itemsize
         if isinstance(op, AllGather):

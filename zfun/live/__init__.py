@@ -6,9 +6,7 @@ user's loss makes (activations, gradients of single leaves, casts of single leav
 ranks tell each other, and the room of fixed size that a kernel may work in. A collective holds what it reads and what it writes from its
 start until it is waited for; in a wire format these are its messages, and nobody holds what they were written of. With ``donate``, the sum
 of whole gradients takes the place of this rank's term, and new whole parameters that of the old. Where a group lends its ranks each
-other's memory (those of one host over shared memory), less is held than is counted; and where it adds gradients as they lie (of
-buckets of more than 1 MiB over gloo, of 64 KiB through shared memory), of a bucket on its way only what others are to have: this rank's
-part is leaves that backward made.
+other's memory (those of one host over shared memory), less is held than is counted.
 
 The step is played from data: the layout says how long buffers are, the schedule when gathers and gradients come, and the optimizer, run on
 tensors without numbers, what its state is and what its step makes. Nothing is computed, and nothing here has seen a measurement.

@@ -6,7 +6,7 @@ devices (``_triton``), which computes the same bits. See [Note: twins].
 =========================  ===============================  =================  ============
 what                       in plain torch                   for CPUs           in _triton
 =========================  ===============================  =================  ============
-leaves, and one buffer     ``_ravel``, ``_pieces``          ``_ravel_cpu``     ``_ravel``
+leaves, and one buffer     ``_ravel``                       ``_ravel_cpu``     ``_ravel``
 the norm of a buffer       ``_norm``                        ``_squares_cpu``   ``_squares``
 sums over ranks            ``_sums``                        ``_sums_cpu``
 steps of optimizers        ``_optimizers`` (``_rounding``)  ``_steps_cpu``     ``_steps``
@@ -27,7 +27,6 @@ from zfun.ops._fingerprint import fingerprint
 from zfun.ops._jit import is_abstract, use, wide
 from zfun.ops._norm import squares_in_bins, total_of_bins
 from zfun.ops._optimizers import adagrad_step, adam_step, lamb_step, lion_step, scale_into, sgd_step
-from zfun.ops._pieces import Pieces, pieces_of
 from zfun.ops._ravel import Measures, ravel, ravel_into, unravel, unravel_from
 from zfun.ops._signs import pack_signs, unpack_signs
 from zfun.ops._sums import sum_and_square, sum_in_rank_order
@@ -36,7 +35,6 @@ from zfun.ops._table import AddressTable
 __all__ = [
     "AddressTable",
     "Measures",
-    "Pieces",
     "adagrad_step",
     "adam_step",
     "dequantise",
@@ -47,7 +45,6 @@ __all__ = [
     "lion_step",
     "message_bytes",
     "pack_signs",
-    "pieces_of",
     "quantise",
     "ravel",
     "ravel_into",

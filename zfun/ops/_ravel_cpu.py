@@ -20,7 +20,7 @@ from zfun.ops._lanes import can_stream, copy, count, hand_over, put, rounded, st
 from zfun.ops._numbers import narrow, pointer, widen
 from zfun.ops._squares_cpu import BLOCK, add_block, add_unit, digits, no_sums, settle
 
-__all__ = ["convert", "first_piece", "ravel", "unravel", "write"]
+__all__ = ["convert", "ravel", "unravel"]
 
 # Fewer elements are not worth asking for their memory.
 _SHORT = 1 << 9
@@ -69,7 +69,7 @@ def _zero(target: Any) -> None:
 
 
 @jit
-def first_piece(pieces: Any, place: Any) -> Any:
+def _first_piece(pieces: Any, place: Any) -> Any:
     """Find the first piece that ends behind a place."""
     low, high = 0, pieces.shape[1]
     while low < high:
@@ -97,7 +97,7 @@ def ravel(pieces: Any, like: Any, out: Any, begin: Any, end: Any, scale: Any, ex
         row: to which the squares are added as by :func:`add_squares`; of length 0 if nobody asks.
     """
     spare, guess = np.empty(BLOCK // 4, np.float64), 0
-    piece = first_piece(pieces, begin)
+    piece = _first_piece(pieces, begin)
     for block in range(begin, end, BLOCK):
         limit = min(block + BLOCK, end)
         fills = piece < pieces.shape[1] and pieces[0, piece] <= block and pieces[1, piece] >= limit
@@ -109,7 +109,7 @@ def ravel(pieces: Any, like: Any, out: Any, begin: Any, end: Any, scale: Any, ex
                 piece += 1
         else:
             added = False
-            piece = write(pieces, piece, like, out[block:limit], block, scale, exact, past and not row.size)
+            piece = _write(pieces, piece, like, out[block:limit], block, scale, exact, past and not row.size)
         if row.size and not added:
             guess = add_block(out[block:limit], guess, spare, row)
     if past:
@@ -122,7 +122,7 @@ def _source(pieces: Any, piece: Any, like: Any) -> Any:
 
 
 @jit
-def write(pieces: Any, piece: Any, like: Any, target: Any, begin: Any, scale: Any, exact: Any, past: Any) -> Any:
+def _write(pieces: Any, piece: Any, like: Any, target: Any, begin: Any, scale: Any, exact: Any, past: Any) -> Any:
     """Write the elements of a buffer from ``begin`` on to an array of some of them, and return the piece that comes next.
 
     Args:
@@ -160,7 +160,7 @@ def write(pieces: Any, piece: Any, like: Any, target: Any, begin: Any, scale: An
 @jit
 def unravel(pieces: Any, like: Any, source: Any, begin: Any, end: Any, exact: Any, one: Any) -> None:
     """Copy the elements from ``begin`` to ``end`` of a buffer to the tensors; the arguments are those of :func:`ravel`."""
-    for piece in range(first_piece(pieces, begin), pieces.shape[1]):
+    for piece in range(_first_piece(pieces, begin), pieces.shape[1]):
         start = pieces[0, piece]
         if start >= end:
             break

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch import Tensor
 from zfun.ops import _jit
 from zfun.ops._jit import wide
 from zfun.ops._norm import exact_row, new_row, squares_in_bins
-from zfun.ops._pieces import Pieces
 
 __all__ = ["sum_and_square", "sum_in_rank_order"]
 
@@ -26,14 +24,13 @@ _CHUNK = 1 << 16
 _NOTHING = np.zeros(0, np.int64)
 
 
-def sum_in_rank_order(terms: Sequence[Tensor | Pieces], out: Tensor | None = None) -> Tensor:
+def sum_in_rank_order(terms: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
     """Add tensors as ``((x0 + x1) + x2) + ...``, so that a sum over ranks has the same bits wherever it is taken.
 
     Floating types of fewer than 32 bits are added in float32 and rounded once, at the end.
 
     Args:
-        terms: one tensor of the same shape and dtype per rank, in rank order; at least one. If there are several and they are long and 1-D,
-            one of them may be :class:`Pieces`.
+        terms: one tensor of the same shape and dtype per rank, in rank order; at least one.
         out: where the sum goes. It may be one of the terms.
 
     Returns:
@@ -43,20 +40,19 @@ def sum_in_rank_order(terms: Sequence[Tensor | Pieces], out: Tensor | None = Non
         >>> sum_in_rank_order([torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0])])
         tensor([11., 22.])
     """
-    out = next(torch.empty_like(term) for term in terms if isinstance(term, Tensor)) if out is None else out
+    out = torch.empty_like(terms[0]) if out is None else out
     if _is_compiled(terms, out):
         _add_compiled(terms, out, measure=False)
     else:
-        _add_plain(_written(terms), out)
+        _add_plain(terms, out)
     return out
 
 
-def sum_and_square(terms: Sequence[Tensor | Pieces], out: Tensor) -> Tensor:
+def sum_and_square(terms: Sequence[Tensor], out: Tensor) -> Tensor:
     """Add tensors as :func:`sum_in_rank_order` does, and sum the squares of what was written while it is at hand.
 
     Args:
-        terms: one 1-D tensor of the same length and floating dtype per rank, in rank order; at least one. One may be
-            :class:`Pieces`, as in :func:`sum_in_rank_order`.
+        terms: one 1-D tensor of the same length and floating dtype per rank, in rank order; at least one.
         out: where the sum goes. It may be one of the terms.
 
     Returns:
@@ -70,33 +66,25 @@ def sum_and_square(terms: Sequence[Tensor | Pieces], out: Tensor) -> Tensor:
     """
     if _is_compiled(terms, out):
         return exact_row(_add_compiled(terms, out, measure=True))
-    _add_plain(_written(terms), out)
+    _add_plain(terms, out)
     return squares_in_bins(out)
 
 
-def _written(terms: Sequence[Tensor | Pieces]) -> list[Tensor]:
-    return [term.write(torch.empty(term.numel(), dtype=term.dtype)) if isinstance(term, Pieces) else term for term in terms]
-
-
-def _is_compiled(terms: Sequence[Tensor | Pieces], out: Tensor) -> bool:
-    tensors = [term for term in terms if isinstance(term, Tensor)]
-    if out.numel() < _FEW or not _jit.compiled() or not _jit.is_plain(out, *tensors):
+def _is_compiled(terms: Sequence[Tensor], out: Tensor) -> bool:
+    if out.numel() < _FEW or not _jit.compiled() or not _jit.is_plain(out, *terms):
         return False
     # One term is copied: to go past the caches is all that is gained, and what is rounded may lose the bits of a NaN.
     if len(terms) < 2 and not (_jit.is_large(out) and wide(out.dtype) is out.dtype):
         return False
     # Of what autograd records, torch itself makes the sum.
-    return not (torch.is_grad_enabled() and any(x.requires_grad for x in (out, *tensors))) and {x.dtype for x in terms} == {out.dtype}
+    return not (torch.is_grad_enabled() and any(x.requires_grad for x in (out, *terms))) and {x.dtype for x in terms} == {out.dtype}
 
 
-def _add_compiled(terms: Sequence[Tensor | Pieces], out: Tensor, *, measure: bool) -> list[Any]:
+def _add_compiled(terms: Sequence[Tensor], out: Tensor, *, measure: bool) -> list[Any]:
     from zfun.ops import _sums_cpu
 
     array, add_up = _jit.as_array(out).reshape(-1), _jit.telling(_sums_cpu.add_up)
-    addresses = np.fromiter((0 if isinstance(term, Pieces) else term.data_ptr() for term in terms), np.int64, len(terms))
-    for place, term in enumerate(terms):
-        if isinstance(term, Pieces):
-            add_up = functools.partial(_add_pieces, place, (*term.arguments(), term.is_alike))
+    addresses = np.fromiter((term.data_ptr() for term in terms), np.int64, len(terms))
     one = _jit.number(wide(out.dtype))(1.0)
     past = _jit.is_large(out) and out.data_ptr() not in addresses
     rows: list[Any] = []
@@ -109,12 +97,6 @@ def _add_compiled(terms: Sequence[Tensor | Pieces], out: Tensor, *, measure: boo
     _jit.in_parts(array.size, work)
     torch.autograd.graph.increment_version(out)
     return rows
-
-
-def _add_pieces(place: int, pieces: tuple[Any, ...], addresses: Any, *rest: Any) -> None:
-    from zfun.ops import _sums_cpu
-
-    _jit.telling(_sums_cpu.add_pieces)(addresses, place, *pieces, *rest)
 
 
 def _add_plain(terms: Sequence[Tensor], out: Tensor) -> None:

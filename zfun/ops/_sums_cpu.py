@@ -9,64 +9,55 @@ import numpy as np
 from zfun.ops._jit import jit
 from zfun.ops._lanes import can_stream, count, hand_over, inlined, put, rounded, start, stream, take, unit_of, will_read, will_write
 from zfun.ops._numbers import pointer
-from zfun.ops._ravel_cpu import first_piece, write
 from zfun.ops._squares_cpu import BLOCK, add_block, add_unit, digits, no_sums, settle
 
-__all__ = ["add_pieces", "add_up"]
+__all__ = ["add_up"]
 
 
 @jit
-def _total(addresses: Any, place: Any, scale: Any, out: Any, at: Any, like: Any) -> Any:
-    """Add the terms of a place in their order. All are read before the sum is written, so that it may take the place of any.
-
-    The term of ``place``, if there is one, is multiplied before.
-    """
+def _total(addresses: Any, out: Any, at: Any, like: Any) -> Any:
+    """Add the terms of a place in their order. All are read before the sum is written, so that it may take the place of any."""
     inlined()
     first = pointer(addresses[0], out)
     will_read(first, at, like)
     total = take(first, at, like)
-    if place == 0:
-        total = rounded(total * scale, out)
     for k in range(1, addresses.size):
         term = pointer(addresses[k], out)
         will_read(term, at, like)
-        value = take(term, at, like)
-        if place == k:
-            value = rounded(value * scale, out)
-        total = total + value
+        total = total + take(term, at, like)
     return total
 
 
 @jit
-def _add(addresses: Any, place: Any, scale: Any, out: Any, begin: Any, end: Any, one: Any, past: Any) -> None:
+def _add(addresses: Any, out: Any, begin: Any, end: Any, one: Any, past: Any) -> None:
     target, unit = start(out), unit_of(one)
     whole = end - (end - begin) % count(unit)
     if past and can_stream(target, begin):
         for i in range(begin, whole, count(unit)):
-            stream(target, i, _total(addresses, place, scale, out, i, unit))
+            stream(target, i, _total(addresses, out, i, unit))
     else:
         for i in range(begin, whole, count(unit)):
             will_write(target, i, unit)
-            put(target, i, _total(addresses, place, scale, out, i, unit))
+            put(target, i, _total(addresses, out, i, unit))
     for i in range(whole, end):
-        put(target, i, _total(addresses, place, scale, out, i, one))
+        put(target, i, _total(addresses, out, i, one))
 
 
 @jit
-def _add_and_square(addresses: Any, place: Any, scale: Any, out: Any, begin: Any, one: Any, past: Any, guess: Any, row: Any) -> Any:
+def _add_and_square(addresses: Any, out: Any, begin: Any, one: Any, past: Any, guess: Any, row: Any) -> Any:
     """Add up a whole block, and the squares of what is written on the way; whether the guess was good for that."""
     target, unit = start(out), unit_of(one)
     upper, lower = digits(guess)
     sums = no_sums(unit)
     if past and can_stream(target, begin):
         for i in range(begin, begin + BLOCK, count(unit)):
-            value = rounded(_total(addresses, place, scale, out, i, unit), out)
+            value = rounded(_total(addresses, out, i, unit), out)
             stream(target, i, value)
             sums = add_unit(value, upper, lower, sums)
     else:
         for i in range(begin, begin + BLOCK, count(unit)):
             will_write(target, i, unit)
-            value = rounded(_total(addresses, place, scale, out, i, unit), out)
+            value = rounded(_total(addresses, out, i, unit), out)
             put(target, i, value)
             sums = add_unit(value, upper, lower, sums)
     return settle(guess, sums, row)
@@ -86,7 +77,7 @@ def add_up(addresses: Any, out: Any, begin: Any, end: Any, one: Any, past: Any, 
         row: to which the squares are added as by ``add_squares``; of length 0 if nobody asks.
     """
     if not row.size:
-        _add(addresses, -1, one, out, begin, end, one, past)
+        _add(addresses, out, begin, end, one, past)
         if past:
             hand_over()
         return
@@ -94,70 +85,10 @@ def add_up(addresses: Any, out: Any, begin: Any, end: Any, one: Any, past: Any, 
     for block in range(begin, end, BLOCK):
         limit = min(block + BLOCK, end)
         if guess and limit - block == BLOCK:
-            if _add_and_square(addresses, -1, one, out, block, one, past, guess, row):
+            if _add_and_square(addresses, out, block, one, past, guess, row):
                 continue
         else:
-            _add(addresses, -1, one, out, block, limit, one, False)
-        guess = add_block(out[block:limit], guess, spare, row)
-    if past:
-        hand_over()
-
-
-@jit
-def add_pieces(
-    addresses: Any,
-    place: Any,
-    pieces: Any,
-    like: Any,
-    scale: Any,
-    alike: Any,
-    out: Any,
-    begin: Any,
-    end: Any,
-    one: Any,
-    past: Any,
-    row: Any,
-) -> None:
-    """Add as :func:`add_up` does, where one of the buffers has not been written.
-
-    Args:
-        addresses: as for :func:`add_up`.
-        place: which of the buffers that is; its address is not read.
-        pieces: what lies in it, as for ``ravel``; so are the next two.
-        like: an array of the dtype of the tensors.
-        scale: factor.
-        alike: whether the tensors are of the dtype of the buffers.
-        out: as for :func:`add_up`; so are the rest.
-        begin: the first element.
-        end: the element behind the last.
-        one: 1.
-        past: write past the caches.
-        row: to which the squares are added.
-    """
-    terms, spare_term = addresses.copy(), np.empty(BLOCK, out.dtype)
-    spare, guess = np.empty(BLOCK // 4, np.float64), 0
-    piece, exact = first_piece(pieces, begin), alike and scale == one
-    for block in range(begin, end, BLOCK):
-        limit = min(block + BLOCK, end)
-        if alike and piece < pieces.shape[1] and pieces[0, piece] <= block and pieces[1, piece] >= limit:
-            # Read where it lies.
-            terms[place] = pieces[2, piece] - pieces[0, piece] * out.itemsize
-            factor = scale
-            if pieces[1, piece] == limit:
-                piece += 1
-        else:
-            piece = write(pieces, piece, like, spare_term[: limit - block], block, scale, exact, False)
-            # From where the element at ``block`` is the first of the term.
-            terms[place] = spare_term.ctypes.data - block * out.itemsize
-            factor = one
-        if not row.size:
-            _add(terms, place, factor, out, block, limit, one, past)
-            continue
-        if guess and limit - block == BLOCK:
-            if _add_and_square(terms, place, factor, out, block, one, past, guess, row):
-                continue
-        else:
-            _add(terms, place, factor, out, block, limit, one, False)
+            _add(addresses, out, block, limit, one, False)
         guess = add_block(out[block:limit], guess, spare, row)
     if past:
         hand_over()

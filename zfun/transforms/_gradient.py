@@ -82,8 +82,7 @@ class GradientFunction:
                 group.settle(layout)
         squares: dict[int, Tensor] = {}
         sinks = watched(self._measured(self._native_sinks(params), squares), layout)
-        in_pieces = bool(sinks) and isinstance(sinks[0], SumSink) and sinks[0].takes_pieces
-        tape = Tape(layout, sinks, _grad_dtypes(layout, group, self.reduce_dtype), group, tables, in_pieces=in_pieces)
+        tape = Tape(layout, sinks, _grad_dtypes(layout, group, self.reduce_dtype), group, tables)
         if len(sinks) == 1 and isinstance(sinks[0], SumSink) and sinks[0].borrows:
             tape.max_in_flight = None
         tape.whole_loss = self.loss.loss if isinstance(self.loss, CastLoss) else self.loss

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from zfun.collectives import AllReduce, Call, Group, Lane, Pending, ReduceScatter, start_reduce_scatter_over
 from zfun.layout import Layout
-from zfun.ops import Pieces
 from zfun.placement import Placement, S
 from zfun.wire import Wire, start, start_over
 
@@ -28,24 +27,16 @@ class SumSink:
     squares: dict[int, Tensor] | None = None
 
     @property
-    def takes_pieces(self) -> bool:
-        """Whether a bucket may come while its gradients lie where backward made them."""
-        group = self.group
-        return self.wire is None and group.size > 1 and group.mesh is group and group.adds_pieces
-
-    @property
     def borrows(self) -> bool:
         """Whether the sums are borrowed. Then they lie where the terms did, so that who waits for one early has no more room."""
         return self.borrow and self.group.lends and self.placement is not S and self.wire is None
 
-    def start(self, buffer: Tensor | Pieces, layout: Layout, bucket: int) -> Pending:
+    def start(self, buffer: Tensor, layout: Layout, bucket: int) -> Pending:
         """Start to sum a bucket, which is given up."""
         group = self.group
         op = ReduceScatter() if self.placement is S else AllReduce()
         squared = None if self.squares is None else functools.partial(self.squares.__setitem__, bucket)
         call = Call(op, "grads", layout.label(bucket), Lane.GRADS, squared=squared, borrow=self.borrows)
-        if isinstance(buffer, Pieces):
-            return group.start_sum(call, buffer)
         if group.mesh.size == 1:
             return Pending.done(buffer)
         if self.wire is not None:

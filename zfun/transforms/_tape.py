@@ -2,8 +2,8 @@
 
 [Note: the bucket node]
 Between the flat buffers and the user's loss stands one autograd node for each bucket. Forward, it gives views of the (gathered) buffer.
-Backward, autograd runs it when the gradients of all its views are complete; it copies them into one communication buffer, unless the group
-adds them where they lie (``ops.Pieces``), and hands that to the tape. So reduction starts inside backward, bucket by bucket, and the same
+Backward, autograd runs it when the gradients of all its views are complete; it copies them into one communication buffer and hands
+that to the tape. So reduction starts inside backward, bucket by bucket, and the same
 node serves every stage: what becomes of the buffer is up to the sinks that ``data_parallel``, ``shard_grads`` and ``offload`` put on the
 tape.
 
@@ -66,7 +66,6 @@ class Tape:
         dtypes: of the gradient buffers, one for each bucket.
         group: the ranks that they are going to be summed over, if any: it says where buffers are best made.
         tables: one for each bucket, for the addresses of gradients; from call to call the same, if they are to be of use.
-        in_pieces: whether the first sink takes gradients that lie where they were made.
     """
 
     def __init__(
@@ -76,12 +75,9 @@ class Tape:
         dtypes: Sequence[torch.dtype],
         group: Group | None = None,
         tables: Sequence[ops.AddressTable] | None = None,
-        *,
-        in_pieces: bool = False,
     ) -> None:
         self.group = group
         self._tables = tables
-        self._in_pieces = in_pieces
         self.layout = layout
         self.sinks = tuple(sinks)
         self.dtypes = tuple(dtypes)
@@ -111,7 +107,7 @@ class Tape:
         # Buckets that the loss has used on this rank, and whose nodes will not run all the same.
         self._silent: frozenset[int] = frozenset()
         self._sums: list[list[Tensor | None] | None] = [None] * count
-        self._ready: list[Tensor | ops.Pieces | None] = [None] * count
+        self._ready: list[Tensor | None] = [None] * count
         self._next = count - 1
         self._in_flight: list[tuple[int, Handle]] = []
         self._results: list[Any] = [None] * count
@@ -204,12 +200,6 @@ class Tape:
         dtype, device = self.dtypes[bucket], self.layout.device
         table = None if sums is None or self._tables is None else self._tables[bucket]
         scale = 1.0 if sums is None else self.scale
-        if self._in_pieces and table is not None:
-            pieces = ops.pieces_of(grads, offsets, slot.padded_numel, dtype=dtype, scale=scale, table=table)
-            if pieces is not None:
-                grads.clear()
-                self._ready[bucket] = pieces
-                return
         # What is going to be sent is written where the others read it.
         group = self.group
         out = (
