@@ -13,7 +13,7 @@ views of them have the buffers'.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -97,7 +97,7 @@ class Flat:
         Flat(S, rank 1 of 2: 1 leaf, 4 elements in 1 bucket; here 32 of 64 padded elements)
     """
 
-    __slots__ = ("_buffers", "_squares", "compute_dtype", "gathered", "group", "layout", "life", "placement", "tape", "wire")
+    __slots__ = ("_buffers", "compute_dtype", "gathered", "group", "layout", "life", "placement", "tape", "wire")
 
     def __init__(self, buffers: Iterable[Any], placement: Placement, layout: Layout, group: Group) -> None:
         self._buffers = tuple(buffers)
@@ -110,7 +110,6 @@ class Flat:
         self.compute_dtype: torch.dtype | None = None
         # How what is sent of it is written: a wire format, or exactly.
         self.wire: Any = None
-        self._squares: dict[int, tuple[Tensor, int]] = {}
         # Whole buckets that shard_params() keeps for as long as the parameters are what they are.
         self.gathered: dict[Any, Any] = {}
 
@@ -128,21 +127,6 @@ class Flat:
         if buffers is self._buffers:
             new.gathered = self.gathered
         return new
-
-    def keep_squares(self, squares: Mapping[int, Tensor]) -> None:
-        """Remember the squares of this rank's pieces of some buckets, which were summed when these were made, for the norm.
-
-        Args:
-            squares: what :func:`zfun.ops.squares_in_bins` returned, by bucket.
-        """
-        # Whoever writes to a buffer later on counts its version up.
-        tensors = {bucket: self._buffers[bucket] for bucket in squares}
-        self._squares = {bucket: (squares[bucket], x._version) for bucket, x in tensors.items() if isinstance(x, Tensor)}
-
-    def squares(self, bucket: int) -> Tensor | None:
-        """Return what :meth:`keep_squares` was given of a bucket, as long as nobody has written to it."""
-        row, version = self._squares.get(bucket, (None, 0))
-        return row if row is not None and self._buffers[bucket]._version == version else None
 
     def shard_numel(self, bucket: int) -> int:
         """Return how many elements of a bucket a rank of the group holds when it is sharded."""
@@ -488,8 +472,7 @@ def global_norm(value: tree.Tree) -> Tensor:
 def _squares(flat: Flat) -> Tensor:
     if flat.placement is P:
         raise PlacementError("a norm needs the sum over the ranks; got a Flat with placement P; redistribute() it to R or S first")
-    known = [flat.squares(bucket) for bucket in range(len(flat.buffers))]
-    pieces = [ops.squares_in_bins(piece) if row is None else row for row, piece in zip(known, local_shards(flat), strict=True)]
+    pieces = [ops.squares_in_bins(piece) for piece in local_shards(flat)]
     pieces = pieces or [ops.squares_in_bins(torch.zeros(0, device=flat.layout.device))]
     mine = torch.stack(pieces)
     # One row for each rank: bins are added, infinities and NaNs too, in a column of their own.

@@ -384,11 +384,11 @@ def _unrounded(flat: Flat, exact: tree.Tree, dtype: torch.dtype | None) -> Flat:
 
 
 def _delivered(grads: Flat, placement: Placement, group: Group, *, borrow: bool) -> Flat:
-    """Bring gradients to where the optimizer takes them, and sum the squares of those buckets that come from other ranks."""
+    """Bring gradients to where the optimizer takes them."""
     if placement is P:
         return stores.resident(grads)
     # Gradients that are only read from here on need not be this rank's own. Others become new ones before their norm is taken.
-    return redistribute(grads, placement, group, name="grads", donate=True, borrow=borrow, measure=borrow)
+    return redistribute(grads, placement, group, name="grads", donate=True, borrow=borrow)
 
 
 def _norm(grads: Flat) -> Tensor:
@@ -454,9 +454,8 @@ def _gradient(
         # Whole gradients of several micro-batches are added before they are summed over the ranks.
         vg = replicate_grads(vg, group.mesh)
     if isinstance(vg, GradientFunction):
-        # What is added up or divided by a scale is written to, and nobody wants the norm of what it was before.
-        is_final = once and policy.loss_scale is None
-        vg = replace(vg, measures=is_final and store is None, borrows=is_final and group is group.mesh)
+        # What is added up or divided by a scale is written to.
+        vg = replace(vg, borrows=once and policy.loss_scale is None and group is group.mesh)
     return vg if store is None else _offload_grads(vg, store)
 
 

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import zfun as zf
-from tests.distributed import needs_shared_memory, processes, test_shared_memory
+from tests.distributed import needs_shared_memory, processes
 from zfun.collectives import (
     AllGather,
     AllReduce,
@@ -111,12 +111,6 @@ def _every_collective(group: Group) -> list[Tensor]:
         x = _values(group, 9, dtype)
         results.append(group.start(Call(AllReduce(), "x"), x, x).wait())
     return results
-
-
-def test_squares_are_taken_while_messages_are_added(two: Workers) -> None:
-    first, second = two.run(test_shared_memory.measured)
-    assert first == second
-    assert first in ([1, 1, 0, 0, 0], [1, 1, 1, 0, 0])
 
 
 def test_every_collective_has_the_bits_of_the_simulation(workers: Workers) -> None:

@@ -24,7 +24,6 @@ from torch import Tensor
 
 import zfun as zf
 from tests.distributed import needs_shared_memory, processes
-from zfun import ops
 from zfun.collectives import (
     AllGather,
     AllReduce,
@@ -353,32 +352,6 @@ def test_every_group_has_buffers() -> None:
 
 
 # Borrowed results.
-
-
-def measured(group: Group) -> list[int]:
-    """How often the squares of a rank's piece are taken while a sum is; they are those of what has come."""
-    times = []
-    for op, borrow, dtype in (
-        (ReduceScatter(), False, torch.float32),
-        (ReduceScatter(), False, torch.bfloat16),
-        (AllReduce(), True, torch.float32),
-        (AllReduce(), False, torch.float32),
-        (ReduceScatter(), False, torch.int64),
-    ):
-        numel, rows = 4096 * 5, list[Tensor]()
-        call = Call(op, "grads", lane=Lane.GRADS, borrow=borrow, squared=rows.append)
-        found = group.start(call, group.buffer(numel * group.size, dtype).copy_(_values(group.rank, numel * group.size, dtype))).wait()
-        piece = found if isinstance(op, ReduceScatter) else found.view(group.size, -1)[group.rank]
-        for row in rows:
-            assert torch.equal(ops.total_of_bins(row[None]), ops.total_of_bins(ops.squares_in_bins(piece)[None]))
-        times.append(len(rows))
-    return times
-
-
-def test_squares_are_taken_while_a_sum_is(workers: Workers) -> None:
-    real = workers.run(measured)
-    assert real == [[1, 1, 1, 0, 0]] * len(real)
-    assert simulate(2, measured) == [[0] * 5] * 2
 
 
 PIECE = 3 * 4096

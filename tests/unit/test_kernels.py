@@ -71,7 +71,7 @@ def test_casts_and_norms_are_vector_code() -> None:
         assert re.search(r"\bvmovntdq\b.*%[yz]mm", code) or packing is _ravel_cpu.convert
     assert re.search(r"\bvpslld\b.*%[yz]mm", instructions(_ravel_cpu.convert, narrow, wide, np.float32(1)))
     for numbers in (wide, narrow):
-        code = instructions(_sums_cpu.add_up, np.zeros(2, np.int64), numbers, 0, 1, np.float32(1), True, np.zeros(71, np.int64))
+        code = instructions(_sums_cpu.add_up, np.zeros(2, np.int64), numbers, 0, 1, np.float32(1), True)
         assert re.search(r"\bvaddps\b.*%[yz]mm", code)
         code = instructions(_squares_cpu.add_squares, numbers, 0, 1, np.zeros(71, np.int64))
         for instruction in ("vmulpd", "vaddpd", "vpaddq", "vpor"):

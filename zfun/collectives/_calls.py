@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import ClassVar, TypeAlias
 
@@ -206,8 +206,6 @@ class Call:
         lane: the order in which the call takes part.
         borrow: the result of an all-gather or an all-reduce is only read, and may share memory with what the ranks gave, which is only read
             from then on too, until ``Group.await_readers``; the input of an all-reduce is given up. The bits are the same.
-        squared: called with the squares of this rank's piece of a sum, as ``ops.squares_in_bins`` returns them, by groups that take them
-            while they add; others never call it. Ranks need not agree on it.
         without_own: this rank's slice of the result of an all-gather may be left as it was in memory: the caller has it already. Ranks need
             not agree on it.
     """
@@ -217,7 +215,6 @@ class Call:
     part: str = ""
     lane: Lane = Lane.CONTROL
     borrow: bool = False
-    squared: Callable[[Tensor], None] | None = field(default=None, compare=False)
     without_own: bool = field(default=False, compare=False)
 
 

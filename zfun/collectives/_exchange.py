@@ -29,7 +29,7 @@ from __future__ import annotations
 import collections
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -46,15 +46,14 @@ from zfun.collectives._calls import (
     ReduceScatter,
 )
 from zfun.collectives._workspace import Workspace
-from zfun.ops._norm import exact_row
-from zfun.ops._sums import sum_and_square, sum_in_rank_order
+from zfun.ops._sums import sum_in_rank_order
 
 __all__ = ["Exchange", "Phase", "Started", "Transfer", "num_transfers", "start_exchange"]
 
 # Of what is added: the message of a piece costs little beside it.
 _PIECE_BYTES = 1 << 23
 _MOST_PIECES = 64
-# Squares of pieces that are cut at multiples of so many elements add up to the bits of the whole.
+# Pieces begin at multiples of so many elements, as vectors do.
 _UNIT = 32
 # What two ranks may both add whole.
 _SHORT_BYTES = 1 << 20
@@ -125,7 +124,7 @@ def start_exchange(call: Call, x: Tensor, out: Tensor, rank: int, size: int, exc
     """Start a collective.
 
     Args:
-        call: what is done. ``squared`` is called where this rank adds floating numbers for its own piece only.
+        call: what is done.
         x: 1-D input.
         out: 1-D output of the right length.
         rank: this rank.
@@ -137,7 +136,7 @@ def start_exchange(call: Call, x: Tensor, out: Tensor, rank: int, size: int, exc
         The started collective. When it is finished, the result is in ``out``.
     """
     op = call.op
-    here = _Here(rank, size, exchange, workspace, call.squared if out.is_floating_point() else None)
+    here = _Here(rank, size, exchange, workspace)
     others, nobody = here.to_others(x), list[Tensor | None]([None] * size)
     match op:
         case AllGather():
@@ -146,7 +145,7 @@ def start_exchange(call: Call, x: Tensor, out: Tensor, rank: int, size: int, exc
         case ReduceScatter():
             return Started(*_start_sum(here, _chunks(x, size), out))
         case AllReduce() if _is_added_twice(x.numel(), x.dtype.itemsize, size):
-            return Started(*_start_sum(here._replace(squared=None), [x, x], out))
+            return Started(*_start_sum(here, [x, x], out))
         case AllReduce():
             return _start_all_reduce(here, x, out)
         case Broadcast(root):
@@ -173,7 +172,6 @@ class _Here(NamedTuple):
     size: int
     exchange: Exchange
     workspace: Workspace
-    squared: Callable[[Tensor], None] | None
 
     def to_others(self, x: Tensor) -> list[Tensor | None]:
         return [None if other == self.rank else x for other in range(self.size)]
@@ -187,8 +185,7 @@ def _start_all_reduce(here: _Here, x: Tensor, out: Tensor) -> Started:
     if not padding:
         return _sum_and_gather(here, chunks, out)
     total = torch.empty_like(whole)
-    # What this rank adds is not what it would have of the result.
-    started = _sum_and_gather(here._replace(squared=None), chunks, total)
+    started = _sum_and_gather(here, chunks, total)
     return started._replace(phases=[*started.phases, _Copy(total[:numel], out)])
 
 
@@ -218,7 +215,7 @@ def _start_sum(here: _Here, chunks: Sequence[Tensor], out: Tensor) -> tuple[Tran
     received = _rooms(here, chunks[here.rank], out)
     spans = _spans(out.numel(), out.dtype.itemsize)
     transfers = [here.exchange(_cut(chunks, span), _cut(received, span)) for span in spans]
-    add = _Sum(received, out, here.squared)
+    add = _Sum(received, out)
     return transfers[0], [functools.partial(add, span, *transfers[n : n + 1]) for n, span in enumerate(spans, 1)]
 
 
@@ -229,24 +226,16 @@ def _cut(tensors: Sequence[Tensor], span: slice) -> list[Tensor]:
 class _Sum:
     """The phases that add what has been received, a piece each; they return the transfer of the next piece."""
 
-    __slots__ = ("_out", "_squared", "_squares", "_terms")
+    __slots__ = ("_out", "_terms")
 
-    def __init__(self, terms: list[Tensor], out: Tensor, squared: Callable[[Tensor], None] | None = None) -> None:
+    def __init__(self, terms: list[Tensor], out: Tensor) -> None:
         self._terms = terms
         self._out = out
-        self._squared = squared
-        self._squares: list[Any] = []
 
     def __call__(self, span: slice, following: Transfer | None = None) -> Transfer | None:
-        terms, out = [term[span] for term in self._terms], self._out[span]
-        if self._squared is None:
-            sum_in_rank_order(terms, out)
-        else:
-            self._squares.append(sum_and_square(terms, out).numpy())
+        sum_in_rank_order([term[span] for term in self._terms], self._out[span])
         if following is None:
             self._terms.clear()
-            if self._squared is not None:
-                self._squared(exact_row(self._squares))
         return following
 
 
@@ -266,7 +255,7 @@ class _Copy:
 
 
 def _spans(numel: int, itemsize: int) -> list[slice]:
-    """Cut what is added into pieces; every rank cuts alike, and where squares may be cut."""
+    """Cut what is added into pieces; every rank cuts alike."""
     length = max(_PIECE_BYTES // itemsize, 1)
     if numel > length * _MOST_PIECES:
         length = -(-numel // (_MOST_PIECES * _UNIT)) * _UNIT

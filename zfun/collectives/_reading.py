@@ -19,7 +19,7 @@ from zfun.collectives._board import Board
 from zfun.collectives._calls import AllGather, AllReduce, AllToAll, Broadcast, Lane, Permute, Reduce, ReduceScatter
 from zfun.collectives._segment import Peer, Segment
 from zfun.collectives._sent import PACKED, Disagreement, Sent, chunks
-from zfun.ops._sums import sum_and_square, sum_in_rank_order
+from zfun.ops._sums import sum_in_rank_order
 
 __all__ = ["Reader"]
 
@@ -103,13 +103,7 @@ class Reader:
     def _add_up(self, sent: Sent, own: Tensor, out: Tensor) -> None:
         inputs = {peer: self._input(sent, peer, out.numel()) for peer in sent.plan.partners}
         terms = {**inputs, self._rank: own}
-        in_order, squared = [terms[rank] for rank in range(self._size)], sent.call.squared
-        # Of a sum that every rank takes as a whole, a piece would have to be measured by itself.
-        is_piece = sent.out is None or isinstance(sent.call.op, ReduceScatter)
-        if squared is not None and is_piece and out.is_floating_point():
-            squared(sum_and_square(in_order, out))
-        else:
-            sum_in_rank_order(in_order, out)
+        sum_in_rank_order([terms[rank] for rank in range(self._size)], out)
         for peer, read in inputs.items():
             self._unmap(peer, read)
 

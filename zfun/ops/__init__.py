@@ -29,7 +29,7 @@ from zfun.ops._norm import squares_in_bins, total_of_bins
 from zfun.ops._optimizers import adagrad_step, adam_step, lamb_step, lion_step, scale_into, sgd_step
 from zfun.ops._ravel import Measures, ravel, ravel_into, unravel, unravel_from
 from zfun.ops._signs import pack_signs, unpack_signs
-from zfun.ops._sums import sum_and_square, sum_in_rank_order
+from zfun.ops._sums import sum_in_rank_order
 from zfun.ops._table import AddressTable
 
 __all__ = [
@@ -51,7 +51,6 @@ __all__ = [
     "scale_into",
     "sgd_step",
     "squares_in_bins",
-    "sum_and_square",
     "sum_dequantised",
     "sum_in_rank_order",
     "total_of_bins",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -11,17 +10,14 @@ from torch import Tensor
 
 from zfun.ops import _jit
 from zfun.ops._jit import wide
-from zfun.ops._norm import exact_row, new_row, squares_in_bins
 
-__all__ = ["sum_and_square", "sum_in_rank_order"]
+__all__ = ["sum_in_rank_order"]
 
 # Fewer elements are not worth the way to a compiled kernel.
 _FEW = 1 << 13
 
 # So many elements of every term stay in the cache until all are added.
 _CHUNK = 1 << 16
-
-_NOTHING = np.zeros(0, np.int64)
 
 
 def sum_in_rank_order(terms: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
@@ -42,32 +38,10 @@ def sum_in_rank_order(terms: Sequence[Tensor], out: Tensor | None = None) -> Ten
     """
     out = torch.empty_like(terms[0]) if out is None else out
     if _is_compiled(terms, out):
-        _add_compiled(terms, out, measure=False)
+        _add_compiled(terms, out)
     else:
         _add_plain(terms, out)
     return out
-
-
-def sum_and_square(terms: Sequence[Tensor], out: Tensor) -> Tensor:
-    """Add tensors as :func:`sum_in_rank_order` does, and sum the squares of what was written while it is at hand.
-
-    Args:
-        terms: one 1-D tensor of the same length and floating dtype per rank, in rank order; at least one.
-        out: where the sum goes. It may be one of the terms.
-
-    Returns:
-        What :func:`squares_in_bins` returns of ``out``.
-
-    Example:
-        >>> from zfun.ops import total_of_bins
-        >>> out = torch.empty(2)
-        >>> total_of_bins(sum_and_square([torch.tensor([1.0, 2.0]), torch.tensor([2.0, 2.0])], out)[None])
-        tensor(25., dtype=torch.float64)
-    """
-    if _is_compiled(terms, out):
-        return exact_row(_add_compiled(terms, out, measure=True))
-    _add_plain(terms, out)
-    return squares_in_bins(out)
 
 
 def _is_compiled(terms: Sequence[Tensor], out: Tensor) -> bool:
@@ -80,23 +54,15 @@ def _is_compiled(terms: Sequence[Tensor], out: Tensor) -> bool:
     return not (torch.is_grad_enabled() and any(x.requires_grad for x in (out, *terms))) and {x.dtype for x in terms} == {out.dtype}
 
 
-def _add_compiled(terms: Sequence[Tensor], out: Tensor, *, measure: bool) -> list[Any]:
+def _add_compiled(terms: Sequence[Tensor], out: Tensor) -> None:
     from zfun.ops import _sums_cpu
 
     array, add_up = _jit.as_array(out).reshape(-1), _jit.telling(_sums_cpu.add_up)
     addresses = np.fromiter((term.data_ptr() for term in terms), np.int64, len(terms))
     one = _jit.number(wide(out.dtype))(1.0)
     past = _jit.is_large(out) and out.data_ptr() not in addresses
-    rows: list[Any] = []
-
-    def work(begin: int, end: int) -> None:
-        row = new_row() if measure else _NOTHING
-        add_up(addresses, array, begin, end, one, past, row)
-        rows.append(row)
-
-    _jit.in_parts(array.size, work)
+    _jit.in_parts(array.size, lambda begin, end: add_up(addresses, array, begin, end, one, past))
     torch.autograd.graph.increment_version(out)
-    return rows
 
 
 def _add_plain(terms: Sequence[Tensor], out: Tensor) -> None:

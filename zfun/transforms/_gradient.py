@@ -52,7 +52,6 @@ class GradientFunction:
         reduce_dtype: of flat gradients; ``None`` for that of the parameters, but float32 for half types.
         loss_scale: what the loss is multiplied with before its gradient is taken.
         wire: in which format the partial sums are sent; ``None`` for exactly.
-        measures: whether to sum the squares of gradients while they are added over the ranks, for their norm.
         borrows: whether replicated gradients may share memory with the other ranks where these lend it, since nobody will write to them.
     """
 
@@ -66,7 +65,6 @@ class GradientFunction:
     reduce_dtype: torch.dtype | None = None
     loss_scale: float = 1.0
     wire: Wire | None = None
-    measures: bool = False
     borrows: bool = False
     _agreed: set[Layout] = dataclasses.field(default_factory=set, compare=False, repr=False)
     _tables: dict[Layout, list[ops.AddressTable]] = dataclasses.field(default_factory=dict, compare=False, repr=False)
@@ -80,8 +78,7 @@ class GradientFunction:
             tables = [ops.AddressTable() for _ in layout.buckets]
             if group is not None:
                 group.settle(layout)
-        squares: dict[int, Tensor] = {}
-        sinks = watched(self._measured(self._native_sinks(params), squares), layout)
+        sinks = watched(self._sinks(params), layout)
         tape = Tape(layout, sinks, _grad_dtypes(layout, group, self.reduce_dtype), group, tables)
         if len(sinks) == 1 and isinstance(sinks[0], SumSink) and sinks[0].borrows:
             tape.max_in_flight = None
@@ -110,10 +107,7 @@ class GradientFunction:
             )
         loss = loss.wait()
         value = WeightedMean(loss, weight) if weight is not None else loss
-        grads = self._wrap(params, results, layout, group)
-        if isinstance(grads, Flat):
-            grads.keep_squares(squares)
-        return (value if aux is NO_AUX else (value, aux)), grads
+        return (value if aux is NO_AUX else (value, aux)), self._wrap(params, results, layout, group)
 
     def _layout(self, params: tree.Tree) -> tuple[Layout, Group | None]:
         if isinstance(params, Flat):
@@ -141,17 +135,13 @@ class GradientFunction:
             self._agreed.add(layout)
         return _check_trainable(layout), self.group
 
-    def _native_sinks(self, params: tree.Tree) -> tuple[Sink, ...]:
+    def _sinks(self, params: tree.Tree) -> tuple[Sink, ...]:
+        sinks = self.sinks
         # The derivative of a gather is a reduce-scatter: without a transform that says otherwise, sharded parameters have sharded
         # gradients.
         if self.group is None and isinstance(params, Flat) and params.placement is S:
-            return (SumSink(params.group, S), *self.sinks)
-        return self.sinks
-
-    def _measured(self, sinks: tuple[Sink, ...], squares: dict[int, Tensor]) -> tuple[Sink, ...]:
-        """Tell those that sum over the ranks where to put the squares, if they are wanted, and whether the sums may be borrowed."""
-        found = squares if self.measures else None
-        return tuple(dataclasses.replace(sink, squares=found, borrow=self.borrows) if isinstance(sink, SumSink) else sink for sink in sinks)
+            sinks = (SumSink(params.group, S), *sinks)
+        return tuple(dataclasses.replace(sink, borrow=self.borrows) if isinstance(sink, SumSink) else sink for sink in sinks)
 
     def _reduce_loss(self, total: Tensor, weight: Tensor | None, tape: Tape) -> tuple[Tensor | None, Pending]:
         """Start the sum of the loss over the ranks, and of what backward needs to know: the weight, and whether a rank has strayed."""

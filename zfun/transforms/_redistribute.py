@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -29,7 +28,7 @@ from zfun.collectives import (
     start_reduce_scatter_over,
 )
 from zfun.errors import OptionError, PlacementError, ZfunError, checked_options
-from zfun.flat import Flat, call_site, own_piece, ravel_buckets, unravel_buffers
+from zfun.flat import Flat, call_site, ravel_buckets, unravel_buffers
 from zfun.layout import DEFAULT_BUCKET_BYTES, LabelFn, Layout, layout_of, split_by_label
 from zfun.placement import P, Placement, R, S
 from zfun.transforms._cast import cast_leaves
@@ -266,7 +265,6 @@ def redistribute(
     donate: bool = False,
     borrow: bool = False,
     into: Flat | None = None,
-    measure: bool = False,
 ) -> Flat:
     """Change the placement of a value; the meaning stays.
 
@@ -302,8 +300,6 @@ def redistribute(
             for a sum.
         into: a value of that placement, layout and dtype that is given up: what is gathered may be written over it. ``value`` may be
             slices of its buffers.
-        measure: sum the squares of what comes from other ranks, for :func:`global_norm` of the result: of each bucket while it is added,
-            or while the next ones are under way.
 
     Returns:
         A ``Flat`` with that placement over ``group``; the same one where nothing changes.
@@ -339,16 +335,16 @@ def redistribute(
             buffers = (_embed(buffer if kept else torch.zeros_like(buffer), here) for buffer in value.buffers)
             return value.with_buffers(buffers, P, group)
         case Placement.PARTIAL, Placement.REPLICATED:
-            return _communicate(value, AllReduce(), here, R, group, name, donate=donate, borrow=borrow, measure=measure)
+            return _communicate(value, AllReduce(), here, R, group, name, donate=donate, borrow=borrow)
         case Placement.PARTIAL, Placement.SHARDED:
-            return _communicate(value, ReduceScatter(), group, S, group, name, donate=donate, measure=measure)
+            return _communicate(value, ReduceScatter(), group, S, group, name, donate=donate)
         case Placement.SHARDED, Placement.SHARDED:
             assert isinstance(mesh, Mesh)
             if here is mesh:
-                return _communicate(value, AllGather(), mesh.outer, S, group, name, donate=donate, measure=measure)
+                return _communicate(value, AllGather(), mesh.outer, S, group, name, donate=donate)
             return value.with_buffers((_slice(buffer, mesh.outer) for buffer in value.buffers), S, group)
         case _:
-            return _communicate(value, AllGather(), here, R, group, name, donate=donate, borrow=borrow, into=into, measure=measure)
+            return _communicate(value, AllGather(), here, R, group, name, donate=donate, borrow=borrow, into=into)
 
 
 def _check_target(value: Flat, placement: Placement, group: Group) -> None:
@@ -389,7 +385,6 @@ def _communicate(
     donate: bool,
     borrow: bool = False,
     into: Flat | None = None,
-    measure: bool = False,
 ) -> Flat:
     """Do a collective over one group, and return what is then placed over another one."""
     layout = value.layout
@@ -409,20 +404,15 @@ def _communicate(
     rooms = [None] * len(buffers) if into is None or lends or into.layout != layout else list(into.buffers)
     out: list[Tensor] = []
     pending: list[Pending] = []
-    squares: dict[int, Tensor] = {}
 
     def settle(num_left: int) -> None:
         while len(pending) > num_left:
-            bucket, arrived = len(out), pending.pop(0).wait()
-            out.append(arrived)
-            if measure and bucket not in squares:
-                squares[bucket] = ops.squares_in_bins(arrived if placement is S else own_piece(arrived, group))
+            out.append(pending.pop(0).wait())
 
     for index in range(len(buffers)):
         # A pending collective owns its input: with nobody else to hold it, the input is freed as soon as the sum is there.
         buffer, buffers[index] = buffers[index], None
-        squared = functools.partial(squares.__setitem__, index) if measure and over is group else None
-        call = Call(op, name, layout.label(index), lane, squared=squared)
+        call = Call(op, name, layout.label(index), lane)
         if value.wire is not None and buffer.is_floating_point():
             pending.append((wire.start_over if isinstance(op, ReduceScatter) else wire.start)(call, buffer, over, value.wire))
         elif isinstance(op, ReduceScatter):
@@ -439,9 +429,7 @@ def _communicate(
         # What is read where it lies is under way only while it is waited for: the rooms of the next sums would stand empty.
         settle(0 if lends and isinstance(op, ReduceScatter) else MAX_UNDER_WAY)
     settle(0)
-    result = value.with_buffers(out, placement, group)
-    result.keep_squares(squares)
-    return result
+    return value.with_buffers(out, placement, group)
 
 
 def _differentiable(op: Op, buffer: Tensor, over: Group, form: wire.Wire | None) -> Tensor:

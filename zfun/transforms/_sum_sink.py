@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -23,8 +22,6 @@ class SumSink:
     placement: Placement
     wire: Wire | None = None
     borrow: bool = False
-    # Where the squares of the sums go, by bucket, if somebody wants them.
-    squares: dict[int, Tensor] | None = None
 
     @property
     def borrows(self) -> bool:
@@ -35,8 +32,7 @@ class SumSink:
         """Start to sum a bucket, which is given up."""
         group = self.group
         op = ReduceScatter() if self.placement is S else AllReduce()
-        squared = None if self.squares is None else functools.partial(self.squares.__setitem__, bucket)
-        call = Call(op, "grads", layout.label(bucket), Lane.GRADS, squared=squared, borrow=self.borrows)
+        call = Call(op, "grads", layout.label(bucket), Lane.GRADS, borrow=self.borrows)
         if group.mesh.size == 1:
             return Pending.done(buffer)
         if self.wire is not None:
