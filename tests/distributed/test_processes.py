@@ -122,21 +122,6 @@ def test_every_collective_has_the_bits_of_the_simulation(workers: Workers) -> No
             assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), (rank, index)
 
 
-def _gathers_without_own(group: Group) -> list[float]:
-    call = Call(AllGather(), "x", lane=Lane.PARAMS, without_own=group.rank > 0)
-    # What is long goes through the thread of its lane.
-    for numel in (3, 1 << 16):
-        out = group.start(call, torch.full((numel,), group.rank + 1.0)).wait().view(group.size, numel)
-        others = [rank for rank in range(group.size) if rank != group.rank or not group.rank]
-        assert [out[rank].unique().tolist() for rank in others] == [[rank + 1.0] for rank in others]
-    return group.all_gather(torch.tensor(1.0), "still in step").tolist()
-
-
-def test_ranks_may_leave_out_what_they_have_already(workers: Workers) -> None:
-    results = workers.run(_gathers_without_own)
-    assert results == [[1.0] * len(results)] * len(results)
-
-
 def _skips_leaves(group: Group, stage: int) -> tuple[list[float], list[Tensor]]:
     def loss_fn(params: Any, x: Tensor) -> Tensor:
         for i, w in enumerate(params["w"]):

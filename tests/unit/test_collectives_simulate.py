@@ -79,14 +79,6 @@ def test_lanes_are_independent() -> None:
     assert simulate(2, program) == [(4.0, 2.0)] * 2
 
 
-def test_what_a_rank_has_already_may_be_left_out() -> None:
-    def main(group: Group) -> list[float]:
-        call = Call(AllGather(), "x", without_own=group.rank == 1)
-        return torch.nan_to_num(group.start(call, torch.full((2,), group.rank + 1.0)).wait(), nan=-1.0).tolist()
-
-    assert simulate(2, main) == [[1.0, 1.0, 2.0, 2.0], [1.0, 1.0, -1.0, -1.0]]
-
-
 def test_the_sender_may_change_its_tensor_afterwards() -> None:
     def program(group: Group) -> list[int]:
         x = torch.tensor([group.rank])

@@ -348,34 +348,6 @@ def test_what_stays_gathered_is_of_these_buffers() -> None:
     assert zf.simulate(2, main) == [[64.0, 64.0, 128.0]] * 2
 
 
-def test_a_leaf_that_lies_in_a_shard_is_viewed_there() -> None:
-    """What a rank has of a bucket is not written a second time, but for the parts of leaves that it shares with other ranks."""
-
-    def main(group: zf.Group) -> list[str]:
-        params = zf.shard({name: torch.full((1024,), float(i)) for i, name in enumerate("abcd")} | {"e": torch.full((96,), 4.0)}, group)
-        shard = params.buffers[0]
-        inside: list[list[str]] = []
-
-        def loss_fn(params: Any, x: Tensor) -> Tensor:
-            whole = zf.gather(params)
-            storage = shard.untyped_storage()
-            inside.append([name for name, leaf in whole.items() if leaf.untyped_storage().data_ptr() == storage.data_ptr()])
-            assert all(leaf.unique().tolist() == [float(i)] for i, leaf in enumerate(whole.values()))
-            return sum(((leaf * x).square().sum() for leaf in whole.values()), start=torch.zeros(()))
-
-        vg = zf.data_parallel(zf.value_and_grad(zf.shard_params(loss_fn, group)), group)
-        for _ in range(3):
-            grads = zf.unshard(vg(params, torch.ones(()))[1])
-        assert all(leaf.unique().tolist() == [2.0 * i] for i, leaf in enumerate(grads.values()))
-        assert inside == inside[:1] * 3
-        return inside[0]
-
-    # Of 4192 elements, padded to 4224, each of three ranks has 1408.
-    assert zf.simulate(3, main) == [["a"], [], ["d", "e"]]
-    # A leaf over all ranks, and shards that begin or end with a leaf.
-    assert zf.simulate(1, main) == [["a", "b", "c", "d", "e"]]
-
-
 def test_a_shard_that_is_a_part_of_something_is_copied() -> None:
     """Its leaves are counted from where its storage begins."""
 

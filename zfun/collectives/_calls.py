@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
 import torch
@@ -206,8 +206,6 @@ class Call:
         lane: the order in which the call takes part.
         borrow: the result of an all-gather or an all-reduce is only read, and may share memory with what the ranks gave, which is only read
             from then on too, until ``Group.await_readers``; the input of an all-reduce is given up. The bits are the same.
-        without_own: this rank's slice of the result of an all-gather may be left as it was in memory: the caller has it already. Ranks need
-            not agree on it.
     """
 
     op: Op
@@ -215,7 +213,6 @@ class Call:
     part: str = ""
     lane: Lane = Lane.CONTROL
     borrow: bool = False
-    without_own: bool = field(default=False, compare=False)
 
 
 def describe(call: Call, numel: int, dtype: torch.dtype) -> str:

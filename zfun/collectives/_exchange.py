@@ -8,8 +8,7 @@ that every rank and every kind of group gets the same bits.
 
 The buffers of a collective, for N ranks and an input of n elements:
 
-* all-gather: receives straight into the slices of ``out``; the own shard is copied there unless it already is that slice, or nobody asks
-  for it.
+* all-gather: receives straight into the slices of ``out``; the own shard is copied there unless it already is that slice.
 * reduce-scatter: receives N - 1 chunks of n/N elements each, the first of them into ``out``, where they are added to the own chunk.
 * all-reduce: a reduce-scatter into the own slice of ``out``, of which each piece is gathered in place as soon as it is summed. That must
   not depend on when the caller waits: ranks that wait for two such collectives in different orders would block each other. So its phases
@@ -141,7 +140,7 @@ def start_exchange(call: Call, x: Tensor, out: Tensor, rank: int, size: int, exc
     match op:
         case AllGather():
             slices = _chunks(out, size)
-            return Started(exchange(others, slices), meanwhile=None if call.without_own else _Copy(x, slices[rank]))
+            return Started(exchange(others, slices), meanwhile=_Copy(x, slices[rank]))
         case ReduceScatter():
             return Started(*_start_sum(here, _chunks(x, size), out))
         case AllReduce() if _is_added_twice(x.numel(), x.dtype.itemsize, size):

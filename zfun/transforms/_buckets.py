@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,13 +74,9 @@ def _traced(form: BucketForm, grad_itemsize: int) -> TracedBucket:
 
 
 class BucketShard:
-    """This rank's shard of a bucket, and what becomes of it when it is gathered.
+    """This rank's shard of a bucket, and what becomes of it when it is gathered."""
 
-    Leaves that lie in the shard are viewed there (``own``), where the group does not lend memory and nothing is cast or coded: then only
-    what is received is written to the gathered bucket, and of the shard those ends that share a leaf with another rank's.
-    """
-
-    __slots__ = ("dtype", "flat", "form", "index", "is_borrowed", "own", "slots", "trained")
+    __slots__ = ("dtype", "flat", "form", "index", "is_borrowed", "slots", "trained")
 
     def __init__(self, flat: Flat, index: int, *, trained: bool) -> None:
         self.flat = flat
@@ -92,21 +86,10 @@ class BucketShard:
         self.form = _form(flat.layout, index, flat.compute_dtype)
         self.slots = self.form.slots
         self.dtype = self.form.dtype
-        self.own = self._viewable()
 
     def keep_apart(self) -> None:
         """Share no memory with the shard, which is going to be written while the gathered bucket is looked at."""
         self.is_borrowed = False
-        self.own = None
-
-    def _viewable(self) -> Tensor | None:
-        """Return the shard if its leaves may be viewed there."""
-        shard, group = self.flat.buffers[self.index], self.flat.group
-        if group.size == 1 or group.lends or self.flat.wire is not None or type(shard) is not Tensor:
-            return None
-        # What views it counts from where the storage begins.
-        is_whole = shard.numel() > 0 and shard.storage_offset() == 0
-        return shard if is_whole and shard.is_cpu and shard.dtype == self.form.sent == self.dtype else None
 
     @property
     def is_shown(self) -> bool:
@@ -148,35 +131,16 @@ class BucketShard:
         """Start to gather it."""
         flat, group = self.flat, self.flat.group
         shard = stores.fetch(flat.buffers[self.index], flat.layout.device)
-        own = self.own
-        call = Call(AllGather(), "params", self.form.label, Lane.PARAMS, borrow=self.is_borrowed, without_own=own is not None)
+        call = Call(AllGather(), "params", self.form.label, Lane.PARAMS, borrow=self.is_borrowed)
         if group.size > 1 and flat.wire is not None and shard.is_floating_point():
             return start(call, shard, group, flat.wire, dtype=self.dtype)
         if shard.dtype != self.form.sent:
             shard = shard.to(self.form.sent)
-        if group.size == 1:
-            return Pending.done(shard)
-        pending = group.start(call, shard)
-        return pending if own is None else Pending(functools.partial(self._joined, pending, own))
-
-    def _joined(self, pending: Pending, own: Tensor) -> Tensor:
-        """Write to the gathered bucket what the shard has of leaves that do not lie in it."""
-        gathered = pending.wait()
-        with torch.no_grad():
-            for place, begin, length in self._cut().shared:
-                gathered.narrow(0, place, length).copy_(own.narrow(0, begin, length))
-        return gathered
-
-    def _cut(self) -> _Cut:
-        return _cut(self.form, self.flat.group.rank, self.flat.group.size)
+        return Pending.done(shard) if group.size == 1 else group.start(call, shard)
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """View the gathered bucket as its leaves."""
-        if self.own is None:
-            views = views_of(buffer, self.slots)
-        else:
-            cut = self._cut()
-            views = [*views_of(buffer, cut.before), *views_of(self.own, cut.within), *views_of(buffer, cut.behind)]
+        views = views_of(buffer, self.slots)
         return views if self.flat.compute_dtype is None else cast_leaves(views, self.flat.compute_dtype)
 
 
@@ -187,34 +151,6 @@ def shards_of(flats: Iterable[Flat], tape: Tape | None) -> list[BucketShard]:
         for number, flat in enumerate(flats)
         for i in range(len(flat.layout.buckets))
     ]
-
-
-class _Cut(NamedTuple):
-    """The leaves of a bucket, as a rank has them.
-
-    Attributes:
-        before: those that begin before its shard.
-        within: those that lie in its shard, with their places there.
-        behind: those that end behind it.
-        shared: where its shard has a part of a leaf that is not within, each as begin in the bucket, begin in the shard, and length.
-    """
-
-    before: tuple[LeafSlot, ...]
-    within: tuple[LeafSlot, ...]
-    behind: tuple[LeafSlot, ...]
-    shared: tuple[tuple[int, int, int], ...]
-
-
-@functools.lru_cache(maxsize=4096)
-def _cut(form: BucketForm, rank: int, size: int) -> _Cut:
-    numel = form.numel // size
-    begin, end = rank * numel, (rank + 1) * numel
-    before = tuple(slot for slot in form.slots if slot.offset < begin)
-    others = form.slots[len(before) :]
-    within = tuple(dataclasses.replace(slot, offset=slot.offset - begin) for slot in others if slot.offset + slot.numel <= end)
-    behind = others[len(within) :]
-    spans = [(max(slot.offset, begin), min(slot.offset + slot.numel, end)) for slot in (*before, *behind)]
-    return _Cut(before, within, behind, tuple((first, first - begin, last - first) for first, last in spans if first < last))
 
 
 def tree_of(layout: Layout, buckets: Iterable[Sequence[Tensor]]) -> tree.Tree:

@@ -11,9 +11,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 __all__ = ["Packed", "SavedViews"]
 
-# A view of a gathered bucket, or of this rank's own shard of it: of which, whether of the shard, then dtype, shape, strides and offset. The
-# bucket comes as a list, the same for all of its views, whose references say whether there are any.
-Packed: TypeAlias = tuple[list[int], bool, torch.dtype, tuple[int, ...], tuple[int, ...], Any]
+# A view of a gathered bucket: of which, then dtype, shape, strides and offset. The bucket comes as a list, the same for all of its views,
+# whose references say whether there are any.
+Packed: TypeAlias = tuple[list[int], torch.dtype, tuple[int, ...], tuple[int, ...], Any]
 
 
 class SavedViews:
@@ -26,14 +26,14 @@ class SavedViews:
     def __init__(self, num_buckets: int) -> None:
         self.order: list[int] = []
         self._marks = [[bucket] for bucket in range(num_buckets)]
-        # Which bucket a storage is, and whether it is that of this rank's own shard.
-        self._storages: dict[int, tuple[int, bool, StorageWeakRef]] = {}
+        # Which bucket a storage is.
+        self._storages: dict[int, tuple[int, StorageWeakRef]] = {}
 
-    def know(self, tensor: Tensor, bucket: int, *, is_own: bool = False) -> None:
-        """Know a tensor as a gathered bucket, or as this rank's own shard of one."""
+    def know(self, tensor: Tensor, bucket: int) -> None:
+        """Know a tensor as a gathered bucket."""
         storage = tensor.untyped_storage()
         # The weak reference keeps the address from being given to another storage while the entry lives.
-        self._storages[storage._cdata] = (bucket, is_own, StorageWeakRef(storage))
+        self._storages[storage._cdata] = (bucket, StorageWeakRef(storage))
 
     def pack(self, tensor: Tensor) -> Tensor | Packed:
         """Return what autograd is to keep of a tensor."""
@@ -44,11 +44,11 @@ class SavedViews:
             return tensor
         if found is None or tensor.is_conj() or tensor.is_neg():
             return tensor
-        bucket, is_own, _ = found
+        bucket, _ = found
         if self.order[-1:] != [bucket]:
             self.order.append(bucket)
         # A plain tuple: what makes views takes no other since torch 2.15.
-        return self._marks[bucket], is_own, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+        return self._marks[bucket], tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
 
     def is_kept(self, bucket: int) -> bool:
         """Whether autograd's graph keeps a view of a bucket."""

@@ -3,7 +3,7 @@
 [Note: the life of a parameter]
 *shard* (the caller's ``Flat`` with placement S, 1/N of each bucket) → *lazy leaf* (what the loss receives: metadata only) → *gathered
 bucket* (one fresh buffer, all-gathered ahead of the first use of one of its leaves) → *views* (what operations see, outputs of the bucket
-node; leaves that lie in the shard may be views of it) → freed. Nothing keeps a gathered bucket alive past its release: what autograd
+node) → freed. Nothing keeps a gathered bucket alive past its release: what autograd
 saves of it is packed as (bucket, offset, size, stride) by a saved-tensor hook, and unpacking gathers the bucket again. Buffers are known by
 the identity of their storage, not by address, which fake tensors do not have.
 
@@ -85,10 +85,6 @@ class Session:
         self._lazy: tuple[LazyLeaves, ...] = lazy
         self._give_back = give_back
         self._shards = shards
-        if secondary is not None:
-            # Which keeps parts of what was gathered.
-            for shard in self._shards:
-                shard.own = None
         self._sources = tuple(source for leaves in lazy for source in leaves.sources)
         for bucket, source in enumerate(self._sources):
             source.load = functools.partial(self._load, bucket)
@@ -505,8 +501,6 @@ class Session:
     def _hold(self, bucket: int, buffer: Tensor) -> Tensor:
         self._buffers[bucket] = buffer
         self._saved.know(buffer, bucket)
-        if (own := self._shards[bucket].own) is not None:
-            self._saved.know(own, bucket, is_own=True)
         return buffer
 
     def _gather_again(self, bucket: int) -> Tensor:
@@ -534,16 +528,12 @@ class Session:
     def _unpack(self, saved: Tensor | Packed) -> Tensor:
         if not isinstance(saved, tuple):
             return saved
-        (bucket,), is_own, dtype, size, stride, offset = saved
+        (bucket,), dtype, size, stride, offset = saved
         if bucket != self._now:
             self._touch(bucket)
         buffer = self._buffers.get(bucket)
         if buffer is None:
             buffer = self._take(bucket)
-        if is_own:
-            own = self._shards[bucket].own
-            assert own is not None
-            buffer = own
         return view_of(buffer if buffer.dtype == dtype else buffer.view(dtype), size, stride, offset)
 
 
