@@ -5,7 +5,6 @@ The programs of the ranks are functions of this module, which the processes impo
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import resource
@@ -15,10 +14,8 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -52,7 +49,6 @@ from zfun.collectives import (
 )
 from zfun.collectives._native import NativeGroup
 from zfun.errors import CollectiveMismatch, OptionError, PeerLost, SpecMismatch
-from zfun.transforms._session import Session
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(90)]
 
@@ -143,34 +139,14 @@ def _skips_leaves(group: Group, stage: int) -> tuple[list[float], list[Tensor]]:
 
 @pytest.mark.parametrize("how", ["plainly", "remat", "checkpoint", "frozen", "persistent"])
 @pytest.mark.parametrize("strays", [False, True])
-def test_what_takes_no_memory_is_not_asked_for_again(two: Workers, how: str, strays: bool) -> None:
-    """Over shared memory autograd keeps views of what all ranks have; over gloo, and of what was sent in few bits, only places."""
-    real = two.run(_asked_by_autograd, how, strays)
-    for (mine, asked), theirs in zip(real, simulate(2, _kept_by_autograd, how, strays), strict=True):
-        assert len(set(mine.losses)) == len(mine.losses)
-        assert mine.losses == theirs.losses
-        assert all(torch.equal(a, b) for a, b in zip(mine.params, theirs.params, strict=True))
-        # The first step learns what is used.
-        assert asked[0] > 0
-        assert asked[1:] == [0] * 5 if mine.lends else min(asked) > 0
+def test_ranks_that_take_other_branches_have_the_bits_of_the_simulation(two: Workers, how: str, strays: bool) -> None:
+    for (losses, params), (expected, theirs) in zip(two.run(_branches, how, strays), simulate(2, _branches, how, strays), strict=True):
+        assert len(set(losses)) == len(losses)
+        assert losses == expected
+        assert all(torch.equal(a, b) for a, b in zip(params, theirs, strict=True))
 
 
-@dataclass
-class _Kept:
-    losses: list[float]
-    params: list[Tensor]
-    lends: bool
-
-
-def _asked_by_autograd(group: Group, how: str, strays: bool) -> tuple[_Kept, list[int]]:
-    """How often each step was asked for what autograd has kept, in a process of its own."""
-    totals: list[int] = []
-    with mock.patch.object(Session, "_unpack", autospec=True, side_effect=Session._unpack) as unpack:
-        found = _kept_by_autograd(group, how, strays, lambda: totals.append(unpack.call_count))
-    return found, [after - before for before, after in itertools.pairwise([0, *totals])]
-
-
-def _kept_by_autograd(group: Group, how: str, strays: bool, after_step: Callable[[], None] = lambda: None) -> _Kept:
+def _branches(group: Group, how: str, strays: bool) -> tuple[list[float], list[Tensor]]:
     def block(w: Tensor, x: Tensor) -> Tensor:
         return x + torch.tanh(x @ w)
 
@@ -199,14 +175,12 @@ def _kept_by_autograd(group: Group, how: str, strays: bool, after_step: Callable
         persistence=128 if how == "persistent" else 0,
         trainable=(lambda path, leaf: path != "w.1") if how == "frozen" else None,
     )
-    state, found = z.init(params), _Kept([], [], group.lends)
+    state, losses = z.init(params), []
     for number in range(6):
         x = torch.randn(4, 128, generator=torch.Generator().manual_seed(10 * number + group.rank))
         state, info = z.step(state, (number, x))
-        after_step()
-        found.losses.append(info.loss.item())
-    found.params = zf.tree.leaves(z.params(state))
-    return found
+        losses.append(info.loss.item())
+    return losses, zf.tree.leaves(z.params(state))
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

@@ -52,7 +52,6 @@ from zfun.collectives._process import _SharedGroup
 from zfun.collectives._shared import SharedMemory
 from zfun.errors import CollectiveMismatch, OptionError, PeerLost
 from zfun.flat import Flat
-from zfun.transforms._lazy import LazyLeaf
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(90), needs_shared_memory]
 
@@ -692,68 +691,6 @@ def _in_other_hands(group: zf.Group, stage: int) -> list[bytes]:
 @pytest.mark.parametrize("stage", [0, 1])
 def test_who_writes_to_all_of_a_borrowed_value_has_it_alone(two: Workers, stage: int) -> None:
     assert two.run(_in_other_hands, stage) == zf.simulate(2, _in_other_hands, stage)
-
-
-def _goes_ahead(group: zf.Group, folder: Path) -> list[bytes]:
-    """In later steps each rank in turn begins to compute when the other has come to the end of forward."""
-
-    def loss_fn(params: list[Tensor], batch: tuple[int, Tensor]) -> Tensor:
-        step, x = batch
-        is_last = step >= 2 and step % group.size == group.rank
-        done = folder / str(step)
-        while is_last and not done.exists():
-            time.sleep(0.001)
-        for w in params:
-            x = torch.tanh(x @ w)
-        if step >= 2 and not is_last:
-            done.touch()
-        return x.square().mean()
-
-    generator = torch.Generator().manual_seed(0)
-    params = [torch.randn(128, 128, generator=generator) / 10 for _ in range(6)]
-    z = zf.zero(3, loss_fn, zf.optim.adamw(0.1), group, bucket_bytes=1 << 16, prefetch=1)
-    state = z.init(params)
-    for step in range(6):
-        state, _ = z.step(state, (step, torch.full((4, 128), 1.0 + group.rank)))
-    return [_fingerprint(w) for w in z.params(state)]
-
-
-def test_nobody_waits_for_a_rank_to_come_to_a_gather(two: Workers, tmp_path: Path) -> None:
-    (tmp_path / "simulated").mkdir()
-    real = two.run(_goes_ahead, tmp_path)
-    assert real[0] == real[1]
-    for step in range(2, 6):
-        (tmp_path / "simulated" / str(step)).touch()
-    assert real == zf.simulate(2, _goes_ahead, tmp_path / "simulated")
-
-
-def _looks_at_all(group: zf.Group) -> list[tuple[int, list[int]]]:
-    """Of each step, how many lazy leaves the loss gets, and what it has mapped after each use."""
-    found: list[tuple[int, list[int]]] = []
-
-    def loss_fn(params: list[Tensor], x: Tensor) -> Tensor:
-        mapped = []
-        for w in params:
-            x = torch.tanh(x @ w)
-            mapped.append(_shared_resident())
-        found.append((sum(type(w) is LazyLeaf for w in params), mapped))
-        return x.square().mean()
-
-    z = zf.zero(3, loss_fn, zf.optim.adamw(0.1), group, bucket_bytes=3 << 20)
-    state = z.init([torch.eye(512) for _ in range(16)])
-    for _ in range(4):
-        state, _ = z.step(state, torch.ones(4, 512))
-    return found
-
-
-def test_a_loss_has_mapped_what_it_looks_at_and_no_more(two: Workers) -> None:
-    """Of 8 buckets of 2 MiB it has as much at the end as when it came to the second. Once uses are known, one leaf of each is lazy."""
-    for first, *later in two.run(_looks_at_all):
-        assert first[0] == 16
-        assert [lazy for lazy, _ in later] == [8] * 3
-        mapped = later[-1][1]
-        assert mapped[1] - mapped[0] > 1 << 19
-        assert mapped[-1] - mapped[2] < 3 << 20
 
 
 class _Twice(torch.autograd.Function):

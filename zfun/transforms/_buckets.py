@@ -92,12 +92,10 @@ class BucketShard:
         self.is_borrowed = False
 
     @property
-    def is_shown(self) -> bool:
-        """Whether what is gathered shows the shards where they lie, and so takes no memory of its own."""
-        shard, group = self.flat.buffers[self.index], self.flat.group
-        if type(shard) is not Tensor or self.flat.wire is not None or not shard.dtype == self.form.sent == self.dtype:
-            return False
-        return group.size == 1 or (self.is_borrowed and group.shows(shard))
+    def is_whole(self) -> bool:
+        """Whether the shard is the bucket as the loss uses it: that of one rank alone, in memory and in its dtype."""
+        shard = self.flat.buffers[self.index]
+        return self.flat.group.size == 1 and isinstance(shard, Tensor) and shard.dtype == self.dtype
 
     @property
     def nbytes(self) -> int:

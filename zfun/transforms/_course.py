@@ -37,14 +37,6 @@ class Plan:
                 held.discard(step.bucket)
         return frozenset(held)
 
-    @functools.cached_property
-    def first_leaves(self) -> dict[int, int]:
-        """Of each bucket that forward uses, the place of the leaf that it uses first."""
-        trace = self.schedule.trace
-        where = {path: (index, place) for index, bucket in enumerate(trace.buckets) for place, (path, _) in enumerate(bucket.leaves)}
-        # The earliest one is written last.
-        return dict(where[path] for path in reversed(trace.leaves))
-
     def forward(self, *, trains: bool) -> list[Step]:
         """Return the steps until the ranks meet at the end of forward; gathers for backward only where it follows."""
         steps = self.schedule.steps[: self.schedule.turn]
@@ -94,15 +86,6 @@ class Course:
                     self.place += 1
                 return self.steps[here : self.place]
         self.followed = False
-        return ()
-
-    def come_past(self, bucket: int) -> Sequence[Step]:
-        """Return the steps up to the next use of a bucket, whether or not the uses before it were noted; none where there is no other."""
-        here = self.place
-        for place in range(here, len(self.steps)):
-            if self.steps[place].kind == "use" and self.steps[place].bucket == bucket:
-                self.place = place + 1
-                return self.steps[here : self.place]
         return ()
 
     def come_to_gather(self, bucket: int, ahead: int, *, again: bool) -> Sequence[Step]:

@@ -142,10 +142,6 @@ class LazyLeaves:
         """Return them as the tree that the loss gets."""
         return tree.unflatten(self._layout.spec, [self._leaves[position] for position in self._layout.positions])
 
-    def leaf(self, bucket: int, place: int) -> LazyLeaf:
-        """Return the one at a place in a bucket."""
-        return self._leaves[self._layout.buckets[bucket].leaves[place]]
-
     def close(self) -> None:
         """Let none of them be used any more."""
         for source in self.sources:

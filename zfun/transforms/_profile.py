@@ -22,7 +22,6 @@ from zfun.flat import Flat
 from zfun.layout import Layout
 from zfun.transforms._buckets import shards_of
 from zfun.transforms._course import Plan
-from zfun.transforms._keeping import KeepingSession, may_keep
 from zfun.transforms._lazy import LazyLeaf
 from zfun.transforms._notes import Noted, Notes, What, When, timed, watching
 from zfun.transforms._schedule import Knobs, Step
@@ -60,8 +59,8 @@ def profile() -> Iterator[Profile]:
 
     A step is a loss and its gradient, the optimizer, and the gathers of new parameters at stages 1 and 2.
     It is the counterpart of :func:`zfun.timeline`, which lays a planned step out: the picture, and the trace for Perfetto, are the same. A
-    step that is not watched costs nothing more; one that is looks at every parameter in backward, where else views of them may be kept (by
-    one rank alone, or by ranks that share memory). Times are the host's: on a CUDA device nothing waits for what has been launched.
+    step that is not watched costs nothing more; one that is looks at every parameter, which one rank alone else
+    gives the loss as views. Times are the host's: on a CUDA device nothing waits for what has been launched.
 
     Returns:
         A context whose value is the :class:`zfun.transforms.Profile`.
@@ -90,10 +89,8 @@ def new_session(flats: Sequence[Flat], tape: Tape | None, knobs: Knobs, plan: Pl
     """Make what runs a call of a loss; see [Note: who watches]."""
     notes, shards = watching.get(), shards_of(flats, tape)
     if isinstance(notes, Profile):
-        # Also where views may be kept: autograd asks it for every parameter, which says when each is used.
         return _WatchedSession(notes, flats, shards, tape, knobs, plan, *others)
-    kind = KeepingSession if tape is not None and plan is not None and may_keep(plan, shards) else Session
-    return kind(flats, shards, tape, knobs, plan, *others)
+    return Session(flats, shards, tape, knobs, plan, *others)
 
 
 def watched(sinks: tuple[Sink, ...], layout: Layout) -> tuple[Sink, ...]:

@@ -75,7 +75,6 @@ class Session:
         is_whole: bool,
     ) -> None:
         self._group = flats[0].group
-        self._layouts = tuple(flat.layout for flat in flats)
         self._secondary = secondary
         self._device = flats[0].layout.device
         self._tape = tape
@@ -122,7 +121,7 @@ class Session:
         for bucket in self._persistent:
             # It stays gathered beside shards that are written.
             self._shards[bucket].keep_apart()
-        self._set_out(self._forward_steps(self._restore()), followed=plan is not None)
+        self._course = Course(self._forward_steps(self._restore()), followed=plan is not None)
         if tape is not None:
             tape.on_complete.append(self._complete)
             tape.on_finish.append(self._finish_backward)
@@ -136,10 +135,6 @@ class Session:
             self._hold(bucket, gathered)
         return set(kept)
 
-    def _set_out(self, steps: Iterable[Step], *, followed: bool) -> None:
-        """Begin a pass."""
-        self._course = Course(steps, followed=followed)
-
     def _forward_steps(self, there: set[int]) -> Iterable[Step]:
         if self._plan is None:
             return [Step("gather", b, "forward") for b in range(len(self._shards)) if b not in there]
@@ -147,7 +142,7 @@ class Session:
         return [step for step in steps if step.phase != "start" or step.bucket not in there]
 
     def leaves(self) -> list[tree.Tree]:
-        """Return what the loss gets, one tree for each value: lazy leaves."""
+        """Return what the loss gets: a tree of lazy leaves for each value."""
         return [leaves.tree() for leaves in self._lazy]
 
     def hooks(self) -> Any:
@@ -180,7 +175,7 @@ class Session:
             self._shards[bucket].keep(self._take(bucket))
         if self._plan is not None and self._tape is not None:
             self._kept = self._plan.kept
-        self._leave_forward()
+        self._drop(self._persistent | self._kept)
         if is_first:
             has_strayed = self._learn_forward()
         if self._tape is not None:
@@ -198,10 +193,6 @@ class Session:
         """Whether this rank used, or kept for backward, what the plan does not say."""
         assert self._plan is not None
         return not self._course.followed or self._plan.packed not in (None, tuple(self._saved.order))
-
-    def _leave_forward(self) -> None:
-        """Free what backward does not begin with."""
-        self._drop(self._persistent | self._kept)
 
     def _come_to_meet(self, mine: int) -> Callable[[], list[int]]:
         """Say that this rank is at the end of its pass.
@@ -280,14 +271,14 @@ class Session:
         self._events = []
         self._now = _NO_BUCKET
         if plan.packed is not None and self._has_anybody_strayed() is False:
-            self._set_out(plan.backward(), followed=True)
+            self._course = Course(plan.backward(), followed=True)
             return
         # On a mesh others need this rank to come to the last phase of what forward has gathered ahead; not all come to use it.
         for pending in self._pending.values():
             pending.wait()
         held = self._persistent | self._kept
         order = [*dict.fromkeys([*plan.schedule.trace.forward, *range(len(self._shards))])][::-1]
-        self._set_out((Step("gather", b, "backward") for b in order if b not in held), followed=False)
+        self._course = Course((Step("gather", b, "backward") for b in order if b not in held), followed=False)
 
     def _finish_backward(self) -> None:
         self._begin_backward()

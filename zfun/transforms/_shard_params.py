@@ -10,7 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+from torch import Tensor
 
 from zfun import tree
 from zfun.collectives import Group, check_shardable
@@ -18,13 +22,16 @@ from zfun.errors import OptionError, PlacementError, checked_options
 from zfun.flat import Flat
 from zfun.layout import Layout
 from zfun.placement import S
+from zfun.transforms._buckets import BucketShard, shards_of, tree_of
 from zfun.transforms._cast import CastLoss
 from zfun.transforms._course import Plan
 from zfun.transforms._lazy import LazyLeaves
+from zfun.transforms._notes import watching
 from zfun.transforms._profile import new_session
 from zfun.transforms._redistribute import gather, needs_autograd
 from zfun.transforms._remat import warn_of_whole_loss
 from zfun.transforms._schedule import Knobs, Schedule
+from zfun.transforms._tape import Tape, check_unwritten
 from zfun.typing import Loss
 from zfun.wire import Wire, check_wire
 
@@ -48,8 +55,8 @@ def shard_params(
     """Let a loss run on sharded parameters: ZeRO-3 (``S -> R`` where used, gradients ``P``).
 
     The loss itself is not changed and needs no marks: it receives a tree of lazy leaves, and each bucket is gathered ahead of the first use
-    of its leaves, and freed after the last. Where a gather takes no memory (on one rank alone, and where ranks look at each other's shards)
-    it receives plain tensors from its second call on, but for one lazy leaf of each bucket that others lend. Under ``torch.func``
+    of its leaves, and freed after the last. On one rank alone, where parameters are whole, it receives plain tensors from its second
+    call on. Under ``torch.func``
     transforms, and where a buffer requires a gradient, all parameters are gathered at once by differentiable collectives instead, so that
     ``grad``, ``vmap``, ``jvp`` and their compositions hold.
 
@@ -144,6 +151,12 @@ class ShardedLoss:
         if flat.tape is None and needs_autograd(flat.buffers):
             return self.loss(tree.combine(*(gather(part) for part in flats)), batch)
         layouts = tuple(part.layout for part in flats)
+        plan = self._plans.get(layouts)
+        if self.group.size == 1 and plan is not None and plan.packed is not None and watching.get() is None:
+            shards = shards_of(flats, flat.tape)
+            if all(shard.is_whole for shard in shards):
+                # Nothing is gathered, and so nothing can be freed.
+                return self.loss(tree.combine(*_whole(flats, shards)), batch)
         learn = functools.partial(self._plans.__setitem__, layouts)
         forms = tuple((part.layout, part.compute_dtype, number == 0 and flat.tape is not None) for number, part in enumerate(flats))
         lazy = self._lazy.pop(forms, None)
@@ -151,7 +164,7 @@ class ShardedLoss:
             lazy = tuple(LazyLeaves(layout, dtype, trained=trained) for layout, dtype, trained in forms)
         give_back = functools.partial(self._lazy.__setitem__, forms)
         is_whole = flat.tape is not None and flat.tape.whole_loss is self
-        session = new_session(flats, flat.tape, self.knobs, self._plans.get(layouts), learn, self.secondary, lazy, give_back, is_whole)
+        session = new_session(flats, flat.tape, self.knobs, plan, learn, self.secondary, lazy, give_back, is_whole)
         try:
             with session.hooks():
                 leaves = session.leaves()
@@ -162,6 +175,21 @@ class ShardedLoss:
             session.abandon()
             raise
         return out
+
+
+def _whole(flats: Sequence[Flat], shards: Sequence[BucketShard]) -> Iterator[tree.Tree]:
+    """View parameters that one rank alone holds as the trees that they are of, with bucket nodes behind the trained ones."""
+    rest = iter(shards)
+    for flat in flats:
+        yield tree_of(flat.layout, (_views(flat.tape, shard) for shard in itertools.islice(rest, len(flat.layout.buckets))))
+
+
+def _views(tape: Tape | None, shard: BucketShard) -> list[Tensor]:
+    views = shard.views(shard.flat.buffers[shard.index])
+    if tape is None:
+        return views
+    tape.on_end.append(functools.partial(check_unwritten, views, shard.slots))
+    return tape.open(shard.index, views) if shard.trained else views
 
 
 def _like(frozen: Flat, flat: Flat) -> Flat:
