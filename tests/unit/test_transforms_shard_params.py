@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from typing import Any
 from unittest import mock
 
@@ -425,37 +424,3 @@ def test_without_torchs_own_way_to_make_a_view(size: int, monkeypatch: pytest.Mo
     with_it = zf.simulate(size, main)
     monkeypatch.setattr(_buckets, "_view", None)
     assert_same_bits(zf.simulate(size, main), with_it)
-
-
-@pytest.mark.parametrize("strays", [False, True])
-def test_a_rank_begins_backward_while_another_is_still_in_forward(strays: bool) -> None:
-    """And it answers from there, where that one needs again what has been freed."""
-    in_backward = threading.Event()
-    params = {name: torch.linspace(0.1 * i, 1.0, 64) for i, name in enumerate("abcd", 1)}
-
-    def main(group: zf.Group) -> Any:
-        step = 0
-
-        def loss_fn(params: Any, x: Tensor) -> Tensor:
-            for leaf in params.values():
-                x = torch.tanh(x * leaf)
-            if step == 3 and group.rank == 1:
-                assert in_backward.wait(timeout=20.0)
-                if strays:
-                    x = x * params["a"]
-            if step == 3 and group.rank == 0 and x.requires_grad:
-                x.register_hook(lambda grad: in_backward.set())
-            return x.sum()
-
-        loss, flat = zf.shard_params(loss_fn, group), zf.shard(params, group, bucket_bytes=256)
-        sharded, whole = (zf.data_parallel(zf.value_and_grad(fn), group, bucket_bytes=256) for fn in (loss, loss_fn))
-        found, expected = [], []
-        for step in range(5):  # noqa: B007, the loss looks at it
-            value, grads = sharded(flat, torch.ones(64))
-            found.append((value, zf.unshard(grads)))
-            value, grads = whole(params, torch.ones(64))
-            expected.append((value, zf.unshard(grads)))
-        return found, expected
-
-    for found, expected in zf.simulate(2, main):
-        assert_same_bits(found, expected)

@@ -82,7 +82,6 @@ class GradientFunction:
         tape = Tape(layout, sinks, _grad_dtypes(layout, group, self.reduce_dtype), group, tables)
         if len(sinks) == 1 and isinstance(sinks[0], SumSink) and sinks[0].borrows:
             tape.max_in_flight = None
-        tape.whole_loss = self.loss.loss if isinstance(self.loss, CastLoss) else self.loss
         try:
             with torch.enable_grad(), noting("forward"):
                 value, total, weight, aux = parse(self.loss(_open(params, layout, tape), batch))
@@ -153,9 +152,6 @@ class GradientFunction:
             raise OptionError(
                 "weighted_mean() is a mean; got data_parallel(reduce='sum'); use reduce='mean', or return the sum itself as the loss"
             )
-        if tape.must_vote or weight is not None:
-            # It is waited for here.
-            tape.count_votes()
         parts = [total]
         if weight is not None:
             parts.append(weight)
@@ -165,8 +161,7 @@ class GradientFunction:
         if tape.must_vote:
             vote = pending.wait()[-1]
             # A fake tensor has no value; the ranks of an abstract group do what this one does.
-            tape.any_strayed = tape.strayed if ops.is_abstract(vote) else bool(vote > 0)
-            tape.count_votes()
+            tape.note_strayed(tape.strayed if ops.is_abstract(vote) else bool(vote > 0))
         if weight is not None:
             return pending.wait()[1], Pending.done(pending.wait()[0])
         scale = 1.0 / self.group.size if self.reduce == "mean" else 1.0

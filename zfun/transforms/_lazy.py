@@ -119,7 +119,7 @@ def _getter(name: str) -> Any:
 
 
 class LazyLeaves:
-    """The lazy leaves of the parameters of one call; where nobody has kept any of them, the next call gets the same.
+    """The lazy leaves of the parameters of one call.
 
     Args:
         layout: of the parameters.
@@ -150,10 +150,6 @@ class LazyLeaves:
     def are_in_use(self) -> bool:
         """Whether something of torch has one, such as a graph."""
         return max(map(_use_count, self._leaves), default=0) > 1
-
-    def are_free(self) -> bool:
-        """Whether nobody else has one."""
-        return not is_held(self._leaves)
 
 
 def _closed(leaf: LazyLeaf) -> Tensor:

@@ -15,12 +15,11 @@ Order. Gathers are started in one order on every rank: that of the schedule; fro
 of turn starts those before it too, and at the end of each pass every rank starts what is left. So a rank that skips a leaf, or takes
 another branch, leaves nobody waiting, and every step sends the same bytes. A rank that leaves the schedule frees nothing more in its pass.
 What has been freed and is used again in forward, unplanned, is gathered again when all ranks have come to the end of their pass, or ask for
-something themselves: a round of one small all-gather, which ends each forward pass. Where nothing but the gradient comes after the loss, a
-rank goes on meanwhile, until backward needs a parameter. There nobody may have to ask. So the ranks vote, in that round (with the loss in
-the first pass, or where the loss has more ranks), on whether all of them have used, and kept for backward, what the schedule says. If not,
-each bucket that forward has not gathered ahead is gathered once in backward, in one order, and all are kept until nothing can need them any
-more. A bucket that backward needs no value of is gathered all the same, at the end, unless it stayed: a step sends what the closed form
-says.
+something themselves: a round of one small all-gather, which ends each forward pass. In backward nobody may have to ask. So the ranks vote,
+in that round (with the loss in the first pass, or where the loss has more ranks), on whether all of them have used, and kept for backward,
+what the schedule says. If not, each bucket that forward has not gathered ahead is gathered once in backward, in one order, and all are kept
+until nothing can need them any more. A bucket that backward needs no value of is gathered all the same, at the end, unless it stayed: a
+step sends what the closed form says.
 
 Bits. A bucket that is freed and gathered again in forward comes back behind the same outputs of its node: they get the new buffer as
 their data. A second node would add gradients in another order.
@@ -39,7 +38,7 @@ import torch
 from torch import Tensor
 
 from zfun import ops, tree
-from zfun.collectives import AllGather, Call, Group, Lane, Mesh, Pending
+from zfun.collectives import AllGather, Call, Group, Lane, Pending
 from zfun.errors import PlacementError, ZfunError
 from zfun.flat import Flat
 from zfun.transforms._buckets import BucketShard, view_of
@@ -71,8 +70,6 @@ class Session:
         learn: Callable[[Plan], None],
         secondary: Group | None,
         lazy: tuple[LazyLeaves, ...],
-        give_back: Callable[[tuple[LazyLeaves, ...]], None],
-        is_whole: bool,
     ) -> None:
         self._group = flats[0].group
         self._secondary = secondary
@@ -82,7 +79,6 @@ class Session:
         self._plan = plan
         self._learn = learn
         self._lazy: tuple[LazyLeaves, ...] = lazy
-        self._give_back = give_back
         self._shards = shards
         self._sources = tuple(source for leaves in lazy for source in leaves.sources)
         for bucket, source in enumerate(self._sources):
@@ -92,9 +88,6 @@ class Session:
         self._alone = self._group.size == 1 or any(isinstance(buffer, Tensor) and ops.is_abstract(buffer) for buffer in flats[0].buffers)
         # Whether the ranks that meet at the end of forward are those that must agree.
         self._votes_here = tape is not None and tape.group is self._group and not self._alone
-        # Where backward follows at once, ranks have something to compute before they must have met. On a mesh a gather has phases, in which
-        # others would wait meanwhile.
-        self._meets_later = self._votes_here and is_whole and plan is not None and not isinstance(self._group, Mesh)
         self._thread = threading.get_ident()
         self._makes_graph = torch.is_grad_enabled()
         # Where the call is.
@@ -168,9 +161,7 @@ class Session:
         is_first = self._plan is None
         # In the first pass there is nothing to stray from before the ranks have agreed on it.
         has_strayed = not is_first and self._has_strayed()
-        meeting = self._come_to_meet(_STRAYED if has_strayed else _DONE)
-        if not self._meets_later:
-            meeting()
+        said = self._meet(_STRAYED if has_strayed else _DONE)
         for bucket in self._persistent:
             self._shards[bucket].keep(self._take(bucket))
         if self._plan is not None and self._tape is not None:
@@ -179,7 +170,7 @@ class Session:
         if is_first:
             has_strayed = self._learn_forward()
         if self._tape is not None:
-            self._vote(self._tape, has_strayed, None if is_first else meeting)
+            self._vote(self._tape, has_strayed, None if is_first else said)
         if not torch.is_grad_enabled():
             self._close()
             return
@@ -194,25 +185,14 @@ class Session:
         assert self._plan is not None
         return not self._course.followed or self._plan.packed not in (None, tuple(self._saved.order))
 
-    def _come_to_meet(self, mine: int) -> Callable[[], list[int]]:
-        """Say that this rank is at the end of its pass.
-
-        What is returned stays until no rank asks for a bucket any more, and returns what the ranks said then.
-        """
+    def _meet(self, mine: int) -> list[int]:
+        """Say that this rank is at the end of its pass; return what the ranks say when none asks for a bucket any more."""
         if self._alone:
-            return lambda: [_DONE]
-        pending = self._say(mine)
-        if self._meets_later and self._tape is not None:
-            self._tape.on_error.append(pending.wait)
-
-        @functools.cache
-        def meet() -> list[int]:
-            again, said = self._hear(pending)
-            while again:
-                again, said = self._hear(self._say(mine))
-            return said
-
-        return meet
+            return [_DONE]
+        again, said = self._hear(self._say(mine))
+        while again:
+            again, said = self._hear(self._say(mine))
+        return said
 
     def _learn_forward(self) -> bool:
         """Make a plan of what rank 0 has used, and say whether this rank has used something else."""
@@ -224,12 +204,12 @@ class Session:
         self._course.followed = tuple(used) == self._plan.schedule.trace.forward
         return not self._course.followed
 
-    def _vote(self, tape: Tape, has_strayed: bool, meeting: Callable[[], list[int]] | None) -> None:
+    def _vote(self, tape: Tape, has_strayed: bool, said: list[int] | None) -> None:
         """Say on the tape who has strayed: all ranks are known where they say it to this group, else the loss asks them."""
         tape.gathers = True
         tape.strayed = tape.strayed or has_strayed
-        if meeting is not None and self._votes_here:
-            tape.votes.append(lambda: _STRAYED in meeting())
+        if said is not None and self._votes_here:
+            tape.note_strayed(_STRAYED in said)
         else:
             tape.must_vote = True
 
@@ -237,8 +217,6 @@ class Session:
         self._phase = "closed"
         for leaves in self._lazy:
             leaves.close()
-        if self._lazy:
-            self._give_back(self._lazy)
         self._lazy, self._sources = (), ()
 
     def abandon(self) -> None:
@@ -263,8 +241,6 @@ class Session:
         """Choose what to do in backward, once the ranks have voted."""
         if self._phase != "turn":
             return
-        if self._tape is not None:
-            self._tape.count_votes()
         self._phase = "backward"
         plan = self._plan
         assert plan is not None
@@ -507,9 +483,7 @@ class Session:
 
     def _say(self, mine: int) -> Pending:
         """Begin a round in which each rank asks for a bucket, or says that it needs none."""
-        # Where the ranks go on meanwhile, with the loss in the lane for such words, it has its place among the gathers.
-        lane = Lane.PARAMS if self._meets_later else Lane.CONTROL
-        return self._group.start(Call(AllGather(), "gather again", lane=lane), torch.tensor([mine], device=self._device))
+        return self._group.start(Call(AllGather(), "gather again", lane=Lane.CONTROL), torch.tensor([mine], device=self._device))
 
     def _hear(self, pending: Pending) -> tuple[dict[int, Tensor], list[int]]:
         """Gather what any rank asks for in a round, and return what the ranks said."""

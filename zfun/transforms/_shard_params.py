@@ -136,8 +136,6 @@ class ShardedLoss:
         self.secondary = secondary
         self.wire = wire
         self._plans: dict[tuple[Layout, ...], Plan] = {}
-        # The leaves that no call has at the moment: to make them anew each time takes as long as a small operation on each.
-        self._lazy: dict[Any, tuple[LazyLeaves, ...]] = {}
 
     @property
     def schedules(self) -> list[Schedule]:
@@ -158,13 +156,10 @@ class ShardedLoss:
                 # Nothing is gathered, and so nothing can be freed.
                 return self.loss(tree.combine(*_whole(flats, shards)), batch)
         learn = functools.partial(self._plans.__setitem__, layouts)
-        forms = tuple((part.layout, part.compute_dtype, number == 0 and flat.tape is not None) for number, part in enumerate(flats))
-        lazy = self._lazy.pop(forms, None)
-        if lazy is None or not all(leaves.are_free() for leaves in lazy):
-            lazy = tuple(LazyLeaves(layout, dtype, trained=trained) for layout, dtype, trained in forms)
-        give_back = functools.partial(self._lazy.__setitem__, forms)
-        is_whole = flat.tape is not None and flat.tape.whole_loss is self
-        session = new_session(flats, flat.tape, self.knobs, plan, learn, self.secondary, lazy, give_back, is_whole)
+        lazy = tuple(
+            LazyLeaves(part.layout, part.compute_dtype, trained=number == 0 and part.tape is not None) for number, part in enumerate(flats)
+        )
+        session = new_session(flats, flat.tape, self.knobs, plan, learn, self.secondary, lazy)
         try:
             with session.hooks():
                 leaves = session.leaves()

@@ -95,10 +95,6 @@ class Tape:
         self.any_strayed: bool | None = None
         # Whether a pass has left the vote to the loss.
         self.must_vote = False
-        # Votes that are under way, of passes behind which nothing of the user's runs: each says whether a rank has strayed.
-        self.votes: list[Callable[[], bool]] = []
-        # The loss itself, where nothing but the gradient comes after it.
-        self.whole_loss: object = None
         self.max_in_flight: int | None = MAX_IN_FLIGHT
         count = len(layout.buckets)
         self._opened = [0] * count
@@ -136,16 +132,15 @@ class Tape:
         self._silent = frozenset(bucket for bucket, nodes in enumerate(self._nodes) if nodes and not any(map(runs, nodes)))
         self._start_ready()
 
-    def count_votes(self) -> None:
-        """Wait for the votes that are under way. Before this rank waits for anything else, for another may ask it for something in one."""
-        while self.votes:
-            self.any_strayed = self.votes.pop(0)() or bool(self.any_strayed)
+    def note_strayed(self, any_strayed: bool) -> None:
+        """Note the outcome of a vote: whether any rank has strayed."""
+        self.any_strayed = any_strayed or bool(self.any_strayed)
         if self.any_strayed:
+            # A rank may need gathers that others start only after a reduction that this rank would wait for.
             self.max_in_flight = None
 
     def contribute(self, bucket: int, grads: Sequence[Tensor | None]) -> None:
         """Take the gradients of a bucket's leaves from one of its nodes."""
-        self.count_votes()
         self._fired[bucket] += 1
         before = self._sums[bucket]
         self._sums[bucket] = list(grads) if before is None else [_sum(x, y) for x, y in zip(before, grads, strict=True)]
@@ -184,7 +179,6 @@ class Tape:
         for callbacks in (self.on_complete, self.on_finish, self.on_end):
             callbacks.clear()
         self.on_error.clear()
-        self.votes.clear()
         self._nodes.clear()
 
     def _make_room(self) -> None:
