@@ -39,11 +39,11 @@ WIRE = "zfun/wire/_collectives.py"
 PARTS = {
     "zfun/optim/": "an optimizer",
     "zfun/recipes.py:_unscaled": "unscaled",
-    "zfun/transforms/_session.py": "gathered",
+    "zfun/transforms/params/_executor.py": "gathered",
     WIRE: "reduced",
     # Where a mesh has an axis of one rank, its sums are copied, not sent, to where they are to be.
-    "zfun/transforms/_sum_sink.py:start": "reduced",
-    "zfun/transforms/_redistribute.py:_communicate": "reduced",
+    "zfun/transforms/grads/_hooks.py:start": "reduced",
+    "zfun/transforms/values/_redistribute.py:_communicate": "reduced",
 }
 SIZE, ROWS = 4, 3
 # Products of odd numbers, while the length of every flat buffer is a multiple of 32: so the two cannot be taken for each other.

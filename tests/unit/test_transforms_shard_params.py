@@ -15,9 +15,9 @@ import zfun as zf
 from tests import models
 from zfun import tree
 from zfun.testing import assert_same_bits
-from zfun.transforms import _buckets
-from zfun.transforms._lazy import LazyLeaf
-from zfun.transforms._session import Session
+from zfun.transforms.params import _buckets
+from zfun.transforms.params._executor import Session
+from zfun.transforms.params._lazy import LazyLeaf
 
 SIZES = pytest.mark.parametrize("size", [1, 3])
 X = models.mlp_batches(1, 1)[0][0]

@@ -14,24 +14,24 @@ what is so   before a step, ``_trace`` and ``_explain`` with ``_price`` and ``_f
 ===========  =========================================================================================================================
 """
 
-from zfun.transforms._accumulate import accumulate
 from zfun.transforms._cast import CastLoss, cast
-from zfun.transforms._describe import Description, describe
 from zfun.transforms._explain import Accumulation, Explanation, Message, explain
 from zfun.transforms._first import first_steps
-from zfun.transforms._gradient import GradientFunction, data_parallel, scale_loss, value_and_grad
 from zfun.transforms._offload import offload, offload_grads, offload_loss, offload_optimizer, offload_params
-from zfun.transforms._optimizer import apply, shard_optimizer
 from zfun.transforms._profile import Noted, Profile, profile
-from zfun.transforms._redistribute import MAX_UNDER_WAY, check_agreement, gather, redistribute, replicate, shard, unshard
 from zfun.transforms._remat import Remat, remat
-from zfun.transforms._schedule import Event, Knobs, Schedule, Step, Trace, TracedBucket, schedule
-from zfun.transforms._shard_params import ShardedLoss, shard_params
-from zfun.transforms._sum_grads import replicate_grads, shard_grads
-from zfun.transforms._tape import MAX_IN_FLIGHT
 from zfun.transforms._timeline import Span, Timeline, timeline
 from zfun.transforms._trace import order_of_use, trace
-from zfun.transforms._value import WeightedMean, weighted_mean
+from zfun.transforms.grads._accumulate import accumulate
+from zfun.transforms.grads._gradient import GradientFunction, data_parallel, scale_loss, value_and_grad
+from zfun.transforms.grads._reducer import MAX_IN_FLIGHT
+from zfun.transforms.grads._sum_grads import replicate_grads, shard_grads
+from zfun.transforms.grads._value import WeightedMean, weighted_mean
+from zfun.transforms.optimizer._apply import apply, shard_optimizer
+from zfun.transforms.params._schedule import Event, Knobs, Schedule, Step, Trace, TracedBucket, schedule
+from zfun.transforms.params._shard_params import ShardedLoss, shard_params
+from zfun.transforms.values._describe import Description, describe
+from zfun.transforms.values._redistribute import MAX_UNDER_WAY, check_agreement, gather, redistribute, replicate, shard, unshard
 
 __all__ = [
     "MAX_IN_FLIGHT",

@@ -21,7 +21,7 @@ from zfun import tree
 from zfun.errors import OptionError, checked_options
 from zfun.flat import Flat
 from zfun.placement import S
-from zfun.transforms._lazy import LazyLeaf
+from zfun.transforms.params._lazy import LazyLeaf
 from zfun.typing import Loss
 
 __all__ = ["CastLoss", "cast", "cast_leaves"]

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from zfun.collectives import Group, abstract_group
 from zfun.errors import OptionError, checked_options
 from zfun.transforms._price import Hop, price_of_gather, price_of_sum
-from zfun.transforms._schedule import Phase, Schedule, TracedBucket
-from zfun.transforms._tape import MAX_IN_FLIGHT
+from zfun.transforms.grads._reducer import MAX_IN_FLIGHT
+from zfun.transforms.params._schedule import Phase, Schedule, TracedBucket
 from zfun.wire import Wire, check_wire
 
 __all__ = ["Accumulation", "Explanation", "Message", "explain", "reductions_of"]

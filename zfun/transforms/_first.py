@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
-from zfun.transforms._course import WINDOW, Course
-from zfun.transforms._schedule import Schedule, Step
+from zfun.transforms.params._cursor import WINDOW, Course
+from zfun.transforms.params._schedule import Schedule, Step
 
 __all__ = ["first_steps"]
 
@@ -25,7 +25,7 @@ def first_steps(schedule: Schedule) -> tuple[Step, ...]:
 
     Example:
         >>> from zfun.transforms import Trace, TracedBucket
-        >>> from zfun.transforms._schedule import schedule
+        >>> from zfun.transforms.params._schedule import schedule
         >>> blocks = tuple(TracedBucket(f"h.{i}", ((f"h.{i}", 64),), 64, 4, 4, 4) for i in range(3))
         >>> steps = first_steps(schedule(Trace(blocks, 2, (2, 1, 0)), prefetch=0))
         >>> [f"{step.kind} {step.bucket}" for step in steps if step.phase == "forward"][:6]

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from zfun.collectives import Pending
 from zfun.layout import Layout
-from zfun.transforms._schedule import Step
+from zfun.transforms.params._schedule import Step
 
 __all__ = ["Noted", "Notes", "noted", "noting", "timed", "watching"]
 

@@ -15,7 +15,7 @@ from zfun.layout import Layout
 from zfun.optim import Optimizer, as_optimizer
 from zfun.placement import S
 from zfun.stores import Store
-from zfun.transforms._gradient import GradientFunction
+from zfun.transforms.grads._gradient import GradientFunction
 from zfun.typing import Gradient, Loss
 
 __all__ = ["offload", "offload_grads", "offload_loss", "offload_optimizer", "offload_params"]

@@ -20,14 +20,14 @@ from torch import Tensor
 from zfun.collectives import Pending
 from zfun.flat import Flat
 from zfun.layout import Layout
-from zfun.transforms._buckets import shards_of
-from zfun.transforms._course import Plan
-from zfun.transforms._lazy import LazyLeaf
 from zfun.transforms._notes import Noted, Notes, What, When, timed, watching
-from zfun.transforms._schedule import Knobs, Step
-from zfun.transforms._session import Session
-from zfun.transforms._tape import Handle, Sink, Tape
 from zfun.transforms._timeline import Span, Timeline
+from zfun.transforms.grads._reducer import Handle, Sink, Tape
+from zfun.transforms.params._buckets import shards_of
+from zfun.transforms.params._cursor import Plan
+from zfun.transforms.params._executor import Session
+from zfun.transforms.params._lazy import LazyLeaf
+from zfun.transforms.params._schedule import Knobs, Step
 
 __all__ = ["Noted", "Profile", "new_session", "profile", "watched"]
 
@@ -197,7 +197,7 @@ class _WatchedSink:
     first: int
 
     def start(self, buffer: Any, layout: Layout, bucket: int) -> Handle:
-        """Take a bucket over; see :class:`zfun.transforms._tape.Sink`."""
+        """Take a bucket over; see :class:`zfun.transforms.grads._reducer.Sink`."""
         start = self.profile.now()
         handle = self.sink.start(buffer, layout, bucket)
         self.profile.note("sum", bucket + self.first, "backward", start)

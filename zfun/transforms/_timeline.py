@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from zfun.errors import OptionError, checked_options
 from zfun.transforms._explain import reductions_of
-from zfun.transforms._schedule import Schedule
+from zfun.transforms.params._schedule import Schedule
 
 __all__ = ["Span", "Timeline", "timeline"]
 

@@ -15,9 +15,9 @@ from zfun.flat import Flat
 from zfun.layout import DEFAULT_BUCKET_BYTES, LabelFn, layout_of, split_by_label
 from zfun.placement import S
 from zfun.transforms._cast import CastLoss
-from zfun.transforms._gradient import data_parallel, value_and_grad
-from zfun.transforms._schedule import Trace
-from zfun.transforms._shard_params import ShardedLoss, shard_params
+from zfun.transforms.grads._gradient import data_parallel, value_and_grad
+from zfun.transforms.params._schedule import Trace
+from zfun.transforms.params._shard_params import ShardedLoss, shard_params
 from zfun.typing import Loss
 
 __all__ = ["order_of_use", "trace"]

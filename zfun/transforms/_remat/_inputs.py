@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zfun.transforms._remat._elsewhere import Elsewhere, Moved, Stays
 from zfun.transforms._remat._vectors import is_plain
-from zfun.transforms._tape import is_bucket_view
+from zfun.transforms.grads._reducer import is_bucket_view
 
 __all__ = ["moving_inputs"]
 

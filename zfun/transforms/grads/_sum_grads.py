@@ -10,9 +10,9 @@ from zfun.collectives import Group, check_shardable
 from zfun.errors import PlacementError, checked_options
 from zfun.flat import Flat
 from zfun.placement import P, R, S
-from zfun.transforms._gradient import GradientFunction
-from zfun.transforms._redistribute import redistribute
-from zfun.transforms._sum_sink import SumSink
+from zfun.transforms.grads._gradient import GradientFunction
+from zfun.transforms.grads._hooks import SumSink
+from zfun.transforms.values._redistribute import redistribute
 from zfun.typing import Gradient
 
 __all__ = ["replicate_grads", "shard_grads"]

@@ -32,8 +32,8 @@ from zfun.flat import Flat, call_site, ravel_buckets, unravel_buffers
 from zfun.layout import DEFAULT_BUCKET_BYTES, LabelFn, Layout, layout_of, split_by_label
 from zfun.placement import P, Placement, R, S
 from zfun.transforms._cast import cast_leaves
-from zfun.transforms._lazy import materialise
 from zfun.transforms._notes import noted
+from zfun.transforms.params._lazy import materialise
 
 __all__ = ["MAX_UNDER_WAY", "check_agreement", "gather", "needs_autograd", "redistribute", "replicate", "shard", "unshard"]
 

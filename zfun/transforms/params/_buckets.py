@@ -15,8 +15,8 @@ from zfun.collectives import AllGather, Call, Group, Lane, Pending
 from zfun.flat import Flat
 from zfun.layout import Layout, LeafSlot
 from zfun.transforms._cast import cast_leaves
-from zfun.transforms._schedule import TracedBucket
-from zfun.transforms._tape import Tape
+from zfun.transforms.grads._reducer import Tape
+from zfun.transforms.params._schedule import TracedBucket
 from zfun.wire import start
 
 try:

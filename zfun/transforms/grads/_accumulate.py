@@ -10,7 +10,7 @@ from torch import Tensor
 from zfun import stores, tree
 from zfun.errors import OptionError, checked_options
 from zfun.flat import Flat
-from zfun.transforms._value import NO_AUX, WeightedMean
+from zfun.transforms.grads._value import NO_AUX, WeightedMean
 from zfun.typing import Gradient
 
 __all__ = ["accumulate"]

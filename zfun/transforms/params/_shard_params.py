@@ -22,16 +22,16 @@ from zfun.errors import OptionError, PlacementError, checked_options
 from zfun.flat import Flat
 from zfun.layout import Layout
 from zfun.placement import S
-from zfun.transforms._buckets import BucketShard, shards_of, tree_of
 from zfun.transforms._cast import CastLoss
-from zfun.transforms._course import Plan
-from zfun.transforms._lazy import LazyLeaves
 from zfun.transforms._notes import watching
 from zfun.transforms._profile import new_session
-from zfun.transforms._redistribute import gather, needs_autograd
 from zfun.transforms._remat import warn_of_whole_loss
-from zfun.transforms._schedule import Knobs, Schedule
-from zfun.transforms._tape import Tape, check_unwritten
+from zfun.transforms.grads._reducer import Tape, check_unwritten
+from zfun.transforms.params._buckets import BucketShard, shards_of, tree_of
+from zfun.transforms.params._cursor import Plan
+from zfun.transforms.params._lazy import LazyLeaves
+from zfun.transforms.params._schedule import Knobs, Schedule
+from zfun.transforms.values._redistribute import gather, needs_autograd
 from zfun.typing import Loss
 from zfun.wire import Wire, check_wire
 

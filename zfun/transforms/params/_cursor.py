@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from zfun.collectives import Broadcast, Call, Group, Lane
-from zfun.transforms._schedule import Schedule, Step
+from zfun.transforms.params._schedule import Schedule, Step
 
 __all__ = ["WINDOW", "Course", "Plan", "of_rank_0"]
 

@@ -15,7 +15,7 @@ from zfun.layout import DEFAULT_BUCKET_BYTES, Layout, LeafSlot, layout_of, split
 from zfun.optim import Optimizer, as_optimizer, probe
 from zfun.placement import P, R, S
 from zfun.transforms._notes import noting
-from zfun.transforms._redistribute import check_agreement, redistribute
+from zfun.transforms.values._redistribute import check_agreement, redistribute
 
 __all__ = ["apply", "shard_optimizer"]
 

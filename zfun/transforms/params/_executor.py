@@ -41,12 +41,12 @@ from zfun import ops, tree
 from zfun.collectives import AllGather, Call, Group, Lane, Pending
 from zfun.errors import PlacementError, ZfunError
 from zfun.flat import Flat
-from zfun.transforms._buckets import BucketShard, view_of
-from zfun.transforms._course import WINDOW, Course, Plan, of_rank_0
-from zfun.transforms._lazy import LazyLeaf, LazyLeaves, is_held
-from zfun.transforms._saved import Packed, SavedViews
-from zfun.transforms._schedule import Event, Knobs, Step, Trace
-from zfun.transforms._tape import Tape, check_unwritten
+from zfun.transforms.grads._reducer import Tape, check_unwritten
+from zfun.transforms.params._buckets import BucketShard, view_of
+from zfun.transforms.params._cursor import WINDOW, Course, Plan, of_rank_0
+from zfun.transforms.params._lazy import LazyLeaf, LazyLeaves, is_held
+from zfun.transforms.params._saved import Packed, SavedViews
+from zfun.transforms.params._schedule import Event, Knobs, Step, Trace
 
 __all__ = ["Session"]
 

@@ -17,15 +17,15 @@ from zfun.errors import LeafError, OptionError, PlacementError, ZfunError, check
 from zfun.flat import Flat, flats, ravel, unravel_buffers
 from zfun.layout import DEFAULT_BUCKET_BYTES, Layout, layout_of, unique_leaves
 from zfun.placement import P, Placement, R, S
-from zfun.transforms._buckets import tree_of, views_of
 from zfun.transforms._cast import CastLoss
 from zfun.transforms._notes import noting
 from zfun.transforms._profile import watched
-from zfun.transforms._redistribute import check_agreement
 from zfun.transforms._remat import warn_of_whole_loss
-from zfun.transforms._sum_sink import SumSink
-from zfun.transforms._tape import Sink, Tape, check_unwritten
-from zfun.transforms._value import NO_AUX, WeightedMean, parse
+from zfun.transforms.grads._hooks import SumSink
+from zfun.transforms.grads._reducer import Sink, Tape, check_unwritten
+from zfun.transforms.grads._value import NO_AUX, WeightedMean, parse
+from zfun.transforms.params._buckets import tree_of, views_of
+from zfun.transforms.values._redistribute import check_agreement
 from zfun.typing import Gradient, Loss
 from zfun.wire import Wire, check_wire
 

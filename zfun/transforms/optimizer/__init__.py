@@ -1,0 +1,1 @@
+"""The update: an optimizer on values of any placement, and with sharded state."""
