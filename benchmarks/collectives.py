@@ -27,6 +27,9 @@ from torch import Tensor
 import zfun as zf
 from zfun.collectives import AllGather, AllReduce, AllToAll, Broadcast, Call, Group, Op, Permute, Reduce, ReduceScatter
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks import pages
+
 Run = Callable[[], object]
 CONTENDERS = ["memcpy", "lent", "shared", "direct", "torch"]
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -119,20 +122,24 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="*", default=[1 << 10, 1 << 20, 1 << 26], help="bytes")
     parser.add_argument("--only", nargs="*", default=list(ops(2)), choices=list(ops(2)))
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--write", action="store_true", help="put the table into benchmarks/results/collectives.md")
     args = parser.parse_args()
     with zf.collectives.Workers(args.ranks, timeout_s=1800.0, collective_timeout_s=120.0, shared_memory=False) as workers:
         reports = workers.run(measure, args.sizes, args.only, args.rounds)
     rounds = {key: [max(times) for times in zip(*(report[key] for report in reports), strict=True)] for key in reports[0]}
     rows: dict[str, dict[str, Any]] = {}
-    print(f"{args.ranks} ranks, median of {args.rounds} rounds in microseconds; ratios of medians")
-    print(f"{'':24}" + "".join(f"{name:>10}" for name in CONTENDERS) + f"{'shared/memcpy':>15}{'shared/direct':>15}{'shared/torch':>14}")
+    lines = [f"{'':24}" + "".join(f"{name:>10}" for name in CONTENDERS) + f"{'shared/memcpy':>15}{'shared/direct':>15}{'shared/torch':>14}"]
     for kind in args.only:
         for nbytes in args.sizes:
             medians = {name: statistics.median(rounds[f"{kind} {nbytes} {name}"]) for name in CONTENDERS}
             ratios = {name: medians["shared"] / medians[name] for name in ("memcpy", "direct", "torch")}
             rows[f"{kind} {nbytes}"] = {"seconds": medians, "ratios": ratios}
             times = "".join(f"{1e6 * medians[name]:10.0f}" for name in CONTENDERS)
-            print(f"{kind:16}{shown(nbytes):>8}{times}{ratios['memcpy']:15.2f}{ratios['direct']:15.2f}{ratios['torch']:14.2f}")
+            lines.append(f"{kind:16}{shown(nbytes):>8}{times}{ratios['memcpy']:15.2f}{ratios['direct']:15.2f}{ratios['torch']:14.2f}")
+    head = f"{args.ranks} ranks, median of {args.rounds} rounds in microseconds; ratios of medians"
+    print("\n".join([head, *lines]))
+    if args.write:
+        print(f"written: {pages.write_table('collectives.md', f'{args.ranks} ranks', head, lines)}")
     if args.json:
         hardware = {"machine": platform.machine(), "processor": platform.processor(), "torch": torch.__version__, "python": sys.version}
         args.json.write_text(json.dumps({"ranks": args.ranks, "rows": rows, "hardware": hardware, "raw": rounds}))

@@ -22,6 +22,9 @@ from torch.nn import functional as F
 
 import zfun as zf
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks import pages
+
 
 class Sizes(NamedTuple):
     """Of a stack of blocks: width, number of blocks, examples, their length, heads."""
@@ -114,6 +117,7 @@ def main() -> None:
     parser.add_argument("--stage", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=3, help="of each contender in a round")
+    parser.add_argument("--write", action="store_true", help="put the table into benchmarks/results/compile.md")
     options = parser.parse_args()
     torch.set_num_threads(1)
     trainers = measure(options.preset, options.stage, options.rounds, options.steps)
@@ -122,11 +126,14 @@ def main() -> None:
         if any(abs(a - b) > 1e-3 * abs(b) for a, b in zip(trainer.losses, first.losses, strict=True)):
             sys.exit(f"{name} computes another loss: {trainer.losses} and not {first.losses}")
     base = statistics.median(first.times_s)
-    print(f"{Path(__file__).name}: preset {options.preset}, stage {options.stage}, one rank, one thread, torch {torch.__version__}")
-    print(f"{'':28}{'median ms':>10}{'of eager':>10}{'least ms':>10}")
+    head = f"Preset {options.preset}, stage {options.stage}, one rank, one thread, {options.rounds} rounds of {options.steps} steps"
+    lines = [f"{'':28}{'median ms':>10}{'of eager':>10}{'least ms':>10}"]
     for name, trainer in trainers.items():
         median = statistics.median(trainer.times_s)
-        print(f"{name:28}{1e3 * median:10.1f}{median / base:10.2f}{1e3 * min(trainer.times_s):10.1f}")
+        lines.append(f"{name:28}{1e3 * median:10.1f}{median / base:10.2f}{1e3 * min(trainer.times_s):10.1f}")
+    print("\n".join([head, *lines]))
+    if options.write:
+        print(f"written: {pages.write_table('compile.md', f'{options.preset}, stage {options.stage}', head, lines)}")
 
 
 if __name__ == "__main__":

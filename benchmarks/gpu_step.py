@@ -1,16 +1,20 @@
-"""A training step of one rank on a CUDA GPU: plain torch, FSDP2 and zfun's stages, in interleaved rounds.
+"""A training step of one rank on a CUDA GPU: plain torch, DDP, FSDP2 and zfun's stages.
 
     python benchmarks/gpu_step.py --preset small --rounds 8
-    python benchmarks/gpu_step.py --preset many --trace traces      # own overhead; one profile for each contender, for chrome://tracing
+    python benchmarks/gpu_step.py --preset many --trace traces    # profiles, for chrome://tracing
+    python benchmarks/gpu_step.py --device cpu --preset tiny --rounds 1    # to see that it runs
 
-There is nobody to communicate with, so that what a contender takes longer than plain torch for the same arithmetic is its own overhead:
-``own us`` a step, and by tensor. ``issue us`` is how long the host is busy with a step until it could issue the next, without
-waiting for the device at the end. Each contender has the same weights, data and AdamW; the loss curves must agree, or the script fails.
+The contenders take their steps in interleaved rounds. One rank has nobody to communicate with. So
+the time that a contender takes beyond plain torch's, for the same arithmetic, is overhead of the
+contender: ``own us`` for each step, and for each tensor. ``issue us`` is how long the host is busy
+with a step until the host could issue the next, without waiting for the device at the end. Each
+contender has the same weights, data and AdamW; the loss curves must agree, or the script fails.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import sys
@@ -29,9 +33,9 @@ import zfun as zf
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.contenders import CONTENDERS, ONE_PROCESS, Setting, Step, model_of
 
-NAMES = [ONE_PROCESS, "functional", "fsdp2", "zfun-0", "zfun-1", "zfun-2", "zfun-3"]
+NAMES = [ONE_PROCESS, "functional", "ddp", "fsdp2", "zfun-0", "zfun-1", "zfun-2", "zfun-3"]
 WARM_STEPS = 5
-# What the loss may differ by where the same sums are taken in another order.
+# How far losses may be apart where the same sums are taken in another order.
 ALLOWED = {"fp32": 1e-3, "bf16": 2e-2}
 
 
@@ -41,6 +45,7 @@ class Contender:
 
     step: Step
     data: Iterator[Any]
+    device: str
     held_bytes: int
     step_us: list[float] = field(default_factory=list)
     issue_us: list[float] = field(default_factory=list)
@@ -49,34 +54,58 @@ class Contender:
 
     def take(self, count: int, *, timed: bool) -> None:
         """Take some steps: the batches are on the device before the clock starts."""
-        batches = [on_gpu(next(self.data)) for _ in range(count)]
-        torch.cuda.synchronize()
-        # Memory of the other contenders is there all the time: what counts is the growth above that.
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
+        batches = [placed(next(self.data), self.device) for _ in range(count)]
+        synchronize(self.device)
+        # Memory of the other contenders is there all the time: the growth above that counts.
+        before = allocated(self.device)
+        if self.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
         began = time.perf_counter()
         for batch in batches:
             self.losses.append(self.step(batch))
         issued = time.perf_counter()
-        torch.cuda.synchronize()
+        synchronize(self.device)
         if timed:
             self.step_us.append(1e6 * (time.perf_counter() - began) / count)
             self.issue_us.append(1e6 * (issued - began) / count)
-        self.peak_bytes = max(self.peak_bytes, self.held_bytes + torch.cuda.max_memory_allocated() - before)
+        peak = torch.cuda.max_memory_allocated() if self.device == "cuda" else 0
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes + peak - before)
 
 
-def on_gpu(batch: Any) -> Any:
-    return tuple(x.cuda() for x in batch) if isinstance(batch, tuple) else batch.cuda()
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def allocated(device: str) -> int:
+    return torch.cuda.memory_allocated() if device == "cuda" else 0
+
+
+def placed(batch: Any, device: str) -> Any:
+    return tuple(x.to(device) for x in batch) if isinstance(batch, tuple) else batch.to(device)
+
+
+@contextlib.contextmanager
+def one_rank(device: str) -> Iterator[zf.Group]:
+    """DDP and FSDP2 want a process group, of one rank here; zfun's group of one rank talks to
+    nobody.
+    """
+    backend: dict[str, Any] = {"backend": "nccl", "device_id": torch.device("cuda", 0)} if device == "cuda" else {"backend": "gloo"}
+    dist.init_process_group(**backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield zf.collectives.single_group()
+    finally:
+        dist.destroy_process_group()
 
 
 def make(name: str, args: argparse.Namespace, group: zf.Group) -> Contender:
     model = model_of(args.preset)
-    before = torch.cuda.memory_allocated()
-    step = CONTENDERS[name](Setting(model, model.build().cuda(), group, args.dtype == "bf16", "cuda"))
-    contender = Contender(step, iter(model.batches(0, 1)), 0)
+    before = allocated(args.device)
+    step = CONTENDERS[name](Setting(model, model.build().to(args.device), group, args.dtype == "bf16", args.device))
+    contender = Contender(step, iter(model.batches(0, 1)), args.device, 0)
     contender.take(WARM_STEPS, timed=False)
     # Optimizers make their state in the first step.
-    contender.held_bytes = torch.cuda.memory_allocated() - before
+    contender.held_bytes = allocated(args.device) - before
     contender.peak_bytes = 0
     return contender
 
@@ -84,13 +113,13 @@ def make(name: str, args: argparse.Namespace, group: zf.Group) -> Contender:
 def trace(name: str, contender: Contender, folder: Path) -> Path:
     """Profile three steps, each with its name on the time line."""
     folder.mkdir(parents=True, exist_ok=True)
-    batches = [on_gpu(next(contender.data)) for _ in range(3)]
-    torch.cuda.synchronize()
+    batches = [placed(next(contender.data), contender.device) for _ in range(3)]
+    synchronize(contender.device)
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], profile_memory=True) as profiled:
         for index, batch in enumerate(batches):
             with record_function(f"{name}: step {index}"):
                 contender.step(batch)
-        torch.cuda.synchronize()
+        synchronize(contender.device)
     path = folder / f"{name.replace(' ', '-')}.json"
     profiled.export_chrome_trace(str(path))
     return path
@@ -113,6 +142,7 @@ def rows_of(found: dict[str, Contender], num_tensors: int) -> dict[str, dict[str
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--preset", default="small", choices=["tiny", "demo", "small", "medium", "many"])
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=5, help="steps of each contender in each round")
@@ -121,7 +151,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--trace", type=Path, help="folder for a profile of three steps of each contender")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
+    if args.device == "cuda" and not torch.cuda.is_available():
         parser.exit(2, f"gpu_step.py measures on a CUDA GPU; torch {torch.__version__} finds none here; on CPUs use benchmarks/step.py\n")
     if ONE_PROCESS not in args.only:
         args.only = [ONE_PROCESS, *args.only]
@@ -130,26 +160,21 @@ def parsed() -> argparse.Namespace:
 
 def main() -> None:
     args = parsed()
-    # FSDP2 wants a process group for its mesh, of one rank here. zfun's group of one rank is the one that talks to nobody.
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
-    try:
-        group = zf.collectives.single_group()
+    with one_rank(args.device) as group:
         found = {name: make(name, args, group) for name in args.only}
         for _ in range(args.rounds):
             for contender in found.values():
                 contender.take(args.steps, timed=True)
         traces = [trace(name, contender, args.trace) for name, contender in found.items()] if args.trace else []
-        weights = [weight.numel() for weight in model_of(args.preset).build().parameters()]
-    finally:
-        dist.destroy_process_group()
-
+    weights = [weight.numel() for weight in model_of(args.preset).build().parameters()]
     curves = {name: [float(loss) for loss in contender.losses] for name, contender in found.items()}
     spread = max(abs(a - b) for curve in curves.values() for a, b in zip(curve, curves[ONE_PROCESS], strict=True))
     rows = rows_of(found, len(weights))
-    gpu = torch.cuda.get_device_name()
+    device = torch.cuda.get_device_name() if args.device == "cuda" else "the CPU"
     print(
-        f"{args.preset} ({sum(weights) / 1e6:.1f}M in {len(weights)} tensors), {args.dtype}: one rank on {gpu}, torch {torch.__version__}, "
-        f"{args.rounds} rounds of {args.steps} steps; medians; loss curves differ by at most {spread:.1e}"
+        f"{args.preset} ({sum(weights) / 1e6:.1f}M in {len(weights)} tensors), {args.dtype}: one rank on {device}, "
+        f"torch {torch.__version__}, {args.rounds} rounds of {args.steps} steps; medians; "
+        f"loss curves differ by at most {spread:.1e}"
     )
     print(f"{'':14}{'us':>10}{'issue us':>10}{'own us':>10}{'/ tensor':>10}{'peak MB':>10}{'/ plain':>9}")
     for name, row in rows.items():
@@ -158,7 +183,7 @@ def main() -> None:
     for path in traces:
         print(f"profile: {path}")
     if args.json:
-        args.json.write_text(json.dumps({"gpu": gpu, "torch": torch.__version__, "spread": spread, "rows": rows, "losses": curves}))
+        args.json.write_text(json.dumps({"device": device, "torch": torch.__version__, "spread": spread, "rows": rows, "losses": curves}))
     if not spread <= ALLOWED[args.dtype]:
         sys.exit(f"the loss curves do not agree: they differ by {spread:.1e}, and may by {ALLOWED[args.dtype]:.0e}")
 

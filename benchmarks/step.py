@@ -4,6 +4,7 @@
     python benchmarks/step.py --preset medium --rounds 3 --in-turn    # one contender's processes at a time, where memory is short
     python benchmarks/step.py --preset many --ranks 1 --only "one process" functional zfun-0 zfun-3    # own overhead of zfun
     python benchmarks/step.py --no-shared-memory --dtype bf16
+    python benchmarks/step.py --rounds 60 --write    # the table into benchmarks/results/step.md
 
 Every contender has processes of its own, and the same weights, data and AdamW, on two ranks with one thread each (``one process`` has all
 threads and the whole batch). In each round every contender takes a few steps, in turn, so that what the machine does meanwhile hits all of
@@ -23,6 +24,7 @@ import gc
 import json
 import os
 import platform
+import random
 import resource
 import statistics
 import sys
@@ -37,6 +39,7 @@ import zfun as zf
 from zfun.collectives import Workers
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks import pages
 from benchmarks.contenders import ALONE, CONTENDERS, DEFAULT, ONE_PROCESS, Setting, Step, has_deepspeed, model_of
 from tests import loopback
 from zfun.demo._memory import forget_peak, peak_bytes
@@ -219,6 +222,35 @@ def table(rows: dict[str, dict[str, float]], num_tensors: int, ranks: int) -> st
     return "\n".join(lines)
 
 
+def interval(mine: Contender, base: Contender) -> str:
+    """The 95 % interval of a ratio of medians: the run, put together anew of blocks of ten steps."""
+    pairs = list(zip((max(times) for times in mine.seconds), (max(times) for times in base.seconds), strict=True))
+    blocks = [pairs[start : start + 10] for start in range(0, len(pairs), 10)]
+    if len(blocks) < 4:
+        return ""
+    draw = random.Random(0)
+    ratios = []
+    for _ in range(1000):
+        a, b = zip(*(pair for block in draw.choices(blocks, k=len(blocks)) for pair in block), strict=True)
+        ratios.append(statistics.median(a) / statistics.median(b))
+    low, *_, high = statistics.quantiles(ratios, n=40)
+    return f" ({low:.3f}–{high:.3f})"
+
+
+def section(found: dict[str, Contender], rows: dict[str, dict[str, float]], args: argparse.Namespace, head: str) -> tuple[str, str]:
+    """The title and the text of this run's section of the page."""
+    bases = [base for base in ("ddp", "fsdp2", ONE_PROCESS) if base in rows]
+    lines = [f"{pages.environment()} {head}", "", "| | ms | CPU ms | peak MB | wire | " + " | ".join(f"/ {base}" for base in bases) + " |"]
+    lines.append("|---" * (5 + len(bases)) + "|")
+    for name, row in rows.items():
+        ratios = [f"{row['ms'] / rows[base]['ms']:.3f}{interval(found[name], found[base])}" if name != base else "1" for base in bases]
+        figures = [f"{row['ms']:.1f}", f"{row['cpu_ms']:.1f}", f"{row['peak_mb']:.0f}", f"{row['wire']:.2f} P"]
+        lines.append(f"| {' | '.join([name, *figures, *ratios])} |")
+    transport = "gloo" if args.no_shared_memory else "shared memory"
+    title = f"{args.preset}, {args.dtype}, {'one rank' if args.ranks == 1 else f'{args.ranks} ranks, {transport}'}"
+    return title, "\n".join(lines)
+
+
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="small", choices=["tiny", "demo", "small", "medium", "many"])
@@ -230,6 +262,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--no-shared-memory", action="store_true", help="zfun's ranks talk over gloo, as the others do")
     parser.add_argument("--in-turn", action="store_true", help="end a contender's processes after its turn, start them anew in the next")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument(
+        "--write", action="store_true", help="put the table into benchmarks/results/step.md, in the place of the last such run"
+    )
     args = parser.parse_args()
     if any(name.startswith("deepspeed") for name in args.only) and not has_deepspeed():
         parser.error("DeepSpeed is not installed here; `make bench-deepspeed` makes an environment with it")
@@ -249,16 +284,19 @@ def main() -> None:
     found = measure(args)
     spread, allowed = spread_of(found, args)
     rows = rows_of(found, 4 * sum(weights))
-    print(
+    head = (
         f"{args.preset} ({sum(weights) / 1e6:.1f}M in {len(weights)} tensors), {args.dtype}: {args.ranks} ranks, {args.rounds} rounds of "
         f"{args.steps} steps; medians; loss curves differ by at most {spread:.1e}"
     )
+    print(head)
     print(table(rows, len(weights), args.ranks))
     if args.json:
         raw = {name: {"seconds": c.seconds, "cpu_seconds": c.cpu_seconds, "losses": c.losses, "wire": c.wire} for name, c in found.items()}
         hardware = {"machine": platform.machine(), "processor": platform.processor(), "torch": torch.__version__}
         options = {name: str(value) for name, value in vars(args).items()}
         args.json.write_text(json.dumps({"options": options, "spread": spread, "rows": rows, "hardware": hardware, "raw": raw}))
+    if args.write:
+        print(f"written: {pages.write_section('step.md', *section(found, rows, args, head + '.'))}")
     if not spread <= allowed:
         sys.exit(f"the loss curves do not agree: they differ by {spread:.1e}, and may by {allowed:.0e}")
 

@@ -1,0 +1,61 @@
+"""The pages of benchmarks/results: one for each benchmark, with one section for each kind of run, and no history."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def told(*command: str) -> str:
+    """The output of a command; empty where it fails."""
+    try:
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def commit() -> str:
+    head = told("git", "rev-parse", "--short", "HEAD") or "an unknown commit"
+    return f"{head}, with changes" if told("git", "status", "--porcelain", "--untracked-files=no") else head
+
+
+def processor() -> str:
+    try:
+        found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
+    except OSError:
+        found = None
+    return f"{os.cpu_count()} cores {found[1] if found else platform.processor() or platform.machine()}"
+
+
+def environment(hardware: str | None = None) -> str:
+    """Hardware, versions and commit, as each section names them."""
+    return f"{hardware or processor()}; Python {platform.python_version()}, torch {torch.__version__}; commit {commit()}."
+
+
+def write_section(page: str, title: str, text: str) -> Path:
+    """Put a section in the place of that with the same title, or at the end of the page."""
+    path = RESULTS / page
+    old = path.read_text(encoding="utf-8") if path.exists() else f"# {page.removesuffix('.md').capitalize()}\n"
+    head, *sections = re.split(r"^(?=## )", old, flags=re.MULTILINE)
+    new = f"## {title}\n\n{text.strip()}\n"
+    places = [index for index, section in enumerate(sections) if section.splitlines()[0] == f"## {title}"]
+    for index in places:
+        sections[index] = new
+    if not places:
+        sections.append(new)
+    path.write_text("\n\n".join(part.strip() for part in (head, *sections)) + "\n", encoding="utf-8")
+    return path
+
+
+def write_table(page: str, title: str, head: str, lines: list[str]) -> Path:
+    """Put a table as it is printed into a section, below the environment."""
+    table = "\n".join(["```text", *lines, "```"])
+    return write_section(page, title, f"{environment()} {head}.\n\n{table}")
