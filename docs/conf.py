@@ -18,28 +18,44 @@ from docutils import nodes
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 sys.path.insert(0, str(ROOT))
-# The notebook's kernel is a process of its own.
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+# The notebook's kernel is a separate process and reads PYTHONPATH.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+)
 
 project = "zfun"
 author = "the zfun authors"
 copyright = author
 try:
     release = version = importlib.metadata.version("zfun")
-except importlib.metadata.PackageNotFoundError:  # built from a checkout that was not installed
+except (
+    importlib.metadata.PackageNotFoundError
+):  # zfun is not installed: a build from a bare checkout
     release = version = ""
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+]
 exclude_patterns = ["_build", "jupyter_execute"]
 nitpicky = True
-# Types that are named in signatures and have no page: of the standard library, and aliases of a few literals.
-nitpick_ignore = [("py:class", name) for name in ("SpawnContext", "ForkServerContext", "When")]
+# Types in signatures that have no page: the standard library's, and aliases of a few literals.
+nitpick_ignore = [
+    ("py:class", name) for name in ("SpawnContext", "ForkServerContext", "When")
+]
 
 html_theme = "furo"
 html_title = "zfun"
 html_static_path = ["_static"]
 html_css_files = ["zfun.css"]
-html_theme_options = {"light_css_variables": {"color-brand-primary": "#0072B2", "color-brand-content": "#0072B2"}}
+html_theme_options = {
+    "light_css_variables": {
+        "color-brand-primary": "#0072B2",
+        "color-brand-content": "#0072B2",
+    }
+}
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
@@ -59,49 +75,100 @@ napoleon_use_ivar = True
 
 
 def copy_notebooks() -> None:
-    """Put the notebooks inside the source folder, where Sphinx looks for them."""
+    """Copy the notebooks into the source folder, because Sphinx reads only that folder."""
     target = HERE / "notebooks"
     target.mkdir(exist_ok=True)
-    for path in [*(ROOT / "notebooks").glob("*.ipynb"), ROOT / "notebooks" / "figures.py"]:
+    for path in [
+        *(ROOT / "notebooks").glob("*.ipynb"),
+        ROOT / "notebooks" / "figures.py",
+    ]:
         shutil.copyfile(path, target / path.name)
 
 
 @functools.cache
 def documented_names() -> dict[int, str]:
-    """Map each object that an API page documents to the name it has there."""
+    """Map each object that an API page documents to the documented name."""
     names: dict[int, str] = {}
     for page in sorted((HERE / "api").glob("*.rst")):
-        for name in re.findall(r"^\.\. auto(?:function|class|exception)::\s+(\S+)", page.read_text(), re.MULTILINE):
+        for name in re.findall(
+            r"^\.\. auto(?:function|class|exception)::\s+(\S+)",
+            page.read_text(),
+            re.MULTILINE,
+        ):
             module, _, attribute = name.rpartition(".")
-            names.setdefault(id(getattr(importlib.import_module(module), attribute)), name)
+            names.setdefault(
+                id(getattr(importlib.import_module(module), attribute)), name
+            )
     return names
 
 
 def resolve(app: Any, env: Any, node: Any, contnode: nodes.Node) -> nodes.Node | None:
-    """Find what a docstring calls by its short name, or an annotation by the private module it stands in.
+    """Resolve a short name in a docstring, or the private module path of an annotation.
 
-    What belongs to other libraries, and what is not documented on purpose, is set as plain text.
+    Names of other libraries, and names without a page, become plain text.
     """
     if node.get("refdomain") != "py":
         return None
     target = node["reftarget"]
     short = target.rpartition(".")[2]
     domain = env.get_domain("py")
-    for name in (_same_object(target), f"zfun.{short}", *(f"{module}.{short}" for module in MODULES)):
+    for name in (
+        _same_object(target),
+        f"zfun.{short}",
+        *(f"{module}.{short}" for module in MODULES),
+    ):
         if name in domain.objects:
-            found = domain.resolve_xref(env, node["refdoc"], app.builder, "obj", name, node, contnode)
+            found = domain.resolve_xref(
+                env, node["refdoc"], app.builder, "obj", name, node, contnode
+            )
             if found is not None:
                 return found
     is_plain = short in PLAIN or short.startswith("_") or target.startswith(FOREIGN)
     return contnode if is_plain else None
 
 
-MODULES = [f"zfun.{name}" for name in ("collectives", "optim", "stores", "tree", "transforms", "testing", "typing", "wire")]
-FOREIGN = ("torch.", "optree.", "collections.", "typing.", "numpy.", "hypothesis.", "types.", "enum.", "abc.", "pathlib.")
-# Types of other libraries by their short names, then types that are no part of what users write.
+MODULES = [
+    f"zfun.{name}"
+    for name in (
+        "collectives",
+        "optim",
+        "stores",
+        "tree",
+        "transforms",
+        "testing",
+        "typing",
+        "wire",
+    )
+]
+FOREIGN = (
+    "torch.",
+    "optree.",
+    "collections.",
+    "typing.",
+    "numpy.",
+    "hypothesis.",
+    "types.",
+    "enum.",
+    "abc.",
+    "pathlib.",
+)
+# Short names of other libraries' types, then types that users never write.
 PLAIN = frozenset(
     [
-        *("ABC", "Any", "Callable", "ClassVar", "Enum", "IntEnum", "Iterable", "Iterator", "Mapping", "NamedTuple", "None", "Protocol"),
+        *(
+            "ABC",
+            "Any",
+            "Callable",
+            "ClassVar",
+            "Enum",
+            "IntEnum",
+            "Iterable",
+            "Iterator",
+            "Mapping",
+            "NamedTuple",
+            "None",
+            "Protocol",
+        ),
         *("Self", "Sequence", "TracebackType", "TypeAlias", *vars(builtins)),
         *("DeviceMesh", "Module", "ProcessGroup", "SearchStrategy", "Tensor"),
         *("ApplyFn", "Kind", "LabelFn", "Phase", "Row", "Sink"),
@@ -120,9 +187,15 @@ def _same_object(target: str) -> str:
     return documented_names().get(id(found), "")
 
 
-def skip_aliases(app: Any, what: str, name: str, found: object, skip: bool, options: Any) -> bool | None:
-    """Leave out what a NamedTuple says of its fields: the class describes them."""
-    return True if (getattr(found, "__doc__", None) or "").startswith("Alias for field number") else None
+def skip_aliases(
+    app: Any, what: str, name: str, found: object, skip: bool, options: Any
+) -> bool | None:
+    """Skip generated docstrings of NamedTuple fields, because the class describes the fields."""
+    return (
+        True
+        if (getattr(found, "__doc__", None) or "").startswith("Alias for field number")
+        else None
+    )
 
 
 def setup(app: Any) -> None:

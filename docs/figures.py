@@ -1,6 +1,7 @@
 """Draw the pictures of the README and of the site: ``python docs/figures.py [directory]``.
 
-Every number comes from the formulae below; nothing is measured. The files are committed, because a README is read before anything is built.
+Every number comes from the formulae below, not from a measurement. The files are committed, because
+readers see the README before any build.
 """
 
 from __future__ import annotations
@@ -18,28 +19,49 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 from zfun import optim
 from zfun.optim import Schedule
 
-# Okabe and Ito's palette: told apart with any kind of colour vision.
-BLUE, SKY, ORANGE, GREEN, VERMILION = "#0072B2", "#56B4E9", "#E69F00", "#009E73", "#D55E00"
+# Okabe and Ito's palette, which stays distinct with any kind of colour vision.
+BLUE, SKY, ORANGE, GREEN, VERMILION = (
+    "#0072B2",
+    "#56B4E9",
+    "#E69F00",
+    "#009E73",
+    "#D55E00",
+)
 PARTS = {"parameters": BLUE, "gradients": ORANGE, "optimizer state": GREEN}
 INK, FAINT, PAPER = "#222222", "#8a8a8a", "#f4f4f2"
-STYLE = {"font.family": "DejaVu Sans", "font.size": 11, "svg.hashsalt": "zfun", "text.color": INK}
+STYLE = {
+    "font.family": "DejaVu Sans",
+    "font.size": 11,
+    "svg.hashsalt": "zfun",
+    "text.color": INK,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What one rank of N holds, and what it sends in a step; in bytes for each float32 parameter, with Adam."""
+    """The bytes that one rank of N holds, and sends in a step, per float32 parameter with Adam."""
 
     name: str
     shards: tuple[bool, bool, bool]  # parameters, gradients, optimizer state
     num_gathers: int  # all-gathers of the parameters in a step
 
     def held(self, size: int) -> tuple[float, ...]:
-        return tuple(whole / size if sharded else whole for whole, sharded in zip((4.0, 4.0, 8.0), self.shards, strict=True))
+        return tuple(
+            whole / size if sharded else whole
+            for whole, sharded in zip((4.0, 4.0, 8.0), self.shards, strict=True)
+        )
 
     def sent(self, size: int) -> tuple[float, float]:
-        """Parameters and gradients. A stage without sharding sums gradients whole: reduce-scatter and all-gather."""
+        """Return the bytes of parameters and of gradients.
+
+        Without sharding the gradients are all-reduced, which is a reduce-scatter and an all-gather.
+        """
         once = 4.0 * (size - 1) / size
-        return (self.num_gathers * once, 2 * once) if self.num_gathers == 0 else (self.num_gathers * once, once)
+        return (
+            (self.num_gathers * once, 2 * once)
+            if self.num_gathers == 0
+            else (self.num_gathers * once, once)
+        )
 
 
 STAGES = (
@@ -60,9 +82,18 @@ def bars(axes: Axes, rows: list[tuple[float, ...]], colours: list[str]) -> None:
     for row, widths in enumerate(rows):
         left = 0.0
         for width, colour in zip(widths, colours, strict=True):
-            axes.barh(row, width, 0.62, left, color=colour, edgecolor="white", linewidth=1.2)
+            axes.barh(
+                row, width, 0.62, left, color=colour, edgecolor="white", linewidth=1.2
+            )
             left += width
-        axes.annotate(f"{left:g}", (left, row), (6, 0), textcoords="offset points", va="center", fontweight="bold")
+        axes.annotate(
+            f"{left:g}",
+            (left, row),
+            (6, 0),
+            textcoords="offset points",
+            va="center",
+            fontweight="bold",
+        )
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(FAINT)
@@ -72,7 +103,7 @@ def bars(axes: Axes, rows: list[tuple[float, ...]], colours: list[str]) -> None:
 
 
 def tradeoff(size: int = 8) -> Figure:
-    """Memory against traffic, stage by stage."""
+    """Draw memory and traffic, stage by stage."""
     figure = canvas(10, 3.9)
     memory, traffic = figure.subplots(1, 2, width_ratios=(1.5, 1))
     figure.subplots_adjust(left=0.125, right=0.97, top=0.7, bottom=0.19, wspace=0.12)
@@ -84,11 +115,32 @@ def tradeoff(size: int = 8) -> Figure:
     traffic.set_xlim(0, 12)
     memory.set_title("held by each rank", loc="left", fontsize=11.5)
     traffic.set_title("sent by each rank in a step", loc="left", fontsize=11.5)
-    figure.text(0.012, 0.93, "A rank holds less at every stage; only the last one sends more", fontsize=14, fontweight="bold", va="center")
-    figure.text(0.012, 0.845, f"bytes for each float32 parameter, Adam, {size} ranks", fontsize=11, color="#555555", va="center")
+    figure.text(
+        0.012,
+        0.93,
+        "A rank holds less at every stage; only ZeRO-3 sends more",
+        fontsize=14,
+        fontweight="bold",
+        va="center",
+    )
+    figure.text(
+        0.012,
+        0.845,
+        f"bytes for each float32 parameter, Adam, {size} ranks",
+        fontsize=11,
+        color="#555555",
+        va="center",
+    )
     handles = [Rectangle((0, 0), 1, 1, color=colour) for colour in PARTS.values()]
     figure.legend(
-        handles, list(PARTS), frameon=False, loc="lower left", bbox_to_anchor=(0.11, -0.005), ncols=3, handlelength=1.0, handleheight=1.0
+        handles,
+        list(PARTS),
+        frameon=False,
+        loc="lower left",
+        bbox_to_anchor=(0.11, -0.005),
+        ncols=3,
+        handlelength=1.0,
+        handleheight=1.0,
     )
     return figure
 
@@ -115,35 +167,113 @@ def arrow(
     style = f"arc3,rad={bend}"
     axes.add_patch(
         FancyArrowPatch(
-            start, end, arrowstyle="-|>", mutation_scale=14, linewidth=1.6, color=colour, connectionstyle=style, shrinkA=0, shrinkB=0
+            start,
+            end,
+            arrowstyle="-|>",
+            mutation_scale=14,
+            linewidth=1.6,
+            color=colour,
+            connectionstyle=style,
+            shrinkA=0,
+            shrinkB=0,
         )
     )
     axes.text(*at, text, ha=ha, va="center", fontsize=10.5, color=colour)
 
 
-def box(axes: Axes, x: float, y: float, width: float, height: float, title: str, text: str, colour: str = PAPER) -> None:
+def box(
+    axes: Axes,
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    title: str,
+    text: str,
+    colour: str = PAPER,
+) -> None:
     axes.add_patch(
-        FancyBboxPatch((x, y), width, height, boxstyle="round,pad=0,rounding_size=0.12", facecolor=colour, edgecolor="#c9c9c4", linewidth=1)
+        FancyBboxPatch(
+            (x, y),
+            width,
+            height,
+            boxstyle="round,pad=0,rounding_size=0.12",
+            facecolor=colour,
+            edgecolor="#c9c9c4",
+            linewidth=1,
+        )
     )
-    axes.text(x + width / 2, y + height - 0.3, title, ha="center", va="center", fontweight="bold", fontsize=11.5)
-    axes.text(x + width / 2, y + (height - 0.45) / 2, text, ha="center", va="center", fontsize=10, color="#444444", linespacing=1.35)
+    axes.text(
+        x + width / 2,
+        y + height - 0.3,
+        title,
+        ha="center",
+        va="center",
+        fontweight="bold",
+        fontsize=11.5,
+    )
+    axes.text(
+        x + width / 2,
+        y + (height - 0.45) / 2,
+        text,
+        ha="center",
+        va="center",
+        fontsize=10,
+        color="#444444",
+        linespacing=1.35,
+    )
 
 
 def placements() -> Figure:
-    """What four ranks hold under each placement, and what leads from one to the other."""
+    """Draw the data of four ranks under each placement, and the collectives between placements."""
     figure = canvas(10, 4.6)
     axes = blank(figure, 10, 4.6)
-    _ranks(axes, 0.55, 2.6, "P", "partial", "each rank holds a term of the sum", partial=True)
+    _ranks(
+        axes,
+        0.55,
+        2.6,
+        "P",
+        "partial",
+        "each rank holds a term of the sum",
+        partial=True,
+    )
     _ranks(axes, 6.95, 2.6, "R", "replicated", "each rank holds the whole")
-    _ranks(axes, 3.75, 0.35, "S", "sharded", "rank r holds the r-th piece", sharded=True)
+    _ranks(
+        axes, 3.75, 0.35, "S", "sharded", "rank r holds the r-th piece", sharded=True
+    )
     arrow(axes, (3.6, 3.08), (6.75, 3.08), "all-reduce", (5.17, 3.28), colour=VERMILION)
-    arrow(axes, (1.9, 2.1), (3.45, 1.05), "reduce-scatter", (2.45, 1.3), colour=VERMILION, ha="right")
-    arrow(axes, (6.75, 1.2), (7.95, 2.1), "all-gather", (7.2, 1.85), colour=VERMILION, ha="right")
+    arrow(
+        axes,
+        (1.9, 2.1),
+        (3.45, 1.05),
+        "reduce-scatter",
+        (2.45, 1.3),
+        colour=VERMILION,
+        ha="right",
+    )
+    arrow(
+        axes,
+        (6.75, 1.2),
+        (7.95, 2.1),
+        "all-gather",
+        (7.2, 1.85),
+        colour=VERMILION,
+        ha="right",
+    )
     arrow(axes, (8.5, 2.1), (6.75, 0.75), "slice (nothing sent)", (7.8, 1.2), ha="left")
     return figure
 
 
-def _ranks(axes: Axes, x: float, y: float, letter: str, name: str, meaning: str, *, partial: bool = False, sharded: bool = False) -> None:
+def _ranks(
+    axes: Axes,
+    x: float,
+    y: float,
+    letter: str,
+    name: str,
+    meaning: str,
+    *,
+    partial: bool = False,
+    sharded: bool = False,
+) -> None:
     shades = [BLUE, SKY, GREEN, ORANGE]
     wide, high, gap = 0.16, 0.95, 0.09
     axes.text(x, y + 1.55, letter, fontsize=17, fontweight="bold", va="center")
@@ -166,24 +296,102 @@ def _ranks(axes: Axes, x: float, y: float, letter: str, name: str, meaning: str,
                     hatch="//" if partial else None,
                 )
             )
-        axes.text(left + 2 * wide, y + high + 0.14, f"rank {rank}", ha="center", va="center", fontsize=8.5, color="#555555")
+        axes.text(
+            left + 2 * wide,
+            y + high + 0.14,
+            f"rank {rank}",
+            ha="center",
+            va="center",
+            fontsize=8.5,
+            color="#555555",
+        )
 
 
 def bucket() -> Figure:
-    """The life of one bucket in a step of stage 3."""
+    """Draw the life of one bucket in a step of stage 3."""
     figure = canvas(11, 4.3)
     axes = blank(figure, 11, 4.3)
     wide, high = 2.15, 1.25
     columns = (0.25, 3.05, 5.85, 8.6)
     top, bottom = 2.6, 0.35
-    box(axes, columns[0], top, wide, high, "shard", "1/N of the bucket,\nheld between steps")
-    box(axes, columns[1], top, wide, high, "gathered bucket", "whole, for a moment", "#dcebf6")
-    box(axes, columns[2], top, wide, high, "lazy leaves", "views of the bucket,\nmade at first use", "#dcebf6")
-    box(axes, columns[3], top, wide, high, "your loss", "plain PyTorch,\nno marks in the model", "white")
-    box(axes, columns[3], bottom, wide, high, "gradients", "of the bucket's leaves", "#fbebcc")
-    box(axes, columns[2], bottom, wide, high, "bucket node", "one buffer;\nthe mean is taken here", "#fbebcc")
-    box(axes, columns[1], bottom, wide, high, "sink", "data_parallel,\nshard_grads, offload", "#fbebcc")
-    box(axes, columns[0], bottom, wide, high, "gradient shard", "placement S,\nfor the optimizer")
+    box(
+        axes,
+        columns[0],
+        top,
+        wide,
+        high,
+        "shard",
+        "1/N of the bucket,\nheld between steps",
+    )
+    box(
+        axes,
+        columns[1],
+        top,
+        wide,
+        high,
+        "gathered bucket",
+        "whole, for a moment",
+        "#dcebf6",
+    )
+    box(
+        axes,
+        columns[2],
+        top,
+        wide,
+        high,
+        "lazy leaves",
+        "views of the bucket,\nmade at first use",
+        "#dcebf6",
+    )
+    box(
+        axes,
+        columns[3],
+        top,
+        wide,
+        high,
+        "your loss",
+        "plain PyTorch,\nno wrapper",
+        "white",
+    )
+    box(
+        axes,
+        columns[3],
+        bottom,
+        wide,
+        high,
+        "gradients",
+        "of the bucket's leaves",
+        "#fbebcc",
+    )
+    box(
+        axes,
+        columns[2],
+        bottom,
+        wide,
+        high,
+        "bucket node",
+        "one buffer;\nthe mean is taken here",
+        "#fbebcc",
+    )
+    box(
+        axes,
+        columns[1],
+        bottom,
+        wide,
+        high,
+        "comm hook",
+        "data_parallel,\nshard_grads, offload",
+        "#fbebcc",
+    )
+    box(
+        axes,
+        columns[0],
+        bottom,
+        wide,
+        high,
+        "gradient shard",
+        "placement S,\nfor the optimizer",
+    )
     middle, low = top + high / 2, bottom + high / 2
     for left, label in zip(range(3), ("all-gather", "views", "use"), strict=True):
         x = columns[left] + wide
@@ -198,7 +406,14 @@ def bucket() -> Figure:
     for right, label in ((3, "autograd"), (2, "complete"), (1, "reduce-\nscatter")):
         x = columns[right]
         end = columns[right - 1] + wide
-        arrow(axes, (x - 0.04, low), (end + 0.04, low), label, ((x + end) / 2, low - 0.82), colour=VERMILION if right == 1 else INK)
+        arrow(
+            axes,
+            (x - 0.04, low),
+            (end + 0.04, low),
+            label,
+            ((x + end) / 2, low - 0.82),
+            colour=VERMILION if right == 1 else INK,
+        )
     arrow(
         axes,
         (columns[3] + wide / 2, top - 0.04),
@@ -207,11 +422,18 @@ def bucket() -> Figure:
         (columns[3] + wide / 2 + 0.12, 2.1),
         ha="left",
     )
-    arrow(axes, (columns[1] + wide / 2, bottom + high + 0.62), (columns[1] + wide / 2, top - 0.04), "", (0, 0), colour=BLUE)
+    arrow(
+        axes,
+        (columns[1] + wide / 2, bottom + high + 0.62),
+        (columns[1] + wide / 2, top - 0.04),
+        "",
+        (0, 0),
+        colour=BLUE,
+    )
     axes.text(
         columns[1] + wide / 2,
         bottom + high + 0.42,
-        "backward gathers again what it needs;\nnothing gathered outlives its last use",
+        "backward gathers the bucket again;\neach buffer is freed after its last use",
         ha="center",
         va="center",
         fontsize=10,
@@ -222,26 +444,52 @@ def bucket() -> Figure:
 
 
 def schedules() -> Figure:
-    """Every schedule over 100 steps."""
+    """Draw every learning-rate schedule over 100 steps."""
     rate = 1.0
     up_and_down = optim.one_cycle(0.1, rate, 40, decay_rate=1.0, decay_steps=5)
     pieces = [optim.warmup(rate, 10), optim.constant(rate), optim.linear(rate, 0.0, 20)]
     shown: list[tuple[str, list[tuple[str, Schedule]]]] = [
-        ("warmup", [("linear", optim.warmup(rate, 40)), ("log", optim.warmup(rate, 40, shape="log"))]),
+        (
+            "warmup",
+            [
+                ("linear", optim.warmup(rate, 40)),
+                ("log", optim.warmup(rate, 40, shape="log")),
+            ],
+        ),
         ("warmup_linear", [("", optim.warmup_linear(rate, 20, 90))]),
         ("warmup_cosine", [("", optim.warmup_cosine(rate, 20, 90, end=0.1))]),
-        ("one_cycle", [("straight", up_and_down), ("4 stairs", optim.one_cycle(0.1, rate, 40, stairs_up=4))]),
+        (
+            "one_cycle",
+            [
+                ("straight", up_and_down),
+                ("4 stairs", optim.one_cycle(0.1, rate, 40, stairs_up=4)),
+            ],
+        ),
         ("one_cycle_momentum", [("", optim.one_cycle_momentum(0.8, 0.95, 40))]),
-        ("lr_range_test", [("straight", optim.lr_range_test(0.1, 20)), ("staircase", optim.lr_range_test(0.1, 20, staircase=True))]),
+        (
+            "lr_range_test",
+            [
+                ("straight", optim.lr_range_test(0.1, 20)),
+                ("staircase", optim.lr_range_test(0.1, 20, staircase=True)),
+            ],
+        ),
         ("linear", [("", optim.linear(rate, 0.2, 60))]),
         ("join", [("", optim.join(pieces, [10, 70]))]),
     ]
     figure = canvas(10, 4.6)
-    figure.subplots_adjust(left=0.045, right=0.985, top=0.92, bottom=0.08, hspace=0.42, wspace=0.22)
+    figure.subplots_adjust(
+        left=0.045, right=0.985, top=0.92, bottom=0.08, hspace=0.42, wspace=0.22
+    )
     steps = range(101)
     for axes, (name, lines) in zip(figure.subplots(2, 4).flat, shown, strict=True):
         for (label, schedule), colour in zip(lines, (BLUE, ORANGE), strict=False):
-            axes.plot(steps, [schedule(step) for step in steps], color=colour, linewidth=1.8, label=label)
+            axes.plot(
+                steps,
+                [schedule(step) for step in steps],
+                color=colour,
+                linewidth=1.8,
+                label=label,
+            )
         axes.set_title(name, fontsize=11, loc="left", fontweight="bold")
         axes.spines[["top", "right"]].set_visible(False)
         axes.spines[["bottom", "left"]].set_color(FAINT)
@@ -252,7 +500,12 @@ def schedules() -> Figure:
     return figure
 
 
-FIGURES = {"schedules": schedules, "tradeoff": tradeoff, "placements": placements, "bucket": bucket}
+FIGURES = {
+    "schedules": schedules,
+    "tradeoff": tradeoff,
+    "placements": placements,
+    "bucket": bucket,
+}
 
 
 def draw(directory: Path) -> list[Path]:
@@ -265,5 +518,7 @@ def draw(directory: Path) -> list[Path]:
 
 
 if __name__ == "__main__":
-    for written in draw(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "_static"):
+    for written in draw(
+        Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "_static"
+    ):
         print(written)

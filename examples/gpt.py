@@ -1,4 +1,4 @@
-"""A byte-level GPT in plain PyTorch. Nothing in this file knows that its parameters may be sharded."""
+"""A byte-level GPT in plain PyTorch, without any code for sharding."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Batch: TypeAlias = "tuple[Tensor, Tensor]"
 
 @dataclass(frozen=True, slots=True)
 class GPTConfig:
-    """The shape of a model, and of the batches that suit it."""
+    """The shape of a model and of a batch."""
 
     width: int
     num_blocks: int
@@ -39,7 +39,7 @@ PRESETS = {
 
 
 class Block(nn.Module):
-    """Attention, then two linear layers, each added to the stream."""
+    """Attention, then two linear layers, each with a residual connection."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens ``[batch, length]`` in, the logits of each next token ``[batch, length, vocab]`` out."""
+    """Tokens ``[batch, length]`` to logits of each next token ``[batch, length, vocab]``."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -82,10 +82,11 @@ class GPT(nn.Module):
 
 
 def make_loss(model: nn.Module) -> Callable[[Params, Batch], Tensor]:
-    """Make the loss of a module a pure function of its parameters.
+    """Turn a module into a loss that is a pure function of the parameters.
 
-    The module only says how to compute; which numbers to compute with is the argument's business. So any transform of
-    ``(params, batch) -> loss`` applies: ``torch.func.grad``, ``vmap``, or the sharding of ``params``.
+    The loss computes with its argument ``params`` and not with the module's own parameters. Every
+    transform of ``(params, batch) -> loss`` therefore applies: ``torch.func.grad``, ``vmap``, or
+    ``zf.shard_params``.
     """
 
     def loss_fn(params: Params, batch: Batch) -> Tensor:
@@ -97,8 +98,8 @@ def make_loss(model: nn.Module) -> Callable[[Params, Batch], Tensor]:
 
 
 def init(config: GPTConfig, seed: int = 0) -> tuple[Callable[[Params, Batch], Tensor], dict[str, Tensor]]:
-    """Return the pure loss and its first parameters; the same seed gives every rank the same numbers."""
-    with torch.device("meta"):  # the module only says how to compute: it holds no numbers of its own
+    """Return the loss and initial parameters; equal seeds give equal parameters on every rank."""
+    with torch.device("meta"):  # functional_call passes the parameters, so the module needs no numbers
         model = GPT(config)
     generator = torch.Generator().manual_seed(seed)
     return make_loss(model), {name: _first_value(name, weight, generator) for name, weight in model.named_parameters()}

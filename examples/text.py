@@ -1,4 +1,4 @@
-"""Real text that every machine with Python already has: the source of its standard library."""
+"""Training text that every Python installation has: the source of the standard library."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-# Not the library itself, and long tables that are not like source text.
+# Folders outside the library itself, and long tables that do not resemble source text.
 SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"})
 
 
 def stdlib_bytes(limit: int = 4_000_000) -> Tensor:
-    """Read the source text of Python's standard library, file after file in order of their names.
+    """Read the source text of Python's standard library, in order of file names.
 
     Args:
-        limit: bytes to read at most.
+        limit: largest number of bytes to read.
 
     Returns:
-        A uint8 tensor ``[bytes]``; the same on every machine with the same version of Python.
+        A uint8 tensor ``[bytes]``, equal on all machines with the same version of Python.
     """
     root = Path(sysconfig.get_path("stdlib"))
     text = bytearray()
@@ -41,26 +41,26 @@ def stdlib_bytes(limit: int = 4_000_000) -> Tensor:
 def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
-    except OSError:  # a dangling link, or a file that only its owner may read: the text is long enough without it
+    except OSError:  # a dangling link or an unreadable file; the other files suffice
         return b""
 
 
 def batches(text: Tensor, batch_size: int, length: int, rank: int = 0, size: int = 1, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-    """Draw random pieces of a text, for ever.
+    """Draw random pieces of a text, without end.
 
-    The whole batch of a step depends on the seed and the step alone: ranks share it out. So two ranks with 4 sequences each train on
-    what one rank with 8 trains on.
+    The whole batch of a step depends only on the seed and the step, and the ranks divide the batch.
+    Two ranks with 4 sequences each therefore train on the same data as one rank with 8 sequences.
 
     Args:
         text: a uint8 tensor ``[bytes]``.
-        batch_size: sequences over all ranks together; ``size`` must divide it.
-        length: of a sequence, in bytes.
-        rank: which part of the batch to return.
+        batch_size: sequences of all ranks together, a multiple of ``size``.
+        length: bytes in a sequence.
+        rank: the part of the batch to return.
         size: number of ranks.
-        seed: the pieces drawn.
+        seed: seed of the random pieces.
 
     Yields:
-        Tokens and the tokens that follow them, two int64 tensors ``[batch_size / size, length]``.
+        Tokens and next tokens, two int64 tensors ``[batch_size / size, length]``.
     """
     if batch_size % size != 0:
         raise ValueError(f"the ranks must divide the batch; got {batch_size} sequences for {size} ranks; take {batch_size // size * size}")

@@ -1,10 +1,10 @@
 """A custom training loop over zfun's transforms.
 
     python examples/train.py                                  # one rank
-    torchrun --nproc-per-node 2 examples/train.py             # two; on GPUs where there are some
+    torchrun --nproc-per-node 2 examples/train.py             # two ranks, on GPUs if present
     torchrun --nproc-per-node 2 examples/train.py --shard optimizer grads --offload
 
-Each of the four transforms can be left out, in any combination, and the loop gives the same numbers.
+You may leave out any of the four transforms, and the loop gives the same numbers.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def main() -> None:
     group = zf.process_group()  # torchrun's ranks; one rank where there is no launcher
 
     config = PRESETS[args.preset]
-    loss_fn, params = init(config)  # loss_fn(params, batch) is pure; it knows nothing of zfun
+    loss_fn, params = init(config)  # loss_fn(params, batch) is pure, plain PyTorch
     params = {name: weight.to(device) for name, weight in params.items()}
     data = batches(stdlib_bytes(), config.batch_size * group.size, config.length, group.rank, group.size)
     optimizer = zf.optim.adamw(args.lr)
 
-    if "params" in args.shard:  # ZeRO-3: gather where used, free, gather again in backward
+    if "params" in args.shard:  # ZeRO-3: gather at use, free, gather again
         loss_fn = zf.shard_params(loss_fn, group)
         params = zf.shard(params, group)
     vg = zf.data_parallel(zf.value_and_grad(loss_fn), group)  # gradients are partial sums over the ranks

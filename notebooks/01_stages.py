@@ -14,9 +14,10 @@
 # %% [markdown]
 # # Four transforms, eight ranks
 #
-# ZeRO's stages are four pure functions here, each of which takes a loss, a gradient function or an optimizer and
-# returns one of the same type. This notebook applies them one by one to a small GPT on 8 simulated ranks. It measures
-# what each rank holds and sends, compares both with ZeRO's formulae, and checks that every composition gives the same
+# ZeRO's stages are four pure functions in zfun. Each takes a loss, a gradient function or an
+# optimizer and returns one of the same type. This notebook applies the four one by one to a small
+# GPT on 8 simulated ranks, measures the bytes that each rank holds and sends, and compares these
+# with ZeRO's formulae. Finally the notebook checks that every composition gives the same
 # parameters, to the last bit.
 
 # %%
@@ -30,7 +31,9 @@ import torch
 from tqdm.auto import tqdm
 
 ROOT = next(
-    path for path in (Path.cwd(), *Path.cwd().parents, *Path(sys.argv[0]).resolve().parents) if (path / "examples" / "gpt.py").exists()
+    path
+    for path in (Path.cwd(), *Path.cwd().parents, *Path(sys.argv[0]).resolve().parents)
+    if (path / "examples" / "gpt.py").exists()
 )
 sys.path += [str(ROOT / "examples"), str(ROOT / "notebooks")]
 
@@ -46,11 +49,11 @@ figures.plt.rcParams["figure.dpi"] = 150
 # %% [markdown]
 # ## The model
 #
-# A byte-level GPT in plain PyTorch; nothing in it knows about sharding. It learns the source text of Python's standard
-# library.
+# The model is a byte-level GPT in plain PyTorch that contains no code for sharding. The training
+# text is the source of Python's standard library.
 #
-# `zf.simulate(8, fn)` calls `fn(group)` on 8 ranks, which are threads of this process. They share memory, so each rank
-# makes a module of its own: `functional_call` puts parameters into a module while it runs.
+# `zf.simulate(8, fn)` calls `fn(group)` on 8 ranks, which are threads of this process. Each rank
+# makes its own module, because `functional_call` puts parameters into the module during the call.
 
 # %%
 RANKS = 8
@@ -60,26 +63,33 @@ PARAMS = init(CONFIG)[1]
 
 
 def make_loss_fn():
-    with torch.device("meta"):  # the module computes with the parameters it is given, and needs none of its own
+    with torch.device("meta"):  # functional_call passes the parameters
         return make_loss(GPT(CONFIG))
 
 
-print(f"{sum(p.numel() for p in PARAMS.values()):,} parameters in {len(PARAMS)} tensors")
+print(
+    f"{sum(p.numel() for p in PARAMS.values()):,} parameters in {len(PARAMS)} tensors"
+)
 
 # %% [markdown]
 # ## One training step, with any of the transforms
 #
-# The four `if`s are the whole difference between data parallelism and ZeRO-3 with offload. `zf.record` wraps the group
-# and writes down every collective. `held` counts the bytes of the buffers themselves, each storage once.
+# The four `if`s are the whole difference between data parallelism and ZeRO-3 with offload.
+# `zf.record` wraps the group and records every collective. `held` counts the bytes of the buffers,
+# each storage once.
 
 
 # %%
 def held(value):
-    """Bytes of the distinct storages that a value keeps alive on this rank."""
+    """Return the bytes of the storages that a value keeps alive on this rank."""
     found = {}
     for leaf in zf.tree.leaves(value):
-        tensor = leaf.get(torch.device("cpu")).wait() if isinstance(leaf, zf.stores.Stored) else leaf
-        if tensor.ndim:  # a step count is no state to shard
+        tensor = (
+            leaf.get(torch.device("cpu")).wait()
+            if isinstance(leaf, zf.stores.Stored)
+            else leaf
+        )
+        if tensor.ndim:  # skip the step count
             storage = tensor.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()
     return sum(found.values())
@@ -87,7 +97,7 @@ def held(value):
 
 @dataclass
 class Measured:
-    """What rank 0 of one composition held after a step and sent during it."""
+    """The bytes that rank 0 held after a step and sent during the step."""
 
     held: dict
     sent: dict
@@ -114,7 +124,9 @@ def train(group, transforms=(), num_steps=3):
     place = zf.shard if "params" in transforms else zf.replicate
     params = place(PARAMS, group, bucket_bytes=2**18)
     state = optimizer.init(params)
-    data = batches(TEXT, CONFIG.batch_size * group.size, CONFIG.length, group.rank, group.size)
+    data = batches(
+        TEXT, CONFIG.batch_size * group.size, CONFIG.length, group.rank, group.size
+    )
     for _ in range(num_steps):
         group.clear()
         loss, grads = vg(params, next(data))
@@ -123,9 +135,15 @@ def train(group, transforms=(), num_steps=3):
     log = list(group.log)
     sent = {name: group.bytes_sent(name) for name in ("params", "grads")}
     whole = zf.unshard(params)
-    digest = hashlib.sha256(b"".join(p.numpy().tobytes() for p in whole.values())).hexdigest()
+    digest = hashlib.sha256(
+        b"".join(p.numpy().tobytes() for p in whole.values())
+    ).hexdigest()
     return Measured(
-        held={"params": held(params), "grads": held(grads), "optimizer": held((state.mu, state.nu))},
+        held={
+            "params": held(params),
+            "grads": held(grads),
+            "optimizer": held((state.mu, state.nu)),
+        },
         sent=sent,
         log=log,
         loss=loss.item(),
@@ -139,12 +157,12 @@ def train(group, transforms=(), num_steps=3):
 # ## The formulae
 #
 # With Ψ parameters in float32 and Adam, a rank holds 4Ψ bytes of parameters, 4Ψ of gradients and 8Ψ
-# of moments. (ZeRO's (2 + 2 + K)Ψ with K = 12 is the same count for half precision with float32 masters.) A
-# transform divides its part by the number of ranks N.
+# of moments. (ZeRO's (2 + 2 + K)Ψ with K = 12 is the same count for half precision with float32
+# masters.) Each transform divides one of the three by the number of ranks N.
 #
-# In a step a rank sends 2Ψ(N-1)/N elements without `shard_params` (an all-reduce, or a reduce-scatter of gradients
-# and an all-gather of new parameters), and 3Ψ(N-1)/N with it: the parameters are gathered twice, forward and
-# backward.
+# In a step without `shard_params` a rank sends 2Ψ(N-1)/N elements: an all-reduce of gradients, or a
+# reduce-scatter of gradients and an all-gather of new parameters. With `shard_params` a rank sends
+# 3Ψ(N-1)/N elements, because the parameters are gathered twice, in forward and in backward.
 
 # %%
 STAGES = {
@@ -158,22 +176,29 @@ STAGES = {
 
 def held_formula(psi, size, transforms):
     whole = {"params": 4 * psi, "grads": 4 * psi, "optimizer": 8 * psi}
-    return {part: count / size if part in transforms else count for part, count in whole.items()}
+    return {
+        part: count / size if part in transforms else count
+        for part, count in whole.items()
+    }
 
 
 def sent_formula(psi, size, transforms):
     once = 4 * psi * (size - 1) / size
     if "params" in transforms:
         return {"params": 2 * once, "grads": once}
-    return {"params": once, "grads": once} if "optimizer" in transforms else {"params": 0, "grads": 2 * once}
+    return (
+        {"params": once, "grads": once}
+        if "optimizer" in transforms
+        else {"params": 0, "grads": 2 * once}
+    )
 
 
 # %% [markdown]
-# ## What each stage holds and sends
+# ## Bytes held and sent
 #
-# Bars are measured, black marks are the formulae, with the padded number of parameters for Ψ. They agree to the
-# byte. Offload changes where the optimizer's state is (hatched: in host memory, outside the device), not how much there
-# is, and not what goes between the ranks.
+# Bars show measurements, black marks the formulae, where Ψ includes the padding. Both agree to the
+# byte. Offload moves the optimizer state to host memory (hatched) and changes neither the size of
+# the state nor the traffic between ranks.
 
 # %%
 results = {}
@@ -187,22 +212,26 @@ for name, transforms in tqdm(STAGES.items(), desc="stages", leave=False):
 _ = figures.memory_and_traffic(results)
 
 # %% [markdown]
-# ## When it is sent
+# ## The order of collectives
 #
-# The same step as a sequence of collectives. Data parallelism and ZeRO-1 sum gradients after backward, bucket by
-# bucket. ZeRO-2 does it inside backward, last bucket first, so whole gradients never exist at once. ZeRO-3 gathers each
-# bucket before its use in forward, again in backward, and has no new parameters to hand round at the end. Its last
-# bucket is gathered twice in a row, at the end of forward and at the start of backward: nothing gathered is kept from
-# one to the other.
+# This figure shows the same step as a sequence of collectives. Data parallelism and ZeRO-1 reduce
+# gradients after backward, bucket by bucket. ZeRO-2 reduces inside backward, last bucket first, so
+# whole gradients of all buckets never exist at once. ZeRO-3 gathers each bucket in forward and
+# again in backward, and gathers no new parameters at the end. ZeRO-3 gathers the last bucket twice
+# in a row, at the end of forward and at the start of backward, because no gathered bucket is kept
+# between the two.
 
 # %%
-_ = figures.timeline({name: results[name].log for name in STAGES if name != "ZeRO-3 + offload"})
+_ = figures.timeline(
+    {name: results[name].log for name in STAGES if name != "ZeRO-3 + offload"}
+)
 
 # %% [markdown]
-# ## How it scales
+# ## Scaling
 #
-# What is not divided by N stays. Lines are the formulae for this model, points are measured on 1 to 16 simulated
-# ranks. They lie a hair above: each rank's piece of a bucket is a whole number of 32 elements, and the rest is padding.
+# Parts that a stage does not shard stay constant. Lines show the formulae for this model, points
+# the measurements on 1 to 16 simulated ranks. The points lie slightly above the lines because of
+# padding: each rank's piece of a bucket is a multiple of 32 elements.
 
 # %%
 sizes = [1, 2, 4, 8, 16]
@@ -215,33 +244,50 @@ for name, size in tqdm(cases, desc="group sizes", leave=False):
     points.setdefault(name, (sizes, []))[1].append(sum(measured.held.values()) / psi)
 for name in names:
     fine = [2 ** (i / 8) for i in range(49)]
-    curves[name] = (fine, [sum(held_formula(1.0, size, STAGES[name]).values()) for size in fine])
+    curves[name] = (
+        fine,
+        [sum(held_formula(1.0, size, STAGES[name]).values()) for size in fine],
+    )
 
 _ = figures.against_ranks(curves, points)
 
 # %% [markdown]
-# ## The same numbers from all of them
+# ## Equal bits
 #
-# There are 16 subsets of the four transforms, and stages are only four of them. All give the same loss and the same
-# parameters, to the last bit: sums over ranks are taken in rank order, the mean in one place, and the optimizer works
-# element by element.
+# The four transforms have 16 subsets, of which ZeRO's stages are four. All subsets give the same
+# loss and the same parameters, to the last bit, because sums over ranks are taken in rank order,
+# the mean in one place, and the optimizer works element by element.
 
 # %%
-subsets = [subset for k in range(5) for subset in itertools.combinations(("optimizer", "grads", "params", "offload"), k)]
+subsets = [
+    subset
+    for k in range(5)
+    for subset in itertools.combinations(("optimizer", "grads", "params", "offload"), k)
+]
 outcomes = {}
 for subset in tqdm(subsets, desc="compositions", leave=False):
-    outcomes[subset] = {(rank.loss, rank.digest) for rank in zf.simulate(RANKS, train, subset)}
+    outcomes[subset] = {
+        (rank.loss, rank.digest) for rank in zf.simulate(RANKS, train, subset)
+    }
 
 distinct = set().union(*outcomes.values())
 assert len(distinct) == 1, outcomes
 loss, digest = distinct.pop()
-print(f"{len(subsets)} compositions on {RANKS} ranks: loss {loss!r}, parameters {digest[:16]}…, all equal to the last bit")
+print(f"{len(subsets)} compositions on {RANKS} ranks, all equal to the last bit:")
+print(f"loss {loss!r}, parameters {digest[:16]}…")
 
 # %% [markdown]
 # ## One rank's view
 #
-# `zf.describe` says what a value is made of: where each leaf lies, which part of it this rank holds, and how many bytes
-# that is.
+# `zf.describe` lists the leaves of a value: the bucket of each leaf, the part that this rank holds,
+# and the bytes.
 
 # %%
-print(zf.simulate(RANKS, lambda group: str(zf.describe(zf.shard({k: PARAMS[k] for k in list(PARAMS)[:5]}, group))))[2])
+print(
+    zf.simulate(
+        RANKS,
+        lambda group: str(
+            zf.describe(zf.shard({k: PARAMS[k] for k in list(PARAMS)[:5]}, group))
+        ),
+    )[2]
+)
