@@ -1,6 +1,7 @@
-"""Bytes on the wire, as the system counts them: gloo's ranks on one machine talk over the loopback interface.
+"""Bytes on the wire as the system counts them on the loopback interface, which gloo ranks use.
 
-In a network namespace of its own nobody else is heard. As a program this prints what a step of each stage sends there, as JSON:
+A separate network namespace has no other traffic. As a program, this module prints the bytes that a
+step of each stage sends, as JSON:
 
     unshare --map-root-user --net python -m tests.loopback
 """
@@ -39,7 +40,7 @@ def can_have_own_network() -> bool:
 
 
 def switch_on() -> None:
-    """Switch the loopback interface on, which is off in a new namespace."""
+    """Switch on the loopback interface, which is off in a new namespace."""
     import fcntl  # not on every system
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as handle:
@@ -47,7 +48,7 @@ def switch_on() -> None:
 
 
 def received_bytes() -> int:
-    """What the loopback interface has received until now: headers and acknowledgements count too."""
+    """Return the bytes that the loopback interface has received, including headers."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, counts = line.partition(":")
         if name.strip() == "lo":
@@ -56,7 +57,7 @@ def received_bytes() -> int:
 
 
 def idle_bytes_per_s(seconds: float = 0.5) -> float:
-    """What the interface receives while nothing is measured."""
+    """Return the background traffic of the interface, in bytes per second."""
     before, began = received_bytes(), time.perf_counter()
     time.sleep(seconds)
     return (received_bytes() - before) / (time.perf_counter() - began)
@@ -86,12 +87,12 @@ def take(group: zf.Group, steps: int) -> None:
 
 
 def per_step() -> Iterator[tuple[int, float]]:
-    """Bytes of a step on the wire, all ranks together, as a multiple of the bytes of all parameters, for each stage."""
+    """Yield (stage, bytes of a step of all ranks / bytes of all parameters)."""
     size = 4 * sum(a * b for a, b in PARAMS.values())
     with Workers(2, timeout_s=120.0, shared_memory=False) as workers:
         for stage in (0, 1, 2, 3):
             workers.run(begin, stage)
-            # Where the machine stands still for long enough the system sends something twice: the middle one of several turns counts.
+            # The median of several turns, because a stalled machine makes the system send twice.
             yield stage, statistics.median(_sent(workers) for _ in range(TURNS)) / STEPS / size
 
 

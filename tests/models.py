@@ -1,4 +1,4 @@
-"""Losses, trees and batches that the tests share. No zfun transform in here."""
+"""Losses, trees and batches that the tests share; no zfun transforms."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Pair(NamedTuple):
 
 @dataclass
 class Layer:
-    """A class that its user registers as a node."""
+    """A class that the test registers as a tree node."""
 
     weight: Any
     bias: Any
@@ -46,11 +46,11 @@ NODES: tuple[Callable[[list[Any]], Any], ...] = (_dict, list, tuple, _pair, _lay
 
 
 def tree_loss(params: Any, batch: Tensor) -> Tensor:
-    """A loss for any tree of real or complex tensors: smooth, every leaf matters, and every leaf's gradient depends on those before it."""
+    """A smooth loss of any tree in which every leaf's gradient depends on the leaves before."""
     shift = batch.double().mean()
     carry = torch.tanh(shift)
     for leaf in tree.leaves(params):
-        # abs() of a complex number has no derivative at 0.
+        # view_as_real, because abs() of a complex number has no derivative at 0.
         real = torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf
         x = real.double().reshape(-1)
         waves = torch.cos(torch.arange(x.numel(), dtype=torch.float64) * 0.37 + shift)
@@ -59,13 +59,13 @@ def tree_loss(params: Any, batch: Tensor) -> Tensor:
 
 
 def tree_batches(num_steps: int, size: int, rows: int, seed: int = 0) -> list[list[Tensor]]:
-    """``batches[step][rank]``: vectors whose means differ much."""
+    """Return ``batches[step][rank]``: vectors with very different means."""
     generator = torch.Generator().manual_seed(1000 + seed)
     return [[torch.randn(rows, generator=generator, dtype=torch.float64) for _ in range(size)] for _ in range(num_steps)]
 
 
 def mlp(width: int = 5, num_layers: int = 4, dtype: torch.dtype = torch.float64, seed: int = 1) -> dict[str, Any]:
-    """Parameters of a small network."""
+    """Return parameters of a small network."""
     g = torch.Generator().manual_seed(seed)
     layers = [
         {"w": torch.randn(width, width, generator=g, dtype=dtype), "b": torch.randn(width, generator=g, dtype=dtype)}
@@ -88,7 +88,7 @@ def mlp_batches(num_steps: int, size: int, rows: int = 4, width: int = 5, dtype:
 
 
 def mixture(width: int = 5, num_layers: int = 2, num_experts: int = 4, seed: int = 1) -> dict[str, Any]:
-    """Parameters of a mixture of experts."""
+    """Return parameters of a mixture of experts."""
     g = torch.Generator().manual_seed(seed)
     draw = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64) / math.sqrt(width)
     experts = lambda: [{"up": draw(width, 2 * width), "down": draw(2 * width, width)} for _ in range(num_experts)]
@@ -96,9 +96,9 @@ def mixture(width: int = 5, num_layers: int = 2, num_experts: int = 4, seed: int
 
 
 def mixture_loss(params: Any, x: Tensor, top_k: int, capacity: int) -> tuple[Tensor, Tensor]:
-    """The loss, and how many tokens each expert of each layer got.
+    """Return the loss, and the number of tokens of each expert of each layer.
 
-    An expert takes its first ``capacity`` tokens; without any it is not called.
+    An expert takes the first ``capacity`` tokens, and does not run without tokens.
     """
     loads = []
     for layer in params["h"]:
@@ -115,7 +115,7 @@ def mixture_loss(params: Any, x: Tensor, top_k: int, capacity: int) -> tuple[Ten
 
 
 def flat_dict(params: Any) -> dict[str, Tensor]:
-    """A tree as one dict of its paths, tied leaves once: what tests/reference.py takes."""
+    """Convert a tree to a dict by path, with tied leaves once, for tests/reference.py."""
     seen: dict[int, str] = {}
     return {
         path: leaf for path, leaf in zip(tree.paths(params), tree.leaves(params), strict=True) if seen.setdefault(id(leaf), path) == path
@@ -123,7 +123,7 @@ def flat_dict(params: Any) -> dict[str, Tensor]:
 
 
 def unflat_dict(flat: dict[str, Tensor], like: Any) -> Any:
-    """The tree that a dict of :func:`flat_dict` came from."""
+    """Invert :func:`flat_dict`."""
     first: dict[int, str] = {}
     leaves, spec = tree.flatten(like)
     names = [first.setdefault(id(leaf), path) for path, leaf in zip(tree.paths(like), leaves, strict=True)]
@@ -131,5 +131,5 @@ def unflat_dict(flat: dict[str, Tensor], like: Any) -> Any:
 
 
 def micro_batches(step: Sequence[Tensor], count: int) -> list[Tensor]:
-    """The batches of all ranks, each cut in micro-batches, as the oracle takes them."""
+    """Split the batches of all ranks into micro-batches, for the oracle."""
     return [micro for batch in step for micro in batch.chunk(count)]

@@ -1,7 +1,7 @@
-"""The oracle: training in one process, written so that nobody can doubt it. Float64, plain loops, no zfun.
+"""The oracle: training in one process, in float64, with plain loops and without zfun.
 
-The batch of a step is a list with one batch for each rank. The loss is the mean of the ranks' losses; each rank's is the mean of its
-micro-batches' losses.
+The batch of a step is a list with one batch per rank. The loss is the mean of the ranks' losses;
+the loss of a rank is the mean over micro-batches.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ LossFn = Callable[[Params, Any], Tensor]
 
 
 def agrees(x: Tensor, y: Tensor, before: Tensor) -> bool:
-    """Whether an update, added, gave what a step gave: in every bit, or within a rounding where a number doubled, halved or turned.
+    """Whether ``before + update`` equals the fused step: bitwise, or within one rounding.
 
-    What comes near nothing from far has digits that no number to be added to where it was can carry.
+    Subtraction is exact only if a number changes by less than a factor of two. A number that
+    shrinks to near zero has digits that an added update cannot represent.
     """
     x, y, before = (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in (x, y, before))
     ratio = y.double() / before.double()
@@ -31,7 +32,7 @@ def agrees(x: Tensor, y: Tensor, before: Tensor) -> bool:
 
 
 def gradients(loss_fn: LossFn, params: Params, batches: Sequence[Any]) -> tuple[float, Params]:
-    """The loss over all batches, each counting the same, and its gradient."""
+    """Return the mean loss over all batches, and the gradient."""
     total = 0.0
     sums = {name: torch.zeros_like(p) for name, p in params.items()}
     for batch in batches:
@@ -46,7 +47,7 @@ def gradients(loss_fn: LossFn, params: Params, batches: Sequence[Any]) -> tuple[
 
 
 def norm(grads: Params) -> float:
-    """The L2 norm over all leaves."""
+    """Return the L2 norm over all leaves."""
     return math.sqrt(sum(float((g.double() ** 2).sum()) for g in grads.values()))
 
 
@@ -120,7 +121,7 @@ def muon(params: Params, grads: Params, state: Params, lr: float, decay: float, 
     for name, p in params.items():
         m = state[name] = momentum * state.get(name, torch.zeros_like(p)) + (1 - momentum) * grads[name]
         d = momentum * m + (1 - momentum) * grads[name]
-        # On singular values the iteration is a polynomial of each.
+        # The iteration applies a polynomial to each singular value.
         u, s, v = torch.linalg.svd(d / math.sqrt(float((d * d).sum())), full_matrices=False)
         for _ in range(5):
             s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
@@ -132,9 +133,10 @@ def muon(params: Params, grads: Params, state: Params, lr: float, decay: float, 
 def one_bit(
     terms: list[Tensor], kept: list[Tensor], answers: list[Tensor], norm_of: Callable[[Tensor], Tensor] = torch.linalg.vector_norm
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """The mean of the ranks' vectors in one bit a number, as it is written in the paper: on whole vectors, with nothing packed.
+    """Average the ranks' vectors in one bit per number, as in the paper: on whole vectors.
 
-    Takes the vectors, what each rank's messages lost, and what each rank's answers lost, its chunk; returns the mean and both errors.
+    Takes the vectors, the error of each rank's messages, and the error of each rank's answers for
+    the rank's chunk. Returns the mean and both errors.
     """
 
     def signs(x: Tensor) -> Tensor:

@@ -18,11 +18,11 @@ __all__ = ["main"]
 _DEMO = """\
 Trains a byte-level GPT on the source text of Python's own standard library, on local processes of the CPU, under DDP,
 ZeRO-1, ZeRO-2, ZeRO-3, and ZeRO-3 with optimizer state, parameters and gradients offloaded to host memory. Each composition
-runs in fresh processes. Then prints what each one costs (memory, time, bytes sent), checks that all of them gave
+runs in fresh processes. Then prints the cost of each one (memory, time, bytes sent), checks that all compositions gave
 the same losses and the same parameters to the last bit, and draws the tradeoff."""
 
 _DEMO_EXIT = """\
-exit status: 0 if all compositions agree to the last bit, 1 if they do not, 2 if the demo could not run."""
+exit status: 0 if all compositions agree to the last bit, 1 if two differ, 2 if the demo could not run."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
     demo = commands.add_parser(
         "demo",
-        help="train a small GPT under every composition and compare them",
+        help="train a small GPT under every composition and compare the results",
         description=_DEMO,
         epilog=_DEMO_EXIT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -65,14 +65,14 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--ranks", type=_positive, default=2, metavar="N", help="local processes to train on (default: %(default)s)")
     demo.add_argument("--steps", type=_positive, default=60, metavar="N", help="training steps of each composition (default: %(default)s)")
     demo.add_argument("--preset", default="demo", help="size of the model, a preset of examples/gpt.py (default: %(default)s)")
-    demo.add_argument("--out", type=Path, default=Path("zfun-demo"), metavar="DIR", help="where the picture goes (default: %(default)s)")
+    demo.add_argument("--out", type=Path, default=Path("zfun-demo"), metavar="DIR", help="folder of the picture (default: %(default)s)")
     return parser
 
 
 def _version() -> str:
     try:
         return importlib.metadata.version("zfun")
-    except importlib.metadata.PackageNotFoundError:  # run from a checkout that was not installed
+    except importlib.metadata.PackageNotFoundError:  # zfun is not installed
         return "0+unknown"
 
 

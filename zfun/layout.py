@@ -1,4 +1,4 @@
-"""Layout: where every leaf of a tree lies in a few flat buffers. Static integers, no data."""
+"""Layout: the place of every leaf of a tree in a few flat buffers, as static integers."""
 
 from __future__ import annotations
 
@@ -29,16 +29,18 @@ __all__ = [
     "unique_leaves",
 ]
 
-# ``label(path, leaf)`` names what a leaf belongs to, by its path, shape and dtype; the leaf has no numbers where only its place is known.
+# ``label(path, leaf)`` returns the label of a leaf from path, shape and dtype. The leaf may be a
+# meta tensor, because a layout has no numbers.
 LabelFn: TypeAlias = Callable[[str, Any], Hashable]
 
 DEFAULT_BUCKET_BYTES = 26 * 2**20
 
-# Shards of large buckets are whole pages, which ranks of one host can show each other without a copy.
+# Shards of large buckets are whole pages, so that ranks of one host share them without a copy.
 _PAGE_BYTES = 4096
 _MAX_WASTE = 0.02
 
-# Leaves begin, and shards end, at multiples of this many elements: whole vector registers, and whole cache lines from float16 on.
+# Leaves begin and shards end at multiples of this many elements: whole vector registers, and whole
+# cache lines for all dtypes from float16 on.
 ALIGNMENT = 32
 
 _REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
@@ -49,12 +51,12 @@ class LeafSlot:
     """The place of one leaf.
 
     Attributes:
-        path: its tree path; of tied leaves the first one.
-        shape: its shape.
-        dtype: its dtype.
-        bucket: index of the bucket that holds it.
-        offset: where it begins, in elements of the bucket.
-        numel: how many elements of the bucket it takes; a complex number takes two.
+        path: tree path of the leaf; for tied leaves the first path.
+        shape: shape of the leaf.
+        dtype: dtype of the leaf.
+        bucket: index of the bucket.
+        offset: start of the leaf, in elements of the bucket.
+        numel: number of elements in the bucket; a complex number counts as two.
     """
 
     path: str
@@ -70,10 +72,11 @@ class BucketSlot:
     """One flat buffer.
 
     Attributes:
-        dtype: its dtype; buckets never mix dtypes.
-        leaves: indices of the leaves in it, by offset.
-        numel: elements that leaves take.
-        padded_numel: its length; the group size divides it. What no leaf takes is zero and stays zero.
+        dtype: dtype of the buffer; buckets never mix dtypes.
+        leaves: indices of the leaves in the buffer, by offset.
+        numel: number of elements of all leaves.
+        padded_numel: length of the buffer, a multiple of the group size. Padding is zero and stays
+            zero.
     """
 
     dtype: torch.dtype
@@ -84,16 +87,17 @@ class BucketSlot:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Where every leaf of a tree lies in a few flat buffers.
+    """The place of every leaf of a tree in a few flat buffers.
 
     Attributes:
-        leaves: one slot for each leaf; tied leaves share one.
+        leaves: one slot per leaf; tied leaves share a slot.
         buckets: the buffers.
-        size: number of ranks that may share each bucket, and so divides it: those of the whole mesh, where a bucket is cut over an axis.
+        size: a divisor of every bucket's length: the number of ranks, of the whole mesh if there is
+            one.
         spec: the structure of the tree.
-        positions: for each leaf of the tree, in tree order, the index of its slot.
-        paths: for each leaf of the tree, in tree order, its path.
-        device: where the leaves live.
+        positions: the index of the slot of each leaf, in tree order.
+        paths: the path of each leaf, in tree order.
+        device: the device of the leaves.
     """
 
     leaves: tuple[LeafSlot, ...]
@@ -119,17 +123,17 @@ class Layout:
         return (self.leaves, self.buckets, self.positions, self.spec) == (other.leaves, other.buckets, other.positions, other.spec)
 
     def shard_numel(self, bucket: int) -> int:
-        """Return how many elements of a bucket each rank holds."""
+        """Return the number of elements of a bucket that each rank holds."""
         return self.buckets[bucket].padded_numel // self.size
 
     def select(self, buckets: Sequence[int]) -> Layout:
-        """Return the layout of what lies in some of the buckets; the tree has holes (``None``) for the rest.
+        """Return the layout of some of the buckets; the tree has holes (``None``) for the rest.
 
         Args:
-            buckets: their indices, ascending.
+            buckets: ascending indices of buckets.
 
         Returns:
-            A layout in which those buckets lie as they do here; this one if it is all of them.
+            A layout with these buckets unchanged; this layout if all buckets are chosen.
 
         Example:
             >>> layout = layout_of({"w": torch.zeros(3), "scale": torch.zeros(1, dtype=torch.float64)})
@@ -139,7 +143,7 @@ class Layout:
         return self if len(buckets) == len(self.buckets) else _select(self, tuple(buckets))
 
     def label(self, bucket: int) -> str:
-        """Name a bucket by its leaves, for messages.
+        """Name a bucket after its leaves, for messages.
 
         Example:
             >>> layout_of({"w": torch.zeros(3), "b": torch.zeros(1)}, size=2).label(0)
@@ -167,24 +171,28 @@ def layout_of(
 ) -> Layout:
     """Lay a tree of tensors out in flat buckets.
 
-    Buckets follow the tree's insertion order, or the one that is given, and hold one dtype each. A bucket closes before a leaf that
-    would take it past ``bucket_bytes``, and at the end of a block (``h.0``, ``h.1``, ...) once it is half full, so that a bucket tends to
-    be what a block uses; but not if all that is left fits in it. A leaf is never cut.
+    Buckets follow the insertion order of the tree, or ``order``, and hold one dtype each. A bucket
+    closes before a leaf that would exceed ``bucket_bytes``. A bucket that is half full also closes
+    at the end of a block (``h.0``, ``h.1``, ...), so that buckets tend to match blocks, unless all
+    remaining leaves fit. A leaf is never cut.
 
     Args:
-        params: any tree of tensors. Leaves that are the same view of the same memory are tied, and get one slot.
+        params: any tree of tensors. Leaves that are the same view of the same memory are tied and
+            share a slot.
         size: number of ranks that share each bucket.
-        bucket_bytes: where a bucket closes, in bytes.
-        persistence: leaves of at most so many elements lie in buckets of their own, which :func:`zfun.shard_params` may keep gathered.
-        order: paths of leaves, those used first in front, as :func:`zfun.order_of_use` finds them. Leaves that it does not name lie before
-            all others, since gradients are summed from the last bucket on, and those that nobody makes must hold none up. Names of leaves
-            that are not in this tree (but in the other part of a partition) are passed over.
+        bucket_bytes: size in bytes at which a bucket closes.
+        persistence: leaves of at most this many elements lie in separate buckets, which
+            :func:`zfun.shard_params` may keep gathered.
+        order: paths of leaves in order of first use, as returned by :func:`zfun.order_of_use`.
+            Leaves without an entry come first, because gradients are reduced from the last bucket
+            on, and a leaf without a gradient must not delay the others. Paths that are not in this
+            tree are ignored, so that both parts of a partition can use one order.
 
     Returns:
         The layout. Equal arguments give the same object.
 
     Raises:
-        LeafError: a leaf is not a tensor, is expanded (stride 0), or shares part of its memory with another one.
+        LeafError: a leaf is not a tensor, is expanded (stride 0), or overlaps another leaf.
 
     Example:
         >>> layout = layout_of({"w": torch.zeros(5, 3), "b": torch.zeros(3)}, size=2)
@@ -214,7 +222,7 @@ def layout_of(
 
 
 def _turns(order: Sequence[str], paths: Sequence[str], positions: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the slots in the order in which they are laid out; ``None`` for that of the tree."""
+    """Return the slots in the order of the layout; ``None`` for the order of the tree."""
     if isinstance(order, str) or not all(isinstance(path, str) for path in order):
         raise OptionError(f"order is a sequence of the paths of leaves; got {order!r}; zf.order_of_use(loss, params, batch) makes one")
     slots = dict(zip(paths, positions, strict=True))
@@ -242,7 +250,7 @@ def _layout(
     open_buckets: dict[tuple[torch.dtype, bool], int] = {}
     numels = [math.prod(key.shape) * (2 if key.dtype.is_complex else 1) for key in keys]
     kinds = [(_REAL.get(key.dtype, key.dtype), persistence > 0 and numel <= persistence) for key, numel in zip(keys, numels, strict=True)]
-    # What of each kind has no place yet.
+    # Elements of each kind that have no bucket yet.
     left: collections.Counter[tuple[torch.dtype, bool]] = collections.Counter()
     for kind, numel in zip(kinds, numels, strict=True):
         left[kind] += _aligned(numel)
@@ -254,7 +262,7 @@ def _layout(
             block = here
             for other, b in list(open_buckets.items()):
                 itemsize = other[0].itemsize
-                # A last bucket of a few leaves would take as much of Python's time as a large one.
+                # Avoid a small last bucket, because every bucket costs the same time in Python.
                 is_last = (ends[b] + left[other]) * itemsize <= bucket_bytes
                 if 2 * ends[b] * itemsize >= bucket_bytes and not is_last:
                     del open_buckets[other]
@@ -280,7 +288,7 @@ def _aligned(numel: int) -> int:
 
 
 def _padded(numel: int, dtype: torch.dtype, size: int) -> int:
-    """The length of a bucket: its shards end at whole cache lines, and at whole pages where that adds next to nothing."""
+    """Round up to whole cache lines per shard, or whole pages if that adds little padding."""
     page = size * (_PAGE_BYTES // dtype.itemsize)
     unit = page if page <= _MAX_WASTE * numel else ALIGNMENT * size
     return -(-numel // unit) * unit
@@ -310,10 +318,10 @@ def split_by_label(layout: Layout, label: LabelFn) -> Layout:
 
     Args:
         layout: any layout.
-        label: ``label(path, leaf)``; the leaf has a shape and a dtype, and no numbers.
+        label: ``label(path, leaf)``; the leaf is a meta tensor with shape and dtype.
 
     Returns:
-        A layout of the same leaves, in the same order; this very one if no bucket mixes labels.
+        A layout of the same leaves in the same order; the same object if no bucket mixes labels.
 
     Example:
         >>> layout = layout_of({"w": torch.zeros(5, 3), "b": torch.zeros(3), "v": torch.zeros(3, 2)})
@@ -339,7 +347,7 @@ def split_by_label(layout: Layout, label: LabelFn) -> Layout:
 
 
 def _block_of(path: str) -> tuple[str, ...]:
-    """The path up to its first number: ``h.3.attn.w`` lies in block ``h.3``."""
+    """Return the path up to the first number: ``h.3.attn.w`` lies in block ``h.3``."""
     parts = path.split(".")
     for i, part in enumerate(parts):
         if part.isdigit():
@@ -363,13 +371,13 @@ def _check_leaf(path: str, leaf: object) -> None:
 
 
 def _alias_sets(paths: Sequence[str], values: Sequence[Tensor]) -> tuple[list[int], list[int]]:
-    """Group leaves that are the same view of the same memory; refuse those that overlap in part."""
+    """Group leaves that are the same view of the same memory; raise for partial overlaps."""
     seen: dict[object, int] = {}
     firsts: list[int] = []
     positions: list[int] = []
     spans: dict[int, list[tuple[int, int, int]]] = {}
     for i, leaf in enumerate(values):
-        # Empty tensors all have address 0, and fake ones none at all: only the storage itself says who shares.
+        # Identify memory by storage: empty tensors all have address 0, and fake tensors have none.
         storage = leaf.untyped_storage()._cdata
         key = (storage, leaf.storage_offset(), tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype) if leaf.numel() else i
         slot = seen.setdefault(key, len(firsts))
@@ -393,7 +401,7 @@ def _alias_sets(paths: Sequence[str], values: Sequence[Tensor]) -> tuple[list[in
 
 
 def _overlap(views: Sequence[Tensor]) -> bool:
-    """Whether views of one storage have an element in common (columns of one matrix interleave, but share none)."""
+    """Whether views of one storage share an element; columns of a matrix share none."""
     if len({view.dtype for view in views}) > 1:
         return True
     first = min(view.storage_offset() for view in views)
@@ -410,14 +418,15 @@ def unique_leaves(params: tree.Tree, layout: Layout, *, any_dtype: bool = False)
     Args:
         params: a tree that fits the layout.
         layout: the layout.
-        any_dtype: take leaves of other dtypes than those laid out: gradients and states may be wider than parameters.
+        any_dtype: accept other dtypes, because gradients and optimizer states may be wider than
+            parameters.
 
     Returns:
         The tensors in the order of ``layout.leaves``.
 
     Raises:
         SpecMismatch: the tree has another structure, or a leaf another shape or dtype.
-        AliasChanged: leaves that the layout ties are different tensors now.
+        AliasChanged: leaves that are tied in the layout are now different tensors.
 
     Example:
         >>> w = torch.ones(2)

@@ -1,4 +1,4 @@
-"""Placement: what the local buffers of a value mean across the group."""
+"""Placement: the meaning of the local buffers of a value across the group."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ __all__ = ["P", "Placement", "R", "S"]
 
 
 class Placement(enum.Enum):
-    """What each rank holds of a value.
+    """The part of a value that each rank holds.
 
-    ``REPLICATED`` (``R``): every rank holds the whole. ``PARTIAL`` (``P``): every rank holds one term of a sum. ``SHARDED`` (``S``): rank r
-    holds the r-th contiguous piece.
+    ``REPLICATED`` (``R``): every rank holds the whole. ``PARTIAL`` (``P``): every rank holds one
+    term of a sum. ``SHARDED`` (``S``): rank r holds the r-th contiguous piece.
     """
 
     REPLICATED = "R"

@@ -1,7 +1,8 @@
 """Policies: which results :func:`zfun.remat` keeps for backward, as predicates over operations.
 
-A policy is a function ``(op, result) -> bool``: ``op`` is the ``torch`` operation (``torch.ops.aten.mm.default``, say), ``result`` the
-:class:`Result` that describes what it computed. What it answers ``True`` for is kept, and everything else is computed again.
+A policy is a function ``(op, result) -> bool``. ``op`` is the ``torch`` operation, such as
+``torch.ops.aten.mm.default``, and ``result`` is a :class:`Result` that describes the tensors of the
+operation. ``remat`` keeps a result if the policy returns ``True``, and recomputes all others.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ import torch
 
 __all__ = ["Policy", "Result", "attention", "either", "everything", "matmuls", "named", "names", "nothing", "unbatched_matmuls"]
 
-# Not a global that a call could leave behind: a context variable ends with its block, and every thread has its own.
+# A context variable and not a global, because every thread has a separate value.
 _name: contextvars.ContextVar[str | None] = contextvars.ContextVar("zfun_policies_name", default=None)
 
 
 class Result(NamedTuple):
-    """What a policy is told of a result.
+    """The description of a result that a policy receives.
 
     Attributes:
-        shape: of the first tensor of the result.
-        dtype: its dtype.
-        device: where it lives.
-        num_bytes: of all tensors of the result.
-        name: what :func:`named` calls the part of the code that computed it; ``None`` outside of one.
+        shape: shape of the first tensor of the result.
+        dtype: dtype of the first tensor.
+        device: device of the first tensor.
+        num_bytes: bytes of all tensors of the result.
+        name: the name that :func:`named` gave to this part of the code; ``None`` without a name.
     """
 
     shape: torch.Size
@@ -41,7 +42,9 @@ Policy: TypeAlias = Callable[[Any, Result], bool]
 
 
 def nothing(op: Any, result: Result) -> bool:
-    """Keep no result: everything is computed again from the inputs. The least memory, and one more forward pass.
+    """Keep no result: recompute everything from the inputs.
+
+    This policy needs the least memory and one more forward pass.
 
     Example:
         >>> nothing(torch.ops.aten.mm.default, Result(torch.Size([2]), torch.float32, torch.device("cpu"), 8, None))
@@ -51,9 +54,9 @@ def nothing(op: Any, result: Result) -> bool:
 
 
 def everything(op: Any, result: Result) -> bool:
-    """Keep what autograd keeps, and compute nothing again.
+    """Keep everything that autograd keeps, and recompute nothing.
 
-    With a store this is activation offload: what autograd keeps lives in the store.
+    With a store this policy is activation offload, because the store then holds the activations.
 
     Example:
         >>> everything(torch.ops.aten.mm.default, Result(torch.Size([2]), torch.float32, torch.device("cpu"), 8, None))
@@ -72,7 +75,7 @@ def _of(op: Any) -> str:
 
 
 def matmuls(op: Any, result: Result) -> bool:
-    """Keep the results of matrix products, batched ones too, and of convolutions; compute again what is cheap.
+    """Keep the results of matrix products, including batched ones, and of convolutions.
 
     Example:
         >>> cpu, size = torch.device("cpu"), torch.Size([2, 2])
@@ -83,7 +86,7 @@ def matmuls(op: Any, result: Result) -> bool:
 
 
 def unbatched_matmuls(op: Any, result: Result) -> bool:
-    """Keep the results of matrix products without a batch dim: those of linear layers, not the scores of attention.
+    """Keep matrix products without a batch dim: results of linear layers, not attention scores.
 
     Example:
         >>> cpu, size = torch.device("cpu"), torch.Size([2, 2])
@@ -95,7 +98,7 @@ def unbatched_matmuls(op: Any, result: Result) -> bool:
 
 
 def attention(op: Any, result: Result) -> bool:
-    """Keep the results of fused attention, which costs much to compute and little to keep.
+    """Keep the results of fused attention, which are slow to compute and small to keep.
 
     Example:
         >>> op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -106,7 +109,7 @@ def attention(op: Any, result: Result) -> bool:
 
 
 def names(*chosen: str) -> Policy:
-    """Keep what is computed under certain names; see :func:`named`.
+    """Keep the results of parts of the code that have one of some names; see :func:`named`.
 
     Args:
         chosen: the names.
@@ -124,12 +127,13 @@ def names(*chosen: str) -> Policy:
 
 @contextmanager
 def named(name: str) -> Iterator[None]:
-    """Give the results of a part of a block a name that policies see.
+    """Name a part of a block, so that policies see the name.
 
-    A region has the name, not a tensor: to keep a result spares computing it again only if the operation that made it knows.
+    The name belongs to the code and not to a tensor, because keeping a result saves work only if
+    the operation that computes the result is skipped.
 
     Args:
-        name: any; an inner one counts.
+        name: any string; the innermost name counts.
 
     Example:
         >>> import zfun as zf
@@ -148,7 +152,7 @@ def named(name: str) -> Iterator[None]:
 
 
 def either(*policies: Policy) -> Policy:
-    """Keep what any of several policies keeps.
+    """Keep a result if any of several policies keeps the result.
 
     Example:
         >>> policy = either(unbatched_matmuls, attention)
@@ -159,6 +163,6 @@ def either(*policies: Policy) -> Policy:
 
 
 def described(tensors: list[torch.Tensor]) -> Result:
-    """Describe a result, with the name of the part of the code that runs."""
+    """Describe a result, including the current name."""
     first = tensors[0]
     return Result(first.shape, first.dtype, first.device, sum(x.numel() * x.element_size() for x in tensors), _name.get())

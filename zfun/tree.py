@@ -1,7 +1,8 @@
-"""Pytrees: the one module that knows which library flattens them.
+"""Pytrees; the only module that imports optree.
 
-Any tree that optree understands is a tree here: nested dicts, lists, tuples, namedtuples, and classes that users register, globally
-or in the namespace ``"zfun"``. ``None`` is an empty subtree, so that a tree with holes (see :func:`partition`) needs no special case.
+A tree is anything that optree flattens: nested dicts, lists, tuples, namedtuples, and classes that
+users register, globally or in the namespace ``"zfun"``. ``None`` is an empty subtree, so a tree
+with holes (see :func:`partition`) needs no special case.
 """
 
 from __future__ import annotations
@@ -34,21 +35,22 @@ Tree: TypeAlias = Any
 Spec: TypeAlias = optree.PyTreeSpec
 _IsLeaf: TypeAlias = Callable[[Any], bool] | None
 
-# Parameters are laid out in the order in which they are used, which is the order in which dicts were filled, not that of their sorted keys.
-# The setting belongs to zfun's namespace, so nobody else's trees change. The name keeps the context open: when it is collected, it ends.
+# Buckets should follow the order of use, which is usually the insertion order of dicts and not the
+# order of sorted keys. The setting applies to zfun's namespace only. The variable keeps the context
+# open, because the context ends when the object is collected.
 _insertion_order = optree.dict_insertion_ordered(True, namespace=NAMESPACE)
 _insertion_order.__enter__()
 
 
 def flatten(tree: Tree, is_leaf: _IsLeaf = None) -> tuple[list[Any], Spec]:
-    """Take a tree apart into its leaves and its structure.
+    """Split a tree into leaves and structure.
 
     Args:
         tree: any pytree.
         is_leaf: a predicate that stops the descent.
 
     Returns:
-        The leaves in order of insertion, and the structure.
+        The leaves in insertion order, and the structure.
 
     Example:
         >>> flatten({"b": 1, "a": (2, None)})[0]
@@ -58,7 +60,7 @@ def flatten(tree: Tree, is_leaf: _IsLeaf = None) -> tuple[list[Any], Spec]:
 
 
 def unflatten(spec: Spec, leaves: Iterable[Any]) -> Tree:
-    """Put leaves back into a structure: the inverse of :func:`flatten`.
+    """Build a tree from a structure and leaves: the inverse of :func:`flatten`.
 
     Example:
         >>> values, spec = flatten({"b": 1, "a": 2})
@@ -69,20 +71,20 @@ def unflatten(spec: Spec, leaves: Iterable[Any]) -> Tree:
 
 
 def leaves(tree: Tree, is_leaf: _IsLeaf = None) -> list[Any]:
-    """Return the leaves of a tree in order of insertion."""
+    """Return the leaves of a tree in insertion order."""
     return optree.tree_leaves(tree, is_leaf=is_leaf, namespace=NAMESPACE)
 
 
 def structure(tree: Tree, is_leaf: _IsLeaf = None) -> Spec:
-    """Return the structure of a tree without its leaves."""
+    """Return the structure of a tree, without leaves."""
     return optree.tree_structure(tree, is_leaf=is_leaf, namespace=NAMESPACE)
 
 
 def leaves_like(spec: Spec, tree: Tree) -> list[Any] | None:
-    """Return the leaves of a tree in the order of a structure, whatever the order in which its dicts were filled.
+    """Return the leaves of a tree in the order of a structure, for any insertion order of dicts.
 
     Returns:
-        The leaves; ``None`` where the tree has another structure.
+        The leaves; ``None`` if the tree has another structure.
 
     Example:
         >>> leaves_like(structure({"b": 0, "a": 0}), {"a": 1, "b": 2})
@@ -97,15 +99,15 @@ def leaves_like(spec: Spec, tree: Tree) -> list[Any] | None:
         found = spec.flatten_up_to(tree)
     except ValueError:
         return None
-    # With as many leaves on both sides, what is not a leaf in one place is missing in another.
+    # Both sides have equally many leaves, so a node in one place means a missing leaf in another.
     return found if all(structure(leaf).num_nodes == 1 and structure(leaf).num_leaves == 1 for leaf in found) else None
 
 
 def subtrees(spec: Spec, tree: Tree) -> list[Any] | None:
-    """Return what a tree has in the places of a structure's leaves: leaves, nodes, or ``None`` for a hole.
+    """Return the parts of a tree at the leaves of a structure; ``None`` for a hole.
 
     Returns:
-        One part for each leaf of the structure; ``None`` where the tree has another structure.
+        One part per leaf of the structure; ``None`` if the tree has another structure.
 
     Example:
         >>> subtrees(structure({"a": 0, "b": 0}), {"a": None, "b": (1, 2)})
@@ -118,7 +120,7 @@ def subtrees(spec: Spec, tree: Tree) -> list[Any] | None:
 
 
 def map(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: _IsLeaf = None) -> Tree:
-    """Apply ``fn`` to every leaf of one tree, and to the leaves at the same place in others.
+    """Apply ``fn`` to every leaf of a tree, together with the leaves at the same place in the rest.
 
     Example:
         >>> map(lambda x, y: x + y, {"a": 1}, {"a": 2})
@@ -128,10 +130,10 @@ def map(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: _IsLeaf = None
 
 
 def paths(tree: Tree, is_leaf: _IsLeaf = None) -> list[str]:
-    """Name every leaf by its place, in the order of :func:`leaves`.
+    """Return the path of every leaf, in the order of :func:`leaves`.
 
     Returns:
-        Dotted paths; a tree that is one leaf has the path ``"."``.
+        Dotted paths; a tree that is a single leaf has the path ``"."``.
 
     Example:
         >>> paths({"h": [1, {"w": 2}], "out": 3})
@@ -150,8 +152,8 @@ def register(
 
     Args:
         cls: the class.
-        to_children: returns the children and hashable static data.
-        from_children: rebuilds the node from static data and children.
+        to_children: a function from a node to (children, hashable static data).
+        from_children: a function from (static data, children) to a node.
     """
     optree.register_pytree_node(cls, to_children, from_children, namespace=NAMESPACE)
 
@@ -163,17 +165,17 @@ def register(
 
 
 def partition(tree: Tree, predicate: Callable[[str, Any], bool]) -> tuple[Tree, Tree]:
-    """Split a tree in two by a predicate; :func:`combine` puts it together again.
+    """Split a tree in two by a predicate; :func:`combine` joins the parts.
 
-    Both parts have the structure of the whole, with ``None`` where the leaf is in the other part. So frozen leaves are a tree of their own,
-    which no gradient and no optimizer ever sees.
+    Both parts have the structure of the whole, with ``None`` in place of a leaf of the other part.
+    Frozen leaves thereby form a separate tree, which no gradient and no optimizer sees.
 
     Args:
         tree: any pytree.
-        predicate: called with the path and the leaf.
+        predicate: ``predicate(path, leaf)``.
 
     Returns:
-        The leaves where the predicate holds, and the others.
+        The tree of the leaves for which the predicate holds, and the tree of the other leaves.
 
     Example:
         >>> trainable, frozen = partition({"w": 1, "scale": 2}, lambda path, leaf: path == "w")
@@ -190,13 +192,13 @@ def partition(tree: Tree, predicate: Callable[[str, Any], bool]) -> tuple[Tree, 
 
 
 def combine(*parts: Tree) -> Tree:
-    """Fill the holes (``None``) of one tree with the leaves of the others: the inverse of :func:`partition`.
+    """Fill the holes (``None``) of a tree from the other trees: the inverse of :func:`partition`.
 
     Args:
-        parts: trees of one structure when ``None`` counts as a leaf.
+        parts: trees with the same structure, ``None`` counted as a leaf.
 
     Returns:
-        At each place the first leaf that is not ``None``.
+        A tree with the first leaf that is not ``None`` at each place.
 
     Example:
         >>> combine({"w": 1, "scale": None}, {"w": None, "scale": 2})

@@ -1,4 +1,4 @@
-"""The function types of zfun: what each transform takes and returns."""
+"""The function types of zfun, which transforms take and return."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["Gradient", "Loss"]
 
 
 class Loss(Protocol):
-    """``(params, batch) -> scalar`` or ``(scalar, aux)``: what is trained, as a pure function."""
+    """A loss as a pure function: ``(params, batch) -> scalar`` or ``(scalar, aux)``."""
 
     def __call__(self, params: Any, batch: Any, /) -> Any:
         """Compute the loss."""
@@ -16,7 +16,7 @@ class Loss(Protocol):
 
 
 class Gradient(Protocol):
-    """``(params, batch) -> (loss, grads)``, or ``((loss, aux), grads)`` where the loss returns aux."""
+    """``(params, batch) -> (loss, grads)``, or ``((loss, aux), grads)`` if the loss returns aux."""
 
     def __call__(self, params: Any, batch: Any, /) -> tuple[Any, Any]:
         """Compute the loss and its gradients."""

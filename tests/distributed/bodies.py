@@ -1,6 +1,6 @@
-"""Programs of a rank that run alike on simulated ranks and on real processes, which import this module.
+"""Programs of one rank that run on simulated ranks and on processes, which import this module.
 
-Each takes a group and returns a tree of tensors and numbers: the same bits wherever it runs.
+Each program takes a group and returns a tree of tensors and numbers with the same bits everywhere.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def any_dtype_and_shape(group: zf.Group) -> Any:
 
 
 def compressed(group: zf.Group) -> Any:
-    """Few bits on the wire: stages 0 and 3, micro-batches, what is kept, and the collectives, down to one bit."""
+    """Compressed communication: stages 0 and 3, micro-batches, error feedback, collectives."""
     found: list[Any] = []
     for stage in (0, 3):
         feedback = zf.wire.error_feedback(reset=3)
@@ -107,7 +107,7 @@ def compressed(group: zf.Group) -> Any:
             state, _ = z.step(state, batches[group.rank])
         kept = feedback.kept(group.rank)
         assert len(kept) > 2
-        # Places are the same on all ranks, but what each has kept is its own.
+        # The keys are the same on all ranks, but every rank keeps errors of its own messages.
         mine = torch.cat([kept[place].double().view(-1) for place in sorted(kept)])
         found.append((z.params(state), sorted(kept), zf.all_reduce(mine, group)))
     x = torch.linspace(-1, 1, 64 * group.size) * (group.rank + 1)
@@ -158,7 +158,7 @@ def another_branch(group: zf.Group) -> Any:
 
 
 def any_schedule(group: zf.Group) -> Any:
-    """Every knob of the schedule, on a chain that uses its first block again, which the last rank leaves in the third step."""
+    """Try every schedule option on a loss that reuses a block; the last rank diverges in step 3."""
 
     def loss_fn(params: Any, x: Tensor) -> Tensor:
         layers = [*params["h"], params["h"][0]]
@@ -193,7 +193,7 @@ def watched_step(group: zf.Group) -> Any:
 
 
 def token_means(group: zf.Group) -> Any:
-    """Unequal numbers of tokens on the ranks."""
+    """Give the ranks unequal numbers of tokens."""
 
     def loss_fn(params: Any, batch: Any) -> Any:
         x, mask = batch
@@ -268,7 +268,7 @@ def functional_derivatives(group: zf.Group) -> Any:
 
 
 def recomputed(group: zf.Group) -> Any:
-    """Blocks that are computed again, at every stage, on ranks that take other branches; and activations kept in parts."""
+    """Recompute blocks at every stage, on ranks that diverge; and keep activations in parts."""
 
     def block(layer: Any, x: Tensor) -> Tensor:
         return x + torch.tanh(x @ layer["w"] + layer["b"])
@@ -314,12 +314,12 @@ def values_differ(group: zf.Group) -> Any:
         except SpecMismatch as error:
             texts.append(str(error))
     assert len(texts) == 2
-    # After the error the group is as good as before.
+    # The error leaves the group usable.
     return *texts, zf.unshard(zf.shard(params, group, init="broadcast"))
 
 
 def errors_are_local(group: zf.Group) -> Any:
-    """What every rank does wrong in the same way raises everywhere and leaves the group usable."""
+    """A mistake that all ranks make raises on every rank and leaves the group usable."""
     texts = []
     z = zf.zero(3, models.mlp_loss, optim.adamw(0.05), group)
     old = z.init(models.mlp())
@@ -339,7 +339,7 @@ def errors_are_local(group: zf.Group) -> Any:
 
 
 class _Refuses(torch.autograd.Function):
-    """Nothing forward, and an error in backward."""
+    """The identity in forward, and an error in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]
@@ -351,7 +351,7 @@ class _Refuses(torch.autograd.Function):
 
 
 def goes_on_after_an_error(group: zf.Group) -> Any:
-    """A loss that raises on every rank, forward or in backward, while gathers and sums are under way, and is called again."""
+    """Raise on every rank while gathers and reductions are in flight, and call the loss again."""
 
     def loss_fn(params: Any, batch: Any) -> Tensor:
         x, where = batch
@@ -403,7 +403,7 @@ BODIES = [
 
 
 def compiled(group: zf.Group) -> Any:
-    """For processes only: ranks that are threads must not compile at the same time."""
+    """Compile blocks; for processes only, because threads must not compile at the same time."""
 
     def block(layer: Any, x: Tensor) -> Tensor:
         return x + torch.tanh(x @ layer["w"] + layer["b"])
@@ -446,7 +446,7 @@ def raises_in_the_loss(group: zf.Group) -> None:
 
 
 def starts_another_collective(group: zf.Group) -> None:
-    """Rank 1 has other ideas of a step."""
+    """Rank 1 starts another collective than the other ranks."""
     z = zf.zero(2, models.mlp_loss, optim.adamw(0.05), group)
     state = z.init(models.mlp())
     if group.rank == 1:

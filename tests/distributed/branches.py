@@ -1,7 +1,7 @@
-"""Programs whose ranks take different ways through one model; run simulated and on real processes like those of ``bodies``.
+"""Programs whose ranks take different branches; run on simulated ranks and on processes.
 
-Which way is data: the batch of a rank says it, or what its tokens are routed to. So the oracle, plain torch in one process, can walk the
-ways of all ranks.
+The batch of a rank determines the branch, directly or through the routing of tokens. The oracle,
+plain torch in one process, can therefore take the branches of all ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LAYERS = 4
 
 
 def open_layers(params: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """An MLP that goes through those layers only whose column in the batch is not zero."""
+    """An MLP that uses only the layers whose column in the batch is not zero."""
     x, ways = batch
     for index, layer in enumerate(params["h"]):
         if ways[0, index]:
@@ -31,7 +31,7 @@ def open_layers(params: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def batches_of(num_steps: int, size: int, way: Callable[[int, int, int], Sequence[int]], num_micro: int = 1) -> list[list[Any]]:
-    """``batches[step][rank]``, where ``way(step, rank, micro)`` says which layers are open."""
+    """Return ``batches[step][rank]``; ``way(step, rank, micro)`` lists the open layers."""
     found = []
     for step, xs in enumerate(models.mlp_batches(num_steps, size, rows=ROWS)):
         ways = [torch.tensor([way(step, rank, row * num_micro // ROWS) for row in range(ROWS)]) for rank in range(size)]
@@ -40,7 +40,7 @@ def batches_of(num_steps: int, size: int, way: Callable[[int, int, int], Sequenc
 
 
 def oracle(loss_fn: Any, params: Any, batches: Any, num_micro: int) -> tuple[Any, list[float]]:
-    """Train with plain torch in one process; the parameters at the end, and the losses."""
+    """Train with plain torch in one process; return the final parameters and the losses."""
     losses, momentum = [], {}
     flat = models.flat_dict(params)
     for step in batches:
@@ -52,7 +52,7 @@ def oracle(loss_fn: Any, params: Any, batches: Any, num_micro: int) -> tuple[Any
 
 
 def every_stage(group: zf.Group, loss_fn: Any, params: Any, batches: Any, num_micro: int = 1) -> Any:
-    """Train at every stage, each compared with the oracle and with the stages that must have its bits."""
+    """Train at every stage, and compare with the oracle and with stages of equal bits."""
     expected, expected_losses = oracle(loss_fn, params, batches, num_micro)
     assert not any(same_bits(a, b) for a, b in zip(tree.leaves(expected), tree.leaves(params), strict=True) if a.numel() > 1)
     found: list[Any] = []
@@ -65,7 +65,7 @@ def every_stage(group: zf.Group, loss_fn: Any, params: Any, batches: Any, num_mi
         found.append((z.params(state), losses))
         near(found[-1][0], expected)
         torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected_losses), rtol=1e-12, atol=0.0)
-        # With micro-batches stages 2 and 3 reduce each by itself, and round differently than stages 0 and 1.
+        # With micro-batches stages 2 and 3 reduce each micro-batch, and round differently.
         assert_same_bits(found[-1], found[0 if num_micro == 1 or stage < 2 else 2], f"stage {stage} and an earlier one")
     return found
 
@@ -76,19 +76,19 @@ def near(found: Any, expected: Any) -> None:
 
 
 def unused_leaves(group: zf.Group) -> Any:
-    """A layer that only the last rank opens, and one that nobody opens in some steps."""
+    """Open a layer on the last rank only, and another on no rank in some steps."""
     batches = batches_of(3, group.size, lambda step, rank, _: (1, step != 1, rank == group.size - 1, 1))
     return every_stage(group, open_layers, models.mlp(), batches)
 
 
 def early_exit(group: zf.Group) -> Any:
-    """Ranks leave the model after different layers; in turn each goes to the end."""
+    """Ranks leave the model after different layers; each rank in turn runs all layers."""
     batches = batches_of(4, group.size, lambda step, rank, _: [index <= (rank + step) % LAYERS for index in range(LAYERS)])
     return every_stage(group, open_layers, models.mlp(), batches)
 
 
 def skipped_layers(group: zf.Group) -> Any:
-    """Rank 1 skips a layer in some steps, rank 0 another, and each micro-batch goes its own way."""
+    """Rank 1 skips a layer in some steps, rank 0 another; micro-batches differ too."""
     batches = batches_of(
         3, group.size, lambda step, rank, micro: (1, rank != 1 or step == 1, rank > 0 or micro == 1, step < 2), num_micro=2
     )
@@ -96,7 +96,7 @@ def skipped_layers(group: zf.Group) -> Any:
 
 
 def returning_layers(params: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """All layers, and those that are open a second time: gradients of several uses, whose sum has an order."""
+    """Use all layers, and open layers twice, so that gradients of several uses are added."""
     x, ways = batch
     for layer in params["h"]:
         x = torch.tanh(x @ (layer["w"] * layer["w"]) + layer["b"])
@@ -107,13 +107,13 @@ def returning_layers(params: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def returning(group: zf.Group) -> Any:
-    """Ranks use layers again that the first step, from which the schedule is, has used once."""
+    """Ranks use layers twice that the traced first step used once."""
     batches = batches_of(3, group.size, lambda step, rank, _: [step > 0 and (rank + step + index) % 3 == 0 for index in range(LAYERS)])
     return every_stage(group, returning_layers, models.mlp(), batches)
 
 
 def shifted_layers(params: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """All leaves are gathered, and a shift, of which nothing is kept for backward, is added where its layer is open."""
+    """Gather all leaves, and add a shift, which backward does not need, in open layers."""
     x, ways = batch
     for index, layer in enumerate(params["h"]):
         whole = zf.gather(layer)
@@ -124,7 +124,7 @@ def shifted_layers(params: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def gathered_for_nothing(group: zf.Group) -> Any:
-    """Nothing tells the ranks before backward that some of them have no gradient of what all have gathered."""
+    """All ranks gather a block, and some have no gradient for it, unknown before backward."""
     params = models.mlp(num_layers=6)
     params["h"] = [{"w": layer["w"], "shift": layer["w"].repeat(9, 1)} for layer in params["h"]]
     batches = batches_of(3, group.size, lambda step, rank, _: [step == 0 or (rank + step) % group.size == 0 or i < 1 for i in range(6)])
@@ -132,7 +132,7 @@ def gathered_for_nothing(group: zf.Group) -> Any:
 
 
 def experts(group: zf.Group, rows: int, top_k: int, capacity: int, num_micro: int = 1) -> Any:
-    """A mixture of experts; tokens decide which of them a rank uses."""
+    """A mixture of experts; the tokens of a rank choose the experts."""
     params = models.mixture(seed=3)
     batches = [[(x,) for x in step] for step in models.mlp_batches(3, group.size, rows=rows)]
     loads = torch.stack([models.mixture_loss(params, part, top_k, capacity)[1] for (x,) in batches[0] for part in x.chunk(num_micro)])
@@ -155,7 +155,7 @@ def experts_and_micro_batches(group: zf.Group) -> Any:
 
 
 def two_hundred_steps(group: zf.Group) -> Any:
-    """Layers open at random, by rank and step, with the gradient of every step compared to the oracle's."""
+    """Open layers at random by rank and step, and compare every gradient with the oracle."""
     generator = torch.Generator().manual_seed(11)
     ways = torch.randint(2, (200, group.size, LAYERS), generator=generator)
     batches = batches_of(200, group.size, lambda step, rank, _: ways[step, rank].tolist())
@@ -168,7 +168,7 @@ def two_hundred_steps(group: zf.Group) -> Any:
     for index, step in enumerate(batches):
         value, grads = vg(params, step[group.rank])
         found = zf.unshard(grads)
-        if index % group.size == group.rank:  # the ranks share the work of comparing
+        if index % group.size == group.rank:  # the ranks share the comparisons
             _, expected = reference.gradients(
                 lambda leaves, batch: open_layers(models.unflat_dict(leaves, whole), batch), models.flat_dict(whole), step
             )

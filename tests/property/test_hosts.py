@@ -1,4 +1,4 @@
-"""Collectives over several hosts have the bits of those without, and send between hosts what is promised."""
+"""Hierarchical collectives: the same bits as on one host, and the promised bytes between hosts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from zfun.testing import assert_same_bits
 
 @dataclass
 class Wires:
-    """Messages between hosts, and how many bytes each host sent to each."""
+    """Messages between hosts, with a count of bytes for each pair."""
 
     queues: dict[tuple[int, int, int], queue.SimpleQueue[Tensor]] = field(default_factory=dict)
     nbytes: Counter[tuple[int, int]] = field(default_factory=Counter)
@@ -70,7 +70,7 @@ class WiredColumn:
 
 
 def over_wires(group: zf.Group, wires: Wires, num_hosts: int, op: Op, numel: int, dtype: torch.dtype, in_place: bool) -> Any:
-    """Return the collective over hosts, and without."""
+    """Return the results of a collective over hosts and on one host."""
     size = group.size // num_hosts
     place = Place(group.rank // size, num_hosts, group.rank % size, size)
     row = group.subgroup([range(first, first + size) for first in range(0, group.size, size)])
@@ -107,11 +107,11 @@ def test_bits(num_hosts: int, size: int, kind: int, dtype: torch.dtype, in_place
 @pytest.mark.parametrize(("num_hosts", "size"), [(2, 2), (3, 2), (2, 4)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_bytes_between_hosts(num_hosts: int, size: int, dtype: torch.dtype) -> None:
-    """As the formulae of the module say, in bytes of each rank."""
+    """Compare the bytes of each rank with the formulae of the module."""
     count, others = num_hosts * size, num_hosts - 1
     numel = 30 * count
     whole = numel * dtype.itemsize
-    # Half types travel in float32 on their way to the last host.
+    # Partial sums of half types travel in float32 until the last host.
     wider = max(dtype.itemsize, 4) // dtype.itemsize
     to_the_next, from_the_last = wider * whole // size, whole // size * others // num_hosts
     scattered = [to_the_next if rank < others * size else from_the_last for rank in range(count)]

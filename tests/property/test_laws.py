@@ -1,4 +1,4 @@
-"""Law 5 (and 4, 6, 10): every composition of the transforms is the same function, to the last bit, and the right one."""
+"""Laws 4, 5, 6 and 10: all compositions give the same bits and agree with the oracle."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ SIZES = (1, 2, 3, 4, 7, 16)
 LR = 0.05
 
 
-# Optimizers: name, zfun's, and one step of the oracle, ``(params, grads, state) -> params`` with a state that it changes.
+# Optimizers: name, zfun's rule, and one step of the oracle, ``(params, grads, state) -> params``,
+# which changes the state in place.
 
 Oracle = Callable[[reference.Params, reference.Params, dict[Any, Any]], reference.Params]
 
@@ -52,7 +53,7 @@ def user_init(params: Any) -> LionState:
 
 
 def user_update(grads: Any, state: LionState, params: Any) -> tuple[Any, LionState]:
-    """A user's own rule: element-wise, with a state tree, a counter and the parameters in it."""
+    """A user's rule: element-wise, with a state tree, a counter and the parameters."""
     average = tree.map(lambda a, g: 0.7 * a + 0.3 * g, state.average, grads)
     rate = LR / (1.0 + float(state.count))
     updates = tree.map(lambda a, p: -rate * (torch.tanh(3.0 * a) + 0.1 * p), average, params)
@@ -76,13 +77,13 @@ RULES = [
     Rule("adamw", optim.adamw(LR, eps=1e-3, weight_decay=0.1), lambda p, g, s: reference.adamw(p, g, s, LR, 0.1, eps=1e-3)),
     Rule(
         "clipped",
-        # Not Adam: it would hide a norm that is wrong by a factor.
+        # Not Adam, which would hide a norm that is wrong by a factor.
         optim.chain(optim.clip_by_global_norm(0.1), optim.sgd(LR, momentum=0.8)),
         lambda p, g, s: reference.sgd(p, reference.clip(g, 0.1), s, LR, 0.8),
     ),
     Rule("user", (user_init, user_update), user_oracle),
     Rule("adagrad", optim.adagrad(LR, rate_decay=0.1, eps=1e-3), lambda p, g, s: reference.adagrad(p, g, s, LR, 0.1, 1e-3)),
-    # A sign turns on the last bit of a gradient that should be zero, so an oracle cannot follow it; see test_optimizers.
+    # No Lion: the sign of a gradient near zero depends on the last bit; see test_optim.
 ]
 RULES_BY_NAME = pytest.mark.parametrize("rule", RULES, ids=[rule.name for rule in RULES])
 
@@ -101,7 +102,7 @@ def oracle_run(
 
 
 def assert_close_to_oracle(run: Any, params: Any, losses: list[float], values: reference.Params) -> None:
-    """Compare changes, so that training that does nothing cannot pass, with 1e-12 of what is compared."""
+    """Compare changes within 1e-12, so that training without effect cannot pass."""
     for mine, theirs in zip(run.losses, losses, strict=True):
         assert abs(mine - theirs) <= 1e-12 * max(1.0, abs(theirs))
     start, end = models.flat_dict(params), dict(zip(tree.paths(params), tree.leaves(run.params), strict=True))
@@ -114,7 +115,7 @@ def assert_close_to_oracle(run: Any, params: Any, losses: list[float], values: r
 # Every composition at once, on one model.
 
 
-# All compositions on two ranks, one in so many on others; all on any number with HYPOTHESIS_PROFILE=long.
+# All compositions on two ranks, a sample on other sizes; all with HYPOTHESIS_PROFILE=long.
 EVERY = {1: 4, 2: 1, 3: 4, 4: 12, 7: 24, 16: 32}
 
 
@@ -123,7 +124,7 @@ EVERY = {1: 4, 2: 1, 3: 4, 4: 12, 7: 24, 16: 32}
 def test_every_subset_and_order_is_the_same_function(size: int) -> None:
     params, batches = models.mlp(num_layers=2), models.mlp_batches(3, size)
     rule = RULES[5]
-    # Under clipping the order of all sums shows.
+    # Clipping reveals the order of all sums.
     stride = 1 if examples(1) > 1 else EVERY[size]
     every = [Composition(), *all_compositions()[size % stride :: stride]]
     run = check_compositions(models.mlp_loss, rule.optimizer, params, batches, every, bucket_bytes=[1, 400, 2**20])
@@ -210,7 +211,7 @@ def test_mixed_dtypes(params: Any, size: int, rule: Rule, buckets: list[int], dr
     run = check_compositions(models.tree_loss, rule.optimizer, params, batches, [Composition(), *drawn], bucket_bytes=buckets)
     for before, after in zip(tree.leaves(params), tree.leaves(run.params), strict=True):
         assert (before.dtype, before.shape) == (after.dtype, after.shape)
-        # A clipped step may be less than a half type can tell.
+        # A clipped step may be too small for a half type.
         if before.numel() and before.dtype not in (torch.bfloat16, torch.float16):
             assert not same_bits(before, after)
 
@@ -244,7 +245,7 @@ def test_a_stage_is_its_composition(stage: int, size: int) -> None:
     stores = [{}, {"offload_optimizer": zf.stores.host()}, {"offload_grads": zf.stores.host(), "offload_optimizer": zf.stores.host()}]
     if stage == 3:
         stores.append({"offload_params": zf.stores.host()})
-    # Whether buffers are taken over does not depend on the number of ranks.
+    # Donation does not depend on the number of ranks.
     for donate in (True, False) if size <= 4 else (True,):
         for options in stores:
             found = zf.simulate(
@@ -299,7 +300,7 @@ def test_one_rank_sends_nothing() -> None:
     assert zf.simulate(1, main) == [0]
 
 
-# Law 6: a store is invisible, but it is used.
+# Law 6: a store changes no bit, and the tensors do cross.
 
 
 def test_offload_moves_the_bytes_that_it_says() -> None:
@@ -316,15 +317,15 @@ def test_offload_moves_the_bytes_that_it_says() -> None:
 
     for shard_bytes, moved, crossed in zf.simulate(size, main):
         assert shard_bytes > 0
-        # Adam keeps two numbers for each parameter; they go in at init and at each step, and come out at each step.
+        # Adam keeps two numbers per parameter: put at init and at each step, get at each step.
         assert moved["state", "put"] == 2 * (1 + num_steps) * shard_bytes
         assert moved["state", "get"] == 2 * num_steps * shard_bytes
         assert moved["grads", "put"] == num_steps * shard_bytes
         assert moved["grads", "get"] == num_steps * shard_bytes
         assert moved["params", "put"] == (1 + num_steps) * shard_bytes
-        # At each step: once forward, once backward, once for the optimizer; and once at the end, to look at the parameters.
+        # Per step: forward, backward, optimizer; and once at the end to read the parameters.
         assert moved["params", "get"] == (3 * num_steps + 1) * shard_bytes
-        # Between the device and the optimizer cross gradients and parameters.
+        # Gradients and parameters cross between the device and the optimizer.
         assert crossed["put", "grads"] == crossed["put", "params"] == crossed["get", "params"] == num_steps * shard_bytes
 
 
@@ -358,7 +359,7 @@ def test_offload_is_used_where_it_is_asked_for(composition: Composition) -> None
     assert zf.simulate(2, main) == [expected] * 2
 
 
-# Law 10: a step that is skipped leaves the state as it was, on every rank.
+# Law 10: a skipped step leaves the state unchanged on every rank.
 
 
 @settings(max_examples=examples(25))
@@ -403,7 +404,7 @@ def test_gradients_that_are_not_finite_skip_the_step(
         with pytest.raises(zf.NonFiniteError, match=rf"3 steps in a row.*leaf 'h\.{bad_layer}\.b'") as caught:
             z.step(state, (good[1][group.rank], hit))
         assert (caught.value.leaf, caught.value.rank, caught.value.step) == (f"h.{bad_layer}.b", group.rank, 3)
-        # The error harms nothing, and one good step starts the count anew.
+        # The error leaves the state unchanged, and one good step resets the count.
         assert same_bits(snapshot(state), before)
         state, info = z.step(state, (good[1][group.rank], zero))
         assert not info.skipped
@@ -416,7 +417,7 @@ def test_gradients_that_are_not_finite_skip_the_step(
 
 
 def snapshot(state: zf.ZeroState) -> Any:
-    """Copies of every tensor of a state, those in stores too."""
+    """Copy every tensor of a state, including tensors in stores."""
     cpu = torch.device("cpu")
     is_flat = lambda x: isinstance(x, zf.Flat)
 

@@ -1,4 +1,4 @@
-"""Law 1: leaves and buffers are two forms of one thing, and padding is zero; and what a layout promises."""
+"""Law 1: ravel and unravel are inverses, and padding is zero; and the promises of a layout."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_layout_promises(params: Any, size: int, bucket_bytes: int, random: Any)
     order = None if random is None else some_of(tree.paths(params), random)
     layout = zf.layout_of(params, size, bucket_bytes, order=order)
     assert layout == zf.layout_of(params, size, bucket_bytes, order=order)
-    # Leaves of one dtype lie one after the other in the order that is given, behind those that it does not name, in that of the tree.
+    # Leaves of one dtype lie in the given order, after the leaves without an entry in tree order.
     slots = dict(zip(layout.paths, layout.positions, strict=True))
     named = list(dict.fromkeys(slots[path] for path in order or ()))
     turns = [*(slot for slot in range(len(layout.leaves)) if slot not in named), *named]
@@ -63,7 +63,7 @@ def test_layout_promises(params: Any, size: int, bucket_bytes: int, random: Any)
         slot = layout.leaves[position]
         assert (slot.shape, slot.dtype) == (tuple(leaf.shape), leaf.dtype), path
         assert slot.numel == leaf.numel() * (2 if leaf.is_complex() else 1)
-    # Tied leaves, and only those, share a place.
+    # Tied leaves, and only tied leaves, share a slot.
     for i, x in enumerate(leaves):
         for j, y in enumerate(leaves):
             assert (layout.positions[i] == layout.positions[j]) == (i == j or (x is y and x.numel() > 0))
@@ -81,12 +81,12 @@ def test_layout_promises(params: Any, size: int, bucket_bytes: int, random: Any)
             assert slot.offset >= end
             end = slot.offset + slot.numel
         assert end <= bucket.padded_numel
-        # A bucket is longer than bucket_bytes only if it is one leaf.
+        # A bucket exceeds bucket_bytes only if the bucket has a single leaf.
         assert (
             len([slot for slot in slots if slot.numel]) <= 1
             or end * bucket.dtype.itemsize <= bucket_bytes + ALIGNMENT * bucket.dtype.itemsize
         )
-        # Padding: less than one unit for each rank, beyond that of each leaf.
+        # Padding beyond the alignment of the leaves: less than one unit per rank.
         assert bucket.padded_numel - sum(-(-slot.numel // ALIGNMENT) * ALIGNMENT for slot in slots) < size * ALIGNMENT
 
 
@@ -122,7 +122,7 @@ def test_buckets_close_at_blocks_and_keep_the_order_of_use() -> None:
     params = {"wte": torch.zeros(64, 8), "h": [{"b": torch.zeros(32), "a": torch.zeros(64)} for _ in range(3)], "out": torch.zeros(32)}
     layout = zf.layout_of(params, 2, bucket_bytes=600)
     names = [[layout.leaves[leaf].path for leaf in bucket.leaves] for bucket in layout.buckets]
-    # What is left in the end joins the last block, where it fits.
+    # The last leaf joins the last block, because the leaf fits.
     assert names == [["wte"], ["h.0.b", "h.0.a"], ["h.1.b", "h.1.a"], ["h.2.b", "h.2.a", "out"]]
     names = [[layout.leaves[leaf].path for leaf in bucket.leaves] for bucket in zf.layout_of(params, 2, bucket_bytes=500).buckets]
     assert names == [["wte"], ["h.0.b", "h.0.a"], ["h.1.b", "h.1.a"], ["h.2.b", "h.2.a"], ["out"]]
@@ -134,7 +134,7 @@ def test_an_order_is_of_paths() -> None:
     w = torch.ones(3)
     params = {"in": w, "b": torch.ones(2), "out": w}
     assert zf.layout_of(params, order=["b", "out"]).buckets[0].leaves == (1, 0)
-    # One that is of a whole tree is one of its parts too, and that of the tree is none at all.
+    # An order may name leaves outside this tree; the tree's own order changes nothing.
     assert zf.layout_of(params, order=["x.y", "b", "out"]) is zf.layout_of(params, order=["b", "in"])
     assert zf.layout_of(params, order=["out", "b", "in"]) is zf.layout_of(params, order=["b"]) is zf.layout_of(params)
     for order in ("in", [0, 1]):
@@ -165,7 +165,7 @@ def test_interleaved_views_are_not_tied() -> None:
 def test_one_view_twice_is_a_tie() -> None:
     base = torch.arange(12.0)
     assert zf.layout_of({"a": base[:6], "b": base[:6], "c": base[6:]}).positions == (0, 0, 1)
-    # Another shape of the same memory is no tie but an overlap.
+    # Another shape of the same memory is an overlap and not a tie.
     with pytest.raises(LeafError, match="'a' and 'b' share part of their memory"):
         zf.layout_of({"a": base, "b": base.view(3, 4)})
 

@@ -1,4 +1,4 @@
-"""Two axes: every collective of a mesh is the one of a group, and every composition over one mesh gives the same bits."""
+"""Meshes: collectives match those of a group, and all compositions give the same bits."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from zfun import optim, tree
 from zfun.collectives import AllGather, AllReduce, AllToAll, Broadcast, Call, Op, Permute, Reduce, ReduceScatter
 from zfun.testing import assert_same_bits, check_padding, check_round_trip
 
-# Rows and their lengths.
+# (number of rows, ranks per row)
 MESHES = [(2, 2), (2, 3), (3, 2)]
 
 
 def by_rows_first(terms: list[Tensor], num_rows: int, inner: int) -> Tensor:
-    """The sum as a mesh takes it, of terms in the order of the mesh's ranks: over each row in rank order, and then over the rows."""
+    """Sum terms in mesh order: over each row in rank order, and then over the rows."""
     rows = [functools.reduce(torch.add, [terms[i * num_rows + o] for i in range(inner)]) for o in range(num_rows)]
     return functools.reduce(torch.add, rows)
 
 
 def expected(op: Op, inputs: list[Tensor], num_rows: int, inner: int) -> list[Tensor]:
-    """What each collective gives, from its definition."""
+    """Return the results of a collective, from the definition."""
     size = len(inputs)
     match op:
         case AllGather():
@@ -65,7 +65,7 @@ def the_ops(size: int, pick: int) -> list[Op]:
 )
 @settings(max_examples=examples(25))
 def test_collectives(num_rows: int, inner: int, length: int, pick: int, order: list[int], *, orders_differ: bool) -> None:
-    """All are started before one is waited for, and ranks wait in different orders."""
+    """Start all collectives before the first wait, and wait in a different order on each rank."""
     size = num_rows * inner
     ops = [the_ops(size, pick)[place] for place in order]
 
@@ -89,7 +89,7 @@ def test_collectives(num_rows: int, inner: int, length: int, pick: int, order: l
 
 @pytest.mark.parametrize(("num_rows", "inner"), MESHES)
 def test_duals(num_rows: int, inner: int) -> None:
-    """<A x, y> = <x, A* y>, exactly, in integers; and results written over the input."""
+    """Check <A x, y> = <x, A* y> exactly, in integers, also with results over the input."""
 
     def main(group: zf.Group) -> None:
         mesh = zf.split(group, inner=inner)
@@ -115,7 +115,7 @@ def test_duals(num_rows: int, inner: int) -> None:
 
 
 class Places(NamedTuple):
-    """Over which group parameters, gradients and optimizer state are sharded; ``None``: not at all."""
+    """The group over which each part of the state is sharded; ``None`` for none."""
 
     params: str | None
     grads: str | None
@@ -125,7 +125,7 @@ class Places(NamedTuple):
 
 
 def run(group: zf.Group, inner: int | None, places: Places, batches: Any, bucket_bytes: int = 300) -> Any:
-    """The loop that users write, on a mesh, or on the group itself where there is none."""
+    """Run the usual loop on a mesh, or on the group if ``inner`` is ``None``."""
     mesh = group if inner is None else zf.split(group, inner=inner)
     named = {"all": mesh, "inner": mesh.inner if isinstance(mesh, zf.Mesh) else mesh}
     loss, params = models.mlp_loss, models.mlp(num_layers=2)
@@ -137,7 +137,7 @@ def run(group: zf.Group, inner: int | None, places: Places, batches: Any, bucket
     vg = zf.data_parallel(zf.value_and_grad(loss), mesh, bucket_bytes=bucket_bytes)
     if places.grads:
         vg = zf.shard_grads(vg, named[places.grads])
-    # Not Adam: it would hide a norm or a mean that is wrong by a factor.
+    # Not Adam, which would hide a norm or a mean that is wrong by a factor.
     optimizer = optim.chain(optim.clip_by_global_norm(0.1), optim.sgd(0.05, momentum=0.8))
     if places.optimizer:
         optimizer = zf.shard_optimizer(optimizer, named[places.optimizer], bucket_bytes=bucket_bytes)
@@ -158,7 +158,7 @@ def all_places() -> list[Places]:
 
 @pytest.mark.parametrize(("num_rows", "inner"), MESHES)
 def test_compositions(num_rows: int, inner: int) -> None:
-    """Law 5 on two axes: bitwise on one mesh, and the group's own result but for the order of sums."""
+    """Law 5 on two axes: the same bits on one mesh, and the group's result up to rounding."""
     size = num_rows * inner
     batches = models.mlp_batches(2, size)
     compositions = all_places()[::2] if (num_rows, inner) == (2, 2) else all_places()[::4]
@@ -186,7 +186,7 @@ def test_a_mesh_of_one_axis_is_the_group(inner: int) -> None:
 @given(path=st.lists(st.sampled_from([(zf.R, "inner"), (zf.R, "all"), (zf.P, "all"), (zf.S, "inner"), (zf.S, "all")]), max_size=5))
 @settings(max_examples=examples(15))
 def test_redistribution(path: list[tuple[zf.Placement, str]]) -> None:
-    """Law 3 on two axes: through whatever placements and groups a value goes, it stays the same."""
+    """Law 3 on two axes: no chain of placements and groups changes a value."""
 
     def main(group: zf.Group) -> None:
         mesh = zf.split(group, inner=2)
@@ -207,11 +207,11 @@ def test_redistribution(path: list[tuple[zf.Placement, str]]) -> None:
     zf.simulate(6, main)
 
 
-# torch itself warns when it first imports what forward-mode derivatives need.
+# torch triggers this warning at the first import for forward-mode derivatives.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("axis", ["inner", "all"])
 def test_functional_derivatives(axis: str) -> None:
-    """torch.func through a gather over either group, against the same loss over all ranks' batches at once."""
+    """Compare torch.func through a gather with the same loss over all ranks' batches."""
     batches = torch.cat(models.mlp_batches(1, 4)[0])
 
     def main(group: zf.Group) -> Any:

@@ -1,4 +1,4 @@
-"""remat() changes no bit, whatever is kept, wherever, and whatever stands around it."""
+"""remat() changes no bit, for any policy, store and surrounding transform."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from zfun.transforms._remat._elsewhere import Elsewhere
 from zfun.transforms._remat._vectors import vector_of
 
 CHOICES = [policies.nothing, policies.everything, policies.matmuls, policies.unbatched_matmuls, lambda op, result: True]
-# One that knows nothing of the operation, so that any combination comes up.
+# A policy by hash, so that any combination of kept results occurs.
 PATTERNS = st.integers(0, 2**16 - 1).map(lambda bits: lambda op, result: bool(bits >> (hash((str(op), result.num_bytes)) % 16) & 1))
 POLICIES = st.one_of(st.sampled_from(CHOICES), PATTERNS)
 
 
 def step(carry: Tensor, leaf: Tensor, options: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
-    """One leaf of a tree takes part: with views, writes in place, a random mask, and products."""
+    """Use one leaf of a tree in views, in-place writes, a random mask, and products."""
     x = leaf.double().reshape(-1)
     waves = torch.cos(torch.arange(x.numel(), dtype=torch.float64) * 0.37)
     mask = (torch.rand(x.shape, generator=options["generator"], dtype=torch.float64) > 0.25).double()
@@ -38,7 +38,7 @@ def step(carry: Tensor, leaf: Tensor, options: dict[str, Any]) -> tuple[Tensor, 
 
 def loss_of(run: Any) -> Any:
     def loss_fn(params: Any, batch: Tensor) -> Tensor:
-        # Of a rank and a micro-batch its own, and the same in every run.
+        # A seed per rank and micro-batch, the same in every run.
         generator = torch.Generator().manual_seed(int(batch.sum().abs() * 1e6) % 2**31)
         carry = torch.tanh(batch.double().mean())
         for leaf in tree.leaves(params):
@@ -86,7 +86,7 @@ def test_any_tree_policy_store_and_composition(
     partial=st.booleans(),
 )
 def test_any_stage_and_precision(size: int, stage: int, policy: Any, stored: bool, compute: Any, frozen: bool, partial: bool) -> None:
-    """With frozen leaves, a dtype to compute in, offload, and activations kept in parts where ranks hold the same."""
+    """Combine frozen leaves, a compute dtype, offload, and activations in parts."""
 
     def block(layer: Any, x: Tensor) -> Tensor:
         return x + torch.tanh(x @ layer["w"] + layer["b"])
@@ -114,7 +114,7 @@ def test_any_stage_and_precision(size: int, stage: int, policy: Any, stored: boo
 
 @st.composite
 def strided(draw: st.DrawFn) -> Tensor:
-    """Any view of a tensor: permuted, sliced, expanded, with windows that overlap, beginning anywhere."""
+    """Draw views of a tensor: permuted, sliced, expanded, overlapping, with any offset."""
     shape = draw(st.lists(st.integers(0, 4), min_size=0, max_size=3))
     base = torch.arange(4000, dtype=draw(st.sampled_from([torch.float64, torch.float32, torch.int8])))
     offset, strides = draw(st.integers(0, 9)), draw(st.lists(st.integers(0, 9), min_size=len(shape), max_size=len(shape)))
@@ -127,7 +127,7 @@ def strided(draw: st.DrawFn) -> Tensor:
 @settings(max_examples=examples(150))
 @given(strided(), st.booleans())
 def test_what_is_kept_comes_back_as_it_lay(x: Tensor, stored: bool) -> None:
-    """The same values, strides and alignment; a tensor without elements, or with some that overlap, stays where it is."""
+    """Values, strides and alignment return; an empty or overlapping tensor stays in place."""
     elsewhere, vector = Elsewhere(zf.stores.host() if stored else None, None), vector_of(x)
     found = elsewhere.restore(elsewhere.keep(x))
     assert_same_bits(found, x)

@@ -84,7 +84,7 @@ def test_the_picture_is_a_png(tmp_path) -> None:
 
 def test_the_peak_counts_memory_that_is_free_again() -> None:
     baseline = forget_peak()
-    # Pages of its own: malloc may give out what the process holds already, which moves no peak.
+    # mmap, because malloc may return memory that is resident already, which moves no peak.
     with mmap.mmap(-1, 64 * 2**20) as block:
         block[:: 2**12] = bytes(len(block) // 2**12)  # touch every page
     assert peak_bytes() - baseline >= 60 * 2**20
@@ -92,7 +92,7 @@ def test_the_peak_counts_memory_that_is_free_again() -> None:
 
 @pytest.fixture
 def quick_start(monkeypatch) -> Iterator[None]:
-    """What every rank does at the start of every composition is done once: reading the text, and collecting the garbage of this process."""
+    """Read the text and collect garbage once, and not at the start of every composition."""
     text = load_example("text")
     monkeypatch.setattr(text, "stdlib_bytes", functools.cache(text.stdlib_bytes))
     gc.collect()
@@ -103,7 +103,7 @@ def quick_start(monkeypatch) -> Iterator[None]:
 
 @pytest.mark.processes
 def test_the_demo_runs_on_processes_and_all_compositions_agree(tmp_path, capfd, monkeypatch) -> None:
-    with Workers(2, timeout_s=100.0) as workers:  # fresh processes for each composition would spend their time importing torch
+    with Workers(2, timeout_s=100.0) as workers:  # fresh processes for each composition would import torch again
 
         def on_held_processes(n: int, fn: Callable[..., RankReport], *args: Any, **limits: float) -> list[RankReport]:
             assert n == 2

@@ -1,4 +1,4 @@
-"""The documentation: its code runs, its names are all there, its links lead somewhere."""
+"""The documentation: code runs, every public name has an entry, and links point to files."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ import zfun as zf
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("[!_]*/*.md"))]
 PUBLIC = ["zfun", "zfun.optim", "zfun.policies", "zfun.stores", "zfun.collectives", "zfun.wire", "zfun.testing"]
-# Functions whose docstring has no example: what they do needs more than a line to show, and a page of docs/ or a test shows it.
+# Functions without an example in the docstring, because an example would be too long. A page of
+# docs/ or a test has one.
 WITHOUT_EXAMPLE = {"zfun.spawn", "zfun.stores.fetch", "zfun.stores.resident"}
 
 
@@ -34,7 +35,7 @@ def public_names(module: str) -> dict[str, Any]:
 
 
 def documented() -> tuple[set[str], set[int]]:
-    """The names in the directives of the API pages, and the objects behind them (a name may be public in two places)."""
+    """Return the names in the API pages, and the ids of the named objects."""
     names: set[str] = set()
     for page in (DOCS / "api").glob("*.rst"):
         text = page.read_text(encoding="utf-8")
@@ -62,7 +63,7 @@ def test_every_public_function_and_class_has_a_docstring_and_every_function_an_e
             continue
         text = value.__doc__ or ""
         assert len(text) > 20, f"{module}.{name} has no docstring"
-        twin = name.removeprefix("start_")  # a started collective is documented by the blocking one
+        twin = name.removeprefix("start_")  # the blocking form documents the started form
         if inspect.isfunction(value) and f"{module}.{name}" not in WITHOUT_EXAMPLE and f"zfun.{name}" not in WITHOUT_EXAMPLE:
             assert "Example:" in text or (twin != name and f":func:`{twin}`" in text), f"{module}.{name} has no example"
 
@@ -84,11 +85,11 @@ def test_every_dependency_has_a_reason() -> None:
     assert sorted(name for name in names if f"`{name}`" not in page) == []
 
 
-# torch's compiler warns itself of how it looks at the tensors that it traces.
+# torch.compile triggers this warning while tracing.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_code_on_the_page_runs(page: Path) -> None:
-    """Blocks marked python run one after the other in one namespace; those marked pycon are doctests."""
+    """Run python blocks one after the other in one namespace, and pycon blocks as doctests."""
     namespace: dict[str, Any] = {"__name__": page.stem}
     text = page.read_text(encoding="utf-8")
     for match in re.finditer(r"^```(python|pycon)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
@@ -102,12 +103,12 @@ def test_code_on_the_page_runs(page: Path) -> None:
         assert runner.failures == 0, f"{page.name}, line {line}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_to_files_lead_somewhere(page: Path) -> None:
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     for link in re.findall(r"\]\(([^)#\s]+)", text):
         if not link.startswith("http"):
-            # Notebooks are copied beside the pages when the site is built.
+            # The build of the site copies the notebooks into docs/.
             beside = page.parent / link
             assert beside.exists() or (ROOT / link).exists(), f"{page.name} links to {link}"
 

@@ -1,4 +1,4 @@
-"""Unmodified models of Hugging Face, with sharded parameters and no marks."""
+"""Unmodified Hugging Face models with sharded parameters."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def plain_gradients(model: Any, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]
 
 
 def params_of(model: Any) -> dict[str, Tensor]:
-    """With both names of the tied embedding, as a user who knows nothing of ties would write it."""
+    """Return the parameters with both names of the tied embedding, as a naive user would."""
     found = {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
     assert len(found) == 1 + len(dict(model.named_parameters()))
     return found
@@ -87,7 +87,7 @@ def test_gradients_on_one_rank_are_the_plain_ones_to_the_last_bit(model: Any) ->
         flat = zf.shard(dict(model.named_parameters()), group, bucket_bytes=BUCKET_BYTES)
         assert len(flat.buffers) > 3
         vg = zf.value_and_grad(zf.shard_params(loss_of(copy.deepcopy(model)), group))
-        for _ in range(2):  # the second call knows the order of use
+        for _ in range(2):  # the second call follows the schedule
             loss, found = vg(flat, ids)
             assert_same_bits(loss, expected)
             assert_same_bits(zf.unshard(found), grads)
@@ -150,7 +150,8 @@ def test_loss_curve_on_three_ranks(model: Any) -> None:
     assert losses == pytest.approx(plain_losses, rel=1e-5)
     start = dict(model.named_parameters())
     for name, value in plain_params.items():
-        # Changes, so that training that does nothing cannot pass. Adam divides by a root: a gradient near zero has no good relative error.
+        # Compare changes, so that training without effect cannot pass. Adam divides by a root, so a
+        # gradient near zero has no good relative error.
         moved, expected = params[name] - start[name].detach(), value - start[name].detach()
         assert float(expected.abs().max()) > 1e-3
         torch.testing.assert_close(moved, expected, rtol=0.02, atol=2e-4)
@@ -188,7 +189,7 @@ class GatherSpy(Group):
         return sum(not ref.expired() for ref in self.gathered)
 
     def settled(self) -> int:
-        """How many are alive, once the thread that computed the last collective for all ranks has let go of what it handed out."""
+        """Count living buffers, once the last collective has dropped all references."""
         deadline = time.monotonic() + 2.0
         while self.alive() and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -214,12 +215,12 @@ def test_nothing_gathered_stays_alive(model: Any) -> None:
             spy.peak = 0
             _, grads = vg(flat, tokens(step, group.rank))
             assert grads.placement is zf.P
-            # The loss, and with it autograd's graph, is alive here, and no gathered bucket with it.
+            # The loss and the autograd graph are alive here, but no gathered bucket is.
             assert after_forward[step] == 0
             assert spy.settled() == 0
             assert len(spy.gathered) >= 2 * num_buckets * (step + 1) - num_buckets
             if step:
-                # The tied embedding, used early and late, the bucket in use, and the one before it.
+                # The tied embedding, the bucket in use, and the previous bucket.
                 assert spy.peak < num_buckets, num_buckets
 
     zf.simulate(2, main)
@@ -257,13 +258,13 @@ def test_a_whole_step_keeps_nothing_gathered(model: Any) -> None:
 
 
 def test_checkpointing_of_whole_blocks_gives_the_same_bits() -> None:
-    """The call of a block with its parameters lies inside the checkpoint, so that recomputation sees the same ones."""
+    """Call a block with its parameters inside the checkpoint, so that recomputation does too."""
     ids = tokens(0, 0)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         mine = gpt2().train()
     blocks = mine.transformer.h
-    # Not the model's own values: recomputation with those would show.
+    # Differ from the model's own values, so that recomputation with the model's values would show.
     params = {name: p.detach() * 1.5 + 0.01 for name, p in mine.named_parameters()}
     calls: list[int] = []
     blocks[0].register_forward_pre_hook(lambda *_: calls.append(0))
@@ -300,7 +301,7 @@ def test_checkpointing_of_whole_blocks_gives_the_same_bits() -> None:
 
 
 def test_the_switch_of_a_model_with_remat_behind_it(model: Any) -> None:
-    """The model's own checkpointing, with a function that computes again with the parameters of the call."""
+    """Use ``remat`` behind the model's own checkpointing switch."""
     ids = tokens(0, 0)
     expected, grads = plain_gradients(model, ids)
     mine = copy.deepcopy(model)
@@ -327,7 +328,7 @@ def test_the_switch_of_a_model_with_remat_behind_it(model: Any) -> None:
 
 
 def test_dropout_is_the_same_under_every_stage() -> None:
-    """On one rank, where the global generator is one's own."""
+    """Run on one rank, because simulated ranks share the global generator."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         mine = gpt2(dropout=0.1).train()

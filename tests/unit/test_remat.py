@@ -1,4 +1,4 @@
-"""remat(): what is kept, where, how many bytes, and what a block may do."""
+"""remat(): which tensors are kept, where, how many bytes, and the limits on a block."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from zfun.testing import assert_same_bits
 SIZES = pytest.mark.parametrize("size", [1, 3])
 WIDTH, LAYERS, ROWS = 6, 4, 3
 X = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-# An activation, in bytes.
+# Bytes of one activation.
 ACTIVATION = ROWS * WIDTH * 8
 
 
@@ -49,7 +49,7 @@ def loss_of(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def gradients(size: int, loss_fn: Any, value: Any = None, *, sharded: bool = True, calls: int = 2) -> list[Any]:
-    """Loss and gradients on each rank after some calls, under stage 3 or data parallelism."""
+    """Return loss and gradients of each rank, under stage 3 or data parallelism."""
 
     def main(group: zf.Group) -> Any:
         whole = params() if value is None else value
@@ -87,26 +87,26 @@ def test_no_bit_changes(size: int, policy: Any, stored: bool) -> None:
         assert_same_bits(gradients(size, loss_of(run), sharded=sharded, calls=3), expected)
 
 
-# How much is kept.
+# Bytes that are kept.
 
 
 def kept_after_forward(run: Callable[..., Any]) -> int:
-    """Bytes that operations of the forward pass made and that live on for backward, but for the loss itself."""
+    """Return the bytes allocated in forward that stay alive for backward, without the loss."""
     value = tree.map(lambda leaf: leaf.requires_grad_(), params())
     with Live() as live:
         loss = loss_of(run)(value, X)
-    # Without a collection of cycles: what is let go of is gone at once.
+    # No garbage collection here, because dropped tensors must be freed at once.
     found = live.now() - loss.nbytes
     loss.backward()
     return found
 
 
-# The head keeps the last activation and a number for each row.
+# The head keeps the last activation and one number per row.
 HEAD = ACTIVATION + ROWS * 8
 
 
 def test_how_much_is_kept_exactly() -> None:
-    # Of each block its input (that of the first is data), tanh, sin and exp.
+    # Each block keeps the input, tanh, sin and exp; the first input is data.
     assert kept_after_forward(block) == (4 * LAYERS - 1) * ACTIVATION + HEAD
     assert kept_after_forward(zf.remat(block)) == (LAYERS - 1) * ACTIVATION + HEAD
     assert kept_after_forward(zf.remat(block, policy=policies.matmuls)) == (2 * LAYERS - 1) * ACTIVATION + HEAD
@@ -117,7 +117,7 @@ def test_how_much_is_kept_exactly() -> None:
             hidden = torch.sin(x @ layer["w"])
         return torch.tanh(hidden)
 
-    # Two results of each block are made under the name.
+    # Each block computes two results under the name.
     assert kept_after_forward(zf.remat(by_name)) == (LAYERS - 1) * ACTIVATION + HEAD
     assert kept_after_forward(zf.remat(by_name, policy=policies.names("wave"))) == (3 * LAYERS - 1) * ACTIVATION + HEAD
     either = policies.either(policies.matmuls, policies.names("none"))
@@ -125,7 +125,7 @@ def test_how_much_is_kept_exactly() -> None:
 
 
 def test_the_peak_of_a_step_of_stage_3() -> None:
-    """Beside what a step takes without activations: one input for each block, and the results inside of one."""
+    """A step adds one input per block, and the results inside one block, to its memory."""
     rows = 64
 
     def wide(layer: Any, x: Tensor) -> Tensor:
@@ -147,13 +147,13 @@ def test_the_peak_of_a_step_of_stage_3() -> None:
     layers, each = test_memory.LAYERS, x.nbytes
     plain, less = peak(wide), peak(zf.remat(wide))
     assert plain >= 4 * layers * each
-    # Within a block: four results, one more that is being made, and two gradients.
+    # Within a block: four results, one more in progress, and two gradients.
     assert less <= (layers + 7) * each + (test_memory.PARAMS + test_memory.GRADS) * test_memory.BUCKET + test_memory.SLACK
     assert 2 * less < plain
 
 
 class Vault:
-    """A store that keeps bytes and not tensors, and looks whether the tensors it was given die."""
+    """A store that keeps bytes instead of tensors, and checks that the tensors are freed."""
 
     def __init__(self) -> None:
         self.given: list[StorageWeakRef] = []
@@ -203,7 +203,7 @@ def test_everything_in_a_store_computes_nothing_again() -> None:
         calls.append(1)
         return block(layer, x)
 
-    # Its input and three results of each block are in the store, twice where two operations keep the same, and here nothing is.
+    # The store holds the input and three results of each block, so no activation is left here.
     assert kept_after_forward(zf.remat(counted, policy=policies.everything, store=vault)) == HEAD
     assert len(calls) == LAYERS
     assert vault.num_bytes >= (4 * LAYERS - 1) * ACTIVATION
@@ -213,7 +213,7 @@ def test_everything_in_a_store_computes_nothing_again() -> None:
 
 
 def test_parameters_are_not_moved_to_a_store() -> None:
-    """As arguments: whole ones, cast ones, gathered ones and lazy ones."""
+    """Parameters as arguments: whole, cast, gathered and lazy."""
     for wrap in (lambda run: run, lambda run: lambda layer, x: run(zf.gather(layer), x)):
         for cast in (False, True):
             for sharded in (False, True):
@@ -267,7 +267,7 @@ def test_a_generator_of_its_own(size: int, policy: Any, closed: bool) -> None:
     assert_same_bits(zf.simulate(size, main, True), zf.simulate(size, main, False))
 
 
-# What a block may take and return.
+# Arguments and results of a block.
 
 
 def test_trees_options_and_aux() -> None:
@@ -328,7 +328,7 @@ def test_outside_of_shard_params_is_refused() -> None:
         loss = zf.remat(zf.shard_params(loss_of(block), group), policy=policies.matmuls)
         with pytest.warns(UserWarning, match="whole loss"):
             vg = zf.value_and_grad(loss)
-        with pytest.raises(zf.PlacementError, match=r"remat\(\) stands inside of shard_params\(\).*shard_params\(remat\(\.\.\.\)\)"):
+        with pytest.raises(zf.PlacementError, match=r"remat\(\) must be inside shard_params\(\).*shard_params\(remat\(\.\.\.\)\)"):
             vg(zf.shard(params(), group), X)
 
     zf.simulate(1, main)
@@ -362,7 +362,7 @@ def test_ranks_that_take_other_branches(size: int) -> None:
 
 
 def test_the_bytes_of_a_step_stay() -> None:
-    """Each bucket is gathered twice, in forward and for computing again: backward itself needs none."""
+    """Each bucket is gathered twice: in forward and for the recomputation."""
 
     def main(group: zf.Group, run: Any) -> list[int]:
         recorded = zf.record(group)
@@ -420,7 +420,7 @@ def steps_of_net(way: str, sharded: bool | None, options: dict[str, Any]) -> Any
     torch.manual_seed(3)
     net = Net(way, options)
     whole = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
-    # What the module has itself is wrong, so that whoever computes with it shows.
+    # Fill the module's own parameters with wrong numbers, so that using them shows.
     for parameter in net.parameters():
         parameter.data.fill_(float("nan"))
 
@@ -438,7 +438,7 @@ def steps_of_net(way: str, sharded: bool | None, options: dict[str, Any]) -> Any
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("way", list(WAYS)[1:])
 def test_modules_in_functional_call(way: str, sharded: bool) -> None:
-    """Computed again with the parameters of the call; running statistics advance once, and dropout is the same."""
+    """Recompute with the parameters of the call; statistics advance once; dropout repeats."""
     expected = steps_of_net("plain", False, {})
     for options in ({}, {"policy": policies.matmuls}, {"store": zf.stores.host()}):
         assert_same_bits(steps_of_net(way, sharded, options), expected)
@@ -481,7 +481,7 @@ def test_each_rank_keeps_its_part(size: int, policy: Any, stored: bool) -> None:
 def test_the_part_of_a_rank_is_all_it_keeps() -> None:
     def main(group: zf.Group) -> int:
         run = zf.remat(block, shard_over=group)
-        kept_after_forward(run)  # compares the activations, and another rank may still hold what it compared
+        kept_after_forward(run)  # warm up: the comparison of activations may still hold tensors on another rank
         return kept_after_forward(run)
 
     assert zf.simulate(3, main) == [(LAYERS - 1) * ACTIVATION // 3 + HEAD] * 3
@@ -584,14 +584,16 @@ def test_what_is_kept_must_not_be_written_to() -> None:
         product, wave = zf.remat(two, policy=policies.matmuls)(layer, x)
         return product.mul_(0.1) + wave
 
-    with pytest.raises(zf.ZfunError, match=r"must not be written to after .* has returned; the result of aten.mm.default was; write what"):
+    with pytest.raises(
+        zf.ZfunError, match=r"must not be written to after .* has returned; the result of aten.mm.default was; replace the in-place"
+    ):
         backward(outside)
 
     def inside(layer: Any, x: Tensor) -> Tensor:
         product = x @ layer["w"]
         return torch.tanh(product.view(-1).mul_(0.1).view(product.shape)) * product
 
-    # What the function writes to itself is not kept.
+    # A result that the function overwrites is not kept.
     expected = gradients(1, loss_of(inside))
     for store in (None, zf.stores.host()):
         assert_same_bits(gradients(1, loss_of(zf.remat(inside, policy=policies.matmuls, store=store))), expected)
@@ -605,7 +607,7 @@ def test_a_block_that_does_something_else_the_second_time() -> None:
         turns.append(1)
         return torch.tanh(x @ layer["w"]) if len(turns) <= LAYERS else torch.tanh(torch.sin(x) @ layer["w"])
 
-    with pytest.raises(zf.ZfunError, match=r"must do the same when it is computed again; got aten.sin.default where aten.mm.default was"):
+    with pytest.raises(zf.ZfunError, match=r"must do the same when it runs again; got aten.sin.default where aten.mm.default was"):
         backward(zf.remat(fickle, policy=policies.matmuls))
 
 
@@ -635,5 +637,5 @@ def test_policies_see_what_was_computed() -> None:
     backward(zf.remat(named, policy=look))
     shape = torch.Size([ROWS, WIDTH])
     result = policies.Result(shape, torch.float64, torch.device("cpu"), ACTIVATION, "outer")
-    # Neither views nor what writes in place.
+    # The policy sees neither views nor in-place operations.
     assert seen == [("aten.mm.default", result), ("aten.add.Tensor", result._replace(name="inner"))] * LAYERS

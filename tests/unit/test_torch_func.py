@@ -1,4 +1,4 @@
-"""torch.func over sharded parameters: higher derivatives, per-sample gradients, and what torch.compile makes of a gathered block."""
+"""torch.func over sharded parameters, and torch.compile of gathered blocks."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tests import models
 from zfun import ops, tree
 from zfun.testing import assert_same_bits
 
-# torch itself warns when it first imports what forward-mode derivatives need.
+# torch triggers this warning at the first import for forward-mode derivatives.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 
 SIZES = pytest.mark.parametrize("size", [1, 2, 3])
 Loss = Callable[[Any, Tensor], Tensor]
 
-# Every rank computes on the same batch here: the derivative of the sum over the ranks of the losses, divided by their number, is then the
-# unsharded derivative, on every rank.
+# Every rank computes on the same batch, so the derivative of the mean loss over the ranks is the
+# unsharded derivative.
 X = torch.randn(4, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 
 
@@ -73,7 +73,7 @@ def test_grad(size: int, form: Any) -> None:
 @SIZES
 @FORMS
 def test_plain_autograd(size: int, form: Any) -> None:
-    """A buffer that requires a gradient gets one, by ``torch.autograd`` and no transform of zfun."""
+    """``torch.autograd`` alone, without a transform of zfun, gives buffers their gradients."""
 
     def program(group: zf.Group, loss: Loss, flat: zf.Flat) -> Any:
         buffers = [buffer.requires_grad_() for buffer in flat.buffers]
@@ -125,7 +125,7 @@ def test_hessian_vector_product_reverse_over_reverse(size: int, form: Any) -> No
         tangent = zf.shard(direction(), group, bucket_bytes=300)
 
         def along(p: zf.Flat) -> Tensor:
-            # The dot product of shards is a term of the whole one.
+            # The dot product of shards is one term of the sum over ranks.
             slopes = grad(loss)(p, X)
             return torch.stack([(a * b).sum() for a, b in zip(slopes.buffers, tangent.buffers, strict=True)]).sum()
 
@@ -147,7 +147,7 @@ def test_jvp(size: int, form: Any) -> None:
 
 
 def outputs(params: Any, x: Tensor) -> Tensor:
-    """A function with several results, for jacobians."""
+    """Return several results, for jacobians."""
     for layer in params["h"]:
         x = torch.tanh(x @ layer["w"] + layer["b"])
     return x @ params["out"]
@@ -195,7 +195,7 @@ def test_hessian_of_a_small_model(size: int) -> None:
 
 
 def test_a_gradient_function_of_the_user_goes_through_the_transforms() -> None:
-    """``torch.func.grad_and_value`` in place of ``zf.value_and_grad``: whole leaves, every stage below 3."""
+    """``torch.func.grad_and_value`` replaces ``zf.value_and_grad`` at every stage below 3."""
 
     def user(params: Any, batch: Tensor) -> Any:
         grads, loss = grad_and_value(models.mlp_loss)(params, batch)
@@ -260,7 +260,7 @@ def test_a_compiled_block() -> None:
 
     try:
         compiled(mlp()["h"][0], X)
-    except Exception as error:  # noqa: BLE001, a compiler may fail in many ways that are not zfun's
+    except Exception as error:  # noqa: BLE001, the compiler may fail in many ways unrelated to zfun
         pytest.skip(f"torch.compile does not work here: {type(error).__name__}")
 
     def main(group: zf.Group, run: Any) -> Any:
@@ -271,7 +271,8 @@ def test_a_compiled_block() -> None:
         return loss, zf.unshard(grads)
 
     close(zf.simulate(1, main, compiled), zf.simulate(1, main, block))
-    # What the compiler rounds otherwise it does at every stage. Ranks that are threads must not compile at the same time.
+    # The first stage is the reference, because compiled code may round differently from plain code.
+    # Ranks that are threads must not compile at the same time.
     first = zf.simulate(2, trained, 0, lambda layer, x: compiled(zf.gather(layer), x))
     for stage in (1, 2, 3):
         assert_same_bits(zf.simulate(2, trained, stage, lambda layer, x: compiled(zf.gather(layer), x)), first)
@@ -294,7 +295,7 @@ def trained(group: zf.Group, stage: int, run: Any) -> Any:
 @pytest.mark.timeout(180)
 @pytest.mark.filterwarnings("ignore")
 def test_a_block_traced_as_one_graph_at_every_stage_and_with_remat() -> None:
-    """All that torch.compile does but for the kernels, so that the bits are those of plain code."""
+    """Use the ``aot_eager`` backend, whose bits are those of plain code."""
     torch.compiler.reset()
     whole = torch.compile(block, fullgraph=True, backend="aot_eager")
     inside = torch.compile(zf.remat(block), fullgraph=True, backend="aot_eager")
@@ -308,7 +309,7 @@ def test_a_block_traced_as_one_graph_at_every_stage_and_with_remat() -> None:
         "kept in a store": zf.remat(run, store=store, policy=zf.policies.everything),
         "remat inside of it": lambda layer, x: inside(zf.gather(layer), x),
     }
-    # Ranks are new threads each time, in which guards may fail that say nothing of the block.
+    # Every call has new threads, so guards unrelated to the block may fail and recompile.
     with torch._dynamo.config.patch(recompile_limit=256):
         for size in (1, 2):
             for stage in (0, 1, 2, 3):
@@ -319,7 +320,7 @@ def test_a_block_traced_as_one_graph_at_every_stage_and_with_remat() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_kernels_give_way_to_the_compiler() -> None:
-    """What is traced are torch's operations: it cannot look into compiled code."""
+    """Under tracing zfun uses torch's operations, because tracing cannot look into Numba code."""
     torch.compiler.reset()
     place = lambda x: ops.ravel([2 * x], [1], 6, dtype=x.dtype, device=x.device)
     x = torch.arange(4.0)
@@ -345,7 +346,7 @@ def test_a_compiled_block_without_gather_says_what_to_do() -> None:
         loss = zf.shard_params(lambda params, x: compiled(params["h"][0], x).sum(), group)
         vg = zf.value_and_grad(loss)
         flat = zf.shard(mlp(), group)
-        # Dynamo wraps what its tracing meets in errors of its own.
+        # Dynamo wraps errors raised during tracing in Dynamo errors.
         with pytest.raises(Exception, match=r"call zf\.gather\(\) on the subtree first"):
             vg(flat, X)
 

@@ -1,4 +1,4 @@
-"""``zfun demo``: one model under every composition, with what each of them costs."""
+"""``zfun demo``: one model under every composition, and the cost of each."""
 
 from zfun.demo._run import run
 

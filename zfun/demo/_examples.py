@@ -1,4 +1,4 @@
-"""The model and the text of the demo, which are files of ``examples/`` for people to read, not a part of the library."""
+"""Load the model and the text of the demo from ``examples/``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zfun.errors import OptionError
 
 
 def load_example(name: str) -> ModuleType:
-    """Import a file of ``examples/``, which a wheel carries beside this module and a checkout at its root."""
+    """Import a file of ``examples/``: beside this module in a wheel, at the root of a checkout."""
     qualified = f"zfun.demo.examples.{name}"
     if qualified in sys.modules:
         return sys.modules[qualified]
@@ -21,6 +21,6 @@ def load_example(name: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise OptionError(f"the demo needs the folder examples/ of zfun's repository; there is none beside {here}; install zfun again")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[qualified] = module  # dataclasses look their own module up by name
+    sys.modules[qualified] = module  # dataclasses look up a class's module by name
     spec.loader.exec_module(module)
     return module

@@ -1,4 +1,4 @@
-"""How much memory a process has held at most."""
+"""The peak of a process's memory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ _CLEAR = Path("/proc/self/clear_refs")
 
 
 def forget_peak() -> int:
-    """Begin to measure; returns the bytes that :func:`peak_bytes` is to be compared with.
+    """Reset the peak and return the bytes to compare :func:`peak_bytes` with.
 
-    Where the system cannot forget the peak so far, that peak is the beginning, and a smaller one afterwards counts as no growth.
+    On a system that cannot reset the peak, the old peak is the baseline, and a later smaller peak
+    counts as no growth.
     """
     gc.collect()
     with contextlib.suppress(OSError):

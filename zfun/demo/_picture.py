@@ -1,4 +1,4 @@
-"""The tradeoff as a picture."""
+"""Draw the tradeoff between memory and traffic."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zfun.demo._table import MB, Result, headline
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's palette: told apart with any kind of colour vision, and by lightness in grey.
+# Okabe and Ito's palette, which stays distinct with any kind of colour vision, and in grey.
 PARTS = {"params": "#0072B2", "grads": "#E69F00", "optimizer": "#009E73"}
 SENT = "#56B4E9"
 INK = "#222222"
@@ -19,8 +19,8 @@ FAINT = "#8a8a8a"
 
 
 def draw(results: Sequence[Result], path: Path, *, equal: bool) -> Path:
-    """Draw memory, traffic and losses of all compositions side by side, and return the file written."""
-    # The object interface: pyplot would choose a window system and keep the figure alive.
+    """Draw memory, traffic and losses of all compositions side by side; return the file."""
+    # Not pyplot, because pyplot would choose a window system and keep the figure alive.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -56,7 +56,7 @@ def _draw_memory(axes: Axes, results: Sequence[Result]) -> None:
     _dress(axes, "Memory of each rank, MB (peak: with activations)", "x")
     parts = [Patch(color=colour, label=part) for part, colour in PARTS.items()]
     hosted = Patch(facecolor="white", edgecolor=FAINT, hatch="///", label="in host memory")
-    # A legend fills its columns from top to bottom: the parts stand in the first row.
+    # A legend fills columns from top to bottom, so the parts stand in the first row.
     handles = [parts[0], hosted, parts[1], peaks, parts[2]]
     axes.legend(handles=handles, frameon=False, loc="upper center", bbox_to_anchor=(0.45, -0.08), ncols=3, handlelength=1.4)
 

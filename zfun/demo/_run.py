@@ -1,4 +1,4 @@
-"""The demo from beginning to end."""
+"""Run the demo from beginning to end."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from zfun.errors import OptionError
 
 NEEDED = ("matplotlib", "tqdm")
 LEGEND = """\
-params, grads, optimizer: kept on each rank{offloaded}. peak: largest growth of a rank's resident set in training, with
-activations, and with memory that ranks share to send, which counts in each of them. sent: parameters and gradients sent by each rank
+params, grads, optimizer: kept on each rank{offloaded}. peak: largest growth of a rank's resident set in training, including
+activations and shared memory, which counts on every rank. sent: parameters and gradients sent by each rank
 in a step. theory: 2 Ψ (N-1)/N, and 3 Ψ (N-1)/N for ZeRO-3, where Ψ is the bytes of all parameters and N the number of ranks."""
 
 
 def run(ranks: int = 2, steps: int = 60, preset: str = "demo", out: Path = Path("zfun-demo")) -> int:
-    """Train under every composition, print the table, say whether all agree, and draw the tradeoff.
+    """Train under every composition, print the table and the verdict, and draw the tradeoff.
 
     Args:
         ranks: local processes to train on.

@@ -1,4 +1,4 @@
-"""What the demo found, in words and figures."""
+"""The results of the demo as a table and a verdict."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ MB = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What all ranks of one composition measured."""
+    """The measurements of all ranks of one composition."""
 
     composition: Composition
     ranks: tuple[RankReport, ...]
 
     @property
     def step_s(self) -> float:
-        """Median step of rank 0, without the first, in which buffers are made."""
+        """Median step of rank 0, without the first step, which allocates buffers."""
         steps = self.ranks[0].step_s
         return statistics.median(steps[1:] or steps)
 
     @property
     def peak_bytes(self) -> int:
-        """The largest of all ranks."""
+        """The largest peak of all ranks."""
         return max(report.peak_bytes for report in self.ranks)
 
 
 def table(results: Sequence[Result]) -> str:
-    """Lay the results out in columns."""
+    """Format the results in columns."""
     rows = [*HEADER, *(_row(result) for result in results)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER[0]))]
     lines = [
@@ -60,7 +60,7 @@ def _row(result: Result) -> tuple[str, ...]:
 
 
 def differences(results: Sequence[Result]) -> list[str]:
-    """Say where ranks or compositions did not give the same bits; an empty list means that they did."""
+    """List the differences in bits between ranks or compositions; empty if all agree."""
     first = results[0].ranks[0]
     reference = f"{results[0].composition.name}, rank 0"
     found = []
@@ -79,7 +79,7 @@ def differences(results: Sequence[Result]) -> list[str]:
 
 
 def verdict(results: Sequence[Result], found: Sequence[str]) -> str:
-    """Say in words whether the compositions agree."""
+    """Report in words whether the compositions agree."""
     report = results[0].ranks[0]
     if found:
         return "\n".join(["The compositions do NOT agree:", *(f"  {line}" for line in found)])
@@ -90,7 +90,7 @@ def verdict(results: Sequence[Result], found: Sequence[str]) -> str:
 
 
 def headline(results: Sequence[Result]) -> str:
-    """Say what ZeRO-3 saves over DDP and what that costs, from the figures themselves."""
+    """Compare the memory and the traffic of ZeRO-3 and DDP in one sentence."""
     ddp = next(result for result in results if result.composition.stage == 0).ranks[0]
     zero3 = next(result for result in results if result.composition.stage == 3).ranks[0]
     held = sum(zero3.held_bytes.values()) / sum(ddp.held_bytes.values())

@@ -1,4 +1,4 @@
-"""What each rank of the demo does."""
+"""The training loop of each rank of the demo."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ if TYPE_CHECKING:
     from zfun.collectives import Group
 
 MODEL_STATE = ("params", "grads")
-# About one matrix of the preset "demo": what a rank holds beside its shards is a few buckets, a small part of the model.
+# About one matrix of the preset "demo", so that the few gathered buckets are a small part of the
+# model.
 BUCKET_BYTES = 2 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Composition:
-    """A stage of ZeRO, with or without host memory behind it."""
+    """A stage of ZeRO, with or without offload to host memory."""
 
     name: str
     stage: int
@@ -46,7 +47,7 @@ COMPOSITIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is trained, the same under every composition."""
+    """The training job, the same under every composition."""
 
     preset: str
     steps: int
@@ -56,16 +57,16 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """What one rank measured.
+    """The measurements of one rank.
 
     Attributes:
-        losses: of each step.
+        losses: the loss of each step.
         digest: SHA-256 of all parameters after the last step.
         step_s: seconds of each step.
-        held_bytes: what the rank keeps of params, grads and optimizer state.
+        held_bytes: bytes of params, grads and optimizer state on the rank.
         peak_bytes: growth of the resident set during training.
-        sent_bytes: model state sent in a step.
-        theory_bytes: what ZeRO's formula says that it should be.
+        sent_bytes: bytes of parameters and gradients sent in a step.
+        theory_bytes: the same according to ZeRO's formula.
     """
 
     losses: tuple[float, ...]
@@ -78,11 +79,11 @@ class RankReport:
 
 
 def train(group: Group, job: Job, composition: Composition) -> RankReport:
-    """Train on one rank: ``zf.spawn`` calls this in a process of its own."""
+    """Train on one rank; ``zf.spawn`` calls this function in a process per rank."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // group.size))
     gpt, text = load_example("gpt"), load_example("text")
     source = text.stdlib_bytes()
-    # Kernels are compiled and libraries loaded before the memory of training is measured.
+    # A tiny run first, because compiling kernels and loading libraries also takes memory.
     _run(group, Job("tiny", 1), composition, gpt, text, source, bar=False)
     return _run(group, job, composition, gpt, text, source, bar=group.rank == 0)
 

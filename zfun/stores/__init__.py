@@ -1,4 +1,4 @@
-"""Stores: where parts of the state are kept between uses."""
+"""Stores: places that keep parts of the state between uses."""
 
 from zfun.stores._base import Crossing, Store, Stored, fetch, resident
 from zfun.stores._host import HostStore, host

@@ -1,4 +1,4 @@
-"""What a store is: a place that keeps parts of the state between uses."""
+"""The protocol of stores, which keep parts of the state between uses."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["Crossing", "Store", "Stored", "fetch", "resident"]
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """One movement between the device and a store.
+    """One transfer between the device and a store.
 
     Attributes:
         kind: ``"put"`` (into the store) or ``"get"`` (out of it).
-        name: what moved: ``"params"``, ``"grads"`` or ``"state"``.
-        num_bytes: how much.
+        name: the part of the state: ``"params"``, ``"grads"`` or ``"state"``.
+        num_bytes: bytes transferred.
     """
 
     kind: str
@@ -32,15 +32,16 @@ class Crossing:
 
 
 class Stored(abc.ABC):
-    """A tensor in a store: the handle that stands for it in a tree.
+    """A handle that stands for a tensor in a store.
 
-    ``get`` starts to bring it back and returns a handle; waiting on that gives the tensor. To prefetch is to call ``get`` early.
+    ``get`` starts the transfer and returns a work handle, whose ``wait()`` returns the tensor. Call
+    ``get`` early to prefetch.
 
     Attributes:
-        store: where it is.
-        name: what it is, for messages.
-        dtype: its dtype.
-        shape: its shape.
+        store: the store that keeps the tensor.
+        name: the part of the state, for messages.
+        dtype: dtype of the tensor.
+        shape: shape of the tensor.
     """
 
     store: Store
@@ -50,7 +51,7 @@ class Stored(abc.ABC):
 
     @abc.abstractmethod
     def get(self, device: torch.device) -> Pending:
-        """Start to bring it to a device."""
+        """Start the transfer to a device."""
 
     def __repr__(self) -> str:
         return f"Stored({self.name}, {self.shape.numel()} x {self.dtype}, {self.store!r})"
@@ -59,12 +60,13 @@ class Stored(abc.ABC):
 class Store(Protocol):
     """A place that keeps tensors between uses.
 
-    ``put`` takes a tensor over: the caller must not write to it afterwards. ``device`` is where work on what it keeps is done.
+    ``put`` takes ownership: the caller must not write to the tensor afterwards. ``device`` is the
+    device that computes on the stored tensors.
     """
 
     @property
     def device(self) -> torch.device:
-        """Where work on what it keeps is done."""
+        """The device that computes on the stored tensors."""
         ...
 
     def put(self, tensor: Tensor, name: str) -> Stored:
@@ -72,12 +74,12 @@ class Store(Protocol):
         ...
 
     def crossed(self, kind: str, name: str, num_bytes: int) -> None:
-        """Note a movement that a transform made on the store's behalf."""
+        """Record a transfer that a transform made on behalf of the store."""
         ...
 
 
 def fetch(value: Any, device: torch.device) -> Tensor:
-    """Return a tensor as it is, and what a handle stands for on ``device``."""
+    """Return a tensor unchanged, or fetch the tensor of a handle to ``device``."""
     if isinstance(value, Tensor):
         return value
     if not isinstance(value, Stored):
@@ -86,14 +88,14 @@ def fetch(value: Any, device: torch.device) -> Tensor:
 
 
 def resident(flat: Flat, device: torch.device | None = None) -> Flat:
-    """Return a flat whose buffers are tensors: itself, unless some are in a store.
+    """Fetch the buffers of a flat that are in a store.
 
     Args:
         flat: any flat.
-        device: where buffers of a store go; by default where the leaves came from.
+        device: the target device; by default the device of the leaves.
 
     Returns:
-        A flat of tensors.
+        A flat of tensors; the same flat if no buffer is in a store.
     """
     if all(isinstance(buffer, Tensor) for buffer in flat.buffers):
         return flat

@@ -22,16 +22,16 @@ class _HostTensor(Stored):
         self.shape = tensor.shape
 
     def get(self, device: torch.device) -> Pending:
-        """Start the copy to a device; on the CPU there is nothing to copy."""
+        """Start the copy to a device; for the CPU, nothing is copied."""
         self.store.crossed("get", self.name, self.tensor.nbytes)
         return Pending.done(self.tensor.to(device, non_blocking=True))
 
 
 class HostStore:
-    """Keeps tensors in host memory, page-locked where there is a device to copy to.
+    """Keeps tensors in host memory, page-locked if there is a device to copy to.
 
     Attributes:
-        log: what crossed between the device and the store, in order.
+        log: the transfers between the device and the store, in order.
     """
 
     def __init__(self, *, pin: bool) -> None:
@@ -40,16 +40,16 @@ class HostStore:
 
     @property
     def device(self) -> torch.device:
-        """Work on what is kept here is done by the CPU."""
+        """The CPU, which computes on the stored tensors."""
         return torch.device("cpu")
 
     def put(self, tensor: Tensor, name: str) -> Stored:
-        """Keep a tensor; one that is in host memory already is kept as it is."""
+        """Keep a tensor; a tensor in host memory is kept without a copy."""
         self.crossed("put", name, tensor.nbytes)
         return _HostTensor(self, self._to_host(tensor.detach()), name)
 
     def crossed(self, kind: str, name: str, num_bytes: int) -> None:
-        """Note a movement."""
+        """Record a transfer."""
         self.log.append(Crossing(kind, name, num_bytes))
 
     def bytes_moved(self, kind: str | None = None, name: str | None = None) -> int:
@@ -78,10 +78,11 @@ def host(*, pin: bool | None = None) -> HostStore:
     """Make a store in host memory.
 
     Args:
-        pin: page-lock what is kept, for faster copies; by default where CUDA is available.
+        pin: page-lock the memory, for faster copies; by default if CUDA is available.
 
     Returns:
-        The store. On a machine without a device nothing is copied: host memory is all there is.
+        The store. On a machine without a device nothing is copied, because host memory is the only
+        memory.
 
     Example:
         >>> store = host()

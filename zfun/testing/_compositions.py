@@ -40,16 +40,17 @@ __all__ = ["Composition", "Run", "all_compositions", "train"]
 
 @dataclass(frozen=True, slots=True)
 class Composition:
-    """Which transforms stand around a loss, a gradient function and an optimizer, each tuple from the inside out.
+    """The transforms around a loss, a gradient function and an optimizer, each from the inside out.
 
     Attributes:
-        loss: ``"shard_params"`` and ``"offload"``, in any order, or one, or none.
-        grads: what stands around ``data_parallel``: ``"shard_grads"`` or ``"replicate_grads"``, ``"offload"`` and ``"accumulate"``, in any
-            order. With micro-batches ``"accumulate"`` is put outermost where it is not named.
-        optimizer: ``"shard_optimizer"`` and ``"offload"``.
-        flat: whether parameters that are not sharded are flat; those that are sharded or offloaded always are.
-        donate: whether each step takes over the buffers of the last one; goes with flat parameters.
-        remat: whether the loss is computed again in backward.
+        loss: a subset of ``"shard_params"`` and ``"offload"``, in any order.
+        grads: the transforms around ``data_parallel``: ``"shard_grads"`` or ``"replicate_grads"``,
+            ``"offload"`` and ``"accumulate"``, in any order. With micro-batches and no
+            ``"accumulate"`` here, :func:`train` adds ``"accumulate"`` outermost.
+        optimizer: a subset of ``"shard_optimizer"`` and ``"offload"``, in any order.
+        flat: whether unsharded parameters are flat; sharded and offloaded parameters always are.
+        donate: whether each step reuses the buffers of the previous one; needs flat parameters.
+        remat: whether backward recomputes the loss.
 
     Example:
         >>> Composition(loss=("shard_params",), grads=("shard_grads",), optimizer=("shard_optimizer", "offload")).flat
@@ -73,7 +74,7 @@ class Composition:
 
     @property
     def reduces_first(self) -> bool:
-        """Whether every micro-batch is reduced by itself; those that do differ by rounding from those that do not."""
+        """Whether every micro-batch is reduced separately, which rounds differently."""
         order = [name for name in self.grads if name != "offload"]
         return bool(order) and order[0] != "accumulate"
 
@@ -86,13 +87,13 @@ _KNOWN = {
 
 
 def all_compositions(*, num_micro_batches: int = 1) -> list[Composition]:
-    """Return every subset of the transforms in every order, without ``remat``, and without ``replicate_grads``, which is for none of them.
+    """Return all ordered subsets of the transforms, without ``remat`` and ``replicate_grads``.
 
     Args:
         num_micro_batches: with more than one, ``"accumulate"`` takes every place.
 
     Returns:
-        The compositions, the one without any transform first.
+        The compositions; the first one has no transform.
 
     Example:
         >>> len(all_compositions()), all_compositions()[0]
@@ -113,13 +114,13 @@ def _ordered_subsets(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
 
 
 class Run(NamedTuple):
-    """What :func:`train` returns.
+    """The result of :func:`train`.
 
     Attributes:
-        params: the parameters at the end, whole.
-        losses: one for each step.
-        stores: the stores that were used, by what they kept: ``"params"``, ``"grads"``, ``"state"``.
-        final: parameters and optimizer state at the end, as this rank holds them.
+        params: the final parameters, whole.
+        losses: one per step.
+        stores: the stores of ``"params"``, ``"grads"`` and ``"state"``.
+        final: the final parameters and optimizer state, as held by this rank.
     """
 
     params: tree.Tree
@@ -139,20 +140,20 @@ def train(
     num_micro_batches: int = 1,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
 ) -> Run:
-    """Train for a few steps under one composition of transforms, in the loop that users write.
+    """Train for a few steps under one composition of transforms, in the usual loop.
 
     Args:
         composition: the transforms.
         group: the ranks.
         loss_fn: ``(params, batch) -> scalar``, or with aux, or :func:`zfun.weighted_mean`.
         optimizer: an optimizer, or an ``(init, update)`` pair.
-        params: a tree of tensors, equal on all ranks. It is not changed.
+        params: a tree of tensors, equal on all ranks, which stays unchanged.
         batches: ``batches[step][rank]``.
-        num_micro_batches: how many micro-batches a batch is split in.
-        bucket_bytes: where buckets close.
+        num_micro_batches: number of micro-batches per batch.
+        bucket_bytes: size in bytes at which a bucket closes.
 
     Returns:
-        What came of it on this rank.
+        The parameters, losses and stores of this rank.
 
     Example:
         >>> import torch, zfun as zf
@@ -190,7 +191,7 @@ def _placed(composition: Composition, group: Group, params: tree.Tree, bucket_by
 
 def _loss(composition: Composition, group: Group, loss: Loss, store: HostStore) -> Loss:
     if composition.remat:
-        # As a part of the loss: of a whole one remat() says that it saves nothing.
+        # Hide remat() inside a function, because remat() around a whole loss warns.
         again = remat(loss)
         loss = lambda params, batch: again(params, batch)  # noqa: PLW0108
     for name in composition.loss:

@@ -1,4 +1,4 @@
-"""The laws as functions that raise when one does not hold."""
+"""The laws as functions that raise AssertionError when a law is broken."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["assert_same_bits", "check_compositions", "check_padding", "check_red
 
 
 def same_bits(first: tree.Tree, second: tree.Tree) -> bool:
-    """Say whether two trees of tensors and numbers are equal to the last bit; a NaN equals itself, and 0 is not −0.
+    """Return whether two trees have the same bits; a NaN equals itself, and 0 differs from −0.
 
     Example:
         >>> same_bits({"w": torch.zeros(1)}, {"w": torch.zeros(1)}), same_bits(torch.tensor(0.0), torch.tensor(-0.0))
@@ -35,11 +35,11 @@ def assert_same_bits(first: tree.Tree, second: tree.Tree, what: str = "the trees
 
     Args:
         first: a tree.
-        second: another one.
-        what: what they are, for the message.
+        second: another tree.
+        what: a name for the trees, for the message.
 
     Raises:
-        AssertionError: names the leaves that differ, and by how much.
+        AssertionError: the trees differ; the message names leaves and differences.
 
     Example:
         >>> assert_same_bits({"w": torch.ones(2)}, {"w": torch.tensor([1.0, 1.5])})
@@ -69,20 +69,20 @@ def _differences(first: tree.Tree, second: tree.Tree) -> list[str]:
 
 
 def _bits(x: Tensor) -> Tensor:
-    # Not contiguous(): a tensor of one element is contiguous with any stride, and then has no bytes to view.
+    # Not contiguous(): a one-element tensor counts as contiguous with any stride, and view() fails.
     return x.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
 def check_round_trip(params: tree.Tree, group: Group, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
-    """Check law 1 on a tree: ravel and unravel are inverses, the shards are the cut buffer, and padding is zero.
+    """Check law 1: ravel and unravel are inverses, shards are pieces, and padding is zero.
 
     Args:
         params: a tree of tensors, equal on all ranks.
-        group: the ranks; every one must call.
-        bucket_bytes: where buckets close.
+        group: the ranks; every rank must call.
+        bucket_bytes: size in bytes at which a bucket closes.
 
     Raises:
-        AssertionError: says what does not hold.
+        AssertionError: the law is broken; the message names the part.
 
     Example:
         >>> _ = simulate(3, lambda group: check_round_trip({"w": torch.arange(5.0)}, group))
@@ -102,13 +102,13 @@ def check_round_trip(params: tree.Tree, group: Group, *, bucket_bytes: int = DEF
 
 
 def check_padding(value: tree.Tree) -> None:
-    """Check that everything in the buffers of flats that no leaf takes is zero.
+    """Check that the padding in all buffers of flats is zero.
 
     Args:
-        value: a tree with flats in it: parameters, gradients, an optimizer's state. Every rank must call.
+        value: a tree with flats: parameters, gradients, optimizer state. Every rank must call.
 
     Raises:
-        AssertionError: names the bucket.
+        AssertionError: the padding is not zero; the message names the bucket.
 
     Example:
         >>> import zfun as zf
@@ -129,14 +129,14 @@ def _first_nonzero(x: Tensor) -> int:
 
 
 def check_redistribution(value: Flat, path: Sequence[Placement]) -> None:
-    """Check law 3: through whatever placements a value goes, it arrives as if it had gone there at once.
+    """Check law 3: a chain of placements gives the same value as the last placement alone.
 
     Args:
         value: a flat of any placement.
         path: the placements, one after the other.
 
     Raises:
-        AssertionError: the buffers at the end differ, or what they mean does.
+        AssertionError: the final buffers or placements differ.
 
     Example:
         >>> import zfun as zf
@@ -149,7 +149,7 @@ def check_redistribution(value: Flat, path: Sequence[Placement]) -> None:
     _require(there.placement is path[-1], f"redistribute() to {path[-1]!r} gave {there.placement!r}")
     direct = redistribute(value, path[-1], value.group)
     for placement in (R, S):
-        # The terms of a partial value are not unique; their sum is.
+        # Compare sums, because the terms of a partial value are not unique.
         assert_same_bits(
             redistribute(there, placement, value.group).buffers,
             redistribute(direct, placement, value.group).buffers,
@@ -169,22 +169,23 @@ def check_compositions(
     num_micro_batches: int = 1,
     bucket_bytes: Sequence[int] = (DEFAULT_BUCKET_BYTES,),
 ) -> Run:
-    """Check law 5: every composition of transforms gives the same parameters and losses, to the last bit, on every rank.
+    """Check law 5: every composition gives bitwise the same parameters and losses on every rank.
 
     Args:
         loss_fn: the loss.
         optimizer: an optimizer, or an ``(init, update)`` pair.
         params: a tree of tensors.
-        batches: ``batches[step][rank]``; as many simulated ranks as there are batches of a step.
-        compositions: those to compare; by default all. Those that reduce before they accumulate are compared with each other.
-        num_micro_batches: how many micro-batches a batch is split in.
-        bucket_bytes: bucket sizes; the compositions take turns.
+        batches: ``batches[step][rank]``; one simulated rank per batch of a step.
+        compositions: the compositions to compare; by default all. Compositions that reduce before
+            accumulation are compared only with each other.
+        num_micro_batches: number of micro-batches per batch.
+        bucket_bytes: bucket sizes in bytes, which the compositions use in turn.
 
     Returns:
-        The run of the first composition, which the others equal.
+        The run of the first composition.
 
     Raises:
-        AssertionError: names the composition and the leaves that differ.
+        AssertionError: two runs differ; the message names the composition and the leaves.
 
     Example:
         >>> import zfun as zf
@@ -211,7 +212,7 @@ def check_compositions(
         name = f"{composition} with bucket_bytes={bucket}"
         for rank, run in enumerate(runs):
             assert_same_bits(run[:2], runs[0][:2], f"ranks 0 and {rank} under {name}")
-        # With micro-batches the sum has two orders, which differ by rounding.
+        # With micro-batches the two orders of summation round differently.
         other, run = first.setdefault(num_micro_batches > 1 and composition.reduces_first, (composition, runs[0]))
         assert_same_bits(runs[0][:2], run[:2], f"{name} and {other}")
         assert_same_bits(params, before, f"the caller's parameters before and after {name}")

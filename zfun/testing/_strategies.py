@@ -15,7 +15,7 @@ from zfun.testing._compositions import Composition, all_compositions
 
 __all__ = ["bucket_sizes", "compositions", "tensors", "trees"]
 
-# Scalars, nothing at all, primes, fewer elements than ranks, and one that is longer than a padded piece.
+# Empty, scalar, primes, fewer elements than ranks, and one that is longer than a padded piece.
 _SIDES = (0, 1, 2, 3, 5, 7, 13, 31)
 
 
@@ -24,9 +24,9 @@ def tensors(draw: st.DrawFn, dtypes: Sequence[torch.dtype] = (torch.float64,), *
     """Draw tensors of normal numbers, contiguous or not, with 0 to a few hundred elements.
 
     Args:
-        draw: hypothesis gives it.
-        dtypes: to choose from.
-        max_dims: of the shape.
+        draw: passed by hypothesis.
+        dtypes: the dtypes to draw from.
+        max_dims: largest number of dims.
 
     Returns:
         A strategy.
@@ -48,13 +48,13 @@ def tensors(draw: st.DrawFn, dtypes: Sequence[torch.dtype] = (torch.float64,), *
     if view == "transposed" and len(shape) == 2:
         return torch.randn(shape[::-1], generator=generator, dtype=wide).to(dtype).t()
     if view == "strided" and shape:
-        # An offset into a storage that is larger than the tensor, and gaps.
+        # A view with an offset and gaps, in a larger storage.
         return torch.randn([*shape[:-1], 2 * shape[-1] + 1], generator=generator, dtype=wide).to(dtype)[..., 1::2]
     return torch.randn(shape, generator=generator, dtype=wide).to(dtype)
 
 
 def _dict(children: list[Any]) -> Any:
-    # Not in alphabetical order: trees keep the order of insertion.
+    # Not in alphabetical order, because trees keep the order of insertion.
     return dict(zip("wbkaxcyz", children, strict=False))
 
 
@@ -73,10 +73,11 @@ def trees(
     """Draw nested trees with at least one leaf; some leaves are tied.
 
     Args:
-        draw: hypothesis gives it.
+        draw: passed by hypothesis.
         leaves: a strategy; by default :func:`tensors`.
-        nodes: functions that make a node of a list of one to three children; by default dicts, lists and tuples.
-        max_leaves: how many leaves at most.
+        nodes: functions that make a node from a list of one to three children; by default dicts,
+            lists and tuples.
+        max_leaves: largest number of leaves.
         ties: whether one tensor may stand at two places.
 
     Returns:
@@ -106,7 +107,7 @@ def trees(
 
 
 def bucket_sizes() -> st.SearchStrategy[int]:
-    """Draw values of ``bucket_bytes``: one leaf to a bucket, a few, or all.
+    """Draw values of ``bucket_bytes``: one leaf, a few leaves, or all leaves per bucket.
 
     Example:
         >>> from hypothesis import given, settings
@@ -120,7 +121,7 @@ def bucket_sizes() -> st.SearchStrategy[int]:
 
 
 def compositions(*, num_micro_batches: int = 1) -> st.SearchStrategy[Composition]:
-    """Draw compositions of the transforms, with and without ``remat``, and some with ``replicate_grads`` in the place of ``shard_grads``.
+    """Draw compositions, some with ``remat``, some with ``replicate_grads`` for ``shard_grads``.
 
     Args:
         num_micro_batches: with more than one, ``"accumulate"`` takes every place.

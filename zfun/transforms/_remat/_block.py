@@ -1,7 +1,8 @@
-"""What is run twice: a function with all of its arguments but the tensors, and what must be as it was when it runs again.
+"""A function with all arguments but the tensors, which runs twice under the same conditions.
 
-That is the state of random generators, and the parameters of modules: during the call they may be those of ``torch.func.functional_call``,
-which are gone when backward comes.
+The conditions are the states of random generators and the parameters of modules. During the call
+the parameters may come from ``torch.func.functional_call``, which restores the module's own
+parameters before backward.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ __all__ = ["Block"]
 
 
 class Block:
-    """A function with all of its arguments but the tensors.
+    """A function with all arguments but the tensors.
 
     Args:
         fn: the function.
-        leaves: the leaves of its arguments.
-        spec: their tree, that of ``(args, kwargs)``.
-        generators: whose state is restored, beside those among the leaves.
+        leaves: the leaves of the arguments.
+        spec: the structure of ``(args, kwargs)``.
+        generators: generators to restore, in addition to those among the leaves.
     """
 
     def __init__(self, fn: Callable[..., Any], leaves: Sequence[Any], spec: tree.Spec, generators: Sequence[torch.Generator]) -> None:
         self.fn = fn
         self.spec = spec
-        # Autograd saves the tensors that the block is called with; it must not hold on to them itself. Lazy leaves hold nothing.
+        # Without tensor arguments, because autograd saves these. Lazy leaves have no data.
         self.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and not isinstance(leaf, LazyLeaf)]
         taken = set(self.places)
         self.leaves = [None if i in taken else leaf for i, leaf in enumerate(leaves)]
@@ -71,19 +72,19 @@ def _restored(states: Sequence[tuple[torch.Generator, Tensor]]) -> Iterator[None
 
 
 class _WithModules(nn.Module):
-    """A function of modules as a module, so that ``functional_call`` can call it with other parameters."""
+    """A function of modules as a module, so that ``functional_call`` accepts the function."""
 
     def __init__(self, fn: Callable[..., Any], modules: Sequence[nn.Module]) -> None:
         super().__init__()
         self.inner = nn.ModuleList(modules)
-        self.fn = (fn,)  # not a module of this one, if it is one
+        self.fn = (fn,)  # in a tuple, so that nn.Module does not register a module fn as a submodule
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.fn[0](*args, **kwargs)
 
 
 def _captured(fn: Callable[..., Any], arguments: Sequence[Any]) -> tuple[nn.Module, Callable[[], dict[str, Tensor]]] | None:
-    """Note the parameters that modules have now: those of ``functional_call`` are gone when backward comes."""
+    """Record the current parameters of modules, because ``functional_call`` resets them later."""
     found = list(arguments)
     inner = fn
     while isinstance(inner, functools.partial):
@@ -97,7 +98,7 @@ def _captured(fn: Callable[..., Any], arguments: Sequence[Any]) -> tuple[nn.Modu
     buffers = dict(module.named_buffers(remove_duplicate=False))
 
     def values() -> dict[str, Tensor]:
-        # Running statistics advance once, in forward: the second time they are copies.
+        # Copy the buffers, so that running statistics advance only once, in forward.
         with loading():
             return parameters | {name: buffer.clone() for name, buffer in buffers.items()}
 

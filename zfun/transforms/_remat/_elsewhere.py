@@ -1,4 +1,4 @@
-"""Where a tensor is kept until backward, if not where it is: in a store, or on each rank a part of it, or both."""
+"""Keep a tensor until backward in a store, as one part per rank, or both."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ __all__ = ["Elsewhere", "Moved", "Stays"]
 
 @dataclass(frozen=True, slots=True)
 class Stays:
-    """What is kept as it is."""
+    """A value that is kept in place."""
 
     value: Any
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """A tensor that is kept elsewhere: its memory as a vector, or this rank's part of it."""
+    """A tensor that is kept elsewhere, as a vector or as this rank's part of the vector."""
 
     memory: Tensor | Stored
     numel: int  # of the whole vector
@@ -36,12 +36,12 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class Elsewhere:
-    """A place to keep tensors in.
+    """A place for tensors until backward.
 
     Attributes:
-        store: where they go; ``None`` for where they are.
-        shard_over: the ranks that each keep a part; ``None`` for the whole on every rank.
-        agreed: dtypes and shapes of which these ranks have been found to hold the same.
+        store: the store; ``None`` for the current device.
+        shard_over: the ranks that keep one part each; ``None`` for the whole on every rank.
+        agreed: dtypes and shapes for which the ranks have been compared.
     """
 
     store: Store | None
@@ -49,7 +49,7 @@ class Elsewhere:
     agreed: set[tuple[torch.dtype, torch.Size]] = field(default_factory=set)
 
     def keep(self, tensor: Tensor) -> Moved | Stays:
-        """Move a tensor here; one whose elements overlap, or that has none, stays where it is."""
+        """Move a tensor here; an empty tensor, or one with overlapping elements, stays in place."""
         vector = vector_of(tensor)
         if vector is None:
             return Stays(tensor)
@@ -58,13 +58,13 @@ class Elsewhere:
             self._check_agreement(tensor, self.shard_over)
             vector = _part(vector, self.shard_over)
         elif self.store is not None and vector.device == self.store.device:
-            # It would be kept as it is, and somebody may write to it.
+            # Copy, because the store keeps the tensor itself and the caller may write to it.
             vector = vector.clone()
         memory = vector if self.store is None else self.store.put(vector, "activations")
         return Moved(memory, numel, form_of(tensor), tensor.device)
 
     def restore(self, kept: Moved | Stays) -> Any:
-        """Bring it back."""
+        """Return the tensor."""
         if isinstance(kept, Stays):
             return kept.value
         vector, group = fetch(kept.memory, kept.device), self.shard_over
@@ -81,15 +81,15 @@ class Elsewhere:
             agree([entry], group, "activations")
         except SpecMismatch as error:
             raise SpecMismatch(
-                f"shard_over takes ranks that hold the same activations, as those of a model-parallel axis do; {error}; ranks with batches "
-                "of their own keep activations of their own: leave shard_over out, or pass the group of the model-parallel axis",
+                f"shard_over takes ranks that hold the same activations, such as the ranks of a model-parallel axis; {error}; "
+                "data-parallel ranks hold different activations: leave shard_over out, or pass the group of the model-parallel axis",
                 rank=group.rank,
             ) from None
         self.agreed.add(key)
 
 
 def _part(vector: Tensor, group: Group) -> Tensor:
-    """Return a copy of this rank's part of a vector, with zeros behind the end."""
+    """Return a copy of this rank's part of a vector, padded with zeros."""
     numel = -(-vector.numel() // group.size)
     mine = vector[group.rank * numel : (group.rank + 1) * numel]
     part = vector.new_zeros(numel)

@@ -1,7 +1,7 @@
-"""The inputs of a block: which of them are activations, and so move; the others stay.
+"""Move the inputs of a block that are activations; the other inputs stay in place.
 
-A block that is computed again saves its inputs, and nothing else, by way of autograd. So hooks for what autograd saves, put around the call
-of the block, see each input twice: when it is saved, and when backward asks for it.
+Autograd saves the inputs of a recomputed block and nothing else. Saved-tensor hooks around the call
+therefore see each input twice: when autograd saves the input, and when backward needs the input.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ def moving_inputs(elsewhere: Elsewhere | None, arguments: Sequence[Any], *, resu
     """Make the context in which a block is called.
 
     Args:
-        elsewhere: where activations go; ``None`` where nothing moves.
-        arguments: all that the block is called with.
-        results_too: whether autograd saves the results of the block's operations as well, because nothing is computed again.
+        elsewhere: the place for activations; ``None`` if nothing moves.
+        arguments: all arguments of the block.
+        results_too: whether autograd also saves results of operations, because nothing is
+            recomputed.
 
     Returns:
         The context.
@@ -38,21 +39,21 @@ def moving_inputs(elsewhere: Elsewhere | None, arguments: Sequence[Any], *, resu
 
 
 class _Hooks:
-    """Takes over in forward what autograd saves, and gives it back in backward."""
+    """Saved-tensor hooks that move activations in forward and restore them in backward."""
 
     def __init__(self, elsewhere: Elsewhere, arguments: Sequence[Any], results_too: bool) -> None:
         self.elsewhere = elsewhere
         self.results_too = results_too
         self.outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        # What has no gradient is data, and is kept by who made it.
+        # An argument without a gradient history is data, which the caller keeps.
         self.data = {
             leaf.untyped_storage()._cdata for leaf in arguments if isinstance(leaf, Tensor) and is_plain(leaf) and leaf.grad_fn is None
         }
 
     def pack(self, tensor: Tensor) -> Moved | Stays:
-        # What the hooks around the block make into something else is theirs.
+        # If outer hooks convert the tensor, the outer hooks keep the result.
         packed = tensor if self.outer is None else self.outer[0](tensor)
-        # Within backward this block is part of one that is being computed again, and lives for a moment only.
+        # In backward this block is part of an outer block's recomputation, and is short-lived.
         if not isinstance(packed, Tensor) or torch._C._current_graph_task_id() != -1 or not self._is_activation(tensor):
             return Stays(packed)
         return self.elsewhere.keep(packed)
@@ -62,15 +63,15 @@ class _Hooks:
         return value if self.outer is None else self.outer[1](value)
 
     def _is_activation(self, tensor: Tensor) -> bool:
-        """Whether a tensor was computed, and is no parameter or view of a bucket, which somebody else keeps."""
+        """Whether a tensor was computed and is neither a parameter nor a view of a bucket."""
         if not is_plain(tensor):
             return False
         base = tensor._base if tensor._is_view() and tensor._base is not None else tensor
         node = base.grad_fn
-        # A cast parameter is one still.
+        # A cast parameter counts as a parameter.
         while node is not None and node.name() == "ToCopyBackward0":
             node = node.next_functions[0][0]
         if node is None:
-            # Autograd saves the results of operations without their history.
+            # Autograd saves results of operations without history.
             return self.results_too and not base.requires_grad and base.untyped_storage()._cdata not in self.data
         return node.name() != "torch::autograd::AccumulateGrad" and not is_bucket_view(node)

@@ -1,4 +1,4 @@
-"""``remat``: a function that is computed again in backward. See [Note: what is kept of a block]."""
+"""``remat``: recompute a function in backward. See [Note: what is kept of a block]."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ __all__ = ["Remat", "remat", "warn_of_whole_loss"]
 
 @dataclass(frozen=True, slots=True)
 class Remat:
-    """What :func:`remat` returns: a function that other transforms can look into.
+    """The function that :func:`remat` returns, with attributes for other transforms.
 
     Attributes:
-        fn: what is called.
-        policy: which results are kept.
-        store: where what is kept lives; ``None`` for where it is.
-        shard_over: the ranks that each keep a part; ``None`` for the whole on every rank.
-        generators: random generators whose state is restored, beside those among the arguments and the default ones.
+        fn: the function to recompute.
+        policy: the policy that chooses the results to keep.
+        store: the store for kept tensors; ``None`` for the current device.
+        shard_over: the ranks that keep one part each; ``None`` for the whole on every rank.
+        generators: random generators to restore, in addition to those among the arguments and the
+            default ones.
     """
 
     fn: Callable[..., Any]
@@ -45,7 +46,7 @@ class Remat:
     _agreed: set[tuple[torch.dtype, torch.Size]] = field(default_factory=set, compare=False, repr=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what ``fn`` returns."""
+        """Return the result of ``fn``."""
         if not torch.is_grad_enabled():
             return self.fn(*args, **kwargs)
         if torch.compiler.is_dynamo_compiling():
@@ -53,8 +54,7 @@ class Remat:
         if torch._C._functorch.maybe_current_level() is not None:
             if self.policy is not policies.everything:
                 warnings.warn(
-                    "remat() saves no memory under torch.func transforms, which have no hooks for what autograd keeps; nothing is computed "
-                    "again",
+                    "remat() saves no memory under torch.func transforms, because these call no saved-tensor hooks; nothing is recomputed",
                     stacklevel=2,
                 )
             return self.fn(*args, **kwargs)
@@ -78,7 +78,9 @@ class Remat:
         if self.policy is policies.everything and self.store is None and self.shard_over is None:
             return self.fn(*args, **kwargs)
         if self.policy is not policies.nothing or self.store is not None or self.shard_over is not None:
-            raise TypeError("remat() inside of compiled code takes no policy, store or group: put remat() around the compiled function")
+            raise TypeError(
+                "remat() inside compiled code takes no options; got a policy, store or group; put remat() around the compiled block"
+            )
         return checkpoint(self.fn, *args, use_reentrant=False, **kwargs)
 
 
@@ -91,30 +93,34 @@ def remat(
     shard_over: Group | None = None,
     generators: Sequence[torch.Generator] = (),
 ) -> Remat:
-    """Compute a function again in backward instead of keeping its intermediate results; no bit changes.
+    """Recompute a function in backward instead of keeping intermediate results; no bit changes.
 
-    It goes around the blocks of a model, not around the whole loss: there all of it would be computed again, and kept, at once. Inside
-    of :func:`zfun.shard_params` the parameters of a block are gathered again when it is computed again.
+    Put ``remat`` around the blocks of a model. Around the whole loss ``remat`` saves nothing,
+    because backward would recompute the whole loss at once. Inside :func:`zfun.shard_params`,
+    recomputation gathers the parameters of the block again.
 
     Args:
-        fn: any function of trees, tensors and other values, which must do the same when it is called again. A module, a method of one or
-            a function of one is computed again with the parameters that the module has during the call, also inside of
-            ``torch.func.functional_call``.
-        policy: which results are kept all the same; see :mod:`zfun.policies`. By default none but the inputs.
-        store: where what is kept lives until backward: ``zf.stores.host()`` moves activations to host memory. By default they stay where
-            they are. Parameters are never moved.
-        shard_over: ranks that hold the same activations, as those of a model-parallel axis do: each keeps its part of them (``R -> S``),
-            and they are gathered before the block is computed again. The first tensor of each shape is compared across these ranks, with
-            ``process_group(debug=True)`` every one. Goes with ``store`` as well.
-        generators: random generators that ``fn`` uses without taking them as arguments. The default ones of the CPU and of the
-            inputs' devices, and those among the arguments, are restored in any case.
+        fn: any function of trees, tensors and other values, which must do the same when called
+            again. A module, a method or a function of a module is recomputed with the parameters
+            that the module has during the call, also inside ``torch.func.functional_call``.
+        policy: the results to keep besides the inputs; see :mod:`zfun.policies`. By default none.
+        store: the place for kept tensors until backward; ``zf.stores.host()`` moves activations to
+            host memory. By default kept tensors stay in place. Parameters are never moved.
+        shard_over: ranks that hold the same activations, such as a model-parallel axis. Each rank
+            keeps one part (``R -> S``), and backward gathers the parts before recomputation. zfun
+            compares the first tensor of each shape across these ranks, and every tensor with
+            ``process_group(debug=True)``. May be combined with ``store``.
+        generators: random generators that ``fn`` uses without taking them as arguments. The default
+            generators of the CPU and of the inputs' devices, and generators among the arguments,
+            are always restored.
 
     Returns:
         A function of the same arguments.
 
     Raises:
-        PlacementError: from the returned function, around a loss that is inside of ``shard_params`` already.
-        SpecMismatch: from the returned function, where ranks of ``shard_over`` hold different activations.
+        PlacementError: from the returned function, if ``remat`` is around ``shard_params``.
+        SpecMismatch: from the returned function, if ranks of ``shard_over`` hold different
+            activations.
 
     Example:
         >>> import zfun as zf
@@ -127,17 +133,17 @@ def remat(
     After Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016).
     """
     if not callable(fn):
-        raise OptionError(f"remat() takes a function; got {type(fn).__name__}; pass the function that is to be computed again")
+        raise OptionError(f"remat() takes a function; got {type(fn).__name__}; pass the function that backward should recompute")
     if not callable(policy):
         raise OptionError(f"remat() takes a policy, which is a function of (op, result); got {policy!r}; zf.policies has some")
     return Remat(fn, policy, store, shard_over, tuple(generators))
 
 
 def warn_of_whole_loss(loss: Any) -> None:
-    """Say so where what is computed again is everything: then all of it lives at once, as if nothing were."""
+    """Warn about ``remat`` around a whole loss, where all activations live at once in backward."""
     if isinstance(loss, Remat) and loss.policy is not policies.everything:
         warnings.warn(
-            "remat() around a whole loss saves no memory: backward begins by computing all of it again; put it around the blocks",
+            "remat() around a whole loss saves no memory, because backward recomputes all of it at once; put remat() around the blocks",
             stacklevel=3,
         )
 
@@ -146,6 +152,6 @@ def _check_flats(value: tree.Tree) -> None:
     for flat in flats(value):
         if flat.tape is not None or flat.compute_dtype is not None:
             raise PlacementError(
-                "remat() stands inside of shard_params(), where it can see the blocks; got sharded parameters; write "
+                "remat() must be inside shard_params(), around the blocks of the loss; got sharded parameters; write "
                 "shard_params(remat(...)), or better remat() around each block"
             )

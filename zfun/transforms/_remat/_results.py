@@ -1,12 +1,14 @@
-"""The results of a block that a policy keeps: found below autograd, and put in the place of operations when the block runs again.
+"""Keep the results that a policy chooses, and replay them when the block runs again.
 
-The first time, a dispatch mode numbers the results as they come and asks the policy about each. The second time, another one counts along,
-and where a number was kept, the operation does not run. Both must count the same, so
+In forward a dispatch mode below autograd numbers the results and asks the policy about each. During
+recomputation a second mode counts along and returns the kept result instead of running the
+operation. Both modes must count the same operations, so
 
-* views and operations that write in place are never asked for, and not counted;
-* nor is what gathers parameters: it may run in one pass and not in the other;
-* a result that the block writes to later is let go of: it is not what the operation returned any more;
-* a random operation whose result is kept does not run again, so the random state after it is kept too.
+* views and in-place operations are not counted and never kept;
+* operations that gather parameters are not counted, because a gather may run in one pass only;
+* a kept result is dropped when the block writes to the tensor later;
+* the random state after a kept random operation is kept too, because the operation does not run
+  again.
 """
 
 from __future__ import annotations
@@ -31,14 +33,14 @@ __all__ = ["keeping_results"]
 
 
 def keeping_results(policy: Policy, elsewhere: Elsewhere | None) -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """Make the mode in which a block runs first, and that in which it runs again.
+    """Make the dispatch mode for forward and the dispatch mode for recomputation.
 
     Args:
-        policy: which results are kept.
-        elsewhere: where they go; ``None`` for where they are.
+        policy: chooses the results to keep.
+        elsewhere: the place for kept results; ``None`` for the current device.
 
     Returns:
-        The two.
+        The two modes.
     """
     kept: dict[int, _Result] = {}
     return _Recording(policy, elsewhere, kept), _Replaying(elsewhere, kept)
@@ -46,7 +48,7 @@ def keeping_results(policy: Policy, elsewhere: Elsewhere | None) -> tuple[TorchD
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """What an operation returned, and the random state that it left."""
+    """The result of an operation, and the random state after the operation."""
 
     op: Any
     leaves: tuple[Any, ...]
@@ -56,7 +58,7 @@ class _Result:
 
 
 class _Mode(TorchDispatchMode):
-    """A mode that lets compiled functions run inside of it."""
+    """A dispatch mode in which compiled functions may run."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -64,14 +66,14 @@ class _Mode(TorchDispatchMode):
 
 
 class _Recording(_Mode):
-    """Runs forward, asks the policy about each result and keeps what it wants."""
+    """Runs forward and keeps the results that the policy chooses."""
 
     def __init__(self, policy: Policy, elsewhere: Elsewhere | None, kept: dict[int, _Result]) -> None:
         super().__init__()
         self.policy = policy
         self.elsewhere = elsewhere
         self.kept = kept
-        self.numbers: dict[int, int] = {}  # of what is kept, by its storage
+        self.numbers: dict[int, int] = {}  # of kept results, by storage
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -87,7 +89,7 @@ class _Recording(_Mode):
         self.count += 1
         leaves, spec = tree.flatten(out)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        # A generator of the user's own has a state of its own.
+        # A result drawn from a user's generator is not kept, because a replay would not advance it.
         if tensors and kwargs.get("generator") is None and self.policy(func, policies.described(tensors)):
             kept = tuple(self._keep(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
             versions = tuple(leaf._version if isinstance(leaf, Tensor) else None for leaf in kept)
@@ -100,7 +102,7 @@ class _Recording(_Mode):
 
 
 class _Replaying(_Mode):
-    """Computes a block again, but for what is kept."""
+    """Recomputes a block and returns kept results instead of running their operations."""
 
     def __init__(self, elsewhere: Elsewhere | None, kept: dict[int, _Result]) -> None:
         super().__init__()
@@ -121,7 +123,7 @@ class _Replaying(_Mode):
             return func(*args, **(kwargs or {}))
         if found.op is not func:
             raise ZfunError(
-                f"a function under remat() must do the same when it is computed again; got {func} where {found.op} was; look for what "
+                f"a function under remat() must do the same when it runs again; got {func} where {found.op} was; look for code that "
                 "depends on a global, a counter or a cache"
             )
         for device, state in found.random:
@@ -137,21 +139,21 @@ class _Replaying(_Mode):
             return leaf
         if leaf._version != found.versions[index]:
             raise ZfunError(
-                f"what a policy keeps must not be written to after the function has returned; the result of {found.op} was; write what "
-                "follows out of place, or let the policy leave this result out"
+                f"a result that a policy keeps must not be written to after the function has returned; the result of {found.op} was; "
+                "replace the in-place operation, or change the policy so that it does not keep this result"
             )
         return _alias(leaf)
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """The same memory without a place in a graph, but with the same count of writes."""
+    """Return the same memory without a graph, but with the same version counter."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 
 
 @functools.cache
 def _may_be_kept(op: Any) -> bool:
-    """Whether an operation makes new tensors and writes to none."""
+    """Whether an operation returns new tensors and writes to no argument."""
     schema = getattr(op, "_schema", None)
     return (
         schema is not None

@@ -1,8 +1,9 @@
-"""A tensor's memory as a vector, and the tensor again.
+"""Convert a tensor to a vector, and back to a tensor with the same strides and alignment.
 
-What is kept elsewhere comes back with the same strides and the same alignment: kernels may round differently on others. So a transposed
-tensor is not made contiguous. Its elements are taken in the order in which they lie in memory, each once (what ``expand`` repeats, and what
-a slice leaves out, is not there), and its form says how to lay them out again:
+Strides and alignment must return unchanged, because kernels may round differently for others. A
+transposed tensor is therefore not made contiguous. The vector has every element once, in memory
+order, without the repeats of ``expand`` and the gaps of a slice. A ``Form`` describes the layout of
+the tensor:
 
 >>> x = torch.arange(6.0).view(2, 3).t()
 >>> vector = vector_of(x)
@@ -23,21 +24,21 @@ from torch import Tensor, nn
 
 __all__ = ["Form", "form_of", "is_plain", "tensor_of", "vector_of"]
 
-# What torch's allocators align to.
+# Alignment of torch's allocators.
 _ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a tensor lies in memory."""
+    """The layout of a tensor in memory."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
-    skew: int  # elements between an aligned address and its beginning
+    skew: int  # elements between an aligned address and the first element
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor's memory holds its elements as they are."""
+    """Whether the memory of a tensor holds the elements directly, not conjugated or negated."""
     return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())
 
 
@@ -47,7 +48,7 @@ def form_of(tensor: Tensor) -> Form:
 
 
 def vector_of(tensor: Tensor) -> Tensor | None:
-    """Return the elements of a tensor in the order of its memory, each once; ``None`` where they overlap, or are none."""
+    """Return the elements in memory order, each once; ``None`` if empty or overlapping."""
     if not tensor.numel():
         return None
     found = tensor.detach()
@@ -64,7 +65,7 @@ def vector_of(tensor: Tensor) -> Tensor | None:
 
 
 def tensor_of(vector: Tensor, form: Form) -> Tensor:
-    """The inverse of :func:`vector_of`: the same strides, and as well aligned."""
+    """The inverse of :func:`vector_of`, with the same strides and alignment."""
     size = [1 if stride == 0 else n for n, stride in zip(form.size, form.stride, strict=True)]
     reach = 1 + sum((n - 1) * stride for n, stride in zip(size, form.stride, strict=True))
     if form.skew or reach != vector.numel():
