@@ -1,6 +1,6 @@
 """Recompute activations in backward instead of keeping them: a transform of any tensor function.
 
-[Note: what is kept of a block]
+[Note: tensors kept of a block]
 In forward autograd keeps no tensor of a block, only placeholders of the non-reentrant
 ``torch.utils.checkpoint``. For recomputation zfun keeps:
 

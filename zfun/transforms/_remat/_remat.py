@@ -1,4 +1,4 @@
-"""``remat``: recompute a function in backward. See [Note: what is kept of a block]."""
+"""``remat``: recompute a function in backward. See [Note: tensors kept of a block]."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Remat:
             return checkpoint(block, *tensors, use_reentrant=False, context_fn=modes)
 
     def _compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Be what the compiler knows, while it traces."""
+        """Return torch's own checkpointing, the only form that the compiler can trace."""
         if self.policy is policies.everything and self.store is None and self.shard_over is None:
             return self.fn(*args, **kwargs)
         if self.policy is not policies.nothing or self.store is not None or self.shard_over is not None:
