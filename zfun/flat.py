@@ -46,12 +46,30 @@ __all__ = [
 
 
 class Life:
-    """Whether the buffers of a value are still its own: shared by all values that are donated together."""
+    """Whether a value still owns its buffers: the one part of a :class:`Flat` that changes.
 
-    __slots__ = ("consumed_by",)
+    Attributes:
+        buffers: one for each bucket; none once they were given up.
+        cached: tensors that transforms made of the buffers and keep for as long as the value lives.
+        consumed_by: the step that took the buffers over, if one did.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("buffers", "cached", "consumed_by")
+
+    def __init__(self, buffers: tuple[Any, ...], cached: dict[Any, Any] | None = None) -> None:
+        self.buffers = buffers
+        self.cached: dict[Any, Any] = {} if cached is None else cached
         self.consumed_by: str | None = None
+
+    def consume(self, consumed_by: str) -> None:
+        """Give the buffers to a new value: any later use of the old one raises."""
+        self.consumed_by = consumed_by
+        self.cached = {}
+
+    def discard(self, consumed_by: str) -> None:
+        """Give the buffers up one by one, while a new value is made of them."""
+        self.consume(consumed_by)
+        self.buffers = ()
 
     def check(self) -> None:
         """Raise :class:`DonatedStateError` if the buffers have been taken over."""
@@ -73,21 +91,21 @@ def call_site() -> str:
 
 def consume(values: Iterable[Flat], consumed_by: str) -> None:
     """Mark values whose buffers a step has taken over, so that any later use of them raises."""
-    life = Life()
-    life.consumed_by = consumed_by
     for flat in values:
-        flat.life = life
-        flat.gathered = {}
+        flat.life.consume(consumed_by)
 
 
 class Flat:
     """A tree of tensors as flat buffers, with the placement that says what they mean.
+
+    A Flat never changes, but for one end: a step that donates it takes its buffers over.
 
     Args:
         buffers: one 1-D tensor for each bucket (or, when offloaded, one handle of a store).
         placement: what each rank holds.
         layout: where each leaf lies.
         group: the ranks that share it. Over the inner axis of a mesh it is replicated over the outer one.
+        wire: the format in which a sum or a gather of the buffers is sent; ``None`` for exactly.
 
     Example:
         >>> import zfun as zf
@@ -97,45 +115,42 @@ class Flat:
         Flat(S, rank 1 of 2: 1 leaf, 4 elements in 1 bucket; here 32 of 64 padded elements)
     """
 
-    __slots__ = ("_buffers", "compute_dtype", "gathered", "group", "layout", "life", "placement", "tape", "wire")
+    __slots__ = ("group", "layout", "life", "placement", "wire")
 
-    def __init__(self, buffers: Iterable[Any], placement: Placement, layout: Layout, group: Group) -> None:
-        self._buffers = tuple(buffers)
-        self.placement = placement
-        self.layout = layout
-        self.group = group
-        self.life = Life()
-        # What a transform tells those inside it about this very value: where gradients go, and the dtype to compute in.
-        self.tape: Any = None
-        self.compute_dtype: torch.dtype | None = None
-        # How what is sent of it is written: a wire format, or exactly.
-        self.wire: Any = None
-        # Whole buckets that shard_params() keeps for as long as the parameters are what they are.
-        self.gathered: dict[Any, Any] = {}
+    def __init__(
+        self,
+        buffers: Iterable[Any],
+        placement: Placement,
+        layout: Layout,
+        group: Group,
+        *,
+        wire: Any = None,
+        life: Life | None = None,
+    ) -> None:
+        self._fix(life or Life(tuple(buffers)), placement, layout, group, wire)
+
+    def _fix(self, *values: Any) -> None:
+        for name, value in zip(("life", "placement", "layout", "group", "wire"), values, strict=True):
+            object.__setattr__(self, name, value)
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        raise AttributeError(f"a Flat does not change; got .{name} = {value!r}; make another one with with_buffers()")
 
     @property
     def buffers(self) -> tuple[Any, ...]:
         """One 1-D tensor for each bucket."""
         self.life.check()
-        return self._buffers
+        return self.life.buffers
 
     def with_buffers(self, buffers: Iterable[Any], placement: Placement | None = None, group: Group | None = None) -> Flat:
         """Return the same layout over other buffers; the same placement and group where no others are given."""
-        new = Flat(buffers, placement or self.placement, self.layout, group or self.group)
-        if new.placement is self.placement:
-            new.wire = self.wire
-        if buffers is self._buffers:
-            new.gathered = self.gathered
-        return new
+        life = Life(tuple(buffers), self.life.cached if buffers is self.life.buffers else None)
+        wire = self.wire if placement is None or placement is self.placement else None
+        return Flat((), placement or self.placement, self.layout, group or self.group, wire=wire, life=life)
 
     def shard_numel(self, bucket: int) -> int:
         """Return how many elements of a bucket a rank of the group holds when it is sharded."""
         return self.layout.buckets[bucket].padded_numel // self.group.size
-
-    def discard(self, consumed_by: str) -> None:
-        """Let go of the buffers: what comes after owns them."""
-        consume([self], consumed_by)
-        self._buffers = ()
 
     def __repr__(self) -> str:
         layout = self.layout

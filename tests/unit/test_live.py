@@ -39,7 +39,7 @@ WIRE = "zfun/wire/_collectives.py"
 PARTS = {
     "zfun/optim/": "an optimizer",
     "zfun/recipes.py:_unscaled": "unscaled",
-    "zfun/transforms/params/_executor.py": "gathered",
+    "zfun/transforms/params/_gathered.py": "gathered",
     WIRE: "reduced",
     # Where a mesh has an axis of one rank, its sums are copied, not sent, to where they are to be.
     "zfun/transforms/grads/_hooks.py:start": "reduced",
@@ -380,7 +380,7 @@ def follow_state(meter: Meter, state: Any, case: Case, wire: zf.wire.Wire | None
         for x in resident(part):
             meter.follow(x, name)
     for flat in flats((state.params, state.frozen)):
-        for _, x in flat.gathered.values():
+        for _, x in flat.life.cached.values():
             # Of one rank alone it is the shard.
             if x.untyped_storage()._cdata not in {shard.untyped_storage()._cdata for shard in resident(flat)}:
                 meter.follow(x, "gathered")

@@ -16,7 +16,7 @@ from tests import models
 from zfun import tree
 from zfun.testing import assert_same_bits
 from zfun.transforms.params import _buckets
-from zfun.transforms.params._executor import Session
+from zfun.transforms.params._gathered import GatheredParams
 from zfun.transforms.params._lazy import LazyLeaf
 
 SIZES = pytest.mark.parametrize("size", [1, 3])
@@ -374,7 +374,7 @@ def test_alone_a_rank_keeps_what_it_has(size: int) -> None:
             asked.append(unpack.call_count - before)
         return found
 
-    with mock.patch.object(Session, "_unpack", autospec=True, side_effect=Session._unpack) as unpack:
+    with mock.patch.object(GatheredParams, "_unpack", autospec=True, side_effect=GatheredParams._unpack) as unpack:
         expected = gradients(size, lambda p, x: blocks(p, x, None), sharded=False)[0][1]
         for grads in zf.simulate(size, main)[0]:
             assert_same_bits(grads, expected)
@@ -424,3 +424,55 @@ def test_without_torchs_own_way_to_make_a_view(size: int, monkeypatch: pytest.Mo
     with_it = zf.simulate(size, main)
     monkeypatch.setattr(_buckets, "_view", None)
     assert_same_bits(zf.simulate(size, main), with_it)
+
+
+@SIZES
+def test_a_function_of_two_sharded_losses_has_their_gradient(size: int) -> None:
+    def main(group: zf.Group) -> Any:
+        fn = lambda p, x: blocks(p, x, None)
+        found = []
+        for sharded in (True, False):
+            params: Any = zf.shard(models.mlp(), group, bucket_bytes=300) if sharded else models.mlp()
+            first, second = (zf.shard_params(fn, group) if sharded else fn for _ in range(2))
+            both = lambda p, x, first=first, second=second: 2 * first(p, x) + second(p, 0.5 * x)
+            vg = zf.data_parallel(zf.value_and_grad(both), group, bucket_bytes=300)
+            found.append([(loss, zf.unshard(grads)) for loss, grads in (vg(params, X + group.rank) for _ in range(3))])
+        return found
+
+    for found, expected in zf.simulate(size, main):
+        assert_same_bits(found, expected)
+
+
+@SIZES
+def test_a_loss_called_with_other_parameters_is_no_part_of_the_call(size: int) -> None:
+    """A teacher whose loss is called inside the loss of a student gets no gradient, and takes none."""
+
+    def main(group: zf.Group) -> Any:
+        fn = lambda p, x: blocks(p, x, None)
+        others = zf.tree.map(lambda leaf: leaf + 0.5, models.mlp())
+        found = []
+        for sharded in (True, False):
+            place: Any = (lambda tree: zf.shard(tree, group, bucket_bytes=300)) if sharded else (lambda tree: tree)
+            teacher, params = place(others), place(models.mlp())
+            student, judge = (zf.shard_params(fn, group) if sharded else fn for _ in range(2))
+
+            def loss(p: Any, x: Tensor, student: Any = student, judge: Any = judge, teacher: Any = teacher) -> Tensor:
+                with torch.no_grad():
+                    target = judge(teacher, x)
+                return (student(p, x) - target).square()
+
+            vg = zf.data_parallel(zf.value_and_grad(loss), group, bucket_bytes=300)
+            found.append([(loss, zf.unshard(grads)) for loss, grads in (vg(params, X + group.rank) for _ in range(3))])
+        return found
+
+    for found, expected in zf.simulate(size, main):
+        assert_same_bits(found, expected)
+
+
+def test_a_flat_does_not_change() -> None:
+    def main(group: zf.Group) -> None:
+        params = zf.shard({"w": torch.ones(4)}, group)
+        with pytest.raises(AttributeError, match=r"a Flat does not change; got \.placement = R; make another one with with_buffers\(\)"):
+            params.placement = zf.R
+
+    zf.simulate(1, main)

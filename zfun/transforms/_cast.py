@@ -2,15 +2,16 @@
 
 [Note: where the cast is]
 The loss computes in one dtype, and its parameters are kept in another. For whole parameters the cast is an operation of autograd like
-any other. For sharded ones it comes before the gather, so that what is sent has the narrower of the two dtypes: the cast writes the dtype
-on the value it passes on, beside the tape, and :func:`zfun.shard_params` reads it there. Where the cast stands inside of ``shard_params``,
-it never sees a sharded value; ``shard_params`` knows it by its type and takes it outside. What stands inside of another function still gets
+any other. For sharded ones it comes before the gather, so that what is sent has the narrower of the two dtypes: the cast binds the dtype to
+the parameters that it passes on (``LossCall``), and :func:`zfun.shard_params` reads it there. Inside of ``shard_params`` the cast
+never sees a sharded value; ``shard_params`` knows it by its type and takes it outside. What stands inside of another function still gets
 lazy leaves, and casts what they gather. Leaf by leaf the gradients are the same in all these ways: summed over the uses in the compute
 dtype, then cast once.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from zfun import tree
 from zfun.errors import OptionError, checked_options
 from zfun.flat import Flat
 from zfun.placement import S
+from zfun.transforms.params._call import BoundParams, call_of
 from zfun.transforms.params._lazy import LazyLeaf
 from zfun.typing import Loss
 
@@ -47,9 +49,8 @@ class CastLoss:
             batch = cast_leaves(batch, self.dtype)
         if not (isinstance(params, Flat) and params.placement is S):
             return self.loss(cast_leaves(params, self.dtype), batch)
-        noted = params.with_buffers(params.buffers)
-        noted.tape, noted.compute_dtype = params.tape, self.dtype
-        return self.loss(noted, batch)
+        call = dataclasses.replace(call_of(params), compute_dtype=self.dtype)
+        return self.loss(BoundParams(params, call), batch)
 
 
 @checked_options

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
-from zfun.transforms.params._cursor import WINDOW, Course
+from zfun.transforms.params._cursor import WINDOW, ScheduleCursor
 from zfun.transforms.params._schedule import Schedule, Step
 
 __all__ = ["first_steps"]
@@ -77,11 +77,11 @@ class _First:
         return self._steps
 
     def _begin(self, buckets: Iterable[int]) -> None:
-        self._course = Course((Step("gather", b, self._phase) for b in buckets), followed=False)
+        self._course = ScheduleCursor((Step("gather", b, self._phase) for b in buckets), followed=False)
 
     def _use(self, bucket: int) -> None:
         if bucket not in self._there:
-            self._gather(self._course.come_to_gather(bucket, self._ahead, again=bucket not in self._pending))
+            self._gather(self._course.advance_to_gather(bucket, self._ahead, again=bucket not in self._pending))
         if bucket not in [*self._there, *self._pending]:
             # It was freed in this pass, and all ranks come together to gather it again.
             self._gather([*(self._course.rest() if self._phase == "forward" else ()), Step("gather", bucket, self._phase)])

@@ -119,7 +119,7 @@ class _Moved:
 
 @dataclass(frozen=True, slots=True)
 class _Put:
-    """The sink of :func:`offload_grads`."""
+    """The hook of :func:`offload_grads`."""
 
     store: Store
 
@@ -143,7 +143,7 @@ def offload_grads(vg: Gradient, store: Store) -> Gradient:
         PlacementError: gradients that are a tree of tensors.
     """
     if isinstance(vg, GradientFunction) and vg.group is not None:
-        return dataclasses.replace(vg, sinks=(*vg.sinks, _Put(store)), _agreed=vg._agreed)
+        return dataclasses.replace(vg, hooks=(*vg.hooks, _Put(store)), _agreed=vg._agreed)
 
     def offloaded(params: tree.Tree, batch: Any) -> tuple[Any, Any]:
         loss, grads = vg(params, batch)

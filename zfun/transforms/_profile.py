@@ -1,9 +1,8 @@
 """What a real step does, and when: gathers, uses, releases, sums and the optimizer, with their times.
 
 [Note: who watches]
-A watched call of a loss is run by a session that notes what it does, and its gradients go through sinks that do; :func:`profile` says that
-this is wanted, in the thread in which the rank runs. Nobody else pays for it: without it the session and the sinks are the usual ones,
-which know nothing of being watched.
+A watched call of a loss has gathered parameters that note each step, and its gradients go through hooks that do; :func:`profile` asks for
+both, in the thread in which the rank runs. Nobody else pays for it: the usual parameters and hooks know nothing of being watched.
 """
 
 from __future__ import annotations
@@ -18,18 +17,15 @@ from typing import Any
 from torch import Tensor
 
 from zfun.collectives import Pending
-from zfun.flat import Flat
 from zfun.layout import Layout
 from zfun.transforms._notes import Noted, Notes, What, When, timed, watching
 from zfun.transforms._timeline import Span, Timeline
-from zfun.transforms.grads._reducer import Handle, Sink, Tape
-from zfun.transforms.params._buckets import shards_of
-from zfun.transforms.params._cursor import Plan
-from zfun.transforms.params._executor import Session
+from zfun.transforms.grads._hooks import CommHook, Handle
+from zfun.transforms.params._gathered import GatheredParams
 from zfun.transforms.params._lazy import LazyLeaf
-from zfun.transforms.params._schedule import Knobs, Step
+from zfun.transforms.params._schedule import Step
 
-__all__ = ["Noted", "Profile", "new_session", "profile", "watched"]
+__all__ = ["Noted", "Profile", "new_gathered", "profile", "watched"]
 
 
 @dataclass(slots=True)
@@ -85,25 +81,23 @@ def profile() -> Iterator[Profile]:
         watching.reset(token)
 
 
-def new_session(flats: Sequence[Flat], tape: Tape | None, knobs: Knobs, plan: Plan | None, *others: Any) -> Session:
-    """Make what runs a call of a loss; see [Note: who watches]."""
-    notes, shards = watching.get(), shards_of(flats, tape)
-    if isinstance(notes, Profile):
-        return _WatchedSession(notes, flats, shards, tape, knobs, plan, *others)
-    return Session(flats, shards, tape, knobs, plan, *others)
-
-
-def watched(sinks: tuple[Sink, ...], layout: Layout) -> tuple[Sink, ...]:
-    """Return sinks, the first of which notes when a bucket is sent and when it is there, if that is wanted."""
+def new_gathered(*args: Any) -> GatheredParams:
+    """Make the parameters of a call of a loss; see [Note: who watches]."""
     notes = watching.get()
-    if notes is None or not sinks:
-        return sinks
+    return _WatchedParams(notes, *args) if isinstance(notes, Profile) else GatheredParams(*args)
+
+
+def watched(hooks: tuple[CommHook, ...], layout: Layout) -> tuple[CommHook, ...]:
+    """Return hooks, the first of which notes when a bucket is sent and when it is there, if that is wanted."""
+    notes = watching.get()
+    if notes is None or not hooks:
+        return hooks
     first = notes.first_of(tuple(layout.label(bucket) for bucket in range(len(layout.buckets))))
-    return _WatchedSink(sinks[0], notes, first), *sinks[1:]
+    return _WatchedHook(hooks[0], notes, first), *hooks[1:]
 
 
-class _WatchedSession(Session):
-    """A session that writes down what it does."""
+class _WatchedParams(GatheredParams):
+    """Gathered parameters that write down what is done with them."""
 
     def __init__(self, profile: Profile, *args: Any) -> None:
         self._profile = profile
@@ -173,33 +167,33 @@ class _WatchedSession(Session):
             else:
                 self._note("release", bucket, self._profile.now(), -nbytes)
 
-    def _complete(self, bucket: int) -> None:
+    def complete(self, bucket: int) -> None:
         self._note("reduce", bucket, self._profile.now())
-        super()._complete(bucket)
+        super().complete(bucket)
 
     def end_forward(self) -> None:
         start = self._profile.now()
         super().end_forward()
         self._profile.note("end", -1, "forward", start)
 
-    def _finish_backward(self) -> None:
+    def finish_backward(self) -> None:
         start = self._profile.now()
-        super()._finish_backward()
+        super().finish_backward()
         self._profile.note("end", -1, "backward", start)
 
 
 @dataclass(frozen=True, slots=True)
-class _WatchedSink:
-    """A sink that writes down when a bucket goes into it and comes out of it."""
+class _WatchedHook:
+    """A hook that writes down when a bucket goes into it and comes out of it."""
 
-    sink: Sink
+    hook: CommHook
     profile: Notes
     first: int
 
     def start(self, buffer: Any, layout: Layout, bucket: int) -> Handle:
-        """Take a bucket over; see :class:`zfun.transforms.grads._reducer.Sink`."""
+        """Take a bucket over; see :class:`zfun.transforms.grads._hooks.CommHook`."""
         start = self.profile.now()
-        handle = self.sink.start(buffer, layout, bucket)
+        handle = self.hook.start(buffer, layout, bucket)
         self.profile.note("sum", bucket + self.first, "backward", start)
         return timed(handle, self.profile, lambda began: self.profile.note("summed", bucket + self.first, "backward", began))
 

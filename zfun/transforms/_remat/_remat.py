@@ -21,6 +21,7 @@ from zfun.transforms._remat._block import Block
 from zfun.transforms._remat._elsewhere import Elsewhere
 from zfun.transforms._remat._inputs import moving_inputs
 from zfun.transforms._remat._results import keeping_results
+from zfun.transforms.params._call import BoundParams
 
 __all__ = ["Remat", "remat", "warn_of_whole_loss"]
 
@@ -150,7 +151,7 @@ def warn_of_whole_loss(loss: Any) -> None:
 
 def _check_flats(value: tree.Tree) -> None:
     for flat in flats(value):
-        if flat.tape is not None or flat.compute_dtype is not None:
+        if isinstance(flat, BoundParams):
             raise PlacementError(
                 "remat() must be inside shard_params(), around the blocks of the loss; got sharded parameters; write "
                 "shard_params(remat(...)), or better remat() around each block"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,17 +15,19 @@ from torch import Tensor
 from zfun import ops, stores, tree
 from zfun.collectives import AllReduce, Call, Group, Lane, Pending
 from zfun.errors import LeafError, OptionError, PlacementError, ZfunError, checked_options
-from zfun.flat import Flat, flats, ravel, unravel_buffers
+from zfun.flat import Flat, flats, ravel_buckets, unravel_buffers
 from zfun.layout import DEFAULT_BUCKET_BYTES, Layout, layout_of, unique_leaves
 from zfun.placement import P, Placement, R, S
 from zfun.transforms._cast import CastLoss
 from zfun.transforms._notes import noting
 from zfun.transforms._profile import watched
 from zfun.transforms._remat import warn_of_whole_loss
-from zfun.transforms.grads._hooks import SumSink
-from zfun.transforms.grads._reducer import Sink, Tape, check_unwritten
+from zfun.transforms.grads._executor import Executor, WholeParams
+from zfun.transforms.grads._hooks import CommHook, SumHook
+from zfun.transforms.grads._reducer import MAX_IN_FLIGHT, GradReducer
 from zfun.transforms.grads._value import NO_AUX, WeightedMean, parse
 from zfun.transforms.params._buckets import tree_of, views_of
+from zfun.transforms.params._call import BoundParams, LossCall
 from zfun.transforms.values._redistribute import check_agreement
 from zfun.typing import Gradient, Loss
 from zfun.wire import Wire, check_wire
@@ -48,7 +51,7 @@ class GradientFunction:
         bucket_bytes: where buckets close, for parameters that are not flat yet.
         placement: of the gradients; ``None`` while they are this rank's own.
         over: what sharded gradients are sharded over: ``group`` or its inner axis.
-        sinks: what each bucket of gradients goes through as soon as it is complete.
+        hooks: the steps that each bucket of gradients goes through as soon as it is complete.
         reduce_dtype: of flat gradients; ``None`` for that of the parameters, but float32 for half types.
         loss_scale: what the loss is multiplied with before its gradient is taken.
         wire: in which format the partial sums are sent; ``None`` for exactly.
@@ -61,7 +64,7 @@ class GradientFunction:
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     placement: Placement | None = None
     over: Group | None = None
-    sinks: tuple[Sink, ...] = ()
+    hooks: tuple[CommHook, ...] = ()
     reduce_dtype: torch.dtype | None = None
     loss_scale: float = 1.0
     wire: Wire | None = None
@@ -78,34 +81,29 @@ class GradientFunction:
             tables = [ops.AddressTable() for _ in layout.buckets]
             if group is not None:
                 group.settle(layout)
-        sinks = watched(self._sinks(params), layout)
-        tape = Tape(layout, sinks, _grad_dtypes(layout, group, self.reduce_dtype), group, tables)
-        if len(sinks) == 1 and isinstance(sinks[0], SumSink) and sinks[0].borrows:
-            tape.max_in_flight = None
+        hooks = watched(self._hooks(params), layout)
+        in_flight = None if len(hooks) == 1 and isinstance(hooks[0], SumHook) and hooks[0].borrows else MAX_IN_FLIGHT
+        executor = Executor(GradReducer(layout, hooks, _grad_dtypes(layout, group, self.reduce_dtype), group, tables, in_flight))
         try:
             with torch.enable_grad(), noting("forward"):
-                value, total, weight, aux = parse(self.loss(_open(params, layout, tape), batch))
-            weight, loss = self._reduce_loss(total.detach(), weight, tape)
-            tape.on_error.append(loss.wait)
-            tape.scale = self._scale(weight)
-            if total.requires_grad and tape.anchors:
-                if tape.gathers and group is not None and group.size > 1 and total.grad_fn is not None:
-                    total.grad_fn.register_prehook(lambda grads: tape.look_ahead())
-                with noting("backward"):
-                    torch.autograd.grad(total, tape.anchors, torch.full_like(total, self.loss_scale), allow_unused=True)
-            results = tape.finish()
+                value, total, weight, aux = parse(self.loss(_open(params, layout, executor), batch))
+            executor.loss = self._start_loss(total.detach(), weight)
+            executor.begin_backward(total, self._scale_of(executor.loss, weight))
+            with noting("backward"):
+                executor.backward(total, self.loss_scale)
+            results = executor.finish()
         except Exception:
-            tape.abandon()
+            executor.abandon()
             raise
         self._tables[layout] = tables
-        if self.group is not None and self.group.debug and tape.unused:
+        unused = executor.reducer.unused
+        if self.group is not None and self.group.debug and unused:
             warnings.warn(
-                f"rank {self.group.rank}: the loss does not depend on {', '.join(tape.unused)}; such leaves have zero gradients; "
+                f"rank {self.group.rank}: the loss does not depend on {', '.join(unused)}; such leaves have zero gradients; "
                 "freeze them if that is meant",
                 stacklevel=2,
             )
-        loss = loss.wait()
-        value = WeightedMean(loss, weight) if weight is not None else loss
+        value = self._value(executor.loss.wait(), weight)
         return (value if aux is NO_AUX else (value, aux)), self._wrap(params, results, layout, group)
 
     def _layout(self, params: tree.Tree) -> tuple[Layout, Group | None]:
@@ -134,44 +132,40 @@ class GradientFunction:
             self._agreed.add(layout)
         return _check_trainable(layout), self.group
 
-    def _sinks(self, params: tree.Tree) -> tuple[Sink, ...]:
-        sinks = self.sinks
+    def _hooks(self, params: tree.Tree) -> tuple[CommHook, ...]:
+        hooks = self.hooks
         # The derivative of a gather is a reduce-scatter: without a transform that says otherwise, sharded parameters have sharded
         # gradients.
         if self.group is None and isinstance(params, Flat) and params.placement is S:
-            sinks = (SumSink(params.group, S), *sinks)
-        return tuple(dataclasses.replace(sink, borrow=self.borrows) if isinstance(sink, SumSink) else sink for sink in sinks)
+            hooks = (SumHook(params.group, S), *hooks)
+        return tuple(dataclasses.replace(hook, borrow=self.borrows) if isinstance(hook, SumHook) else hook for hook in hooks)
 
-    def _reduce_loss(self, total: Tensor, weight: Tensor | None, tape: Tape) -> tuple[Tensor | None, Pending]:
-        """Start the sum of the loss over the ranks, and of what backward needs to know: the weight, and whether a rank has strayed."""
+    def _start_loss(self, total: Tensor, weight: Tensor | None) -> Pending:
+        """Start the sums over the ranks of the loss and of its weight, if there is one: stacked."""
+        parts = torch.stack([total] if weight is None else [total, weight])
         if self.group is None:
-            if tape.gathers:
-                tape.max_in_flight = None
-            return weight, Pending.done(total)
+            return Pending.done(parts)
         if weight is not None and self.reduce != "mean":
             raise OptionError(
                 "weighted_mean() is a mean; got data_parallel(reduce='sum'); use reduce='mean', or return the sum itself as the loss"
             )
-        parts = [total]
-        if weight is not None:
-            parts.append(weight)
-        if tape.must_vote:
-            parts.append(torch.full_like(total, tape.strayed))
-        pending = self.group.start(Call(AllReduce(), "loss", "loss", Lane.CONTROL), torch.stack(parts))
-        if tape.must_vote:
-            vote = pending.wait()[-1]
-            # A fake tensor has no value; the ranks of an abstract group do what this one does.
-            tape.note_strayed(tape.strayed if ops.is_abstract(vote) else bool(vote > 0))
-        if weight is not None:
-            return pending.wait()[1], Pending.done(pending.wait()[0])
-        scale = 1.0 / self.group.size if self.reduce == "mean" else 1.0
-        return None, Pending(lambda: pending.wait()[0] * scale)
+        return self.group.start(Call(AllReduce(), "loss", "loss", Lane.CONTROL), parts)
 
-    def _scale(self, weight: Tensor | None) -> float:
-        if weight is not None and not ops.is_abstract(weight):
-            # Of nothing there is no mean, and no gradient: what is summed over no tokens is 0.
-            return 1.0 / (float(weight) or 1.0)
+    def _value(self, summed: Tensor, weight: Tensor | None) -> Any:
+        """Return the loss as the caller gets it."""
+        return summed[0] * self._rank_scale if weight is None else WeightedMean(summed[0], summed[1])
+
+    @property
+    def _rank_scale(self) -> float:
         return 1.0 / self.group.size if self.group is not None and self.reduce == "mean" else 1.0
+
+    def _scale_of(self, summed: Pending, weight: Tensor | None) -> Callable[[], float]:
+        """Return a function that gives the factor of all gradients."""
+        if weight is None or ops.is_abstract(weight):
+            return lambda: self._rank_scale
+        # The mean over no tokens does not exist, nor does its gradient: a sum over no tokens is 0. The weight is read once, when
+        # the first bucket is complete: the device computes backward meanwhile.
+        return functools.cache(lambda: 1.0 / (float(summed.wait()[1]) or 1.0))
 
     def _wrap(self, params: tree.Tree, results: list[Any], layout: Layout, group: Group | None) -> Any:
         if group is None:
@@ -179,31 +173,26 @@ class GradientFunction:
         placement = self.placement
         if placement is None:
             placement = S if isinstance(params, Flat) and params.placement is S else R
-        grads = Flat(results, placement, layout, self.over or group if placement is S else group)
-        grads.wire = self.wire if placement is P else None
-        return grads
+        over = self.over or group if placement is S else group
+        return Flat(results, placement, layout, over, wire=self.wire if placement is P else None)
 
 
-def _open(params: tree.Tree, layout: Layout, tape: Tape) -> tree.Tree:
-    """Put the bucket nodes behind parameters that are whole; give sharded ones the tape."""
+def _open(params: tree.Tree, layout: Layout, executor: Executor) -> tree.Tree:
+    """Put bucket nodes behind whole parameters; bind sharded ones to the call."""
     if isinstance(params, Flat) and params.placement is S:
-        tracked = params.with_buffers(params.buffers)
-        tracked.tape = tape
-        return tracked
+        return BoundParams(params, LossCall(executor))
     if isinstance(params, Flat):
-        buffers = stores.resident(params).buffers
-        leaves: list[Tensor] = [torch.empty(0)] * len(layout.leaves)
-        for bucket, buffer in zip(layout.buckets, buffers, strict=True):
-            for leaf, view in zip(bucket.leaves, views_of(buffer, [layout.leaves[i] for i in bucket.leaves]), strict=True):
-                leaves[leaf] = view
-        tape.on_end.append(functools.partial(check_unwritten, leaves, layout.leaves))
-        # Where they are borrowed, parts of them are memory of other ranks, which need not be this one's when gradients take their room.
+        group, buffers = params.group, stores.resident(params).buffers
+        slots = [[layout.leaves[i] for i in bucket.leaves] for bucket in layout.buckets]
+        views = [views_of(buffer, leaves) for buffer, leaves in zip(buffers, slots, strict=True)]
+        # Parts of borrowed buffers are memory of other ranks. While nobody looks at them, they need not be mapped here.
         for buffer in buffers:
-            params.group.rest(buffer)
-        tape.on_complete.append(lambda bucket: params.group.rest(buffers[bucket]))
+            group.rest(buffer)
+        executor.attach(WholeParams(views, slots, lambda bucket: group.rest(buffers[bucket])))
     else:
         leaves = [leaf.detach() for leaf in unique_leaves(params, layout)]
-    return tree_of(layout, (tape.open(bucket, [leaves[i] for i in slot.leaves]) for bucket, slot in enumerate(layout.buckets)))
+        views = [[leaves[i] for i in bucket.leaves] for bucket in layout.buckets]
+    return tree_of(layout, (executor.open(bucket, x) for bucket, x in enumerate(views)))
 
 
 def _grad_dtypes(layout: Layout, group: Group | None, chosen: torch.dtype | None) -> list[torch.dtype]:
@@ -316,8 +305,8 @@ def data_parallel(
             )
         pending = group.start(Call(AllReduce(), "loss", "loss", Lane.CONTROL), loss.detach().reshape(1).contiguous())
         layout = layout_of(grads, group.size, bucket_bytes)
-        flat = ravel(grads, layout, group, P, scale=scale, dtypes=_grad_dtypes(layout, group, reduce_dtype))
-        flat.wire = wire
+        buffers = ravel_buckets(grads, layout, scale=scale, dtypes=_grad_dtypes(layout, group, reduce_dtype))
+        flat = Flat(buffers, P, layout, group, wire=wire)
         loss = pending.wait()[0] * scale
         return (loss if aux is NO_AUX else (loss, aux)), flat
 

@@ -1,8 +1,9 @@
-"""What becomes of a bucket of gradients that is summed over the ranks inside backward."""
+"""Communication hooks: the steps that a bucket of gradients goes through once it is complete."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -11,12 +12,35 @@ from zfun.layout import Layout
 from zfun.placement import Placement, S
 from zfun.wire import Wire, start, start_over
 
-__all__ = ["SumSink"]
+__all__ = ["CommHook", "Handle", "SumHook"]
+
+
+class Handle(Protocol):
+    """A collective, or a move to a store, that has been started."""
+
+    def wait(self) -> Any:
+        """Return the result, once it is there."""
+        ...
+
+
+class CommHook(Protocol):
+    """One step of a bucket's gradients on their way out of backward."""
+
+    def start(self, buffer: Any, layout: Layout, bucket: int) -> Handle:
+        """Take a bucket over; the handle returns the input of the next hook, or the result."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
-class SumSink:
-    """The sink of :func:`shard_grads` and :func:`replicate_grads`: sums a bucket over all ranks, of which each keeps its piece or all."""
+class SumHook:
+    """The hook of :func:`shard_grads` and :func:`replicate_grads`: sum a bucket over all ranks.
+
+    Attributes:
+        group: the ranks.
+        placement: ``S`` to keep this rank's piece of the sum, ``R`` to keep all of it.
+        wire: the format in which terms are sent; ``None`` for exactly.
+        borrow: whether replicated sums may share memory with the other ranks.
+    """
 
     group: Group
     placement: Placement
@@ -25,20 +49,20 @@ class SumSink:
 
     @property
     def borrows(self) -> bool:
-        """Whether the sums are borrowed. Then they lie where the terms did, so that who waits for one early has no more room."""
+        """Whether the sums are borrowed: they lie where the terms did, so that no wait frees memory."""
         return self.borrow and self.group.lends and self.placement is not S and self.wire is None
 
     def start(self, buffer: Tensor, layout: Layout, bucket: int) -> Pending:
-        """Start to sum a bucket, which is given up."""
+        """Start to sum a bucket, whose buffer is given up."""
         group = self.group
-        op = ReduceScatter() if self.placement is S else AllReduce()
-        call = Call(op, "grads", layout.label(bucket), Lane.GRADS, borrow=self.borrows)
         if group.mesh.size == 1:
             return Pending.done(buffer)
+        op = ReduceScatter() if self.placement is S else AllReduce()
+        call = Call(op, "grads", layout.label(bucket), Lane.GRADS, borrow=self.borrows)
         if self.wire is not None:
             return (start_over if self.placement is S else start)(call, buffer, group, self.wire)
         if self.placement is not S:
             return group.start(call, buffer, None if self.borrows else buffer)
-        # Over an inner axis the sum over the row is where the sum over the mesh will be.
+        # Over an inner axis the sum over the mesh takes the place of the sum over the row.
         out = None if group.axis else group.buffer(layout.shard_numel(bucket), buffer.dtype, buffer.device)
         return start_reduce_scatter_over(group, call, buffer, out)

@@ -11,7 +11,7 @@ from zfun.errors import PlacementError, checked_options
 from zfun.flat import Flat
 from zfun.placement import P, R, S
 from zfun.transforms.grads._gradient import GradientFunction
-from zfun.transforms.grads._hooks import SumSink
+from zfun.transforms.grads._hooks import SumHook
 from zfun.transforms.values._redistribute import redistribute
 from zfun.typing import Gradient
 
@@ -47,7 +47,7 @@ def shard_grads(vg: Gradient, group: Group) -> Gradient:
         (S, tensor([0.5000, 0.5000, 0.5000]))
     """
     check_shardable(group, "shard_grads()")
-    return _summed(vg, SumSink(group, S), "shard_grads()")
+    return _summed(vg, SumHook(group, S), "shard_grads()")
 
 
 @checked_options
@@ -81,12 +81,12 @@ def replicate_grads(vg: Gradient, group: Group) -> Gradient:
         raise PlacementError(
             f"replicate_grads() takes the group of its gradients; got the {group.axis} axis of a mesh; pass the mesh itself"
         )
-    return _summed(vg, SumSink(group, R), "replicate_grads()")
+    return _summed(vg, SumHook(group, R), "replicate_grads()")
 
 
-def _summed(vg: Gradient, sink: SumSink, name: str) -> Gradient:
+def _summed(vg: Gradient, hook: SumHook, name: str) -> Gradient:
     """Put a sum over the ranks into the backward pass of a gradient function, or after a call of it where that cannot be."""
-    group, placement = sink.group, sink.placement
+    group, placement = hook.group, hook.placement
     if isinstance(vg, GradientFunction) and vg.placement in (None, P):
         if vg.group is None:
             raise PlacementError(
@@ -98,8 +98,8 @@ def _summed(vg: Gradient, sink: SumSink, name: str) -> Gradient:
                 f"{name}{', or the inner axis of that mesh' if placement is S else ''}"
             )
         # Before what other transforms do with the result: to move a bucket to a store, say, is for when it is reduced.
-        sinks = (dataclasses.replace(sink, wire=vg.wire), *vg.sinks)
-        return dataclasses.replace(vg, placement=placement, over=group, sinks=sinks, _agreed=vg._agreed)
+        hooks = (dataclasses.replace(hook, wire=vg.wire), *vg.hooks)
+        return dataclasses.replace(vg, placement=placement, over=group, hooks=hooks, _agreed=vg._agreed)
 
     def summed(params: tree.Tree, batch: Any) -> tuple[Any, Any]:
         loss, grads = vg(params, batch)

@@ -269,5 +269,5 @@ def _stored_like(new: Flat, old: Flat) -> Flat:
     """Put what was in a store back there."""
     return new.with_buffers(
         was.store.put(buffer, was.name) if isinstance(was, stores.Stored) else buffer
-        for buffer, was in zip(new.buffers, old._buffers, strict=True)
+        for buffer, was in zip(new.buffers, old.buffers, strict=True)
     )

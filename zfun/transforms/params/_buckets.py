@@ -15,7 +15,8 @@ from zfun.collectives import AllGather, Call, Group, Lane, Pending
 from zfun.flat import Flat
 from zfun.layout import Layout, LeafSlot
 from zfun.transforms._cast import cast_leaves
-from zfun.transforms.grads._reducer import Tape
+from zfun.transforms.grads._executor import Executor
+from zfun.transforms.params._call import LossCall
 from zfun.transforms.params._schedule import TracedBucket
 from zfun.wire import start
 
@@ -76,14 +77,15 @@ def _traced(form: BucketForm, grad_itemsize: int) -> TracedBucket:
 class BucketShard:
     """This rank's shard of a bucket, and what becomes of it when it is gathered."""
 
-    __slots__ = ("dtype", "flat", "form", "index", "is_borrowed", "slots", "trained")
+    __slots__ = ("call", "dtype", "flat", "form", "index", "is_borrowed", "slots", "trained")
 
-    def __init__(self, flat: Flat, index: int, *, trained: bool) -> None:
+    def __init__(self, flat: Flat, index: int, call: LossCall, *, trained: bool) -> None:
         self.flat = flat
+        self.call = call
         self.index = index
         self.trained = trained
         self.is_borrowed = True
-        self.form = _form(flat.layout, index, flat.compute_dtype)
+        self.form = _form(flat.layout, index, call.compute_dtype)
         self.slots = self.form.slots
         self.dtype = self.form.dtype
 
@@ -102,25 +104,25 @@ class BucketShard:
         """Of the bucket when it is gathered."""
         return self.form.numel * self.dtype.itemsize
 
-    def traced(self, tape: Tape | None) -> TracedBucket:
+    def traced(self, executor: Executor | None) -> TracedBucket:
         """Say what a schedule needs to know of it."""
-        return self.form.traced(tape.dtypes[self.index].itemsize if tape is not None and self.trained else 0)
+        return self.form.traced(executor.reducer.dtypes[self.index].itemsize if executor is not None and self.trained else 0)
 
     def keep(self, gathered: Tensor) -> None:
         """Leave the gathered bucket with the parameters, for as long as these are what they are."""
-        self.flat.gathered[self.index, self.dtype, self.flat.wire] = self._version(), gathered
+        self.flat.life.cached[self.index, self.dtype, self.call.codec] = self._version(), gathered
 
     def kept(self) -> Tensor | None:
         """Return the gathered bucket that an earlier call has left, unless the shard was written to since."""
-        version, gathered = self.flat.gathered.get((self.index, self.dtype, self.flat.wire), (None, None))
+        version, gathered = self.flat.life.cached.get((self.index, self.dtype, self.call.codec), (None, None))
         return gathered if version == self._version() else None
 
     def _version(self) -> int:
         buffer = self.flat.buffers[self.index]
         return buffer._version if isinstance(buffer, Tensor) else 0
 
-    def start_again(self, part: Tensor, group: Group) -> Pending:
-        """Start to gather it from what the ranks of a smaller group have kept of it."""
+    def regather(self, part: Tensor, group: Group) -> Pending:
+        """Start to gather it from the parts that the ranks of a smaller group have kept."""
         if group.size == 1:
             return Pending.done(part)
         return group.start(Call(AllGather(), "params", self.form.label, Lane.PARAMS), part)
@@ -130,8 +132,8 @@ class BucketShard:
         flat, group = self.flat, self.flat.group
         shard = stores.fetch(flat.buffers[self.index], flat.layout.device)
         call = Call(AllGather(), "params", self.form.label, Lane.PARAMS, borrow=self.is_borrowed)
-        if group.size > 1 and flat.wire is not None and shard.is_floating_point():
-            return start(call, shard, group, flat.wire, dtype=self.dtype)
+        if group.size > 1 and self.call.codec is not None and shard.is_floating_point():
+            return start(call, shard, group, self.call.codec, dtype=self.dtype)
         if shard.dtype != self.form.sent:
             shard = shard.to(self.form.sent)
         return Pending.done(shard) if group.size == 1 else group.start(call, shard)
@@ -139,13 +141,13 @@ class BucketShard:
     def views(self, buffer: Tensor) -> list[Tensor]:
         """View the gathered bucket as its leaves."""
         views = views_of(buffer, self.slots)
-        return views if self.flat.compute_dtype is None else cast_leaves(views, self.flat.compute_dtype)
+        return views if self.call.compute_dtype is None else cast_leaves(views, self.call.compute_dtype)
 
 
-def shards_of(flats: Iterable[Flat], tape: Tape | None) -> list[BucketShard]:
-    """Return the shards of all buckets; those of the first value are trained if there is a tape."""
+def shards_of(flats: Iterable[Flat], call: LossCall) -> list[BucketShard]:
+    """Return the shards of all buckets; those of the first value are trained if a gradient is taken."""
     return [
-        BucketShard(flat, i, trained=number == 0 and tape is not None)
+        BucketShard(flat, i, call, trained=number == 0 and call.executor is not None)
         for number, flat in enumerate(flats)
         for i in range(len(flat.layout.buckets))
     ]

@@ -13,7 +13,7 @@ import torch
 from zfun.collectives import Broadcast, Call, Group, Lane
 from zfun.transforms.params._schedule import Schedule, Step
 
-__all__ = ["WINDOW", "Course", "Plan", "of_rank_0"]
+__all__ = ["WINDOW", "Plan", "ScheduleCursor", "of_rank_0"]
 
 # How many buckets stay gathered behind the one in use while the order of use is not known.
 WINDOW = 2
@@ -61,7 +61,7 @@ def of_rank_0(value: Any, group: Group, what: str) -> Any:
     return json.loads(bytes(data.tolist()))
 
 
-class Course:
+class ScheduleCursor:
     """The steps of one pass, and how far this rank has come with them."""
 
     __slots__ = ("followed", "place", "steps")
@@ -71,7 +71,7 @@ class Course:
         self.place = 0
         self.followed = followed
 
-    def come_to(self, kind: str, bucket: int) -> Sequence[Step]:
+    def advance_to(self, kind: str, bucket: int) -> Sequence[Step]:
         """Return the steps up to a use or a reduction, if that is the next one; else this rank leaves the course here."""
         if not self.followed:
             return ()
@@ -88,7 +88,7 @@ class Course:
         self.followed = False
         return ()
 
-    def come_to_gather(self, bucket: int, ahead: int, *, again: bool) -> Sequence[Step]:
+    def advance_to_gather(self, bucket: int, ahead: int, *, again: bool) -> Sequence[Step]:
         """Return what is left of the gathers up to one of a bucket, and of some more; that one may have been started, unless ``again``."""
         gathers = [place for place, step in enumerate(self.steps) if step.kind == "gather"]
         mine = [turn for turn, place in enumerate(gathers) if self.steps[place].bucket == bucket and (place >= self.place) is again]

@@ -1,6 +1,7 @@
 """Stage 3 as a transform of the loss: gather where used, free, gather again in backward.
 
-The loss is called with lazy leaves, by a session that gathers and frees for it; see [Note: the life of a parameter].
+The loss is called with lazy leaves, whose buckets are gathered and released for it; see [Note: the life of a
+parameter].
 
 After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020); gathering whole units and freeing
 them is also what FSDP does (Zhao et al., 2023).
@@ -14,8 +15,6 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from zfun import tree
 from zfun.collectives import Group, check_shardable
 from zfun.errors import OptionError, PlacementError, checked_options
@@ -24,14 +23,14 @@ from zfun.layout import Layout
 from zfun.placement import S
 from zfun.transforms._cast import CastLoss
 from zfun.transforms._notes import watching
-from zfun.transforms._profile import new_session
+from zfun.transforms._profile import new_gathered
 from zfun.transforms._remat import warn_of_whole_loss
-from zfun.transforms.grads._reducer import Tape, check_unwritten
+from zfun.transforms.grads._executor import Executor, WholeParams
 from zfun.transforms.params._buckets import BucketShard, shards_of, tree_of
+from zfun.transforms.params._call import call_of
 from zfun.transforms.params._cursor import Plan
-from zfun.transforms.params._lazy import LazyLeaves
 from zfun.transforms.params._schedule import Knobs, Schedule
-from zfun.transforms.values._redistribute import gather, needs_autograd
+from zfun.transforms.values._redistribute import gather_for, needs_autograd
 from zfun.typing import Loss
 from zfun.wire import Wire, check_wire
 
@@ -144,63 +143,39 @@ class ShardedLoss:
 
     def __call__(self, params: tree.Tree, batch: Any) -> Any:
         """Return the loss of sharded parameters."""
-        flat = _sent_as(_check(params, self.group), self.wire)
-        flats = (flat,) if self.frozen is None else (flat, _like(self.frozen, flat))
-        if flat.tape is None and needs_autograd(flat.buffers):
-            return self.loss(tree.combine(*(gather(part) for part in flats)), batch)
+        flat = _check(params, self.group)
+        call = dataclasses.replace(call_of(flat), codec=self.wire)
+        flats = (flat,) if self.frozen is None else (flat, self.frozen)
+        if call.executor is None and needs_autograd(flat.buffers):
+            return self.loss(tree.combine(*(gather_for(part, call.compute_dtype, call.codec) for part in flats)), batch)
         layouts = tuple(part.layout for part in flats)
-        plan = self._plans.get(layouts)
-        if self.group.size == 1 and plan is not None and plan.packed is not None and watching.get() is None:
-            shards = shards_of(flats, flat.tape)
-            if all(shard.is_whole for shard in shards):
-                # Nothing is gathered, and so nothing can be freed.
-                return self.loss(tree.combine(*_whole(flats, shards)), batch)
+        plan, shards = self._plans.get(layouts), shards_of(flats, call)
+        learnt = plan is not None and plan.packed is not None
+        if learnt and watching.get() is None and all(shard.is_whole for shard in shards):
+            # One rank alone: there is nothing to gather or release.
+            return self.loss(tree.combine(*_views(flats, shards, call.executor)), batch)
         learn = functools.partial(self._plans.__setitem__, layouts)
-        lazy = tuple(
-            LazyLeaves(part.layout, part.compute_dtype, trained=number == 0 and part.tape is not None) for number, part in enumerate(flats)
-        )
-        session = new_session(flats, flat.tape, self.knobs, plan, learn, self.secondary, lazy)
+        gathered = new_gathered(flats, shards, call, self.knobs, plan, learn, self.secondary)
         try:
-            with session.hooks():
-                leaves = session.leaves()
-                out = self.loss(leaves[0] if len(leaves) == 1 else tree.combine(*leaves), batch)
-            session.check_graph(out)
-            session.end_forward()
+            with gathered.hooks():
+                out = self.loss(tree.combine(*gathered.leaves()), batch)
+            gathered.check_graph(out)
+            gathered.end_forward()
         except Exception:
-            session.abandon()
+            gathered.abandon()
             raise
         return out
 
 
-def _whole(flats: Sequence[Flat], shards: Sequence[BucketShard]) -> Iterator[tree.Tree]:
-    """View parameters that one rank alone holds as the trees that they are of, with bucket nodes behind the trained ones."""
-    rest = iter(shards)
+def _views(flats: Sequence[Flat], shards: Sequence[BucketShard], executor: Executor | None) -> Iterator[tree.Tree]:
+    """View parameters that one rank alone holds, as trees, with bucket nodes behind the trained ones."""
+    views = [shard.views(shard.flat.buffers[shard.index]) for shard in shards]
+    outputs = iter(views)
+    if executor is not None:
+        executor.attach(WholeParams(views, [shard.slots for shard in shards]))
+        outputs = iter([executor.open(shard.index, x) if shard.trained else x for shard, x in zip(shards, views, strict=True)])
     for flat in flats:
-        yield tree_of(flat.layout, (_views(flat.tape, shard) for shard in itertools.islice(rest, len(flat.layout.buckets))))
-
-
-def _views(tape: Tape | None, shard: BucketShard) -> list[Tensor]:
-    views = shard.views(shard.flat.buffers[shard.index])
-    if tape is None:
-        return views
-    tape.on_end.append(functools.partial(check_unwritten, views, shard.slots))
-    return tape.open(shard.index, views) if shard.trained else views
-
-
-def _like(frozen: Flat, flat: Flat) -> Flat:
-    """Return frozen leaves that are computed with in the dtype of the trained ones."""
-    noted = frozen.with_buffers(frozen.buffers)
-    noted.compute_dtype, noted.wire = flat.compute_dtype, flat.wire
-    return noted
-
-
-def _sent_as(flat: Flat, wire: Wire | None) -> Flat:
-    """Return parameters that know in which format they are gathered."""
-    if wire is None:
-        return flat
-    noted = flat.with_buffers(flat.buffers)
-    noted.tape, noted.compute_dtype, noted.wire = flat.tape, flat.compute_dtype, wire
-    return noted
+        yield tree_of(flat.layout, itertools.islice(outputs, len(flat.layout.buckets)))
 
 
 def _check(params: tree.Tree, group: Group) -> Flat:

@@ -35,7 +35,7 @@ from zfun.transforms._cast import cast_leaves
 from zfun.transforms._notes import noted
 from zfun.transforms.params._lazy import materialise
 
-__all__ = ["MAX_UNDER_WAY", "check_agreement", "gather", "needs_autograd", "redistribute", "replicate", "shard", "unshard"]
+__all__ = ["MAX_UNDER_WAY", "check_agreement", "gather", "gather_for", "needs_autograd", "redistribute", "replicate", "shard", "unshard"]
 
 
 @checked_options
@@ -251,9 +251,15 @@ def gather(value: tree.Tree) -> tree.Tree:
         return materialise(value)
     if value.placement is P:
         raise PlacementError("gather() returns whole values; got a Flat with placement P; redistribute() it to R or S first")
-    whole = unravel_buffers(redistribute(value, R, value.group).buffers, value.layout)
+    return unravel_buffers(redistribute(value, R, value.group).buffers, value.layout)
+
+
+def gather_for(value: Flat, dtype: torch.dtype | None, codec: wire.Wire | None) -> tree.Tree:
+    """Return whole parameters, differentiably, as a loss sees them that computes in a dtype and gathers in a format."""
+    coded = Flat((), value.placement, value.layout, value.group, wire=codec, life=value.life)
+    whole = gather(coded)
     # Not before the gather: its derivative sums over the ranks, and must not do that in few bits.
-    return whole if value.compute_dtype is None else cast_leaves(whole, value.compute_dtype)
+    return whole if dtype is None else cast_leaves(whole, dtype)
 
 
 def redistribute(
@@ -320,7 +326,7 @@ def redistribute(
     given, value = value, stores.resident(value)
     if donate and value is not given:
         # What was in a store is let go of there, so that it does not outlive what has been fetched.
-        given.discard(f"redistribute({name!r}, donate=True) at {call_site()}")
+        given.life.discard(f"redistribute({name!r}, donate=True) at {call_site()}")
     here, mesh = value.group, group.mesh
     match value.placement, placement:
         case (before, after) if before is after and (here is group or before is not S):
@@ -395,7 +401,7 @@ def _communicate(
     lane = Lane.PARAMS if isinstance(op, AllGather) else Lane.GRADS
     buffers = list(value.buffers)
     if donate:
-        value.discard(f"redistribute({name!r}, donate=True) at {call_site()}")
+        value.life.discard(f"redistribute({name!r}, donate=True) at {call_site()}")
     # Who writes asks the value's own group for its readers. The input of a borrowed sum is given up.
     lends = over.mesh.lends
     borrow = borrow and lends and over is group and (donate or not isinstance(op, AllReduce))

@@ -1,28 +1,25 @@
-"""One call of a loss on sharded parameters: what is gathered for it, forward and backward, and when it is freed.
+"""The gathered parameters of one call of a loss: when each bucket is gathered, viewed and released.
 
 [Note: the life of a parameter]
-*shard* (the caller's ``Flat`` with placement S, 1/N of each bucket) → *lazy leaf* (what the loss receives: metadata only) → *gathered
-bucket* (one fresh buffer, all-gathered ahead of the first use of one of its leaves) → *views* (what operations see, outputs of the bucket
-node) → freed. Nothing keeps a gathered bucket alive past its release: what autograd
-saves of it is packed as (bucket, offset, size, stride) by a saved-tensor hook, and unpacking gathers the bucket again. Buffers are known by
+*shard* (the caller's ``Flat`` with placement S, 1/N of each bucket) → *lazy leaf* (the loss receives
+its metadata only) → *gathered bucket* (one fresh buffer, all-gathered ahead of the first use of one
+of its leaves) → *views* (the operations' inputs, outputs of the bucket node) → released. Nothing
+keeps a gathered bucket alive past its release: autograd saves a view of it as (bucket, dtype, size,
+stride, offset), by a saved-tensor hook, and unpacking gathers the bucket again. Buffers are known by
 the identity of their storage, not by address, which fake tensors do not have.
 
-When. The first call of a layout notes what is used, in which order, forward and backward; from the second on a schedule made of rank 0's
-notes is run ([Note: the schedule]). The first call itself gathers in the order of the layout and keeps the two buckets used last, and a
-trained one in backward until its gradients are complete.
+When. The first call of a layout notes which buckets are used, in which order, forward and backward;
+from the second on a schedule made of rank 0's notes is run ([Note: the schedule]). The first call
+itself gathers in the order of the layout and keeps the two buckets used last, and a trained one in
+backward until its gradients are complete.
 
-Order. Gathers are started in one order on every rank: that of the schedule; frozen leaves take part in it. A rank that needs a bucket out
-of turn starts those before it too, and at the end of each pass every rank starts what is left. So a rank that skips a leaf, or takes
-another branch, leaves nobody waiting, and every step sends the same bytes. A rank that leaves the schedule frees nothing more in its pass.
-What has been freed and is used again in forward, unplanned, is gathered again when all ranks have come to the end of their pass, or ask for
-something themselves: a round of one small all-gather, which ends each forward pass. In backward nobody may have to ask. So the ranks vote,
-in that round (with the loss in the first pass, or where the loss has more ranks), on whether all of them have used, and kept for backward,
-what the schedule says. If not, each bucket that forward has not gathered ahead is gathered once in backward, in one order, and all are kept
-until nothing can need them any more. A bucket that backward needs no value of is gathered all the same, at the end, unless it stayed: a
-step sends what the closed form says.
+Order. Gathers are started in one order on every rank: that of the schedule. Frozen leaves take part
+in it. So a rank that skips a layer, or takes another branch, blocks no other rank, and every step
+sends the same bytes; see [Note: divergence]. A bucket of which backward needs no value is gathered
+all the same, at the end, unless it stayed.
 
-Bits. A bucket that is freed and gathered again in forward comes back behind the same outputs of its node: they get the new buffer as
-their data. A second node would add gradients in another order.
+Bits. A bucket that is released and gathered again in forward comes back behind the same outputs of
+its node: these get the new buffer as their data. A second node would add gradients in another order.
 """
 
 from __future__ import annotations
@@ -38,56 +35,73 @@ import torch
 from torch import Tensor
 
 from zfun import ops, tree
-from zfun.collectives import AllGather, Call, Group, Lane, Pending
+from zfun.collectives import Group, Pending
 from zfun.errors import PlacementError, ZfunError
 from zfun.flat import Flat
-from zfun.transforms.grads._reducer import Tape, check_unwritten
+from zfun.transforms.grads._reducer import check_unwritten
 from zfun.transforms.params._buckets import BucketShard, view_of
-from zfun.transforms.params._cursor import WINDOW, Course, Plan, of_rank_0
+from zfun.transforms.params._call import LossCall
+from zfun.transforms.params._cursor import WINDOW, Plan, ScheduleCursor, of_rank_0
+from zfun.transforms.params._divergence import Divergence
 from zfun.transforms.params._lazy import LazyLeaf, LazyLeaves, is_held
 from zfun.transforms.params._saved import Packed, SavedViews
 from zfun.transforms.params._schedule import Event, Knobs, Step, Trace
 
-__all__ = ["Session"]
+__all__ = ["GatheredParams"]
 
 # In the place of the bucket in use, where there is none.
 _NO_BUCKET = -1
 
-# What a rank says that asks for no bucket: it is at the end of its pass, and has used what the schedule says, or not.
-_DONE, _STRAYED = -1, -2
 
+class GatheredParams:
+    """The gathered buckets of one call of the loss, forward and backward; those of trained leaves come first.
 
-class Session:
-    """The gathered buckets of one call of the loss, forward and backward; those of the trained leaves come first."""
+    Its phases, in order: the loss runs inside :meth:`hooks` on :meth:`leaves`; ``end_forward``;
+    ``begin_backward``; ``complete`` for each trained bucket; ``finish_backward``; ``end``.
+
+    Args:
+        flats: the trained parameters, then the frozen ones.
+        shards: their buckets.
+        call: which executor takes part, and how the loss sees the parameters.
+        options: what a schedule is made with.
+        plan: what earlier calls have learnt, if any.
+        learn: called with a new plan.
+        secondary: the group over which backward gathers, where it is another one.
+
+    Attributes:
+        diverged: whether any rank left the schedule in this call; ``None`` where no rank waits for another.
+    """
 
     def __init__(
         self,
         flats: Sequence[Flat],
         shards: Sequence[BucketShard],
-        tape: Tape | None,
-        knobs: Knobs,
+        call: LossCall,
+        options: Knobs,
         plan: Plan | None,
         learn: Callable[[Plan], None],
         secondary: Group | None,
-        lazy: tuple[LazyLeaves, ...],
     ) -> None:
+        executor = call.executor
         self._group = flats[0].group
         self._secondary = secondary
-        self._device = flats[0].layout.device
-        self._tape = tape
-        self._knobs = knobs
+        self._executor = executor
+        self._options = options
         self._plan = plan
         self._learn = learn
-        self._lazy: tuple[LazyLeaves, ...] = lazy
+        self._lazy = tuple(
+            LazyLeaves(flat.layout, call.compute_dtype, trained=number == 0 and executor is not None) for number, flat in enumerate(flats)
+        )
         self._shards = shards
-        self._sources = tuple(source for leaves in lazy for source in leaves.sources)
+        self._sources = tuple(source for leaves in self._lazy for source in leaves.sources)
         for bucket, source in enumerate(self._sources):
             source.load = functools.partial(self._load, bucket)
-        self._traced = tuple(shard.traced(tape) for shard in self._shards)
-        # Of fake tensors nothing can be asked, and there is nobody to agree with.
+        self._traced = tuple(shard.traced(executor) for shard in self._shards)
+        # Nobody can read fake tensors, and their ranks agree.
         self._alone = self._group.size == 1 or any(isinstance(buffer, Tensor) and ops.is_abstract(buffer) for buffer in flats[0].buffers)
-        # Whether the ranks that meet at the end of forward are those that must agree.
-        self._votes_here = tape is not None and tape.group is self._group and not self._alone
+        callers = self._group if executor is None or executor.reducer.group is None else executor.reducer.group
+        self._divergence = Divergence(self._group, callers, shards, alone=self._alone)
+        self._any_diverged: bool | None = None
         self._thread = threading.get_ident()
         self._makes_graph = torch.is_grad_enabled()
         # Where the call is.
@@ -98,28 +112,31 @@ class Session:
         self._events: list[Event] = []
         self._first_uses: dict[str, None] = {}
         self._saved = SavedViews(len(self._shards))
-        # Of each bucket: the gather that is under way, what it brought, and its leaves as the loss has them. Where these came out of a node
-        # and what they show was freed, they wait for another buffer. A release is overdue while somebody holds on to such a leaf.
+        # Of each bucket: the gather under way, the gathered buffer, and its leaves as the loss has
+        # them. Outputs of a node whose buffer was released wait for another buffer. A release is
+        # deferred while somebody holds on to such a leaf.
         self._pending: dict[int, Pending] = {}
         self._buffers: dict[int, Tensor] = {}
         self._views: dict[int, list[Tensor]] = {}
-        self._emptied: dict[int, list[Tensor]] = {}
-        self._overdue: set[int] = set()
-        # Gathers of what is there already, in which this rank takes part for the others.
-        self._spare: list[Pending] = []
-        # What backward gathers over the secondary group, and what it finds gathered.
+        self._released: dict[int, list[Tensor]] = {}
+        self._deferred: set[int] = set()
+        # Gathers of buckets that this rank has kept, in which it takes part for the others.
+        self._matched: list[Pending] = []
+        # This rank's parts of buckets that backward gathers over the secondary group, and the buckets
+        # that stay gathered from forward to backward.
         self._parts: dict[int, Tensor] = {}
         self._kept: frozenset[int] = frozenset()
-        self._persistent = plan.schedule.persistent if plan else knobs.persistent(self._traced)
+        self._persistent = plan.schedule.persistent if plan else options.persistent(self._traced)
         for bucket in self._persistent:
             # It stays gathered beside shards that are written.
             self._shards[bucket].keep_apart()
-        self._course = Course(self._forward_steps(self._restore()), followed=plan is not None)
-        if tape is not None:
-            tape.on_complete.append(self._complete)
-            tape.on_finish.append(self._finish_backward)
-            tape.on_end.append(self._end_backward)
-            tape.on_error.append(self.abandon)
+        self._cursor = ScheduleCursor(self._forward_steps(self._restore()), followed=plan is not None)
+        if executor is not None:
+            executor.attach(self)
+
+    @property
+    def diverged(self) -> bool | None:
+        return None if self._group.size == 1 else self._any_diverged
 
     def _restore(self) -> set[int]:
         """Take over what is still gathered since an earlier call with the same parameters, and say which buckets that is."""
@@ -131,7 +148,7 @@ class Session:
     def _forward_steps(self, there: set[int]) -> Iterable[Step]:
         if self._plan is None:
             return [Step("gather", b, "forward") for b in range(len(self._shards)) if b not in there]
-        steps = self._plan.forward(trains=self._tape is not None)
+        steps = self._plan.forward(trains=self._executor is not None)
         return [step for step in steps if step.phase != "start" or step.bucket not in there]
 
     def leaves(self) -> list[tree.Tree]:
@@ -155,63 +172,46 @@ class Session:
         """Take part in the gathers that this rank did not need, and free what backward does not begin with."""
         self._in_loss = False
         # What the loss held on to is freed with everything else, below; it is nothing to do in backward, where it is gathered anew.
-        self._overdue.clear()
+        self._deferred.clear()
         self._set_aside()
-        self._run(self._course.rest())
+        self._run(self._cursor.rest())
         is_first = self._plan is None
-        # In the first pass there is nothing to stray from before the ranks have agreed on it.
-        has_strayed = not is_first and self._has_strayed()
-        said = self._meet(_STRAYED if has_strayed else _DONE)
+        # The first pass follows no schedule, until the ranks have agreed on one.
+        diverged = self._divergence.end_forward(has_diverged=not is_first and self._has_diverged())
         for bucket in self._persistent:
             self._shards[bucket].keep(self._take(bucket))
-        if self._plan is not None and self._tape is not None:
+        if self._plan is not None and self._executor is not None:
             self._kept = self._plan.kept
         self._drop(self._persistent | self._kept)
         if is_first:
-            has_strayed = self._learn_forward()
-        if self._tape is not None:
-            self._vote(self._tape, has_strayed, None if is_first else said)
+            diverged = self._learn_forward()
+            if self._executor is not None:
+                diverged = self._divergence.end_forward(has_diverged=diverged)
+        if self._executor is not None:
+            self._any_diverged = diverged
         if not torch.is_grad_enabled():
             self._close()
             return
         self._phase, self._now = "turn", _NO_BUCKET
-        if self._tape is None:
-            # Somebody may still differentiate with respect to the batch. Nobody says when that is done, and the leaves know their maker: a
-            # cycle that would keep the shards alive.
+        if self._executor is None:
+            # Somebody may still differentiate with respect to the batch, and nobody says when that is
+            # done. The leaves refer to this object: a cycle that would keep the shards alive.
             self._lazy, self._sources = (), ()
 
-    def _has_strayed(self) -> bool:
-        """Whether this rank used, or kept for backward, what the plan does not say."""
+    def _has_diverged(self) -> bool:
+        """Whether this rank used, or kept for backward, buckets other than the plan says."""
         assert self._plan is not None
-        return not self._course.followed or self._plan.packed not in (None, tuple(self._saved.order))
-
-    def _meet(self, mine: int) -> list[int]:
-        """Say that this rank is at the end of its pass; return what the ranks say when none asks for a bucket any more."""
-        if self._alone:
-            return [_DONE]
-        again, said = self._hear(self._say(mine))
-        while again:
-            again, said = self._hear(self._say(mine))
-        return said
+        return not self._cursor.followed or self._plan.packed not in (None, tuple(self._saved.order))
 
     def _learn_forward(self) -> bool:
         """Make a plan of what rank 0 has used, and say whether this rank has used something else."""
         used = [event.bucket for event in self._events]
         forward, leaves = self._agreed([used, list(self._first_uses)], "order of use")
         trace = Trace(self._traced, self._group.size, tuple(forward), leaves=tuple(leaves))
-        self._plan = Plan(self._knobs.schedule(trace))
+        self._plan = Plan(self._options.schedule(trace))
         self._learn(self._plan)
-        self._course.followed = tuple(used) == self._plan.schedule.trace.forward
-        return not self._course.followed
-
-    def _vote(self, tape: Tape, has_strayed: bool, said: list[int] | None) -> None:
-        """Say on the tape who has strayed: all ranks are known where they say it to this group, else the loss asks them."""
-        tape.gathers = True
-        tape.strayed = tape.strayed or has_strayed
-        if said is not None and self._votes_here:
-            tape.note_strayed(_STRAYED in said)
-        else:
-            tape.must_vote = True
+        self._cursor.followed = tuple(used) == self._plan.schedule.trace.forward
+        return not self._cursor.followed
 
     def _close(self) -> None:
         self._phase = "closed"
@@ -224,21 +224,21 @@ class Session:
 
         The other ranks take part in them, and nobody writes to a shard before it has been read.
         """
-        pending = [*self._pending.values(), *self._spare]
+        pending = [*self._pending.values(), *self._matched]
         self._pending.clear()
-        self._spare.clear()
+        self._matched.clear()
         for handle in pending:
             with contextlib.suppress(ZfunError):
                 handle.wait()
-        for held in (self._buffers, self._views, self._emptied, self._parts):
+        for held in (self._buffers, self._views, self._released, self._parts):
             held.clear()
         self._close()
 
     def _agreed(self, value: Any, what: str) -> Any:
         return value if self._alone else of_rank_0(value, self._group, what)
 
-    def _begin_backward(self) -> None:
-        """Choose what to do in backward, once the ranks have voted."""
+    def begin_backward(self) -> None:
+        """Choose the steps of backward; the first use of a leaf does so if nobody has."""
         if self._phase != "turn":
             return
         self._phase = "backward"
@@ -246,25 +246,27 @@ class Session:
         assert plan is not None
         self._events = []
         self._now = _NO_BUCKET
-        if plan.packed is not None and self._has_anybody_strayed() is False:
-            self._course = Course(plan.backward(), followed=True)
+        if plan.packed is not None and self._any_diverged is False:
+            self._cursor = ScheduleCursor(plan.backward(), followed=True)
             return
         # On a mesh others need this rank to come to the last phase of what forward has gathered ahead; not all come to use it.
         for pending in self._pending.values():
             pending.wait()
         held = self._persistent | self._kept
         order = [*dict.fromkeys([*plan.schedule.trace.forward, *range(len(self._shards))])][::-1]
-        self._course = Course((Step("gather", b, "backward") for b in order if b not in held), followed=False)
+        self._cursor = ScheduleCursor((Step("gather", b, "backward") for b in order if b not in held), followed=False)
 
-    def _finish_backward(self) -> None:
-        self._begin_backward()
-        self._run(self._course.rest())
-        if self._has_anybody_strayed():
+    def finish_backward(self) -> None:
+        """Start the gathers that this rank did not need in backward."""
+        self.begin_backward()
+        self._run(self._cursor.rest())
+        if self._any_diverged:
             # Before anybody waits for gradients: on a mesh, others need this rank to come to the last phase of what they wait for.
-            for pending in [*self._pending.values(), *self._spare]:
+            for pending in [*self._pending.values(), *self._matched]:
                 pending.wait()
 
-    def _end_backward(self) -> None:
+    def end(self) -> None:
+        """Free everything, and make a plan of a first backward pass."""
         self._drop(set())
         self._parts.clear()
         plan = self._plan
@@ -273,15 +275,15 @@ class Session:
             trace = dataclasses.replace(
                 plan.schedule.trace, buckets=self._traced, backward=tuple(Event(kind, bucket) for kind, bucket in events)
             )
-            self._learn(Plan(self._knobs.schedule(trace), tuple(packed)))
+            self._learn(Plan(self._options.schedule(trace), tuple(packed)))
         self._close()
 
     def _drop(self, kept: set[int] | frozenset[int]) -> None:
         """Wait for what has been started, and free what is not to be kept."""
         for bucket in [b for b in self._pending if b not in kept]:
             self._keep_part(bucket, self._pending.pop(bucket).wait())
-        while self._spare:
-            self._spare.pop().wait()
+        while self._matched:
+            self._matched.pop().wait()
         for bucket in [b for b in self._buffers if b not in kept]:
             del self._buffers[bucket]
         self._forget_views()
@@ -290,7 +292,7 @@ class Session:
         for bucket, views in self._views.items():
             check_unwritten(views, self._shards[bucket].slots)
         self._views.clear()
-        self._emptied.clear()
+        self._released.clear()
 
     def _load(self, bucket: int, leaf: LazyLeaf) -> Tensor:
         thread = threading.get_ident()
@@ -327,15 +329,15 @@ class Session:
             self._sources[self._now].ready = None
 
     def _with_gradient(self, bucket: int, views: list[Tensor]) -> list[Tensor]:
-        if self._phase == "forward" and self._tape is not None:
-            outputs = self._emptied.pop(bucket, None)
+        if self._phase == "forward" and self._executor is not None:
+            outputs = self._released.pop(bucket, None)
             if outputs is not None:
                 for output, view in zip(outputs, views, strict=True):
                     output.data = view
                 return outputs
             # The first use of a bucket may be one without a gradient; later ones need the node all the same.
             with torch.enable_grad():
-                return self._tape.open(bucket, views)
+                return self._executor.open(bucket, views)
         # In backward only recomputation (activation checkpointing) comes here. It needs views that require a gradient, so that it saves
         # what the first run saved, but nobody runs backward through them.
         return [view.requires_grad_() if view.is_floating_point() or view.is_complex() else view for view in views]
@@ -343,17 +345,17 @@ class Session:
     def _touch(self, bucket: int) -> None:
         """Note the use of a bucket, and do what the schedule has before it."""
         if self._phase == "turn":
-            self._begin_backward()
+            self.begin_backward()
         if bucket == self._now:
             return
         self._set_aside()
         self._now = bucket
         self._events.append(Event("use", bucket))
-        overdue, self._overdue = self._overdue - {bucket}, set()
-        for late in overdue:
+        deferred, self._deferred = self._deferred - {bucket}, set()
+        for late in deferred:
             self._release(late)
-        self._run(self._course.come_to("use", bucket))
-        if self._course.followed:
+        self._run(self._cursor.advance_to("use", bucket))
+        if self._cursor.followed:
             return
         if self._phase == "forward" and self._plan is not None:
             # A rank that leaves the schedule frees nothing more in this pass: to gather a bucket twice is something all ranks must do
@@ -367,7 +369,7 @@ class Session:
             uses = reversed([event.bucket for event in self._events])
             recent = list(dict.fromkeys(uses))[:WINDOW]
             old = [b for b in self._buffers if b not in recent]
-        elif self._has_anybody_strayed():
+        elif self._any_diverged:
             old = list[int]()
         else:
             # No node fires for what is not trained: keep as many as forward does before it knows better.
@@ -376,21 +378,15 @@ class Session:
             if b not in self._persistent:
                 self._release(b)
 
-    def _has_anybody_strayed(self) -> bool | None:
-        """Whether a rank used, or kept for backward, what the schedule does not say; None where the ranks have not voted."""
-        if self._tape is None:
-            return None
-        return self._tape.strayed if self._alone else self._tape.any_strayed
-
-    def _complete(self, bucket: int) -> None:
-        """Note that all gradients of a bucket are there."""
-        self._begin_backward()
+    def complete(self, bucket: int) -> None:
+        """All gradients of a bucket have been copied out: release it, unless it is needed again."""
+        self.begin_backward()
         self._events.append(Event("reduce", bucket))
-        self._run(self._course.come_to("reduce", bucket))
-        if self._course.followed or bucket in self._persistent:
+        self._run(self._cursor.advance_to("reduce", bucket))
+        if self._cursor.followed or bucket in self._persistent:
             return
         # Something that needs no gradient of it (a detached use) may still need it. Where ranks differ, it could not be gathered again.
-        if self._has_anybody_strayed() and self._saved.is_kept(bucket):
+        if self._any_diverged and self._saved.is_kept(bucket):
             return
         self._release(bucket)
 
@@ -407,7 +403,7 @@ class Session:
             if bucket not in self._parts and bucket in self._pending:
                 self._keep_part(bucket, self._pending[bucket].wait())
             if (part := self._parts.get(bucket)) is not None:
-                return self._shards[bucket].start_again(part, self._secondary)
+                return self._shards[bucket].regather(part, self._secondary)
         return self._shards[bucket].start()
 
     def _keep_part(self, bucket: int, gathered: Tensor) -> None:
@@ -422,8 +418,8 @@ class Session:
         bucket, pending = step.bucket, self._start_gather(step)
         if bucket in self._buffers or bucket in self._pending:
             # All ranks take part in every gather, those too that have kept the bucket; it is what they would have freed.
-            self._spare.append(pending)
-            self._overdue.discard(bucket)
+            self._matched.append(pending)
+            self._deferred.discard(bucket)
         else:
             self._pending[bucket] = pending
 
@@ -436,13 +432,13 @@ class Session:
         if views is not None and self._in_loss and self._shards[bucket].trained:
             if is_held(views):
                 # By the operation that is about to run, or by the loss, which keeps what gather() or to() returned.
-                self._overdue.add(bucket)
+                self._deferred.add(bucket)
                 return
             # Also where the schedule has no use of it any more: this rank may stray from it.
             nothing = views[0].new_empty(0)
             for view in views:
                 view.data = nothing
-            self._emptied[bucket] = views
+            self._released[bucket] = views
             del views
         if bucket in self._pending:
             self._keep_part(bucket, self._pending.pop(bucket).wait())
@@ -454,13 +450,13 @@ class Session:
         buffer = self._buffers.get(bucket)
         if buffer is not None:
             return buffer
-        if not (self._course.followed and bucket in self._pending):
+        if not (self._cursor.followed and bucket in self._pending):
             # Off the schedule memory is not bounded; what can be done is not to gather ahead.
-            ahead = self._knobs.prefetch if self._knobs.max_live is None else 0
-            self._course.followed = False
-            self._run(self._course.come_to_gather(bucket, ahead, again=bucket not in self._pending))
+            ahead = self._options.prefetch if self._options.max_live is None else 0
+            self._cursor.followed = False
+            self._run(self._cursor.advance_to_gather(bucket, ahead, again=bucket not in self._pending))
         pending = self._pending.pop(bucket, None)
-        gathered = self._gather_again(bucket) if pending is None else pending.wait()
+        gathered = self._regather(bucket) if pending is None else pending.wait()
         self._keep_part(bucket, gathered)
         dtype = self._shards[bucket].dtype
         return self._hold(bucket, gathered if gathered.dtype == dtype else gathered.to(dtype))
@@ -470,25 +466,14 @@ class Session:
         self._saved.know(buffer, bucket)
         return buffer
 
-    def _gather_again(self, bucket: int) -> Tensor:
-        """Gather what has been freed in this pass."""
+    def _regather(self, bucket: int) -> Tensor:
+        """Gather a bucket that was released in this pass."""
         if self._phase == "backward" or self._alone:
             return self._start_gather(Step("gather", bucket, "forward" if self._phase == "forward" else "backward")).wait()
-        # It may be this rank alone that needs it, so it asks. The others answer when they ask themselves, or at the end of their pass; they
-        # must not have to wait for this rank before that.
-        self._course.followed = False
-        self._run(self._course.rest())
-        again, _ = self._hear(self._say(bucket))
-        return again[bucket]
-
-    def _say(self, mine: int) -> Pending:
-        """Begin a round in which each rank asks for a bucket, or says that it needs none."""
-        return self._group.start(Call(AllGather(), "gather again", lane=Lane.CONTROL), torch.tensor([mine], device=self._device))
-
-    def _hear(self, pending: Pending) -> tuple[dict[int, Tensor], list[int]]:
-        """Gather what any rank asks for in a round, and return what the ranks said."""
-        said = pending.wait().tolist()
-        return {again: self._shards[again].start().wait() for again in sorted(set(said)) if again >= 0}, said
+        # Other ranks may have to come here first, so they must not wait for gathers of this rank.
+        self._cursor.followed = False
+        self._run(self._cursor.rest())
+        return self._divergence.regather(bucket)
 
     def _unpack(self, saved: Tensor | Packed) -> Tensor:
         if not isinstance(saved, tuple):

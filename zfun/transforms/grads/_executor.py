@@ -1,0 +1,173 @@
+"""The executor of one call of a gradient function.
+
+[Note: one call]
+The phases of a call are methods of the executor, in this order: ``attach`` the parameters as the
+loss is given them; the loss runs; ``begin_backward``; ``contribute`` each time a bucket node fires;
+``finish``. An error ends the call with ``abandon`` instead. The executor owns the ``GradReducer``,
+and tells the attached parameters when a bucket's gradients are complete, because a gathered bucket
+is released then.
+
+Between the end of forward and backward the host waits for the device once at most, in the
+divergence check of stage 3. The weight of a weighted mean is read when the first bucket of
+gradients is complete, because backward is under way by then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from zfun.collectives import Pending
+from zfun.errors import ZfunError
+from zfun.layout import LeafSlot
+from zfun.transforms.grads._reducer import GradReducer, check_unwritten
+
+__all__ = ["CallParams", "Executor", "WholeParams"]
+
+
+class CallParams(Protocol):
+    """The parameters of a call, as the loss is given them."""
+
+    @property
+    def diverged(self) -> bool | None:
+        """Whether any rank left the schedule; ``None`` for parameters that are not gathered."""
+        ...
+
+    def begin_backward(self) -> None:
+        """Forward has ended."""
+        ...
+
+    def complete(self, bucket: int) -> None:
+        """All gradients of a bucket have been copied out."""
+        ...
+
+    def finish_backward(self) -> None:
+        """Backward has ended on this rank; reductions may be in flight."""
+        ...
+
+    def end(self) -> None:
+        """All gradients are reduced."""
+        ...
+
+    def abandon(self) -> None:
+        """An error ends the call."""
+        ...
+
+
+class WholeParams:
+    """Parameters that every rank holds whole: the loss must not write to their views.
+
+    Args:
+        views: by bucket.
+        slots: the leaves, by bucket.
+        rest: called with a bucket when nobody looks at its buffer for a while.
+    """
+
+    diverged: bool | None = None
+
+    def __init__(
+        self,
+        views: Sequence[Sequence[Tensor]],
+        slots: Sequence[Sequence[LeafSlot]],
+        rest: Callable[[int], None] | None = None,
+    ) -> None:
+        self._views = views
+        self._slots = slots
+        self._rest = rest
+
+    def begin_backward(self) -> None:
+        """Nothing was gathered."""
+
+    def complete(self, bucket: int) -> None:
+        """Let the group know that the bucket is not looked at until the next forward."""
+        if self._rest is not None:
+            self._rest(bucket)
+
+    def finish_backward(self) -> None:
+        """Nothing is in flight."""
+
+    def end(self) -> None:
+        """Check that the loss has not written to its parameters."""
+        for views, slots in zip(self._views, self._slots, strict=True):
+            check_unwritten(views, slots)
+
+    def abandon(self) -> None:
+        """Nothing is in flight."""
+
+
+class Executor:
+    """Runs one call of a gradient function, forward and backward; see [Note: one call].
+
+    Args:
+        reducer: collects and reduces the gradients.
+
+    Attributes:
+        reducer: as above.
+        loss: the sum of the loss over the ranks, once it has been started.
+    """
+
+    def __init__(self, reducer: GradReducer) -> None:
+        self.reducer = reducer
+        self.loss: Pending | None = None
+        self._params: list[CallParams] = []
+
+    def attach(self, params: CallParams) -> None:
+        """Let parameters take part in this call: once for each sharded loss that is called."""
+        self._params.append(params)
+
+    def open(self, bucket: int, views: Sequence[Tensor]) -> list[Tensor]:
+        """Put a bucket node behind views; return the views that the loss may use."""
+        return self.reducer.open(bucket, views, self.contribute)
+
+    def begin_backward(self, total: Tensor, scale: Callable[[], float]) -> None:
+        """Forward has ended with this loss; gradients will be multiplied with a factor."""
+        self.reducer.scale = scale
+        found = [params.diverged for params in self._params if params.diverged is not None]
+        if any(found):
+            # Do not wait for reductions inside backward: other ranks may start gathers that this
+            # rank needs only after a reduction that this rank has not started.
+            self.reducer.max_in_flight = None
+        for params in self._params:
+            params.begin_backward()
+        if found and total.grad_fn is not None:
+            total.grad_fn.register_prehook(lambda grads: self.reducer.find_silent())
+
+    def backward(self, total: Tensor, seed: float) -> None:
+        """Run backward."""
+        if total.requires_grad and self.reducer.anchors:
+            torch.autograd.grad(total, self.reducer.anchors, torch.full_like(total, seed), allow_unused=True)
+
+    def contribute(self, bucket: int, grads: Sequence[Tensor | None]) -> None:
+        """Take the gradients of a bucket from one of its nodes."""
+        if self.reducer.add(bucket, grads):
+            for params in self._params:
+                params.complete(bucket)
+            self.reducer.start_ready()
+
+    def finish(self) -> list[Any]:
+        """Wait for all gradients, and return one result for each bucket."""
+        for params in self._params:
+            params.finish_backward()
+        results = self.reducer.finish()
+        for params in self._params:
+            params.end()
+        # The parameters refer to this object: a cycle that would keep their buffers alive.
+        self._params.clear()
+        return results
+
+    def abandon(self) -> None:
+        """Wait for everything that has been started, because an error ends this call.
+
+        The other ranks take part in the collectives, and read the buffers that this rank sends.
+        """
+        for params in self._params:
+            params.abandon()
+        if self.loss is not None:
+            with contextlib.suppress(ZfunError):
+                self.loss.wait()
+        self.reducer.abandon()
+        self._params.clear()
