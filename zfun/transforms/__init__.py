@@ -1,17 +1,15 @@
 """The transforms: functions that take a loss, a gradient function or an optimizer, and return one of the same type.
 
-===========  =========================================================================================================================
-of           modules
-===========  =========================================================================================================================
-values       ``_redistribute`` is the one that chooses a collective; ``_describe`` says what a value is
-gradients    ``_value`` and ``_gradient``, on ``_tape``, through which a bucket's gradients leave backward into a sink; ``_sum_grads``
-             puts a ``_sum_sink`` there; ``_accumulate``
-optimizers   ``_optimizer``; ``_offload``, which is of all three types
-losses       ``_cast``; ``_remat``; ``_shard_params``, which makes a ``_session`` of each call: ``_lazy`` leaves, ``_buckets``, what is
-             ``_saved`` of them, and the ``_course`` of gathers, which keeps to a ``_schedule``
-what is so   before a step, ``_trace`` and ``_explain`` with ``_price`` and ``_first``; after it, ``_profile`` with ``_notes``; both as
-             a picture, ``_timeline``
-===========  =========================================================================================================================
+===============  ==================================================================================
+``values``       placement changes (the one place that chooses a collective), and ``describe``
+``grads``        gradient functions; each bucket of gradients is reduced as backward completes it
+``params``       stage 3: gathers where a loss uses its parameters, on a schedule
+``optimizer``    the update on values of any placement, and sharded state
+``_remat``       recomputation of activations
+alone            ``_cast`` (mixed precision), ``_offload`` (stores; of all three types)
+about a step     before it ``_trace``, ``_first``, ``_price`` and ``_explain``; after it ``_notes``
+                 and ``_profile``; both as a picture, ``_timeline``
+===============  ==================================================================================
 """
 
 from zfun.transforms._cast import CastLoss, cast
@@ -27,7 +25,8 @@ from zfun.transforms.grads._gradient import GradientFunction, data_parallel, sca
 from zfun.transforms.grads._reducer import MAX_IN_FLIGHT
 from zfun.transforms.grads._sum_grads import replicate_grads, shard_grads
 from zfun.transforms.grads._value import WeightedMean, weighted_mean
-from zfun.transforms.optimizer._apply import apply, shard_optimizer
+from zfun.transforms.optimizer._apply import apply
+from zfun.transforms.optimizer._shard_optimizer import shard_optimizer
 from zfun.transforms.params._schedule import Event, Knobs, Schedule, Step, Trace, TracedBucket, schedule
 from zfun.transforms.params._shard_params import ShardedLoss, shard_params
 from zfun.transforms.values._describe import Description, describe

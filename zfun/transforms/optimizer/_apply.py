@@ -1,4 +1,4 @@
-"""Run an optimizer on values of any placement; shard its state."""
+"""Run an optimizer on values of any placement."""
 
 from __future__ import annotations
 
@@ -8,82 +8,16 @@ import torch
 from torch import Tensor
 
 from zfun import stores, tree
-from zfun.collectives import Group, check_shardable
-from zfun.errors import AliasChanged, OptionError, PlacementError, SpecMismatch, checked_options
+from zfun.errors import AliasChanged, OptionError, PlacementError, SpecMismatch
 from zfun.flat import Flat, call_site, check_same_layout, consume, flats, ravel, relaid, unravel
-from zfun.layout import DEFAULT_BUCKET_BYTES, Layout, LeafSlot, layout_of, split_by_label
+from zfun.layout import Layout, LeafSlot, layout_of
 from zfun.optim import Optimizer, as_optimizer, probe
 from zfun.placement import P, R, S
 from zfun.transforms._notes import noting
-from zfun.transforms.values._redistribute import check_agreement, redistribute
+from zfun.transforms.optimizer._placing import layout_for, lift, lower
+from zfun.transforms.values._redistribute import redistribute
 
-__all__ = ["apply", "shard_optimizer"]
-
-
-@checked_options
-def shard_optimizer(optimizer: Any, group: Group, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Optimizer:
-    """Let each rank keep and update only its part of the state: ZeRO-1 (state ``S``).
-
-    Args:
-        optimizer: a :class:`zfun.optim.Optimizer` that is element-wise or looks for leaves by itself, or an ``(init, update)`` pair.
-        group: the ranks that share the state: a group, a mesh, or the inner axis of one.
-        bucket_bytes: where buckets close, for parameters that are not flat yet.
-
-    Returns:
-        An optimizer whose state is sharded. It takes parameters and gradients of any placement; new parameters have the placement of the
-        old.
-
-    Raises:
-        NotElementwiseError: at once, where a probe finds that the optimizer mixes elements.
-
-    Example:
-        >>> import zfun as zf
-        >>> def main(group):
-        ...     optimizer = zf.shard_optimizer(zf.optim.adamw(0.1), group)
-        ...     state = optimizer.init({"w": torch.ones(50)})
-        ...     return state.mu
-        >>> zf.simulate(2, main)[0]
-        Flat(S, rank 0 of 2: 1 leaf, 50 elements in 1 bucket; here 32 of 64 padded elements)
-    """
-    check_shardable(group, "shard_optimizer()")
-    inner = as_optimizer(optimizer)
-    if inner.placement not in (None, S):
-        raise PlacementError(
-            f"shard_optimizer() takes an optimizer that follows its parameters; got one that computes in {inner.placement!r}; shard it "
-            "once, innermost"
-        )
-    probe(inner)
-
-    def init(params: tree.Tree) -> Any:
-        if not isinstance(params, Flat):
-            check_agreement(params, group, bucket_bytes=bucket_bytes)
-        return inner.init(to_shards(params))
-
-    def to_shards(params: tree.Tree, layout: Layout | None = None) -> Flat:
-        if not isinstance(params, Flat):
-            layout = layout or layout_of(params, group.mesh.size, bucket_bytes)
-            params = ravel(params, _split(layout, inner), group)
-        return redistribute(relaid(stores.resident(params), _split(params.layout, inner)), S, group, name="params")
-
-    def update(grads: tree.Tree, state: Any, params: tree.Tree) -> tuple[Any, Any]:
-        shards = to_shards(params)
-        updates, state = inner.update(_aligned(inner, grads, state, shards), state, shards)
-        return _back(updates, params), state
-
-    def apply(grads: tree.Tree, state: Any, params: tree.Tree, *, donate: bool = False) -> tuple[Any, Any]:
-        layout = grads.layout if isinstance(grads, Flat) else None
-        shards = to_shards(params, layout)
-        if donate:
-            await_readers(shards)
-        new, state = inner.apply(_aligned(inner, grads, state, shards), state, shards, donate=donate)
-        return _back(new, params), state
-
-    return inner._replace(init=init, update=update, apply=apply, placement=S, group=group)
-
-
-def _split(layout: Layout, optimizer: Optimizer) -> Layout:
-    """The layout that an optimizer needs, where it treats leaves differently."""
-    return layout if optimizer.labels is None else split_by_label(layout, optimizer.labels)
+__all__ = ["apply"]
 
 
 def apply(optimizer: Any, grads: tree.Tree, state: Any, params: tree.Tree, *, donate: bool = False) -> tuple[tree.Tree, Any]:
@@ -129,25 +63,25 @@ def apply(optimizer: Any, grads: tree.Tree, state: Any, params: tree.Tree, *, do
     if params.placement is P:
         raise PlacementError("parameters are whole or sharded; got a Flat with placement P; redistribute() it to R or S first")
     check_same_layout(params, grads, "parameters and gradients")
-    present = stores.resident(params)
-    present = relaid(present, _split(present.layout, chosen))
-    aligned = redistribute(present, chosen.placement or params.placement, chosen.group or params.group, name="params")
-    if donate:
-        for written in (aligned, *(x for x in flats(state) if x.placement is R and chosen.placement is None)):
-            await_readers(written)
     with noting("update"):
-        new, new_state = chosen.apply(_aligned(chosen, grads, state, aligned), state, aligned, donate=donate)
-    whole = redistribute(new, params.placement, params.group, name="params", borrow=True, into=present if donate else None)
-    new = _stored_like(relaid(whole, params.layout), params)
+        placed = lower(chosen, grads, state, params)
+        if donate:
+            for written in (placed.params, *(x for x in flats(state) if x.placement is R and chosen.placement is None)):
+                _await_readers(written)
+        new, new_state = chosen.apply(placed.grads, state, placed.params, donate=donate)
+    given_up = placed.present if donate else None
+    # The gradients are not held while new parameters are gathered.
+    del placed
+    new = lift(new, params, into=given_up)
     if donate:
-        # What an optimizer returns as it was given must live on.
+        # State that an optimizer returns as it was given must live on.
         new_state = tree.map(_anew, new_state, is_leaf=lambda x: isinstance(x, Flat))
         consume([*flats(state), params], f"zf.apply(..., donate=True) at {call_site()}")
     return new, new_state
 
 
-def await_readers(params: Flat) -> None:
-    """Return when no rank looks at these buffers any more, which are going to be written."""
+def _await_readers(params: Flat) -> None:
+    """Return when no rank reads these buffers any more, which are going to be written."""
     for buffer in params.buffers:
         if isinstance(buffer, Tensor):
             params.group.await_readers(buffer)
@@ -180,7 +114,7 @@ def _apply_to_tree(optimizer: Optimizer, grads: Flat, state: Any, params: tree.T
     """Flat gradients for a tree of parameters: ravel parameters and state, step, and view the result as trees again."""
     if donate:
         raise OptionError("donate=True takes over flat buffers; got parameters as a tree of tensors; make them flat with zf.replicate()")
-    layout, group = _split(grads.layout, optimizer), grads.group
+    layout, group = layout_for(optimizer, grads.layout), grads.group
     if grads.layout != layout:
         # The new parameters are whole, so that whole gradients are no more to send.
         grads = relaid(redistribute(grads, R, group, name="grads") if grads.placement is S else stores.resident(grads), layout)
@@ -244,30 +178,3 @@ def _real_dtype(part: Any, slot: LeafSlot) -> torch.dtype:
     if not isinstance(part, (Tensor, stores.Stored)) or tuple(part.shape) != slot.shape or part.dtype.is_complex != slot.dtype.is_complex:
         return torch.bool
     return part.dtype.to_real() if part.dtype.is_complex else part.dtype if part.dtype.is_floating_point else torch.bool
-
-
-def _aligned(optimizer: Optimizer, grads: tree.Tree, state: Any, params: Flat) -> Flat:
-    """Bring gradients to the layout and placement of (flat) parameters; leave terms as they are to an optimizer that sums them itself."""
-    if not isinstance(grads, Flat):
-        grads = ravel(grads, params.layout, params.group)
-    if grads.placement is not S and grads.layout != params.layout:
-        grads = relaid(stores.resident(grads), params.layout)
-    check_same_layout(params, grads, "parameters and gradients")
-    if params.group.mesh.size > 1 and optimizer.takes_terms(state):
-        return stores.resident(grads)
-    return redistribute(grads, params.placement, params.group, name="grads")
-
-
-def _back(shards: Flat, params: tree.Tree) -> tree.Tree:
-    """Return sharded results in the placement and the form of the parameters."""
-    if isinstance(params, Flat):
-        return relaid(redistribute(shards, params.placement, params.group, name="params", borrow=True), params.layout)
-    return unravel(redistribute(shards, R, shards.group, name="params"))
-
-
-def _stored_like(new: Flat, old: Flat) -> Flat:
-    """Put what was in a store back there."""
-    return new.with_buffers(
-        was.store.put(buffer, was.name) if isinstance(was, stores.Stored) else buffer
-        for buffer, was in zip(new.buffers, old.buffers, strict=True)
-    )

@@ -1,0 +1,97 @@
+"""The way of values to an optimizer and back: each placement change of an update happens here, once.
+
+[Note: the update]
+Down: parameters and gradients go to the placement, the group and the layout in which the optimizer
+computes (``lower``). Then the optimizer runs. Up: new parameters, or updates, go to the placement,
+the layout and the store of the old parameters (``lift``). Optimizers around others (``chain``,
+``with_master``, ``offload``) see values that are placed already, and change no placement.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from zfun import stores, tree
+from zfun.flat import Flat, check_same_layout, ravel, relaid
+from zfun.layout import Layout, split_by_label
+from zfun.optim import Optimizer
+from zfun.placement import S
+from zfun.transforms.values._redistribute import redistribute
+
+__all__ = ["Placed", "is_placed", "layout_for", "lift", "lower"]
+
+
+class Placed(NamedTuple):
+    """Values as an optimizer takes them.
+
+    Attributes:
+        grads: the gradients.
+        params: the parameters.
+        present: the parameters in memory and in the optimizer's layout, but in the caller's placement.
+    """
+
+    grads: Flat
+    params: Flat
+    present: Flat
+
+
+def layout_for(optimizer: Optimizer, layout: Layout) -> Layout:
+    """The layout that an optimizer needs, where it treats leaves differently."""
+    return layout if optimizer.labels is None else split_by_label(layout, optimizer.labels)
+
+
+def is_placed(optimizer: Optimizer, params: tree.Tree) -> bool:
+    """Whether parameters are as the optimizer takes them."""
+    return (
+        isinstance(params, Flat)
+        and params.placement is optimizer.placement
+        and params.group is optimizer.group
+        and params.layout == layout_for(optimizer, params.layout)
+        and all(isinstance(buffer, Tensor) for buffer in params.buffers)
+    )
+
+
+def lower(optimizer: Optimizer, grads: tree.Tree, state: object, params: Flat) -> Placed:
+    """Bring gradients and parameters to where an optimizer computes.
+
+    Args:
+        optimizer: its ``placement`` and ``group`` say where; by default the parameters stay.
+        grads: a flat of any placement, or a tree like the parameters.
+        state: the optimizer's state: an optimizer may sum the terms of gradients by itself now.
+        params: a flat with placement ``R`` or ``S``.
+
+    Returns:
+        Gradients and parameters of one layout.
+    """
+    present = stores.resident(params)
+    present = relaid(present, layout_for(optimizer, present.layout))
+    placed = redistribute(present, optimizer.placement or params.placement, optimizer.group or params.group, name="params")
+    if not isinstance(grads, Flat):
+        grads = ravel(grads, placed.layout, placed.group)
+    if grads.placement is not S and grads.layout != placed.layout:
+        grads = relaid(stores.resident(grads), placed.layout)
+    check_same_layout(placed, grads, "parameters and gradients")
+    if params.group.mesh.size > 1 and optimizer.takes_terms(state):
+        return Placed(stores.resident(grads), placed, present)
+    return Placed(redistribute(grads, placed.placement, placed.group, name="grads"), placed, present)
+
+
+def lift(new: Flat, params: Flat, into: Flat | None = None) -> Flat:
+    """Bring the result of an optimizer to the placement, the layout and the store of the old parameters.
+
+    Args:
+        new: new parameters, or updates.
+        params: the old parameters.
+        into: a flat of that placement that is given up: what is gathered may be written over it.
+
+    Returns:
+        A flat like ``params``.
+    """
+    whole = redistribute(new, params.placement, params.group, name="params", borrow=True, into=into)
+    whole = relaid(whole, params.layout)
+    return whole.with_buffers(
+        was.store.put(buffer, was.name) if isinstance(was, stores.Stored) else buffer
+        for buffer, was in zip(whole.buffers, params.buffers, strict=True)
+    )
