@@ -458,7 +458,7 @@ def global_norm(value: tree.Tree) -> Tensor:
         value: a tree of tensors, or of flats with placement ``R`` or ``S``.
 
     Returns:
-        A 0-dim float64 tensor, equal on all ranks.
+        A 0-dim float64 tensor on the CPU, equal on all ranks. The host waits for the device once.
 
     Raises:
         PlacementError: a flat is partial.

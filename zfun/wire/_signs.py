@@ -190,7 +190,7 @@ def _to_signs(x: Tensor) -> tuple[Tensor, Tensor]:
     numel = x.numel()
     # The norm is exact, so that it is the same on however many threads it is taken.
     norm = ops.total_of_bins(ops.squares_in_bins(x)[None]).sqrt()
-    scale = (norm / math.sqrt(max(numel, 1))).to(x.dtype)
+    scale = (norm / math.sqrt(max(numel, 1))).to(x.device, x.dtype)
     signs = ops.pack_signs(x)
     x.sub_(ops.unpack_signs(signs, numel, scale=scale, dtype=x.dtype))
     return scale, signs
