@@ -221,7 +221,7 @@ def _uses(schedule: Schedule, start: int, end: int) -> tuple[int, ...]:
 
 
 def reductions_of(schedule: Schedule) -> dict[int, list[tuple[int, int]]]:
-    """Return at which step each reduction starts, and at which it is waited for, as the tape orders them: from the last bucket on."""
+    """Return at which step each reduction starts, and at which it is waited for, as the reducer orders them: from the last bucket on."""
     todo = [b for b, bucket in enumerate(schedule.trace.buckets) if bucket.grad_itemsize]
     ready: set[int] = set()
     in_flight: list[tuple[int, int]] = []

@@ -35,7 +35,7 @@ def first_steps(schedule: Schedule) -> tuple[Step, ...]:
 
 
 class _First:
-    """Walks through a trace as a session does that has no plan."""
+    """Walks through a trace as gathered parameters do without a plan."""
 
     def __init__(self, schedule: Schedule) -> None:
         knobs = schedule.knobs

@@ -1,4 +1,4 @@
-"""What autograd keeps for backward of the buckets that a session gathers: places, and no memory."""
+"""Views of gathered buckets that autograd saves for backward: packed as places, without memory."""
 
 from __future__ import annotations
 
