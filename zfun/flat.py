@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Flat",
+    "LeafSpans",
     "Life",
-    "Place",
     "call_site",
+    "change_layout",
     "check_same_layout",
     "consume",
     "flats",
     "global_norm",
+    "leaf_spans",
     "map_leaves",
-    "places",
     "ravel",
-    "relaid",
     "unravel",
 ]
 
@@ -280,7 +280,7 @@ def unravel_buffers(buffers: Iterable[Tensor], layout: Layout) -> tree.Tree:
     return tree.unflatten(layout.spec, [views[position] for position in layout.positions])
 
 
-def relaid(flat: Flat, layout: Layout) -> Flat:
+def change_layout(flat: Flat, layout: Layout) -> Flat:
     """Copy whole buffers into another layout of the same leaves.
 
     Args:
@@ -304,7 +304,7 @@ def relaid(flat: Flat, layout: Layout) -> Flat:
     return ravel(unravel(flat), layout, flat.group, flat.placement, dtypes=dtypes)
 
 
-class Place(NamedTuple):
+class LeafSpans(NamedTuple):
     """Where the leaves of one buffer lie on this rank.
 
     Attributes:
@@ -316,7 +316,7 @@ class Place(NamedTuple):
     gather: Callable[..., Tensor] | None
 
 
-def places(value: tree.Tree) -> list[Place]:
+def leaf_spans(value: tree.Tree) -> list[LeafSpans]:
     """Say for each buffer of flats, and for each tensor of a tree, where the leaves lie that an optimizer may want to know as such.
 
     Args:
@@ -325,16 +325,16 @@ def places(value: tree.Tree) -> list[Place]:
     Returns:
         One place for each leaf of ``zfun.tree.leaves(value)``.
     """
-    found: list[Place] = []
+    found: list[LeafSpans] = []
     for leaf in tree.leaves(value, is_leaf=lambda x: isinstance(x, Flat)):
         if not isinstance(leaf, Flat):
-            found.append(Place(((0, leaf.numel() * (2 if leaf.is_complex() else 1)),), None))
+            found.append(LeafSpans(((0, leaf.numel() * (2 if leaf.is_complex() else 1)),), None))
             continue
         for index, bucket in enumerate(leaf.layout.buckets):
             begin, end = _range_of(leaf, index, leaf.group.rank)
             slots = [leaf.layout.leaves[i] for i in bucket.leaves]
             segments = tuple(_cut(slot.offset, slot.offset + slot.numel, begin, end) for slot in slots)
-            found.append(Place(segments, _gather_of(leaf.group) if leaf.placement is S else None))
+            found.append(LeafSpans(segments, _gather_of(leaf.group) if leaf.placement is S else None))
     return found
 
 

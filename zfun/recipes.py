@@ -21,7 +21,7 @@ from zfun.placement import P, Placement, R
 from zfun.stores import Store
 from zfun.transforms import (
     GradientFunction,
-    Knobs,
+    ScheduleOptions,
     WeightedMean,
     accumulate,
     apply,
@@ -220,7 +220,7 @@ def zero(
         raise OptionError(f"secondary keeps a part of gathered parameters, which only stage 3 has; got stage {stage}; leave it out")
     if wire_params is not None and stage < 3:
         raise OptionError(f"wire_params is for stage 3, whose shards stay exact; got stage {stage}; use stage=3, or leave wire_params out")
-    knobs = Knobs(prefetch, max_live, reuse_distance, persistence, max_persistent)
+    knobs = ScheduleOptions(prefetch, max_live, reuse_distance, persistence, max_persistent)
     _check_knobs(stage, knobs)
     policy = policy_of(precision)
     scaler = policy.loss_scale if isinstance(policy.loss_scale, LossScale) else None
@@ -299,8 +299,8 @@ def _lent(params: tree.Tree, group: Group, **options: Any) -> Flat:
     return redistribute(shard(params, group, **options), R, group, name="params", borrow=True)
 
 
-def _check_knobs(stage: int, knobs: Knobs) -> None:
-    if stage < 3 and knobs != Knobs(knobs.prefetch):
+def _check_knobs(stage: int, knobs: ScheduleOptions) -> None:
+    if stage < 3 and knobs != ScheduleOptions(knobs.prefetch):
         raise OptionError(
             f"max_live, reuse_distance, persistence and max_persistent are about gathered parameters, which only stage 3 has; got stage "
             f"{stage}; use stage=3, or leave them out"
@@ -422,7 +422,7 @@ def _whole_loss(
     group: Group,
     frozen: Flat | None,
     store: Store | None,
-    knobs: Knobs,
+    knobs: ScheduleOptions,
     secondary: Group | None,
     wire: Wire | None,
 ) -> Loss:

@@ -8,7 +8,7 @@ from typing import Any
 
 from zfun import tree
 from zfun.errors import OptionError, PlacementError, SpecMismatch, checked_options
-from zfun.flat import Flat, check_same_layout, relaid
+from zfun.flat import Flat, change_layout, check_same_layout
 from zfun.layout import LabelFn, labels_of, layout_of, split_by_label
 from zfun.optim._base import InitFn, Optimizer, State, UpdateFn, aligned, as_optimizer
 from zfun.optim._probe import probe
@@ -83,7 +83,7 @@ def by_label(optimizers: Mapping[str, Optimizer | tuple[InitFn, UpdateFn]], labe
         for name, value in values.items():
             found[name], states[name] = getattr(parts[name], method)(gradients[name], state[name], value, **options)
         new = table.merge(found, whole)
-        return relaid(new, params.layout) if isinstance(params, Flat) else new, states
+        return change_layout(new, params.layout) if isinstance(params, Flat) else new, states
 
     def update(grads: Tree, state: State, params: Tree) -> tuple[Tree, State]:
         return run("update", grads, state, params)
@@ -119,7 +119,7 @@ class _Table:
         return (name, None if inner is None else inner(path, leaf))
 
     def laid_out(self, value: Tree) -> Tree:
-        return relaid(value, split_by_label(value.layout, self.place)) if isinstance(value, Flat) else value
+        return change_layout(value, split_by_label(value.layout, self.place)) if isinstance(value, Flat) else value
 
     def split(self, params: Tree, value: Tree = None) -> dict[str, Tree]:
         """Take parameters apart by label, or a value that is like them."""

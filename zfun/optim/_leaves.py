@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zfun import ops, tree
 from zfun.errors import LeafError, OptionError, checked_options
-from zfun.flat import Flat, map_leaves, places
+from zfun.flat import Flat, leaf_spans, map_leaves
 from zfun.layout import LabelFn, layout_of
 from zfun.optim._base import Optimizer, State, aligned, apply_updates, as_optimizer, check_trainable, flat_view, own, remembered, step_count
 from zfun.optim._labels import by_label
@@ -93,7 +93,7 @@ def lamb(
         )
         mus, nus = own([row[2] for row in rows], into.donate), own([row[3] for row in rows], into.donate)
         targets, changes = into.targets([row[0] for row in rows])
-        for row, place, target, change, mu, nu in zip(rows, places(params), targets, changes, mus, nus, strict=True):
+        for row, place, target, change, mu, nu in zip(rows, leaf_spans(params), targets, changes, mus, nus, strict=True):
             to = None if change is None else flat_view(change)
             kernel(flat_view(target), flat_view(row[1]), flat_view(mu), flat_view(nu), to, segments=place.segments, gather=place.gather)
         spec = tree.structure(params)

@@ -27,7 +27,7 @@ from zfun.transforms.grads._sum_grads import replicate_grads, shard_grads
 from zfun.transforms.grads._value import WeightedMean, weighted_mean
 from zfun.transforms.optimizer._apply import apply
 from zfun.transforms.optimizer._shard_optimizer import shard_optimizer
-from zfun.transforms.params._schedule import Event, Knobs, Schedule, Step, Trace, TracedBucket, schedule
+from zfun.transforms.params._schedule import Event, Schedule, ScheduleOptions, Step, Trace, TracedBucket, schedule
 from zfun.transforms.params._shard_params import ShardedLoss, shard_params
 from zfun.transforms.values._describe import Description, describe
 from zfun.transforms.values._redistribute import MAX_UNDER_WAY, check_agreement, gather, redistribute, replicate, shard, unshard
@@ -41,12 +41,12 @@ __all__ = [
     "Event",
     "Explanation",
     "GradientFunction",
-    "Knobs",
     "Message",
     "Noted",
     "Profile",
     "Remat",
     "Schedule",
+    "ScheduleOptions",
     "ShardedLoss",
     "Span",
     "Step",

@@ -14,7 +14,7 @@ __all__ = ["first_steps"]
 def first_steps(schedule: Schedule) -> tuple[Step, ...]:
     """Return what the first step does, after which the schedule is known.
 
-    It gathers in the order of the layout, as far ahead as the schedule's knobs say, keeps the two buckets used last, and in backward a
+    It gathers in the order of the layout, as far ahead as the schedule's options say, keeps the two buckets used last, and in backward a
     trained one until its gradients are complete; see [Note: the life of a parameter].
 
     Args:
@@ -38,10 +38,10 @@ class _First:
     """Walks through a trace as gathered parameters do without a plan."""
 
     def __init__(self, schedule: Schedule) -> None:
-        knobs = schedule.knobs
+        options = schedule.options
         self._trace, self._persistent = schedule.trace, schedule.persistent
         # Off the schedule memory is not bounded; what can be done is not to gather ahead.
-        self._ahead = knobs.prefetch if knobs.max_live is None else 0
+        self._ahead = options.prefetch if options.max_live is None else 0
         self._pending: list[int] = []
         self._there: list[int] = []
         self._steps: list[Step] = []

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from zfun import stores, tree
 from zfun.errors import AliasChanged, OptionError, PlacementError, SpecMismatch
-from zfun.flat import Flat, call_site, check_same_layout, consume, flats, ravel, relaid, unravel
+from zfun.flat import Flat, call_site, change_layout, check_same_layout, consume, flats, ravel, unravel
 from zfun.layout import Layout, LeafSlot, layout_of
 from zfun.optim import Optimizer, as_optimizer, probe
 from zfun.placement import P, R, S
@@ -117,7 +117,7 @@ def _apply_to_tree(optimizer: Optimizer, grads: Flat, state: Any, params: tree.T
     layout, group = layout_for(optimizer, grads.layout), grads.group
     if grads.layout != layout:
         # The new parameters are whole, so that whole gradients are no more to send.
-        grads = relaid(redistribute(grads, R, group, name="grads") if grads.placement is S else stores.resident(grads), layout)
+        grads = change_layout(redistribute(grads, R, group, name="grads") if grads.placement is S else stores.resident(grads), layout)
     # What of the state looks like the parameters lies like them during the step; the rest (counts, what is flat already) is left alone.
     is_like = lambda x: isinstance(x, Flat) or _dtypes_like(x, layout) is not None
     was_flat = [isinstance(x, Flat) for x in tree.leaves(state, is_leaf=is_like) if is_like(x)]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from zfun import stores, tree
-from zfun.flat import Flat, check_same_layout, ravel, relaid
+from zfun.flat import Flat, change_layout, check_same_layout, ravel
 from zfun.layout import Layout, split_by_label
 from zfun.optim import Optimizer
 from zfun.placement import S
@@ -66,12 +66,12 @@ def lower(optimizer: Optimizer, grads: tree.Tree, state: object, params: Flat) -
         Gradients and parameters of one layout.
     """
     present = stores.resident(params)
-    present = relaid(present, layout_for(optimizer, present.layout))
+    present = change_layout(present, layout_for(optimizer, present.layout))
     placed = redistribute(present, optimizer.placement or params.placement, optimizer.group or params.group, name="params")
     if not isinstance(grads, Flat):
         grads = ravel(grads, placed.layout, placed.group)
     if grads.placement is not S and grads.layout != placed.layout:
-        grads = relaid(stores.resident(grads), placed.layout)
+        grads = change_layout(stores.resident(grads), placed.layout)
     check_same_layout(placed, grads, "parameters and gradients")
     if params.group.mesh.size > 1 and optimizer.takes_terms(state):
         return Placed(stores.resident(grads), placed, present)
@@ -90,7 +90,7 @@ def lift(new: Flat, params: Flat, into: Flat | None = None) -> Flat:
         A flat like ``params``.
     """
     whole = redistribute(new, params.placement, params.group, name="params", borrow=True, into=into)
-    whole = relaid(whole, params.layout)
+    whole = change_layout(whole, params.layout)
     return whole.with_buffers(
         was.store.put(buffer, was.name) if isinstance(was, stores.Stored) else buffer
         for buffer, was in zip(whole.buffers, params.buffers, strict=True)

@@ -8,7 +8,7 @@ from typing import Any
 from zfun import stores, tree
 from zfun.collectives import Group, check_shardable
 from zfun.errors import PlacementError, checked_options
-from zfun.flat import Flat, ravel, relaid, unravel
+from zfun.flat import Flat, change_layout, ravel, unravel
 from zfun.layout import DEFAULT_BUCKET_BYTES, layout_of
 from zfun.optim import Optimizer, as_optimizer, probe
 from zfun.placement import S
@@ -57,7 +57,7 @@ def shard_optimizer(optimizer: Any, group: Group, *, bucket_bytes: int = DEFAULT
             check_agreement(params, group, bucket_bytes=bucket_bytes)
             params = ravel(params, layout_of(params, group.mesh.size, bucket_bytes), group)
         present = stores.resident(params)
-        return inner.init(redistribute(relaid(present, layout_for(inner, present.layout)), S, group, name="params"))
+        return inner.init(redistribute(change_layout(present, layout_for(inner, present.layout)), S, group, name="params"))
 
     def placed(step: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
         """Let a function of shards take values of any placement; through :func:`apply` they are shards already."""

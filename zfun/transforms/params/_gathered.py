@@ -45,7 +45,7 @@ from zfun.transforms.params._cursor import WINDOW, Plan, ScheduleCursor, of_rank
 from zfun.transforms.params._divergence import Divergence
 from zfun.transforms.params._lazy import LazyLeaf, LazyLeaves, is_held
 from zfun.transforms.params._saved import Packed, SavedViews
-from zfun.transforms.params._schedule import Event, Knobs, Step, Trace
+from zfun.transforms.params._schedule import Event, ScheduleOptions, Step, Trace
 
 __all__ = ["GatheredParams"]
 
@@ -77,7 +77,7 @@ class GatheredParams:
         flats: Sequence[Flat],
         shards: Sequence[BucketShard],
         call: LossCall,
-        options: Knobs,
+        options: ScheduleOptions,
         plan: Plan | None,
         learn: Callable[[Plan], None],
         secondary: Group | None,

@@ -1,9 +1,10 @@
 """The schedule as data: when each bucket of sharded parameters is gathered, used and released.
 
 [Note: the schedule]
-A *trace* says what a loss uses, in which order, forward and backward. A *schedule* is what is done about it: a tuple of steps, made by a
-pure function of the trace and a few knobs. It knows no tensors and starts nothing; :func:`zfun.shard_params` runs it, :func:`zfun.explain`
-prices it, :func:`zfun.timeline` draws it, and a test may replay it. Every rank makes the same schedule from the same trace (rank 0's), so
+A *trace* says which buckets a loss uses, in which order, forward and backward. A *schedule* is a
+tuple of steps, made by a pure function of the trace and a few options. It knows no tensors and starts
+nothing: :func:`zfun.shard_params` runs it, :func:`zfun.explain` prices it, :func:`zfun.timeline` draws
+it, and a test may replay it. Every rank makes the same schedule from the same trace (rank 0's), so
 that gathers have one order everywhere.
 
 A use stands for everything that is done with a bucket until another one is used. That a use was the last one shows when the next begins; in
@@ -23,7 +24,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from zfun.errors import OptionError, checked_options
 
-__all__ = ["Event", "Knobs", "Schedule", "Step", "Trace", "TracedBucket", "schedule"]
+__all__ = ["Event", "Schedule", "ScheduleOptions", "Step", "Trace", "TracedBucket", "schedule"]
 
 Kind: TypeAlias = Literal["gather", "use", "release", "reduce"]
 Phase: TypeAlias = Literal["start", "forward", "backward"]
@@ -123,7 +124,7 @@ class Step(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Knobs:
+class ScheduleOptions:
     """The options of :func:`schedule`."""
 
     prefetch: int = 1
@@ -169,13 +170,13 @@ class Schedule:
         trace: what it was made for.
         steps: in order.
         persistent: the buckets that stay gathered from one change of the parameters to the next.
-        knobs: what it was made with.
+        options: what it was made with.
     """
 
     trace: Trace
     steps: tuple[Step, ...]
     persistent: frozenset[int]
-    knobs: Knobs = Knobs()
+    options: ScheduleOptions = ScheduleOptions()
 
     @property
     def turn(self) -> int:
@@ -238,7 +239,7 @@ def schedule(
         >>> [f"{step.kind} {step.bucket}" for step in steps if step.phase == "forward"][:6]
         ['gather 0', 'gather 1', 'use 0', 'release 0', 'gather 2', 'use 1']
     """
-    return Knobs(prefetch, max_live, reuse_distance, persistence, max_persistent).schedule(trace)
+    return ScheduleOptions(prefetch, max_live, reuse_distance, persistence, max_persistent).schedule(trace)
 
 
 def _check_room(trace: Trace, persistent: frozenset[int], max_live: int | None) -> None:
@@ -259,12 +260,12 @@ def _check_room(trace: Trace, persistent: frozenset[int], max_live: int | None) 
 class _Scheduler:
     """Walks through a trace and writes the steps down."""
 
-    def __init__(self, trace: Trace, knobs: Knobs, persistent: frozenset[int]) -> None:
+    def __init__(self, trace: Trace, options: ScheduleOptions, persistent: frozenset[int]) -> None:
         self._trace = trace
-        self._knobs = knobs
-        self._prefetch = knobs.prefetch
-        self._room = math.inf if knobs.max_live is None else knobs.max_live
-        self._distance = knobs.reuse_distance
+        self._options = options
+        self._prefetch = options.prefetch
+        self._room = math.inf if options.max_live is None else options.max_live
+        self._distance = options.reuse_distance
         self._persistent = persistent
         # Both passes as one sequence: what forward leaves may be what backward begins with.
         self._uses = [*trace.forward, *(event.bucket for event in trace.backward if event.kind == "use")]
@@ -303,7 +304,7 @@ class _Scheduler:
         for bucket in range(len(self._trace.buckets) - 1, -1, -1):
             if self._trace.buckets[bucket].grad_itemsize and bucket not in reduced:
                 self._write("reduce", bucket)
-        return Schedule(self._trace, tuple(self._steps), self._persistent, self._knobs)
+        return Schedule(self._trace, tuple(self._steps), self._persistent, self._options)
 
     def _use(self, bucket: int, now: int) -> None:
         for other in [b for b in self._held if b != bucket and not self._stays(b, now)]:

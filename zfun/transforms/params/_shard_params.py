@@ -29,7 +29,7 @@ from zfun.transforms.grads._executor import Executor, WholeParams
 from zfun.transforms.params._buckets import BucketShard, shards_of, tree_of
 from zfun.transforms.params._call import call_of
 from zfun.transforms.params._cursor import Plan
-from zfun.transforms.params._schedule import Knobs, Schedule
+from zfun.transforms.params._schedule import Schedule, ScheduleOptions
 from zfun.transforms.values._redistribute import gather_for, needs_autograd
 from zfun.typing import Loss
 from zfun.wire import Wire, check_wire
@@ -59,7 +59,7 @@ def shard_params(
     transforms, and where a buffer requires a gradient, all parameters are gathered at once by differentiable collectives instead, so that
     ``grad``, ``vmap``, ``jvp`` and their compositions hold.
 
-    The first call notes what is used, in which order; from the second on the knobs below make a :func:`zfun.schedule` of it. None of them
+    The first call notes what is used, in which order; from the second on the options below make a :func:`zfun.schedule` of it. None of them
     changes a bit of the result.
 
     Args:
@@ -106,11 +106,11 @@ def shard_params(
         )
     warn_of_whole_loss(loss)
     check_wire(wire, "shard_params()", is_repeated=True)
-    knobs = Knobs(prefetch, max_live, reuse_distance, persistence, max_persistent)
+    options = ScheduleOptions(prefetch, max_live, reuse_distance, persistence, max_persistent)
     if isinstance(loss, CastLoss):
         # [Note: where the cast is]
-        return dataclasses.replace(loss, loss=ShardedLoss(loss.loss, group, frozen, knobs, secondary, wire))
-    return ShardedLoss(loss, group, frozen, knobs, secondary, wire)
+        return dataclasses.replace(loss, loss=ShardedLoss(loss.loss, group, frozen, options, secondary, wire))
+    return ShardedLoss(loss, group, frozen, options, secondary, wire)
 
 
 class ShardedLoss:
@@ -120,18 +120,24 @@ class ShardedLoss:
         loss: what is called, with lazy leaves or plain tensors.
         group: the ranks that share the parameters.
         frozen: the leaves that are not trained.
-        knobs: what schedules are made with.
+        options: what schedules are made with.
         secondary: the group over which backward gathers, where it is another one.
         wire: the format in which parameters are gathered.
     """
 
     def __init__(
-        self, loss: Loss, group: Group, frozen: Flat | None, knobs: Knobs, secondary: Group | None = None, wire: Wire | None = None
+        self,
+        loss: Loss,
+        group: Group,
+        frozen: Flat | None,
+        options: ScheduleOptions,
+        secondary: Group | None = None,
+        wire: Wire | None = None,
     ) -> None:
         self.loss = loss
         self.group = group
         self.frozen = None if frozen is None else _check(frozen, group)
-        self.knobs = knobs
+        self.options = options
         self.secondary = secondary
         self.wire = wire
         self._plans: dict[tuple[Layout, ...], Plan] = {}
@@ -155,7 +161,7 @@ class ShardedLoss:
             # One rank alone: there is nothing to gather or release.
             return self.loss(tree.combine(*_views(flats, shards, call.executor)), batch)
         learn = functools.partial(self._plans.__setitem__, layouts)
-        gathered = new_gathered(flats, shards, call, self.knobs, plan, learn, self.secondary)
+        gathered = new_gathered(flats, shards, call, self.options, plan, learn, self.secondary)
         try:
             with gathered.hooks():
                 out = self.loss(tree.combine(*gathered.leaves()), batch)
