@@ -75,7 +75,7 @@ class GradientFunction:
     def __call__(self, params: tree.Tree, batch: Any) -> tuple[Any, Any]:
         """Return the loss and the gradients."""
         layout, group = self._layout(params)
-        # Taken away while they are in use: simulated ranks may have one gradient function between them.
+        # Simulated ranks may share one gradient function, so a call takes the tables away while it runs.
         tables = self._tables.pop(layout, None)
         if tables is None:
             tables = [ops.AddressTable() for _ in layout.buckets]

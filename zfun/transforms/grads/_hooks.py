@@ -49,7 +49,7 @@ class SumHook:
 
     @property
     def borrows(self) -> bool:
-        """Whether the sums are borrowed: they lie where the terms did, so that no wait frees memory."""
+        """Whether the sums lie where the terms did, so that to wait for one frees no memory."""
         return self.borrow and self.group.lends and self.placement is not S and self.wire is None
 
     def start(self, buffer: Tensor, layout: Layout, bucket: int) -> Pending:

@@ -129,7 +129,7 @@ class GradReducer:
         self.start_ready()
 
     def add(self, bucket: int, grads: Sequence[Tensor | None]) -> bool:
-        """Add the gradients of a bucket's leaves from one of its nodes; return whether the bucket is complete."""
+        """Add the gradients of one of a bucket's nodes; return whether the bucket is complete."""
         self._fired[bucket] += 1
         before = self._sums[bucket]
         self._sums[bucket] = list(grads) if before is None else [_sum(x, y) for x, y in zip(before, grads, strict=True)]
@@ -233,7 +233,7 @@ def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
 
 
 def _rounded(grad: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Round a gradient to a leaf's dtype where it was computed with in a wider one, as autograd's own cast does."""
+    """Round a gradient of a wider dtype to that of its leaf, as autograd's own cast does."""
     if grad is None or grad.dtype == dtype or torch.promote_types(grad.dtype, dtype) == dtype:
         return grad
     return grad.to(dtype)
@@ -246,11 +246,11 @@ class _BucketNode(torch.autograd.Function):
     def forward(  # pyrefly: ignore[bad-override]
         ctx: Any, anchor: Tensor, receive: Receive, bucket: int, views: list[Tensor]
     ) -> tuple[Tensor, ...]:
-        # Not in a setup_context(), for which the signature of this function would be looked up at every call.
+        # Not in a setup_context(): torch would look up the signature of this function at every call.
         del anchor
         ctx.receive, ctx.bucket = receive, bucket
         ctx.set_materialize_grads(False)
-        # Integer leaves (buffers of a model, say) are views without a gradient; they lie in buckets of their own.
+        # Integer leaves (buffers of a model, say) have no gradient, and buckets of their own.
         if not (views[0].is_floating_point() or views[0].is_complex()):
             ctx.mark_non_differentiable(*views)
         return tuple(views)

@@ -1,4 +1,4 @@
-"""The way of values to an optimizer and back: each placement change of an update happens here, once.
+"""Values on their way to an optimizer and back: each placement change of an update.
 
 [Note: the update]
 Down: parameters and gradients go to the placement, the group and the layout in which the optimizer
@@ -79,7 +79,7 @@ def lower(optimizer: Optimizer, grads: tree.Tree, state: object, params: Flat) -
 
 
 def lift(new: Flat, params: Flat, into: Flat | None = None) -> Flat:
-    """Bring the result of an optimizer to the placement, the layout and the store of the old parameters.
+    """Bring new parameters to the placement, the layout and the store of the old ones.
 
     Args:
         new: new parameters, or updates.

@@ -29,7 +29,7 @@ class LossCall:
 
 
 class BoundParams(Flat):
-    """The argument of a loss on sharded parameters: a :class:`zfun.Flat`, and the call it is given for.
+    """The argument of a loss on sharded parameters: a :class:`zfun.Flat` and its call.
 
     A gradient function binds its parameters to its call, :func:`zfun.cast` adds a dtype, and
     :func:`zfun.shard_params` takes both apart. A user's function between them passes the argument on,

@@ -54,13 +54,13 @@ class Divergence:
         self._mine = range(group.size) if callers is group else [callers.numbers.index(n) for n in group.numbers]
 
     def regather(self, bucket: int) -> Tensor:
-        """Gather a bucket that was released in forward; every other rank takes part in its next round."""
+        """Gather a bucket that was released in forward; the others take part in their next round."""
         if self._alone:
             return self._shards[bucket].start().wait()
         return self._round(bucket)[1][bucket]
 
     def end_forward(self, *, has_diverged: bool) -> bool:
-        """Take part in rounds until no rank asks for a bucket; return whether any rank has diverged."""
+        """Take part in rounds until no rank asks; return whether any rank has diverged."""
         if self._alone:
             return has_diverged
         word = _DIVERGED if has_diverged else _FOLLOWED

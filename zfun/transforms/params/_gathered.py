@@ -54,7 +54,7 @@ _NO_BUCKET = -1
 
 
 class GatheredParams:
-    """The gathered buckets of one call of the loss, forward and backward; those of trained leaves come first.
+    """The gathered buckets of one call of the loss; those of trained leaves come first.
 
     Its phases, in order: the loss runs inside :meth:`hooks` on :meth:`leaves`; ``end_forward``;
     ``begin_backward``; ``complete`` for each trained bucket; ``finish_backward``; ``end``.
@@ -108,7 +108,7 @@ class GatheredParams:
         self._phase = "forward"
         self._in_loss = True
         self._now = _NO_BUCKET
-        # What it has noted: of the use of buckets and of leaves, and what autograd keeps, in order.
+        # Uses of buckets and first uses of leaves, in order, and the views that autograd saves.
         self._events: list[Event] = []
         self._first_uses: dict[str, None] = {}
         self._saved = SavedViews(len(self._shards))
@@ -128,7 +128,7 @@ class GatheredParams:
         self._kept: frozenset[int] = frozenset()
         self._persistent = plan.schedule.persistent if plan else options.persistent(self._traced)
         for bucket in self._persistent:
-            # It stays gathered beside shards that are written.
+            # The update writes the shard while the bucket stays gathered.
             self._shards[bucket].keep_apart()
         self._cursor = ScheduleCursor(self._forward_steps(self._restore()), followed=plan is not None)
         if executor is not None:
@@ -139,7 +139,7 @@ class GatheredParams:
         return None if self._group.size == 1 else self._any_diverged
 
     def _restore(self) -> set[int]:
-        """Take over what is still gathered since an earlier call with the same parameters, and say which buckets that is."""
+        """Take over buckets that an earlier call with these parameters left gathered."""
         kept = {b: gathered for b in self._persistent if (gathered := self._shards[b].kept()) is not None}
         for bucket, gathered in kept.items():
             self._hold(bucket, gathered)
@@ -156,12 +156,12 @@ class GatheredParams:
         return [leaves.tree() for leaves in self._lazy]
 
     def hooks(self) -> Any:
-        """The context in which the loss runs forward: what autograd saves of a gathered bucket is not kept."""
+        """The context of the loss: autograd saves the places of views, not the views."""
         return torch.autograd.graph.saved_tensors_hooks(self._saved.pack, self._unpack)
 
     def check_graph(self, out: Any) -> None:
-        """Refuse a graph with a lazy leaf in it: an ``autograd.Function`` took it as it is, and its gradient would be lost."""
-        # To look through a graph takes a while, and a graph that has one holds it.
+        """Refuse a graph in which an ``autograd.Function`` took a lazy leaf: the gradient is lost."""
+        # Such a graph holds a reference to the leaf; to search every graph would take long.
         leaf = _lazy_leaf_behind(out) if any(leaves.are_in_use() for leaves in self._lazy) else None
         if leaf is not None:
             raise PlacementError(
@@ -169,9 +169,9 @@ class GatheredParams:
             )
 
     def end_forward(self) -> None:
-        """Take part in the gathers that this rank did not need, and free what backward does not begin with."""
+        """Start the gathers that this rank skipped, compare notes, and free what backward regathers."""
         self._in_loss = False
-        # What the loss held on to is freed with everything else, below; it is nothing to do in backward, where it is gathered anew.
+        # Buckets whose leaves the loss held on to are freed below, and gathered again for backward.
         self._deferred.clear()
         self._set_aside()
         self._run(self._cursor.rest())
@@ -204,7 +204,7 @@ class GatheredParams:
         return not self._cursor.followed or self._plan.packed not in (None, tuple(self._saved.order))
 
     def _learn_forward(self) -> bool:
-        """Make a plan of what rank 0 has used, and say whether this rank has used something else."""
+        """Make a plan of the uses of rank 0; return whether this rank has others."""
         used = [event.bucket for event in self._events]
         forward, leaves = self._agreed([used, list(self._first_uses)], "order of use")
         trace = Trace(self._traced, self._group.size, tuple(forward), leaves=tuple(leaves))
@@ -249,7 +249,8 @@ class GatheredParams:
         if plan.packed is not None and self._any_diverged is False:
             self._cursor = ScheduleCursor(plan.backward(), followed=True)
             return
-        # On a mesh others need this rank to come to the last phase of what forward has gathered ahead; not all come to use it.
+        # On a mesh a gather has two phases: other ranks need this rank in the second, even for
+        # buckets that this rank does not use.
         for pending in self._pending.values():
             pending.wait()
         held = self._persistent | self._kept
@@ -261,7 +262,8 @@ class GatheredParams:
         self.begin_backward()
         self._run(self._cursor.rest())
         if self._any_diverged:
-            # Before anybody waits for gradients: on a mesh, others need this rank to come to the last phase of what they wait for.
+            # On a mesh other ranks need this rank in the second phase of these gathers, and this rank
+            # is about to wait for gradients.
             for pending in [*self._pending.values(), *self._matched]:
                 pending.wait()
 
@@ -279,7 +281,7 @@ class GatheredParams:
         self._close()
 
     def _drop(self, kept: set[int] | frozenset[int]) -> None:
-        """Wait for what has been started, and free what is not to be kept."""
+        """Wait for the gathers that have been started, and free all buckets but the kept ones."""
         for bucket in [b for b in self._pending if b not in kept]:
             self._keep_part(bucket, self._pending.pop(bucket).wait())
         while self._matched:
@@ -307,7 +309,7 @@ class GatheredParams:
             self._first_uses.setdefault(leaf.path)
         views = self._viewed(bucket)
         if self._sources and self._plan is not None:
-            # Until another bucket is used there is nothing to note.
+            # Further uses of this bucket need no note until another bucket is used.
             source = self._sources[bucket]
             source.ready, source.thread = views, thread
         return views[leaf.place]
@@ -324,7 +326,7 @@ class GatheredParams:
         return views
 
     def _set_aside(self) -> None:
-        """Let the next use of any leaf be noted."""
+        """Let the next use of a leaf of this bucket be noted."""
         if self._now >= 0 and self._sources:
             self._sources[self._now].ready = None
 
@@ -335,11 +337,12 @@ class GatheredParams:
                 for output, view in zip(outputs, views, strict=True):
                     output.data = view
                 return outputs
-            # The first use of a bucket may be one without a gradient; later ones need the node all the same.
+            # The first use of a bucket may need no gradient, but later ones need the node.
             with torch.enable_grad():
                 return self._executor.open(bucket, views)
-        # In backward only recomputation (activation checkpointing) comes here. It needs views that require a gradient, so that it saves
-        # what the first run saved, but nobody runs backward through them.
+        # In backward only recomputation (activation checkpointing) comes here. Its views require a
+        # gradient, so that the second run saves the same tensors as the first; no backward runs
+        # through them.
         return [view.requires_grad_() if view.is_floating_point() or view.is_complex() else view for view in views]
 
     def _touch(self, bucket: int) -> None:
@@ -358,13 +361,13 @@ class GatheredParams:
         if self._cursor.followed:
             return
         if self._phase == "forward" and self._plan is not None:
-            # A rank that leaves the schedule frees nothing more in this pass: to gather a bucket twice is something all ranks must do
-            # together.
+            # A rank that has left the schedule releases nothing more in this pass, because all ranks
+            # must gather a bucket a second time together.
             return
         self._release_old(bucket)
 
     def _release_old(self, bucket: int) -> None:
-        """Free what was not used lately, where there is no schedule to say so."""
+        """Release buckets that were not used lately, while there is no schedule."""
         if self._phase == "forward":
             uses = reversed([event.bucket for event in self._events])
             recent = list(dict.fromkeys(uses))[:WINDOW]
@@ -372,20 +375,20 @@ class GatheredParams:
         elif self._any_diverged:
             old = list[int]()
         else:
-            # No node fires for what is not trained: keep as many as forward does before it knows better.
+            # No node fires for a frozen bucket: keep as many as the first forward does.
             old = [b for b in self._buffers if b != bucket and not self._shards[b].trained][: 1 - WINDOW]
         for b in old:
             if b not in self._persistent:
                 self._release(b)
 
     def complete(self, bucket: int) -> None:
-        """All gradients of a bucket have been copied out: release it, unless it is needed again."""
+        """All gradients of a bucket have been copied out: release the bucket if it is not needed."""
         self.begin_backward()
         self._events.append(Event("reduce", bucket))
         self._run(self._cursor.advance_to("reduce", bucket))
         if self._cursor.followed or bucket in self._persistent:
             return
-        # Something that needs no gradient of it (a detached use) may still need it. Where ranks differ, it could not be gathered again.
+        # A detached use may still need the bucket. Diverged ranks could not gather the bucket again.
         if self._any_diverged and self._saved.is_kept(bucket):
             return
         self._release(bucket)
@@ -417,7 +420,7 @@ class GatheredParams:
     def _start(self, step: Step) -> None:
         bucket, pending = step.bucket, self._start_gather(step)
         if bucket in self._buffers or bucket in self._pending:
-            # All ranks take part in every gather, those too that have kept the bucket; it is what they would have freed.
+            # All ranks take part in every gather, also those that have kept the bucket.
             self._matched.append(pending)
             self._deferred.discard(bucket)
         else:
@@ -431,10 +434,10 @@ class GatheredParams:
             self._set_aside()
         if views is not None and self._in_loss and self._shards[bucket].trained:
             if is_held(views):
-                # By the operation that is about to run, or by the loss, which keeps what gather() or to() returned.
+                # The operation that is about to run holds a view, or the loss keeps one.
                 self._deferred.add(bucket)
                 return
-            # Also where the schedule has no use of it any more: this rank may stray from it.
+            # Keep the views even if the schedule has no further use: this rank may leave the schedule.
             nothing = views[0].new_empty(0)
             for view in views:
                 view.data = nothing
@@ -451,7 +454,7 @@ class GatheredParams:
         if buffer is not None:
             return buffer
         if not (self._cursor.followed and bucket in self._pending):
-            # Off the schedule memory is not bounded; what can be done is not to gather ahead.
+            # Off the schedule memory is not bounded, so with a bound nothing is gathered ahead.
             ahead = self._options.prefetch if self._options.max_live is None else 0
             self._cursor.followed = False
             self._run(self._cursor.advance_to_gather(bucket, ahead, again=bucket not in self._pending))
