@@ -80,7 +80,7 @@ class Remat:
             return self.fn(*args, **kwargs)
         if self.policy is not policies.nothing or self.store is not None or self.shard_over is not None:
             raise TypeError(
-                "remat() inside compiled code takes no options; got a policy, store or group; put remat() around the compiled block"
+                "remat() inside compiled code takes no options; got a policy, store or group; put remat() around the compiled function"
             )
         return checkpoint(self.fn, *args, use_reentrant=False, **kwargs)
 
