@@ -1,15 +1,19 @@
 # One virtual environment for everything, made when a target first needs it and reused after that.
 #
 #   make demo      train a small GPT under every composition, print the table, draw the picture
-#   make test      run the tests and the doctests
+#   make test      run the tests and the doctests, in minutes
+#   make test-all  the same with slow forms and more examples, as CI does
 #   make lint      check style and types          make format    rewrite the style
+#   make words     count the words that make prose hard to follow
 #   make docs      build the site (docs/_build/html)
 #   make bench     a training step beside DDP and FSDP2 on two local ranks
 #   make bench-deepspeed    the same beside DeepSpeed, in an environment of its own; it compiles C++, so the first run takes minutes
+#   make gpu       tests, kernels, steps and waits on one GPU in at most 8 minutes, and a page of results; PYTHON runs everything
+#                  as it is, nothing is installed
 #   make clean     remove the environments and what was built
 #
 # Variables, each with a default:
-#   PYTHON        the interpreter that makes the environment: python3, 3.11 or newer
+#   PYTHON        the interpreter that makes the environment, and that `make gpu` runs in: python3, 3.11 or newer
 #   VENV          where the environment stands: .venv
 #   TORCH         the torch to install: torch==2.13.0
 #   TORCH_FLAGS   more flags for pip when it installs torch: none. On Linux, pip's default torch brings the CUDA libraries
@@ -18,6 +22,7 @@
 #   DEMO_FLAGS    flags for `zfun demo`, e.g. DEMO_FLAGS="--ranks 4 --steps 20"
 #   PYTEST_FLAGS  flags for pytest, e.g. PYTEST_FLAGS="-k layout"
 #   BENCH_FLAGS   flags for benchmarks/step.py, e.g. BENCH_FLAGS="--preset many --rounds 10"
+#   GPU_FLAGS     flags for benchmarks/gpu.py, e.g. GPU_FLAGS="--only kernels waits"
 #   DEEPSPEED     the DeepSpeed to install: deepspeed==0.19.8
 
 PYTHON ?= python3
@@ -27,16 +32,17 @@ TORCH_FLAGS ?=
 DEMO_FLAGS ?=
 PYTEST_FLAGS ?=
 BENCH_FLAGS ?=
+GPU_FLAGS ?=
 DEEPSPEED ?= deepspeed==0.19.8
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 DEEPSPEED_VENV := $(VENV)-deepspeed
 DEEPSPEED_PIP := $(DEEPSPEED_VENV)/bin/python -m pip --disable-pip-version-check
-CODE := benchmarks conftest.py docs examples hatch_build.py notebooks tests zfun
+CODE := benchmarks conftest.py docs examples hatch_build.py notebooks tests tools zfun
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format docs bench bench-deepspeed clean
+.PHONY: help demo test test-all lint format words docs bench bench-deepspeed gpu clean
 
 help:
 	@sed -n '3,/^$$/s/^# \{0,1\}//p' Makefile
@@ -47,6 +53,10 @@ demo: $(VENV)/.base
 test: $(VENV)/.test
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
 
+# Slow forms are longer than the time limit of pyproject.toml, which is for those of `make test`.
+test-all: $(VENV)/.test
+	ZFUN_TESTS=all $(BIN)/python -m pytest --timeout 600 $(PYTEST_FLAGS)
+
 lint: $(VENV)/.test $(VENV)/.lint
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/ruff format --check $(CODE)
@@ -55,6 +65,9 @@ lint: $(VENV)/.test $(VENV)/.lint
 format: $(VENV)/.lint
 	$(BIN)/ruff check --fix $(CODE)
 	$(BIN)/ruff format $(CODE)
+
+words:
+	$(PYTHON) tools/words.py
 
 docs: $(VENV)/.docs
 	$(BIN)/sphinx-build -W --keep-going -b html docs docs/_build/html
@@ -66,6 +79,9 @@ bench: $(VENV)/.base
 bench-deepspeed: $(DEEPSPEED_VENV)/.made
 	PATH="$(abspath $(DEEPSPEED_VENV))/bin:$$PATH" $(DEEPSPEED_VENV)/bin/python benchmarks/step.py \
 		--only ddp fsdp2 zfun-1 zfun-2 zfun-3 deepspeed-1 deepspeed-2 deepspeed-3 $(BENCH_FLAGS)
+
+gpu:
+	@$(PYTHON) benchmarks/gpu.py $(GPU_FLAGS)
 
 clean:
 	rm -rf $(VENV) $(DEEPSPEED_VENV) build dist docs/_build docs/jupyter_execute docs/notebooks zfun-demo

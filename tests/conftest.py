@@ -12,28 +12,41 @@ from hypothesis import HealthCheck, Phase, settings
 torch.set_num_threads(1)
 torch.set_printoptions(threshold=8, edgeitems=2)
 
-_SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
-settings.register_profile("ci", deadline=None, derandomize=True, max_examples=40, database=None, suppress_health_check=_SLOW)
-# Shrinking trains hundreds of models: without it a failure is told within the time limit of a test.
-settings.register_profile("quick", settings.get_profile("ci"), phases=[Phase.explicit, Phase.generate])
-settings.register_profile("dev", deadline=None, max_examples=40, suppress_health_check=_SLOW)
-settings.register_profile("long", deadline=None, max_examples=2000, suppress_health_check=_SLOW)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+# How much is run: "everyday" is `make test`, "all" is `make test-all`, and "search" looks for
+# failures for hours.
+FORM = os.environ.get("ZFUN_TESTS", "everyday")
+_SCALES = {"everyday": 0.5, "all": 3, "search": 50}
+if FORM not in _SCALES:
+    raise pytest.UsageError(f"ZFUN_TESTS is one of {', '.join(_SCALES)}; got {FORM!r}")
 
 
 def examples(count: int) -> int:
-    """How many examples a test of its own weight takes: ``count`` in a common run, fifty times as many in a long one."""
-    return count * 50 if os.environ.get("HYPOTHESIS_PROFILE") == "long" else count
+    """Scale the examples of a property, of which ``count`` say enough, to the form that is run."""
+    return max(2, round(count * _SCALES[FORM]))
+
+
+_COMMON = settings(
+    deadline=None,
+    max_examples=examples(40),
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture],
+)
+# Shrinking trains hundreds of models: without it a failure is told within the time limit of a test.
+_REPEATABLE = settings(_COMMON, derandomize=True, database=None, phases=[Phase.explicit, Phase.generate])
+settings.register_profile("everyday", _REPEATABLE)
+settings.register_profile("all", _REPEATABLE)
+settings.register_profile("search", _COMMON)
+settings.load_profile(FORM)
 
 
 @contextmanager
 def on_one_core() -> Iterator[None]:
     """Keep this thread, and those that it starts, on one core.
 
-    Simulated ranks hand the interpreter's lock to each other at every operation. Between two cores that takes several times as long as
-    what the tests compute. In a long run they do have all cores, so that they meet in every order there is.
+    Simulated ranks hand the interpreter's lock to each other at every operation. Between two cores
+    that takes several times as long as what the tests compute. In a search they do have all cores,
+    so that they meet in every order there is.
     """
-    if not hasattr(os, "sched_setaffinity") or os.environ.get("HYPOTHESIS_PROFILE") == "long":
+    if not hasattr(os, "sched_setaffinity") or FORM == "search":
         yield
         return
     cores = os.sched_getaffinity(0)
@@ -53,7 +66,12 @@ def _on_one_core(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # A test that is named on the command line runs in any form.
+    if FORM == "everyday" and not any("::" in argument for argument in config.args):
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("cuda"):

@@ -24,7 +24,13 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module", params=[(2, False), (3, False), (2, None)], ids=["2 over gloo", "3 over gloo", "2 over what is chosen"])
+# Three ranks over gloo send all that two do.
+TWO_OVER_GLOO = pytest.param((2, False), marks=pytest.mark.slow, id="2 over gloo")
+OVER_GLOO = pytest.param((3, False), id="3 over gloo")
+AS_CHOSEN = pytest.param((2, None), id="2 over what is chosen")
+
+
+@pytest.fixture(scope="module", params=[TWO_OVER_GLOO, OVER_GLOO, AS_CHOSEN])
 def ranks(request: pytest.FixtureRequest) -> Iterator[tuple[int, Workers]]:
     size, shared_memory = request.param
     with processes(size, timeout_s=40.0, collective_timeout_s=20.0, shared_memory=shared_memory) as held:
@@ -49,12 +55,12 @@ def test_processes_do_what_the_simulation_does(ranks: tuple[int, Workers], body:
         assert_same_bits(found[rank], expected[rank], f"rank {rank} in its process and simulated")
 
 
-@pytest.mark.parametrize("ranks", [(2, False), (2, None)], ids=["2 over gloo", "2 over what is chosen"], indirect=True)
+@pytest.mark.parametrize("ranks", [TWO_OVER_GLOO, AS_CHOSEN], indirect=True)
 def test_two_hundred_steps_that_branch_at_random(ranks: tuple[int, Workers]) -> None:
     test_processes_do_what_the_simulation_does(ranks, branches.two_hundred_steps)
 
 
-@pytest.mark.parametrize("ranks", [(2, None)], indirect=True, ids=["2 over what is chosen"])
+@pytest.mark.parametrize("ranks", [AS_CHOSEN], indirect=True)
 def test_compiled_blocks_on_processes(ranks: tuple[int, Workers]) -> None:
     _, workers = ranks
     first, second = workers.run(bodies.compiled)

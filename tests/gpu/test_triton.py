@@ -39,7 +39,7 @@ KERNELS: dict[str, list[Any]] = {
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_kernel_compiles_without_a_gpu(name: str, capability: int) -> None:
     kernel = next(getattr(module, name) for module in (_codes, _ravel, _squares, _steps) if hasattr(module, name))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import zfun as zf
 from tests import models, reference
-from tests.conftest import examples
+from tests.conftest import FORM, examples
 from zfun import optim, tree
 from zfun.testing import Composition, all_compositions, bucket_sizes, check_compositions, compositions, same_bits, tensors, trees
 from zfun.testing import train as train_once
@@ -115,17 +115,18 @@ def assert_close_to_oracle(run: Any, params: Any, losses: list[float], values: r
 # Every composition at once, on one model.
 
 
-# All compositions on two ranks, a sample on other sizes; all with HYPOTHESIS_PROFILE=long.
+# All compositions on two ranks, a sample on other sizes; all in a search.
 EVERY = {1: 4, 2: 1, 3: 4, 4: 12, 7: 24, 16: 32}
+WIDE = pytest.param(16, marks=pytest.mark.slow)
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("size", EVERY)
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7, WIDE])
 def test_every_subset_and_order_is_the_same_function(size: int) -> None:
     params, batches = models.mlp(num_layers=2), models.mlp_batches(3, size)
     rule = RULES[5]
     # Clipping reveals the order of all sums.
-    stride = 1 if examples(1) > 1 else EVERY[size]
+    stride = 1 if FORM == "search" else EVERY[size]
     every = [Composition(), *all_compositions()[size % stride :: stride]]
     run = check_compositions(models.mlp_loss, rule.optimizer, params, batches, every, bucket_bytes=[1, 400, 2**20])
     assert_close_to_oracle(run, params, *oracle_run(rule, models.mlp_loss, params, batches))
@@ -144,7 +145,7 @@ def test_every_subset_and_order_with_micro_batches() -> None:
         assert_close_to_oracle(run, params, *oracle_run(rule, models.mlp_loss, params, batches, 3))
 
 
-@pytest.mark.parametrize("size", [4, 7, 16])
+@pytest.mark.parametrize("size", [4, 7, WIDE])
 @RULES_BY_NAME
 def test_sizes_and_optimizers(rule: Rule, size: int) -> None:
     params, batches = models.mlp(num_layers=2), models.mlp_batches(3, size)
@@ -237,7 +238,7 @@ def run_zero(
     return z.params(state), tuple(losses)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [*SIZES[:-1], WIDE])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_stage_is_its_composition(stage: int, size: int) -> None:
     params, batches, rule = models.mlp(), models.mlp_batches(3, size), RULES[5]

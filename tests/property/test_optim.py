@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import reference
+from tests.conftest import examples
 from zfun import ops, optim, tree
 
 SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=4)
@@ -50,7 +51,7 @@ def same_bits(first: Any, second: Any) -> bool:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(optimizers(), SHAPES, st.sampled_from([torch.float64, torch.float32, torch.bfloat16]), st.integers(0, 2**20), st.booleans())
 def test_apply_is_update_then_add(
     optimizer: optim.Optimizer, shapes: list[tuple[int, ...]], dtype: torch.dtype, seed: int, donate: bool
@@ -69,7 +70,7 @@ def test_apply_is_update_then_add(
         one = (tree.map(torch.clone, other[0]), state)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(optimizers(), SHAPES, st.sampled_from([torch.float64, torch.float32, torch.bfloat16]), st.integers(0, 2**20), st.data())
 def test_cutting_changes_no_bits(
     optimizer: optim.Optimizer, shapes: list[tuple[int, ...]], dtype: torch.dtype, seed: int, data: st.DataObject
@@ -96,7 +97,7 @@ def test_cutting_changes_no_bits(
         assert same_bits(torch.cat(pieces), torch.cat([x.reshape(-1) for x in params]))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     SHAPES, RATES, UNIT, UNIT, st.floats(1e-10, 1e-2), UNIT, st.sampled_from(["sgd", "nesterov", "adam", "adamw"]), st.integers(0, 2**20)
 )
@@ -133,7 +134,7 @@ def test_changes_equal_those_of_torch(
         assert not torch.equal(p, before) or p.numel() == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.integers(1, 200), st.integers(0, 70), st.sampled_from([torch.float32, torch.float64, torch.bfloat16]), st.integers(0, 2**20))
 def test_a_place_in_memory_changes_no_bits(numel: int, offset: int, dtype: torch.dtype, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

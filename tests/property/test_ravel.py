@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import os
 import threading
 from typing import Any
 from unittest import mock
@@ -16,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.conftest import examples
+from tests.conftest import FORM, examples
 from zfun import ops
 from zfun.ops import _jit
 
@@ -31,7 +30,7 @@ PAIRS = [
     (torch.float16, torch.float32),
     (torch.bfloat16, torch.bfloat16),
 ]
-if os.environ.get("HYPOTHESIS_PROFILE") == "long":
+if FORM != "everyday":
     PAIRS = list(itertools.product(DTYPES, DTYPES))
 SPECIAL = [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 6e-8, 1e-40, 65504.0, 65520.0, 3.4e38, 1e300, 5e-324]
 

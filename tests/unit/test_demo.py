@@ -101,6 +101,7 @@ def quick_start(monkeypatch) -> Iterator[None]:
     gc.unfreeze()
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_the_demo_runs_on_processes_and_all_compositions_agree(tmp_path, capfd, monkeypatch) -> None:
     with Workers(2, timeout_s=100.0) as workers:  # fresh processes for each composition would import torch again

@@ -113,6 +113,7 @@ def test_links_to_files_lead_somewhere(page: Path) -> None:
             assert beside.exists() or (ROOT / link).exists(), f"{page.name} links to {link}"
 
 
+@pytest.mark.slow
 def test_notebook_runs(tmp_path: Path) -> None:
     environment = {**os.environ, "MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MPLCONFIGDIR": str(tmp_path)}
     command = [sys.executable, str(ROOT / "notebooks" / "01_stages.py")]

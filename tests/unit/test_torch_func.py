@@ -246,6 +246,7 @@ def block(layer: Any, x: Tensor) -> Tensor:
 @needs_compiler
 @pytest.mark.timeout(180)
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
 def test_a_compiled_block() -> None:
     torch.compiler.reset()
     compiled = torch.compile(block, fullgraph=True)
@@ -294,7 +295,11 @@ def trained(group: zf.Group, stage: int, run: Any) -> Any:
 
 @pytest.mark.timeout(180)
 @pytest.mark.filterwarnings("ignore")
-def test_a_block_traced_as_one_graph_at_every_stage_and_with_remat() -> None:
+@pytest.mark.parametrize(
+    ("size", "stages"),
+    [(2, (0, 3)), pytest.param(1, (0, 1, 2, 3), marks=pytest.mark.slow), pytest.param(2, (1, 2), marks=pytest.mark.slow)],
+)
+def test_a_block_traced_as_one_graph_at_every_stage_and_with_remat(size: int, stages: tuple[int, ...]) -> None:
     """Use the ``aot_eager`` backend, whose bits are those of plain code."""
     torch.compiler.reset()
     whole = torch.compile(block, fullgraph=True, backend="aot_eager")
@@ -311,11 +316,10 @@ def test_a_block_traced_as_one_graph_at_every_stage_and_with_remat() -> None:
     }
     # Every call has new threads, so guards unrelated to the block may fail and recompile.
     with torch._dynamo.config.patch(recompile_limit=256):
-        for size in (1, 2):
-            for stage in (0, 1, 2, 3):
-                expected = zf.simulate(size, trained, stage, block)
-                for name, form in forms.items():
-                    assert_same_bits(zf.simulate(size, trained, stage, form), expected, f"stage {stage}, {name}")
+        for stage in stages:
+            expected = zf.simulate(size, trained, stage, block)
+            for name, form in forms.items():
+                assert_same_bits(zf.simulate(size, trained, stage, form), expected, f"stage {stage}, {name}")
 
 
 @pytest.mark.filterwarnings("ignore")
