@@ -40,12 +40,12 @@ def environment(hardware: str | None = None) -> str:
     return f"{hardware or processor()}; Python {platform.python_version()}, torch {torch.__version__}; commit {commit()}."
 
 
-def write_section(page: str, title: str, text: str) -> Path:
-    """Put a section in the place of that with the same title, or at the end of the page."""
+def write_section(page: str, title: str, *paragraphs: str) -> Path:
+    """Put a section in the place of the one with the same title, or at the end of the page."""
     path = RESULTS / page
     old = path.read_text(encoding="utf-8") if path.exists() else f"# {page.removesuffix('.md').capitalize()}\n"
     head, *sections = re.split(r"^(?=## )", old, flags=re.MULTILINE)
-    new = f"## {title}\n\n{text.strip()}\n"
+    new = "\n\n".join([f"## {title}", *paragraphs])
     places = [index for index, section in enumerate(sections) if section.splitlines()[0] == f"## {title}"]
     for index in places:
         sections[index] = new
@@ -57,5 +57,4 @@ def write_section(page: str, title: str, text: str) -> Path:
 
 def write_table(page: str, title: str, head: str, lines: list[str]) -> Path:
     """Put a table as it is printed into a section, below the environment."""
-    table = "\n".join(["```text", *lines, "```"])
-    return write_section(page, title, f"{environment()} {head}.\n\n{table}")
+    return write_section(page, title, f"{environment()} {head}.", "\n".join(["```text", *lines, "```"]))

@@ -237,18 +237,21 @@ def interval(mine: Contender, base: Contender) -> str:
     return f" ({low:.3f}–{high:.3f})"
 
 
-def section(found: dict[str, Contender], rows: dict[str, dict[str, float]], args: argparse.Namespace, head: str) -> tuple[str, str]:
-    """The title and the text of this run's section of the page."""
+def section(found: dict[str, Contender], rows: dict[str, dict[str, float]], args: argparse.Namespace, num_tensors: int) -> tuple[str, str]:
+    """The title and the table of this run's section of the page."""
     bases = [base for base in ("ddp", "fsdp2", ONE_PROCESS) if base in rows]
-    lines = [f"{pages.environment()} {head}", "", "| | ms | CPU ms | peak MB | wire | " + " | ".join(f"/ {base}" for base in bases) + " |"]
-    lines.append("|---" * (5 + len(bases)) + "|")
+    overhead = args.ranks == 1 and ONE_PROCESS in rows
+    head = ["", "ms", "CPU ms", "peak MB", "wire", *(f"/ {base}" for base in bases), *(["us for each tensor"] if overhead else [])]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for name, row in rows.items():
-        ratios = [f"{row['ms'] / rows[base]['ms']:.3f}{interval(found[name], found[base])}" if name != base else "1" for base in bases]
-        figures = [f"{row['ms']:.1f}", f"{row['cpu_ms']:.1f}", f"{row['peak_mb']:.0f}", f"{row['wire']:.2f} P"]
-        lines.append(f"| {' | '.join([name, *figures, *ratios])} |")
+        cells = [name, f"{row['ms']:.1f}", f"{row['cpu_ms']:.1f}", f"{row['peak_mb']:.0f}", f"{row['wire']:.2f} P"]
+        cells += ["1" if name == base else f"{row['ms'] / rows[base]['ms']:.3f}{interval(found[name], found[base])}" for base in bases]
+        if overhead:
+            own = zip(found[name].seconds, found[ONE_PROCESS].seconds, strict=True)
+            cells.append(f"{1e6 * statistics.median(max(mine) - max(plain) for mine, plain in own) / num_tensors:.1f}")
+        lines.append(f"| {' | '.join(cells)} |")
     transport = "gloo" if args.no_shared_memory else "shared memory"
-    title = f"{args.preset}, {args.dtype}, {'one rank' if args.ranks == 1 else f'{args.ranks} ranks, {transport}'}"
-    return title, "\n".join(lines)
+    return f"{args.preset}, {args.dtype}, {'one rank' if args.ranks == 1 else f'{args.ranks} ranks, {transport}'}", "\n".join(lines)
 
 
 def parsed() -> argparse.Namespace:
@@ -262,9 +265,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--no-shared-memory", action="store_true", help="zfun's ranks talk over gloo, as the others do")
     parser.add_argument("--in-turn", action="store_true", help="end a contender's processes after its turn, start them anew in the next")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    parser.add_argument(
-        "--write", action="store_true", help="put the table into benchmarks/results/step.md, in the place of the last such run"
-    )
+    parser.add_argument("--write", action="store_true", help="put the table into benchmarks/results/step.md")
     args = parser.parse_args()
     if any(name.startswith("deepspeed") for name in args.only) and not has_deepspeed():
         parser.error("DeepSpeed is not installed here; `make bench-deepspeed` makes an environment with it")
@@ -296,7 +297,8 @@ def main() -> None:
         options = {name: str(value) for name, value in vars(args).items()}
         args.json.write_text(json.dumps({"options": options, "spread": spread, "rows": rows, "hardware": hardware, "raw": raw}))
     if args.write:
-        print(f"written: {pages.write_section('step.md', *section(found, rows, args, head + '.'))}")
+        title, figures = section(found, rows, args, len(weights))
+        print(f"written: {pages.write_section('step.md', title, f'{pages.environment()} {head}.', figures)}")
     if not spread <= allowed:
         sys.exit(f"the loss curves do not agree: they differ by {spread:.1e}, and may by {allowed:.0e}")
 
