@@ -1,11 +1,12 @@
-"""Every collective against a copy of the same bytes: shared memory, direct exchange over gloo, and torch's own over gloo, interleaved.
+"""Every collective against a copy of the same bytes, on each transport.
 
     python benchmarks/collectives.py --ranks 2 --rounds 7
 
-``bytes`` are those of a rank's input or output, the larger of the two, in float32. In each round every contender runs in turn on all ranks
-at once, ``memcpy`` (every rank copies that many bytes within its own memory) among them, so that what the machine does meanwhile hits all
-of them. A time is that of the slowest rank. ``lent`` is shared memory with an input that was made in a buffer of the group and so is not
-copied on its way. Results are compared with each other before anything is timed.
+``bytes`` are those of a rank's input or output, the larger of the two, in float32. In each round
+every contender runs in turn on all ranks at once, ``memcpy`` (every rank copies that many bytes
+within its own memory) among them, so that a slow moment of the machine hits all of them. A time is
+that of the slowest rank. ``lent`` is shared memory with an input that lies in a buffer of the group
+already, and is not copied. Results are compared with each other before anything is timed.
 """
 
 from __future__ import annotations
@@ -101,7 +102,8 @@ def measure(direct: Group, sizes: list[int], kinds: list[str], rounds: int) -> d
         for kind in kinds:
             for nbytes in sizes:
                 runs = contenders(ops(direct.size)[kind], nbytes, shared, direct)
-                # The first rounds warm up, and find how often a call must be repeated to take a while; ranks must agree on that.
+                # The first rounds warm up, and find how often a call must be repeated to take a
+                # while; ranks must agree on that.
                 once = {name: min(time_of(run, 1, shared) for _ in range(2)) for name, run in runs.items()}
                 slowest = shared.all_gather(torch.tensor(list(once.values())), "times").amax(0).tolist()
                 repeats = dict(zip(runs, [min(max(int(5e-3 / took), 1), 100) for took in slowest], strict=True))

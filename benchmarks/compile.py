@@ -1,9 +1,10 @@
-"""What torch.compile gains for a block under a stage, with and without recomputation, in one interleaved run.
+"""The gain of torch.compile for a block under a stage, with and without recomputation.
 
     python benchmarks/compile.py --preset small --stage 3 --rounds 6
 
-One rank and one thread. Every contender has the same weights, data and optimizer; in each round each takes a few steps in turn, so that
-what the machine does meanwhile hits all of them. The loss curves must agree to rounding, or the script fails.
+One rank and one thread. Every contender has the same weights, data and optimizer; in each round
+each takes a few steps in turn, so that a slow moment of the machine hits all of them. The loss
+curves must agree to rounding, or the script fails.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def contenders(sizes: Sizes) -> dict[str, Callable[[Any, Tensor], Tensor]]:
 
 
 class Trainer:
-    """One contender and its state."""
+    """One contender with a training state."""
 
     def __init__(self, stage: int, run: Callable[[Any, Tensor], Tensor], sizes: Sizes, group: zf.Group) -> None:
         def loss_fn(params: Any, x: Tensor) -> Tensor:

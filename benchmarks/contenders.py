@@ -1,4 +1,4 @@
-"""What is trained in ``step.py``, and who trains it: one function per contender, each written as its users would."""
+"""The models that ``step.py`` trains, and one function per contender, each written as users would."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LEARNING_RATE = 3e-4
 
 
 class Many(nn.Module):
-    """502 tiny tensors: what a step costs beside arithmetic."""
+    """502 tiny tensors, which show the cost of a step beside arithmetic."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Many(nn.Module):
 
 @dataclass(frozen=True)
 class Model:
-    """What is trained.
+    """A model with data.
 
     Attributes:
         build: makes the module, the same on every rank.
@@ -93,11 +93,11 @@ def model_of(preset: str) -> Model:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a contender is made from.
+    """The ingredients of a contender.
 
     Attributes:
-        model: what to train.
-        module: its module, with the first weights.
+        model: the model to train.
+        module: the module of the model, with the first weights.
         group: the ranks.
         half: whether to compute in bfloat16.
         device: where the module is.
@@ -118,7 +118,7 @@ def adamw(params: Any) -> torch.optim.AdamW:
 
 
 def torch_step(module: nn.Module, optimizer: torch.optim.Optimizer, setting: Setting, *, autocast: bool = True) -> Step:
-    """The loop of torch's users; in bfloat16 by autocast, unless the module sees to it."""
+    """The loop of torch's users; in bfloat16 by autocast, unless the module does that."""
 
     def step(batch: Any) -> Tensor:
         with setting.autocast() if autocast else contextlib.nullcontext():
@@ -136,7 +136,7 @@ def plain(setting: Setting) -> Step:
 
 
 def functional(setting: Setting) -> Step:
-    """The same with ``functional_call``: what a pure loss costs without zfun."""
+    """The same with ``functional_call``: the cost of a pure loss without zfun."""
     params = {name: weight.detach().requires_grad_() for name, weight in setting.module.named_parameters()}
     leaves = list(params.values())
     optimizer = adamw(leaves)
@@ -181,7 +181,7 @@ def fsdp2(setting: Setting) -> Step:
 def zfun_stage(stage: int) -> Callable[[Setting], Step]:
     def make(setting: Setting) -> Step:
         params = {name: weight.detach() for name, weight in setting.module.named_parameters()}
-        # The module only says how to compute: it holds no numbers of its own.
+        # The module only says how to compute: the numbers are in params.
         skeleton = setting.module.to("meta")
 
         def loss_fn(params: Any, batch: Any) -> Tensor:
@@ -203,7 +203,8 @@ def zfun_stage(stage: int) -> Callable[[Setting], Step]:
 
 def deepspeed_stage(stage: int) -> Callable[[Setting], Step]:
     def make(setting: Setting) -> Step:
-        deepspeed: Any = importlib.import_module("deepspeed")  # not among the packages that a check of types finds
+        # not among the packages that a check of types finds
+        deepspeed: Any = importlib.import_module("deepspeed")
         config = {
             "train_micro_batch_size_per_gpu": len(next(setting.model.batches(0, setting.group.size))[0]),
             "zero_optimization": {"stage": stage},
@@ -224,7 +225,7 @@ def deepspeed_stage(stage: int) -> Callable[[Setting], Step]:
 
 
 ONE_PROCESS = "one process"
-# Alone on one rank, with the threads and the whole batch of all of them.
+# Alone on one rank, with the threads and batches of all ranks.
 ALONE: dict[str, Callable[[Setting], Step]] = {ONE_PROCESS: plain, "functional": functional}
 CONTENDERS: dict[str, Callable[[Setting], Step]] = {
     **ALONE,

@@ -5,8 +5,8 @@ steps, waits for the device.
     python benchmarks/gpu.py --only kernels waits
     python benchmarks/gpu.py --device cpu --dry-run      # the same program in small on the CPU, to see that it runs
 
-Each part is a process with a time limit of its own, so that a part which fails or hangs is
-reported, and the others are not lost. The page is benchmarks/results/gpu.md; the exit status is 1
+Each part is a process with a time limit, so that a part which fails or hangs is reported, and the
+others are not lost. The page is benchmarks/results/gpu.md; the exit status is 1
 if a part failed, and 2 if there is no GPU.
 """
 
@@ -40,11 +40,11 @@ class Part:
     """A part of the run.
 
     Attributes:
-        title: heads its section.
-        command: its arguments, after the interpreter's name; ``{json}`` is where its figures go.
+        title: heads the section of the page.
+        command: the arguments of Python; ``{json}`` stands for the file that gets the figures.
         small: more arguments in a dry run.
-        seconds: its time limit; all of them together stay below 8 minutes.
-        section: makes its section of its figures and of the end of its output.
+        seconds: the time limit; all limits together stay below 8 minutes.
+        section: makes the text from the figures and the output.
     """
 
     title: str
@@ -125,7 +125,7 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of a part: why it failed, if it did, how long it took, and its section."""
+    """The result of a part: why the part failed, if so, the time taken, and the text for the page."""
 
     failure: str | None
     seconds: float
@@ -143,7 +143,7 @@ def run(part: Part, folder: Path, *, dry_run: bool) -> Outcome:
     }
     began = time.monotonic()
     print(f"# {part.title}", flush=True)
-    # A session of its own, so that the processes that a part has started end with it.
+    # In a new session, so that the processes which a part starts end with that part.
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
@@ -214,7 +214,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         for name in args.only:
             outcomes[name] = run(PARTS[name], Path(folder), dry_run=dry_run)
-            if to:  # after each part, so that a run that is cut short leaves its page
+            if to:  # after each part, so that a run which is cut short leaves a page
                 to.write_text(page("cpu" if dry_run else "cuda", outcomes), encoding="utf-8")
     if to:
         print(f"written: {to}")

@@ -34,8 +34,8 @@ class Case(NamedTuple):
 
     Attributes:
         name: of the kernel.
-        nbytes: how many it reads and writes.
-        ours: runs it.
+        nbytes: the bytes that the kernel reads and writes.
+        ours: runs the kernel.
         torchs: runs torch's operations, by name.
     """
 

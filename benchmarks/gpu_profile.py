@@ -1,4 +1,4 @@
-"""Where a step of each stage waits for the GPU, by phase, and what the profile of the step holds.
+"""Where a step of each stage waits for the GPU, by phase, and the profile of the step.
 
     python benchmarks/gpu_profile.py --preset small
     python benchmarks/gpu_profile.py --trace traces        # the profiles too, for chrome://tracing

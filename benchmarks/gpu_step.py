@@ -41,7 +41,7 @@ ALLOWED = {"fp32": 1e-3, "bf16": 2e-2}
 
 @dataclass
 class Contender:
-    """One contender, and what was measured of it."""
+    """One contender with the measurements."""
 
     step: Step
     data: Iterator[Any]
@@ -111,7 +111,7 @@ def make(name: str, args: argparse.Namespace, group: zf.Group) -> Contender:
 
 
 def trace(name: str, contender: Contender, folder: Path) -> Path:
-    """Profile three steps, each with its name on the time line."""
+    """Profile three steps, each named on the time line."""
     folder.mkdir(parents=True, exist_ok=True)
     batches = [placed(next(contender.data), contender.device) for _ in range(3)]
     synchronize(contender.device)

@@ -1,4 +1,4 @@
-"""The pages of benchmarks/results: one for each benchmark, with one section for each kind of run, and no history."""
+"""The pages of benchmarks/results: one for each benchmark, with one section for each kind of run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def told(*command: str) -> str:
-    """The output of a command; empty where it fails."""
+    """The output of a command; empty where the command fails."""
     try:
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
@@ -36,7 +36,7 @@ def processor() -> str:
 
 
 def environment(hardware: str | None = None) -> str:
-    """Hardware, versions and commit, as each section names them."""
+    """Hardware, versions and commit, for the head of a section."""
     return f"{hardware or processor()}; Python {platform.python_version()}, torch {torch.__version__}; commit {commit()}."
 
 
@@ -56,5 +56,5 @@ def write_section(page: str, title: str, *paragraphs: str) -> Path:
 
 
 def write_table(page: str, title: str, head: str, lines: list[str]) -> Path:
-    """Put a table as it is printed into a section, below the environment."""
+    """Put a printed table into a section, below the environment."""
     return write_section(page, title, f"{environment()} {head}.", "\n".join(["```text", *lines, "```"]))

@@ -1,4 +1,4 @@
-"""A training step, side by side: plain torch, DDP, ZeroRedundancyOptimizer, FSDP2, DeepSpeed and zfun's stages, in interleaved rounds.
+"""A training step of torch, DDP, ZeroRedundancyOptimizer, FSDP2, DeepSpeed and zfun's stages.
 
     python benchmarks/step.py --preset small --rounds 8
     python benchmarks/step.py --preset medium --rounds 3 --in-turn    # one contender's processes at a time, where memory is short
@@ -6,15 +6,18 @@
     python benchmarks/step.py --no-shared-memory --dtype bf16
     python benchmarks/step.py --rounds 60 --write    # the table into benchmarks/results/step.md
 
-Every contender has processes of its own, and the same weights, data and AdamW, on two ranks with one thread each (``one process`` has all
-threads and the whole batch). In each round every contender takes a few steps, in turn, so that what the machine does meanwhile hits all of
-them. The medians are compared as ratios; the loss curves must agree, or the script fails: with each other, and in bfloat16 with one process
-in float32.
+Every contender has processes of its own, and the same weights, data and AdamW, on two ranks with
+one thread each (``one process`` has all threads and the whole batch). In each round every contender
+takes a few steps, in turn, so that a slow moment of the machine hits all. The medians are compared
+as ratios; the loss curves must agree, or the script fails: with each other, and in bfloat16 with
+one process in float32.
 
-peak: the largest growth of a rank's resident set since the weights exist (libraries are loaded and kernels compiled before), shared memory
-included. wire: what the loopback interface carried in a step, for all ranks together, in units of the bytes of all float32 parameters; it
-is counted in a network namespace of its own where the system allows that; zfun's ranks use it with ``--no-shared-memory`` only.
-us/tensor: with one rank, what a contender's step takes longer than that of one process, for each tensor.
+peak: the largest growth of a rank's resident set since the weights exist (libraries are loaded and
+kernels compiled before), shared memory included. wire: the bytes on the loopback interface in a
+step, for all ranks together, in units of the bytes of all float32 parameters, counted in a separate
+network namespace where the system allows one; zfun's ranks use the wire with ``--no-shared-memory``
+only. us/tensor: with one rank, the time of a contender's step beyond the step of one process, for
+each tensor.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ WARM_STEPS = 2
 
 @dataclass(frozen=True)
 class Job:
-    """What the ranks of a contender need to know."""
+    """The task of the ranks of a contender."""
 
     name: str
     preset: str
@@ -59,7 +62,7 @@ class Job:
 
 @dataclass
 class Steps:
-    """What one rank measured of some steps."""
+    """The measurements of some steps on one rank."""
 
     seconds: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
@@ -69,7 +72,7 @@ class Steps:
 
 @dataclass
 class Held:
-    """What a rank keeps between the calls of :func:`prepare` and :func:`take`."""
+    """The state of a rank between the calls of :func:`prepare` and :func:`take`."""
 
     step: Step
     data: Any
@@ -80,7 +83,7 @@ _held: list[Held] = []
 
 
 def prepare(group: zf.Group, job: Job) -> Steps:
-    """Make a contender, and take its first steps."""
+    """Make a contender, and take the first steps."""
     torch.set_num_threads(job.threads)
     torch.manual_seed(0)
     # Libraries are loaded and kernels compiled by a tiny model, so that memory is that of training.
@@ -125,7 +128,7 @@ def resident_bytes() -> int:
 
 @dataclass
 class Contender:
-    """Processes of one contender, and what they have measured so far, by step and rank."""
+    """Processes of one contender, with all measurements so far, by step and rank."""
 
     job: Job
     ranks: int
@@ -183,7 +186,7 @@ def measure(args: argparse.Namespace) -> dict[str, Contender]:
 
 
 def spread_of(found: dict[str, Contender], args: argparse.Namespace) -> tuple[float, float]:
-    """How far the loss curves are apart, and how far they may be."""
+    """The largest distance of the loss curves, and the limit."""
     curves = [contender.losses for contender in found.values()]
     allowed = 1e-4
     if args.dtype == "bf16":

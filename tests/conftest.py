@@ -30,7 +30,8 @@ _COMMON = settings(
     max_examples=examples(40),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture],
 )
-# Shrinking trains hundreds of models: without it a failure is told within the time limit of a test.
+# Shrinking trains hundreds of models: without shrinking a failure is told within the time limit of
+# a test.
 _REPEATABLE = settings(_COMMON, derandomize=True, database=None, phases=[Phase.explicit, Phase.generate])
 settings.register_profile("everyday", _REPEATABLE)
 settings.register_profile("all", _REPEATABLE)
@@ -40,11 +41,11 @@ settings.load_profile(FORM)
 
 @contextmanager
 def on_one_core() -> Iterator[None]:
-    """Keep this thread, and those that it starts, on one core.
+    """Keep this thread, and threads started by this one, on one core.
 
     Simulated ranks hand the interpreter's lock to each other at every operation. Between two cores
-    that takes several times as long as what the tests compute. In a search they do have all cores,
-    so that they meet in every order there is.
+    the hand-over takes several times as long as the arithmetic of the tests. A search does use all
+    cores, so that ranks meet in every order.
     """
     if not hasattr(os, "sched_setaffinity") or FORM == "search":
         yield

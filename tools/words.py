@@ -4,7 +4,7 @@
     python tools/words.py zfun/flat.py        # one file or folder
     python tools/words.py docs --list         # every sentence with such a word, as file:line
 
-A pronoun sends the reader back to look for its noun, and "what" stands where a noun should. Code,
+A pronoun sends the reader back to look for its noun, and `what` stands where a noun should. Code,
 doctests and inline code do not count.
 """
 
@@ -40,7 +40,7 @@ Lines = list[tuple[int, str]]
 
 
 class Found(NamedTuple):
-    """The words of one file, and its sentences that hold counted ones."""
+    """The words of one file, and the sentences that hold counted ones."""
 
     words: int
     counts: Counter[str]
@@ -92,8 +92,10 @@ def docstrings(text: str) -> Iterator[Lines]:
         first = node.body[0]
         assert isinstance(first, ast.Expr)
         assert isinstance(first.value, ast.Constant)
-        lines = enumerate(str(first.value.value).splitlines(), first.lineno)
-        yield from paragraphs(list(without_doctests(lines)))
+        lines = list(without_doctests(enumerate(str(first.value.value).splitlines(), first.lineno)))
+        if isinstance(node, ast.Module):  # without sections, so that indented lines are commands
+            lines = [(number, "" if line.startswith("    ") else line) for number, line in lines]
+        yield from paragraphs(lines)
 
 
 def without_doctests(lines: Iterator[tuple[int, str]]) -> Iterator[tuple[int, str]]:
@@ -131,7 +133,7 @@ def count(path: Path) -> Found:
         starts = [0]
         for _, line in lines:
             starts.append(starts[-1] + len(line) + 1)
-        # Blanks of the same length, so that places in the text stay those of its lines.
+        # Blanks of the same length keep the positions of all lines.
         prose = INLINE_CODE.sub(lambda found: re.sub(r"\S", " ", found[0]), "\n".join(line for _, line in lines))
         for sentence in SENTENCE.finditer(prose):
             found = WORD.findall(sentence[0].lower())

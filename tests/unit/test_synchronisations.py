@@ -49,13 +49,13 @@ READS = {
     torch.ops.aten.unique_dim.default,
 }
 PHASES = ("before", "forward", "turn", "backward", "norm", "update")
-# Read on the host, where they are kept.
+# Numbers that are kept on the host.
 ON_THE_HOST = {"step_count"}
 PARAMS = {f"layer{i}": {"w": (6, 6), "b": (6,)} for i in range(4)}
 
 
 def place_of_read() -> str | None:
-    """The line of zfun that waits for the device; ``None`` where on a device it would not."""
+    """The line of zfun that waits; ``None`` for a call that does not wait on a device."""
     frame: Any = sys._getframe(2)
     place = None
     while frame is not None:
