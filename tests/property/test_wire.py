@@ -224,7 +224,7 @@ def test_every_composition_over_one_wire_has_the_same_bits() -> None:
 
 
 @given(st.sampled_from([(2, 2), (3, 2), (2, 3), (1, 2), (2, 1)]), WIRES, st.integers(0, 99))
-@settings(max_examples=examples(15))
+@settings(max_examples=15)
 def test_over_a_mesh_a_sum_goes_in_two_hops(axes: tuple[int, int], wire: Wire, seed: int) -> None:
     """What crosses between rows is a piece of the sum over a row, written anew; the result is where the exact one is."""
     (inner, outer), numel = axes, 60 * math.prod(axes)
