@@ -7,7 +7,7 @@ import importlib
 import inspect
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -90,6 +90,36 @@ def test_a_module_imports_only_what_stands_above_it(path: Path) -> None:
         assert ORDER.index(there) <= ORDER.index(here), f"{here} imports {there}, which stands below it"
         if here != there and len(parts) > 2 and there != "ops":
             assert not parts[2].startswith("_"), f"{path} reaches into {name}; import it from zfun.{there}"
+
+
+def test_modules_import_each_other_in_no_circle() -> None:
+    """Imports inside of functions count; kernels are chosen by one such import."""
+    names = {".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__"): path for path in MODULES}
+    graph = {name: set(modules_of(path, names)) - {name} for name, path in names.items() if not name.startswith("zfun.ops")}
+    done: set[str] = set()
+
+    def visit(name: str, above: tuple[str, ...]) -> None:
+        assert name not in above, " -> ".join([*above[above.index(name) :], name])
+        if name not in done:
+            for other in sorted(graph.get(name, ())):
+                visit(other, (*above, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+def modules_of(path: Path, names: Mapping[str, Path]) -> Iterator[str]:
+    """The modules that a file imports, other than for annotations."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    guarded = {name for name, is_guarded in imports(path) if is_guarded}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("zfun"):
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                found = full if full in names else node.module
+                if not {found, node.module} & guarded:
+                    yield found
 
 
 def test_one_module_imports_optree() -> None:
