@@ -6,15 +6,12 @@ The programs of the ranks are functions of this module, which the processes impo
 from __future__ import annotations
 
 import os
-import re
-import resource
 import signal
 import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,9 +50,6 @@ from zfun.errors import CollectiveMismatch, OptionError, PeerLost, SpecMismatch
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(90)]
 
 RUN_S = 40.0
-
-_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-_HAS_HUGE_PAGES = _SETTING.exists() and "[never]" not in _SETTING.read_text()
 
 
 @pytest.fixture(
@@ -191,66 +185,6 @@ def test_ranks_that_skip_leaves_have_the_bits_of_the_simulation(workers: Workers
         assert losses == expected
         assert len(set(losses)) == 3
         assert all(torch.equal(a, b) for a, b in zip(params, theirs, strict=True))
-
-
-def _train(group: Group) -> None:
-    zf.data_parallel(zf.value_and_grad(lambda w, x: w * x), group)(torch.tensor(2.0), torch.tensor(1.0))
-
-
-def _faults_of_a_later_step(group: Group) -> int:
-    _train(group)
-    size = 24 << 20
-
-    def use() -> None:
-        # As activations are: freed from the last to the first, so that the end of the heap is free.
-        held = [torch.ones(size, dtype=torch.uint8) for _ in range(5)]
-        while held:
-            held.pop()
-
-    for _ in range(3):
-        use()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    use()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only the GNU C library is told what to keep")
-def test_memory_that_a_step_frees_stays_for_the_next(workers: Workers) -> None:
-    assert max(workers.run(_faults_of_a_later_step)) < 100
-
-
-def _kept_of_a_model(group: Group) -> int:
-    _train(group)
-    # Small enough to lie in the heap, and the last one stays, so that what is free is not at its end.
-    model = [torch.ones(1 << 20) for _ in range(32)]
-    last = torch.ones(1 << 20)
-    before = _resident_bytes()
-    del model
-    group.settle("a layout")
-    del last
-    return _resident_bytes() - before
-
-
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only the GNU C library is told what to keep")
-def test_what_a_model_has_left_is_given_back_when_training_begins(workers: Workers) -> None:
-    assert max(workers.run(_kept_of_a_model)) < -(64 << 20)
-
-
-def _huge_bytes_of_the_heap(group: Group) -> int:
-    _train(group)
-    held = [torch.ones(24 << 20, dtype=torch.uint8) for _ in range(5)]
-    ranges = re.split(r"^(?=[0-9a-f]+-)", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
-    del held
-    return sum(int(text) << 10 for heap in ranges if "[heap]" in heap for text in re.findall(r"AnonHugePages: +(\d+) kB", heap))
-
-
-@pytest.mark.skipif(not _HAS_HUGE_PAGES, reason="the system makes no huge pages")
-def test_what_a_step_holds_lies_on_huge_pages(workers: Workers) -> None:
-    assert min(workers.run(_huge_bytes_of_the_heap)) > 16 << 20
 
 
 def _overlapped(group: Group) -> list[Tensor]:

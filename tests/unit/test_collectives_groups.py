@@ -39,7 +39,6 @@ from zfun.collectives import (
 )
 from zfun.collectives._connections import holding_little
 from zfun.collectives._direct import _LaneThread
-from zfun.collectives._heap import prepare_heap
 from zfun.collectives._monitor import Status, diagnose
 from zfun.collectives._process import _gloo
 from zfun.collectives._turns import interrupting_nobody
@@ -362,10 +361,3 @@ def test_connections_within_a_host_hold_little_and_only_those_that_are_made_so()
         assert made[1].recv(9) == b"as before"
         for connection in (*made, later_server):
             connection.close()
-
-
-@pytest.mark.parametrize(
-    "chosen", [{"MALLOC_TRIM_THRESHOLD_": "1000000"}, {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.top_pad=0"}]
-)
-def test_what_the_environment_says_of_the_heap_is_not_changed(chosen: dict[str, str]) -> None:
-    assert not prepare_heap(chosen)

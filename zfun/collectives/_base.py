@@ -12,7 +12,6 @@ from typing import Any, Self, TypeAlias
 import torch.distributed as dist
 
 from zfun.collectives._group import Group, own_part
-from zfun.collectives._heap import prepare_heap
 from zfun.collectives._monitor import Monitor, different
 from zfun.collectives._shared import Disagreement, TransportError
 from zfun.collectives._single import single_group
@@ -52,16 +51,10 @@ class ProcessGroup(Group):
         self._monitor = Monitor(store, self._numbers[rank], self._numbers, self._interrupt)
         self._failure: ZfunError | None = None
         self._closed = False
-        self._settled: set[object] = set()
         self._previous_hook = sys.excepthook
         self._hook = self._on_uncaught
         sys.excepthook = self._hook
         atexit.register(self.close)
-
-    def settle(self, layout: object) -> None:
-        if layout not in self._settled:
-            self._settled.add(layout)
-            prepare_heap()
 
     @property
     def numbers(self) -> Sequence[int]:

@@ -167,18 +167,6 @@ class Group(Protocol):
         """
         return
 
-    def settle(self, layout: object) -> None:
-        """Say that steps with parameters of a layout begin; said again, it changes nothing.
-
-        With GNU's C library a process gives back what is free of its heap, such as the room of a whole model that has been sharded, keeps
-        from then on what a step frees for the next one, up to 2 GiB, and asks for huge pages for it; unless its environment sets
-        ``MALLOC_TRIM_THRESHOLD_`` or another of these. Gradient functions say it; groups within one process change nothing.
-
-        Args:
-            layout: of the parameters.
-        """
-        return
-
     def close(self) -> None:
         """Release connections and threads. A closed group starts nothing more."""
         return
@@ -234,9 +222,6 @@ class Wrapper(Group):
 
     def rest(self, x: Tensor) -> None:
         self._group.rest(x)
-
-    def settle(self, layout: object) -> None:
-        self._group.settle(layout)
 
     def close(self) -> None:
         self._group.close()

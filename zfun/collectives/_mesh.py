@@ -236,10 +236,6 @@ class Mesh(Group):
             if group is not None:
                 group.rest(x)
 
-    def settle(self, layout: object) -> None:
-        # It is about this process, whatever group says so.
-        self._plain["inner"].settle(layout)
-
     def close(self) -> None:
         for group in self._plain.values():
             group.close()

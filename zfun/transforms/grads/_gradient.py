@@ -79,8 +79,6 @@ class GradientFunction:
         tables = self._tables.pop(layout, None)
         if tables is None:
             tables = [ops.AddressTable() for _ in layout.buckets]
-            if group is not None:
-                group.settle(layout)
         hooks = watched(self._hooks(params), layout)
         in_flight = None if len(hooks) == 1 and isinstance(hooks[0], SumHook) and hooks[0].borrows else MAX_IN_FLIGHT
         executor = Executor(GradReducer(layout, hooks, _grad_dtypes(layout, group, self.reduce_dtype), group, tables, in_flight))
