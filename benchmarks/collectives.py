@@ -26,13 +26,27 @@ import torch.distributed as dist
 from torch import Tensor
 
 import zfun as zf
-from zfun.collectives import AllGather, AllReduce, AllToAll, Broadcast, Call, Group, Op, Permute, Reduce, ReduceScatter
+from zfun.collectives import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Call,
+    Group,
+    Op,
+    Permute,
+    Reduce,
+    ReduceScatter,
+    allocate,
+    barrier,
+    gather_values,
+)
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import pages
 
 Run = Callable[[], object]
-CONTENDERS = ["memcpy", "lent", "shared", "direct", "torch"]
+CONTENDERS = ["memcpy", "symmetric", "shared", "direct", "torch"]
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -69,18 +83,18 @@ def contenders(op: Op, nbytes: int, shared: Group, direct: Group) -> dict[str, R
     numel = max(nbytes // 4 // size, 1) * size
     x = torch.arange(numel // size if isinstance(op, AllGather) else numel, dtype=torch.float32) % 1000 + rank
     out = torch.empty(op.output_numel(x.numel(), size))
-    lent = shared.buffer(x.numel(), x.dtype).copy_(x)
+    symmetric = allocate(shared, x.numel(), x.dtype).copy_(x)
     source, target = torch.ones(numel), torch.ones(numel)
     call = Call(op, "benchmark")
     runs: dict[str, Run] = {
         "memcpy": lambda: target.copy_(source),
-        "lent": lambda: shared.start(call, lent, out).wait(),
+        "symmetric": lambda: shared.start(call, symmetric, out).wait(),
         "shared": lambda: shared.start(call, x, out).wait(),
         "direct": lambda: direct.start(call, x, out).wait(),
         "torch": lambda: with_torch(op, x, out, rank),
     }
     expected = direct.start(call, x).wait()
-    for name in ("lent", "shared", "torch"):
+    for name in ("symmetric", "shared", "torch"):
         runs[name]()
         if not (name == "torch" and isinstance(op, Reduce)) and not torch.equal(out, expected):
             raise AssertionError(f"{name} computes another {op.kind}")
@@ -88,7 +102,7 @@ def contenders(op: Op, nbytes: int, shared: Group, direct: Group) -> dict[str, R
 
 
 def time_of(run: Run, repeat: int, group: Group) -> float:
-    group.barrier()
+    barrier(group)
     began = time.perf_counter()
     for _ in range(repeat):
         run()
@@ -105,7 +119,7 @@ def measure(direct: Group, sizes: list[int], kinds: list[str], rounds: int) -> d
                 # The first rounds warm up, and find how often a call must be repeated to take a
                 # while; ranks must agree on that.
                 once = {name: min(time_of(run, 1, shared) for _ in range(2)) for name, run in runs.items()}
-                slowest = shared.all_gather(torch.tensor(list(once.values())), "times").amax(0).tolist()
+                slowest = gather_values(torch.tensor(list(once.values())), shared, "times").amax(0).tolist()
                 repeats = dict(zip(runs, [min(max(int(5e-3 / took), 1), 100) for took in slowest], strict=True))
                 for _ in range(rounds):
                     for name, run in runs.items():

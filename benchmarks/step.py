@@ -39,7 +39,7 @@ from typing import Any
 import torch
 
 import zfun as zf
-from zfun.collectives import Workers
+from zfun.collectives import Workers, barrier
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import pages
@@ -105,7 +105,7 @@ def prepare(group: zf.Group, job: Job) -> Steps:
 def take(group: zf.Group, count: int) -> Steps:
     """Take some steps."""
     held, found = _held[0], Steps()
-    group.barrier()
+    barrier(group)
     for _ in range(count):
         batch = next(held.data)
         cpu, began = cpu_seconds(), time.perf_counter()

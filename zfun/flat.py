@@ -15,18 +15,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from zfun import ops, tree
+from zfun.collectives import Group, axis_of, exchange_values, gather_values, mesh_of
 from zfun.errors import DonatedStateError, PlacementError, SpecMismatch
 from zfun.layout import Layout, unique_leaves
 from zfun.placement import P, Placement, R, S
-
-if TYPE_CHECKING:
-    from zfun.collectives import Group
 
 __all__ = [
     "Flat",
@@ -142,6 +140,11 @@ class Flat:
         self.life.check()
         return self.life.buffers
 
+    @property
+    def mesh(self) -> Group:
+        """The group of all ranks: that of the value, or the mesh of which that group is an axis."""
+        return mesh_of(self.group)
+
     def with_buffers(self, buffers: Iterable[Any], placement: Placement | None = None, group: Group | None = None) -> Flat:
         """Return the same layout over other buffers; the same placement and group where no others are given."""
         life = Life(tuple(buffers), self.life.cached if buffers is self.life.buffers else None)
@@ -157,7 +160,7 @@ class Flat:
         leaves, buckets = len(layout.leaves), len(layout.buckets)
         padded = sum(bucket.padded_numel for bucket in layout.buckets)
         here = padded // self.group.size if self.placement is S else padded
-        over = f" over the {self.group.axis} axis" if self.group.axis else ""
+        over = f" over the {axis_of(self.group)} axis" if axis_of(self.group) else ""
         return (
             f"Flat({self.placement!r}{over}, rank {self.group.rank} of {self.group.size}: {leaves} {'leaf' if leaves == 1 else 'leaves'}, "
             f"{sum(leaf.numel for leaf in layout.leaves)} elements in {buckets} bucket{'' if buckets == 1 else 's'}; "
@@ -353,7 +356,7 @@ def _cut(start: int, stop: int, begin: int, end: int) -> tuple[int, int]:
 
 
 def _gather_of(group: Group) -> Callable[..., Tensor]:
-    return lambda x, name="norm": group.all_gather(x, name)
+    return lambda x, name="norm": gather_values(x, group, name)
 
 
 def map_leaves(flat: Flat, fn: Callable[[Tensor], Tensor], cost: Callable[[tuple[int, ...]], float]) -> Flat:
@@ -404,7 +407,7 @@ def _map_shards(flat: Flat, out: Flat, fn: Callable[[Tensor], Tensor], buckets: 
         start, stop = piece(leaf, rank)
         sent[owner, ends[owner] : ends[owner] + stop - start] = flat.buffers[layout.leaves[leaf].bucket][start:stop]
         ends[owner] += stop - start
-    received = group.all_to_all(sent, "leaves")
+    received = exchange_values(sent, group, "leaves")
     answers = torch.zeros_like(received)
     ends = [0] * group.size
     for leaf, owner in zip(leaves, owners, strict=True):
@@ -417,7 +420,7 @@ def _map_shards(flat: Flat, out: Flat, fn: Callable[[Tensor], Tensor], buckets: 
         for holder, (part, numel) in enumerate(zip(result.split(lengths), lengths, strict=True)):
             answers[holder, ends[holder] : ends[holder] + numel] = part
             ends[holder] += numel
-    returned = group.all_to_all(answers, "leaves")
+    returned = exchange_values(answers, group, "leaves")
     ends = [0] * group.size
     for leaf, owner in zip(leaves, owners, strict=True):
         start, stop = piece(leaf, rank)
@@ -492,4 +495,4 @@ def _squares(flat: Flat) -> Tensor:
     mine = torch.stack(pieces)
     # One row for each rank: bins are added, infinities and NaNs too, in a column of their own.
     row = torch.cat([mine[:, :-1].sum(0), mine[:, -1].contiguous().view(torch.float64).sum().view(1).view(torch.int64)])
-    return flat.group.all_gather(row, "norm")
+    return gather_values(row, flat.group, "norm")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zfun import ops, stores, tree
-from zfun.collectives import Group
+from zfun.collectives import Group, gather_values, global_ranks, is_symmetric, mesh_of
 from zfun.errors import NonFiniteError, OptionError, checked_options
 from zfun.flat import Flat, call_site, consume, flats, global_norm, local_shards, ravel, unravel
 from zfun.layout import DEFAULT_BUCKET_BYTES
@@ -20,7 +20,6 @@ from zfun.optim import LossScale, LossScaleState, Optimizer, as_optimizer, dynam
 from zfun.placement import P, Placement, R
 from zfun.stores import Store
 from zfun.transforms import (
-    GradientFunction,
     ScheduleOptions,
     WeightedMean,
     accumulate,
@@ -225,7 +224,7 @@ def zero(
     policy = policy_of(precision)
     scaler = policy.loss_scale if isinstance(policy.loss_scale, LossScale) else None
     rule = _optimizer_of(stage, optimizer, group, bucket_bytes, offload_optimizer, policy.master)
-    place = functools.partial(shard, persistence=persistence) if stage == 3 else _lent if stage and group.mesh.lends else replicate
+    place = _placed_at(stage, group, persistence)
     composed: list[tuple[tuple[Flat | None, int], Gradient]] = []
 
     def gradient_of(frozen: Flat | None, scale: float, summed: int) -> Gradient:
@@ -253,11 +252,11 @@ def zero(
     def step(state: ZeroState, batch: Any) -> tuple[ZeroState, StepInfo]:
         scale = 1.0 if state.loss_scale is None else float(state.loss_scale.scale)
         # An optimizer that sums by itself is given what there is to sum: backward leaves it alone.
-        terms = group.mesh.size > 1 and rule.takes_terms(state.opt_state)
+        terms = mesh_of(group).size > 1 and rule.takes_terms(state.opt_state)
         value, grads = gradient_of(state.frozen, scale, 1 if terms else stage)(state.params, batch)
         loss, aux = value if type(value) is tuple else (value, None)
         loss = loss.mean if isinstance(loss, WeightedMean) else loss
-        grads = _delivered(grads, P if terms else rule.placement or R, group, borrow=scale == 1.0)
+        grads = _delivered(grads, P if terms else rule.placement or R, group)
         # By the scale that backward used, and after the sum: what float16 can send scaled may be too small for it unscaled.
         grads = grads if scale == 1.0 else _unscaled(grads, scale)
         norm = _norm(grads)
@@ -270,7 +269,7 @@ def zero(
                     f"gradients must be finite; {state.num_skipped + 1} steps in a row had some that were not, now first in leaf "
                     f"{bad_leaf!r}; "
                     "lower the learning rate, clip, or look at that leaf; the state is as it was",
-                    rank=group.numbers[group.rank],
+                    rank=global_ranks(group)[group.rank],
                     step=state.step,
                     leaf=bad_leaf,
                 )
@@ -294,9 +293,16 @@ def zero(
 _offload_optimizer, _offload_params, _offload_loss, _offload_grads = offload_optimizer, offload_params, offload_loss, offload_grads
 
 
-def _lent(params: tree.Tree, group: Group, **options: Any) -> Flat:
-    """Replicate a tree over ranks that lend each other memory: each keeps its own part, which it is going to update."""
-    return redistribute(shard(params, group, **options), R, group, name="params", borrow=True)
+def _placed_at(stage: int, group: Group, persistence: int) -> Callable[..., Flat]:
+    """Return the function that places parameters at a stage."""
+    if stage == 3:
+        return functools.partial(shard, persistence=persistence)
+    return _replicate_in_place if stage and is_symmetric(mesh_of(group)) else replicate
+
+
+def _replicate_in_place(params: tree.Tree, group: Group, **options: Any) -> Flat:
+    """Replicate a tree over ranks that share memory: each rank owns the part that it updates."""
+    return redistribute(shard(params, group, **options), R, group, name="params", zero_copy=True)
 
 
 def _check_knobs(stage: int, knobs: ScheduleOptions) -> None:
@@ -383,17 +389,16 @@ def _unrounded(flat: Flat, exact: tree.Tree, dtype: torch.dtype | None) -> Flat:
     return redistribute(whole, flat.placement, flat.group, name="params", donate=True)
 
 
-def _delivered(grads: Flat, placement: Placement, group: Group, *, borrow: bool) -> Flat:
+def _delivered(grads: Flat, placement: Placement, group: Group) -> Flat:
     """Bring gradients to where the optimizer takes them."""
     if placement is P:
         return stores.resident(grads)
-    # Gradients that are only read from here on need not be this rank's own. Others become new ones before their norm is taken.
-    return redistribute(grads, placement, group, name="grads", donate=True, borrow=borrow)
+    return redistribute(grads, placement, group, name="grads", donate=True)
 
 
 def _norm(grads: Flat) -> Tensor:
     """The norm of gradients over all ranks; of terms that nobody has summed the sum of their norms, which it does not exceed."""
-    return grads.group.all_gather(global_norm(unravel(grads)), "norm").sum() if grads.placement is P else global_norm(grads)
+    return gather_values(global_norm(unravel(grads)), grads.group, "norm").sum() if grads.placement is P else global_norm(grads)
 
 
 def _unscaled(grads: Flat, scale: float) -> Flat:
@@ -447,15 +452,12 @@ def _gradient(
     *,
     once: bool,
 ) -> Gradient:
-    vg: Gradient = data_parallel(value_and_grad(loss), group.mesh, reduce_dtype=policy.reduce, bucket_bytes=bucket_bytes, wire=wire)
+    vg: Gradient = data_parallel(value_and_grad(loss), mesh_of(group), reduce_dtype=policy.reduce, bucket_bytes=bucket_bytes, wire=wire)
     if stage >= 2:
         vg = shard_grads(vg, group)
     elif stage == 0 and once:
         # Whole gradients of several micro-batches are added before they are summed over the ranks.
-        vg = replicate_grads(vg, group.mesh)
-    if isinstance(vg, GradientFunction):
-        # What is added up or divided by a scale is written to.
-        vg = replace(vg, borrows=once and policy.loss_scale is None and group is group.mesh)
+        vg = replicate_grads(vg, mesh_of(group))
     return vg if store is None else _offload_grads(vg, store)
 
 
@@ -480,5 +482,5 @@ def _first_bad_leaf(grads: Flat) -> str | None:
         ends = torch.tensor([layout.leaves[leaf].offset for leaf in leaves[1:]], dtype=torch.int64, device=bad.device)
         # Leaves need not lie in the order of the tree.
         first = min([first, *(leaves[place] for place in torch.bucketize(bad, ends, right=True).unique().tolist())])
-    first = int(group.all_gather(torch.tensor([first], device=layout.device), "first bad leaf").min())
+    first = int(gather_values(torch.tensor([first], device=layout.device), group, "first bad leaf").min())
     return layout.leaves[first].path if first < len(layout.leaves) else None

@@ -14,9 +14,22 @@ import zfun as zf
 from tests import models
 from tests.distributed import branches
 from zfun import optim
-from zfun.collectives import AllGather, AllReduce, AllToAll, Broadcast, Call, Lane, Permute, Reduce, ReduceScatter
-from zfun.collectives import _meeting as meeting
+from zfun.collectives import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Call,
+    Lane,
+    Permute,
+    Reduce,
+    ReduceScatter,
+    axis_of,
+    barrier,
+    gather_values,
+)
 from zfun.collectives import _process as process
+from zfun.collectives.shm import _rendezvous as rendezvous
 from zfun.errors import CollectiveMismatch, PeerLost
 from zfun.testing import assert_same_bits
 
@@ -64,24 +77,24 @@ def branching(group: zf.Group) -> Any:
         for step in batches:
             state, _ = z.step(state, step[group.rank])
         found.append(z.params(state))
-        assert_same_bits(found[-1], found[0], f"stage {stage} over {over.axis or 'all'} and data parallelism")
+        assert_same_bits(found[-1], found[0], f"stage {stage} over {axis_of(over) or 'all'} and data parallelism")
     return found[0]
 
 
 def dies_in_a_row(group: zf.Group) -> None:
     """Rank 3 is killed; its row and its column wait for it."""
     mesh = zf.split(group, inner=2)
-    mesh.barrier()
+    barrier(mesh)
     if group.rank == 3:
         os.kill(os.getpid(), signal.SIGKILL)
-    mesh.all_gather(torch.tensor(group.rank), "after")
+    gather_values(torch.tensor(group.rank), mesh, "after")
 
 
 def _on_two_hosts(group: zf.Group) -> zf.Group:
     """A group of the same ranks, which believe that the first two are on one host and the others on another."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (meeting, process):
-            patch.setattr(module, "_host", lambda: f"host {group.rank // 2}")
+        for module in (rendezvous, process):
+            patch.setattr(module, "host_name", lambda: f"host {group.rank // 2}")
         return zf.process_group(dist.group.WORLD, timeout_s=20.0)
 
 
@@ -117,7 +130,7 @@ def over_two_hosts(group: zf.Group) -> Any:
 def dies_on_a_host(group: zf.Group) -> None:
     """Rank 3 is killed while all are in a collective that goes over hosts."""
     made = _on_two_hosts(group)
-    made.barrier()
+    barrier(made)
     if group.rank == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     made.start(Call(AllReduce(), "after"), torch.ones(5000)).wait()

@@ -14,6 +14,7 @@ from torch import Tensor
 import zfun as zf
 from tests import models, reference
 from zfun import optim
+from zfun.collectives import axis_of, mesh_of
 from zfun.testing import assert_same_bits
 
 LR, STEPS = 0.05, 3
@@ -59,7 +60,7 @@ def in_one_process(name: str, size: int) -> dict[str, Tensor]:
 def trained(optimizer: optim.Optimizer, stage: int, group: zf.Group, rank: int, **options: Any) -> Any:
     z = zf.zero(stage, models.mlp_loss, optimizer, group, bucket_bytes=100 + 200 * stage, **options)
     state = z.init(models.mlp(num_layers=2))
-    for batches in models.mlp_batches(STEPS, group.mesh.size):
+    for batches in models.mlp_batches(STEPS, mesh_of(group).size):
         state, _ = z.step(state, batches[rank])
     return z.params(state)
 
@@ -101,7 +102,7 @@ def over_a_mesh(group: zf.Group, inner: int, names: Sequence[str], chosen: slice
         places = places_of(name, mesh)[chosen]
         runs = [trained(OPTIMIZERS[name], stage, over, group.rank, **options) for stage, over, options in places]
         for (stage, over, _), run in zip(places, runs, strict=True):
-            assert_same_bits(run, runs[0], f"{name} at stage {stage} over {over.axis or 'all'} and at stage {places[0][0]}")
+            assert_same_bits(run, runs[0], f"{name} at stage {stage} over {axis_of(over) or 'all'} and at stage {places[0][0]}")
         check_near(runs[0], in_one_process(name, group.size), f"{name} on a mesh of {group.size} ranks and on one")
         found[name] = runs[0]
     return found

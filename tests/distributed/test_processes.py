@@ -38,6 +38,7 @@ from zfun.collectives import (
     Workers,
     agree,
     all_gather,
+    barrier,
     checked,
     process_group,
     record,
@@ -240,7 +241,7 @@ def _torch_groups(group: Group) -> list[tuple[int, int, float]]:
             seen.append((made.rank, made.size, total))
     if group.rank < 2:
         with process_group(subgroup) as made:
-            made.barrier()
+            barrier(made)
     else:
         with pytest.raises(OptionError, match="not a rank of the given group"):
             process_group(subgroup)

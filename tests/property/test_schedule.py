@@ -18,7 +18,7 @@ import zfun as zf
 from tests import models
 from tests.conftest import examples
 from zfun import optim
-from zfun.collectives import Call
+from zfun.collectives import Call, mesh_of
 from zfun.testing import assert_same_bits, same_bits
 from zfun.transforms import Event, Noted, Profile, Schedule, Trace, TracedBucket
 
@@ -351,7 +351,7 @@ def test_what_is_explained_is_sent_on_every_axis(
 
     abstract: Any = zf.abstract_group(inner * outer)
     _, group, secondary = where(abstract if over == "group" else zf.split(abstract, inner))
-    options = in_bound({**options, "max_live": None}, params, group.mesh.size, bucket_bytes)
+    options = in_bound({**options, "max_live": None}, params, mesh_of(group).size, bucket_bytes)
     precision = zf.Precision(compute=compute)
     loss = with_table if compute is None else zf.cast(with_table, compute)
     layout: dict[str, Any] = {"bucket_bytes": bucket_bytes, "persistence": options["persistence"]}

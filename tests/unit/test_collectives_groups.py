@@ -6,7 +6,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -31,11 +31,19 @@ from zfun.collectives import (
     ReduceScatter,
     abstract_group,
     agree,
+    allocate,
+    await_readers,
+    barrier,
     checked,
+    exchange_values,
+    gather_values,
+    global_ranks,
+    is_symmetric,
     process_group,
     record,
     simulate,
     single_group,
+    split,
 )
 from zfun.collectives._connections import holding_little
 from zfun.collectives._direct import _LaneThread
@@ -138,7 +146,7 @@ def test_no_launcher_is_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     with process_group() as group:
         assert (group.rank, group.size) == (0, 1)
-        group.barrier()
+        barrier(group)
 
 
 def test_half_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +177,7 @@ def test_the_recorder_counts() -> None:
     group = record(abstract_group(4))
     group.start(Call(AllGather(), "params", "bucket 0", Lane.PARAMS), torch.empty(10, dtype=torch.bfloat16))
     group.start(Call(ReduceScatter(), "grads", lane=Lane.GRADS), torch.empty(40)).wait()
-    group.barrier()
+    barrier(group)
     assert group.log[0] == Record("all_gather", "params", "bucket 0", Lane.PARAMS, 60, 10, torch.bfloat16)
     assert (group.bytes_sent("params"), group.bytes_sent("grads"), group.bytes_sent()) == (60, 120, 183)
     group.clear()
@@ -361,3 +369,23 @@ def test_connections_within_a_host_hold_little_and_only_those_that_are_made_so()
         assert made[1].recv(9) == b"as before"
         for connection in (*made, later_server):
             connection.close()
+
+
+def test_a_group_has_six_members() -> None:
+    members = {name for name in (*vars(Group), *Group.__annotations__) if not name.startswith("_")}
+    assert members == {"rank", "size", "start", "subgroup", "close", "allocate"}
+
+
+@pytest.mark.parametrize("wrap", [lambda group: group, record, checked, lambda group: split(group, 1).outer])
+def test_functions_over_a_group_take_any_group(wrap: Callable[[Group], Group]) -> None:
+    def main(plain: Group) -> None:
+        group = wrap(plain)
+        assert allocate(group, 5, torch.float64).shape == (5,)
+        await_readers(group, [torch.ones(1)])
+        assert list(global_ranks(group)) == [0, 1, 2]
+        assert not is_symmetric(group)
+        assert gather_values(torch.tensor(group.rank), group, "x").tolist() == [0, 1, 2]
+        rows = 10 * group.rank + torch.arange(3).view(3, 1)
+        assert exchange_values(rows, group, "x").view(-1).tolist() == [group.rank, 10 + group.rank, 20 + group.rank]
+
+    simulate(3, main)

@@ -20,6 +20,8 @@ from zfun.collectives import (
     Permute,
     Reduce,
     ReduceScatter,
+    barrier,
+    gather_values,
     simulate,
 )
 from zfun.errors import CollectiveMismatch, OptionError, PeerLost
@@ -93,7 +95,7 @@ def test_an_error_ends_all_and_comes_back_with_its_rank() -> None:
     def program(group: Group) -> None:
         if group.rank == 2:
             raise ValueError("bad batch")
-        group.barrier()
+        barrier(group)
 
     with pytest.raises(ValueError, match="bad batch") as caught:
         simulate(4, program)
@@ -104,7 +106,7 @@ def test_the_lowest_original_error_wins_over_its_consequences() -> None:
     def program(group: Group) -> None:
         if group.rank == 0:
             try:
-                group.barrier()
+                barrier(group)
             except PeerLost as error:
                 raise RuntimeError("consequence") from error
         raise ValueError(f"original {group.rank}")
@@ -120,7 +122,7 @@ def test_the_other_ranks_see_who_failed() -> None:
         if group.rank == 1:
             raise KeyError("leaf")
         try:
-            group.barrier()
+            barrier(group)
         except PeerLost as error:
             seen.append(str(error))
             raise
@@ -163,7 +165,7 @@ def test_different_tensors_are_a_mismatch(x: torch.Tensor) -> None:
 
 def test_a_rank_that_returns_early_is_an_error() -> None:
     with pytest.raises(PeerLost, match="rank 1 returned, while rank 0 waits for it in collective 0"):
-        simulate(2, lambda group: None if group.rank else group.barrier())
+        simulate(2, lambda group: None if group.rank else barrier(group))
 
 
 def test_a_collective_that_not_all_join_is_an_error_even_if_nobody_waits() -> None:
@@ -191,7 +193,7 @@ def test_an_interrupt_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     def program(group: Group) -> None:
         while True:
             time.sleep(0.001)
-            group.barrier()
+            barrier(group)
 
     monkeypatch.setattr(threading.Thread, "join", interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -199,8 +201,8 @@ def test_an_interrupt_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_simulations_nest() -> None:
-    inner = lambda group: int(group.all_gather(torch.tensor(group.rank), "inner").sum())
-    assert simulate(2, lambda group: [sum(simulate(3, inner)), int(group.all_gather(torch.tensor(1), "outer").sum())]) == [[9, 2]] * 2
+    inner = lambda group: int(gather_values(torch.tensor(group.rank), group, "inner").sum())
+    assert simulate(2, lambda group: [sum(simulate(3, inner)), int(gather_values(torch.tensor(1), group, "outer").sum())]) == [[9, 2]] * 2
 
 
 def test_ranks_inherit_grad_mode_and_context() -> None:

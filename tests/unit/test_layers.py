@@ -23,8 +23,8 @@ ORDER = [
     "tree",
     "placement",
     "layout",
-    "flat",
     "collectives",
+    "flat",
     "wire",
     "stores",
     "optim",
@@ -36,8 +36,6 @@ ORDER = [
     "cli",
     "__main__",
 ]
-# Imported for annotations only, under TYPE_CHECKING: a Flat names its group, which it never makes.
-ANNOTATIONS = {("flat", "collectives")}
 MODULES = sorted(ROOT.rglob("*.py"))
 
 
@@ -45,27 +43,17 @@ def layer(path: Path) -> str:
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
-def imports(path: Path) -> Iterator[tuple[str, bool]]:
-    """Every module that a file imports, anywhere in it, and whether under TYPE_CHECKING only."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    guarded = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        for part in node.body
-        for inner in ast.walk(part)
-    }
-    for node in ast.walk(tree):
+def imports(path: Path) -> Iterator[str]:
+    """Every module that a file imports, anywhere in it."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            for name in node.names:
-                yield name.name, id(node) in guarded
+            yield from (name.name for name in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: imports are absolute"
             if node.module == "zfun":
-                for name in node.names:
-                    yield f"zfun.{name.name}", id(node) in guarded
+                yield from (f"zfun.{name.name}" for name in node.names)
             else:
-                yield node.module or "", id(node) in guarded
+                yield node.module or ""
 
 
 def test_every_module_has_a_place() -> None:
@@ -77,15 +65,13 @@ def test_a_module_imports_only_what_stands_above_it(path: Path) -> None:
     here = layer(path)
     if here == "__init__":
         return
-    for name, guarded in imports(path):
+    for name in imports(path):
         if not name.startswith("zfun"):
             continue
         parts = name.split(".")
         there = parts[1] if len(parts) > 1 else ""
         if there not in ORDER:  # the package itself: what users import
             assert here in ("demo", "cli", "__main__"), f"{path} imports the package"
-            continue
-        if guarded and (here, there) in ANNOTATIONS:
             continue
         assert ORDER.index(there) <= ORDER.index(here), f"{here} imports {there}, which stands below it"
         if here != there and len(parts) > 2 and there != "ops":
@@ -123,24 +109,24 @@ def modules_of(path: Path, names: Mapping[str, Path]) -> Iterator[str]:
 
 
 def test_one_module_imports_optree() -> None:
-    found = {layer(path) for path in MODULES for name, _ in imports(path) if name.split(".")[0] == "optree"}
+    found = {layer(path) for path in MODULES for name in imports(path) if name.split(".")[0] == "optree"}
     assert found == {"tree"}
 
 
 def test_only_testing_imports_hypothesis() -> None:
-    found = {layer(path) for path in MODULES for name, _ in imports(path) if name.split(".")[0] == "hypothesis"}
+    found = {layer(path) for path in MODULES for name in imports(path) if name.split(".")[0] == "hypothesis"}
     assert found == {"testing"}
 
 
 def test_optimizers_know_nothing_of_ranks() -> None:
     for path in (ROOT / "optim").rglob("*.py"):
-        for name, _ in imports(path):
+        for name in imports(path):
             assert not name.startswith(("zfun.collectives", "zfun.transforms", "torch.distributed"))
 
 
 def test_kernels_know_tensors_and_integers_only() -> None:
     for path in (ROOT / "ops").rglob("*.py"):
-        for name, _ in imports(path):
+        for name in imports(path):
             assert not name.startswith("zfun") or name.startswith("zfun.ops"), f"{path} imports {name}"
 
 

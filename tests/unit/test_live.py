@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 import zfun as zf
 from tests.conftest import examples
 from zfun import ops, tree
-from zfun.collectives import Call, Group, Pending
+from zfun.collectives import Call, Group, Pending, mesh_of
 from zfun.flat import flats
 from zfun.live import Held, Live
 from zfun.optim import as_optimizer
@@ -170,8 +170,12 @@ class Echo(Group):
         self.rank, self.size = 0, size
         self.gathered = "gathered" if stage == 3 else "params"
 
-    def buffer(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-        out = super().buffer(numel, dtype, device)
+    @property
+    def allocate(self) -> Any:
+        return self._allocate
+
+    def _allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        out = torch.empty(numel, dtype=dtype, device=device)
         if self.meter is not None:
             self.meter.follow(out, maker="buffer")
         return out
@@ -400,7 +404,8 @@ def measured(case: Case) -> tuple[tuple[Held, Held], list[tuple[Held, Held]]]:
         return echoes[-1]
 
     group, secondary = grouped(case, make, EchoMesh)
-    watched = [*echoes, group.mesh] if isinstance(group.mesh, EchoMesh) else echoes
+    mesh = mesh_of(group)
+    watched = [*echoes, mesh] if isinstance(mesh, EchoMesh) else echoes
     options: dict[str, Any] = {**dict(case.knobs), **dict.fromkeys(case.offload, store)}
     wires: dict[str, Any] = wires_of(case)
     z = zf.zero(

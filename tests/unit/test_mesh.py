@@ -13,8 +13,7 @@ from torch import Tensor
 import zfun as zf
 from tests import models
 from zfun import optim
-from zfun.collectives import AllGather, AllReduce, Broadcast, Call, Permute, Reduce
-from zfun.collectives._group import Wrapper
+from zfun.collectives import AllGather, AllReduce, Broadcast, Call, Permute, Reduce, barrier
 from zfun.errors import OptionError, PeerLost, PlacementError, SpecMismatch
 from zfun.testing import assert_same_bits
 
@@ -121,8 +120,8 @@ def test_a_group_that_is_recorded_records_its_parts() -> None:
     def main(group: zf.Group) -> None:
         recorded = zf.record(group)
         mesh = zf.split(recorded, inner=INNER)
-        mesh.barrier()
-        recorded.barrier()
+        barrier(mesh)
+        barrier(recorded)
         mesh.start(Call(Permute(tuple(range(SIZE)))), torch.ones(1)).wait()
         assert [(entry.axis, entry.kind) for entry in recorded.log] == [
             ("outer", "all_gather"),
@@ -227,8 +226,8 @@ def test_an_end_in_one_row_ends_the_others() -> None:
         mesh = zf.split(group, inner=2)
         if group.rank == 3:
             raise ValueError("row 1 fails")
-        mesh.outer.barrier()
-        mesh.inner.barrier()
+        barrier(mesh.outer)
+        barrier(mesh.inner)
 
     with pytest.raises(ValueError, match="row 1 fails"):
         zf.simulate(4, main)
@@ -236,7 +235,7 @@ def test_an_end_in_one_row_ends_the_others() -> None:
     def leaves(group: zf.Group) -> None:
         mesh = zf.split(group, inner=2)
         if group.rank != 3:
-            mesh.inner.barrier()
+            barrier(mesh.inner)
 
     with pytest.raises(PeerLost, match=r"rank 3 returned"):
         zf.simulate(4, leaves)
@@ -298,33 +297,6 @@ def test_errors_of_groups() -> None:
         zf.simulate(4, by_hand)
     with pytest.raises(OptionError, match="has the ranks of the mesh, row after row"):
         zf.simulate(2, lambda group: zf.Mesh(group, zf.abstract_group(2), group))
-
-
-class Resting(Wrapper):
-    """Notes what is said to rest."""
-
-    def __init__(self, group: zf.Group) -> None:
-        super().__init__(group)
-        self.rested: list[torch.Tensor] = []
-
-    def start(self, call: Call, x: torch.Tensor, out: torch.Tensor | None = None) -> Any:
-        return self._group.start(call, x, out)
-
-    def rest(self, x: torch.Tensor) -> None:
-        self.rested.append(x)
-        super().rest(x)
-
-
-def test_what_rests_is_told_to_every_group_of_a_mesh() -> None:
-    inner, outer, whole = (Resting(zf.abstract_group(size)) for size in (INNER, OUTER, SIZE))
-    mesh = zf.Mesh(inner, outer, whole)
-    first, second = torch.ones(1), torch.ones(1)
-    mesh.rest(first)
-    mesh.inner.rest(second)
-    assert [[x is first for x in group.rested] for group in (inner, outer, whole)] == [[True, False], [True], [True]]
-    # One of two groups has no group of all.
-    zf.Mesh(inner, outer).rest(first)
-    assert [len(group.rested) for group in (inner, outer)] == [3, 2]
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 5])

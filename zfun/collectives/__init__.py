@@ -22,9 +22,9 @@ from zfun.collectives._abstract import abstract_group
 from zfun.collectives._agree import Entry, agree
 from zfun.collectives._calls import AllGather, AllReduce, AllToAll, Broadcast, Call, Lane, Op, Permute, Reduce, ReduceScatter
 from zfun.collectives._checked import checked
-from zfun.collectives._group import Group
+from zfun.collectives._group import Group, allocate, await_readers, global_ranks, is_checked, is_symmetric
 from zfun.collectives._launch import Workers, spawn
-from zfun.collectives._mesh import Mesh, check_shardable, split, start_reduce_scatter_over
+from zfun.collectives._mesh import Mesh, axis_of, check_shardable, mesh_of, split, start_reduce_scatter_over
 from zfun.collectives._pending import Pending
 from zfun.collectives._primitives import (
     all_gather,
@@ -45,6 +45,7 @@ from zfun.collectives._process import process_group
 from zfun.collectives._record import MeshRecorder, Record, Recorder, record
 from zfun.collectives._simulate import simulate
 from zfun.collectives._single import single_group
+from zfun.collectives._values import barrier, exchange_values, gather_values
 
 __all__ = [
     "AllGather",
@@ -70,9 +71,19 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "allocate",
+    "await_readers",
+    "axis_of",
+    "barrier",
     "broadcast",
     "check_shardable",
     "checked",
+    "exchange_values",
+    "gather_values",
+    "global_ranks",
+    "is_checked",
+    "is_symmetric",
+    "mesh_of",
     "permute",
     "process_group",
     "record",

@@ -54,7 +54,8 @@ def abstract_group(size: int, rank: int = 0) -> Group:
 
     Example:
         >>> import torch
-        >>> abstract_group(4096).all_gather(torch.empty(3, device="meta"), "params").shape
+        >>> from zfun.collectives import gather_values
+        >>> gather_values(torch.empty(3, device="meta"), abstract_group(4096), "params").shape
         torch.Size([4096, 3])
     """
     if not 0 <= rank < size:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zfun.collectives._group import Group
+from zfun.collectives._group import Group, global_ranks
+from zfun.collectives._values import gather_values
 from zfun.errors import SpecMismatch
 
 __all__ = ["Entry", "agree"]
@@ -55,21 +56,22 @@ def agree(entries: Sequence[Entry], group: Group, what: str) -> None:
         all ranks must hold the same params; leaf w is (3,) float32 on rank 0 and (4,) float32 on rank 1
     """
     text = json.dumps([[entry.path, entry.description, str(entry.fingerprint)] for entry in entries]).encode()
-    digests = group.all_gather(_as_tensor(hashlib.sha256(text).digest()), "digest")
+    digests = gather_values(_as_tensor(hashlib.sha256(text).digest()), group, "digest")
     if bool((digests == digests[0]).all()):
         return
-    lengths = group.all_gather(torch.tensor(len(text)), "digest lengths")
+    lengths = gather_values(torch.tensor(len(text)), group, "digest lengths")
     padded = text.ljust(int(lengths.max()), b" ")
-    texts = group.all_gather(_as_tensor(padded), "digest texts")
-    # People know the ranks by the numbers of the group that they started with.
-    order = sorted(range(group.size), key=group.numbers.__getitem__)
-    numbers = [group.numbers[rank] for rank in order]
+    texts = gather_values(_as_tensor(padded), group, "digest texts")
+    # Messages use the numbers of the group that was split.
+    known = global_ranks(group)
+    order = sorted(range(group.size), key=known.__getitem__)
+    numbers = [known[rank] for rank in order]
     sides = [[Entry(*fields) for fields in json.loads(bytes(texts[rank].tolist()))] for rank in order]
     differences = _differences(sides, numbers)
     more = f" (and {len(differences) - _SHOWN} more)" if len(differences) > _SHOWN else ""
     first = differences[0][0] if differences else None
     listed = "; ".join(difference for _, difference in differences[:_SHOWN])
-    raise SpecMismatch(f"all ranks must hold the same {what}; {listed}{more}", rank=group.numbers[group.rank], leaf=first)
+    raise SpecMismatch(f"all ranks must hold the same {what}; {listed}{more}", rank=known[group.rank], leaf=first)
 
 
 def _as_tensor(data: bytes) -> Tensor:

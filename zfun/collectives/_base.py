@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from zfun.collectives._group import Group, own_part
 from zfun.collectives._monitor import Monitor, different
-from zfun.collectives._shared import Disagreement, TransportError
 from zfun.collectives._single import single_group
+from zfun.collectives.shm._mailbox import Mismatch, TransportError
 from zfun.errors import OptionError, ZfunError
 
 __all__ = ["MakePart", "ProcessGroup", "first_line", "transport_errors"]
@@ -44,21 +44,17 @@ class ProcessGroup(Group):
         self._store = store
         self._timeout_s = timeout_s
         self._on_close = on_close
-        self._numbers = range(size) if numbers is None else numbers
+        self.global_ranks = range(size) if numbers is None else numbers
         self._subgroups: list[ProcessGroup] = []
         self._num_subgroups = 0
         # Messages name ranks as people know them.
-        self._monitor = Monitor(store, self._numbers[rank], self._numbers, self._interrupt)
+        self._monitor = Monitor(store, self.global_ranks[rank], self.global_ranks, self._interrupt)
         self._failure: ZfunError | None = None
         self._closed = False
         self._previous_hook = sys.excepthook
         self._hook = self._on_uncaught
         sys.excepthook = self._hook
         atexit.register(self.close)
-
-    @property
-    def numbers(self) -> Sequence[int]:
-        return self._numbers
 
     def subgroup(self, parts: Sequence[Sequence[int]], name: str = "") -> Group:
         self._check_open()
@@ -76,7 +72,7 @@ class ProcessGroup(Group):
             return None
         if self.make_part is None:
             raise OptionError("a group over mpi cannot be divided; make torch groups of its parts and put them together with zf.Mesh()")
-        return self.make_part(store, ranks.index(self.rank), len(ranks), [self._numbers[rank] for rank in ranks])
+        return self.make_part(store, ranks.index(self.rank), len(ranks), [self.global_ranks[rank] for rank in ranks])
 
     def close(self) -> None:
         if self._closed:
@@ -119,7 +115,7 @@ class ProcessGroup(Group):
         """Let go of what the kind of group holds."""
 
     def _number_of(self, peer: int | None) -> int | None:
-        return None if peer is None else self._numbers[peer]
+        return None if peer is None else self.global_ranks[peer]
 
     def _check_open(self) -> None:
         if self._closed:
@@ -136,9 +132,9 @@ class ProcessGroup(Group):
             if self._failure is None:
                 self._failure = self._monitor.explain(self._number_of(error.peer), str(error), f"collective {index} of its lane ({text})")
             raise self._failure from error
-        except Disagreement as error:
+        except Mismatch as error:
             if self._failure is None:
-                verdict = different(index, (self._numbers[self.rank], text), (self._numbers[error.peer], error.text))
+                verdict = different(index, (self.global_ranks[self.rank], text), (self.global_ranks[error.peer], error.text))
                 self._failure = self._monitor.conclude(verdict, f"collective {index} of its lane ({text})")
             raise self._failure from error
         finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, TypeAlias
 
 import torch
@@ -204,15 +204,15 @@ class Call:
         name: what is sent ("params", "grads", "loss", ...). Ranks must agree on it.
         part: which bucket or leaves, for error messages. Ranks must agree on it.
         lane: the order in which the call takes part.
-        borrow: the result of an all-gather or an all-reduce is only read, and may share memory with what the ranks gave, which is only read
-            from then on too, until ``Group.await_readers``; the input of an all-reduce is given up. The bits are the same.
+        zero_copy: the result of an all-gather may show the inputs of the ranks where they lie. Nobody writes to the result, nor to an
+            input before ``await_readers``. Groups without shared memory return a fresh tensor. Ranks need not agree on it.
     """
 
     op: Op
     name: str = ""
     part: str = ""
     lane: Lane = Lane.CONTROL
-    borrow: bool = False
+    zero_copy: bool = field(default=False, compare=False)
 
 
 def describe(call: Call, numel: int, dtype: torch.dtype) -> str:
@@ -226,8 +226,7 @@ def describe(call: Call, numel: int, dtype: torch.dtype) -> str:
     """
     name = f" {call.name!r}" if call.name else ""
     part = f" ({call.part})" if call.part else ""
-    borrowed = ", borrowed" if call.borrow else ""
-    return f"{call.op}{name}{part} of {numel} {str(dtype).removeprefix('torch.')} on lane {call.lane.name}{borrowed}"
+    return f"{call.op}{name}{part} of {numel} {str(dtype).removeprefix('torch.')} on lane {call.lane.name}"
 
 
 def _shortened(ranks: Iterable[int]) -> str:

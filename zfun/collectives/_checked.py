@@ -23,13 +23,11 @@ _LABEL_BYTES = 256
 class _CheckedGroup(Wrapper):
     """Before each collective the ranks send each other a label of fixed size. Made by :func:`checked`."""
 
+    is_checked = True
+
     def __init__(self, group: Group) -> None:
         super().__init__(group)
         self._counts = [0] * len(Lane)
-
-    @property
-    def debug(self) -> bool:
-        return True
 
     def start(self, call: Call, x: Tensor, out: Tensor | None = None) -> Pending:
         check_call(call, x, out, self.size)
@@ -37,8 +35,8 @@ class _CheckedGroup(Wrapper):
         self._counts[call.lane] += 1
         # The labels travel in the lane of the call, ahead of it, and are read when it is waited for: comparing them here would make lanes
         # wait for each other.
-        labels = self._group.start(Call(AllGather(), "label", lane=call.lane), _encoded(label))
-        pending = self._group.start(call, x, out)
+        labels = self.wrapped.start(Call(AllGather(), "label", lane=call.lane), _encoded(label))
+        pending = self.wrapped.start(call, x, out)
 
         def wait() -> Tensor:
             self._compare(labels.wait().view(self.size, _LABEL_BYTES))
@@ -47,10 +45,10 @@ class _CheckedGroup(Wrapper):
         return Pending(wait)
 
     def subgroup(self, parts: Sequence[Sequence[int]], name: str = "") -> Group:
-        return _CheckedGroup(self._group.subgroup(parts, name))
+        return _CheckedGroup(self.wrapped.subgroup(parts, name))
 
     def __repr__(self) -> str:
-        return f"checked({self._group!r})"
+        return f"checked({self.wrapped!r})"
 
     def _compare(self, labels: Tensor) -> None:
         if bool((labels == labels[0]).all()):
@@ -91,8 +89,8 @@ def checked(group: Group) -> Group:
 
     Example:
         >>> import torch
-        >>> from zfun.collectives import simulate
-        >>> simulate(2, lambda group: checked(group).all_gather(torch.tensor(group.rank), "rank").tolist())
+        >>> from zfun.collectives import gather_values, simulate
+        >>> simulate(2, lambda group: gather_values(torch.tensor(group.rank), checked(group), "rank").tolist())
         [[0, 1], [0, 1]]
     """
     return _CheckedGroup(group)

@@ -20,11 +20,13 @@ from torch import Tensor
 from zfun.collectives._base import ProcessGroup, first_line, transport_errors
 from zfun.collectives._calls import Call, Lane, Op, check_call, describe
 from zfun.collectives._exchange import Started, num_transfers, start_exchange
+from zfun.collectives._group import Allocate
 from zfun.collectives._hosts import Place, goes_over_hosts, num_messages, over_hosts
 from zfun.collectives._pending import Pending
-from zfun.collectives._shared import Disagreement, SharedMemory, TransportError
 from zfun.collectives._turns import interrupting_nobody
 from zfun.collectives._workspace import Workspace
+from zfun.collectives.shm._mailbox import Mismatch, TransportError
+from zfun.collectives.shm._memory import SharedMemory
 from zfun.errors import OptionError
 
 __all__ = ["ExchangeGroup", "HostsGroup"]
@@ -162,8 +164,13 @@ class ExchangeGroup(ProcessGroup):
 
         return Pending(wait)
 
-    def buffer(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-        return self._workspace.take(numel, dtype) if torch.device(device).type == "cpu" else super().buffer(numel, dtype, device)
+    @property
+    def allocate(self) -> Allocate | None:
+        return self._allocate
+
+    def _allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        # Fresh pages cost as much as a sum.
+        return self._workspace.take(numel, dtype) if device.type == "cpu" else torch.empty(numel, dtype=dtype, device=device)
 
     def _begin(self, call: Call, text: str, index: int, x: Tensor, out: Tensor) -> Callable[[], None]:
         """Start a collective; return what ends it."""
@@ -250,8 +257,8 @@ class HostsGroup(ExchangeGroup):
             memory.finish(memory.send(Call(op, call.name, call.part, call.lane), text, x, out))
         except TransportError as error:
             raise TransportError(None if error.peer is None else first + error.peer, str(error)) from error
-        except Disagreement as error:
-            raise Disagreement(first + error.peer, error.text) from error
+        except Mismatch as error:
+            raise Mismatch(first + error.peer, error.text) from error
 
     def _give_up(self) -> None:
         for memory in self._rows.values():

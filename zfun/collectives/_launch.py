@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from zfun.collectives._group import Group
 from zfun.collectives._process import process_group
+from zfun.collectives._values import barrier
 from zfun.errors import OptionError, PeerLost
 
 if TYPE_CHECKING:  # not every system has fork servers
@@ -265,7 +266,7 @@ def _serve(rank: int, size: int, port: int, connection: Connection, collective_t
 
 def _ready(group: Group) -> None:
     """Run on each rank first, so that the processes have met before the clock starts."""
-    group.barrier()
+    barrier(group)
 
 
 def _pickled_error(error: BaseException) -> bytes:

@@ -49,11 +49,11 @@ from zfun.collectives._calls import (
     ReduceScatter,
     check_call,
 )
-from zfun.collectives._group import Group, Wrapper
+from zfun.collectives._group import Group, Wrapper, global_ranks, is_checked, is_symmetric
 from zfun.collectives._pending import Pending
 from zfun.errors import OptionError, PlacementError, checked_options
 
-__all__ = ["Mesh", "check_shardable", "split", "start_reduce_scatter_over"]
+__all__ = ["Mesh", "axis_of", "check_shardable", "mesh_of", "split", "start_reduce_scatter_over"]
 
 # Up to here one message less is worth more than fewer bytes.
 _SHORT_BYTES = 4096
@@ -105,28 +105,16 @@ class _Axis(Wrapper):
     def __init__(self, group: Group, mesh: Mesh, axis: str, numbers: Sequence[int]) -> None:
         super().__init__(group)
         self.plain = group
-        self._mesh = mesh
-        self._axis = axis
-        self._numbers = numbers
-
-    @property
-    def mesh(self) -> Group:
-        return self._mesh
-
-    @property
-    def axis(self) -> str:
-        return self._axis
-
-    @property
-    def numbers(self) -> Sequence[int]:
-        return self._numbers
+        self.mesh = mesh
+        self.axis = axis
+        self.global_ranks = numbers
 
     def start(self, call: Call, x: Tensor, out: Tensor | None = None) -> Pending:
-        self._mesh._bring_forward(call.lane)
+        self.mesh._bring_forward(call.lane)
         return self.plain.start(call, x, out)
 
     def __repr__(self) -> str:
-        return f"<{self._axis} axis: rank {self.rank} of {self.size}>"
+        return f"<{self.axis} axis: rank {self.rank} of {self.size}>"
 
 
 class Mesh(Group):
@@ -143,19 +131,19 @@ class Mesh(Group):
 
     Example:
         >>> import torch
-        >>> from zfun.collectives import simulate
+        >>> from zfun.collectives import gather_values, simulate
         >>> def main(group):
         ...     row = group.subgroup([[0, 1], [2, 3]])
         ...     column = group.subgroup([[0, 2], [1, 3]])
         ...     mesh = Mesh(row, column)
-        ...     return mesh.rank, mesh.all_gather(torch.tensor(group.rank), "rank").tolist()
+        ...     return mesh.rank, gather_values(torch.tensor(group.rank), mesh, "rank").tolist()
         >>> simulate(4, main)
         [(0, [0, 2, 1, 3]), (2, [0, 2, 1, 3]), (1, [0, 2, 1, 3]), (3, [0, 2, 1, 3])]
     """
 
     def __init__(self, inner: Group, outer: Group, whole: Group | None = None) -> None:
         for name, group in (("inner", inner), ("outer", outer)):
-            if group.mesh is not group:
+            if mesh_of(group) is not group:
                 raise OptionError(f"the {name} axis is a group of its own; got an axis of another mesh; make a group of its ranks")
         if whole is not None and (whole.size != inner.size * outer.size or whole.rank != outer.rank * inner.size + inner.rank):
             raise OptionError(
@@ -165,26 +153,25 @@ class Mesh(Group):
         self.rank = inner.rank * outer.size + outer.rank
         self.size = inner.size * outer.size
         self._whole = whole
-        self._numbers: Sequence[int] = range(self.size)
+        self.global_ranks: Sequence[int] = range(self.size)
         row, column = range(inner.size), range(outer.size)
         if whole is not None:
-            self._numbers = [whole.numbers[o * inner.size + i] for i in row for o in column]
-        self.inner: Group = _Axis(inner, self, "inner", [self._numbers[i * outer.size + outer.rank] for i in row])
-        self.outer: Group = _Axis(outer, self, "outer", [self._numbers[inner.rank * outer.size + o] for o in column])
+            known = global_ranks(whole)
+            self.global_ranks = [known[o * inner.size + i] for i in row for o in column]
+        self.inner: Group = _Axis(inner, self, "inner", [self.global_ranks[i * outer.size + outer.rank] for i in row])
+        self.outer: Group = _Axis(outer, self, "outer", [self.global_ranks[inner.rank * outer.size + o] for o in column])
         self._plain = {"inner": inner, "outer": outer}
         self._queues: dict[Lane, collections.deque[_Running]] = {lane: collections.deque() for lane in Lane}
 
     @property
-    def debug(self) -> bool:
-        return self.inner.debug
+    def is_checked(self) -> bool:
+        """Whether the axes look for mistakes."""
+        return is_checked(self.inner)
 
     @property
-    def lends(self) -> bool:
-        return self.inner.lends or self.outer.lends
-
-    @property
-    def numbers(self) -> Sequence[int]:
-        return self._numbers
+    def is_symmetric(self) -> bool:
+        """Whether ranks of an axis read each other's memory."""
+        return is_symmetric(self.inner) or is_symmetric(self.outer)
 
     def start(self, call: Call, x: Tensor, out: Tensor | None = None) -> Pending:
         check_call(call, x, out, self.size)
@@ -229,12 +216,6 @@ class Mesh(Group):
         """Call a function on the group of each axis and on that of all ranks, with the name of the axis; return what a mesh is made of."""
         whole = None if self._whole is None else fn(self._whole, "")
         return fn(self._plain["inner"], "inner"), fn(self._plain["outer"], "outer"), whole
-
-    def rest(self, x: Tensor) -> None:
-        # Its own results are nobody else's memory; those of its groups may be.
-        for group in (*self._plain.values(), self._whole):
-            if group is not None:
-                group.rest(x)
 
     def close(self) -> None:
         for group in self._plain.values():
@@ -374,11 +355,46 @@ def split(group: Group, inner: int) -> Mesh:
     """
     if inner < 1 or group.size % inner:
         raise OptionError(f"split() puts as many ranks in every row; got {group.size} ranks and inner={inner}; use a divisor")
-    if group.mesh is not group or isinstance(group, Mesh):
+    if mesh_of(group) is not group or isinstance(group, Mesh):
         raise OptionError(f"split() takes a group without axes; got {group!r}; split the group that it was made of")
     rows = [range(first, first + inner) for first in range(0, group.size, inner)]
     columns = [range(place, group.size, inner) for place in range(inner)]
     return Mesh(group.subgroup(rows, "inner"), group.subgroup(columns, "outer"), group)
+
+
+def mesh_of(group: Group) -> Group:
+    """Return the mesh that a group is an axis of, or else the group itself.
+
+    Args:
+        group: any group.
+
+    Returns:
+        A group of all ranks.
+
+    Example:
+        >>> from zfun.collectives import abstract_group
+        >>> mesh = split(abstract_group(6), inner=3)
+        >>> mesh_of(mesh.inner) is mesh, mesh_of(mesh) is mesh
+        (True, True)
+    """
+    return group.mesh if isinstance(group, _Axis) else group
+
+
+def axis_of(group: Group) -> str:
+    """Return the name of an axis of a mesh: ``"inner"``, ``"outer"``, or ``""`` for other groups.
+
+    Args:
+        group: any group.
+
+    Returns:
+        The name.
+
+    Example:
+        >>> from zfun.collectives import abstract_group
+        >>> axis_of(split(abstract_group(6), inner=3).inner)
+        'inner'
+    """
+    return group.axis if isinstance(group, _Axis) else ""
 
 
 def check_shardable(group: Group, what: str) -> None:
@@ -395,7 +411,7 @@ def check_shardable(group: Group, what: str) -> None:
         >>> from zfun.collectives import abstract_group
         >>> check_shardable(split(abstract_group(6), inner=3).inner, "shard()")
     """
-    if group.axis == "outer":
+    if axis_of(group) == "outer":
         raise PlacementError(f"{what} shards over a mesh or its inner axis; got its outer axis, which replicates; pass mesh.inner")
 
 
@@ -420,7 +436,7 @@ def start_reduce_scatter_over(group: Group, call: Call, x: Tensor, out: Tensor |
         >>> simulate(4, main)
         [4, 40, 4, 40]
     """
-    mesh = group.mesh
+    mesh = mesh_of(group)
     if group is not mesh and isinstance(mesh, Mesh):
         return mesh.reduce_scatter_inner(call, x)
     return group.start(call, x, out)

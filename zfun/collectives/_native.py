@@ -76,7 +76,7 @@ class NativeGroup(ProcessGroup):
 
     def _part(self, store: dist.Store, ranks: Sequence[int]) -> ProcessGroup:
         # One rank has communicators too: torch names them by how many a rank has, and so all must have as many.
-        numbers = [self._numbers[rank] for rank in ranks]
+        numbers = [self.global_ranks[rank] for rank in ranks]
         settings = (self._torch_group, store, ranks.index(self.rank), len(ranks), self._timeout_s, None, numbers)
         return NativeGroup(*settings, ranks=[self._ranks[rank] for rank in ranks])
 

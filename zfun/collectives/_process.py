@@ -6,25 +6,24 @@ import atexit
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, final
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from zfun.collectives._base import ProcessGroup
-from zfun.collectives._calls import Call, Lane, check_call, describe
+from zfun.collectives._calls import Lane
 from zfun.collectives._checked import checked
 from zfun.collectives._connections import holding_little
 from zfun.collectives._direct import ExchangeGroup, HostsGroup
 from zfun.collectives._group import Group
-from zfun.collectives._meeting import _exchange_texts, _host, meet
 from zfun.collectives._native import NativeGroup
-from zfun.collectives._pending import Pending
-from zfun.collectives._shared import Disagreement, SharedMemory, TransportError
 from zfun.collectives._single import single_group
 from zfun.collectives._turns import interrupting_nobody
+from zfun.collectives.shm._group import SharedGroup
+from zfun.collectives.shm._memory import SharedMemory
+from zfun.collectives.shm._rendezvous import exchange_texts, host_name, meet
 from zfun.errors import OptionError, PeerLost, checked_options
 
 __all__ = ["process_group"]
@@ -131,7 +130,7 @@ def _made_over_gloo(
     settings = (gloo, store, rank, size, timeout_s, on_close, numbers)
     made: ProcessGroup
     if not isinstance(memory, str):
-        made = _SharedGroup(memory, *settings)
+        made = SharedGroup(memory, *settings)
     elif "on different hosts" in memory and (rows := _rows(dist.PrefixStore("rows", store), rank, size, timeout_s)) is not None:
         made = HostsGroup(rows, *settings)
     else:
@@ -148,7 +147,7 @@ def _gloo(store: dist.Store, rank: int, size: int, timeout_s: float) -> Any:
 
 def _rows(store: dist.Store, rank: int, size: int, timeout_s: float) -> dict[Lane, SharedMemory] | None:
     """Return what the ranks of this host share, one memory for each lane, if all ranks stand host by host, as many on each."""
-    hosts = _exchange_texts(store, "host", rank, size, timeout_s, _host())
+    hosts = exchange_texts(store, "host", rank, size, timeout_s, host_name())
     per_host = hosts.count(hosts[0])
     rows = [hosts[first : first + per_host] for first in range(0, size, per_host)]
     if not hosts[0] or per_host in (1, size) or len(set(hosts)) < len(rows) or any(len(set(row)) > 1 for row in rows):
@@ -156,7 +155,7 @@ def _rows(store: dist.Store, rank: int, size: int, timeout_s: float) -> dict[Lan
     place = dist.PrefixStore(f"{rank // per_host}", store)
     memories = {lane: meet(dist.PrefixStore(lane.name, place), rank % per_host, per_host, timeout_s, None) for lane in Lane}
     found = {lane: memory for lane, memory in memories.items() if isinstance(memory, SharedMemory)}
-    if all(_exchange_texts(store, "met", rank, size, timeout_s, "yes" if len(found) == len(Lane) else "")):
+    if all(exchange_texts(store, "met", rank, size, timeout_s, "yes" if len(found) == len(Lane) else "")):
         return found
     for memory in found.values():
         memory.close()
@@ -210,69 +209,3 @@ def _own_store(group: dist.ProcessGroup, rank: int) -> dist.Store:
     """Return a part of the group's store for the next of its zfun groups. Each rank counts for itself; all make them in the same order."""
     store = group.get_group_store()
     return dist.PrefixStore(f"zfun/{store.add(f'zfun/count/{rank}', 1)}", store)
-
-
-def _detached(x: Tensor) -> Tensor:
-    return x.detach() if x.requires_grad else x
-
-
-@final
-class _SharedGroup(ProcessGroup):
-    """Processes of one host that read each other's memory. See [Note: collectives through shared memory]."""
-
-    def __init__(self, memory: SharedMemory, *args: Any) -> None:
-        super().__init__(*args)
-        self._memory = memory
-        memory.watch(self._monitor.waiting)
-
-    @property
-    def lends(self) -> bool:
-        return True
-
-    def shows(self, x: Tensor) -> bool:
-        return x.is_cpu and not self._closed and self._memory.shows(x)
-
-    def start(self, call: Call, x: Tensor, out: Tensor | None = None) -> Pending:
-        check_call(call, x, out, self.size)
-        if x.device.type != "cpu":
-            raise OptionError(f"a gloo group moves CPU tensors only; {call.op.kind} got one on {x.device}; use nccl")
-        self._check_open()
-        # Where nothing requires a gradient no graph is made, and a context that says so takes longer than what is done in it.
-        x, borrowed = _detached(x), call.borrow and out is None and self._memory.can_borrow(call.op, x)
-        result = x.new_empty(call.op.output_numel(x.numel(), self.size)) if out is None and not borrowed else out
-        text = describe(call, x.numel(), x.dtype)
-        sent = self._memory.send(call, text, x, None if result is None else _detached(result))
-        self._monitor.note_start(call.lane, text)
-
-        def wait() -> Tensor:
-            try:
-                found = self._memory.finish(sent)
-            except (Disagreement, TransportError):
-                with self._explained(text, sent.index):
-                    raise
-            return found if result is None else result
-
-        return Pending(wait)
-
-    def buffer(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-        shared = self._memory.buffer(numel, dtype) if torch.device(device).type == "cpu" and not self._closed else None
-        return super().buffer(numel, dtype, device) if shared is None else shared
-
-    def await_readers(self, x: Tensor) -> None:
-        self._check_open()
-        for use in self._memory.give_up(x):
-            with self._explained(use.text, use.index):
-                self._memory.await_readers(use)
-
-    def rest(self, x: Tensor) -> None:
-        if not self._closed:
-            self._memory.rest(x)
-
-    def _give_up(self) -> None:
-        self._memory.interrupt()
-
-    def _interrupt(self) -> None:
-        self._memory.interrupt()
-
-    def _release(self) -> None:
-        self._memory.close()

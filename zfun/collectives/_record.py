@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zfun.collectives._calls import Call, Lane
 from zfun.collectives._group import Group, Wrapper
-from zfun.collectives._mesh import Mesh
+from zfun.collectives._mesh import Mesh, axis_of
 from zfun.collectives._pending import Pending
 from zfun.errors import OptionError
 
@@ -67,16 +67,16 @@ class Recorder(_Log, Wrapper):
         self._name = axis
 
     def start(self, call: Call, x: Tensor, out: Tensor | None = None) -> Pending:
-        pending = self._group.start(call, x, out)
+        pending = self.wrapped.start(call, x, out)
         sent_bytes = call.op.sent_bytes(x.numel() * x.dtype.itemsize, self.rank, self.size, x.dtype.itemsize)
         self.log.append(Record(call.op.kind, call.name, call.part, call.lane, sent_bytes, x.numel(), x.dtype, self._name))
         return pending
 
     def subgroup(self, parts: Sequence[Sequence[int]], name: str = "") -> Group:
-        return Recorder(self._group.subgroup(parts, name), name, self.log)
+        return Recorder(self.wrapped.subgroup(parts, name), name, self.log)
 
     def __repr__(self) -> str:
-        return f"record({self._group!r})"
+        return f"record({self.wrapped!r})"
 
 
 @final
@@ -113,18 +113,18 @@ def record(group: Group) -> Recorder | MeshRecorder:
 
     Example:
         >>> import torch
-        >>> from zfun.collectives import abstract_group, split
+        >>> from zfun.collectives import abstract_group, gather_values, split
         >>> group = record(abstract_group(4))
-        >>> _ = group.all_gather(torch.zeros(10), "params")
+        >>> _ = gather_values(torch.zeros(10), group, "params")
         >>> group.bytes_sent("params")
         120
         >>> mesh = record(split(abstract_group(4), inner=2))
-        >>> _ = mesh.all_gather(torch.zeros(10), "params")
+        >>> _ = gather_values(torch.zeros(10), mesh, "params")
         >>> mesh.bytes_sent(axis="outer"), mesh.bytes_sent(axis="inner")
         (40, 80)
     """
     if isinstance(group, Mesh):
         return MeshRecorder(group)
-    if group.axis:
-        raise OptionError(f"an axis is recorded with its mesh; got the {group.axis} axis alone; call zf.record(mesh)")
+    if axis := axis_of(group):
+        raise OptionError(f"an axis is recorded with its mesh; got the {axis} axis alone; call zf.record(mesh)")
     return Recorder(group)

@@ -29,7 +29,6 @@ from zfun.collectives._calls import AllGather, AllToAll, Call, Lane, Op, ReduceS
 from zfun.collectives._group import Group
 from zfun.collectives._pending import Pending
 from zfun.errors import LeafError, OptionError, PlacementError
-from zfun.flat import flats
 
 __all__ = ["Runs", "alike", "exchanged", "gathered", "scattered"]
 
@@ -136,7 +135,8 @@ def _over_leaves(x: Any, plan_of: Callable[[Tensor], _Plan]) -> Runs:
     """Plan a collective of a tensor, or of all leaves of a tree at once: chunks of one rank stand in one row, whatever leaf they are of."""
     if isinstance(x, Tensor):
         return plan_of(x)
-    if flats(x):
+    # A Flat is a node of trees, and the one that has a placement.
+    if any(hasattr(part, "placement") for part in tree.leaves(x, is_leaf=lambda part: hasattr(part, "placement"))):
         raise PlacementError("a collective takes tensors; got a Flat, which has a placement to go to; call zf.redistribute()")
     leaves, spec = tree.flatten(x)
     for path, leaf in zip(tree.paths(x), leaves, strict=True):

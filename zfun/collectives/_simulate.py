@@ -70,7 +70,8 @@ def simulate(n: int, fn: Callable[Concatenate[Group, _Params], _Result], *args: 
 
     Example:
         >>> import torch
-        >>> simulate(2, lambda group: group.all_gather(torch.tensor(group.rank + 1), "rank").sum().item())
+        >>> from zfun.collectives import all_reduce
+        >>> simulate(2, lambda group: all_reduce(torch.tensor(group.rank + 1), group).item())
         [3, 3]
     """
     if n < 1:

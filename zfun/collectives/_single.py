@@ -49,7 +49,8 @@ def single_group() -> Group:
 
     Example:
         >>> import torch
-        >>> single_group().all_gather(torch.tensor([3]), "answer")
+        >>> from zfun.collectives import gather_values
+        >>> gather_values(torch.tensor([3]), single_group(), "answer")
         tensor([[3]])
     """
     return _SingleGroup()

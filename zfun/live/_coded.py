@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from zfun.collectives import Group, Mesh
+from zfun.collectives import Group, Mesh, axis_of, mesh_of
 from zfun.wire import Wire
 
 __all__ = ["CodedSums"]
@@ -40,7 +40,7 @@ class CodedSums:
 
     def start(self, bucket: int, numel: int, itemsize: int) -> None:
         """Play the start of a sum; once it is over, nobody holds the terms for it any more."""
-        mesh = self._group.mesh
+        mesh = mesh_of(self._group)
         if not self._scatters:
             # Whole sums are taken over all ranks.
             play = self._all_reduce(bucket, numel, itemsize, mesh)
@@ -82,7 +82,7 @@ class CodedSums:
     def _all_reduce(self, bucket: int, numel: int, itemsize: int, group: Group) -> Iterator[None]:
         wide = max(itemsize, _WIDE)
         yield from self._reduce_scatter(bucket, numel, itemsize, group, wide)
-        message = self._write(bucket, f"gather {group.axis}", 1, numel // group.size, wide)
+        message = self._write(bucket, f"gather {axis_of(group)}", 1, numel // group.size, wide)
         _run(self._exchange(bucket, message, group.size * message, numel * itemsize))
         self._free(numel // group.size * wide)
 
@@ -91,7 +91,7 @@ class CodedSums:
         hops = [size for size in sizes if size > 1]
         for index, size in enumerate(hops):
             before = numel * itemsize
-            messages = self._write(bucket, f"hop {index} {group.axis}", size, numel // size, itemsize)
+            messages = self._write(bucket, f"hop {index} {axis_of(group)}", size, numel // size, itemsize)
             numel, itemsize = numel // size, out_itemsize if index == len(hops) - 1 else max(itemsize, _WIDE)
             exchange = self._exchange(bucket, messages, messages, numel * itemsize)
             if index == 0:

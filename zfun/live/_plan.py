@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from zfun.collectives import Group, abstract_group
+from zfun.collectives import Group, abstract_group, axis_of, mesh_of
 from zfun.errors import OptionError, checked_options
 from zfun.layout import Layout, split_by_label
 from zfun.live._held import Live
@@ -104,7 +104,7 @@ def live_bytes(
     kept = [(bucket.padded_numel, bucket.dtype.itemsize) for part in parts for bucket in part.buckets]
     traced = schedule.trace.buckets
     group = _checked_group(stage, abstract_group(layout.size) if group is None else group, secondary)
-    if [numel for numel, _ in kept] != [b.numel for b in traced] or (schedule.trace.size, layout.size) != (group.size, group.mesh.size):
+    if [numel for numel, _ in kept] != [b.numel for b in traced] or (schedule.trace.size, layout.size) != (group.size, mesh_of(group).size):
         raise OptionError(
             f"the schedule must be of the buckets of the layout; got {len(traced)} buckets on {schedule.trace.size} ranks for {len(kept)} "
             f"on {layout.size}; trace the same parameters with the same size, bucket_bytes, persistence and labels"
@@ -146,9 +146,9 @@ def live_bytes(
 
 
 def _checked_group(stage: int, group: Group, secondary: Group | None) -> Group:
-    if group.axis == "outer":
+    if axis_of(group) == "outer":
         raise OptionError(f"the live bytes of a step are known over a group, a mesh or its inner axis; got {group!r}; pass the mesh")
-    if secondary is not None and (stage < 3 or secondary.mesh is not group or secondary.axis != "inner"):
+    if secondary is not None and (stage < 3 or mesh_of(secondary) is not group or axis_of(secondary) != "inner"):
         raise OptionError(
             f"secondary is the inner axis of the mesh group, at stage 3; got {secondary!r} for {group!r} at stage {stage}; leave it out, "
             "or pass group=mesh, secondary=mesh.inner"

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from zfun.collectives import Group, Mesh
+from zfun.collectives import Group, Mesh, mesh_of
 from zfun.live._coded import CodedSums
 from zfun.live._held import Held, Moment
 from zfun.live._rehearsal import Change
@@ -72,11 +72,11 @@ class Play:
         self._parts: dict[int, int] = {}
         # Whether backward sums gradients over the ranks; of one rank alone they are the sum, as they are made.
         self._has_sink = stage > 1 or (stage == 0 and not accumulates)
-        self._reduces = self._has_sink and group.mesh.size > 1
-        self._made = "gradients" if group.mesh.size > 1 else "reduced"
+        self._reduces = self._has_sink and mesh_of(group).size > 1
+        self._made = "gradients" if mesh_of(group).size > 1 else "reduced"
         self._wire_params = wire_params if group.size > 1 else None
         self._coded: CodedSums | None = None
-        if wire_grads is not None and group.mesh.size > 1:
+        if wire_grads is not None and mesh_of(group).size > 1:
             self._coded = CodedSums(wire_grads, group, self._hold_sum, functools.partial(self.free, "reduced"), scatters=stage > 0)
         self._summed_as = self._made if stage == 0 and self._coded is None else "reduced"
         self._left = self._summed_as if self._reduces else self._made
@@ -268,7 +268,7 @@ class Play:
 
     def _sums(self, bucket: int) -> list[int]:
         """The bytes of a rank's part of the sum, and of what is made on the way to it: on a mesh the sum over a row."""
-        nbytes, mesh = self._grad_bytes(bucket), self._group.mesh
+        nbytes, mesh = self._grad_bytes(bucket), mesh_of(self._group)
         parts = [nbytes // self._size] if self._stage else []
         if not isinstance(mesh, Mesh) or mesh.inner.size == 1 or (self._stage and self._group is not mesh):
             return parts
@@ -287,7 +287,7 @@ class Play:
 
     def redistribute(self) -> None:
         """Sum whole gradients over the ranks, where that was not done in backward."""
-        if self._stage > 1 or self._reduces or self._group.mesh.size == 1:
+        if self._stage > 1 or self._reduces or mesh_of(self._group).size == 1:
             return
         in_flight: list[int] = []
         for bucket in range(self._count):

@@ -153,7 +153,7 @@ def onebit_adam(
         if before < freeze_step:
             return warm_up(grads, state, params, into)
         first = decay_at("b1", b1, before)
-        if isinstance(params, Flat) and params.group.mesh.size > 1:
+        if isinstance(params, Flat) and params.mesh.size > 1:
             if not isinstance(grads, Flat) or grads.placement is not P:
                 raise PlacementError(
                     f"from step {freeze_step} on onebit_adam() sums by itself, in one bit, and takes each rank's own term of the gradients "
@@ -208,7 +208,7 @@ def _no_errors(params: Tree) -> tuple[Any, Any, Any]:
         # How many ranks there are a tree does not say.
         wide = tree.map(lambda p: torch.empty_like(p, dtype=ops.wide(p.dtype)), params)
         return zeros_like(wide), zeros_like(wide), None
-    group, layout = params.group.mesh, params.layout
+    group, layout = params.mesh, params.layout
     if group.size == 1:
         return None, None, None
     zeros = functools.partial(torch.zeros, device=layout.device)

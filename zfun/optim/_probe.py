@@ -166,12 +166,16 @@ class _Rank:
         self._barrier = barrier
         self._slots = slots
 
-    def all_gather(self, x: Tensor, name: str) -> Tensor:
+    def start(self, call: Any, x: Tensor) -> _Rank:
+        """Gather at once; a norm gathers and does nothing else."""
         self._slots[self.rank] = x
         self._barrier.wait()
-        gathered = torch.stack([cast("Tensor", slot) for slot in self._slots])
+        self._gathered = torch.cat([cast("Tensor", slot) for slot in self._slots])
         self._barrier.wait()
-        return gathered
+        return self
+
+    def wait(self) -> Tensor:
+        return self._gathered
 
 
 def _run_sharded(optimizer: Optimizer, params: list[Tensor], grads: list[list[Tensor]]) -> list[_Change]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zfun import stores, tree
-from zfun.collectives import Group, simulate
+from zfun.collectives import Group, gather_values, mesh_of, simulate
 from zfun.flat import Flat, flats, ravel, unravel
 from zfun.layout import DEFAULT_BUCKET_BYTES, layout_of, unique_leaves
 from zfun.placement import Placement, R, S
@@ -87,14 +87,14 @@ def check_round_trip(params: tree.Tree, group: Group, *, bucket_bytes: int = DEF
     Example:
         >>> _ = simulate(3, lambda group: check_round_trip({"w": torch.arange(5.0)}, group))
     """
-    layout = layout_of(params, group.mesh.size, bucket_bytes)
+    layout = layout_of(params, mesh_of(group).size, bucket_bytes)
     whole = ravel(params, layout, group)
     assert_same_bits(unravel(whole), params, "a tree and unravel(ravel(tree))")
     assert_same_bits(ravel(unravel(whole), layout, group).buffers, whole.buffers, "buffers and ravel(unravel(buffers))")
     shards = shard(params, group, bucket_bytes=bucket_bytes)
     _require(shards.layout == layout, "shard() and layout_of() lay one tree out in two ways")
     for index, (piece, buffer) in enumerate(zip(shards.buffers, whole.buffers, strict=True)):
-        gathered = group.all_gather(piece, "shards").reshape(-1)
+        gathered = gather_values(piece, group, "shards").reshape(-1)
         assert_same_bits(gathered, buffer, f"shards, one after the other, and {layout.label(index)}")
     assert_same_bits(unshard(shards), params, "a tree and unshard(shard(tree))")
     check_padding(whole)

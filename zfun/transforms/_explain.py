@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from zfun.collectives import Group, abstract_group
+from zfun.collectives import Group, abstract_group, axis_of, mesh_of
 from zfun.errors import OptionError, checked_options
 from zfun.transforms._price import Hop, price_of_gather, price_of_sum
 from zfun.transforms.grads._reducer import MAX_IN_FLIGHT
@@ -165,12 +165,12 @@ def explain(
 
 def _checked(schedule: Schedule, group: Group, secondary: Group | None) -> Group:
     size = schedule.trace.size
-    if group.size != size or any(bucket.numel % group.mesh.size for bucket in schedule.trace.buckets):
+    if group.size != size or any(bucket.numel % mesh_of(group).size for bucket in schedule.trace.buckets):
         raise OptionError(
             f"a schedule is priced for the group that it was traced for; got one of {size} ranks for {group!r}; trace with zf.trace(loss, "
             "params, batch, group)"
         )
-    if secondary is not None and (secondary.mesh is not group or secondary.axis != "inner"):
+    if secondary is not None and (mesh_of(secondary) is not group or axis_of(secondary) != "inner"):
         raise OptionError(
             f"secondary is the inner axis of the mesh group; got {secondary!r} for {group!r}; pass group=mesh, secondary=mesh.inner"
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from zfun.collectives import AllGather, AllReduce, AllToAll, Group, Mesh, Op, ReduceScatter
+from zfun.collectives import AllGather, AllReduce, AllToAll, Group, Mesh, Op, ReduceScatter, axis_of, mesh_of
 from zfun.wire import Wire
 
 __all__ = ["Hop", "price_of_gather", "price_of_sum"]
@@ -52,7 +52,7 @@ def price_of_sum(numel: int, itemsize: int, group: Group, wire: Wire | None) -> 
         >>> price_of_sum(192, 4, split(abstract_group(6), inner=3).inner, None)
         [Hop(kind='reduce_scatter', axis='inner', sent_bytes=512), Hop(kind='all_reduce', axis='outer', sent_bytes=256)]
     """
-    mesh = group.mesh
+    mesh = mesh_of(group)
     if not isinstance(mesh, Mesh):
         return [_scatter(numel, itemsize, group, wire)]
     row = numel // mesh.inner.size
@@ -75,7 +75,7 @@ def _scatter(numel: int, itemsize: int, group: Group, wire: Wire | None) -> Hop:
 
 
 def _hop(op: Op, group: Group, nbytes: int, itemsize: int) -> Hop:
-    return Hop(op.kind, group.axis, op.sent_bytes(nbytes, 0, group.size, itemsize))
+    return Hop(op.kind, axis_of(group), op.sent_bytes(nbytes, 0, group.size, itemsize))
 
 
 def _sent(hops: list[Hop]) -> list[Hop]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zfun import ops, tree
-from zfun.collectives import Group, Mesh, abstract_group, check_shardable, split
+from zfun.collectives import Group, Mesh, abstract_group, check_shardable, mesh_of, split
 from zfun.errors import ZfunError, checked_options
 from zfun.flat import Flat
 from zfun.layout import DEFAULT_BUCKET_BYTES, LabelFn, layout_of, split_by_label
@@ -79,14 +79,14 @@ def trace(
         chosen, rest = (params, None) if trainable is None else tree.partition(params, trainable)
 
         def placed(part: tree.Tree, labels: LabelFn | None) -> Flat:
-            layout = layout_of(tree.map(fake, part), group.mesh.size, bucket_bytes, persistence, order)
+            layout = layout_of(tree.map(fake, part), mesh_of(group).size, bucket_bytes, persistence, order)
             layout = layout if labels is None else split_by_label(layout, labels)
             shards = [torch.empty(bucket.padded_numel // group.size, dtype=bucket.dtype) for bucket in layout.buckets]
             return Flat(shards, S, layout, group)
 
         frozen = placed(rest, None) if rest is not None and tree.leaves(rest) else None
         wrapped = shard_params(loss, group, frozen=frozen)
-        vg = data_parallel(value_and_grad(wrapped), group.mesh, reduce_dtype=reduce_dtype)
+        vg = data_parallel(value_and_grad(wrapped), mesh_of(group), reduce_dtype=reduce_dtype)
         vg(placed(chosen, labels), tree.map(fake, batch))
     inner = wrapped.loss if isinstance(wrapped, CastLoss) else wrapped
     if not isinstance(inner, ShardedLoss) or not inner.schedules:
@@ -96,7 +96,7 @@ def trace(
 
 def _abstract_like(group: Group) -> Group:
     """Return a group with the axes of another one, in which nothing moves."""
-    mesh = group.mesh
+    mesh = mesh_of(group)
     if not isinstance(mesh, Mesh):
         return abstract_group(group.size)
     check_shardable(group, "trace()")

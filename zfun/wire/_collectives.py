@@ -29,7 +29,21 @@ import torch
 from torch import Tensor
 
 from zfun import collectives, ops
-from zfun.collectives import AllGather, AllReduce, AllToAll, Call, Group, Lane, Mesh, Op, Pending, ReduceScatter
+from zfun.collectives import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Call,
+    Group,
+    Lane,
+    Mesh,
+    Op,
+    Pending,
+    ReduceScatter,
+    axis_of,
+    global_ranks,
+    mesh_of,
+)
 from zfun.errors import OptionError, checked_options
 from zfun.wire._formats import Wire
 
@@ -115,7 +129,7 @@ def start_over(call: Call, x: Tensor, group: Group, wire: Wire) -> Pending:
         >>> zf.simulate(4, main)
         [508.0, 1016.0, 508.0, 1016.0]
     """
-    mesh = group.mesh
+    mesh = mesh_of(group)
     if group is mesh or not isinstance(mesh, Mesh):
         return start(call, x, group, wire)
     scattered = start(call, x, group, wire)
@@ -124,7 +138,7 @@ def start_over(call: Call, x: Tensor, group: Group, wire: Wire) -> Pending:
 
 
 def _start_gather(call: Call, x: Tensor, group: Group, wire: Wire, dtype: torch.dtype) -> Pending:
-    message = _written(x.view(1, -1), group, wire, f"{call.name} {call.part} gather {group.axis}".strip())
+    message = _written(x.view(1, -1), group, wire, f"{call.name} {call.part} gather {axis_of(group)}".strip())
     pending, numel = group.start(Call(AllGather(), call.name, call.part, call.lane), message.view(-1)), x.numel()
 
     def finish() -> Tensor:
@@ -156,13 +170,13 @@ def _hops(group: Group) -> tuple[Group, ...]:
 
 def _number(group: Group) -> int:
     """This rank in the group of all ranks."""
-    return group.mesh.numbers[group.mesh.rank]
+    return global_ranks(mesh_of(group))[mesh_of(group).rank]
 
 
 def _start_hop(call: Call, x: Tensor, hop: Group, group: Group, wire: Wire, index: int, dtype: torch.dtype) -> Pending:
     """Send every rank of a hop its piece; to wait is to add what has come."""
     numel = x.numel() // hop.size
-    messages = _written(x.view(hop.size, numel), group, wire, f"{call.name} {call.part} hop {index} {group.axis}".strip())
+    messages = _written(x.view(hop.size, numel), group, wire, f"{call.name} {call.part} hop {index} {axis_of(group)}".strip())
     pending = hop.start(Call(AllToAll(), call.name, call.part, call.lane), messages.view(-1))
 
     def finish() -> Tensor:

@@ -64,28 +64,19 @@ class WholeParams:
     Args:
         views: by bucket.
         slots: the leaves, by bucket.
-        rest: called with a bucket when nobody looks at its buffer for a while.
     """
 
     diverged: bool | None = None
 
-    def __init__(
-        self,
-        views: Sequence[Sequence[Tensor]],
-        slots: Sequence[Sequence[LeafSlot]],
-        rest: Callable[[int], None] | None = None,
-    ) -> None:
+    def __init__(self, views: Sequence[Sequence[Tensor]], slots: Sequence[Sequence[LeafSlot]]) -> None:
         self._views = views
         self._slots = slots
-        self._rest = rest
 
     def begin_backward(self) -> None:
         """Nothing was gathered."""
 
     def complete(self, bucket: int) -> None:
-        """Let the group know that the bucket is not looked at until the next forward."""
-        if self._rest is not None:
-            self._rest(bucket)
+        """Nothing is released."""
 
     def finish_backward(self) -> None:
         """Nothing is in flight."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zfun import ops, stores, tree
-from zfun.collectives import AllReduce, Call, Group, Lane, Pending
+from zfun.collectives import AllReduce, Call, Group, Lane, Pending, axis_of, is_checked, mesh_of
 from zfun.errors import LeafError, OptionError, PlacementError, ZfunError, checked_options
 from zfun.flat import Flat, flats, ravel_buckets, unravel_buffers
 from zfun.layout import DEFAULT_BUCKET_BYTES, Layout, layout_of, unique_leaves
@@ -24,7 +24,7 @@ from zfun.transforms._profile import watched
 from zfun.transforms._remat import warn_of_whole_loss
 from zfun.transforms.grads._executor import Executor, WholeParams
 from zfun.transforms.grads._hooks import CommHook, SumHook
-from zfun.transforms.grads._reducer import MAX_IN_FLIGHT, GradReducer
+from zfun.transforms.grads._reducer import GradReducer
 from zfun.transforms.grads._value import NO_AUX, WeightedMean, parse
 from zfun.transforms.params._buckets import tree_of, views_of
 from zfun.transforms.params._call import BoundParams, LossCall
@@ -55,7 +55,6 @@ class GradientFunction:
         reduce_dtype: of flat gradients; ``None`` for that of the parameters, but float32 for half types.
         loss_scale: what the loss is multiplied with before its gradient is taken.
         wire: in which format the partial sums are sent; ``None`` for exactly.
-        borrows: whether replicated gradients may share memory with the other ranks where these lend it, since nobody will write to them.
     """
 
     loss: Loss
@@ -68,7 +67,6 @@ class GradientFunction:
     reduce_dtype: torch.dtype | None = None
     loss_scale: float = 1.0
     wire: Wire | None = None
-    borrows: bool = False
     _agreed: set[Layout] = dataclasses.field(default_factory=set, compare=False, repr=False)
     _tables: dict[Layout, list[ops.AddressTable]] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
@@ -80,8 +78,7 @@ class GradientFunction:
         if tables is None:
             tables = [ops.AddressTable() for _ in layout.buckets]
         hooks = watched(self._hooks(params), layout)
-        in_flight = None if len(hooks) == 1 and isinstance(hooks[0], SumHook) and hooks[0].borrows else MAX_IN_FLIGHT
-        executor = Executor(GradReducer(layout, hooks, _grad_dtypes(layout, group, self.reduce_dtype), group, tables, in_flight))
+        executor = Executor(GradReducer(layout, hooks, _grad_dtypes(layout, group, self.reduce_dtype), group, tables))
         try:
             with torch.enable_grad(), noting("forward"):
                 value, total, weight, aux = parse(self.loss(_open(params, layout, executor), batch))
@@ -95,7 +92,7 @@ class GradientFunction:
             raise
         self._tables[layout] = tables
         unused = executor.reducer.unused
-        if self.group is not None and self.group.debug and unused:
+        if self.group is not None and is_checked(self.group) and unused:
             warnings.warn(
                 f"rank {self.group.rank}: the loss does not depend on {', '.join(unused)}; such leaves have zero gradients; "
                 "freeze them if that is meant",
@@ -108,7 +105,7 @@ class GradientFunction:
         if isinstance(params, Flat):
             if params.placement is P:
                 raise PlacementError("parameters are whole or sharded; got a Flat with placement P; redistribute() it to R or S first")
-            if self.group is not None and params.group.mesh is not self.group:
+            if self.group is not None and mesh_of(params.group) is not self.group:
                 raise PlacementError(
                     "parameters and gradients must be of one group; got two; pass the same group to shard() and data_parallel(), or the "
                     "inner axis of a mesh and that mesh"
@@ -136,7 +133,7 @@ class GradientFunction:
         # gradients.
         if self.group is None and isinstance(params, Flat) and params.placement is S:
             hooks = (SumHook(params.group, S), *hooks)
-        return tuple(dataclasses.replace(hook, borrow=self.borrows) if isinstance(hook, SumHook) else hook for hook in hooks)
+        return hooks
 
     def _start_loss(self, total: Tensor, weight: Tensor | None) -> Pending:
         """Start the sums over the ranks of the loss and of its weight, if there is one: stacked."""
@@ -180,13 +177,10 @@ def _open(params: tree.Tree, layout: Layout, executor: Executor) -> tree.Tree:
     if isinstance(params, Flat) and params.placement is S:
         return BoundParams(params, LossCall(executor))
     if isinstance(params, Flat):
-        group, buffers = params.group, stores.resident(params).buffers
+        buffers = stores.resident(params).buffers
         slots = [[layout.leaves[i] for i in bucket.leaves] for bucket in layout.buckets]
         views = [views_of(buffer, leaves) for buffer, leaves in zip(buffers, slots, strict=True)]
-        # Parts of borrowed buffers are memory of other ranks. While nobody looks at them, they need not be mapped here.
-        for buffer in buffers:
-            group.rest(buffer)
-        executor.attach(WholeParams(views, slots, lambda bucket: group.rest(buffers[bucket])))
+        executor.attach(WholeParams(views, slots))
     else:
         leaves = [leaf.detach() for leaf in unique_leaves(params, layout)]
         views = [[leaves[i] for i in bucket.leaves] for bucket in layout.buckets]
@@ -312,9 +306,9 @@ def data_parallel(
 
 
 def _check_parallel(vg: Gradient, group: Group, reduce: str, reduce_dtype: torch.dtype | None) -> None:
-    if group.axis:
+    if axis_of(group):
         raise PlacementError(
-            f"data_parallel() takes all the ranks that have a batch; got the {group.axis} axis of a mesh; pass the mesh itself"
+            f"data_parallel() takes all the ranks that have a batch; got the {axis_of(group)} axis of a mesh; pass the mesh itself"
         )
     if reduce not in ("mean", "sum"):
         raise OptionError(f"reduce must be 'mean' or 'sum'; got {reduce!r}")

@@ -7,7 +7,19 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from zfun.collectives import AllReduce, Call, Group, Lane, Pending, ReduceScatter, start_reduce_scatter_over
+from zfun.collectives import (
+    AllReduce,
+    Call,
+    Group,
+    Lane,
+    Pending,
+    ReduceScatter,
+    allocate,
+    axis_of,
+    is_symmetric,
+    mesh_of,
+    start_reduce_scatter_over,
+)
 from zfun.layout import Layout
 from zfun.placement import Placement, S
 from zfun.wire import Wire, start, start_over
@@ -39,30 +51,24 @@ class SumHook:
         group: the ranks.
         placement: ``S`` to keep this rank's piece of the sum, ``R`` to keep all of it.
         wire: the format in which terms are sent; ``None`` for exactly.
-        borrow: whether replicated sums may share memory with the other ranks.
     """
 
     group: Group
     placement: Placement
     wire: Wire | None = None
-    borrow: bool = False
-
-    @property
-    def borrows(self) -> bool:
-        """Whether the sums lie where the terms did, so that to wait for one frees no memory."""
-        return self.borrow and self.group.lends and self.placement is not S and self.wire is None
 
     def start(self, buffer: Tensor, layout: Layout, bucket: int) -> Pending:
         """Start to sum a bucket, whose buffer is given up."""
         group = self.group
-        if group.mesh.size == 1:
+        if mesh_of(group).size == 1:
             return Pending.done(buffer)
         op = ReduceScatter() if self.placement is S else AllReduce()
-        call = Call(op, "grads", layout.label(bucket), Lane.GRADS, borrow=self.borrows)
+        call = Call(op, "grads", layout.label(bucket), Lane.GRADS)
         if self.wire is not None:
             return (start_over if self.placement is S else start)(call, buffer, group, self.wire)
         if self.placement is not S:
-            return group.start(call, buffer, None if self.borrows else buffer)
+            # Peers may still read the buffer where it lies when this rank has its sum.
+            return group.start(call, buffer, None if is_symmetric(group) else buffer)
         # Over an inner axis the sum over the mesh takes the place of the sum over the row.
-        out = None if group.axis else group.buffer(layout.shard_numel(bucket), buffer.dtype, buffer.device)
+        out = None if axis_of(group) else allocate(group, layout.shard_numel(bucket), buffer.dtype, buffer.device)
         return start_reduce_scatter_over(group, call, buffer, out)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from zfun import ops
-from zfun.collectives import Group
+from zfun.collectives import Group, allocate
 from zfun.errors import ZfunError
 from zfun.layout import Layout, LeafSlot
 from zfun.transforms.grads._hooks import CommHook, Handle
@@ -54,13 +54,12 @@ class GradReducer:
         dtypes: of the gradient buffers, one for each bucket.
         group: the ranks that the gradients are summed over, if any: it allocates the buffers.
         tables: one for each bucket, for the addresses of gradients; pass the same from call to call.
-        max_in_flight: how many reductions may be in flight; ``None`` for any number.
 
     Attributes:
         anchors: the tensors to differentiate with respect to, one for each node.
         scale: returns the factor of all gradients; called when the first bucket is complete.
         unused: paths of the leaves that got no gradient on this rank.
-        max_in_flight: as above.
+        max_in_flight: how many reductions may be in flight; ``None`` for any number.
     """
 
     def __init__(
@@ -70,7 +69,6 @@ class GradReducer:
         dtypes: Sequence[torch.dtype],
         group: Group | None = None,
         tables: Sequence[ops.AddressTable] | None = None,
-        max_in_flight: int | None = MAX_IN_FLIGHT,
     ) -> None:
         self.group = group
         self.layout = layout
@@ -78,7 +76,7 @@ class GradReducer:
         self.anchors: list[Tensor] = []
         self.scale: Callable[[], float] = lambda: 1.0
         self.unused: list[str] = []
-        self.max_in_flight = max_in_flight
+        self.max_in_flight: int | None = MAX_IN_FLIGHT
         self._hooks = tuple(hooks)
         self._tables = tables
         count = len(layout.buckets)
@@ -191,7 +189,7 @@ class GradReducer:
         dtype, device, group = self.dtypes[bucket], self.layout.device, self.group
         # The group allocates the buffer where other ranks can read it.
         numel = slot.padded_numel
-        out = torch.empty(numel, dtype=dtype, device=device) if group is None else group.buffer(numel, dtype, device)
+        out = torch.empty(numel, dtype=dtype, device=device) if group is None else allocate(group, numel, dtype, device)
         table = None if sums is None or self._tables is None else self._tables[bucket]
         ops.ravel_into(out, grads, offsets, scale=1.0 if sums is None else self.scale(), table=table)
         # A table keeps the list, but must not keep the gradients.

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from zfun import tree
-from zfun.collectives import Group, check_shardable
+from zfun.collectives import Group, axis_of, check_shardable, mesh_of
 from zfun.errors import PlacementError, checked_options
 from zfun.flat import Flat
 from zfun.placement import P, R, S
@@ -77,9 +77,9 @@ def replicate_grads(vg: Gradient, group: Group) -> Gradient:
         >>> zf.simulate(2, main)[0]
         (R, tensor([0.5000, 0.5000, 0.5000]))
     """
-    if group.axis:
+    if axis_of(group):
         raise PlacementError(
-            f"replicate_grads() takes the group of its gradients; got the {group.axis} axis of a mesh; pass the mesh itself"
+            f"replicate_grads() takes the group of its gradients; got the {axis_of(group)} axis of a mesh; pass the mesh itself"
         )
     return _summed(vg, SumHook(group, R), "replicate_grads()")
 
@@ -92,7 +92,7 @@ def _summed(vg: Gradient, hook: SumHook, name: str) -> Gradient:
             raise PlacementError(
                 f"{name} takes gradients with placement P; got ones that are this rank's own; wrap them in data_parallel() first"
             )
-        if vg.group is not group.mesh:
+        if vg.group is not mesh_of(group):
             raise PlacementError(
                 f"{name} must be given the group of its gradients; got another one; pass the same group to data_parallel() and "
                 f"{name}{', or the inner axis of that mesh' if placement is S else ''}"

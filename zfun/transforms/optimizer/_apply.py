@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from zfun import stores, tree
+from zfun.collectives import await_readers
 from zfun.errors import AliasChanged, OptionError, PlacementError, SpecMismatch
 from zfun.flat import Flat, call_site, change_layout, check_same_layout, consume, flats, ravel, unravel
 from zfun.layout import Layout, LeafSlot, layout_of
@@ -66,8 +67,8 @@ def apply(optimizer: Any, grads: tree.Tree, state: Any, params: tree.Tree, *, do
     with noting("update"):
         placed = lower(chosen, grads, state, params)
         if donate:
-            for written in (placed.params, *(x for x in flats(state) if x.placement is R and chosen.placement is None)):
-                _await_readers(written)
+            # The one place where a writer waits for readers: peers may still look at the shards.
+            await_readers(placed.params.group, placed.params.buffers)
         new, new_state = chosen.apply(placed.grads, state, placed.params, donate=donate)
     given_up = placed.present if donate else None
     # The gradients are not held while new parameters are gathered.
@@ -78,13 +79,6 @@ def apply(optimizer: Any, grads: tree.Tree, state: Any, params: tree.Tree, *, do
         new_state = tree.map(_anew, new_state, is_leaf=lambda x: isinstance(x, Flat))
         consume([*flats(state), params], f"zf.apply(..., donate=True) at {call_site()}")
     return new, new_state
-
-
-def _await_readers(params: Flat) -> None:
-    """Return when no rank reads these buffers any more, which are going to be written."""
-    for buffer in params.buffers:
-        if isinstance(buffer, Tensor):
-            params.group.await_readers(buffer)
 
 
 def _anew(value: Any) -> Any:

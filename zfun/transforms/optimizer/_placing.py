@@ -14,6 +14,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from zfun import stores, tree
+from zfun.collectives import mesh_of
 from zfun.flat import Flat, change_layout, check_same_layout, ravel
 from zfun.layout import Layout, split_by_label
 from zfun.optim import Optimizer
@@ -73,7 +74,7 @@ def lower(optimizer: Optimizer, grads: tree.Tree, state: object, params: Flat) -
     if grads.placement is not S and grads.layout != placed.layout:
         grads = change_layout(stores.resident(grads), placed.layout)
     check_same_layout(placed, grads, "parameters and gradients")
-    if params.group.mesh.size > 1 and optimizer.takes_terms(state):
+    if mesh_of(params.group).size > 1 and optimizer.takes_terms(state):
         return Placed(stores.resident(grads), placed, present)
     return Placed(redistribute(grads, placed.placement, placed.group, name="grads"), placed, present)
 
@@ -89,7 +90,7 @@ def lift(new: Flat, params: Flat, into: Flat | None = None) -> Flat:
     Returns:
         A flat like ``params``.
     """
-    whole = redistribute(new, params.placement, params.group, name="params", borrow=True, into=into)
+    whole = redistribute(new, params.placement, params.group, name="params", zero_copy=True, into=into)
     whole = change_layout(whole, params.layout)
     return whole.with_buffers(
         was.store.put(buffer, was.name) if isinstance(was, stores.Stored) else buffer

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from zfun import stores, tree
-from zfun.collectives import Group, check_shardable
+from zfun.collectives import Group, check_shardable, mesh_of
 from zfun.errors import PlacementError, checked_options
 from zfun.flat import Flat, change_layout, ravel, unravel
 from zfun.layout import DEFAULT_BUCKET_BYTES, layout_of
@@ -55,7 +55,7 @@ def shard_optimizer(optimizer: Any, group: Group, *, bucket_bytes: int = DEFAULT
     def init(params: tree.Tree) -> Any:
         if not isinstance(params, Flat):
             check_agreement(params, group, bucket_bytes=bucket_bytes)
-            params = ravel(params, layout_of(params, group.mesh.size, bucket_bytes), group)
+            params = ravel(params, layout_of(params, mesh_of(group).size, bucket_bytes), group)
         present = stores.resident(params)
         return inner.init(redistribute(change_layout(present, layout_for(inner, present.layout)), S, group, name="params"))
 
@@ -67,7 +67,7 @@ def shard_optimizer(optimizer: Any, group: Group, *, bucket_bytes: int = DEFAULT
                 return step(grads, state, params, **options)
             whole = params
             if not isinstance(params, Flat):
-                layout = grads.layout if isinstance(grads, Flat) else layout_of(params, group.mesh.size, bucket_bytes)
+                layout = grads.layout if isinstance(grads, Flat) else layout_of(params, mesh_of(group).size, bucket_bytes)
                 whole = ravel(params, layout, group)
             here = lower(sharded, grads, state, whole)
             new, state = step(here.grads, state, here.params, **options)

@@ -77,21 +77,21 @@ def _traced(form: BucketForm, grad_itemsize: int) -> TracedBucket:
 class BucketShard:
     """This rank's shard of a bucket, and what becomes of it when it is gathered."""
 
-    __slots__ = ("call", "dtype", "flat", "form", "index", "is_borrowed", "slots", "trained")
+    __slots__ = ("call", "dtype", "flat", "form", "index", "slots", "trained", "zero_copy")
 
     def __init__(self, flat: Flat, index: int, call: LossCall, *, trained: bool) -> None:
         self.flat = flat
         self.call = call
         self.index = index
         self.trained = trained
-        self.is_borrowed = True
+        self.zero_copy = True
         self.form = _form(flat.layout, index, call.compute_dtype)
         self.slots = self.form.slots
         self.dtype = self.form.dtype
 
     def keep_apart(self) -> None:
         """Share no memory with the shard, which is going to be written while the gathered bucket is looked at."""
-        self.is_borrowed = False
+        self.zero_copy = False
 
     @property
     def is_whole(self) -> bool:
@@ -131,7 +131,7 @@ class BucketShard:
         """Start to gather it."""
         flat, group = self.flat, self.flat.group
         shard = stores.fetch(flat.buffers[self.index], flat.layout.device)
-        call = Call(AllGather(), "params", self.form.label, Lane.PARAMS, borrow=self.is_borrowed)
+        call = Call(AllGather(), "params", self.form.label, Lane.PARAMS, zero_copy=self.zero_copy)
         if group.size > 1 and self.call.codec is not None and shard.is_floating_point():
             return start(call, shard, group, self.call.codec, dtype=self.dtype)
         if shard.dtype != self.form.sent:

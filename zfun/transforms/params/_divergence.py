@@ -27,7 +27,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zfun.collectives import AllGather, Call, Group, Lane
+from zfun.collectives import AllGather, Call, Group, Lane, global_ranks
 from zfun.transforms.params._buckets import BucketShard
 
 __all__ = ["Divergence"]
@@ -51,7 +51,7 @@ class Divergence:
         self._shards = shards
         self._alone = alone
         # The places of this rank's group in a round.
-        self._mine = range(group.size) if callers is group else [callers.numbers.index(n) for n in group.numbers]
+        self._mine = range(group.size) if callers is group else [global_ranks(callers).index(n) for n in global_ranks(group)]
 
     def regather(self, bucket: int) -> Tensor:
         """Gather a bucket that was released in forward; the others take part in their next round."""

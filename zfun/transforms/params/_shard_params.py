@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from zfun import tree
-from zfun.collectives import Group, check_shardable
+from zfun.collectives import Group, axis_of, check_shardable, mesh_of
 from zfun.errors import OptionError, PlacementError, checked_options
 from zfun.flat import Flat
 from zfun.layout import Layout
@@ -99,7 +99,7 @@ def shard_params(
         [12.0, 12.0]
     """
     check_shardable(group, "shard_params()")
-    if secondary is not None and (secondary.mesh is not group or secondary.axis != "inner"):
+    if secondary is not None and (mesh_of(secondary) is not group or axis_of(secondary) != "inner"):
         raise OptionError(
             f"secondary is the inner axis of the mesh that shares the parameters; got {secondary!r} for {group!r}; write "
             "shard_params(loss, mesh, secondary=mesh.inner)"

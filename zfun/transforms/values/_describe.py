@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from zfun import stores, tree
+from zfun.collectives import axis_of
 from zfun.flat import Flat
 from zfun.placement import S
 
@@ -120,7 +121,7 @@ def _rows_of(flat: Flat, prefix: str) -> list[Row]:
             first, last = (min(max(begin + edge - slot.offset, 0), slot.numel) for edge in (0, numel))
         name = prefix + path if path == slot.path else f"{prefix}{path} (tied to {slot.path})"
         dtype = buffer.dtype.to_complex() if slot.dtype.is_complex else buffer.dtype
-        placement = f"{flat.placement.value} ({flat.group.axis})" if flat.group.axis else flat.placement.value
+        placement = f"{flat.placement.value} ({axis_of(flat.group)})" if axis_of(flat.group) else flat.placement.value
         rows.append(Row(name, slot.shape, dtype, placement, slot.bucket, (first, last), _place(buffer)))
     return rows
 

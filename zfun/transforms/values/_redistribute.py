@@ -24,7 +24,11 @@ from zfun.collectives import (
     Pending,
     ReduceScatter,
     agree,
+    allocate,
+    axis_of,
     check_shardable,
+    is_symmetric,
+    mesh_of,
     start_reduce_scatter_over,
 )
 from zfun.errors import OptionError, PlacementError, ZfunError, checked_options
@@ -119,7 +123,7 @@ def replicate(
         [R, R]
     """
     if isinstance(params, Flat):
-        if params.group.mesh is not group.mesh:
+        if mesh_of(params.group) is not mesh_of(group):
             raise PlacementError("a Flat belongs to the group that it was made over; got another one; unshard() it first")
         return redistribute(params, R, group)
     layout, whole = _lay_out(params, group, bucket_bytes, 0, init, labels, order)
@@ -142,10 +146,10 @@ def _lay_out(
     if labels is not None:
         layout = split_by_label(layout, labels)
     buckets = ravel_buckets(params, layout)
-    if init == "check" or group.mesh.size == 1:
+    if init == "check" or mesh_of(group).size == 1:
         return layout, buckets
     calls = (Call(Broadcast(0), "params", layout.label(i), Lane.PARAMS) for i in range(len(layout.buckets)))
-    return layout, (group.mesh.start(call, buffer).wait() for call, buffer in zip(calls, buckets, strict=True))
+    return layout, (mesh_of(group).start(call, buffer).wait() for call, buffer in zip(calls, buckets, strict=True))
 
 
 def check_agreement(
@@ -175,10 +179,10 @@ def check_agreement(
     """
     found = tree.leaves(params)
     try:
-        layout: Layout | ZfunError = layout_of(params, group.mesh.size, bucket_bytes, persistence, order)
+        layout: Layout | ZfunError = layout_of(params, mesh_of(group).size, bucket_bytes, persistence, order)
     except ZfunError as error:  # The other ranks are told before this one raises, so that none waits for it.
         layout = error
-    if group.mesh.size > 1:
+    if mesh_of(group).size > 1:
         entries = [Entry("(bucket_bytes)", str(bucket_bytes), ""), Entry("(persistence)", str(persistence), "")]
         entries.append(Entry("(order)", _order_in_words(order), ""))
         for path, leaf in zip(tree.paths(params), found, strict=True):
@@ -189,7 +193,7 @@ def check_agreement(
                 entries.append(Entry(path, type(leaf).__name__, ""))
         if isinstance(layout, Layout):
             entries.append(Entry("(ties)", str(layout.positions), ""))
-        agree(entries, group.mesh, "parameters")
+        agree(entries, mesh_of(group), "parameters")
     if isinstance(layout, ZfunError):
         raise layout
     return layout
@@ -269,7 +273,7 @@ def redistribute(
     *,
     name: str = "value",
     donate: bool = False,
-    borrow: bool = False,
+    zero_copy: bool = False,
     into: Flat | None = None,
 ) -> Flat:
     """Change the placement of a value; the meaning stays.
@@ -302,8 +306,8 @@ def redistribute(
         group: the group of ``value``, or on a mesh another group of the same mesh.
         name: what it is, in records and errors.
         donate: let a sum over the ranks be written over ``value``, or ``value`` be freed on the way; it must not be used again.
-        borrow: let the result share memory with the other ranks, to which nobody writes before ``group.await_readers``; with ``donate``
-            for a sum.
+        zero_copy: let what is gathered show the shards where they lie; nobody writes to them before
+            ``collectives.await_readers``.
         into: a value of that placement, layout and dtype that is given up: what is gathered may be written over it. ``value`` may be
             slices of its buffers.
 
@@ -327,7 +331,7 @@ def redistribute(
     if donate and value is not given:
         # What was in a store is let go of there, so that it does not outlive what has been fetched.
         given.life.discard(f"redistribute({name!r}, donate=True) at {call_site()}")
-    here, mesh = value.group, group.mesh
+    here, mesh = value.group, mesh_of(group)
     match value.placement, placement:
         case (before, after) if before is after and (here is group or before is not S):
             return value if here is group else value.with_buffers(value.buffers, group=group)
@@ -341,7 +345,7 @@ def redistribute(
             buffers = (_embed(buffer if kept else torch.zeros_like(buffer), here) for buffer in value.buffers)
             return value.with_buffers(buffers, P, group)
         case Placement.PARTIAL, Placement.REPLICATED:
-            return _communicate(value, AllReduce(), here, R, group, name, donate=donate, borrow=borrow)
+            return _communicate(value, AllReduce(), here, R, group, name, donate=donate)
         case Placement.PARTIAL, Placement.SHARDED:
             return _communicate(value, ReduceScatter(), group, S, group, name, donate=donate)
         case Placement.SHARDED, Placement.SHARDED:
@@ -350,20 +354,20 @@ def redistribute(
                 return _communicate(value, AllGather(), mesh.outer, S, group, name, donate=donate)
             return value.with_buffers((_slice(buffer, mesh.outer) for buffer in value.buffers), S, group)
         case _:
-            return _communicate(value, AllGather(), here, R, group, name, donate=donate, borrow=borrow, into=into)
+            return _communicate(value, AllGather(), here, R, group, name, donate=donate, zero_copy=zero_copy, into=into)
 
 
 def _check_target(value: Flat, placement: Placement, group: Group) -> None:
     if not isinstance(value, Flat):
         raise PlacementError(f"redistribute() takes a Flat; got {type(value).__name__}; make one with shard() or replicate()")
-    if value.group.mesh is not group.mesh:
+    if mesh_of(value.group) is not mesh_of(group):
         raise PlacementError(
             "redistribute() must be given the group of the value; got another one; unshard() the value and shard it over the other group"
         )
     if placement is S:
         check_shardable(group, "redistribute()")
-    elif placement is P and group.axis:
-        raise PlacementError(f"a value is partial over a whole mesh; got its {group.axis} axis; pass the mesh")
+    elif placement is P and axis_of(group):
+        raise PlacementError(f"a value is partial over a whole mesh; got its {axis_of(group)} axis; pass the mesh")
 
 
 def needs_autograd(buffers: tuple[Any, ...]) -> bool:
@@ -389,12 +393,12 @@ def _communicate(
     name: str,
     *,
     donate: bool,
-    borrow: bool = False,
+    zero_copy: bool = False,
     into: Flat | None = None,
 ) -> Flat:
     """Do a collective over one group, and return what is then placed over another one."""
     layout = value.layout
-    if (over.mesh if isinstance(op, ReduceScatter) else over).size == 1:
+    if (mesh_of(over) if isinstance(op, ReduceScatter) else over).size == 1:
         return value.with_buffers(value.buffers, placement, group)
     if needs_autograd(value.buffers):
         return value.with_buffers((_differentiable(op, buffer, over, value.wire) for buffer in value.buffers), placement, group)
@@ -402,12 +406,11 @@ def _communicate(
     buffers = list(value.buffers)
     if donate:
         value.life.discard(f"redistribute({name!r}, donate=True) at {call_site()}")
-    # Who writes asks the value's own group for its readers. The input of a borrowed sum is given up.
-    lends = over.mesh.lends
-    borrow = borrow and lends and over is group and (donate or not isinstance(op, AllReduce))
-    in_place = donate and isinstance(op, AllReduce) and not borrow
-    # Where ranks lend each other memory, what is given up may be that of others.
-    rooms = [None] * len(buffers) if into is None or lends or into.layout != layout else list(into.buffers)
+    # Peers may still read an input when this rank has the sum, and old values where they lie.
+    shares = is_symmetric(mesh_of(over))
+    in_place = donate and isinstance(op, AllReduce) and not shares
+    zero_copy = zero_copy and shares and over is group
+    rooms = [None] * len(buffers) if into is None or shares or into.layout != layout else list(into.buffers)
     out: list[Tensor] = []
     pending: list[Pending] = []
 
@@ -423,17 +426,17 @@ def _communicate(
             pending.append((wire.start_over if isinstance(op, ReduceScatter) else wire.start)(call, buffer, over, value.wire))
         elif isinstance(op, ReduceScatter):
             # Over an inner axis the sum over the row is where the sum over the mesh will be.
-            room = None if over.axis else over.buffer(buffer.numel() // over.size, buffer.dtype, buffer.device)
+            room = None if axis_of(over) else allocate(over, buffer.numel() // over.size, buffer.dtype, buffer.device)
             pending.append(start_reduce_scatter_over(over, call, buffer, room))
-        elif borrow:
-            pending.append(over.start(dataclasses.replace(call, borrow=True), buffer))
+        elif zero_copy:
+            pending.append(over.start(dataclasses.replace(call, zero_copy=True), buffer))
         else:
             room = buffer if in_place else rooms[index]
             pending.append(over.start(call, buffer, room if room is not None and room.dtype == buffer.dtype else None))
         del buffer
         pending[-1] = noted(pending[-1], name, "gather" if isinstance(op, AllGather) else "sum", layout, index)
         # What is read where it lies is under way only while it is waited for: the rooms of the next sums would stand empty.
-        settle(0 if lends and isinstance(op, ReduceScatter) else MAX_UNDER_WAY)
+        settle(0 if shares and isinstance(op, ReduceScatter) else MAX_UNDER_WAY)
     settle(0)
     return value.with_buffers(out, placement, group)
 
@@ -443,7 +446,7 @@ def _differentiable(op: Op, buffer: Tensor, over: Group, form: wire.Wire | None)
         send = lambda kind, x, group: _EXACT[kind](x, group)
     else:
         send = lambda kind, x, group: _COMPRESSED[kind](x, group, form)
-    mesh = over.mesh
+    mesh = mesh_of(over)
     if over is mesh or not isinstance(mesh, Mesh):
         return send(op.kind, buffer, over)
     if isinstance(op, ReduceScatter):
@@ -460,7 +463,7 @@ def _slice(buffer: Tensor, group: Group) -> Tensor:
 def _own(buffer: Tensor, group: Group) -> Tensor:
     """Copy this rank's piece of a whole buffer to where the others can look at it."""
     piece = _slice(buffer, group)
-    return group.buffer(piece.numel(), piece.dtype, piece.device).copy_(piece)
+    return allocate(group, piece.numel(), piece.dtype, piece.device).copy_(piece)
 
 
 def _embed(shard: Tensor, group: Group) -> Tensor:

@@ -19,13 +19,13 @@ from pathlib import Path
 
 from torch.distributed import PrefixStore, Store
 
-from zfun.collectives._segment import Peer, Segment
-from zfun.collectives._shared import SharedMemory
+from zfun.collectives.shm._memory import SharedMemory
+from zfun.collectives.shm._segment import Peer, Segment
 from zfun.errors import PeerLost
 
-__all__ = ["meet"]
+__all__ = ["exchange_texts", "host_name", "meet"]
 
-_MEETING_S = 20.0
+_RENDEZVOUS_S = 20.0
 
 
 def meet(store: Store, rank: int, size: int, timeout_s: float, wanted: bool | None) -> SharedMemory | str:
@@ -59,7 +59,7 @@ def meet(store: Store, rank: int, size: int, timeout_s: float, wanted: bool | No
                 listener.listen(size)
             except (OSError, ValueError, OverflowError) as error:
                 problem = f"memory cannot be mapped there: {error}"
-        offers = _exchange_texts(store, "offer", rank, size, timeout_s, json.dumps([problem, _host(), name]), answer=wanted is not False)
+        offers = exchange_texts(store, "offer", rank, size, timeout_s, json.dumps([problem, host_name(), name]), answer=wanted is not False)
         found = _first_problem([json.loads(offer) for offer in offers], rank, size)
         if found or segment is None or listener is None:
             return found or problem
@@ -68,7 +68,7 @@ def meet(store: Store, rank: int, size: int, timeout_s: float, wanted: bool | No
             peers = _trade(segment, listener, [json.loads(offer)[2] for offer in offers], rank)
         except (OSError, ValueError, struct.error) as error:
             problem = f"rank {rank} cannot map the memory of the others: {error}"
-        problems = _exchange_texts(store, "mapped", rank, size, timeout_s, problem)
+        problems = exchange_texts(store, "mapped", rank, size, timeout_s, problem)
         if any(problems):
             for peer in peers.values():
                 peer.close()
@@ -88,7 +88,7 @@ def _unsupported() -> str:
     return f"its Python has no {missing[0]}" if missing else ""
 
 
-def _host() -> str:
+def host_name() -> str:
     """Name what ranks must have in common to reach each other's memory: the running system, its network namespace and the user."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -110,7 +110,7 @@ def _first_problem(offers: Sequence[Sequence[str]], rank: int, size: int) -> str
     return ""
 
 
-def _exchange_texts(store: Store, key: str, rank: int, size: int, timeout_s: float, text: str, *, answer: bool = True) -> list[str]:
+def exchange_texts(store: Store, key: str, rank: int, size: int, timeout_s: float, text: str, *, answer: bool = True) -> list[str]:
     try:
         store.set(f"{key}/{rank}", text)
         if not answer:
@@ -132,14 +132,14 @@ def _trade(segment: Segment, listener: socket.socket, names: Sequence[str], rank
         asked: dict[int, socket.socket] = {}
         for peer in others:
             asked[peer] = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-            asked[peer].settimeout(_MEETING_S)
+            asked[peer].settimeout(_RENDEZVOUS_S)
             asked[peer].connect("\0" + names[peer])
             asked[peer].sendall(struct.pack("<q", rank))
         answered: dict[int, socket.socket] = {}
-        listener.settimeout(_MEETING_S)
+        listener.settimeout(_RENDEZVOUS_S)
         while len(answered) < len(others):
             connection = stack.enter_context(listener.accept()[0])
-            connection.settimeout(_MEETING_S)
+            connection.settimeout(_RENDEZVOUS_S)
             # Names of this kind have no permissions: who is no other rank of this user gets nothing.
             if _credentials(connection)[1] != os.getuid():
                 connection.close()

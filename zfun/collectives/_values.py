@@ -1,0 +1,68 @@
+"""Small host values that ranks tell each other at once, on the stream for control."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zfun.collectives._calls import AllGather, AllToAll, Call, Lane, Op
+from zfun.collectives._group import Group
+
+__all__ = ["barrier", "exchange_values", "gather_values"]
+
+
+def gather_values(x: Tensor, group: Group, name: str) -> Tensor:
+    """Gather a small tensor of any shape from every rank.
+
+    Args:
+        x: of the same shape and dtype on all ranks.
+        group: the ranks.
+        name: a name, for messages and logs.
+
+    Returns:
+        A tensor of shape ``[size, *x.shape]``.
+
+    Example:
+        >>> from zfun.collectives import simulate
+        >>> simulate(2, lambda group: gather_values(torch.tensor(group.rank), group, "rank").tolist())
+        [[0, 1], [0, 1]]
+    """
+    return _sent(x, group, name, AllGather()).view(group.size, *x.shape)
+
+
+def exchange_values(x: Tensor, group: Group, name: str) -> Tensor:
+    """Exchange rows: row j of rank i becomes row i of rank j.
+
+    Args:
+        x: ``[size, n]``, of the same shape and dtype on all ranks.
+        group: the ranks.
+        name: a name, for messages and logs.
+
+    Returns:
+        ``[size, n]``.
+
+    Example:
+        >>> from zfun.collectives import simulate
+        >>> rows = torch.tensor([[1], [2]])
+        >>> simulate(2, lambda group: exchange_values(rows, group, "rows").tolist())
+        [[[1], [1]], [[2], [2]]]
+    """
+    return _sent(x, group, name, AllToAll()).view(group.size, -1)
+
+
+def barrier(group: Group) -> None:
+    """Return when every rank has come here.
+
+    Args:
+        group: the ranks.
+
+    Example:
+        >>> from zfun.collectives import single_group
+        >>> barrier(single_group())
+    """
+    gather_values(torch.zeros(1, dtype=torch.uint8), group, "barrier")
+
+
+def _sent(x: Tensor, group: Group, name: str, op: Op) -> Tensor:
+    call = Call(op, name, lane=Lane.CONTROL)
+    return group.start(call, x.detach().contiguous().view(-1)).wait()

@@ -1,0 +1,79 @@
+"""The group of the ranks of one host that share memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from zfun.collectives._base import ProcessGroup
+from zfun.collectives._calls import Call, check_call, describe
+from zfun.collectives._group import Allocate
+from zfun.collectives._pending import Pending
+from zfun.collectives.shm._mailbox import Mismatch, TransportError
+from zfun.collectives.shm._memory import SharedMemory
+from zfun.errors import OptionError
+
+__all__ = ["SharedGroup"]
+
+
+@final
+class SharedGroup(ProcessGroup):
+    """Processes of one host. See [Note: collectives through symmetric memory]."""
+
+    is_symmetric = True
+
+    def __init__(self, memory: SharedMemory, *settings: Any) -> None:
+        super().__init__(*settings)
+        self._memory = memory
+        memory.watch(self._monitor.waiting)
+
+    def start(self, call: Call, x: Tensor, out: Tensor | None = None) -> Pending:
+        check_call(call, x, out, self.size)
+        if x.device.type != "cpu":
+            raise OptionError(f"a gloo group moves CPU tensors only; {call.op.kind} got one on {x.device}; use nccl")
+        self._check_open()
+        text = describe(call, x.numel(), x.dtype)
+        sent = self._memory.send(call, text, _plain(x), None if out is None else _plain(out))
+        self._monitor.note_start(call.lane, text)
+
+        def wait() -> Tensor:
+            try:
+                found = self._memory.finish(sent)
+            except (Mismatch, TransportError):
+                with self._explained(text, sent.index):
+                    raise
+            return found if out is None else out
+
+        return Pending(wait)
+
+    @property
+    def allocate(self) -> Allocate | None:
+        return self._allocate
+
+    def _allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        found = self._memory.allocate(numel, dtype) if device.type == "cpu" else None
+        return torch.empty(numel, dtype=dtype, device=device) if found is None else found
+
+    def await_readers(self, tensors: Sequence[Tensor]) -> None:
+        """Do :func:`zfun.collectives.await_readers`."""
+        self._check_open()
+        # All windows first, because the peers may be waiting for them.
+        for sent in [sent for x in tensors for sent in self._memory.release_for(x)]:
+            with self._explained(sent.text, sent.index):
+                self._memory.await_readers(sent)
+
+    def _give_up(self) -> None:
+        self._memory.interrupt()
+
+    def _interrupt(self) -> None:
+        self._memory.interrupt()
+
+    def _release(self) -> None:
+        self._memory.close()
+
+
+def _plain(x: Tensor) -> Tensor:
+    return x.detach() if x.requires_grad else x

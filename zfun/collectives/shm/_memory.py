@@ -1,0 +1,260 @@
+"""Start and finish collectives through symmetric memory."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from zfun.collectives._calls import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Call,
+    Lane,
+    Op,
+    Permute,
+    Reduce,
+    ReduceScatter,
+)
+from zfun.collectives.shm._mailbox import INLINE_BYTES, Mailbox, Sent
+from zfun.collectives.shm._pages import PAGE
+from zfun.collectives.shm._segment import Peer, Segment
+from zfun.collectives.shm._symmetric import Symmetric, chunks
+from zfun.errors import OptionError
+from zfun.ops._sums import sum_in_rank_order
+
+__all__ = ["SharedMemory"]
+
+# To unmap less after a read is not worth a system call.
+_UNMAPPED_BYTES = 1 << 18
+# To map less than this takes longer than to copy.
+_WINDOW_BYTES = 1 << 15
+
+
+class SharedMemory:
+    """The segments of all ranks of a host. See [Note: collectives through symmetric memory].
+
+    Args:
+        segment: memory that this rank writes.
+        peers: memory that the peers write.
+        rank: this rank.
+        timeout_s: how long a wait may take, in seconds.
+    """
+
+    def __init__(self, segment: Segment, peers: dict[int, Peer], rank: int, timeout_s: float) -> None:
+        self.rank = rank
+        self.size = len(peers) + 1
+        self._segment = segment
+        self._peers = peers
+        self._mailbox = Mailbox(segment, peers, timeout_s)
+        self._symmetric = Symmetric(segment, peers, self._mailbox, rank)
+
+    def watch(self, waiting: Callable[[Lane, int], AbstractContextManager[None]]) -> None:
+        """Enter a context, made of stream and index, for each wait that takes long."""
+        self._mailbox.watch = waiting
+
+    def interrupt(self) -> None:
+        """End all waits, now and from now on."""
+        self._mailbox.interrupted = True
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        """Return an uninitialised tensor in the segment, or None if there is no memory."""
+        if numel == 0 or not self._peers:
+            return None
+        try:
+            block = self._symmetric.allocate(numel * dtype.itemsize)
+        except OSError:
+            return None
+        return self._symmetric.tensor(block, numel, dtype)
+
+    def send(self, call: Call, text: str, x: Tensor, out: Tensor | None) -> Sent:
+        """Publish this rank's next collective of a stream.
+
+        Args:
+            call: the collective.
+            text: compared across ranks.
+            x: the input.
+            out: the caller's output, if any.
+
+        Raises:
+            OptionError: there is no memory for the input. Nothing has been published then.
+        """
+        readers = _readers(call.op, self.rank, self.size)
+        sent = self._mailbox.prepare(call, text, readers, x, out)
+        try:
+            self._place(sent, x, out)
+            self._mailbox.publish(sent)
+        except OSError as error:
+            raise OptionError(f"the system has no shared memory for {x.nbytes} bytes ({error}); pass shared_memory=False") from error
+        return sent
+
+    def finish(self, sent: Sent) -> Tensor:
+        """Wait for the peers' inputs and return the result.
+
+        Raises:
+            Mismatch: a peer started another collective.
+            TransportError: a peer started none.
+        """
+        if not self._peers:
+            raise OptionError("a closed group finishes no collectives; wait before you close it")
+        self._mailbox.await_records(sent)
+        x, out = sent.x, sent.out
+        assert x is not None
+        sent.x = sent.out = None
+        if out is None:
+            found = self._window(sent, x)
+            if found is not None:
+                return found
+            numel = sent.call.op.output_numel(x.numel(), self.size)
+            # Large results use touched pages again, and leave no holes between activations.
+            found = self.allocate(numel, x.dtype) if numel * x.dtype.itemsize >= PAGE else None
+            out = x.new_empty(numel) if found is None else found
+        self._compute(sent, x, out)
+        self._mailbox.finish(sent)
+        return out
+
+    def release_for(self, x: Tensor) -> list[Sent]:
+        """Finish this rank's windows over a tensor; return what peers must finish."""
+        return self._symmetric.release_for(x)
+
+    def await_readers(self, sent: Sent) -> None:
+        """Wait until the readers have finished a collective.
+
+        Raises:
+            TransportError: a reader did not.
+        """
+        self._mailbox.await_finished(sent)
+
+    @property
+    def in_use(self) -> int:
+        """Bytes of the segment that hold something."""
+        self._symmetric.reclaim()
+        return self._segment.in_use
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that the segment has taken from the system."""
+        return self._segment.reserved
+
+    def close(self) -> None:
+        """Hang up and let go of the memory."""
+        if self._peers:
+            self._symmetric.close()
+            self._segment.close()
+        for peer in self._peers.values():
+            peer.close()
+        self._peers.clear()
+
+    # Inputs.
+
+    def _place(self, sent: Sent, x: Tensor, out: Tensor | None) -> None:
+        """Find or make the place in the segment where the readers find an input."""
+        if not sent.readers or not x.numel():
+            return
+        block, sent.offset = self._symmetric.find(x)
+        if block is None or not self._stays(sent.call.op, x, out):
+            if x.nbytes <= INLINE_BYTES:
+                sent.offset = self._mailbox.inline(sent)
+                self._segment.view(sent.offset, x.numel(), x.dtype).copy_(x)
+                return
+            block = self._symmetric.allocate(x.nbytes)
+            sent.offset = block.offset
+            self._segment.view(sent.offset, x.numel(), x.dtype).copy_(x)
+            self._symmetric.retire(block)
+        self._symmetric.note_use(block, sent)
+
+    def _stays(self, op: Op, x: Tensor, out: Tensor | None) -> bool:
+        """Whether an input keeps its values until all have read them: no output overlaps."""
+        if x.is_conj() or x.is_neg():
+            return False
+        if out is None or out.data_ptr() + out.nbytes <= x.data_ptr():
+            return True
+        if isinstance(op, AllGather) and x.data_ptr() == out.data_ptr() + self.rank * x.nbytes:
+            return True
+        return x.data_ptr() + x.nbytes <= out.data_ptr()
+
+    # Results.
+
+    def _window(self, sent: Sent, x: Tensor) -> Tensor | None:
+        call, block = sent.call, self._symmetric.block_at(sent.offset)
+        if not call.zero_copy or not isinstance(call.op, AllGather):
+            return None
+        if block is None or not all(_fits(at, x) for at in (sent.offset, *sent.inputs())):
+            return None
+        return self._symmetric.window(sent, block, x.numel(), x.dtype)
+
+    def _compute(self, sent: Sent, x: Tensor, out: Tensor) -> None:
+        op = sent.call.op
+        match op:
+            case AllGather() | AllToAll():
+                inputs = chunks(x, self.size) if op.splits_input else [x] * self.size
+                for rank, piece in enumerate(chunks(out, self.size)):
+                    self._copy(sent, inputs[self.rank], rank, piece)
+            case ReduceScatter():
+                self._sum(sent, chunks(x, self.size)[self.rank], out)
+            case AllReduce():
+                # The output may be the input, so the term is the one that the peers read.
+                place = sent.offset
+                self._sum(sent, self._segment.view(place, x.numel(), x.dtype) if place else x, out)
+            case Reduce(root) if root == self.rank:
+                self._sum(sent, x, out)
+            case Reduce():
+                out.zero_()
+            case Broadcast(root):
+                self._copy(sent, x, root, out)
+            case Permute():
+                self._copy(sent, x, op.sources[self.rank], out)
+
+    def _copy(self, sent: Sent, own: Tensor, source: int, out: Tensor) -> None:
+        if source != self.rank:
+            found = self._input(sent, source, out)
+            out.copy_(found)
+            self._unmap(sent, source, out)
+        elif not out.is_set_to(own):
+            out.copy_(own)
+
+    def _sum(self, sent: Sent, own: Tensor, out: Tensor) -> None:
+        terms = [own if rank == self.rank else self._input(sent, rank, out) for rank in range(self.size)]
+        sum_in_rank_order(terms, out)
+        for peer in self._peers:
+            self._unmap(sent, peer, out)
+
+    def _place_of(self, sent: Sent, peer: int, out: Tensor) -> int:
+        _, offset = sent.peers[peer]
+        return offset + (self.rank * out.nbytes if sent.call.op.splits_input else 0)
+
+    def _input(self, sent: Sent, peer: int, out: Tensor) -> Tensor:
+        """Return what a peer sends to this rank, where it lies."""
+        if not out.numel():
+            return out
+        return self._peers[peer].view(self._place_of(sent, peer, out), out.numel(), out.dtype)
+
+    def _unmap(self, sent: Sent, peer: int, out: Tensor) -> None:
+        if out.nbytes >= _UNMAPPED_BYTES:
+            self._peers[peer].unmap(self._place_of(sent, peer, out), out.nbytes)
+
+
+def _fits(offset: int, x: Tensor) -> bool:
+    """Whether an input can be a piece of a window."""
+    return x.nbytes >= _WINDOW_BYTES and x.nbytes % PAGE == 0 and offset % PAGE == 0
+
+
+@functools.lru_cache(maxsize=1024)
+def _readers(op: Op, rank: int, size: int) -> tuple[int, ...]:
+    """Return the ranks that read the input of a rank."""
+    others: Sequence[int] = [peer for peer in range(size) if peer != rank]
+    match op:
+        case Broadcast(root):
+            others = others if rank == root else []
+        case Reduce(root):
+            others = [] if rank == root else [root]
+        case Permute(destinations):
+            others = [peer for peer in others if destinations[rank] == peer]
+        case _:
+            pass
+    return tuple(others)
