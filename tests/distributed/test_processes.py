@@ -45,7 +45,7 @@ from zfun.collectives import (
     simulate,
     spawn,
 )
-from zfun.collectives._native import NativeGroup
+from zfun.collectives.backends._nccl import NativeGroup
 from zfun.errors import CollectiveMismatch, OptionError, PeerLost, SpecMismatch
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(90)]

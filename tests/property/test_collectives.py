@@ -24,7 +24,6 @@ from zfun.collectives import (
     Permute,
     Reduce,
     ReduceScatter,
-    _exchange,
     all_gather,
     all_reduce,
     all_to_all,
@@ -34,9 +33,10 @@ from zfun.collectives import (
     reduce_scatter,
     simulate,
 )
-from zfun.collectives._exchange import num_transfers, start_exchange
-from zfun.collectives._simulate import evaluate
-from zfun.collectives._workspace import Workspace
+from zfun.collectives.backends._simulated import evaluate
+from zfun.collectives.gloo import _algorithms
+from zfun.collectives.gloo._algorithms import num_transfers, start_exchange
+from zfun.collectives.gloo._buffer_pool import BufferPool
 
 pytestmark = pytest.mark.timeout(120)
 few = settings(max_examples=40, deadline=None)
@@ -123,11 +123,11 @@ def test_direct_exchange_has_the_bits_and_bytes_of_the_definition(
         xs = [out.view(size, numel)[rank].copy_(xs[rank]) for rank, out in enumerate(outs)]
 
     def program(rank: int) -> None:
-        start_exchange(Call(op), xs[rank], outs[rank], rank, size, boxes.exchange(rank), Workspace()).finish()
+        start_exchange(Call(op), xs[rank], outs[rank], rank, size, boxes.exchange(rank), BufferPool()).finish()
 
     itemsize = dtype.itemsize
     nbytes = inputs[0].numel() * itemsize
-    with mock.patch.multiple(_exchange, _PIECE_BYTES=piece_bytes, _SHORT_BYTES=piece_bytes):
+    with mock.patch.multiple(_algorithms, _PIECE_BYTES=piece_bytes, _SHORT_BYTES=piece_bytes):
         _on_all_ranks(size, program)
         assert boxes.transfers == [num_transfers(op, inputs[0].numel(), itemsize, size)] * size
     for out, wanted in zip(outs, expected, strict=True):
@@ -151,9 +151,9 @@ def test_a_sum_in_pieces_has_the_bits_of_the_whole(size: int, units: int, dtype:
     expected = evaluate(op, inputs, [None] * size)
 
     def program(rank: int) -> None:
-        start_exchange(Call(op), inputs[rank], outs[rank], rank, size, boxes.exchange(rank), Workspace()).finish()
+        start_exchange(Call(op), inputs[rank], outs[rank], rank, size, boxes.exchange(rank), BufferPool()).finish()
 
-    with mock.patch.multiple(_exchange, _PIECE_BYTES=256, _MOST_PIECES=most_pieces, _SHORT_BYTES=-1):
+    with mock.patch.multiple(_algorithms, _PIECE_BYTES=256, _MOST_PIECES=most_pieces, _SHORT_BYTES=-1):
         _on_all_ranks(size, program)
     assert all(torch.equal(out, value) for out, value in zip(outs, expected, strict=True))
     assert all(1 <= transfers <= 2 * most_pieces for transfers in boxes.transfers)

@@ -16,7 +16,7 @@ from torch import Tensor
 import zfun as zf
 from tests.conftest import examples
 from zfun.collectives import AllGather, AllReduce, AllToAll, Broadcast, Call, Op, Permute, Reduce, ReduceScatter
-from zfun.collectives._hosts import Place, goes_over_hosts, num_messages, over_hosts
+from zfun.collectives.gloo._hierarchical import Place, goes_over_hosts, num_messages, over_hosts
 from zfun.testing import assert_same_bits
 
 

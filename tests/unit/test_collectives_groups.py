@@ -45,12 +45,11 @@ from zfun.collectives import (
     single_group,
     split,
 )
-from zfun.collectives._connections import holding_little
-from zfun.collectives._direct import _LaneThread
-from zfun.collectives._monitor import Status, diagnose
-from zfun.collectives._process import _gloo
-from zfun.collectives._turns import interrupting_nobody
-from zfun.collectives._workspace import Workspace
+from zfun.collectives.backends._init import _gloo
+from zfun.collectives.backends._watchdog import Status, diagnose
+from zfun.collectives.gloo._buffer_pool import BufferPool
+from zfun.collectives.gloo._group import _LaneThread
+from zfun.collectives.gloo._tuning import holding_little, interrupting_nobody
 from zfun.errors import CollectiveMismatch, OptionError, SpecMismatch
 
 pytestmark = pytest.mark.timeout(30)
@@ -282,35 +281,35 @@ def test_a_circle_counts_only_when_nothing_moves() -> None:
 
 
 def test_room_is_used_again_when_the_last_view_of_it_is_gone() -> None:
-    workspace = Workspace()
-    first = workspace.take(1 << 17, torch.float32)
+    pool = BufferPool()
+    first = pool.take(1 << 17, torch.float32)
     place, view = first.data_ptr(), first[5:10].fill_(3.0)
     del first
-    other = workspace.take(1 << 17, torch.float32)
+    other = pool.take(1 << 17, torch.float32)
     assert other.data_ptr() != place
     other.zero_()
     assert view.tolist() == [3.0] * 5
     del view
-    assert workspace.take(1 << 16, torch.float64).data_ptr() == place
-    assert workspace.nbytes == 2 << 19
+    assert pool.take(1 << 16, torch.float64).data_ptr() == place
+    assert pool.nbytes == 2 << 19
 
 
 def test_a_small_piece_does_not_drive_out_a_large_one() -> None:
-    workspace = Workspace()
+    pool = BufferPool()
     for numel in (1 << 22, 1 << 18, 1 << 22, 1 << 18):
-        workspace.take(numel, torch.uint8)
-    assert workspace.nbytes == (1 << 22) + (1 << 18)
+        pool.take(numel, torch.uint8)
+    assert pool.nbytes == (1 << 22) + (1 << 18)
 
 
 def test_hardly_more_room_is_kept_than_was_in_use_at_once() -> None:
-    workspace = Workspace()
+    pool = BufferPool()
     for numel in (1 << 20, 1 << 18, 1 << 22):
-        assert workspace.take(numel, torch.uint8).numel() == numel
-        assert workspace.nbytes <= numel * 9 // 8
-    held = [workspace.take(1 << 18, torch.uint8) for _ in range(3)]
+        assert pool.take(numel, torch.uint8).numel() == numel
+        assert pool.nbytes <= numel * 9 // 8
+    held = [pool.take(1 << 18, torch.uint8) for _ in range(3)]
     # The largest was let go of for them.
-    assert workspace.nbytes == 3 << 18
-    del workspace
+    assert pool.nbytes == 3 << 18
+    del pool
     assert [x.fill_(7).sum().item() for x in held] == [7 << 18] * 3
 
 

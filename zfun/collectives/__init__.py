@@ -1,32 +1,30 @@
-"""Groups of ranks, the collectives that they start, and their differentiable forms.
+"""Groups of ranks, the collectives that groups start, and differentiable forms of collectives.
 
-A collective is data (``_calls``), a group has two numbers and one method that starts it (``_group``), and what has been started is a value
-(``_pending``). That much all of the others share, and ``_primitives`` (with ``_rows``) make functions of it that can be differentiated.
+A collective is data (``_ops``). A group starts collectives (``_group``), and a started collective
+is a value (``_work``). Everything else is built of these three: functions that can be
+differentiated (``_functional``, ``_rows``), small host values (``_values``), and a comparison of
+ranks before anything depends on their agreement (``_agree``).
 
-==================  ==================================================================================================================
-groups              modules
-==================  ==================================================================================================================
-of one process      ``_single``; ``_simulate``, which is the shortest that sums; ``_abstract``, in which nothing moves
-of processes        ``_process`` chooses: nccl (``_native``); messages over gloo (``_direct``, ``_exchange``, ``_workspace``, ``_turns``,
-                    ``_connections``); memory that ranks share (``_meeting``, and ``_shared``, which names its parts); both (``_hosts``)
-of other groups     ``_mesh``, of two axes; ``_record``, which writes down what it sends; ``_checked``, which compares it
-==================  ==================================================================================================================
+=================  ==================================================================
+groups             modules
+=================  ==================================================================
+of one process     ``backends/``: ``_local`` (one rank), ``_simulated`` (threads, the
+                   shortest group that sums), ``_abstract`` (nothing moves)
+of processes       ``backends/_init`` chooses: ``backends/_nccl``; ``gloo/``, messages
+                   by direct exchange; ``shm/``, memory that ranks share;
+                   ``gloo/_hierarchical``, both
+of other groups    ``_mesh`` (two axes), ``_record`` (a log), ``_debug`` (comparisons)
+=================  ==================================================================
 
-What groups of processes have in common is in ``_base``, and what tells them that a rank is lost in ``_monitor``. ``_agree`` compares ranks
-before anything depends on it, and ``_launch`` starts some.
+Groups of processes share ``backends/_base``, and notice lost ranks by ``backends/_watchdog``.
+``backends/_launch`` starts processes.
 """
 
 from __future__ import annotations
 
-from zfun.collectives._abstract import abstract_group
 from zfun.collectives._agree import Entry, agree
-from zfun.collectives._calls import AllGather, AllReduce, AllToAll, Broadcast, Call, Lane, Op, Permute, Reduce, ReduceScatter
-from zfun.collectives._checked import checked
-from zfun.collectives._group import Group, allocate, await_readers, global_ranks, is_checked, is_symmetric
-from zfun.collectives._launch import Workers, spawn
-from zfun.collectives._mesh import Mesh, axis_of, check_shardable, mesh_of, split, start_reduce_scatter_over
-from zfun.collectives._pending import Pending
-from zfun.collectives._primitives import (
+from zfun.collectives._debug import checked
+from zfun.collectives._functional import (
     all_gather,
     all_reduce,
     all_to_all,
@@ -41,11 +39,17 @@ from zfun.collectives._primitives import (
     start_permute,
     start_reduce_scatter,
 )
-from zfun.collectives._process import process_group
+from zfun.collectives._group import Group, allocate, await_readers, global_ranks, is_checked, is_symmetric
+from zfun.collectives._mesh import Mesh, axis_of, check_shardable, mesh_of, split, start_reduce_scatter_over
+from zfun.collectives._ops import AllGather, AllReduce, AllToAll, Broadcast, Call, Lane, Op, Permute, Reduce, ReduceScatter
 from zfun.collectives._record import MeshRecorder, Record, Recorder, record
-from zfun.collectives._simulate import simulate
-from zfun.collectives._single import single_group
 from zfun.collectives._values import barrier, exchange_values, gather_values
+from zfun.collectives._work import Pending
+from zfun.collectives.backends._abstract import abstract_group
+from zfun.collectives.backends._init import process_group
+from zfun.collectives.backends._launch import Workers, spawn
+from zfun.collectives.backends._local import single_group
+from zfun.collectives.backends._simulated import simulate
 
 __all__ = [
     "AllGather",

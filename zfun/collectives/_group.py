@@ -10,8 +10,8 @@ from typing import Any, Protocol, Self, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor
 
-from zfun.collectives._calls import Call
-from zfun.collectives._pending import Pending
+from zfun.collectives._ops import Call
+from zfun.collectives._work import Pending
 from zfun.errors import OptionError
 
 __all__ = [

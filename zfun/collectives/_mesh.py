@@ -36,7 +36,8 @@ from typing import TypeAlias, final
 import torch
 from torch import Tensor
 
-from zfun.collectives._calls import (
+from zfun.collectives._group import Group, Wrapper, global_ranks, is_checked, is_symmetric
+from zfun.collectives._ops import (
     AllGather,
     AllReduce,
     AllToAll,
@@ -49,8 +50,7 @@ from zfun.collectives._calls import (
     ReduceScatter,
     check_call,
 )
-from zfun.collectives._group import Group, Wrapper, global_ranks, is_checked, is_symmetric
-from zfun.collectives._pending import Pending
+from zfun.collectives._work import Pending
 from zfun.errors import OptionError, PlacementError, checked_options
 
 __all__ = ["Mesh", "axis_of", "check_shardable", "mesh_of", "split", "start_reduce_scatter_over"]

@@ -9,10 +9,10 @@ from typing import final, overload
 import torch
 from torch import Tensor
 
-from zfun.collectives._calls import Call, Lane
 from zfun.collectives._group import Group, Wrapper
 from zfun.collectives._mesh import Mesh, axis_of
-from zfun.collectives._pending import Pending
+from zfun.collectives._ops import Call, Lane
+from zfun.collectives._work import Pending
 from zfun.errors import OptionError
 
 __all__ = ["Record", "Recorder", "record"]

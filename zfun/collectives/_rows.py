@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from zfun import tree
-from zfun.collectives._calls import AllGather, AllToAll, Call, Lane, Op, ReduceScatter
 from zfun.collectives._group import Group
-from zfun.collectives._pending import Pending
+from zfun.collectives._ops import AllGather, AllToAll, Call, Lane, Op, ReduceScatter
+from zfun.collectives._work import Pending
 from zfun.errors import LeafError, OptionError, PlacementError
 
 __all__ = ["Runs", "alike", "exchanged", "gathered", "scattered"]

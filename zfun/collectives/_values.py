@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zfun.collectives._calls import AllGather, AllToAll, Call, Lane, Op
 from zfun.collectives._group import Group
+from zfun.collectives._ops import AllGather, AllToAll, Call, Lane, Op
 
 __all__ = ["barrier", "exchange_values", "gather_values"]
 

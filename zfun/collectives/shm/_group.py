@@ -8,11 +8,10 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from zfun.collectives._base import ProcessGroup
-from zfun.collectives._calls import Call, check_call, describe
 from zfun.collectives._group import Allocate
-from zfun.collectives._pending import Pending
-from zfun.collectives.shm._mailbox import Mismatch, TransportError
+from zfun.collectives._ops import Call, check_call, describe
+from zfun.collectives._work import Pending
+from zfun.collectives.backends._base import Mismatch, ProcessGroup, TransportError
 from zfun.collectives.shm._memory import SharedMemory
 from zfun.errors import OptionError
 
@@ -28,7 +27,7 @@ class SharedGroup(ProcessGroup):
     def __init__(self, memory: SharedMemory, *settings: Any) -> None:
         super().__init__(*settings)
         self._memory = memory
-        memory.watch(self._monitor.waiting)
+        memory.watch(self._watchdog.waiting)
 
     def start(self, call: Call, x: Tensor, out: Tensor | None = None) -> Pending:
         check_call(call, x, out, self.size)
@@ -37,7 +36,7 @@ class SharedGroup(ProcessGroup):
         self._check_open()
         text = describe(call, x.numel(), x.dtype)
         sent = self._memory.send(call, text, _plain(x), None if out is None else _plain(out))
-        self._monitor.note_start(call.lane, text)
+        self._watchdog.note_start(call.lane, text)
 
         def wait() -> Tensor:
             try:

@@ -39,11 +39,12 @@ from typing import Any
 
 from torch import Tensor
 
-from zfun.collectives._calls import Call, Lane
+from zfun.collectives._ops import Call, Lane
+from zfun.collectives.backends._base import Mismatch, TransportError
 from zfun.collectives.shm._pages import PAGE
 from zfun.collectives.shm._segment import CONTROL_BYTES, Peer, Segment
 
-__all__ = ["INLINE_BYTES", "Mailbox", "Mismatch", "Sent", "TransportError"]
+__all__ = ["INLINE_BYTES", "Mailbox", "Sent"]
 
 _INDEX, _HASH, _OFFSET, _LENGTH, _NEXT, _FINISHED = range(6)
 _TEXT_AT, _DATA_AT = 64, 512
@@ -53,33 +54,6 @@ INLINE_BYTES = _RECORD_BYTES - _DATA_AT
 _SPIN_S = 20e-6
 _YIELD_S = 150e-6
 _LONGEST_NAP_S = 1e-3
-
-
-class TransportError(Exception):
-    """A message that did not arrive or could not be sent.
-
-    Args:
-        peer: the other rank, or None if unknown.
-        reason: one sentence.
-    """
-
-    def __init__(self, peer: int | None, reason: str) -> None:
-        super().__init__(reason)
-        self.peer = peer
-
-
-class Mismatch(Exception):
-    """A peer started another collective.
-
-    Args:
-        peer: the other rank.
-        text: the peer's collective, in words.
-    """
-
-    def __init__(self, peer: int, text: str) -> None:
-        super().__init__(text)
-        self.peer = peer
-        self.text = text
 
 
 @dataclass(slots=True, eq=False)

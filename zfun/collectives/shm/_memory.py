@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from zfun.collectives._calls import (
+from zfun.collectives._ops import (
     AllGather,
     AllReduce,
     AllToAll,

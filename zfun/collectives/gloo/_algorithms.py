@@ -33,7 +33,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from zfun.collectives._calls import (
+from zfun.collectives._ops import (
     AllGather,
     AllReduce,
     AllToAll,
@@ -44,7 +44,7 @@ from zfun.collectives._calls import (
     Reduce,
     ReduceScatter,
 )
-from zfun.collectives._workspace import Workspace
+from zfun.collectives.gloo._buffer_pool import BufferPool
 from zfun.ops._sums import sum_in_rank_order
 
 __all__ = ["Exchange", "Phase", "Started", "Transfer", "num_transfers", "start_exchange"]
@@ -119,7 +119,7 @@ def num_transfers(op: Op, numel: int, itemsize: int, size: int) -> int:
             return 1
 
 
-def start_exchange(call: Call, x: Tensor, out: Tensor, rank: int, size: int, exchange: Exchange, workspace: Workspace) -> Started:
+def start_exchange(call: Call, x: Tensor, out: Tensor, rank: int, size: int, exchange: Exchange, pool: BufferPool) -> Started:
     """Start a collective.
 
     Args:
@@ -129,13 +129,13 @@ def start_exchange(call: Call, x: Tensor, out: Tensor, rank: int, size: int, exc
         rank: this rank.
         size: the number of ranks.
         exchange: the primitive.
-        workspace: where what is only added is received.
+        pool: where what is only added is received.
 
     Returns:
         The started collective. When it is finished, the result is in ``out``.
     """
     op = call.op
-    here = _Here(rank, size, exchange, workspace)
+    here = _Here(rank, size, exchange, pool)
     others, nobody = here.to_others(x), list[Tensor | None]([None] * size)
     match op:
         case AllGather():
@@ -170,7 +170,7 @@ class _Here(NamedTuple):
     rank: int
     size: int
     exchange: Exchange
-    workspace: Workspace
+    pool: BufferPool
 
     def to_others(self, x: Tensor) -> list[Tensor | None]:
         return [None if other == self.rank else x for other in range(self.size)]
@@ -268,9 +268,7 @@ def _chunks(x: Tensor, size: int) -> list[Tensor]:
 def _rooms(here: _Here, own: Tensor, out: Tensor) -> list[Tensor]:
     """Make room for a term of every rank. The own term stands for itself, and the first of the others may come to where the sum goes."""
     free: list[Tensor] = [] if own.is_set_to(out) else [out]
-    return [
-        own if other == here.rank else free.pop() if free else here.workspace.take(own.numel(), own.dtype) for other in range(here.size)
-    ]
+    return [own if other == here.rank else free.pop() if free else here.pool.take(own.numel(), own.dtype) for other in range(here.size)]
 
 
 def _only(rank: int, x: Tensor, size: int) -> list[Tensor | None]:

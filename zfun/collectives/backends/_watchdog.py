@@ -25,10 +25,10 @@ from dataclasses import asdict, dataclass, field
 
 from torch.distributed import Store
 
-from zfun.collectives._calls import Lane
+from zfun.collectives._ops import Lane
 from zfun.errors import CollectiveMismatch, PeerLost, ZfunError
 
-__all__ = ["Monitor", "Status", "Verdict", "diagnose", "different"]
+__all__ = ["Status", "Verdict", "Watchdog", "diagnose", "different"]
 
 _KEPT_CALLS = 32
 _POST_MORTEM_S = 2.0
@@ -126,15 +126,15 @@ def different(index: int, *sides: tuple[int, str]) -> Verdict:
     )
 
 
-class Monitor:
+class Watchdog:
     """The conversation of one rank with the others about what goes wrong. See [Note: why a collective does not come back].
 
     Args:
         store: shared by the ranks of the group and by nobody else.
         rank: this rank.
         ranks: all the ranks, this one too.
-        interrupt: wakes up everything that waits for a message; called from the monitor's thread.
-        patience_s: how long a wait may last before the monitor looks.
+        interrupt: wakes up everything that waits for a message; called from the watchdog's thread.
+        patience_s: how long a wait may last before the watchdog looks.
     """
 
     def __init__(self, store: Store, rank: int, ranks: Sequence[int], interrupt: Callable[[], None], patience_s: float = 0.5) -> None:
@@ -165,7 +165,7 @@ class Monitor:
     def waiting(self, lane: Lane, index: int) -> Iterator[None]:
         """Watch over a wait."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="zfun monitor", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="zfun watchdog", daemon=True)
             self._thread.start()
         self._waits[lane, index] = time.monotonic()
         try:
@@ -181,7 +181,7 @@ class Monitor:
             reason: what the transport said.
             collective: what was waited for.
         """
-        # The monitor may be at work on the verdict that has broken this very wait.
+        # The watchdog may be at work on the verdict that has broken this very wait.
         if self._looking.acquire(timeout=_POST_MORTEM_S):
             self._looking.release()
         else:
@@ -216,7 +216,7 @@ class Monitor:
         self._talk(lambda: self._store.set(f"error/{self._rank}", json.dumps(record)))
 
     def close(self) -> None:
-        """Say good-bye and end the monitor's thread."""
+        """Say good-bye and end the watchdog's thread."""
         if self._stop.is_set():
             return
         self._stop.set()

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from zfun.collectives._group import Group
-from zfun.collectives._process import process_group
 from zfun.collectives._values import barrier
+from zfun.collectives.backends._init import process_group
 from zfun.errors import OptionError, PeerLost
 
 if TYPE_CHECKING:  # not every system has fork servers

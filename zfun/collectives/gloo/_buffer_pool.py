@@ -14,14 +14,14 @@ import weakref
 import torch
 from torch import Tensor
 
-__all__ = ["Workspace"]
+__all__ = ["BufferPool"]
 
 # The allocator of the system uses smaller pieces again by itself.
 _SMALL_BYTES = 1 << 18
 
 
-class Workspace:
-    """Hands out uninitialised tensors, to any thread. A tensor lives as long as any view of it, whatever becomes of the workspace."""
+class BufferPool:
+    """Hands out uninitialised tensors, to any thread. A tensor lives as long as any view of it, whatever becomes of the pool."""
 
     def __init__(self) -> None:
         self._free: list[mmap.mmap] = []

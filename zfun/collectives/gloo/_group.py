@@ -17,15 +17,14 @@ from typing import Any, Protocol, TypeAlias, final
 import torch
 from torch import Tensor
 
-from zfun.collectives._base import ProcessGroup, first_line, transport_errors
-from zfun.collectives._calls import Call, Lane, Op, check_call, describe
-from zfun.collectives._exchange import Started, num_transfers, start_exchange
 from zfun.collectives._group import Allocate
-from zfun.collectives._hosts import Place, goes_over_hosts, num_messages, over_hosts
-from zfun.collectives._pending import Pending
-from zfun.collectives._turns import interrupting_nobody
-from zfun.collectives._workspace import Workspace
-from zfun.collectives.shm._mailbox import Mismatch, TransportError
+from zfun.collectives._ops import Call, Lane, Op, check_call, describe
+from zfun.collectives._work import Pending
+from zfun.collectives.backends._base import Mismatch, ProcessGroup, TransportError, first_line, transport_errors
+from zfun.collectives.gloo._algorithms import Started, num_transfers, start_exchange
+from zfun.collectives.gloo._buffer_pool import BufferPool
+from zfun.collectives.gloo._hierarchical import Place, goes_over_hosts, num_messages, over_hosts
+from zfun.collectives.gloo._tuning import interrupting_nobody
 from zfun.collectives.shm._memory import SharedMemory
 from zfun.errors import OptionError
 
@@ -138,7 +137,7 @@ class ExchangeGroup(ProcessGroup):
         super().__init__(*args)
         self._transfers = [0] * len(Lane)
         self._lane_threads: dict[Lane, _LaneThread] = {}
-        self._workspace = Workspace()
+        self._buffer_pool = BufferPool()
         # A message whose handle is dropped is never sent, so that the group itself holds what is under way.
         self._under_way: dict[tuple[Lane, int], Started] = {}
 
@@ -148,15 +147,15 @@ class ExchangeGroup(ProcessGroup):
             raise OptionError(f"a gloo or mpi group moves CPU tensors only; {call.op.kind} got one on {x.device}; use nccl")
         x = x.detach()
         self._check_open()
-        result = self._workspace.take(call.op.output_numel(x.numel(), self.size), x.dtype) if out is None else out
+        result = self._buffer_pool.take(call.op.output_numel(x.numel(), self.size), x.dtype) if out is None else out
         text = describe(call, x.numel(), x.dtype)
-        index = self._monitor.note_start(call.lane, text)
+        index = self._watchdog.note_start(call.lane, text)
         with torch.no_grad(), self._explained(text, index):
             finish = self._begin(call, text, index, x, result.detach())
 
         def wait() -> Tensor:
             try:
-                with torch.no_grad(), self._explained(text, index), self._monitor.waiting(call.lane, index):
+                with torch.no_grad(), self._explained(text, index), self._watchdog.waiting(call.lane, index):
                     finish()
             finally:
                 self._under_way.pop((call.lane, index), None)
@@ -170,12 +169,12 @@ class ExchangeGroup(ProcessGroup):
 
     def _allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         # Fresh pages cost as much as a sum.
-        return self._workspace.take(numel, dtype) if device.type == "cpu" else torch.empty(numel, dtype=dtype, device=device)
+        return self._buffer_pool.take(numel, dtype) if device.type == "cpu" else torch.empty(numel, dtype=dtype, device=device)
 
     def _begin(self, call: Call, text: str, index: int, x: Tensor, out: Tensor) -> Callable[[], None]:
         """Start a collective; return what ends it."""
         exchange = self._exchange(call.lane, text, num_transfers(call.op, x.numel(), x.dtype.itemsize, self.size))
-        begin = functools.partial(start_exchange, call, x, out, self.rank, self.size, exchange, self._workspace)
+        begin = functools.partial(start_exchange, call, x, out, self.rank, self.size, exchange, self._buffer_pool)
         if max(x.numel(), out.numel()) * x.dtype.itemsize > _SHORT_BYTES:
             return self._background(call.lane, lambda: begin().steps())
         started = begin()

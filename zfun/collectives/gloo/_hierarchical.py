@@ -28,8 +28,8 @@ from typing import NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from zfun.collectives._calls import AllGather, AllReduce, AllToAll, Broadcast, Op, ReduceScatter
-from zfun.collectives._exchange import Transfer
+from zfun.collectives._ops import AllGather, AllReduce, AllToAll, Broadcast, Op, ReduceScatter
+from zfun.collectives.gloo._algorithms import Transfer
 from zfun.ops import wide
 from zfun.ops._sums import sum_in_rank_order
 

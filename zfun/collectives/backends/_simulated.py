@@ -21,7 +21,8 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch._functorch import eager_transforms
 
-from zfun.collectives._calls import (
+from zfun.collectives._group import Group, own_part
+from zfun.collectives._ops import (
     AllGather,
     AllReduce,
     AllToAll,
@@ -35,8 +36,7 @@ from zfun.collectives._calls import (
     check_call,
     describe,
 )
-from zfun.collectives._group import Group, own_part
-from zfun.collectives._pending import Pending
+from zfun.collectives._work import Pending
 from zfun.errors import CollectiveMismatch, OptionError, PeerLost, ZfunError
 from zfun.ops._sums import sum_in_rank_order
 

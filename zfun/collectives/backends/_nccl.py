@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zfun.collectives._base import ProcessGroup, transport_errors
-from zfun.collectives._calls import (
+from zfun.collectives._ops import (
     AllGather,
     AllReduce,
     AllToAll,
@@ -24,7 +23,8 @@ from zfun.collectives._calls import (
     check_call,
     describe,
 )
-from zfun.collectives._pending import Pending
+from zfun.collectives._work import Pending
+from zfun.collectives.backends._base import ProcessGroup, transport_errors
 
 __all__ = ["NativeGroup"]
 
@@ -57,12 +57,12 @@ class NativeGroup(ProcessGroup):
         numel = call.op.output_numel(x.numel(), self.size)
         received = out.detach() if out is not None and out.device == self._device else sent.new_empty(numel)
         text = describe(call, x.numel(), x.dtype)
-        index = self._monitor.note_start(call.lane, text)
+        index = self._watchdog.note_start(call.lane, text)
         with torch.no_grad(), self._explained(text, index), transport_errors(None):
             works = self._issue(call, sent, received)
 
         def wait() -> Tensor:
-            with torch.no_grad(), self._explained(text, index), self._monitor.waiting(call.lane, index), transport_errors(None):
+            with torch.no_grad(), self._explained(text, index), self._watchdog.waiting(call.lane, index), transport_errors(None):
                 for work in works:
                     work.wait()
                 if isinstance(call.op, Reduce) and call.op.root != self.rank:

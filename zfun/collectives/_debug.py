@@ -9,9 +9,9 @@ from typing import final
 import torch
 from torch import Tensor
 
-from zfun.collectives._calls import AllGather, Call, Lane, check_call, describe
 from zfun.collectives._group import Group, Wrapper
-from zfun.collectives._pending import Pending
+from zfun.collectives._ops import AllGather, Call, Lane, check_call, describe
+from zfun.collectives._work import Pending
 from zfun.errors import CollectiveMismatch
 
 __all__ = ["checked"]

@@ -7,9 +7,9 @@ from typing import final
 
 from torch import Tensor
 
-from zfun.collectives._calls import Call, check_call
 from zfun.collectives._group import Group, own_part
-from zfun.collectives._pending import Pending
+from zfun.collectives._ops import Call, check_call
+from zfun.collectives._work import Pending
 
 __all__ = ["single_group"]
 

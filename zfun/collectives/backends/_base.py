@@ -1,4 +1,4 @@
-"""What all groups of processes have: a monitor, sub-groups, an end, and errors that say what happened."""
+"""What all groups of processes have: a watchdog, sub-groups, an end, and errors that say what happened."""
 
 from __future__ import annotations
 
@@ -12,19 +12,45 @@ from typing import Any, Self, TypeAlias
 import torch.distributed as dist
 
 from zfun.collectives._group import Group, own_part
-from zfun.collectives._monitor import Monitor, different
-from zfun.collectives._single import single_group
-from zfun.collectives.shm._mailbox import Mismatch, TransportError
+from zfun.collectives.backends._local import single_group
+from zfun.collectives.backends._watchdog import Watchdog, different
 from zfun.errors import OptionError, ZfunError
 
-__all__ = ["MakePart", "ProcessGroup", "first_line", "transport_errors"]
+__all__ = ["MakePart", "Mismatch", "ProcessGroup", "TransportError", "first_line", "transport_errors"]
 
 MakePart: TypeAlias = "Callable[[dist.Store, int, int, Sequence[int]], ProcessGroup]"
 """Makes the group of a part: from its store, this rank's place in it, its size, and what messages call its ranks."""
 
 
+class TransportError(Exception):
+    """A message that did not arrive or could not be sent.
+
+    Args:
+        peer: the other rank, or None if unknown.
+        reason: one sentence.
+    """
+
+    def __init__(self, peer: int | None, reason: str) -> None:
+        super().__init__(reason)
+        self.peer = peer
+
+
+class Mismatch(Exception):
+    """A peer started another collective.
+
+    Args:
+        peer: the other rank.
+        text: the peer's collective, in words.
+    """
+
+    def __init__(self, peer: int, text: str) -> None:
+        super().__init__(text)
+        self.peer = peer
+        self.text = text
+
+
 class ProcessGroup(Group):
-    """What the kinds of process groups share: the monitor, sub-groups, the end, and the translation of errors."""
+    """What the kinds of process groups share: the watchdog, sub-groups, the end, and the translation of errors."""
 
     make_part: MakePart | None = None
 
@@ -48,7 +74,7 @@ class ProcessGroup(Group):
         self._subgroups: list[ProcessGroup] = []
         self._num_subgroups = 0
         # Messages name ranks as people know them.
-        self._monitor = Monitor(store, self.global_ranks[rank], self.global_ranks, self._interrupt)
+        self._watchdog = Watchdog(store, self.global_ranks[rank], self.global_ranks, self._interrupt)
         self._failure: ZfunError | None = None
         self._closed = False
         self._previous_hook = sys.excepthook
@@ -83,7 +109,7 @@ class ProcessGroup(Group):
         if sys.excepthook is self._hook:
             sys.excepthook = self._previous_hook
         atexit.unregister(self.close)
-        self._monitor.close()
+        self._watchdog.close()
         self._release()
         self._torch_group = None
         if self._on_close is not None:
@@ -99,13 +125,13 @@ class ProcessGroup(Group):
 
     def _publish_error(self, error: BaseException) -> None:
         for group in (*self._subgroups, self):
-            group._monitor.publish_error(error)
+            group._watchdog.publish_error(error)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__.strip('_')}: rank {self.rank} of {self.size}>"
 
     def _on_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        self._monitor.publish_error(error)
+        self._watchdog.publish_error(error)
         self._previous_hook(kind, error, trace)
 
     def _interrupt(self) -> None:
@@ -130,12 +156,12 @@ class ProcessGroup(Group):
             yield
         except TransportError as error:
             if self._failure is None:
-                self._failure = self._monitor.explain(self._number_of(error.peer), str(error), f"collective {index} of its lane ({text})")
+                self._failure = self._watchdog.explain(self._number_of(error.peer), str(error), f"collective {index} of its lane ({text})")
             raise self._failure from error
         except Mismatch as error:
             if self._failure is None:
                 verdict = different(index, (self.global_ranks[self.rank], text), (self.global_ranks[error.peer], error.text))
-                self._failure = self._monitor.conclude(verdict, f"collective {index} of its lane ({text})")
+                self._failure = self._watchdog.conclude(verdict, f"collective {index} of its lane ({text})")
             raise self._failure from error
         finally:
             # What else is waited for cannot come either.

@@ -12,15 +12,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from zfun.collectives._base import ProcessGroup
-from zfun.collectives._calls import Lane
-from zfun.collectives._checked import checked
-from zfun.collectives._connections import holding_little
-from zfun.collectives._direct import ExchangeGroup, HostsGroup
+from zfun.collectives._debug import checked
 from zfun.collectives._group import Group
-from zfun.collectives._native import NativeGroup
-from zfun.collectives._single import single_group
-from zfun.collectives._turns import interrupting_nobody
+from zfun.collectives._ops import Lane
+from zfun.collectives.backends._base import ProcessGroup
+from zfun.collectives.backends._local import single_group
+from zfun.collectives.backends._nccl import NativeGroup
+from zfun.collectives.gloo._group import ExchangeGroup, HostsGroup
+from zfun.collectives.gloo._tuning import holding_little, interrupting_nobody
 from zfun.collectives.shm._group import SharedGroup
 from zfun.collectives.shm._memory import SharedMemory
 from zfun.collectives.shm._rendezvous import exchange_texts, host_name, meet

@@ -33,10 +33,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from zfun.collectives._calls import AllReduce, Broadcast, Lane, Permute
 from zfun.collectives._group import Group
-from zfun.collectives._pending import Pending
+from zfun.collectives._ops import AllReduce, Broadcast, Lane, Permute
 from zfun.collectives._rows import alike, exchanged, gathered, scattered
+from zfun.collectives._work import Pending
 
 __all__ = [
     "all_gather",

@@ -1,0 +1,1 @@
+"""Kinds of groups, and the function that chooses one (``_init``)."""
