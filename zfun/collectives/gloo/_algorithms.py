@@ -13,7 +13,8 @@ The buffers of a collective, for N ranks and an input of n elements:
 * all-reduce: a reduce-scatter into the own slice of ``out``, of which each piece is gathered in place as soon as it is summed. That must
   not depend on when the caller waits: ranks that wait for two such collectives in different orders would block each other. So its phases
   are to be run in the background, each lane on its own.
-  Two ranks send each other what is short and both add it: the same bytes on the wire, and half the latency.
+  Two ranks send each other a short input, or one of odd length, and both add it: the same bytes on the wire, half the latency, and no
+  padding.
 * the others receive straight into ``out``.
 
 What is received only to be added goes into room that is used again. It comes in pieces, each a message of its own, so that a piece is added
@@ -206,7 +207,7 @@ def _sum_and_gather(here: _Here, chunks: Sequence[Tensor], out: Tensor) -> Start
 
 
 def _is_added_twice(numel: int, itemsize: int, size: int) -> bool:
-    return size == 2 and numel * itemsize <= _SHORT_BYTES
+    return size == 2 and (numel * itemsize <= _SHORT_BYTES or numel % 2 == 1)
 
 
 def _start_sum(here: _Here, chunks: Sequence[Tensor], out: Tensor) -> tuple[Transfer, list[Phase]]:
