@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -19,8 +20,8 @@ from triton._C import libtriton
 from triton.runtime import interpreter
 
 from zfun import ops
-from zfun.ops import _triton
-from zfun.ops._rounding import fma_into
+from zfun.ops import triton as kernels_of_triton
+from zfun.ops.reference._rounding import fma_into
 
 HALVES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -50,8 +51,8 @@ def check_signs(device: str) -> None:
             scales = torch.tensor([0.3, torch.nan]).to(dtype)
             with ops.use("reference"):
                 packed, back = ops.pack_signs(x), ops.unpack_signs(ops.pack_signs(x), numel, scale=scales, dtype=dtype)
-            same(_triton.pack_signs(x.to(device)), packed, "pack_signs")
-            same(_triton.unpack_signs(packed.to(device), numel, scales.to(device)), back, "unpack_signs")
+            same(kernels_of_triton.pack_signs(x.to(device)), packed, "pack_signs")
+            same(kernels_of_triton.unpack_signs(packed.to(device), numel, scales.to(device)), back, "unpack_signs")
 
 
 def check_codes(device: str) -> None:
@@ -66,11 +67,11 @@ def check_codes(device: str) -> None:
                     read = ops.dequantise(messages, numel, bits=bits, block=block, dtype=dtype)
                     total = ops.sum_dequantised(messages, numel, bits=bits, block=block, dtype=dtype)
                 out = torch.empty(messages.shape, dtype=torch.uint8, device=device)
-                _triton.quantise(x.to(device), out, bits=bits, block=block)
+                kernels_of_triton.quantise(x.to(device), out, bits=bits, block=block)
                 same(out, messages, f"quantise {dtype} {bits} {numel} {block}")
                 found, added = torch.empty(3, numel, dtype=dtype, device=device), torch.empty(numel, dtype=dtype, device=device)
-                _triton.dequantise(out, found, bits=bits, block=block)
-                _triton.sum_dequantised(out, added, bits=bits, block=block)
+                kernels_of_triton.dequantise(out, found, bits=bits, block=block)
+                kernels_of_triton.sum_dequantised(out, added, bits=bits, block=block)
                 same(found, read, f"dequantise {dtype} {bits}")
                 same(added, total, f"sum_dequantised {dtype} {bits}")
 
@@ -86,11 +87,11 @@ def check_ravel(device: str) -> None:
                 with ops.use("reference"):
                     ops.ravel_into(expected, leaves, offsets, scale=scale)
                 out = torch.full((1500,), 7.0, dtype=outer, device=device)
-                assert _triton.ravel_into(out, [None if x is None else x.to(device) for x in leaves], offsets, scale)
+                assert kernels_of_triton.ravel_into(out, [None if x is None else x.to(device) for x in leaves], offsets, scale)
                 same(out, expected, f"ravel {inner} {outer} {scale}")
             targets = [torch.zeros(shape, dtype=inner, device=device) for shape in shapes]
             wanted = [torch.zeros(shape, dtype=inner) for shape in shapes]
-            assert _triton.unravel_from(out, targets, offsets)
+            assert kernels_of_triton.unravel_from(out, targets, offsets)
             with ops.use("reference"):
                 ops.unravel_from(expected, wanted, offsets)
             for a, b in zip(targets, wanted, strict=True):
@@ -108,7 +109,7 @@ def check_squares(device: str) -> None:
                 for scale in (1.0, 0.37):
                     with ops.use("reference"):
                         expected = ops.squares_in_bins(x if scale == 1.0 else x.float() * scale)
-                    found = _triton.squares_in_bins(x.to(device), scale)
+                    found = kernels_of_triton.squares_in_bins(x.to(device), scale)
                     totals = [ops.total_of_bins(row[None])[None] for row in (found, expected)]
                     same(totals[0], totals[1], f"squares {dtype} {numel} {value} {scale}")
                     assert bool(found[-1] == 0) == (value is None)
@@ -129,7 +130,7 @@ def check_steps(device: str) -> None:
     numel, taken = 1100, []
 
     def through(*args: Any) -> bool:
-        taken.append(_triton.step(*args))
+        taken.append(kernels_of_triton.step(*args))
         return taken[-1]
 
     for index, (rule, num_moments, options) in enumerate(STEPS):
@@ -145,7 +146,7 @@ def check_steps(device: str) -> None:
             with ops.use("reference"):
                 *most, copy = expected
                 rule(*most[: 2 + num_moments], *absent, most[-1], **options, scale=scale, out=copy)
-            with mock.patch("zfun.ops._steps.step", through):
+            with mock.patch("zfun.ops._optimizers.triton_for", lambda _: SimpleNamespace(step=through)):
                 *most, copy = found
                 rule(*most[: 2 + num_moments], *absent, most[-1], **options, scale=scale, out=copy)
             what = f"{rule.__name__} {options} {dtype} {form}"

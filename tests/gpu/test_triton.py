@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from zfun.ops._triton import _codes, _ravel, _squares, _steps
+from zfun.ops.triton import _codes, _ravel, _squares, _steps
 
 P32, P16, P8, I64 = "*fp32", "*i16", "*u8", "*i64"
 F, I = "fp32", "i32"  # noqa: E741

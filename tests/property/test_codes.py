@@ -35,7 +35,7 @@ def threads(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
-        with mock.patch("zfun.ops._jit._MIN_PER_THREAD", 64), mock.patch("zfun.ops._codes_cpu._CHUNK", 64):
+        with mock.patch("zfun.ops.numba._compile._MIN_PER_THREAD", 64), mock.patch("zfun.ops.numba._codes._CHUNK", 64):
             yield
     finally:
         torch.set_num_threads(before)

@@ -179,7 +179,7 @@ def test_a_hundred_steps_change_what_torch_s_change() -> None:
 
 @pytest.mark.parametrize("step", STEPS)
 def test_cuts_and_places_change_no_bits(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zfun.ops._jit._MIN_PER_THREAD", 1024)
+    monkeypatch.setattr("zfun.ops.numba._compile._MIN_PER_THREAD", 1024)
     for kernels in ("reference", "compiled"):
         with ops.use(kernels):
             whole = buffers(10_000, 3, FP32, FP32)

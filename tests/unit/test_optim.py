@@ -232,7 +232,7 @@ def test_chunks_change_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 
     whole = [run(dtype) for dtype in (torch.float32, torch.float64, torch.bfloat16)]
     for chunk in (1, 7, 64, 999):
-        monkeypatch.setattr("zfun.ops._optimizers._CPU_CHUNK", chunk)
+        monkeypatch.setattr("zfun.ops.reference._steps._CPU_CHUNK", chunk)
         assert [run(dtype) for dtype in (torch.float32, torch.float64, torch.bfloat16)] == whole
 
 

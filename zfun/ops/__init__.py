@@ -22,9 +22,9 @@ instructions).
 """
 
 from zfun.ops._blocks import dequantise, message_bytes, quantise, sum_dequantised
+from zfun.ops._dispatch import is_abstract, use, wide
 from zfun.ops._fake import fake_mode
 from zfun.ops._fingerprint import fingerprint
-from zfun.ops._jit import is_abstract, use, wide
 from zfun.ops._norm import squares_in_bins, total_of_bins
 from zfun.ops._optimizers import adagrad_step, adam_step, lamb_step, lion_step, scale_into, sgd_step
 from zfun.ops._ravel import Measures, ravel, ravel_into, unravel, unravel_from

@@ -18,27 +18,15 @@ byte the first has the low bits.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from zfun.ops._jit import wide
-from zfun.ops._sums import sum_in_rank_order
-from zfun.ops._twins import reads, twin_of
+from zfun.ops import reference
+from zfun.ops._dispatch import codes_for, reads
 
-__all__ = ["LEAST_SCALE", "dequantise", "largest_code", "message_bytes", "quantise", "sum_dequantised"]
-
-# The smallest normal number of float32: below it a quotient would lose bits, or a device might give zero.
-LEAST_SCALE = 2.0**-126
-
-
-def largest_code(bits: int) -> int:
-    """Return the largest code of so many bits; the smallest is its negative.
-
-    Example:
-        >>> largest_code(8), largest_code(4)
-        (127, 7)
-    """
-    return (1 << (bits - 1)) - 1
+__all__ = ["dequantise", "message_bytes", "quantise", "sum_dequantised"]
 
 
 def message_bytes(numel: int, *, bits: int, block: int) -> int:
@@ -82,19 +70,7 @@ def quantise(rows: Tensor, *, bits: int, block: int) -> Tensor:
     out = torch.empty(rows.shape[0], message_bytes(numel, bits=bits, block=block), dtype=torch.uint8, device=rows.device)
     if numel == 0:
         return out
-    twin = twin_of(rows)
-    if twin is not None:
-        twin.quantise(rows, out, bits=bits, block=block)
-        return out
-    padded = torch.nn.functional.pad(rows.float(), (0, -numel % block)).unflatten(1, (-1, block))
-    peak = padded.abs().amax(2)
-    scale = torch.where(torch.isfinite(peak), (peak / largest_code(bits)).clamp(min=LEAST_SCALE), torch.nan)
-    quotient = (padded / scale[:, :, None]).round()
-    codes = torch.where(torch.isfinite(scale)[:, :, None], quotient, 0.0).to(torch.int8).flatten(1)[:, :numel]
-    scales, packed = _parts(out, numel, block)
-    scales.copy_(scale)
-    codes = torch.nn.functional.pad(codes, (0, packed.shape[1] * 8 // bits - numel)).view(torch.uint8)
-    packed.copy_(codes if bits == 8 else codes[:, ::2] & 15 | codes[:, 1::2] << 4)
+    codes_for(rows).quantise(rows, out, bits=bits, block=block)
     return out
 
 
@@ -114,15 +90,8 @@ def dequantise(messages: Tensor, numel: int, *, bits: int, block: int, dtype: to
     out = torch.empty(messages.shape[0], numel, dtype=dtype, device=messages.device)
     if numel == 0:
         return out
-    twin = twin_of(messages) if reads(messages, dtype) else None
-    if twin is not None:
-        twin.dequantise(messages, out, bits=bits, block=block)
-        return out
-    scales, packed = _parts(messages, numel, block)
-    if bits == 4:
-        packed = torch.stack([packed << 4, packed & 240], 2).flatten(1)
-    codes = packed[:, :numel].contiguous().view(torch.int8).float() / (16 if bits == 4 else 1)
-    return out.copy_(codes * scales.repeat_interleave(block, 1)[:, :numel])
+    _reader(messages, dtype).dequantise(messages, out, bits=bits, block=block)
+    return out
 
 
 def sum_dequantised(messages: Tensor, numel: int, *, bits: int, block: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -143,18 +112,11 @@ def sum_dequantised(messages: Tensor, numel: int, *, bits: int, block: int, dtyp
         >>> sum_dequantised(messages, 2, bits=8, block=32)
         tensor([254.,   3.])
     """
-    twin = twin_of(messages) if reads(messages, dtype) else None
-    if twin is not None:
-        out = torch.empty(numel, dtype=dtype, device=messages.device)
-        twin.sum_dequantised(messages, out, bits=bits, block=block)
-        return out
-    terms = dequantise(messages, numel, bits=bits, block=block, dtype=wide(dtype))
-    return sum_in_rank_order(list(terms)).to(dtype)
+    out = torch.empty(numel, dtype=dtype, device=messages.device)
+    if numel:
+        _reader(messages, dtype).sum_dequantised(messages, out, bits=bits, block=block)
+    return out
 
 
-def _parts(messages: Tensor, numel: int, block: int) -> tuple[Tensor, Tensor]:
-    """View messages as their scales and their codes."""
-    size = 4 * -(-numel // block)
-    if messages.stride(0) % 4 or messages.storage_offset() % 4:  # float32 cannot be viewed there
-        messages = messages.clone(memory_format=torch.contiguous_format)
-    return messages[:, :size].view(torch.float32), messages[:, size:]
+def _reader(messages: Tensor, dtype: torch.dtype) -> Any:
+    return codes_for(messages) if reads(messages, dtype) else reference

@@ -1,115 +1,53 @@
-"""Optimizer arithmetic on flat buffers: the readable twins of the compiled kernels.
-
-[Note: one arithmetic]
-A step must give the same bits however the state is cut, and ``apply`` those of ``update`` and then add. So each rule is written once, as
-element-wise operations in one fixed order; ``change`` only says where the result goes. Each operation is one IEEE rounding: ``mul``,
-``add``, ``div`` and those of ``_rounding``, never ``add(alpha=)``, ``lerp``, ``addcmul`` or ``addcdiv``, which fuse a product and a sum in
-vector registers and need not do so in the tail. Constants are Python doubles. The compiled kernels do the same, operation for operation.
-
-Buffers are worked on in chunks, so that the temporaries stay in the cache and the memory is read about once. Cutting changes no bits.
-Abstract buffers have no numbers to work on: what a step writes is there already, and it makes nothing.
-"""
+"""Optimizer steps on flat buffers; abstract buffers have no numbers, so a step does nothing."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from zfun.ops import _steps
-from zfun.ops._jit import is_abstract, wide
-from zfun.ops._norm import squares_in_bins, total_of_bins
-from zfun.ops._rounding import fma_into, root_into
+from zfun.ops import reference
+from zfun.ops._dispatch import compiled, is_abstract, is_plain, triton_for
+from zfun.ops._norm import total_of_bins
 
 __all__ = ["adagrad_step", "adam_step", "lamb_step", "lion_step", "scale_into", "sgd_step"]
 
-# Measured on one core with a 1 MiB L2 and a 32 MiB L3: smaller chunks pay for dispatch, larger ones for memory.
-# Other devices pay more to launch.
-_CPU_CHUNK = 1 << 18
-_DEVICE_CHUNK = 1 << 24
 
-
-def _chunk_numel(x: Tensor) -> int:
-    return min(x.numel(), _CPU_CHUNK if x.device.type == "cpu" else _DEVICE_CHUNK)
-
-
-def _chunks(*tensors: Tensor | None) -> Iterator[tuple[Tensor | None, ...]]:
-    """Cut tensors of one length at the same places."""
-    first = next(x for x in tensors if x is not None)
-    size = _chunk_numel(first)
-    for start in range(0, first.numel(), max(size, 1)):
-        yield tuple(None if x is None else x[start : start + size] for x in tensors)
-
-
-class _Work(NamedTuple):
-    """A chunk of a step, in the dtype that is computed in; all but ``param`` may be overwritten."""
-
-    param: Tensor
-    grad: Tensor
-    moments: tuple[Tensor, ...]
-    result: Tensor
-    spare: Tensor
-
-
-def _working(
+def _step(
+    rule: str,
     param: Tensor,
     grad: Tensor,
     moments: Sequence[Tensor],
     change: Tensor | None,
-    scale: float | Tensor,
     out: Tensor | None,
-    *,
-    whole: bool = False,
-) -> Iterator[_Work]:
-    """Yield the chunks of a step, and put back what became of each.
+    scale: float | Tensor,
+    constants: Mapping[str, Any],
+) -> None:
+    """Take a step of a rule with the kernels for where the parameters live, in place.
 
-    The caller writes to ``result`` what is to be added to the parameters, or, if ``whole``, what they become.
+    Args:
+        rule: name of the rule, the same for all kernels.
+        param: parameters.
+        grad: gradients; which kernels run does not depend on them.
+        moments: the other buffers that the rule reads and writes.
+        change: where the change goes, or None.
+        out: where a copy of the parameters goes, or None.
+        scale: factor of the gradient.
+        constants: by name.
     """
-    dtype = wide(param.dtype)
-    wide_param, wide_grad, result, spare, *wide_moments = (
-        torch.empty(_chunk_numel(param), dtype=dtype, device=param.device) for _ in range(4 + len(moments))
-    )
-    factor = scale.to(device=param.device, dtype=dtype) if isinstance(scale, Tensor) else scale
-    for p, g, to, copy, *ms in _chunks(param, grad, change, out, *moments):
-        assert p is not None
-        assert g is not None
-        numel = p.numel()
-        x = wide_grad[:numel].copy_(g)
-        if isinstance(factor, Tensor) or factor != 1.0:
-            x.mul_(factor)
-        held = [m if m.dtype == dtype else w[:numel].copy_(m) for m, w in zip(ms, wide_moments, strict=True) if m is not None]
-        old, u = p if p.dtype == dtype else wide_param[:numel].copy_(p), result[:numel]
-        yield _Work(old, x, tuple(held), u, spare[:numel])
-        for m, new in zip(ms, held, strict=True):
-            if m is not None and m is not new:
-                m.copy_(new)
-        if to is None:
-            p.copy_(u) if whole else p.add_(u.to(p.dtype))
-        elif whole:
-            torch.sub(u.to(p.dtype), p, out=to)
-        else:
-            to.copy_(u)
-        if copy is not None:
-            copy.copy_(p)
+    arguments = (rule, param, grad, moments, change, out, scale, constants)
+    triton, taken = triton_for(param), is_abstract(param)
+    if triton is not None:
+        taken = triton.step(*arguments)
+    elif compiled() and is_plain(param):
+        from zfun.ops import numba
 
-
-def _mix(mean: Tensor, x: Tensor, decay: float, spare: Tensor) -> None:
-    """Write ``decay mean + (1 - decay) x`` to a running mean, from the nearer end, as ``torch.lerp`` does."""
-    weight = 1.0 - decay
-    torch.sub(x, mean, out=spare)
-    if weight < 0.5:
-        fma_into(mean, spare, weight, mean)
-    else:
-        fma_into(mean, spare, weight - 1.0, x)
-
-
-def _mix_squares(mean: Tensor, x: Tensor, decay: float, spare: Tensor) -> None:
-    """Write ``decay mean + (1 - decay) x²`` to a running mean of squares."""
-    torch.mul(x, 1.0 - decay, out=spare)
-    fma_into(mean, spare, x, mean.mul_(decay))
+        taken = numba.step(*arguments)
+    if not taken:
+        reference.step(*arguments)
 
 
 @torch.no_grad()
@@ -159,19 +97,7 @@ def adam_step(
         (tensor([0.5000]), tensor([0.5000]), tensor([0.2500]))
     """
     constants = {"b1": b1, "b2": b2, "step_size": step_size, "eps": eps, "l2": l2, "decay": decay, "correction": correction}
-    if _steps.step("adam", param, grad, (mu, nu), change, out, scale, constants):
-        return
-    for p, g, (m, v), u, t in _working(param, grad, (mu, nu), change, scale, out, whole=decay != 0.0):
-        if l2:
-            fma_into(g, p, l2, g)
-        _mix(m, g, b1, t)
-        _mix_squares(v, g, b2, t)
-        root_into(t, v)
-        t.div_(correction).add_(eps)
-        torch.mul(m, -step_size, out=u)
-        u.div_(t)
-        if decay:
-            u.add_(torch.mul(p, 1.0 - decay, out=t))
+    _step("adam", param, grad, (mu, nu), change, out, scale, constants)
 
 
 @torch.no_grad()
@@ -213,18 +139,7 @@ def sgd_step(
     """
     velocities = () if velocity is None else (velocity,)
     constants = {"learning_rate": learning_rate, "momentum": momentum, "nesterov": nesterov, "l2": l2}
-    if _steps.step("sgd" if velocities else "plain_sgd", param, grad, velocities, change, out, scale, constants):
-        return
-    for p, g, moments, u, t in _working(param, grad, velocities, change, scale, out):
-        if l2:
-            g.add_(torch.mul(p, l2, out=t))
-        for b in moments:
-            b.mul_(momentum).add_(g)
-            if nesterov:
-                g.add_(torch.mul(b, momentum, out=t))
-            else:
-                g.copy_(b)
-        torch.mul(g, -learning_rate, out=u)
+    _step("sgd" if velocities else "plain_sgd", param, grad, velocities, change, out, scale, constants)
 
 
 @torch.no_grad()
@@ -265,14 +180,7 @@ def lion_step(
         (tensor([-0.5000,  0.5000]), tensor([ 1.5000, -0.2500]))
     """
     constants = {"b1": b1, "b2": b2, "learning_rate": learning_rate, "decay": decay}
-    if _steps.step("lion", param, grad, (mu,), change, out, scale, constants):
-        return
-    for p, g, (m,), u, t in _working(param, grad, (mu,), change, scale, out):
-        torch.mul(m, b1, out=u)
-        u.add_(torch.mul(g, 1.0 - b1, out=t)).sign_().mul_(-learning_rate)
-        if decay:
-            u.add_(torch.mul(p, -decay, out=t))
-        m.mul_(b2).add_(g.mul_(1.0 - b2))
+    _step("lion", param, grad, (mu,), change, out, scale, constants)
 
 
 @torch.no_grad()
@@ -311,15 +219,7 @@ def adagrad_step(
         (tensor([-0.5000,  0.5000]), tensor([9.0000, 0.2500]))
     """
     constants = {"learning_rate": learning_rate, "eps": eps, "l2": l2}
-    if _steps.step("adagrad", param, grad, (total,), change, out, scale, constants):
-        return
-    for p, g, (s,), u, t in _working(param, grad, (total,), change, scale, out):
-        if l2:
-            g.add_(torch.mul(p, l2, out=t))
-        s.add_(torch.mul(g, g, out=t))
-        root_into(t, s)
-        torch.div(g, t.add_(eps), out=u)
-        u.mul_(-learning_rate)
+    _step("adagrad", param, grad, (total,), change, out, scale, constants)
 
 
 @torch.no_grad()
@@ -379,34 +279,19 @@ def lamb_step(
     if is_abstract(param):
         return
     constants = {"b1": b1, "b2": b2, "bias": bias, "eps": eps, "weight_decay": weight_decay, "correction": correction}
-    rows = _steps.lamb_moments(param, grad, mu, nu, segments, scale, constants)
+    moments = (param, grad, mu, nu, segments, scale, constants)
+    rows = None
+    if compiled() and is_plain(param):
+        from zfun.ops import numba
+
+        rows = numba.lamb_moments(*moments)
     if rows is not None:
         factors = [-learning_rate * ratio for ratio in _ratios(rows, bounds, gather)]
-        _steps.lamb_apply(param, mu, nu, change, out, segments, factors, constants)
+        numba.lamb_apply(param, mu, nu, change, out, segments, factors, constants)
         return
-    direction = torch.empty(param.shape, dtype=wide(param.dtype), device=param.device)
-    for p, g, (m, v), u, t in _working(param, grad, (mu, nu), direction, scale, None):
-        _mix(m, g, b1, t)
-        _mix_squares(v, g, b2, t)
-        root_into(t, v)
-        t.mul_(1.0 / correction).add_(eps)
-        torch.mul(m, 1.0 / bias, out=u)
-        u.div_(t)
-        if weight_decay:
-            u.add_(torch.mul(p, weight_decay, out=t))
-    ratios = _ratios([squares_in_bins(x[start:stop]) for x in (param, direction) for start, stop in segments], bounds, gather)
-    end = 0
-    for (start, stop), ratio in zip(segments, ratios, strict=True):
-        direction[end:start].zero_()
-        direction[start:stop].mul_(-learning_rate * ratio)
-        end = stop
-    direction[end:].zero_()
-    if change is not None:
-        change.copy_(direction)
-        return
-    param.add_(direction.to(param.dtype))
-    if out is not None:
-        out.copy_(param)
+    rows, direction = reference.lamb_moments(*moments)
+    factors = [-learning_rate * ratio for ratio in _ratios(rows, bounds, gather)]
+    reference.lamb_apply(param, direction, change, out, segments, factors)
 
 
 def _ratios(squares: list[Tensor], bounds: tuple[float, float], gather: Callable[[Tensor], Tensor] | None) -> list[float]:
@@ -440,13 +325,4 @@ def scale_into(out: Tensor, x: Tensor, factor: float | Tensor) -> None:
     """
     if is_abstract(x):
         return
-    dtype = wide(x.dtype)
-    number = factor.to(device=x.device, dtype=dtype) if isinstance(factor, Tensor) else factor
-    if dtype == x.dtype:
-        torch.mul(x, number, out=out)
-        return
-    spare = torch.empty(_chunk_numel(x), dtype=dtype, device=x.device)
-    for target, source in _chunks(out, x):
-        assert target is not None
-        assert source is not None
-        target.copy_(spare[: source.numel()].copy_(source).mul_(number))
+    reference.scale_into(out, x, factor)

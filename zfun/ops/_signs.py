@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zfun.ops._twins import reads as _reads
-from zfun.ops._twins import twin_of
+from zfun.ops import reference
+from zfun.ops._dispatch import codes_for, reads
 
 __all__ = ["pack_signs", "unpack_signs"]
 
@@ -28,13 +28,8 @@ def pack_signs(x: Tensor) -> Tensor:
         >>> pack_signs(torch.tensor([1.0, -2.0, 0.0, -0.0, float("nan")])).tolist()
         [13]
     """
-    twin = twin_of(x) if x.is_floating_point() else None
-    if twin is not None:
-        return twin.pack_signs(x.detach())
-    bits = (x.detach() >= 0).to(torch.uint8)
-    bits = torch.nn.functional.pad(bits, (0, -bits.shape[-1] % 8)).unflatten(-1, (-1, 8))
-    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=x.device)
-    return (bits * weights).sum(-1, dtype=torch.uint8)
+    kernels = codes_for(x) if x.is_floating_point() else reference
+    return kernels.pack_signs(x.detach())
 
 
 def unpack_signs(packed: Tensor, numel: int, *, scale: Tensor | float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -54,10 +49,6 @@ def unpack_signs(packed: Tensor, numel: int, *, scale: Tensor | float = 1.0, dty
         [0.5, -0.5, 0.5, 0.5, -0.5]
     """
     scales = torch.as_tensor(scale, device=packed.device).to(dtype).expand(packed.shape[:-1])
-    twin = twin_of(packed) if dtype.is_floating_point and _reads(packed, dtype) else None
-    if twin is not None:
-        return twin.unpack_signs(packed, numel, scales)
-    places = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    positive = ((packed[..., None] >> places) & 1).flatten(-2)[..., :numel].bool()
-    column = scales[..., None]
-    return torch.where(positive, column, -column)
+    readable = dtype.is_floating_point and reads(packed, dtype)
+    kernels = codes_for(packed) if readable else reference
+    return kernels.unpack_signs(packed, numel, scales)

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from zfun.ops import _jit
-from zfun.ops._jit import wide
+from zfun.ops import reference
+from zfun.ops._dispatch import compiled, is_plain
 
 __all__ = ["sum_in_rank_order"]
 
 # Fewer elements are not worth the way to a compiled kernel.
 _FEW = 1 << 13
-
-# So many elements of every term stay in the cache until all are added.
-_CHUNK = 1 << 16
 
 
 def sum_in_rank_order(terms: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
@@ -38,51 +34,16 @@ def sum_in_rank_order(terms: Sequence[Tensor], out: Tensor | None = None) -> Ten
     """
     out = torch.empty_like(terms[0]) if out is None else out
     if _is_compiled(terms, out):
-        _add_compiled(terms, out)
+        from zfun.ops import numba
+
+        numba.sum_in_rank_order(terms, out)
     else:
-        _add_plain(terms, out)
+        reference.sum_in_rank_order(terms, out)
     return out
 
 
 def _is_compiled(terms: Sequence[Tensor], out: Tensor) -> bool:
-    if out.numel() < _FEW or not _jit.compiled() or not _jit.is_plain(out, *terms):
-        return False
-    # One term is copied: to go past the caches is all that is gained, and what is rounded may lose the bits of a NaN.
-    if len(terms) < 2 and not (_jit.is_large(out) and wide(out.dtype) is out.dtype):
+    if len(terms) < 2 or out.numel() < _FEW or not compiled() or not is_plain(out, *terms):
         return False
     # Of what autograd records, torch itself makes the sum.
     return not (torch.is_grad_enabled() and any(x.requires_grad for x in (out, *terms))) and {x.dtype for x in terms} == {out.dtype}
-
-
-def _add_compiled(terms: Sequence[Tensor], out: Tensor) -> None:
-    from zfun.ops import _sums_cpu
-
-    array, add_up = _jit.as_array(out).reshape(-1), _jit.telling(_sums_cpu.add_up)
-    addresses = np.fromiter((term.data_ptr() for term in terms), np.int64, len(terms))
-    one = _jit.number(wide(out.dtype))(1.0)
-    past = _jit.is_large(out) and out.data_ptr() not in addresses
-    _jit.in_parts(array.size, lambda begin, end: add_up(addresses, array, begin, end, one, past))
-    torch.autograd.graph.increment_version(out)
-
-
-def _add_plain(terms: Sequence[Tensor], out: Tensor) -> None:
-    if out.dim() == 1 and out.numel() > _CHUNK and not _jit.is_abstract(out):
-        for parts in zip(out.split(_CHUNK), *(term.split(_CHUNK) for term in terms), strict=True):
-            _add_plain(parts[1:], parts[0])
-        return
-    first, *rest = terms
-    if not rest:
-        out.copy_(first)
-    elif first.is_floating_point() and first.dtype.itemsize < 4:
-        total = first.float()
-        for term in rest:
-            total += term.float() if term.dtype.itemsize < 2 else term
-        out.copy_(total)
-    else:
-        second, *others = rest
-        # The sum starts where it goes, and would overwrite another term before its turn.
-        if others and not _jit.is_abstract(out):
-            others = [term.clone() if term.is_set_to(out) else term for term in others]
-        torch.add(first, second, out=out)
-        for term in others:
-            out += term

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zfun.ops import _jit
+from zfun.ops._dispatch import is_plain, number
 
 __all__ = ["AddressTable"]
 
@@ -74,7 +74,7 @@ class AddressTable:
         self.clear()
         pairs = [(x, start) for x, start in zip(tensors, offsets, strict=True) if x is not None and x.numel()]
         present = [x for x, _ in pairs]
-        if not _jit.is_plain(*present) or len({x.dtype for x in present}) != 1:
+        if not is_plain(*present) or len({x.dtype for x in present}) != 1:
             return False
         self.needs_grad = any(x.requires_grad for x in present)
         starts = np.array([start for _, start in pairs], np.int64)
@@ -84,7 +84,7 @@ class AddressTable:
         self._tensors = tensors
         self._key = (offsets if type(offsets) is tuple else tuple(offsets), numel)
         self.dtype = present[0].dtype
-        self.like = np.empty(0, _jit.number(self.dtype))
+        self.like = np.empty(0, number(self.dtype))
         self.pieces = np.stack([starts, stops, np.fromiter(map(Tensor.data_ptr, present), np.int64, len(present))])
         if self._kept and len(present) == len(tensors):
             self._guards = _guards(present)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zfun.ops._triton._base import TILE, as_pointer, is_bf16, launch, load_wide, store_narrow, takes
+from zfun.ops.triton._base import TILE, as_pointer, is_bf16, launch, load_wide, store_narrow, takes
 
 __all__ = ["step"]
 

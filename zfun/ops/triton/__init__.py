@@ -13,11 +13,11 @@ interpreter cuts it off. float64 is left to torch.
 ``_base`` has what all of them use. ``_codes``, ``_ravel``, ``_squares`` and ``_steps`` have kernels, and below them what launches these.
 """
 
-from zfun.ops._triton._base import takes
-from zfun.ops._triton._codes import dequantise, pack_signs, quantise, sum_dequantised, unpack_signs
-from zfun.ops._triton._ravel import ravel_into, unravel_from
-from zfun.ops._triton._squares import squares_in_bins
-from zfun.ops._triton._steps import step
+from zfun.ops.triton._base import takes
+from zfun.ops.triton._codes import dequantise, pack_signs, quantise, sum_dequantised, unpack_signs
+from zfun.ops.triton._ravel import ravel_into, unravel_from
+from zfun.ops.triton._squares import squares_in_bins
+from zfun.ops.triton._steps import step
 
 __all__ = [
     "dequantise",

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zfun.ops._norm import LIMBS, LOWEST
-from zfun.ops._triton._base import as_pointer, is_bf16, launch, load_wide
+from zfun.ops._exact import LIMBS, LOWEST
+from zfun.ops.triton._base import as_pointer, is_bf16, launch, load_wide
 
 __all__ = ["squares_in_bins"]
 

@@ -9,14 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zfun.ops import _jit
-from zfun.ops._jit import jit
+from zfun.ops.numba._compile import entry, in_parts, jit
 
 __all__ = ["dequantise", "pack_signs", "quantise", "sum_dequantised", "unpack_signs"]
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-# What has to be cast first is cast in pieces that stay in the cache.
+# Elements that must be cast first are cast in pieces that stay in the cache.
 _CHUNK = 1 << 16
 
 
@@ -29,7 +28,7 @@ def _in_pieces(work: Callable[[int, int], None], numel: int, unit: int) -> None:
         for start in range(first, last, size):
             work(start, min(start + size, last))
 
-    _jit.in_parts(numel, several)
+    in_parts(numel, several)
 
 
 def _native(x: Tensor) -> Tensor:
@@ -45,7 +44,7 @@ def pack_signs(x: Tensor) -> Tensor:
     for row, bits in zip(x.reshape(-1, numel), out.view(-1, out.shape[-1]), strict=True):
 
         def work(start: int, end: int, row: Tensor = row, bits: Tensor = bits) -> None:
-            _pack(_native(row[start:end]).numpy(), bits[start // 8 : -(-end // 8)].numpy())
+            entry(_pack)(_native(row[start:end]).numpy(), bits[start // 8 : -(-end // 8)].numpy())
 
         _in_pieces(work, numel, 8)
     return out
@@ -81,7 +80,7 @@ def unpack_signs(packed: Tensor, numel: int, scales: Tensor) -> Tensor:
         constants = (array.dtype.type(positive), array.dtype.type(highest ^ positive))
 
         def work(start: int, end: int, array: Any = array, bits: Any = packed_bits, constants: tuple[Any, ...] = constants) -> None:
-            _unpack(array[start:end], bits[start // 8 : -(-end // 8)], *constants)
+            entry(_unpack)(array[start:end], bits[start // 8 : -(-end // 8)], *constants)
 
         _in_pieces(work, numel, 8)
     return out
@@ -107,8 +106,8 @@ def quantise(rows: Tensor, out: Tensor, *, bits: int, block: int) -> None:
         def work(start: int, end: int, row: Tensor = row, scales: Any = scales, codes: Any = codes) -> None:
             values = row[start:end].float().contiguous().numpy()
             scale, code = scales[start // block : -(-end // block)], codes[start * bits // 8 :]
-            _scales(values, values.view(np.int32), scale, block, np.float32((1 << (bits - 1)) - 1))
-            (_codes8 if bits == 8 else _codes4)(values, scale, code, block)
+            entry(_scales)(values, values.view(np.int32), scale, block, np.float32((1 << (bits - 1)) - 1))
+            entry(_codes8 if bits == 8 else _codes4)(values, scale, code, block)
 
         _in_pieces(work, numel, block)
 
@@ -173,7 +172,7 @@ def sum_dequantised(messages: Tensor, out: Tensor, *, bits: int, block: int) -> 
         total = piece if piece.dtype in (torch.float32, torch.float64) else torch.empty(piece.numel())
         for index, (scales, codes) in enumerate(parts):
             arrays = (total.numpy(), scales[start // block :], codes[start * bits // 8 :])
-            (_read8 if bits == 8 else _read4)(*arrays, block, index > 0)
+            entry(_read8 if bits == 8 else _read4)(*arrays, block, index > 0)
         if total is not piece:
             piece.copy_(total)
 

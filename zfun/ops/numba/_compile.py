@@ -1,0 +1,147 @@
+"""How CPU kernels are compiled, kept on disk and cut over threads."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import logging
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["entry", "in_parts", "jit", "seconds_compiled"]
+
+# Below this a second thread costs more than it saves.
+_MIN_PER_THREAD = 1 << 18
+
+# Compiling for longer than this is worth a word.
+_LONG_S = 1.0
+
+_LOG = logging.getLogger("zfun")
+
+# For the whole process, because ranks may be threads.
+_lock = threading.Lock()
+_compiled: dict[str, float] = {}
+
+
+@functools.cache
+def _pool(num_threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(num_threads, thread_name_prefix="zfun kernel")
+
+
+def in_parts(length: int, work: Callable[[int, int], None]) -> None:
+    """Call ``work(begin, end)`` for all of a length, cut over as many threads as torch may use.
+
+    The threads are not Numba's own: two threads of a process must not enter a parallel region of
+    those at once, and ranks may be threads.
+    """
+    num_threads = min(torch.get_num_threads(), length // _MIN_PER_THREAD)
+    if num_threads < 2:
+        if length:
+            work(0, length)
+        return
+    step = -(-length // num_threads // 1024) * 1024
+    spans = [(begin, min(begin + step, length)) for begin in range(step, length, step)]
+    waiting = [_pool(num_threads).submit(work, *span) for span in spans]
+    work(0, step)
+    for future in waiting:
+        future.result()
+
+
+def seconds_compiled() -> dict[str, float]:
+    """Return how long this process has compiled, in seconds, for each kernel that it called."""
+    with _lock:
+        return dict(_compiled)
+
+
+def entry(kernel: Any) -> Callable[..., None]:
+    """Make a kernel callable from Python: compiled once on a host, and told of where it took long.
+
+    A process that is the first to call a kernel holds a lock on a file in the folder of machine
+    code, so the other processes of the host wait and then load the code. One process of a host,
+    the one of local rank 0, logs one line for all kernels.
+    """
+
+    def call(*args: Any) -> None:
+        known = len(kernel.overloads)
+        with contextlib.nullcontext() if known else _alone(kernel):
+            misses, start = sum(kernel.stats.cache_misses.values()), time.perf_counter()
+            kernel(*args)
+        if len(kernel.overloads) > known and sum(kernel.stats.cache_misses.values()) >= misses:
+            _note(kernel.py_func.__name__, time.perf_counter() - start)
+
+    return call
+
+
+def _note(name: str, seconds: float) -> None:
+    with _lock:
+        before = sum(_compiled.values())
+        _compiled[name] = _compiled.get(name, 0.0) + seconds
+        is_first = before <= _LONG_S < before + seconds
+    if is_first and os.environ.get("LOCAL_RANK", "0") == "0":
+        _LOG.warning("compiling CPU kernels, for some seconds in all; the machine code is kept")
+
+
+@contextlib.contextmanager
+def _alone(kernel: Any) -> Iterator[None]:
+    """Hold the file lock of a kernel's folder of machine code, where there are both."""
+    folder = getattr(getattr(kernel, "_cache", None), "cache_path", None)
+    try:
+        import fcntl
+
+        if folder is None:
+            raise OSError("machine code is not kept")
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        file = (Path(folder) / "zfun.lock").open("w")
+    except (ImportError, OSError):
+        yield
+        return
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@functools.cache
+def _digest() -> str:
+    """What the modules of all kernels say, in short."""
+    paths = sorted(Path(__file__).parents[1].rglob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
+
+
+def _renewed(kernel: Any) -> Any:
+    """Keep machine code until a module of this package changes, not only the kernel's own.
+
+    Numba compares the kernel's own file alone, so a kernel would keep helpers of before; and
+    loading fails where a type that was kept has moved. Numba also compares its own version, first.
+    """
+    kept: Any = getattr(kernel._cache, "_cache_file", None)
+    if hasattr(kept, "_version"):
+        kept._version = f"{kept._version}, {_digest()}"
+    return kernel
+
+
+def jit(function: Callable[..., Any]) -> Any:
+    """Compile a function when it is first called, and keep the machine code where that is possible.
+
+    The interpreter's lock is released, division by zero gives infinity as in torch, and every
+    operation rounds by itself: without fast-math a vector instruction computes what the scalar one
+    does, so neither tails nor cuts change bits.
+    """
+    import numba
+    from numba.core.errors import NumbaPerformanceWarning
+
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NumbaPerformanceWarning)
+        try:
+            return _renewed(numba.njit(cache=True, **options)(function))
+        except RuntimeError:  # neither the package's folder nor one of the user can be written
+            return numba.njit(**options)(function)

@@ -1,0 +1,440 @@
+"""Compiled: the rules of optimizers; see [Note: one arithmetic].
+
+Each rule is written for one element, and a kernel is loops over it: one where the change is added
+to the parameters, one where it is written for somebody else to add. The loops go over 64 elements at
+a time, because each then asks for the memory of elements to come. A choice that is the same for all
+elements is a conditional expression, which costs next to nothing. ``fma`` stands where torch's fused
+kernels have it, so that their bits come out.
+
+LLVM makes vector code of a loop only if few pairs of arrays could overlap, so the copy of the
+parameters has a loop of its own, and so has Adam's change.
+
+All kernels but LAMB's, which needs norms on the way, are called alike: the buffers, first the
+parameters, the gradients and whatever else the rule keeps, then the change and the copy (of length
+0 for none); which elements; the factor of the gradient, in the dtype that is computed in; the
+constants.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zfun.ops._dispatch import as_array, compiled, is_plain, number, wide
+from zfun.ops.numba._compile import entry, in_parts, jit
+from zfun.ops.numba._float_bits import narrow, rounded, widen
+from zfun.ops.numba._simd import fma, prefetch
+from zfun.ops.numba._squares import BLOCK, add_block, exact_row, new_row
+
+__all__ = ["lamb_apply", "lamb_moments", "step"]
+
+_UNIT = 64
+# So many elements ahead memory is asked for.
+_AHEAD = 512
+_LINE = 64
+
+# Places are unsigned: no place counts from the end, and LLVM makes vector code.
+_place = np.uint64
+
+_NO_COPY = np.zeros(0, np.uint16)
+
+
+@jit
+def _ahead(x: Any, at: Any) -> None:
+    """Ask for the memory of a unit to come."""
+    for i in range(at + _AHEAD, at + _AHEAD + _UNIT, _LINE // x.itemsize):
+        prefetch(x, i)
+
+
+@jit
+def _moved(p: Any, i: Any, u: Any) -> Any:
+    """Return the parameter that a change makes."""
+    return narrow(widen(p[i], u) + rounded(u, p), p)
+
+
+@jit
+def _copy(p: Any, out: Any, at: Any, stop: Any, like: Any) -> None:
+    if out.size:
+        for i in range(_place(at), _place(stop)):
+            out[i] = narrow(widen(p[i], like), out)
+
+
+@jit
+def _moments(i: Any, g: Any, old: Any, m: Any, v: Any, l2: Any, scale: Any, constants: Any) -> Any:
+    """Write the moments of Adam and LAMB, and return them as they were before they were rounded."""
+    weight, from_x, b2, c2 = constants
+    x = widen(g[i], scale) * scale
+    x = fma(old, l2, x) if l2 != 0 else x
+    before = widen(m[i], scale)
+    mean = fma(weight, x - before, x if from_x != 0 else before)
+    square = fma(c2 * x, x, widen(v[i], scale) * b2)
+    m[i] = narrow(mean, m)
+    v[i] = narrow(square, v)
+    return mean, square
+
+
+@jit
+def _adam(mean: Any, square: Any, old: Any, p: Any, constants: Any) -> Any:
+    """Return what a parameter becomes, and the change."""
+    step, correction, eps, shrink, shrinks = constants
+    u = step * mean / (math.sqrt(square) / correction + eps)
+    new = rounded(old * shrink + u if shrinks != 0 else old + rounded(u, p), p)
+    return new, new - old if shrinks != 0 else u
+
+
+@jit
+def adam(p: Any, g: Any, m: Any, v: Any, change: Any, out: Any, begin: Any, end: Any, scale: Any, constants: Any) -> None:
+    means, rule, l2 = constants[:4], constants[4:9], constants[9]
+    for at in range(begin, end, _UNIT):
+        stop = min(at + _UNIT, end)
+        _ahead(g, at)
+        _ahead(m, at)
+        _ahead(v, at)
+        _ahead(p, at)
+        if change.size == 0:
+            for i in range(_place(at), _place(stop)):
+                old = widen(p[i], scale)
+                mean, square = _moments(i, g, old, m, v, l2, scale, means)
+                p[i] = narrow(_adam(mean, square, old, p, rule)[0], p)
+        elif p.itemsize < 4:  # of half types the moments that were written are not these
+            for i in range(_place(at), _place(stop)):
+                old = widen(p[i], scale)
+                mean, square = _moments(i, g, old, m, v, l2, scale, means)
+                change[i] = narrow(_adam(mean, square, old, p, rule)[1], change)
+        else:
+            for i in range(_place(at), _place(stop)):
+                _moments(i, g, widen(p[i], scale), m, v, l2, scale, means)
+            for i in range(_place(at), _place(stop)):
+                mean, square, old = widen(m[i], scale), widen(v[i], scale), widen(p[i], scale)
+                change[i] = narrow(_adam(mean, square, old, p, rule)[1], change)
+        _copy(p, out, at, stop, scale)
+
+
+@jit
+def _direction(p: Any, mean: Any, square: Any, constants: Any) -> Any:
+    unbias, uncorrect, eps, weight_decay = constants[4:]
+    u = mean * unbias / (math.sqrt(square) * uncorrect + eps)
+    return u + p * weight_decay if weight_decay != 0 else u
+
+
+@jit
+def _within(begin: Any, end: Any, start: Any, stop: Any) -> Any:
+    """Cut a segment to a part of the buffer, at whole units of 32 from where it begins."""
+    low = start + max(begin - start + 31, 0) // 32 * 32
+    high = start + max(end - start + 31, 0) // 32 * 32
+    return min(low, stop), min(high, stop)
+
+
+@jit
+def _lamb_moments(p: Any, g: Any, m: Any, v: Any, begin: Any, end: Any, scale: Any, constants: Any, segments: Any, rows: Any) -> None:
+    """Write the moments, and add the squares of each segment and of its direction to its two rows.
+
+    Args:
+        p: parameters.
+        g: gradients.
+        m: first moments.
+        v: second moments.
+        begin: where this part of the buffers begins.
+        end: where it ends; a segment is cut there at a multiple of 32 from where it begins.
+        scale: factor of the gradients.
+        constants: of the rule.
+        segments: int64 ``[k, 2]``: where each begins and ends.
+        rows: int64 ``[k, 2, LIMBS + 1]``, to which is added as by ``add_block``.
+    """
+    direction, sums = np.empty(BLOCK, type(scale)), np.empty(BLOCK // 4, np.float64)
+    zero = scale - scale
+    for k in range(segments.shape[0]):
+        low, high = _within(begin, end, segments[k, 0], segments[k, 1])
+        for first in range(low, high, BLOCK):
+            last = min(first + BLOCK, high)
+            for at in range(first, last, _UNIT):
+                stop = min(at + _UNIT, last)
+                _ahead(g, at)
+                _ahead(m, at)
+                _ahead(v, at)
+                _ahead(p, at)
+                for i in range(_place(at), _place(stop)):
+                    _moments(i, g, p[i], m, v, zero, scale, constants[:4])
+                for i in range(_place(at), _place(stop)):
+                    direction[i - _place(first)] = _direction(p[i], m[i], v[i], constants)
+            add_block(p[first:last], sums, rows[k, 0])
+            add_block(direction[: last - first], sums, rows[k, 1])
+
+
+@jit
+def _lamb_apply(p: Any, m: Any, v: Any, change: Any, out: Any, begin: Any, end: Any, constants: Any, segments: Any, factors: Any) -> None:
+    """Go along each segment's direction, which costs less to compute again than to keep."""
+    for k in range(segments.shape[0]):
+        low, high = _within(begin, end, segments[k, 0], segments[k, 1])
+        factor = factors[k]
+        for at in range(low, high, _UNIT):
+            stop = min(at + _UNIT, high)
+            _ahead(m, at)
+            _ahead(v, at)
+            _ahead(p, at)
+            if change.size:
+                for i in range(_place(at), _place(stop)):
+                    change[i] = _direction(p[i], m[i], v[i], constants) * factor
+            else:
+                for i in range(_place(at), _place(stop)):
+                    p[i] = _moved(p, i, _direction(p[i], m[i], v[i], constants) * factor)
+            _copy(p, out, at, stop, factor)
+
+
+@jit
+def _plain_sgd(i: Any, p: Any, g: Any, scale: Any, constants: Any) -> Any:
+    step, l2 = constants
+    x = widen(g[i], scale) * scale
+    x = x + widen(p[i], scale) * l2 if l2 != 0 else x
+    return x * step
+
+
+@jit
+def plain_sgd(p: Any, g: Any, change: Any, out: Any, begin: Any, end: Any, scale: Any, constants: Any) -> None:
+    for at in range(begin, end, _UNIT):
+        stop = min(at + _UNIT, end)
+        _ahead(g, at)
+        _ahead(p, at)
+        if change.size:
+            for i in range(_place(at), _place(stop)):
+                change[i] = narrow(_plain_sgd(i, p, g, scale, constants), change)
+        else:
+            for i in range(_place(at), _place(stop)):
+                p[i] = _moved(p, i, _plain_sgd(i, p, g, scale, constants))
+        _copy(p, out, at, stop, scale)
+
+
+@jit
+def _sgd(i: Any, p: Any, g: Any, b: Any, scale: Any, constants: Any) -> Any:
+    step, momentum, nesterov, l2 = constants
+    x = widen(g[i], scale) * scale
+    x = x + widen(p[i], scale) * l2 if l2 != 0 else x
+    velocity = widen(b[i], scale) * momentum + x
+    b[i] = narrow(velocity, b)
+    return (x + velocity * momentum if nesterov != 0 else velocity) * step
+
+
+@jit
+def sgd(p: Any, g: Any, b: Any, change: Any, out: Any, begin: Any, end: Any, scale: Any, constants: Any) -> None:
+    for at in range(begin, end, _UNIT):
+        stop = min(at + _UNIT, end)
+        _ahead(g, at)
+        _ahead(b, at)
+        _ahead(p, at)
+        if change.size:
+            for i in range(_place(at), _place(stop)):
+                change[i] = narrow(_sgd(i, p, g, b, scale, constants), change)
+        else:
+            for i in range(_place(at), _place(stop)):
+                p[i] = _moved(p, i, _sgd(i, p, g, b, scale, constants))
+        _copy(p, out, at, stop, scale)
+
+
+@jit
+def _lion(i: Any, p: Any, g: Any, m: Any, scale: Any, constants: Any) -> Any:
+    b1, c1, b2, c2, step, decay = constants
+    x, mean = widen(g[i], scale) * scale, widen(m[i], scale)
+    towards = mean * b1 + x * c1
+    nothing = step - step
+    u = step if towards > 0 else (-step if towards < 0 else nothing)
+    m[i] = narrow(mean * b2 + x * c2, m)
+    return u + widen(p[i], scale) * decay if decay != 0 else u
+
+
+@jit
+def lion(p: Any, g: Any, m: Any, change: Any, out: Any, begin: Any, end: Any, scale: Any, constants: Any) -> None:
+    for at in range(begin, end, _UNIT):
+        stop = min(at + _UNIT, end)
+        _ahead(g, at)
+        _ahead(m, at)
+        _ahead(p, at)
+        if change.size:
+            for i in range(_place(at), _place(stop)):
+                change[i] = narrow(_lion(i, p, g, m, scale, constants), change)
+        else:
+            for i in range(_place(at), _place(stop)):
+                p[i] = _moved(p, i, _lion(i, p, g, m, scale, constants))
+        _copy(p, out, at, stop, scale)
+
+
+@jit
+def _adagrad(i: Any, p: Any, g: Any, s: Any, scale: Any, constants: Any) -> Any:
+    step, eps, l2 = constants
+    x = widen(g[i], scale) * scale
+    x = x + widen(p[i], scale) * l2 if l2 != 0 else x
+    squares = widen(s[i], scale) + x * x
+    s[i] = narrow(squares, s)
+    return x / (math.sqrt(squares) + eps) * step
+
+
+@jit
+def adagrad(p: Any, g: Any, s: Any, change: Any, out: Any, begin: Any, end: Any, scale: Any, constants: Any) -> None:
+    for at in range(begin, end, _UNIT):
+        stop = min(at + _UNIT, end)
+        _ahead(g, at)
+        _ahead(s, at)
+        _ahead(p, at)
+        if change.size:
+            for i in range(_place(at), _place(stop)):
+                change[i] = narrow(_adagrad(i, p, g, s, scale, constants), change)
+        else:
+            for i in range(_place(at), _place(stop)):
+                p[i] = _moved(p, i, _adagrad(i, p, g, s, scale, constants))
+        _copy(p, out, at, stop, scale)
+
+
+def _adam_constants(b1: float, b2: float, step_size: float, correction: float, eps: float, l2: float, decay: float) -> list[float]:
+    rule = [-step_size, correction, eps, 1.0 - decay, float(decay != 0.0)]
+    return [*_moment_constants(b1, b2), *rule, l2]
+
+
+def _lamb_constants(b1: float, b2: float, bias: float, correction: float, eps: float, weight_decay: float) -> list[float]:
+    return [*_moment_constants(b1, b2), 1.0 / bias, 1.0 / correction, eps, weight_decay]
+
+
+def _moment_constants(b1: float, b2: float) -> list[float]:
+    # torch.lerp goes from the nearer end: from the gradient where it has the larger weight.
+    weight = 1.0 - b1
+    return [weight if weight < 0.5 else weight - 1.0, float(weight >= 0.5), b2, 1.0 - b2]
+
+
+def _lion_constants(b1: float, b2: float, learning_rate: float, decay: float) -> list[float]:
+    return [b1, 1.0 - b1, b2, 1.0 - b2, -learning_rate, -decay]
+
+
+# Each rule: its kernel, and its constants in the order of the kernel, as Python's doubles, which the
+# dtype of the kernel rounds.
+_RULES: dict[str, tuple[Any, Callable[..., list[float]]]] = {
+    "adam": (adam, _adam_constants),
+    "lion": (lion, _lion_constants),
+    "sgd": (
+        sgd,
+        lambda learning_rate, momentum, nesterov, l2: [-learning_rate, momentum, nesterov, l2],
+    ),
+    "plain_sgd": (
+        plain_sgd,
+        lambda learning_rate, momentum, nesterov, l2: [-learning_rate, l2],
+    ),
+    "adagrad": (adagrad, lambda learning_rate, eps, l2: [-learning_rate, eps, l2]),
+}
+
+
+def step(
+    rule: str,
+    param: Tensor,
+    grad: Tensor,
+    moments: Sequence[Tensor],
+    change: Tensor | None,
+    out: Tensor | None,
+    scale: float | Tensor,
+    constants: Mapping[str, float],
+) -> bool:
+    """Take a step of a rule; whether there is a kernel for such tensors."""
+    if not _takes(param, *moments, *(() if change is None else (change,))):
+        return False
+    kernel, in_order = _RULES[rule]
+    run, kind = entry(kernel), number(wide(param.dtype))
+    copy = out if out is not None and is_plain(out) else None
+    arrays = [as_array(x) for x in (param, _readable(grad, wide(param.dtype)), *moments)]
+    arrays += _targets(param, change, copy)
+    factor, numbers = kind(float(scale)), tuple(map(kind, in_order(**constants)))
+    in_parts(param.numel(), lambda begin, end: run(*arrays, begin, end, factor, numbers))
+    written = [*moments, param if change is None else change, *([] if copy is None else [copy])]
+    torch.autograd.graph.increment_version(written)
+    if out is not None and copy is None:
+        out.copy_(param)
+    return True
+
+
+def lamb_moments(
+    param: Tensor,
+    grad: Tensor,
+    mu: Tensor,
+    nu: Tensor,
+    segments: Sequence[tuple[int, int]],
+    scale: float | Tensor,
+    constants: Mapping[str, float],
+) -> list[Tensor] | None:
+    """Take the first half of a step of LAMB.
+
+    Returns:
+        The squares of the parameters of each segment and then those of their directions, as
+        ``squares_in_bins`` returns them; None where there is no kernel for such tensors.
+    """
+    # Directions are computed again from the moments that were written: those of half types are
+    # rounded, and would give another direction.
+    if param.dtype != wide(param.dtype) or not _takes(param, mu, nu):
+        return None
+    run, kind = entry(_lamb_moments), number(param.dtype)
+    arrays = [as_array(x) for x in (param, _readable(grad, param.dtype), mu, nu)]
+    factor, numbers = kind(float(scale)), tuple(map(kind, _lamb_constants(**constants)))
+    # Elements of no segment have moments too: every second piece is a segment, and the others lie
+    # between.
+    places = np.array([0, *itertools.chain.from_iterable(segments), param.numel()], np.int64)
+    pieces = np.stack([places[:-1], places[1:]], 1)
+    found: list[Any] = []
+
+    def work(begin: int, end: int) -> None:
+        rows = np.stack([new_row()] * 2 * len(pieces)).reshape(len(pieces), 2, -1)
+        run(*arrays, begin, end, factor, numbers, pieces, rows)
+        found.append(rows[1::2])
+
+    in_parts(param.numel(), work)
+    torch.autograd.graph.increment_version([mu, nu])
+    places_of = [(which, k) for which in range(2) for k in range(len(segments))]
+    return [exact_row([rows[k, which] for rows in found]) for which, k in places_of]
+
+
+def lamb_apply(
+    param: Tensor,
+    mu: Tensor,
+    nu: Tensor,
+    change: Tensor | None,
+    out: Tensor | None,
+    segments: Sequence[tuple[int, int]],
+    factors: Sequence[float],
+    constants: Mapping[str, float],
+) -> None:
+    """Take the second half of a step of LAMB, after :func:`lamb_moments`."""
+    run, kind = entry(_lamb_apply), number(param.dtype)
+    copy = out if out is not None and is_plain(out) else None
+    to = change if change is None or _takes(change, param) else torch.empty_like(param)
+    arrays = [*(as_array(x) for x in (param, mu, nu)), *_targets(param, to, copy)]
+    numbers = tuple(map(kind, _lamb_constants(**constants)))
+    end = 0
+    for start, stop in [*segments, (param.numel(), param.numel())]:
+        if to is not None:
+            to[end:start].zero_()
+        elif copy is not None:
+            copy[end:start].copy_(param[end:start])
+        end = stop
+    pieces, far = np.array(segments, np.int64).reshape(-1, 2), np.array(factors, kind)
+    in_parts(param.numel(), lambda begin, end: run(*arrays, begin, end, numbers, pieces, far))
+    torch.autograd.graph.increment_version([param if to is None else to])
+    if change is not None and to is not change and to is not None:
+        change.copy_(to)
+    if out is not None and copy is None:
+        out.copy_(param)
+
+
+def _targets(param: Tensor, change: Tensor | None, copy: Tensor | None) -> list[Any]:
+    """Return where the change and the copy go, as arrays of length 0 for none."""
+    absent = np.zeros(0, number(param.dtype))
+    return [
+        absent if change is None else as_array(change),
+        _NO_COPY if copy is None else as_array(copy),
+    ]
+
+
+def _takes(param: Tensor, *others: Tensor) -> bool:
+    return compiled() and is_plain(param, *others) and all(x.dtype == param.dtype for x in others)
+
+
+def _readable(grad: Tensor, dtype: torch.dtype) -> Tensor:
+    return grad if is_plain(grad) else grad.to(dtype).resolve_neg().contiguous()

@@ -1,0 +1,25 @@
+"""Each kernel in plain torch: the form to read first, and the bits that the others must have."""
+
+from zfun.ops.reference._blocks import dequantise, quantise, sum_dequantised
+from zfun.ops.reference._norm import squares_in_bins
+from zfun.ops.reference._ravel import ravel_into, unravel, unravel_from
+from zfun.ops.reference._signs import pack_signs, unpack_signs
+from zfun.ops.reference._steps import lamb_apply, lamb_moments, scale_into, step
+from zfun.ops.reference._sums import sum_in_rank_order
+
+__all__ = [
+    "dequantise",
+    "lamb_apply",
+    "lamb_moments",
+    "pack_signs",
+    "quantise",
+    "ravel_into",
+    "scale_into",
+    "squares_in_bins",
+    "step",
+    "sum_dequantised",
+    "sum_in_rank_order",
+    "unpack_signs",
+    "unravel",
+    "unravel_from",
+]
