@@ -25,6 +25,7 @@ from torch import Tensor
 
 from zfun.ops import reference
 from zfun.ops._dispatch import codes_for, reads
+from zfun.ops._jit import is_abstract
 
 __all__ = ["dequantise", "message_bytes", "quantise", "sum_dequantised"]
 
@@ -67,8 +68,8 @@ def quantise(rows: Tensor, *, bits: int, block: int) -> Tensor:
     """
     rows = rows.detach()
     numel = rows.shape[1]
-    out = torch.empty(rows.shape[0], message_bytes(numel, bits=bits, block=block), dtype=torch.uint8, device=rows.device)
-    if numel == 0:
+    out = rows.new_empty(rows.shape[0], message_bytes(numel, bits=bits, block=block), dtype=torch.uint8)
+    if numel == 0 or is_abstract(rows):
         return out
     codes_for(rows).quantise(rows, out, bits=bits, block=block)
     return out
@@ -87,8 +88,8 @@ def dequantise(messages: Tensor, numel: int, *, bits: int, block: int, dtype: to
     Returns:
         ``[m, numel]``.
     """
-    out = torch.empty(messages.shape[0], numel, dtype=dtype, device=messages.device)
-    if numel == 0:
+    out = messages.new_empty(messages.shape[0], numel, dtype=dtype)
+    if numel == 0 or is_abstract(messages):
         return out
     _reader(messages, dtype).dequantise(messages, out, bits=bits, block=block)
     return out
@@ -112,8 +113,8 @@ def sum_dequantised(messages: Tensor, numel: int, *, bits: int, block: int, dtyp
         >>> sum_dequantised(messages, 2, bits=8, block=32)
         tensor([254.,   3.])
     """
-    out = torch.empty(numel, dtype=dtype, device=messages.device)
-    if numel:
+    out = messages.new_empty(numel, dtype=dtype)
+    if numel and not is_abstract(messages):
         _reader(messages, dtype).sum_dequantised(messages, out, bits=bits, block=block)
     return out
 

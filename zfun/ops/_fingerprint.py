@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from zfun.ops._jit import is_abstract
+
 __all__ = ["fingerprint"]
 
 # Bytes that are hashed at a time: they stay in the cache.
@@ -20,12 +22,14 @@ def fingerprint(x: Tensor) -> int:
         x: any tensor.
 
     Returns:
-        A non-negative integer below 2**63.
+        A non-negative integer below 2**63; 0 of a tensor without numbers.
 
     Example:
         >>> fingerprint(torch.zeros(3)) == fingerprint(torch.zeros(3)), fingerprint(torch.tensor(0.0)) == fingerprint(torch.tensor(-0.0))
         (True, False)
     """
+    if is_abstract(x):
+        return 0
     # A copy, because a tensor of one element counts as contiguous whatever its stride.
     raw = x.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
     raw = torch.view_as_real(raw.resolve_conj()).reshape(-1) if raw.is_complex() else raw

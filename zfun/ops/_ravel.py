@@ -98,6 +98,8 @@ def ravel_into(
     recorded = table.needs_grad if taken else any(x is not None and x.requires_grad for x in tensors)
     if torch.is_grad_enabled() and recorded:
         raise RuntimeError("ravel_into() is not differentiable; got a tensor that autograd records; detach() it, or use torch.no_grad()")
+    if _jit.is_abstract(out) and not measure:
+        return None
     with torch.no_grad():
         if taken:
             from zfun.ops import numba

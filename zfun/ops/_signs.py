@@ -7,6 +7,7 @@ from torch import Tensor
 
 from zfun.ops import reference
 from zfun.ops._dispatch import codes_for, reads
+from zfun.ops._jit import is_abstract
 
 __all__ = ["pack_signs", "unpack_signs"]
 
@@ -28,6 +29,8 @@ def pack_signs(x: Tensor) -> Tensor:
         >>> pack_signs(torch.tensor([1.0, -2.0, 0.0, -0.0, float("nan")])).tolist()
         [13]
     """
+    if is_abstract(x):
+        return x.new_empty((*x.shape[:-1], -(-x.shape[-1] // 8)), dtype=torch.uint8)
     kernels = codes_for(x) if x.is_floating_point() else reference
     return kernels.pack_signs(x.detach())
 
@@ -48,6 +51,8 @@ def unpack_signs(packed: Tensor, numel: int, *, scale: Tensor | float = 1.0, dty
         >>> unpack_signs(torch.tensor([13], dtype=torch.uint8), 5, scale=0.5).tolist()
         [0.5, -0.5, 0.5, 0.5, -0.5]
     """
+    if is_abstract(packed):
+        return packed.new_empty((*packed.shape[:-1], numel), dtype=dtype)
     scales = torch.as_tensor(scale, device=packed.device).to(dtype).expand(packed.shape[:-1])
     readable = dtype.is_floating_point and reads(packed, dtype)
     kernels = codes_for(packed) if readable else reference

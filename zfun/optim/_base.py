@@ -286,5 +286,5 @@ def flat_view(x: Tensor) -> Tensor:
 
 
 def step_count(count: Tensor) -> int:
-    """Read how many steps a state has seen; an abstract state has seen any number, and one step costs what another does."""
-    return 0 if ops.is_abstract(count) else int(count)
+    """Read how many steps a state has seen."""
+    return int(count)

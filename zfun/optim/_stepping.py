@@ -79,7 +79,8 @@ def elementwise(make_state: Callable[..., Any], names: Sequence[str], kernel_at:
 
 def no_steps() -> Tensor:
     """Return the count of a new state."""
-    return torch.zeros((), dtype=torch.int64, device="cpu")
+    # Of a Python number, which tracing without numbers knows.
+    return torch.tensor(0, dtype=torch.int64, device="cpu")
 
 
 def zeros_like(params: Tree) -> Tree:

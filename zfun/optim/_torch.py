@@ -126,7 +126,7 @@ def _from_torch(make: type[torch.optim.Optimizer], options: dict[str, Any]) -> O
         scalars: dict[str, Tensor] = {}
         new: list[list[Tensor]] = []
         for row in rows:
-            if ops.is_abstract(row[0]) or row[0].numel() == 0:
+            if row[0].numel() == 0:
                 new.append([x.detach().clone(memory_format=torch.contiguous_format) for x in (row[0], *row[2:])])
                 continue
             values, gradients, *rest = [_pieces(x) for x in row]

@@ -98,7 +98,7 @@ class GatheredParams:
             source.load = functools.partial(self._load, bucket)
         self._traced = tuple(shard.traced(executor) for shard in self._shards)
         # Nobody can read fake tensors, and their ranks agree.
-        self._alone = self._group.size == 1 or any(isinstance(buffer, Tensor) and ops.is_abstract(buffer) for buffer in flats[0].buffers)
+        self._alone = self._group.size == 1 or ops.is_abstract(torch.empty(0, device=flats[0].layout.device))
         callers = self._group if executor is None or executor.reducer.group is None else executor.reducer.group
         self._divergence = Divergence(self._group, callers, shards, alone=self._alone)
         self._any_diverged: bool | None = None
