@@ -1,6 +1,6 @@
 """zfun: functional sharding of training state for PyTorch."""
 
-from zfun import optim, policies, stores, wire
+from zfun import optim, planner, policies, stores, wire
 from zfun.collectives import (
     Group,
     Lane,
@@ -42,7 +42,6 @@ from zfun.errors import (
 )
 from zfun.flat import Flat, global_norm
 from zfun.layout import Layout, layout_of
-from zfun.live import live_bytes
 from zfun.placement import P, Placement, R, S
 from zfun.recipes import Precision, StepInfo, Zero, ZeroState, zero
 from zfun.transforms import (
@@ -52,23 +51,17 @@ from zfun.transforms import (
     cast,
     data_parallel,
     describe,
-    explain,
     gather,
     offload,
-    order_of_use,
-    profile,
     redistribute,
     remat,
     replicate,
     replicate_grads,
     scale_loss,
-    schedule,
     shard,
     shard_grads,
     shard_optimizer,
     shard_params,
-    timeline,
-    trace,
     unshard,
     value_and_grad,
     weighted_mean,
@@ -114,19 +107,16 @@ __all__ = [
     "combine",
     "data_parallel",
     "describe",
-    "explain",
     "gather",
     "global_norm",
     "layout_of",
-    "live_bytes",
     "offload",
     "optim",
-    "order_of_use",
     "partition",
     "permute",
+    "planner",
     "policies",
     "process_group",
-    "profile",
     "record",
     "redistribute",
     "reduce_scatter",
@@ -135,7 +125,6 @@ __all__ = [
     "replicate_grads",
     "replicated",
     "scale_loss",
-    "schedule",
     "shard",
     "shard_grads",
     "shard_optimizer",
@@ -150,8 +139,6 @@ __all__ = [
     "start_permute",
     "start_reduce_scatter",
     "stores",
-    "timeline",
-    "trace",
     "unshard",
     "value_and_grad",
     "weighted_mean",

@@ -183,7 +183,7 @@ def layout_of(
         bucket_bytes: size in bytes at which a bucket closes.
         persistence: leaves of at most this many elements lie in separate buckets, which
             :func:`zfun.shard_params` may keep gathered.
-        order: paths of leaves in order of first use, as returned by :func:`zfun.order_of_use`.
+        order: paths of leaves in order of first use, as returned by :func:`zfun.planner.order_of_use`.
             Leaves without an entry come first, because gradients are reduced from the last bucket
             on, and a leaf without a gradient must not delay the others. Paths that are not in this
             tree are ignored, so that both parts of a partition can use one order.
@@ -224,7 +224,7 @@ def layout_of(
 def _turns(order: Sequence[str], paths: Sequence[str], positions: Sequence[int]) -> tuple[int, ...] | None:
     """Return the slots in the order of the layout; ``None`` for the order of the tree."""
     if isinstance(order, str) or not all(isinstance(path, str) for path in order):
-        raise OptionError(f"order is a sequence of the paths of leaves; got {order!r}; zf.order_of_use(loss, params, batch) makes one")
+        raise OptionError(f"order is a sequence of the paths of leaves; got {order!r}; zf.planner.order_of_use() makes one")
     slots = dict(zip(paths, positions, strict=True))
     named = [slots[path] for path in order if path in slots]
     turns = tuple(dict.fromkeys([*(slot for slot in positions if slot not in set(named)), *named]))

@@ -182,7 +182,8 @@ def zero(
         wire_params: in which format parameters are gathered, as :func:`zfun.wire.int8`; stage 3 only, where what is gathered is not kept.
         wire_grads: in which format gradients are summed over the ranks, as :func:`zfun.wire.int4`.
         bucket_bytes: where a bucket closes, in bytes.
-        order: paths of leaves, those used first in front, as :func:`zfun.order_of_use` finds them; by default the order of the tree.
+        order: paths of leaves, those used first in front, as
+            :func:`zfun.planner.order_of_use` finds them; by default the order of the tree.
         prefetch: how many buckets stage 3 gathers ahead of use.
         secondary: the inner axis of the mesh ``group``, for stage 3: backward gathers over it alone (hpZ); see :func:`zfun.shard_params`.
         max_live: the largest number of elements that stage 3 has gathered at once; see :func:`zfun.shard_params` for this and the next.

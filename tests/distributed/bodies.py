@@ -184,10 +184,10 @@ def watched_step(group: zf.Group) -> Any:
     state = z.init(models.mlp())
     for batches in models.mlp_batches(2, group.size):
         state, _ = z.step(state, batches[group.rank])
-    with zf.profile() as found:
+    with zf.planner.profile() as found:
         state, _ = z.step(state, models.mlp_batches(1, group.size)[0][group.rank])
-    trace = zf.trace(models.mlp_loss, models.mlp(), models.mlp_batches(1, 1)[0][0], group.size, bucket_bytes=300)
-    assert found.steps() == zf.schedule(trace).steps
+    trace = zf.planner.trace(models.mlp_loss, models.mlp(), models.mlp_batches(1, 1)[0][0], group.size, bucket_bytes=300)
+    assert found.steps() == zf.planner.schedule(trace).steps
     assert all(event.start <= event.end <= found.now() for event in found.events)
     return z.params(state), [event.live_bytes for event in found.events], [event.bucket for event in found.events]
 

@@ -19,8 +19,8 @@ from tests import models
 from tests.conftest import examples
 from zfun import optim
 from zfun.collectives import Call, mesh_of
+from zfun.planner import Event, Noted, Profile, Schedule, Trace, TracedBucket
 from zfun.testing import assert_same_bits, same_bits
-from zfun.transforms import Event, Noted, Profile, Schedule, Trace, TracedBucket
 
 
 @st.composite
@@ -80,12 +80,12 @@ def test_a_schedule_keeps_its_word(
     options: dict[str, Any] = {
         "prefetch": prefetch, "reuse_distance": reuse_distance, "persistence": persistence, "max_persistent": max_persistent
     }  # fmt: skip
-    free = zf.schedule(trace, **options)
+    free = zf.planner.schedule(trace, **options)
     kept = sum(trace.buckets[b].numel for b in free.persistent)
     assert max_persistent is None or kept <= max_persistent
     assert free.persistent == set(range(len(trace.buckets))) or persistence < largest(trace) or max_persistent is not None
     bound = None if extra is None else kept + largest(trace) + extra
-    made = zf.schedule(trace, max_live=bound, **options)
+    made = zf.planner.schedule(trace, max_live=bound, **options)
     live = replay(made)
     assert live == made.live()
     assert bound is None or max(live) <= bound
@@ -107,7 +107,7 @@ def test_a_schedule_keeps_its_word(
         elif step.kind in ("use", "release"):
             waiting.discard(step.bucket)
         assert len(waiting) <= prefetch + 1
-    assert made == zf.schedule(trace, max_live=bound, **options)
+    assert made == zf.planner.schedule(trace, max_live=bound, **options)
 
 
 @settings(max_examples=examples(60))
@@ -116,7 +116,7 @@ def test_the_window_is_prefetch_and_two(trace: Trace, prefetch: int) -> None:
     """Where no bucket is used twice in a pass, what is gathered at once is the bucket in use and those ahead."""
     once = Trace(trace.buckets, 2, tuple(dict.fromkeys(trace.forward)))
     held, most = set(), 0
-    for step in zf.schedule(once, prefetch=prefetch).steps:
+    for step in zf.planner.schedule(once, prefetch=prefetch).steps:
         held = held | {step.bucket} if step.kind == "gather" else held - {step.bucket} if step.kind == "release" else held
         most = max(most, len(held))
     assert most <= prefetch + 1
@@ -126,7 +126,7 @@ def test_the_window_is_prefetch_and_two(trace: Trace, prefetch: int) -> None:
 @given(trace=traces(), prefetch=st.integers(0, 3))
 def test_what_backward_begins_with_is_gathered_before_the_turn(trace: Trace, prefetch: int) -> None:
     once = Trace(trace.buckets, 2, tuple(dict.fromkeys(trace.forward)))
-    made = zf.schedule(once, prefetch=prefetch)
+    made = zf.planner.schedule(once, prefetch=prefetch)
     held = set[int]()
     for step in made.steps[: made.turn]:
         held = held | {step.bucket} if step.kind == "gather" else held - {step.bucket} if step.kind == "release" else held
@@ -149,7 +149,7 @@ def test_reuse_distance_is_a_distance(trace: Trace, distance: int) -> None:
         if b not in last or (between >= distance and not adjacent):
             expected.append(b)
         last[b] = place
-    made = zf.schedule(trace, prefetch=0, reuse_distance=distance)
+    made = zf.planner.schedule(trace, prefetch=0, reuse_distance=distance)
     used = {"forward": set(trace.forward), "backward": set(uses[len(trace.forward) :])}
     gathers = [step.bucket for step in made.steps if step.kind == "gather" and step.bucket in used.get(step.phase, ())]
     assert gathers == expected
@@ -159,7 +159,7 @@ def test_reuse_distance_is_a_distance(trace: Trace, distance: int) -> None:
 @given(trace=traces(), prefetch=st.integers(0, 3))
 def test_with_a_large_reuse_distance_nothing_is_gathered_twice(trace: Trace, prefetch: int) -> None:
     """What forward has used stays to the end of backward, also where backward has no use for it: 2Ψ are sent, not 3Ψ."""
-    steps = zf.schedule(trace, prefetch=prefetch, reuse_distance=10**9).steps
+    steps = zf.planner.schedule(trace, prefetch=prefetch, reuse_distance=10**9).steps
     assert all(sum(step.kind == "gather" and step.bucket == b for step in steps) == 1 for b in trace.forward)
 
 
@@ -239,8 +239,9 @@ def test_no_knob_changes_a_bit_and_what_is_sent_is_what_is_explained(
     if num_micro_batches > 1:
         return
     x = models.mlp_batches(1, 1)[0][0]
-    trace = zf.trace(loss_fn, models.mlp(), x, size, trainable=trainable, bucket_bytes=bucket_bytes, persistence=options["persistence"])
-    explained = zf.explain(zf.schedule(trace, **options)).bytes_sent()
+    layout: dict[str, Any] = {"trainable": trainable, "bucket_bytes": bucket_bytes}
+    trace = zf.planner.trace(loss_fn, models.mlp(), x, size, persistence=options["persistence"], **layout)
+    explained = zf.planner.explain(zf.planner.schedule(trace, **options)).bytes_sent()
     assert all(run[1][1:] == [explained] * 2 for run in found), (found[0][1], explained)
 
 
@@ -283,15 +284,16 @@ def test_no_order_changes_a_bit(order: list[str], stage: int, size: int, bucket_
 
 def test_buckets_in_the_order_of_use_are_fewer_at_once() -> None:
     x, params = torch.ones(2, 5, dtype=torch.float64), by_kind(models.mlp())
-    order = zf.order_of_use(by_kind_loss, params, x)
+    order = zf.planner.order_of_use(by_kind_loss, params, x)
     assert order == IN_ORDER
-    with_order, without = (zf.schedule(zf.trace(by_kind_loss, params, x, 2, bucket_bytes=600, order=chosen)) for chosen in (order, None))
+    traced = (zf.planner.trace(by_kind_loss, params, x, 2, bucket_bytes=600, order=chosen) for chosen in (order, None))
+    with_order, without = map(zf.planner.schedule, traced)
     assert with_order.trace.leaves == without.trace.leaves == order
     numel = with_order.trace.buckets[0].numel
     assert {bucket.numel for bucket in [*with_order.trace.buckets, *without.trace.buckets]} == {numel}
     assert (max(with_order.live()), max(without.live())) == (2 * numel, 5 * numel)
     # A bucket is complete while those before it are used in backward, and its sum is on its way beside that. What is never used comes last.
-    beside = lambda made: sum(message.name == "grads" and len(message.overlaps) > 0 for message in zf.explain(made).messages)
+    beside = lambda made: sum(message.name == "grads" and len(message.overlaps) > 0 for message in zf.planner.explain(made).messages)
     assert (beside(with_order), beside(without)) == (3, 1)
 
     def main(group: zf.Group) -> Any:
@@ -355,8 +357,8 @@ def test_what_is_explained_is_sent_on_every_axis(
     precision = zf.Precision(compute=compute)
     loss = with_table if compute is None else zf.cast(with_table, compute)
     layout: dict[str, Any] = {"bucket_bytes": bucket_bytes, "persistence": options["persistence"]}
-    made = zf.schedule(zf.trace(loss, params, x, group, trainable=trainable, **layout), **options)
-    explained = zf.explain(made, group=group, secondary=secondary, wire_params=wires[0], wire_grads=wires[1])
+    made = zf.planner.schedule(zf.planner.trace(loss, params, x, group, trainable=trainable, **layout), **options)
+    explained = zf.planner.explain(made, group=group, secondary=secondary, wire_params=wires[0], wire_grads=wires[1])
 
     def main(group: zf.Group) -> Any:
         recorder, over_it, second = where(zf.record(group) if over == "group" else zf.record(zf.split(group, inner)))
@@ -381,17 +383,17 @@ def test_what_is_explained_is_sent_on_every_axis(
 
 def test_a_schedule_is_priced_for_the_group_that_it_was_traced_for() -> None:
     x, mesh = torch.ones(2, 5, dtype=torch.float64), zf.split(zf.abstract_group(6), inner=3)
-    made = zf.schedule(zf.trace(models.mlp_loss, models.mlp(), x, mesh))
+    made = zf.planner.schedule(zf.planner.trace(models.mlp_loss, models.mlp(), x, mesh))
     with pytest.raises(
         zf.OptionError, match=r"priced for the group that it was traced for; got one of 6 ranks for <inner axis: rank 0 of 3>"
     ):
-        zf.explain(made, group=mesh.inner)
+        zf.planner.explain(made, group=mesh.inner)
     with pytest.raises(
         zf.OptionError, match=r"secondary is the inner axis of the mesh group; got <outer axis.*pass group=mesh, secondary=mesh"
     ):
-        zf.explain(made, group=mesh, secondary=mesh.outer)
+        zf.planner.explain(made, group=mesh, secondary=mesh.outer)
     with pytest.raises(zf.PlacementError, match=r"trace\(\) shards over a mesh or its inner axis; got its outer axis"):
-        zf.trace(models.mlp_loss, models.mlp(), x, mesh.outer)
+        zf.planner.trace(models.mlp_loss, models.mlp(), x, mesh.outer)
 
 
 def check_events(found: Profile) -> None:
@@ -433,7 +435,7 @@ def test_what_happens_is_what_was_planned(options: dict[str, Any], bucket_bytes:
         z = zf.zero(3, LOSSES[name], optim.sgd(0.05), group, donate=False, **layout, **options)
         state, _ = z.step(z.init(models.mlp()), x * (group.rank + 1))
         state, _ = z.step(state, x)
-        with zf.profile() if watched else contextlib.nullcontext() as found:
+        with zf.planner.profile() if watched else contextlib.nullcontext() as found:
             state, _ = z.step(state, x)
         count = len(found.events) if found else 0
         z.step(state, x)
@@ -443,7 +445,7 @@ def test_what_happens_is_what_was_planned(options: dict[str, Any], bucket_bytes:
     plain = [run[0] for run in zf.simulate(2, main, watched=False)]
     runs = zf.simulate(2, main, watched=True)
     assert_same_bits([run[0] for run in runs], plain, "watched and not")
-    made = zf.schedule(zf.trace(LOSSES[name], models.mlp(), x, 2, persistence=options["persistence"], **layout), **options)
+    made = zf.planner.schedule(zf.planner.trace(LOSSES[name], models.mlp(), x, 2, persistence=options["persistence"], **layout), **options)
     complete = {event.bucket for event in made.trace.backward if event.kind == "reduce"}
     planned = [
         (step, live)
@@ -528,7 +530,7 @@ def test_a_whole_step_is_watched(stage: int) -> None:
     def main(group: zf.Group) -> tuple[list[str], Any]:
         z = zf.zero(stage, models.mlp_loss, optim.sgd(0.1), group, bucket_bytes=300)
         state, batch = z.init(models.mlp()), models.mlp_batches(1, 1)[0][0]
-        with zf.profile() as found:
+        with zf.planner.profile() as found:
             z.step(state, batch)
         check_events(found)
         names = {"pass": lambda e: f"pass {e.phase}", "update": lambda e: "update"}
@@ -716,12 +718,12 @@ def test_knobs_are_checked_at_once(options: dict[str, Any], message: str) -> Non
 
 
 def test_a_bound_that_cannot_be_kept_is_refused() -> None:
-    trace = zf.trace(models.mlp_loss, models.mlp(), torch.ones(2, 5, dtype=torch.float64), 2, bucket_bytes=1, persistence=5)
+    trace = zf.planner.trace(models.mlp_loss, models.mlp(), torch.ones(2, 5, dtype=torch.float64), 2, bucket_bytes=1, persistence=5)
     with pytest.raises(zf.OptionError, match=r"max_live must hold the largest bucket .*; got 63, where bucket 0: h.0.w has 64 elements"):
-        zf.schedule(trace, max_live=63)
+        zf.planner.schedule(trace, max_live=63)
     with pytest.raises(zf.OptionError, match=r"h.0.w has 64 elements with padding and 320 persist; use a larger max_live"):
-        zf.schedule(trace, max_live=383, persistence=5)
-    assert max(zf.schedule(trace, max_live=384, persistence=5).live()) == 384
+        zf.planner.schedule(trace, max_live=383, persistence=5)
+    assert max(zf.planner.schedule(trace, max_live=384, persistence=5).live()) == 384
 
     def main(group: zf.Group) -> None:
         loss = zf.shard_params(models.mlp_loss, group, max_live=63)

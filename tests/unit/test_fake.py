@@ -15,9 +15,11 @@ def test_tracing_leaves_nothing_of_its_thread_behind(monkeypatch: pytest.MonkeyP
         raise AssertionError("a stand-in for devices goes with its thread")
 
     def main(group: zf.Group) -> int:
-        params = {"w": torch.zeros(3)}
-        found = zf.trace(lambda p, x: (p["w"] * x).sum(), params, torch.zeros(3), group.size)
-        return zf.live_bytes(0, zf.layout_of(params, group.size), zf.schedule(found), zf.optim.sgd(0.1)).kept.device.params
+        params = {"w": torch.zeros(300)}
+        loss = lambda p, x: (p["w"] * x).sum()
+        assert zf.planner.trace(loss, params, torch.zeros(300), group.size).forward == (0,)
+        make = lambda abstract: zf.zero(0, loss, zf.optim.sgd(0.1), abstract)
+        return zf.planner.live_bytes(make, params, torch.zeros(300), size=group.size).kept.device.params
 
     monkeypatch.setattr(torch._C, "_ensureCUDADeviceGuardSet", refuse)
-    assert zf.simulate(2, main) == [256, 256]
+    assert zf.simulate(2, main) == [1280, 1280]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zfun.ops import reference
-from zfun.ops._dispatch import compiled, is_plain, triton_for
+from zfun.ops._dispatch import compiled, is_abstract, is_plain, triton_for
 from zfun.ops._norm import squares_in_bins
 from zfun.ops._table import AddressTable
 
@@ -98,7 +98,7 @@ def ravel_into(
     recorded = table.needs_grad if taken else any(x is not None and x.requires_grad for x in tensors)
     if torch.is_grad_enabled() and recorded:
         raise RuntimeError("ravel_into() is not differentiable; got a tensor that autograd records; detach() it, or use torch.no_grad()")
-    if _jit.is_abstract(out) and not measure:
+    if is_abstract(out) and not measure:
         return None
     with torch.no_grad():
         if taken:

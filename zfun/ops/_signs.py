@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from zfun.ops import reference
-from zfun.ops._dispatch import codes_for, reads
-from zfun.ops._jit import is_abstract
+from zfun.ops._dispatch import codes_for, is_abstract, reads
 
 __all__ = ["pack_signs", "unpack_signs"]
 

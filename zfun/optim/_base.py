@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, NoReturn, ParamSpec, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from zfun import ops, tree
+from zfun import tree
 from zfun.errors import LeafError, OptionError, SpecMismatch
 from zfun.flat import flats
 from zfun.layout import LabelFn

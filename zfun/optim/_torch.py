@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from zfun import ops, tree
+from zfun import tree
 from zfun.errors import NotElementwiseError, OptionError
 from zfun.optim._base import Optimizer, State, aligned, check_trainable, flat_view, optimizer, remembered, step_count
 from zfun.optim._probe import probe

@@ -7,19 +7,14 @@
 ``optimizer``    the update on values of any placement, and sharded state
 ``_remat``       recomputation of activations
 alone            ``_cast`` (mixed precision), ``_offload`` (stores; of all three types)
-about a step     before it ``_trace``, ``_first``, ``_price`` and ``_explain``; after it ``_notes``
-                 and ``_profile``; both as a picture, ``_timeline``
+a profile        ``_notes``, and the parameters and hooks that take them, ``_watched``
 ===============  ==================================================================================
 """
 
 from zfun.transforms._cast import CastLoss, cast
-from zfun.transforms._explain import Accumulation, Explanation, Message, explain
-from zfun.transforms._first import first_steps
+from zfun.transforms._notes import Noted, Notes, What, watching
 from zfun.transforms._offload import offload, offload_grads, offload_loss, offload_optimizer, offload_params
-from zfun.transforms._profile import Noted, Profile, profile
 from zfun.transforms._remat import Remat, remat
-from zfun.transforms._timeline import Span, Timeline, timeline
-from zfun.transforms._trace import order_of_use, trace
 from zfun.transforms.grads._accumulate import accumulate
 from zfun.transforms.grads._gradient import GradientFunction, data_parallel, scale_loss, value_and_grad
 from zfun.transforms.grads._reducer import MAX_IN_FLIGHT
@@ -27,7 +22,7 @@ from zfun.transforms.grads._sum_grads import replicate_grads, shard_grads
 from zfun.transforms.grads._value import WeightedMean, weighted_mean
 from zfun.transforms.optimizer._apply import apply
 from zfun.transforms.optimizer._shard_optimizer import shard_optimizer
-from zfun.transforms.params._schedule import Event, Schedule, ScheduleOptions, Step, Trace, TracedBucket, schedule
+from zfun.transforms.params._schedule import Event, Phase, Schedule, ScheduleOptions, Step, Trace, TracedBucket, schedule
 from zfun.transforms.params._shard_params import ShardedLoss, shard_params
 from zfun.transforms.values._describe import Description, describe
 from zfun.transforms.values._redistribute import MAX_UNDER_WAY, check_agreement, gather, redistribute, replicate, shard, unshard
@@ -35,41 +30,34 @@ from zfun.transforms.values._redistribute import MAX_UNDER_WAY, check_agreement,
 __all__ = [
     "MAX_IN_FLIGHT",
     "MAX_UNDER_WAY",
-    "Accumulation",
     "CastLoss",
     "Description",
     "Event",
-    "Explanation",
     "GradientFunction",
-    "Message",
     "Noted",
-    "Profile",
+    "Notes",
+    "Phase",
     "Remat",
     "Schedule",
     "ScheduleOptions",
     "ShardedLoss",
-    "Span",
     "Step",
-    "Timeline",
     "Trace",
     "TracedBucket",
     "WeightedMean",
+    "What",
     "accumulate",
     "apply",
     "cast",
     "check_agreement",
     "data_parallel",
     "describe",
-    "explain",
-    "first_steps",
     "gather",
     "offload",
     "offload_grads",
     "offload_loss",
     "offload_optimizer",
     "offload_params",
-    "order_of_use",
-    "profile",
     "redistribute",
     "remat",
     "replicate",
@@ -80,9 +68,8 @@ __all__ = [
     "shard_grads",
     "shard_optimizer",
     "shard_params",
-    "timeline",
-    "trace",
     "unshard",
     "value_and_grad",
+    "watching",
     "weighted_mean",
 ]

@@ -1,6 +1,6 @@
 """What a rank notes while it is watched, and what says that it is.
 
-Nobody else pays for it: without :func:`zfun.profile` there is nothing to note in, and that is all that is looked at.
+Nobody else pays for it: without :func:`zfun.planner.profile` there is nothing to note in, and that is all that is looked at.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Noted(NamedTuple):
     """One thing that a rank did in a step.
 
     Attributes:
-        kind: those of :class:`zfun.transforms.Step`, where ``"gather"`` is the start of it and ``"reduce"`` the moment at which a bucket's
+        kind: those of :class:`zfun.planner.Step`, where ``"gather"`` is the start of it and ``"reduce"`` the moment at which a bucket's
             gradients are complete; ``"gathered"`` and ``"summed"``, the time for which this rank waited for that; ``"sum"``, the start of a
             sum of gradients; ``"end"`` of the forward or the backward pass; ``"pass"``, all of such a pass, where parameters are whole;
             ``"update"``, the optimizer, with what is gathered and summed for it.
@@ -63,7 +63,7 @@ class Notes:
     _live: int = field(default=0, init=False)
 
     def steps(self) -> tuple[Step, ...]:
-        """Return what was done as the steps of a schedule, to compare with those of :func:`zfun.schedule`."""
+        """Return what was done as the steps of a schedule, to compare with those of :func:`zfun.planner.schedule`."""
         kinds = ("gather", "use", "release", "reduce")
         return tuple(Step(e.kind, e.bucket, e.phase) for e in self.events if e.kind in kinds and e.phase != "update")
 

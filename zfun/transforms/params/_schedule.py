@@ -3,7 +3,7 @@
 [Note: the schedule]
 A *trace* says which buckets a loss uses, in which order, forward and backward. A *schedule* is a
 tuple of steps, made by a pure function of the trace and a few options. It knows no tensors and starts
-nothing: :func:`zfun.shard_params` runs it, :func:`zfun.explain` prices it, :func:`zfun.timeline` draws
+nothing: :func:`zfun.shard_params` runs it, :func:`zfun.planner.explain` prices it, :func:`zfun.planner.timeline` draws
 it, and a test may replay it. Every rank makes the same schedule from the same trace (rank 0's), so
 that gathers have one order everywhere.
 
@@ -72,7 +72,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What a loss uses, in order; recorded in the first step, or by :func:`zfun.trace` without one.
+    """What a loss uses, in order; recorded in the first step, or by :func:`zfun.planner.trace` without one.
 
     Attributes:
         buckets: of the trained leaves, then of the frozen ones.

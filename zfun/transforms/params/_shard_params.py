@@ -23,8 +23,8 @@ from zfun.layout import Layout
 from zfun.placement import S
 from zfun.transforms._cast import CastLoss
 from zfun.transforms._notes import watching
-from zfun.transforms._profile import new_gathered
 from zfun.transforms._remat import warn_of_whole_loss
+from zfun.transforms._watched import new_gathered
 from zfun.transforms.grads._executor import Executor, WholeParams
 from zfun.transforms.params._buckets import BucketShard, shards_of, tree_of
 from zfun.transforms.params._call import call_of
@@ -59,8 +59,8 @@ def shard_params(
     transforms, and where a buffer requires a gradient, all parameters are gathered at once by differentiable collectives instead, so that
     ``grad``, ``vmap``, ``jvp`` and their compositions hold.
 
-    The first call notes what is used, in which order; from the second on the options below make a :func:`zfun.schedule` of it. None of them
-    changes a bit of the result.
+    The first call notes the order of use; from the second on the options below make a
+    :func:`zfun.planner.schedule` of it. None of them changes a bit of the result.
 
     Args:
         loss: ``(params, batch) -> scalar`` or ``(scalar, aux)``, written for whole parameters.

@@ -63,8 +63,9 @@ def shard(
         init: ``"check"`` compares tree, shapes, dtypes and values across ranks before anything else is sent; ``"broadcast"`` compares all
             but the values and takes rank 0's.
         labels: ``label(path, leaf)``: leaves of different labels go into different buckets, as :func:`zfun.optim.by_label` needs them.
-        order: paths of leaves, those used first in front, as :func:`zfun.order_of_use` finds them: in this order leaves lie in buckets. By
-            default that of the tree. Ranks must agree on it; no bit of what is computed depends on it.
+        order: paths of leaves, those used first in front, as
+            :func:`zfun.planner.order_of_use` finds them: in this order leaves lie in buckets. By
+            default that of the tree. Ranks must agree on the order; no bit of the result depends on it.
 
     Returns:
         A ``Flat`` with placement ``S`` that shares no memory with ``params``.

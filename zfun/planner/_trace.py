@@ -6,18 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from zfun import ops, tree
+from zfun import tree
 from zfun.collectives import Group, Mesh, abstract_group, check_shardable, mesh_of, split
 from zfun.errors import ZfunError, checked_options
 from zfun.flat import Flat
 from zfun.layout import DEFAULT_BUCKET_BYTES, LabelFn, layout_of, split_by_label
 from zfun.placement import S
-from zfun.transforms._cast import CastLoss
-from zfun.transforms.grads._gradient import data_parallel, value_and_grad
-from zfun.transforms.params._schedule import Trace
-from zfun.transforms.params._shard_params import ShardedLoss, shard_params
+from zfun.planner._abstract import abstract
+from zfun.transforms import CastLoss, ShardedLoss, Trace, data_parallel, shard_params, value_and_grad
 from zfun.typing import Loss
 
 __all__ = ["order_of_use", "trace"]
@@ -54,32 +51,22 @@ def trace(
         reduce_dtype: of the gradients, as :func:`zfun.data_parallel` takes it; by default that of the parameters, float32 for half types.
 
     Returns:
-        The trace, which :func:`zfun.schedule` takes.
+        The trace, which :func:`zfun.planner.schedule` takes.
 
     Example:
         >>> import zfun as zf
         >>> params = {"in": torch.empty(8, 64, device="meta"), "out": torch.empty(64, device="meta")}
         >>> loss = lambda p, x: (torch.tanh(x @ p["in"]) @ p["out"]).sum()
-        >>> found = zf.trace(loss, params, torch.empty(2, 8, device="meta"), 1024, bucket_bytes=1)
+        >>> found = zf.planner.trace(loss, params, torch.empty(2, 8, device="meta"), 1024, bucket_bytes=1)
         >>> found.forward, [f"{event.kind} {event.bucket}" for event in found.backward]
         ((0, 1), ['use 1', 'reduce 1', 'reduce 0'])
     """
-    with ops.fake_mode(allow_non_fake_inputs=True) as mode:
-        made: dict[int, Tensor] = {}
-
-        def fake(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            if id(leaf) not in made:
-                # On the CPU, where the tensors are that a loss makes for itself.
-                made[id(leaf)] = torch.empty(leaf.shape, dtype=leaf.dtype) if leaf.is_meta else mode.from_tensor(leaf.detach())
-            return made[id(leaf)]
-
+    with abstract() as fake:
         group = _abstract_like(size) if isinstance(size, Group) else abstract_group(size)
         chosen, rest = (params, None) if trainable is None else tree.partition(params, trainable)
 
         def placed(part: tree.Tree, labels: LabelFn | None) -> Flat:
-            layout = layout_of(tree.map(fake, part), mesh_of(group).size, bucket_bytes, persistence, order)
+            layout = layout_of(fake(part), mesh_of(group).size, bucket_bytes, persistence, order)
             layout = layout if labels is None else split_by_label(layout, labels)
             shards = [torch.empty(bucket.padded_numel // group.size, dtype=bucket.dtype) for bucket in layout.buckets]
             return Flat(shards, S, layout, group)
@@ -87,7 +74,7 @@ def trace(
         frozen = placed(rest, None) if rest is not None and tree.leaves(rest) else None
         wrapped = shard_params(loss, group, frozen=frozen)
         vg = data_parallel(value_and_grad(wrapped), mesh_of(group), reduce_dtype=reduce_dtype)
-        vg(placed(chosen, labels), tree.map(fake, batch))
+        vg(placed(chosen, labels), fake(batch))
     inner = wrapped.loss if isinstance(wrapped, CastLoss) else wrapped
     if not isinstance(inner, ShardedLoss) or not inner.schedules:
         raise ZfunError(f"a loss of whole parameters can be traced; got {type(loss).__name__}, which was never called on them")
@@ -127,7 +114,7 @@ def order_of_use(loss: Loss, params: tree.Tree, batch: Any) -> tuple[str, ...]:
         ...     for norm, w in zip(p["norm"], p["w"]):
         ...         x = torch.tanh(x * norm @ w)
         ...     return (x @ p["head"]).sum()
-        >>> zf.order_of_use(loss, params, torch.empty(2, 64))
+        >>> zf.planner.order_of_use(loss, params, torch.empty(2, 64))
         ('norm.0', 'w.0', 'w.1', 'head')
     """
     return trace(loss, params, batch, 1, trainable=lambda path, leaf: leaf.is_floating_point() or leaf.is_complex()).leaves

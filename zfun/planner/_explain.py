@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 from zfun.collectives import Group, abstract_group, axis_of, mesh_of
 from zfun.errors import OptionError, checked_options
-from zfun.transforms._price import Hop, price_of_gather, price_of_sum
-from zfun.transforms.grads._reducer import MAX_IN_FLIGHT
-from zfun.transforms.params._schedule import Phase, Schedule, TracedBucket
+from zfun.planner._price import Hop, price_of_gather, price_of_sum
+from zfun.transforms import MAX_IN_FLIGHT, Phase, Schedule, TracedBucket
 from zfun.wire import Wire, check_wire
 
 __all__ = ["Accumulation", "Explanation", "Message", "explain", "reductions_of"]
@@ -105,7 +104,7 @@ def explain(
     """List what a step sends, in which order, and what it runs beside.
 
     Args:
-        schedule: what :func:`zfun.schedule` made.
+        schedule: what :func:`zfun.planner.schedule` made.
         num_micro_batches: the number to price both orders of accumulation for.
         group: a mesh or the inner axis of one, where the parameters are sharded over that; an abstract one will do. Trace with the same.
         secondary: the inner axis of ``group``, where backward gathers over that; as :func:`zfun.shard_params` takes it.
@@ -122,8 +121,8 @@ def explain(
     Example:
         >>> import torch, zfun as zf
         >>> params = {"a": torch.ones(64), "b": torch.ones(64, 64)}
-        >>> trace = zf.trace(lambda p, x: torch.tanh(x * p["a"]) @ p["b"].sum(1), params, torch.ones(64), 4, bucket_bytes=1)
-        >>> print(zf.explain(zf.schedule(trace), num_micro_batches=2))
+        >>> trace = zf.planner.trace(lambda p, x: torch.tanh(x * p["a"]) @ p["b"].sum(1), params, torch.ones(64), 4, bucket_bytes=1)
+        >>> print(zf.planner.explain(zf.planner.schedule(trace), num_micro_batches=2))
         phase     collective      of           bytes   runs beside the use of
         forward   all_gather      bucket 0: a  384     nothing
         forward   all_gather      bucket 1: b  12,288  0
@@ -135,7 +134,7 @@ def explain(
         2 micro-batches, accumulate(shard_grads(vg)): 76,032 bytes sent, 4,224 bytes of gradients held
         2 micro-batches, shard_grads(accumulate(vg)): 63,360 bytes sent, 16,896 bytes of gradients held
         >>> mesh = zf.split(zf.abstract_group(4), inner=2)
-        >>> found = zf.explain(zf.schedule(trace), group=mesh, secondary=mesh.inner, wire_params=zf.wire.int8())
+        >>> found = zf.planner.explain(zf.planner.schedule(trace), group=mesh, secondary=mesh.inner, wire_params=zf.wire.int8())
         >>> found.bytes_sent("params", axis="outer"), found.bytes_sent("params", axis="inner")
         (1076, 10600)
     """
@@ -167,8 +166,8 @@ def _checked(schedule: Schedule, group: Group, secondary: Group | None) -> Group
     size = schedule.trace.size
     if group.size != size or any(bucket.numel % mesh_of(group).size for bucket in schedule.trace.buckets):
         raise OptionError(
-            f"a schedule is priced for the group that it was traced for; got one of {size} ranks for {group!r}; trace with zf.trace(loss, "
-            "params, batch, group)"
+            f"a schedule is priced for the group that it was traced for; got one of {size} ranks "
+            f"for {group!r}; trace with zf.planner.trace(loss, params, batch, group)"
         )
     if secondary is not None and (mesh_of(secondary) is not group or axis_of(secondary) != "inner"):
         raise OptionError(

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zfun.errors import OptionError, checked_options
-from zfun.transforms._explain import reductions_of
-from zfun.transforms.params._schedule import Schedule
+from zfun.planner._explain import reductions_of
+from zfun.transforms import Schedule
 
 __all__ = ["Span", "Timeline", "timeline"]
 
@@ -148,7 +148,7 @@ def timeline(schedule: Schedule, *, gather_cost: float = 0.5, reduce_cost: float
     in the schedule has ended; a use waits for its gather. One bucket's forward computation takes as many units as it has elements.
 
     Args:
-        schedule: what :func:`zfun.schedule` made.
+        schedule: what :func:`zfun.planner.schedule` made.
         gather_cost: how long it takes to gather an element, in units of computing forward through it.
         reduce_cost: the same for reducing it.
         backward_cost: the same for computing backward through it.
@@ -163,8 +163,8 @@ def timeline(schedule: Schedule, *, gather_cost: float = 0.5, reduce_cost: float
         >>> import torch, zfun as zf
         >>> params = [torch.ones(64, 64) for _ in range(4)]
         >>> chain = lambda p, x: (x @ p[0] @ p[1] @ p[2] @ p[3]).sum()
-        >>> trace = zf.trace(chain, params, torch.ones(1, 64), 4, bucket_bytes=1)
-        >>> [round(zf.timeline(zf.schedule(trace, prefetch=n)).duration / 64**2, 2) for n in (0, 1, 2)]
+        >>> trace = zf.planner.trace(chain, params, torch.ones(1, 64), 4, bucket_bytes=1)
+        >>> [round(zf.planner.timeline(zf.planner.schedule(trace, prefetch=n)).duration / 64**2, 2) for n in (0, 1, 2)]
         [15.0, 12.5, 12.5]
     """
     for name, cost in (("gather_cost", gather_cost), ("reduce_cost", reduce_cost), ("backward_cost", backward_cost)):

@@ -1,0 +1,102 @@
+"""What a real step does, and when: gathers, uses, releases, sums and the optimizer, with their times."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from zfun.planner._timeline import Span, Timeline
+from zfun.transforms import Noted, Notes, What, watching
+
+__all__ = ["Noted", "Profile", "profile"]
+
+
+@dataclass(slots=True)
+class Profile(Notes):
+    """What a rank did while :func:`profile` watched.
+
+    Attributes:
+        events: in the order in which they ended.
+        labels: names of the buckets.
+    """
+
+    def timeline(self) -> Timeline:
+        """Return the times as bars.
+
+        A gather or a sum lasts from its start until this rank has waited for it: it may have been there before. Between two uses the time
+        belongs to the first of them, less that for which the rank waited or started collectives.
+        """
+        spans = [*_computed(self.events), *_transfers(self.events, "gather", "gathered"), *_transfers(self.events, "sum", "summed")]
+        live = [(0.0, 0), *((event.end, event.live_bytes) for event in self.events)]
+        changes = [entry for before, entry in zip([(0.0, -1), *live], live, strict=False) if entry[1] != before[1]]
+        return Timeline(tuple(sorted(spans, key=lambda span: span.start)), tuple(changes), "s", tuple(self.labels))
+
+
+@contextlib.contextmanager
+def profile() -> Iterator[Profile]:
+    """Note what this rank gathers, uses, releases and sums in a step, and when; as a context.
+
+    A step is a loss and its gradient, the optimizer, and the gathers of new parameters at stages 1 and 2.
+    :func:`zfun.planner.timeline` lays a planned step out in the same picture and the same trace for
+    Perfetto. Only a step that is watched costs more: the loss gets every parameter as a lazy leaf, on
+    one rank alone too. Times are the host's: on a CUDA device nothing waits for running kernels.
+
+    Returns:
+        A context whose value is the :class:`zfun.planner.Profile`.
+
+    Example:
+        >>> import torch, zfun as zf
+        >>> def main(group):
+        ...     zero = zf.zero(3, lambda p, x: (x @ p["a"] @ p["b"]).sum(), zf.optim.sgd(0.1), group, bucket_bytes=1)
+        ...     state = zero.init({"a": torch.ones(8, 8), "b": torch.ones(8, 8)})
+        ...     state, _ = zero.step(state, torch.ones(8))  # the first step learns the order
+        ...     with zf.planner.profile() as found:
+        ...         zero.step(state, torch.ones(8))
+        ...     return [f"{e.kind} {e.bucket}" for e in found.events if e.phase == "forward" and e.kind != "end"]
+        >>> zf.simulate(2, main)[0]
+        ['gather 0', 'gather 1', 'gathered 0', 'use 0', 'release 0', 'gathered 1', 'use 1', 'release 1']
+    """
+    found = Profile()
+    token = watching.set(found)
+    try:
+        yield found
+    finally:
+        watching.reset(token)
+
+
+def _computed(events: Sequence[Noted]) -> Iterator[Span]:
+    """The time between uses, and that of passes and of the optimizer, less that of what this rank did for other ranks in it."""
+    turns = [event for event in events if event.kind in ("use", "end")]
+    busy = sorted((event.start, event.end) for event in events if event.kind in ("gather", "gathered", "sum", "summed"))
+    for event, following in itertools.pairwise(turns):
+        if event.kind == "use":
+            yield from _pieces(f"{event.phase} {event.bucket}", event.bucket, event.end, following.start, busy)
+    for event in events:
+        if event.kind in ("pass", "update"):
+            yield from _pieces(event.phase, -1, event.start, event.end, busy)
+
+
+def _pieces(name: str, bucket: int, here: float, end: float, busy: Sequence[tuple[float, float]]) -> Iterator[Span]:
+    for start, stop in busy[bisect.bisect_left(busy, (here,)) :]:
+        if start >= end:
+            break
+        if start > here:
+            yield Span("compute", name, bucket, here, start)
+        here = max(here, stop)
+    if end > here:
+        yield Span("compute", name, bucket, here, end)
+
+
+def _transfers(events: Sequence[Noted], begun: What, done: What) -> Iterator[Span]:
+    """From each start to the end of the wait for it."""
+    started: dict[int, list[Noted]] = {}
+    for event in events:
+        if event.kind == begun:
+            started.setdefault(event.bucket, []).append(event)
+        elif event.kind == done and started.get(event.bucket):
+            first = started[event.bucket].pop(0)
+            lane = "gather" if begun == "gather" else "reduce"
+            yield Span(lane, f"{first.phase} {event.bucket}", event.bucket, first.start, event.end)

@@ -1,0 +1,141 @@
+"""Gathered parameters and hooks that note what they do.
+
+[Note: who watches]
+While notes are taken in the thread of a rank (``watching``), a call of a loss has gathered parameters
+that note each step, and its gradients go through hooks that do. Other calls cost nothing more: the
+usual parameters and hooks take no notes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from zfun.collectives import Pending
+from zfun.layout import Layout
+from zfun.transforms._notes import Notes, What, When, timed, watching
+from zfun.transforms.grads._hooks import CommHook, Handle
+from zfun.transforms.params._gathered import GatheredParams
+from zfun.transforms.params._lazy import LazyLeaf
+from zfun.transforms.params._schedule import Step
+
+__all__ = ["new_gathered", "watched"]
+
+
+def new_gathered(*args: Any) -> GatheredParams:
+    """Make the parameters of a call of a loss; see [Note: who watches]."""
+    notes = watching.get()
+    return _WatchedParams(notes, *args) if notes is not None else GatheredParams(*args)
+
+
+def watched(hooks: tuple[CommHook, ...], layout: Layout) -> tuple[CommHook, ...]:
+    """Return hooks, of which the first notes when a reduction starts and ends, if notes are taken."""
+    notes = watching.get()
+    if notes is None or not hooks:
+        return hooks
+    first = notes.first_of(tuple(layout.label(bucket) for bucket in range(len(layout.buckets))))
+    return _WatchedHook(hooks[0], notes, first), *hooks[1:]
+
+
+class _WatchedParams(GatheredParams):
+    """Gathered parameters that write down what is done with them."""
+
+    def __init__(self, profile: Notes, *args: Any) -> None:
+        self._profile = profile
+        self._first: int | None = None
+        self._there: set[int] = set()
+        self._asked: float | None = None
+        super().__init__(*args)
+
+    def _note(self, kind: What, bucket: int, start: float, change: int = 0, phase: When | None = None) -> None:
+        if self._first is None:
+            self._first = self._profile.first_of(tuple(traced.label for traced in self._traced))
+        if bucket in self._persistent and kind == "gather":
+            phase = "start"
+        now: When = "forward" if self._phase == "forward" else "backward"
+        self._profile.note(kind, bucket + self._first if bucket >= 0 else bucket, phase or now, start, change)
+
+    def _start_gather(self, step: Step) -> Pending:
+        bucket, start = step.bucket, self._profile.now()
+        pending = super()._start_gather(step)
+        change = 0 if bucket in self._there else self._traced[bucket].nbytes
+        self._there.add(bucket)
+        self._note("gather", bucket, start, change, step.phase)
+        return timed(pending, self._profile, lambda began: self._note("gathered", bucket, began))
+
+    def _hold(self, bucket: int, buffer: Tensor) -> Tensor:
+        if bucket not in self._there:
+            # An earlier call has gathered it, or another rank has asked for it at the same time.
+            self._there.add(bucket)
+            self._profile.change(self._traced[bucket].nbytes)
+        return super()._hold(bucket, buffer)
+
+    def _touch(self, bucket: int) -> None:
+        if self._phase == "turn" or bucket != self._now:
+            self._asked = self._profile.now()
+        super()._touch(bucket)
+
+    def _use(self, bucket: int) -> None:
+        if self._asked is not None:
+            asked, self._asked = self._asked, None
+            self._note("use", bucket, asked)
+
+    def _load(self, bucket: int, leaf: LazyLeaf) -> Tensor:
+        loaded = super()._load(bucket, leaf)
+        self._use(bucket)
+        return loaded
+
+    def _unpack(self, saved: Any) -> Tensor:
+        unpacked = super()._unpack(saved)
+        self._use(self._now)
+        return unpacked
+
+    def _release(self, bucket: int) -> None:
+        super()._release(bucket)
+        self._note_released()
+
+    def _drop(self, kept: set[int] | frozenset[int]) -> None:
+        super()._drop(kept)
+        self._note_released()
+
+    def _note_released(self) -> None:
+        for bucket in sorted(self._there - self._buffers.keys() - self._pending.keys()):
+            self._there.remove(bucket)
+            nbytes = self._traced[bucket].nbytes
+            if bucket in self._persistent:
+                # It stays with the parameters, for the next call.
+                self._profile.change(-nbytes)
+            else:
+                self._note("release", bucket, self._profile.now(), -nbytes)
+
+    def complete(self, bucket: int) -> None:
+        self._note("reduce", bucket, self._profile.now())
+        super().complete(bucket)
+
+    def end_forward(self) -> None:
+        start = self._profile.now()
+        super().end_forward()
+        self._profile.note("end", -1, "forward", start)
+
+    def finish_backward(self) -> None:
+        start = self._profile.now()
+        super().finish_backward()
+        self._profile.note("end", -1, "backward", start)
+
+
+@dataclass(frozen=True, slots=True)
+class _WatchedHook:
+    """A hook that writes down when a bucket goes into it and comes out of it."""
+
+    hook: CommHook
+    profile: Notes
+    first: int
+
+    def start(self, buffer: Any, layout: Layout, bucket: int) -> Handle:
+        """Take a bucket over; see :class:`zfun.transforms.grads._hooks.CommHook`."""
+        start = self.profile.now()
+        handle = self.hook.start(buffer, layout, bucket)
+        self.profile.note("sum", bucket + self.first, "backward", start)
+        return timed(handle, self.profile, lambda began: self.profile.note("summed", bucket + self.first, "backward", began))
