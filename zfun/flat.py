@@ -28,7 +28,7 @@ from zfun.placement import P, Placement, R, S
 
 __all__ = [
     "Flat",
-    "LeafSpans",
+    "LeafSpan",
     "Life",
     "call_site",
     "change_layout",
@@ -144,6 +144,18 @@ class Flat:
     def mesh(self) -> Group:
         """The group of all ranks: that of the value, or the mesh of which that group is an axis."""
         return mesh_of(self.group)
+
+    def gather_values(self, x: Tensor, name: str = "values") -> Tensor:
+        """Return a small tensor of every rank, stacked in rank order: how by-leaf rules share their norms.
+
+        Args:
+            x: of one shape and dtype on all ranks.
+            name: the name of ``x`` in messages and logs.
+
+        Returns:
+            ``[size, *x.shape]``, over the group of this value.
+        """
+        return gather_values(x, self.group, name)
 
     def with_buffers(self, buffers: Iterable[Any], placement: Placement | None = None, group: Group | None = None) -> Flat:
         """Return the same layout over other buffers; the same placement and group where no others are given."""
@@ -307,42 +319,56 @@ def change_layout(flat: Flat, layout: Layout) -> Flat:
     return ravel(unravel(flat), layout, flat.group, flat.placement, dtypes=dtypes)
 
 
-class LeafSpans(NamedTuple):
-    """Where the leaves of one buffer lie on this rank.
+class LeafSpan(NamedTuple):
+    """The elements of one leaf that lie in a rank's buffers.
 
     Attributes:
-        segments: for each leaf where it begins and ends in the buffer, in elements; equal where none of it is here.
-        gather: where leaves are cut over ranks: ``gather(x, name)`` takes a tensor and what it is, and returns those of all ranks, stacked.
+        path: the tree path of the leaf; of tied leaves the first one.
+        bucket: which of ``flat.buffers``.
+        start: where the elements begin in this buffer.
+        stop: where they end; equal to ``start`` on a rank that holds nothing of the leaf.
+        first: which element of the ravelled leaf lies at ``start``. A complex number is two elements.
     """
 
-    segments: tuple[tuple[int, int], ...]
-    gather: Callable[..., Tensor] | None
+    path: str
+    bucket: int
+    start: int
+    stop: int
+    first: int
 
 
-def leaf_spans(value: tree.Tree) -> list[LeafSpans]:
-    """Say for each buffer of flats, and for each tensor of a tree, where the leaves lie that an optimizer may want to know as such.
+def leaf_spans(flat: Flat, rank: int | None = None) -> tuple[LeafSpan, ...]:
+    """Say which elements of each leaf a rank's buffers hold, for rules that treat leaves one by one.
 
     Args:
-        value: a tree of tensors, or of flats with placement ``R`` or ``S``.
+        flat: with any placement. Under ``R`` and ``P`` every rank holds whole leaves.
+        rank: the rank whose buffers are meant; by default this one.
 
     Returns:
-        One place for each leaf of ``zfun.tree.leaves(value)``.
+        One span for each leaf of ``flat.layout.leaves``, in their order.
+
+    Example:
+        >>> import zfun as zf
+        >>> def main(group):
+        ...     flat = zf.shard({"w": torch.ones(100), "b": torch.ones(8)}, group)
+        ...     return [tuple(span) for span in leaf_spans(flat)]
+        >>> for spans in zf.simulate(2, main):
+        ...     print(spans)
+        [('w', 0, 0, 96, 0), ('b', 0, 96, 96, 0)]
+        [('w', 0, 0, 4, 96), ('b', 0, 32, 40, 0)]
     """
-    found: list[LeafSpans] = []
-    for leaf in tree.leaves(value, is_leaf=lambda x: isinstance(x, Flat)):
-        if not isinstance(leaf, Flat):
-            found.append(LeafSpans(((0, leaf.numel() * (2 if leaf.is_complex() else 1)),), None))
-            continue
-        for index, bucket in enumerate(leaf.layout.buckets):
-            begin, end = _range_of(leaf, index, leaf.group.rank)
-            slots = [leaf.layout.leaves[i] for i in bucket.leaves]
-            segments = tuple(_cut(slot.offset, slot.offset + slot.numel, begin, end) for slot in slots)
-            found.append(LeafSpans(segments, _gather_of(leaf.group) if leaf.placement is S else None))
-    return found
+    rank = flat.group.rank if rank is None else rank
+    spans = []
+    for slot in flat.layout.leaves:
+        begin, end = _range_of(flat, slot.bucket, rank)
+        start, stop = _cut(slot.offset, slot.offset + slot.numel, begin, end)
+        first = min(max(begin - slot.offset, 0), slot.numel)
+        spans.append(LeafSpan(slot.path, slot.bucket, start, stop, first))
+    return tuple(spans)
 
 
 def _range_of(flat: Flat, bucket: int, rank: int) -> tuple[int, int]:
-    """Where what a rank holds of a bucket begins and ends in it."""
+    """Return where a rank's part of a bucket begins and ends in the whole bucket."""
     if flat.placement is not S:
         return 0, flat.layout.buckets[bucket].padded_numel
     numel = flat.shard_numel(bucket)
@@ -350,13 +376,9 @@ def _range_of(flat: Flat, bucket: int, rank: int) -> tuple[int, int]:
 
 
 def _cut(start: int, stop: int, begin: int, end: int) -> tuple[int, int]:
-    """What of ``[start, stop)`` lies in ``[begin, end)``, counted from ``begin``."""
+    """Intersect ``[start, stop)`` with ``[begin, end)``, counted from ``begin``."""
     first = min(max(start, begin), end)
     return first - begin, max(first, min(stop, end)) - begin
-
-
-def _gather_of(group: Group) -> Callable[..., Tensor]:
-    return lambda x, name="norm": gather_values(x, group, name)
 
 
 def map_leaves(flat: Flat, fn: Callable[[Tensor], Tensor], cost: Callable[[tuple[int, ...]], float]) -> Flat:
@@ -390,9 +412,10 @@ def _map_shards(flat: Flat, out: Flat, fn: Callable[[Tensor], Tensor], buckets: 
     leaves = [leaf for bucket in buckets for leaf in layout.buckets[bucket].leaves]
     owners = _shared_out([cost(layout.leaves[leaf].shape) for leaf in leaves], group.size)
 
+    spans = [leaf_spans(flat, holder) for holder in range(group.size)]
+
     def piece(leaf: int, holder: int) -> tuple[int, int]:
-        slot = layout.leaves[leaf]
-        return _cut(slot.offset, slot.offset + slot.numel, *_range_of(flat, slot.bucket, holder))
+        return spans[holder][leaf].start, spans[holder][leaf].stop
 
     def length(holder: int, owner: int) -> int:
         pieces = [piece(leaf, holder) for leaf, its in zip(leaves, owners, strict=True) if its == owner]

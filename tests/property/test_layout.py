@@ -14,6 +14,7 @@ from tests import models
 from tests.conftest import examples
 from zfun import tree
 from zfun.errors import AliasChanged, LeafError, OptionError, SpecMismatch
+from zfun.flat import leaf_spans
 from zfun.layout import ALIGNMENT, DEFAULT_BUCKET_BYTES, unique_leaves
 from zfun.testing import Composition, assert_same_bits, bucket_sizes, check_padding, check_round_trip, compositions, tensors, train, trees
 
@@ -42,6 +43,30 @@ SIZES = st.sampled_from([1, 2, 3, 4, 7, 16])
 @given(ANY_TREE, SIZES, bucket_sizes())
 def test_leaves_and_buffers_are_inverses(params: Any, size: int, bucket_bytes: int) -> None:
     zf.simulate(size, lambda group: check_round_trip(params, group, bucket_bytes=bucket_bytes))
+
+
+@settings(max_examples=examples(40))
+@given(ANY_TREE, SIZES, bucket_sizes())
+def test_the_spans_of_all_ranks_put_each_leaf_together(params: Any, size: int, bucket_bytes: int) -> None:
+    def main(group: zf.Group) -> Any:
+        flat = zf.shard(params, group, bucket_bytes=bucket_bytes)
+        spans = leaf_spans(flat)
+        assert spans == leaf_spans(flat, group.rank)
+        whole = zf.replicate(params, group, bucket_bytes=bucket_bytes)
+        pieces = [flat.buffers[span.bucket][span.start : span.stop].clone() for span in spans]
+        return spans, pieces, leaf_spans(whole), [whole.buffers[span.bucket][span.start : span.stop] for span in leaf_spans(whole)]
+
+    ranks = zf.simulate(size, main)
+    layout = zf.layout_of(params, size, bucket_bytes)
+    for place, slot in enumerate(layout.leaves):
+        _, _, whole_spans, leaves = ranks[0]
+        assert (whole_spans[place].path, whole_spans[place].first, leaves[place].numel()) == (slot.path, 0, slot.numel)
+        end = 0
+        for spans, pieces, _, _ in ranks:
+            assert spans[place].path == slot.path
+            assert spans[place].first == end
+            end += pieces[place].numel()
+        assert_same_bits(torch.cat([pieces[place] for _, pieces, _, _ in ranks]), leaves[place], slot.path)
 
 
 @settings(max_examples=examples(100))

@@ -18,6 +18,7 @@ from zfun.optim._labels import by_label
 from zfun.optim._rules import AdamState
 from zfun.optim._schedules import Schedule, check_decay, check_rate, decay_at, rate_at
 from zfun.optim._stepping import Into, assemble, no_steps, zeros_like
+from zfun.placement import S
 from zfun.tree import Tree
 
 __all__ = ["MuonState", "lamb", "muon"]
@@ -93,14 +94,30 @@ def lamb(
         )
         mus, nus = own([row[2] for row in rows], into.donate), own([row[3] for row in rows], into.donate)
         targets, changes = into.targets([row[0] for row in rows])
-        for row, place, target, change, mu, nu in zip(rows, leaf_spans(params), targets, changes, mus, nus, strict=True):
+        for row, where, target, change, mu, nu in zip(rows, _layers(params), targets, changes, mus, nus, strict=True):
             to = None if change is None else flat_view(change)
-            kernel(flat_view(target), flat_view(row[1]), flat_view(mu), flat_view(nu), to, segments=place.segments, gather=place.gather)
+            kernel(flat_view(target), flat_view(row[1]), flat_view(mu), flat_view(nu), to, **where)
         spec = tree.structure(params)
         after = AdamState(state.count + 1, tree.unflatten(spec, mus), tree.unflatten(spec, nus))
         return tree.unflatten(spec, into.results(targets, changes)), after
 
     return assemble(init, step)._replace(by_leaf=True)
+
+
+def _layers(params: Tree) -> list[dict[str, Any]]:
+    """Return for each tensor of ``params`` where leaves lie in it, and how ranks share their norms: options of the kernel."""
+    found: list[dict[str, Any]] = []
+    for value in tree.leaves(params, is_leaf=lambda x: isinstance(x, Flat)):
+        if not isinstance(value, Flat):
+            found.append({"segments": [(0, flat_view(value).numel())]})
+            continue
+        gather = functools.partial(value.gather_values, name="norm") if value.placement is S else None
+        spans = leaf_spans(value)
+        found += (
+            {"segments": [(spans[leaf].start, spans[leaf].stop) for leaf in bucket.leaves], "gather": gather}
+            for bucket in value.layout.buckets
+        )
+    return found
 
 
 class MuonState(NamedTuple):

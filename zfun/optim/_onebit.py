@@ -24,7 +24,7 @@ from torch import Tensor
 
 from zfun import ops, tree, wire
 from zfun.errors import OptionError, PlacementError, checked_options
-from zfun.flat import Flat, leaf_spans, local_shards
+from zfun.flat import Flat, local_shards
 from zfun.layout import Layout
 from zfun.optim._base import Optimizer, State, aligned, check_trainable, flat_view, own, remembered, step_count
 from zfun.optim._rules import AdamState
@@ -275,8 +275,7 @@ def _whole_momentum(state: OneBitState, params: Flat, size: int, *, is_first: bo
     if params.placement is not S:
         return state.mu.buffers
     if is_first:
-        found = zip(leaf_spans(state.mu), state.mu.buffers, strict=True)
-        return [(buffer if place.gather is None else place.gather(buffer, "momentum").view(-1)) for place, buffer in found]
+        return [state.mu.gather_values(buffer, "momentum").view(-1) for buffer in state.mu.buffers]
     assert state.answers is not None
     return [
         _read(packed, params.layout, bucket, size, worker.dtype, mu.dtype)
