@@ -18,10 +18,10 @@ from zfun import tree
 from zfun.collectives import AllGather, AllReduce, AllToAll, Call, Op, ReduceScatter
 from zfun.errors import OptionError
 from zfun.testing import assert_same_bits
-from zfun.wire import Wire
+from zfun.wire import BlockCodec
 
 SIZES = st.integers(2, 5)
-WIRES = st.builds(Wire, st.sampled_from([4, 8]), st.sampled_from([2, 32, 100, 256]))
+WIRES = st.builds(BlockCodec, st.sampled_from([4, 8]), st.sampled_from([2, 32, 100, 256]))
 FLOATS = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])
 
 
@@ -32,7 +32,7 @@ def term(rank: int, numel: int, seed: int, dtype: torch.dtype = torch.float32) -
 
 @given(SIZES, WIRES, st.integers(0, 600), FLOATS, st.integers(0, 99))
 def test_a_gather_sends_by_formula_and_is_the_same_within_the_bound_everywhere(
-    size: int, wire: Wire, numel: int, dtype: torch.dtype, seed: int
+    size: int, wire: BlockCodec, numel: int, dtype: torch.dtype, seed: int
 ) -> None:
     def main(group: zf.Group) -> tuple[Tensor, int]:
         group = zf.record(group)
@@ -53,7 +53,9 @@ def test_a_gather_sends_by_formula_and_is_the_same_within_the_bound_everywhere(
 
 
 @given(SIZES, WIRES, st.integers(0, 300), FLOATS, st.integers(0, 99), st.sampled_from([ReduceScatter(), AllReduce()]))
-def test_a_sum_sends_by_formula_and_is_within_the_bound(size: int, wire: Wire, piece: int, dtype: torch.dtype, seed: int, op: Op) -> None:
+def test_a_sum_sends_by_formula_and_is_within_the_bound(
+    size: int, wire: BlockCodec, piece: int, dtype: torch.dtype, seed: int, op: Op
+) -> None:
     numel = piece * size if isinstance(op, ReduceScatter) else piece
 
     def main(group: zf.Group) -> tuple[Tensor, int]:
@@ -85,7 +87,7 @@ def test_what_is_sent_and_what_is_kept_make_up_the_input(bits: int, num_steps: i
 
     def main(group: zf.Group) -> None:
         feedback = zf.wire.error_feedback(err_beta=0.0, reset=0)
-        wire = Wire(bits, 32, feedback)
+        wire = BlockCodec(bits, 32, feedback)
         carried = torch.zeros(96, dtype=wide)
         for step in range(num_steps):
             x = term(0, 96, seed + step, dtype)
@@ -173,7 +175,7 @@ def train(
 @pytest.mark.parametrize(("stage", "bits", "near"), [(0, 8, 0.03), (0, 4, 0.1), (3, 4, 0.1)])
 def test_a_model_learns_as_it_does_exactly(stage: int, bits: int, near: float) -> None:
     def main(group: zf.Group) -> tuple[list[float], list[float], Any]:
-        options: dict[str, Any] = {"wire_grads": Wire(bits, 64, zf.wire.error_feedback())}
+        options: dict[str, Any] = {"wire_grads": BlockCodec(bits, 64, zf.wire.error_feedback())}
         if stage == 3:
             options["wire_params"] = zf.wire.int8(block=64)
         losses, params, _ = train(group, stage, 20, **options)
@@ -225,7 +227,7 @@ def test_every_composition_over_one_wire_has_the_same_bits() -> None:
 
 @given(st.sampled_from([(2, 2), (3, 2), (2, 3), (1, 2), (2, 1)]), WIRES, st.integers(0, 99))
 @settings(max_examples=15)
-def test_over_a_mesh_a_sum_goes_in_two_hops(axes: tuple[int, int], wire: Wire, seed: int) -> None:
+def test_over_a_mesh_a_sum_goes_in_two_hops(axes: tuple[int, int], wire: BlockCodec, seed: int) -> None:
     """What crosses between rows is a piece of the sum over a row, written anew; the result is where the exact one is."""
     (inner, outer), numel = axes, 60 * math.prod(axes)
 
@@ -255,7 +257,7 @@ def test_a_model_learns_over_a_mesh() -> None:
         mesh = zf.split(group, inner=2)
         found = []
         for over, secondary in ((mesh, mesh.inner), (mesh.inner, None)):
-            options: dict[str, Any] = {"wire_grads": Wire(4, 64, zf.wire.error_feedback()), "wire_params": zf.wire.int8()}
+            options: dict[str, Any] = {"wire_grads": BlockCodec(4, 64, zf.wire.error_feedback()), "wire_params": zf.wire.int8()}
             z = zf.zero(3, models.mlp_loss, zf.optim.adamw(0.02), over, bucket_bytes=300, secondary=secondary, **options)
             state, losses = z.init(models.mlp(8, dtype=torch.float32)), []
             batches = models.mlp_batches(3, group.size, rows=6, width=8, dtype=torch.float32)
@@ -467,16 +469,16 @@ def test_refusals() -> None:
     with pytest.raises(OptionError, match=r"int8\(\) has no option 'blocks'; did you mean 'block'"):
         zf.wire.int8(blocks=2)  # type: ignore[call-arg]
     with pytest.raises(OptionError, match=r"4 or 8 bits a number; got 3"):
-        Wire(3, 32)
+        BlockCodec(3, 32)
     with pytest.raises(OptionError, match=r"for floating numbers; got all_gather of torch.int64; send it exactly"):
         zf.wire.all_gather(torch.zeros(4, dtype=torch.int64), group, zf.wire.int8())
     with pytest.raises(OptionError, match=r"reduce_scatter in a wire format takes a 1-D tensor that the 2 ranks divide; got shape \(3,\)"):
         zf.wire.reduce_scatter(torch.zeros(3), group, zf.wire.int8())
     with pytest.raises(OptionError, match=r"is for all_gather, reduce_scatter and all_reduce; got all_to_all"):
         zf.wire.start(Call(AllToAll()), torch.zeros(4), group, zf.wire.int8())
-    with pytest.raises(OptionError, match=r"data_parallel\(\) takes a wire format, or None to send exactly; got wire='int8'"):
+    with pytest.raises(OptionError, match=r"data_parallel\(\) takes a codec, or None to send exactly; got wire='int8'"):
         zf.data_parallel(zf.value_and_grad(models.mlp_loss), group, wire="int8")  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match=r"shard_params\(\) takes a wire format"):
+    with pytest.raises(OptionError, match=r"shard_params\(\) takes a codec"):
         zf.shard_params(models.mlp_loss, group, wire=8)  # type: ignore[arg-type]
     with pytest.raises(
         OptionError, match=r"shard_params\(\) gathers parameters in forward and again in backward.*leave feedback to gradients"

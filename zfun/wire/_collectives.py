@@ -143,7 +143,7 @@ def _start_gather(call: Call, x: Tensor, group: Group, wire: Wire, dtype: torch.
 
     def finish() -> Tensor:
         messages = pending.wait().view(group.size, -1)
-        return ops.dequantise(messages, numel, bits=wire.bits, block=wire.block, dtype=dtype).view(-1)
+        return wire.decode(messages, numel, dtype).reshape(-1)
 
     return Pending(finish)
 
@@ -181,7 +181,7 @@ def _start_hop(call: Call, x: Tensor, hop: Group, group: Group, wire: Wire, inde
 
     def finish() -> Tensor:
         received = pending.wait().view(hop.size, -1)
-        return ops.sum_dequantised(received, numel, bits=wire.bits, block=wire.block, dtype=dtype)
+        return wire.decode_sum(received, numel, dtype)
 
     return Pending(finish)
 
@@ -190,14 +190,14 @@ def _written(rows: Tensor, group: Group, wire: Wire, place: str) -> Tensor:
     """Write rows as messages, with what the last ones of the same place lost."""
     feedback = wire.feedback
     if feedback is None:
-        return ops.quantise(rows, bits=wire.bits, block=wire.block)
+        return wire.encode(rows)
     count, kept = feedback._take(_number(group), place, rows)
     wide = ops.wide(rows.dtype)
     if feedback.reset and count and count % feedback.reset == 0:
         kept = None
     full = rows.to(wide) if kept is None else rows + kept
-    messages = ops.quantise(full, bits=wire.bits, block=wire.block)
-    lost = ops.dequantise(messages, rows.shape[1], bits=wire.bits, block=wire.block, dtype=wide)
+    messages = wire.encode(full)
+    lost = wire.decode(messages, rows.shape[1], wide)
     torch.sub(full, lost, out=lost)
     if feedback.err_beta:
         lost.mul_(1.0 - feedback.err_beta)

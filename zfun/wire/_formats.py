@@ -1,27 +1,85 @@
-"""Wire formats: how numbers are written to be sent."""
+"""Codecs: how numbers are written as bytes to be sent."""
 
 from __future__ import annotations
 
+import abc
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 from zfun import ops
 from zfun.errors import OptionError, checked_options
 from zfun.wire._feedback import ErrorFeedback
 
-__all__ = ["Wire", "check_wire", "int4", "int8"]
+__all__ = ["BlockCodec", "Wire", "check_wire", "int4", "int8"]
 
 # One block is one tile of a GPU kernel.
 _MAX_BLOCK = 1 << 14
 
 
-@dataclass(frozen=True, slots=True)
-class Wire:
-    """A wire format: how numbers are written to be sent. Made by :func:`int8` and :func:`int4`.
+class Wire(abc.ABC):
+    """A codec: how numbers are written as bytes to be sent, and read again.
+
+    :func:`int8` and :func:`int4` make two. Another one is a subclass with the three methods below; the
+    collectives, the bytes that are recorded and error feedback follow from these.
 
     Attributes:
-        bits: of a number.
-        block: how many numbers share a float32 scale.
-        feedback: where what a message lost is kept for the next one; ``None`` forgets it.
+        feedback: where the numbers that a message lost are kept for the next message; ``None`` drops them.
+    """
+
+    feedback: ErrorFeedback | None = None
+
+    @abc.abstractmethod
+    def message_bytes(self, numel: int) -> int:
+        """Return the bytes of a message of ``numel`` numbers."""
+
+    @abc.abstractmethod
+    def encode(self, rows: Tensor) -> Tensor:
+        """Write each row as a message.
+
+        Args:
+            rows: ``[m, n]``, floating.
+
+        Returns:
+            uint8 ``[m, message_bytes(n)]``.
+        """
+
+    @abc.abstractmethod
+    def decode(self, messages: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        """Read messages that :meth:`encode` wrote.
+
+        Args:
+            messages: uint8 ``[m, message_bytes(numel)]``.
+            numel: the numbers in each message.
+            dtype: of the result.
+
+        Returns:
+            ``[m, numel]``.
+        """
+
+    def decode_sum(self, messages: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        """Read messages and add them in the order of their rows, in float32 or float64, rounded once.
+
+        Args:
+            messages: uint8 ``[m, message_bytes(numel)]``; at least one.
+            numel: the numbers in each message.
+            dtype: of the result.
+
+        Returns:
+            ``[numel]``.
+        """
+        return ops.sum_in_rank_order(list(self.decode(messages, numel, ops.wide(dtype)))).to(dtype)
+
+
+@dataclass(frozen=True)
+class BlockCodec(Wire):
+    """Numbers as small integers, in blocks with a float32 scale each. Made by :func:`int8` and :func:`int4`.
+
+    Attributes:
+        bits: of a number: 4 or 8.
+        block: how many numbers share a scale; even.
+        feedback: where the numbers that a message lost are kept for the next message; ``None`` drops them.
     """
 
     bits: int
@@ -30,13 +88,25 @@ class Wire:
 
     def __post_init__(self) -> None:
         if type(self.bits) is not int or self.bits not in (4, 8):
-            raise OptionError(f"a wire format has 4 or 8 bits a number; got {self.bits!r}; use zf.wire.int4() or zf.wire.int8()")
+            raise OptionError(f"a block codec has 4 or 8 bits a number; got {self.bits!r}; use zf.wire.int4() or zf.wire.int8()")
         if type(self.block) is not int or not 2 <= self.block <= _MAX_BLOCK or self.block % 2:
             raise OptionError(f"a block is an even number of elements from 2 to {_MAX_BLOCK}; got block={self.block!r}; 256 is usual")
 
     def message_bytes(self, numel: int) -> int:
-        """Return the bytes of a message of so many numbers: ``4 ceil(numel / block) + 4 ceil(numel bits / 32)``."""
+        """Return the bytes of a message: ``4 ceil(numel / block) + 4 ceil(numel bits / 32)``."""
         return ops.message_bytes(numel, bits=self.bits, block=self.block)
+
+    def encode(self, rows: Tensor) -> Tensor:
+        """Write each row as scales and codes."""
+        return ops.quantise(rows, bits=self.bits, block=self.block)
+
+    def decode(self, messages: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        """Read messages: codes times scales."""
+        return ops.dequantise(messages, numel, bits=self.bits, block=self.block, dtype=dtype)
+
+    def decode_sum(self, messages: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        """Read messages and add them, in one pass."""
+        return ops.sum_dequantised(messages, numel, bits=self.bits, block=self.block, dtype=dtype)
 
     def bound(self, largest: float) -> float:
         """Return how far, at most, a number of a block comes back from where it was.
@@ -45,57 +115,57 @@ class Wire:
             largest: the largest magnitude in the block.
 
         Returns:
-            Half a step of the scale, with what float32 rounds.
+            Half a step of the scale, with the rounding of float32.
         """
         return max(largest / ((1 << (self.bits - 1)) - 1), 2.0**-126) / 2 * (1 + 2.0**-15)
 
 
 def check_wire(wire: object, what: str, *, is_repeated: bool = False) -> None:
-    """Refuse an option that is no wire format, and feedback where one value is sent more than once and must come back the same."""
+    """Refuse an option that is no codec, and error feedback where one value is sent twice and must come back the same."""
     if is_repeated and isinstance(wire, Wire) and wire.feedback is not None:
         raise OptionError(
-            f"{what} gathers parameters in forward and again in backward, and must get the same numbers; got a wire format with an error "
-            "feedback, which would add to the second what the first has lost; leave feedback to gradients, which are sent once"
+            f"{what} gathers parameters in forward and again in backward, and must get the same numbers; got a codec with error "
+            "feedback, which would add the loss of the first message to the second; leave feedback to gradients, which are sent once"
         )
     if not (wire is None or isinstance(wire, Wire)):
-        raise OptionError(f"{what} takes a wire format, or None to send exactly; got wire={wire!r}; zf.wire.int8() makes one")
+        raise OptionError(f"{what} takes a codec, or None to send exactly; got wire={wire!r}; zf.wire.int8() makes one")
 
 
 @checked_options
-def int8(*, block: int = 256, feedback: ErrorFeedback | None = None) -> Wire:
+def int8(*, block: int = 256, feedback: ErrorFeedback | None = None) -> BlockCodec:
     """Send 8 bits a number, and a float32 scale for each block: about a quarter of float32.
 
     A number comes back to within 1/254 of the largest magnitude in its block. A block with a number that is not finite comes back as NaN.
 
     Args:
         block: how many numbers share a scale; even. Smaller blocks lose less and cost ``4 / block`` bytes a number.
-        feedback: what :func:`error_feedback` returned.
+        feedback: made by :func:`error_feedback`.
 
     Returns:
-        The wire format, for ``shard_params(..., wire=...)`` or ``data_parallel(..., wire=...)``.
+        The codec, for ``shard_params(..., wire=...)`` or ``data_parallel(..., wire=...)``.
 
     Example:
         >>> int8().message_bytes(1024)
         1040
     """
-    return Wire(8, block, feedback)
+    return BlockCodec(8, block, feedback)
 
 
 @checked_options
-def int4(*, block: int = 128, feedback: ErrorFeedback | None = None) -> Wire:
+def int4(*, block: int = 128, feedback: ErrorFeedback | None = None) -> BlockCodec:
     """Send 4 bits a number, and a float32 scale for each block: about an eighth of float32.
 
     A number comes back to within 1/14 of the largest magnitude in its block. A block with a number that is not finite comes back as NaN.
 
     Args:
         block: how many numbers share a scale; even. Smaller blocks lose less and cost ``4 / block`` bytes a number.
-        feedback: what :func:`error_feedback` returned.
+        feedback: made by :func:`error_feedback`.
 
     Returns:
-        The wire format, for ``data_parallel(..., wire=...)``. Parameters are better sent in 8 bits.
+        The codec, for ``data_parallel(..., wire=...)``. Parameters are better sent in 8 bits.
 
     Example:
         >>> int4().message_bytes(1024)
         544
     """
-    return Wire(4, block, feedback)
+    return BlockCodec(4, block, feedback)
