@@ -16,7 +16,7 @@ from zfun.collectives import Group, gather_values, global_ranks, is_symmetric, m
 from zfun.errors import NonFiniteError, OptionError, checked_options
 from zfun.flat import Flat, call_site, consume, flats, global_norm, local_shards, ravel, unravel
 from zfun.layout import DEFAULT_BUCKET_BYTES
-from zfun.optim import LossScale, LossScaleState, Optimizer, as_optimizer, dynamic_loss_scale, probe, static_loss_scale, with_master
+from zfun.optim import LossScale, LossScaleState, Optimizer, as_optimizer, dynamic_loss_scale, static_loss_scale, with_master
 from zfun.placement import P, Placement, R
 from zfun.stores import Store
 from zfun.transforms import (
@@ -30,6 +30,7 @@ from zfun.transforms import (
     offload_loss,
     offload_optimizer,
     offload_params,
+    probe,
     redistribute,
     replicate,
     replicate_grads,

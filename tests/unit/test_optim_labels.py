@@ -154,10 +154,9 @@ def test_what_does_not_go_together_is_refused() -> None:
     def per_leaf(grads: Any, state: Any, params: Any) -> Any:
         return tree.map(lambda g: g / g.norm(), grads), state
 
-    with pytest.raises(NotElementwiseError):
-        optim.by_label({"all": (lambda params: (), per_leaf)}, kind)
-
     def main(group: zf.Group) -> None:
+        with pytest.raises(NotElementwiseError):
+            zf.shard_optimizer(optim.by_label({"all": (lambda params: (), per_leaf)}, kind), group)
         with pytest.raises(PlacementError, match=r"for 'rest' that computes in S; write shard_optimizer\(by_label"):
             optim.by_label({**RULES, "rest": zf.shard_optimizer(optim.sgd(0.1), group)}, kind)
 

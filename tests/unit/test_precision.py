@@ -14,6 +14,7 @@ from tests import models
 from zfun import optim, tree
 from zfun.errors import LeafError, NonFiniteError, OptionError, PlacementError
 from zfun.testing import assert_same_bits, same_bits
+from zfun.transforms import probe
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -186,7 +187,7 @@ def test_donated_parameters_are_written_in_place() -> None:
 
 
 def test_master_weights_are_probed_and_stand_inside_of_shards() -> None:
-    optim.probe(optim.with_master(optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(0.1))))
+    probe(optim.with_master(optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(0.1))))
 
     def main(group: zf.Group) -> None:
         with pytest.raises(PlacementError, match=r"write shard_optimizer\(with_master"):

@@ -7,7 +7,6 @@ from zfun.optim._leaves import MuonState, lamb, muon
 from zfun.optim._loss_scale import LossScale, LossScaleState, dynamic_loss_scale, static_loss_scale
 from zfun.optim._master import MasterState, with_master
 from zfun.optim._onebit import OneBitState, onebit_adam
-from zfun.optim._probe import probe
 from zfun.optim._rules import AdagradState, AdamState, LionState, SgdState, adagrad, adam, adamw, lion, sgd
 from zfun.optim._schedules import (
     Schedule,
@@ -62,7 +61,6 @@ __all__ = [
     "one_cycle_momentum",
     "onebit_adam",
     "optimizer",
-    "probe",
     "scale",
     "scale_by_schedule",
     "sgd",

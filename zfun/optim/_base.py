@@ -73,9 +73,11 @@ class Optimizer(NamedTuple):
         placement: the placement that it computes in; ``None`` follows the parameters.
         group: the group of that placement; ``None`` follows the parameters.
         labels: ``label(path, leaf)``, where leaves of different labels must lie in different buckets; ``None`` where any may lie together.
-        by_leaf: whether it looks for the leaves of a flat by itself, and so need not work element by element to run on shards.
+        by_leaf: whether it finds the leaves of a flat by itself (:func:`zfun.flat.leaf_spans`), and so need not work element by
+            element to run on shards.
         partial: ``partial(state)``: whether the next step takes each rank's own term of the gradients (``P``), and sums by itself; ``None``
             where no step does.
+        parts: the optimizers that it is made of. Where there are any, each of them is probed instead of the whole.
 
     Example:
         >>> from zfun.optim import sgd
@@ -91,6 +93,7 @@ class Optimizer(NamedTuple):
     labels: LabelFn | None = None
     by_leaf: bool = False
     partial: Callable[[State], bool] | None = None
+    parts: tuple[Optimizer, ...] = ()
 
     def takes_terms(self, state: State) -> bool:
         """Say whether the next step takes each rank's own term of the gradients, and not their sum."""

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from zfun.errors import OptionError, PlacementError, SpecMismatch
 from zfun.layout import LabelFn
 from zfun.optim._base import InitFn, Optimizer, State, UpdateFn, as_optimizer, remembered
-from zfun.optim._probe import probe
 from zfun.tree import Tree
 
 __all__ = ["chain"]
@@ -16,8 +15,6 @@ __all__ = ["chain"]
 @remembered
 def chain(*optimizers: Optimizer | tuple[InitFn, UpdateFn]) -> Optimizer:
     """Give the updates of each optimizer to the next one as gradients.
-
-    Where one of them is sharded already, the others are probed here: they run on its shards.
 
     Args:
         optimizers: at least one; the last takes the step, those before it transform the gradients.
@@ -29,7 +26,6 @@ def chain(*optimizers: Optimizer | tuple[InitFn, UpdateFn]) -> Optimizer:
         OptionError: there is none, or one is not an optimizer.
         PlacementError: two of them compute in different placements, or over different groups; or one that sums the terms of gradients by
             itself is not the first.
-        NotElementwiseError: one is sharded, and another cannot run on shards.
 
     Example:
         >>> import torch
@@ -56,10 +52,6 @@ def chain(*optimizers: Optimizer | tuple[InitFn, UpdateFn]) -> Optimizer:
             "before it would see terms and not the gradient; got one further back; put it first"
         )
     first = parts[0].partial
-    # A chain with such a part is not run by a probe: the others are.
-    if placements or any(part.by_leaf for part in parts):
-        for part in parts:
-            probe(part)
 
     def init(params: Tree) -> State:
         return tuple(part.init(params) for part in parts)
@@ -82,16 +74,16 @@ def chain(*optimizers: Optimizer | tuple[InitFn, UpdateFn]) -> Optimizer:
         params, last = parts[-1].apply(grads, state[-1], params, donate=donate)
         return params, (*states, last)
 
-    by_leaf = any(part.by_leaf for part in parts)
     return Optimizer(
         init,
         update,
         apply,
-        next(iter(placements), None),
-        next(iter(groups.values()), None),
-        _labels_of(parts),
-        by_leaf,
-        None if first is None else lambda state: first(state[0]),
+        placement=next(iter(placements), None),
+        group=next(iter(groups.values()), None),
+        labels=_labels_of(parts),
+        by_leaf=any(part.by_leaf for part in parts),
+        partial=None if first is None else lambda state: first(state[0]),
+        parts=parts,
     )
 
 

@@ -10,8 +10,7 @@ from zfun import tree
 from zfun.errors import OptionError, PlacementError, SpecMismatch, checked_options
 from zfun.flat import Flat, change_layout, check_same_layout
 from zfun.layout import LabelFn, labels_of, layout_of, split_by_label
-from zfun.optim._base import InitFn, Optimizer, State, UpdateFn, aligned, as_optimizer
-from zfun.optim._probe import probe
+from zfun.optim._base import InitFn, Optimizer, State, UpdateFn, aligned, as_optimizer, check_trainable
 from zfun.tree import Tree
 
 __all__ = ["by_label"]
@@ -35,7 +34,6 @@ def by_label(optimizers: Mapping[str, Optimizer | tuple[InitFn, UpdateFn]], labe
     Raises:
         OptionError: there is no optimizer, or a leaf has a label that none of them has.
         PlacementError: an optimizer is sharded already, so that it would be sharded twice, or sums the terms of gradients by itself.
-        NotElementwiseError: an optimizer cannot run on shards.
 
     Example:
         >>> import torch
@@ -60,12 +58,11 @@ def by_label(optimizers: Mapping[str, Optimizer | tuple[InitFn, UpdateFn]], labe
                 f"by_label() gives all of its optimizers the sum of the gradients; got one for {name!r} that sums their terms by itself, "
                 "as onebit_adam() does; use it for all leaves"
             )
-        # Whole, it is not probed: what a label function makes of the leaves of a probe nobody knows.
-        probe(part)
 
     table = _Table(parts, label)
 
     def init(params: Tree) -> State:
+        check_trainable(params)
         pieces = table.split(table.laid_out(params))
         return {name: part.init(pieces[name]) if name in pieces else None for name, part in parts.items()}
 
@@ -91,7 +88,7 @@ def by_label(optimizers: Mapping[str, Optimizer | tuple[InitFn, UpdateFn]], labe
     def apply(grads: Tree, state: State, params: Tree, *, donate: bool = False) -> tuple[Tree, State]:
         return run("apply", grads, state, params, donate=donate)
 
-    return Optimizer(init, update, apply, labels=table.place, by_leaf=True)
+    return Optimizer(init, update, apply, labels=table.place, by_leaf=True, parts=tuple(parts.values()))
 
 
 @dataclass(frozen=True, eq=False, slots=True)

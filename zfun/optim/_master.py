@@ -96,7 +96,13 @@ def with_master(optimizer: Optimizer | tuple[InitFn, UpdateFn], dtype: torch.dty
         return tree.unflatten(tree.structure(params), rounded), MasterState(_masters_of(wide, params, dtype), after)
 
     partial = inner.partial
-    return inner._replace(init=init, update=update, apply=apply, partial=None if partial is None else lambda state: partial(state.inner))
+    return inner._replace(
+        init=init,
+        update=update,
+        apply=apply,
+        partial=None if partial is None else lambda state: partial(state.inner),
+        parts=(inner,),
+    )
 
 
 def _is_flat(value: Any) -> bool:

@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from zfun import tree
 from zfun.errors import NotElementwiseError, OptionError
 from zfun.optim._base import Optimizer, State, aligned, check_trainable, flat_view, optimizer, remembered, step_count
-from zfun.optim._probe import probe
 from zfun.optim._schedules import rate_at
 from zfun.optim._stepping import no_steps
 from zfun.tree import Tree
@@ -66,7 +65,8 @@ def from_torch(make: type[torch.optim.Optimizer], **options: Any) -> Optimizer:
 
     Raises:
         OptionError: ``make`` is no such class, or does not take the options.
-        NotElementwiseError: it needs whole tensors, as LBFGS and Adafactor do, or a probe finds that it mixes elements.
+        NotElementwiseError: it needs whole tensors, as LBFGS and Adafactor do, or the change of an
+            element depends on where leaves are cut.
 
     Example:
         >>> optimizer = from_torch(torch.optim.RMSprop, lr=0.5, alpha=0.75)
@@ -88,8 +88,38 @@ def from_torch(make: type[torch.optim.Optimizer], **options: Any) -> Optimizer:
             remedy = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known)}"
             raise OptionError(f"torch.optim.{make.__name__} has no option {name!r}; {remedy}")
     pure = _from_torch(make, options)
-    probe(pure)
+    _check_elementwise(pure, make.__name__)
     return pure
+
+
+def _check_elementwise(pure: Optimizer, name: str) -> None:
+    """Refuse an optimizer that mixes elements: it is given pieces of leaves, even where nothing is sharded."""
+    generator = torch.Generator(device="cpu").manual_seed(0)
+
+    def changes(sizes: list[int]) -> Tensor:
+        params = list(values[0].split(sizes))
+        state = pure.init(params)
+        for grads in values[1:]:
+            params, state = pure.apply(list(grads.split(sizes)), state, params)
+        return torch.cat(params) - values[0]
+
+    with unset_fake_temporarily():
+        scale = torch.logspace(-3, 3, 48, dtype=torch.float64, device="cpu")
+        values = [torch.randn(48, generator=generator, dtype=torch.float64, device="cpu") * scale for _ in range(4)]
+        try:
+            one, other = changes([48]), changes([13, 1, 34])
+        except NotElementwiseError:
+            raise
+        except Exception as error:  # the code of any class runs here and may raise anything
+            raise NotElementwiseError(
+                f"an optimizer for from_torch() works element by element; {name} raised {type(error).__name__} on a vector: {error}"
+            ) from error
+    wrong = ~torch.isclose(one, other, rtol=1e-9, atol=0.0)
+    if wrong.any():
+        raise NotElementwiseError(
+            f"an optimizer for from_torch() works element by element; in two cuts of one vector, one element was changed by "
+            f"{one[wrong][0].item():.6g} and by {other[wrong][0].item():.6g} by {name}; use one of zf.optim"
+        )
 
 
 def _from_torch(make: type[torch.optim.Optimizer], options: dict[str, Any]) -> Optimizer:

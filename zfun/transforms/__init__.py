@@ -21,6 +21,7 @@ from zfun.transforms.grads._reducer import MAX_IN_FLIGHT
 from zfun.transforms.grads._sum_grads import replicate_grads, shard_grads
 from zfun.transforms.grads._value import WeightedMean, weighted_mean
 from zfun.transforms.optimizer._apply import apply
+from zfun.transforms.optimizer._probe import probe
 from zfun.transforms.optimizer._shard_optimizer import shard_optimizer
 from zfun.transforms.params._schedule import Event, Phase, Schedule, ScheduleOptions, Step, Trace, TracedBucket, schedule
 from zfun.transforms.params._shard_params import ShardedLoss, shard_params
@@ -58,6 +59,7 @@ __all__ = [
     "offload_loss",
     "offload_optimizer",
     "offload_params",
+    "probe",
     "redistribute",
     "remat",
     "replicate",

@@ -12,10 +12,11 @@ from zfun.collectives import await_readers
 from zfun.errors import AliasChanged, OptionError, PlacementError, SpecMismatch
 from zfun.flat import Flat, call_site, change_layout, check_same_layout, consume, flats, ravel, unravel
 from zfun.layout import Layout, LeafSlot, layout_of
-from zfun.optim import Optimizer, as_optimizer, probe
+from zfun.optim import Optimizer, as_optimizer
 from zfun.placement import P, R, S
 from zfun.transforms._notes import noting
 from zfun.transforms.optimizer._placing import layout_for, lift, lower
+from zfun.transforms.optimizer._probe import probe
 from zfun.transforms.values._redistribute import redistribute
 
 __all__ = ["apply"]

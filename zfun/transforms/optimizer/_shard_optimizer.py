@@ -10,9 +10,10 @@ from zfun.collectives import Group, check_shardable, mesh_of
 from zfun.errors import PlacementError, checked_options
 from zfun.flat import Flat, change_layout, ravel, unravel
 from zfun.layout import DEFAULT_BUCKET_BYTES, layout_of
-from zfun.optim import Optimizer, as_optimizer, probe
+from zfun.optim import Optimizer, as_optimizer
 from zfun.placement import S
 from zfun.transforms.optimizer._placing import is_placed, layout_for, lift, lower
+from zfun.transforms.optimizer._probe import probe
 from zfun.transforms.values._redistribute import check_agreement, redistribute
 
 __all__ = ["shard_optimizer"]

@@ -12,6 +12,7 @@ from zfun import optim, tree
 from zfun.errors import NotElementwiseError
 from zfun.flat import global_norm
 from zfun.placement import S
+from zfun.transforms import probe
 
 
 def stateless(leaf_update: Callable[[Tensor, Tensor], Tensor]) -> optim.Optimizer:
@@ -55,7 +56,7 @@ def rms_moments() -> optim.Optimizer:
 )
 def test_elementwise_optimizers_pass(optimizer: optim.Optimizer) -> None:
     before = torch.get_rng_state()
-    optim.probe(optimizer)
+    probe(optimizer)
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -89,7 +90,7 @@ def newton_schulz(g: Tensor, p: Tensor) -> Tensor:
 def test_others_are_refused_with_a_reason(optimizer: optim.Optimizer, message: str) -> None:
     for _ in range(2):
         with pytest.raises(NotElementwiseError, match=message):
-            optim.probe(optimizer)
+            probe(optimizer)
 
 
 def test_an_optimizer_is_probed_once() -> None:
@@ -102,9 +103,9 @@ def test_an_optimizer_is_probed_once() -> None:
     def init(params: Any) -> Any:
         return ()
 
-    optim.probe(optim.as_optimizer((init, update)))
+    probe(optim.as_optimizer((init, update)))
     count = len(calls)
-    optim.probe(optim.as_optimizer((init, update)))
+    probe(optim.as_optimizer((init, update)))
     assert len(calls) == count > 0
 
 
@@ -115,17 +116,30 @@ def test_functions_that_cannot_be_hashed_are_probed_too() -> None:
         def __call__(self, grads: Any, state: Any, params: Any) -> Any:
             return tree.map(lambda g: -g, grads), state
 
-    optim.probe(optim.optimizer(lambda params: (), Update()))
+    probe(optim.optimizer(lambda params: (), Update()))
 
 
 def test_a_sharded_optimizer_is_not_probed_again() -> None:
-    optim.probe(stateless(newton_schulz)._replace(placement=S))
-    with pytest.raises(NotElementwiseError):
-        optim.chain(stateless(newton_schulz), optim.sgd(0.1)._replace(placement=S))
+    probe(stateless(newton_schulz)._replace(placement=S))
+
+
+@pytest.mark.parametrize(
+    "made_of",
+    [
+        lambda bad: optim.chain(bad, optim.sgd(0.1)._replace(placement=S)),
+        lambda bad: optim.chain(optim.clip_by_global_norm(1.0), optim.chain(bad, optim.lamb(0.1))),
+        lambda bad: optim.by_label({"all": bad}, lambda path, leaf: "all"),
+        lambda bad: optim.with_master(optim.masked(bad, lambda path, leaf: leaf.ndim == 2)),
+    ],
+)
+def test_every_part_is_probed(made_of: Any) -> None:
+    probe(made_of(optim.adamw(0.1)))
+    with pytest.raises(NotElementwiseError, match="changed by"):
+        probe(made_of(stateless(lambda g, p: -0.1 * (g - g.mean()))))
 
 
 def test_the_probe_has_numbers_under_fake_tensors() -> None:
     with FakeTensorMode():
-        optim.probe(optim.adamw(0.123))
+        probe(optim.adamw(0.123))
         with pytest.raises(NotElementwiseError, match="changed by"):
-            optim.probe(stateless(lambda g, p: -0.1 * (g - g.mean())))
+            probe(stateless(lambda g, p: -0.1 * (g - g.mean())))

@@ -1,21 +1,21 @@
-"""Whether an optimizer may run on shards: found out by running it."""
+"""Find out by running an optimizer whether it may run on shards."""
 
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn, TypeVar, cast
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from zfun import tree
+from zfun.collectives import Group, simulate
 from zfun.errors import NotElementwiseError
-from zfun.flat import Flat, ravel
+from zfun.flat import Flat, local_shards, ravel, ravel_buckets
 from zfun.layout import layout_of
-from zfun.optim._base import Optimizer, apply_updates
+from zfun.optim import Optimizer, apply_updates
 from zfun.placement import S
 from zfun.tree import Tree
 
@@ -40,16 +40,21 @@ _REMEDY = (
 def probe(optimizer: Optimizer) -> None:
     """Find out whether an optimizer works element by element, and so may run on shards.
 
-    It takes three steps on a small float64 tree, twice, then on the same elements cut into other pieces, then on two ranks with a half
-    each; the changes must agree to a relative 1e-9, and padding must stay zero. So a norm over all ranks (:func:`clip_by_global_norm`)
-    passes, and one over a leaf or over what one rank holds does not. What passed is not run again, and an optimizer with a placement of
-    its own is not run at all: it was probed when it was sharded; nor is one that looks for whole leaves by itself.
+    The probe takes three steps on a small float64 tree, twice, then on the same elements cut into other
+    pieces, then on two simulated ranks with a half each. The changes must agree to a relative 1e-9, and
+    padding must stay zero. So a norm over all ranks (:func:`zfun.optim.clip_by_global_norm`) passes, and
+    a norm over one leaf or over one rank's elements does not. An optimizer that passed is not run again.
+
+    The parts of a chain and the optimizers of labels are probed one by one. An optimizer with a placement
+    was probed when it was sharded, and one that finds leaves by itself (``by_leaf``) may mix elements:
+    neither is run.
 
     Args:
         optimizer: an optimizer.
 
     Raises:
-        NotElementwiseError: the changes differ, the state changes its structure, the optimizer is random, or it raised.
+        NotElementwiseError: the changes differ, the state changes its structure, the optimizer is random,
+            or it raised.
 
     Example:
         >>> from zfun.optim import adamw, optimizer
@@ -61,7 +66,9 @@ def probe(optimizer: Optimizer) -> None:
         ...
         zfun.errors.NotElementwiseError: an optimizer that runs on shards works element by element; ...
     """
-    if optimizer.placement is not None or optimizer.by_leaf:
+    for part in optimizer.parts:
+        probe(part)
+    if optimizer.parts or optimizer.placement is not None or optimizer.by_leaf:
         return
     try:
         hash(optimizer)
@@ -71,7 +78,7 @@ def probe(optimizer: Optimizer) -> None:
         _passed(optimizer)
 
 
-# Only those that pass are remembered: an exception is not cached.
+# An optimizer that fails is probed again, because lru_cache keeps no exceptions.
 @functools.lru_cache(maxsize=64)
 def _passed(optimizer: Optimizer) -> None:
     _probe(optimizer)
@@ -86,7 +93,7 @@ def _probe(optimizer: Optimizer) -> None:
             for shape, scale in zip(_SHAPES, _SCALES, strict=True)
         ]
 
-    # zf.plan makes transforms under fake tensors; those have no numbers to compare.
+    # Under fake tensors, too, the probe needs numbers to compare.
     with unset_fake_temporarily():
         params, grads = sample(), [sample() for _ in range(_NUM_STEPS)]
         whole = _attempt("on leaves of several shapes", lambda: _run(optimizer, params, grads))
@@ -156,70 +163,27 @@ def _ravelled(change: _Change) -> _Change:
     return _Change(_recut(change.values), _recut(change.rounding))
 
 
-class _Rank:
-    """One of two ranks that are threads of a probe: all that a norm needs of a group."""
-
-    size = 2
-
-    def __init__(self, rank: int, barrier: threading.Barrier, slots: list[Tensor | None]) -> None:
-        self.rank = rank
-        self._barrier = barrier
-        self._slots = slots
-
-    def start(self, call: Any, x: Tensor) -> _Rank:
-        """Gather at once; a norm gathers and does nothing else."""
-        self._slots[self.rank] = x
-        self._barrier.wait()
-        self._gathered = torch.cat([cast("Tensor", slot) for slot in self._slots])
-        self._barrier.wait()
-        return self
-
-    def wait(self) -> Tensor:
-        return self._gathered
-
-
 def _run_sharded(optimizer: Optimizer, params: list[Tensor], grads: list[list[Tensor]]) -> list[_Change]:
-    """Run on two ranks, and put the halves of each change together."""
+    """Run on two simulated ranks, and put the halves of each change together."""
     layout = layout_of(params, size=2)
-    barrier, slots = threading.Barrier(2, timeout=10), [None, None]
-    traces: list[list[_Change]] = [[], []]
-    errors: list[Exception] = []
 
-    def main(rank: int) -> None:
-        group: Any = _Rank(rank, barrier, cast("list[Tensor | None]", slots))
-
+    def main(group: Group) -> list[_Change]:
         def shard(value: list[Tensor]) -> Flat:
             whole = ravel(value, layout, group)
-            return whole.with_buffers([buffer.chunk(2)[rank].clone() for buffer in whole.buffers], S)
+            return whole.with_buffers([piece.clone() for piece in local_shards(whole)], S)
 
-        try:
-            traces[rank] = _run(optimizer, shard(params), [shard(step) for step in grads])
-        except threading.BrokenBarrierError:
-            pass  # the other rank raised, and says why
-        except Exception as error:  # noqa: BLE001 - raised again below, on the thread of the caller
-            errors.append(error)
-            barrier.abort()
+        return _run(optimizer, shard(params), [shard(step) for step in grads])
 
-    threads = [threading.Thread(target=main, args=(rank,), name=f"probe rank {rank}") for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    if barrier.broken:
-        raise RuntimeError("one rank asked for a norm and the other did not")
     return [
-        _Change(*([torch.cat(halves) for halves in zip(a, b, strict=True)] for a, b in zip(first, second, strict=True)))
-        for first, second in zip(*traces, strict=True)
+        _Change(*([torch.cat(halves) for halves in zip(*parts, strict=True)] for parts in zip(*ranks, strict=True)))
+        for ranks in zip(*simulate(2, main), strict=True)
     ]
 
 
 def _laid_out(trace: list[_Change]) -> list[_Change]:
-    """Lay changes of leaves out as buffers of two ranks lie, zero where no leaf lies."""
-    group: Any = _Rank(0, threading.Barrier(1), [])
+    """Lay changes of leaves out as the buffers of two ranks, with zeros for padding."""
     layout = layout_of([torch.empty(shape, dtype=torch.float64, device="cpu") for shape in _SHAPES], size=2)
-    return [_Change(*(list(ravel(part, layout, group).buffers) for part in change)) for change in trace]
+    return [_Change(*(list(ravel_buckets(part, layout)) for part in change)) for change in trace]
 
 
 def _same_bits(first: _Change, second: _Change) -> bool:
@@ -240,7 +204,7 @@ def _attempt(where: str, run: Callable[[], _Result]) -> _Result:
         return run()
     except NotElementwiseError:
         raise
-    except Exception as error:  # the user's code runs here, and whatever it raises says that it cannot run so
+    except Exception as error:  # the user's code runs here and may raise anything
         raise NotElementwiseError(
             f"an optimizer that runs on shards works element by element, whatever the shapes and names of leaves; "
             f"probed {where}, this one raised {type(error).__name__}: {error}; {_REMEDY}"
