@@ -34,6 +34,12 @@ OPTIMIZERS: dict[str, optim.Optimizer] = {
     "muon": optim.muon(LR, optim.adamw(LR), weight_decay=0.1),
     "from_torch": optim.from_torch(torch.optim.NAdam, lr=LR),
     "by_label": optim.by_label({"matrix": optim.lamb(LR), "rest": optim.sgd(LR)}, is_matrix),
+    "parts": optim.chain(
+        optim.clip_by_global_norm(0.5),
+        optim.scale_by_adam(),
+        optim.add_decayed_weights(0.1, mask=lambda path, leaf: leaf.ndim == 2),
+        optim.scale_by_learning_rate(LR),
+    ),
     "onebit_adam": optim.onebit_adam(LR, freeze_step=1, weight_decay=0.1),
 }
 

@@ -99,6 +99,45 @@ def test_cutting_changes_no_bits(
 
 @settings(max_examples=examples(60), deadline=None)
 @given(
+    st.sampled_from(["sgd", "adam", "adamw", "lion", "adagrad"]),
+    st.one_of(RATES, st.builds(optim.warmup_cosine, RATES, st.just(1), st.just(4))),
+    st.tuples(UNIT, UNIT, st.floats(1e-10, 1e-2), st.one_of(st.just(0.0), UNIT)),
+    SHAPES,
+    st.sampled_from([torch.float64, torch.float32]),
+    st.integers(0, 2**20),
+)
+def test_a_chain_of_parts_is_the_rule(
+    rule: str, rate: Any, options: tuple[float, ...], shapes: list[tuple[int, ...]], dtype: torch.dtype, seed: int
+) -> None:
+    """The moments have the same bits; a parameter is off by at most eight roundings of its largest term in each step."""
+    b1, b2, eps, weight_decay = options
+    decay, descend = optim.add_decayed_weights(weight_decay), optim.scale_by_learning_rate(rate)
+    adam = {"b1": b1, "b2": b2, "eps": eps}
+    momentum = b1 or 0.5
+    fused, parts, place = {
+        "sgd": (optim.sgd(rate, momentum=momentum, weight_decay=weight_decay), (decay, optim.trace(momentum)), 1),
+        "adam": (optim.adam(rate, **adam, weight_decay=weight_decay), (decay, optim.scale_by_adam(**adam)), 1),
+        "adamw": (optim.adamw(rate, **adam, weight_decay=weight_decay), (optim.scale_by_adam(**adam), decay), 0),
+        "lion": (optim.lion(rate, b1=b1, b2=b2, weight_decay=weight_decay), (optim.scale_by_lion(b1=b1, b2=b2), decay), 0),
+        "adagrad": (optim.adagrad(rate, eps=eps, weight_decay=weight_decay), (decay, optim.scale_by_adagrad(eps=eps)), 1),
+    }[rule]
+    chained = optim.chain(*parts, descend)
+    params = values(shapes, seed, dtype)
+    state, states = fused.init(params), chained.init(params)
+    for step in range(3):
+        grads = values(shapes, seed + step + 1, dtype)
+        expected, state = fused.apply(grads, state, params)
+        found, after = chained.apply(grads, states, params)
+        if weight_decay == 0.0 or place == 0:
+            assert same_bits(after[place], state)
+        for x, y, p in zip(found, expected, params, strict=True):
+            terms = p.abs() + (y - p).abs() + weight_decay * p.abs()
+            assert ((x - y).abs() <= 8 * torch.finfo(dtype).eps * terms).all()
+        params, states = expected, (*after[:place], state, *after[place + 1 :])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
     SHAPES, RATES, UNIT, UNIT, st.floats(1e-10, 1e-2), UNIT, st.sampled_from(["sgd", "nesterov", "adam", "adamw"]), st.integers(0, 2**20)
 )
 def test_changes_equal_those_of_torch(

@@ -28,6 +28,15 @@ OPTIMIZERS: dict[str, Any] = {
     "lion": optim.lion(LR, weight_decay=0.1),
     "lion, clipped": optim.chain(optim.clip_by_global_norm(0.1), optim.lion(optim.warmup(LR, 2))),
     "adagrad": optim.with_master(optim.adagrad(LR, rate_decay=0.1)),
+    "adamw of parts": optim.chain(optim.scale_by_adam(), optim.add_decayed_weights(0.1), optim.scale_by_learning_rate(optim.warmup(LR, 2))),
+    "momentum of parts, masked": optim.chain(
+        optim.clip_by_global_norm(0.1),
+        optim.masked(optim.trace(0.9, nesterov=True), lambda path, leaf: leaf.ndim == 2),
+        optim.masked(optim.scale_by_lion(), lambda path, leaf: leaf.ndim != 2),
+        optim.add_decayed_weights(0.1, mask=lambda path, leaf: leaf.ndim == 2),
+        optim.scale_by_learning_rate(LR),
+    ),
+    "adagrad of parts, masters": optim.with_master(optim.chain(optim.scale_by_adagrad(), optim.scale_by_learning_rate(LR))),
     "torch": optim.from_torch(torch.optim.SGD, lr=LR, momentum=0.9, dampening=0.5),
     "lamb": optim.lamb(LR, weight_decay=0.1, max_ratio=1.5),
     "lamb, clipped, masters": optim.chain(optim.clip_by_global_norm(0.1), optim.with_master(optim.lamb(LR))),
@@ -56,7 +65,7 @@ def test_every_composition_is_the_same_optimizer(
 
 
 @pytest.mark.parametrize(("num_rows", "inner"), [(2, 2), (2, 3)])
-@pytest.mark.parametrize("name", ["lamb", "muon", "by_label", "onebit_adam"])
+@pytest.mark.parametrize("name", ["lamb", "muon", "by_label", "parts", "onebit_adam"])
 def test_over_a_mesh_every_stage_is_the_same_optimizer(name: str, num_rows: int, inner: int) -> None:
     """Those that know leaves or ranks, over the mesh and over its inner axis, and near the same steps in one process."""
     first, *others = zf.simulate(num_rows * inner, over_a_mesh, inner, [name], slice(None))

@@ -46,6 +46,10 @@ def clipped_adamw() -> optim.Optimizer:
     return optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(optim.linear(0.1, 0.0, 5)))
 
 
+def is_matrix(path: str, leaf: Tensor) -> bool:
+    return leaf.ndim == 2
+
+
 MAKERS = [
     lambda: optim.sgd(0.1),
     lambda: optim.sgd(0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
@@ -56,6 +60,12 @@ MAKERS = [
     clipped_adamw,
     lambda: optim.chain(optim.adam(1.0), optim.scale_by_schedule(optim.constant(0.1)), optim.scale(0.5)),
     lambda: optim.optimizer(lambda params: (), lambda grads, state, params: (tree.map(lambda g: -0.1 * g.sign(), grads), state)),
+    lambda: optim.chain(optim.scale_by_adam(), optim.add_decayed_weights(0.1), optim.scale_by_learning_rate(1e-2)),
+    lambda: optim.chain(optim.add_decayed_weights(0.1), optim.trace(0.9, nesterov=True), optim.scale_by_learning_rate(0.1)),
+    lambda: optim.chain(optim.scale_by_lion(), optim.scale_by_learning_rate(optim.linear(0.1, 0.0, 5))),
+    lambda: optim.chain(optim.scale_by_adagrad(), optim.scale(-0.1)),
+    lambda: optim.chain(optim.masked(optim.trace(0.9), is_matrix), optim.scale_by_learning_rate(0.1)),
+    lambda: optim.chain(optim.add_decayed_weights(0.1, mask=is_matrix), optim.scale_by_learning_rate(0.1)),
 ]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64]
 
@@ -329,6 +339,27 @@ def test_scale_by_schedule_counts() -> None:
     assert state[1].count.dtype == torch.int64
 
 
+def test_a_mask_leaves_the_other_gradients_as_they_are() -> None:
+    params = {"w": torch.ones(2, 2), "b": torch.ones(2)}
+    grads = {"w": torch.full((2, 2), 3.0), "b": torch.full((2,), 3.0)}
+    adam = optim.masked(optim.scale_by_adam(), is_matrix)
+    state = adam.init(params)
+    updates, after = adam.update(grads, state, params)
+    assert bits(updates["b"]) == bits(grads["b"])
+    torch.testing.assert_close(updates["w"], torch.ones(2, 2))
+    assert state["masked"].mu["b"] is None
+    assert after["rest"] == ()
+
+
+def test_a_chain_of_parts_takes_gradients_of_another_dtype() -> None:
+    params, grads = {"w": torch.ones(4, dtype=torch.bfloat16)}, {"w": torch.full((4,), 0.5)}
+    rule = optim.chain(optim.add_decayed_weights(0.5), optim.scale_by_adam(), optim.scale_by_learning_rate(0.5))
+    new, state = rule.apply(grads, rule.init(params), params)
+    assert new["w"].dtype == torch.bfloat16
+    assert bits(new) == bits({"w": torch.full((4,), 0.5, dtype=torch.bfloat16)})
+    assert state[1].mu["w"].dtype == torch.bfloat16
+
+
 def test_chain_takes_the_placement_that_is_set() -> None:
     sharded = optim.sgd(0.1)._replace(placement=S)
     assert optim.chain(optim.clip_by_global_norm(1.0), sharded).placement is S
@@ -420,6 +451,13 @@ def test_updates_that_do_not_fit_are_refused() -> None:
         (lambda: optim.clip_by_global_norm(math.nan), "max_norm is above 0"),
         (lambda: optim.scale(math.inf), "factor is finite"),
         (lambda: optim.scale_by_schedule(0.1), "use scale"),  # type: ignore[arg-type]
+        (lambda: optim.scale_by_learning_rate(-0.1), "learning_rate is finite and not negative"),
+        (lambda: optim.scale_by_adam(b2=1.0), r"b2 lies in \[0, 1.0\)"),
+        (lambda: optim.scale_by_lion(b1=1.0), r"b1 lies in \[0, 1.0\)"),
+        (lambda: optim.scale_by_adagrad(eps=-1.0), "eps lies in"),
+        (lambda: optim.trace(1.0), r"decay lies in \[0, 1.0\)"),
+        (lambda: optim.add_decayed_weights(-0.1), "weight_decay lies in"),
+        (lambda: optim.masked(optim.sgd(0.1), {"w": True}), r"a mask is a function mask\(path, leaf\) -> bool; got dict"),  # type: ignore[arg-type]
         (lambda: optim.linear(1.0, 0.0, 0), "num_steps must be at least 1"),
         (lambda: optim.warmup_linear(1.0, 5, 5), "shorter than the whole"),
         (lambda: optim.warmup_cosine(1.0, -1, 5), "shorter than the whole"),

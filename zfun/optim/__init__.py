@@ -1,4 +1,4 @@
-"""Optimizers, schedules and clipping: pure functions over trees, which know nothing of ranks."""
+"""Optimizers, their parts, and schedules: pure functions over trees, which know nothing of ranks."""
 
 from zfun.optim._base import InitFn, Optimizer, State, UpdateFn, apply_updates, as_optimizer, optimizer
 from zfun.optim._chain import chain
@@ -20,13 +20,27 @@ from zfun.optim._schedules import (
     warmup_cosine,
     warmup_linear,
 )
+from zfun.optim._stepping import Kernel, elementwise
 from zfun.optim._torch import TorchState, from_torch
-from zfun.optim._transforms import ScheduleState, clip_by_global_norm, scale, scale_by_schedule
+from zfun.optim._transforms import (
+    ScheduleState,
+    add_decayed_weights,
+    clip_by_global_norm,
+    masked,
+    scale,
+    scale_by_adagrad,
+    scale_by_adam,
+    scale_by_learning_rate,
+    scale_by_lion,
+    scale_by_schedule,
+    trace,
+)
 
 __all__ = [
     "AdagradState",
     "AdamState",
     "InitFn",
+    "Kernel",
     "LionState",
     "LossScale",
     "LossScaleState",
@@ -43,6 +57,7 @@ __all__ = [
     "adagrad",
     "adam",
     "adamw",
+    "add_decayed_weights",
     "apply_updates",
     "as_optimizer",
     "by_label",
@@ -50,21 +65,28 @@ __all__ = [
     "clip_by_global_norm",
     "constant",
     "dynamic_loss_scale",
+    "elementwise",
     "from_torch",
     "join",
     "lamb",
     "linear",
     "lion",
     "lr_range_test",
+    "masked",
     "muon",
     "one_cycle",
     "one_cycle_momentum",
     "onebit_adam",
     "optimizer",
     "scale",
+    "scale_by_adagrad",
+    "scale_by_adam",
+    "scale_by_learning_rate",
+    "scale_by_lion",
     "scale_by_schedule",
     "sgd",
     "static_loss_scale",
+    "trace",
     "warmup",
     "warmup_cosine",
     "warmup_linear",

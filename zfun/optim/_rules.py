@@ -15,7 +15,7 @@ from zfun.optim._schedules import Schedule, check_decay, check_rate, decay_at, r
 from zfun.optim._stepping import Kernel, elementwise
 from zfun.tree import Tree
 
-__all__ = ["AdagradState", "AdamState", "LionState", "SgdState", "adagrad", "adam", "adamw", "lion", "sgd"]
+__all__ = ["AdagradState", "AdamState", "LionState", "SgdState", "adagrad", "adam", "adamw", "check_number", "lion", "sgd"]
 
 
 class AdamState(NamedTuple):
@@ -102,7 +102,7 @@ def sgd(
     """
     check_rate(learning_rate)
     check_decay("momentum", momentum)
-    _check("weight_decay", weight_decay)
+    check_number("weight_decay", weight_decay)
     if nesterov and not momentum:
         raise OptionError("nesterov looks ahead along the velocity and needs a momentum; got momentum=0; set it, 0.9 is usual")
 
@@ -190,9 +190,9 @@ def adamw(
 def _adam(learning_rate: float | Schedule, b1: float | Schedule, b2: float, eps: float, *, l2: float, decay: float) -> Optimizer:
     check_rate(learning_rate)
     check_decay("b1", b1)
-    _check("b2", b2, 1.0)
-    _check("eps", eps)
-    _check("weight_decay", l2 + decay)
+    check_number("b2", b2, 1.0)
+    check_number("eps", eps)
+    check_number("weight_decay", l2 + decay)
 
     def kernel_at(before: int) -> Kernel:
         rate, first = rate_at(learning_rate, before), decay_at("b1", b1, before)
@@ -241,8 +241,8 @@ def lion(learning_rate: float | Schedule, *, b1: float | Schedule = 0.9, b2: flo
     """
     check_rate(learning_rate)
     check_decay("b1", b1)
-    _check("b2", b2, 1.0)
-    _check("weight_decay", weight_decay)
+    check_number("b2", b2, 1.0)
+    check_number("weight_decay", weight_decay)
 
     def kernel_at(before: int) -> Kernel:
         rate = rate_at(learning_rate, before)
@@ -281,9 +281,9 @@ def adagrad(learning_rate: float | Schedule, *, rate_decay: float = 0.0, eps: fl
         {'w': tensor([-0.5000,  0.5000])}
     """
     check_rate(learning_rate)
-    _check("rate_decay", rate_decay)
-    _check("eps", eps)
-    _check("weight_decay", weight_decay)
+    check_number("rate_decay", rate_decay)
+    check_number("eps", eps)
+    check_number("weight_decay", weight_decay)
 
     def kernel_at(before: int) -> Kernel:
         rate = rate_at(learning_rate, before) / (1.0 + rate_decay * before)
@@ -292,6 +292,7 @@ def adagrad(learning_rate: float | Schedule, *, rate_decay: float = 0.0, eps: fl
     return elementwise(AdagradState, ("total",), kernel_at)
 
 
-def _check(name: str, value: float, below: float = math.inf) -> None:
+def check_number(name: str, value: float, below: float = math.inf) -> None:
+    """Refuse a number outside of [0, ``below``)."""
     if not 0.0 <= value < below:
         raise OptionError(f"{name} lies in [0, {below}); got {value}")

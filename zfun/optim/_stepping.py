@@ -1,4 +1,4 @@
-"""What element-wise rules share: where a step goes, and the state that it keeps."""
+"""The frame of element-wise rules: it walks over the buffers, and a kernel steps each."""
 
 from __future__ import annotations
 
@@ -50,12 +50,33 @@ def assemble(init: InitFn, step: StepFn) -> Optimizer:
 
 
 def elementwise(make_state: Callable[..., Any], names: Sequence[str], kernel_at: Callable[[int], Kernel]) -> Optimizer:
-    """Make an optimizer of a kernel.
+    """Make an optimizer of a kernel that steps one flat buffer: one pass over the memory for each buffer.
+
+    The kernel is ``kernel(param, grad, *moments, change)`` on 1-D tensors of one length: it reads ``grad``,
+    writes the moments, and writes the step to ``change``, or adds it to ``param`` where ``change`` is None.
+    Each element must be computed from the elements at its own place alone, by the same roundings wherever
+    the buffers are cut, and zeros must stay zeros.
 
     Args:
-        make_state: makes a state of the number of steps and of trees like the parameters.
-        names: of these trees, in the order in which the kernel takes them; they begin as zeros.
-        kernel_at: returns the kernel of the step after so many others.
+        make_state: ``make_state(count, *trees)``: a state of the number of steps taken (0-dim int64 on the
+            CPU) and of one tree like the parameters for each name.
+        names: the attributes of the state that hold these trees, in the order in which the kernel takes
+            them; they begin as zeros.
+        kernel_at: ``kernel_at(count)`` returns the kernel of the step after ``count`` others.
+
+    Returns:
+        An optimizer whose ``update`` and ``apply`` run the kernel.
+
+    Example:
+        >>> from zfun.optim import SgdState
+        >>> def heavy_ball(param, grad, velocity, change):
+        ...     velocity.mul_(0.5).add_(grad)
+        ...     step = velocity * -0.1
+        ...     param.add_(step) if change is None else change.copy_(step)
+        >>> optimizer = elementwise(SgdState, ["velocity"], lambda count: heavy_ball)
+        >>> params = {"w": torch.ones(2)}
+        >>> optimizer.apply({"w": torch.ones(2)}, optimizer.init(params), params)[0]
+        {'w': tensor([0.9000, 0.9000])}
     """
 
     def init(params: Tree) -> State:

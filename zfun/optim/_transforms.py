@@ -1,21 +1,53 @@
-"""Transforms of gradients and updates, to stand in a chain."""
+"""The parts that rules are chained of: directions, decay, scales, clipping.
+
+A part takes gradients, or the updates of the part before it, and returns updates. The last part of a
+chain is a negative scale, because updates are added to the parameters.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from zfun import ops, tree
-from zfun.errors import OptionError
+from zfun.errors import OptionError, checked_options
 from zfun.flat import global_norm
-from zfun.optim._base import Optimizer, State, flat_view, optimizer, remembered, step_count
-from zfun.optim._schedules import Schedule
+from zfun.optim._base import (
+    InitFn,
+    Optimizer,
+    State,
+    UpdateFn,
+    aligned,
+    as_optimizer,
+    flat_view,
+    optimizer,
+    remembered,
+    step_count,
+)
+from zfun.optim._labels import by_label
+from zfun.optim._rules import AdagradState, AdamState, LionState, SgdState, check_number
+from zfun.optim._schedules import Schedule, check_decay, check_rate, decay_at
+from zfun.optim._stepping import Kernel, elementwise
 from zfun.tree import Tree
 
-__all__ = ["ScheduleState", "clip_by_global_norm", "scale", "scale_by_schedule"]
+__all__ = [
+    "ScheduleState",
+    "add_decayed_weights",
+    "clip_by_global_norm",
+    "masked",
+    "scale",
+    "scale_by_adagrad",
+    "scale_by_adam",
+    "scale_by_learning_rate",
+    "scale_by_lion",
+    "scale_by_schedule",
+    "trace",
+]
 
 
 class ScheduleState(NamedTuple):
@@ -118,6 +150,242 @@ def scale_by_schedule(schedule: Schedule) -> Optimizer:
         return _scaled(grads, float(schedule(step_count(state.count)))), ScheduleState(state.count + 1)
 
     return optimizer(init, update)
+
+
+@checked_options
+@remembered
+def scale_by_adam(*, b1: float | Schedule = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Optimizer:
+    """Replace gradients by Adam's direction ``(m / (1 - b1ᵗ)) / (√(v / (1 - b2ᵗ)) + eps)``.
+
+    :func:`adam` and :func:`adamw` take the same step in one pass over the memory. A chain takes one
+    pass for each part, and agrees with them to a few roundings in each step.
+
+    Args:
+        b1: decay of the first moment, in [0, 1), or a function of the number of steps taken so far.
+        b2: decay of the second moment, in [0, 1).
+        eps: added to the root mean square.
+
+    Returns:
+        An optimizer with :class:`AdamState`, to stand in a :func:`chain`.
+
+    Raises:
+        OptionError: an option has a value that it cannot take.
+
+    Example:
+        >>> adam = scale_by_adam()
+        >>> grads = {"w": torch.tensor([3.0, -0.01])}
+        >>> adam.update(grads, adam.init(grads), grads)[0]
+        {'w': tensor([ 1.0000, -1.0000])}
+    """
+    check_decay("b1", b1)
+    check_number("b2", b2, 1.0)
+    check_number("eps", eps)
+
+    def kernel_at(before: int) -> Kernel:
+        first = decay_at("b1", b1, before)
+        # The kernel descends; a negative step size makes it return the direction itself.
+        return functools.partial(
+            ops.adam_step,
+            b1=first,
+            b2=b2,
+            step_size=-1.0 / (1.0 - first ** (before + 1)),
+            eps=eps,
+            correction=math.sqrt(1.0 - b2 ** (before + 1)),
+        )
+
+    return elementwise(AdamState, ("mu", "nu"), kernel_at)
+
+
+@checked_options
+@remembered
+def scale_by_lion(*, b1: float | Schedule = 0.9, b2: float = 0.99) -> Optimizer:
+    """Replace gradients by Lion's direction ``sign(b1 m + (1 - b1) g)``.
+
+    Args:
+        b1: share of the momentum in the step, in [0, 1), or a function of the number of steps taken
+            so far.
+        b2: decay of the momentum, in [0, 1).
+
+    Returns:
+        An optimizer with :class:`LionState`, to stand in a :func:`chain`.
+
+    Raises:
+        OptionError: an option has a value that it cannot take.
+
+    Example:
+        >>> lion = scale_by_lion()
+        >>> grads = {"w": torch.tensor([3.0, -0.01, 0.0])}
+        >>> lion.update(grads, lion.init(grads), grads)[0]
+        {'w': tensor([ 1., -1.,  0.])}
+    """
+    check_decay("b1", b1)
+    check_number("b2", b2, 1.0)
+
+    def kernel_at(before: int) -> Kernel:
+        return functools.partial(ops.lion_step, b1=decay_at("b1", b1, before), b2=b2, learning_rate=-1.0)
+
+    return elementwise(LionState, ("mu",), kernel_at)
+
+
+@checked_options
+@remembered
+def scale_by_adagrad(*, eps: float = 1e-10) -> Optimizer:
+    """Replace gradients by Adagrad's direction ``g / (√s + eps)``, where ``s`` sums all g² so far.
+
+    Args:
+        eps: added to the root.
+
+    Returns:
+        An optimizer with :class:`AdagradState`, to stand in a :func:`chain`.
+
+    Raises:
+        OptionError: ``eps`` is negative or not finite.
+
+    Example:
+        >>> adagrad = scale_by_adagrad()
+        >>> grads = {"w": torch.tensor([3.0, -0.01])}
+        >>> updates, state = adagrad.update(grads, adagrad.init(grads), grads)
+        >>> adagrad.update(grads, state, grads)[0]
+        {'w': tensor([ 0.7071, -0.7071])}
+    """
+    check_number("eps", eps)
+    kernel = functools.partial(ops.adagrad_step, learning_rate=-1.0, eps=eps)
+    return elementwise(AdagradState, ("total",), lambda before: kernel)
+
+
+@checked_options
+@remembered
+def trace(decay: float | Schedule, *, nesterov: bool = False) -> Optimizer:
+    """Replace gradients by their momentum ``b = decay b + g``, or ``g + decay b`` after Nesterov.
+
+    Args:
+        decay: decay of the momentum, in [0, 1), or a function of the number of steps taken so far.
+        nesterov: look ahead along the momentum.
+
+    Returns:
+        An optimizer with :class:`SgdState`, to stand in a :func:`chain`.
+
+    Raises:
+        OptionError: ``decay`` is not in [0, 1).
+
+    Example:
+        >>> momentum = trace(0.5)
+        >>> grads = {"w": torch.ones(2)}
+        >>> updates, state = momentum.update(grads, momentum.init(grads), grads)
+        >>> momentum.update(grads, state, grads)[0]
+        {'w': tensor([1.5000, 1.5000])}
+    """
+    check_decay("decay", decay)
+
+    def kernel_at(before: int) -> Kernel:
+        now = decay_at("decay", decay, before)
+        return functools.partial(ops.sgd_step, learning_rate=-1.0, momentum=now, nesterov=nesterov)
+
+    return elementwise(SgdState, ("velocity",), kernel_at)
+
+
+@checked_options
+@remembered
+def add_decayed_weights(weight_decay: float, *, mask: Callable[[str, Any], bool] | None = None) -> Optimizer:
+    """Add ``weight_decay p`` to gradients or updates.
+
+    In front of :func:`scale_by_adam` this is the L2 penalty of :func:`adam`; behind, and in front of
+    :func:`scale_by_learning_rate`, the decoupled decay of :func:`adamw`.
+
+    Args:
+        weight_decay: share of the parameter that is added; not negative.
+        mask: ``mask(path, leaf)`` says which leaves decay; by default all of them.
+
+    Returns:
+        An optimizer without state, to stand in a :func:`chain`; with a mask, one by label.
+
+    Raises:
+        OptionError: ``weight_decay`` is negative or not finite.
+
+    Example:
+        >>> decay = add_decayed_weights(0.5, mask=lambda path, leaf: leaf.ndim > 1)
+        >>> params = {"w": torch.ones(1, 2), "b": torch.ones(2)}
+        >>> grads = {"w": torch.zeros(1, 2), "b": torch.zeros(2)}
+        >>> decay.update(grads, decay.init(params), params)[0]
+        {'w': tensor([[0.5000, 0.5000]]), 'b': tensor([0., 0.])}
+    """
+    check_number("weight_decay", weight_decay)
+
+    @torch.no_grad()
+    def update(grads: Tree, state: State, params: Tree) -> tuple[Tree, State]:
+        rows = aligned(params, gradients=grads)
+        return tree.unflatten(tree.structure(params), [_decayed(g, p, weight_decay) for p, g in rows]), state
+
+    everywhere = optimizer(_no_state, update)
+    return everywhere if mask is None else masked(everywhere, mask)
+
+
+def _decayed(g: Tensor, p: Tensor, weight_decay: float) -> Tensor:
+    # Two roundings, never add(alpha=): the bits must not depend on where a shard was cut.
+    wide = torch.promote_types(ops.wide(g.dtype), ops.wide(p.dtype))
+    return p.detach().to(wide).mul(weight_decay).add_(g.detach()).to(g.dtype)
+
+
+@checked_options
+def masked(inner: Optimizer | tuple[InitFn, UpdateFn], mask: Callable[[str, Any], bool]) -> Optimizer:
+    """Apply an optimizer to some leaves; the gradients of the others pass through unchanged.
+
+    Args:
+        inner: the optimizer of the chosen leaves; the leaves of no other one have a state.
+        mask: ``mask(path, leaf)`` says which leaves are chosen, by path, shape and dtype.
+
+    Returns:
+        An optimizer by label (:func:`by_label`): ``"masked"`` for the chosen leaves, ``"rest"``.
+
+    Raises:
+        OptionError: ``mask`` is not a function.
+        PlacementError: ``inner`` is sharded already.
+
+    Example:
+        >>> signs = masked(scale_by_lion(), lambda path, leaf: leaf.ndim > 1)
+        >>> grads = {"w": torch.full((1, 2), 7.0), "b": torch.full((2,), 7.0)}
+        >>> signs.update(grads, signs.init(grads), grads)[0]
+        {'w': tensor([[1., 1.]]), 'b': tensor([7., 7.])}
+    """
+    if not callable(mask):
+        raise OptionError(
+            f"a mask is a function mask(path, leaf) -> bool; got {type(mask).__name__}; "
+            "write masked(inner, lambda path, leaf: leaf.ndim > 1)"
+        )
+    parts = {"masked": as_optimizer(inner), "rest": _unchanged()}
+    return by_label(parts, lambda path, leaf: "masked" if mask(path, leaf) else "rest")
+
+
+@remembered
+def scale_by_learning_rate(learning_rate: float | Schedule) -> Optimizer:
+    """Multiply by minus the learning rate: the last part of a chain, which makes it descend.
+
+    Args:
+        learning_rate: step size, or a function of the number of steps taken so far.
+
+    Returns:
+        :func:`scale` of a number, :func:`scale_by_schedule` of a function.
+
+    Raises:
+        OptionError: ``learning_rate`` is negative, not finite, or neither number nor function.
+
+    Example:
+        >>> from zfun.optim import chain
+        >>> adamw = chain(scale_by_adam(), add_decayed_weights(0.5), scale_by_learning_rate(0.5))
+        >>> params, grads = {"w": torch.ones(2)}, {"w": torch.tensor([3.0, -0.01])}
+        >>> adamw.apply(grads, adamw.init(params), params)[0]
+        {'w': tensor([0.2500, 1.2500])}
+    """
+    check_rate(learning_rate)
+    if callable(learning_rate):
+        schedule = learning_rate
+        return scale_by_schedule(lambda step: -schedule(step))
+    return scale(-float(learning_rate))
+
+
+@remembered
+def _unchanged() -> Optimizer:
+    return optimizer(_no_state, lambda grads, state, params: (grads, state))
 
 
 def _no_state(params: Tree) -> tuple[()]:
