@@ -44,7 +44,9 @@ from zfun.flat import Flat, global_norm
 from zfun.layout import Layout, layout_of
 from zfun.placement import P, Placement, R, S
 from zfun.recipes import Precision, StepInfo, Zero, ZeroState, zero
+from zfun.stores import Offload
 from zfun.transforms import (
+    ScheduleOptions,
     WeightedMean,
     accumulate,
     apply,
@@ -67,10 +69,12 @@ from zfun.transforms import (
     weighted_mean,
 )
 from zfun.tree import combine, partition
+from zfun.wire import Compression
 
 __all__ = [
     "AliasChanged",
     "CollectiveMismatch",
+    "Compression",
     "DonatedStateError",
     "Flat",
     "Group",
@@ -80,6 +84,7 @@ __all__ = [
     "Mesh",
     "NonFiniteError",
     "NotElementwiseError",
+    "Offload",
     "OffloadError",
     "OptionError",
     "P",
@@ -90,6 +95,7 @@ __all__ = [
     "Precision",
     "R",
     "S",
+    "ScheduleOptions",
     "SpecMismatch",
     "StepInfo",
     "WeightedMean",

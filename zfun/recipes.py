@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from zfun.flat import Flat, call_site, consume, flats, global_norm, local_shards
 from zfun.layout import DEFAULT_BUCKET_BYTES
 from zfun.optim import LossScale, LossScaleState, Optimizer, as_optimizer, dynamic_loss_scale, static_loss_scale, with_master
 from zfun.placement import P, Placement, R
-from zfun.stores import Store
+from zfun.stores import Offload, Store
 from zfun.transforms import (
     ScheduleOptions,
     WeightedMean,
@@ -43,9 +42,12 @@ from zfun.transforms import (
     value_and_grad,
 )
 from zfun.typing import Gradient, Loss
-from zfun.wire import Wire
+from zfun.wire import Compression, Wire
 
 __all__ = ["Precision", "StepInfo", "Zero", "ZeroState", "zero"]
+
+
+_Record = TypeVar("_Record")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,16 +114,21 @@ class StepInfo(NamedTuple):
     loss_scale: float = 1.0
 
 
+class _Init(Protocol):
+    def __call__(self, params: tree.Tree, *, init: str = "check") -> ZeroState: ...
+
+
 class Zero(NamedTuple):
     """A training loop's three functions.
 
     Attributes:
-        init: ``init(params) -> state``.
+        init: ``init(params, init="check") -> state``: ``"check"`` compares the parameters across ranks and raises
+            :class:`zfun.errors.SpecMismatch` where they differ; ``"broadcast"`` takes rank 0's values.
         step: ``step(state, batch) -> (state, info)``.
         params: ``params(state) -> the whole tree``; every rank must call.
     """
 
-    init: Callable[[tree.Tree], ZeroState]
+    init: _Init
     step: Callable[[ZeroState, Any], tuple[ZeroState, StepInfo]]
     params: Callable[[ZeroState], tree.Tree]
 
@@ -136,20 +143,11 @@ def zero(
     precision: torch.dtype | Precision | None = None,
     num_micro_batches: int = 1,
     trainable: Callable[[str, Any], bool] | None = None,
-    offload_optimizer: Store | None = None,
-    offload_params: Store | None = None,
-    offload_grads: Store | None = None,
-    wire_params: Wire | None = None,
-    wire_grads: Wire | None = None,
+    offload: Offload | None = None,
+    compression: Compression | None = None,
+    schedule: ScheduleOptions | None = None,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     order: Sequence[str] | None = None,
-    prefetch: int = 1,
-    secondary: Group | None = None,
-    max_live: int | None = None,
-    reuse_distance: int | None = None,
-    persistence: int = 0,
-    max_persistent: int | None = None,
-    init: str = "check",
     donate: bool = True,
     max_skipped: int = 100,
 ) -> Zero:
@@ -177,21 +175,12 @@ def zero(
             each by itself. By default everything has the dtypes of the parameters.
         num_micro_batches: how many micro-batches a batch is split in.
         trainable: which leaves are trained, by path and leaf; by default all. No gradient or optimizer state is made for the others.
-        offload_optimizer: a store for the optimizer's state.
-        offload_params: a store for the parameters; stage 3 only.
-        offload_grads: a store for the gradients.
-        wire_params: in which format parameters are gathered, as :func:`zfun.wire.int8`; stage 3 only, where what is gathered is not kept.
-        wire_grads: in which format gradients are summed over the ranks, as :func:`zfun.wire.int4`.
+        offload: stores for parameters, gradients and the optimizer's state.
+        compression: codecs for gathers of parameters and sums of gradients.
+        schedule: when stage 3 gathers and releases buckets; see :func:`zfun.shard_params`.
         bucket_bytes: where a bucket closes, in bytes.
         order: paths of leaves, those used first in front, as
             :func:`zfun.planner.order_of_use` finds them; by default the order of the tree.
-        prefetch: how many buckets stage 3 gathers ahead of use.
-        secondary: the inner axis of the mesh ``group``, for stage 3: backward gathers over it alone (hpZ); see :func:`zfun.shard_params`.
-        max_live: the largest number of elements that stage 3 has gathered at once; see :func:`zfun.shard_params` for this and the next.
-        reuse_distance: how soon a bucket must be used again to stay gathered, in elements.
-        persistence: leaves of at most so many elements stay gathered until the update.
-        max_persistent: the largest number of elements of which that is true.
-        init: ``"check"`` compares the parameters across ranks; ``"broadcast"`` takes rank 0's values.
         donate: let ``step`` take over the buffers of the state it is given, which must not be used again.
         max_skipped: how many steps in a row may be skipped before :class:`zfun.NonFiniteError` is raised.
 
@@ -214,41 +203,39 @@ def zero(
 
     After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020).
     """
-    _check_options(
-        stage, init, {"num_micro_batches": num_micro_batches, "bucket_bytes": bucket_bytes, "max_skipped": max_skipped}, offload_params
-    )
-    if secondary is not None and stage < 3:
-        raise OptionError(f"secondary keeps a part of gathered parameters, which only stage 3 has; got stage {stage}; leave it out")
-    if wire_params is not None and stage < 3:
-        raise OptionError(f"wire_params is for stage 3, whose shards stay exact; got stage {stage}; use stage=3, or leave wire_params out")
-    knobs = ScheduleOptions(prefetch, max_live, reuse_distance, persistence, max_persistent)
-    _check_knobs(stage, knobs)
+    stores_of = _record("offload", offload, Offload, "Offload(optimizer=zf.stores.host())")
+    codecs = _record("compression", compression, Compression, "Compression(grads=zf.wire.int4())")
+    options = _record("schedule", schedule, ScheduleOptions, "ScheduleOptions(prefetch=2)")
+    counts = {"num_micro_batches": num_micro_batches, "bucket_bytes": bucket_bytes, "max_skipped": max_skipped}
+    _check_options(stage, counts, stores_of, codecs, options)
     policy = policy_of(precision)
     scaler = policy.loss_scale if isinstance(policy.loss_scale, LossScale) else None
-    rule = _optimizer_of(stage, optimizer, group, bucket_bytes, offload_optimizer, policy.master)
-    place = _placed_at(stage, group, persistence)
+    rule = _optimizer_of(stage, optimizer, group, bucket_bytes, stores_of.optimizer, policy.master)
+    place = _placed_at(stage, group, options.persistence)
     composed: list[tuple[tuple[Flat | None, int], Gradient]] = []
 
     def gradient_of(frozen: Flat | None, scale: float, summed: int) -> Gradient:
         # Composed once, not at every step: what the transforms learn of the order of use is kept in them.
         if not composed or composed[0][0][0] is not frozen or composed[0][0][1] != summed:
             cast_loss = loss_fn if policy.compute is None else cast(loss_fn, policy.compute)
-            loss = _whole_loss(stage, cast_loss, group, frozen, offload_params, knobs, secondary, wire_params)
-            vg = _gradient(summed, loss, group, policy, bucket_bytes, offload_grads, wire_grads, once=num_micro_batches == 1)
+            loss = _whole_loss(stage, cast_loss, group, frozen, stores_of.params, options, codecs.params)
+            vg = _gradient(summed, loss, group, policy, bucket_bytes, stores_of.grads, codecs.grads, once=num_micro_batches == 1)
             composed[:] = [((frozen, summed), vg)]
         vg = composed[0][1] if scale == 1.0 else scale_loss(composed[0][1], scale)
         return vg if num_micro_batches == 1 else accumulate(vg, num_micro_batches)
 
-    def start(params: tree.Tree) -> ZeroState:
+    def start(params: tree.Tree, *, init: str = "check") -> ZeroState:
+        if init not in ("check", "broadcast"):
+            raise OptionError(f"init must be 'check' or 'broadcast'; got {init!r}")
         exact, params = _rounded_as(policy, params, group, bucket_bytes, init)
         chosen, rest = (params, None) if trainable is None else tree.partition(params, trainable)
         trained = place(chosen, group, bucket_bytes=bucket_bytes, init=init, labels=rule.labels, order=order)
         frozen = None if rest is None or not tree.leaves(rest) else place(rest, group, bucket_bytes=bucket_bytes, init=init, order=order)
         exact = exact if trainable is None else tree.partition(exact, trainable)[0]
         state = rule.init(_unrounded(trained, exact, policy.master))
-        if offload_params is not None:
-            trained = _offload_params(trained, offload_params)
-            frozen = None if frozen is None else _offload_params(frozen, offload_params)
+        if stores_of.params is not None:
+            trained = offload_params(trained, stores_of.params)
+            frozen = None if frozen is None else offload_params(frozen, stores_of.params)
         return ZeroState(trained, frozen, state, 0, 0, None if scaler is None else scaler.init())
 
     def step(state: ZeroState, batch: Any) -> tuple[ZeroState, StepInfo]:
@@ -291,10 +278,6 @@ def zero(
     return Zero(start, step, whole)
 
 
-# The options of zero() have the names of the transforms they apply.
-_offload_optimizer, _offload_params, _offload_loss, _offload_grads = offload_optimizer, offload_params, offload_loss, offload_grads
-
-
 def _placed_at(stage: int, group: Group, persistence: int) -> Callable[..., Flat]:
     """Return the function that places parameters at a stage."""
     if stage == 3:
@@ -307,26 +290,37 @@ def _replicate_in_place(params: tree.Tree, group: Group, **options: Any) -> Flat
     return redistribute(shard(params, group, **options), R, group, name="params", zero_copy=True)
 
 
-def _check_knobs(stage: int, knobs: ScheduleOptions) -> None:
-    if stage < 3 and knobs != ScheduleOptions(knobs.prefetch):
-        raise OptionError(
-            f"max_live, reuse_distance, persistence and max_persistent are about gathered parameters, which only stage 3 has; got stage "
-            f"{stage}; use stage=3, or leave them out"
-        )
+def _record(name: str, value: Any, kind: type[_Record], example: str) -> _Record:
+    """Return the options that belong together, or their defaults."""
+    if value is None:
+        return kind()
+    if not isinstance(value, kind):
+        raise OptionError(f"{name} is a zf.{kind.__name__} or None; got {value!r}; write zf.{example}")
+    return value
 
 
-def _check_options(stage: int, init: str, counts: dict[str, int], offload_params: Store | None) -> None:
+def _check_options(stage: int, counts: dict[str, int], offload: Offload, compression: Compression, schedule: ScheduleOptions) -> None:
     if type(stage) is not int or stage not in (0, 1, 2, 3):
         raise OptionError(f"stage must be 0, 1, 2 or 3; got {stage!r}")
-    if offload_params is not None and stage < 3:
-        raise OptionError(
-            f"offload_params keeps shards, which only stage 3 has; got stage {stage}; use stage=3, or leave offload_params out"
-        )
     for name, value in counts.items():
         if value < 1:
             raise OptionError(f"{name} must be at least 1; got {value}")
-    if init not in ("check", "broadcast"):
-        raise OptionError(f"init must be 'check' or 'broadcast'; got {init!r}")
+    if stage == 3:
+        return
+    if offload.params is not None:
+        raise OptionError(
+            f"Offload.params keeps shards, which only stage 3 has; got stage {stage}; use stage=3, or leave params out of Offload()"
+        )
+    if compression.params is not None:
+        raise OptionError(
+            f"Compression.params is for stage 3, whose shards stay exact; got stage {stage}; use stage=3, or leave params out of "
+            "Compression()"
+        )
+    if schedule != ScheduleOptions(schedule.prefetch):
+        raise OptionError(
+            f"all of ScheduleOptions but prefetch is about gathered parameters, which only stage 3 has; got {schedule} at stage "
+            f"{stage}; use stage=3, or leave schedule out"
+        )
 
 
 def policy_of(precision: torch.dtype | Precision | None) -> Precision:
@@ -420,7 +414,7 @@ def _optimizer_of(
         )
     if stage >= 1:
         rule = shard_optimizer(rule, group, bucket_bytes=bucket_bytes)
-    return rule if store is None else _offload_optimizer(rule, store)
+    return rule if store is None else offload_optimizer(rule, store)
 
 
 def _whole_loss(
@@ -429,14 +423,13 @@ def _whole_loss(
     group: Group,
     frozen: Flat | None,
     store: Store | None,
-    knobs: ScheduleOptions,
-    secondary: Group | None,
+    schedule: ScheduleOptions,
     wire: Wire | None,
 ) -> Loss:
-    """A loss of the trained parameters alone, in the placement that the stage keeps them in."""
+    """Return a loss of the trained parameters alone, in the placement in which the stage keeps them."""
     if stage == 3:
-        loss = shard_params(loss_fn, group, frozen=frozen, secondary=secondary, wire=wire, **dataclasses.asdict(knobs))
-        return loss if store is None else _offload_loss(loss, store)
+        loss = shard_params(loss_fn, group, frozen=frozen, schedule=schedule, wire=wire)
+        return loss if store is None else offload_loss(loss, store)
     if frozen is None:
         return loss_fn
     rest = unravel(frozen)
@@ -460,7 +453,7 @@ def _gradient(
     elif stage == 0 and once:
         # Whole gradients of several micro-batches are added before they are summed over the ranks.
         vg = replicate_grads(vg, mesh_of(group))
-    return vg if store is None else _offload_grads(vg, store)
+    return vg if store is None else offload_grads(vg, store)
 
 
 def _handed_over(state: ZeroState, params: Flat, opt_state: Any, consumed_by: str) -> tuple[Flat, Any]:

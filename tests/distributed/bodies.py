@@ -101,7 +101,9 @@ def compressed(group: zf.Group) -> Any:
     for stage in (0, 3):
         feedback = zf.wire.error_feedback(reset=3)
         grads, params = zf.wire.int4(block=32, feedback=feedback), zf.wire.int8(block=32) if stage == 3 else None
-        z = zf.zero(stage, models.mlp_loss, optim.adamw(0.05), group, bucket_bytes=300, wire_grads=grads, wire_params=params)
+        z = zf.zero(
+            stage, models.mlp_loss, optim.adamw(0.05), group, bucket_bytes=300, compression=zf.Compression(grads=grads, params=params)
+        )
         state = z.init(models.mlp())
         for batches in models.mlp_batches(4, group.size):
             state, _ = z.step(state, batches[group.rank])
@@ -167,10 +169,10 @@ def any_schedule(group: zf.Group) -> Any:
         return (x @ params["out"]).pow(2).mean()
 
     found: list[Any] = []
-    knobs: list[dict[str, Any]] = [{}, {"prefetch": 3}, {"prefetch": 0, "max_live": 192}, {"reuse_distance": 10**9}]
-    knobs.append({"persistence": 5, "reuse_distance": 1})
-    for options in knobs:
-        z = zf.zero(3, loss_fn, optim.adamw(0.05), group, bucket_bytes=300, **options)
+    schedules = [zf.ScheduleOptions(), zf.ScheduleOptions(prefetch=3), zf.ScheduleOptions(prefetch=0, max_live=192)]
+    schedules += [zf.ScheduleOptions(reuse_distance=10**9), zf.ScheduleOptions(persistence=5, reuse_distance=1)]
+    for options in schedules:
+        z = zf.zero(3, loss_fn, optim.adamw(0.05), group, bucket_bytes=300, schedule=options)
         state = z.init(models.mlp())
         for step, batches in enumerate(models.mlp_batches(3, group.size)):  # noqa: B007, the loss reads it
             state, _ = z.step(state, batches[group.rank])
@@ -364,7 +366,7 @@ def goes_on_after_an_error(group: zf.Group) -> Any:
 
     found: list[Any] = []
     for stage in (0, 2, 3):
-        z = zf.zero(stage, loss_fn, optim.adamw(0.05), group, bucket_bytes=300, prefetch=2)
+        z = zf.zero(stage, loss_fn, optim.adamw(0.05), group, bucket_bytes=300, schedule=zf.ScheduleOptions(prefetch=2))
         state = z.init(models.mlp())
         for batches in models.mlp_batches(3, group.size):
             for where in (1, ~1, ~3):

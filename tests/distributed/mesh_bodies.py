@@ -56,7 +56,7 @@ def trained(group: zf.Group) -> Any:
     for stage, axis, secondary in ((0, "all", False), (2, "inner", False), (3, "inner", False), (3, "all", False), (3, "all", True)):
         mesh = zf.record(zf.split(group, inner=2))
         over = mesh if axis == "all" else mesh.inner
-        z = zf.zero(stage, models.mlp_loss, optim.adamw(0.05), over, bucket_bytes=300, secondary=mesh.inner if secondary else None)
+        z = zf.zero(stage, models.mlp_loss, optim.adamw(0.05), over, bucket_bytes=300, schedule=zf.ScheduleOptions(secondary=secondary))
         state, trace = z.init(models.mlp()), []
         for batches in models.mlp_batches(2, group.size):
             state, info = z.step(state, batches[group.rank])
@@ -72,7 +72,9 @@ def branching(group: zf.Group) -> Any:
     mesh = zf.split(group, inner=2)
     batches = branches.batches_of(4, 4, lambda step, rank, _: [(3 * rank + step * index) % 4 == 0 for index in range(branches.LAYERS)])
     for stage, over, prefetch in ((0, mesh, 1), (3, mesh, 0), (3, mesh, 2), (3, mesh.inner, 1)):
-        z = zf.zero(stage, branches.returning_layers, optim.sgd(0.1), over, bucket_bytes=300, prefetch=prefetch)
+        z = zf.zero(
+            stage, branches.returning_layers, optim.sgd(0.1), over, bucket_bytes=300, schedule=zf.ScheduleOptions(prefetch=prefetch)
+        )
         state = z.init(models.mlp())
         for step in batches:
             state, _ = z.step(state, step[group.rank])

@@ -98,7 +98,11 @@ def places_of(name: str, mesh: zf.Mesh) -> list[tuple[int, zf.Group, dict[str, A
         (2, mesh.inner, {}),
         (2, mesh, {}),
     ]
-    return places if name == "onebit_adam" else [*places, (3, mesh.inner, {}), (3, mesh, {}), (3, mesh, {"secondary": mesh.inner})]
+    return (
+        places
+        if name == "onebit_adam"
+        else [*places, (3, mesh.inner, {}), (3, mesh, {}), (3, mesh, {"schedule": zf.ScheduleOptions(secondary=True)})]
+    )
 
 
 def over_a_mesh(group: zf.Group, inner: int, names: Sequence[str], chosen: slice) -> Any:

@@ -167,7 +167,7 @@ def _branches(group: Group, how: str, strays: bool) -> tuple[list[float], list[T
         zf.optim.adamw(1e-2),
         group,
         bucket_bytes=1 << 16,
-        persistence=128 if how == "persistent" else 0,
+        schedule=zf.ScheduleOptions(persistence=128 if how == "persistent" else 0),
         trainable=(lambda path, leaf: path != "w.1") if how == "frozen" else None,
     )
     state, losses = z.init(params), []

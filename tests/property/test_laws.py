@@ -243,14 +243,14 @@ def run_zero(
 def test_a_stage_is_its_composition(stage: int, size: int) -> None:
     params, batches, rule = models.mlp(), models.mlp_batches(3, size), RULES[5]
     expected = zf.simulate(size, lambda g: train_once(Composition(), g, models.mlp_loss, rule.optimizer, params, batches)[:2])
-    stores = [{}, {"offload_optimizer": zf.stores.host()}, {"offload_grads": zf.stores.host(), "offload_optimizer": zf.stores.host()}]
+    stores = [None, zf.Offload(optimizer=zf.stores.host()), zf.Offload(grads=zf.stores.host(), optimizer=zf.stores.host())]
     if stage == 3:
-        stores.append({"offload_params": zf.stores.host()})
+        stores.append(zf.Offload(params=zf.stores.host()))
     # Donation does not depend on the number of ranks.
     for donate in (True, False) if size <= 4 else (True,):
-        for options in stores:
+        for offload in stores:
             found = zf.simulate(
-                size, run_zero, stage, models.mlp_loss, rule.optimizer, params, batches, donate=donate, bucket_bytes=300, **options
+                size, run_zero, stage, models.mlp_loss, rule.optimizer, params, batches, donate=donate, bucket_bytes=300, offload=offload
             )
             assert same_bits(found, expected)
 
@@ -385,8 +385,8 @@ def test_gradients_that_are_not_finite_skip_the_step(
         return models.mlp_loss(p, x) + (p["h"][bad_layer]["b"] * factor).sum()
 
     def main(group: zf.Group) -> Any:
-        options: Any = {"offload_optimizer": zf.stores.host()} if offload else {}
-        z = zf.zero(stage, bad_loss, optim.adamw(LR), group, donate=donate, bucket_bytes=300, max_skipped=3, **options)
+        stores = zf.Offload(optimizer=zf.stores.host()) if offload else None
+        z = zf.zero(stage, bad_loss, optim.adamw(LR), group, donate=donate, bucket_bytes=300, max_skipped=3, offload=stores)
         one, zero = torch.ones(5, dtype=torch.float64), torch.zeros(5, dtype=torch.float64)
         hit = torch.where(torch.arange(5) == 2, poison, one) if group.rank == bad_rank else zero
         state = z.init(params)

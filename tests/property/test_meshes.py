@@ -130,7 +130,7 @@ def run(group: zf.Group, inner: int | None, places: Places, batches: Any, bucket
     named = {"all": mesh, "inner": mesh.inner if isinstance(mesh, zf.Mesh) else mesh}
     loss, params = models.mlp_loss, models.mlp(num_layers=2)
     if places.params:
-        loss = zf.shard_params(loss, named[places.params], secondary=named["inner"] if places.secondary else None)
+        loss = zf.shard_params(loss, named[places.params], schedule=zf.ScheduleOptions(secondary=places.secondary))
         params = zf.shard(params, named[places.params], bucket_bytes=bucket_bytes)
     elif places.flat:
         params = zf.replicate(params, named[places.flat], bucket_bytes=bucket_bytes)

@@ -62,7 +62,7 @@ def test_stages_agree(options: dict[str, Any]) -> None:
         # Micro-batches that are summed one by one differ by rounding: in the warm-up of stage 2.
         stages = (0, 1) if "num_micro_batches" in options else (0, 1, 2)
         found = [train(group, stage, ONE_BIT, batches, models.mlp(), bucket_bytes=300 * (stage + 1), **options) for stage in stages]
-        stored = {"offload_optimizer": zf.stores.host(), "offload_grads": zf.stores.host(), "donate": False}
+        stored = {"offload": zf.Offload(optimizer=zf.stores.host(), grads=zf.stores.host()), "donate": False}
         found.append(train(group, 1, ONE_BIT, batches, models.mlp(), **stored, **options))
         for other in found[1:]:
             assert_same_bits(other, found[0], "stages")

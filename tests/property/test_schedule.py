@@ -80,12 +80,12 @@ def test_a_schedule_keeps_its_word(
     options: dict[str, Any] = {
         "prefetch": prefetch, "reuse_distance": reuse_distance, "persistence": persistence, "max_persistent": max_persistent
     }  # fmt: skip
-    free = zf.planner.schedule(trace, **options)
+    free = zf.planner.schedule(trace, zf.ScheduleOptions(**options))
     kept = sum(trace.buckets[b].numel for b in free.persistent)
     assert max_persistent is None or kept <= max_persistent
     assert free.persistent == set(range(len(trace.buckets))) or persistence < largest(trace) or max_persistent is not None
     bound = None if extra is None else kept + largest(trace) + extra
-    made = zf.planner.schedule(trace, max_live=bound, **options)
+    made = zf.planner.schedule(trace, zf.ScheduleOptions(max_live=bound, **options))
     live = replay(made)
     assert live == made.live()
     assert bound is None or max(live) <= bound
@@ -107,7 +107,7 @@ def test_a_schedule_keeps_its_word(
         elif step.kind in ("use", "release"):
             waiting.discard(step.bucket)
         assert len(waiting) <= prefetch + 1
-    assert made == zf.planner.schedule(trace, max_live=bound, **options)
+    assert made == zf.planner.schedule(trace, zf.ScheduleOptions(max_live=bound, **options))
 
 
 @settings(max_examples=examples(60))
@@ -116,7 +116,7 @@ def test_the_window_is_prefetch_and_two(trace: Trace, prefetch: int) -> None:
     """Where no bucket is used twice in a pass, what is gathered at once is the bucket in use and those ahead."""
     once = Trace(trace.buckets, 2, tuple(dict.fromkeys(trace.forward)))
     held, most = set(), 0
-    for step in zf.planner.schedule(once, prefetch=prefetch).steps:
+    for step in zf.planner.schedule(once, zf.ScheduleOptions(prefetch=prefetch)).steps:
         held = held | {step.bucket} if step.kind == "gather" else held - {step.bucket} if step.kind == "release" else held
         most = max(most, len(held))
     assert most <= prefetch + 1
@@ -126,7 +126,7 @@ def test_the_window_is_prefetch_and_two(trace: Trace, prefetch: int) -> None:
 @given(trace=traces(), prefetch=st.integers(0, 3))
 def test_what_backward_begins_with_is_gathered_before_the_turn(trace: Trace, prefetch: int) -> None:
     once = Trace(trace.buckets, 2, tuple(dict.fromkeys(trace.forward)))
-    made = zf.planner.schedule(once, prefetch=prefetch)
+    made = zf.planner.schedule(once, zf.ScheduleOptions(prefetch=prefetch))
     held = set[int]()
     for step in made.steps[: made.turn]:
         held = held | {step.bucket} if step.kind == "gather" else held - {step.bucket} if step.kind == "release" else held
@@ -149,7 +149,7 @@ def test_reuse_distance_is_a_distance(trace: Trace, distance: int) -> None:
         if b not in last or (between >= distance and not adjacent):
             expected.append(b)
         last[b] = place
-    made = zf.planner.schedule(trace, prefetch=0, reuse_distance=distance)
+    made = zf.planner.schedule(trace, zf.ScheduleOptions(prefetch=0, reuse_distance=distance))
     used = {"forward": set(trace.forward), "backward": set(uses[len(trace.forward) :])}
     gathers = [step.bucket for step in made.steps if step.kind == "gather" and step.bucket in used.get(step.phase, ())]
     assert gathers == expected
@@ -159,7 +159,7 @@ def test_reuse_distance_is_a_distance(trace: Trace, distance: int) -> None:
 @given(trace=traces(), prefetch=st.integers(0, 3))
 def test_with_a_large_reuse_distance_nothing_is_gathered_twice(trace: Trace, prefetch: int) -> None:
     """What forward has used stays to the end of backward, also where backward has no use for it: 2Ψ are sent, not 3Ψ."""
-    steps = zf.planner.schedule(trace, prefetch=prefetch, reuse_distance=10**9).steps
+    steps = zf.planner.schedule(trace, zf.ScheduleOptions(prefetch=prefetch, reuse_distance=10**9)).steps
     assert all(sum(step.kind == "gather" and step.bucket == b for step in steps) == 1 for b in trace.forward)
 
 
@@ -230,7 +230,7 @@ def test_no_knob_changes_a_bit_and_what_is_sent_is_what_is_explained(
     trainable = (lambda path, leaf: not path.startswith("h.1")) if frozen else None
     common: dict[str, Any] = {"trainable": trainable, "num_micro_batches": num_micro_batches, "donate": donate}
     expected = zf.simulate(size, trained, loss_fn, 2, 300, **common)
-    found = zf.simulate(size, trained, loss_fn, 3, bucket_bytes, **options, **common)
+    found = zf.simulate(size, trained, loss_fn, 3, bucket_bytes, schedule=zf.ScheduleOptions(**options), **common)
     if num_micro_batches == 1:
         assert_same_bits([run[0] for run in found], [run[0] for run in expected], f"{options} and stage 2")
     else:
@@ -239,9 +239,8 @@ def test_no_knob_changes_a_bit_and_what_is_sent_is_what_is_explained(
     if num_micro_batches > 1:
         return
     x = models.mlp_batches(1, 1)[0][0]
-    layout: dict[str, Any] = {"trainable": trainable, "bucket_bytes": bucket_bytes}
-    trace = zf.planner.trace(loss_fn, models.mlp(), x, size, persistence=options["persistence"], **layout)
-    explained = zf.planner.explain(zf.planner.schedule(trace, **options)).bytes_sent()
+    trace = zf.planner.trace(loss_fn, models.mlp(), x, size, trainable=trainable, bucket_bytes=bucket_bytes, persistence=options["persistence"])
+    explained = zf.planner.explain(zf.planner.schedule(trace, zf.ScheduleOptions(**options))).bytes_sent()
     assert all(run[1][1:] == [explained] * 2 for run in found), (found[0][1], explained)
 
 
@@ -345,26 +344,28 @@ def test_what_is_explained_is_sent_on_every_axis(
     trainable = lambda path, leaf: leaf.is_floating_point() and path != "h.2.w"
     x = models.mlp_batches(1, 1)[0][0]
 
-    def where(group: zf.Group) -> tuple[Any, Any, Any]:
+    def where(group: zf.Group) -> tuple[Any, Any]:
         if over == "group":
-            return group, group, None
+            return group, group
         mesh: Any = group
-        return mesh, mesh.inner if over == "inner" else mesh, mesh.inner if over == "secondary" else None
+        return mesh, mesh.inner if over == "inner" else mesh
 
     abstract: Any = zf.abstract_group(inner * outer)
-    _, group, secondary = where(abstract if over == "group" else zf.split(abstract, inner))
+    _, group = where(abstract if over == "group" else zf.split(abstract, inner))
     options = in_bound({**options, "max_live": None}, params, mesh_of(group).size, bucket_bytes)
+    schedule = zf.ScheduleOptions(**options, secondary=over == "secondary")
+    compression = zf.Compression(*wires)
     precision = zf.Precision(compute=compute)
     loss = with_table if compute is None else zf.cast(with_table, compute)
     layout: dict[str, Any] = {"bucket_bytes": bucket_bytes, "persistence": options["persistence"]}
-    made = zf.planner.schedule(zf.planner.trace(loss, params, x, group, trainable=trainable, **layout), **options)
-    explained = zf.planner.explain(made, group=group, secondary=secondary, wire_params=wires[0], wire_grads=wires[1])
+    made = zf.planner.schedule(zf.planner.trace(loss, params, x, group, trainable=trainable, **layout), schedule)
+    explained = zf.planner.explain(made, group=group, compression=compression)
 
     def main(group: zf.Group) -> Any:
-        recorder, over_it, second = where(zf.record(group) if over == "group" else zf.record(zf.split(group, inner)))
+        recorder, over_it = where(zf.record(group) if over == "group" else zf.record(zf.split(group, inner)))
         z = zf.zero(
-            3, with_table, optim.sgd(0.01), over_it, bucket_bytes=bucket_bytes, trainable=trainable, secondary=second, precision=precision,
-            wire_params=wires[0], wire_grads=wires[1], **options
+            3, with_table, optim.sgd(0.01), over_it, bucket_bytes=bucket_bytes, trainable=trainable, schedule=schedule,
+            compression=compression, precision=precision
         )  # fmt: skip
         state, _ = z.step(z.init(params), x)
         recorder.clear()
@@ -388,10 +389,9 @@ def test_a_schedule_is_priced_for_the_group_that_it_was_traced_for() -> None:
         zf.OptionError, match=r"priced for the group that it was traced for; got one of 6 ranks for <inner axis: rank 0 of 3>"
     ):
         zf.planner.explain(made, group=mesh.inner)
-    with pytest.raises(
-        zf.OptionError, match=r"secondary is the inner axis of the mesh group; got <outer axis.*pass group=mesh, secondary=mesh"
-    ):
-        zf.planner.explain(made, group=mesh, secondary=mesh.outer)
+    over_parts = zf.planner.schedule(zf.planner.trace(models.mlp_loss, models.mlp(), x, mesh.inner), zf.ScheduleOptions(secondary=True))
+    with pytest.raises(zf.OptionError, match=r"secondary=True gathers over the inner axis of a mesh; got <inner axis: rank 0 of 3>"):
+        zf.planner.explain(over_parts, group=mesh.inner)
     with pytest.raises(zf.PlacementError, match=r"trace\(\) shards over a mesh or its inner axis; got its outer axis"):
         zf.planner.trace(models.mlp_loss, models.mlp(), x, mesh.outer)
 
@@ -432,7 +432,7 @@ def test_what_happens_is_what_was_planned(options: dict[str, Any], bucket_bytes:
     x = models.mlp_batches(1, 1)[0][0]
 
     def main(group: zf.Group, *, watched: bool) -> Any:
-        z = zf.zero(3, LOSSES[name], optim.sgd(0.05), group, donate=False, **layout, **options)
+        z = zf.zero(3, LOSSES[name], optim.sgd(0.05), group, donate=False, schedule=zf.ScheduleOptions(**options), **layout)
         state, _ = z.step(z.init(models.mlp()), x * (group.rank + 1))
         state, _ = z.step(state, x)
         with zf.planner.profile() if watched else contextlib.nullcontext() as found:
@@ -445,7 +445,9 @@ def test_what_happens_is_what_was_planned(options: dict[str, Any], bucket_bytes:
     plain = [run[0] for run in zf.simulate(2, main, watched=False)]
     runs = zf.simulate(2, main, watched=True)
     assert_same_bits([run[0] for run in runs], plain, "watched and not")
-    made = zf.planner.schedule(zf.planner.trace(LOSSES[name], models.mlp(), x, 2, persistence=options["persistence"], **layout), **options)
+    made = zf.planner.schedule(
+        zf.planner.trace(LOSSES[name], models.mlp(), x, 2, persistence=options["persistence"], **layout), zf.ScheduleOptions(**options)
+    )
     complete = {event.bucket for event in made.trace.backward if event.kind == "reduce"}
     planned = [
         (step, live)
@@ -578,7 +580,7 @@ def branching_training(group: zf.Group, options: dict[str, Any], kind: str, froz
         return (x @ params["out"]).pow(2).mean()
 
     trainable = (lambda path, leaf: not path.startswith(("h.1", "h.3"))) if frozen else None
-    z = zf.zero(stage, loss_fn, optim.sgd(0.1), group, bucket_bytes=300, trainable=trainable, **options)
+    z = zf.zero(stage, loss_fn, optim.sgd(0.1), group, bucket_bytes=300, trainable=trainable, schedule=zf.ScheduleOptions(**options))
     state = z.init(models.mlp())
     for step, batches in enumerate(models.mlp_batches(3, group.size)):  # noqa: B007, the loss reads it
         state, _ = z.step(state, batches[group.rank])
@@ -601,7 +603,16 @@ def test_leaves_that_persist_are_gathered_once_after_each_update() -> None:
 
     def main(group: zf.Group) -> None:
         recorder = zf.record(group)
-        z = zf.zero(3, models.mlp_loss, optim.adamw(0.05), recorder, bucket_bytes=300, persistence=5, num_micro_batches=2, donate=False)
+        z = zf.zero(
+            3,
+            models.mlp_loss,
+            optim.adamw(0.05),
+            recorder,
+            bucket_bytes=300,
+            schedule=zf.ScheduleOptions(persistence=5),
+            num_micro_batches=2,
+            donate=False,
+        )
         state = z.init(models.mlp())
         layout = state.params.layout
         small = {layout.label(i) for i, b in enumerate(layout.buckets) if all(layout.leaves[leaf].numel <= 5 for leaf in b.leaves)}
@@ -614,7 +625,7 @@ def test_leaves_that_persist_are_gathered_once_after_each_update() -> None:
             grads = [entry.part for entry in recorder.log if entry.name == "grads" and entry.part in small]
             assert sorted(grads) == sorted(2 * list(small))
         # Evaluation of the same parameters finds them there.
-        loss = zf.shard_params(models.mlp_loss, recorder, persistence=5)
+        loss = zf.shard_params(models.mlp_loss, recorder, schedule=zf.ScheduleOptions(persistence=5))
         with torch.no_grad():
             first = loss(state.params, models.mlp_batches(1, 1)[0][0])
             recorder.clear()
@@ -643,7 +654,7 @@ def test_what_the_loss_holds_on_to_is_not_taken_away() -> None:
         return (x @ params["out"]).pow(2).mean() + h[1]["w"].pow(2).sum() + first.sum()
 
     def main(group: zf.Group, stage: int, **options: Any) -> Any:
-        z = zf.zero(stage, loss_fn, optim.sgd(0.1), group, bucket_bytes=200, **options)
+        z = zf.zero(stage, loss_fn, optim.sgd(0.1), group, bucket_bytes=200, schedule=zf.ScheduleOptions(**options))
         state = z.init(models.mlp())
         for batches in models.mlp_batches(3, group.size):
             state, _ = z.step(state, batches[group.rank])
@@ -666,7 +677,9 @@ def test_gathered_elements_stay_in_bound() -> None:
     def main(group: zf.Group, max_live: int | None) -> int:
         tracked = Tracked(group)
         params = {"h": [{"w": layer["w"]} for layer in models.mlp(width, num_layers)["h"]]}
-        z = zf.zero(3, loss_fn, optim.sgd(0.1), tracked, bucket_bytes=bucket_bytes, prefetch=2, max_live=max_live)
+        z = zf.zero(
+            3, loss_fn, optim.sgd(0.1), tracked, bucket_bytes=bucket_bytes, schedule=zf.ScheduleOptions(prefetch=2, max_live=max_live)
+        )
         state = z.init(params)
         for step in range(3):
             tracked.peak = 0
@@ -709,28 +722,33 @@ class Tracked(zf.Group):
         ({"persistence": -1}, "persistence is a number of elements; got -1; 0 keeps nothing gathered"),
         ({"persistence": None}, "persistence is a number of elements; got None"),
         ({"max_persistent": -1}, "max_persistent is a number of elements; got -1; None sets no bound"),
-        ({"max_lives": 1}, r"shard_params\(\) has no option 'max_lives'; did you mean 'max_live'"),
+        ({"secondary": "inner"}, "secondary is True or False; got 'inner'; the inner axis is that of the mesh itself"),
     ],
 )
 def test_knobs_are_checked_at_once(options: dict[str, Any], message: str) -> None:
     with pytest.raises(zf.OptionError, match=message):
-        zf.simulate(1, lambda group: zf.shard_params(models.mlp_loss, group, **options))
+        zf.simulate(1, lambda group: zf.shard_params(models.mlp_loss, group, schedule=zf.ScheduleOptions(**options)))
 
 
 def test_a_bound_that_cannot_be_kept_is_refused() -> None:
     trace = zf.planner.trace(models.mlp_loss, models.mlp(), torch.ones(2, 5, dtype=torch.float64), 2, bucket_bytes=1, persistence=5)
     with pytest.raises(zf.OptionError, match=r"max_live must hold the largest bucket .*; got 63, where bucket 0: h.0.w has 64 elements"):
-        zf.planner.schedule(trace, max_live=63)
+        zf.planner.schedule(trace, zf.ScheduleOptions(max_live=63))
     with pytest.raises(zf.OptionError, match=r"h.0.w has 64 elements with padding and 320 persist; use a larger max_live"):
-        zf.planner.schedule(trace, max_live=383, persistence=5)
-    assert max(zf.planner.schedule(trace, max_live=384, persistence=5).live()) == 384
+        zf.planner.schedule(trace, zf.ScheduleOptions(max_live=383, persistence=5))
+    assert max(zf.planner.schedule(trace, zf.ScheduleOptions(max_live=384, persistence=5)).live()) == 384
 
     def main(group: zf.Group) -> None:
-        loss = zf.shard_params(models.mlp_loss, group, max_live=63)
+        loss = zf.shard_params(models.mlp_loss, group, schedule=zf.ScheduleOptions(max_live=63))
         with pytest.raises(zf.OptionError, match="max_live must hold the largest bucket"):
             loss(zf.shard(models.mlp(), group, bucket_bytes=1), torch.ones(2, 5, dtype=torch.float64))
 
     zf.simulate(2, main)
     for stage in (0, 1, 2):
-        with pytest.raises(zf.OptionError, match=f"only stage 3 has; got stage {stage}; use stage=3, or leave them out"):
-            zf.simulate(1, lambda group, stage=stage: zf.zero(stage, models.mlp_loss, optim.sgd(0.1), group, max_live=10**6))
+        with pytest.raises(zf.OptionError, match=f"only stage 3 has; got .*max_live=1000000.* at stage {stage}; use stage=3, or leave"):
+            zf.simulate(
+                1,
+                lambda group, stage=stage: zf.zero(
+                    stage, models.mlp_loss, optim.sgd(0.1), group, schedule=zf.ScheduleOptions(max_live=10**6)
+                ),
+            )

@@ -175,10 +175,8 @@ def train(
 @pytest.mark.parametrize(("stage", "bits", "near"), [(0, 8, 0.03), (0, 4, 0.1), (3, 4, 0.1)])
 def test_a_model_learns_as_it_does_exactly(stage: int, bits: int, near: float) -> None:
     def main(group: zf.Group) -> tuple[list[float], list[float], Any]:
-        options: dict[str, Any] = {"wire_grads": BlockCodec(bits, 64, zf.wire.error_feedback())}
-        if stage == 3:
-            options["wire_params"] = zf.wire.int8(block=64)
-        losses, params, _ = train(group, stage, 20, **options)
+        compression = zf.Compression(zf.wire.int8(block=64) if stage == 3 else None, BlockCodec(bits, 64, zf.wire.error_feedback()))
+        losses, params, _ = train(group, stage, 20, compression=compression)
         return train(group, stage, 20)[0], losses, params
 
     results = zf.simulate(2, main)
@@ -196,8 +194,7 @@ def test_a_step_sends_by_formula(stage: int) -> None:
         grads, params = zf.wire.int4(block=64), zf.wire.int8(block=100)
         layout = zf.layout_of(models.mlp(8, dtype=torch.float32), group.size, 300)
         pieces = [layout.shard_numel(bucket) for bucket in range(len(layout.buckets))]
-        options: dict[str, Any] = {"wire_params": params} if stage == 3 else {}
-        _, _, sent = train(group, stage, 2, wire_grads=grads, **options)
+        _, _, sent = train(group, stage, 2, compression=zf.Compression(params if stage == 3 else None, grads))
         assert len(pieces) > 2
         hops = 2 if stage == 0 else 1
         assert sent.bytes_sent("grads") == sum(hops * (group.size - 1) * grads.message_bytes(n) for n in pieces)
@@ -218,7 +215,7 @@ def test_every_composition_over_one_wire_has_the_same_bits() -> None:
     wire = zf.wire.int4(block=64)
 
     def main(group: zf.Group) -> None:
-        found = [train(group, stage, 3, torch.float64, wire_grads=wire)[:2] for stage in (1, 2, 3)]
+        found = [train(group, stage, 3, torch.float64, compression=zf.Compression(grads=wire))[:2] for stage in (1, 2, 3)]
         assert_same_bits(found[1], found[0], "stages 2 and 1")
         assert_same_bits(found[2], found[0], "stages 3 and 1")
 
@@ -256,9 +253,17 @@ def test_a_model_learns_over_a_mesh() -> None:
     def main(group: zf.Group) -> Any:
         mesh = zf.split(group, inner=2)
         found = []
-        for over, secondary in ((mesh, mesh.inner), (mesh.inner, None)):
-            options: dict[str, Any] = {"wire_grads": BlockCodec(4, 64, zf.wire.error_feedback()), "wire_params": zf.wire.int8()}
-            z = zf.zero(3, models.mlp_loss, zf.optim.adamw(0.02), over, bucket_bytes=300, secondary=secondary, **options)
+        for over, secondary in ((mesh, True), (mesh.inner, False)):
+            codecs = zf.Compression(grads=BlockCodec(4, 64, zf.wire.error_feedback()), params=zf.wire.int8())
+            z = zf.zero(
+                3,
+                models.mlp_loss,
+                zf.optim.adamw(0.02),
+                over,
+                bucket_bytes=300,
+                schedule=zf.ScheduleOptions(secondary=secondary),
+                compression=codecs,
+            )
             state, losses = z.init(models.mlp(8, dtype=torch.float32)), []
             batches = models.mlp_batches(3, group.size, rows=6, width=8, dtype=torch.float32)
             for step in range(12):
@@ -306,7 +311,7 @@ def test_backward_sees_the_numbers_of_forward(is_kept: bool) -> None:
             return (params["x"] @ params["w"] * batch).sum()
 
         params = zf.shard(exact, mesh, bucket_bytes=1)
-        loss = zf.shard_params(loss_fn, mesh, wire=wire, secondary=mesh.inner if is_kept else None, prefetch=0)
+        loss = zf.shard_params(loss_fn, mesh, wire=wire, schedule=zf.ScheduleOptions(secondary=is_kept, prefetch=0))
         vg = zf.data_parallel(zf.value_and_grad(loss), mesh, reduce="sum")
         for _ in range(2):
             seen.clear()
@@ -327,16 +332,16 @@ def test_backward_sees_the_numbers_of_forward(is_kept: bool) -> None:
 
 def test_one_rank_sends_nothing_and_loses_nothing() -> None:
     group = zf.process_group()
-    options: dict[str, Any] = {"wire_grads": zf.wire.int4(), "wire_params": zf.wire.int8()}
-    assert_same_bits(train(group, 3, 4, **options)[:2], train(group, 3, 4)[:2], "with and without a wire format on one rank")
+    codecs = zf.Compression(grads=zf.wire.int4(), params=zf.wire.int8())
+    assert_same_bits(train(group, 3, 4, compression=codecs)[:2], train(group, 3, 4)[:2], "with and without a wire format on one rank")
     x = torch.randn(7)
     assert torch.equal(zf.wire.all_reduce(x, group, zf.wire.int4()), x)
 
 
 def test_micro_batches_and_casts_go_through_a_wire() -> None:
     def main(group: zf.Group) -> Any:
-        options: dict[str, Any] = {"wire_grads": zf.wire.int8(), "wire_params": zf.wire.int8(), "num_micro_batches": 2}
-        losses, params, sent = train(group, 3, 12, precision=torch.bfloat16, **options)
+        codecs = zf.Compression(grads=zf.wire.int8(), params=zf.wire.int8())
+        losses, params, sent = train(group, 3, 12, precision=torch.bfloat16, compression=codecs, num_micro_batches=2)
         assert sent.bytes_sent("params") < sum(entry.numel for entry in sent.log if entry.name == "params") * (group.size - 1) * 1.1
         return losses, params
 
@@ -484,8 +489,8 @@ def test_refusals() -> None:
         OptionError, match=r"shard_params\(\) gathers parameters in forward and again in backward.*leave feedback to gradients"
     ):
         zf.shard_params(models.mlp_loss, group, wire=zf.wire.int8(feedback=zf.wire.error_feedback()))
-    with pytest.raises(OptionError, match=r"wire_params is for stage 3, whose shards stay exact; got stage 2"):
-        zf.zero(2, models.mlp_loss, zf.optim.sgd(0.1), group, wire_params=zf.wire.int8())
+    with pytest.raises(OptionError, match=r"Compression.params is for stage 3, whose shards stay exact; got stage 2"):
+        zf.zero(2, models.mlp_loss, zf.optim.sgd(0.1), group, compression=zf.Compression(params=zf.wire.int8()))
     with pytest.raises(OptionError, match=r"err_beta is a number from 0 to less than 1; got 1"):
         zf.wire.error_feedback(err_beta=1)
     with pytest.raises(OptionError, match=r"takes a 1-D floating tensor; got torch.int64 of shape \(4,\)"):

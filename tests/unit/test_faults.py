@@ -122,8 +122,8 @@ def test_ranks_that_disagree_are_told_before_anything_is_sent(change: Any, messa
 def test_broadcast_takes_the_values_of_rank_0(stage: int) -> None:
     def main(group: zf.Group, init: str) -> Any:
         params = models.mlp(num_layers=3, seed=1 + group.rank if init == "broadcast" else 1)
-        z = zf.zero(stage, models.mlp_loss, optim.adamw(0.1), group, init=init, bucket_bytes=300)
-        state, info = z.step(z.init(params), batch_of(group))
+        z = zf.zero(stage, models.mlp_loss, optim.adamw(0.1), group, bucket_bytes=300)
+        state, info = z.step(z.init(params, init=init), batch_of(group))
         return info.loss, z.params(state)
 
     runs = [*zf.simulate(3, main, "broadcast"), *zf.simulate(3, main, "check")]
@@ -164,7 +164,19 @@ untyped: Any = zf
             lambda g: untyped.zero(1, models.mlp_loss, optim.sgd(0.1), g, bucket_byte=1),
             r"zero\(\) has no option 'bucket_byte'; did you mean 'bucket_bytes'\?",
         ),
-        (lambda g: untyped.zero(1, models.mlp_loss, optim.sgd(0.1), g, offload_optimiser=None), r"did you mean 'offload_optimizer'\?"),
+        (lambda g: untyped.zero(1, models.mlp_loss, optim.sgd(0.1), g, compresion=None), r"did you mean 'compression'\?"),
+        (
+            lambda g: untyped.zero(1, models.mlp_loss, optim.sgd(0.1), g, offload=zf.stores.host()),
+            r"offload is a zf.Offload or None; got .*; write zf.Offload\(optimizer=zf.stores.host\(\)\)",
+        ),
+        (
+            lambda g: untyped.zero(1, models.mlp_loss, optim.sgd(0.1), g, compression=zf.wire.int8()),
+            r"compression is a zf.Compression or None; got .*; write zf.Compression\(grads=",
+        ),
+        (
+            lambda g: untyped.zero(3, models.mlp_loss, optim.sgd(0.1), g, schedule={"prefetch": 2}),
+            r"schedule is a zf.ScheduleOptions or None; got .*; write zf.ScheduleOptions\(prefetch=2\)",
+        ),
         (lambda g: untyped.shard({}, g, bucketbytes=1), r"shard\(\) has no option 'bucketbytes'; did you mean 'bucket_bytes'\?"),
         (lambda g: untyped.replicate({}, g, inti="check"), r"replicate\(\) has no option 'inti'; did you mean 'init'\?"),
         (
@@ -185,10 +197,13 @@ untyped: Any = zf
         (lambda g: untyped.zero("3", models.mlp_loss, optim.sgd(0.1), g), "stage must be 0, 1, 2 or 3; got '3'"),
         (lambda g: untyped.zero(True, models.mlp_loss, optim.sgd(0.1), g), "stage must be 0, 1, 2 or 3; got True"),
         (
-            lambda g: untyped.zero(2, models.mlp_loss, optim.sgd(0.1), g, offload_params=zf.stores.host()),
-            "offload_params keeps shards, which only stage 3 has",
+            lambda g: untyped.zero(2, models.mlp_loss, optim.sgd(0.1), g, offload=zf.Offload(params=zf.stores.host())),
+            "Offload.params keeps shards, which only stage 3 has",
         ),
-        (lambda g: untyped.zero(2, models.mlp_loss, optim.sgd(0.1), g, init="chek"), "init must be 'check' or 'broadcast'; got 'chek'"),
+        (
+            lambda g: untyped.zero(2, models.mlp_loss, optim.sgd(0.1), g).init({}, init="chek"),
+            "init must be 'check' or 'broadcast'; got 'chek'",
+        ),
         (lambda g: untyped.zero(2, models.mlp_loss, optim.sgd(0.1), g, max_skipped=0), "max_skipped must be at least 1; got 0"),
         (lambda g: untyped.zero(2, models.mlp_loss, optim.sgd(0.1), g, num_micro_batches=0), "num_micro_batches must be at least 1; got 0"),
         (
@@ -219,8 +234,8 @@ def test_options_are_checked_before_anything_runs(call: Any, message: str) -> No
 @pytest.mark.parametrize("offload", [False, True])
 def test_a_state_that_was_given_away_says_who_has_it(stage: int, offload: bool) -> None:
     def main(group: zf.Group) -> None:
-        options: Any = {"offload_optimizer": zf.stores.host()} if offload else {}
-        z = zf.zero(stage, models.mlp_loss, optim.adamw(0.1), group, **options)
+        stores = zf.Offload(optimizer=zf.stores.host()) if offload else None
+        z = zf.zero(stage, models.mlp_loss, optim.adamw(0.1), group, offload=stores)
         old = z.init(fresh())
         new, _ = z.step(old, batch_of(group))
         rule = r"a donated value must not be used again; its buffers were taken over by step 0 at .*test_faults\.py:\d+; use the value"
@@ -486,8 +501,8 @@ def is_trainable(path: str, leaf: Any) -> bool:
 @pytest.mark.parametrize("size", [1, 3])
 def test_frozen_leaves_are_equal_across_stages_and_do_not_move(size: int) -> None:
     def main(group: zf.Group, stage: int) -> Any:
-        options: Any = {"offload_params": zf.stores.host()} if stage == 3 and group.size == 3 else {}
-        z = zf.zero(stage, models.mlp_loss, optim.adamw(0.1), group, bucket_bytes=300, trainable=is_trainable, **options)
+        offload = zf.Offload(params=zf.stores.host()) if stage == 3 and group.size == 3 else None
+        z = zf.zero(stage, models.mlp_loss, optim.adamw(0.1), group, bucket_bytes=300, trainable=is_trainable, offload=offload)
         state, losses = z.init(fresh()), []
         for step in range(3):
             state, info = z.step(state, batch_of(group, step))

@@ -30,7 +30,7 @@ def recorded_step(group: zf.Group, stage: int, axis: str, *, secondary: bool, nu
         optim.adamw(0.05),
         mesh.inner if axis == "inner" else mesh,
         bucket_bytes=300,
-        secondary=mesh.inner if secondary else None,
+        schedule=zf.ScheduleOptions(secondary=secondary),
     )
     state = z.init(models.mlp())
     psi = sum(bucket.padded_numel * 8 for bucket in state.params.layout.buckets)
@@ -136,7 +136,7 @@ def test_a_group_that_is_recorded_records_its_parts() -> None:
 def test_the_secondary_shard_is_kept_for_backward_only() -> None:
     def main(group: zf.Group) -> None:
         mesh = zf.record(zf.split(group, inner=2))
-        loss = zf.shard_params(models.mlp_loss, mesh, secondary=mesh.inner)
+        loss = zf.shard_params(models.mlp_loss, mesh, schedule=zf.ScheduleOptions(secondary=True))
         params = zf.shard(models.mlp(), mesh, bucket_bytes=300)
         vg = zf.shard_grads(zf.data_parallel(zf.value_and_grad(loss), mesh), mesh)
         batch = models.mlp_batches(1, 4)[0][group.rank]
@@ -257,9 +257,16 @@ def on_a_mesh(call: Any) -> Any:
         (lambda mesh: zf.shard(models.mlp(), mesh.outer), PlacementError, r"shard\(\) shards over a mesh or its inner axis"),
         (lambda mesh: zf.shard_optimizer(optim.sgd(0.1), mesh.outer), PlacementError, "got its outer axis, which replicates"),
         (lambda mesh: zf.shard_params(models.mlp_loss, mesh.outer), PlacementError, "pass mesh.inner"),
-        (lambda mesh: zf.shard_params(models.mlp_loss, mesh, secondary=mesh.outer), OptionError, "secondary is the inner axis of the mesh"),
-        (lambda mesh: zf.shard_params(models.mlp_loss, mesh.inner, secondary=mesh.inner), OptionError, "secondary is the inner axis"),
-        (lambda mesh: zf.zero(2, models.mlp_loss, optim.sgd(0.1), mesh, secondary=mesh.inner), OptionError, "which only stage 3 has"),
+        (
+            lambda mesh: zf.shard_params(models.mlp_loss, mesh.inner, schedule=zf.ScheduleOptions(secondary=True)),
+            OptionError,
+            "secondary=True gathers over the inner axis of a mesh; got <inner axis",
+        ),
+        (
+            lambda mesh: zf.zero(2, models.mlp_loss, optim.sgd(0.1), mesh, schedule=zf.ScheduleOptions(secondary=True)),
+            OptionError,
+            "which only stage 3 has",
+        ),
         (lambda mesh: zf.split(mesh, inner=2), OptionError, "takes a group without axes"),
         (lambda mesh: zf.split(mesh.inner, inner=2), OptionError, "takes a group without axes"),
         (lambda mesh: zf.record(mesh.inner), OptionError, r"call zf.record\(mesh\)"),
@@ -313,8 +320,9 @@ def test_ranks_of_a_mesh_may_stray_where_forward_gathers_ahead_for_backward(pref
             return (x @ params["out"]).pow(2).mean() if used[0] else x.pow(2).mean()
 
         value: Any = zf.shard(params, mesh, bucket_bytes=300) if sharded else params
-        secondary = mesh.inner if is_secondary else None
-        loss: Any = zf.shard_params(loss_fn, mesh, prefetch=prefetch, secondary=secondary) if sharded else loss_fn
+        loss: Any = (
+            zf.shard_params(loss_fn, mesh, schedule=zf.ScheduleOptions(prefetch=prefetch, secondary=is_secondary)) if sharded else loss_fn
+        )
         vg = zf.data_parallel(zf.value_and_grad(loss), mesh, bucket_bytes=300)
         found = []
         for step, batches in enumerate(models.mlp_batches(4, group.size)):

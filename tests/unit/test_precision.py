@@ -440,7 +440,7 @@ def test_offloaded_master_weights() -> None:
         return z.params(state), {type(x) for x in state.opt_state.master.buffers}
 
     plain = zf.simulate(2, main)
-    stored = zf.simulate(2, main, offload_optimizer=zf.stores.host(), offload_grads=zf.stores.host())
+    stored = zf.simulate(2, main, offload=zf.Offload(optimizer=zf.stores.host(), grads=zf.stores.host()))
     assert same_bits([run[0] for run in plain], [run[0] for run in stored])
     assert all(issubclass(kind, zf.stores.Stored) for _, kinds in stored for kind in kinds)
 

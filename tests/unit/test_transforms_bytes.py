@@ -73,7 +73,7 @@ def test_a_leaf_that_is_used_early_and_late_is_gathered_once_from_the_second_ste
 def test_a_pass_without_gradients_gathers_nothing_for_backward() -> None:
     def main(group: zf.Group) -> tuple[int, int]:
         recorded = zf.record(group)
-        loss = zf.shard_params(models.mlp_loss, recorded, prefetch=2)
+        loss = zf.shard_params(models.mlp_loss, recorded, schedule=zf.ScheduleOptions(prefetch=2))
         params = zf.shard(models.mlp(), recorded, bucket_bytes=1)
         vg = zf.data_parallel(zf.value_and_grad(loss), recorded)
         batch = models.mlp_batches(1, 1)[0][0]
@@ -100,7 +100,7 @@ def test_what_the_loss_still_holds_is_gathered_for_backward_all_the_same() -> No
         return ((x + last["b"]) @ params["out"]).pow(2).mean()
 
     size = 2
-    for psi, steps in zf.simulate(size, sent_by_step, 3, holds, 4, 1, prefetch=3):
+    for psi, steps in zf.simulate(size, sent_by_step, 3, holds, 4, 1, schedule=zf.ScheduleOptions(prefetch=3)):
         once = psi * (size - 1) // size
         assert [(step["params"], step["grads"]) for step in steps] == [(2 * once, once)] * 4
 

@@ -293,7 +293,7 @@ def test_a_complex_leaf_trains_as_in_torch(size: int) -> None:
 def test_prefetch_changes_no_bit_and_no_byte(prefetch: int) -> None:
     def main(group: zf.Group, ahead: int) -> tuple[Any, int]:
         recorder = zf.record(group)
-        z = zf.zero(3, models.mlp_loss, zf.optim.adamw(0.1), recorder, bucket_bytes=300, prefetch=ahead)
+        z = zf.zero(3, models.mlp_loss, zf.optim.adamw(0.1), recorder, bucket_bytes=300, schedule=zf.ScheduleOptions(prefetch=ahead))
         state = z.init(models.mlp())
         for _ in range(3):
             state, _ = z.step(state, torch.full((4, 5), 0.1 * (group.rank + 1), dtype=torch.float64))
@@ -307,7 +307,7 @@ def test_prefetch_changes_no_bit_and_no_byte(prefetch: int) -> None:
 
 def test_prefetch_is_a_number_of_buckets() -> None:
     with pytest.raises(zf.OptionError, match="prefetch is a number of buckets; got -1"):
-        zf.simulate(1, lambda group: zf.shard_params(models.mlp_loss, group, prefetch=-1))
+        zf.simulate(1, lambda group: zf.shard_params(models.mlp_loss, group, schedule=zf.ScheduleOptions(prefetch=-1)))
 
 
 @pytest.mark.parametrize("when", ["forward", "backward"])
@@ -335,7 +335,7 @@ def test_a_loss_must_not_write_to_its_parameters(stage: int, when: str) -> None:
 
 def test_what_stays_gathered_is_of_these_buffers() -> None:
     def main(group: zf.Group) -> list[float]:
-        loss = zf.shard_params(lambda p, x: (p["w"] * x).sum(), group, persistence=1 << 20)
+        loss = zf.shard_params(lambda p, x: (p["w"] * x).sum(), group, schedule=zf.ScheduleOptions(persistence=1 << 20))
         params, x = zf.shard({"w": torch.ones(64)}, group), torch.ones(64)
         vg = zf.value_and_grad(loss)
         found = [vg(params, x)[0].item(), vg(params, x)[0].item()]

@@ -96,7 +96,7 @@ def _run(group: Group, job: Job, composition: Composition, gpt: Any, text: Any, 
     baseline = forget_peak()
 
     loss_fn, params = gpt.init(config, job.seed)
-    z = zf.zero(composition.stage, loss_fn, optimizer, recorder, bucket_bytes=BUCKET_BYTES, **_stores(composition))
+    z = zf.zero(composition.stage, loss_fn, optimizer, recorder, bucket_bytes=BUCKET_BYTES, offload=_stores(composition))
     state = z.init(params)
     del params
     forget_peak()
@@ -133,9 +133,10 @@ def _run(group: Group, job: Job, composition: Composition, gpt: Any, text: Any, 
     )
 
 
-def _stores(composition: Composition) -> dict[str, Any]:
-    parts = ("offload_optimizer", "offload_params", "offload_grads") if composition.offload else ()
-    return {part: zf.stores.host() for part in parts}
+def _stores(composition: Composition) -> zf.Offload | None:
+    if not composition.offload:
+        return None
+    return zf.Offload(params=zf.stores.host(), grads=zf.stores.host(), optimizer=zf.stores.host())
 
 
 def _nbytes(value: Any) -> int:

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from zfun.collectives import Group, abstract_group, axis_of, mesh_of
+from zfun.collectives import Group, abstract_group, mesh_of
 from zfun.errors import OptionError, checked_options
 from zfun.planner._price import Hop, price_of_gather, price_of_sum
-from zfun.transforms import MAX_IN_FLIGHT, Phase, Schedule, TracedBucket
-from zfun.wire import Wire, check_wire
+from zfun.transforms import MAX_IN_FLIGHT, Phase, Schedule, TracedBucket, secondary_of
+from zfun.wire import Compression, Wire
 
 __all__ = ["Accumulation", "Explanation", "Message", "explain", "reductions_of"]
 
@@ -97,19 +97,15 @@ def explain(
     *,
     num_micro_batches: int = 1,
     group: Group | None = None,
-    secondary: Group | None = None,
-    wire_params: Wire | None = None,
-    wire_grads: Wire | None = None,
+    compression: Compression | None = None,
 ) -> Explanation:
     """List what a step sends, in which order, and what it runs beside.
 
     Args:
-        schedule: what :func:`zfun.planner.schedule` made.
+        schedule: made by :func:`zfun.planner.schedule`.
         num_micro_batches: the number to price both orders of accumulation for.
         group: a mesh or the inner axis of one, where the parameters are sharded over that; an abstract one will do. Trace with the same.
-        secondary: the inner axis of ``group``, where backward gathers over that; as :func:`zfun.shard_params` takes it.
-        wire_params: the format in which parameters are gathered; by default exactly.
-        wire_grads: the format in which gradients are summed; by default exactly.
+        compression: codecs for gathers of parameters and sums of gradients, as :func:`zfun.zero` takes them.
 
     Returns:
         The messages of a step with one batch, and the two prices. What the ranks say to each other beside them (loss, norm, votes) is not
@@ -134,17 +130,18 @@ def explain(
         2 micro-batches, accumulate(shard_grads(vg)): 76,032 bytes sent, 4,224 bytes of gradients held
         2 micro-batches, shard_grads(accumulate(vg)): 63,360 bytes sent, 16,896 bytes of gradients held
         >>> mesh = zf.split(zf.abstract_group(4), inner=2)
-        >>> found = zf.planner.explain(zf.planner.schedule(trace), group=mesh, secondary=mesh.inner, wire_params=zf.wire.int8())
+        >>> made = zf.planner.schedule(trace, zf.ScheduleOptions(secondary=True))
+        >>> found = zf.planner.explain(made, group=mesh, compression=zf.Compression(params=zf.wire.int8()))
         >>> found.bytes_sent("params", axis="outer"), found.bytes_sent("params", axis="inner")
         (1076, 10600)
     """
     if num_micro_batches < 1:
         raise OptionError(f"num_micro_batches must be at least 1; got {num_micro_batches}")
     trace = schedule.trace
-    check_wire(wire_params, "explain()")
-    check_wire(wire_grads, "explain()")
-    group = _checked(schedule, abstract_group(trace.size) if group is None else group, secondary)
-    messages = tuple(_messages(schedule, _Prices(group, secondary, wire_params, wire_grads)))
+    codecs = compression or Compression()
+    group = abstract_group(trace.size) if group is None else group
+    _check_group(schedule, group)
+    messages = tuple(_messages(schedule, _Prices(group, secondary_of(group, schedule.options), codecs.params, codecs.grads)))
     once = sum(m.sent_bytes for m in messages if m.phase == "start")
     each = sum(m.sent_bytes for m in messages if m.name == "params") - once
     grads = sum(m.sent_bytes for m in messages if m.name == "grads")
@@ -162,18 +159,13 @@ def explain(
     )
 
 
-def _checked(schedule: Schedule, group: Group, secondary: Group | None) -> Group:
+def _check_group(schedule: Schedule, group: Group) -> None:
     size = schedule.trace.size
     if group.size != size or any(bucket.numel % mesh_of(group).size for bucket in schedule.trace.buckets):
         raise OptionError(
             f"a schedule is priced for the group that it was traced for; got one of {size} ranks "
             f"for {group!r}; trace with zf.planner.trace(loss, params, batch, group)"
         )
-    if secondary is not None and (mesh_of(secondary) is not group or axis_of(secondary) != "inner"):
-        raise OptionError(
-            f"secondary is the inner axis of the mesh group; got {secondary!r} for {group!r}; pass group=mesh, secondary=mesh.inner"
-        )
-    return group
 
 
 class _Prices(NamedTuple):

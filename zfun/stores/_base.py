@@ -13,7 +13,7 @@ from zfun.collectives import Pending
 from zfun.errors import OffloadError
 from zfun.flat import Flat
 
-__all__ = ["Crossing", "Store", "Stored", "fetch", "resident"]
+__all__ = ["Crossing", "Offload", "Store", "Stored", "fetch", "resident"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,3 +100,23 @@ def resident(flat: Flat, device: torch.device | None = None) -> Flat:
     if all(isinstance(buffer, Tensor) for buffer in flat.buffers):
         return flat
     return flat.with_buffers(fetch(buffer, device or flat.layout.device) for buffer in flat.buffers)
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """Stores for the parts of the training state; ``None`` keeps a part on the device.
+
+    Attributes:
+        params: for the parameters; stage 3 only.
+        grads: for the gradients.
+        optimizer: for the optimizer's state.
+
+    Example:
+        >>> from zfun.stores import host
+        >>> Offload(optimizer=host()).params is None
+        True
+    """
+
+    params: Store | None = None
+    grads: Store | None = None
+    optimizer: Store | None = None

@@ -23,7 +23,17 @@ from zfun.transforms.grads._value import WeightedMean, weighted_mean
 from zfun.transforms.optimizer._apply import apply
 from zfun.transforms.optimizer._probe import probe
 from zfun.transforms.optimizer._shard_optimizer import shard_optimizer
-from zfun.transforms.params._schedule import Event, Phase, Schedule, ScheduleOptions, Step, Trace, TracedBucket, schedule
+from zfun.transforms.params._schedule import (
+    Event,
+    Phase,
+    Schedule,
+    ScheduleOptions,
+    Step,
+    Trace,
+    TracedBucket,
+    schedule,
+    secondary_of,
+)
 from zfun.transforms.params._shard_params import ShardedLoss, shard_params
 from zfun.transforms.values._describe import Description, describe
 from zfun.transforms.values._redistribute import MAX_UNDER_WAY, check_agreement, gather, redistribute, replicate, shard, unshard
@@ -66,6 +76,7 @@ __all__ = [
     "replicate_grads",
     "scale_loss",
     "schedule",
+    "secondary_of",
     "shard",
     "shard_grads",
     "shard_optimizer",

@@ -2,7 +2,7 @@
 
 from zfun.wire._collectives import all_gather, all_reduce, reduce_scatter, start, start_over
 from zfun.wire._feedback import ErrorFeedback, error_feedback
-from zfun.wire._formats import BlockCodec, Wire, int4, int8
+from zfun.wire._formats import BlockCodec, Compression, Wire, int4, int8
 from zfun.wire._formats import check_wire as check_wire
 from zfun.wire._signs import answer_signs as answer_signs
 from zfun.wire._signs import compressed_all_reduce
@@ -13,6 +13,7 @@ from zfun.wire._signs import send_signs as send_signs
 
 __all__ = [
     "BlockCodec",
+    "Compression",
     "ErrorFeedback",
     "Wire",
     "all_gather",

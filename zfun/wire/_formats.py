@@ -12,7 +12,7 @@ from zfun import ops
 from zfun.errors import OptionError, checked_options
 from zfun.wire._feedback import ErrorFeedback
 
-__all__ = ["BlockCodec", "Wire", "check_wire", "int4", "int8"]
+__all__ = ["BlockCodec", "Compression", "Wire", "check_wire", "int4", "int8"]
 
 # One block is one tile of a GPU kernel.
 _MAX_BLOCK = 1 << 14
@@ -169,3 +169,20 @@ def int4(*, block: int = 128, feedback: ErrorFeedback | None = None) -> BlockCod
         544
     """
     return BlockCodec(4, block, feedback)
+
+
+@dataclass(frozen=True, slots=True)
+class Compression:
+    """Codecs for the traffic of a step; ``None`` sends exactly.
+
+    Attributes:
+        params: with which parameters are gathered, such as :func:`zfun.wire.int8`; stage 3 only, whose shards stay exact.
+        grads: with which gradients are summed over the ranks, such as :func:`zfun.wire.int4`.
+
+    Example:
+        >>> Compression(grads=int4()).grads.bits
+        4
+    """
+
+    params: Wire | None = None
+    grads: Wire | None = None

@@ -22,9 +22,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
+from zfun.collectives import Group, Mesh
 from zfun.errors import OptionError, checked_options
 
-__all__ = ["Event", "Schedule", "ScheduleOptions", "Step", "Trace", "TracedBucket", "schedule"]
+__all__ = ["Event", "Schedule", "ScheduleOptions", "Step", "Trace", "TracedBucket", "schedule", "secondary_of"]
 
 Kind: TypeAlias = Literal["gather", "use", "release", "reduce"]
 Phase: TypeAlias = Literal["start", "forward", "backward"]
@@ -125,13 +126,37 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ScheduleOptions:
-    """The options of :func:`schedule`."""
+    """When stage 3 gathers and releases buckets. No option changes a bit of the result.
+
+    Attributes:
+        prefetch: how many buckets are gathered ahead of use, forward and backward. Each costs the memory of a bucket.
+        max_live: the largest number of elements gathered at once, padding included; ``None`` sets no bound. A gather ahead of
+            use waits until there is room. A gather that cannot wait evicts the bucket that is needed latest, which is then
+            gathered again.
+        reuse_distance: a bucket stays gathered after a use if fewer than so many elements are used before its next use, from
+            forward into backward too. By default a bucket that is used again in the same pass stays, and none stays from
+            forward to backward.
+        persistence: a bucket of which no leaf has more elements than this stays gathered until the parameters change. Give
+            :func:`zfun.shard` the same number, so that small leaves lie in buckets of their own.
+        max_persistent: the largest number of elements that stay so, counted in the order of the layout; ``None`` sets no bound.
+        secondary: over a mesh, each rank keeps a part of the buckets that forward has gathered, and backward gathers these parts
+            over the inner axis alone, so that parameters cross between rows once in a step. Costs the memory of
+            ``1/mesh.inner.size`` of the parameters during a step (hpZ; Wang et al., "ZeRO++", 2023).
+
+    Raises:
+        OptionError: a number is negative or not an integer.
+
+    Example:
+        >>> ScheduleOptions(prefetch=2).max_live is None
+        True
+    """
 
     prefetch: int = 1
     max_live: int | None = None
     reuse_distance: int | None = None
     persistence: int = 0
     max_persistent: int | None = None
+    secondary: bool = False
 
     def __post_init__(self) -> None:
         if type(self.prefetch) is not int or self.prefetch < 0:
@@ -144,6 +169,8 @@ class ScheduleOptions:
         ):
             if (value is not None or name == "persistence") and (type(value) is not int or value < 0):
                 raise OptionError(f"{name} is a number of elements; got {value!r}; {remedy}")
+        if type(self.secondary) is not bool:
+            raise OptionError(f"secondary is True or False; got {self.secondary!r}; the inner axis is that of the mesh itself")
 
     def persistent(self, buckets: tuple[TracedBucket, ...]) -> frozenset[int]:
         """Return the indices of the buckets that stay gathered while the parameters are what they are."""
@@ -206,26 +233,12 @@ class Schedule:
 
 
 @checked_options
-def schedule(
-    trace: Trace,
-    *,
-    prefetch: int = 1,
-    max_live: int | None = None,
-    reuse_distance: int | None = None,
-    persistence: int = 0,
-    max_persistent: int | None = None,
-) -> Schedule:
+def schedule(trace: Trace, options: ScheduleOptions | None = None) -> Schedule:
     """Decide when each bucket is gathered and released.
 
     Args:
         trace: what is used, in order.
-        prefetch: how many buckets are gathered ahead of use, forward and backward.
-        max_live: the largest number of elements that are gathered at once, padding included. A gather ahead of use waits until there is
-            room; one that cannot wait evicts what is needed latest, which is then gathered again.
-        reuse_distance: a bucket stays gathered after a use if fewer than so many elements are used before it is used again, from forward
-            into backward too. By default one that is used again in the same pass stays, and nothing stays from forward to backward.
-        persistence: a bucket of which no leaf has more elements than this stays gathered until the parameters change.
-        max_persistent: the largest number of elements of which that is true, counted in the order of the layout.
+        options: by default those of ``ScheduleOptions()``.
 
     Returns:
         The schedule. Equal arguments give equal schedules.
@@ -239,7 +252,29 @@ def schedule(
         >>> [f"{step.kind} {step.bucket}" for step in steps if step.phase == "forward"][:6]
         ['gather 0', 'gather 1', 'use 0', 'release 0', 'gather 2', 'use 1']
     """
-    return ScheduleOptions(prefetch, max_live, reuse_distance, persistence, max_persistent).schedule(trace)
+    return (options or ScheduleOptions()).schedule(trace)
+
+
+def secondary_of(group: Group, options: ScheduleOptions) -> Group | None:
+    """Return the group over which backward gathers parameters of ``group``, where it is another one.
+
+    Raises:
+        OptionError: ``options.secondary`` is set, and the group is no mesh.
+
+    Example:
+        >>> import zfun as zf
+        >>> mesh = zf.split(zf.collectives.abstract_group(8), inner=2)
+        >>> secondary_of(mesh, ScheduleOptions(secondary=True)) is mesh.inner
+        True
+    """
+    if not options.secondary:
+        return None
+    if not isinstance(group, Mesh):
+        raise OptionError(
+            f"secondary=True gathers over the inner axis of a mesh; got {group!r}; shard the parameters over a mesh, as "
+            "zf.split(group, inner=n) makes it, or leave secondary out"
+        )
+    return group.inner
 
 
 def _check_room(trace: Trace, persistent: frozenset[int], max_live: int | None) -> None:

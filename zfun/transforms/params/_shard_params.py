@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from zfun import tree
-from zfun.collectives import Group, axis_of, check_shardable, mesh_of
-from zfun.errors import OptionError, PlacementError, checked_options
+from zfun.collectives import Group, check_shardable
+from zfun.errors import PlacementError, checked_options
 from zfun.flat import Flat
 from zfun.layout import Layout
 from zfun.placement import S
@@ -29,7 +29,7 @@ from zfun.transforms.grads._executor import Executor, WholeParams
 from zfun.transforms.params._buckets import BucketShard, shards_of, tree_of
 from zfun.transforms.params._call import call_of
 from zfun.transforms.params._cursor import Plan
-from zfun.transforms.params._schedule import Schedule, ScheduleOptions
+from zfun.transforms.params._schedule import Schedule, ScheduleOptions, secondary_of
 from zfun.transforms.values._redistribute import gather_for, needs_autograd
 from zfun.typing import Loss
 from zfun.wire import Wire, check_wire
@@ -43,12 +43,7 @@ def shard_params(
     group: Group,
     *,
     frozen: Flat | None = None,
-    prefetch: int = 1,
-    max_live: int | None = None,
-    reuse_distance: int | None = None,
-    persistence: int = 0,
-    max_persistent: int | None = None,
-    secondary: Group | None = None,
+    schedule: ScheduleOptions | None = None,
     wire: Wire | None = None,
 ) -> Loss:
     """Let a loss run on sharded parameters: ZeRO-3 (``S -> R`` where used, gradients ``P``).
@@ -59,24 +54,15 @@ def shard_params(
     transforms, and where a buffer requires a gradient, all parameters are gathered at once by differentiable collectives instead, so that
     ``grad``, ``vmap``, ``jvp`` and their compositions hold.
 
-    The first call notes the order of use; from the second on the options below make a
-    :func:`zfun.planner.schedule` of it. None of them changes a bit of the result.
+    The first call notes which buckets are used, in which order; from the second call on the
+    gathers follow a :func:`zfun.planner.schedule` made of these notes and the options.
 
     Args:
         loss: ``(params, batch) -> scalar`` or ``(scalar, aux)``, written for whole parameters.
         group: the ranks that share the parameters: a group, a mesh, or the inner axis of one.
         frozen: sharded leaves that are not trained (the other part of :func:`zfun.partition`). The loss gets both parts combined; no
             gradient and no optimizer state is ever made for these.
-        prefetch: how many buckets are gathered ahead of use, forward and backward. Each costs the memory of a bucket.
-        max_live: the largest number of elements gathered at once, padding included; by default there is no bound.
-        reuse_distance: a bucket stays gathered after a use if fewer than so many elements are used before it is used again. By default one
-            that is used again in the same pass stays, and nothing stays from forward to backward.
-        persistence: a bucket of which no leaf has more elements than this stays gathered until the parameters change. Give
-            :func:`zfun.shard` the same number, so that small leaves lie in buckets of their own.
-        max_persistent: the largest number of elements of which that is true.
-        secondary: the inner axis of the mesh ``group``. Of what forward gathers every rank keeps the part that is its own on that axis,
-            until backward gathers it there, so that no parameter crosses between rows twice. It changes no bit, and costs the memory of
-            ``1/secondary.size`` of the parameters during a step (hpZ; Wang et al., "ZeRO++", 2023).
+        schedule: when buckets are gathered and released; by default ``ScheduleOptions()``.
         wire: in which format floating parameters are gathered: :func:`zfun.wire.int8`, say. By default exactly. The loss sees what comes
             back, the same on every rank, and in backward as in forward, so without error feedback; the shards themselves stay exact, and
             so do the gradients that are added to them.
@@ -85,7 +71,8 @@ def shard_params(
         The same function of a ``Flat`` with placement ``S``, as :func:`zfun.shard` makes it.
 
     Raises:
-        OptionError: a knob is negative; or, from the returned function, ``max_live`` is smaller than the largest bucket.
+        OptionError: ``secondary`` over a group that is no mesh; or, from the returned function, ``max_live`` is smaller than the
+            largest bucket.
         PlacementError: from the returned function, for parameters that are not sharded over ``group``.
 
     Example:
@@ -99,18 +86,14 @@ def shard_params(
         [12.0, 12.0]
     """
     check_shardable(group, "shard_params()")
-    if secondary is not None and (mesh_of(secondary) is not group or axis_of(secondary) != "inner"):
-        raise OptionError(
-            f"secondary is the inner axis of the mesh that shares the parameters; got {secondary!r} for {group!r}; write "
-            "shard_params(loss, mesh, secondary=mesh.inner)"
-        )
     warn_of_whole_loss(loss)
     check_wire(wire, "shard_params()", is_repeated=True)
-    options = ScheduleOptions(prefetch, max_live, reuse_distance, persistence, max_persistent)
+    options = schedule or ScheduleOptions()
+    secondary_of(group, options)
     if isinstance(loss, CastLoss):
         # [Note: where the cast is]
-        return dataclasses.replace(loss, loss=ShardedLoss(loss.loss, group, frozen, options, secondary, wire))
-    return ShardedLoss(loss, group, frozen, options, secondary, wire)
+        return dataclasses.replace(loss, loss=ShardedLoss(loss.loss, group, frozen, options, wire))
+    return ShardedLoss(loss, group, frozen, options, wire)
 
 
 class ShardedLoss:
@@ -125,20 +108,12 @@ class ShardedLoss:
         wire: the format in which parameters are gathered.
     """
 
-    def __init__(
-        self,
-        loss: Loss,
-        group: Group,
-        frozen: Flat | None,
-        options: ScheduleOptions,
-        secondary: Group | None = None,
-        wire: Wire | None = None,
-    ) -> None:
+    def __init__(self, loss: Loss, group: Group, frozen: Flat | None, options: ScheduleOptions, wire: Wire | None = None) -> None:
         self.loss = loss
         self.group = group
         self.frozen = None if frozen is None else _check(frozen, group)
         self.options = options
-        self.secondary = secondary
+        self.secondary = secondary_of(group, options)
         self.wire = wire
         self._plans: dict[tuple[Layout, ...], Plan] = {}
 
