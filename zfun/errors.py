@@ -8,6 +8,21 @@ import inspect
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
+__all__ = [
+    "AliasChanged",
+    "CollectiveMismatch",
+    "DonatedStateError",
+    "LeafError",
+    "NonFiniteError",
+    "NotElementwiseError",
+    "OffloadError",
+    "OptionError",
+    "PeerLost",
+    "PlacementError",
+    "SpecMismatch",
+    "ZfunError",
+]
+
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
 

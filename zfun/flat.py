@@ -249,7 +249,7 @@ def ravel(
     Example:
         >>> import zfun as zf
         >>> w = {"w": torch.ones(2)}
-        >>> zf.simulate(1, lambda group: unravel(ravel(w, zf.layout_of(w), group)))
+        >>> zf.simulate(1, lambda group: unravel(ravel(w, zf.layout.layout_of(w), group)))
         [{'w': tensor([1., 1.])}]
     """
     return Flat(ravel_buckets(params, layout, scale=scale, dtypes=dtypes), placement, layout, group)

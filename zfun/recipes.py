@@ -182,7 +182,7 @@ def zero(
         order: paths of leaves, those used first in front, as
             :func:`zfun.planner.order_of_use` finds them; by default the order of the tree.
         donate: let ``step`` take over the buffers of the state it is given, which must not be used again.
-        max_skipped: how many steps in a row may be skipped before :class:`zfun.NonFiniteError` is raised.
+        max_skipped: how many steps in a row may be skipped before :class:`zfun.errors.NonFiniteError` is raised.
 
     Returns:
         The functions ``init``, ``step`` and ``params``.

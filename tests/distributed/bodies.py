@@ -111,11 +111,11 @@ def compressed(group: zf.Group) -> Any:
         assert len(kept) > 2
         # The keys are the same on all ranks, but every rank keeps errors of its own messages.
         mine = torch.cat([kept[place].double().view(-1) for place in sorted(kept)])
-        found.append((z.params(state), sorted(kept), zf.all_reduce(mine, group)))
+        found.append((z.params(state), sorted(kept), zf.collectives.all_reduce(mine, group)))
     x = torch.linspace(-1, 1, 64 * group.size) * (group.rank + 1)
     for fn in (zf.wire.all_gather, zf.wire.reduce_scatter, zf.wire.all_reduce):
         part = fn(x, group, zf.wire.int4(block=10))
-        found.append(zf.all_gather(part, group))
+        found.append(zf.collectives.all_gather(part, group))
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         worker = server = None
         for numel in (0, 5, 1001, 1001):
@@ -123,7 +123,7 @@ def compressed(group: zf.Group) -> Any:
             if worker is not None and worker.numel() != numel:
                 worker = server = None
             mean, worker, server = zf.wire.compressed_all_reduce(terms, worker, server, group)
-            found.append((mean, zf.all_reduce(worker, group), server.square().sum()))
+            found.append((mean, zf.collectives.all_reduce(worker, group), server.square().sum()))
     return found
 
 

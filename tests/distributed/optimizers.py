@@ -89,7 +89,7 @@ def every_optimizer(group: zf.Group) -> Any:
     return found
 
 
-def places_of(name: str, mesh: zf.Mesh) -> list[tuple[int, zf.Group, dict[str, Any]]]:
+def places_of(name: str, mesh: zf.collectives.Mesh) -> list[tuple[int, zf.Group, dict[str, Any]]]:
     """Stages over the mesh and over its inner axis."""
     places: list[tuple[int, zf.Group, dict[str, Any]]] = [
         (0, mesh, {}),

@@ -662,7 +662,7 @@ class _Twice(torch.autograd.Function):
 
 
 def test_a_lazy_leaf_in_an_autograd_function_is_an_error_in_later_steps(two: Workers) -> None:
-    with pytest.raises(zf.PlacementError, match=r"takes whole tensors; got the lazy leaf .*w.*"):
+    with pytest.raises(zf.errors.PlacementError, match=r"takes whole tensors; got the lazy leaf .*w.*"):
         two.run(_forgets)
 
 

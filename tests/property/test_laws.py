@@ -402,7 +402,7 @@ def test_gradients_that_are_not_finite_skip_the_step(
             assert state.num_skipped == count
             assert state.step == 1 + count
             assert same_bits(snapshot(state), before)
-        with pytest.raises(zf.NonFiniteError, match=rf"3 steps in a row.*leaf 'h\.{bad_layer}\.b'") as caught:
+        with pytest.raises(zf.errors.NonFiniteError, match=rf"3 steps in a row.*leaf 'h\.{bad_layer}\.b'") as caught:
             z.step(state, (good[1][group.rank], hit))
         assert (caught.value.leaf, caught.value.rank, caught.value.step) == (f"h.{bad_layer}.b", group.rank, 3)
         # The error leaves the state unchanged, and one good step resets the count.
@@ -417,7 +417,7 @@ def test_gradients_that_are_not_finite_skip_the_step(
     assert all(same_bits(run, runs[0]) for run in runs)
 
 
-def snapshot(state: zf.ZeroState) -> Any:
+def snapshot(state: zf.recipes.ZeroState) -> Any:
     """Copy every tensor of a state, including tensors in stores."""
     cpu = torch.device("cpu")
     is_flat = lambda x: isinstance(x, zf.Flat)

@@ -57,7 +57,7 @@ def test_the_spans_of_all_ranks_put_each_leaf_together(params: Any, size: int, b
         return spans, pieces, leaf_spans(whole), [whole.buffers[span.bucket][span.start : span.stop] for span in leaf_spans(whole)]
 
     ranks = zf.simulate(size, main)
-    layout = zf.layout_of(params, size, bucket_bytes)
+    layout = zf.layout.layout_of(params, size, bucket_bytes)
     for place, slot in enumerate(layout.leaves):
         _, _, whole_spans, leaves = ranks[0]
         assert (whole_spans[place].path, whole_spans[place].first, leaves[place].numel()) == (slot.path, 0, slot.numel)
@@ -73,8 +73,8 @@ def test_the_spans_of_all_ranks_put_each_leaf_together(params: Any, size: int, b
 @given(ANY_TREE, SIZES, bucket_sizes(), st.one_of(st.none(), st.randoms(use_true_random=False)))
 def test_layout_promises(params: Any, size: int, bucket_bytes: int, random: Any) -> None:
     order = None if random is None else some_of(tree.paths(params), random)
-    layout = zf.layout_of(params, size, bucket_bytes, order=order)
-    assert layout == zf.layout_of(params, size, bucket_bytes, order=order)
+    layout = zf.layout.layout_of(params, size, bucket_bytes, order=order)
+    assert layout == zf.layout.layout_of(params, size, bucket_bytes, order=order)
     # Leaves of one dtype lie in the given order, after the leaves without an entry in tree order.
     slots = dict(zip(layout.paths, layout.positions, strict=True))
     named = list(dict.fromkeys(slots[path] for path in order or ()))
@@ -145,33 +145,33 @@ def test_check_padding_finds_what_is_not_zero() -> None:
 
 def test_buckets_close_at_blocks_and_keep_the_order_of_use() -> None:
     params = {"wte": torch.zeros(64, 8), "h": [{"b": torch.zeros(32), "a": torch.zeros(64)} for _ in range(3)], "out": torch.zeros(32)}
-    layout = zf.layout_of(params, 2, bucket_bytes=600)
+    layout = zf.layout.layout_of(params, 2, bucket_bytes=600)
     names = [[layout.leaves[leaf].path for leaf in bucket.leaves] for bucket in layout.buckets]
     # The last leaf joins the last block, because the leaf fits.
     assert names == [["wte"], ["h.0.b", "h.0.a"], ["h.1.b", "h.1.a"], ["h.2.b", "h.2.a", "out"]]
-    names = [[layout.leaves[leaf].path for leaf in bucket.leaves] for bucket in zf.layout_of(params, 2, bucket_bytes=500).buckets]
+    names = [[layout.leaves[leaf].path for leaf in bucket.leaves] for bucket in zf.layout.layout_of(params, 2, bucket_bytes=500).buckets]
     assert names == [["wte"], ["h.0.b", "h.0.a"], ["h.1.b", "h.1.a"], ["h.2.b", "h.2.a"], ["out"]]
-    assert [len(bucket.leaves) for bucket in zf.layout_of(params, 2).buckets] == [8]
-    assert len(zf.layout_of(params, 2, bucket_bytes=1).buckets) == 8
+    assert [len(bucket.leaves) for bucket in zf.layout.layout_of(params, 2).buckets] == [8]
+    assert len(zf.layout.layout_of(params, 2, bucket_bytes=1).buckets) == 8
 
 
 def test_an_order_is_of_paths() -> None:
     w = torch.ones(3)
     params = {"in": w, "b": torch.ones(2), "out": w}
-    assert zf.layout_of(params, order=["b", "out"]).buckets[0].leaves == (1, 0)
+    assert zf.layout.layout_of(params, order=["b", "out"]).buckets[0].leaves == (1, 0)
     # An order may name leaves outside this tree; the tree's own order changes nothing.
-    assert zf.layout_of(params, order=["x.y", "b", "out"]) is zf.layout_of(params, order=["b", "in"])
-    assert zf.layout_of(params, order=["out", "b", "in"]) is zf.layout_of(params, order=["b"]) is zf.layout_of(params)
+    assert zf.layout.layout_of(params, order=["x.y", "b", "out"]) is zf.layout.layout_of(params, order=["b", "in"])
+    assert zf.layout.layout_of(params, order=["out", "b", "in"]) is zf.layout.layout_of(params, order=["b"]) is zf.layout.layout_of(params)
     for order in ("in", [0, 1]):
         with pytest.raises(OptionError, match=r"order is a sequence of the paths of leaves; got .*; zf.planner.order_of_use\(\)"):
-            zf.layout_of(params, order=order)  # pyrefly: ignore[bad-argument-type]
+            zf.layout.layout_of(params, order=order)  # pyrefly: ignore[bad-argument-type]
 
 
 def test_non_contiguous_leaves_are_copied_once_and_keep_their_values() -> None:
     base = torch.arange(24.0).reshape(4, 6)
     params = {"t": base.t(), "columns": base[:, 1::3], "row": base[2]}
     with pytest.raises(LeafError, match="'t' and 'columns' share part of their memory"):
-        zf.layout_of(params)
+        zf.layout.layout_of(params)
     parts = {"left": base[:, :3], "right": base[:, 3:], "bottom": torch.ones(3)[1::2]}
     flat = zf.simulate(3, lambda group: zf.unshard(zf.shard(parts, group)))
     for found in flat:
@@ -181,16 +181,16 @@ def test_non_contiguous_leaves_are_copied_once_and_keep_their_values() -> None:
 
 def test_interleaved_views_are_not_tied() -> None:
     base = torch.arange(10.0)
-    layout = zf.layout_of({"even": base[0::2], "odd": base[1::2]})
+    layout = zf.layout.layout_of({"even": base[0::2], "odd": base[1::2]})
     assert layout.positions == (0, 1)
 
 
 def test_one_view_twice_is_a_tie() -> None:
     base = torch.arange(12.0)
-    assert zf.layout_of({"a": base[:6], "b": base[:6], "c": base[6:]}).positions == (0, 0, 1)
+    assert zf.layout.layout_of({"a": base[:6], "b": base[:6], "c": base[6:]}).positions == (0, 0, 1)
     # Another shape of the same memory is an overlap and not a tie.
     with pytest.raises(LeafError, match="'a' and 'b' share part of their memory"):
-        zf.layout_of({"a": base, "b": base.view(3, 4)})
+        zf.layout.layout_of({"a": base, "b": base.view(3, 4)})
 
 
 @pytest.mark.parametrize(
@@ -206,18 +206,18 @@ def test_one_view_twice_is_a_tie() -> None:
 )
 def test_leaves_that_cannot_be_laid_out_are_named(leaf: Any, message: str) -> None:
     with pytest.raises(LeafError, match=message) as caught:
-        zf.layout_of({"h": [{"w": leaf}], "ok": torch.ones(2)})
+        zf.layout.layout_of({"h": [{"w": leaf}], "ok": torch.ones(2)})
     assert caught.value.leaf == "h.0.w"
     assert isinstance(caught.value, TypeError)
 
 
 def test_a_dim_of_one_may_have_any_stride() -> None:
-    assert zf.layout_of({"w": torch.ones(1).expand(1), "b": torch.ones(3, 1).expand(3, 1)}).leaves[1].numel == 3
+    assert zf.layout.layout_of({"w": torch.ones(1).expand(1), "b": torch.ones(3, 1).expand(3, 1)}).leaves[1].numel == 3
 
 
 def test_bucket_bytes_must_be_positive() -> None:
     with pytest.raises(OptionError, match="bucket_bytes must be at least 1; got 0"):
-        zf.layout_of({"w": torch.ones(1)}, bucket_bytes=0)
+        zf.layout.layout_of({"w": torch.ones(1)}, bucket_bytes=0)
 
 
 def test_empty_trees() -> None:
@@ -228,7 +228,7 @@ def test_empty_trees() -> None:
 
 def test_a_tree_that_does_not_fit_is_named() -> None:
     w = torch.ones(2)
-    layout = zf.layout_of({"a": w, "b": w, "c": torch.ones(3)})
+    layout = zf.layout.layout_of({"a": w, "b": w, "c": torch.ones(3)})
     assert len(unique_leaves({"a": w, "b": w, "c": torch.zeros(3)}, layout)) == 2
     with pytest.raises(AliasChanged, match=r"'a' and 'b' shared one tensor and are now two") as caught:
         unique_leaves({"a": w, "b": w.clone(), "c": torch.ones(3)}, layout)

@@ -127,7 +127,7 @@ class Places(NamedTuple):
 def run(group: zf.Group, inner: int | None, places: Places, batches: Any, bucket_bytes: int = 300) -> Any:
     """Run the usual loop on a mesh, or on the group if ``inner`` is ``None``."""
     mesh = group if inner is None else zf.split(group, inner=inner)
-    named = {"all": mesh, "inner": mesh.inner if isinstance(mesh, zf.Mesh) else mesh}
+    named = {"all": mesh, "inner": mesh.inner if isinstance(mesh, zf.collectives.Mesh) else mesh}
     loss, params = models.mlp_loss, models.mlp(num_layers=2)
     if places.params:
         loss = zf.shard_params(loss, named[places.params], schedule=zf.ScheduleOptions(secondary=places.secondary))
@@ -185,7 +185,7 @@ def test_a_mesh_of_one_axis_is_the_group(inner: int) -> None:
 
 @given(path=st.lists(st.sampled_from([(zf.R, "inner"), (zf.R, "all"), (zf.P, "all"), (zf.S, "inner"), (zf.S, "all")]), max_size=5))
 @settings(max_examples=examples(15))
-def test_redistribution(path: list[tuple[zf.Placement, str]]) -> None:
+def test_redistribution(path: list[tuple[zf.placement.Placement, str]]) -> None:
     """Law 3 on two axes: no chain of placements and groups changes a value."""
 
     def main(group: zf.Group) -> None:

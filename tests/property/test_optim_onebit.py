@@ -177,7 +177,7 @@ def test_a_step_sends_by_formula(stage: int) -> None:
         return sent
 
     hop = sum(4 + math.ceil(numel / (8 * size)) for numel in numels)
-    layout = zf.layout_of(params, size, 3000)
+    layout = zf.layout.layout_of(params, size, 3000)
     # With shards of the moments all ranks must learn the exact momentum once.
     whole = 0 if stage == 0 else 4 * sum(layout.shard_numel(bucket) for bucket in range(len(layout.buckets)))
     for sent in zf.simulate(size, main):
@@ -227,7 +227,7 @@ def test_without_bias_correction() -> None:
 
 
 def test_refusals() -> None:
-    group = zf.abstract_group(2)
+    group = zf.collectives.abstract_group(2)
     with pytest.raises(OptionError, match=r"freeze_step is a number of steps, at least 1; got 0"):
         optim.onebit_adam(0.1, freeze_step=0)
     with pytest.raises(OptionError, match=r"b2 lies in \[0, 1.0\); got 1.0"):

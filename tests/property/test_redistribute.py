@@ -17,7 +17,7 @@ from zfun.errors import PlacementError
 from zfun.testing import assert_same_bits, bucket_sizes, check_redistribution, tensors, trees
 
 SIZES = st.sampled_from([1, 2, 3, 4, 7, 16])
-PLACEMENTS = st.sampled_from(list(zf.Placement))
+PLACEMENTS = st.sampled_from(list(zf.placement.Placement))
 TREES = trees(tensors((torch.float32, torch.float64, torch.complex64, torch.bfloat16)), nodes=models.NODES)
 
 
@@ -72,7 +72,7 @@ def test_what_is_sent(size: int) -> None:
         assert len(whole.buffers) > 2
         once = psi * (size - 1) // size
 
-        def sent(value: zf.Flat, placement: zf.Placement) -> int:
+        def sent(value: zf.Flat, placement: zf.placement.Placement) -> int:
             recorded.clear()
             zf.redistribute(value, placement, recorded, name="it")
             assert recorded.bytes_sent() == recorded.bytes_sent("it")
@@ -139,10 +139,10 @@ def test_a_norm_has_the_bits_of_any_way_to_a_value(params: Any, size: int, bucke
         value, same = (partial(params, group, bucket_bytes) for _ in range(2))
         expected = zf.redistribute(same, placement, group, donate=True)
         found = zf.redistribute(value, placement, group, donate=True)
-        assert_same_bits(zf.global_norm(found), zf.global_norm(expected))
+        assert_same_bits(zf.flat.global_norm(found), zf.flat.global_norm(expected))
         # A norm is taken of the values as they are now.
         for flat in (found, expected):
             flat.buffers[0].mul_(2.0)
-        assert_same_bits(zf.global_norm(found), zf.global_norm(expected))
+        assert_same_bits(zf.flat.global_norm(found), zf.flat.global_norm(expected))
 
     zf.simulate(size, main)

@@ -179,7 +179,7 @@ def in_bound(options: dict[str, Any], params: Any, size: int, bucket_bytes: int)
     """Turn a multiple of the smallest bound that is possible into elements."""
     if options["max_live"] is None:
         return options
-    layout = zf.layout_of(params, size, bucket_bytes, options["persistence"])
+    layout = zf.layout.layout_of(params, size, bucket_bytes, options["persistence"])
     total = sum(bucket.padded_numel for bucket in layout.buckets)
     biggest = max(bucket.padded_numel for bucket in layout.buckets)
     return {**options, "max_live": options["max_live"] * biggest + (total if options["persistence"] else 0)}
@@ -308,7 +308,7 @@ def test_ranks_must_agree_on_the_order() -> None:
     def main(group: zf.Group) -> None:
         zf.shard(models.mlp(), group, order=["out", "h.0.w"] if group.rank else None)
 
-    with pytest.raises(zf.SpecMismatch, match=r"leaf \(order\) is that of the tree on rank 0 and out, h.0.w, ... \(\w+\) on rank 1"):
+    with pytest.raises(zf.errors.SpecMismatch, match=r"leaf \(order\) is that of the tree on rank 0 and out, h.0.w, ... \(\w+\) on rank 1"):
         zf.simulate(2, main)
 
 
@@ -350,7 +350,7 @@ def test_what_is_explained_is_sent_on_every_axis(
         mesh: Any = group
         return mesh, mesh.inner if over == "inner" else mesh
 
-    abstract: Any = zf.abstract_group(inner * outer)
+    abstract: Any = zf.collectives.abstract_group(inner * outer)
     _, group = where(abstract if over == "group" else zf.split(abstract, inner))
     options = in_bound({**options, "max_live": None}, params, mesh_of(group).size, bucket_bytes)
     schedule = zf.ScheduleOptions(**options, secondary=over == "secondary")
@@ -383,16 +383,16 @@ def test_what_is_explained_is_sent_on_every_axis(
 
 
 def test_a_schedule_is_priced_for_the_group_that_it_was_traced_for() -> None:
-    x, mesh = torch.ones(2, 5, dtype=torch.float64), zf.split(zf.abstract_group(6), inner=3)
+    x, mesh = torch.ones(2, 5, dtype=torch.float64), zf.split(zf.collectives.abstract_group(6), inner=3)
     made = zf.planner.schedule(zf.planner.trace(models.mlp_loss, models.mlp(), x, mesh))
     with pytest.raises(
-        zf.OptionError, match=r"priced for the group that it was traced for; got one of 6 ranks for <inner axis: rank 0 of 3>"
+        zf.errors.OptionError, match=r"priced for the group that it was traced for; got one of 6 ranks for <inner axis: rank 0 of 3>"
     ):
         zf.planner.explain(made, group=mesh.inner)
     over_parts = zf.planner.schedule(zf.planner.trace(models.mlp_loss, models.mlp(), x, mesh.inner), zf.ScheduleOptions(secondary=True))
-    with pytest.raises(zf.OptionError, match=r"secondary=True gathers over the inner axis of a mesh; got <inner axis: rank 0 of 3>"):
+    with pytest.raises(zf.errors.OptionError, match=r"secondary=True gathers over the inner axis of a mesh; got <inner axis: rank 0 of 3>"):
         zf.planner.explain(over_parts, group=mesh.inner)
-    with pytest.raises(zf.PlacementError, match=r"trace\(\) shards over a mesh or its inner axis; got its outer axis"):
+    with pytest.raises(zf.errors.PlacementError, match=r"trace\(\) shards over a mesh or its inner axis; got its outer axis"):
         zf.planner.trace(models.mlp_loss, models.mlp(), x, mesh.outer)
 
 
@@ -701,7 +701,7 @@ class Tracked(zf.Group):
         self._alive: list[tuple[StorageWeakRef, int]] = []
         self.peak = 0
 
-    def start(self, call: Call, x: Tensor, out: Tensor | None = None) -> zf.Pending:
+    def start(self, call: Call, x: Tensor, out: Tensor | None = None) -> zf.collectives.Pending:
         pending = self._inner.start(call, x, out)
         if call.name == "params" and call.op.kind == "all_gather":
             gathered = pending.wait()
@@ -726,26 +726,26 @@ class Tracked(zf.Group):
     ],
 )
 def test_knobs_are_checked_at_once(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(zf.OptionError, match=message):
+    with pytest.raises(zf.errors.OptionError, match=message):
         zf.simulate(1, lambda group: zf.shard_params(models.mlp_loss, group, schedule=zf.ScheduleOptions(**options)))
 
 
 def test_a_bound_that_cannot_be_kept_is_refused() -> None:
     trace = zf.planner.trace(models.mlp_loss, models.mlp(), torch.ones(2, 5, dtype=torch.float64), 2, bucket_bytes=1, persistence=5)
-    with pytest.raises(zf.OptionError, match=r"max_live must hold the largest bucket .*; got 63, where bucket 0: h.0.w has 64 elements"):
+    with pytest.raises(zf.errors.OptionError, match=r"max_live must hold the largest bucket .*; got 63, where bucket 0: h.0.w has 64 elements"):
         zf.planner.schedule(trace, zf.ScheduleOptions(max_live=63))
-    with pytest.raises(zf.OptionError, match=r"h.0.w has 64 elements with padding and 320 persist; use a larger max_live"):
+    with pytest.raises(zf.errors.OptionError, match=r"h.0.w has 64 elements with padding and 320 persist; use a larger max_live"):
         zf.planner.schedule(trace, zf.ScheduleOptions(max_live=383, persistence=5))
     assert max(zf.planner.schedule(trace, zf.ScheduleOptions(max_live=384, persistence=5)).live()) == 384
 
     def main(group: zf.Group) -> None:
         loss = zf.shard_params(models.mlp_loss, group, schedule=zf.ScheduleOptions(max_live=63))
-        with pytest.raises(zf.OptionError, match="max_live must hold the largest bucket"):
+        with pytest.raises(zf.errors.OptionError, match="max_live must hold the largest bucket"):
             loss(zf.shard(models.mlp(), group, bucket_bytes=1), torch.ones(2, 5, dtype=torch.float64))
 
     zf.simulate(2, main)
     for stage in (0, 1, 2):
-        with pytest.raises(zf.OptionError, match=f"only stage 3 has; got .*max_live=1000000.* at stage {stage}; use stage=3, or leave"):
+        with pytest.raises(zf.errors.OptionError, match=f"only stage 3 has; got .*max_live=1000000.* at stage {stage}; use stage=3, or leave"):
             zf.simulate(
                 1,
                 lambda group, stage=stage: zf.zero(

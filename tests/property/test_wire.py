@@ -192,7 +192,7 @@ def test_a_model_learns_as_it_does_exactly(stage: int, bits: int, near: float) -
 def test_a_step_sends_by_formula(stage: int) -> None:
     def main(group: zf.Group) -> None:
         grads, params = zf.wire.int4(block=64), zf.wire.int8(block=100)
-        layout = zf.layout_of(models.mlp(8, dtype=torch.float32), group.size, 300)
+        layout = zf.layout.layout_of(models.mlp(8, dtype=torch.float32), group.size, 300)
         pieces = [layout.shard_numel(bucket) for bucket in range(len(layout.buckets))]
         _, _, sent = train(group, stage, 2, compression=zf.Compression(params if stage == 3 else None, grads))
         assert len(pieces) > 2
@@ -359,9 +359,9 @@ def test_the_derivative_is_that_of_the_exact_collective() -> None:
     def main(group: zf.Group) -> None:
         weights = torch.arange(4.0) * (group.rank + 1)
         for compressed, exact, numel in (
-            (zf.wire.all_gather, zf.all_gather, 2),
-            (zf.wire.reduce_scatter, zf.reduce_scatter, 8),
-            (zf.wire.all_reduce, zf.all_reduce, 4),
+            (zf.wire.all_gather, zf.collectives.all_gather, 2),
+            (zf.wire.reduce_scatter, zf.collectives.reduce_scatter, 8),
+            (zf.wire.all_reduce, zf.collectives.all_reduce, 4),
         ):
             x = term(group.rank, numel, 1)
             found = torch.func.grad(lambda x, fn=compressed: (fn(x, group, wire) * weights).sum())(x)
@@ -421,7 +421,7 @@ def test_one_bit_is_the_papers(size: int, numel: int, dtype: torch.dtype, seed: 
     given_in, came_out = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
     for step in range(steps):
         terms = [term(rank, numel, seed + step, dtype).to(wide) for rank in range(size)]
-        mean, kept, answers = reference.one_bit(terms, kept, answers, zf.global_norm)
+        mean, kept, answers = reference.one_bit(terms, kept, answers, zf.flat.global_norm)
         for rank in range(size):
             assert_same_bits(results[rank][step], (mean.to(dtype), kept[rank], answers[rank]), f"rank {rank}, step {step}")
         given_in += torch.stack(terms).double().mean(0)
@@ -459,7 +459,7 @@ def test_one_bit_on_one_rank_and_of_what_is_not_finite() -> None:
 
 
 def test_shapes_and_bytes_without_numbers() -> None:
-    group = zf.record(zf.abstract_group(64))
+    group = zf.record(zf.collectives.abstract_group(64))
     wire = zf.wire.int4()
     for op, length in ((AllGather(), 64 * 640), (ReduceScatter(), 10), (AllReduce(), 640)):
         assert zf.wire.start(Call(op), torch.empty(640, device="meta"), group, wire).wait().shape == (length,)
@@ -468,7 +468,7 @@ def test_shapes_and_bytes_without_numbers() -> None:
 
 
 def test_refusals() -> None:
-    group = zf.abstract_group(2)
+    group = zf.collectives.abstract_group(2)
     with pytest.raises(OptionError, match=r"a block is an even number of elements from 2 to 16384; got block=3"):
         zf.wire.int8(block=3)
     with pytest.raises(OptionError, match=r"int8\(\) has no option 'blocks'; did you mean 'block'"):

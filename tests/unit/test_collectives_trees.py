@@ -24,11 +24,11 @@ def _small_tree(rank: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("collective", "started"),
     [
-        (zf.all_reduce, zf.start_all_reduce),
-        (zf.all_gather, zf.start_all_gather),
-        (zf.reduce_scatter, zf.start_reduce_scatter),
-        (zf.all_to_all, zf.start_all_to_all),
-        (functools.partial(zf.broadcast, root=0), functools.partial(zf.start_broadcast, root=0)),
+        (zf.collectives.all_reduce, zf.collectives.start_all_reduce),
+        (zf.collectives.all_gather, zf.collectives.start_all_gather),
+        (zf.collectives.reduce_scatter, zf.collectives.start_reduce_scatter),
+        (zf.collectives.all_to_all, zf.collectives.start_all_to_all),
+        (functools.partial(zf.collectives.broadcast, root=0), functools.partial(zf.collectives.start_broadcast, root=0)),
     ],
     ids=["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"],
 )
@@ -57,9 +57,9 @@ def test_a_tree_goes_as_one_message_for_each_dtype(collective: Any, started: Any
 def test_trees_that_cannot_be_sent() -> None:
     def main(group: zf.Group) -> None:
         with pytest.raises(LeafError, match="leaf 'b' is int"):
-            zf.all_reduce({"a": torch.ones(1), "b": 3}, group)
+            zf.collectives.all_reduce({"a": torch.ones(1), "b": 3}, group)
         with pytest.raises(PlacementError, match=r"got a Flat, which has a placement to go to; call zf.redistribute\(\)"):
-            zf.all_reduce({"a": zf.replicate({"w": torch.ones(1)}, group)}, group)
-        assert zf.all_reduce({}, group) == {}
+            zf.collectives.all_reduce({"a": zf.replicate({"w": torch.ones(1)}, group)}, group)
+        assert zf.collectives.all_reduce({}, group) == {}
 
     zf.simulate(2, main)

@@ -155,7 +155,7 @@ class Case:
     wires: tuple[Callable[[], zf.wire.Wire] | None, Callable[[], zf.wire.Wire] | None] = (None, None)
 
 
-def run_of(case: Case, group: zf.Group) -> zf.Zero:
+def run_of(case: Case, group: zf.Group) -> zf.recipes.Zero:
     secondary = None
     if case.over != "group":
         mesh = zf.split(group, case.inner)
@@ -430,7 +430,7 @@ def test_above_the_state_there_are_a_few_buckets(prefetch: int, loss: Any) -> No
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_between_steps_there_is_the_state_and_nothing_else(stage: int) -> None:
     kept = check(Case(stage, bucket_bytes=16_000)).kept.device
-    padded = sum(slot.padded_numel for slot in zf.layout_of(params(), SIZE, 16_000).buckets)
+    padded = sum(slot.padded_numel for slot in zf.layout.layout_of(params(), SIZE, 16_000).buckets)
     whole = 4 * padded
     assert kept == zf.planner.Held(params=whole // SIZE if stage == 3 else whole, optimizer=2 * whole // (SIZE if stage else 1))
 
@@ -466,7 +466,7 @@ def test_a_loop_of_ones_own_is_measured() -> None:
 
         def step(state: State, batch: Any) -> tuple[State, Any]:
             loss, grads = vg(state.params, batch)
-            zf.global_norm(grads)
+            zf.flat.global_norm(grads)
             return State(*zf.apply(optimizer, grads, state.opt_state, state.params, donate=True)), loss
 
         return types.SimpleNamespace(init=init, step=step)
@@ -497,9 +497,9 @@ def test_a_loss_may_ask_for_numbers() -> None:
 
 def test_numbers_of_steps_and_names_of_buffers_are_checked() -> None:
     make = lambda group: zf.zero(0, loss_fn, ADAMW, group)
-    with pytest.raises(zf.OptionError, match="steps must be at least 1; got 0"):
+    with pytest.raises(zf.errors.OptionError, match="steps must be at least 1; got 0"):
         zf.planner.live_bytes(make, params(), torch.ones(ROWS, WIDTHS[0]), size=2, steps=0)
-    with pytest.raises(zf.OptionError, match="0 <= rank < size; got rank 2, size 2"):
+    with pytest.raises(zf.errors.OptionError, match="0 <= rank < size; got rank 2, size 2"):
         zf.planner.live_bytes(make, params(), torch.ones(ROWS, WIDTHS[0]), size=2, rank=2)
-    with pytest.raises(zf.OptionError, match=r"a buffer is one of params, gathered, .*; got 'weights'"):
+    with pytest.raises(zf.errors.OptionError, match=r"a buffer is one of params, gathered, .*; got 'weights'"):
         Meter().name("weights", torch.ones(1000))

@@ -159,7 +159,7 @@ def test_the_secondary_shard_is_kept_for_backward_only() -> None:
 def test_every_rank_skips_and_norms_count_each_gradient_once(stage: int, axis: str) -> None:
     def main(group: zf.Group, on_mesh: bool) -> Any:
         mesh = zf.split(group, inner=2) if on_mesh else group
-        over = mesh.inner if isinstance(mesh, zf.Mesh) and axis == "inner" else mesh
+        over = mesh.inner if isinstance(mesh, zf.collectives.Mesh) and axis == "inner" else mesh
         z = zf.zero(stage, lambda p, b: models.mlp_loss(p, b[0]) + (p["h"][2]["b"] * b[1]).sum(), optim.adamw(0.05), over)
         state = z.init(models.mlp())
         batch = models.mlp_batches(1, 4)[0][group.rank]
@@ -214,7 +214,7 @@ def test_what_values_say_of_themselves() -> None:
 
 
 def test_planning_needs_no_ranks() -> None:
-    mesh = zf.record(zf.split(zf.abstract_group(4096, rank=17), inner=8))
+    mesh = zf.record(zf.split(zf.collectives.abstract_group(4096, rank=17), inner=8))
     assert (mesh.rank, mesh.inner.size, mesh.outer.size) == (1 * 512 + 2, 8, 512)
     mesh.start(Call(AllGather(), "params"), torch.empty(10, device="meta")).wait()
     assert mesh.bytes_sent(axis="outer") == 40 * 511
@@ -250,7 +250,7 @@ def on_a_mesh(call: Any) -> Any:
     [
         (lambda mesh: zf.data_parallel(zf.value_and_grad(models.mlp_loss), mesh.inner), PlacementError, "got the inner axis of a mesh"),
         (
-            lambda mesh: zf.replicate_grads(zf.data_parallel(zf.value_and_grad(models.mlp_loss), mesh), mesh.outer),
+            lambda mesh: zf.transforms.replicate_grads(zf.data_parallel(zf.value_and_grad(models.mlp_loss), mesh), mesh.outer),
             PlacementError,
             r"replicate_grads\(\) takes the group of its gradients; got the outer axis of a mesh; pass the mesh itself",
         ),
@@ -270,7 +270,7 @@ def on_a_mesh(call: Any) -> Any:
         (lambda mesh: zf.split(mesh, inner=2), OptionError, "takes a group without axes"),
         (lambda mesh: zf.split(mesh.inner, inner=2), OptionError, "takes a group without axes"),
         (lambda mesh: zf.record(mesh.inner), OptionError, r"call zf.record\(mesh\)"),
-        (lambda mesh: zf.Mesh(mesh.inner, mesh.outer), OptionError, "got an axis of another mesh"),
+        (lambda mesh: zf.collectives.Mesh(mesh.inner, mesh.outer), OptionError, "got an axis of another mesh"),
         (
             lambda mesh: zf.redistribute(zf.replicate(models.mlp(), mesh), zf.P, mesh.inner),
             PlacementError,
@@ -297,13 +297,13 @@ def test_errors_of_groups() -> None:
         )
 
     def by_hand(group: zf.Group) -> None:
-        mesh = zf.Mesh(group.subgroup([[0, 1], [2, 3]]), group.subgroup([[0, 2], [1, 3]]))
+        mesh = zf.collectives.Mesh(group.subgroup([[0, 1], [2, 3]]), group.subgroup([[0, 2], [1, 3]]))
         mesh.start(Call(Permute((0, 1, 2, 3))), torch.ones(1)).wait()
 
     with pytest.raises(OptionError, match="a permutation goes along no axis"):
         zf.simulate(4, by_hand)
     with pytest.raises(OptionError, match="has the ranks of the mesh, row after row"):
-        zf.simulate(2, lambda group: zf.Mesh(group, zf.abstract_group(2), group))
+        zf.simulate(2, lambda group: zf.collectives.Mesh(group, zf.collectives.abstract_group(2), group))
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 5])

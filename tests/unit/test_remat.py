@@ -328,7 +328,7 @@ def test_outside_of_shard_params_is_refused() -> None:
         loss = zf.remat(zf.shard_params(loss_of(block), group), policy=policies.matmuls)
         with pytest.warns(UserWarning, match="whole loss"):
             vg = zf.value_and_grad(loss)
-        with pytest.raises(zf.PlacementError, match=r"remat\(\) must be inside shard_params\(\).*shard_params\(remat\(\.\.\.\)\)"):
+        with pytest.raises(zf.errors.PlacementError, match=r"remat\(\) must be inside shard_params\(\).*shard_params\(remat\(\.\.\.\)\)"):
             vg(zf.shard(params(), group), X)
 
     zf.simulate(1, main)
@@ -492,7 +492,9 @@ def test_ranks_with_batches_of_their_own_are_told() -> None:
         vg = zf.data_parallel(zf.value_and_grad(loss_of(zf.remat(block, shard_over=group))), group)
         return vg(params(), X + group.rank)
 
-    with pytest.raises(zf.SpecMismatch, match=r"shard_over takes ranks that hold the same activations.*on rank 1.*leave shard_over out"):
+    with pytest.raises(
+        zf.errors.SpecMismatch, match=r"shard_over takes ranks that hold the same activations.*on rank 1.*leave shard_over out"
+    ):
         zf.simulate(2, main)
 
 
@@ -610,11 +612,13 @@ def test_a_block_that_does_something_else_the_second_time() -> None:
 
 
 def test_wrong_options() -> None:
-    with pytest.raises(zf.OptionError, match=r"remat\(\) takes a function; got int"):
+    with pytest.raises(zf.errors.OptionError, match=r"remat\(\) takes a function; got int"):
         zf.remat(3)  # pyrefly: ignore[bad-argument-type]
-    with pytest.raises(zf.OptionError, match=r"remat\(\) takes a policy, which is a function of \(op, result\); got 'dots'; zf.policies"):
+    with pytest.raises(
+        zf.errors.OptionError, match=r"remat\(\) takes a policy, which is a function of \(op, result\); got 'dots'; zf.policies"
+    ):
         zf.remat(block, policy="dots")  # pyrefly: ignore[bad-argument-type]
-    with pytest.raises(zf.OptionError, match="did you mean 'shard_over'"):
+    with pytest.raises(zf.errors.OptionError, match="did you mean 'shard_over'"):
         zf.remat(block, shard_ove=None)  # pyrefly: ignore[unexpected-keyword]
 
 

@@ -173,7 +173,7 @@ def test_data_parallel_compares_parameters_once() -> None:
     zf.simulate(2, main)
 
 
-@pytest.mark.parametrize("transform", [zf.shard_grads, zf.replicate_grads])
+@pytest.mark.parametrize("transform", [zf.shard_grads, zf.transforms.replicate_grads])
 def test_a_sum_starts_inside_backward(transform: Any) -> None:
     """The first bucket is on its way before backward has come to the last."""
     events: list[str] = []
@@ -217,8 +217,8 @@ def test_replicated_gradients_are_the_sum_of_the_terms() -> None:
 
     def main(group: zf.Group) -> Any:
         terms = zf.data_parallel(zf.value_and_grad(models.mlp_loss), group, bucket_bytes=300)
-        inside = zf.replicate_grads(terms, group)
-        afterwards = zf.replicate_grads(zf.accumulate(terms, 1), group)
+        inside = zf.transforms.replicate_grads(terms, group)
+        afterwards = zf.transforms.replicate_grads(zf.accumulate(terms, 1), group)
         found = [vg(models.mlp(), batches[group.rank]) for vg in (inside, afterwards, terms)]
         assert [grads.placement for _, grads in found] == [zf.R, zf.R, zf.P]
         for loss, grads in found:
@@ -237,9 +237,9 @@ def test_gradients_that_are_summed_are_not_summed_again() -> None:
 
     def main(group: zf.Group) -> None:
         terms = zf.data_parallel(zf.value_and_grad(models.mlp_loss), group)
-        whole, cut = zf.replicate_grads(terms, group), zf.shard_grads(terms, group)
+        whole, cut = zf.transforms.replicate_grads(terms, group), zf.shard_grads(terms, group)
         expected = zf.unshard(whole(models.mlp(), batches[group.rank])[1])
-        for first, then, placement in ((whole, zf.shard_grads, zf.S), (cut, zf.replicate_grads, zf.R)):
+        for first, then, placement in ((whole, zf.shard_grads, zf.S), (cut, zf.transforms.replicate_grads, zf.R)):
             grads = then(first, group)(models.mlp(), batches[group.rank])[1]
             assert grads.placement is placement
             assert_same_bits(zf.unshard(grads), expected)
@@ -405,7 +405,7 @@ def test_a_norm_counts_tied_leaves_once_in_every_form() -> None:
 
     def main(group: zf.Group, bucket_bytes: int) -> Any:
         whole = zf.replicate(grads, group, bucket_bytes=bucket_bytes)
-        return zf.global_norm(grads), zf.global_norm(whole), zf.global_norm(zf.redistribute(whole, zf.S, group))
+        return zf.flat.global_norm(grads), zf.flat.global_norm(whole), zf.flat.global_norm(zf.redistribute(whole, zf.S, group))
 
     found = [norm for size in (1, 2, 3, 7) for size_bytes in (1, 300, 2**20) for run in zf.simulate(size, main, size_bytes) for norm in run]
     assert_same_bits(found, [found[0]] * len(found))

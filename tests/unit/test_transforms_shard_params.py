@@ -85,7 +85,7 @@ def test_a_custom_function_needs_gathered_leaves() -> None:
     def main(group: zf.Group) -> None:
         vg = zf.value_and_grad(zf.shard_params(lambda p, x: _Cube.apply(p["out"]).sum() + models.mlp_loss(p, x), group))
         with pytest.raises(
-            zf.PlacementError, match=r"an autograd.Function takes whole tensors; got the lazy leaf 'out'; call zf.gather\(\)"
+            zf.errors.PlacementError, match=r"an autograd.Function takes whole tensors; got the lazy leaf 'out'; call zf.gather\(\)"
         ) as caught:
             vg(zf.shard(models.mlp(), group), X)
         assert caught.value.leaf == "out"
@@ -306,7 +306,7 @@ def test_prefetch_changes_no_bit_and_no_byte(prefetch: int) -> None:
 
 
 def test_prefetch_is_a_number_of_buckets() -> None:
-    with pytest.raises(zf.OptionError, match="prefetch is a number of buckets; got -1"):
+    with pytest.raises(zf.errors.OptionError, match="prefetch is a number of buckets; got -1"):
         zf.simulate(1, lambda group: zf.shard_params(models.mlp_loss, group, schedule=zf.ScheduleOptions(prefetch=-1)))
 
 

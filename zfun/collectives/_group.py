@@ -80,7 +80,9 @@ class Group(Protocol):
         Raises:
             OptionError: a rank is in no part or in two, or this kind of group is not divisible.
         """
-        raise OptionError(f"{type(self).__name__} cannot be divided; make the groups of its parts and put them together with zf.Mesh()")
+        raise OptionError(
+            f"{type(self).__name__} cannot be divided; make the groups of its parts and put them together with zf.collectives.Mesh()"
+        )
 
     def close(self) -> None:
         """Release connections and threads. A closed group starts nothing more."""

@@ -51,7 +51,7 @@ def run(ranks: int = 2, steps: int = 60, preset: str = "demo", out: Path = Path(
     )
     job = Job(preset, steps)
     limits = {"timeout_s": 300.0 + 60.0 * steps, "collective_timeout_s": 120.0}
-    results = [Result(composition, tuple(zf.spawn(ranks, train, job, composition, **limits))) for composition in COMPOSITIONS]
+    results = [Result(composition, tuple(zf.collectives.spawn(ranks, train, job, composition, **limits))) for composition in COMPOSITIONS]
     found = differences(results)
     picture = draw(results, out / "tradeoff.png", equal=not found)
 

@@ -79,7 +79,7 @@ class RankReport:
 
 
 def train(group: Group, job: Job, composition: Composition) -> RankReport:
-    """Train on one rank; ``zf.spawn`` calls this function in a process per rank."""
+    """Train on one rank; ``zf.collectives.spawn`` calls this function in a process per rank."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // group.size))
     gpt, text = load_example("gpt"), load_example("text")
     source = text.stdlib_bytes()

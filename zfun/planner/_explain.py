@@ -129,7 +129,7 @@ def explain(
         at most 4,224 elements gathered at once, 16,896 bytes
         2 micro-batches, accumulate(shard_grads(vg)): 76,032 bytes sent, 4,224 bytes of gradients held
         2 micro-batches, shard_grads(accumulate(vg)): 63,360 bytes sent, 16,896 bytes of gradients held
-        >>> mesh = zf.split(zf.abstract_group(4), inner=2)
+        >>> mesh = zf.split(zf.collectives.abstract_group(4), inner=2)
         >>> made = zf.planner.schedule(trace, zf.ScheduleOptions(secondary=True))
         >>> found = zf.planner.explain(made, group=mesh, compression=zf.Compression(params=zf.wire.int8()))
         >>> found.bytes_sent("params", axis="outer"), found.bytes_sent("params", axis="inner")

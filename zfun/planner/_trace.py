@@ -46,7 +46,7 @@ def trace(
         trainable: which leaves are trained, by path and leaf; by default all.
         bucket_bytes: where a bucket closes, in bytes.
         persistence: leaves of at most so many elements lie in buckets of their own.
-        order: of the leaves in the buckets, as :func:`zfun.layout_of` takes it.
+        order: of the leaves in the buckets, as :func:`zfun.layout.layout_of` takes it.
         labels: of trained leaves, those of different labels in different buckets, as :func:`zfun.shard` takes it.
         reduce_dtype: of the gradients, as :func:`zfun.data_parallel` takes it; by default that of the parameters, float32 for half types.
 
@@ -104,7 +104,7 @@ def order_of_use(loss: Loss, params: tree.Tree, batch: Any) -> tuple[str, ...]:
         batch: a batch of a rank; of its tensors, too, only shapes and dtypes count.
 
     Returns:
-        The paths, for ``order=`` of :func:`zfun.shard`, :func:`zfun.replicate`, :func:`zfun.zero` and :func:`zfun.layout_of`. Leaves that
+        The paths, for ``order=`` of :func:`zfun.shard`, :func:`zfun.replicate`, :func:`zfun.zero` and :func:`zfun.layout.layout_of`. Leaves that
         are not used are not in it. What a step has recorded, ``ShardedLoss.schedules[0].trace.leaves``, is the same.
 
     Example:

@@ -97,7 +97,9 @@ class ProcessGroup(Group):
         if len(ranks) == 1:
             return None
         if self.make_part is None:
-            raise OptionError("a group over mpi cannot be divided; make torch groups of its parts and put them together with zf.Mesh()")
+            raise OptionError(
+                "a group over mpi cannot be divided; make torch groups of its parts and put them together with zf.collectives.Mesh()"
+            )
         return self.make_part(store, ranks.index(self.rank), len(ranks), [self.global_ranks[rank] for rank in ranks])
 
     def close(self) -> None:

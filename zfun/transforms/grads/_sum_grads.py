@@ -72,7 +72,7 @@ def replicate_grads(vg: Gradient, group: Group) -> Gradient:
         >>> import zfun as zf
         >>> def main(group):
         ...     vg = zf.data_parallel(zf.value_and_grad(lambda params, batch: (params["w"] * batch).sum()), group)
-        ...     loss, grads = zf.replicate_grads(vg, group)({"w": torch.ones(3)}, torch.tensor(float(group.rank)))
+        ...     loss, grads = zf.transforms.replicate_grads(vg, group)({"w": torch.ones(3)}, torch.tensor(float(group.rank)))
         ...     return grads.placement, zf.unshard(grads)["w"]
         >>> zf.simulate(2, main)[0]
         (R, tensor([0.5000, 0.5000, 0.5000]))

@@ -35,7 +35,7 @@ def apply(optimizer: Any, grads: tree.Tree, state: Any, params: tree.Tree, *, do
         state: what ``optimizer.init`` or the last step returned.
         params: a ``Flat`` with placement ``R`` or ``S``, or a tree of tensors.
         donate: let the step take over the buffers of ``state`` and ``params``, which must be flat. They must not be used again: that raises
-            :class:`zfun.DonatedStateError`.
+            :class:`zfun.errors.DonatedStateError`.
 
     Returns:
         New parameters and new state. Without ``donate`` they share no memory with the old ones.

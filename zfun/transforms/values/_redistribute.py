@@ -58,7 +58,7 @@ def shard(
     Args:
         params: a tree of tensors that every rank holds whole, or a ``Flat`` with placement ``R``.
         group: the ranks that share it: a group, a mesh, or the inner axis of one, whose rows then hold the same.
-        bucket_bytes: where a bucket closes, in bytes; see :func:`zfun.layout_of`.
+        bucket_bytes: where a bucket closes, in bytes; see :func:`zfun.layout.layout_of`.
         persistence: leaves of at most so many elements lie in buckets of their own; give :func:`zfun.shard_params` the same number.
         init: ``"check"`` compares tree, shapes, dtypes and values across ranks before anything else is sent; ``"broadcast"`` compares all
             but the values and takes rank 0's.
