@@ -137,7 +137,7 @@ MODULES = [
         "transforms",
         "testing",
         "typing",
-        "wire",
+        "compression",
     )
 ]
 FOREIGN = (

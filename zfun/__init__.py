@@ -2,7 +2,7 @@
 
 from zfun import collectives as collectives
 from zfun import errors as errors
-from zfun import optim, planner, policies, stores, wire
+from zfun import optim, planner, policies, stores, compression
 from zfun.collectives import Group, process_group, record, simulate, split
 from zfun.errors import ZfunError
 from zfun.flat import Flat
@@ -31,7 +31,7 @@ from zfun.transforms import (
     weighted_mean,
 )
 from zfun.tree import combine, partition
-from zfun.wire import Compression
+from zfun.compression import Compression
 
 __all__ = [
     "Compression",
@@ -72,6 +72,6 @@ __all__ = [
     "unshard",
     "value_and_grad",
     "weighted_mean",
-    "wire",
+    "compression",
     "zero",
 ]

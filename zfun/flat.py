@@ -103,7 +103,7 @@ class Flat:
         placement: what each rank holds.
         layout: where each leaf lies.
         group: the ranks that share it. Over the inner axis of a mesh it is replicated over the outer one.
-        wire: the format in which a sum or a gather of the buffers is sent; ``None`` for exactly.
+        codec: of a sum or a gather of the buffers; ``None`` sends them exactly.
 
     Example:
         >>> import zfun as zf
@@ -113,7 +113,7 @@ class Flat:
         Flat(S, rank 1 of 2: 1 leaf, 4 elements in 1 bucket; here 32 of 64 padded elements)
     """
 
-    __slots__ = ("group", "layout", "life", "placement", "wire")
+    __slots__ = ("codec", "group", "layout", "life", "placement")
 
     def __init__(
         self,
@@ -122,13 +122,13 @@ class Flat:
         layout: Layout,
         group: Group,
         *,
-        wire: Any = None,
+        codec: Any = None,
         life: Life | None = None,
     ) -> None:
-        self._fix(life or Life(tuple(buffers)), placement, layout, group, wire)
+        self._fix(life or Life(tuple(buffers)), placement, layout, group, codec)
 
     def _fix(self, *values: Any) -> None:
-        for name, value in zip(("life", "placement", "layout", "group", "wire"), values, strict=True):
+        for name, value in zip(("life", "placement", "layout", "group", "codec"), values, strict=True):
             object.__setattr__(self, name, value)
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
@@ -160,8 +160,8 @@ class Flat:
     def with_buffers(self, buffers: Iterable[Any], placement: Placement | None = None, group: Group | None = None) -> Flat:
         """Return the same layout over other buffers; the same placement and group where no others are given."""
         life = Life(tuple(buffers), self.life.cached if buffers is self.life.buffers else None)
-        wire = self.wire if placement is None or placement is self.placement else None
-        return Flat((), placement or self.placement, self.layout, group or self.group, wire=wire, life=life)
+        codec = self.codec if placement is None or placement is self.placement else None
+        return Flat((), placement or self.placement, self.layout, group or self.group, codec=codec, life=life)
 
     def shard_numel(self, bucket: int) -> int:
         """Return how many elements of a bucket a rank of the group holds when it is sharded."""

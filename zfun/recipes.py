@@ -12,6 +12,7 @@ from torch import Tensor
 
 from zfun import ops, stores, tree
 from zfun.collectives import Group, gather_values, global_ranks, is_symmetric, mesh_of
+from zfun.compression import Codec, Compression
 from zfun.errors import NonFiniteError, OptionError, checked_options
 from zfun.flat import Flat, call_site, consume, flats, global_norm, local_shards, ravel, unravel
 from zfun.layout import DEFAULT_BUCKET_BYTES
@@ -42,7 +43,6 @@ from zfun.transforms import (
     value_and_grad,
 )
 from zfun.typing import Gradient, Loss
-from zfun.wire import Compression, Wire
 
 __all__ = ["Precision", "StepInfo", "Zero", "ZeroState", "zero"]
 
@@ -204,7 +204,7 @@ def zero(
     After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020).
     """
     stores_of = _record("offload", offload, Offload, "Offload(optimizer=zf.stores.host())")
-    codecs = _record("compression", compression, Compression, "Compression(grads=zf.wire.int4())")
+    codecs = _record("compression", compression, Compression, "Compression(grads=zf.compression.int4())")
     options = _record("schedule", schedule, ScheduleOptions, "ScheduleOptions(prefetch=2)")
     counts = {"num_micro_batches": num_micro_batches, "bucket_bytes": bucket_bytes, "max_skipped": max_skipped}
     _check_options(stage, counts, stores_of, codecs, options)
@@ -424,11 +424,11 @@ def _whole_loss(
     frozen: Flat | None,
     store: Store | None,
     schedule: ScheduleOptions,
-    wire: Wire | None,
+    codec: Codec | None,
 ) -> Loss:
     """Return a loss of the trained parameters alone, in the placement in which the stage keeps them."""
     if stage == 3:
-        loss = shard_params(loss_fn, group, frozen=frozen, schedule=schedule, wire=wire)
+        loss = shard_params(loss_fn, group, frozen=frozen, schedule=schedule, compression=codec)
         return loss if store is None else offload_loss(loss, store)
     if frozen is None:
         return loss_fn
@@ -443,11 +443,13 @@ def _gradient(
     policy: Precision,
     bucket_bytes: int,
     store: Store | None,
-    wire: Wire | None,
+    codec: Codec | None,
     *,
     once: bool,
 ) -> Gradient:
-    vg: Gradient = data_parallel(value_and_grad(loss), mesh_of(group), reduce_dtype=policy.reduce, bucket_bytes=bucket_bytes, wire=wire)
+    vg: Gradient = data_parallel(
+        value_and_grad(loss), mesh_of(group), reduce_dtype=policy.reduce, bucket_bytes=bucket_bytes, compression=codec
+    )
     if stage >= 2:
         vg = shard_grads(vg, group)
     elif stage == 0 and once:

@@ -99,8 +99,8 @@ def compressed(group: zf.Group) -> Any:
     """Compressed communication: stages 0 and 3, micro-batches, error feedback, collectives."""
     found: list[Any] = []
     for stage in (0, 3):
-        feedback = zf.wire.error_feedback(reset=3)
-        grads, params = zf.wire.int4(block=32, feedback=feedback), zf.wire.int8(block=32) if stage == 3 else None
+        feedback = zf.compression.error_feedback(reset=3)
+        grads, params = zf.compression.int4(block=32, feedback=feedback), zf.compression.int8(block=32) if stage == 3 else None
         z = zf.zero(
             stage, models.mlp_loss, optim.adamw(0.05), group, bucket_bytes=300, compression=zf.Compression(grads=grads, params=params)
         )
@@ -113,8 +113,8 @@ def compressed(group: zf.Group) -> Any:
         mine = torch.cat([kept[place].double().view(-1) for place in sorted(kept)])
         found.append((z.params(state), sorted(kept), zf.collectives.all_reduce(mine, group)))
     x = torch.linspace(-1, 1, 64 * group.size) * (group.rank + 1)
-    for fn in (zf.wire.all_gather, zf.wire.reduce_scatter, zf.wire.all_reduce):
-        part = fn(x, group, zf.wire.int4(block=10))
+    for fn in (zf.compression.all_gather, zf.compression.reduce_scatter, zf.compression.all_reduce):
+        part = fn(x, group, zf.compression.int4(block=10))
         found.append(zf.collectives.all_gather(part, group))
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         worker = server = None
@@ -122,7 +122,7 @@ def compressed(group: zf.Group) -> Any:
             terms = torch.linspace(-1, 1, numel).to(dtype) * (group.rank + 1)
             if worker is not None and worker.numel() != numel:
                 worker = server = None
-            mean, worker, server = zf.wire.compressed_all_reduce(terms, worker, server, group)
+            mean, worker, server = zf.compression.compressed_all_reduce(terms, worker, server, group)
             found.append((mean, zf.collectives.all_reduce(worker, group), server.square().sum()))
     return found
 

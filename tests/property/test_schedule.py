@@ -312,11 +312,11 @@ def test_ranks_must_agree_on_the_order() -> None:
         zf.simulate(2, main)
 
 
-WIRES = st.one_of(st.none(), st.builds(zf.wire.int8, block=st.just(16)), st.builds(zf.wire.int4, block=st.just(64)))
+CODECS = st.one_of(st.none(), st.builds(zf.compression.int8, block=st.just(16)), st.builds(zf.compression.int4, block=st.just(64)))
 
 
 def with_table(params: Any, x: Tensor) -> Tensor:
-    """A network with leaves of several dtypes, one of which no wire format can round."""
+    """A network with leaves of several dtypes, one of which no codec can round."""
     x = x[:, params["table"]]
     for layer in params["h"]:
         x = torch.tanh(x @ layer["w"].to(x.dtype) + layer["b"])
@@ -327,14 +327,14 @@ def with_table(params: Any, x: Tensor) -> Tensor:
 @given(
     shape=st.sampled_from([(2, 2), (1, 2), (2, 1), (3, 2), (2, 3), (1, 1)]),
     over=st.sampled_from(["group", "inner", "mesh", "secondary"]),
-    wires=st.tuples(WIRES, WIRES),
+    codecs=st.tuples(CODECS, CODECS),
     compute=st.sampled_from([None, torch.float32]),
     half=st.booleans(),
     bucket_bytes=st.sampled_from([1, 300, 2**20]),
     options=knobs(),
 )
 def test_what_is_explained_is_sent_on_every_axis(
-    shape: tuple[int, int], over: str, wires: Any, compute: Any, half: bool, bucket_bytes: int, options: dict[str, Any]
+    shape: tuple[int, int], over: str, codecs: Any, compute: Any, half: bool, bucket_bytes: int, options: dict[str, Any]
 ) -> None:
     """Each collective by itself: its kind, axis and bytes, of which buckets, in what order in its lane."""
     inner, outer = shape
@@ -354,7 +354,7 @@ def test_what_is_explained_is_sent_on_every_axis(
     _, group = where(abstract if over == "group" else zf.split(abstract, inner))
     options = in_bound({**options, "max_live": None}, params, mesh_of(group).size, bucket_bytes)
     schedule = zf.ScheduleOptions(**options, secondary=over == "secondary")
-    compression = zf.Compression(*wires)
+    compression = zf.Compression(*codecs)
     precision = zf.Precision(compute=compute)
     loss = with_table if compute is None else zf.cast(with_table, compute)
     layout: dict[str, Any] = {"bucket_bytes": bucket_bytes, "persistence": options["persistence"]}

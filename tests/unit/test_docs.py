@@ -20,7 +20,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("[!_]*/*.md"))]
-PUBLIC = ["zfun", "zfun.errors", "zfun.optim", "zfun.policies", "zfun.stores", "zfun.collectives", "zfun.wire", "zfun.testing"]
+PUBLIC = ["zfun", "zfun.errors", "zfun.optim", "zfun.policies", "zfun.stores", "zfun.collectives", "zfun.compression", "zfun.testing"]
 # Functions without an example in the docstring, because an example would be too long. A page of
 # docs/ or a test has one.
 WITHOUT_EXAMPLE = {"zfun.collectives.spawn", "zfun.stores.fetch", "zfun.stores.resident"}

@@ -170,7 +170,7 @@ untyped: Any = zf
             r"offload is a zf.Offload or None; got .*; write zf.Offload\(optimizer=zf.stores.host\(\)\)",
         ),
         (
-            lambda g: untyped.zero(1, models.mlp_loss, optim.sgd(0.1), g, compression=zf.wire.int8()),
+            lambda g: untyped.zero(1, models.mlp_loss, optim.sgd(0.1), g, compression=zf.compression.int8()),
             r"compression is a zf.Compression or None; got .*; write zf.Compression\(grads=",
         ),
         (

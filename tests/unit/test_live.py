@@ -122,13 +122,13 @@ BY_HAND = (lambda params: tree.map(torch.zeros_like, params), stepped_by_hand)
 SCALED = zf.Precision(reduce=torch.bfloat16, loss_scale=2.0)
 
 
-def slowly() -> zf.wire.Wire:
-    return zf.wire.int4(feedback=zf.wire.error_feedback())
+def slowly() -> zf.compression.Codec:
+    return zf.compression.int4(feedback=zf.compression.error_feedback())
 
 
-def at_once() -> zf.wire.Wire:
+def at_once() -> zf.compression.Codec:
     # Blocks that end anywhere.
-    return zf.wire.int8(block=34, feedback=zf.wire.error_feedback(err_beta=0.0))
+    return zf.compression.int8(block=34, feedback=zf.compression.error_feedback(err_beta=0.0))
 
 
 @dataclass(frozen=True)
@@ -152,17 +152,15 @@ class Case:
     secondary: bool = False
     steps: int = 2
     # The formats in which parameters and gradients are sent; each run has a feedback of its own.
-    wires: tuple[Callable[[], zf.wire.Wire] | None, Callable[[], zf.wire.Wire] | None] = (None, None)
+    codecs: tuple[Callable[[], zf.compression.Codec] | None, Callable[[], zf.compression.Codec] | None] = (None, None)
 
 
 def run_of(case: Case, group: zf.Group) -> zf.recipes.Zero:
-    secondary = None
     if case.over != "group":
         mesh = zf.split(group, case.inner)
-        group, secondary = (mesh if case.over == "mesh" else mesh.inner), mesh.inner if case.secondary else None
-    wires = {name: make() for name, make in zip(("wire_params", "wire_grads"), case.wires, strict=True) if make is not None}
-    options: dict[str, Any] = {**wires, **dict(case.knobs)}
-    options |= dict.fromkeys(case.offload, zf.stores.host(pin=False))
+        group = mesh if case.over == "mesh" else mesh.inner
+    host = zf.stores.host(pin=False)
+    codecs = {name: make() for name, make in zip(("params", "grads"), case.codecs, strict=True) if make is not None}
     return zf.zero(
         case.stage,
         case.loss,
@@ -173,8 +171,9 @@ def run_of(case: Case, group: zf.Group) -> zf.recipes.Zero:
         num_micro_batches=case.num_micro_batches,
         donate=case.donate,
         trainable=case.trainable,
-        secondary=secondary,
-        **options,
+        schedule=zf.ScheduleOptions(secondary=case.secondary, **dict(case.knobs)),
+        offload=zf.Offload(**dict.fromkeys(case.offload, host)),
+        compression=zf.Compression(**codecs),
     )
 
 
@@ -231,15 +230,15 @@ def check(case: Case) -> Live:
 @pytest.mark.parametrize("precision", [None, torch.bfloat16])
 @pytest.mark.parametrize("donate", [True, False])
 def test_live_bytes_are_what_is_held(stage: int, precision: Any, donate: bool) -> None:
-    for offload in [(), ("offload_optimizer",)]:
+    for offload in [(), ("optimizer",)]:
         check(Case(stage, offload=offload, precision=precision, donate=donate))
 
 
 CASES = {
     "one micro-batch after the other": [Case(stage, num_micro_batches=3) for stage in (0, 1, 2, 3)],
-    "gradients in a store": [Case(stage, offload=("offload_grads",), num_micro_batches=2) for stage in (0, 1, 2, 3)],
+    "gradients in a store": [Case(stage, offload=("grads",), num_micro_batches=2) for stage in (0, 1, 2, 3)],
     "everything in a store": [
-        Case(3, offload=("offload_params", "offload_grads", "offload_optimizer"), precision=precision, donate=donate)
+        Case(3, offload=("params", "grads", "optimizer"), precision=precision, donate=donate)
         for precision, donate in ((None, True), (torch.bfloat16, False))
     ],
     "blocks computed again": [Case(3, loss=recomputed), Case(3, loss=recomputed, precision=torch.bfloat16), Case(2, loss=recomputed)],
@@ -256,7 +255,7 @@ CASES = {
         Case(3, precision=zf.Precision(compute=torch.bfloat16)),
         Case(3, precision=zf.Precision(param=torch.bfloat16, compute=torch.float32, master=torch.float32), donate=False),
     ],
-    "over a mesh": [Case(stage, over="mesh", offload=("offload_optimizer",) if stage else ()) for stage in (0, 1, 2, 3)],
+    "over a mesh": [Case(stage, over="mesh", offload=("optimizer",) if stage else ()) for stage in (0, 1, 2, 3)],
     "over its inner axis": [Case(stage, over="inner", num_micro_batches=stage % 2 + 1) for stage in (0, 1, 2, 3)],
     "long sums over a mesh": [Case(stage, over="mesh", bucket_bytes=2**20) for stage in (0, 1)],
     "secondary shards": [
@@ -282,35 +281,35 @@ CASES = {
     ],
     "what a step of an optimizer makes on the way": [
         *(Case(stage, optimizer=CLIPPED, donate=stage % 2 == 0) for stage in (0, 1, 2, 3)),
-        Case(3, optimizer=CLIPPED, precision=torch.bfloat16, offload=("offload_optimizer", "offload_params")),
-        Case(0, optimizer=BY_HAND, offload=("offload_optimizer",)),
+        Case(3, optimizer=CLIPPED, precision=torch.bfloat16, offload=("optimizer", "params")),
+        Case(0, optimizer=BY_HAND, offload=("optimizer",)),
         Case(1, optimizer=BY_HAND),
         Case(3, optimizer=BY_HAND, precision=torch.bfloat16, donate=False),
     ],
     "loss scales": [
         *(Case(stage, precision=SCALED, donate=stage % 2 == 0) for stage in (0, 1, 2, 3)),
-        Case(3, precision=SCALED, offload=("offload_grads",), num_micro_batches=2, optimizer=CLIPPED),
+        Case(3, precision=SCALED, offload=("grads",), num_micro_batches=2, optimizer=CLIPPED),
         Case(3, precision=dataclasses.replace(SCALED, loss_scale=1.0)),
         Case(2, precision=zf.Precision(torch.float16, torch.float16, torch.float32, torch.float32, 8.0)),
     ],
     "in few bits": [
-        *(Case(stage, wires=(None, zf.wire.int4), offload=("offload_grads",), num_micro_batches=2) for stage in (0, 1, 2)),
-        Case(3, wires=(zf.wire.int8, None), trainable=not_third, knobs=(("prefetch", 3),)),
-        Case(3, wires=(zf.wire.int8, zf.wire.int4), precision=torch.bfloat16, loss=recomputed, donate=False),
-        Case(3, wires=(zf.wire.int8, zf.wire.int4), precision=SCALED, knobs=(("persistence", 100), ("max_live", 9000)), bucket_bytes=1),
-        Case(3, wires=(zf.wire.int8, slowly), steps=1, knobs=(("prefetch", 0),)),
+        *(Case(stage, codecs=(None, zf.compression.int4), offload=("grads",), num_micro_batches=2) for stage in (0, 1, 2)),
+        Case(3, codecs=(zf.compression.int8, None), trainable=not_third, knobs=(("prefetch", 3),)),
+        Case(3, codecs=(zf.compression.int8, zf.compression.int4), precision=torch.bfloat16, loss=recomputed, donate=False),
+        Case(3, codecs=(zf.compression.int8, zf.compression.int4), precision=SCALED, knobs=(("persistence", 100), ("max_live", 9000)), bucket_bytes=1),
+        Case(3, codecs=(zf.compression.int8, slowly), steps=1, knobs=(("prefetch", 0),)),
     ],
     "with what messages lost": [
-        *(Case(stage, wires=(None, slowly if stage % 2 else at_once)) for stage in (0, 1, 2)),
-        Case(3, wires=(None, slowly), precision=zf.Precision(reduce=torch.bfloat16), num_micro_batches=2),
-        Case(2, wires=(None, slowly), steps=1, num_micro_batches=2),
+        *(Case(stage, codecs=(None, slowly if stage % 2 else at_once)) for stage in (0, 1, 2)),
+        Case(3, codecs=(None, slowly), precision=zf.Precision(reduce=torch.bfloat16), num_micro_batches=2),
+        Case(2, codecs=(None, slowly), steps=1, num_micro_batches=2),
     ],
     "in few bits over a mesh": [
-        *(Case(stage, over="mesh", wires=(None, slowly)) for stage in (0, 1, 2)),
-        *(Case(stage, over="inner", wires=(None, at_once)) for stage in (0, 1, 2)),
-        Case(3, over="mesh", secondary=True, wires=(zf.wire.int8, slowly), precision=torch.bfloat16),
-        Case(3, over="inner", wires=(zf.wire.int8, zf.wire.int4)),
-        *(Case(stage, over="inner", inner=inner, wires=(None, slowly)) for stage, inner in ((1, 1), (2, 4))),
+        *(Case(stage, over="mesh", codecs=(None, slowly)) for stage in (0, 1, 2)),
+        *(Case(stage, over="inner", codecs=(None, at_once)) for stage in (0, 1, 2)),
+        Case(3, over="mesh", secondary=True, codecs=(zf.compression.int8, slowly), precision=torch.bfloat16),
+        Case(3, over="inner", codecs=(zf.compression.int8, zf.compression.int4)),
+        *(Case(stage, over="inner", inner=inner, codecs=(None, slowly)) for stage, inner in ((1, 1), (2, 4))),
     ],
     "axes of one rank": [
         *(Case(stage, over="mesh", inner=inner) for stage in (0, 1, 2, 3) for inner in (1, SIZE)),
@@ -319,8 +318,8 @@ CASES = {
         Case(3, over="inner", inner=1, knobs=(("persistence", 100),), trainable=not_third),
     ],
     "one rank": [
-        *(Case(stage, size=1, offload=("offload_grads",)) for stage in (0, 1, 2, 3)),
-        Case(3, size=1, precision=zf.Precision(compute=torch.bfloat16), wires=(zf.wire.int8, slowly)),
+        *(Case(stage, size=1, offload=("grads",)) for stage in (0, 1, 2, 3)),
+        Case(3, size=1, precision=zf.Precision(compute=torch.bfloat16), codecs=(zf.compression.int8, slowly)),
     ],
     "whole leaves": [
         *(Case(stage, optimizer=MUON, num_micro_batches=stage % 2 + 1) for stage in (0, 1, 2, 3)),
@@ -347,7 +346,7 @@ CASES = {
         Case(0, optimizer=BY_LABEL),
         Case(2, optimizer=BY_LABEL, donate=False),
         Case(3, optimizer=BY_LABEL, precision=torch.bfloat16, trainable=not_third, tied=True),
-        Case(3, optimizer=BY_LABEL, over="mesh", donate=False, offload=("offload_optimizer",)),
+        Case(3, optimizer=BY_LABEL, over="mesh", donate=False, offload=("optimizer",)),
     ],
 }
 
@@ -382,7 +381,7 @@ OPTIMIZERS = [
 def cases(draw: st.DrawFn) -> Case:
     one_of = lambda *values: draw(st.sampled_from(values))
     stage, over, size = one_of(0, 1, 2, 3, 3), one_of("group", "mesh", "inner"), one_of(1, 2, SIZE)
-    stores = ("offload_optimizer", "offload_grads", *(("offload_params",) if stage == 3 else ()))
+    stores = ("optimizer", "grads", *(("params",) if stage == 3 else ()))
     knobs: dict[str, Any] = {}
     if stage == 3:
         knobs = {"prefetch": one_of(0, 1, 2, 3), "persistence": one_of(0, 30, 100, 2000), "max_persistent": one_of(None, 200, 3000)}
@@ -405,7 +404,7 @@ def cases(draw: st.DrawFn) -> Case:
         rank=draw(st.integers(0, size - 1)),
         secondary=stage == 3 and over == "mesh" and one_of(False, True),
         steps=one_of(1, 2, 2, 3),
-        wires=(one_of(None, zf.wire.int8) if stage == 3 else None, one_of(None, zf.wire.int4, slowly, at_once)),
+        codecs=(one_of(None, zf.compression.int8) if stage == 3 else None, one_of(None, zf.compression.int4, slowly, at_once)),
     )
 
 
@@ -437,7 +436,7 @@ def test_between_steps_there_is_the_state_and_nothing_else(stage: int) -> None:
 
 def test_stores_are_counted_apart_from_an_accelerator() -> None:
     """On ``meta``, which stands for a device, the state of an offloaded optimizer is in host memory and goes there again."""
-    case = Case(2, offload=("offload_optimizer",))
+    case = Case(2, offload=("optimizer",))
     batch = torch.ones(ROWS, WIDTHS[0])
     found = {
         device: zf.planner.live_bytes(functools.partial(run_of, case), params(), batch, size=SIZE, device=device)

@@ -456,9 +456,9 @@ def test_master_weights_start_from_what_was_rounded(stage: int, init: str) -> No
     params = made(1.0)
 
     def run(group: zf.Group) -> Any:
-        options = {"precision": BF16, "bucket_bytes": 100, "init": init, "trainable": lambda path, leaf: path != "frozen"}
-        zero = zf.zero(stage, loss_fn, optim.adamw(0.1), group, **options)
-        state = zero.init(params if init == "check" or group.rank == 0 else made(2.0))
+        trainable = lambda path, leaf: path != "frozen"
+        zero = zf.zero(stage, loss_fn, optim.adamw(0.1), group, precision=BF16, bucket_bytes=100, trainable=trainable)
+        state = zero.init(params if init == "check" or group.rank == 0 else made(2.0), init=init)
         master = state.opt_state.master
         spare = [buffer.untyped_storage().nbytes() - buffer.nbytes for buffer in master.buffers]
         return zf.unshard(master) if stage else zf.flat.unravel(master), zero.params(state), spare

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zfun import ops, tree, wire
+from zfun import compression, ops, tree
 from zfun.errors import OptionError, PlacementError, checked_options
 from zfun.flat import Flat, local_shards
 from zfun.layout import Layout
@@ -74,8 +74,8 @@ def onebit_adam(
     The first T = ``freeze_step`` steps are those of :func:`adamw`, to the last bit. From then on, with the gradient gᵢ of rank i,
     ``m = compressed mean of (b1 m + (1 - b1) gᵢ)`` and
     ``p = p - learning_rate ((m / (1 - b1ᵗ)) / (√(v / (1 - b2ᵀ)) + eps) + weight_decay p)``. Each leaf is sent by itself, by
-    :func:`zfun.wire.compressed_all_reduce`: signs, a scale, and what the last messages lost. An element that had no gradient in the warm-up
-    has no v to be divided by, and stays where it is.
+    :func:`zfun.compression.compressed_all_reduce`: signs, a scale, and the loss of the last messages. An element without gradient in the
+    warm-up has no v to be divided by, and stays where it is.
 
     The compressed steps take the terms of the gradient (``P``), as :func:`zfun.data_parallel` gives them: stages 0 and 1, and ``zf.zero(2,
     ...)``, which leaves the sum out of backward then. Every rank keeps a whole value of what its messages lost, and so stage 3 is refused:
@@ -216,10 +216,12 @@ def _no_errors(params: Tree) -> tuple[Any, Any, Any]:
     worker = [zeros(slot.padded_numel, dtype=dtype) for slot, dtype in zip(layout.buckets, dtypes, strict=True)]
     numels = [_numels(layout, bucket) for bucket in range(len(layout.buckets))]
     server = tuple(
-        zeros(sum(chunk.stop - chunk.start for chunk in (wire.own_chunk(n, group) for n in found)), dtype=dtype)
+        zeros(sum(chunk.stop - chunk.start for chunk in (compression.own_chunk(n, group) for n in found)), dtype=dtype)
         for found, dtype in zip(numels, dtypes, strict=True)
     )
-    answers = [zeros(wire.packed_bytes(found, group.size, dtype), dtype=torch.uint8) for found, dtype in zip(numels, dtypes, strict=True)]
+    answers = [
+        zeros(compression.packed_bytes(found, group.size, dtype), dtype=torch.uint8) for found, dtype in zip(numels, dtypes, strict=True)
+    ]
     return Flat(worker, P, layout, group), server, tuple(answers) if params.placement is S else None
 
 
@@ -249,13 +251,13 @@ def _summed(
     for bucket, buffers in enumerate(zip(workers, before, grads.buffers, strict=True)):
         rows = zip(*(_views(x, layout, bucket) for x in buffers), strict=True)
         terms = (_compensated(worker, momentum, grad, first, group.size) for worker, momentum, grad in rows)
-        sent.append(wire.send_signs(terms, group, *labels[bucket]))
+        sent.append(compression.send_signs(terms, group, *labels[bucket]))
     del before
     numels = [_numels(layout, bucket) for bucket in range(len(layout.buckets))]
     asked = []
     for bucket, pending in enumerate(sent):
         kept = _own_chunks(servers[bucket], layout, bucket, group, embedded=isinstance(state.server_error, Flat))
-        asked.append(wire.answer_signs(pending.wait(), kept, numels[bucket], group, *labels[bucket]))
+        asked.append(compression.answer_signs(pending.wait(), kept, numels[bucket], group, *labels[bucket]))
     answers = tuple(pending.wait() for pending in asked)
     whole = [
         _read(packed, layout, bucket, group.size, worker.dtype, mu.dtype)
@@ -286,7 +288,7 @@ def _whole_momentum(state: OneBitState, params: Flat, size: int, *, is_first: bo
 def _read(packed: Tensor, layout: Layout, bucket: int, size: int, dtype: torch.dtype, out: torch.dtype) -> Tensor:
     """A whole bucket of answers."""
     whole = torch.zeros(layout.buckets[bucket].padded_numel, dtype=out, device=packed.device)
-    means = wire.read_signs(packed, _numels(layout, bucket), size, dtype, out)
+    means = compression.read_signs(packed, _numels(layout, bucket), size, dtype, out)
     for view, mean in zip(_views(whole, layout, bucket), means, strict=True):
         view.copy_(mean)
     return whole
@@ -294,7 +296,7 @@ def _read(packed: Tensor, layout: Layout, bucket: int, size: int, dtype: torch.d
 
 def _own_chunks(server: Tensor, layout: Layout, bucket: int, group: Any, *, embedded: bool) -> list[Tensor]:
     """View what this rank's answers lost: its chunks lie one after the other, or where they lie in whole leaves."""
-    chunks = [wire.own_chunk(numel, group) for numel in _numels(layout, bucket)]
+    chunks = [compression.own_chunk(numel, group) for numel in _numels(layout, bucket)]
     if embedded:
         return [view[chunk] for view, chunk in zip(_views(server, layout, bucket), chunks, strict=True)]
     return list(server.split([chunk.stop - chunk.start for chunk in chunks]))

@@ -10,7 +10,7 @@ from zfun.collectives import Group, abstract_group, mesh_of
 from zfun.errors import OptionError, checked_options
 from zfun.planner._price import Hop, price_of_gather, price_of_sum
 from zfun.transforms import MAX_IN_FLIGHT, Phase, Schedule, TracedBucket, secondary_of
-from zfun.wire import Compression, Wire
+from zfun.compression import Compression, Codec
 
 __all__ = ["Accumulation", "Explanation", "Message", "explain", "reductions_of"]
 
@@ -20,7 +20,7 @@ class Message:
     """One collective of a step, or what it is on one axis of a mesh.
 
     Attributes:
-        kind: ``"all_gather"`` or ``"reduce_scatter"``; on a mesh also ``"all_reduce"``, in a wire format ``"all_to_all"``.
+        kind: ``"all_gather"`` or ``"reduce_scatter"``; on a mesh also ``"all_reduce"``, with a codec ``"all_to_all"``.
         name: ``"params"`` or ``"grads"``, as in the records of :func:`zfun.record`.
         bucket: index of the bucket.
         label: its name.
@@ -131,7 +131,7 @@ def explain(
         2 micro-batches, shard_grads(accumulate(vg)): 63,360 bytes sent, 16,896 bytes of gradients held
         >>> mesh = zf.split(zf.collectives.abstract_group(4), inner=2)
         >>> made = zf.planner.schedule(trace, zf.ScheduleOptions(secondary=True))
-        >>> found = zf.planner.explain(made, group=mesh, compression=zf.Compression(params=zf.wire.int8()))
+        >>> found = zf.planner.explain(made, group=mesh, compression=zf.Compression(params=zf.compression.int8()))
         >>> found.bytes_sent("params", axis="outer"), found.bytes_sent("params", axis="inner")
         (1076, 10600)
     """
@@ -173,19 +173,19 @@ class _Prices(NamedTuple):
 
     group: Group
     secondary: Group | None
-    wire_params: Wire | None
-    wire_grads: Wire | None
+    codec_of_params: Codec | None
+    codec_of_grads: Codec | None
 
     def gather(self, bucket: TracedBucket, phase: Phase) -> list[Hop]:
-        wire = self.wire_params if bucket.is_floating else None
+        codec = self.codec_of_params if bucket.is_floating else None
         if phase == "backward" and self.secondary is not None:
             # What was kept of the bucket as it came.
-            itemsize = bucket.sent_itemsize if wire is None else bucket.itemsize
+            itemsize = bucket.sent_itemsize if codec is None else bucket.itemsize
             return price_of_gather(bucket.numel // self.secondary.size, itemsize, self.secondary, None)
-        return price_of_gather(bucket.numel // self.group.size, bucket.sent_itemsize, self.group, wire)
+        return price_of_gather(bucket.numel // self.group.size, bucket.sent_itemsize, self.group, codec)
 
     def sum(self, bucket: TracedBucket) -> list[Hop]:
-        return price_of_sum(bucket.numel, bucket.grad_itemsize, self.group, self.wire_grads)
+        return price_of_sum(bucket.numel, bucket.grad_itemsize, self.group, self.codec_of_grads)
 
 
 def _messages(schedule: Schedule, prices: _Prices) -> Iterator[Message]:

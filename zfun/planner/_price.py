@@ -1,6 +1,6 @@
 """What each rank sends for a gather or a sum, hop by hop: closed forms.
 
-They are written down from what a mesh and a wire format are ([Note: two axes], [Note: what travels]), and a test holds them to what real
+They are written down from what a mesh and a codec are ([Note: two axes], [Note: what travels]), and a test holds them to what real
 steps send. Both price functions take elements, the bytes of each as it is sent exactly, a group (a mesh or the inner axis of one, too), and
 in which format it is sent; they return the hops in order.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from zfun.collectives import AllGather, AllReduce, AllToAll, Group, Mesh, Op, ReduceScatter, axis_of, mesh_of
-from zfun.wire import Wire
+from zfun.compression import Codec
 
 __all__ = ["Hop", "price_of_gather", "price_of_sum"]
 
@@ -29,7 +29,7 @@ class Hop(NamedTuple):
     sent_bytes: int
 
 
-def price_of_gather(numel: int, itemsize: int, group: Group, wire: Wire | None) -> list[Hop]:
+def price_of_gather(numel: int, itemsize: int, group: Group, codec: Codec | None) -> list[Hop]:
     """Price a gather (``S -> R``) of shards of so many elements.
 
     Example:
@@ -37,14 +37,14 @@ def price_of_gather(numel: int, itemsize: int, group: Group, wire: Wire | None) 
         >>> price_of_gather(64, 4, split(abstract_group(6), inner=3), None)
         [Hop(kind='all_gather', axis='outer', sent_bytes=256), Hop(kind='all_gather', axis='inner', sent_bytes=1024)]
     """
-    nbytes = numel * itemsize if wire is None else wire.message_bytes(numel)
+    nbytes = numel * itemsize if codec is None else codec.message_bytes(numel)
     if not isinstance(group, Mesh):
         return [_hop(AllGather(), group, nbytes, itemsize)]
     outer = _hop(AllGather(), group.outer, nbytes, itemsize)
     return _sent([outer, _hop(AllGather(), group.inner, nbytes * group.outer.size, itemsize)])
 
 
-def price_of_sum(numel: int, itemsize: int, group: Group, wire: Wire | None) -> list[Hop]:
+def price_of_sum(numel: int, itemsize: int, group: Group, codec: Codec | None) -> list[Hop]:
     """Price a sum of so many elements over the mesh of a group, cut over the group (``P -> S``).
 
     Example:
@@ -54,24 +54,24 @@ def price_of_sum(numel: int, itemsize: int, group: Group, wire: Wire | None) -> 
     """
     mesh = mesh_of(group)
     if not isinstance(mesh, Mesh):
-        return [_scatter(numel, itemsize, group, wire)]
+        return [_scatter(numel, itemsize, group, codec)]
     row = numel // mesh.inner.size
-    first = _scatter(numel, itemsize, mesh.inner, wire)
+    first = _scatter(numel, itemsize, mesh.inner, codec)
     if group is mesh:
-        return _sent([first, _scatter(row, itemsize, mesh.outer, wire)])
-    if wire is None:
+        return _sent([first, _scatter(row, itemsize, mesh.outer, codec)])
+    if codec is None:
         return _sent([first, _hop(AllReduce(), mesh.outer, row * itemsize, itemsize)])
     # An all-reduce in few bits: each rank of the column sums a piece, and all of them gather the sums, written anew.
     piece = -(-row // mesh.outer.size)
     return _sent(
-        [first, _scatter(piece * mesh.outer.size, itemsize, mesh.outer, wire), *price_of_gather(piece, itemsize, mesh.outer, wire)]
+        [first, _scatter(piece * mesh.outer.size, itemsize, mesh.outer, codec), *price_of_gather(piece, itemsize, mesh.outer, codec)]
     )
 
 
-def _scatter(numel: int, itemsize: int, group: Group, wire: Wire | None) -> Hop:
-    if wire is None:
+def _scatter(numel: int, itemsize: int, group: Group, codec: Codec | None) -> Hop:
+    if codec is None:
         return _hop(ReduceScatter(), group, numel * itemsize, itemsize)
-    return _hop(AllToAll(), group, wire.message_bytes(numel // group.size) * group.size, itemsize)
+    return _hop(AllToAll(), group, codec.message_bytes(numel // group.size) * group.size, itemsize)
 
 
 def _hop(op: Op, group: Group, nbytes: int, itemsize: int) -> Hop:

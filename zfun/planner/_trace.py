@@ -104,8 +104,8 @@ def order_of_use(loss: Loss, params: tree.Tree, batch: Any) -> tuple[str, ...]:
         batch: a batch of a rank; of its tensors, too, only shapes and dtypes count.
 
     Returns:
-        The paths, for ``order=`` of :func:`zfun.shard`, :func:`zfun.replicate`, :func:`zfun.zero` and :func:`zfun.layout.layout_of`. Leaves that
-        are not used are not in it. What a step has recorded, ``ShardedLoss.schedules[0].trace.leaves``, is the same.
+        The paths, for ``order=`` of :func:`zfun.shard`, :func:`zfun.replicate`, :func:`zfun.zero` and :func:`zfun.layout.layout_of`. Leaves
+        that are not used are not in it. What a step has recorded, ``ShardedLoss.schedules[0].trace.leaves``, is the same.
 
     Example:
         >>> import zfun as zf

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from zfun import ops, stores, tree
 from zfun.collectives import AllReduce, Call, Group, Lane, Pending, axis_of, is_checked, mesh_of
+from zfun.compression import Codec, check_codec
 from zfun.errors import LeafError, OptionError, PlacementError, ZfunError, checked_options
 from zfun.flat import Flat, flats, ravel_buckets, unravel_buffers
 from zfun.layout import DEFAULT_BUCKET_BYTES, Layout, layout_of, unique_leaves
@@ -30,7 +31,6 @@ from zfun.transforms.params._buckets import tree_of, views_of
 from zfun.transforms.params._call import BoundParams, LossCall
 from zfun.transforms.values._redistribute import check_agreement
 from zfun.typing import Gradient, Loss
-from zfun.wire import Wire, check_wire
 
 __all__ = [
     "GradientFunction",
@@ -54,7 +54,7 @@ class GradientFunction:
         hooks: the steps that each bucket of gradients goes through as soon as it is complete.
         reduce_dtype: of flat gradients; ``None`` for that of the parameters, but float32 for half types.
         loss_scale: what the loss is multiplied with before its gradient is taken.
-        wire: in which format the partial sums are sent; ``None`` for exactly.
+        codec: of the partial sums; ``None`` sends them exactly.
     """
 
     loss: Loss
@@ -66,7 +66,7 @@ class GradientFunction:
     hooks: tuple[CommHook, ...] = ()
     reduce_dtype: torch.dtype | None = None
     loss_scale: float = 1.0
-    wire: Wire | None = None
+    codec: Codec | None = None
     _agreed: set[Layout] = dataclasses.field(default_factory=set, compare=False, repr=False)
     _tables: dict[Layout, list[ops.AddressTable]] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
@@ -169,7 +169,7 @@ class GradientFunction:
         if placement is None:
             placement = S if isinstance(params, Flat) and params.placement is S else R
         over = self.over or group if placement is S else group
-        return Flat(results, placement, layout, over, wire=self.wire if placement is P else None)
+        return Flat(results, placement, layout, over, codec=self.codec if placement is P else None)
 
 
 def _open(params: tree.Tree, layout: Layout, executor: Executor) -> tree.Tree:
@@ -246,7 +246,7 @@ def data_parallel(
     reduce: str = "mean",
     reduce_dtype: torch.dtype | None = None,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-    wire: Wire | None = None,
+    compression: Codec | None = None,
 ) -> Gradient:
     """Say that every rank has a batch of its own: gradients become partial sums over the ranks (``-> P``).
 
@@ -260,7 +260,7 @@ def data_parallel(
         reduce_dtype: the dtype of the gradients from here on: in it they are sent, summed over the ranks, and accumulated over
             micro-batches. By default that of the parameters, but float32 for half types, whose sums would lose bits.
         bucket_bytes: where buckets close, for parameters that are not flat yet.
-        wire: in which format the partial sums are sent, by whoever sums them: :func:`zfun.wire.int4`, say. By default exactly. The value
+        compression: the codec of the partial sums, for whoever sums them: :func:`zfun.compression.int4`, say. By default exactly. The value
             carries it as long as it is ``P``; what ``zf.tree.map`` makes of it is sent exactly.
 
     Returns:
@@ -280,10 +280,17 @@ def data_parallel(
         (tensor(1.), P, {'w': tensor(0.5000)})
     """
     _check_parallel(vg, group, reduce, reduce_dtype)
-    check_wire(wire, "data_parallel()")
+    check_codec(compression, "data_parallel()")
     if isinstance(vg, GradientFunction):
         return dataclasses.replace(
-            vg, group=group, reduce=reduce, reduce_dtype=reduce_dtype, bucket_bytes=bucket_bytes, placement=P, wire=wire, _agreed=set()
+            vg,
+            group=group,
+            reduce=reduce,
+            reduce_dtype=reduce_dtype,
+            bucket_bytes=bucket_bytes,
+            placement=P,
+            codec=compression,
+            _agreed=set(),
         )
 
     def parallel(params: tree.Tree, batch: Any) -> tuple[Any, Any]:
@@ -298,7 +305,7 @@ def data_parallel(
         pending = group.start(Call(AllReduce(), "loss", "loss", Lane.CONTROL), loss.detach().reshape(1).contiguous())
         layout = layout_of(grads, group.size, bucket_bytes)
         buffers = ravel_buckets(grads, layout, scale=scale, dtypes=_grad_dtypes(layout, group, reduce_dtype))
-        flat = Flat(buffers, P, layout, group, wire=wire)
+        flat = Flat(buffers, P, layout, group, codec=compression)
         loss = pending.wait()[0] * scale
         return (loss if aux is NO_AUX else (loss, aux)), flat
 

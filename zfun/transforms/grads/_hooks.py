@@ -20,9 +20,9 @@ from zfun.collectives import (
     mesh_of,
     start_reduce_scatter_over,
 )
+from zfun.compression import Codec, start, start_over
 from zfun.layout import Layout
 from zfun.placement import Placement, S
-from zfun.wire import Wire, start, start_over
 
 __all__ = ["CommHook", "Handle", "SumHook"]
 
@@ -50,12 +50,12 @@ class SumHook:
     Attributes:
         group: the ranks.
         placement: ``S`` to keep this rank's piece of the sum, ``R`` to keep all of it.
-        wire: the format in which terms are sent; ``None`` for exactly.
+        codec: the format in which terms are sent; ``None`` for exactly.
     """
 
     group: Group
     placement: Placement
-    wire: Wire | None = None
+    codec: Codec | None = None
 
     def start(self, buffer: Tensor, layout: Layout, bucket: int) -> Pending:
         """Start to sum a bucket, whose buffer is given up."""
@@ -64,8 +64,8 @@ class SumHook:
             return Pending.done(buffer)
         op = ReduceScatter() if self.placement is S else AllReduce()
         call = Call(op, "grads", layout.label(bucket), Lane.GRADS)
-        if self.wire is not None:
-            return (start_over if self.placement is S else start)(call, buffer, group, self.wire)
+        if self.codec is not None:
+            return (start_over if self.placement is S else start)(call, buffer, group, self.codec)
         if self.placement is not S:
             # Peers may still read the buffer where it lies when this rank has its sum.
             return group.start(call, buffer, None if is_symmetric(group) else buffer)

@@ -98,7 +98,7 @@ def _summed(vg: Gradient, hook: SumHook, name: str) -> Gradient:
                 f"{name}{', or the inner axis of that mesh' if placement is S else ''}"
             )
         # Before what other transforms do with the result: to move a bucket to a store, say, is for when it is reduced.
-        hooks = (dataclasses.replace(hook, wire=vg.wire), *vg.hooks)
+        hooks = (dataclasses.replace(hook, codec=vg.codec), *vg.hooks)
         return dataclasses.replace(vg, placement=placement, over=group, hooks=hooks, _agreed=vg._agreed)
 
     def summed(params: tree.Tree, batch: Any) -> tuple[Any, Any]:

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from zfun import ops, stores, tree
 from zfun.collectives import AllGather, Call, Group, Lane, Pending
+from zfun.compression import start
 from zfun.flat import Flat
 from zfun.layout import Layout, LeafSlot
 from zfun.transforms._cast import cast_leaves
 from zfun.transforms.grads._executor import Executor
 from zfun.transforms.params._call import LossCall
 from zfun.transforms.params._schedule import TracedBucket
-from zfun.wire import start
 
 try:
     # One call that asks nobody: of what as_strided() takes, most is dispatch and notes on what the view is a view of.

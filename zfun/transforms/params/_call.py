@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from zfun.compression import Codec
 from zfun.flat import Flat
 from zfun.transforms.grads._executor import Executor
-from zfun.wire import Wire
 
 __all__ = ["BoundParams", "LossCall", "call_of"]
 
@@ -25,7 +25,7 @@ class LossCall:
 
     executor: Executor | None = None
     compute_dtype: torch.dtype | None = None
-    codec: Wire | None = None
+    codec: Codec | None = None
 
 
 class BoundParams(Flat):
@@ -41,7 +41,7 @@ class BoundParams(Flat):
     call: LossCall
 
     def __init__(self, params: Flat, call: LossCall) -> None:
-        super().__init__((), params.placement, params.layout, params.group, wire=params.wire, life=params.life)
+        super().__init__((), params.placement, params.layout, params.group, codec=params.codec, life=params.life)
         object.__setattr__(self, "call", call)
 
 

@@ -42,7 +42,7 @@ class TracedBucket:
         itemsize: bytes of an element in the gathered bucket.
         sent_itemsize: bytes of an element as it is sent.
         grad_itemsize: bytes of an element of its gradients; 0 where it has none, as frozen leaves.
-        is_floating: whether its elements are floating numbers, which a wire format can round.
+        is_floating: whether its elements are floating numbers, which a codec can round.
     """
 
     label: str

@@ -17,6 +17,7 @@ from typing import Any
 
 from zfun import tree
 from zfun.collectives import Group, check_shardable
+from zfun.compression import Codec, check_codec
 from zfun.errors import PlacementError, checked_options
 from zfun.flat import Flat
 from zfun.layout import Layout
@@ -32,7 +33,6 @@ from zfun.transforms.params._cursor import Plan
 from zfun.transforms.params._schedule import Schedule, ScheduleOptions, secondary_of
 from zfun.transforms.values._redistribute import gather_for, needs_autograd
 from zfun.typing import Loss
-from zfun.wire import Wire, check_wire
 
 __all__ = ["ShardedLoss", "shard_params"]
 
@@ -44,7 +44,7 @@ def shard_params(
     *,
     frozen: Flat | None = None,
     schedule: ScheduleOptions | None = None,
-    wire: Wire | None = None,
+    compression: Codec | None = None,
 ) -> Loss:
     """Let a loss run on sharded parameters: ZeRO-3 (``S -> R`` where used, gradients ``P``).
 
@@ -63,9 +63,9 @@ def shard_params(
         frozen: sharded leaves that are not trained (the other part of :func:`zfun.partition`). The loss gets both parts combined; no
             gradient and no optimizer state is ever made for these.
         schedule: when buckets are gathered and released; by default ``ScheduleOptions()``.
-        wire: in which format floating parameters are gathered: :func:`zfun.wire.int8`, say. By default exactly. The loss sees what comes
-            back, the same on every rank, and in backward as in forward, so without error feedback; the shards themselves stay exact, and
-            so do the gradients that are added to them.
+        compression: the codec with which floating parameters are gathered, such as :func:`zfun.compression.int8`; by default they are
+            sent exactly. The loss sees the decoded values, the same on every rank, in backward as in forward, and so without error
+            feedback. The shards stay exact, and so do the gradients that are added to them.
 
     Returns:
         The same function of a ``Flat`` with placement ``S``, as :func:`zfun.shard` makes it.
@@ -87,13 +87,13 @@ def shard_params(
     """
     check_shardable(group, "shard_params()")
     warn_of_whole_loss(loss)
-    check_wire(wire, "shard_params()", is_repeated=True)
+    check_codec(compression, "shard_params()", is_repeated=True)
     options = schedule or ScheduleOptions()
     secondary_of(group, options)
     if isinstance(loss, CastLoss):
         # [Note: where the cast is]
-        return dataclasses.replace(loss, loss=ShardedLoss(loss.loss, group, frozen, options, wire))
-    return ShardedLoss(loss, group, frozen, options, wire)
+        return dataclasses.replace(loss, loss=ShardedLoss(loss.loss, group, frozen, options, compression))
+    return ShardedLoss(loss, group, frozen, options, compression)
 
 
 class ShardedLoss:
@@ -105,16 +105,16 @@ class ShardedLoss:
         frozen: the leaves that are not trained.
         options: what schedules are made with.
         secondary: the group over which backward gathers, where it is another one.
-        wire: the format in which parameters are gathered.
+        codec: of parameters that are gathered; ``None`` sends them exactly.
     """
 
-    def __init__(self, loss: Loss, group: Group, frozen: Flat | None, options: ScheduleOptions, wire: Wire | None = None) -> None:
+    def __init__(self, loss: Loss, group: Group, frozen: Flat | None, options: ScheduleOptions, codec: Codec | None = None) -> None:
         self.loss = loss
         self.group = group
         self.frozen = None if frozen is None else _check(frozen, group)
         self.options = options
         self.secondary = secondary_of(group, options)
-        self.wire = wire
+        self.codec = codec
         self._plans: dict[tuple[Layout, ...], Plan] = {}
 
     @property
@@ -125,7 +125,7 @@ class ShardedLoss:
     def __call__(self, params: tree.Tree, batch: Any) -> Any:
         """Return the loss of sharded parameters."""
         flat = _check(params, self.group)
-        call = dataclasses.replace(call_of(flat), codec=self.wire)
+        call = dataclasses.replace(call_of(flat), codec=self.codec)
         flats = (flat,) if self.frozen is None else (flat, self.frozen)
         if call.executor is None and needs_autograd(flat.buffers):
             return self.loss(tree.combine(*(gather_for(part, call.compute_dtype, call.codec) for part in flats)), batch)

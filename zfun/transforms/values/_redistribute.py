@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zfun import collectives, ops, stores, tree, wire
+from zfun import collectives, compression, ops, stores, tree
 from zfun.collectives import (
     AllGather,
     AllReduce,
@@ -259,9 +259,9 @@ def gather(value: tree.Tree) -> tree.Tree:
     return unravel_buffers(redistribute(value, R, value.group).buffers, value.layout)
 
 
-def gather_for(value: Flat, dtype: torch.dtype | None, codec: wire.Wire | None) -> tree.Tree:
+def gather_for(value: Flat, dtype: torch.dtype | None, codec: compression.Codec | None) -> tree.Tree:
     """Return whole parameters, differentiably, as a loss sees them that computes in a dtype and gathers in a format."""
-    coded = Flat((), value.placement, value.layout, value.group, wire=codec, life=value.life)
+    coded = Flat((), value.placement, value.layout, value.group, codec=codec, life=value.life)
     whole = gather(coded)
     # Not before the gather: its derivative sums over the ranks, and must not do that in few bits.
     return whole if dtype is None else cast_leaves(whole, dtype)
@@ -382,7 +382,7 @@ def needs_autograd(buffers: tuple[Any, ...]) -> bool:
 MAX_UNDER_WAY = 2
 
 _EXACT = {"all_gather": collectives.all_gather, "reduce_scatter": collectives.reduce_scatter, "all_reduce": collectives.all_reduce}
-_COMPRESSED = {"all_gather": wire.all_gather, "reduce_scatter": wire.reduce_scatter, "all_reduce": wire.all_reduce}
+_COMPRESSED = {"all_gather": compression.all_gather, "reduce_scatter": compression.reduce_scatter, "all_reduce": compression.all_reduce}
 
 
 def _communicate(
@@ -402,7 +402,7 @@ def _communicate(
     if (mesh_of(over) if isinstance(op, ReduceScatter) else over).size == 1:
         return value.with_buffers(value.buffers, placement, group)
     if needs_autograd(value.buffers):
-        return value.with_buffers((_differentiable(op, buffer, over, value.wire) for buffer in value.buffers), placement, group)
+        return value.with_buffers((_differentiable(op, buffer, over, value.codec) for buffer in value.buffers), placement, group)
     lane = Lane.PARAMS if isinstance(op, AllGather) else Lane.GRADS
     buffers = list(value.buffers)
     if donate:
@@ -423,8 +423,10 @@ def _communicate(
         # A pending collective owns its input: with nobody else to hold it, the input is freed as soon as the sum is there.
         buffer, buffers[index] = buffers[index], None
         call = Call(op, name, layout.label(index), lane)
-        if value.wire is not None and buffer.is_floating_point():
-            pending.append((wire.start_over if isinstance(op, ReduceScatter) else wire.start)(call, buffer, over, value.wire))
+        if value.codec is not None and buffer.is_floating_point():
+            pending.append(
+                (compression.start_over if isinstance(op, ReduceScatter) else compression.start)(call, buffer, over, value.codec)
+            )
         elif isinstance(op, ReduceScatter):
             # Over an inner axis the sum over the row is where the sum over the mesh will be.
             room = None if axis_of(over) else allocate(over, buffer.numel() // over.size, buffer.dtype, buffer.device)
@@ -442,7 +444,7 @@ def _communicate(
     return value.with_buffers(out, placement, group)
 
 
-def _differentiable(op: Op, buffer: Tensor, over: Group, form: wire.Wire | None) -> Tensor:
+def _differentiable(op: Op, buffer: Tensor, over: Group, form: compression.Codec | None) -> Tensor:
     if form is None or not buffer.is_floating_point():
         send = lambda kind, x, group: _EXACT[kind](x, group)
     else:

@@ -16,12 +16,12 @@ from tests import models, reference
 from tests.conftest import examples
 from zfun import tree
 from zfun.collectives import AllGather, AllReduce, AllToAll, Call, Op, ReduceScatter
+from zfun.compression import BlockCodec
 from zfun.errors import OptionError
 from zfun.testing import assert_same_bits
-from zfun.wire import BlockCodec
 
 SIZES = st.integers(2, 5)
-WIRES = st.builds(BlockCodec, st.sampled_from([4, 8]), st.sampled_from([2, 32, 100, 256]))
+CODECS = st.builds(BlockCodec, st.sampled_from([4, 8]), st.sampled_from([2, 32, 100, 256]))
 FLOATS = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])
 
 
@@ -30,42 +30,42 @@ def term(rank: int, numel: int, seed: int, dtype: torch.dtype = torch.float32) -
     return torch.randn(numel, generator=generator, dtype=torch.float64).mul_(10.0 ** (seed % 5 - 2)).to(dtype)
 
 
-@given(SIZES, WIRES, st.integers(0, 600), FLOATS, st.integers(0, 99))
+@given(SIZES, CODECS, st.integers(0, 600), FLOATS, st.integers(0, 99))
 def test_a_gather_sends_by_formula_and_is_the_same_within_the_bound_everywhere(
-    size: int, wire: BlockCodec, numel: int, dtype: torch.dtype, seed: int
+    size: int, codec: BlockCodec, numel: int, dtype: torch.dtype, seed: int
 ) -> None:
     def main(group: zf.Group) -> tuple[Tensor, int]:
         group = zf.record(group)
-        return zf.wire.all_gather(term(group.rank, numel, seed, dtype), group, wire, name="x"), group.bytes_sent("x")
+        return zf.compression.all_gather(term(group.rank, numel, seed, dtype), group, codec, name="x"), group.bytes_sent("x")
 
     results = zf.simulate(size, main)
     exact = torch.cat([term(rank, numel, seed, dtype) for rank in range(size)])
     for out, sent in results:
         assert torch.equal(out, results[0][0])
         assert out.dtype == dtype
-        assert sent == (size - 1) * (4 * math.ceil(numel / wire.block) + 4 * math.ceil(numel * wire.bits / 32))
+        assert sent == (size - 1) * (4 * math.ceil(numel / codec.block) + 4 * math.ceil(numel * codec.bits / 32))
     out = results[0][0]
     for mine, theirs in zip(out.split(numel or 1), exact.split(numel or 1), strict=True):
-        for a, b in zip(mine.double().split(wire.block), theirs.double().split(wire.block), strict=True):
+        for a, b in zip(mine.double().split(codec.block), theirs.double().split(codec.block), strict=True):
             largest = float(b.abs().max()) if b.numel() else 0.0
             rounding = largest * torch.finfo(dtype).eps
-            assert bool(((a - b).abs() <= wire.bound(largest) + rounding).all())
+            assert bool(((a - b).abs() <= codec.bound(largest) + rounding).all())
 
 
-@given(SIZES, WIRES, st.integers(0, 300), FLOATS, st.integers(0, 99), st.sampled_from([ReduceScatter(), AllReduce()]))
+@given(SIZES, CODECS, st.integers(0, 300), FLOATS, st.integers(0, 99), st.sampled_from([ReduceScatter(), AllReduce()]))
 def test_a_sum_sends_by_formula_and_is_within_the_bound(
-    size: int, wire: BlockCodec, piece: int, dtype: torch.dtype, seed: int, op: Op
+    size: int, codec: BlockCodec, piece: int, dtype: torch.dtype, seed: int, op: Op
 ) -> None:
     numel = piece * size if isinstance(op, ReduceScatter) else piece
 
     def main(group: zf.Group) -> tuple[Tensor, int]:
         group = zf.record(group)
-        return zf.wire.start(Call(op, "x"), term(group.rank, numel, seed, dtype), group, wire).wait(), group.bytes_sent("x")
+        return zf.compression.start(Call(op, "x"), term(group.rank, numel, seed, dtype), group, codec).wait(), group.bytes_sent("x")
 
     results = zf.simulate(size, main)
     terms = torch.stack([term(rank, numel, seed, dtype).double() for rank in range(size)])
     exact, largest = terms.sum(0), float(terms.abs().max()) if terms.numel() else 0.0
-    message = wire.message_bytes(math.ceil(numel / size))
+    message = codec.message_bytes(math.ceil(numel / size))
     if isinstance(op, ReduceScatter):
         out, hops = torch.cat([part for part, _ in results]), 1
     else:
@@ -74,9 +74,9 @@ def test_a_sum_sends_by_formula_and_is_within_the_bound(
             assert torch.equal(other, out)
     assert [sent for _, sent in results] == [hops * (size - 1) * message] * size
     assert out.dtype == dtype
-    bound = size * wire.bound(largest)
+    bound = size * codec.bound(largest)
     if hops == 2:
-        bound += wire.bound(float(exact.abs().max()) + bound if exact.numel() else 0.0)
+        bound += codec.bound(float(exact.abs().max()) + bound if exact.numel() else 0.0)
     assert bool(((out.double() - exact).abs() <= bound + size * largest * torch.finfo(dtype).eps).all())
 
 
@@ -86,14 +86,14 @@ def test_what_is_sent_and_what_is_kept_make_up_the_input(bits: int, num_steps: i
     wide = torch.float64 if dtype == torch.float64 else torch.float32
 
     def main(group: zf.Group) -> None:
-        feedback = zf.wire.error_feedback(err_beta=0.0, reset=0)
-        wire = BlockCodec(bits, 32, feedback)
+        feedback = zf.compression.error_feedback(err_beta=0.0, reset=0)
+        codec = BlockCodec(bits, 32, feedback)
         carried = torch.zeros(96, dtype=wide)
         for step in range(num_steps):
             x = term(0, 96, seed + step, dtype)
             full = carried + x
             # One rank of two gathers its own message: what comes back of it is what was sent.
-            sent = zf.wire.all_gather(x.to(wide), group, wire, name="x")[:96]
+            sent = zf.compression.all_gather(x.to(wide), group, codec, name="x")[:96]
             (kept,) = [value for place, value in feedback.kept(group.rank).items() if not place.endswith("count")]
             assert torch.equal(sent + kept[0], full)
             assert torch.equal((sent.double() + kept[0].double()).to(wide), full)
@@ -107,12 +107,12 @@ def test_slow_feedback_loses_no_direction() -> None:
     steps, beta = 60, 0.8
 
     def main(group: zf.Group) -> tuple[Tensor, Tensor]:
-        feedback = zf.wire.error_feedback(err_beta=beta, reset=0)
-        plain, wire = zf.wire.int4(block=64), zf.wire.int4(block=64, feedback=feedback)
+        feedback = zf.compression.error_feedback(err_beta=beta, reset=0)
+        plain, codec = zf.compression.int4(block=64), zf.compression.int4(block=64, feedback=feedback)
         x = term(group.rank, 128, 3)
         return (
-            torch.stack([zf.wire.reduce_scatter(x, group, wire, name="x") for _ in range(steps)]).mean(0),
-            zf.wire.reduce_scatter(x, group, plain),
+            torch.stack([zf.compression.reduce_scatter(x, group, codec, name="x") for _ in range(steps)]).mean(0),
+            zf.compression.reduce_scatter(x, group, plain),
         )
 
     results = zf.simulate(2, main)
@@ -124,12 +124,12 @@ def test_slow_feedback_loses_no_direction() -> None:
 
 def test_feedback_is_forgotten_after_so_many_messages_and_not_kept_where_it_is_not_finite() -> None:
     def main(group: zf.Group) -> list[Tensor]:
-        wire = zf.wire.int4(block=64, feedback=zf.wire.error_feedback(err_beta=0.0, reset=3))
+        codec = zf.compression.int4(block=64, feedback=zf.compression.error_feedback(err_beta=0.0, reset=3))
         x = term(group.rank, 128, 1)
-        out = [zf.wire.reduce_scatter(x, group, wire, name="x") for _ in range(6)]
+        out = [zf.compression.reduce_scatter(x, group, codec, name="x") for _ in range(6)]
         bad = x.clone()
         bad[64] = math.inf
-        last = [zf.wire.reduce_scatter(value, group, wire, name="y") for value in (bad, x)]
+        last = [zf.compression.reduce_scatter(value, group, codec, name="y") for value in (bad, x)]
         return [*out, *last]
 
     first, second = zf.simulate(2, main)
@@ -143,13 +143,15 @@ def test_feedback_is_forgotten_after_so_many_messages_and_not_kept_where_it_is_n
 
 def test_what_is_kept_can_be_saved_and_restored() -> None:
     def main(group: zf.Group) -> None:
-        first, x = zf.wire.error_feedback(reset=5), term(group.rank, 64, 2)
+        first, x = zf.compression.error_feedback(reset=5), term(group.rank, 64, 2)
         for _ in range(3):
-            zf.wire.reduce_scatter(x, group, zf.wire.int4(feedback=first), name="x")
-        second = zf.wire.error_feedback(reset=5)
+            zf.compression.reduce_scatter(x, group, zf.compression.int4(feedback=first), name="x")
+        second = zf.compression.error_feedback(reset=5)
         second.restore(first.kept(group.rank), group.rank)
         for _ in range(4):
-            a, b = (zf.wire.reduce_scatter(x, group, zf.wire.int4(feedback=feedback), name="x") for feedback in (first, second))
+            a, b = (
+                zf.compression.reduce_scatter(x, group, zf.compression.int4(feedback=feedback), name="x") for feedback in (first, second)
+            )
             assert torch.equal(a, b)
 
     zf.simulate(2, main)
@@ -175,7 +177,9 @@ def train(
 @pytest.mark.parametrize(("stage", "bits", "near"), [(0, 8, 0.03), (0, 4, 0.1), (3, 4, 0.1)])
 def test_a_model_learns_as_it_does_exactly(stage: int, bits: int, near: float) -> None:
     def main(group: zf.Group) -> tuple[list[float], list[float], Any]:
-        compression = zf.Compression(zf.wire.int8(block=64) if stage == 3 else None, BlockCodec(bits, 64, zf.wire.error_feedback()))
+        compression = zf.Compression(
+            zf.compression.int8(block=64) if stage == 3 else None, BlockCodec(bits, 64, zf.compression.error_feedback())
+        )
         losses, params, _ = train(group, stage, 20, compression=compression)
         return train(group, stage, 20)[0], losses, params
 
@@ -191,7 +195,7 @@ def test_a_model_learns_as_it_does_exactly(stage: int, bits: int, near: float) -
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_step_sends_by_formula(stage: int) -> None:
     def main(group: zf.Group) -> None:
-        grads, params = zf.wire.int4(block=64), zf.wire.int8(block=100)
+        grads, params = zf.compression.int4(block=64), zf.compression.int8(block=100)
         layout = zf.layout.layout_of(models.mlp(8, dtype=torch.float32), group.size, 300)
         pieces = [layout.shard_numel(bucket) for bucket in range(len(layout.buckets))]
         _, _, sent = train(group, stage, 2, compression=zf.Compression(params if stage == 3 else None, grads))
@@ -210,34 +214,34 @@ def test_a_step_sends_by_formula(stage: int) -> None:
     zf.simulate(3, main)
 
 
-def test_every_composition_over_one_wire_has_the_same_bits() -> None:
+def test_every_composition_with_one_codec_has_the_same_bits() -> None:
     """The sum over the ranks is taken once, in one format, whoever asks for it."""
-    wire = zf.wire.int4(block=64)
+    codec = zf.compression.int4(block=64)
 
     def main(group: zf.Group) -> None:
-        found = [train(group, stage, 3, torch.float64, compression=zf.Compression(grads=wire))[:2] for stage in (1, 2, 3)]
+        found = [train(group, stage, 3, torch.float64, compression=zf.Compression(grads=codec))[:2] for stage in (1, 2, 3)]
         assert_same_bits(found[1], found[0], "stages 2 and 1")
         assert_same_bits(found[2], found[0], "stages 3 and 1")
 
     zf.simulate(2, main)
 
 
-@given(st.sampled_from([(2, 2), (3, 2), (2, 3), (1, 2), (2, 1)]), WIRES, st.integers(0, 99))
+@given(st.sampled_from([(2, 2), (3, 2), (2, 3), (1, 2), (2, 1)]), CODECS, st.integers(0, 99))
 @settings(max_examples=15)
-def test_over_a_mesh_a_sum_goes_in_two_hops(axes: tuple[int, int], wire: BlockCodec, seed: int) -> None:
+def test_over_a_mesh_a_sum_goes_in_two_hops(axes: tuple[int, int], codec: BlockCodec, seed: int) -> None:
     """What crosses between rows is a piece of the sum over a row, written anew; the result is where the exact one is."""
     (inner, outer), numel = axes, 60 * math.prod(axes)
 
     def main(group: zf.Group) -> tuple[Tensor, Tensor, Tensor]:
         mesh = zf.record(zf.split(group, inner=inner))
         x = term(group.rank, numel, seed)
-        out = zf.wire.start(Call(ReduceScatter(), "x"), x, mesh, wire).wait()
-        hops = [(size - 1) * wire.message_bytes(n) for size, n in ((inner, numel // inner), (outer, numel // inner // outer))]
+        out = zf.compression.start(Call(ReduceScatter(), "x"), x, mesh, codec).wait()
+        hops = [(size - 1) * codec.message_bytes(n) for size, n in ((inner, numel // inner), (outer, numel // inner // outer))]
         assert mesh.bytes_sent("x") == sum(hops)
-        whole = zf.wire.start(Call(AllReduce(), "y"), x, mesh, wire).wait()
-        over = zf.wire.start_over(Call(ReduceScatter(), "z"), x, mesh.inner, wire).wait()
+        whole = zf.compression.start(Call(AllReduce(), "y"), x, mesh, codec).wait()
+        over = zf.compression.start_over(Call(ReduceScatter(), "z"), x, mesh.inner, codec).wait()
         exact = mesh.start(Call(ReduceScatter()), x).wait()
-        bound = 3 * inner * outer * wire.bound(inner * outer * 10.0 ** (seed % 5 - 2) * 6)
+        bound = 3 * inner * outer * codec.bound(inner * outer * 10.0 ** (seed % 5 - 2) * 6)
         assert float((out - exact).abs().max()) <= bound
         assert float((whole.view(mesh.size, -1)[mesh.rank] - exact).abs().max()) <= bound
         assert float((over.view(outer, -1)[mesh.outer.rank] - exact).abs().max()) <= bound
@@ -254,7 +258,7 @@ def test_a_model_learns_over_a_mesh() -> None:
         mesh = zf.split(group, inner=2)
         found = []
         for over, secondary in ((mesh, True), (mesh.inner, False)):
-            codecs = zf.Compression(grads=BlockCodec(4, 64, zf.wire.error_feedback()), params=zf.wire.int8())
+            codecs = zf.Compression(grads=BlockCodec(4, 64, zf.compression.error_feedback()), params=zf.compression.int8())
             z = zf.zero(
                 3,
                 models.mlp_loss,
@@ -283,7 +287,7 @@ def test_micro_batches_are_sent_in_few_bits_too() -> None:
 
     def main(group: zf.Group) -> list[int]:
         group, found = zf.record(group), []
-        vg = zf.data_parallel(zf.value_and_grad(lambda p, x: (p["w"] * x).sum()), group, wire=zf.wire.int8())
+        vg = zf.data_parallel(zf.value_and_grad(lambda p, x: (p["w"] * x).sum()), group, compression=zf.compression.int8())
         for num_micro_batches in (1, 2):
             _, grads = zf.accumulate(vg, num_micro_batches)(zf.replicate({"w": torch.ones(4096)}, group), torch.ones(2, 4096))
             group.clear()
@@ -300,7 +304,7 @@ def test_backward_sees_the_numbers_of_forward(is_kept: bool) -> None:
     """A secondary shard is a part of what came back in forward, and is sent as it is: exactly, and inside of a row."""
     generator = torch.Generator().manual_seed(0)
     exact = {name: torch.randn(32, 32, generator=generator) for name in ("x", "w")}
-    wire = zf.wire.int4(block=32)
+    codec = zf.compression.int4(block=32)
 
     def main(group: zf.Group) -> None:
         mesh = zf.record(zf.split(group, inner=2))
@@ -311,7 +315,7 @@ def test_backward_sees_the_numbers_of_forward(is_kept: bool) -> None:
             return (params["x"] @ params["w"] * batch).sum()
 
         params = zf.shard(exact, mesh, bucket_bytes=1)
-        loss = zf.shard_params(loss_fn, mesh, wire=wire, schedule=zf.ScheduleOptions(secondary=is_kept, prefetch=0))
+        loss = zf.shard_params(loss_fn, mesh, compression=codec, schedule=zf.ScheduleOptions(secondary=is_kept, prefetch=0))
         vg = zf.data_parallel(zf.value_and_grad(loss), mesh, reduce="sum")
         for _ in range(2):
             seen.clear()
@@ -324,7 +328,7 @@ def test_backward_sees_the_numbers_of_forward(is_kept: bool) -> None:
             sent = [entry for entry in mesh.log if entry.name == "params"]
             written = sum(entry.sent_bytes for entry in sent if entry.dtype != torch.float32)
             exactly = [(entry.axis, entry.sent_bytes) for entry in sent if entry.dtype == torch.float32]
-            assert written == (2 if is_kept else 4) * (mesh.size - 1) * wire.message_bytes(32 * 32 // 4)
+            assert written == (2 if is_kept else 4) * (mesh.size - 1) * codec.message_bytes(32 * 32 // 4)
             assert exactly == ([("inner", 4 * 32 * 32 // 2)] * 2 if is_kept else [])
 
     zf.simulate(4, main)
@@ -332,15 +336,15 @@ def test_backward_sees_the_numbers_of_forward(is_kept: bool) -> None:
 
 def test_one_rank_sends_nothing_and_loses_nothing() -> None:
     group = zf.process_group()
-    codecs = zf.Compression(grads=zf.wire.int4(), params=zf.wire.int8())
-    assert_same_bits(train(group, 3, 4, compression=codecs)[:2], train(group, 3, 4)[:2], "with and without a wire format on one rank")
+    codecs = zf.Compression(grads=zf.compression.int4(), params=zf.compression.int8())
+    assert_same_bits(train(group, 3, 4, compression=codecs)[:2], train(group, 3, 4)[:2], "with and without a codec on one rank")
     x = torch.randn(7)
-    assert torch.equal(zf.wire.all_reduce(x, group, zf.wire.int4()), x)
+    assert torch.equal(zf.compression.all_reduce(x, group, zf.compression.int4()), x)
 
 
-def test_micro_batches_and_casts_go_through_a_wire() -> None:
+def test_micro_batches_and_casts_go_through_a_codec() -> None:
     def main(group: zf.Group) -> Any:
-        codecs = zf.Compression(grads=zf.wire.int8(), params=zf.wire.int8())
+        codecs = zf.Compression(grads=zf.compression.int8(), params=zf.compression.int8())
         losses, params, sent = train(group, 3, 12, precision=torch.bfloat16, compression=codecs, num_micro_batches=2)
         assert sent.bytes_sent("params") < sum(entry.numel for entry in sent.log if entry.name == "params") * (group.size - 1) * 1.1
         return losses, params
@@ -354,30 +358,30 @@ def test_micro_batches_and_casts_go_through_a_wire() -> None:
 # torch itself warns when it first imports what forward-mode derivatives need.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 def test_the_derivative_is_that_of_the_exact_collective() -> None:
-    wire = zf.wire.int4(block=2)
+    codec = zf.compression.int4(block=2)
 
     def main(group: zf.Group) -> None:
         weights = torch.arange(4.0) * (group.rank + 1)
         for compressed, exact, numel in (
-            (zf.wire.all_gather, zf.collectives.all_gather, 2),
-            (zf.wire.reduce_scatter, zf.collectives.reduce_scatter, 8),
-            (zf.wire.all_reduce, zf.collectives.all_reduce, 4),
+            (zf.compression.all_gather, zf.collectives.all_gather, 2),
+            (zf.compression.reduce_scatter, zf.collectives.reduce_scatter, 8),
+            (zf.compression.all_reduce, zf.collectives.all_reduce, 4),
         ):
             x = term(group.rank, numel, 1)
-            found = torch.func.grad(lambda x, fn=compressed: (fn(x, group, wire) * weights).sum())(x)
+            found = torch.func.grad(lambda x, fn=compressed: (fn(x, group, codec) * weights).sum())(x)
             expected = torch.func.grad(lambda x, fn=exact: (fn(x, group) * weights).sum())(x)
             assert torch.equal(found, expected)
-            pushed: Any = torch.func.jvp(lambda x, fn=compressed: fn(x, group, wire), (x,), (x,))
+            pushed: Any = torch.func.jvp(lambda x, fn=compressed: fn(x, group, codec), (x,), (x,))
             assert torch.equal(pushed[1], exact(x, group))
 
     zf.simulate(2, main)
 
 
-def test_sharded_parameters_in_a_wire_under_torch_func() -> None:
+def test_sharded_parameters_with_a_codec_under_torch_func() -> None:
     """``torch.func`` takes another way to the gathered parameters; the values are the same."""
 
     def main(group: zf.Group) -> None:
-        loss = zf.shard_params(models.mlp_loss, group, wire=zf.wire.int8())
+        loss = zf.shard_params(models.mlp_loss, group, compression=zf.compression.int8())
         params = zf.shard(models.mlp(dtype=torch.float32), group)
         batch = models.mlp_batches(1, group.size, dtype=torch.float32)[0][group.rank]
         value, grads = zf.value_and_grad(loss)(params, batch)
@@ -405,7 +409,7 @@ def test_one_bit_is_the_papers(size: int, numel: int, dtype: torch.dtype, seed: 
         for step in range(steps):
             group.clear()
             x = term(group.rank, numel, seed + step, dtype)
-            mean, worker, server = zf.wire.compressed_all_reduce(x, worker, server, group, name="x")
+            mean, worker, server = zf.compression.compressed_all_reduce(x, worker, server, group, name="x")
             assert mean.dtype == dtype
             found.append((mean, worker, server))
             hop = (size - 1) * (wide.itemsize + math.ceil(numel / (8 * size)))
@@ -437,11 +441,11 @@ def test_one_bit_keeps_what_it_does_not_send() -> None:
 
     def main(group: zf.Group) -> None:
         x = torch.tensor([1.0, 7.0, -7.0, -1.0])  # of norm 10
-        mean, worker, server = zf.wire.compressed_all_reduce(x, None, None, group)
+        mean, worker, server = zf.compression.compressed_all_reduce(x, None, None, group)
         assert_same_bits(mean, torch.tensor([5.0, 5.0, -5.0, -5.0]))
         assert_same_bits(worker, x - mean)
         assert_same_bits(server, torch.zeros(4 if group.rank == 0 else 0))
-        mean, worker, _ = zf.wire.compressed_all_reduce(torch.tensor([3.0, -1.0, 2.0 - 2.0**-20, -3.0]), worker, server, group)
+        mean, worker, _ = zf.compression.compressed_all_reduce(torch.tensor([3.0, -1.0, 2.0 - 2.0**-20, -3.0]), worker, server, group)
         assert_same_bits(mean + worker, torch.tensor([-1.0, 1.0, -(2.0**-20), 1.0]))
 
     zf.simulate(3, main)
@@ -449,57 +453,57 @@ def test_one_bit_keeps_what_it_does_not_send() -> None:
 
 def test_one_bit_on_one_rank_and_of_what_is_not_finite() -> None:
     x = torch.tensor([1.0, 0.3, -2.0])
-    one = zf.simulate(1, lambda group: zf.wire.compressed_all_reduce(x, torch.full((3,), 0.5), torch.full((3,), 0.25), group))[0]
+    one = zf.simulate(1, lambda group: zf.compression.compressed_all_reduce(x, torch.full((3,), 0.5), torch.full((3,), 0.25), group))[0]
     assert_same_bits(one, (x + 0.75, torch.zeros(3), torch.zeros(3)))
 
     def main(group: zf.Group) -> Tensor:
-        return zf.wire.compressed_all_reduce(torch.full((32,), math.nan if group.rank else 1.0), None, None, group)[0]
+        return zf.compression.compressed_all_reduce(torch.full((32,), math.nan if group.rank else 1.0), None, None, group)[0]
 
     assert all(bool(mean.isnan().all()) for mean in zf.simulate(2, main))
 
 
 def test_shapes_and_bytes_without_numbers() -> None:
     group = zf.record(zf.collectives.abstract_group(64))
-    wire = zf.wire.int4()
+    codec = zf.compression.int4()
     for op, length in ((AllGather(), 64 * 640), (ReduceScatter(), 10), (AllReduce(), 640)):
-        assert zf.wire.start(Call(op), torch.empty(640, device="meta"), group, wire).wait().shape == (length,)
+        assert zf.compression.start(Call(op), torch.empty(640, device="meta"), group, codec).wait().shape == (length,)
     assert group.log[1].kind == AllToAll().kind
-    assert group.log[1].sent_bytes == 63 * wire.message_bytes(10)
+    assert group.log[1].sent_bytes == 63 * codec.message_bytes(10)
 
 
 def test_refusals() -> None:
     group = zf.collectives.abstract_group(2)
     with pytest.raises(OptionError, match=r"a block is an even number of elements from 2 to 16384; got block=3"):
-        zf.wire.int8(block=3)
+        zf.compression.int8(block=3)
     with pytest.raises(OptionError, match=r"int8\(\) has no option 'blocks'; did you mean 'block'"):
-        zf.wire.int8(blocks=2)  # type: ignore[call-arg]
+        zf.compression.int8(blocks=2)  # type: ignore[call-arg]
     with pytest.raises(OptionError, match=r"4 or 8 bits a number; got 3"):
         BlockCodec(3, 32)
     with pytest.raises(OptionError, match=r"for floating numbers; got all_gather of torch.int64; send it exactly"):
-        zf.wire.all_gather(torch.zeros(4, dtype=torch.int64), group, zf.wire.int8())
-    with pytest.raises(OptionError, match=r"reduce_scatter in a wire format takes a 1-D tensor that the 2 ranks divide; got shape \(3,\)"):
-        zf.wire.reduce_scatter(torch.zeros(3), group, zf.wire.int8())
+        zf.compression.all_gather(torch.zeros(4, dtype=torch.int64), group, zf.compression.int8())
+    with pytest.raises(OptionError, match=r"reduce_scatter with a codec takes a 1-D tensor that the 2 ranks divide; got shape \(3,\)"):
+        zf.compression.reduce_scatter(torch.zeros(3), group, zf.compression.int8())
     with pytest.raises(OptionError, match=r"is for all_gather, reduce_scatter and all_reduce; got all_to_all"):
-        zf.wire.start(Call(AllToAll()), torch.zeros(4), group, zf.wire.int8())
-    with pytest.raises(OptionError, match=r"data_parallel\(\) takes a codec, or None to send exactly; got wire='int8'"):
-        zf.data_parallel(zf.value_and_grad(models.mlp_loss), group, wire="int8")  # type: ignore[arg-type]
+        zf.compression.start(Call(AllToAll()), torch.zeros(4), group, zf.compression.int8())
+    with pytest.raises(OptionError, match=r"data_parallel\(\) takes a codec, or None to send exactly; got codec='int8'"):
+        zf.data_parallel(zf.value_and_grad(models.mlp_loss), group, compression="int8")  # type: ignore[arg-type]
     with pytest.raises(OptionError, match=r"shard_params\(\) takes a codec"):
-        zf.shard_params(models.mlp_loss, group, wire=8)  # type: ignore[arg-type]
+        zf.shard_params(models.mlp_loss, group, compression=8)  # type: ignore[arg-type]
     with pytest.raises(
         OptionError, match=r"shard_params\(\) gathers parameters in forward and again in backward.*leave feedback to gradients"
     ):
-        zf.shard_params(models.mlp_loss, group, wire=zf.wire.int8(feedback=zf.wire.error_feedback()))
+        zf.shard_params(models.mlp_loss, group, compression=zf.compression.int8(feedback=zf.compression.error_feedback()))
     with pytest.raises(OptionError, match=r"Compression.params is for stage 3, whose shards stay exact; got stage 2"):
-        zf.zero(2, models.mlp_loss, zf.optim.sgd(0.1), group, compression=zf.Compression(params=zf.wire.int8()))
+        zf.zero(2, models.mlp_loss, zf.optim.sgd(0.1), group, compression=zf.Compression(params=zf.compression.int8()))
     with pytest.raises(OptionError, match=r"err_beta is a number from 0 to less than 1; got 1"):
-        zf.wire.error_feedback(err_beta=1)
+        zf.compression.error_feedback(err_beta=1)
     with pytest.raises(OptionError, match=r"takes a 1-D floating tensor; got torch.int64 of shape \(4,\)"):
-        zf.wire.compressed_all_reduce(torch.zeros(4, dtype=torch.int64), None, None, group)
+        zf.compression.compressed_all_reduce(torch.zeros(4, dtype=torch.int64), None, None, group)
     with pytest.raises(OptionError, match=r"the server_error of 20 numbers of torch.bfloat16 has 16 of torch.float32 on this rank"):
-        zf.wire.compressed_all_reduce(torch.zeros(20, dtype=torch.bfloat16), torch.zeros(20), torch.zeros(20), group)
+        zf.compression.compressed_all_reduce(torch.zeros(20, dtype=torch.bfloat16), torch.zeros(20), torch.zeros(20), group)
     with pytest.raises(OptionError, match=r"no vmap rule"):
-        torch.vmap(lambda x: zf.wire.all_gather(x, group, zf.wire.int8()))(torch.zeros(2, 4))
-    feedback = zf.wire.error_feedback()
-    zf.wire.all_gather(torch.zeros(4), group, zf.wire.int8(feedback=feedback))
+        torch.vmap(lambda x: zf.compression.all_gather(x, group, zf.compression.int8()))(torch.zeros(2, 4))
+    feedback = zf.compression.error_feedback()
+    zf.compression.all_gather(torch.zeros(4), group, zf.compression.int8(feedback=feedback))
     with pytest.raises(OptionError, match=r"an error feedback is for the gradients of one layout; got 6 numbers in 1 messages"):
-        zf.wire.all_gather(torch.zeros(6), group, zf.wire.int8(feedback=feedback))
+        zf.compression.all_gather(torch.zeros(6), group, zf.compression.int8(feedback=feedback))

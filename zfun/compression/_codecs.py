@@ -9,26 +9,27 @@ import torch
 from torch import Tensor
 
 from zfun import ops
+from zfun.compression._feedback import ErrorFeedback
 from zfun.errors import OptionError, checked_options
-from zfun.wire._feedback import ErrorFeedback
 
-__all__ = ["BlockCodec", "Compression", "Wire", "check_wire", "int4", "int8"]
+__all__ = ["BlockCodec", "Codec", "Compression", "check_codec", "int4", "int8"]
 
 # One block is one tile of a GPU kernel.
 _MAX_BLOCK = 1 << 14
 
 
-class Wire(abc.ABC):
+class Codec(abc.ABC):
     """A codec: how numbers are written as bytes to be sent, and read again.
 
     :func:`int8` and :func:`int4` make two. Another one is a subclass with the three methods below; the
     collectives, the bytes that are recorded and error feedback follow from these.
 
-    Attributes:
-        feedback: where the numbers that a message lost are kept for the next message; ``None`` drops them.
     """
 
-    feedback: ErrorFeedback | None = None
+    @property
+    def feedback(self) -> ErrorFeedback | None:
+        """Where the numbers that a message lost are kept for the next message; ``None`` drops them."""
+        return None
 
     @abc.abstractmethod
     def message_bytes(self, numel: int) -> int:
@@ -73,7 +74,7 @@ class Wire(abc.ABC):
 
 
 @dataclass(frozen=True)
-class BlockCodec(Wire):
+class BlockCodec(Codec):
     """Numbers as small integers, in blocks with a float32 scale each. Made by :func:`int8` and :func:`int4`.
 
     Attributes:
@@ -88,7 +89,9 @@ class BlockCodec(Wire):
 
     def __post_init__(self) -> None:
         if type(self.bits) is not int or self.bits not in (4, 8):
-            raise OptionError(f"a block codec has 4 or 8 bits a number; got {self.bits!r}; use zf.wire.int4() or zf.wire.int8()")
+            raise OptionError(
+                f"a block codec has 4 or 8 bits a number; got {self.bits!r}; use zf.compression.int4() or zf.compression.int8()"
+            )
         if type(self.block) is not int or not 2 <= self.block <= _MAX_BLOCK or self.block % 2:
             raise OptionError(f"a block is an even number of elements from 2 to {_MAX_BLOCK}; got block={self.block!r}; 256 is usual")
 
@@ -120,15 +123,15 @@ class BlockCodec(Wire):
         return max(largest / ((1 << (self.bits - 1)) - 1), 2.0**-126) / 2 * (1 + 2.0**-15)
 
 
-def check_wire(wire: object, what: str, *, is_repeated: bool = False) -> None:
+def check_codec(codec: object, what: str, *, is_repeated: bool = False) -> None:
     """Refuse an option that is no codec, and error feedback where one value is sent twice and must come back the same."""
-    if is_repeated and isinstance(wire, Wire) and wire.feedback is not None:
+    if is_repeated and isinstance(codec, Codec) and codec.feedback is not None:
         raise OptionError(
             f"{what} gathers parameters in forward and again in backward, and must get the same numbers; got a codec with error "
             "feedback, which would add the loss of the first message to the second; leave feedback to gradients, which are sent once"
         )
-    if not (wire is None or isinstance(wire, Wire)):
-        raise OptionError(f"{what} takes a codec, or None to send exactly; got wire={wire!r}; zf.wire.int8() makes one")
+    if not (codec is None or isinstance(codec, Codec)):
+        raise OptionError(f"{what} takes a codec, or None to send exactly; got compression={codec!r}; zf.compression.int8() makes one")
 
 
 @checked_options
@@ -142,7 +145,7 @@ def int8(*, block: int = 256, feedback: ErrorFeedback | None = None) -> BlockCod
         feedback: made by :func:`error_feedback`.
 
     Returns:
-        The codec, for ``shard_params(..., wire=...)`` or ``data_parallel(..., wire=...)``.
+        The codec, for ``shard_params(..., compression=...)`` or ``data_parallel(..., compression=...)``.
 
     Example:
         >>> int8().message_bytes(1024)
@@ -162,7 +165,7 @@ def int4(*, block: int = 128, feedback: ErrorFeedback | None = None) -> BlockCod
         feedback: made by :func:`error_feedback`.
 
     Returns:
-        The codec, for ``data_parallel(..., wire=...)``. Parameters are better sent in 8 bits.
+        The codec, for ``data_parallel(..., compression=...)``. Parameters are better sent in 8 bits.
 
     Example:
         >>> int4().message_bytes(1024)
@@ -176,13 +179,13 @@ class Compression:
     """Codecs for the traffic of a step; ``None`` sends exactly.
 
     Attributes:
-        params: with which parameters are gathered, such as :func:`zfun.wire.int8`; stage 3 only, whose shards stay exact.
-        grads: with which gradients are summed over the ranks, such as :func:`zfun.wire.int4`.
+        params: with which parameters are gathered, such as :func:`zfun.compression.int8`; stage 3 only, whose shards stay exact.
+        grads: with which gradients are summed over the ranks, such as :func:`zfun.compression.int4`.
 
     Example:
         >>> Compression(grads=int4()).grads.bits
         4
     """
 
-    params: Wire | None = None
-    grads: Wire | None = None
+    params: Codec | None = None
+    grads: Codec | None = None

@@ -2,7 +2,7 @@
 
 [Note: one bit]
 With one bit a number, feedback is no choice: without it what is sent has nothing to do with small numbers. So ``compressed_all_reduce`` is
-no wire format but a function of its own, whose errors go in and come out. It is made of three, ``send_signs``, ``answer_signs`` and
+no codec but a function of its own, whose errors go in and come out. It is made of three, ``send_signs``, ``answer_signs`` and
 ``read_signs``, so that several buffers share a message and the messages of several buckets are under way at once.
 """
 
@@ -65,7 +65,7 @@ def compressed_all_reduce(
         >>> def main(group):
         ...     x, errors, means = torch.tensor([3.0, 1.0]) * (group.rank + 1), (None, None), []
         ...     for _ in range(400):
-        ...         mean, *errors = zf.wire.compressed_all_reduce(x, *errors, group)
+        ...         mean, *errors = zf.compression.compressed_all_reduce(x, *errors, group)
         ...         means.append(mean)
         ...     return means[0], torch.stack(means).mean(0).round(decimals=1)
         >>> zf.simulate(2, main)[1]  # one message says little, many say all

@@ -70,7 +70,7 @@ class ErrorFeedback:
         if kept is not None and kept.shape != rows.shape:
             raise OptionError(
                 f"an error feedback is for the gradients of one layout; got {rows.numel()} numbers in {rows.shape[0]} messages for "
-                f"{place}, after {kept.numel()} in {kept.shape[0]}; make one with zf.wire.error_feedback() for each training run"
+                f"{place}, after {kept.numel()} in {kept.shape[0]}; make one with zf.compression.error_feedback() for each training run"
             )
         return count, kept
 
@@ -103,9 +103,9 @@ def error_feedback(*, err_beta: float = 0.8, reset: int = 1024) -> ErrorFeedback
     Example:
         >>> import zfun as zf
         >>> def main(group):
-        ...     wire = zf.wire.int4(feedback=error_feedback(err_beta=0.0))
+        ...     codec = zf.compression.int4(feedback=error_feedback(err_beta=0.0))
         ...     x = torch.tensor([1.0, 10.0, 0.0, 0.0]) * (1 - group.rank)
-        ...     return torch.stack([zf.wire.reduce_scatter(x, group, wire)[0] for _ in range(30)])
+        ...     return torch.stack([zf.compression.reduce_scatter(x, group, codec)[0] for _ in range(30)])
         >>> sums = zf.simulate(2, main)[0]
         >>> sums[:4]  # a step of the scale, 10 / 7, or nothing
         tensor([1.4286, 0.0000, 1.4286, 1.4286])

@@ -1,7 +1,7 @@
-"""Collectives in a wire format.
+"""Collectives with a codec.
 
 [Note: what travels]
-A wire format says how numbers are written before they are sent: in blocks of small integers with a scale each (see ``zfun/ops/_blocks.py``
+A codec says how numbers are written before they are sent: in blocks of small integers with a scale each (see ``zfun/ops/_blocks.py``
 for the arithmetic). Bytes go through the very same collectives as everything else, so whatever group there is sends them, counts them and
 checks them.
 
@@ -44,14 +44,14 @@ from zfun.collectives import (
     global_ranks,
     mesh_of,
 )
+from zfun.compression._codecs import Codec
 from zfun.errors import OptionError, checked_options
-from zfun.wire._formats import Wire
 
 __all__ = ["all_gather", "all_reduce", "reduce_scatter", "start", "start_over"]
 
 
 @checked_options
-def start(call: Call, x: Tensor, group: Group, wire: Wire, *, dtype: torch.dtype | None = None) -> Pending:
+def start(call: Call, x: Tensor, group: Group, codec: Codec, *, dtype: torch.dtype | None = None) -> Pending:
     """Start a collective in few bits, on a flat tensor; it is not differentiated.
 
     ============== ============ ==============================================================================
@@ -68,7 +68,7 @@ def start(call: Call, x: Tensor, group: Group, wire: Wire, *, dtype: torch.dtype
         call: which collective, for whom and in which order.
         x: 1-D, floating.
         group: the ranks.
-        wire: how it is sent.
+        codec: how it is sent.
         dtype: of the result; by default that of ``x``.
 
     Returns:
@@ -80,33 +80,33 @@ def start(call: Call, x: Tensor, group: Group, wire: Wire, *, dtype: torch.dtype
     Example:
         >>> import zfun as zf
         >>> from zfun.collectives import AllReduce
-        >>> zf.simulate(2, lambda group: start(Call(AllReduce()), torch.tensor([127.0, 3.0]), group, zf.wire.int8()).wait())[1]
+        >>> zf.simulate(2, lambda group: start(Call(AllReduce()), torch.tensor([127.0, 3.0]), group, zf.compression.int8()).wait())[1]
         tensor([254.,   6.])
     """
     size, numel = group.size, x.numel()
     if not x.is_floating_point():
-        raise OptionError(f"a wire format is for floating numbers; got {call.op.kind} of {x.dtype}; send it exactly: leave wire out")
+        raise OptionError(f"a codec is for floating numbers; got {call.op.kind} of {x.dtype}; send it exactly: use zf.collectives")
     if x.dim() != 1 or (isinstance(call.op, ReduceScatter) and numel % size):
         raise OptionError(
-            f"{call.op.kind} in a wire format takes a 1-D tensor that the {size} ranks divide; got shape {tuple(x.shape)}; pad it"
+            f"{call.op.kind} with a codec takes a 1-D tensor that the {size} ranks divide; got shape {tuple(x.shape)}; pad it"
         )
     x, dtype = x.detach().contiguous(), dtype or x.dtype
     if size == 1:
         return Pending.done(x.to(dtype, copy=True))
     match call.op:
         case AllGather():
-            return _start_gather(call, x, group, wire, dtype)
+            return _start_gather(call, x, group, codec, dtype)
         case ReduceScatter():
-            return _start_sum(call, x, group, wire, dtype)
+            return _start_sum(call, x, group, codec, dtype)
         case AllReduce():
             padding = -numel % size
-            scattered = _start_sum(call, torch.nn.functional.pad(x, (0, padding)) if padding else x, group, wire, ops.wide(x.dtype))
-            return Pending(lambda: _start_gather(call, scattered.wait(), group, wire, dtype).wait()[:numel])
+            scattered = _start_sum(call, torch.nn.functional.pad(x, (0, padding)) if padding else x, group, codec, ops.wide(x.dtype))
+            return Pending(lambda: _start_gather(call, scattered.wait(), group, codec, dtype).wait()[:numel])
         case _:
-            raise OptionError(f"a wire format is for all_gather, reduce_scatter and all_reduce; got {call.op.kind}; send it exactly")
+            raise OptionError(f"a codec is for all_gather, reduce_scatter and all_reduce; got {call.op.kind}; send it exactly")
 
 
-def start_over(call: Call, x: Tensor, group: Group, wire: Wire) -> Pending:
+def start_over(call: Call, x: Tensor, group: Group, codec: Codec) -> Pending:
     """Start a sum over the mesh of a group in few bits, cut over the group (``P -> S``).
 
     Over a group or a mesh this is :func:`start`. Over the inner axis of a mesh the shards of the sum over a row are summed over the outer
@@ -116,7 +116,7 @@ def start_over(call: Call, x: Tensor, group: Group, wire: Wire) -> Pending:
         call: a reduce-scatter.
         x: 1-D, floating; the size of ``group`` divides its length.
         group: a group, a mesh, or the inner axis of one.
-        wire: how it is sent.
+        codec: how it is sent.
 
     Returns:
         The pending piece of this rank.
@@ -125,37 +125,37 @@ def start_over(call: Call, x: Tensor, group: Group, wire: Wire) -> Pending:
         >>> import zfun as zf
         >>> def main(group):
         ...     mesh = zf.split(group, inner=2)
-        ...     return start_over(Call(ReduceScatter()), torch.tensor([127.0, 254.0]), mesh.inner, zf.wire.int8()).wait().item()
+        ...     return start_over(Call(ReduceScatter()), torch.tensor([127.0, 254.0]), mesh.inner, zf.compression.int8()).wait().item()
         >>> zf.simulate(4, main)
         [508.0, 1016.0, 508.0, 1016.0]
     """
     mesh = mesh_of(group)
     if group is mesh or not isinstance(mesh, Mesh):
-        return start(call, x, group, wire)
-    scattered = start(call, x, group, wire)
+        return start(call, x, group, codec)
+    scattered = start(call, x, group, codec)
     again = Call(AllReduce(), call.name, call.part, call.lane)
-    return Pending(lambda: start(again, scattered.wait(), mesh.outer, wire).wait())
+    return Pending(lambda: start(again, scattered.wait(), mesh.outer, codec).wait())
 
 
-def _start_gather(call: Call, x: Tensor, group: Group, wire: Wire, dtype: torch.dtype) -> Pending:
-    message = _written(x.view(1, -1), group, wire, f"{call.name} {call.part} gather {axis_of(group)}".strip())
+def _start_gather(call: Call, x: Tensor, group: Group, codec: Codec, dtype: torch.dtype) -> Pending:
+    message = _written(x.view(1, -1), group, codec, f"{call.name} {call.part} gather {axis_of(group)}".strip())
     pending, numel = group.start(Call(AllGather(), call.name, call.part, call.lane), message.view(-1)), x.numel()
 
     def finish() -> Tensor:
         messages = pending.wait().view(group.size, -1)
-        return wire.decode(messages, numel, dtype).reshape(-1)
+        return codec.decode(messages, numel, dtype).reshape(-1)
 
     return Pending(finish)
 
 
-def _start_sum(call: Call, x: Tensor, group: Group, wire: Wire, dtype: torch.dtype) -> Pending:
+def _start_sum(call: Call, x: Tensor, group: Group, codec: Codec, dtype: torch.dtype) -> Pending:
     first, *later = _hops(group)
-    started = _start_hop(call, x, first, group, wire, 0, ops.wide(x.dtype) if later else dtype)
+    started = _start_hop(call, x, first, group, codec, 0, ops.wide(x.dtype) if later else dtype)
 
     def finish() -> Tensor:
         total = started.wait()
         for index, hop in enumerate(later, 1):
-            total = _start_hop(call, total, hop, group, wire, index, dtype).wait()
+            total = _start_hop(call, total, hop, group, codec, index, dtype).wait()
         return total
 
     return Pending(finish)
@@ -173,31 +173,31 @@ def _number(group: Group) -> int:
     return global_ranks(mesh_of(group))[mesh_of(group).rank]
 
 
-def _start_hop(call: Call, x: Tensor, hop: Group, group: Group, wire: Wire, index: int, dtype: torch.dtype) -> Pending:
+def _start_hop(call: Call, x: Tensor, hop: Group, group: Group, codec: Codec, index: int, dtype: torch.dtype) -> Pending:
     """Send every rank of a hop its piece; to wait is to add what has come."""
     numel = x.numel() // hop.size
-    messages = _written(x.view(hop.size, numel), group, wire, f"{call.name} {call.part} hop {index} {axis_of(group)}".strip())
+    messages = _written(x.view(hop.size, numel), group, codec, f"{call.name} {call.part} hop {index} {axis_of(group)}".strip())
     pending = hop.start(Call(AllToAll(), call.name, call.part, call.lane), messages.view(-1))
 
     def finish() -> Tensor:
         received = pending.wait().view(hop.size, -1)
-        return wire.decode_sum(received, numel, dtype)
+        return codec.decode_sum(received, numel, dtype)
 
     return Pending(finish)
 
 
-def _written(rows: Tensor, group: Group, wire: Wire, place: str) -> Tensor:
+def _written(rows: Tensor, group: Group, codec: Codec, place: str) -> Tensor:
     """Write rows as messages, with what the last ones of the same place lost."""
-    feedback = wire.feedback
+    feedback = codec.feedback
     if feedback is None:
-        return wire.encode(rows)
+        return codec.encode(rows)
     count, kept = feedback._take(_number(group), place, rows)
     wide = ops.wide(rows.dtype)
     if feedback.reset and count and count % feedback.reset == 0:
         kept = None
     full = rows.to(wide) if kept is None else rows + kept
-    messages = wire.encode(full)
-    lost = wire.decode(messages, rows.shape[1], wide)
+    messages = codec.encode(full)
+    lost = codec.decode(messages, rows.shape[1], wide)
     torch.sub(full, lost, out=lost)
     if feedback.err_beta:
         lost.mul_(1.0 - feedback.err_beta)
@@ -213,9 +213,9 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        x: Tensor, group: Group, wire: Wire, call: Call
+        x: Tensor, group: Group, codec: Codec, call: Call
     ) -> Tensor:
-        return start(call, x, group, wire).wait()
+        return start(call, x, group, codec).wait()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -231,7 +231,7 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:  # type: ignore[override]
-        raise OptionError("a compressed collective has no vmap rule; got a batched tensor; send it exactly: leave wire out")
+        raise OptionError("a compressed collective has no vmap rule; got a batched tensor; send it exactly: use zf.collectives")
 
 
 _EXACT = {"all_gather": collectives.all_gather, "reduce_scatter": collectives.reduce_scatter, "all_reduce": collectives.all_reduce}
@@ -241,13 +241,13 @@ def _exact(x: Tensor, group: Group, call: Call, op: Op) -> Tensor:
     return _EXACT[op.kind](x, group, name=call.name, part=call.part, lane=call.lane)
 
 
-def all_gather(x: Tensor, group: Group, wire: Wire, *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL) -> Tensor:
+def all_gather(x: Tensor, group: Group, codec: Codec, *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL) -> Tensor:
     """Gather shards in few bits (``S -> R``). The derivative is that of the exact one: a reduce-scatter.
 
     Args:
         x: this rank's shard, 1-D, floating.
         group: the ranks.
-        wire: how it is sent.
+        codec: how it is sent.
         name: what is sent, for messages and logs.
         part: which part of it.
         lane: the order of collectives that it takes part in.
@@ -261,20 +261,20 @@ def all_gather(x: Tensor, group: Group, wire: Wire, *, name: str = "", part: str
     Example:
         >>> import zfun as zf
         >>> def main(group):
-        ...     return zf.wire.all_gather(torch.tensor([1.0, 127.0]) * (group.rank + 1), group, zf.wire.int8(block=2))
+        ...     return zf.compression.all_gather(torch.tensor([1.0, 127.0]) * (group.rank + 1), group, zf.compression.int8(block=2))
         >>> zf.simulate(2, main)[1]
         tensor([  1., 127.,   2., 254.])
     """
-    return _run(x, group, wire, Call(AllGather(), name, part, lane))
+    return _run(x, group, codec, Call(AllGather(), name, part, lane))
 
 
-def reduce_scatter(x: Tensor, group: Group, wire: Wire, *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL) -> Tensor:
+def reduce_scatter(x: Tensor, group: Group, codec: Codec, *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL) -> Tensor:
     """Sum over the ranks in few bits, each keeping its piece (``P -> S``). The derivative is that of the exact one: an all-gather.
 
     Args:
         x: a term of the sum, 1-D, floating; the ranks divide its length.
         group: the ranks.
-        wire: how it is sent.
+        codec: how it is sent.
         name: what is sent, for messages and logs.
         part: which part of it.
         lane: the order of collectives that it takes part in.
@@ -289,20 +289,20 @@ def reduce_scatter(x: Tensor, group: Group, wire: Wire, *, name: str = "", part:
         >>> import zfun as zf
         >>> def main(group):
         ...     x = torch.tensor([1.0, 127.0, 2.0, 254.0]) * (group.rank + 1)
-        ...     return zf.wire.reduce_scatter(x, group, zf.wire.int8(block=2))
+        ...     return zf.compression.reduce_scatter(x, group, zf.compression.int8(block=2))
         >>> zf.simulate(2, main)
         [tensor([  3., 381.]), tensor([  6., 762.])]
     """
-    return _run(x, group, wire, Call(ReduceScatter(), name, part, lane))
+    return _run(x, group, codec, Call(ReduceScatter(), name, part, lane))
 
 
-def all_reduce(x: Tensor, group: Group, wire: Wire, *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL) -> Tensor:
+def all_reduce(x: Tensor, group: Group, codec: Codec, *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL) -> Tensor:
     """Sum over the ranks in few bits, every rank receiving the sum (``P -> R``). The derivative is that of the exact one.
 
     Args:
         x: a term of the sum, 1-D, floating.
         group: the ranks.
-        wire: how it is sent, both the terms and their sums.
+        codec: how it is sent, both the terms and their sums.
         name: what is sent, for messages and logs.
         part: which part of it.
         lane: the order of collectives that it takes part in.
@@ -316,12 +316,12 @@ def all_reduce(x: Tensor, group: Group, wire: Wire, *, name: str = "", part: str
     Example:
         >>> import zfun as zf
         >>> def main(group):
-        ...     return zf.wire.all_reduce(torch.tensor([1.0, 127.0]) * (group.rank + 1), group, zf.wire.int8(block=2))
+        ...     return zf.compression.all_reduce(torch.tensor([1.0, 127.0]) * (group.rank + 1), group, zf.compression.int8(block=2))
         >>> zf.simulate(2, main)[0]
         tensor([  3., 381.])
     """
-    return _run(x, group, wire, Call(AllReduce(), name, part, lane))
+    return _run(x, group, codec, Call(AllReduce(), name, part, lane))
 
 
-def _run(x: Tensor, group: Group, wire: Wire, call: Call) -> Tensor:
-    return _StraightThrough.apply(x, group, wire, call)  # type: ignore[no-any-return]
+def _run(x: Tensor, group: Group, codec: Codec, call: Call) -> Tensor:
+    return _StraightThrough.apply(x, group, codec, call)  # type: ignore[no-any-return]
