@@ -1,4 +1,4 @@
-"""The errors of zfun: few types, and one form of message (rule; what was got; remedy)."""
+"""The errors of zfun: few types, and one form of message (rule, value, remedy)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ZfunError(Exception):
     """The base of every error that zfun raises.
 
     Args:
-        message: one sentence first: the rule, what was got, the remedy.
+        message: one sentence first: the rule, the value, the remedy.
         rank: the rank that raised, where it is known.
         step: the training step, where it is known.
         leaf: the tree path of the leaf at fault.

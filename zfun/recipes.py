@@ -1,4 +1,4 @@
-"""Recipes: compositions of the transforms under the names that people know them by."""
+"""Recipes: compositions of the transforms under well-known names."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ _Record = TypeVar("_Record")
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Which dtypes a training run uses for what; ``None`` leaves each as it comes.
+    """The dtypes of a training run; ``None`` leaves a dtype unchanged.
 
     Attributes:
-        param: of the parameters that are kept, and of frozen leaves; complex and integer ones stay as they are.
-        compute: in which the loss sees them, and in which they are gathered.
+        param: of parameters and frozen leaves between steps; complex and integer leaves keep their dtypes.
+        compute: of parameters in the loss, and on the way when they are gathered.
         reduce: of the gradients: sent, summed over the ranks, accumulated. By default float32 for half parameters, else theirs.
-        master: of master weights beside narrower parameters; the optimizer's state is made of them.
+        master: of master weights beside narrower parameters; the optimizer's state has this dtype too.
         loss_scale: a rule that goes on from step to step, or one number; ``None`` for none.
 
     Example:
@@ -74,7 +74,7 @@ class Precision:
 
 
 class ZeroState(NamedTuple):
-    """What a training run carries from step to step.
+    """The state of a training run between steps.
 
     Attributes:
         params: the trained parameters: placement ``R`` at stages 0 to 2, ``S`` at stage 3.
@@ -94,7 +94,7 @@ class ZeroState(NamedTuple):
 
 
 class StepInfo(NamedTuple):
-    """What one step found; equal on all ranks.
+    """The results of one step; equal on all ranks.
 
     Attributes:
         loss: the loss over all ranks, a scalar.
@@ -102,8 +102,8 @@ class StepInfo(NamedTuple):
             (:func:`zfun.optim.onebit_adam`), the sum of the norms of the ranks' terms: no less than that.
         skipped: whether gradients were not finite, and the step was not taken.
         bad_leaf: the first leaf with such a gradient, where a step was skipped.
-        aux: what the loss returned beside the scalar, from this rank's batch.
-        loss_scale: what the loss was multiplied with in backward; 1 where there is no loss scale.
+        aux: the second result of the loss, from this rank's batch.
+        loss_scale: the factor of the loss in backward; 1 where there is no loss scale.
     """
 
     loss: Tensor
@@ -215,7 +215,7 @@ def zero(
     composed: list[tuple[tuple[Flat | None, int], Gradient]] = []
 
     def gradient_of(frozen: Flat | None, scale: float, summed: int) -> Gradient:
-        # Composed once, not at every step: what the transforms learn of the order of use is kept in them.
+        # Composed once, because the transforms remember the order of use from step to step.
         if not composed or composed[0][0][0] is not frozen or composed[0][0][1] != summed:
             cast_loss = loss_fn if policy.compute is None else cast(loss_fn, policy.compute)
             loss = _whole_loss(stage, cast_loss, group, frozen, stores_of.params, options, codecs.params)
@@ -240,13 +240,13 @@ def zero(
 
     def step(state: ZeroState, batch: Any) -> tuple[ZeroState, StepInfo]:
         scale = 1.0 if state.loss_scale is None else float(state.loss_scale.scale)
-        # An optimizer that sums by itself is given what there is to sum: backward leaves it alone.
+        # An optimizer that sums by itself gets each rank's own terms: backward does not sum them.
         terms = mesh_of(group).size > 1 and rule.takes_terms(state.opt_state)
         value, grads = gradient_of(state.frozen, scale, 1 if terms else stage)(state.params, batch)
         loss, aux = value if type(value) is tuple else (value, None)
         loss = loss.mean if isinstance(loss, WeightedMean) else loss
         grads = _delivered(grads, P if terms else rule.placement or R, group)
-        # By the scale that backward used, and after the sum: what float16 can send scaled may be too small for it unscaled.
+        # After the sum, because an unscaled gradient may be too small for float16.
         grads = grads if scale == 1.0 else _unscaled(grads, scale)
         norm = _norm(grads)
         skipped = not bool(torch.isfinite(norm))
@@ -351,7 +351,7 @@ def _rounded(params: tree.Tree, dtype: torch.dtype) -> tree.Tree:
     made: dict[object, Tensor] = {}
 
     def one(leaf: Any) -> Any:
-        # What cannot be laid out is refused where the ranks compare their trees.
+        # Leaves without a layout are refused later, when the ranks compare their trees.
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.layout is not torch.strided:
             return leaf
         key = (leaf.untyped_storage()._cdata, leaf.storage_offset(), leaf.shape, leaf.stride(), leaf.dtype) if leaf.numel() else id(leaf)
@@ -363,18 +363,18 @@ def _rounded(params: tree.Tree, dtype: torch.dtype) -> tree.Tree:
 
 
 def _rounded_as(policy: Precision, params: tree.Tree, group: Group, bucket_bytes: int, init: str) -> tuple[tree.Tree, tree.Tree]:
-    """Return parameters as they come and as they are kept."""
+    """Return parameters before and after rounding."""
     exact = unshard(params) if isinstance(params, Flat) else params
     if policy.param is None:
         return exact, exact
     if policy.master is not None:
-        # Ranks must agree on what rounding takes away, too: the master weights start from it.
+        # Ranks must agree on the digits that rounding removes, because the master weights start from them.
         exact = unravel(replicate(exact, group, bucket_bytes=bucket_bytes, init=init))
     return exact, _rounded(exact, policy.param)
 
 
 def _unrounded(flat: Flat, exact: tree.Tree, dtype: torch.dtype | None) -> Flat:
-    """Return parameters with the values that they were rounded from, where these are narrower than ``dtype``: for the master weights."""
+    """Return parameters before rounding, where the rounded ones are narrower than ``dtype``: for the master weights."""
     if dtype is None:
         return flat
     narrow = [bucket.dtype.itemsize < dtype.itemsize for bucket in flat.layout.buckets]
@@ -393,7 +393,7 @@ def _delivered(grads: Flat, placement: Placement, group: Group) -> Flat:
 
 
 def _norm(grads: Flat) -> Tensor:
-    """The norm of gradients over all ranks; of terms that nobody has summed the sum of their norms, which it does not exceed."""
+    """Return the norm of gradients over all ranks; for unsummed terms the sum of the norms, an upper bound."""
     return gather_values(global_norm(unravel(grads)), grads.group, "norm").sum() if grads.placement is P else global_norm(grads)
 
 

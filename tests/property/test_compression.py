@@ -485,7 +485,7 @@ def test_refusals() -> None:
         zf.compression.reduce_scatter(torch.zeros(3), group, zf.compression.int8())
     with pytest.raises(OptionError, match=r"is for all_gather, reduce_scatter and all_reduce; got all_to_all"):
         zf.compression.start(Call(AllToAll()), torch.zeros(4), group, zf.compression.int8())
-    with pytest.raises(OptionError, match=r"data_parallel\(\) takes a codec, or None to send exactly; got codec='int8'"):
+    with pytest.raises(OptionError, match=r"data_parallel\(\) takes a codec, or None to send exactly; got compression='int8'"):
         zf.data_parallel(zf.value_and_grad(models.mlp_loss), group, compression="int8")  # type: ignore[arg-type]
     with pytest.raises(OptionError, match=r"shard_params\(\) takes a codec"):
         zf.shard_params(models.mlp_loss, group, compression=8)  # type: ignore[arg-type]

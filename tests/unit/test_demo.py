@@ -111,7 +111,7 @@ def test_the_demo_runs_on_processes_and_all_compositions_agree(tmp_path, capfd, 
             assert limits.keys() == {"timeout_s", "collective_timeout_s"}
             return workers.run(fn, *args)
 
-        monkeypatch.setattr(zf, "spawn", on_held_processes)
+        monkeypatch.setattr(zf.collectives, "spawn", on_held_processes)
         run_the_demo(tmp_path, capfd)
 
 
@@ -126,7 +126,7 @@ def run_the_demo(tmp_path, capfd) -> None:
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.usefixtures("quick_start")
 def test_the_demo_agrees_on_any_number_of_ranks(ranks: int, tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(zf, "spawn", lambda n, fn, *args, **limits: zf.simulate(n, fn, *args))
+    monkeypatch.setattr(zf.collectives, "spawn", lambda n, fn, *args, **limits: zf.simulate(n, fn, *args))
     assert demo.run(ranks=ranks, steps=2, preset="tiny", out=tmp_path) == 0
     assert "the loss of each of the 2 steps" in capsys.readouterr().out
 
@@ -142,7 +142,7 @@ def test_recorded_bytes_and_held_bytes_are_those_of_the_formulae() -> None:
 
 def test_demo_that_finds_a_difference_exits_with_1(tmp_path, monkeypatch, capsys) -> None:
     reports = iter(result.ranks for result in with_last_rank(digest="cd" * 32))
-    monkeypatch.setattr(zf, "spawn", lambda *args, **kwargs: next(reports))
+    monkeypatch.setattr(zf.collectives, "spawn", lambda *args, **kwargs: next(reports))
     assert demo.run(out=tmp_path) == 1
     assert "NOT agree" in capsys.readouterr().out
 

@@ -1,4 +1,4 @@
-"""Compressed communication: what is sent in few bits, and what that does to the numbers."""
+"""Compressed communication: codecs, collectives that use codecs, and error feedback."""
 
 from zfun.compression._codecs import BlockCodec, Codec, Compression, int4, int8
 from zfun.compression._codecs import check_codec as check_codec

@@ -1,20 +1,20 @@
 """Collectives with a codec.
 
 [Note: what travels]
-A codec says how numbers are written before they are sent: in blocks of small integers with a scale each (see ``zfun/ops/_blocks.py``
-for the arithmetic). Bytes go through the very same collectives as everything else, so whatever group there is sends them, counts them and
-checks them.
+A codec writes numbers as bytes before they are sent: ``int8`` and ``int4`` in blocks of small integers with a scale each
+(``zfun/ops/_blocks.py`` has the arithmetic). The bytes go through the same collectives as everything else, so every kind of group sends,
+counts and checks the bytes.
 
-* all-gather: every rank writes its shard as one message, and reads all messages, its own too. So every rank gets the same bits, and nobody
-  keeps a better copy of its own.
-* reduce-scatter: no sum can be taken of codes, so it is an all-to-all: every rank writes one message for each rank, and adds what it
-  receives in rank order, in float32 (float64 where the numbers are), rounded once. Over a mesh it goes in two hops, over the inner axis and
-  then over the outer one, written anew in between: what crosses between rows is the sum over a row.
-* all-reduce: a reduce-scatter and an all-gather of the sums, written anew.
+* all-gather: every rank encodes its shard as one message and decodes all messages, including its own. So every rank has the same bits, and
+  no rank keeps a better copy of its own shard.
+* reduce-scatter: codes cannot be added, so the collective is an all-to-all. Every rank encodes one message for each rank, and adds the
+  messages that arrive in rank order, in float32 (float64 for float64 numbers), rounded once. Over a mesh the sum takes two hops, over the
+  inner axis and then over the outer one, and is encoded anew in between: the sum over a row crosses between rows.
+* all-reduce: a reduce-scatter and an all-gather of the sums, encoded anew.
 
-Messages are let go of as soon as they are read, and what they were written of belongs to the caller again as soon as they are written.
+A rank releases a message as soon as the message is decoded. The numbers belong to the caller again as soon as the message is written.
 
-What was lost in a message can be added to the next one of the same place: that is error feedback.
+With error feedback, the rounding error of one message is added to the next message of the same place.
 
 After Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training" (2023), who gather parameters in 8 bits
 and reduce gradients in 4; error feedback: Seide et al., "1-Bit Stochastic Gradient Descent" (2014); its slow form: Xie et al., "LoCo:
@@ -52,7 +52,7 @@ __all__ = ["all_gather", "all_reduce", "reduce_scatter", "start", "start_over"]
 
 @checked_options
 def start(call: Call, x: Tensor, group: Group, codec: Codec, *, dtype: torch.dtype | None = None) -> Pending:
-    """Start a collective in few bits, on a flat tensor; it is not differentiated.
+    """Start a collective of a flat tensor with a codec, without a derivative.
 
     ============== ============ ==============================================================================
     collective     result       each rank sends, of n numbers over N ranks
@@ -62,13 +62,13 @@ def start(call: Call, x: Tensor, group: Group, codec: Codec, *, dtype: torch.dty
     all-reduce     ``[n]``      ``2 (N - 1) message_bytes(ceil(n / N))``
     ============== ============ ==============================================================================
 
-    A collective of more than one phase starts the later ones when it is waited for, so all ranks must wait in one order.
+    A collective of several phases starts the later phases in ``wait()``, so all ranks must wait in one order.
 
     Args:
         call: which collective, for whom and in which order.
         x: 1-D, floating.
         group: the ranks.
-        codec: how it is sent.
+        codec: how ``x`` is written.
         dtype: of the result; by default that of ``x``.
 
     Returns:
@@ -116,7 +116,7 @@ def start_over(call: Call, x: Tensor, group: Group, codec: Codec) -> Pending:
         call: a reduce-scatter.
         x: 1-D, floating; the size of ``group`` divides its length.
         group: a group, a mesh, or the inner axis of one.
-        codec: how it is sent.
+        codec: how ``x`` is written.
 
     Returns:
         The pending piece of this rank.
@@ -174,7 +174,7 @@ def _number(group: Group) -> int:
 
 
 def _start_hop(call: Call, x: Tensor, hop: Group, group: Group, codec: Codec, index: int, dtype: torch.dtype) -> Pending:
-    """Send every rank of a hop its piece; to wait is to add what has come."""
+    """Send each rank of a hop one piece; ``wait()`` adds the pieces that arrive."""
     numel = x.numel() // hop.size
     messages = _written(x.view(hop.size, numel), group, codec, f"{call.name} {call.part} hop {index} {axis_of(group)}".strip())
     pending = hop.start(Call(AllToAll(), call.name, call.part, call.lane), messages.view(-1))
@@ -187,7 +187,7 @@ def _start_hop(call: Call, x: Tensor, hop: Group, group: Group, codec: Codec, in
 
 
 def _written(rows: Tensor, group: Group, codec: Codec, place: str) -> Tensor:
-    """Write rows as messages, with what the last ones of the same place lost."""
+    """Encode rows, after adding the errors of the last messages of the same place."""
     feedback = codec.feedback
     if feedback is None:
         return codec.encode(rows)
@@ -203,7 +203,7 @@ def _written(rows: Tensor, group: Group, codec: Codec, place: str) -> Tensor:
         lost.mul_(1.0 - feedback.err_beta)
         if kept is not None:
             lost.add_(kept * feedback.err_beta)
-    # What is not finite would stay so for ever.
+    # An error that is not finite would spoil all later messages.
     feedback._keep(_number(group), place, count + 1, lost.nan_to_num_(0.0, 0.0, 0.0))
     return messages
 
@@ -247,10 +247,10 @@ def all_gather(x: Tensor, group: Group, codec: Codec, *, name: str = "", part: s
     Args:
         x: this rank's shard, 1-D, floating.
         group: the ranks.
-        codec: how it is sent.
-        name: what is sent, for messages and logs.
-        part: which part of it.
-        lane: the order of collectives that it takes part in.
+        codec: how ``x`` is written.
+        name: the name of ``x`` in messages and logs.
+        part: the part of ``x``, for the same use.
+        lane: the order of collectives.
 
     Returns:
         ``[size * n]``, the same bits on every rank.
@@ -274,10 +274,10 @@ def reduce_scatter(x: Tensor, group: Group, codec: Codec, *, name: str = "", par
     Args:
         x: a term of the sum, 1-D, floating; the ranks divide its length.
         group: the ranks.
-        codec: how it is sent.
-        name: what is sent, for messages and logs.
-        part: which part of it.
-        lane: the order of collectives that it takes part in.
+        codec: how ``x`` is written.
+        name: the name of ``x`` in messages and logs.
+        part: the part of ``x``, for the same use.
+        lane: the order of collectives.
 
     Returns:
         ``[n / size]``.
@@ -302,10 +302,10 @@ def all_reduce(x: Tensor, group: Group, codec: Codec, *, name: str = "", part: s
     Args:
         x: a term of the sum, 1-D, floating.
         group: the ranks.
-        codec: how it is sent, both the terms and their sums.
-        name: what is sent, for messages and logs.
-        part: which part of it.
-        lane: the order of collectives that it takes part in.
+        codec: how the terms and the sums are written.
+        name: the name of ``x`` in messages and logs.
+        part: the part of ``x``, for the same use.
+        lane: the order of collectives.
 
     Returns:
         ``[n]``, the same bits on every rank.

@@ -1,4 +1,4 @@
-"""What messages lose, kept for the next ones."""
+"""Error feedback: the errors of messages, kept for the next messages."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["ErrorFeedback", "error_feedback"]
 
 
 class ErrorFeedback:
-    """What messages lost, kept by their sender until the next message of the same place. Made by :func:`error_feedback`.
+    """The errors of messages, kept by the sender until the next message of the same place. Made by :func:`error_feedback`.
 
-    It is the one part of a step that is not in the values that go in and come out: as a store, it belongs to who made it. A rank keeps what
-    is its own; simulated ranks may share one object.
+    These errors are the only state of a step outside of the values that go in and come out: like a store, the object belongs to the caller.
+    Each rank keeps its own errors; simulated ranks may share one object.
 
     Attributes:
-        err_beta: how slowly it learns; 0 adds all that was lost.
-        reset: after how many messages of a place what is kept is forgotten; 0 never does.
+        err_beta: share of the old error that stays; 0 adds the whole error of the last message.
+        reset: after so many messages of a place the error is dropped; 0 for never.
     """
 
     __slots__ = ("_kept", "_lock", "err_beta", "reset")
@@ -36,13 +36,13 @@ class ErrorFeedback:
         return f"error_feedback(err_beta={self.err_beta}, reset={self.reset})"
 
     def kept(self, rank: int = 0) -> dict[str, Tensor]:
-        """Return what a rank keeps, by place, for a checkpoint.
+        """Return the errors of a rank, by place, for a checkpoint.
 
         Args:
             rank: the rank.
 
         Returns:
-            A tensor for each place, and its number of messages so far as ``"<place> count"``.
+            A tensor for each place, and the number of messages so far as ``"<place> count"``.
         """
         with self._lock:
             mine = {place: entry for (owner, place), entry in self._kept.items() if owner == rank}
@@ -51,10 +51,10 @@ class ErrorFeedback:
         }
 
     def restore(self, kept: Mapping[str, Tensor], rank: int = 0) -> None:
-        """Take over what :meth:`kept` returned; what the rank kept before is forgotten.
+        """Replace the errors of a rank by those that :meth:`kept` returned.
 
         Args:
-            kept: what was kept.
+            kept: the errors by place.
             rank: the rank.
         """
         fresh = {
@@ -64,7 +64,7 @@ class ErrorFeedback:
             self._kept = {key: entry for key, entry in self._kept.items() if key[0] != rank} | fresh
 
     def _take(self, rank: int, place: str, rows: Tensor) -> tuple[int, Tensor | None]:
-        """Return how many messages of a place there were, and what is kept of the last."""
+        """Return the number of messages of a place, and the error of the last one."""
         with self._lock:
             count, kept = self._kept.get((rank, place), (0, None))
         if kept is not None and kept.shape != rows.shape:
@@ -81,21 +81,21 @@ class ErrorFeedback:
 
 @checked_options
 def error_feedback(*, err_beta: float = 0.8, reset: int = 1024) -> ErrorFeedback:
-    """Make room for what messages lose, so that it is sent later.
+    """Make error feedback: the rounding errors of messages are sent later.
 
-    Before numbers x are written, what is kept of the same place is added: ``c = x + e``. Of what comes back as q the sender keeps
-    ``e' = e err_beta + (c - q) (1 - err_beta)``. With ``err_beta = 0`` what is sent and what is kept make up c, to the last bit: nothing is
-    ever lost, only late. A larger one smooths the noise of single steps; no direction is lost in the long run either, since what is kept
-    grows by ``(1 - err_beta) (x - q)`` each time. What is not finite is not kept.
+    Before numbers x are encoded, the error e of the last message of the same place is added: ``c = x + e``. The receiver decodes q, and the
+    sender keeps ``e' = e err_beta + (c - q) (1 - err_beta)``. With ``err_beta = 0``, q and the new error add up to c, to the last bit: no
+    gradient is lost, only late. A larger ``err_beta`` smooths the noise of single steps. No direction is lost in the long run either, since
+    the error grows by ``(1 - err_beta) (x - q)`` in each step. Errors that are not finite are dropped.
 
-    It costs a whole gradient of memory on every rank, in the dtype of the gradients. A step that is skipped leaves what was kept changed.
+    Error feedback costs the memory of a whole gradient on every rank, in the dtype of the gradients. A skipped step changes the errors too.
 
     Args:
-        err_beta: how slowly it learns, from 0 to less than 1.
-        reset: after how many messages what is kept is forgotten, since the gradients that it belongs to are long past; 0 for never.
+        err_beta: share of the old error that stays, from 0 to less than 1.
+        reset: after so many messages the errors are dropped, because the gradients that they belong to are long past; 0 for never.
 
     Returns:
-        What ``int4(feedback=...)`` and ``int8(feedback=...)`` take.
+        The ``feedback`` of ``int4(feedback=...)`` and ``int8(feedback=...)``.
 
     Raises:
         OptionError: numbers out of range.

@@ -1,9 +1,9 @@
 """A sum over the ranks in one bit a number.
 
 [Note: one bit]
-With one bit a number, feedback is no choice: without it what is sent has nothing to do with small numbers. So ``compressed_all_reduce`` is
-no codec but a function of its own, whose errors go in and come out. It is made of three, ``send_signs``, ``answer_signs`` and
-``read_signs``, so that several buffers share a message and the messages of several buckets are under way at once.
+With one bit a number, error feedback is a must: without it, the signs say nothing of small numbers. So ``compressed_all_reduce`` is not a
+codec but a function whose errors go in and come out. Three functions make it up, ``send_signs``, ``answer_signs`` and ``read_signs``, so
+that several buffers share a message and the messages of several buckets are under way at once.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ def compressed_all_reduce(
     part: str = "",
     lane: Lane = Lane.CONTROL,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Average over the ranks in one bit a number, each message with what the last ones lost (``P -> R``). It is not differentiated.
+    """Average over the ranks in one bit a number, with error feedback (``P -> R``), without a derivative.
 
-    Every rank adds what it has kept, ``c = x + worker_error``, and sends the signs of c, each rank its chunk, and one scale
-    ``s = ‖c‖ / √n``; what comes back of a number is s or -s (s for both zeros). It keeps ``c - (±s)``. Every rank then averages the chunks
-    that it received, in rank order, adds ``server_error``, and sends signs and scale of that to all, keeping what this loses. So what is
-    sent and what is kept make up what was to be sent: the difference is rounded once, and exact where a number is between half and twice
-    the scale.
+    Every rank adds its last error, ``c = x + worker_error``, and sends each rank the signs of a chunk of c, and one scale
+    ``s = ‖c‖ / √n``. A number is decoded as s or -s (s for both zeros), and the new error is ``c - (±s)``. Every rank then averages the
+    chunks that arrive, in rank order, adds ``server_error``, and sends signs and scale of the result to all ranks, with the rounding
+    as the new error. So each message and its error add up to the number: the difference is rounded once, and exact where a number is
+    between half and twice the scale.
 
     The chunks are those of x padded to a multiple of ``8 size``, whole bytes for every rank; padding counts in no scale and is never
     received. On one rank nothing is sent, and nothing is lost.
 
     Args:
         x: ``[n]``, floating, of one length on all ranks; half types are computed in float32.
-        worker_error: ``[n]``, what this rank has kept of its own messages; ``None`` for nothing yet.
-        server_error: what it has kept of its chunk of the means; ``None`` for nothing yet.
+        worker_error: ``[n]``, the error of this rank's last message; ``None`` at first.
+        server_error: the error of this rank's last chunk of the means; ``None`` at first.
         group: the ranks.
-        name: what is sent, for messages and logs.
-        part: which part of it.
-        lane: the order of collectives that it takes part in.
+        name: the name of ``x`` in messages and logs.
+        part: the part of ``x``, for the same use.
+        lane: the order of collectives.
 
     Returns:
         The mean ``[n]``, with the same bits on every rank, and the two errors for the next call. A number that is not finite makes all of
@@ -111,11 +111,11 @@ def send_signs(terms: Iterable[Tensor], group: Group, name: str, part: str, lane
     """Start the first hop of a compressed all-reduce of several buffers, in one message to each rank.
 
     Args:
-        terms: what to send, 1-D, of one dtype, each taken when its turn comes; of each stays what is lost.
+        terms: the numbers to send, 1-D, of one dtype, each taken in turn and overwritten with its error.
         group: the ranks.
-        name: what is sent.
-        part: which part of it.
-        lane: the order of collectives that it takes part in.
+        name: the name in messages and logs.
+        part: the part, for the same use.
+        lane: the order of collectives.
 
     Returns:
         The pending messages, for :func:`answer_signs`.
@@ -138,12 +138,12 @@ def answer_signs(
 
     Args:
         received: the messages of the first hop.
-        kept: for each buffer what this rank's last answer lost, as long as its ``own_chunk``; takes what this one does.
+        kept: for each buffer the error of this rank's last answer, as long as ``own_chunk``; overwritten with the new error.
         numels: the lengths of the buffers.
         group: the ranks.
-        name: what is sent.
-        part: which part of it.
-        lane: the order of collectives that it takes part in.
+        name: the name in messages and logs.
+        part: the part, for the same use.
+        lane: the order of collectives.
 
     Returns:
         The pending messages, for :func:`read_signs`: the same on all ranks.
@@ -186,9 +186,9 @@ def _chunk_bytes(numel: int, size: int) -> int:
 
 
 def _to_signs(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return scale and signs of a vector, and leave in it what they lose."""
+    """Return scale and signs of a vector, and overwrite the vector with the error."""
     numel = x.numel()
-    # The norm is exact, so that it is the same on however many threads it is taken.
+    # The norm is exact, so that any number of threads gives the same bits.
     norm = ops.total_of_bins(ops.squares_in_bins(x)[None]).sqrt()
     scale = (norm / math.sqrt(max(numel, 1))).to(x.device, x.dtype)
     signs = ops.pack_signs(x)
@@ -205,5 +205,5 @@ def _taken_apart(messages: Tensor, numels: Sequence[int], size: int, dtype: torc
     rows = messages.view(size, -1)
     widths = [len(numels) * dtype.itemsize, *(_chunk_bytes(numel, size) for numel in numels)]
     head, *parts = rows.split(widths, 1)
-    # A copy of its own, since numbers are read at addresses that their size divides.
+    # A copy, because numbers of b bytes must lie at addresses that b divides.
     return head.clone(memory_format=torch.contiguous_format).view(dtype), parts

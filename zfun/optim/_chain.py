@@ -20,7 +20,7 @@ def chain(*optimizers: Optimizer | tuple[InitFn, UpdateFn]) -> Optimizer:
         optimizers: at least one; the last takes the step, those before it transform the gradients.
 
     Returns:
-        An optimizer whose state is the tuple of their states; its ``apply`` is that of the last, after the updates of the others.
+        An optimizer whose state is the tuple of all states. ``apply`` is that of the last one, after the updates of the others.
 
     Raises:
         OptionError: there is none, or one is not an optimizer.
@@ -48,8 +48,8 @@ def chain(*optimizers: Optimizer | tuple[InitFn, UpdateFn]) -> Optimizer:
         )
     if any(part.partial is not None for part in parts[1:]):
         raise PlacementError(
-            "an optimizer that sums the terms of gradients by itself, as onebit_adam() does, stands first in a chain, since what stands "
-            "before it would see terms and not the gradient; got one further back; put it first"
+            "an optimizer that sums the terms of gradients by itself, as onebit_adam() does, stands first in a chain, because a part in "
+            "front would see terms and not the gradient; got one further back; put that one first"
         )
     first = parts[0].partial
 

@@ -18,7 +18,7 @@ __all__ = ["by_label"]
 
 @checked_options
 def by_label(optimizers: Mapping[str, Optimizer | tuple[InitFn, UpdateFn]], label: LabelFn) -> Optimizer:
-    """Let each leaf be stepped by the optimizer that its label names: weight decay for some, another learning rate, or another rule.
+    """Step each leaf with the optimizer of its label: no weight decay for some leaves, another learning rate, or another rule.
 
     Leaves of one label lie in buckets of their own, so that an optimizer still works on a few long vectors. :func:`zfun.zero`,
     :func:`zfun.shard_optimizer` and :func:`zfun.data_parallel` see to that by themselves; parameters that are sharded by hand are laid out
@@ -26,10 +26,11 @@ def by_label(optimizers: Mapping[str, Optimizer | tuple[InitFn, UpdateFn]], labe
 
     Args:
         optimizers: by label.
-        label: ``label(path, leaf)`` gives each leaf one of the labels, by its path, shape and dtype. What it is given may have no numbers.
+        label: ``label(path, leaf)`` gives each leaf one of the labels, by path, shape and dtype. The leaf may have no numbers.
 
     Returns:
-        An optimizer whose state is a dict: by label, the state of the optimizer on the leaves that have it; ``None`` where no leaf has it.
+        An optimizer whose state is a dict: by label, the state of the optimizer on the leaves of that label; ``None`` for a label
+        without leaves.
 
     Raises:
         OptionError: there is no optimizer, or a leaf has a label that none of them has.
@@ -110,7 +111,7 @@ class _Table:
         return str(found)
 
     def place(self, path: str, leaf: Any) -> Hashable:
-        """What a leaf's bucket may hold besides: leaves of the same label, and of the same one within it."""
+        """Return a key that all leaves of one bucket share: the label, and the label within the label."""
         name = self.name(path, leaf)
         inner = self.parts[name].labels
         return (name, None if inner is None else inner(path, leaf))
@@ -119,7 +120,7 @@ class _Table:
         return change_layout(value, split_by_label(value.layout, self.place)) if isinstance(value, Flat) else value
 
     def split(self, params: Tree, value: Tree = None) -> dict[str, Tree]:
-        """Take parameters apart by label, or a value that is like them."""
+        """Take apart by label the parameters, or a value like the parameters."""
         value = params if value is None else value
         if isinstance(params, Flat):
             check_same_layout(params, value, "parameters and gradients")

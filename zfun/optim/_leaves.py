@@ -258,7 +258,7 @@ def _mapped(value: Tree, fn: Any) -> Tree:
 
 
 def _orthogonal(x: Tensor, num_iterations: int, dtype: torch.dtype | None) -> Tensor:
-    """Bring the singular values of a fresh contiguous matrix to about 1, times what makes steps of all shapes alike."""
+    """Bring the singular values of a fresh contiguous matrix to about 1, times a factor that makes steps of all shapes alike."""
     if x.numel() == 0:
         return x
     scale = math.sqrt(max(1.0, x.shape[0] / x.shape[1]))

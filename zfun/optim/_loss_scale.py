@@ -1,4 +1,4 @@
-"""Loss scales: what a loss is multiplied with so that float16 gradients do not vanish."""
+"""Loss scales: factors of the loss that keep float16 gradients from vanishing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class LossScaleState(NamedTuple):
     """State of a :class:`LossScale`: 0-dim tensors on the CPU.
 
     Attributes:
-        scale: what the loss of the next step is multiplied with, float32.
+        scale: the factor of the next step's loss, float32.
         hysteresis: how many more overflows until the scale shrinks, int64.
         count: steps seen, skipped ones included, int64.
         last_overflow: the step of the last overflow, -1 before the first, int64.
@@ -70,13 +70,13 @@ def dynamic_loss_scale(
         hysteresis: overflows to a halving; with 1 each of them halves.
         min_scale: the scale never falls below.
         consecutive_hysteresis: let a clean step restore all the overflows to tolerate.
-        raise_at_min: raise where the scale would have to fall below ``min_scale``, instead of keeping it there.
+        raise_at_min: raise where the scale would have to fall below ``min_scale``, instead of staying there.
 
     Returns:
         The loss scale. Without ``raise_at_min`` the host does not wait for ``finite``.
 
     Raises:
-        OptionError: a number that it cannot take.
+        OptionError: a number out of range.
         NonFiniteError: from ``update``, with ``raise_at_min``.
 
     Example:
@@ -133,7 +133,7 @@ def static_loss_scale(scale: float) -> LossScale:
         The loss scale.
 
     Raises:
-        OptionError: a number that it cannot take.
+        OptionError: a number out of range.
 
     Example:
         >>> rule = static_loss_scale(128.0)

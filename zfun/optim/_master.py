@@ -22,8 +22,8 @@ class MasterState(NamedTuple):
 
     Attributes:
         master: the master weights: a tree like the parameters, with holes (``None``) where a parameter is its own master; ``None`` where
-            all of them are.
-        inner: the state of the optimizer that works on them.
+            all parameters are.
+        inner: the state of the optimizer of the master weights.
     """
 
     master: Tree
@@ -32,14 +32,14 @@ class MasterState(NamedTuple):
 
 @remembered
 def with_master(optimizer: Optimizer | tuple[InitFn, UpdateFn], dtype: torch.dtype = torch.float32) -> Optimizer:
-    """Keep wide copies of narrow parameters: the optimizer works on them, and the parameters are what they round to.
+    """Keep wide copies of narrow parameters: the optimizer steps the copies, and the parameters are the rounded copies.
 
-    In bfloat16 a parameter has 8 bits, so that a change of less than 1/512 of it is lost; the master weights add such changes up. Moments
+    A parameter in bfloat16 has 8 bits, so a change of less than 1/512 of the parameter is lost; master weights add such changes up. Moments
     are made of the master weights, and so are as wide. A parameter that is not narrower than ``dtype`` has no copy.
     "Mixed Precision Training", Micikevicius et al., 2018.
 
-    It stands inside of ``shard_optimizer``, so that each rank keeps the master weights of its own part only: ``shard_optimizer(with_master(
-    adamw(3e-4)), group)``. In a :func:`chain` it stands last; a chain inside of it works too.
+    ``with_master`` stands inside of ``shard_optimizer``, so that each rank keeps the master weights of its own part only:
+    ``shard_optimizer(with_master(adamw(3e-4)), group)``. In a :func:`chain` it stands last; a chain may stand inside.
 
     Args:
         optimizer: an optimizer, or an ``(init, update)`` pair.
@@ -81,7 +81,7 @@ def with_master(optimizer: Optimizer | tuple[InitFn, UpdateFn], dtype: torch.dty
         before = _widened(params, state.master, dtype)
         updates, after = inner.update(grads, state.inner, before)
         wide = apply_updates(before, updates)
-        # Exact, so that to add it gives the very parameters that apply returns.
+        # Exact, so that adding the change gives the same parameters as apply.
         changes = [
             new.to(p.dtype).to(_exact(p)) - p.detach().to(_exact(p)) if _is_narrow(p, dtype) else change
             for p, new, change in zip(tree.leaves(params), tree.leaves(wide), tree.leaves(updates), strict=True)
@@ -114,7 +114,7 @@ def _is_narrow(x: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _narrow_buckets(flat: Flat, dtype: torch.dtype) -> list[int]:
-    """The buckets whose parameters are narrow: by the layout, since buffers over it may hold what the parameters were rounded from."""
+    """Return the buckets with narrow parameters: by the layout, because the buffers may hold values before rounding."""
     return [i for i, bucket in enumerate(flat.layout.buckets) if bucket.dtype.itemsize < dtype.itemsize]
 
 
@@ -123,7 +123,7 @@ def _to(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _exact(x: Tensor) -> torch.dtype:
-    """A dtype in which the difference of two numbers of the dtype of ``x`` is exact, but where they are 2**44 times apart."""
+    """Return a dtype in which differences of numbers of the dtype of ``x`` are exact, up to ratios of 2**44."""
     return torch.complex128 if x.is_complex() else torch.float64
 
 
@@ -133,7 +133,7 @@ def _rounded(wide: Tensor, param: Tensor, donate: bool) -> Tensor:
 
 
 def _masters_of(values: Tree, params: Tree, dtype: torch.dtype) -> Tree:
-    """Take of ``values``, a tree like ``params``, what lies where these are narrow, in the wide dtype."""
+    """Take the leaves of ``values`` at the places where ``params`` is narrow, in the wide dtype."""
 
     def one(value: Any, param: Any) -> Any:
         if not isinstance(param, Flat):

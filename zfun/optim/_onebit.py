@@ -1,15 +1,14 @@
 """1-bit Adam: momentum that is summed over the ranks in one bit a number.
 
 [Note: who sums]
-What a rank sends is made of its own gradient and of what its last message lost. So from some step on this optimizer must be given the terms
-of the gradient (``P``) where others are given the sum. It says so by ``Optimizer.partial``, which is asked before each step, and whoever
-would sum leaves that to it. The rest is in placements as ever: parameters and moments are ``R`` or ``S``; what messages lost is a term on
-every rank, ``P``; what answers lost belongs to the rank that averages, each its chunk. Messages are made leaf by leaf of the whole
-momentum, and each rank takes of the mean what it steps, so that parameters have the same bits whatever is sharded and however leaves lie
-in buckets.
+A rank sends its own gradient and the error of its last message. So from ``freeze_step`` on this optimizer must be given the terms of the
+gradient (``P``), where other optimizers are given the sum. ``Optimizer.partial``, which is asked before each step, says so, and transforms
+that would sum leave the sum to the optimizer. Parameters and moments are ``R`` or ``S`` as ever. The errors of messages are a term on every
+rank (``P``); the errors of answers belong to the rank that averages, each its chunk. Messages are made leaf by leaf of the whole momentum,
+and each rank takes its part of the mean, so that parameters have the same bits whatever is sharded and however leaves lie in buckets.
 
-A rank with a shard of the moments needs the whole momentum all the same, to add its gradient to. It is in the last answers, at one bit a
-number: so those are kept.
+A rank with a shard of the moments needs the whole momentum, to add its gradient. The last answers hold the whole momentum at one bit a
+number, so the state keeps them.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ class OneBitState(NamedTuple):
         count: steps taken, 0-dim int64 on the CPU. From ``freeze_step`` on momentum is compressed.
         mu: first moments, a tree like the parameters.
         nu: second moments, a tree like the parameters; as they are at ``freeze_step`` from then on.
-        worker_error: what this rank's messages lost, a whole value on every rank; ``None`` on one rank.
-        server_error: what this rank's answers lost: for each bucket its chunks of the leaves, one after the other. A tree like the
+        worker_error: the errors of this rank's messages, a whole value on every rank; ``None`` on one rank.
+        server_error: the errors of this rank's answers: for each bucket the chunks of the leaves, one after the other. A tree like the
             parameters where these are a tree, and ``None`` on one rank.
         answers: for each bucket the last answers, where the moments are sharded; else ``None``.
     """
@@ -78,8 +77,8 @@ def onebit_adam(
     warm-up has no v to be divided by, and stays where it is.
 
     The compressed steps take the terms of the gradient (``P``), as :func:`zfun.data_parallel` gives them: stages 0 and 1, and ``zf.zero(2,
-    ...)``, which leaves the sum out of backward then. Every rank keeps a whole value of what its messages lost, and so stage 3 is refused:
-    its point is to hold nothing whole. In a :func:`chain` it stands first.
+    ...)``, which leaves the sum out of backward then. Every rank keeps a whole value of errors, and so stage 3 is refused, whose
+    point is to hold nothing whole. In a :func:`chain` 1-bit Adam stands first.
     "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed", Tang et al., 2021.
 
     Args:
@@ -128,7 +127,7 @@ def onebit_adam(
         num_second = freeze_step if frozen else before + 1
         return functools.partial(
             ops.adam_step,
-            # The compressed steps are given the moments as they are to be.
+            # In compressed steps the moments are known before the kernel runs.
             b1=1.0 if frozen else first,
             b2=1.0 if frozen else b2,
             step_size=rate / (1.0 - first ** (before + 1)) if bias_correction else rate,
@@ -191,19 +190,19 @@ def _stepped(
         # Without a v there is no step; padding is such a place too.
         used = torch.where(flat_nu > 0, flat_mu.to(flat_nu.dtype), 0.0)
         kernel(flat_view(target), flat_mu, used, flat_nu, None if change is None else flat_view(change))
-    # A shard of the whole would keep all of it.
+    # A view would keep the whole buffer alive.
     kept = [mu.clone() if mu.untyped_storage().nbytes() > mu.nbytes else mu for mu in mus]
     after = OneBitState(state.count + 1, tree.unflatten(spec, kept), tree.unflatten(spec, nus), *rest)
     return tree.unflatten(spec, into.results(targets, changes)), after
 
 
 def _kept(state: OneBitState, donate: bool) -> list[Any]:
-    """What no message has changed."""
+    """Return the parts of the state that no message has changed."""
     return [tree.map(lambda x: x if donate else x.clone(), part) for part in state[3:]]
 
 
 def _no_errors(params: Tree) -> tuple[Any, Any, Any]:
-    """What messages have lost before the first."""
+    """Return the errors before the first message: zeros."""
     if not isinstance(params, Flat):
         # How many ranks there are a tree does not say.
         wide = tree.map(lambda p: torch.empty_like(p, dtype=ops.wide(p.dtype)), params)
@@ -240,7 +239,7 @@ def _summed(
     """Sum the momentum of all ranks, all buckets at once.
 
     Returns:
-        The whole buckets of it, what messages and answers lost, and the answers where they are kept.
+        The whole buckets of the momentum, the errors of messages and of answers, and the answers where the state keeps answers.
     """
     group, layout = grads.group, params.layout
     before = _whole_momentum(state, params, group.size, is_first=is_first)
@@ -268,8 +267,8 @@ def _summed(
 
 
 def _compensated(worker: Tensor, momentum: Tensor, grad: Tensor, first: float, size: int) -> Tensor:
-    """Add a rank's own momentum to what its last message lost, in place."""
-    # The mean over the ranks is meant, of which gradients are terms of the sum. Not add_(alpha=): it may round once or twice.
+    """Add a rank's own momentum to the error of its last message, in place."""
+    # Times the size, because the ranks are averaged and gradients are terms of a sum. Never add_(alpha=), which may round once or twice.
     return worker.add_(momentum.to(worker.dtype).mul(first).add_(grad.to(worker.dtype).mul((1.0 - first) * size)))
 
 
@@ -295,7 +294,7 @@ def _read(packed: Tensor, layout: Layout, bucket: int, size: int, dtype: torch.d
 
 
 def _own_chunks(server: Tensor, layout: Layout, bucket: int, group: Any, *, embedded: bool) -> list[Tensor]:
-    """View what this rank's answers lost: its chunks lie one after the other, or where they lie in whole leaves."""
+    """View the errors of this rank's answers: chunks lie one after the other, or at their places in whole leaves."""
     chunks = [compression.own_chunk(numel, group) for numel in _numels(layout, bucket)]
     if embedded:
         return [view[chunk] for view, chunk in zip(_views(server, layout, bucket), chunks, strict=True)]

@@ -76,14 +76,14 @@ def warmup(peak: float, num_warmup: int, *, start: float = 0.0, shape: str = "li
     """Rise to a peak, and stay there.
 
     ``start + (peak - start) w``, where ``w = step / num_warmup``, or ``ln(step + 1) / ln(num_warmup)`` with ``shape="log"``, and 1 from
-    step ``num_warmup`` on. It is what DeepSpeed calls WarmupLR, whose counter is 0 at the second step, not at the first: ``lambda step:
+    step ``num_warmup`` on. DeepSpeed's WarmupLR, whose counter is 0 at the second step, not at the first: ``lambda step:
     warmup(...)(step - 1)`` is a step behind as well.
     "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour", Goyal et al., 2017.
 
     Args:
         peak: the value from step ``num_warmup`` on.
         num_warmup: steps from ``start`` to the peak; 0 starts there.
-        start: the value at step 0 and before it.
+        start: the value at step 0 and before.
         shape: ``"linear"`` or ``"log"``.
 
     Returns:
@@ -103,7 +103,7 @@ def warmup(peak: float, num_warmup: int, *, start: float = 0.0, shape: str = "li
 def warmup_linear(peak: float, num_warmup: int, num_steps: int, end: float = 0.0, *, start: float = 0.0, shape: str = "linear") -> Schedule:
     """Rise to a peak as :func:`warmup` does, then fall in a straight line.
 
-    With ``shape="log"`` and ``start`` equal to ``end`` it is what DeepSpeed calls WarmupDecayLR, one step ahead of it as :func:`warmup` is.
+    With ``shape="log"`` and ``start`` equal to ``end`` this is DeepSpeed's WarmupDecayLR, one step ahead, as :func:`warmup` is.
 
     Args:
         peak: the value at step ``num_warmup``.
@@ -130,8 +130,8 @@ def warmup_linear(peak: float, num_warmup: int, num_steps: int, end: float = 0.0
 def warmup_cosine(peak: float, num_warmup: int, num_steps: int, end: float = 0.0, *, start: float = 0.0, shape: str = "linear") -> Schedule:
     """Rise to a peak as :func:`warmup` does, then fall along half a cosine.
 
-    After the warm-up: ``end + (peak - end) (1 + cos(π (step - num_warmup) / (num_steps - num_warmup))) / 2``, what DeepSpeed calls
-    WarmupCosineLR at its counter ``step - 1``.
+    After the warm-up: ``end + (peak - end) (1 + cos(π (step - num_warmup) / (num_steps - num_warmup))) / 2``,
+    DeepSpeed's WarmupCosineLR at the counter ``step - 1``.
     "SGDR: Stochastic gradient descent with warm restarts", Loshchilov and Hutter, 2017, here without restarts.
 
     Args:
@@ -169,9 +169,9 @@ def lr_range_test(start: float, num_steps: int = 2000, rate: float = 1.0, *, sta
 
     Args:
         start: the value at step 0.
-        num_steps: steps in which it grows by ``rate start``, at least 1.
+        num_steps: steps in which the rate grows by ``rate start``, at least 1.
         rate: how much of ``start`` is added in so many steps.
-        staircase: whether it grows at once at the end of them.
+        staircase: whether the rate grows at once, at the end of these steps.
 
     Returns:
         ``schedule(step) -> float``.
@@ -214,9 +214,9 @@ def one_cycle(
         high: the value at step ``num_up``.
         num_up: steps up, at least 1.
         num_down: steps down, at least 1; by default as many.
-        stairs_up: in how many stairs it goes up; 0 for a straight line.
-        stairs_down: in how many stairs it goes down; by default as many.
-        decay_rate: how fast it decays after the cycle.
+        stairs_up: the number of stairs up; 0 for a straight line.
+        stairs_down: the number of stairs down; by default as many.
+        decay_rate: how fast the value decays after the cycle.
         decay_steps: steps in which ``1 / value`` grows by ``decay_rate / low``; 0 for no decay.
 
     Returns:
@@ -261,10 +261,10 @@ def one_cycle_momentum(
         high: the value at step 0 and at the end of the cycle.
         num_up: steps down to ``low``, at least 1.
         num_down: steps back to ``high``, at least 1; by default as many.
-        stairs_up: in how many stairs it goes in the first part; 0 for a straight line.
-        stairs_down: in how many stairs it goes in the second part; by default as many.
-        decay_rate: how fast it grows after the cycle.
-        decay_steps: steps in which it grows by ``decay_rate high``; 0 for no growth.
+        stairs_up: the number of stairs in the first part; 0 for a straight line.
+        stairs_down: the number of stairs in the second part; by default as many.
+        decay_rate: how fast the value grows after the cycle.
+        decay_steps: steps in which the value grows by ``decay_rate high``; 0 for no growth.
 
     Returns:
         ``schedule(step) -> float``.
@@ -287,11 +287,11 @@ def one_cycle_momentum(
 
 
 def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
-    """Follow one schedule after the other, each from its own beginning.
+    """Follow one schedule after the other, each from step 0.
 
     Args:
         schedules: at least one.
-        boundaries: for each but the first the step at which it begins, ascending; there it is called with 0.
+        boundaries: for each schedule but the first, the step that is its step 0, ascending.
 
     Returns:
         ``schedule(step) -> float``.
@@ -337,7 +337,7 @@ def _warmup(peak: float, num_warmup: int, start: float, shape: str, after: Sched
     def rise(step: int) -> float:
         if shape == "linear":
             return step / num_warmup
-        # One step has no logarithm to rise along: it is the start.
+        # One step has no logarithm to rise along and stays at the start.
         return math.log(step + 1) / math.log(num_warmup) if num_warmup > 1 else 0.0
 
     def schedule(step: int) -> float:
@@ -349,7 +349,7 @@ def _warmup(peak: float, num_warmup: int, start: float, shape: str, after: Sched
 def _cycle(
     num_up: int, num_down: int | None, stairs_up: int, stairs_down: int | None, decay_steps: int
 ) -> tuple[Callable[[int], float], int]:
-    """Return the height of a cycle at each step, from 0 to 1 and back to 0, and its length."""
+    """Return the height of a cycle at each step, from 0 to 1 and back to 0, and the length of the cycle."""
     num_down = num_up if num_down is None else num_down
     stairs_down = stairs_up if stairs_down is None else stairs_down
     for name, value, least in (
@@ -371,7 +371,7 @@ def _cycle(
 
 
 def check_rate(learning_rate: object) -> None:
-    """Refuse what is neither a number nor a function of the step count."""
+    """Refuse a value that is neither a number nor a function of the step count."""
     if callable(learning_rate):
         return
     if isinstance(learning_rate, bool) or not isinstance(learning_rate, Real):

@@ -1,4 +1,4 @@
-"""The frame of element-wise rules: it walks over the buffers, and a kernel steps each."""
+"""The frame of element-wise rules: a loop over the buffers, in which a kernel steps each."""
 
 from __future__ import annotations
 
@@ -52,8 +52,9 @@ def assemble(init: InitFn, step: StepFn) -> Optimizer:
 def elementwise(make_state: Callable[..., Any], names: Sequence[str], kernel_at: Callable[[int], Kernel]) -> Optimizer:
     """Make an optimizer of a kernel that steps one flat buffer: one pass over the memory for each buffer.
 
-    The kernel is ``kernel(param, grad, *moments, change)`` on 1-D tensors of one length: it reads ``grad``,
-    writes the moments, and writes the step to ``change``, or adds it to ``param`` where ``change`` is None.
+    The kernel is ``kernel(param, grad, *moments, change)`` on 1-D tensors of one length: reads ``grad``,
+    writes the moments, and writes the step to ``change``, or adds the step to ``param`` where ``change`` is
+    None.
     Each element must be computed from the elements at its own place alone, by the same roundings wherever
     the buffers are cut, and zeros must stay zeros.
 
@@ -61,7 +62,7 @@ def elementwise(make_state: Callable[..., Any], names: Sequence[str], kernel_at:
         make_state: ``make_state(count, *trees)``: a state of the number of steps taken (0-dim int64 on the
             CPU) and of one tree like the parameters for each name.
         names: the attributes of the state that hold these trees, in the order in which the kernel takes
-            them; they begin as zeros.
+            the trees; all begin as zeros.
         kernel_at: ``kernel_at(count)`` returns the kernel of the step after ``count`` others.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Element-wise optimizers of torch.optim, and of others that are written like them, as pure functions."""
+"""Element-wise optimizers of torch.optim, and others with the same interface, as pure functions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zfun.tree import Tree
 
 __all__ = ["TorchState", "from_torch"]
 
-# Torch's loops treat the last elements of a tensor in other instructions, which round otherwise; and they share long tensors out among
+# Torch's loops treat the last elements of a tensor in other instructions, which round otherwise, and share long tensors out among
 # threads. Pieces of a whole number of vectors, and no longer than a thread's share, know nothing of where a leaf was cut.
 _PIECE = 1 << 15
 _VECTORS = 64
@@ -39,8 +39,8 @@ class TorchState(NamedTuple):
 
     Attributes:
         count: steps taken, 0-dim int64 on the CPU.
-        trees: by torch's name, what torch keeps for each element: trees like the parameters.
-        scalars: by torch's name, what it keeps for each tensor, and what is the same for all of them: 0-dim tensors on the CPU.
+        trees: by torch's name, the state of each element: trees like the parameters.
+        scalars: by torch's name, the state of each tensor, equal for all tensors: 0-dim tensors on the CPU.
     """
 
     count: Tensor
@@ -50,22 +50,22 @@ class TorchState(NamedTuple):
 
 @remembered
 def from_torch(make: type[torch.optim.Optimizer], **options: Any) -> Optimizer:
-    """Make a pure optimizer of a class of ``torch.optim``, or of another one that is written so, if it works element by element.
+    """Make a pure optimizer of an element-wise class of ``torch.optim``, or of a class with the same interface.
 
-    Its state is taken out of torch's optimizer and put back at each step, in pieces of parameters, so that it may be sharded, offloaded,
-    saved. It costs a copy of parameters, gradients and state at each step: :func:`sgd`, :func:`adam`, :func:`adamw` and :func:`adagrad`
+    The state is taken out of torch's optimizer and put back at each step, in pieces of parameters, and so may be sharded, offloaded and
+    saved. That costs a copy of parameters, gradients and state at each step: :func:`sgd`, :func:`adam`, :func:`adamw` and :func:`adagrad`
     do not.
 
     Args:
         make: the class, such as ``torch.optim.RMSprop``.
-        options: its options. ``lr`` may also be a function of the number of steps taken so far.
+        options: of the class. ``lr`` may also be a function of the number of steps taken so far.
 
     Returns:
         An optimizer with :class:`TorchState`.
 
     Raises:
         OptionError: ``make`` is no such class, or does not take the options.
-        NotElementwiseError: it needs whole tensors, as LBFGS and Adafactor do, or the change of an
+        NotElementwiseError: the class needs whole tensors, as LBFGS and Adafactor do, or the change of an
             element depends on where leaves are cut.
 
     Example:
@@ -93,7 +93,7 @@ def from_torch(make: type[torch.optim.Optimizer], **options: Any) -> Optimizer:
 
 
 def _check_elementwise(pure: Optimizer, name: str) -> None:
-    """Refuse an optimizer that mixes elements: it is given pieces of leaves, even where nothing is sharded."""
+    """Refuse an optimizer that mixes elements, because from_torch cuts leaves into pieces even where nothing is sharded."""
     generator = torch.Generator(device="cpu").manual_seed(0)
 
     def changes(sizes: list[int]) -> Tensor:
@@ -130,7 +130,7 @@ def _from_torch(make: type[torch.optim.Optimizer], options: dict[str, Any]) -> O
 
     @functools.lru_cache(maxsize=16)
     def kept(dtype: torch.dtype) -> dict[str, Any]:
-        """What torch keeps of a tensor."""
+        """Return torch's state of a tensor."""
         with unset_fake_temporarily():
             zeros = [torch.zeros(_VECTORS, dtype=dtype, device="cpu") for _ in range(2)]
             return {name: value for name, value in _stepped(make, at(0), zeros[:1], zeros[1:], [{}])[0].items() if value is not None}
@@ -173,7 +173,7 @@ def _from_torch(make: type[torch.optim.Optimizer], options: dict[str, Any]) -> O
 
     def update(grads: Tree, state: State, params: Tree) -> tuple[Tree, TorchState]:
         new, after = step(grads, state, params)
-        # In float64 the change of a narrower number is exact, so that to add it gives torch's bits.
+        # In float64 the change of a narrower number is exact, so that adding the change gives torch's bits.
         changes = [n.to(_wide(n)) - p.detach().to(_wide(n)) for n, p in zip(new, tree.leaves(params), strict=True)]
         return tree.unflatten(tree.structure(params), changes), after
 
@@ -185,8 +185,8 @@ def _is_tree(value: Any) -> bool:
 
 
 def _restored(state: TorchState, kinds: dict[str, Any], held: Sequence[Tensor]) -> dict[str, Any]:
-    """What torch kept of a piece, as it kept it."""
-    # Torch counts in place: every piece has a count of its own.
+    """Return the state of a piece in torch's form."""
+    # Torch counts in place, so every piece needs a count of its own.
     scalars = {
         name: value.clone() if isinstance(kinds[name], Tensor) else type(kinds[name])(value.item()) for name, value in state.scalars.items()
     }
@@ -196,7 +196,7 @@ def _restored(state: TorchState, kinds: dict[str, Any], held: Sequence[Tensor]) 
 def _same_for_all(
     make: type[torch.optim.Optimizer], before: dict[str, Tensor], state: TorchState, after: Sequence[dict[str, Any]]
 ) -> dict[str, Tensor]:
-    """Return what torch keeps once for each tensor, which may depend on nothing but the number of steps."""
+    """Return torch's state of each tensor, which may depend on the number of steps only."""
     first = before or {name: torch.as_tensor(after[0][name]).clone() for name in state.scalars}
     for found in after:
         for name, value in first.items():
@@ -219,7 +219,7 @@ def _wide(x: Tensor) -> torch.dtype:
 
 def _pieces(x: Tensor) -> list[Tensor]:
     """Copy a leaf into pieces of real numbers, the last one filled up with zeros."""
-    # Copies, so that each begins at a boundary of a vector and of a cache line, wherever it lay.
+    # Copies, so that each piece begins at a boundary of a vector and of a cache line.
     return [torch.nn.functional.pad(piece, (0, -piece.numel() % _VECTORS)).clone() for piece in flat_view(x).split(_PIECE)]
 
 
@@ -236,7 +236,7 @@ def _stepped(
     grads: Sequence[Tensor],
     states: Sequence[dict[str, Any]],
 ) -> list[dict[str, Any]]:
-    """Let torch take a step on ``values``, in place, and return what it keeps."""
+    """Let torch take a step on ``values``, in place, and return torch's state."""
     twins = [torch.nn.Parameter(value, requires_grad=False) for value in values]
     made = make(twins, **options)
     for twin, grad, state in zip(twins, grads, states, strict=True):

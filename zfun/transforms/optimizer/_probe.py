@@ -1,4 +1,4 @@
-"""Find out by running an optimizer whether it may run on shards."""
+"""Run an optimizer to find out whether shards give the same steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _Result = TypeVar("_Result")
 
 _SHAPES = ((7, 5), (5,), (), (4, 3, 3))
 _SCALES = (1.0, 1e-3, 10.0, 1e3)
-# Pieces that cut through leaves and join them, of lengths that no leaf has.
+# Pieces that cut through leaves and join leaves, of lengths that no leaf has.
 _CUTS = (13, 1, 38, 25)
 _NUM_STEPS = 3
 _RTOL = 1e-9
@@ -54,7 +54,7 @@ def probe(optimizer: Optimizer) -> None:
 
     Raises:
         NotElementwiseError: the changes differ, the state changes its structure, the optimizer is random,
-            or it raised.
+            or the optimizer raised.
 
     Example:
         >>> from zfun.optim import adamw, optimizer
@@ -116,7 +116,7 @@ def _probe(optimizer: Optimizer) -> None:
 
 
 class _Change(NamedTuple):
-    """What one step changed: for each leaf the change, and the largest rounding error that adding it can make."""
+    """The changes of one step: for each leaf the change, and the largest rounding error of adding that change."""
 
     values: list[Tensor]
     rounding: list[Tensor]
