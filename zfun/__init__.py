@@ -1,9 +1,10 @@
 """zfun: functional sharding of training state for PyTorch."""
 
 from zfun import collectives as collectives
+from zfun import compression, optim, planner, policies, stores
 from zfun import errors as errors
-from zfun import optim, planner, policies, stores, compression
 from zfun.collectives import Group, process_group, record, simulate, split
+from zfun.compression import Compression
 from zfun.errors import ZfunError
 from zfun.flat import Flat
 from zfun.placement import P, R, S
@@ -31,7 +32,6 @@ from zfun.transforms import (
     weighted_mean,
 )
 from zfun.tree import combine, partition
-from zfun.compression import Compression
 
 __all__ = [
     "Compression",
@@ -48,6 +48,7 @@ __all__ = [
     "apply",
     "cast",
     "combine",
+    "compression",
     "data_parallel",
     "describe",
     "gather",
@@ -72,6 +73,5 @@ __all__ = [
     "unshard",
     "value_and_grad",
     "weighted_mean",
-    "compression",
     "zero",
 ]

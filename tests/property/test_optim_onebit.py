@@ -236,7 +236,7 @@ def test_refusals() -> None:
         OptionError, match=r"keeps whole values on every rank, which stage 3 is there to avoid; got stage 3; use stage 0, 1"
     ):
         zf.zero(3, models.mlp_loss, ONE_BIT, group)
-    with pytest.raises(PlacementError, match=r"stands first in a chain, since what stands before it would see terms"):
+    with pytest.raises(PlacementError, match=r"stands first in a chain, because a part in front would see terms"):
         optim.chain(optim.clip_by_global_norm(1.0), ONE_BIT)
     with pytest.raises(PlacementError, match=r"by_label\(\) gives all of its optimizers the sum of the gradients; got one for 'a'"):
         optim.by_label({"a": ONE_BIT, "b": optim.sgd(0.1)}, lambda path, leaf: "a")

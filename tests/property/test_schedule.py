@@ -239,7 +239,9 @@ def test_no_knob_changes_a_bit_and_what_is_sent_is_what_is_explained(
     if num_micro_batches > 1:
         return
     x = models.mlp_batches(1, 1)[0][0]
-    trace = zf.planner.trace(loss_fn, models.mlp(), x, size, trainable=trainable, bucket_bytes=bucket_bytes, persistence=options["persistence"])
+    trace = zf.planner.trace(
+        loss_fn, models.mlp(), x, size, trainable=trainable, bucket_bytes=bucket_bytes, persistence=options["persistence"]
+    )
     explained = zf.planner.explain(zf.planner.schedule(trace, zf.ScheduleOptions(**options))).bytes_sent()
     assert all(run[1][1:] == [explained] * 2 for run in found), (found[0][1], explained)
 
@@ -732,7 +734,9 @@ def test_knobs_are_checked_at_once(options: dict[str, Any], message: str) -> Non
 
 def test_a_bound_that_cannot_be_kept_is_refused() -> None:
     trace = zf.planner.trace(models.mlp_loss, models.mlp(), torch.ones(2, 5, dtype=torch.float64), 2, bucket_bytes=1, persistence=5)
-    with pytest.raises(zf.errors.OptionError, match=r"max_live must hold the largest bucket .*; got 63, where bucket 0: h.0.w has 64 elements"):
+    with pytest.raises(
+        zf.errors.OptionError, match=r"max_live must hold the largest bucket .*; got 63, where bucket 0: h.0.w has 64 elements"
+    ):
         zf.planner.schedule(trace, zf.ScheduleOptions(max_live=63))
     with pytest.raises(zf.errors.OptionError, match=r"h.0.w has 64 elements with padding and 320 persist; use a larger max_live"):
         zf.planner.schedule(trace, zf.ScheduleOptions(max_live=383, persistence=5))
@@ -745,7 +749,9 @@ def test_a_bound_that_cannot_be_kept_is_refused() -> None:
 
     zf.simulate(2, main)
     for stage in (0, 1, 2):
-        with pytest.raises(zf.errors.OptionError, match=f"only stage 3 has; got .*max_live=1000000.* at stage {stage}; use stage=3, or leave"):
+        with pytest.raises(
+            zf.errors.OptionError, match=f"only stage 3 has; got .*max_live=1000000.* at stage {stage}; use stage=3, or leave"
+        ):
             zf.simulate(
                 1,
                 lambda group, stage=stage: zf.zero(

@@ -296,7 +296,13 @@ CASES = {
         *(Case(stage, codecs=(None, zf.compression.int4), offload=("grads",), num_micro_batches=2) for stage in (0, 1, 2)),
         Case(3, codecs=(zf.compression.int8, None), trainable=not_third, knobs=(("prefetch", 3),)),
         Case(3, codecs=(zf.compression.int8, zf.compression.int4), precision=torch.bfloat16, loss=recomputed, donate=False),
-        Case(3, codecs=(zf.compression.int8, zf.compression.int4), precision=SCALED, knobs=(("persistence", 100), ("max_live", 9000)), bucket_bytes=1),
+        Case(
+            3,
+            codecs=(zf.compression.int8, zf.compression.int4),
+            precision=SCALED,
+            knobs=(("persistence", 100), ("max_live", 9000)),
+            bucket_bytes=1,
+        ),
         Case(3, codecs=(zf.compression.int8, slowly), steps=1, knobs=(("prefetch", 0),)),
     ],
     "with what messages lost": [

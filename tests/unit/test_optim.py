@@ -339,6 +339,25 @@ def test_scale_by_schedule_counts() -> None:
     assert state[1].count.dtype == torch.int64
 
 
+@pytest.mark.parametrize(
+    ("rule", "parts"),
+    [
+        (optim.sgd(0.1, momentum=0.9, nesterov=True, weight_decay=0.1), (optim.trace(0.9, nesterov=True),)),
+        (optim.adam(0.1, weight_decay=0.1), (optim.scale_by_adam(),)),
+        (optim.adagrad(0.1, weight_decay=0.1), (optim.scale_by_adagrad(),)),
+    ],
+)
+def test_a_decay_in_front_of_a_part_is_a_penalty(rule: optim.Optimizer, parts: tuple[optim.Optimizer, ...]) -> None:
+    chained = optim.chain(optim.add_decayed_weights(0.1), *parts, optim.scale_by_learning_rate(0.1))
+    params = expected = make_tree(0)
+    state, states = rule.init(params), chained.init(params)
+    for step in range(1, 4):
+        expected, state = rule.apply(make_tree(step), state, expected)
+        params, states = chained.apply(make_tree(step), states, params)
+    for x, y in zip(tree.leaves(params), tree.leaves(expected), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+
+
 def test_a_mask_leaves_the_other_gradients_as_they_are() -> None:
     params = {"w": torch.ones(2, 2), "b": torch.ones(2)}
     grads = {"w": torch.full((2, 2), 3.0), "b": torch.full((2,), 3.0)}

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from zfun.collectives import Group, abstract_group, mesh_of
+from zfun.compression import Codec, Compression
 from zfun.errors import OptionError, checked_options
 from zfun.planner._price import Hop, price_of_gather, price_of_sum
 from zfun.transforms import MAX_IN_FLIGHT, Phase, Schedule, TracedBucket, secondary_of
-from zfun.compression import Compression, Codec
 
 __all__ = ["Accumulation", "Explanation", "Message", "explain", "reductions_of"]
 

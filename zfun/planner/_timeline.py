@@ -163,9 +163,9 @@ def timeline(schedule: Schedule, *, gather_cost: float = 0.5, reduce_cost: float
         >>> import torch, zfun as zf
         >>> params = [torch.ones(64, 64) for _ in range(4)]
         >>> chain = lambda p, x: (x @ p[0] @ p[1] @ p[2] @ p[3]).sum()
-        >>> trace = zf.planner.trace(chain, params, torch.ones(1, 64), 4, bucket_bytes=1)
-        >>> [round(zf.planner.timeline(zf.planner.schedule(trace, prefetch=n)).duration / 64**2, 2) for n in (0, 1, 2)]
-        [15.0, 12.5, 12.5]
+            >>> trace = zf.planner.trace(chain, params, torch.ones(1, 64), 4, bucket_bytes=1)
+        >>> [round(zf.planner.timeline(zf.planner.schedule(trace, zf.ScheduleOptions(prefetch=n))).duration / 64**2, 2) for n in (0, 1, 2)]
+            [15.0, 12.5, 12.5]
     """
     for name, cost in (("gather_cost", gather_cost), ("reduce_cost", reduce_cost), ("backward_cost", backward_cost)):
         if cost < 0:

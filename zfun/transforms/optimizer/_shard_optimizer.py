@@ -36,7 +36,7 @@ def shard_optimizer(optimizer: Any, group: Group, *, bucket_bytes: int = DEFAULT
         NotElementwiseError: at once, where a probe finds that the optimizer mixes elements.
 
     Example:
-        >>> import zfun as zf
+        >>> import torch, zfun as zf
         >>> def main(group):
         ...     optimizer = zf.shard_optimizer(zf.optim.adamw(0.1), group)
         ...     state = optimizer.init({"w": torch.ones(50)})
