@@ -31,7 +31,7 @@ from zfun.collectives import (
     AllReduce,
     AllToAll,
     Broadcast,
-    Call,
+    Collective,
     Group,
     Op,
     Permute,
@@ -85,7 +85,7 @@ def contenders(op: Op, nbytes: int, shared: Group, direct: Group) -> dict[str, R
     out = torch.empty(op.output_numel(x.numel(), size))
     symmetric = allocate(shared, x.numel(), x.dtype).copy_(x)
     source, target = torch.ones(numel), torch.ones(numel)
-    call = Call(op, "benchmark")
+    call = Collective(op, "benchmark")
     runs: dict[str, Run] = {
         "memcpy": lambda: target.copy_(source),
         "symmetric": lambda: shared.start(call, symmetric, out).wait(),

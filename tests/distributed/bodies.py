@@ -15,7 +15,7 @@ from torch.func import grad, jvp, vmap
 import zfun as zf
 from tests import models
 from zfun import optim, tree
-from zfun.collectives import Call, Lane, ReduceScatter
+from zfun.collectives import Collective, ReduceScatter, Stream
 from zfun.errors import AliasChanged, DonatedStateError, NonFiniteError, PlacementError, SpecMismatch
 from zfun.testing import Composition, assert_same_bits, check_padding, check_redistribution, check_round_trip, same_bits, train
 
@@ -452,6 +452,6 @@ def starts_another_collective(group: zf.Group) -> None:
     z = zf.zero(2, models.mlp_loss, optim.adamw(0.05), group)
     state = z.init(models.mlp())
     if group.rank == 1:
-        group.start(Call(ReduceScatter(), "grads", "by hand", Lane.GRADS), torch.ones(32 * group.size)).wait()
+        group.start(Collective(ReduceScatter(), "grads", "by hand", Stream.GRADS), torch.ones(32 * group.size)).wait()
     z.step(state, models.mlp_batches(1, group.size)[0][group.rank])
     assert not same_bits(z.params(state), models.mlp())

@@ -19,11 +19,11 @@ from zfun.collectives import (
     AllReduce,
     AllToAll,
     Broadcast,
-    Call,
-    Lane,
+    Collective,
     Permute,
     Reduce,
     ReduceScatter,
+    Stream,
     axis_of,
     barrier,
     gather_values,
@@ -44,7 +44,7 @@ def collectives(group: zf.Group) -> Any:
     for numel in (0, mesh.size, 501 * mesh.size):
         for number, op in enumerate(ops):
             x = torch.randn(numel, generator=generator)
-            pending.append(mesh.start(Call(op, op.kind, str(numel), Lane(number % 3)), x))
+            pending.append(mesh.start(Collective(op, op.kind, str(numel), Stream(number % 3)), x))
     for handle in pending if group.rank % 2 else reversed(pending):
         handle.wait()
     return [handle.wait() for handle in pending]
@@ -101,7 +101,7 @@ def _on_two_hosts(group: zf.Group) -> zf.Group:
 
 
 def over_two_hosts(group: zf.Group) -> Any:
-    """Collectives long and short, in all lanes at once, waited for in different orders; training; a mesh whose rows are the hosts."""
+    """Collectives long and short, in all streams at once, waited for in different orders; training; a mesh whose rows are the hosts."""
     simulated = not dist.is_initialized()
     made = group if simulated else _on_two_hosts(group)
     assert simulated or type(made).__name__ == "HostsGroup"
@@ -112,7 +112,7 @@ def over_two_hosts(group: zf.Group) -> Any:
         for numel in (4, 10004):
             for number, op in enumerate(ops):
                 x = torch.randn(numel, generator=generator).to(dtype)
-                pending.append(made.start(Call(op, op.kind, str(numel), Lane(number % 3)), x))
+                pending.append(made.start(Collective(op, op.kind, str(numel), Stream(number % 3)), x))
     for handle in pending if group.rank % 2 else reversed(pending):
         handle.wait()
     results: list[Any] = [handle.wait() for handle in pending]
@@ -123,7 +123,7 @@ def over_two_hosts(group: zf.Group) -> Any:
         results.append(info.grad_norm)
     results.append(z.params(state))
     mesh = zf.split(made, inner=2)
-    results.append(mesh.start(Call(AllReduce()), torch.randn(3001, generator=generator)).wait())
+    results.append(mesh.start(Collective(AllReduce()), torch.randn(3001, generator=generator)).wait())
     if not simulated:
         made.close()
     return results
@@ -135,14 +135,14 @@ def dies_on_a_host(group: zf.Group) -> None:
     barrier(made)
     if group.rank == 3:
         os.kill(os.getpid(), signal.SIGKILL)
-    made.start(Call(AllReduce(), "after"), torch.ones(5000)).wait()
+    made.start(Collective(AllReduce(), "after"), torch.ones(5000)).wait()
 
 
 def starts_something_else(group: zf.Group) -> str:
     """Rank 2 gives its collective another name."""
     made = _on_two_hosts(group)
     try:
-        made.start(Call(AllGather(), "other" if group.rank == 2 else "same"), torch.ones(5000)).wait()
+        made.start(Collective(AllGather(), "other" if group.rank == 2 else "same"), torch.ones(5000)).wait()
     except (CollectiveMismatch, PeerLost) as error:
         return str(error)
     finally:

@@ -28,17 +28,17 @@ from zfun.collectives import (
     AllReduce,
     AllToAll,
     Broadcast,
-    Call,
-    Entry,
+    Collective,
     Group,
-    Lane,
+    LeafRecord,
     Permute,
     Reduce,
     ReduceScatter,
+    Stream,
     Workers,
-    agree,
     all_gather,
     barrier,
+    check_same,
     checked,
     process_group,
     record,
@@ -90,17 +90,17 @@ def _every_collective(group: Group) -> list[Tensor]:
         for numel in (0, 1, 1025) if dtype == torch.float32 else (7,):
             for op in ops:
                 x = _values(group, numel * size if op.splits_input else numel, dtype)
-                results.append(group.start(Call(op, "x"), x).wait())
+                results.append(group.start(Collective(op, "x"), x).wait())
                 out = torch.empty_like(results[-1])
-                assert group.start(Call(op, "x"), x, out).wait() is out
+                assert group.start(Collective(op, "x"), x, out).wait() is out
                 results.append(out)
         # In place, and a shard that lies in the mapping that receives the gather.
         whole = torch.zeros(5 * size, dtype=dtype)
         shard = whole.view(size, 5)[group.rank]
         shard.copy_(_values(group, 5, dtype))
-        results.append(group.start(Call(AllGather(), "x"), shard, whole).wait())
+        results.append(group.start(Collective(AllGather(), "x"), shard, whole).wait())
         x = _values(group, 9, dtype)
-        results.append(group.start(Call(AllReduce(), "x"), x, x).wait())
+        results.append(group.start(Collective(AllReduce(), "x"), x, x).wait())
     return results
 
 
@@ -189,15 +189,15 @@ def test_ranks_that_skip_leaves_have_the_bits_of_the_simulation(workers: Workers
 
 
 def _overlapped(group: Group) -> list[Tensor]:
-    """Both lanes at once, started and waited for in an order that depends on the rank."""
-    lanes = [Lane.PARAMS, Lane.GRADS] if group.rank % 2 else [Lane.GRADS, Lane.PARAMS]
+    """Both streams at once, started and waited for in an order that depends on the rank."""
+    streams = [Stream.PARAMS, Stream.GRADS] if group.rank % 2 else [Stream.GRADS, Stream.PARAMS]
     pending = {}
-    for lane in lanes:
+    for stream in streams:
         for index in range(3):
             for op in (AllReduce(), AllGather(), ReduceScatter()):
-                x = torch.arange(60.0) * (group.rank + 1) + 100 * index + 1000 * lane
-                pending[lane, index, op.kind] = group.start(Call(op, "x", str(index), lane), x)
-    order = sorted(pending, key=lambda key: (key[0] != lanes[1], -key[1], key[2]))
+                x = torch.arange(60.0) * (group.rank + 1) + 100 * index + 1000 * stream
+                pending[stream, index, op.kind] = group.start(Collective(op, "x", str(index), stream), x)
+    order = sorted(pending, key=lambda key: (key[0] != streams[1], -key[1], key[2]))
     results = {key: pending[key].wait() for key in order}
     return [results[key] for key in sorted(results)]
 
@@ -212,7 +212,7 @@ def _recorded(group: Group) -> tuple[int, int, int]:
     recorder = record(group)
     params = torch.zeros(1000, requires_grad=True)
     all_gather(params, recorder, name="params").square().sum().backward()
-    recorder.start(Call(AllReduce(), "loss"), torch.ones(1)).wait()
+    recorder.start(Collective(AllReduce(), "loss"), torch.ones(1)).wait()
     return recorder.bytes_sent("params"), recorder.bytes_sent("loss"), recorder.bytes_sent()
 
 
@@ -237,7 +237,7 @@ def _torch_groups(group: Group) -> list[tuple[int, int, float]]:
     seen = []
     for made in (process_group(mesh, axis="shard"), process_group(mesh, axis="replica"), process_group(mesh["shard"])):
         with made:
-            total = made.start(Call(AllReduce()), torch.tensor([1.0 + group.rank])).wait().item()
+            total = made.start(Collective(AllReduce()), torch.tensor([1.0 + group.rank])).wait().item()
             seen.append((made.rank, made.size, total))
     if group.rank < 2:
         with process_group(subgroup) as made:
@@ -269,11 +269,11 @@ def _native(group: Group) -> list[Tensor]:
         results = []
         for op in ops:
             x = torch.arange(4.0 * group.size) + group.rank
-            results.append(native.start(Call(op), x).wait())
-            expected = group.start(Call(op), x).wait()
+            results.append(native.start(Collective(op), x).wait())
+            expected = group.start(Collective(op), x).wait()
             assert torch.equal(results[-1], expected), op
             out = torch.empty_like(expected)
-            assert native.start(Call(op), x, out).wait() is out
+            assert native.start(Collective(op), x, out).wait() is out
             assert torch.equal(out, expected), op
         return results
 
@@ -284,7 +284,7 @@ def test_native_collectives_mean_the_same(workers: Workers) -> None:
 
 def _disagree(group: Group) -> str:
     with pytest.raises(SpecMismatch) as caught:
-        agree([Entry("h.0.w", f"({3 + group.rank},) float32")], group, "params")
+        check_same([LeafRecord("h.0.w", f"({3 + group.rank},) float32")], group, "params")
     return str(caught.value)
 
 
@@ -297,7 +297,7 @@ def test_disagreement_is_the_same_error_on_all_ranks(two: Workers) -> None:
 
 
 def _loss(group: Group, x: Tensor | None = None) -> Tensor:
-    return group.start(Call(AllReduce(), "loss", "step 3"), torch.ones(4) if x is None else x).wait()
+    return group.start(Collective(AllReduce(), "loss", "step 3"), torch.ones(4) if x is None else x).wait()
 
 
 def _other_shape(group: Group) -> None:
@@ -310,7 +310,7 @@ def _other_dtype(group: Group) -> None:
 
 def _swapped(group: Group) -> None:
     for name in ("a", "b") if group.rank == 0 else ("b", "a"):
-        group.start(Call(AllReduce(), name), torch.ones(4)).wait()
+        group.start(Collective(AllReduce(), name), torch.ones(4)).wait()
 
 
 def _swapped_in_debug(group: Group) -> None:
@@ -319,8 +319,8 @@ def _swapped_in_debug(group: Group) -> None:
 
 def _skipped(group: Group) -> None:
     if group.rank == 0:
-        group.start(Call(AllGather(), "params", "bucket 2", Lane.PARAMS), torch.ones(4)).wait()
-    group.start(Call(ReduceScatter(), "grads", "bucket 2", Lane.GRADS), torch.ones(4)).wait()
+        group.start(Collective(AllGather(), "params", "bucket 2", Stream.PARAMS), torch.ones(4)).wait()
+    group.start(Collective(ReduceScatter(), "grads", "bucket 2", Stream.GRADS), torch.ones(4)).wait()
 
 
 @pytest.mark.parametrize(
@@ -351,7 +351,7 @@ def test_a_rank_that_raises_is_quoted_by_the_others(two: Workers) -> None:
     waiting, raised = two.outcomes(_raises)
     assert isinstance(raised, ValueError)
     assert "in _raises" in raised.__notes__[0]
-    message = r"rank 0 lost rank 1 in collective \d+ of its lane .all_reduce 'loss' .step 3.*: rank 1 raised ValueError: bad batch"
+    message = r"rank 0 lost rank 1 in collective \d+ of its stream .all_reduce 'loss' .step 3.*: rank 1 raised ValueError: bad batch"
     assert isinstance(waiting, BaseException)
     with pytest.raises(PeerLost, match=message):
         raise waiting
@@ -441,7 +441,7 @@ def test_a_stopped_rank_is_given_up_after_the_timeout(shared_memory: bool) -> No
 
 
 def _add(group: Group, value: int) -> int:
-    return int(group.start(Call(AllReduce()), torch.tensor([value + group.rank])).wait())
+    return int(group.start(Collective(AllReduce()), torch.tensor([value + group.rank])).wait())
 
 
 def test_spawn_returns_results_in_rank_order() -> None:
@@ -459,12 +459,12 @@ def test_a_program_under_a_launcher_ends_with_its_error_and_no_warning(tmp_path:
         """
         import sys, torch, zfun.collectives as c
         group = c.process_group(timeout_s=20)
-        total = group.start(c.Call(c.AllReduce(), "loss"), torch.ones(2)).wait()
+        total = group.start(c.Collective(c.AllReduce(), "loss"), torch.ones(2)).wait()
         assert total.tolist() == [2.0, 2.0]
         if sys.argv[1] == "fail":
             if group.rank == 1:
                 raise ValueError("out of data")
-            group.start(c.Call(c.AllReduce(), "loss"), torch.ones(2)).wait()
+            group.start(c.Collective(c.AllReduce(), "loss"), torch.ones(2)).wait()
         """
     )
     for mode in ("finish", "fail"):

@@ -30,12 +30,12 @@ from zfun.collectives import (
     AllReduce,
     AllToAll,
     Broadcast,
-    Call,
+    Collective,
     Group,
-    Lane,
     Permute,
     Reduce,
     ReduceScatter,
+    Stream,
     Workers,
     allocate,
     await_readers,
@@ -92,7 +92,7 @@ def _filled(group: Group, numel: int, value: float) -> Tensor:
 
 
 def _gather(group: Group, x: Tensor, *, zero_copy: bool = True) -> Tensor:
-    call = Call(AllGather(), "params", lane=Lane.PARAMS, zero_copy=zero_copy)
+    call = Collective(AllGather(), "params", stream=Stream.PARAMS, zero_copy=zero_copy)
     return group.start(call, x).wait()
 
 
@@ -131,17 +131,17 @@ def _every_collective(group: Group) -> list[bytes]:
         for numel in (*LENGTHS, LARGE.get(dtype, 2_001)):
             for op in _ops(size):
                 x = _values(rank, numel * size if op.splits_input else numel, dtype)
-                found = group.start(Call(op, "x"), x).wait()
+                found = group.start(Collective(op, "x"), x).wait()
                 out = torch.empty_like(found)
-                assert group.start(Call(op, "x"), _symmetric(group, x), out).wait() is out
+                assert group.start(Collective(op, "x"), _symmetric(group, x), out).wait() is out
                 results += [found, out]
             x = _values(rank, numel, dtype)
             for op in (AllReduce(), Broadcast(0)):
                 for held in (x.clone(), _symmetric(group, x)):
-                    results.append(group.start(Call(op, "x"), held, held).wait())
+                    results.append(group.start(Collective(op, "x"), held, held).wait())
             for whole in (torch.empty(numel * size, dtype=dtype), allocate(group, numel * size, dtype)):
                 shard = whole.view(size, numel)[rank].copy_(x)
-                results.append(group.start(Call(AllGather(), "x"), shard, whole).wait())
+                results.append(group.start(Collective(AllGather(), "x"), shard, whole).wait())
     return [_fingerprint(result) for result in results]
 
 
@@ -170,14 +170,14 @@ def _random_program(group: Group, seed: int, num_calls: int, largest: int) -> li
         op = common.choice(_ops(group.size))
         dtype = common.choice(DTYPES)
         numel = int(largest ** common.random()) - 1
-        lane = common.choice([Lane.PARAMS, Lane.GRADS, Lane.CONTROL])
+        stream = common.choice([Stream.PARAMS, Stream.GRADS, Stream.CONTROL])
         if common.random() < 0.3:
             numel = -(-numel // 4096) * 4096
         x = _values(group.rank, numel * group.size if op.splits_input else numel, dtype, seed=number)
         if own.random() < 0.3:
             x = _symmetric(group, x)
         out = x if isinstance(op, AllReduce) and own.random() < 0.3 else None
-        call = Call(op, "x", str(number), lane, zero_copy=own.random() < 0.5)
+        call = Collective(op, "x", str(number), stream, zero_copy=own.random() < 0.5)
         pending.append((number, group.start(call, x, out)))
         if number % 40 == 0:
             limit = common.choice([1, 4, 30, 200])
@@ -202,12 +202,12 @@ def _size(group: Group) -> int:
 
 def _ahead(group: Group) -> list[float]:
     """Rank 0 finishes a sum when the other ranks have gone on."""
-    first = group.start(Call(AllReduce(), "x", "first"), torch.full((5000,), 1.0 + group.rank))
+    first = group.start(Collective(AllReduce(), "x", "first"), torch.full((5000,), 1.0 + group.rank))
     if group.rank:
         first.wait()
-    group.start(Call(AllReduce(), "y", lane=Lane.PARAMS), torch.ones(1)).wait()
+    group.start(Collective(AllReduce(), "y", stream=Stream.PARAMS), torch.ones(1)).wait()
     time.sleep(0.0 if group.rank else 0.1)
-    calls = [Call(AllGather(), "z", str(i), Lane.GRADS) for i in range(5)]
+    calls = [Collective(AllGather(), "z", str(i), Stream.GRADS) for i in range(5)]
     later = [group.start(call, torch.zeros(5000)) for call in calls]
     values = [float(first.wait().min()), float(first.wait().max())]
     for pending in later:
@@ -228,7 +228,7 @@ def _many_pending(group: Group) -> tuple[list[float], int]:
     """500 collectives under way; one rank waits backwards and the other forwards."""
     taken = []
     for _ in range(4):
-        calls = [Call(AllReduce(), "x", str(i), Lane.GRADS) for i in range(500)]
+        calls = [Collective(AllReduce(), "x", str(i), Stream.GRADS) for i in range(500)]
         pending = [group.start(call, torch.full((2000,), float(i))) for i, call in enumerate(calls)]
         for handle in pending if group.rank else reversed(pending):
             handle.wait()
@@ -255,7 +255,7 @@ def _steps(group: Group) -> int:
             x = torch.full((numel,), float(step))
             gathered = _gather(group, x if step % 2 else _symmetric(group, x))
             assert gathered[:: numel // 2].tolist() == [float(step)] * 2 * group.size
-            group.start(Call(ReduceScatter(), "grads", lane=Lane.GRADS), gathered).wait()
+            group.start(Collective(ReduceScatter(), "grads", stream=Stream.GRADS), gathered).wait()
         taken.append(_shared_bytes())
     assert kept.sum() == PIECE * group.size
     return max(taken[10:]) - max(taken[:10])
@@ -270,7 +270,7 @@ def test_memory_is_used_again(two: Workers) -> None:
 def _frees_while_read(group: Group) -> list[float]:
     """Rank 0 lets go of a buffer before rank 1 has read the buffer."""
     x = _filled(group, 10_000, 7.0)
-    pending = group.start(Call(Broadcast(0), "x", lane=Lane.PARAMS), x)
+    pending = group.start(Collective(Broadcast(0), "x", stream=Stream.PARAMS), x)
     del x
     if group.rank == 0:
         pending.wait()
@@ -389,7 +389,7 @@ def _lets_go(group: Group) -> dict[str, int]:
     found["dropped"] = _shared_bytes() - before
     barrier(group)
     out = torch.empty(numel // 2)
-    assert group.start(Call(ReduceScatter(), "grads"), x, out).wait().sum() == 3 * numel // 2
+    assert group.start(Collective(ReduceScatter(), "grads"), x, out).wait().sum() == 3 * numel // 2
     found["summed"] = _shared_bytes() - before
     return found
 
@@ -431,7 +431,7 @@ def _outlive(group: Group) -> list[float]:
     window = _gather(own, x)
     kept = window[PIECE - 1 : PIECE + 1]
     barrier(own)
-    pending = own.start(Call(AllGather()), torch.ones(5000))
+    pending = own.start(Collective(AllGather()), torch.ones(5000))
     barrier(own)
     own.close()
     assert len(allocate(own, 5, torch.float32)) == 5
@@ -690,8 +690,8 @@ def test_a_dead_rank_is_noticed_at_once(two: Workers) -> None:
 
 def _reader_stops(group: Group) -> str:
     x = _filled(group, 1 << 16, 0.0)
-    pending = group.start(Call(AllReduce(), "grads", "bucket 1"), x)
-    group.start(Call(AllReduce(), "loss", lane=Lane.GRADS), torch.ones(1)).wait()
+    pending = group.start(Collective(AllReduce(), "grads", "bucket 1"), x)
+    group.start(Collective(AllReduce(), "loss", stream=Stream.GRADS), torch.ones(1)).wait()
     if group.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     pending.wait()
@@ -712,7 +712,7 @@ def test_a_reader_that_stops_is_noticed() -> None:
 
 def _two_roots(group: Group) -> None:
     for i in range(200):
-        group.start(Call(Broadcast(group.rank), "x", str(i)), torch.ones(1)).wait()
+        group.start(Collective(Broadcast(group.rank), "x", str(i)), torch.ones(1)).wait()
 
 
 def test_two_roots_are_a_mismatch(two: Workers) -> None:
@@ -724,12 +724,12 @@ def test_two_roots_are_a_mismatch(two: Workers) -> None:
 
 def _mismatch_with_others_pending(held: Group) -> str:
     group = process_group(dist.group.WORLD, shared_memory=True)
-    calls = [Call(AllReduce(), "x", str(i), Lane.PARAMS) for i in range(2 - group.rank)]
+    calls = [Collective(AllReduce(), "x", str(i), Stream.PARAMS) for i in range(2 - group.rank)]
     others = [group.start(call, torch.ones(4)) for call in calls]
     started = time.monotonic()
     expected = r"rank 0 started .* of 4 float32 .*rank 1 started .* of 5 float32"
     with pytest.raises(CollectiveMismatch, match=expected):
-        group.start(Call(AllReduce(), "y"), torch.ones(4 + group.rank)).wait()
+        group.start(Collective(AllReduce(), "y"), torch.ones(4 + group.rank)).wait()
     others[0].wait()
     for pending in others[1:]:
         with pytest.raises(CollectiveMismatch):
@@ -811,9 +811,9 @@ def _runs_out(group: Group) -> float:
             assert allocate(own, 10 << 20, torch.uint8).numel() == 10 << 20
             expected = r"no shared memory for 41943040 bytes .*pass shared_memory=False"
             with pytest.raises(OptionError, match=expected):
-                own.start(Call(AllReduce()), torch.ones(10 << 20))
+                own.start(Collective(AllReduce()), torch.ones(10 << 20))
         # Nothing was sent, so that the group still works.
-        return own.start(Call(AllReduce()), torch.ones(10 << 20)).wait()[-1].item()
+        return own.start(Collective(AllReduce()), torch.ones(10 << 20)).wait()[-1].item()
 
 
 def test_no_memory_is_an_error_at_the_start(two: Workers) -> None:

@@ -18,7 +18,7 @@ from zfun.collectives import (
     AllReduce,
     AllToAll,
     Broadcast,
-    Call,
+    Collective,
     Group,
     Op,
     Permute,
@@ -123,7 +123,7 @@ def test_direct_exchange_has_the_bits_and_bytes_of_the_definition(
         xs = [out.view(size, numel)[rank].copy_(xs[rank]) for rank, out in enumerate(outs)]
 
     def program(rank: int) -> None:
-        start_exchange(Call(op), xs[rank], outs[rank], rank, size, boxes.exchange(rank), BufferPool()).finish()
+        start_exchange(Collective(op), xs[rank], outs[rank], rank, size, boxes.exchange(rank), BufferPool()).finish()
 
     itemsize = dtype.itemsize
     nbytes = inputs[0].numel() * itemsize
@@ -151,7 +151,7 @@ def test_a_sum_in_pieces_has_the_bits_of_the_whole(size: int, units: int, dtype:
     expected = evaluate(op, inputs, [None] * size)
 
     def program(rank: int) -> None:
-        start_exchange(Call(op), inputs[rank], outs[rank], rank, size, boxes.exchange(rank), BufferPool()).finish()
+        start_exchange(Collective(op), inputs[rank], outs[rank], rank, size, boxes.exchange(rank), BufferPool()).finish()
 
     with mock.patch.multiple(_algorithms, _PIECE_BYTES=256, _MOST_PIECES=most_pieces, _SHORT_BYTES=-1):
         _on_all_ranks(size, program)
@@ -207,8 +207,8 @@ def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(size: int, numel: i
     xs = _inputs(size, ReduceScatter(), numel, torch.float32, seed)
 
     def program(group: Group) -> tuple[Tensor, Tensor]:
-        piece = group.start(Call(ReduceScatter()), xs[group.rank]).wait()
-        return group.start(Call(AllGather()), piece).wait(), group.start(Call(AllReduce()), xs[group.rank]).wait()
+        piece = group.start(Collective(ReduceScatter()), xs[group.rank]).wait()
+        return group.start(Collective(AllGather()), piece).wait(), group.start(Collective(AllReduce()), xs[group.rank]).wait()
 
     for composed, direct in simulate(size, program):
         assert torch.equal(composed, direct)
@@ -222,7 +222,7 @@ def test_the_recorder_logs_what_the_op_says(world: tuple[int, Op], numel: int) -
 
     def program(group: Group) -> int:
         recorder = record(group)
-        recorder.start(Call(op, "x"), xs[group.rank]).wait()
+        recorder.start(Collective(op, "x"), xs[group.rank]).wait()
         return recorder.bytes_sent("x")
 
     assert simulate(size, program) == [op.sent_bytes(2 * xs[0].numel(), rank, size, 2) for rank in range(size)]

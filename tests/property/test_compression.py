@@ -15,7 +15,7 @@ import zfun as zf
 from tests import models, reference
 from tests.conftest import examples
 from zfun import tree
-from zfun.collectives import AllGather, AllReduce, AllToAll, Call, Op, ReduceScatter
+from zfun.collectives import AllGather, AllReduce, AllToAll, Collective, Op, ReduceScatter
 from zfun.compression import BlockCodec
 from zfun.errors import OptionError
 from zfun.testing import assert_same_bits
@@ -60,7 +60,7 @@ def test_a_sum_sends_by_formula_and_is_within_the_bound(
 
     def main(group: zf.Group) -> tuple[Tensor, int]:
         group = zf.record(group)
-        return zf.compression.start(Call(op, "x"), term(group.rank, numel, seed, dtype), group, codec).wait(), group.bytes_sent("x")
+        return zf.compression.start(Collective(op, "x"), term(group.rank, numel, seed, dtype), group, codec).wait(), group.bytes_sent("x")
 
     results = zf.simulate(size, main)
     terms = torch.stack([term(rank, numel, seed, dtype).double() for rank in range(size)])
@@ -235,12 +235,12 @@ def test_over_a_mesh_a_sum_goes_in_two_hops(axes: tuple[int, int], codec: BlockC
     def main(group: zf.Group) -> tuple[Tensor, Tensor, Tensor]:
         mesh = zf.record(zf.split(group, inner=inner))
         x = term(group.rank, numel, seed)
-        out = zf.compression.start(Call(ReduceScatter(), "x"), x, mesh, codec).wait()
+        out = zf.compression.start(Collective(ReduceScatter(), "x"), x, mesh, codec).wait()
         hops = [(size - 1) * codec.message_bytes(n) for size, n in ((inner, numel // inner), (outer, numel // inner // outer))]
         assert mesh.bytes_sent("x") == sum(hops)
-        whole = zf.compression.start(Call(AllReduce(), "y"), x, mesh, codec).wait()
-        over = zf.compression.start_over(Call(ReduceScatter(), "z"), x, mesh.inner, codec).wait()
-        exact = mesh.start(Call(ReduceScatter()), x).wait()
+        whole = zf.compression.start(Collective(AllReduce(), "y"), x, mesh, codec).wait()
+        over = zf.compression.start_over(Collective(ReduceScatter(), "z"), x, mesh.inner, codec).wait()
+        exact = mesh.start(Collective(ReduceScatter()), x).wait()
         bound = 3 * inner * outer * codec.bound(inner * outer * 10.0 ** (seed % 5 - 2) * 6)
         assert float((out - exact).abs().max()) <= bound
         assert float((whole.view(mesh.size, -1)[mesh.rank] - exact).abs().max()) <= bound
@@ -466,7 +466,7 @@ def test_shapes_and_bytes_without_numbers() -> None:
     group = zf.record(zf.collectives.abstract_group(64))
     codec = zf.compression.int4()
     for op, length in ((AllGather(), 64 * 640), (ReduceScatter(), 10), (AllReduce(), 640)):
-        assert zf.compression.start(Call(op), torch.empty(640, device="meta"), group, codec).wait().shape == (length,)
+        assert zf.compression.start(Collective(op), torch.empty(640, device="meta"), group, codec).wait().shape == (length,)
     assert group.log[1].kind == AllToAll().kind
     assert group.log[1].sent_bytes == 63 * codec.message_bytes(10)
 
@@ -484,7 +484,7 @@ def test_refusals() -> None:
     with pytest.raises(OptionError, match=r"reduce_scatter with a codec takes a 1-D tensor that the 2 ranks divide; got shape \(3,\)"):
         zf.compression.reduce_scatter(torch.zeros(3), group, zf.compression.int8())
     with pytest.raises(OptionError, match=r"is for all_gather, reduce_scatter and all_reduce; got all_to_all"):
-        zf.compression.start(Call(AllToAll()), torch.zeros(4), group, zf.compression.int8())
+        zf.compression.start(Collective(AllToAll()), torch.zeros(4), group, zf.compression.int8())
     with pytest.raises(OptionError, match=r"data_parallel\(\) takes a codec, or None to send exactly; got compression='int8'"):
         zf.data_parallel(zf.value_and_grad(models.mlp_loss), group, compression="int8")  # type: ignore[arg-type]
     with pytest.raises(OptionError, match=r"shard_params\(\) takes a codec"):

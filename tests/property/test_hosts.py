@@ -15,7 +15,7 @@ from torch import Tensor
 
 import zfun as zf
 from tests.conftest import examples
-from zfun.collectives import AllGather, AllReduce, AllToAll, Broadcast, Call, Op, Permute, Reduce, ReduceScatter
+from zfun.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, Op, Permute, Reduce, ReduceScatter
 from zfun.collectives.gloo._hierarchical import Place, goes_over_hosts, num_messages, over_hosts
 from zfun.testing import assert_same_bits
 
@@ -75,14 +75,14 @@ def over_wires(group: zf.Group, wires: Wires, num_hosts: int, op: Op, numel: int
     place = Place(group.rank // size, num_hosts, group.rank % size, size)
     row = group.subgroup([range(first, first + size) for first in range(0, group.size, size)])
     x = (torch.randn(numel, generator=torch.Generator().manual_seed(group.rank)) * 100).to(dtype)
-    expected = group.start(Call(op), x.clone()).wait()
+    expected = group.start(Collective(op), x.clone()).wait()
     out = torch.empty_like(expected)
     if in_place and isinstance(op, (AllReduce, Broadcast)):
         out = x
     elif in_place and isinstance(op, AllGather):
         out.view(group.size, -1)[group.rank].copy_(x)
         x = out.view(group.size, -1)[group.rank]
-    over_hosts(op, x, out, place, lambda o, a, b: row.start(Call(o), a, b).wait(), WiredColumn(wires, place))
+    over_hosts(op, x, out, place, lambda o, a, b: row.start(Collective(o), a, b).wait(), WiredColumn(wires, place))
     return out, expected
 
 

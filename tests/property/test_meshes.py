@@ -16,7 +16,7 @@ import zfun as zf
 from tests import models
 from tests.conftest import examples
 from zfun import optim, tree
-from zfun.collectives import AllGather, AllReduce, AllToAll, Broadcast, Call, Op, Permute, Reduce, ReduceScatter, gather_values
+from zfun.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, Op, Permute, Reduce, ReduceScatter, gather_values
 from zfun.testing import assert_same_bits, check_padding, check_round_trip
 
 # (number of rows, ranks per row)
@@ -73,7 +73,7 @@ def test_collectives(num_rows: int, inner: int, length: int, pick: int, order: l
         mesh = zf.split(group, inner=inner)
         generator = torch.Generator().manual_seed(group.rank)
         inputs = [torch.randn(size * length, generator=generator) for _ in ops]
-        pending = [mesh.start(Call(op), x) for op, x in zip(ops, inputs, strict=True)]
+        pending = [mesh.start(Collective(op), x) for op, x in zip(ops, inputs, strict=True)]
         for handle in reversed(pending) if orders_differ and group.rank % 2 else pending:
             handle.wait()
         return mesh.rank, inputs, [handle.wait() for handle in pending]
@@ -97,18 +97,18 @@ def test_duals(num_rows: int, inner: int) -> None:
         for op in the_ops(mesh.size, 1):
             x = torch.randint(-9, 9, (2 * mesh.size,), generator=generator)
             y = torch.randint(-9, 9, (op.output_numel(x.numel(), mesh.size),), generator=generator)
-            there = (mesh.start(Call(op), x).wait() * y).sum()
-            back = (mesh.start(Call(op.dual), y).wait() * x).sum()
+            there = (mesh.start(Collective(op), x).wait() * y).sum()
+            back = (mesh.start(Collective(op.dual), y).wait() * x).sum()
             assert gather_values(there, mesh, "there").sum() == gather_values(back, mesh, "back").sum(), op
         for numel in (3, 2000):
             x = torch.randint(-9, 9, (numel,), generator=generator)
-            total = mesh.start(Call(AllReduce()), x).wait()
-            assert mesh.start(Call(AllReduce()), x, x).wait() is x
+            total = mesh.start(Collective(AllReduce()), x).wait()
+            assert mesh.start(Collective(AllReduce()), x, x).wait() is x
             assert_same_bits(x, total)
         whole = torch.randint(-9, 9, (2 * mesh.size,), generator=generator)
         piece = whole.view(mesh.size, 2)[mesh.rank]
-        gathered = mesh.start(Call(AllGather()), piece.clone()).wait()
-        mesh.start(Call(AllGather()), piece, whole).wait()
+        gathered = mesh.start(Collective(AllGather()), piece.clone()).wait()
+        mesh.start(Collective(AllGather()), piece, whole).wait()
         assert_same_bits(whole, gathered)
 
     zf.simulate(num_rows * inner, main)

@@ -18,7 +18,7 @@ import zfun as zf
 from tests import models
 from tests.conftest import examples
 from zfun import optim
-from zfun.collectives import Call, mesh_of
+from zfun.collectives import Collective, mesh_of
 from zfun.planner import Event, Noted, Profile, Schedule, Trace, TracedBucket
 from zfun.testing import assert_same_bits, same_bits
 
@@ -703,7 +703,7 @@ class Tracked(zf.Group):
         self._alive: list[tuple[StorageWeakRef, int]] = []
         self.peak = 0
 
-    def start(self, call: Call, x: Tensor, out: Tensor | None = None) -> zf.collectives.Pending:
+    def start(self, call: Collective, x: Tensor, out: Tensor | None = None) -> zf.collectives.Work:
         pending = self._inner.start(call, x, out)
         if call.name == "params" and call.op.kind == "all_gather":
             gathered = pending.wait()

@@ -19,21 +19,21 @@ from zfun.collectives import (
     AllReduce,
     AllToAll,
     Broadcast,
-    Call,
-    Entry,
+    Collective,
     Group,
-    Lane,
+    LeafRecord,
     Op,
-    Pending,
     Permute,
     Record,
     Reduce,
     ReduceScatter,
+    Stream,
+    Work,
     abstract_group,
-    agree,
     allocate,
     await_readers,
     barrier,
+    check_same,
     checked,
     exchange_values,
     gather_values,
@@ -48,7 +48,7 @@ from zfun.collectives import (
 from zfun.collectives.backends._init import _gloo
 from zfun.collectives.backends._watchdog import Status, diagnose
 from zfun.collectives.gloo._buffer_pool import BufferPool
-from zfun.collectives.gloo._group import _LaneThread
+from zfun.collectives.gloo._group import _StreamThread
 from zfun.collectives.gloo._tuning import holding_little, interrupting_nobody
 from zfun.errors import CollectiveMismatch, OptionError, SpecMismatch
 
@@ -102,7 +102,7 @@ def test_one_rank_sends_nothing() -> None:
 )
 def test_impossible_calls_are_refused(op: Op, x: torch.Tensor, out: torch.Tensor | None, message: str) -> None:
     with pytest.raises(OptionError, match=message):
-        abstract_group(3).start(Call(op, "grads"), x, out)
+        abstract_group(3).start(Collective(op, "grads"), x, out)
 
 
 def test_pending_waits_once() -> None:
@@ -112,7 +112,7 @@ def test_pending_waits_once() -> None:
         calls.append(1)
         return torch.ones(1)
 
-    pending = Pending(finish)
+    pending = Work(finish)
     assert pending.wait() is pending.wait()
     assert len(calls) == 1
 
@@ -121,7 +121,7 @@ def test_pending_keeps_its_error() -> None:
     def finish() -> torch.Tensor:
         raise ValueError("lost")
 
-    pending = Pending(finish)
+    pending = Work(finish)
     for _ in range(2):
         with pytest.raises(ValueError, match="lost"):
             pending.wait()
@@ -131,13 +131,13 @@ def test_pending_keeps_its_error() -> None:
 def test_one_rank_copies(op: Op) -> None:
     x = torch.arange(4.0, requires_grad=True)
     group = single_group()
-    result = group.start(Call(op), x.detach()).wait()
+    result = group.start(Collective(op), x.detach()).wait()
     assert torch.equal(result, x.detach())
     assert result.data_ptr() != x.data_ptr()
     out = torch.empty(4)
-    assert group.start(Call(op), x.detach(), out).wait() is out
+    assert group.start(Collective(op), x.detach(), out).wait() is out
     own = torch.ones(4)
-    assert group.start(Call(op), own, own).wait() is own
+    assert group.start(Collective(op), own, own).wait() is own
 
 
 def test_no_launcher_is_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,26 +165,26 @@ def test_options_are_checked() -> None:
 def test_the_abstract_group_moves_nothing() -> None:
     with FakeTensorMode():
         x = torch.empty(6)
-        assert abstract_group(3).start(Call(AllGather()), x).wait().shape == (18,)
-        assert abstract_group(3, 2).start(Call(ReduceScatter()), x).wait().shape == (2,)
-        assert single_group().start(Call(AllReduce()), x, x).wait().shape == (6,)
+        assert abstract_group(3).start(Collective(AllGather()), x).wait().shape == (18,)
+        assert abstract_group(3, 2).start(Collective(ReduceScatter()), x).wait().shape == (2,)
+        assert single_group().start(Collective(AllReduce()), x, x).wait().shape == (6,)
     with pytest.raises(OptionError, match="rank < size"):
         abstract_group(3, 3)
 
 
 def test_the_recorder_counts() -> None:
     group = record(abstract_group(4))
-    group.start(Call(AllGather(), "params", "bucket 0", Lane.PARAMS), torch.empty(10, dtype=torch.bfloat16))
-    group.start(Call(ReduceScatter(), "grads", lane=Lane.GRADS), torch.empty(40)).wait()
+    group.start(Collective(AllGather(), "params", "bucket 0", Stream.PARAMS), torch.empty(10, dtype=torch.bfloat16))
+    group.start(Collective(ReduceScatter(), "grads", stream=Stream.GRADS), torch.empty(40)).wait()
     barrier(group)
-    assert group.log[0] == Record("all_gather", "params", "bucket 0", Lane.PARAMS, 60, 10, torch.bfloat16)
+    assert group.log[0] == Record("all_gather", "params", "bucket 0", Stream.PARAMS, 60, 10, torch.bfloat16)
     assert (group.bytes_sent("params"), group.bytes_sent("grads"), group.bytes_sent()) == (60, 120, 183)
     group.clear()
     assert group.bytes_sent() == 0
 
 
 def test_debug_compares_labels() -> None:
-    assert simulate(2, lambda group: checked(group).start(Call(AllReduce(), "a"), torch.ones(1)).wait().item()) == [2.0, 2.0]
+    assert simulate(2, lambda group: checked(group).start(Collective(AllReduce(), "a"), torch.ones(1)).wait().item()) == [2.0, 2.0]
 
 
 class _Deaf:
@@ -195,47 +195,47 @@ class _Deaf:
     def __init__(self, other: str) -> None:
         self.other = other
 
-    def start(self, call: Call, x: torch.Tensor, out: torch.Tensor | None = None) -> Pending:
+    def start(self, call: Collective, x: torch.Tensor, out: torch.Tensor | None = None) -> Work:
         if call.name == "label":
             theirs = bytes(x.tolist()).replace(b"'grads'", self.other.encode())
-            return Pending.done(torch.cat([x, torch.tensor(list(theirs), dtype=torch.uint8)]))
-        return Pending.done(x)
+            return Work.done(torch.cat([x, torch.tensor(list(theirs), dtype=torch.uint8)]))
+        return Work.done(x)
 
 
 def test_debug_names_both_sides() -> None:
     group = checked(_Deaf("'paral'"))  # type: ignore[arg-type]
     with pytest.raises(CollectiveMismatch, match=r"rank 0 started collective 0: all_reduce 'grads'.*; rank 1 started .*'paral'"):
-        group.start(Call(AllReduce(), "grads"), torch.ones(1)).wait()
-    checked(_Deaf("'grads'")).start(Call(AllReduce(), "grads"), torch.ones(1)).wait()  # type: ignore[arg-type]
+        group.start(Collective(AllReduce(), "grads"), torch.ones(1)).wait()
+    checked(_Deaf("'grads'")).start(Collective(AllReduce(), "grads"), torch.ones(1)).wait()  # type: ignore[arg-type]
 
 
 def test_agreement_costs_one_small_gather() -> None:
     def program(group: Group) -> int:
         recorder = record(group)
-        agree([Entry("w", "(3,) float32", 5)], recorder, "params")
+        check_same([LeafRecord("w", "(3,) float32", 5)], recorder, "params")
         return recorder.bytes_sent()
 
     assert simulate(3, program) == [64] * 3
 
 
-W = Entry("h.0.w", "(3,) float32", "aa")
+W = LeafRecord("h.0.w", "(3,) float32", "aa")
 
 
 @pytest.mark.parametrize(
     ("odd", "message"),
     [
         ([], "leaf h.0.w is .3,. float32 on ranks 0, 2 and missing on rank 1"),
-        ([Entry("h.0.w", "(4,) float32", "aa")], "leaf h.0.w is .3,. float32 on ranks 0, 2 and .4,. float32 on rank 1"),
-        ([Entry("h.0.w", "(3,) float32", "bb")], "leaf h.0.w has other values: fingerprint aa on ranks 0, 2 and bb on rank 1"),
-        ([W, Entry("x", "()"), Entry("y", "()"), Entry("z", "()"), Entry("u", "()")], "and 1 more"),
+        ([LeafRecord("h.0.w", "(4,) float32", "aa")], "leaf h.0.w is .3,. float32 on ranks 0, 2 and .4,. float32 on rank 1"),
+        ([LeafRecord("h.0.w", "(3,) float32", "bb")], "leaf h.0.w has other values: fingerprint aa on ranks 0, 2 and bb on rank 1"),
+        ([W, LeafRecord("x", "()"), LeafRecord("y", "()"), LeafRecord("z", "()"), LeafRecord("u", "()")], "and 1 more"),
     ],
 )
-def test_disagreement_names_leaf_ranks_and_sides(odd: list[Entry], message: str) -> None:
+def test_disagreement_names_leaf_ranks_and_sides(odd: list[LeafRecord], message: str) -> None:
     errors: list[SpecMismatch] = []
 
     def program(group: Group) -> None:
         try:
-            agree(odd if group.rank == 1 else [W], group, "params")
+            check_same(odd if group.rank == 1 else [W], group, "params")
         except SpecMismatch as error:
             errors.append(error)
             raise
@@ -246,14 +246,14 @@ def test_disagreement_names_leaf_ranks_and_sides(odd: list[Entry], message: str)
 
 
 def test_the_order_of_leaves_counts() -> None:
-    entries = [Entry("a", "()"), Entry("b", "()")]
+    entries = [LeafRecord("a", "()"), LeafRecord("b", "()")]
     with pytest.raises(SpecMismatch, match="another order: a, b on rank 0 and b, a on rank 1"):
-        simulate(2, lambda group: agree(entries[:: -1 if group.rank else 1], group, "params"))
+        simulate(2, lambda group: check_same(entries[:: -1 if group.rank else 1], group, "params"))
 
 
-def _status(text: str = "a", *, waiting: bool = True, lane: int = 0, left: bool = False) -> Status:
-    started = tuple(int(i == lane) for i in range(3))
-    return Status(started, {str(lane): {"0": text}}, ((lane, 0),) if waiting else (), left)
+def _status(text: str = "a", *, waiting: bool = True, stream: int = 0, left: bool = False) -> Status:
+    started = tuple(int(i == stream) for i in range(3))
+    return Status(started, {str(stream): {"0": text}}, ((stream, 0),) if waiting else (), left)
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def _status(text: str = "a", *, waiting: bool = True, lane: int = 0, left: bool 
     [
         (_status(), _status("b", waiting=False), "rank 0 started a, and rank 1 started b"),
         (_status(), Status(left=True), "rank 1, which has left the group"),
-        (_status(), _status("b", lane=1), "rank 0 in collective 0 .a., rank 1 in collective 0 .b."),
+        (_status(), _status("b", stream=1), "rank 0 in collective 0 .a., rank 1 in collective 0 .b."),
     ],
 )
 def test_a_diagnosis_is_made_from_what_ranks_publish(own: Status, peer: Status, message: str) -> None:
@@ -271,13 +271,13 @@ def test_a_diagnosis_is_made_from_what_ranks_publish(own: Status, peer: Status, 
         raise verdict.error(0, None)
 
 
-@pytest.mark.parametrize("peer", [Status(), _status(), _status("b", lane=1, waiting=False), _status(left=True)])
+@pytest.mark.parametrize("peer", [Status(), _status(), _status("b", stream=1, waiting=False), _status(left=True)])
 def test_a_slow_peer_is_no_verdict(peer: Status) -> None:
     assert diagnose(0, _status(), {1: peer}) is None
 
 
 def test_a_circle_counts_only_when_nothing_moves() -> None:
-    assert diagnose(0, _status(), {1: _status("b", lane=1)}, certain=False) is None
+    assert diagnose(0, _status(), {1: _status("b", stream=1)}, certain=False) is None
 
 
 def test_room_is_used_again_when_the_last_view_of_it_is_gone() -> None:
@@ -321,7 +321,7 @@ def test_threads_that_carry_data_interrupt_nobody() -> None:
         found.append(os.sched_getscheduler(0))
         yield
 
-    thread = _LaneThread(Lane.GRADS)
+    thread = _StreamThread(Stream.GRADS)
     thread.submit(note).result(timeout=10.0)
     thread.close()
     tasks = Path("/proc/self/task")

@@ -14,12 +14,12 @@ from zfun.collectives import (
     AllReduce,
     AllToAll,
     Broadcast,
-    Call,
+    Collective,
     Group,
-    Lane,
     Permute,
     Reduce,
     ReduceScatter,
+    Stream,
     barrier,
     gather_values,
     simulate,
@@ -51,7 +51,7 @@ def test_every_op_does_what_it_says(op: AllGather, expected: list[list[int]], gi
     def program(group: Group) -> list[int]:
         x = torch.tensor([0, 1]) + 10 * group.rank
         out = torch.empty(op.output_numel(2, 2), dtype=torch.int64) if given_out else None
-        result = group.start(Call(op), x, out).wait()
+        result = group.start(Collective(op), x, out).wait()
         assert result is out or out is None
         assert not result.is_set_to(x)
         return result.tolist()
@@ -67,16 +67,16 @@ def test_half_types_are_rounded_once() -> None:
 def test_the_sum_is_in_rank_order() -> None:
     terms = [torch.tensor([value]) for value in (1e8, 1.0, -1e8, 1.0)]
     expected = ((terms[0] + terms[1]) + terms[2]) + terms[3]
-    results = simulate(4, lambda group: group.start(Call(AllReduce()), terms[group.rank]).wait())
+    results = simulate(4, lambda group: group.start(Collective(AllReduce()), terms[group.rank]).wait())
     assert all(torch.equal(result, expected) for result in results)
 
 
 def test_lanes_are_independent() -> None:
     def program(group: Group) -> tuple[float, float]:
-        lanes = [Lane.PARAMS, Lane.GRADS]
-        order = lanes if group.rank else lanes[::-1]
-        started = {lane: group.start(Call(AllReduce(), lane=lane), torch.tensor([1.0 + lane])) for lane in order}
-        return started[Lane.GRADS].wait().item(), started[Lane.PARAMS].wait().item()
+        streams = [Stream.PARAMS, Stream.GRADS]
+        order = streams if group.rank else streams[::-1]
+        started = {stream: group.start(Collective(AllReduce(), stream=stream), torch.tensor([1.0 + stream])) for stream in order}
+        return started[Stream.GRADS].wait().item(), started[Stream.PARAMS].wait().item()
 
     assert simulate(2, program) == [(4.0, 2.0)] * 2
 
@@ -84,7 +84,7 @@ def test_lanes_are_independent() -> None:
 def test_the_sender_may_change_its_tensor_afterwards() -> None:
     def program(group: Group) -> list[int]:
         x = torch.tensor([group.rank])
-        pending = group.start(Call(AllGather()), x)
+        pending = group.start(Collective(AllGather()), x)
         x.fill_(99)
         return pending.wait().tolist()
 
@@ -135,13 +135,13 @@ def test_the_other_ranks_see_who_failed() -> None:
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        (Call(AllReduce(), "a"), Call(AllReduce(), "b")),
-        (Call(AllReduce(), "a", "bucket 0"), Call(AllReduce(), "a", "bucket 1")),
-        (Call(AllReduce(), "a"), Call(AllGather(), "a")),
-        (Call(Broadcast(0)), Call(Broadcast(1))),
+        (Collective(AllReduce(), "a"), Collective(AllReduce(), "b")),
+        (Collective(AllReduce(), "a", "bucket 0"), Collective(AllReduce(), "a", "bucket 1")),
+        (Collective(AllReduce(), "a"), Collective(AllGather(), "a")),
+        (Collective(Broadcast(0)), Collective(Broadcast(1))),
     ],
 )
-def test_different_calls_are_named_on_all_ranks(first: Call, second: Call) -> None:
+def test_different_calls_are_named_on_all_ranks(first: Collective, second: Collective) -> None:
     messages: list[str] = []
 
     def program(group: Group) -> None:
@@ -160,7 +160,7 @@ def test_different_calls_are_named_on_all_ranks(first: Call, second: Call) -> No
 @pytest.mark.parametrize("x", [torch.ones(3), torch.ones(2, dtype=torch.int32)])
 def test_different_tensors_are_a_mismatch(x: torch.Tensor) -> None:
     with pytest.raises(CollectiveMismatch, match=r"rank 0 started all_reduce of 2 float32.*rank 1 started"):
-        simulate(2, lambda group: group.start(Call(AllReduce()), x if group.rank else torch.ones(2)).wait())
+        simulate(2, lambda group: group.start(Collective(AllReduce()), x if group.rank else torch.ones(2)).wait())
 
 
 def test_a_rank_that_returns_early_is_an_error() -> None:
@@ -171,7 +171,7 @@ def test_a_rank_that_returns_early_is_an_error() -> None:
 def test_a_collective_that_not_all_join_is_an_error_even_if_nobody_waits() -> None:
     def program(group: Group) -> None:
         if group.rank == 0:
-            group.start(Call(AllReduce(), "loss"), torch.ones(1))
+            group.start(Collective(AllReduce(), "loss"), torch.ones(1))
 
     with pytest.raises(PeerLost, match=r"rank 1 returned without collective 0 .*'loss'.*which rank 0 started"):
         simulate(2, program)
@@ -179,7 +179,7 @@ def test_a_collective_that_not_all_join_is_an_error_even_if_nobody_waits() -> No
 
 def test_a_circle_of_waits_is_an_error() -> None:
     with pytest.raises(CollectiveMismatch, match="wait for each other"):
-        simulate(2, lambda group: group.start(Call(AllReduce(), lane=Lane(group.rank)), torch.ones(1)).wait())
+        simulate(2, lambda group: group.start(Collective(AllReduce(), stream=Stream(group.rank)), torch.ones(1)).wait())
 
 
 def test_an_interrupt_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,7 +213,7 @@ def test_ranks_inherit_grad_mode_and_context() -> None:
 
 
 def test_many_ranks() -> None:
-    assert simulate(128, lambda group: int(group.start(Call(AllReduce()), torch.tensor([group.rank])).wait())) == [8128] * 128
+    assert simulate(128, lambda group: int(group.start(Collective(AllReduce()), torch.tensor([group.rank])).wait())) == [8128] * 128
 
 
 def test_no_ranks_are_refused() -> None:
@@ -223,4 +223,4 @@ def test_no_ranks_are_refused() -> None:
 
 def test_tensors_of_other_devices_are_refused() -> None:
     with pytest.raises(OptionError, match="CPU tensors only"):
-        simulate(2, lambda group: group.start(Call(AllReduce()), torch.empty(2, device="meta")))
+        simulate(2, lambda group: group.start(Collective(AllReduce()), torch.empty(2, device="meta")))

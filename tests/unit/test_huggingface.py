@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import zfun as zf
-from zfun.collectives import Call, Group, Pending
+from zfun.collectives import Collective, Group, Work
 from zfun.testing import assert_same_bits, same_bits
 
 transformers = pytest.importorskip("transformers")
@@ -172,7 +172,7 @@ class GatherSpy(Group):
         self.gathered: list[StorageWeakRef] = []
         self.peak = 0
 
-    def start(self, call: Call, x: Tensor, out: Tensor | None = None) -> Pending:
+    def start(self, call: Collective, x: Tensor, out: Tensor | None = None) -> Work:
         pending = self._group.start(call, x, out)
         if call.name != "params":
             return pending
@@ -183,7 +183,7 @@ class GatherSpy(Group):
             self.peak = max(self.peak, self.alive())
             return result
 
-        return Pending(take)
+        return Work(take)
 
     def alive(self) -> int:
         return sum(not ref.expired() for ref in self.gathered)

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 import zfun as zf
 from tests import models
-from zfun.collectives import Call, Group, Pending
+from zfun.collectives import Collective, Group, Work
 
 SIZE, WIDTH, LAYERS = 4, 64, 16
 BUCKET = (WIDTH * WIDTH + WIDTH) * 8
@@ -54,12 +54,12 @@ class Echo(Group):
 
     rank, size = 0, SIZE
 
-    def start(self, call: Call, x: Tensor, out: Tensor | None = None) -> Pending:
+    def start(self, call: Collective, x: Tensor, out: Tensor | None = None) -> Work:
         if call.op.kind == "all_gather":
-            return Pending.done(x.repeat(SIZE))
+            return Work.done(x.repeat(SIZE))
         if call.op.kind == "reduce_scatter":
-            return Pending.done(x[: x.numel() // SIZE] * SIZE)
-        return Pending.done(x * SIZE if call.op.kind == "all_reduce" else x.clone())
+            return Work.done(x[: x.numel() // SIZE] * SIZE)
+        return Work.done(x * SIZE if call.op.kind == "all_reduce" else x.clone())
 
 
 def params() -> dict[str, Any]:
@@ -108,8 +108,8 @@ def test_whole_gradients_exist_at_once_only_without_shard_grads() -> None:
 class Late(Echo):
     """Holds on to what is sent until somebody waits for it, as a collective does that is still under way."""
 
-    def start(self, call: Call, x: Tensor, out: Tensor | None = None) -> Pending:
-        return Pending(lambda: Echo.start(self, call, x, out).wait())
+    def start(self, call: Collective, x: Tensor, out: Tensor | None = None) -> Work:
+        return Work(lambda: Echo.start(self, call, x, out).wait())
 
 
 def test_a_bucket_is_filled_while_one_other_is_on_its_way() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 import zfun as zf
 from tests import models
 from zfun import optim
-from zfun.collectives import AllGather, AllReduce, Broadcast, Call, Permute, Reduce, barrier
+from zfun.collectives import AllGather, AllReduce, Broadcast, Collective, Permute, Reduce, barrier
 from zfun.errors import OptionError, PeerLost, PlacementError, SpecMismatch
 from zfun.testing import assert_same_bits
 
@@ -91,7 +91,7 @@ def test_stages_without_sharded_parameters(stage: int, axis: str) -> None:
 def test_an_all_reduce_crosses_between_rows_as_shards(numel: int) -> None:
     def main(group: zf.Group) -> None:
         mesh = zf.record(zf.split(group, inner=INNER))
-        mesh.start(Call(AllReduce(), "x"), torch.ones(numel, dtype=torch.float64)).wait()
+        mesh.start(Collective(AllReduce(), "x"), torch.ones(numel, dtype=torch.float64)).wait()
         steps = [(entry.axis, entry.kind, entry.numel) for entry in mesh.log]
         if numel <= 512:
             assert steps == [("inner", "all_reduce", numel), ("outer", "all_reduce", numel)]
@@ -106,8 +106,8 @@ def test_an_all_reduce_crosses_between_rows_as_shards(numel: int) -> None:
 def test_a_root_sends_once_to_every_row() -> None:
     def main(group: zf.Group) -> list[tuple[str, str]]:
         mesh = zf.record(zf.split(group, inner=INNER))
-        mesh.start(Call(Broadcast(3)), torch.ones(1)).wait()
-        mesh.start(Call(Reduce(3)), torch.ones(1)).wait()
+        mesh.start(Collective(Broadcast(3)), torch.ones(1)).wait()
+        mesh.start(Collective(Reduce(3)), torch.ones(1)).wait()
         return [(entry.axis, entry.kind) for entry in mesh.log]
 
     # Rank 3 of the mesh is the second of the second row: rank 4 of the group.
@@ -122,7 +122,7 @@ def test_a_group_that_is_recorded_records_its_parts() -> None:
         mesh = zf.split(recorded, inner=INNER)
         barrier(mesh)
         barrier(recorded)
-        mesh.start(Call(Permute(tuple(range(SIZE)))), torch.ones(1)).wait()
+        mesh.start(Collective(Permute(tuple(range(SIZE)))), torch.ones(1)).wait()
         assert [(entry.axis, entry.kind) for entry in recorded.log] == [
             ("outer", "all_gather"),
             ("inner", "all_gather"),
@@ -216,7 +216,7 @@ def test_what_values_say_of_themselves() -> None:
 def test_planning_needs_no_ranks() -> None:
     mesh = zf.record(zf.split(zf.collectives.abstract_group(4096, rank=17), inner=8))
     assert (mesh.rank, mesh.inner.size, mesh.outer.size) == (1 * 512 + 2, 8, 512)
-    mesh.start(Call(AllGather(), "params"), torch.empty(10, device="meta")).wait()
+    mesh.start(Collective(AllGather(), "params"), torch.empty(10, device="meta")).wait()
     assert mesh.bytes_sent(axis="outer") == 40 * 511
     assert mesh.bytes_sent(axis="inner") == 40 * 512 * 7
 
@@ -298,7 +298,7 @@ def test_errors_of_groups() -> None:
 
     def by_hand(group: zf.Group) -> None:
         mesh = zf.collectives.Mesh(group.subgroup([[0, 1], [2, 3]]), group.subgroup([[0, 2], [1, 3]]))
-        mesh.start(Call(Permute((0, 1, 2, 3))), torch.ones(1)).wait()
+        mesh.start(Collective(Permute((0, 1, 2, 3))), torch.ones(1)).wait()
 
     with pytest.raises(OptionError, match="a permutation goes along no axis"):
         zf.simulate(4, by_hand)

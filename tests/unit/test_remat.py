@@ -18,7 +18,7 @@ from tests import models
 from tests.unit import test_memory
 from tests.unit.test_memory import Live
 from zfun import policies, tree
-from zfun.collectives import Call, Pending
+from zfun.collectives import Collective, Work
 from zfun.collectives._group import Wrapper
 from zfun.stores import Stored
 from zfun.testing import assert_same_bits
@@ -180,9 +180,9 @@ class _InVault(Stored):
         self.vault = store
         self._bytes = bytes(tensor.contiguous().view(torch.uint8).tolist())
 
-    def get(self, device: torch.device) -> Pending:
+    def get(self, device: torch.device) -> Work:
         self.vault.num_gets += 1
-        return Pending.done(torch.frombuffer(bytearray(self._bytes), dtype=self.dtype).view(self.shape).to(device))
+        return Work.done(torch.frombuffer(bytearray(self._bytes), dtype=self.dtype).view(self.shape).to(device))
 
 
 @pytest.mark.parametrize("policy", [policies.nothing, policies.matmuls])
@@ -502,7 +502,7 @@ def test_the_first_of_each_shape_is_compared_and_with_debug_all() -> None:
     class Debug(Wrapper):
         is_checked = True
 
-        def start(self, call: Call, x: Tensor, out: Tensor | None = None) -> Pending:
+        def start(self, call: Collective, x: Tensor, out: Tensor | None = None) -> Work:
             return self.wrapped.start(call, x, out)
 
     def main(group: zf.Group, debug: bool) -> int:

@@ -22,7 +22,7 @@ Groups of processes share ``backends/_base``, and notice lost ranks by ``backend
 
 from __future__ import annotations
 
-from zfun.collectives._agree import Entry, agree
+from zfun.collectives._agree import LeafRecord, check_same
 from zfun.collectives._debug import checked
 from zfun.collectives._functional import (
     all_gather,
@@ -41,10 +41,10 @@ from zfun.collectives._functional import (
 )
 from zfun.collectives._group import Group, allocate, await_readers, global_ranks, is_checked, is_symmetric
 from zfun.collectives._mesh import Mesh, axis_of, check_shardable, mesh_of, split, start_reduce_scatter_over
-from zfun.collectives._ops import AllGather, AllReduce, AllToAll, Broadcast, Call, Lane, Op, Permute, Reduce, ReduceScatter
+from zfun.collectives._ops import AllGather, AllReduce, AllToAll, Broadcast, Collective, Op, Permute, Reduce, ReduceScatter, Stream
 from zfun.collectives._record import MeshRecorder, Record, Recorder, record
 from zfun.collectives._values import barrier, exchange_values, gather_values
-from zfun.collectives._work import Pending
+from zfun.collectives._work import Work
 from zfun.collectives.backends._abstract import abstract_group
 from zfun.collectives.backends._init import process_group
 from zfun.collectives.backends._launch import Workers, spawn
@@ -56,22 +56,21 @@ __all__ = [
     "AllReduce",
     "AllToAll",
     "Broadcast",
-    "Call",
-    "Entry",
+    "Collective",
     "Group",
-    "Lane",
+    "LeafRecord",
     "Mesh",
     "MeshRecorder",
     "Op",
-    "Pending",
     "Permute",
     "Record",
     "Recorder",
     "Reduce",
     "ReduceScatter",
+    "Stream",
+    "Work",
     "Workers",
     "abstract_group",
-    "agree",
     "all_gather",
     "all_reduce",
     "all_to_all",
@@ -80,6 +79,7 @@ __all__ = [
     "axis_of",
     "barrier",
     "broadcast",
+    "check_same",
     "check_shardable",
     "checked",
     "exchange_values",

@@ -14,13 +14,13 @@ from zfun.collectives._group import Group, global_ranks
 from zfun.collectives._values import gather_values
 from zfun.errors import SpecMismatch
 
-__all__ = ["Entry", "agree"]
+__all__ = ["LeafRecord", "check_same"]
 
 _SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class LeafRecord:
     """What a rank says about one leaf.
 
     Args:
@@ -34,7 +34,7 @@ class Entry:
     fingerprint: str | int = ""
 
 
-def agree(entries: Sequence[Entry], group: Group, what: str) -> None:
+def check_same(entries: Sequence[LeafRecord], group: Group, what: str) -> None:
     """Check that all ranks say the same, at the cost of one gather of 32 bytes per rank.
 
     Only if they differ is the whole text gathered, so that the error can name the leaves, the ranks and both sides.
@@ -50,7 +50,7 @@ def agree(entries: Sequence[Entry], group: Group, what: str) -> None:
     Example:
         >>> from zfun.collectives import simulate
         >>> try:
-        ...     simulate(2, lambda group: agree([Entry("w", f"({group.rank + 3},) float32")], group, "params"))
+        ...     simulate(2, lambda group: check_same([LeafRecord("w", f"({group.rank + 3},) float32")], group, "params"))
         ... except SpecMismatch as error:
         ...     print(error)
         all ranks must hold the same params; leaf w is (3,) float32 on rank 0 and (4,) float32 on rank 1
@@ -66,7 +66,7 @@ def agree(entries: Sequence[Entry], group: Group, what: str) -> None:
     known = global_ranks(group)
     order = sorted(range(group.size), key=known.__getitem__)
     numbers = [known[rank] for rank in order]
-    sides = [[Entry(*fields) for fields in json.loads(bytes(texts[rank].tolist()))] for rank in order]
+    sides = [[LeafRecord(*fields) for fields in json.loads(bytes(texts[rank].tolist()))] for rank in order]
     differences = _differences(sides, numbers)
     more = f" (and {len(differences) - _SHOWN} more)" if len(differences) > _SHOWN else ""
     first = differences[0][0] if differences else None
@@ -78,7 +78,7 @@ def _as_tensor(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _differences(sides: Sequence[Sequence[Entry]], numbers: Sequence[int]) -> list[tuple[str, str]]:
+def _differences(sides: Sequence[Sequence[LeafRecord]], numbers: Sequence[int]) -> list[tuple[str, str]]:
     """Return for each leaf that differs its path and a sentence."""
     by_path = [{entry.path: entry for entry in side} for side in sides]
     paths = dict.fromkeys(path for side in by_path for path in side)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from zfun.collectives._group import Group, Wrapper
-from zfun.collectives._ops import AllGather, Call, Lane, check_call, describe
-from zfun.collectives._work import Pending
+from zfun.collectives._ops import AllGather, Collective, Stream, check_collective, describe
+from zfun.collectives._work import Work
 from zfun.errors import CollectiveMismatch
 
 __all__ = ["checked"]
@@ -27,22 +27,22 @@ class _CheckedGroup(Wrapper):
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)
-        self._counts = [0] * len(Lane)
+        self._counts = [0] * len(Stream)
 
-    def start(self, call: Call, x: Tensor, out: Tensor | None = None) -> Pending:
-        check_call(call, x, out, self.size)
-        label = f"collective {self._counts[call.lane]}: {describe(call, x.numel(), x.dtype)}"
-        self._counts[call.lane] += 1
-        # The labels travel in the lane of the call, ahead of it, and are read when it is waited for: comparing them here would make lanes
+    def start(self, call: Collective, x: Tensor, out: Tensor | None = None) -> Work:
+        check_collective(call, x, out, self.size)
+        label = f"collective {self._counts[call.stream]}: {describe(call, x.numel(), x.dtype)}"
+        self._counts[call.stream] += 1
+        # The labels travel in the stream of the call, ahead of it, and are read when it is waited for: comparing them here would make streams
         # wait for each other.
-        labels = self.wrapped.start(Call(AllGather(), "label", lane=call.lane), _encoded(label))
+        labels = self.wrapped.start(Collective(AllGather(), "label", stream=call.stream), _encoded(label))
         pending = self.wrapped.start(call, x, out)
 
         def wait() -> Tensor:
             self._compare(labels.wait().view(self.size, _LABEL_BYTES))
             return pending.wait()
 
-        return Pending(wait)
+        return Work(wait)
 
     def subgroup(self, parts: Sequence[Sequence[int]], name: str = "") -> Group:
         return _CheckedGroup(self.wrapped.subgroup(parts, name))

@@ -34,9 +34,9 @@ import torch
 from torch import Tensor
 
 from zfun.collectives._group import Group
-from zfun.collectives._ops import AllReduce, Broadcast, Lane, Permute
+from zfun.collectives._ops import AllReduce, Broadcast, Permute, Stream
 from zfun.collectives._rows import alike, exchanged, gathered, scattered
-from zfun.collectives._work import Pending
+from zfun.collectives._work import Work
 
 __all__ = [
     "all_gather",
@@ -112,7 +112,7 @@ def replicated(x: Tensor, group: Group, *, name: str = "") -> Tensor:
     return _Replicated.apply(x, group, name)  # type: ignore[no-any-return]
 
 
-def all_reduce(x: _T, group: Group, *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL) -> _T:
+def all_reduce(x: _T, group: Group, *, name: str = "", part: str = "", stream: Stream = Stream.CONTROL) -> _T:
     """``P -> R``: every rank receives the sum. The transpose is the same sum.
 
     ::
@@ -125,7 +125,7 @@ def all_reduce(x: _T, group: Group, *, name: str = "", part: str = "", lane: Lan
         group: the ranks.
         name: what is sent, for messages and logs.
         part: which part of it.
-        lane: the order of collectives that it takes part in.
+        stream: the order of collectives that it takes part in.
 
     Returns:
         The sum over the ranks, in rank order; the shape of ``x``.
@@ -141,15 +141,15 @@ def all_reduce(x: _T, group: Group, *, name: str = "", part: str = "", lane: Lan
         >>> simulate(2, lambda group: all_reduce({"loss": torch.tensor(0.5), "hits": torch.tensor(3)}, group))[0]
         {'loss': tensor(1.), 'hits': tensor(6)}
     """
-    return alike(x, AllReduce()).run(group, name, part, lane)
+    return alike(x, AllReduce()).run(group, name, part, stream)
 
 
-def start_all_reduce(x: Any, group: Group, *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL) -> Pending:
+def start_all_reduce(x: Any, group: Group, *, name: str = "", part: str = "", stream: Stream = Stream.CONTROL) -> Work:
     """Start an :func:`all_reduce`; ``wait()`` returns the differentiable result."""
-    return alike(x, AllReduce()).start(group, name, part, lane)
+    return alike(x, AllReduce()).start(group, name, part, stream)
 
 
-def all_gather(x: _T, group: Group, dim: int = 0, *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL) -> _T:
+def all_gather(x: _T, group: Group, dim: int = 0, *, name: str = "", part: str = "", stream: Stream = Stream.CONTROL) -> _T:
     """``S -> R``: every rank receives the shards of all, one after the other along ``dim``. The transpose is a reduce-scatter.
 
     ::
@@ -163,7 +163,7 @@ def all_gather(x: _T, group: Group, dim: int = 0, *, name: str = "", part: str =
         dim: the dimension that grows ``size`` times.
         name: what is sent, for messages and logs.
         part: which part of it.
-        lane: the order of collectives that it takes part in.
+        stream: the order of collectives that it takes part in.
 
     Returns:
         The shards of all ranks, joined.
@@ -173,15 +173,15 @@ def all_gather(x: _T, group: Group, dim: int = 0, *, name: str = "", part: str =
         >>> simulate(2, lambda group: all_gather(torch.tensor([group.rank]), group).tolist())
         [[0, 1], [0, 1]]
     """
-    return gathered(x, group, dim).run(group, name, part, lane)
+    return gathered(x, group, dim).run(group, name, part, stream)
 
 
-def start_all_gather(x: Any, group: Group, dim: int = 0, *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL) -> Pending:
+def start_all_gather(x: Any, group: Group, dim: int = 0, *, name: str = "", part: str = "", stream: Stream = Stream.CONTROL) -> Work:
     """Start an :func:`all_gather`; ``wait()`` returns the differentiable result."""
-    return gathered(x, group, dim).start(group, name, part, lane)
+    return gathered(x, group, dim).start(group, name, part, stream)
 
 
-def reduce_scatter(x: _T, group: Group, dim: int = 0, *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL) -> _T:
+def reduce_scatter(x: _T, group: Group, dim: int = 0, *, name: str = "", part: str = "", stream: Stream = Stream.CONTROL) -> _T:
     """``P -> S``: rank r receives the r-th piece of the sum. The transpose is an all-gather.
 
     ::
@@ -195,7 +195,7 @@ def reduce_scatter(x: _T, group: Group, dim: int = 0, *, name: str = "", part: s
         dim: the dimension that is cut into ``size`` pieces.
         name: what is sent, for messages and logs.
         part: which part of it.
-        lane: the order of collectives that it takes part in.
+        stream: the order of collectives that it takes part in.
 
     Returns:
         This rank's piece of the sum.
@@ -208,15 +208,15 @@ def reduce_scatter(x: _T, group: Group, dim: int = 0, *, name: str = "", part: s
         >>> simulate(2, lambda group: reduce_scatter(torch.tensor([1, 2]), group).tolist())
         [[2], [4]]
     """
-    return scattered(x, group, dim).run(group, name, part, lane)
+    return scattered(x, group, dim).run(group, name, part, stream)
 
 
-def start_reduce_scatter(x: Any, group: Group, dim: int = 0, *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL) -> Pending:
+def start_reduce_scatter(x: Any, group: Group, dim: int = 0, *, name: str = "", part: str = "", stream: Stream = Stream.CONTROL) -> Work:
     """Start a :func:`reduce_scatter`; ``wait()`` returns the differentiable result."""
-    return scattered(x, group, dim).start(group, name, part, lane)
+    return scattered(x, group, dim).start(group, name, part, stream)
 
 
-def broadcast(x: _T, group: Group, root: int = 0, *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL) -> _T:
+def broadcast(x: _T, group: Group, root: int = 0, *, name: str = "", part: str = "", stream: Stream = Stream.CONTROL) -> _T:
     """Every rank receives the tensor of ``root``. The transpose sums on ``root`` and gives zeros to the others.
 
     ::
@@ -230,7 +230,7 @@ def broadcast(x: _T, group: Group, root: int = 0, *, name: str = "", part: str =
         root: the rank that is heard.
         name: what is sent, for messages and logs.
         part: which part of it.
-        lane: the order of collectives that it takes part in.
+        stream: the order of collectives that it takes part in.
 
     Returns:
         The tensor of ``root``.
@@ -240,15 +240,15 @@ def broadcast(x: _T, group: Group, root: int = 0, *, name: str = "", part: str =
         >>> simulate(3, lambda group: broadcast(torch.tensor(group.rank), group, root=2).item())
         [2, 2, 2]
     """
-    return alike(x, Broadcast(root)).run(group, name, part, lane)
+    return alike(x, Broadcast(root)).run(group, name, part, stream)
 
 
-def start_broadcast(x: Any, group: Group, root: int = 0, *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL) -> Pending:
+def start_broadcast(x: Any, group: Group, root: int = 0, *, name: str = "", part: str = "", stream: Stream = Stream.CONTROL) -> Work:
     """Start a :func:`broadcast`; ``wait()`` returns the differentiable result."""
-    return alike(x, Broadcast(root)).start(group, name, part, lane)
+    return alike(x, Broadcast(root)).start(group, name, part, stream)
 
 
-def permute(x: _T, group: Group, destinations: Sequence[int], *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL) -> _T:
+def permute(x: _T, group: Group, destinations: Sequence[int], *, name: str = "", part: str = "", stream: Stream = Stream.CONTROL) -> _T:
     """Rank ``destinations[r]`` receives the tensor of rank r. The transpose is the inverse permutation.
 
     ::
@@ -262,7 +262,7 @@ def permute(x: _T, group: Group, destinations: Sequence[int], *, name: str = "",
         destinations: for each rank the one that it sends to; each rank once.
         name: what is sent, for messages and logs.
         part: which part of it.
-        lane: the order of collectives that it takes part in.
+        stream: the order of collectives that it takes part in.
 
     Returns:
         The tensor of the rank that sends to this one.
@@ -275,18 +275,18 @@ def permute(x: _T, group: Group, destinations: Sequence[int], *, name: str = "",
         >>> simulate(3, lambda group: permute(torch.tensor(group.rank), group, (1, 2, 0)).item())
         [2, 0, 1]
     """
-    return alike(x, Permute(tuple(destinations))).run(group, name, part, lane)
+    return alike(x, Permute(tuple(destinations))).run(group, name, part, stream)
 
 
 def start_permute(
-    x: Any, group: Group, destinations: Sequence[int], *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL
-) -> Pending:
+    x: Any, group: Group, destinations: Sequence[int], *, name: str = "", part: str = "", stream: Stream = Stream.CONTROL
+) -> Work:
     """Start a :func:`permute`; ``wait()`` returns the differentiable result."""
-    return alike(x, Permute(tuple(destinations))).start(group, name, part, lane)
+    return alike(x, Permute(tuple(destinations))).start(group, name, part, stream)
 
 
 def all_to_all(
-    x: _T, group: Group, split_dim: int = 0, concat_dim: int = 0, *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL
+    x: _T, group: Group, split_dim: int = 0, concat_dim: int = 0, *, name: str = "", part: str = "", stream: Stream = Stream.CONTROL
 ) -> _T:
     """Cut along ``split_dim``, send piece j to rank j, join what arrives along ``concat_dim``. The transpose exchanges the two dims.
 
@@ -302,7 +302,7 @@ def all_to_all(
         concat_dim: the dimension along which the received pieces are joined, in rank order.
         name: what is sent, for messages and logs.
         part: which part of it.
-        lane: the order of collectives that it takes part in.
+        stream: the order of collectives that it takes part in.
 
     Returns:
         The joined pieces.
@@ -315,11 +315,11 @@ def all_to_all(
         >>> simulate(2, lambda group: all_to_all(torch.tensor([1, 2]) + 2 * group.rank, group).tolist())
         [[1, 3], [2, 4]]
     """
-    return exchanged(x, group, split_dim, concat_dim).run(group, name, part, lane)
+    return exchanged(x, group, split_dim, concat_dim).run(group, name, part, stream)
 
 
 def start_all_to_all(
-    x: Any, group: Group, split_dim: int = 0, concat_dim: int = 0, *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL
-) -> Pending:
+    x: Any, group: Group, split_dim: int = 0, concat_dim: int = 0, *, name: str = "", part: str = "", stream: Stream = Stream.CONTROL
+) -> Work:
     """Start an :func:`all_to_all`; ``wait()`` returns the differentiable result."""
-    return exchanged(x, group, split_dim, concat_dim).start(group, name, part, lane)
+    return exchanged(x, group, split_dim, concat_dim).start(group, name, part, stream)

@@ -10,8 +10,8 @@ from typing import Any, Protocol, Self, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor
 
-from zfun.collectives._ops import Call
-from zfun.collectives._work import Pending
+from zfun.collectives._ops import Collective
+from zfun.collectives._work import Work
 from zfun.errors import OptionError
 
 __all__ = [
@@ -46,7 +46,7 @@ class Group(Protocol):
     size: int
 
     @abstractmethod
-    def start(self, call: Call, x: Tensor, out: Tensor | None = None) -> Pending:
+    def start(self, call: Collective, x: Tensor, out: Tensor | None = None) -> Work:
         """Start a collective.
 
         Args:

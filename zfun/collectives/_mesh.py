@@ -21,7 +21,7 @@ broadcast, reduce   along one row and all columns' ends, or the reverse
 one mesh give the same bits. Another mesh of as many ranks, or the group without one, associates the sum otherwise, and differs by rounding.
 
 A later phase starts when the result is waited for. Phases start in the order of the calls all the same: to wait for one brings those before
-it forward first, and so does a call that goes through the axes in another order. So ranks may wait in any order within a lane. And to wait
+it forward first, and so does a call that goes through the axes in another order. So ranks may wait in any order within a stream. And to wait
 for what the ranks tell each other brings the gathers of parameters forward: a rank that takes another branch may be waiting for their last
 phase. Nobody waits so before it has started all gathers that others may need by then.
 """
@@ -42,15 +42,15 @@ from zfun.collectives._ops import (
     AllReduce,
     AllToAll,
     Broadcast,
-    Call,
-    Lane,
+    Collective,
     Op,
     Permute,
     Reduce,
     ReduceScatter,
-    check_call,
+    Stream,
+    check_collective,
 )
-from zfun.collectives._work import Pending
+from zfun.collectives._work import Work
 from zfun.errors import OptionError, PlacementError, checked_options
 
 __all__ = ["Mesh", "axis_of", "check_shardable", "mesh_of", "split", "start_reduce_scatter_over"]
@@ -59,7 +59,7 @@ __all__ = ["Mesh", "axis_of", "check_shardable", "mesh_of", "split", "start_redu
 _SHORT_BYTES = 4096
 
 # Yields the result of each phase once it is started, gets it back when it is there, and returns the result of all.
-_Phases: TypeAlias = Generator[Pending, Tensor, Tensor]
+_Phases: TypeAlias = Generator[Work, Tensor, Tensor]
 
 _OUTER_INNER, _INNER_OUTER, _INNER_OUTER_INNER, _FLAT = ("outer", "inner"), ("inner", "outer"), ("inner", "outer", "inner"), ("",)
 
@@ -109,8 +109,8 @@ class _Axis(Wrapper):
         self.axis = axis
         self.global_ranks = numbers
 
-    def start(self, call: Call, x: Tensor, out: Tensor | None = None) -> Pending:
-        self.mesh._bring_forward(call.lane)
+    def start(self, call: Collective, x: Tensor, out: Tensor | None = None) -> Work:
+        self.mesh._bring_forward(call.stream)
         return self.plain.start(call, x, out)
 
     def __repr__(self) -> str:
@@ -161,7 +161,7 @@ class Mesh(Group):
         self.inner: Group = _Axis(inner, self, "inner", [self.global_ranks[i * outer.size + outer.rank] for i in row])
         self.outer: Group = _Axis(outer, self, "outer", [self.global_ranks[inner.rank * outer.size + o] for o in column])
         self._plain = {"inner": inner, "outer": outer}
-        self._queues: dict[Lane, collections.deque[_Running]] = {lane: collections.deque() for lane in Lane}
+        self._queues: dict[Stream, collections.deque[_Running]] = {stream: collections.deque() for stream in Stream}
 
     @property
     def is_checked(self) -> bool:
@@ -173,8 +173,8 @@ class Mesh(Group):
         """Whether ranks of an axis read each other's memory."""
         return is_symmetric(self.inner) or is_symmetric(self.outer)
 
-    def start(self, call: Call, x: Tensor, out: Tensor | None = None) -> Pending:
-        check_call(call, x, out, self.size)
+    def start(self, call: Collective, x: Tensor, out: Tensor | None = None) -> Work:
+        check_collective(call, x, out, self.size)
         x = x.detach()
         result = x.new_empty(call.op.output_numel(x.numel(), self.size)) if out is None else out
         into = result.detach()
@@ -195,18 +195,18 @@ class Mesh(Group):
                 axes, phases = _INNER_OUTER, self._all_to_all(call, x, into)
             case Permute(destinations):
                 axes, phases = _FLAT, self._permute(call, x, into, destinations)
-        finished = self._launch(call.lane, axes, phases)
+        finished = self._launch(call.stream, axes, phases)
 
         def wait() -> Tensor:
             finished.wait()
             return result
 
-        return Pending(wait)
+        return Work(wait)
 
-    def reduce_scatter_inner(self, call: Call, x: Tensor) -> Pending:
+    def reduce_scatter_inner(self, call: Collective, x: Tensor) -> Work:
         """Start a sum over the mesh that is cut over the inner axis only: the columns send the shards of the sum."""
-        check_call(call, x, None, self.inner.size)
-        return self._launch(call.lane, _INNER_OUTER, self._reduce_scatter_inner(call, x.detach()))
+        check_collective(call, x, None, self.inner.size)
+        return self._launch(call.stream, _INNER_OUTER, self._reduce_scatter_inner(call, x.detach()))
 
     def sums_whole(self, nbytes: int) -> bool:
         """Whether an all-reduce of so many bytes goes whole over one axis and then over the other."""
@@ -230,63 +230,63 @@ class Mesh(Group):
 
     # The order of phases.
 
-    def _launch(self, lane: Lane, axes: tuple[str, ...], phases: _Phases) -> Pending:
-        queue = self._queues[lane]
+    def _launch(self, stream: Stream, axes: tuple[str, ...], phases: _Phases) -> Work:
+        queue = self._queues[stream]
         # Phases of calls that go through the axes alike start in the order of the calls, whenever they do; others must not mix.
         if len(axes) > 2 or any(before.axes != axes for before in queue):
-            self._bring_forward(lane)
+            self._bring_forward(stream)
         running = _Running(axes, phases)
         queue.append(running)
 
         def finish() -> Tensor:
-            if lane is Lane.CONTROL:
-                self._bring_forward(Lane.PARAMS)
+            if stream is Stream.CONTROL:
+                self._bring_forward(Stream.PARAMS)
             while running in queue:
                 queue[0].bring_forward()
                 queue.popleft()
             return running.finish()
 
-        return Pending(finish)
+        return Work(finish)
 
-    def _bring_forward(self, lane: Lane) -> None:
-        queue = self._queues[lane]
+    def _bring_forward(self, stream: Stream) -> None:
+        queue = self._queues[stream]
         while queue:
             queue[0].bring_forward()
             queue.popleft()
 
-    def _on(self, axis: str, op: Op, call: Call, x: Tensor, out: Tensor | None = None) -> Pending:
+    def _on(self, axis: str, op: Op, call: Collective, x: Tensor, out: Tensor | None = None) -> Work:
         """Start a phase; on an axis of one rank there is nothing to send."""
         group = self._plain[axis]
         if group.size > 1:
-            return group.start(Call(op, call.name, call.part, call.lane), x, out)
+            return group.start(Collective(op, call.name, call.part, call.stream), x, out)
         if out is None:
-            return Pending.done(x)
+            return Work.done(x)
         if not out.is_set_to(x):
             out.copy_(x)
-        return Pending.done(out)
+        return Work.done(out)
 
     # The phases.
 
-    def _all_gather(self, call: Call, x: Tensor, out: Tensor) -> _Phases:
+    def _all_gather(self, call: Collective, x: Tensor, out: Tensor) -> _Phases:
         row = out.view(self.inner.size, -1)[self.inner.rank] if x.numel() else out
         row = yield self._on("outer", AllGather(), call, x, row)
         return (yield self._on("inner", AllGather(), call, row, out))
 
-    def _reduce_scatter(self, call: Call, x: Tensor, out: Tensor) -> _Phases:
+    def _reduce_scatter(self, call: Collective, x: Tensor, out: Tensor) -> _Phases:
         row = yield self._on("inner", ReduceScatter(), call, x)
         return (yield self._on("outer", ReduceScatter(), call, row, out))
 
-    def _reduce_scatter_inner(self, call: Call, x: Tensor) -> _Phases:
+    def _reduce_scatter_inner(self, call: Collective, x: Tensor) -> _Phases:
         row = yield self._on("inner", ReduceScatter(), call, x)
         # What was received is this rank's own, and may be summed in place; the caller's input may not.
         total = yield self._on("outer", AllReduce(), call, row, row if self.inner.size > 1 else None)
         return total.clone() if total is x else total
 
-    def _all_reduce_short(self, call: Call, x: Tensor, out: Tensor) -> _Phases:
+    def _all_reduce_short(self, call: Collective, x: Tensor, out: Tensor) -> _Phases:
         row = yield self._on("inner", AllReduce(), call, x)
         return (yield self._on("outer", AllReduce(), call, row, out))
 
-    def _all_reduce(self, call: Call, x: Tensor, out: Tensor) -> _Phases:
+    def _all_reduce(self, call: Collective, x: Tensor, out: Tensor) -> _Phases:
         numel = x.numel()
         padding = -numel % self.inner.size
         row = yield self._on("inner", ReduceScatter(), call, torch.nn.functional.pad(x, (0, padding)) if padding else x)
@@ -294,23 +294,23 @@ class Mesh(Group):
         total = yield self._on("inner", AllGather(), call, row, None if padding else out)
         return out.copy_(total[:numel]) if padding else total
 
-    def _broadcast(self, call: Call, x: Tensor, out: Tensor, root: int) -> _Phases:
+    def _broadcast(self, call: Collective, x: Tensor, out: Tensor, root: int) -> _Phases:
         place, row = divmod(root, self.outer.size)
         if self.inner.rank == place:
             x = yield self._on("outer", Broadcast(row), call, x)
         else:
-            yield Pending.done(x)
+            yield Work.done(x)
         return (yield self._on("inner", Broadcast(place), call, x, out))
 
-    def _reduce(self, call: Call, x: Tensor, out: Tensor, root: int) -> _Phases:
+    def _reduce(self, call: Collective, x: Tensor, out: Tensor, root: int) -> _Phases:
         place, row = divmod(root, self.outer.size)
         x = yield self._on("inner", Reduce(place), call, x)
         if self.inner.rank == place:
             return (yield self._on("outer", Reduce(row), call, x, out))
-        yield Pending.done(x)
+        yield Work.done(x)
         return out.zero_()
 
-    def _all_to_all(self, call: Call, x: Tensor, out: Tensor) -> _Phases:
+    def _all_to_all(self, call: Collective, x: Tensor, out: Tensor) -> _Phases:
         inner, outer = self.inner.size, self.outer.size
         numel = x.numel() // self.size
         row = yield self._on("inner", AllToAll(), call, x)
@@ -318,12 +318,12 @@ class Mesh(Group):
         column = yield self._on("outer", AllToAll(), call, by_row)
         return out.copy_(column.view(outer, inner, numel).transpose(0, 1).reshape(-1))
 
-    def _permute(self, call: Call, x: Tensor, out: Tensor, destinations: tuple[int, ...]) -> _Phases:
+    def _permute(self, call: Collective, x: Tensor, out: Tensor, destinations: tuple[int, ...]) -> _Phases:
         if self._whole is None:
             raise OptionError("a permutation goes along no axis; got a mesh of two groups; make it of the whole group with zf.split()")
         place = [i * self.outer.size + o for o in range(self.outer.size) for i in range(self.inner.size)]
         flat = Permute(tuple(place.index(destinations[rank]) for rank in place))
-        return (yield self._whole.start(Call(flat, call.name, call.part, call.lane), x, out))
+        return (yield self._whole.start(Collective(flat, call.name, call.part, call.stream), x, out))
 
 
 @checked_options
@@ -415,7 +415,7 @@ def check_shardable(group: Group, what: str) -> None:
         raise PlacementError(f"{what} shards over a mesh or its inner axis; got its outer axis, which replicates; pass mesh.inner")
 
 
-def start_reduce_scatter_over(group: Group, call: Call, x: Tensor, out: Tensor | None = None) -> Pending:
+def start_reduce_scatter_over(group: Group, call: Collective, x: Tensor, out: Tensor | None = None) -> Work:
     """Start a sum over the mesh of a group, cut over the group: ``P -> S``.
 
     Args:
@@ -431,7 +431,7 @@ def start_reduce_scatter_over(group: Group, call: Call, x: Tensor, out: Tensor |
         >>> from zfun.collectives import simulate
         >>> def main(group):
         ...     mesh = split(group, inner=2)
-        ...     call = Call(ReduceScatter(), "grads")
+        ...     call = Collective(ReduceScatter(), "grads")
         ...     return start_reduce_scatter_over(mesh.inner, call, torch.tensor([1, 10])).wait().item()
         >>> simulate(4, main)
         [4, 40, 4, 40]

@@ -1,4 +1,4 @@
-"""Collectives as data: what is done (an op), for whom (a name and a part), and in which order (a lane)."""
+"""Collectives as data: what is done (an op), for whom (a name and a part), and in which order (a stream)."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ __all__ = [
     "AllReduce",
     "AllToAll",
     "Broadcast",
-    "Call",
-    "Lane",
+    "Collective",
     "Op",
     "Permute",
     "Reduce",
     "ReduceScatter",
-    "check_call",
+    "Stream",
+    "check_collective",
     "describe",
 ]
 
 
-class Lane(enum.IntEnum):
-    """An order of collectives. Within a lane every rank starts the same calls in the same order; lanes are independent of each other."""
+class Stream(enum.IntEnum):
+    """An order of collectives. Within a stream every rank starts the same calls in the same order; streams are independent of each other."""
 
     PARAMS = 0
     GRADS = 1
@@ -196,14 +196,14 @@ Op: TypeAlias = AllGather | ReduceScatter | AllReduce | Broadcast | Reduce | All
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class Collective:
     """One collective as a rank asks for it.
 
     Args:
         op: what is done.
         name: what is sent ("params", "grads", "loss", ...). Ranks must agree on it.
         part: which bucket or leaves, for error messages. Ranks must agree on it.
-        lane: the order in which the call takes part.
+        stream: the order in which the call takes part.
         zero_copy: the result of an all-gather may show the inputs of the ranks where they lie. Nobody writes to the result, nor to an
             input before ``await_readers``. Groups without shared memory return a fresh tensor. Ranks need not agree on it.
     """
@@ -211,22 +211,22 @@ class Call:
     op: Op
     name: str = ""
     part: str = ""
-    lane: Lane = Lane.CONTROL
+    stream: Stream = Stream.CONTROL
     zero_copy: bool = field(default=False, compare=False)
 
 
-def describe(call: Call, numel: int, dtype: torch.dtype) -> str:
+def describe(call: Collective, numel: int, dtype: torch.dtype) -> str:
     """Say in words what a rank sends: all that ranks must agree on, and so what messages are compared by.
 
     Example:
-        >>> describe(Call(AllGather(), "params", "bucket 2", Lane.PARAMS), 64, torch.float32)
-        "all_gather 'params' (bucket 2) of 64 float32 on lane PARAMS"
-        >>> describe(Call(Broadcast(1)), 1, torch.int64)
-        'broadcast from rank 1 of 1 int64 on lane CONTROL'
+        >>> describe(Collective(AllGather(), "params", "bucket 2", Stream.PARAMS), 64, torch.float32)
+        "all_gather 'params' (bucket 2) of 64 float32 on stream PARAMS"
+        >>> describe(Collective(Broadcast(1)), 1, torch.int64)
+        'broadcast from rank 1 of 1 int64 on stream CONTROL'
     """
     name = f" {call.name!r}" if call.name else ""
     part = f" ({call.part})" if call.part else ""
-    return f"{call.op}{name}{part} of {numel} {str(dtype).removeprefix('torch.')} on lane {call.lane.name}"
+    return f"{call.op}{name}{part} of {numel} {str(dtype).removeprefix('torch.')} on stream {call.stream.name}"
 
 
 def _shortened(ranks: Iterable[int]) -> str:
@@ -234,7 +234,7 @@ def _shortened(ranks: Iterable[int]) -> str:
     return f"({text})" if len(text) <= 60 else f"({text[:50]}..., checksum {zlib.crc32(text.encode()):08x})"
 
 
-def check_call(call: Call, x: Tensor, out: Tensor | None, size: int) -> None:
+def check_collective(call: Collective, x: Tensor, out: Tensor | None, size: int) -> None:
     """Refuse what no group can do, before anything is sent.
 
     Raises:
@@ -260,6 +260,6 @@ def check_call(call: Call, x: Tensor, out: Tensor | None, size: int) -> None:
             pass
 
 
-def _refusal(call: Call, reason: str) -> OptionError:
+def _refusal(call: Collective, reason: str) -> OptionError:
     label = f"{call.op.kind} {call.name!r}" if call.name else call.op.kind
     return OptionError(f"{label} {reason}", collective=label)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from zfun.collectives._group import Group, Wrapper
 from zfun.collectives._mesh import Mesh, axis_of
-from zfun.collectives._ops import Call, Lane
-from zfun.collectives._work import Pending
+from zfun.collectives._ops import Collective, Stream
+from zfun.collectives._work import Work
 from zfun.errors import OptionError
 
 __all__ = ["Record", "Recorder", "record"]
@@ -26,7 +26,7 @@ class Record:
         kind: what was done.
         name: what was sent.
         part: which bucket or leaves.
-        lane: the order in which it took part.
+        stream: the order in which it took part.
         sent_bytes: what this rank sends.
         numel: of its input.
         dtype: of its input.
@@ -36,7 +36,7 @@ class Record:
     kind: str
     name: str
     part: str
-    lane: Lane
+    stream: Stream
     sent_bytes: int
     numel: int
     dtype: torch.dtype
@@ -66,10 +66,10 @@ class Recorder(_Log, Wrapper):
         self.log = [] if log is None else log
         self._name = axis
 
-    def start(self, call: Call, x: Tensor, out: Tensor | None = None) -> Pending:
+    def start(self, call: Collective, x: Tensor, out: Tensor | None = None) -> Work:
         pending = self.wrapped.start(call, x, out)
         sent_bytes = call.op.sent_bytes(x.numel() * x.dtype.itemsize, self.rank, self.size, x.dtype.itemsize)
-        self.log.append(Record(call.op.kind, call.name, call.part, call.lane, sent_bytes, x.numel(), x.dtype, self._name))
+        self.log.append(Record(call.op.kind, call.name, call.part, call.stream, sent_bytes, x.numel(), x.dtype, self._name))
         return pending
 
     def subgroup(self, parts: Sequence[Sequence[int]], name: str = "") -> Group:
@@ -100,7 +100,7 @@ def record(group: Group) -> Recorder: ...
 
 
 def record(group: Group) -> Recorder | MeshRecorder:
-    """Return a group that does what ``group`` does and logs each collective: its kind, name, part, lane, bytes, and axis.
+    """Return a group that does what ``group`` does and logs each collective: its kind, name, part, stream, bytes, and axis.
 
     Args:
         group: any group. Of a mesh every axis is recorded, into one log.

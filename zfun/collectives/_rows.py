@@ -26,8 +26,8 @@ from torch import Tensor
 
 from zfun import tree
 from zfun.collectives._group import Group
-from zfun.collectives._ops import AllGather, AllToAll, Call, Lane, Op, ReduceScatter
-from zfun.collectives._work import Pending
+from zfun.collectives._ops import AllGather, AllToAll, Collective, Op, ReduceScatter, Stream
+from zfun.collectives._work import Work
 from zfun.errors import LeafError, OptionError, PlacementError
 
 __all__ = ["Runs", "alike", "exchanged", "gathered", "scattered"]
@@ -39,7 +39,7 @@ class _UnderWay:
     __slots__ = ("pending",)
 
     def __init__(self) -> None:
-        self.pending: Pending | None = None
+        self.pending: Work | None = None
 
 
 class _Collective(torch.autograd.Function):
@@ -47,7 +47,7 @@ class _Collective(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        rows: Tensor, group: Group, call: Call, started: _UnderWay | None
+        rows: Tensor, group: Group, call: Collective, started: _UnderWay | None
     ) -> Tensor:
         out = rows.new_empty((group.size if call.op.splits_output else 1, rows.shape[1]))
         pending = group.start(call, rows.contiguous().view(-1), out.view(-1))
@@ -63,8 +63,8 @@ class _Collective(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        call: Call = ctx.call
-        dual = Call(call.op.dual, call.name, call.part, call.lane)
+        call: Collective = ctx.call
+        dual = Collective(call.op.dual, call.name, call.part, call.stream)
         return _apply(grad, ctx.group, dual, None), None, None, None
 
     @staticmethod
@@ -74,23 +74,23 @@ class _Collective(torch.autograd.Function):
 
     @staticmethod
     def vmap(  # type: ignore[override]
-        info: Any, in_dims: tuple[int, None, None, None], rows: Tensor, group: Group, call: Call, started: _UnderWay | None
+        info: Any, in_dims: tuple[int, None, None, None], rows: Tensor, group: Group, call: Collective, started: _UnderWay | None
     ) -> tuple[Tensor, int]:
         batched = rows.movedim(in_dims[0], 1)
         out = _apply(batched.flatten(1), group, call, started)
         return out.view(out.shape[0], *batched.shape[1:]), 1
 
 
-def _apply(rows: Tensor, group: Group, call: Call, started: _UnderWay | None) -> Tensor:
+def _apply(rows: Tensor, group: Group, call: Collective, started: _UnderWay | None) -> Tensor:
     return _Collective.apply(rows, group, call, started)  # type: ignore[no-any-return]
 
 
 class Runs(Protocol):
     """A collective that is ready to go: with all that it needs but the group."""
 
-    def run(self, group: Group, name: str, part: str, lane: Lane) -> Any: ...
+    def run(self, group: Group, name: str, part: str, stream: Stream) -> Any: ...
 
-    def start(self, group: Group, name: str, part: str, lane: Lane) -> Pending: ...
+    def start(self, group: Group, name: str, part: str, stream: Stream) -> Work: ...
 
 
 class _Plan(NamedTuple):
@@ -100,20 +100,20 @@ class _Plan(NamedTuple):
     op: Op
     restore: Callable[[Tensor], Tensor]
 
-    def run(self, group: Group, name: str, part: str, lane: Lane) -> Tensor:
-        return self.restore(_apply(self.rows, group, Call(self.op, name, part, lane), None))
+    def run(self, group: Group, name: str, part: str, stream: Stream) -> Tensor:
+        return self.restore(_apply(self.rows, group, Collective(self.op, name, part, stream), None))
 
-    def start(self, group: Group, name: str, part: str, lane: Lane) -> Pending:
+    def start(self, group: Group, name: str, part: str, stream: Stream) -> Work:
         """Start the collective. Its output is part of the graph at once, and holds its values once it has been waited for."""
         started = _UnderWay()
-        out = _apply(self.rows, group, Call(self.op, name, part, lane), started)
+        out = _apply(self.rows, group, Collective(self.op, name, part, stream), started)
 
         def finish() -> Tensor:
             assert started.pending is not None
             started.pending.wait()
             return self.restore(out)
 
-        return Pending(finish)
+        return Work(finish)
 
 
 class _Bundle(NamedTuple):
@@ -123,12 +123,12 @@ class _Bundle(NamedTuple):
     labels: list[str]
     restore: Callable[[list[Tensor]], Any]
 
-    def run(self, group: Group, name: str, part: str, lane: Lane) -> Any:
-        return self.restore([plan.run(group, name, part or label, lane) for plan, label in zip(self.plans, self.labels, strict=True)])
+    def run(self, group: Group, name: str, part: str, stream: Stream) -> Any:
+        return self.restore([plan.run(group, name, part or label, stream) for plan, label in zip(self.plans, self.labels, strict=True)])
 
-    def start(self, group: Group, name: str, part: str, lane: Lane) -> Pending:
-        under_way = [plan.start(group, name, part or label, lane) for plan, label in zip(self.plans, self.labels, strict=True)]
-        return Pending(lambda: self.restore([pending.wait() for pending in under_way]))
+    def start(self, group: Group, name: str, part: str, stream: Stream) -> Work:
+        under_way = [plan.start(group, name, part or label, stream) for plan, label in zip(self.plans, self.labels, strict=True)]
+        return Work(lambda: self.restore([pending.wait() for pending in under_way]))
 
 
 def _over_leaves(x: Any, plan_of: Callable[[Tensor], _Plan]) -> Runs:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from zfun.collectives._group import Group
-from zfun.collectives._ops import AllGather, AllToAll, Call, Lane, Op
+from zfun.collectives._ops import AllGather, AllToAll, Collective, Op, Stream
 
 __all__ = ["barrier", "exchange_values", "gather_values"]
 
@@ -64,5 +64,5 @@ def barrier(group: Group) -> None:
 
 
 def _sent(x: Tensor, group: Group, name: str, op: Op) -> Tensor:
-    call = Call(op, name, lane=Lane.CONTROL)
+    call = Collective(op, name, stream=Stream.CONTROL)
     return group.start(call, x.detach().contiguous().view(-1)).wait()

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-__all__ = ["Pending"]
+__all__ = ["Work"]
 
 
-class Pending:
+class Work:
     """A started collective. It owns every buffer that the collective reads or writes until :meth:`wait` returns.
 
     The input must not be written before :meth:`wait` has returned, and every pending collective must be waited for.
@@ -19,7 +19,7 @@ class Pending:
 
     Example:
         >>> import torch
-        >>> Pending.done(torch.ones(2)).wait()
+        >>> Work.done(torch.ones(2)).wait()
         tensor([1., 1.])
     """
 
@@ -31,7 +31,7 @@ class Pending:
         self._error: BaseException | None = None
 
     @classmethod
-    def done(cls, tensor: Tensor) -> Pending:
+    def done(cls, tensor: Tensor) -> Work:
         """Return a pending collective that is already there."""
         pending = cls(lambda: tensor)
         pending.wait()

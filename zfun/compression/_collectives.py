@@ -33,13 +33,13 @@ from zfun.collectives import (
     AllGather,
     AllReduce,
     AllToAll,
-    Call,
+    Collective,
     Group,
-    Lane,
     Mesh,
     Op,
-    Pending,
     ReduceScatter,
+    Stream,
+    Work,
     axis_of,
     global_ranks,
     mesh_of,
@@ -51,7 +51,7 @@ __all__ = ["all_gather", "all_reduce", "reduce_scatter", "start", "start_over"]
 
 
 @checked_options
-def start(call: Call, x: Tensor, group: Group, codec: Codec, *, dtype: torch.dtype | None = None) -> Pending:
+def start(call: Collective, x: Tensor, group: Group, codec: Codec, *, dtype: torch.dtype | None = None) -> Work:
     """Start a collective of a flat tensor with a codec, without a derivative.
 
     ============== ============ ==============================================================================
@@ -80,7 +80,7 @@ def start(call: Call, x: Tensor, group: Group, codec: Codec, *, dtype: torch.dty
     Example:
         >>> import zfun as zf
         >>> from zfun.collectives import AllReduce
-        >>> zf.simulate(2, lambda group: start(Call(AllReduce()), torch.tensor([127.0, 3.0]), group, zf.compression.int8()).wait())[1]
+        >>> zf.simulate(2, lambda group: start(Collective(AllReduce()), torch.tensor([127.0, 3.0]), group, zf.compression.int8()).wait())[1]
         tensor([254.,   6.])
     """
     size, numel = group.size, x.numel()
@@ -92,7 +92,7 @@ def start(call: Call, x: Tensor, group: Group, codec: Codec, *, dtype: torch.dty
         )
     x, dtype = x.detach().contiguous(), dtype or x.dtype
     if size == 1:
-        return Pending.done(x.to(dtype, copy=True))
+        return Work.done(x.to(dtype, copy=True))
     match call.op:
         case AllGather():
             return _start_gather(call, x, group, codec, dtype)
@@ -101,12 +101,12 @@ def start(call: Call, x: Tensor, group: Group, codec: Codec, *, dtype: torch.dty
         case AllReduce():
             padding = -numel % size
             scattered = _start_sum(call, torch.nn.functional.pad(x, (0, padding)) if padding else x, group, codec, ops.wide(x.dtype))
-            return Pending(lambda: _start_gather(call, scattered.wait(), group, codec, dtype).wait()[:numel])
+            return Work(lambda: _start_gather(call, scattered.wait(), group, codec, dtype).wait()[:numel])
         case _:
             raise OptionError(f"a codec is for all_gather, reduce_scatter and all_reduce; got {call.op.kind}; send it exactly")
 
 
-def start_over(call: Call, x: Tensor, group: Group, codec: Codec) -> Pending:
+def start_over(call: Collective, x: Tensor, group: Group, codec: Codec) -> Work:
     """Start a sum over the mesh of a group in few bits, cut over the group (``P -> S``).
 
     Over a group or a mesh this is :func:`start`. Over the inner axis of a mesh the shards of the sum over a row are summed over the outer
@@ -125,7 +125,7 @@ def start_over(call: Call, x: Tensor, group: Group, codec: Codec) -> Pending:
         >>> import zfun as zf
         >>> def main(group):
         ...     mesh = zf.split(group, inner=2)
-        ...     return start_over(Call(ReduceScatter()), torch.tensor([127.0, 254.0]), mesh.inner, zf.compression.int8()).wait().item()
+        ...     return start_over(Collective(ReduceScatter()), torch.tensor([127.0, 254.0]), mesh.inner, zf.compression.int8()).wait().item()
         >>> zf.simulate(4, main)
         [508.0, 1016.0, 508.0, 1016.0]
     """
@@ -133,22 +133,22 @@ def start_over(call: Call, x: Tensor, group: Group, codec: Codec) -> Pending:
     if group is mesh or not isinstance(mesh, Mesh):
         return start(call, x, group, codec)
     scattered = start(call, x, group, codec)
-    again = Call(AllReduce(), call.name, call.part, call.lane)
-    return Pending(lambda: start(again, scattered.wait(), mesh.outer, codec).wait())
+    again = Collective(AllReduce(), call.name, call.part, call.stream)
+    return Work(lambda: start(again, scattered.wait(), mesh.outer, codec).wait())
 
 
-def _start_gather(call: Call, x: Tensor, group: Group, codec: Codec, dtype: torch.dtype) -> Pending:
+def _start_gather(call: Collective, x: Tensor, group: Group, codec: Codec, dtype: torch.dtype) -> Work:
     message = _written(x.view(1, -1), group, codec, f"{call.name} {call.part} gather {axis_of(group)}".strip())
-    pending, numel = group.start(Call(AllGather(), call.name, call.part, call.lane), message.view(-1)), x.numel()
+    pending, numel = group.start(Collective(AllGather(), call.name, call.part, call.stream), message.view(-1)), x.numel()
 
     def finish() -> Tensor:
         messages = pending.wait().view(group.size, -1)
         return codec.decode(messages, numel, dtype).reshape(-1)
 
-    return Pending(finish)
+    return Work(finish)
 
 
-def _start_sum(call: Call, x: Tensor, group: Group, codec: Codec, dtype: torch.dtype) -> Pending:
+def _start_sum(call: Collective, x: Tensor, group: Group, codec: Codec, dtype: torch.dtype) -> Work:
     first, *later = _hops(group)
     started = _start_hop(call, x, first, group, codec, 0, ops.wide(x.dtype) if later else dtype)
 
@@ -158,7 +158,7 @@ def _start_sum(call: Call, x: Tensor, group: Group, codec: Codec, dtype: torch.d
             total = _start_hop(call, total, hop, group, codec, index, dtype).wait()
         return total
 
-    return Pending(finish)
+    return Work(finish)
 
 
 def _hops(group: Group) -> tuple[Group, ...]:
@@ -173,17 +173,17 @@ def _number(group: Group) -> int:
     return global_ranks(mesh_of(group))[mesh_of(group).rank]
 
 
-def _start_hop(call: Call, x: Tensor, hop: Group, group: Group, codec: Codec, index: int, dtype: torch.dtype) -> Pending:
+def _start_hop(call: Collective, x: Tensor, hop: Group, group: Group, codec: Codec, index: int, dtype: torch.dtype) -> Work:
     """Send each rank of a hop one piece; ``wait()`` adds the pieces that arrive."""
     numel = x.numel() // hop.size
     messages = _written(x.view(hop.size, numel), group, codec, f"{call.name} {call.part} hop {index} {axis_of(group)}".strip())
-    pending = hop.start(Call(AllToAll(), call.name, call.part, call.lane), messages.view(-1))
+    pending = hop.start(Collective(AllToAll(), call.name, call.part, call.stream), messages.view(-1))
 
     def finish() -> Tensor:
         received = pending.wait().view(hop.size, -1)
         return codec.decode_sum(received, numel, dtype)
 
-    return Pending(finish)
+    return Work(finish)
 
 
 def _written(rows: Tensor, group: Group, codec: Codec, place: str) -> Tensor:
@@ -213,7 +213,7 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        x: Tensor, group: Group, codec: Codec, call: Call
+        x: Tensor, group: Group, codec: Codec, call: Collective
     ) -> Tensor:
         return start(call, x, group, codec).wait()
 
@@ -237,11 +237,11 @@ class _StraightThrough(torch.autograd.Function):
 _EXACT = {"all_gather": collectives.all_gather, "reduce_scatter": collectives.reduce_scatter, "all_reduce": collectives.all_reduce}
 
 
-def _exact(x: Tensor, group: Group, call: Call, op: Op) -> Tensor:
-    return _EXACT[op.kind](x, group, name=call.name, part=call.part, lane=call.lane)
+def _exact(x: Tensor, group: Group, call: Collective, op: Op) -> Tensor:
+    return _EXACT[op.kind](x, group, name=call.name, part=call.part, stream=call.stream)
 
 
-def all_gather(x: Tensor, group: Group, codec: Codec, *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL) -> Tensor:
+def all_gather(x: Tensor, group: Group, codec: Codec, *, name: str = "", part: str = "", stream: Stream = Stream.CONTROL) -> Tensor:
     """Gather shards in few bits (``S -> R``). The derivative is that of the exact one: a reduce-scatter.
 
     Args:
@@ -250,7 +250,7 @@ def all_gather(x: Tensor, group: Group, codec: Codec, *, name: str = "", part: s
         codec: how ``x`` is written.
         name: the name of ``x`` in messages and logs.
         part: the part of ``x``, for the same use.
-        lane: the order of collectives.
+        stream: the order of collectives.
 
     Returns:
         ``[size * n]``, the same bits on every rank.
@@ -265,10 +265,10 @@ def all_gather(x: Tensor, group: Group, codec: Codec, *, name: str = "", part: s
         >>> zf.simulate(2, main)[1]
         tensor([  1., 127.,   2., 254.])
     """
-    return _run(x, group, codec, Call(AllGather(), name, part, lane))
+    return _run(x, group, codec, Collective(AllGather(), name, part, stream))
 
 
-def reduce_scatter(x: Tensor, group: Group, codec: Codec, *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL) -> Tensor:
+def reduce_scatter(x: Tensor, group: Group, codec: Codec, *, name: str = "", part: str = "", stream: Stream = Stream.CONTROL) -> Tensor:
     """Sum over the ranks in few bits, each keeping its piece (``P -> S``). The derivative is that of the exact one: an all-gather.
 
     Args:
@@ -277,7 +277,7 @@ def reduce_scatter(x: Tensor, group: Group, codec: Codec, *, name: str = "", par
         codec: how ``x`` is written.
         name: the name of ``x`` in messages and logs.
         part: the part of ``x``, for the same use.
-        lane: the order of collectives.
+        stream: the order of collectives.
 
     Returns:
         ``[n / size]``.
@@ -293,10 +293,10 @@ def reduce_scatter(x: Tensor, group: Group, codec: Codec, *, name: str = "", par
         >>> zf.simulate(2, main)
         [tensor([  3., 381.]), tensor([  6., 762.])]
     """
-    return _run(x, group, codec, Call(ReduceScatter(), name, part, lane))
+    return _run(x, group, codec, Collective(ReduceScatter(), name, part, stream))
 
 
-def all_reduce(x: Tensor, group: Group, codec: Codec, *, name: str = "", part: str = "", lane: Lane = Lane.CONTROL) -> Tensor:
+def all_reduce(x: Tensor, group: Group, codec: Codec, *, name: str = "", part: str = "", stream: Stream = Stream.CONTROL) -> Tensor:
     """Sum over the ranks in few bits, every rank receiving the sum (``P -> R``). The derivative is that of the exact one.
 
     Args:
@@ -305,7 +305,7 @@ def all_reduce(x: Tensor, group: Group, codec: Codec, *, name: str = "", part: s
         codec: how the terms and the sums are written.
         name: the name of ``x`` in messages and logs.
         part: the part of ``x``, for the same use.
-        lane: the order of collectives.
+        stream: the order of collectives.
 
     Returns:
         ``[n]``, the same bits on every rank.
@@ -320,8 +320,8 @@ def all_reduce(x: Tensor, group: Group, codec: Codec, *, name: str = "", part: s
         >>> zf.simulate(2, main)[0]
         tensor([  3., 381.])
     """
-    return _run(x, group, codec, Call(AllReduce(), name, part, lane))
+    return _run(x, group, codec, Collective(AllReduce(), name, part, stream))
 
 
-def _run(x: Tensor, group: Group, codec: Codec, call: Call) -> Tensor:
+def _run(x: Tensor, group: Group, codec: Codec, call: Collective) -> Tensor:
     return _StraightThrough.apply(x, group, codec, call)  # type: ignore[no-any-return]

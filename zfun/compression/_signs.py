@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from zfun import ops
-from zfun.collectives import AllGather, AllToAll, Call, Group, Lane, Pending
+from zfun.collectives import AllGather, AllToAll, Collective, Group, Stream, Work
 from zfun.errors import OptionError
 
 __all__ = ["answer_signs", "compressed_all_reduce", "own_chunk", "packed_bytes", "read_signs", "send_signs"]
@@ -29,7 +29,7 @@ def compressed_all_reduce(
     *,
     name: str = "",
     part: str = "",
-    lane: Lane = Lane.CONTROL,
+    stream: Stream = Stream.CONTROL,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Average over the ranks in one bit a number, with error feedback (``P -> R``), without a derivative.
 
@@ -49,7 +49,7 @@ def compressed_all_reduce(
         group: the ranks.
         name: the name of ``x`` in messages and logs.
         part: the part of ``x``, for the same use.
-        lane: the order of collectives.
+        stream: the order of collectives.
 
     Returns:
         The mean ``[n]``, with the same bits on every rank, and the two errors for the next call. A number that is not finite makes all of
@@ -90,8 +90,8 @@ def compressed_all_reduce(
     server = x.new_zeros(num_mine, dtype=dtype) if server_error is None else server_error.clone()
     if group.size == 1:
         return worker.add_(server).to(x.dtype), torch.zeros_like(worker), torch.zeros_like(server)
-    received = send_signs([worker], group, name, part, lane).wait()
-    packed = answer_signs(received, [server], [numel], group, name, part, lane).wait()
+    received = send_signs([worker], group, name, part, stream).wait()
+    packed = answer_signs(received, [server], [numel], group, name, part, stream).wait()
     (mean,) = read_signs(packed, [numel], group.size, dtype)
     return mean.to(x.dtype), worker, server
 
@@ -107,7 +107,7 @@ def packed_bytes(numels: Sequence[int], size: int, dtype: torch.dtype) -> int:
     return size * (len(numels) * dtype.itemsize + sum(_chunk_bytes(numel, size) for numel in numels))
 
 
-def send_signs(terms: Iterable[Tensor], group: Group, name: str, part: str, lane: Lane = Lane.GRADS) -> Pending:
+def send_signs(terms: Iterable[Tensor], group: Group, name: str, part: str, stream: Stream = Stream.GRADS) -> Work:
     """Start the first hop of a compressed all-reduce of several buffers, in one message to each rank.
 
     Args:
@@ -115,7 +115,7 @@ def send_signs(terms: Iterable[Tensor], group: Group, name: str, part: str, lane
         group: the ranks.
         name: the name in messages and logs.
         part: the part, for the same use.
-        lane: the order of collectives.
+        stream: the order of collectives.
 
     Returns:
         The pending messages, for :func:`answer_signs`.
@@ -128,12 +128,12 @@ def send_signs(terms: Iterable[Tensor], group: Group, name: str, part: str, lane
         chunk = _chunk_bytes(term.numel(), group.size)
         rows.append(torch.nn.functional.pad(signs, (0, group.size * chunk - signs.numel())).view(group.size, chunk))
     head = torch.stack(scales).view(torch.uint8).expand(group.size, -1)
-    return group.start(Call(AllToAll(), name, part, lane), torch.cat([head, *rows], 1).view(-1))
+    return group.start(Collective(AllToAll(), name, part, stream), torch.cat([head, *rows], 1).view(-1))
 
 
 def answer_signs(
-    received: Tensor, kept: Sequence[Tensor], numels: Sequence[int], group: Group, name: str, part: str, lane: Lane = Lane.GRADS
-) -> Pending:
+    received: Tensor, kept: Sequence[Tensor], numels: Sequence[int], group: Group, name: str, part: str, stream: Stream = Stream.GRADS
+) -> Work:
     """Start the second hop of a compressed all-reduce: average the own chunks of the terms, and send their signs to all.
 
     Args:
@@ -143,7 +143,7 @@ def answer_signs(
         group: the ranks.
         name: the name in messages and logs.
         part: the part, for the same use.
-        lane: the order of collectives.
+        stream: the order of collectives.
 
     Returns:
         The pending messages, for :func:`read_signs`: the same on all ranks.
@@ -158,7 +158,7 @@ def answer_signs(
         scales.append(scale)
         rows.append(torch.nn.functional.pad(packed, (0, signs.shape[1] - packed.numel())))
     message = torch.cat([torch.stack(scales).view(torch.uint8), *rows])
-    return group.start(Call(AllGather(), name, part, lane), message)
+    return group.start(Collective(AllGather(), name, part, stream), message)
 
 
 def read_signs(packed: Tensor, numels: Sequence[int], size: int, dtype: torch.dtype, out: torch.dtype | None = None) -> list[Tensor]:

@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zfun import tree
-from zfun.collectives import Call, Group, Pending, abstract_group
+from zfun.collectives import Collective, Group, Work, abstract_group
 from zfun.errors import OptionError, checked_options
 from zfun.planner._abstract import abstract
 from zfun.stores import Stored
@@ -252,7 +252,7 @@ class Meter(TorchDispatchMode):
                 name = self._copied_from(given) or name
             self._events.append(_Event(what + when, self._follow(x, name), freed))
 
-    def sent(self, call: Call, x: Tensor, out: Tensor) -> None:
+    def sent(self, call: Collective, x: Tensor, out: Tensor) -> None:
         """Name the operands of a collective; a watched group calls this."""
         # The integers by which ranks agree are not counted.
         if call.name not in _SENT and x.is_floating_point():
@@ -321,7 +321,7 @@ class _Watched(Group):
         self.rank, self.size = group.rank, group.size
         self._group, self._meter = group, meter
 
-    def start(self, call: Call, x: Tensor, out: Tensor | None = None) -> Pending:
+    def start(self, call: Collective, x: Tensor, out: Tensor | None = None) -> Work:
         x = x.detach()
         with self._meter.paused():
             # A simulated group copies its messages. The other ranks never see these two buffers, so
@@ -337,7 +337,7 @@ class _Watched(Group):
             with self._meter.paused(), torch.no_grad():
                 return operands[1].copy_(pending.wait())
 
-        return Pending(finish)
+        return Work(finish)
 
     def subgroup(self, parts: Sequence[Sequence[int]], name: str = "") -> Group:
         return _Watched(self._group.subgroup(parts, name), self._meter)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from zfun.collectives import Pending
+from zfun.collectives import Work
 from zfun.errors import OffloadError
 from zfun.flat import Flat
 
@@ -50,7 +50,7 @@ class Stored(abc.ABC):
     shape: torch.Size
 
     @abc.abstractmethod
-    def get(self, device: torch.device) -> Pending:
+    def get(self, device: torch.device) -> Work:
         """Start the transfer to a device."""
 
     def __repr__(self) -> str:

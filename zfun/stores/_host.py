@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zfun.collectives import Pending
+from zfun.collectives import Work
 from zfun.stores._base import Crossing, Stored
 
 __all__ = ["HostStore", "host"]
@@ -21,10 +21,10 @@ class _HostTensor(Stored):
         self.dtype = tensor.dtype
         self.shape = tensor.shape
 
-    def get(self, device: torch.device) -> Pending:
+    def get(self, device: torch.device) -> Work:
         """Start the copy to a device; for the CPU, nothing is copied."""
         self.store.crossed("get", self.name, self.tensor.nbytes)
-        return Pending.done(self.tensor.to(device, non_blocking=True))
+        return Work.done(self.tensor.to(device, non_blocking=True))
 
 
 class HostStore:

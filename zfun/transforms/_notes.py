@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
-from zfun.collectives import Pending
+from zfun.collectives import Work
 from zfun.layout import Layout
 from zfun.transforms.params._schedule import Step
 
@@ -98,7 +98,7 @@ class _Handle(Protocol):
     def wait(self) -> Any: ...
 
 
-def timed(handle: _Handle, notes: Notes, note: Callable[[float], None]) -> Pending:
+def timed(handle: _Handle, notes: Notes, note: Callable[[float], None]) -> Work:
     """Return a handle that says when one began to wait for it."""
 
     def finish() -> Any:
@@ -107,10 +107,10 @@ def timed(handle: _Handle, notes: Notes, note: Callable[[float], None]) -> Pendi
         note(began)
         return result
 
-    return Pending(finish)
+    return Work(finish)
 
 
-def noted(pending: Pending, name: str, kind: Literal["gather", "sum"], layout: Layout, bucket: int) -> Pending:
+def noted(pending: Work, name: str, kind: Literal["gather", "sum"], layout: Layout, bucket: int) -> Work:
     """Note that the gather or the sum of a bucket has been started outside of a loss; return what notes that it is there."""
     notes = watching.get()
     if notes is None or name not in ("params", "grads"):

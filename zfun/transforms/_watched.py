@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from zfun.collectives import Pending
+from zfun.collectives import Work
 from zfun.layout import Layout
 from zfun.transforms._notes import Notes, What, When, timed, watching
 from zfun.transforms.grads._hooks import CommHook, Handle
@@ -57,7 +57,7 @@ class _WatchedParams(GatheredParams):
         now: When = "forward" if self._phase == "forward" else "backward"
         self._profile.note(kind, bucket + self._first if bucket >= 0 else bucket, phase or now, start, change)
 
-    def _start_gather(self, step: Step) -> Pending:
+    def _start_gather(self, step: Step) -> Work:
         bucket, start = step.bucket, self._profile.now()
         pending = super()._start_gather(step)
         change = 0 if bucket in self._there else self._traced[bucket].nbytes

@@ -8,8 +8,8 @@ from typing import final
 from torch import Tensor
 
 from zfun.collectives._group import Group, own_part
-from zfun.collectives._ops import Call, check_call
-from zfun.collectives._work import Pending
+from zfun.collectives._ops import Collective, check_collective
+from zfun.collectives._work import Work
 from zfun.errors import OptionError
 
 __all__ = ["abstract_group"]
@@ -25,11 +25,11 @@ class _AbstractGroup(Group):
         self.rank = rank
         self.size = size
 
-    def start(self, call: Call, x: Tensor, out: Tensor | None = None) -> Pending:
-        check_call(call, x, out, self.size)
+    def start(self, call: Collective, x: Tensor, out: Tensor | None = None) -> Work:
+        check_collective(call, x, out, self.size)
         if out is None:
             out = x.detach().new_empty(call.op.output_numel(x.numel(), self.size))
-        return Pending.done(out)
+        return Work.done(out)
 
     def subgroup(self, parts: Sequence[Sequence[int]], name: str = "") -> Group:
         part = own_part(self, parts)

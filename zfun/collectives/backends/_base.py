@@ -158,12 +158,14 @@ class ProcessGroup(Group):
             yield
         except TransportError as error:
             if self._failure is None:
-                self._failure = self._watchdog.explain(self._number_of(error.peer), str(error), f"collective {index} of its lane ({text})")
+                self._failure = self._watchdog.explain(
+                    self._number_of(error.peer), str(error), f"collective {index} of its stream ({text})"
+                )
             raise self._failure from error
         except Mismatch as error:
             if self._failure is None:
                 verdict = different(index, (self.global_ranks[self.rank], text), (self.global_ranks[error.peer], error.text))
-                self._failure = self._watchdog.conclude(verdict, f"collective {index} of its lane ({text})")
+                self._failure = self._watchdog.conclude(verdict, f"collective {index} of its stream ({text})")
             raise self._failure from error
         finally:
             # What else is waited for cannot come either.

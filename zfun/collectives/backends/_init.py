@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zfun.collectives._debug import checked
 from zfun.collectives._group import Group
-from zfun.collectives._ops import Lane
+from zfun.collectives._ops import Stream
 from zfun.collectives.backends._base import ProcessGroup
 from zfun.collectives.backends._local import single_group
 from zfun.collectives.backends._nccl import NativeGroup
@@ -46,7 +46,7 @@ def process_group(
     Over gloo and mpi every collective is a direct exchange whose sums are taken in rank order, bitwise those of ``simulate``. Gloo's ranks
     of one host read each other's memory instead, with the same bits; then gloo moves nothing. On several hosts, with as many ranks
     on each, numbered host by host, they do so inside of each host, and messages go between hosts. Over nccl the collectives are native,
-    one communicator per lane, and sums are in nccl's order.
+    one communicator per stream, and sums are in nccl's order.
 
     Args:
         group: a torch process group or a mesh; None means all ranks, and starts ``torch.distributed`` from the launcher's environment if
@@ -144,17 +144,17 @@ def _gloo(store: dist.Store, rank: int, size: int, timeout_s: float) -> Any:
         return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
 
 
-def _rows(store: dist.Store, rank: int, size: int, timeout_s: float) -> dict[Lane, SharedMemory] | None:
-    """Return what the ranks of this host share, one memory for each lane, if all ranks stand host by host, as many on each."""
+def _rows(store: dist.Store, rank: int, size: int, timeout_s: float) -> dict[Stream, SharedMemory] | None:
+    """Return what the ranks of this host share, one memory for each stream, if all ranks stand host by host, as many on each."""
     hosts = exchange_texts(store, "host", rank, size, timeout_s, host_name())
     per_host = hosts.count(hosts[0])
     rows = [hosts[first : first + per_host] for first in range(0, size, per_host)]
     if not hosts[0] or per_host in (1, size) or len(set(hosts)) < len(rows) or any(len(set(row)) > 1 for row in rows):
         return None
     place = dist.PrefixStore(f"{rank // per_host}", store)
-    memories = {lane: meet(dist.PrefixStore(lane.name, place), rank % per_host, per_host, timeout_s, None) for lane in Lane}
-    found = {lane: memory for lane, memory in memories.items() if isinstance(memory, SharedMemory)}
-    if all(exchange_texts(store, "met", rank, size, timeout_s, "yes" if len(found) == len(Lane) else "")):
+    memories = {stream: meet(dist.PrefixStore(stream.name, place), rank % per_host, per_host, timeout_s, None) for stream in Stream}
+    found = {stream: memory for stream, memory in memories.items() if isinstance(memory, SharedMemory)}
+    if all(exchange_texts(store, "met", rank, size, timeout_s, "yes" if len(found) == len(Stream) else "")):
         return found
     for memory in found.values():
         memory.close()

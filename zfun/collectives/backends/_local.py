@@ -8,8 +8,8 @@ from typing import final
 from torch import Tensor
 
 from zfun.collectives._group import Group, own_part
-from zfun.collectives._ops import Call, check_call
-from zfun.collectives._work import Pending
+from zfun.collectives._ops import Collective, check_collective
+from zfun.collectives._work import Work
 
 __all__ = ["single_group"]
 
@@ -24,14 +24,14 @@ class _SingleGroup(Group):
         self.rank = 0
         self.size = 1
 
-    def start(self, call: Call, x: Tensor, out: Tensor | None = None) -> Pending:
-        check_call(call, x, out, 1)
+    def start(self, call: Collective, x: Tensor, out: Tensor | None = None) -> Work:
+        check_collective(call, x, out, 1)
         x = x.detach()
         if out is None:
-            return Pending.done(x.clone())
+            return Work.done(x.clone())
         if not out.is_set_to(x):
             out.detach().copy_(x)
-        return Pending.done(out)
+        return Work.done(out)
 
     def subgroup(self, parts: Sequence[Sequence[int]], name: str = "") -> Group:
         own_part(self, parts)

@@ -15,15 +15,15 @@ from zfun.collectives._ops import (
     AllReduce,
     AllToAll,
     Broadcast,
-    Call,
-    Lane,
+    Collective,
     Permute,
     Reduce,
     ReduceScatter,
-    check_call,
+    Stream,
+    check_collective,
     describe,
 )
-from zfun.collectives._work import Pending
+from zfun.collectives._work import Work
 from zfun.collectives.backends._base import ProcessGroup, transport_errors
 
 __all__ = ["NativeGroup"]
@@ -35,7 +35,7 @@ _reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 @final
 class NativeGroup(ProcessGroup):
-    """Processes whose backend does the collectives, one communicator per lane."""
+    """Processes whose backend does the collectives, one communicator per stream."""
 
     def __init__(self, *args: Any, ranks: Sequence[int] | None = None) -> None:
         super().__init__(*args)
@@ -45,24 +45,24 @@ class NativeGroup(ProcessGroup):
         # Among members only, torch names a group by how many groups a rank is in, so that ranks in other numbers of groups never meet.
         local = self.size < dist.get_world_size()
         timeout = timedelta(seconds=self._timeout_s)
-        self._lanes: dict[Lane, Any] = {}
-        for lane in Lane:
-            self._lanes[lane] = dist.new_group(list(self._ranks), timeout=timeout, use_local_synchronization=local)
+        self._streams: dict[Stream, Any] = {}
+        for stream in Stream:
+            self._streams[stream] = dist.new_group(list(self._ranks), timeout=timeout, use_local_synchronization=local)
 
-    def start(self, call: Call, x: Tensor, out: Tensor | None = None) -> Pending:
-        check_call(call, x, out, self.size)
+    def start(self, call: Collective, x: Tensor, out: Tensor | None = None) -> Work:
+        check_collective(call, x, out, self.size)
         self._check_open()
         # What steers the training may live on the CPU; it travels by way of the device.
         sent = x.detach().to(self._device)
         numel = call.op.output_numel(x.numel(), self.size)
         received = out.detach() if out is not None and out.device == self._device else sent.new_empty(numel)
         text = describe(call, x.numel(), x.dtype)
-        index = self._watchdog.note_start(call.lane, text)
+        index = self._watchdog.note_start(call.stream, text)
         with torch.no_grad(), self._explained(text, index), transport_errors(None):
             works = self._issue(call, sent, received)
 
         def wait() -> Tensor:
-            with torch.no_grad(), self._explained(text, index), self._watchdog.waiting(call.lane, index), transport_errors(None):
+            with torch.no_grad(), self._explained(text, index), self._watchdog.waiting(call.stream, index), transport_errors(None):
                 for work in works:
                     work.wait()
                 if isinstance(call.op, Reduce) and call.op.root != self.rank:
@@ -72,7 +72,7 @@ class NativeGroup(ProcessGroup):
                 # The handle holds what was sent until here: the stream of the collective has been waited for.
                 return received if sent.device == x.device else received.to(x.device)
 
-        return Pending(wait)
+        return Work(wait)
 
     def _part(self, store: dist.Store, ranks: Sequence[int]) -> ProcessGroup:
         # One rank has communicators too: torch names them by how many a rank has, and so all must have as many.
@@ -80,32 +80,32 @@ class NativeGroup(ProcessGroup):
         settings = (self._torch_group, store, ranks.index(self.rank), len(ranks), self._timeout_s, None, numbers)
         return NativeGroup(*settings, ranks=[self._ranks[rank] for rank in ranks])
 
-    def _issue(self, call: Call, x: Tensor, out: Tensor) -> list[Any]:
-        lane = self._lanes[call.lane]
+    def _issue(self, call: Collective, x: Tensor, out: Tensor) -> list[Any]:
+        stream = self._streams[call.stream]
         match call.op:
             case AllGather():
-                return [_all_gather_into(out, x, group=lane, async_op=True)]
+                return [_all_gather_into(out, x, group=stream, async_op=True)]
             case ReduceScatter():
-                return [_reduce_scatter_into(out, x, group=lane, async_op=True)]
+                return [_reduce_scatter_into(out, x, group=stream, async_op=True)]
             case AllToAll():
-                return [dist.all_to_all_single(out, x, group=lane, async_op=True)]
+                return [dist.all_to_all_single(out, x, group=stream, async_op=True)]
             case AllReduce():
-                return [dist.all_reduce(out.copy_(x), group=lane, async_op=True)]
+                return [dist.all_reduce(out.copy_(x), group=stream, async_op=True)]
             case Broadcast(root):
-                return [dist.broadcast(out.copy_(x), group=lane, group_src=root, async_op=True)]
+                return [dist.broadcast(out.copy_(x), group=stream, group_src=root, async_op=True)]
             case Reduce(root):
-                return [dist.reduce(out.copy_(x), group=lane, group_dst=root, async_op=True)]
+                return [dist.reduce(out.copy_(x), group=stream, group_dst=root, async_op=True)]
             case Permute(destinations) if destinations[self.rank] == self.rank:
                 out.copy_(x)
                 return []
             case Permute(destinations):
                 messages = [
-                    dist.P2POp(dist.isend, x, group=lane, group_peer=destinations[self.rank]),
-                    dist.P2POp(dist.irecv, out, group=lane, group_peer=call.op.sources[self.rank]),
+                    dist.P2POp(dist.isend, x, group=stream, group_peer=destinations[self.rank]),
+                    dist.P2POp(dist.irecv, out, group=stream, group_peer=call.op.sources[self.rank]),
                 ]
                 return dist.batch_isend_irecv(messages)
 
     def _release(self) -> None:
-        for group in self._lanes.values():
+        for group in self._streams.values():
             if dist.is_initialized():
                 dist.destroy_process_group(group)

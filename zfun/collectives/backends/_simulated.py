@@ -27,16 +27,16 @@ from zfun.collectives._ops import (
     AllReduce,
     AllToAll,
     Broadcast,
-    Call,
-    Lane,
+    Collective,
     Op,
     Permute,
     Reduce,
     ReduceScatter,
-    check_call,
+    Stream,
+    check_collective,
     describe,
 )
-from zfun.collectives._work import Pending
+from zfun.collectives._work import Work
 from zfun.errors import CollectiveMismatch, OptionError, PeerLost, ZfunError
 from zfun.ops._sums import sum_in_rank_order
 
@@ -183,8 +183,8 @@ class _SimulatedGroup(Group):
         members = tuple(self._members[rank] for rank in part)
         return _SimulatedGroup(self._world_rank, self._world, members, (*self._channel, self._num_subgroups))
 
-    def start(self, call: Call, x: Tensor, out: Tensor | None = None) -> Pending:
-        check_call(call, x, out, self.size)
+    def start(self, call: Collective, x: Tensor, out: Tensor | None = None) -> Work:
+        check_collective(call, x, out, self.size)
         if x.device.type != "cpu":
             raise OptionError(f"a simulated group moves CPU tensors only; {call.op.kind} got one on {x.device}; move it to the CPU")
         if threading.get_ident() != self._thread:
@@ -201,7 +201,7 @@ class _SimulatedGroup(Group):
             result = self._world.wait(self._world_rank, meeting)
             return result if out is None else out
 
-        return Pending(wait)
+        return Work(wait)
 
     def __repr__(self) -> str:
         return f"<simulated group: rank {self.rank} of {self.size}>"
@@ -211,10 +211,10 @@ class _SimulatedGroup(Group):
 class _Meeting:
     """One collective: what the ranks that have come so far bring, and what they take away."""
 
-    lane: Lane
+    stream: Stream
     index: int
     members: tuple[int, ...]
-    calls: dict[int, Call] = field(default_factory=dict)
+    calls: dict[int, Collective] = field(default_factory=dict)
     texts: dict[int, str] = field(default_factory=dict)
     inputs: dict[int, Tensor] = field(default_factory=dict)
     outs: dict[int, Tensor | None] = field(default_factory=dict)
@@ -223,7 +223,7 @@ class _Meeting:
     @property
     def label(self) -> str:
         first = min(self.texts)
-        return f"collective {self.index} of its lane ({self.texts[first]})"
+        return f"collective {self.index} of its stream ({self.texts[first]})"
 
 
 @dataclass(slots=True)
@@ -245,15 +245,17 @@ class _World:
         self._failure: Callable[[int], ZfunError] | None = None
         self._consequences: list[ZfunError] = []
 
-    def arrive(self, rank: int, members: tuple[int, ...], channel: tuple[int, ...], call: Call, x: Tensor, out: Tensor | None) -> _Meeting:
+    def arrive(
+        self, rank: int, members: tuple[int, ...], channel: tuple[int, ...], call: Collective, x: Tensor, out: Tensor | None
+    ) -> _Meeting:
         """Bring a rank's input to its next collective; the last rank computes the result for all."""
         with self._lock:
             self._raise_failure(rank)
             # Sub-groups that are made together have no rank in common.
-            index = self._counts[rank, channel, call.lane]
-            self._counts[rank, channel, call.lane] += 1
-            place = (members[0], channel, call.lane, index)
-            meeting = self._meetings.setdefault(place, _Meeting(call.lane, index, members))
+            index = self._counts[rank, channel, call.stream]
+            self._counts[rank, channel, call.stream] += 1
+            place = (members[0], channel, call.stream, index)
+            meeting = self._meetings.setdefault(place, _Meeting(call.stream, index, members))
             meeting.calls[rank] = call
             meeting.texts[rank] = describe(call, x.numel(), x.dtype)
             meeting.inputs[rank] = x
@@ -366,7 +368,7 @@ class _World:
 
 def _different(meeting: _Meeting, low: int, high: int) -> Callable[[int], ZfunError]:
     text = (
-        f"all ranks must start the same collectives in the same order; at collective {meeting.index} of its lane "
+        f"all ranks must start the same collectives in the same order; at collective {meeting.index} of its stream "
         f"rank {low} started {meeting.texts[low]}, and rank {high} started {meeting.texts[high]}"
     )
     return lambda rank: CollectiveMismatch(text, rank=rank, collective=meeting.texts.get(rank, meeting.texts[low]))

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field
 
 from torch.distributed import Store
 
-from zfun.collectives._ops import Lane
+from zfun.collectives._ops import Stream
 from zfun.errors import CollectiveMismatch, PeerLost, ZfunError
 
 __all__ = ["Status", "Verdict", "Watchdog", "diagnose", "different"]
@@ -39,23 +39,23 @@ class Status:
     """What a rank has published about itself.
 
     Attributes:
-        started: the number of collectives started in each lane.
-        recent: the last of them: lane, then index, then description. JSON makes the keys strings.
-        waiting: lane and index of the collectives that it waits for.
+        started: the number of collectives started in each stream.
+        recent: the last of them: stream, then index, then description. JSON makes the keys strings.
+        waiting: stream and index of the collectives that it waits for.
         left: whether it has closed its group.
     """
 
-    started: tuple[int, ...] = (0,) * len(Lane)
+    started: tuple[int, ...] = (0,) * len(Stream)
     recent: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     waiting: tuple[tuple[int, int], ...] = ()
     left: bool = False
 
-    def call(self, lane: int, index: int) -> str | None:
+    def call(self, stream: int, index: int) -> str | None:
         """Return the description of a collective, if it has been started and is still known."""
-        return self.recent.get(str(lane), {}).get(str(index))
+        return self.recent.get(str(stream), {}).get(str(index))
 
-    def has_started(self, lane: int, index: int) -> bool:
-        return self.started[lane] > index
+    def has_started(self, stream: int, index: int) -> bool:
+        return self.started[stream] > index
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +88,16 @@ def diagnose(rank: int, own: Status, peers: Mapping[int, Status], *, certain: bo
         >>> diagnose(0, own, {1: other}).mismatch
         True
     """
-    for lane, index in own.waiting:
-        text = own.call(lane, index)
+    for stream, index in own.waiting:
+        text = own.call(stream, index)
         for peer, status in sorted(peers.items()):
-            other = status.call(lane, index)
+            other = status.call(stream, index)
             if text is not None and other is not None and text != other:
                 return different(index, (rank, text), (peer, other))
-            if status.has_started(lane, index):
+            if status.has_started(stream, index):
                 continue
             if status.left:
-                return Verdict(f"rank {rank} waits in collective {index} of its lane ({text}) for rank {peer}, which has left the group")
+                return Verdict(f"rank {rank} waits in collective {index} of its stream ({text}) for rank {peer}, which has left the group")
             circle = [(theirs, at) for theirs, at in status.waiting if not own.has_started(theirs, at)]
             if circle and certain:
                 theirs, at = circle[0]
@@ -115,12 +115,12 @@ def different(index: int, *sides: tuple[int, str]) -> Verdict:
     """Return the verdict on two ranks that have started different collectives.
 
     Args:
-        index: the number of the collective in its lane.
+        index: the number of the collective in its stream.
         sides: for both ranks, the rank and what it has started.
     """
     (low, low_text), (high, high_text) = sorted(sides)
     return Verdict(
-        f"all ranks must start the same collectives in the same order; at collective {index} of its lane "
+        f"all ranks must start the same collectives in the same order; at collective {index} of its stream "
         f"rank {low} started {low_text}, and rank {high} started {high_text}",
         mismatch=True,
     )
@@ -143,8 +143,8 @@ class Watchdog:
         self._peers = [peer for peer in ranks if peer != rank]
         self._interrupt = interrupt
         self._patience_s = patience_s
-        self._recent: list[collections.deque[tuple[int, str]]] = [collections.deque(maxlen=_KEPT_CALLS) for _ in Lane]
-        self._started = [0] * len(Lane)
+        self._recent: list[collections.deque[tuple[int, str]]] = [collections.deque(maxlen=_KEPT_CALLS) for _ in Stream]
+        self._started = [0] * len(Stream)
         self._waits: dict[tuple[int, int], float] = {}
         self._verdict: Verdict | None = None
         self._last: tuple[Status, dict[int, Status]] | None = None
@@ -154,24 +154,24 @@ class Watchdog:
         self._looking = threading.Lock()
         self._thread: threading.Thread | None = None
 
-    def note_start(self, lane: Lane, text: str) -> int:
-        """Number the next collective of a lane."""
-        index = self._started[lane]
-        self._started[lane] += 1
-        self._recent[lane].append((index, text))
+    def note_start(self, stream: Stream, text: str) -> int:
+        """Number the next collective of a stream."""
+        index = self._started[stream]
+        self._started[stream] += 1
+        self._recent[stream].append((index, text))
         return index
 
     @contextlib.contextmanager
-    def waiting(self, lane: Lane, index: int) -> Iterator[None]:
+    def waiting(self, stream: Stream, index: int) -> Iterator[None]:
         """Watch over a wait."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="zfun watchdog", daemon=True)
             self._thread.start()
-        self._waits[lane, index] = time.monotonic()
+        self._waits[stream, index] = time.monotonic()
         try:
             yield
         finally:
-            del self._waits[lane, index]
+            del self._waits[stream, index]
 
     def explain(self, peer: int | None, reason: str, collective: str) -> ZfunError:
         """Turn a broken wait into the error that says what happened, asking the others for a bounded time.
@@ -247,7 +247,7 @@ class Watchdog:
             self._interrupt()
 
     def _status(self, *, left: bool = False) -> Status:
-        recent = {str(int(lane)): {str(index): text for index, text in list(self._recent[lane])} for lane in Lane}
+        recent = {str(int(stream)): {str(index): text for index, text in list(self._recent[stream])} for stream in Stream}
         return Status(tuple(self._started), recent, tuple(sorted(dict(self._waits))), left)
 
     def _publish_status(self, *, left: bool = False) -> Status:
@@ -263,7 +263,7 @@ class Watchdog:
         for peer in self._peers:
             record = self._read(f"status/{peer}")
             if record is not None:
-                waiting = tuple((int(lane), int(index)) for lane, index in record["waiting"])  # type: ignore[attr-defined]
+                waiting = tuple((int(stream), int(index)) for stream, index in record["waiting"])  # type: ignore[attr-defined]
                 statuses[peer] = Status(tuple(record["started"]), record["recent"], waiting, bool(record["left"]))  # type: ignore[arg-type]
         return statuses
 
@@ -298,10 +298,10 @@ class Watchdog:
         if peer in seen and seen[peer].left:
             return Verdict(f"{start}it has left the group; every rank must take part in every collective")
         if peer in seen and seen[peer].waiting:
-            lane, index = seen[peer].waiting[0]
+            stream, index = seen[peer].waiting[0]
             # Of a collective long ago it is not known any more what it was.
-            text = seen[peer].call(lane, index)
-            reason += f"; rank {peer} was last seen waiting in collective {index} of its lane{'' if text is None else f' ({text})'}"
+            text = seen[peer].call(stream, index)
+            reason += f"; rank {peer} was last seen waiting in collective {index} of its stream{'' if text is None else f' ({text})'}"
         return Verdict(
             f"{start}{reason}; it has published no error, so it was killed, stopped or is stuck; read its output, and if it is only slow "
             "pass a larger timeout_s to process_group()"

@@ -12,7 +12,7 @@ The buffers of a collective, for N ranks and an input of n elements:
 * reduce-scatter: receives N - 1 chunks of n/N elements each, the first of them into ``out``, where they are added to the own chunk.
 * all-reduce: a reduce-scatter into the own slice of ``out``, of which each piece is gathered in place as soon as it is summed. That must
   not depend on when the caller waits: ranks that wait for two such collectives in different orders would block each other. So its phases
-  are to be run in the background, each lane on its own.
+  are to be run in the background, each stream on its own.
   Two ranks send each other a short input, or one of odd length, and both add it: the same bytes on the wire, half the latency, and no
   padding.
 * the others receive straight into ``out``.
@@ -39,7 +39,7 @@ from zfun.collectives._ops import (
     AllReduce,
     AllToAll,
     Broadcast,
-    Call,
+    Collective,
     Op,
     Permute,
     Reduce,
@@ -120,7 +120,7 @@ def num_transfers(op: Op, numel: int, itemsize: int, size: int) -> int:
             return 1
 
 
-def start_exchange(call: Call, x: Tensor, out: Tensor, rank: int, size: int, exchange: Exchange, pool: BufferPool) -> Started:
+def start_exchange(call: Collective, x: Tensor, out: Tensor, rank: int, size: int, exchange: Exchange, pool: BufferPool) -> Started:
     """Start a collective.
 
     Args:

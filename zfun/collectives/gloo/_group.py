@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from zfun.collectives._group import Allocate
-from zfun.collectives._ops import Call, Lane, Op, check_call, describe
-from zfun.collectives._work import Pending
+from zfun.collectives._ops import Collective, Op, Stream, check_collective, describe
+from zfun.collectives._work import Work
 from zfun.collectives.backends._base import Mismatch, ProcessGroup, TransportError, first_line, transport_errors
 from zfun.collectives.gloo._algorithms import Started, num_transfers, start_exchange
 from zfun.collectives.gloo._buffer_pool import BufferPool
@@ -30,7 +30,7 @@ from zfun.errors import OptionError
 
 __all__ = ["ExchangeGroup", "HostsGroup"]
 
-# Gloo takes 31 bits of tag: the lane, the number of the transfer in its lane, and a checksum of what the ranks must agree on. A message
+# Gloo takes 31 bits of tag: the stream, the number of the transfer in its stream, and a checksum of what the ranks must agree on. A message
 # whose tag nobody expects is never delivered, so that different collectives cannot read each other's data.
 _SEQUENCE_BITS = 13
 _CHECKSUM_BITS = 16
@@ -77,16 +77,16 @@ _Job: TypeAlias = Callable[[], Iterator[None]]
 
 
 @final
-class _LaneThread:
-    """Starts and ends a lane's collectives, since nobody may have to wait for the caller to ask for a later phase.
+class _StreamThread:
+    """Starts and ends a stream's collectives, since nobody may have to wait for the caller to ask for a later phase.
 
     They are started as soon as possible, between the steps of those before them, and go on in their order. A caller that computes is not
     held up: to hand a message over may mean to wait until gloo has read another one.
     """
 
-    def __init__(self, lane: Lane) -> None:
+    def __init__(self, stream: Stream) -> None:
         self._jobs: queue.SimpleQueue[tuple[_Job, Future[None]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=f"zfun {lane.name.lower()}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"zfun {stream.name.lower()}", daemon=True)
         self._thread.start()
 
     def submit(self, job: _Job) -> Future[None]:
@@ -135,33 +135,33 @@ class ExchangeGroup(ProcessGroup):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._transfers = [0] * len(Lane)
-        self._lane_threads: dict[Lane, _LaneThread] = {}
+        self._transfers = [0] * len(Stream)
+        self._stream_threads: dict[Stream, _StreamThread] = {}
         self._buffer_pool = BufferPool()
         # A message whose handle is dropped is never sent, so that the group itself holds what is under way.
-        self._under_way: dict[tuple[Lane, int], Started] = {}
+        self._under_way: dict[tuple[Stream, int], Started] = {}
 
-    def start(self, call: Call, x: Tensor, out: Tensor | None = None) -> Pending:
-        check_call(call, x, out, self.size)
+    def start(self, call: Collective, x: Tensor, out: Tensor | None = None) -> Work:
+        check_collective(call, x, out, self.size)
         if x.device.type != "cpu":
             raise OptionError(f"a gloo or mpi group moves CPU tensors only; {call.op.kind} got one on {x.device}; use nccl")
         x = x.detach()
         self._check_open()
         result = self._buffer_pool.take(call.op.output_numel(x.numel(), self.size), x.dtype) if out is None else out
         text = describe(call, x.numel(), x.dtype)
-        index = self._watchdog.note_start(call.lane, text)
+        index = self._watchdog.note_start(call.stream, text)
         with torch.no_grad(), self._explained(text, index):
             finish = self._begin(call, text, index, x, result.detach())
 
         def wait() -> Tensor:
             try:
-                with torch.no_grad(), self._explained(text, index), self._watchdog.waiting(call.lane, index):
+                with torch.no_grad(), self._explained(text, index), self._watchdog.waiting(call.stream, index):
                     finish()
             finally:
-                self._under_way.pop((call.lane, index), None)
+                self._under_way.pop((call.stream, index), None)
             return result
 
-        return Pending(wait)
+        return Work(wait)
 
     @property
     def allocate(self) -> Allocate | None:
@@ -171,29 +171,29 @@ class ExchangeGroup(ProcessGroup):
         # Fresh pages cost as much as a sum.
         return self._buffer_pool.take(numel, dtype) if device.type == "cpu" else torch.empty(numel, dtype=dtype, device=device)
 
-    def _begin(self, call: Call, text: str, index: int, x: Tensor, out: Tensor) -> Callable[[], None]:
+    def _begin(self, call: Collective, text: str, index: int, x: Tensor, out: Tensor) -> Callable[[], None]:
         """Start a collective; return what ends it."""
-        exchange = self._exchange(call.lane, text, num_transfers(call.op, x.numel(), x.dtype.itemsize, self.size))
+        exchange = self._exchange(call.stream, text, num_transfers(call.op, x.numel(), x.dtype.itemsize, self.size))
         begin = functools.partial(start_exchange, call, x, out, self.rank, self.size, exchange, self._buffer_pool)
         if max(x.numel(), out.numel()) * x.dtype.itemsize > _SHORT_BYTES:
-            return self._background(call.lane, lambda: begin().steps())
+            return self._background(call.stream, lambda: begin().steps())
         started = begin()
-        self._under_way[call.lane, index] = started
-        return self._background(call.lane, started.steps) if started.in_background else started.finish
+        self._under_way[call.stream, index] = started
+        return self._background(call.stream, started.steps) if started.in_background else started.finish
 
-    def _background(self, lane: Lane, job: _Job) -> Callable[[], None]:
-        if lane not in self._lane_threads:
-            self._lane_threads[lane] = _LaneThread(lane)
-        return self._lane_threads[lane].submit(job).result
+    def _background(self, stream: Stream, job: _Job) -> Callable[[], None]:
+        if stream not in self._stream_threads:
+            self._stream_threads[stream] = _StreamThread(stream)
+        return self._stream_threads[stream].submit(job).result
 
-    def _tags(self, lane: Lane, text: str, transfers: int) -> list[int]:
-        first = self._transfers[lane]
-        self._transfers[lane] += transfers
-        return [_tag(lane, first + i, text) for i in range(transfers)]
+    def _tags(self, stream: Stream, text: str, transfers: int) -> list[int]:
+        first = self._transfers[stream]
+        self._transfers[stream] += transfers
+        return [_tag(stream, first + i, text) for i in range(transfers)]
 
-    def _exchange(self, lane: Lane, text: str, transfers: int) -> Callable[..., _Messages]:
+    def _exchange(self, stream: Stream, text: str, transfers: int) -> Callable[..., _Messages]:
         """Return the exchange of one collective. Its tags are taken now, since a later phase may start after a later collective."""
-        tags = iter(self._tags(lane, text, transfers))
+        tags = iter(self._tags(stream, text, transfers))
 
         def exchange(sends: Sequence[Tensor | None], recvs: Sequence[Tensor | None]) -> _Messages:
             tag = next(tags)
@@ -221,7 +221,7 @@ class ExchangeGroup(ProcessGroup):
                 self._torch_group.recv([torch.empty(1)], (self.rank + step) % self.size, _INTERRUPT_TAG).wait(timedelta(milliseconds=1))
 
     def _release(self) -> None:
-        for thread in self._lane_threads.values():
+        for thread in self._stream_threads.values():
             thread.close()
         self._under_way.clear()
 
@@ -230,30 +230,30 @@ class ExchangeGroup(ProcessGroup):
 class HostsGroup(ExchangeGroup):
     """Processes of several hosts, which read each other's memory inside of one. See [Note: collectives over hosts]."""
 
-    def __init__(self, rows: dict[Lane, SharedMemory], *settings: Any) -> None:
+    def __init__(self, rows: dict[Stream, SharedMemory], *settings: Any) -> None:
         super().__init__(*settings)
         self._rows = rows
-        row = rows[Lane.PARAMS]
+        row = rows[Stream.PARAMS]
         self._place = Place(self.rank // row.size, self.size // row.size, row.rank, row.size)
 
-    def _begin(self, call: Call, text: str, index: int, x: Tensor, out: Tensor) -> Callable[[], None]:
+    def _begin(self, call: Collective, text: str, index: int, x: Tensor, out: Tensor) -> Callable[[], None]:
         if not goes_over_hosts(call.op, x):
             return super()._begin(call, text, index, x, out)
-        column = _Column(self._torch_group, self._place, self._tags(call.lane, text, num_messages(self._place)), self._timeout_s)
+        column = _Column(self._torch_group, self._place, self._tags(call.stream, text, num_messages(self._place)), self._timeout_s)
         row = functools.partial(self._in_row, call, text)
 
-        # A collective has several phases, and the memory of a lane belongs to its thread.
+        # A collective has several phases, and the memory of a stream belongs to its thread.
         def steps() -> Iterator[None]:
             over_hosts(call.op, x, out, self._place, row, column)
             yield
 
-        return self._background(call.lane, steps)
+        return self._background(call.stream, steps)
 
-    def _in_row(self, call: Call, text: str, op: Op, x: Tensor, out: Tensor) -> None:
-        memory = self._rows[call.lane]
+    def _in_row(self, call: Collective, text: str, op: Op, x: Tensor, out: Tensor) -> None:
+        memory = self._rows[call.stream]
         first = self._place.host * self._place.size
         try:
-            memory.finish(memory.send(Call(op, call.name, call.part, call.lane), text, x, out))
+            memory.finish(memory.send(Collective(op, call.name, call.part, call.stream), text, x, out))
         except TransportError as error:
             raise TransportError(None if error.peer is None else first + error.peer, str(error)) from error
         except Mismatch as error:
@@ -300,6 +300,6 @@ def _checksum(text: str) -> int:
     return zlib.crc32(text.encode()) & ((1 << _CHECKSUM_BITS) - 1)
 
 
-def _tag(lane: Lane, sequence: int, text: str) -> int:
+def _tag(stream: Stream, sequence: int, text: str) -> int:
     number = sequence & ((1 << _SEQUENCE_BITS) - 1)
-    return (lane << _SEQUENCE_BITS | number) << _CHECKSUM_BITS | _checksum(text)
+    return (stream << _SEQUENCE_BITS | number) << _CHECKSUM_BITS | _checksum(text)

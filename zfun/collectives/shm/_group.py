@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from zfun.collectives._group import Allocate
-from zfun.collectives._ops import Call, check_call, describe
-from zfun.collectives._work import Pending
+from zfun.collectives._ops import Collective, check_collective, describe
+from zfun.collectives._work import Work
 from zfun.collectives.backends._base import Mismatch, ProcessGroup, TransportError
 from zfun.collectives.shm._memory import SharedMemory
 from zfun.errors import OptionError
@@ -29,14 +29,14 @@ class SharedGroup(ProcessGroup):
         self._memory = memory
         memory.watch(self._watchdog.waiting)
 
-    def start(self, call: Call, x: Tensor, out: Tensor | None = None) -> Pending:
-        check_call(call, x, out, self.size)
+    def start(self, call: Collective, x: Tensor, out: Tensor | None = None) -> Work:
+        check_collective(call, x, out, self.size)
         if x.device.type != "cpu":
             raise OptionError(f"a gloo group moves CPU tensors only; {call.op.kind} got one on {x.device}; use nccl")
         self._check_open()
         text = describe(call, x.numel(), x.dtype)
         sent = self._memory.send(call, text, _plain(x), None if out is None else _plain(out))
-        self._watchdog.note_start(call.lane, text)
+        self._watchdog.note_start(call.stream, text)
 
         def wait() -> Tensor:
             try:
@@ -46,7 +46,7 @@ class SharedGroup(ProcessGroup):
                     raise
             return found if out is None else out
 
-        return Pending(wait)
+        return Work(wait)
 
     @property
     def allocate(self) -> Allocate | None:

@@ -39,7 +39,7 @@ from typing import Any
 
 from torch import Tensor
 
-from zfun.collectives._ops import Call, Lane
+from zfun.collectives._ops import Collective, Stream
 from zfun.collectives.backends._base import Mismatch, TransportError
 from zfun.collectives.shm._pages import PAGE
 from zfun.collectives.shm._segment import CONTROL_BYTES, Peer, Segment
@@ -72,7 +72,7 @@ class Sent:
         peers: for each peer the offsets of its record and of its input, once known.
     """
 
-    call: Call
+    call: Collective
     index: int
     text: str
     identity: int
@@ -103,7 +103,7 @@ class Mailbox:
 
     def __init__(self, segment: Segment, peers: Mapping[int, Peer], timeout_s: float) -> None:
         self.interrupted = False
-        self.watch: Callable[[Lane, int], AbstractContextManager[None]]
+        self.watch: Callable[[Stream, int], AbstractContextManager[None]]
         self.watch = lambda stream, index: contextlib.nullcontext()
         self._segment = segment
         self._peers = peers
@@ -111,22 +111,22 @@ class Mailbox:
         self._deadline: float | None = None
         # To spin helps only where every rank has a core.
         self._spin_s = _SPIN_S if len(os.sched_getaffinity(0)) > len(peers) else 0.0
-        self._published = [0] * len(Lane)
-        self._next = [_first_record(stream) for stream in Lane]
-        self._used: list[collections.deque[Sent]] = [collections.deque() for _ in Lane]
+        self._published = [0] * len(Stream)
+        self._next = [_first_record(stream) for stream in Stream]
+        self._used: list[collections.deque[Sent]] = [collections.deque() for _ in Stream]
         # For each peer and stream: records that this rank has walked over and not read yet, and
         # the index and the place of the record behind them.
-        self._walked: dict[tuple[int, Lane], dict[int, int]] = {}
-        self._ahead: dict[tuple[int, Lane], tuple[int, int]] = {}
+        self._walked: dict[tuple[int, Stream], dict[int, int]] = {}
+        self._ahead: dict[tuple[int, Stream], tuple[int, int]] = {}
         for peer in peers:
-            for stream in Lane:
+            for stream in Stream:
                 self._walked[peer, stream] = {}
                 self._ahead[peer, stream] = 0, _first_record(stream)
 
-    def prepare(self, call: Call, text: str, readers: tuple[int, ...], x: Tensor, out: Tensor | None) -> Sent:
+    def prepare(self, call: Collective, text: str, readers: tuple[int, ...], x: Tensor, out: Tensor | None) -> Sent:
         """Return the next collective of a stream, which is not published yet."""
         identity, _ = _identity(text)
-        stream = call.lane
+        stream = call.stream
         index, record = self._published[stream], self._next[stream]
         return Sent(call, index, text, identity, readers, record, x, out)
 
@@ -140,7 +140,7 @@ class Mailbox:
         Raises:
             OSError: there is no memory for the next record. Nothing has been published then.
         """
-        stream = sent.call.lane
+        stream = sent.call.stream
         following = self._free_record(stream)
         _, label = _identity(sent.text)
         words, memory, at = self._segment.words, self._segment.memory, sent.record // 8
@@ -155,7 +155,7 @@ class Mailbox:
         self._published[stream] = sent.index + 1
         self._used[stream].append(sent)
 
-    def _free_record(self, stream: Lane) -> int:
+    def _free_record(self, stream: Stream) -> int:
         used = self._used[stream]
         # The oldest is finished first, except for a window that somebody keeps.
         for _ in range(min(2, len(used))):
@@ -198,7 +198,7 @@ class Mailbox:
         for peer, other in self._peers.items():
             if peer in sent.peers:
                 continue
-            self._await(peer, _counter(sent.call.lane), sent)
+            self._await(peer, _counter(sent.call.stream), sent)
             record = self._walk(peer, other, sent)
             index, identity, offset, length = other.words[record // 8 : record // 8 + 4].tolist()
             if index != sent.index or identity != sent.identity:
@@ -219,7 +219,7 @@ class Mailbox:
 
     def _walk(self, peer: int, other: Peer, sent: Sent) -> int:
         """Return the place of a record that a peer has published."""
-        stream = sent.call.lane
+        stream = sent.call.stream
         walked = self._walked[peer, stream]
         index, record = self._ahead[peer, stream]
         while index <= sent.index:
@@ -243,7 +243,7 @@ class Mailbox:
                 return
         if self._deadline is None:
             self._deadline = started + self._timeout_s
-        with self.watch(sent.call.lane, index):
+        with self.watch(sent.call.stream, index):
             while words[word] <= index:
                 if self.interrupted:
                     raise TransportError(peer, "the group is broken")
@@ -259,12 +259,12 @@ class Mailbox:
                 time.sleep(nap)
 
 
-def _counter(stream: Lane) -> int:
+def _counter(stream: Stream) -> int:
     """The word that counts the published collectives of a stream, on a cache line of its own."""
     return 64 + 16 * stream
 
 
-def _first_record(stream: Lane) -> int:
+def _first_record(stream: Stream) -> int:
     return CONTROL_BYTES - (1 + stream) * _RECORD_BYTES
 
 

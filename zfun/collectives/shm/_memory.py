@@ -14,12 +14,12 @@ from zfun.collectives._ops import (
     AllReduce,
     AllToAll,
     Broadcast,
-    Call,
-    Lane,
+    Collective,
     Op,
     Permute,
     Reduce,
     ReduceScatter,
+    Stream,
 )
 from zfun.collectives.shm._mailbox import INLINE_BYTES, Mailbox, Sent
 from zfun.collectives.shm._pages import PAGE
@@ -54,7 +54,7 @@ class SharedMemory:
         self._mailbox = Mailbox(segment, peers, timeout_s)
         self._symmetric = Symmetric(segment, peers, self._mailbox, rank)
 
-    def watch(self, waiting: Callable[[Lane, int], AbstractContextManager[None]]) -> None:
+    def watch(self, waiting: Callable[[Stream, int], AbstractContextManager[None]]) -> None:
         """Enter a context, made of stream and index, for each wait that takes long."""
         self._mailbox.watch = waiting
 
@@ -72,7 +72,7 @@ class SharedMemory:
             return None
         return self._symmetric.tensor(block, numel, dtype)
 
-    def send(self, call: Call, text: str, x: Tensor, out: Tensor | None) -> Sent:
+    def send(self, call: Collective, text: str, x: Tensor, out: Tensor | None) -> Sent:
         """Publish this rank's next collective of a stream.
 
         Args:

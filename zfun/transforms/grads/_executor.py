@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from zfun.collectives import Pending
+from zfun.collectives import Work
 from zfun.errors import ZfunError
 from zfun.layout import LeafSlot
 from zfun.transforms.grads._reducer import GradReducer, check_unwritten
@@ -103,7 +103,7 @@ class Executor:
 
     def __init__(self, reducer: GradReducer) -> None:
         self.reducer = reducer
-        self.loss: Pending | None = None
+        self.loss: Work | None = None
         self._params: list[CallParams] = []
 
     def attach(self, params: CallParams) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zfun import ops, stores, tree
-from zfun.collectives import AllReduce, Call, Group, Lane, Pending, axis_of, is_checked, mesh_of
+from zfun.collectives import AllReduce, Collective, Group, Stream, Work, axis_of, is_checked, mesh_of
 from zfun.compression import Codec, check_codec
 from zfun.errors import LeafError, OptionError, PlacementError, ZfunError, checked_options
 from zfun.flat import Flat, flats, ravel_buckets, unravel_buffers
@@ -135,16 +135,16 @@ class GradientFunction:
             hooks = (SumHook(params.group, S), *hooks)
         return hooks
 
-    def _start_loss(self, total: Tensor, weight: Tensor | None) -> Pending:
+    def _start_loss(self, total: Tensor, weight: Tensor | None) -> Work:
         """Start the sums over the ranks of the loss and of its weight, if there is one: stacked."""
         parts = torch.stack([total] if weight is None else [total, weight])
         if self.group is None:
-            return Pending.done(parts)
+            return Work.done(parts)
         if weight is not None and self.reduce != "mean":
             raise OptionError(
                 "weighted_mean() is a mean; got data_parallel(reduce='sum'); use reduce='mean', or return the sum itself as the loss"
             )
-        return self.group.start(Call(AllReduce(), "loss", "loss", Lane.CONTROL), parts)
+        return self.group.start(Collective(AllReduce(), "loss", "loss", Stream.CONTROL), parts)
 
     def _value(self, summed: Tensor, weight: Tensor | None) -> Any:
         """Return the loss as the caller gets it."""
@@ -154,7 +154,7 @@ class GradientFunction:
     def _rank_scale(self) -> float:
         return 1.0 / self.group.size if self.group is not None and self.reduce == "mean" else 1.0
 
-    def _scale_of(self, summed: Pending, weight: Tensor | None) -> Callable[[], float]:
+    def _scale_of(self, summed: Work, weight: Tensor | None) -> Callable[[], float]:
         """Return a function that gives the factor of all gradients."""
         if weight is None or ops.is_abstract(weight):
             return lambda: self._rank_scale
@@ -302,7 +302,7 @@ def data_parallel(
                 "data_parallel() takes gradients that are this rank's own; got ones that are flat or weighted already; put it directly "
                 "around value_and_grad()"
             )
-        pending = group.start(Call(AllReduce(), "loss", "loss", Lane.CONTROL), loss.detach().reshape(1).contiguous())
+        pending = group.start(Collective(AllReduce(), "loss", "loss", Stream.CONTROL), loss.detach().reshape(1).contiguous())
         layout = layout_of(grads, group.size, bucket_bytes)
         buffers = ravel_buckets(grads, layout, scale=scale, dtypes=_grad_dtypes(layout, group, reduce_dtype))
         flat = Flat(buffers, P, layout, group, codec=compression)

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from zfun.collectives import (
     AllReduce,
-    Call,
+    Collective,
     Group,
-    Lane,
-    Pending,
     ReduceScatter,
+    Stream,
+    Work,
     allocate,
     axis_of,
     is_symmetric,
@@ -57,13 +57,13 @@ class SumHook:
     placement: Placement
     codec: Codec | None = None
 
-    def start(self, buffer: Tensor, layout: Layout, bucket: int) -> Pending:
+    def start(self, buffer: Tensor, layout: Layout, bucket: int) -> Work:
         """Start to sum a bucket, whose buffer is given up."""
         group = self.group
         if mesh_of(group).size == 1:
-            return Pending.done(buffer)
+            return Work.done(buffer)
         op = ReduceScatter() if self.placement is S else AllReduce()
-        call = Call(op, "grads", layout.label(bucket), Lane.GRADS)
+        call = Collective(op, "grads", layout.label(bucket), Stream.GRADS)
         if self.codec is not None:
             return (start_over if self.placement is S else start)(call, buffer, group, self.codec)
         if self.placement is not S:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zfun import ops, stores, tree
-from zfun.collectives import AllGather, Call, Group, Lane, Pending
+from zfun.collectives import AllGather, Collective, Group, Stream, Work
 from zfun.compression import start
 from zfun.flat import Flat
 from zfun.layout import Layout, LeafSlot
@@ -121,22 +121,22 @@ class BucketShard:
         buffer = self.flat.buffers[self.index]
         return buffer._version if isinstance(buffer, Tensor) else 0
 
-    def regather(self, part: Tensor, group: Group) -> Pending:
+    def regather(self, part: Tensor, group: Group) -> Work:
         """Start to gather it from the parts that the ranks of a smaller group have kept."""
         if group.size == 1:
-            return Pending.done(part)
-        return group.start(Call(AllGather(), "params", self.form.label, Lane.PARAMS), part)
+            return Work.done(part)
+        return group.start(Collective(AllGather(), "params", self.form.label, Stream.PARAMS), part)
 
-    def start(self) -> Pending:
+    def start(self) -> Work:
         """Start to gather it."""
         flat, group = self.flat, self.flat.group
         shard = stores.fetch(flat.buffers[self.index], flat.layout.device)
-        call = Call(AllGather(), "params", self.form.label, Lane.PARAMS, zero_copy=self.zero_copy)
+        call = Collective(AllGather(), "params", self.form.label, Stream.PARAMS, zero_copy=self.zero_copy)
         if group.size > 1 and self.call.codec is not None and shard.is_floating_point():
             return start(call, shard, group, self.call.codec, dtype=self.dtype)
         if shard.dtype != self.form.sent:
             shard = shard.to(self.form.sent)
-        return Pending.done(shard) if group.size == 1 else group.start(call, shard)
+        return Work.done(shard) if group.size == 1 else group.start(call, shard)
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """View the gathered bucket as its leaves."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from zfun.collectives import Broadcast, Call, Group, Lane
+from zfun.collectives import Broadcast, Collective, Group, Stream
 from zfun.transforms.params._schedule import Schedule, Step
 
 __all__ = ["WINDOW", "Plan", "ScheduleCursor", "of_rank_0"]
@@ -53,11 +53,11 @@ def of_rank_0(value: Any, group: Group, what: str) -> Any:
         return value
     text = json.dumps(value).encode() if group.rank == 0 else b""
     length = torch.tensor([len(text)], dtype=torch.int64)
-    length = group.start(Call(Broadcast(0), "schedule", f"length of {what}", Lane.CONTROL), length).wait()
+    length = group.start(Collective(Broadcast(0), "schedule", f"length of {what}", Stream.CONTROL), length).wait()
     data = torch.zeros(int(length), dtype=torch.uint8)
     if group.rank == 0:
         data.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-    data = group.start(Call(Broadcast(0), "schedule", what, Lane.CONTROL), data).wait()
+    data = group.start(Collective(Broadcast(0), "schedule", what, Stream.CONTROL), data).wait()
     return json.loads(bytes(data.tolist()))
 
 

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zfun.collectives import AllGather, Call, Group, Lane, global_ranks
+from zfun.collectives import AllGather, Collective, Group, Stream, global_ranks
 from zfun.transforms.params._buckets import BucketShard
 
 __all__ = ["Divergence"]
@@ -70,7 +70,7 @@ class Divergence:
         return _DIVERGED in words
 
     def _round(self, word: int) -> tuple[list[int], dict[int, Tensor]]:
-        call = Call(AllGather(), "gather again", lane=Lane.CONTROL)
+        call = Collective(AllGather(), "gather again", stream=Stream.CONTROL)
         words = self._callers.start(call, torch.tensor([word])).wait().tolist()
         asked = sorted({words[place] for place in self._mine if words[place] >= 0})
         return words, {bucket: self._shards[bucket].start().wait() for bucket in asked}

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from zfun import ops, tree
-from zfun.collectives import Group, Pending
+from zfun.collectives import Group, Work
 from zfun.errors import PlacementError, ZfunError
 from zfun.flat import Flat
 from zfun.transforms.grads._reducer import check_unwritten
@@ -115,13 +115,13 @@ class GatheredParams:
         # Of each bucket: the gather under way, the gathered buffer, and its leaves as the loss has
         # them. Outputs of a node whose buffer was released wait for another buffer. A release is
         # deferred while somebody holds on to such a leaf.
-        self._pending: dict[int, Pending] = {}
+        self._pending: dict[int, Work] = {}
         self._buffers: dict[int, Tensor] = {}
         self._views: dict[int, list[Tensor]] = {}
         self._released: dict[int, list[Tensor]] = {}
         self._deferred: set[int] = set()
         # Gathers of buckets that this rank has kept, in which it takes part for the others.
-        self._matched: list[Pending] = []
+        self._matched: list[Work] = []
         # This rank's parts of buckets that backward gathers over the secondary group, and the buckets
         # that stay gathered from forward to backward.
         self._parts: dict[int, Tensor] = {}
@@ -400,7 +400,7 @@ class GatheredParams:
             elif step.kind == "release":
                 self._release(step.bucket)
 
-    def _start_gather(self, step: Step) -> Pending:
+    def _start_gather(self, step: Step) -> Work:
         bucket = step.bucket
         if self._secondary is not None and step.phase == "backward":
             if bucket not in self._parts and bucket in self._pending:

@@ -15,17 +15,17 @@ from zfun.collectives import (
     AllGather,
     AllReduce,
     Broadcast,
-    Call,
-    Entry,
+    Collective,
     Group,
-    Lane,
+    LeafRecord,
     Mesh,
     Op,
-    Pending,
     ReduceScatter,
-    agree,
+    Stream,
+    Work,
     allocate,
     axis_of,
+    check_same,
     check_shardable,
     is_symmetric,
     mesh_of,
@@ -149,7 +149,7 @@ def _lay_out(
     buckets = ravel_buckets(params, layout)
     if init == "check" or mesh_of(group).size == 1:
         return layout, buckets
-    calls = (Call(Broadcast(0), "params", layout.label(i), Lane.PARAMS) for i in range(len(layout.buckets)))
+    calls = (Collective(Broadcast(0), "params", layout.label(i), Stream.PARAMS) for i in range(len(layout.buckets)))
     return layout, (mesh_of(group).start(call, buffer).wait() for call, buffer in zip(calls, buckets, strict=True))
 
 
@@ -184,17 +184,19 @@ def check_agreement(
     except ZfunError as error:  # The other ranks are told before this one raises, so that none waits for it.
         layout = error
     if mesh_of(group).size > 1:
-        entries = [Entry("(bucket_bytes)", str(bucket_bytes), ""), Entry("(persistence)", str(persistence), "")]
-        entries.append(Entry("(order)", _order_in_words(order), ""))
+        entries = [LeafRecord("(bucket_bytes)", str(bucket_bytes), ""), LeafRecord("(persistence)", str(persistence), "")]
+        entries.append(LeafRecord("(order)", _order_in_words(order), ""))
         for path, leaf in zip(tree.paths(params), found, strict=True):
             if isinstance(leaf, Tensor):
                 is_dense = leaf.layout == torch.strided and not leaf.is_quantized
-                entries.append(Entry(path, f"{leaf.dtype} {tuple(leaf.shape)}", str(ops.fingerprint(leaf)) if values and is_dense else ""))
+                entries.append(
+                    LeafRecord(path, f"{leaf.dtype} {tuple(leaf.shape)}", str(ops.fingerprint(leaf)) if values and is_dense else "")
+                )
             else:
-                entries.append(Entry(path, type(leaf).__name__, ""))
+                entries.append(LeafRecord(path, type(leaf).__name__, ""))
         if isinstance(layout, Layout):
-            entries.append(Entry("(ties)", str(layout.positions), ""))
-        agree(entries, mesh_of(group), "parameters")
+            entries.append(LeafRecord("(ties)", str(layout.positions), ""))
+        check_same(entries, mesh_of(group), "parameters")
     if isinstance(layout, ZfunError):
         raise layout
     return layout
@@ -403,7 +405,7 @@ def _communicate(
         return value.with_buffers(value.buffers, placement, group)
     if needs_autograd(value.buffers):
         return value.with_buffers((_differentiable(op, buffer, over, value.codec) for buffer in value.buffers), placement, group)
-    lane = Lane.PARAMS if isinstance(op, AllGather) else Lane.GRADS
+    stream = Stream.PARAMS if isinstance(op, AllGather) else Stream.GRADS
     buffers = list(value.buffers)
     if donate:
         value.life.discard(f"redistribute({name!r}, donate=True) at {call_site()}")
@@ -413,7 +415,7 @@ def _communicate(
     zero_copy = zero_copy and shares and over is group
     rooms = [None] * len(buffers) if into is None or shares or into.layout != layout else list(into.buffers)
     out: list[Tensor] = []
-    pending: list[Pending] = []
+    pending: list[Work] = []
 
     def settle(num_left: int) -> None:
         while len(pending) > num_left:
@@ -422,7 +424,7 @@ def _communicate(
     for index in range(len(buffers)):
         # A pending collective owns its input: with nobody else to hold it, the input is freed as soon as the sum is there.
         buffer, buffers[index] = buffers[index], None
-        call = Call(op, name, layout.label(index), lane)
+        call = Collective(op, name, layout.label(index), stream)
         if value.codec is not None and buffer.is_floating_point():
             pending.append(
                 (compression.start_over if isinstance(op, ReduceScatter) else compression.start)(call, buffer, over, value.codec)
