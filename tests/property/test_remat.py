@@ -16,8 +16,8 @@ from tests import models
 from tests.conftest import examples
 from zfun import optim, policies, tree
 from zfun.testing import assert_same_bits, bucket_sizes, compositions, train, trees
-from zfun.transforms._remat._elsewhere import Elsewhere
-from zfun.transforms._remat._vectors import vector_of
+from zfun.transforms.remat._elsewhere import Elsewhere
+from zfun.transforms.remat._vectors import vector_of
 
 CHOICES = [policies.nothing, policies.everything, policies.matmuls, policies.unbatched_matmuls, lambda op, result: True]
 # A policy by hash, so that any combination of kept results occurs.

@@ -14,7 +14,7 @@ a profile        ``_notes``, and the parameters and hooks that take them, ``_wat
 from zfun.transforms._cast import CastLoss, cast
 from zfun.transforms._notes import Noted, Notes, What, watching
 from zfun.transforms._offload import offload, offload_grads, offload_loss, offload_optimizer, offload_params
-from zfun.transforms._remat import Remat, remat
+from zfun.transforms.remat import Remat, remat
 from zfun.transforms.grads._accumulate import accumulate
 from zfun.transforms.grads._gradient import GradientFunction, data_parallel, scale_loss, value_and_grad
 from zfun.transforms.grads._reducer import MAX_IN_FLIGHT

@@ -21,7 +21,7 @@ from zfun.layout import DEFAULT_BUCKET_BYTES, Layout, layout_of, unique_leaves
 from zfun.placement import P, Placement, R, S
 from zfun.transforms._cast import CastLoss
 from zfun.transforms._notes import noting
-from zfun.transforms._remat import warn_of_whole_loss
+from zfun.transforms.remat import warn_of_whole_loss
 from zfun.transforms._watched import watched
 from zfun.transforms.grads._executor import Executor, WholeParams
 from zfun.transforms.grads._hooks import CommHook, SumHook

@@ -24,7 +24,7 @@ from zfun.layout import Layout
 from zfun.placement import S
 from zfun.transforms._cast import CastLoss
 from zfun.transforms._notes import watching
-from zfun.transforms._remat import warn_of_whole_loss
+from zfun.transforms.remat import warn_of_whole_loss
 from zfun.transforms._watched import new_gathered
 from zfun.transforms.grads._executor import Executor, WholeParams
 from zfun.transforms.params._buckets import BucketShard, shards_of, tree_of

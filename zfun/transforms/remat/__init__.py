@@ -33,6 +33,6 @@ parts, optionally in host memory, is from Rajbhandari et al., "ZeRO: Memory Opti
 Training Trillion Parameter Models" (2020), section 6.1. The policies follow ``jax.checkpoint``.
 """
 
-from zfun.transforms._remat._remat import Remat, remat, warn_of_whole_loss
+from zfun.transforms.remat._remat import Remat, remat, warn_of_whole_loss
 
 __all__ = ["Remat", "remat", "warn_of_whole_loss"]

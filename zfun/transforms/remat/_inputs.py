@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zfun.transforms._remat._elsewhere import Elsewhere, Moved, Stays
-from zfun.transforms._remat._vectors import is_plain
+from zfun.transforms.remat._elsewhere import Elsewhere, Moved, Stays
+from zfun.transforms.remat._vectors import is_plain
 from zfun.transforms.grads._reducer import is_bucket_view
 
 __all__ = ["moving_inputs"]

@@ -12,7 +12,7 @@ from zfun import ops
 from zfun.collectives import AllGather, Collective, Group, LeafRecord, Stream, check_same, is_checked
 from zfun.errors import SpecMismatch
 from zfun.stores import Store, Stored, fetch
-from zfun.transforms._remat._vectors import Form, form_of, tensor_of, vector_of
+from zfun.transforms.remat._vectors import Form, form_of, tensor_of, vector_of
 
 __all__ = ["Elsewhere", "Moved", "Stays"]
 

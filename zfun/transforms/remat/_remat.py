@@ -17,10 +17,10 @@ from zfun.errors import OptionError, PlacementError, checked_options
 from zfun.flat import flats
 from zfun.policies import Policy
 from zfun.stores import Store
-from zfun.transforms._remat._block import Block
-from zfun.transforms._remat._elsewhere import Elsewhere
-from zfun.transforms._remat._inputs import moving_inputs
-from zfun.transforms._remat._results import keeping_results
+from zfun.transforms.remat._block import Block
+from zfun.transforms.remat._elsewhere import Elsewhere
+from zfun.transforms.remat._inputs import moving_inputs
+from zfun.transforms.remat._results import keeping_results
 from zfun.transforms.params._call import BoundParams
 
 __all__ = ["Remat", "remat", "warn_of_whole_loss"]
