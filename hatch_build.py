@@ -15,4 +15,6 @@ class ExamplesHook(BuildHookInterface[Any]):
         """Say what to include."""
         if version != "editable":
             files = sorted(Path(self.root, "examples").glob("*.py"))
-            build_data["force_include"].update({str(file): f"zfun/demo/examples/{file.name}" for file in files})
+            build_data["force_include"].update(
+                {str(file): f"zfun/demo/examples/{file.name}" for file in files}
+            )

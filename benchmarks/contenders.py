@@ -69,7 +69,11 @@ def gpt(preset: str) -> Model:
         return F.cross_entropy(call(tokens).flatten(0, 1).float(), targets.flatten())
 
     text = stdlib_bytes()
-    return Model(build, loss, lambda rank, size: batches(text, config.batch_size * 2, config.length, rank, size))
+    return Model(
+        build,
+        loss,
+        lambda rank, size: batches(text, config.batch_size * 2, config.length, rank, size),
+    )
 
 
 def many() -> Model:
@@ -110,14 +114,18 @@ class Setting:
     device: str = "cpu"
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        return torch.autocast(self.device, torch.bfloat16) if self.half else contextlib.nullcontext()
+        return (
+            torch.autocast(self.device, torch.bfloat16) if self.half else contextlib.nullcontext()
+        )
 
 
 def adamw(params: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(params, lr=LEARNING_RATE, fused=True)
 
 
-def torch_step(module: nn.Module, optimizer: torch.optim.Optimizer, setting: Setting, *, autocast: bool = True) -> Step:
+def torch_step(
+    module: nn.Module, optimizer: torch.optim.Optimizer, setting: Setting, *, autocast: bool = True
+) -> Step:
     """The loop of torch's users; in bfloat16 by autocast, unless the module does that."""
 
     def step(batch: Any) -> Tensor:
@@ -137,13 +145,17 @@ def plain(setting: Setting) -> Step:
 
 def functional(setting: Setting) -> Step:
     """The same with ``functional_call``: the cost of a pure loss without zfun."""
-    params = {name: weight.detach().requires_grad_() for name, weight in setting.module.named_parameters()}
+    params = {
+        name: weight.detach().requires_grad_() for name, weight in setting.module.named_parameters()
+    }
     leaves = list(params.values())
     optimizer = adamw(leaves)
 
     def step(batch: Any) -> Tensor:
         with setting.autocast():
-            loss = setting.model.loss(lambda *args: functional_call(setting.module, params, args), batch)
+            loss = setting.model.loss(
+                lambda *args: functional_call(setting.module, params, args), batch
+            )
         for leaf, grad in zip(leaves, torch.autograd.grad(loss, leaves), strict=True):
             leaf.grad = grad
         optimizer.step()
@@ -161,7 +173,9 @@ def ddp_zero(setting: Setting) -> Step:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     module = nn.parallel.DistributedDataParallel(setting.module, gradient_as_bucket_view=True)
-    optimizer = ZeroRedundancyOptimizer(module.parameters(), optimizer_class=torch.optim.AdamW, lr=LEARNING_RATE, fused=True)
+    optimizer = ZeroRedundancyOptimizer(
+        module.parameters(), optimizer_class=torch.optim.AdamW, lr=LEARNING_RATE, fused=True
+    )
     return torch_step(module, optimizer, setting)
 
 
@@ -170,7 +184,11 @@ def fsdp2(setting: Setting) -> Step:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = init_device_mesh(setting.device, (dist.get_world_size(),))
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if setting.half else MixedPrecisionPolicy()
+    policy = (
+        MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        if setting.half
+        else MixedPrecisionPolicy()
+    )
     module = setting.module
     for block in module.layers if isinstance(module, Many) else getattr(module, "blocks", ()):
         fully_shard(block, mesh=mesh, mp_policy=policy)
@@ -188,7 +206,9 @@ def zfun_stage(stage: int) -> Callable[[Setting], Step]:
             return setting.model.loss(lambda *args: functional_call(skeleton, params, args), batch)
 
         precision = torch.bfloat16 if setting.half else None
-        z = zf.zero(stage, loss_fn, zf.optim.adamw(LEARNING_RATE), setting.group, precision=precision)
+        z = zf.zero(
+            stage, loss_fn, zf.optim.adamw(LEARNING_RATE), setting.group, precision=precision
+        )
         state = z.init(params)
 
         def step(batch: Any) -> Tensor:
@@ -206,12 +226,16 @@ def deepspeed_stage(stage: int) -> Callable[[Setting], Step]:
         # not among the packages that a check of types finds
         deepspeed: Any = importlib.import_module("deepspeed")
         config = {
-            "train_micro_batch_size_per_gpu": len(next(setting.model.batches(0, setting.group.size))[0]),
+            "train_micro_batch_size_per_gpu": len(
+                next(setting.model.batches(0, setting.group.size))[0]
+            ),
             "zero_optimization": {"stage": stage},
             "zero_allow_untested_optimizer": True,
             "bf16": {"enabled": setting.half},
         }
-        engine, *_ = deepspeed.initialize(model=setting.module, optimizer=adamw(setting.module.parameters()), config=config)
+        engine, *_ = deepspeed.initialize(
+            model=setting.module, optimizer=adamw(setting.module.parameters()), config=config
+        )
 
         def step(batch: Any) -> Tensor:
             loss = setting.model.loss(engine, batch)

@@ -56,7 +56,11 @@ class Part:
 
 def tests_section(figures: Any, output: str) -> str:
     del figures
-    lines = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR")) or re.search(r" in [0-9.]+s", line)]
+    lines = [
+        line
+        for line in output.splitlines()
+        if line.startswith(("FAILED", "ERROR")) or re.search(r" in [0-9.]+s", line)
+    ]
     return "\n".join(f"* {line.strip('= ')}" for line in lines) or "* no summary"
 
 
@@ -86,7 +90,9 @@ def step_section(figures: Any, output: str) -> str:
     ]
     for name, row in figures["rows"].items():
         own = f"{row['own_us']:.0f} | {row['own_us_per_tensor']:.2f} | {row['peak_mb']:.0f}"
-        lines.append(f"| {name} | {row['us']:.0f} | {row['issue_us']:.0f} | {own} | {row['us'] / base:.2f} |")
+        lines.append(
+            f"| {name} | {row['us']:.0f} | {row['issue_us']:.0f} | {own} | {row['us'] / base:.2f} |"
+        )
     return "\n".join(lines)
 
 
@@ -95,8 +101,8 @@ def waits_section(figures: Any, output: str) -> str:
     from benchmarks.gpu_profile import table
 
     return (
-        "Waits of the host in one step, by torch's debug mode / by the profile. `turn` is between forward and backward, `norm` between "
-        f"backward and update.\n\n{table(figures)}"
+        "Waits of the host in one step, by torch's debug mode / by the profile. `turn` is "
+        f"between forward and backward, `norm` between backward and update.\n\n{table(figures)}"
         if figures
         else "No figures."
     )
@@ -105,7 +111,11 @@ def waits_section(figures: Any, output: str) -> str:
 def tests_command() -> list[str]:
     # Without pytest-timeout its setting in pyproject.toml is unknown, and strictness would end the
     # run.
-    lenient = [] if importlib.util.find_spec("pytest_timeout") else ["-o", "addopts=", "-o", "filterwarnings=default"]
+    lenient = (
+        []
+        if importlib.util.find_spec("pytest_timeout")
+        else ["-o", "addopts=", "-o", "filterwarnings=default"]
+    )
     return ["-m", "pytest", "-m", "cuda", "-q", "-p", "no:cacheprovider", *lenient, "tests"]
 
 
@@ -115,11 +125,27 @@ KERNELS = ["benchmarks/gpu_kernels.py", "--json", "{json}"]
 WAITS = ["benchmarks/gpu_profile.py", "--json", "{json}"]
 PARTS = {
     "tests": Part("Tests marked `cuda`", tests_command(), ["--collect-only"], 120, tests_section),
-    "kernels": Part("Kernels, 32M elements", KERNELS, [*CPU, "--numel", "20000", "--rounds", "2"], 100, kernels_section),
+    "kernels": Part(
+        "Kernels, 32M elements",
+        KERNELS,
+        [*CPU, "--numel", "20000", "--rounds", "2"],
+        100,
+        kernels_section,
+    ),
     "step-fp32": Part("A step: small (25.5M, GPT), float32", STEP, TINY, 70, step_section),
-    "step-bf16": Part("A step: small, bfloat16", [*STEP, "--dtype", "bf16"], TINY, 70, step_section),
-    "many": Part("A step: many (502 tiny tensors), float32", [*STEP, "--preset", "many", "--rounds", "4"], TINY, 50, step_section),
-    "waits": Part("Waits for the device: small, float32", WAITS, [*CPU, "--preset", "tiny"], 60, waits_section),
+    "step-bf16": Part(
+        "A step: small, bfloat16", [*STEP, "--dtype", "bf16"], TINY, 70, step_section
+    ),
+    "many": Part(
+        "A step: many (502 tiny tensors), float32",
+        [*STEP, "--preset", "many", "--rounds", "4"],
+        TINY,
+        50,
+        step_section,
+    ),
+    "waits": Part(
+        "Waits for the device: small, float32", WAITS, [*CPU, "--preset", "tiny"], 60, waits_section
+    ),
 }
 
 
@@ -135,7 +161,11 @@ class Outcome:
 def run(part: Part, folder: Path, *, dry_run: bool) -> Outcome:
     figures = folder / "figures.json"
     figures.unlink(missing_ok=True)
-    command = [sys.executable, *(str(figures) if word == "{json}" else word for word in part.command), *(part.small if dry_run else [])]
+    command = [
+        sys.executable,
+        *(str(figures) if word == "{json}" else word for word in part.command),
+        *(part.small if dry_run else []),
+    ]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
@@ -145,7 +175,13 @@ def run(part: Part, folder: Path, *, dry_run: bool) -> Outcome:
     print(f"# {part.title}", flush=True)
     # In a new session, so that the processes which a part starts end with that part.
     process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
     failure = None
     try:
@@ -161,7 +197,9 @@ def run(part: Part, folder: Path, *, dry_run: bool) -> Outcome:
         last = "\n".join(output.strip().splitlines()[-12:])
         failure = f"{failure}:\n\n```\n{last}\n```"
     try:
-        section = part.section(json.loads(figures.read_text()) if figures.exists() else None, output)
+        section = part.section(
+            json.loads(figures.read_text()) if figures.exists() else None, output
+        )
     except (KeyError, TypeError, ValueError) as error:
         section, failure = "No figures.", failure or f"figures that cannot be read: {error!r}"
     return Outcome(failure, time.monotonic() - began, section)
@@ -174,11 +212,20 @@ def environment(device: str) -> str:
         hardware = f"a dry run on the CPU ({platform.machine()}): no figure below means anything"
     else:
         gpu = torch.cuda.get_device_properties(0)
-        driver = told("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
-        hardware = f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, {gpu.multi_processor_count} SMs, sm_{gpu.major}{gpu.minor}"
+        driver = told(
+            "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
+        ).splitlines()
+        hardware = (
+            f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, {gpu.multi_processor_count} "
+            f"SMs, sm_{gpu.major}{gpu.minor}"
+        )
         hardware += f", driver {driver[0]}" if driver else ""
     triton = importlib.util.find_spec("triton")
-    versions = [f"Python {platform.python_version()}", f"torch {torch.__version__}", f"CUDA {torch.version.cuda}"]
+    versions = [
+        f"Python {platform.python_version()}",
+        f"torch {torch.__version__}",
+        f"CUDA {torch.version.cuda}",
+    ]
     if triton is not None:
         import triton as compiler
 
@@ -189,23 +236,48 @@ def environment(device: str) -> str:
 def page(device: str, outcomes: dict[str, Outcome]) -> str:
     parts = [f"# On a GPU\n\n{environment(device)}"]
     failed = {name: outcome for name, outcome in outcomes.items() if outcome.failure}
-    parts.append("No part failed." if not failed else "\n\n".join(f"**Failed: {PARTS[n].title}**, {o.failure}" for n, o in failed.items()))
-    parts += [f"## {PARTS[name].title}\n\n{outcome.section}\n\n{outcome.seconds:.0f} s." for name, outcome in outcomes.items()]
+    parts.append(
+        "No part failed."
+        if not failed
+        else "\n\n".join(f"**Failed: {PARTS[n].title}**, {o.failure}" for n, o in failed.items())
+    )
+    parts += [
+        f"## {PARTS[name].title}\n\n{outcome.section}\n\n{outcome.seconds:.0f} s."
+        for name, outcome in outcomes.items()
+    ]
     return "\n\n".join(parts) + "\n"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--dry-run", action="store_true", help="small sizes on the CPU; the page is printed, not kept")
-    parser.add_argument("--only", nargs="*", default=list(PARTS), choices=list(PARTS), metavar="PART", help=", ".join(PARTS))
-    parser.add_argument("--write", type=Path, help=f"where the page goes; by default {PAGE.relative_to(ROOT)}, in a dry run nowhere")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="small sizes on the CPU; the page is printed, not kept",
+    )
+    parser.add_argument(
+        "--only",
+        nargs="*",
+        default=list(PARTS),
+        choices=list(PARTS),
+        metavar="PART",
+        help=", ".join(PARTS),
+    )
+    parser.add_argument(
+        "--write",
+        type=Path,
+        help=f"where the page goes; by default {PAGE.relative_to(ROOT)}, in a dry run nowhere",
+    )
     args = parser.parse_args()
     dry_run = args.dry_run or args.device == "cpu"
     if not dry_run and not torch.cuda.is_available():
         print(
-            f"make gpu needs a CUDA device; torch {torch.__version__} finds none here. Name an environment that has torch for CUDA, "
-            "numba, optree, pytest and hypothesis: make gpu PYTHON=/path/to/python",
+            f"make gpu needs a CUDA device; torch {torch.__version__} finds none here. Name an "
+            "environment that has torch for CUDA, numba, optree, pytest and hypothesis: make gpu "
+            "PYTHON=/path/to/python",
             file=sys.stderr,
         )
         return 2

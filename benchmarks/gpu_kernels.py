@@ -53,52 +53,113 @@ def step_cases(numel: int, device: str) -> Iterator[Case]:
     weight.grad = g.clone()
 
     def torchs(make: Callable[..., torch.optim.Optimizer], **options: Any) -> dict[str, Run]:
-        made = {form: make([weight], lr=1e-6, **{form: True}, **options) for form in ("fused", "foreach")}
+        made = {
+            form: make([weight], lr=1e-6, **{form: True}, **options)
+            for form in ("fused", "foreach")
+        }
         return {f"{form} {make.__name__}": optimizer.step for form, optimizer in made.items()}
 
-    adam: dict[str, Any] = {"b1": 0.9, "b2": 0.999, "step_size": 1e-6, "eps": 1e-8, "correction": 0.9, "decay": 1e-7}
-    yield Case("adamw", 28 * numel, lambda: ops.adam_step(p, g, m, v, None, **adam), torchs(torch.optim.AdamW))
-    yield Case("adamw, bfloat16 gradient and copy", 28 * numel, lambda: ops.adam_step(p, half, m, v, None, out=copy, **adam), {})
+    adam: dict[str, Any] = {
+        "b1": 0.9,
+        "b2": 0.999,
+        "step_size": 1e-6,
+        "eps": 1e-8,
+        "correction": 0.9,
+        "decay": 1e-7,
+    }
+    yield Case(
+        "adamw",
+        28 * numel,
+        lambda: ops.adam_step(p, g, m, v, None, **adam),
+        torchs(torch.optim.AdamW),
+    )
+    yield Case(
+        "adamw, bfloat16 gradient and copy",
+        28 * numel,
+        lambda: ops.adam_step(p, half, m, v, None, out=copy, **adam),
+        {},
+    )
     sgd: dict[str, Any] = {"learning_rate": 1e-6, "momentum": 0.9}
-    yield Case("sgd, momentum", 20 * numel, lambda: ops.sgd_step(p, g, m, None, **sgd), torchs(torch.optim.SGD, momentum=0.9))
+    yield Case(
+        "sgd, momentum",
+        20 * numel,
+        lambda: ops.sgd_step(p, g, m, None, **sgd),
+        torchs(torch.optim.SGD, momentum=0.9),
+    )
     lion: dict[str, Any] = {"b1": 0.9, "b2": 0.99, "learning_rate": 1e-6, "decay": 1e-7}
     yield Case("lion", 20 * numel, lambda: ops.lion_step(p, g, m, None, **lion), {})
     adagrad: dict[str, Any] = {"learning_rate": 1e-6, "eps": 1e-10}
     foreach = torch.optim.Adagrad([weight], lr=1e-6, foreach=True)
-    yield Case("adagrad", 20 * numel, lambda: ops.adagrad_step(p, g, v, None, **adagrad), {"foreach Adagrad": foreach.step})
+    yield Case(
+        "adagrad",
+        20 * numel,
+        lambda: ops.adagrad_step(p, g, v, None, **adagrad),
+        {"foreach Adagrad": foreach.step},
+    )
 
 
 def ravel_cases(numel: int, device: str) -> Iterator[Case]:
     """Tensors like those of a transformer, and 500 tiny ones."""
     width = max(8, int((numel / 24) ** 0.5))
-    shapes = {"a block's tensors": [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width), (width,), (width,)] * 2}
+    shapes = {
+        "a block's tensors": [
+            (3 * width, width),
+            (width, width),
+            (4 * width, width),
+            (width, 4 * width),
+            (width,),
+            (width,),
+        ]
+        * 2
+    }
     for name, sizes in {**shapes, "500 x 64": [(64,)] * 500}.items():
         leaves = [torch.randn(shape, device=device) for shape in sizes]
         offsets = list(itertools.accumulate((-(-x.numel() // 32) * 32 for x in leaves), initial=0))
         for dtype in (FP32, BF16):
             out = torch.zeros(offsets[-1], dtype=dtype, device=device)
-            views = [out[start : start + x.numel()].view(x.shape) for x, start in zip(leaves, offsets, strict=False)]
+            views = [
+                out[start : start + x.numel()].view(x.shape)
+                for x, start in zip(leaves, offsets, strict=False)
+            ]
             nbytes = sum(x.numel() for x in leaves) * (4 + dtype.itemsize)
             yield Case(
                 f"ravel {name}, float32 to {str(dtype).removeprefix('torch.')}",
                 nbytes,
-                lambda out=out, leaves=leaves, offsets=offsets: ops.ravel_into(out, leaves, offsets[:-1], scale=0.5),
+                lambda out=out, leaves=leaves, offsets=offsets: ops.ravel_into(
+                    out, leaves, offsets[:-1], scale=0.5
+                ),
                 {
-                    "foreach copy, mul": lambda out=out, views=views, leaves=leaves: (torch._foreach_copy_(views, leaves), out.mul_(0.5)),
-                    "cat, mul": lambda leaves=leaves, dtype=dtype: torch.cat([x.view(-1) for x in leaves]).mul_(0.5).to(dtype),
+                    "foreach copy, mul": lambda out=out, views=views, leaves=leaves: (
+                        torch._foreach_copy_(views, leaves),
+                        out.mul_(0.5),
+                    ),
+                    "cat, mul": lambda leaves=leaves, dtype=dtype: (
+                        torch.cat([x.view(-1) for x in leaves]).mul_(0.5).to(dtype)
+                    ),
                 },
             )
             yield Case(
                 f"unravel {name}, {str(dtype).removeprefix('torch.')} to float32",
                 nbytes,
-                lambda out=out, leaves=leaves, offsets=offsets: ops.unravel_from(out, leaves, offsets[:-1]),
-                {"foreach copy": lambda views=views, leaves=leaves: torch._foreach_copy_(leaves, views)},
+                lambda out=out, leaves=leaves, offsets=offsets: ops.unravel_from(
+                    out, leaves, offsets[:-1]
+                ),
+                {
+                    "foreach copy": lambda views=views, leaves=leaves: torch._foreach_copy_(
+                        leaves, views
+                    )
+                },
             )
 
 
 def code_cases(numel: int, device: str) -> Iterator[Case]:
     x = torch.randn(numel, device=device)
-    yield Case("exact squares of a norm", 4 * numel, lambda: ops.squares_in_bins(x), {"vector_norm": lambda: torch.linalg.vector_norm(x)})
+    yield Case(
+        "exact squares of a norm",
+        4 * numel,
+        lambda: ops.squares_in_bins(x),
+        {"vector_norm": lambda: torch.linalg.vector_norm(x)},
+    )
     packed = ops.pack_signs(x)
     yield Case("pack signs", 4 * numel + numel // 8, lambda: ops.pack_signs(x), {})
     yield Case("unpack signs", 4 * numel + numel // 8, lambda: ops.unpack_signs(packed, numel), {})
@@ -107,10 +168,19 @@ def code_cases(numel: int, device: str) -> Iterator[Case]:
         options = {"bits": bits, "block": 256}
         messages = ops.quantise(rows, **options)
         nbytes = rows.nbytes + messages.nbytes
-        yield Case(f"quantise to {bits} bits", nbytes, lambda options=options: ops.quantise(rows, **options), {})
-        back = lambda options=options, messages=messages: ops.dequantise(messages, rows.shape[1], **options)
+        yield Case(
+            f"quantise to {bits} bits",
+            nbytes,
+            lambda options=options: ops.quantise(rows, **options),
+            {},
+        )
+        back = lambda options=options, messages=messages: ops.dequantise(
+            messages, rows.shape[1], **options
+        )
         yield Case(f"dequantise from {bits} bits", nbytes, back, {})
-        add = lambda options=options, messages=messages: ops.sum_dequantised(messages, rows.shape[1], **options)
+        add = lambda options=options, messages=messages: ops.sum_dequantised(
+            messages, rows.shape[1], **options
+        )
         yield Case(f"sum of 4 in {bits} bits", messages.nbytes + rows.nbytes // 4, add, {})
 
 
@@ -155,15 +225,22 @@ def line_of(row: dict[str, Any]) -> str:
     if "error" in row:
         return f"| {row['kernel']} | {row['error']} | | | |"
     theirs = "" if row["torch"] is None else f"{row['torch_us']:.0f} ({row['torch']})"
-    return f"| {row['kernel']} | {row['us']:.0f} | {row['gb_per_s']:.0f} | {row['of_limit']:.2f} | {theirs} |"
+    return (
+        f"| {row['kernel']} | {row['us']:.0f} | {row['gb_per_s']:.0f} | {row['of_limit']:.2f} "
+        f"| {theirs} |"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--numel", type=int, default=32_000_000, help="elements of a buffer")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--json", type=Path, help="also write the figures to this file, after each kernel")
+    parser.add_argument(
+        "--json", type=Path, help="also write the figures to this file, after each kernel"
+    )
     args = parser.parse_args()
     print("| kernel | us | GB/s | of limit | torch, us |\n|---|---|---|---|---|")
     rows: list[dict[str, Any]] = []
@@ -172,7 +249,10 @@ def main() -> None:
             try:
                 row = measure(case, args.device, args.rounds)
             except Exception as error:  # noqa: BLE001, a kernel that fails must not hide the others
-                row = {"kernel": case.name, "error": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+                row = {
+                    "kernel": case.name,
+                    "error": f"{type(error).__name__}: {str(error).splitlines()[0]}",
+                }
             rows.append(row)
             print(line_of(rows[-1]), flush=True)
             if args.json:

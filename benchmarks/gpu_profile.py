@@ -35,7 +35,12 @@ from benchmarks.gpu_step import one_rank, placed, synchronize
 
 LIBRARY = str(Path(zf.__file__).parent)
 PHASES = ("before", "forward", "turn", "backward", "norm", "update")
-SYNCHRONISATIONS = {"aten::_local_scalar_dense", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaStreamSynchronize"}
+SYNCHRONISATIONS = {
+    "aten::_local_scalar_dense",
+    "cudaDeviceSynchronize",
+    "cudaEventSynchronize",
+    "cudaStreamSynchronize",
+}
 Rows = list[dict[str, Any]]
 
 
@@ -69,7 +74,9 @@ class Phases:
             torch.autograd.grad = grad
 
 
-def step_of(stage: int, args: argparse.Namespace, group: zf.Group, phases: Phases) -> Callable[[Any], Tensor]:
+def step_of(
+    stage: int, args: argparse.Namespace, group: zf.Group, phases: Phases
+) -> Callable[[Any], Tensor]:
     model = model_of(args.preset)
     module = model.build().to(args.device)
     params = {name: weight.detach() for name, weight in module.named_parameters()}
@@ -111,7 +118,9 @@ def place_of_wait() -> str:
     return "outside the library"
 
 
-def waits(step: Callable[[Any], Tensor], batch: Any, phases: Phases, device: str) -> dict[str, list[str]]:
+def waits(
+    step: Callable[[Any], Tensor], batch: Any, phases: Phases, device: str
+) -> dict[str, list[str]]:
     """The places that torch's debug mode warns of in one step, by phase."""
     found: dict[str, list[str]] = collections.defaultdict(list)
     if device == "cpu":
@@ -132,18 +141,29 @@ def waits(step: Callable[[Any], Tensor], batch: Any, phases: Phases, device: str
     return found
 
 
-def profiled(step: Callable[[Any], Tensor], batch: Any, device: str, trace: Path | None) -> tuple[dict[str, int], dict[str, float]]:
+def profiled(
+    step: Callable[[Any], Tensor], batch: Any, device: str, trace: Path | None
+) -> tuple[dict[str, int], dict[str, float]]:
     """The profile's synchronisations in one step, by phase; and the number of kernels, their time
     and the step's, in microseconds.
     """
-    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]) as found:
+    with profile(
+        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
+    ) as found:
         step(batch)
         synchronize(device)
     if trace:
         found.export_chrome_trace(str(trace))
     events: list[Any] = list(found.events() or ())
-    on_host = sorted((e for e in events if e.device_type == torch.autograd.DeviceType.CPU), key=lambda e: e.time_range.start)
-    kernels = [e for e in events if e.device_type != torch.autograd.DeviceType.CPU and not e.name.startswith("phase: ")]
+    on_host = sorted(
+        (e for e in events if e.device_type == torch.autograd.DeviceType.CPU),
+        key=lambda e: e.time_range.start,
+    )
+    kernels = [
+        e
+        for e in events
+        if e.device_type != torch.autograd.DeviceType.CPU and not e.name.startswith("phase: ")
+    ]
     phase, counts = "", collections.Counter[str]()
     begin: dict[str, float] = {}
     for event in on_host:
@@ -155,25 +175,41 @@ def profiled(step: Callable[[Any], Tensor], batch: Any, device: str, trace: Path
     span = max(e.time_range.end for e in on_host) - begin["before"]
     # The one at the end of the step is this function's own.
     counts["update"] -= device == "cuda"
-    return counts, {"kernels": len(kernels), "kernel_us": sum(e.time_range.elapsed_us() for e in kernels), "step_us": span}
+    return counts, {
+        "kernels": len(kernels),
+        "kernel_us": sum(e.time_range.elapsed_us() for e in kernels),
+        "step_us": span,
+    }
 
 
 def table(rows: Rows) -> str:
     """Waits of each phase, as seen by debug mode and by the profile, with their places below."""
-    lines = ["| stage | " + " | ".join(PHASES) + " | kernels | their time, us | the step, us |", "|---" * (len(PHASES) + 4) + "|"]
+    lines = [
+        "| stage | " + " | ".join(PHASES) + " | kernels | their time, us | the step, us |",
+        "|---" * (len(PHASES) + 4) + "|",
+    ]
     places: dict[str, None] = {}
     for row in rows:
-        cells = [f"{len(row['waits'].get(phase, []))} / {row['synchronisations'].get(phase, 0)}" for phase in PHASES]
+        cells = [
+            f"{len(row['waits'].get(phase, []))} / {row['synchronisations'].get(phase, 0)}"
+            for phase in PHASES
+        ]
         figures = f"{row['kernels']:.0f} | {row['kernel_us']:.0f} | {row['step_us']:.0f}"
         lines.append(f"| {row['stage']} | {' | '.join(cells)} | {figures} |")
-        places |= dict.fromkeys(f"* {phase}: `{place}`" for phase in PHASES for place in row["waits"].get(phase, []))
+        places |= dict.fromkeys(
+            f"* {phase}: `{place}`" for phase in PHASES for place in row["waits"].get(phase, [])
+        )
     return "\n".join([*lines, "", *places])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--preset", default="small", choices=["tiny", "demo", "small", "medium", "many"])
+    parser.add_argument(
+        "--preset", default="small", choices=["tiny", "demo", "small", "medium", "many"]
+    )
     parser.add_argument("--dtype", default="fp32", choices=["fp32", "bf16"])
     parser.add_argument("--trace", type=Path, help="folder for the profile of a step of each stage")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
@@ -184,7 +220,10 @@ def main() -> None:
     with one_rank(args.device) as group:
         for stage in (0, 1, 2, 3):
             phases = Phases()
-            step, data = step_of(stage, args, group, phases), iter(model_of(args.preset).batches(0, 1))
+            step, data = (
+                step_of(stage, args, group, phases),
+                iter(model_of(args.preset).batches(0, 1)),
+            )
             batches = [placed(next(data), args.device) for _ in range(7)]
             with phases.around_backward():
                 for batch in batches[:5]:

@@ -90,7 +90,11 @@ def one_rank(device: str) -> Iterator[zf.Group]:
     """DDP and FSDP2 want a process group, of one rank here; zfun's group of one rank talks to
     nobody.
     """
-    backend: dict[str, Any] = {"backend": "nccl", "device_id": torch.device("cuda", 0)} if device == "cuda" else {"backend": "gloo"}
+    backend: dict[str, Any] = (
+        {"backend": "nccl", "device_id": torch.device("cuda", 0)}
+        if device == "cuda"
+        else {"backend": "gloo"}
+    )
     dist.init_process_group(**backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield zf.collectives.single_group()
@@ -101,7 +105,9 @@ def one_rank(device: str) -> Iterator[zf.Group]:
 def make(name: str, args: argparse.Namespace, group: zf.Group) -> Contender:
     model = model_of(args.preset)
     before = allocated(args.device)
-    step = CONTENDERS[name](Setting(model, model.build().to(args.device), group, args.dtype == "bf16", args.device))
+    step = CONTENDERS[name](
+        Setting(model, model.build().to(args.device), group, args.dtype == "bf16", args.device)
+    )
     contender = Contender(step, iter(model.batches(0, 1)), args.device, 0)
     contender.take(WARM_STEPS, timed=False)
     # Optimizers make their state in the first step.
@@ -115,7 +121,9 @@ def trace(name: str, contender: Contender, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     batches = [placed(next(contender.data), contender.device) for _ in range(3)]
     synchronize(contender.device)
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], profile_memory=True) as profiled:
+    with profile(
+        activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], profile_memory=True
+    ) as profiled:
         for index, batch in enumerate(batches):
             with record_function(f"{name}: step {index}"):
                 contender.step(batch)
@@ -141,18 +149,37 @@ def rows_of(found: dict[str, Contender], num_tensors: int) -> dict[str, dict[str
 
 
 def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--preset", default="small", choices=["tiny", "demo", "small", "medium", "many"])
+    parser.add_argument(
+        "--preset", default="small", choices=["tiny", "demo", "small", "medium", "many"]
+    )
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=5, help="steps of each contender in each round")
-    parser.add_argument("--only", nargs="*", default=NAMES, choices=NAMES, metavar="CONTENDER", help=", ".join(NAMES))
+    parser.add_argument(
+        "--steps", type=int, default=5, help="steps of each contender in each round"
+    )
+    parser.add_argument(
+        "--only",
+        nargs="*",
+        default=NAMES,
+        choices=NAMES,
+        metavar="CONTENDER",
+        help=", ".join(NAMES),
+    )
     parser.add_argument("--dtype", default="fp32", choices=["fp32", "bf16"])
-    parser.add_argument("--trace", type=Path, help="folder for a profile of three steps of each contender")
+    parser.add_argument(
+        "--trace", type=Path, help="folder for a profile of three steps of each contender"
+    )
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
-        parser.exit(2, f"gpu_step.py measures on a CUDA GPU; torch {torch.__version__} finds none here; on CPUs use benchmarks/step.py\n")
+        parser.exit(
+            2,
+            f"gpu_step.py measures on a CUDA GPU; torch {torch.__version__} finds none here; on "
+            "CPUs use benchmarks/step.py\n",
+        )
     if ONE_PROCESS not in args.only:
         args.only = [ONE_PROCESS, *args.only]
     return args
@@ -165,27 +192,50 @@ def main() -> None:
         for _ in range(args.rounds):
             for contender in found.values():
                 contender.take(args.steps, timed=True)
-        traces = [trace(name, contender, args.trace) for name, contender in found.items()] if args.trace else []
+        traces = (
+            [trace(name, contender, args.trace) for name, contender in found.items()]
+            if args.trace
+            else []
+        )
     weights = [weight.numel() for weight in model_of(args.preset).build().parameters()]
     curves = {name: [float(loss) for loss in contender.losses] for name, contender in found.items()}
-    spread = max(abs(a - b) for curve in curves.values() for a, b in zip(curve, curves[ONE_PROCESS], strict=True))
+    spread = max(
+        abs(a - b)
+        for curve in curves.values()
+        for a, b in zip(curve, curves[ONE_PROCESS], strict=True)
+    )
     rows = rows_of(found, len(weights))
     device = torch.cuda.get_device_name() if args.device == "cuda" else "the CPU"
     print(
-        f"{args.preset} ({sum(weights) / 1e6:.1f}M in {len(weights)} tensors), {args.dtype}: one rank on {device}, "
-        f"torch {torch.__version__}, {args.rounds} rounds of {args.steps} steps; medians; "
-        f"loss curves differ by at most {spread:.1e}"
+        f"{args.preset} ({sum(weights) / 1e6:.1f}M in {len(weights)} tensors), {args.dtype}: one "
+        f"rank on {device}, torch {torch.__version__}, {args.rounds} rounds of {args.steps} "
+        f"steps; medians; loss curves differ by at most {spread:.1e}"
     )
-    print(f"{'':14}{'us':>10}{'issue us':>10}{'own us':>10}{'/ tensor':>10}{'peak MB':>10}{'/ plain':>9}")
+    print(
+        f"{'':14}{'us':>10}{'issue us':>10}{'own us':>10}{'/ tensor':>10}{'peak MB':>10}{'/ plain':>9}"
+    )
     for name, row in rows.items():
         figures = f"{row['us']:10.0f}{row['issue_us']:10.0f}{row['own_us']:10.0f}{row['own_us_per_tensor']:10.2f}{row['peak_mb']:10.0f}"
         print(f"{name:14}{figures}{row['us'] / rows[ONE_PROCESS]['us']:9.2f}")
     for path in traces:
         print(f"profile: {path}")
     if args.json:
-        args.json.write_text(json.dumps({"device": device, "torch": torch.__version__, "spread": spread, "rows": rows, "losses": curves}))
+        args.json.write_text(
+            json.dumps(
+                {
+                    "device": device,
+                    "torch": torch.__version__,
+                    "spread": spread,
+                    "rows": rows,
+                    "losses": curves,
+                }
+            )
+        )
     if not spread <= ALLOWED[args.dtype]:
-        sys.exit(f"the loss curves do not agree: they differ by {spread:.1e}, and may by {ALLOWED[args.dtype]:.0e}")
+        sys.exit(
+            f"the loss curves do not agree: they differ by {spread:.1e}, and may by "
+            f"{ALLOWED[args.dtype]:.0e}"
+        )
 
 
 if __name__ == "__main__":

@@ -2,10 +2,12 @@
 
     python benchmarks/kernels.py --threads 1 --numel 32000000 --rounds 9
 
-The limit of a kernel is a loop that reads and writes the same arrays and computes next to nothing; it runs before and after the kernel in
-every round, and ``of limit`` is the median over rounds of its mean time over that of the kernel. Torch's contender is the fused or
-``_foreach`` form that does the same; where it needs several calls (a cast, a copy in fewer bits), all of them count. DeepSpeed's Adam takes
-part where it is installed; it compiles itself when it is first made, with the ninja beside python:
+The limit of a kernel is a loop that reads and writes the same arrays and computes next to nothing;
+it runs before and after the kernel in every round, and ``of limit`` is the median over rounds of
+its mean time over that of the kernel. Torch's contender is the fused or ``_foreach`` form that does
+the same; where it needs several calls (a cast, a copy in fewer bits), all of them count.
+DeepSpeed's Adam takes part where it is installed; it compiles itself when it is first made, with
+the ninja beside python:
 
     make bench-deepspeed BENCH_FLAGS="--preset many --rounds 1"    # makes the environment
     PATH="$PWD/.venv-deepspeed/bin:$PATH" python benchmarks/kernels.py --only adamw
@@ -78,7 +80,9 @@ def _limit_of_two(p: Any, g: Any, begin: Any, end: Any) -> None:
 
 @_jit.jit
 def _limit_of_lamb(p: Any, g: Any, m: Any, v: Any, begin: Any, end: Any) -> None:
-    """A pass for the norms, which writes the moments, and one that reads them again: what has no room for directions."""
+    """A pass for the norms, which writes the moments, and one that reads them again: what has no
+    room for directions.
+    """
     ps, gs, ms, vs = p[begin:end], g[begin:end], m[begin:end], v[begin:end]
     for i in range(ps.size):
         x = ps[i] + gs[i]
@@ -96,7 +100,9 @@ def _limit_of_copy(source: Any, out: Any, begin: Any, end: Any) -> None:
 
 
 def limit(kernel: Any, *tensors: Tensor | None) -> Run:
-    """Run a limit over copies: what it adds up, round after round, are soon no numbers that an optimizer would meet."""
+    """Run a limit over copies: what it adds up, round after round, are soon no numbers that an
+    optimizer would meet.
+    """
     arrays = [np.zeros(0, np.uint16) if x is None else _jit.as_array(x.clone()) for x in tensors]
     length = arrays[0].size
     return lambda: _jit.in_parts(length, lambda begin, end: kernel(*arrays, begin, end))
@@ -115,12 +121,20 @@ def optimizer_cases(numel: int, only: str) -> Iterator[Case]:
     p, g, m, v = (torch.randn(numel, generator=generator).mul_(1e-2) for _ in range(4))
     v.square_()
     gb, pb = g.to(BF16), p.to(BF16)
-    adam: dict[str, Any] = {"b1": 0.9, "b2": 0.999, "step_size": 1e-6, "eps": 1e-8, "correction": 0.9}
+    adam: dict[str, Any] = {
+        "b1": 0.9,
+        "b2": 0.999,
+        "step_size": 1e-6,
+        "eps": 1e-8,
+        "correction": 0.9,
+    }
     adamw: dict[str, Any] = {**adam, "decay": 1e-7}
     parameter = torch.nn.Parameter(p.clone())
     parameter.grad = g
 
-    def torchs(make: Callable[..., torch.optim.Optimizer], *, half: bool = False, **options: Any) -> dict[str, Run]:
+    def torchs(
+        make: Callable[..., torch.optim.Optimizer], *, half: bool = False, **options: Any
+    ) -> dict[str, Run]:
         found: dict[str, Run] = {}
         for form in ("fused", "foreach"):
             try:
@@ -128,14 +142,20 @@ def optimizer_cases(numel: int, only: str) -> Iterator[Case]:
                 optimizer.step()
             except (RuntimeError, TypeError, ValueError):
                 continue
-            found[f"torch {form}"] = functools.partial(_with_casts, optimizer, parameter, gb, pb) if half else optimizer.step
+            found[f"torch {form}"] = (
+                functools.partial(_with_casts, optimizer, parameter, gb, pb)
+                if half
+                else optimizer.step
+            )
         return found
 
     def deepspeeds() -> dict[str, Run]:
         try:
             from deepspeed.ops.adam import DeepSpeedCPUAdam  # pyrefly: ignore[missing-import]
 
-            return {"DeepSpeedCPUAdam": DeepSpeedCPUAdam([parameter], lr=1e-6, weight_decay=0.1).step}
+            return {
+                "DeepSpeedCPUAdam": DeepSpeedCPUAdam([parameter], lr=1e-6, weight_decay=0.1).step
+            }
         except Exception as error:  # noqa: BLE001 - it compiles itself, and may fail in any way
             print(f"without DeepSpeedCPUAdam: {type(error).__name__}", file=sys.stderr)
             return {}
@@ -186,7 +206,9 @@ def optimizer_cases(numel: int, only: str) -> Iterator[Case]:
             lambda: Case(
                 "sgd, nesterov, l2, bf16 in and out",
                 20,
-                lambda: ops.sgd_step(p, gb, m, None, learning_rate=1e-6, momentum=0.9, nesterov=True, l2=0.1, out=pb),
+                lambda: ops.sgd_step(
+                    p, gb, m, None, learning_rate=1e-6, momentum=0.9, nesterov=True, l2=0.1, out=pb
+                ),
                 limit(_limit_of_three, p, gb, m, pb),
                 torchs(torch.optim.SGD, half=True, momentum=0.9, nesterov=True, weight_decay=0.1),
             ),
@@ -206,7 +228,9 @@ def optimizer_cases(numel: int, only: str) -> Iterator[Case]:
             lambda: Case(
                 "lion",
                 20,
-                lambda: ops.lion_step(p, g, m, None, b1=0.9, b2=0.99, learning_rate=1e-6, decay=1e-7),
+                lambda: ops.lion_step(
+                    p, g, m, None, b1=0.9, b2=0.99, learning_rate=1e-6, decay=1e-7
+                ),
                 limit(_limit_of_three, p, g, m, None),
                 {},
             ),
@@ -221,7 +245,14 @@ def optimizer_cases(numel: int, only: str) -> Iterator[Case]:
                 torchs(torch.optim.Adagrad),
             ),
         )
-        lamb: dict[str, Any] = {"b1": 0.9, "b2": 0.999, "learning_rate": 1e-6, "eps": 1e-6, "weight_decay": 0.1, "bias": 0.9}
+        lamb: dict[str, Any] = {
+            "b1": 0.9,
+            "b2": 0.999,
+            "learning_rate": 1e-6,
+            "eps": 1e-6,
+            "weight_decay": 0.1,
+            "bias": 0.9,
+        }
         layers = [(start, min(start + 1_000_000, numel)) for start in range(0, numel, 1_000_000)]
         yield (
             "lamb",
@@ -240,7 +271,9 @@ def optimizer_cases(numel: int, only: str) -> Iterator[Case]:
             yield case._replace(nbytes=case.nbytes * numel)
 
 
-def _with_casts(optimizer: torch.optim.Optimizer, parameter: Tensor, grad: Tensor, out: Tensor) -> None:
+def _with_casts(
+    optimizer: torch.optim.Optimizer, parameter: Tensor, grad: Tensor, out: Tensor
+) -> None:
     assert parameter.grad is not None
     parameter.grad.copy_(grad)
     optimizer.step()
@@ -249,7 +282,9 @@ def _with_casts(optimizer: torch.optim.Optimizer, parameter: Tensor, grad: Tenso
 
 
 def ravel_cases() -> Iterator[Case]:
-    """Tensors as those of a transformer, and many tiny ones; to one buffer and factor, norm and finite test in the same breath."""
+    """Tensors as those of a transformer, and many tiny ones; to one buffer and factor, norm and
+    finite test in the same breath.
+    """
     shapes = [(1024, 1024), (1024,), (512, 1024), (512,), (11,), (33, 77)] * 50
     large = tuple(torch.randn(shape) for shape in shapes[:291])
     scale = 0.5
@@ -262,7 +297,10 @@ def ravel_cases() -> Iterator[Case]:
     ):
         offsets = tuple(itertools.accumulate((-(-x.numel() // 32) * 32 for x in leaves), initial=0))
         out = torch.zeros(offsets[-1], dtype=dtype)
-        views = [out[start : start + x.numel()].view(x.shape) for x, start in zip(leaves, offsets, strict=False)]
+        views = [
+            out[start : start + x.numel()].view(x.shape)
+            for x, start in zip(leaves, offsets, strict=False)
+        ]
         source = torch.randn(offsets[-1])
         kept, fresh = ops.AddressTable(), ops.AddressTable()
         factor = 1.0 if name.endswith("fp32 to fp32") else scale
@@ -273,25 +311,39 @@ def ravel_cases() -> Iterator[Case]:
         }
         if len(leaves) == 500:
             others["ravel_into, new addresses"] = functools.partial(
-                ops.ravel_into, out, as_list, offsets[:-1], scale=factor, measure=measure, table=fresh
+                ops.ravel_into,
+                out,
+                as_list,
+                offsets[:-1],
+                scale=factor,
+                measure=measure,
+                table=fresh,
             )
         yield Case(
             name,
             sum(x.numel() for x in leaves) * (4 + dtype.itemsize),
-            functools.partial(ops.ravel_into, out, leaves, offsets[:-1], scale=factor, measure=measure, table=kept),
-            limit(_limit_of_copy, source, out) if dtype == BF16 else functools.partial(out.copy_, source),
+            functools.partial(
+                ops.ravel_into, out, leaves, offsets[:-1], scale=factor, measure=measure, table=kept
+            ),
+            limit(_limit_of_copy, source, out)
+            if dtype == BF16
+            else functools.partial(out.copy_, source),
             others,
         )
 
 
-def _foreach(leaves: tuple[Tensor, ...], views: list[Tensor], out: Tensor, scale: float, measure: bool) -> object:
+def _foreach(
+    leaves: tuple[Tensor, ...], views: list[Tensor], out: Tensor, scale: float, measure: bool
+) -> object:
     torch._foreach_copy_(views, leaves)
     if scale != 1.0:
         out.mul_(scale)
     return _measured(leaves) if measure else None
 
 
-def _mul_into(leaves: tuple[Tensor, ...], views: list[Tensor], scale: float, measure: bool) -> object:
+def _mul_into(
+    leaves: tuple[Tensor, ...], views: list[Tensor], scale: float, measure: bool
+) -> object:
     for leaf, view in zip(leaves, views, strict=True):
         torch.mul(leaf, scale, out=view)
     return _measured(leaves) if measure else None
@@ -320,29 +372,49 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
             times[name].append(min(timed(run) for _ in range(repeat)))
             after = min(timed(case.limit) for _ in range(repeat))
             times["limit"].append((before + after) / 2)
-    limits = {name: times["limit"][index :: len(contenders)] for index, name in enumerate(contenders)}
+    limits = {
+        name: times["limit"][index :: len(contenders)] for index, name in enumerate(contenders)
+    }
     rows = {
         name: {
             "ms": 1e3 * statistics.median(times[name]),
             "GB/s": case.nbytes / statistics.median(times[name]) / 1e9,
-            "of limit": statistics.median(x / y for x, y in zip(limits[name], times[name], strict=True)),
+            "of limit": statistics.median(
+                x / y for x, y in zip(limits[name], times[name], strict=True)
+            ),
         }
         for name in contenders
     }
-    return {"kernel": case.name, "bytes": case.nbytes, "limit ms": 1e3 * statistics.median(times["limit"]), "rows": rows}
+    return {
+        "kernel": case.name,
+        "bytes": case.nbytes,
+        "limit ms": 1e3 * statistics.median(times["limit"]),
+        "rows": rows,
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--numel", type=int, default=32_000_000, help="parameters of the optimizers")
+    parser.add_argument(
+        "--numel", type=int, default=32_000_000, help="parameters of the optimizers"
+    )
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--only", default="", help="part of a kernel's name: ravel, adamw, adamw_bf16, sgd, ...")
+    parser.add_argument(
+        "--only", default="", help="part of a kernel's name: ravel, adamw, adamw_bf16, sgd, ..."
+    )
     parser.add_argument("--json", type=Path, help="where all figures go")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    print(f"{options.threads} threads, {options.numel} parameters, torch {torch.__version__}, {platform.machine()}\n")
-    print("| kernel | contender | ms | GB/s | of limit | / best of torch |\n|---|---|---|---|---|---|")
+    print(
+        f"{options.threads} threads, {options.numel} parameters, torch {torch.__version__}, "
+        f"{platform.machine()}\n"
+    )
+    print(
+        "| kernel | contender | ms | GB/s | of limit | / best of torch |\n|---|---|---|---|---|---|"
+    )
     found = []
     ravels = ravel_cases() if options.only in ("", "ravel") else ()
     steps = optimizer_cases(options.numel, options.only) if options.only != "ravel" else ()
@@ -352,9 +424,17 @@ def main() -> None:
         theirs = [row["ms"] for name, row in result["rows"].items() if name.startswith("torch")]
         for name, row in result["rows"].items():
             best = f"{row['ms'] / min(theirs):.2f}" if theirs else "–"
-            print(f"| {result['kernel']} | {name} | {row['ms']:.4g} | {row['GB/s']:.1f} | {row['of limit']:.2f} | {best} |", flush=True)
+            print(
+                f"| {result['kernel']} | {name} | {row['ms']:.4g} | {row['GB/s']:.1f} | "
+                f"{row['of limit']:.2f} | {best} |",
+                flush=True,
+            )
     if options.json:
-        options.json.write_text(json.dumps({"threads": options.threads, "numel": options.numel, "results": found}, indent=1))
+        options.json.write_text(
+            json.dumps(
+                {"threads": options.threads, "numel": options.numel, "results": found}, indent=1
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -43,7 +43,16 @@ from zfun.collectives import Workers, barrier
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import pages
-from benchmarks.contenders import ALONE, CONTENDERS, DEFAULT, ONE_PROCESS, Setting, Step, has_deepspeed, model_of
+from benchmarks.contenders import (
+    ALONE,
+    CONTENDERS,
+    DEFAULT,
+    ONE_PROCESS,
+    Setting,
+    Step,
+    has_deepspeed,
+    model_of,
+)
 from tests import loopback
 from zfun.demo._memory import forget_peak, peak_bytes
 
@@ -142,7 +151,12 @@ class Contender:
 
     def round(self, count: int, *, keep: bool) -> None:
         if self.workers is None:
-            self.workers = Workers(self.ranks, timeout_s=1800.0, collective_timeout_s=300.0, shared_memory=self.shared_memory)
+            self.workers = Workers(
+                self.ranks,
+                timeout_s=1800.0,
+                collective_timeout_s=300.0,
+                shared_memory=self.shared_memory,
+            )
             self._add(self.workers.run(prepare, self.job), timed=False)
         before, began = loopback.received_bytes(), time.perf_counter()
         found = self.workers.run(take, count)
@@ -154,10 +168,17 @@ class Contender:
 
     def _add(self, ranks: list[Steps], *, timed: bool) -> None:
         if timed:
-            self.seconds += [list(times) for times in zip(*(rank.seconds for rank in ranks), strict=True)]
-            self.cpu_seconds += [list(times) for times in zip(*(rank.cpu_seconds for rank in ranks), strict=True)]
+            self.seconds += [
+                list(times) for times in zip(*(rank.seconds for rank in ranks), strict=True)
+            ]
+            self.cpu_seconds += [
+                list(times) for times in zip(*(rank.cpu_seconds for rank in ranks), strict=True)
+            ]
         # zfun reports the loss over all ranks, others that of a rank.
-        self.losses += [sum(losses) / len(losses) for losses in zip(*(rank.losses for rank in ranks), strict=True)]
+        self.losses += [
+            sum(losses) / len(losses)
+            for losses in zip(*(rank.losses for rank in ranks), strict=True)
+        ]
         self.peak = max(self.peak, *(rank.peak for rank in ranks))
 
     def close(self) -> None:
@@ -174,7 +195,9 @@ def measure(args: argparse.Namespace) -> dict[str, Contender]:
     for name in args.only:
         alone = name in ALONE
         job = Job(name, args.preset, args.dtype == "bf16", args.ranks if alone else 1)
-        found[name] = Contender(job, 1 if alone else args.ranks, False if args.no_shared_memory else None)
+        found[name] = Contender(
+            job, 1 if alone else args.ranks, False if args.no_shared_memory else None
+        )
     try:
         for _ in range(args.rounds):
             for contender in found.values():
@@ -195,7 +218,9 @@ def spread_of(found: dict[str, Contender], args: argparse.Namespace) -> tuple[fl
         for index in range(args.rounds):
             reference.round(args.steps, keep=not args.in_turn and index < args.rounds - 1)
         curves = [reference.losses, *curves]
-    return max(abs(a - b) for curve in curves for a, b in zip(curve, curves[0], strict=True)), allowed
+    return max(
+        abs(a - b) for curve in curves for a, b in zip(curve, curves[0], strict=True)
+    ), allowed
 
 
 def rows_of(found: dict[str, Contender], num_bytes: int) -> dict[str, dict[str, float]]:
@@ -219,59 +244,133 @@ def table(rows: dict[str, dict[str, float]], num_tensors: int, ranks: int) -> st
         + ("   us/tensor" if overhead else "")
     ]
     for name, row in rows.items():
-        line = f"{name:14}{row['ms']:9.1f}{row['cpu_ms']:9.1f}{row['peak_mb']:9.0f}{row['wire']:7.2f}P"
+        line = (
+            f"{name:14}{row['ms']:9.1f}{row['cpu_ms']:9.1f}{row['peak_mb']:9.0f}{row['wire']:7.2f}P"
+        )
         line += "".join(f"{row['ms'] / rows[base]['ms']:14.2f}" for base in bases)
-        lines.append(line + (f"{1e3 * (row['ms'] - rows[ONE_PROCESS]['ms']) / num_tensors:12.1f}" if overhead else ""))
+        lines.append(
+            line
+            + (
+                f"{1e3 * (row['ms'] - rows[ONE_PROCESS]['ms']) / num_tensors:12.1f}"
+                if overhead
+                else ""
+            )
+        )
     return "\n".join(lines)
 
 
 def interval(mine: Contender, base: Contender) -> str:
     """The 95 % interval of a ratio of medians: the run, put together anew of blocks of ten steps."""
-    pairs = list(zip((max(times) for times in mine.seconds), (max(times) for times in base.seconds), strict=True))
+    pairs = list(
+        zip(
+            (max(times) for times in mine.seconds),
+            (max(times) for times in base.seconds),
+            strict=True,
+        )
+    )
     blocks = [pairs[start : start + 10] for start in range(0, len(pairs), 10)]
     if len(blocks) < 4:
         return ""
     draw = random.Random(0)
     ratios = []
     for _ in range(1000):
-        a, b = zip(*(pair for block in draw.choices(blocks, k=len(blocks)) for pair in block), strict=True)
+        a, b = zip(
+            *(pair for block in draw.choices(blocks, k=len(blocks)) for pair in block), strict=True
+        )
         ratios.append(statistics.median(a) / statistics.median(b))
     low, *_, high = statistics.quantiles(ratios, n=40)
     return f" ({low:.3f}–{high:.3f})"
 
 
-def section(found: dict[str, Contender], rows: dict[str, dict[str, float]], args: argparse.Namespace, num_tensors: int) -> tuple[str, str]:
+def section(
+    found: dict[str, Contender],
+    rows: dict[str, dict[str, float]],
+    args: argparse.Namespace,
+    num_tensors: int,
+) -> tuple[str, str]:
     """The title and the table of this run's section of the page."""
     bases = [base for base in ("ddp", "fsdp2", ONE_PROCESS) if base in rows]
     overhead = args.ranks == 1 and ONE_PROCESS in rows
-    head = ["", "ms", "CPU ms", "peak MB", "wire", *(f"/ {base}" for base in bases), *(["us for each tensor"] if overhead else [])]
+    head = [
+        "",
+        "ms",
+        "CPU ms",
+        "peak MB",
+        "wire",
+        *(f"/ {base}" for base in bases),
+        *(["us for each tensor"] if overhead else []),
+    ]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for name, row in rows.items():
-        cells = [name, f"{row['ms']:.1f}", f"{row['cpu_ms']:.1f}", f"{row['peak_mb']:.0f}", f"{row['wire']:.2f} P"]
-        cells += ["1" if name == base else f"{row['ms'] / rows[base]['ms']:.3f}{interval(found[name], found[base])}" for base in bases]
+        cells = [
+            name,
+            f"{row['ms']:.1f}",
+            f"{row['cpu_ms']:.1f}",
+            f"{row['peak_mb']:.0f}",
+            f"{row['wire']:.2f} P",
+        ]
+        cells += [
+            "1"
+            if name == base
+            else f"{row['ms'] / rows[base]['ms']:.3f}{interval(found[name], found[base])}"
+            for base in bases
+        ]
         if overhead:
             own = zip(found[name].seconds, found[ONE_PROCESS].seconds, strict=True)
-            cells.append(f"{1e6 * statistics.median(max(mine) - max(plain) for mine, plain in own) / num_tensors:.1f}")
+            cells.append(
+                f"{1e6 * statistics.median(max(mine) - max(plain) for mine, plain in own) / num_tensors:.1f}"
+            )
         lines.append(f"| {' | '.join(cells)} |")
     transport = "gloo" if args.no_shared_memory else "shared memory"
-    return f"{args.preset}, {args.dtype}, {'one rank' if args.ranks == 1 else f'{args.ranks} ranks, {transport}'}", "\n".join(lines)
+    return (
+        (
+            f"{args.preset}, {args.dtype}, "
+            f"{'one rank' if args.ranks == 1 else f'{args.ranks} ranks, {transport}'}"
+        ),
+        "\n".join(lines),
+    )
 
 
 def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", default="small", choices=["tiny", "demo", "small", "medium", "many"])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--preset", default="small", choices=["tiny", "demo", "small", "medium", "many"]
+    )
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--steps", type=int, default=2, help="steps of each contender in each round")
+    parser.add_argument(
+        "--steps", type=int, default=2, help="steps of each contender in each round"
+    )
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--only", nargs="*", default=DEFAULT, choices=list(CONTENDERS), metavar="CONTENDER", help=", ".join(CONTENDERS))
+    parser.add_argument(
+        "--only",
+        nargs="*",
+        default=DEFAULT,
+        choices=list(CONTENDERS),
+        metavar="CONTENDER",
+        help=", ".join(CONTENDERS),
+    )
     parser.add_argument("--dtype", default="fp32", choices=["fp32", "bf16"])
-    parser.add_argument("--no-shared-memory", action="store_true", help="zfun's ranks talk over gloo, as the others do")
-    parser.add_argument("--in-turn", action="store_true", help="end a contender's processes after its turn, start them anew in the next")
+    parser.add_argument(
+        "--no-shared-memory",
+        action="store_true",
+        help="zfun's ranks talk over gloo, as the others do",
+    )
+    parser.add_argument(
+        "--in-turn",
+        action="store_true",
+        help="end a contender's processes after its turn, start them anew in the next",
+    )
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    parser.add_argument("--write", action="store_true", help="put the table into benchmarks/results/step.md")
+    parser.add_argument(
+        "--write", action="store_true", help="put the table into benchmarks/results/step.md"
+    )
     args = parser.parse_args()
     if any(name.startswith("deepspeed") for name in args.only) and not has_deepspeed():
-        parser.error("DeepSpeed is not installed here; `make bench-deepspeed` makes an environment with it")
+        parser.error(
+            "DeepSpeed is not installed here; `make bench-deepspeed` makes an environment with it"
+        )
     return args
 
 
@@ -282,28 +381,58 @@ def main() -> None:
     elif loopback.can_have_own_network():
         # There is no name service in there, of which torch would warn.
         environment = {**os.environ, "ZFUN_OWN_NETWORK": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        os.execvpe(loopback.OWN_NETWORK[0], [*loopback.OWN_NETWORK, sys.executable, *sys.argv], environment)
+        os.execvpe(
+            loopback.OWN_NETWORK[0], [*loopback.OWN_NETWORK, sys.executable, *sys.argv], environment
+        )
     IDLE_BYTES_PER_S[0] = loopback.idle_bytes_per_s()
     weights = [weight.numel() for weight in model_of(args.preset).build().parameters()]
     found = measure(args)
     spread, allowed = spread_of(found, args)
     rows = rows_of(found, 4 * sum(weights))
     head = (
-        f"{args.preset} ({sum(weights) / 1e6:.1f}M in {len(weights)} tensors), {args.dtype}: {args.ranks} ranks, {args.rounds} rounds of "
-        f"{args.steps} steps; medians; loss curves differ by at most {spread:.1e}"
+        f"{args.preset} ({sum(weights) / 1e6:.1f}M in {len(weights)} tensors), {args.dtype}: "
+        f"{args.ranks} ranks, {args.rounds} rounds of {args.steps} steps; medians; loss curves "
+        f"differ by at most {spread:.1e}"
     )
     print(head)
     print(table(rows, len(weights), args.ranks))
     if args.json:
-        raw = {name: {"seconds": c.seconds, "cpu_seconds": c.cpu_seconds, "losses": c.losses, "wire": c.wire} for name, c in found.items()}
-        hardware = {"machine": platform.machine(), "processor": platform.processor(), "torch": torch.__version__}
+        raw = {
+            name: {
+                "seconds": c.seconds,
+                "cpu_seconds": c.cpu_seconds,
+                "losses": c.losses,
+                "wire": c.wire,
+            }
+            for name, c in found.items()
+        }
+        hardware = {
+            "machine": platform.machine(),
+            "processor": platform.processor(),
+            "torch": torch.__version__,
+        }
         options = {name: str(value) for name, value in vars(args).items()}
-        args.json.write_text(json.dumps({"options": options, "spread": spread, "rows": rows, "hardware": hardware, "raw": raw}))
+        args.json.write_text(
+            json.dumps(
+                {
+                    "options": options,
+                    "spread": spread,
+                    "rows": rows,
+                    "hardware": hardware,
+                    "raw": raw,
+                }
+            )
+        )
     if args.write:
         title, figures = section(found, rows, args, len(weights))
-        print(f"written: {pages.write_section('step.md', title, f'{pages.environment()} {head}.', figures)}")
+        print(
+            "written: "
+            f"{pages.write_section('step.md', title, f'{pages.environment()} {head}.', figures)}"
+        )
     if not spread <= allowed:
-        sys.exit(f"the loss curves do not agree: they differ by {spread:.1e}, and may by {allowed:.0e}")
+        sys.exit(
+            f"the loss curves do not agree: they differ by {spread:.1e}, and may by {allowed:.0e}"
+        )
 
 
 if __name__ == "__main__":

@@ -53,7 +53,10 @@ class Block(nn.Module):
 
     def attention(self, x: Tensor) -> Tensor:
         # [batch, length, 3 * width] -> three of [batch, heads, length, width / heads]
-        q, k, v = (part.unflatten(2, (self.num_heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=2))
+        q, k, v = (
+            part.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
+            for part in self.qkv(x).chunk(3, dim=2)
+        )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
@@ -97,12 +100,17 @@ def make_loss(model: nn.Module) -> Callable[[Params, Batch], Tensor]:
     return loss_fn
 
 
-def init(config: GPTConfig, seed: int = 0) -> tuple[Callable[[Params, Batch], Tensor], dict[str, Tensor]]:
+def init(
+    config: GPTConfig, seed: int = 0
+) -> tuple[Callable[[Params, Batch], Tensor], dict[str, Tensor]]:
     """Return the loss and initial parameters; equal seeds give equal parameters on every rank."""
-    with torch.device("meta"):  # functional_call passes the parameters, so the module needs no numbers
+    # functional_call passes the parameters, so the module needs no numbers
+    with torch.device("meta"):
         model = GPT(config)
     generator = torch.Generator().manual_seed(seed)
-    return make_loss(model), {name: _first_value(name, weight, generator) for name, weight in model.named_parameters()}
+    return make_loss(model), {
+        name: _first_value(name, weight, generator) for name, weight in model.named_parameters()
+    }
 
 
 def _first_value(name: str, weight: Tensor, generator: torch.Generator) -> Tensor:

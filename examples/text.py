@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # Folders outside the library itself, and long tables that do not resemble source text.
-SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"})
+SKIPPED = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
+)
 
 
 def stdlib_bytes(limit: int = 4_000_000) -> Tensor:
@@ -34,7 +36,10 @@ def stdlib_bytes(limit: int = 4_000_000) -> Tensor:
         if len(text) >= limit:
             break
     if not text:
-        raise FileNotFoundError(f"the standard library's source should be in {root}, but no .py file there can be read; install it")
+        raise FileNotFoundError(
+            f"the standard library's source should be in {root}, but no .py file there can be "
+            "read; install it"
+        )
     return torch.frombuffer(text[:limit], dtype=torch.uint8)
 
 
@@ -45,7 +50,9 @@ def _read(path: Path) -> bytes:
         return b""
 
 
-def batches(text: Tensor, batch_size: int, length: int, rank: int = 0, size: int = 1, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(
+    text: Tensor, batch_size: int, length: int, rank: int = 0, size: int = 1, seed: int = 0
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Draw random pieces of a text, without end.
 
     The whole batch of a step depends only on the seed and the step, and the ranks divide the batch.
@@ -63,7 +70,10 @@ def batches(text: Tensor, batch_size: int, length: int, rank: int = 0, size: int
         Tokens and next tokens, two int64 tensors ``[batch_size / size, length]``.
     """
     if batch_size % size != 0:
-        raise ValueError(f"the ranks must divide the batch; got {batch_size} sequences for {size} ranks; take {batch_size // size * size}")
+        raise ValueError(
+            f"the ranks must divide the batch; got {batch_size} sequences for {size} ranks; take "
+            f"{batch_size // size * size}"
+        )
     generator = torch.Generator().manual_seed(seed)
     share = batch_size // size
     offsets = torch.arange(length + 1)

@@ -23,12 +23,28 @@ PARTS = ("optimizer", "grads", "params")
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", choices=PRESETS, default="demo", help="size of the model (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=60, help="training steps (default: %(default)s)")
-    parser.add_argument("--lr", type=float, default=4e-4, help="learning rate (default: %(default)s)")
-    parser.add_argument("--shard", nargs="*", choices=PARTS, default=PARTS, help="what to shard (default: all three, which is ZeRO-3)")
-    parser.add_argument("--offload", action="store_true", help="keep the optimizer state in host memory")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--preset", choices=PRESETS, default="demo", help="size of the model (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=60, help="training steps (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--lr", type=float, default=4e-4, help="learning rate (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--shard",
+        nargs="*",
+        choices=PARTS,
+        default=PARTS,
+        help="what to shard (default: all three, which is ZeRO-3)",
+    )
+    parser.add_argument(
+        "--offload", action="store_true", help="keep the optimizer state in host memory"
+    )
     return parser.parse_args()
 
 
@@ -48,13 +64,16 @@ def main() -> None:
     config = PRESETS[args.preset]
     loss_fn, params = init(config)  # loss_fn(params, batch) is pure, plain PyTorch
     params = {name: weight.to(device) for name, weight in params.items()}
-    data = batches(stdlib_bytes(), config.batch_size * group.size, config.length, group.rank, group.size)
+    data = batches(
+        stdlib_bytes(), config.batch_size * group.size, config.length, group.rank, group.size
+    )
     optimizer = zf.optim.adamw(args.lr)
 
     if "params" in args.shard:  # ZeRO-3: gather at use, free, gather again
         loss_fn = zf.shard_params(loss_fn, group)
         params = zf.shard(params, group)
-    vg = zf.data_parallel(zf.value_and_grad(loss_fn), group)  # gradients are partial sums over the ranks
+    # gradients are partial sums over the ranks
+    vg = zf.data_parallel(zf.value_and_grad(loss_fn), group)
     if "grads" in args.shard:  # ZeRO-2: reduce-scatter inside backward
         vg = zf.shard_grads(vg, group)
     if "optimizer" in args.shard:  # ZeRO-1: state and work on the shard
@@ -69,7 +88,11 @@ def main() -> None:
         loss, grads = vg(params, (tokens.to(device), targets.to(device)))
         params, opt_state = zf.apply(optimizer, grads, opt_state, params)
         if group.rank == 0 and (step % 10 == 0 or step in (1, args.steps)):
-            print(f"step {step:4d}  loss {float(loss):.6f}  {(time.perf_counter() - began) / step:.3f} s a step", flush=True)
+            print(
+                f"step {step:4d}  loss {float(loss):.6f}  "
+                f"{(time.perf_counter() - began) / step:.3f} s a step",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -28,11 +28,17 @@ def examples(count: int) -> int:
 _COMMON = settings(
     deadline=None,
     max_examples=examples(40),
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture],
+    suppress_health_check=[
+        HealthCheck.too_slow,
+        HealthCheck.data_too_large,
+        HealthCheck.function_scoped_fixture,
+    ],
 )
 # Shrinking trains hundreds of models: without shrinking a failure is told within the time limit of
 # a test.
-_REPEATABLE = settings(_COMMON, derandomize=True, database=None, phases=[Phase.explicit, Phase.generate])
+_REPEATABLE = settings(
+    _COMMON, derandomize=True, database=None, phases=[Phase.explicit, Phase.generate]
+)
 settings.register_profile("everyday", _REPEATABLE)
 settings.register_profile("all", _REPEATABLE)
 settings.register_profile("search", _COMMON)

@@ -75,7 +75,9 @@ def begin(group: zf.Group, stage: int) -> None:
         return x.pow(2).mean()
 
     generator = torch.Generator().manual_seed(0)
-    params = {name: torch.randn(shape, generator=generator) * 0.05 for name, shape in PARAMS.items()}
+    params = {
+        name: torch.randn(shape, generator=generator) * 0.05 for name, shape in PARAMS.items()
+    }
     z = zf.zero(stage, loss_fn, optim.adamw(1e-3), group, bucket_bytes=2**20)
     _held["step"], _held["state"] = z.step, z.init(params)
     take(group, 1)
@@ -83,7 +85,9 @@ def begin(group: zf.Group, stage: int) -> None:
 
 def take(group: zf.Group, steps: int) -> None:
     for step in range(steps):
-        _held["state"], _ = _held["step"](_held["state"], torch.full((2, 512), 0.1 * (step + group.rank)))
+        _held["state"], _ = _held["step"](
+            _held["state"], torch.full((2, 512), 0.1 * (step + group.rank))
+        )
 
 
 def per_step() -> Iterator[tuple[int, float]]:

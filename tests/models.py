@@ -27,7 +27,11 @@ class Layer:
     name: str = "layer"
 
 
-tree.register(Layer, lambda layer: ((layer.weight, layer.bias), layer.name), lambda name, parts: Layer(*tuple(parts)[:2], name=name))
+tree.register(
+    Layer,
+    lambda layer: ((layer.weight, layer.bias), layer.name),
+    lambda name, parts: Layer(*tuple(parts)[:2], name=name),
+)
 
 
 def _dict(children: list[Any]) -> Any:
@@ -54,21 +58,31 @@ def tree_loss(params: Any, batch: Tensor) -> Tensor:
         real = torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf
         x = real.double().reshape(-1)
         waves = torch.cos(torch.arange(x.numel(), dtype=torch.float64) * 0.37 + shift)
-        carry = torch.tanh(carry + (x * waves).sum() / max(1, x.numel())) + 0.05 * (x * x).sum() / max(1.0, math.sqrt(x.numel()))
+        carry = torch.tanh(carry + (x * waves).sum() / max(1, x.numel())) + 0.05 * (
+            x * x
+        ).sum() / max(1.0, math.sqrt(x.numel()))
     return carry
 
 
 def tree_batches(num_steps: int, size: int, rows: int, seed: int = 0) -> list[list[Tensor]]:
     """Return ``batches[step][rank]``: vectors with very different means."""
     generator = torch.Generator().manual_seed(1000 + seed)
-    return [[torch.randn(rows, generator=generator, dtype=torch.float64) for _ in range(size)] for _ in range(num_steps)]
+    return [
+        [torch.randn(rows, generator=generator, dtype=torch.float64) for _ in range(size)]
+        for _ in range(num_steps)
+    ]
 
 
-def mlp(width: int = 5, num_layers: int = 4, dtype: torch.dtype = torch.float64, seed: int = 1) -> dict[str, Any]:
+def mlp(
+    width: int = 5, num_layers: int = 4, dtype: torch.dtype = torch.float64, seed: int = 1
+) -> dict[str, Any]:
     """Return parameters of a small network."""
     g = torch.Generator().manual_seed(seed)
     layers = [
-        {"w": torch.randn(width, width, generator=g, dtype=dtype), "b": torch.randn(width, generator=g, dtype=dtype)}
+        {
+            "w": torch.randn(width, width, generator=g, dtype=dtype),
+            "b": torch.randn(width, generator=g, dtype=dtype),
+        }
         for _ in range(num_layers)
     ]
     return {"h": layers, "out": torch.randn(width, generator=g, dtype=dtype)}
@@ -80,19 +94,35 @@ def mlp_loss(params: Any, x: Tensor) -> Tensor:
     return (x @ params["out"]).pow(2).mean()
 
 
-def mlp_batches(num_steps: int, size: int, rows: int = 4, width: int = 5, dtype: torch.dtype = torch.float64) -> list[list[Tensor]]:
+def mlp_batches(
+    num_steps: int, size: int, rows: int = 4, width: int = 5, dtype: torch.dtype = torch.float64
+) -> list[list[Tensor]]:
     return [
-        [torch.randn(rows, width, generator=torch.Generator().manual_seed(100 * step + rank), dtype=dtype) for rank in range(size)]
+        [
+            torch.randn(
+                rows, width, generator=torch.Generator().manual_seed(100 * step + rank), dtype=dtype
+            )
+            for rank in range(size)
+        ]
         for step in range(num_steps)
     ]
 
 
-def mixture(width: int = 5, num_layers: int = 2, num_experts: int = 4, seed: int = 1) -> dict[str, Any]:
+def mixture(
+    width: int = 5, num_layers: int = 2, num_experts: int = 4, seed: int = 1
+) -> dict[str, Any]:
     """Return parameters of a mixture of experts."""
     g = torch.Generator().manual_seed(seed)
     draw = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64) / math.sqrt(width)
-    experts = lambda: [{"up": draw(width, 2 * width), "down": draw(2 * width, width)} for _ in range(num_experts)]
-    return {"h": [{"router": draw(width, num_experts), "experts": experts()} for _ in range(num_layers)], "out": draw(width)}
+    experts = lambda: [
+        {"up": draw(width, 2 * width), "down": draw(2 * width, width)} for _ in range(num_experts)
+    ]
+    return {
+        "h": [
+            {"router": draw(width, num_experts), "experts": experts()} for _ in range(num_layers)
+        ],
+        "out": draw(width),
+    }
 
 
 def mixture_loss(params: Any, x: Tensor, top_k: int, capacity: int) -> tuple[Tensor, Tensor]:
@@ -105,7 +135,9 @@ def mixture_loss(params: Any, x: Tensor, top_k: int, capacity: int) -> tuple[Ten
         gates, chosen = torch.softmax(x @ layer["router"], dim=1).topk(top_k)
         mixed = torch.zeros_like(x)
         for index, expert in enumerate(layer["experts"]):
-            tokens, places = (found[:capacity] for found in torch.nonzero(chosen == index, as_tuple=True))
+            tokens, places = (
+                found[:capacity] for found in torch.nonzero(chosen == index, as_tuple=True)
+            )
             loads.append(len(tokens))
             if len(tokens):
                 out = torch.tanh(x[tokens] @ expert["up"]) @ expert["down"]
@@ -118,7 +150,9 @@ def flat_dict(params: Any) -> dict[str, Tensor]:
     """Convert a tree to a dict by path, with tied leaves once, for tests/reference.py."""
     seen: dict[int, str] = {}
     return {
-        path: leaf for path, leaf in zip(tree.paths(params), tree.leaves(params), strict=True) if seen.setdefault(id(leaf), path) == path
+        path: leaf
+        for path, leaf in zip(tree.paths(params), tree.leaves(params), strict=True)
+        if seen.setdefault(id(leaf), path) == path
     }
 
 
@@ -126,7 +160,10 @@ def unflat_dict(flat: dict[str, Tensor], like: Any) -> Any:
     """Invert :func:`flat_dict`."""
     first: dict[int, str] = {}
     leaves, spec = tree.flatten(like)
-    names = [first.setdefault(id(leaf), path) for path, leaf in zip(tree.paths(like), leaves, strict=True)]
+    names = [
+        first.setdefault(id(leaf), path)
+        for path, leaf in zip(tree.paths(like), leaves, strict=True)
+    ]
     return tree.unflatten(spec, [flat[name] for name in names])
 
 

@@ -23,7 +23,9 @@ def agrees(x: Tensor, y: Tensor, before: Tensor) -> bool:
     Subtraction is exact only if a number changes by less than a factor of two. A number that
     shrinks to near zero has digits that an added update cannot represent.
     """
-    x, y, before = (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in (x, y, before))
+    x, y, before = (
+        torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in (x, y, before)
+    )
     ratio = y.double() / before.double()
     largest = torch.maximum(y.double().abs(), before.double().abs())
     near = (ratio >= 0.5) & (ratio <= 2.0)
@@ -67,7 +69,14 @@ def sgd(params: Params, grads: Params, state: Params, lr: float, momentum: float
 
 
 def adamw(
-    params: Params, grads: Params, state: dict[Any, Any], lr: float, decay: float, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
+    params: Params,
+    grads: Params,
+    state: dict[Any, Any],
+    lr: float,
+    decay: float,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
 ) -> Params:
     """One step of AdamW; ``state`` is changed."""
     state["t"] = state.get("t", 0) + 1
@@ -80,7 +89,15 @@ def adamw(
     return out
 
 
-def lion(params: Params, grads: Params, state: Params, lr: float, decay: float, b1: float = 0.9, b2: float = 0.99) -> Params:
+def lion(
+    params: Params,
+    grads: Params,
+    state: Params,
+    lr: float,
+    decay: float,
+    b1: float = 0.9,
+    b2: float = 0.99,
+) -> Params:
     """One step of Lion; ``state`` is changed."""
     out = {}
     for name, p in params.items():
@@ -90,17 +107,29 @@ def lion(params: Params, grads: Params, state: Params, lr: float, decay: float, 
     return out
 
 
-def adagrad(params: Params, grads: Params, state: dict[Any, Any], lr: float, rate_decay: float, eps: float) -> Params:
+def adagrad(
+    params: Params, grads: Params, state: dict[Any, Any], lr: float, rate_decay: float, eps: float
+) -> Params:
     """One step of Adagrad; ``state`` is changed."""
     state["t"] = state.get("t", -1) + 1
     out = {}
     for name, p in params.items():
         state[name] = state.get(name, 0.0) + grads[name] ** 2
-        out[name] = p - lr / (1 + rate_decay * state["t"]) * grads[name] / (state[name].sqrt() + eps)
+        out[name] = p - lr / (1 + rate_decay * state["t"]) * grads[name] / (
+            state[name].sqrt() + eps
+        )
     return out
 
 
-def lamb(params: Params, grads: Params, state: dict[Any, Any], lr: float, decay: float, low: float, high: float) -> Params:
+def lamb(
+    params: Params,
+    grads: Params,
+    state: dict[Any, Any],
+    lr: float,
+    decay: float,
+    low: float,
+    high: float,
+) -> Params:
     """One step of LAMB; ``state`` is changed."""
     b1, b2, eps = 0.9, 0.999, 1e-8
     state["t"] = t = state.get("t", 0) + 1
@@ -115,11 +144,15 @@ def lamb(params: Params, grads: Params, state: dict[Any, Any], lr: float, decay:
     return out
 
 
-def muon(params: Params, grads: Params, state: Params, lr: float, decay: float, momentum: float) -> Params:
+def muon(
+    params: Params, grads: Params, state: Params, lr: float, decay: float, momentum: float
+) -> Params:
     """One step of Muon with Nesterov's momentum for matrices; ``state`` is changed."""
     out = {}
     for name, p in params.items():
-        m = state[name] = momentum * state.get(name, torch.zeros_like(p)) + (1 - momentum) * grads[name]
+        m = state[name] = (
+            momentum * state.get(name, torch.zeros_like(p)) + (1 - momentum) * grads[name]
+        )
         d = momentum * m + (1 - momentum) * grads[name]
         # The iteration applies a polynomial to each singular value.
         u, s, v = torch.linalg.svd(d / math.sqrt(float((d * d).sum())), full_matrices=False)
@@ -131,7 +164,10 @@ def muon(params: Params, grads: Params, state: Params, lr: float, decay: float, 
 
 
 def one_bit(
-    terms: list[Tensor], kept: list[Tensor], answers: list[Tensor], norm_of: Callable[[Tensor], Tensor] = torch.linalg.vector_norm
+    terms: list[Tensor],
+    kept: list[Tensor],
+    answers: list[Tensor],
+    norm_of: Callable[[Tensor], Tensor] = torch.linalg.vector_norm,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """Average the ranks' vectors in one bit per number, as in the paper: on whole vectors.
 
@@ -149,7 +185,9 @@ def one_bit(
     for q in sent[1:]:
         total = total + q
     chunk = 8 * math.ceil(total.numel() / (8 * len(terms)))
-    means = [a + error for a, error in zip((total / len(terms)).split(chunk or 1), answers, strict=False)]
+    means = [
+        a + error for a, error in zip((total / len(terms)).split(chunk or 1), answers, strict=False)
+    ]
     answered = [signs(a) for a in means]
     lost = [a - q for a, q in zip(means, answered, strict=True)]
     lost += [total.new_zeros(0)] * (len(terms) - len(lost))
@@ -169,14 +207,20 @@ def onebit_adam(
 ) -> Params:
     """One step of 1-bit Adam with the gradients of each rank; ``state`` is changed."""
     t, size = state.get("t", 0) + 1, len(grads)
-    mean = {name: sum((g[name] for g in grads), torch.zeros_like(p)) / size for name, p in params.items()}
+    mean = {
+        name: sum((g[name] for g in grads), torch.zeros_like(p)) / size
+        for name, p in params.items()
+    }
     if t <= freeze_step:
         return adamw(params, mean, state, lr, decay, b1, b2, eps)
     state["t"] = t
     out = {}
     for name, p in params.items():
         chunk = 8 * math.ceil(p.numel() / (8 * size))
-        nothing = [p.new_zeros(p.numel())] * size, [p.new_zeros(max(min(p.numel() - rank * chunk, chunk), 0)) for rank in range(size)]
+        nothing = (
+            [p.new_zeros(p.numel())] * size,
+            [p.new_zeros(max(min(p.numel() - rank * chunk, chunk), 0)) for rank in range(size)],
+        )
         terms = [(b1 * state[name, "m"] + (1 - b1) * g[name]).reshape(-1) for g in grads]
         m, *state[name, "errors"] = one_bit(terms, *state.get((name, "errors"), nothing))
         state[name, "m"] = m.view(p.shape)

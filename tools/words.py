@@ -55,7 +55,9 @@ def files_of(paths: list[Path]) -> Iterator[Path]:
             hidden = any(part.startswith(".") or part in BUILT for part in parts)
             # The notebooks' folder in docs is a copy that the site's build makes; a script paired
             # with a notebook has the same text.
-            copied = "docs/notebooks/" in file.as_posix() or (file.suffix == ".py" and file.with_suffix(".ipynb").exists())
+            copied = "docs/notebooks/" in file.as_posix() or (
+                file.suffix == ".py" and file.with_suffix(".ipynb").exists()
+            )
             if file.suffix in SUFFIXES and not hidden and (not copied or file == path):
                 yield file
 
@@ -134,7 +136,9 @@ def count(path: Path) -> Found:
         for _, line in lines:
             starts.append(starts[-1] + len(line) + 1)
         # Blanks of the same length keep the positions of all lines.
-        prose = INLINE_CODE.sub(lambda found: re.sub(r"\S", " ", found[0]), "\n".join(line for _, line in lines))
+        prose = INLINE_CODE.sub(
+            lambda found: re.sub(r"\S", " ", found[0]), "\n".join(line for _, line in lines)
+        )
         for sentence in SENTENCE.finditer(prose):
             found = WORD.findall(sentence[0].lower())
             words += len(found)
@@ -142,7 +146,9 @@ def count(path: Path) -> Found:
             counts.update(hits)
             if hits:
                 skipped = len(sentence[0]) - len(sentence[0].lstrip())
-                place = next(i for i, start in enumerate(starts[1:]) if sentence.start() + skipped < start)
+                place = next(
+                    i for i, start in enumerate(starts[1:]) if sentence.start() + skipped < start
+                )
                 whole = "\n".join(line for _, line in lines)[sentence.start() : sentence.end()]
                 sentences.append((lines[place][0], " ".join(whole.split())))
     return Found(words, counts, sentences)
@@ -153,36 +159,63 @@ def total(found: list[Found]) -> Found:
 
 
 def row(name: str, found: Found) -> str:
-    rates = "".join(f"{found.counts[key]:8}{1000 * found.counts[key] / max(found.words, 1):7.1f}" for key in LIMITS)
+    rates = "".join(
+        f"{found.counts[key]:8}{1000 * found.counts[key] / max(found.words, 1):7.1f}"
+        for key in LIMITS
+    )
     return f"{name:44}{found.words:8}{rates}"
 
 
 def too_many(found: Found) -> bool:
     """Whether a limit is passed; a short text may hold one word of each kind."""
-    return any(found.counts[key] > ceil(limit * found.words / 1000) for key, limit in LIMITS.items())
+    return any(
+        found.counts[key] > ceil(limit * found.words / 1000) for key, limit in LIMITS.items()
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("paths", nargs="*", type=Path, help="files and folders; by default the whole project")
-    parser.add_argument("--list", action="store_true", help="print each sentence with a counted word")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "paths", nargs="*", type=Path, help="files and folders; by default the whole project"
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="print each sentence with a counted word"
+    )
     parser.add_argument("--worst", type=int, default=15, help="how many files to name")
     args = parser.parse_args()
-    files = {path: count(path) for path in files_of([path.resolve() for path in args.paths] or [ROOT])}
-    names = {path: str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path) for path in files}
+    files = {
+        path: count(path) for path in files_of([path.resolve() for path in args.paths] or [ROOT])
+    }
+    names = {
+        path: str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
+        for path in files
+    }
     if args.list:
         for path, found in files.items():
             for line, sentence in found.sentences:
                 print(f"{names[path]}:{line}: {sentence}")
     folders: dict[str, list[Found]] = {}
     for path, found in files.items():
-        folders.setdefault(names[path].split("/")[0] if "/" in names[path] else ".", []).append(found)
-    rows = {name: total(found) for name, found in folders.items()} | {"all": total(list(files.values()))}
-    print(f"{'per 1,000 words':44}{'words':>8}" + "".join(f"{key if len(key) < 9 else 'it, ...':>15}" for key in LIMITS))
+        folders.setdefault(names[path].split("/")[0] if "/" in names[path] else ".", []).append(
+            found
+        )
+    rows = {name: total(found) for name, found in folders.items()} | {
+        "all": total(list(files.values()))
+    }
+    print(
+        f"{'per 1,000 words':44}{'words':>8}"
+        + "".join(f"{key if len(key) < 9 else 'it, ...':>15}" for key in LIMITS)
+    )
     for name, found in rows.items():
         print(row(name, found))
-    excess = lambda found: max(found.counts[key] - limit * found.words / 1000 for key, limit in LIMITS.items())
-    worst = sorted((path for path in files if too_many(files[path])), key=lambda path: -excess(files[path]))
+    excess = lambda found: max(
+        found.counts[key] - limit * found.words / 1000 for key, limit in LIMITS.items()
+    )
+    worst = sorted(
+        (path for path in files if too_many(files[path])), key=lambda path: -excess(files[path])
+    )
     if worst:
         print("\nthe files furthest above a limit")
     for path in worst[: args.worst]:
@@ -191,7 +224,9 @@ def main() -> int:
     if above:
         limits = ", ".join(f"{key} at most {limit}" for key, limit in LIMITS.items())
         print(
-            f"\ntoo many in {', '.join(above)}: {limits} per 1,000 words; `tools/words.py --list FILE` shows the sentences", file=sys.stderr
+            f"\ntoo many in {', '.join(above)}: {limits} per 1,000 words; `tools/words.py --list "
+            "FILE` shows the sentences",
+            file=sys.stderr,
         )
     return bool(above)
 

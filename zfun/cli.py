@@ -52,7 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="zfun", description="Functional sharding of training state for PyTorch.")
+    parser = argparse.ArgumentParser(
+        prog="zfun", description="Functional sharding of training state for PyTorch."
+    )
     parser.add_argument("--version", action="version", version=f"zfun {_version()}")
     commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
     demo = commands.add_parser(
@@ -62,10 +64,32 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_DEMO_EXIT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    demo.add_argument("--ranks", type=_positive, default=2, metavar="N", help="local processes to train on (default: %(default)s)")
-    demo.add_argument("--steps", type=_positive, default=60, metavar="N", help="training steps of each composition (default: %(default)s)")
-    demo.add_argument("--preset", default="demo", help="size of the model, a preset of examples/gpt.py (default: %(default)s)")
-    demo.add_argument("--out", type=Path, default=Path("zfun-demo"), metavar="DIR", help="folder of the picture (default: %(default)s)")
+    demo.add_argument(
+        "--ranks",
+        type=_positive,
+        default=2,
+        metavar="N",
+        help="local processes to train on (default: %(default)s)",
+    )
+    demo.add_argument(
+        "--steps",
+        type=_positive,
+        default=60,
+        metavar="N",
+        help="training steps of each composition (default: %(default)s)",
+    )
+    demo.add_argument(
+        "--preset",
+        default="demo",
+        help="size of the model, a preset of examples/gpt.py (default: %(default)s)",
+    )
+    demo.add_argument(
+        "--out",
+        type=Path,
+        default=Path("zfun-demo"),
+        metavar="DIR",
+        help="folder of the picture (default: %(default)s)",
+    )
     return parser
 
 

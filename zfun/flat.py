@@ -1,13 +1,15 @@
 """Flat: a tree of tensors as a few flat buffers that know their placement.
 
 [Note: what a Flat is]
-``Flat(buffers, placement, layout, group)`` is a tree node whose children are 1-D tensors, one for each bucket of the layout. Under ``R``
-and ``P`` a buffer has the bucket's padded length, under ``S`` the ``size``-th part of it: rank r holds elements ``[r * n, (r + 1) * n)``.
-So an element-wise function written for trees runs on it as it stands, a few long vectors instead of many short ones, and never sees
-padding that is not zero: ``0`` in, ``0`` out is what element-wise optimizers do to a parameter whose gradient is always zero.
+``Flat(buffers, placement, layout, group)`` is a tree node whose children are
+1-D tensors, one for each bucket of the layout. Under ``R`` and ``P`` a buffer has the bucket's
+padded length, under ``S`` the ``size``-th part of it: rank r holds elements
+``[r * n, (r + 1) * n)``. So an element-wise function written for trees runs on it as it stands, a
+few long vectors instead of many short ones, and never sees padding that is not zero: ``0`` in,
+``0`` out is what element-wise optimizers do to a parameter whose gradient is always zero.
 
-The layout's dtypes are those of the parameters. Buffers over it may have others (gradients and moments of half parameters are float32), and
-views of them have the buffers'.
+The layout's dtypes are those of the parameters. Buffers over it may have others (gradients and
+moments of half parameters are float32), and views of them have the buffers'.
 """
 
 from __future__ import annotations
@@ -73,8 +75,8 @@ class Life:
         """Raise :class:`DonatedStateError` if the buffers have been taken over."""
         if self.consumed_by is not None:
             raise DonatedStateError(
-                f"a donated value must not be used again; its buffers were taken over by {self.consumed_by}; "
-                "use the value which that call returned, or pass donate=False"
+                "a donated value must not be used again; its buffers were taken over by "
+                f"{self.consumed_by}; use the value which that call returned, or pass donate=False"
             )
 
 
@@ -102,7 +104,8 @@ class Flat:
         buffers: one 1-D tensor for each bucket (or, when offloaded, one handle of a store).
         placement: what each rank holds.
         layout: where each leaf lies.
-        group: the ranks that share it. Over the inner axis of a mesh it is replicated over the outer one.
+        group: the ranks that share it. Over the inner axis of a mesh it is replicated over the
+            outer one.
         codec: of a sum or a gather of the buffers; ``None`` sends them exactly.
 
     Example:
@@ -128,11 +131,15 @@ class Flat:
         self._fix(life or Life(tuple(buffers)), placement, layout, group, codec)
 
     def _fix(self, *values: Any) -> None:
-        for name, value in zip(("life", "placement", "layout", "group", "codec"), values, strict=True):
+        for name, value in zip(
+            ("life", "placement", "layout", "group", "codec"), values, strict=True
+        ):
             object.__setattr__(self, name, value)
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
-        raise AttributeError(f"a Flat does not change; got .{name} = {value!r}; make another one with with_buffers()")
+        raise AttributeError(
+            f"a Flat does not change; got .{name} = {value!r}; make another one with with_buffers()"
+        )
 
     @property
     def buffers(self) -> tuple[Any, ...]:
@@ -157,11 +164,20 @@ class Flat:
         """
         return gather_values(x, self.group, name)
 
-    def with_buffers(self, buffers: Iterable[Any], placement: Placement | None = None, group: Group | None = None) -> Flat:
+    def with_buffers(
+        self, buffers: Iterable[Any], placement: Placement | None = None, group: Group | None = None
+    ) -> Flat:
         """Return the same layout over other buffers; the same placement and group where no others are given."""
         life = Life(tuple(buffers), self.life.cached if buffers is self.life.buffers else None)
         codec = self.codec if placement is None or placement is self.placement else None
-        return Flat((), placement or self.placement, self.layout, group or self.group, codec=codec, life=life)
+        return Flat(
+            (),
+            placement or self.placement,
+            self.layout,
+            group or self.group,
+            codec=codec,
+            life=life,
+        )
 
     def shard_numel(self, bucket: int) -> int:
         """Return how many elements of a bucket a rank of the group holds when it is sharded."""
@@ -174,16 +190,22 @@ class Flat:
         here = padded // self.group.size if self.placement is S else padded
         over = f" over the {axis_of(self.group)} axis" if axis_of(self.group) else ""
         return (
-            f"Flat({self.placement!r}{over}, rank {self.group.rank} of {self.group.size}: {leaves} {'leaf' if leaves == 1 else 'leaves'}, "
-            f"{sum(leaf.numel for leaf in layout.leaves)} elements in {buckets} bucket{'' if buckets == 1 else 's'}; "
-            f"here {here} of {padded} padded elements)"
+            f"Flat({self.placement!r}{over}, rank {self.group.rank} of {self.group.size}: "
+            f"{leaves} {'leaf' if leaves == 1 else 'leaves'}, "
+            f"{sum(leaf.numel for leaf in layout.leaves)} elements in {buckets} "
+            f"bucket{'' if buckets == 1 else 's'}; here {here} of {padded} padded elements)"
         )
 
     def _refuse(self, what: str) -> NoReturn:
         remedy = "unshard() it" if self.placement is S else "unravel it with unshard()"
-        wrap = "; a loss that takes sharded parameters is wrapped in shard_params()" if self.placement is S else ""
+        wrap = (
+            "; a loss that takes sharded parameters is wrapped in shard_params()"
+            if self.placement is S
+            else ""
+        )
         raise PlacementError(
-            f"a Flat is not a tensor or a dict; got {what} on a Flat with placement {self.placement!r}; {remedy} to reach its leaves{wrap}"
+            f"a Flat is not a tensor or a dict; got {what} on a Flat with placement "
+            f"{self.placement!r}; {remedy} to reach its leaves{wrap}"
         )
 
     def __getitem__(self, key: object) -> NoReturn:
@@ -207,17 +229,21 @@ tree.register(
 
 def flats(value: tree.Tree) -> list[Flat]:
     """Return the flats in a tree, which may itself be one."""
-    return [leaf for leaf in tree.leaves(value, is_leaf=lambda x: isinstance(x, Flat)) if isinstance(leaf, Flat)]
+    return [
+        leaf
+        for leaf in tree.leaves(value, is_leaf=lambda x: isinstance(x, Flat))
+        if isinstance(leaf, Flat)
+    ]
 
 
 def check_same_layout(first: Flat, second: Flat, what: str) -> None:
     """Raise :class:`SpecMismatch` if two flats do not lie alike."""
     if first.layout != second.layout:
         raise SpecMismatch(
-            f"{what} must have one layout; got {len(first.layout.buckets)} buckets for {len(first.layout.leaves)} leaves on "
-            f"{first.layout.size} ranks and "
-            f"{len(second.layout.buckets)} buckets for {len(second.layout.leaves)} leaves on {second.layout.size} ranks; use the same "
-            "tree, group and bucket_bytes"
+            f"{what} must have one layout; got {len(first.layout.buckets)} buckets for "
+            f"{len(first.layout.leaves)} leaves on {first.layout.size} ranks and "
+            f"{len(second.layout.buckets)} buckets for {len(second.layout.leaves)} leaves on "
+            f"{second.layout.size} ranks; use the same tree, group and bucket_bytes"
         )
 
 
@@ -238,7 +264,8 @@ def ravel(
         group: the ranks that share it.
         placement: what the leaves are: ``R`` or ``P``.
         scale: factor applied to every element.
-        dtypes: dtypes of the buffers, to which leaves of any are cast; by default those of the layout, which the leaves must have.
+        dtypes: dtypes of the buffers, to which leaves of any are cast; by default those of the
+            layout, which the leaves must have.
 
     Returns:
         A flat that shares no memory with ``params``.
@@ -256,11 +283,17 @@ def ravel(
 
 
 def ravel_buckets(
-    params: tree.Tree, layout: Layout, *, scale: float = 1.0, dtypes: Sequence[torch.dtype] | None = None
+    params: tree.Tree,
+    layout: Layout,
+    *,
+    scale: float = 1.0,
+    dtypes: Sequence[torch.dtype] | None = None,
 ) -> Iterator[Tensor]:
     """Copy a tree into new flat buffers, one after the other; see :func:`ravel`."""
     values = [leaf.detach() for leaf in unique_leaves(params, layout, any_dtype=dtypes is not None)]
-    for bucket, dtype in zip(layout.buckets, dtypes or [bucket.dtype for bucket in layout.buckets], strict=True):
+    for bucket, dtype in zip(
+        layout.buckets, dtypes or [bucket.dtype for bucket in layout.buckets], strict=True
+    ):
         yield ops.ravel(
             [values[i] for i in bucket.leaves],
             [layout.leaves[i].offset for i in bucket.leaves],
@@ -284,14 +317,19 @@ def unravel(flat: Flat) -> tree.Tree:
         PlacementError: the flat is sharded.
     """
     if flat.placement is S:
-        raise PlacementError("unravel() views whole buffers; got a Flat with placement S; unshard() it")
+        raise PlacementError(
+            "unravel() views whole buffers; got a Flat with placement S; unshard() it"
+        )
     return unravel_buffers(flat.buffers, flat.layout)
 
 
 def unravel_buffers(buffers: Iterable[Tensor], layout: Layout) -> tree.Tree:
     """View whole buffers as the tree of a layout: zero-copy, and differentiable."""
     whole = tuple(buffers)
-    views = [ops.unravel(whole[slot.bucket], slot.offset, slot.shape, slot.dtype) for slot in layout.leaves]
+    views = [
+        ops.unravel(whole[slot.bucket], slot.offset, slot.shape, slot.dtype)
+        for slot in layout.leaves
+    ]
     return tree.unflatten(layout.spec, [views[position] for position in layout.positions])
 
 
@@ -300,7 +338,8 @@ def change_layout(flat: Flat, layout: Layout) -> Flat:
 
     Args:
         flat: with placement ``R`` or ``P``.
-        layout: made of that of ``flat`` by :func:`zfun.layout.split_by_label`, or the one that it was made of.
+        layout: made of that of ``flat`` by :func:`zfun.layout.split_by_label`, or the one that it
+            was made of.
 
     Returns:
         A flat with that layout; the same one if it has it.
@@ -312,10 +351,13 @@ def change_layout(flat: Flat, layout: Layout) -> Flat:
         return flat
     if flat.placement is S:
         raise PlacementError(
-            "an optimizer by label takes sharded values whose buckets have one label each; got a Flat with placement S that mixes them; "
-            "shard the parameters with shard(params, group, labels=optimizer.labels)"
+            "an optimizer by label takes sharded values whose buckets have one label each; got a "
+            "Flat with placement S that mixes them; shard the parameters with shard(params, "
+            "group, labels=optimizer.labels)"
         )
-    dtypes = [flat.buffers[flat.layout.leaves[bucket.leaves[0]].bucket].dtype for bucket in layout.buckets]
+    dtypes = [
+        flat.buffers[flat.layout.leaves[bucket.leaves[0]].bucket].dtype for bucket in layout.buckets
+    ]
     return ravel(unravel(flat), layout, flat.group, flat.placement, dtypes=dtypes)
 
 
@@ -327,7 +369,8 @@ class LeafSpan(NamedTuple):
         bucket: which of ``flat.buffers``.
         start: where the elements begin in this buffer.
         stop: where they end; equal to ``start`` on a rank that holds nothing of the leaf.
-        first: which element of the ravelled leaf lies at ``start``. A complex number is two elements.
+        first: which element of the ravelled leaf lies at ``start``. A complex number is two
+            elements.
     """
 
     path: str
@@ -381,11 +424,14 @@ def _cut(start: int, stop: int, begin: int, end: int) -> tuple[int, int]:
     return first - begin, max(first, min(stop, end)) - begin
 
 
-def map_leaves(flat: Flat, fn: Callable[[Tensor], Tensor], cost: Callable[[tuple[int, ...]], float]) -> Flat:
+def map_leaves(
+    flat: Flat, fn: Callable[[Tensor], Tensor], cost: Callable[[tuple[int, ...]], float]
+) -> Flat:
     """Apply a function that needs whole leaves, and gives one of the same shape, to every leaf.
 
-    Where leaves are cut over ranks, each is sent to one of them, which applies the function and sends each rank its part of the result:
-    two all-to-alls of what the ranks hold, with room for the largest message. The leaves are shared out so that costs are about even.
+    Where leaves are cut over ranks, each is sent to one of them, which applies the function and
+    sends each rank its part of the result: two all-to-alls of what the ranks hold, with room for
+    the largest message. The leaves are shared out so that costs are about even.
 
     Args:
         flat: with placement ``R`` or ``S``.
@@ -399,15 +445,29 @@ def map_leaves(flat: Flat, fn: Callable[[Tensor], Tensor], cost: Callable[[tuple
         out = flat.with_buffers(torch.zeros_like(buffer) for buffer in flat.buffers)
         for slot in flat.layout.leaves:
             view = flat.buffers[slot.bucket][slot.offset : slot.offset + slot.numel]
-            out.buffers[slot.bucket][slot.offset : slot.offset + slot.numel] = fn(view.clone().view(slot.shape)).reshape(-1)
+            out.buffers[slot.bucket][slot.offset : slot.offset + slot.numel] = fn(
+                view.clone().view(slot.shape)
+            ).reshape(-1)
         return out
     out = flat.with_buffers(torch.zeros_like(buffer) for buffer in flat.buffers)
     for dtype in dict.fromkeys(buffer.dtype for buffer in flat.buffers):
-        _map_shards(flat, out, fn, [i for i, buffer in enumerate(flat.buffers) if buffer.dtype == dtype], cost)
+        _map_shards(
+            flat,
+            out,
+            fn,
+            [i for i, buffer in enumerate(flat.buffers) if buffer.dtype == dtype],
+            cost,
+        )
     return out
 
 
-def _map_shards(flat: Flat, out: Flat, fn: Callable[[Tensor], Tensor], buckets: Sequence[int], cost: Callable[..., float]) -> None:
+def _map_shards(
+    flat: Flat,
+    out: Flat,
+    fn: Callable[[Tensor], Tensor],
+    buckets: Sequence[int],
+    cost: Callable[..., float],
+) -> None:
     group, layout, rank = flat.group, flat.layout, flat.group.rank
     leaves = [leaf for bucket in buckets for leaf in layout.buckets[bucket].leaves]
     owners = _shared_out([cost(layout.leaves[leaf].shape) for leaf in leaves], group.size)
@@ -418,17 +478,24 @@ def _map_shards(flat: Flat, out: Flat, fn: Callable[[Tensor], Tensor], buckets: 
         return spans[holder][leaf].start, spans[holder][leaf].stop
 
     def length(holder: int, owner: int) -> int:
-        pieces = [piece(leaf, holder) for leaf, its in zip(leaves, owners, strict=True) if its == owner]
+        pieces = [
+            piece(leaf, holder) for leaf, its in zip(leaves, owners, strict=True) if its == owner
+        ]
         return sum(stop - start for start, stop in pieces)
 
-    longest = max((length(holder, owner) for holder in range(group.size) for owner in range(group.size)), default=0)
+    longest = max(
+        (length(holder, owner) for holder in range(group.size) for owner in range(group.size)),
+        default=0,
+    )
     if not longest:
         return
     sent = flat.buffers[buckets[0]].new_zeros(group.size, longest)
     ends = [0] * group.size
     for leaf, owner in zip(leaves, owners, strict=True):
         start, stop = piece(leaf, rank)
-        sent[owner, ends[owner] : ends[owner] + stop - start] = flat.buffers[layout.leaves[leaf].bucket][start:stop]
+        sent[owner, ends[owner] : ends[owner] + stop - start] = flat.buffers[
+            layout.leaves[leaf].bucket
+        ][start:stop]
         ends[owner] += stop - start
     received = exchange_values(sent, group, "leaves")
     answers = torch.zeros_like(received)
@@ -437,8 +504,13 @@ def _map_shards(flat: Flat, out: Flat, fn: Callable[[Tensor], Tensor], buckets: 
         if owner != rank:
             continue
         slot = layout.leaves[leaf]
-        lengths = [stop - start for start, stop in (piece(leaf, holder) for holder in range(group.size))]
-        parts = [received[holder, ends[holder] : ends[holder] + numel] for holder, numel in enumerate(lengths)]
+        lengths = [
+            stop - start for start, stop in (piece(leaf, holder) for holder in range(group.size))
+        ]
+        parts = [
+            received[holder, ends[holder] : ends[holder] + numel]
+            for holder, numel in enumerate(lengths)
+        ]
         result = fn(torch.cat(parts).view(slot.shape)).reshape(-1)
         for holder, (part, numel) in enumerate(zip(result.split(lengths), lengths, strict=True)):
             answers[holder, ends[holder] : ends[holder] + numel] = part
@@ -447,7 +519,9 @@ def _map_shards(flat: Flat, out: Flat, fn: Callable[[Tensor], Tensor], buckets: 
     ends = [0] * group.size
     for leaf, owner in zip(leaves, owners, strict=True):
         start, stop = piece(leaf, rank)
-        out.buffers[layout.leaves[leaf].bucket][start:stop] = returned[owner, ends[owner] : ends[owner] + stop - start]
+        out.buffers[layout.leaves[leaf].bucket][start:stop] = returned[
+            owner, ends[owner] : ends[owner] + stop - start
+        ]
         ends[owner] += stop - start
 
 
@@ -476,9 +550,9 @@ def own_piece(buffer: Tensor, group: Group) -> Tensor:
 def global_norm(value: tree.Tree) -> Tensor:
     """Return the L2 norm of a whole tree over all ranks, never a local part of it.
 
-    Padding is never counted, a replicated or a tied element once. Every rank sums the squares of its own pieces, and the sums are exact
-    integers, so that the result has the same bits whether the value is replicated, sharded or a plain tree, and whatever the sizes of
-    buckets and group.
+    Padding is never counted, a replicated or a tied element once. Every rank sums the squares of
+    its own pieces, and the sums are exact integers, so that the result has the same bits whether
+    the value is replicated, sharded or a plain tree, and whatever the sizes of buckets and group.
 
     Args:
         value: a tree of tensors, or of flats with placement ``R`` or ``S``.
@@ -512,10 +586,18 @@ def global_norm(value: tree.Tree) -> Tensor:
 
 def _squares(flat: Flat) -> Tensor:
     if flat.placement is P:
-        raise PlacementError("a norm needs the sum over the ranks; got a Flat with placement P; redistribute() it to R or S first")
+        raise PlacementError(
+            "a norm needs the sum over the ranks; got a Flat with placement P; redistribute() it "
+            "to R or S first"
+        )
     pieces = [ops.squares_in_bins(piece) for piece in local_shards(flat)]
     pieces = pieces or [ops.squares_in_bins(torch.zeros(0, device=flat.layout.device))]
     mine = torch.stack(pieces)
     # One row for each rank: bins are added, infinities and NaNs too, in a column of their own.
-    row = torch.cat([mine[:, :-1].sum(0), mine[:, -1].contiguous().view(torch.float64).sum().view(1).view(torch.int64)])
+    row = torch.cat(
+        [
+            mine[:, :-1].sum(0),
+            mine[:, -1].contiguous().view(torch.float64).sum().view(1).view(torch.int64),
+        ]
+    )
     return gather_values(row, flat.group, "norm")

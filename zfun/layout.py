@@ -43,7 +43,11 @@ _MAX_WASTE = 0.02
 # cache lines for all dtypes from float16 on.
 ALIGNMENT = 32
 
-_REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
+_REAL = {
+    torch.complex32: torch.float16,
+    torch.complex64: torch.float32,
+    torch.complex128: torch.float64,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +124,12 @@ class Layout:
             return True
         if not isinstance(other, Layout) or self._hash != other._hash:
             return False
-        return (self.leaves, self.buckets, self.positions, self.spec) == (other.leaves, other.buckets, other.positions, other.spec)
+        return (self.leaves, self.buckets, self.positions, self.spec) == (
+            other.leaves,
+            other.buckets,
+            other.positions,
+            other.spec,
+        )
 
     def shard_numel(self, bucket: int) -> int:
         """Return the number of elements of a bucket that each rank holds."""
@@ -183,10 +192,11 @@ def layout_of(
         bucket_bytes: size in bytes at which a bucket closes.
         persistence: leaves of at most this many elements lie in separate buckets, which
             :func:`zfun.shard_params` may keep gathered.
-        order: paths of leaves in order of first use, as returned by :func:`zfun.planner.order_of_use`.
-            Leaves without an entry come first, because gradients are reduced from the last bucket
-            on, and a leaf without a gradient must not delay the others. Paths that are not in this
-            tree are ignored, so that both parts of a partition can use one order.
+        order: paths of leaves in order of first use, as returned by
+            :func:`zfun.planner.order_of_use`. Leaves without an entry come first, because gradients
+            are reduced from the last bucket on, and a leaf without a gradient must not delay the
+            others. Paths that are not in this tree are ignored, so that both parts of a partition
+            can use one order.
 
     Returns:
         The layout. Equal arguments give the same object.
@@ -205,7 +215,9 @@ def layout_of(
     if bucket_bytes < 1:
         raise OptionError(f"bucket_bytes must be at least 1; got {bucket_bytes}")
     if type(persistence) is not int or persistence < 0:
-        raise OptionError(f"persistence is a number of elements; got {persistence!r}; 0 keeps nothing gathered")
+        raise OptionError(
+            f"persistence is a number of elements; got {persistence!r}; 0 keeps nothing gathered"
+        )
     values, spec = tree.flatten(params)
     paths = tree.paths(params)
     for path, leaf in zip(paths, values, strict=True):
@@ -218,13 +230,20 @@ def layout_of(
     turns = None if order is None else _turns(order, paths, positions)
     keys = tuple(_LeafKey(paths[i], tuple(values[i].shape), values[i].dtype) for i in firsts)
     device = devices.pop() if devices else torch.device("cpu")
-    return _layout(keys, tuple(positions), tuple(paths), spec, size, bucket_bytes, persistence, device, turns)
+    return _layout(
+        keys, tuple(positions), tuple(paths), spec, size, bucket_bytes, persistence, device, turns
+    )
 
 
-def _turns(order: Sequence[str], paths: Sequence[str], positions: Sequence[int]) -> tuple[int, ...] | None:
+def _turns(
+    order: Sequence[str], paths: Sequence[str], positions: Sequence[int]
+) -> tuple[int, ...] | None:
     """Return the slots in the order of the layout; ``None`` for the order of the tree."""
     if isinstance(order, str) or not all(isinstance(path, str) for path in order):
-        raise OptionError(f"order is a sequence of the paths of leaves; got {order!r}; zf.planner.order_of_use() makes one")
+        raise OptionError(
+            f"order is a sequence of the paths of leaves; got {order!r}; "
+            "zf.planner.order_of_use() makes one"
+        )
     slots = dict(zip(paths, positions, strict=True))
     named = [slots[path] for path in order if path in slots]
     turns = tuple(dict.fromkeys([*(slot for slot in positions if slot not in set(named)), *named]))
@@ -249,7 +268,10 @@ def _layout(
     dtypes: list[torch.dtype] = []
     open_buckets: dict[tuple[torch.dtype, bool], int] = {}
     numels = [math.prod(key.shape) * (2 if key.dtype.is_complex else 1) for key in keys]
-    kinds = [(_REAL.get(key.dtype, key.dtype), persistence > 0 and numel <= persistence) for key, numel in zip(keys, numels, strict=True)]
+    kinds = [
+        (_REAL.get(key.dtype, key.dtype), persistence > 0 and numel <= persistence)
+        for key, numel in zip(keys, numels, strict=True)
+    ]
     # Elements of each kind that have no bucket yet.
     left: collections.Counter[tuple[torch.dtype, bool]] = collections.Counter()
     for kind, numel in zip(kinds, numels, strict=True):
@@ -267,7 +289,9 @@ def _layout(
                 if 2 * ends[b] * itemsize >= bucket_bytes and not is_last:
                     del open_buckets[other]
         bucket = open_buckets.get(kind)
-        if bucket is None or (ends[bucket] and (ends[bucket] + numel) * dtype.itemsize > bucket_bytes):
+        if bucket is None or (
+            ends[bucket] and (ends[bucket] + numel) * dtype.itemsize > bucket_bytes
+        ):
             bucket = open_buckets[kind] = len(members)
             members.append([])
             ends.append(0)
@@ -277,10 +301,14 @@ def _layout(
         ends[bucket] += _aligned(numel)
         left[kind] -= _aligned(numel)
     buckets = tuple(
-        BucketSlot(dtype, tuple(leaves), sum(slots[i].numel for i in leaves), _padded(end, dtype, size))
+        BucketSlot(
+            dtype, tuple(leaves), sum(slots[i].numel for i in leaves), _padded(end, dtype, size)
+        )
         for dtype, leaves, end in zip(dtypes, members, ends, strict=True)
     )
-    return Layout(tuple(slots[i] for i in range(len(keys))), buckets, size, spec, positions, paths, device)
+    return Layout(
+        tuple(slots[i] for i in range(len(keys))), buckets, size, spec, positions, paths, device
+    )
 
 
 def _aligned(numel: int) -> int:
@@ -298,18 +326,37 @@ def _padded(numel: int, dtype: torch.dtype, size: int) -> int:
 def _select(layout: Layout, buckets: tuple[int, ...]) -> Layout:
     kept = [i for i, slot in enumerate(layout.leaves) if slot.bucket in buckets]
     place = {old: new for new, old in enumerate(kept)}
-    slots = tuple(dataclasses.replace(layout.leaves[i], bucket=buckets.index(layout.leaves[i].bucket)) for i in kept)
-    chosen = tuple(dataclasses.replace(layout.buckets[b], leaves=tuple(place[leaf] for leaf in layout.buckets[b].leaves)) for b in buckets)
-    spec = tree.structure(tree.unflatten(layout.spec, [True if position in place else None for position in layout.positions]))
+    slots = tuple(
+        dataclasses.replace(layout.leaves[i], bucket=buckets.index(layout.leaves[i].bucket))
+        for i in kept
+    )
+    chosen = tuple(
+        dataclasses.replace(
+            layout.buckets[b], leaves=tuple(place[leaf] for leaf in layout.buckets[b].leaves)
+        )
+        for b in buckets
+    )
+    spec = tree.structure(
+        tree.unflatten(
+            layout.spec, [True if position in place else None for position in layout.positions]
+        )
+    )
     positions = tuple(place[position] for position in layout.positions if position in place)
-    paths = tuple(path for path, position in zip(layout.paths, layout.positions, strict=True) if position in place)
+    paths = tuple(
+        path
+        for path, position in zip(layout.paths, layout.positions, strict=True)
+        if position in place
+    )
     return Layout(slots, chosen, layout.size, spec, positions, paths, layout.device)
 
 
 @functools.lru_cache(maxsize=256)
 def labels_of(layout: Layout, label: LabelFn) -> tuple[Hashable, ...]:
     """Return the label of each slot of a layout."""
-    return tuple(label(slot.path, torch.empty(slot.shape, dtype=slot.dtype, device="meta")) for slot in layout.leaves)
+    return tuple(
+        label(slot.path, torch.empty(slot.shape, dtype=slot.dtype, device="meta"))
+        for slot in layout.leaves
+    )
 
 
 @functools.lru_cache(maxsize=256)
@@ -358,14 +405,22 @@ def _block_of(path: str) -> tuple[str, ...]:
 def _check_leaf(path: str, leaf: object) -> None:
     if not isinstance(leaf, Tensor):
         raise LeafError(
-            f"every leaf must be a tensor; leaf {path!r} is {type(leaf).__name__}; keep other values in the batch or in a closure",
+            f"every leaf must be a tensor; leaf {path!r} is {type(leaf).__name__}; keep other "
+            "values in the batch or in a closure",
             leaf=path,
         )
     if leaf.layout != torch.strided or leaf.is_quantized:
-        raise LeafError(f"every leaf must be a dense tensor; leaf {path!r} is {leaf.layout}; convert it with to_dense()", leaf=path)
-    if leaf.numel() > 1 and any(stride == 0 and dim > 1 for stride, dim in zip(leaf.stride(), leaf.shape, strict=True)):
         raise LeafError(
-            f"a leaf must own each of its elements; leaf {path!r} is expanded (strides {tuple(leaf.stride())}); call clone() on it first",
+            f"every leaf must be a dense tensor; leaf {path!r} is {leaf.layout}; convert it with "
+            "to_dense()",
+            leaf=path,
+        )
+    if leaf.numel() > 1 and any(
+        stride == 0 and dim > 1 for stride, dim in zip(leaf.stride(), leaf.shape, strict=True)
+    ):
+        raise LeafError(
+            f"a leaf must own each of its elements; leaf {path!r} is expanded (strides "
+            f"{tuple(leaf.stride())}); call clone() on it first",
             leaf=path,
         )
 
@@ -379,22 +434,34 @@ def _alias_sets(paths: Sequence[str], values: Sequence[Tensor]) -> tuple[list[in
     for i, leaf in enumerate(values):
         # Identify memory by storage: empty tensors all have address 0, and fake tensors have none.
         storage = leaf.untyped_storage()._cdata
-        key = (storage, leaf.storage_offset(), tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype) if leaf.numel() else i
+        key = (
+            (storage, leaf.storage_offset(), tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype)
+            if leaf.numel()
+            else i
+        )
         slot = seen.setdefault(key, len(firsts))
         if slot == len(firsts):
             firsts.append(i)
             if leaf.numel():
                 start = int(leaf.storage_offset()) * leaf.element_size()
-                last = int(sum((dim - 1) * stride for dim, stride in zip(leaf.shape, leaf.stride(), strict=True)))
-                spans.setdefault(storage, []).append((start, start + (last + 1) * leaf.element_size(), i))
+                last = int(
+                    sum(
+                        (dim - 1) * stride
+                        for dim, stride in zip(leaf.shape, leaf.stride(), strict=True)
+                    )
+                )
+                spans.setdefault(storage, []).append(
+                    (start, start + (last + 1) * leaf.element_size(), i)
+                )
         positions.append(slot)
     for pieces in spans.values():
         pieces.sort()
         for (_, end, a), (start, _, b) in itertools.pairwise(pieces):
             if start < end and _overlap([values[i] for _, _, i in pieces]):
                 raise LeafError(
-                    f"leaves may be tied (one view) or apart, not overlap; {paths[a]!r} and {paths[b]!r} share part of their memory; "
-                    "clone() one of them, or tie them in the loss function",
+                    f"leaves may be tied (one view) or apart, not overlap; {paths[a]!r} and "
+                    f"{paths[b]!r} share part of their memory; clone() one of them, or tie them "
+                    "in the loss function",
                     leaf=paths[b],
                 )
     return firsts, positions
@@ -405,7 +472,11 @@ def _overlap(views: Sequence[Tensor]) -> bool:
     if len({view.dtype for view in views}) > 1:
         return True
     first = min(view.storage_offset() for view in views)
-    last = max(view.storage_offset() + sum((d - 1) * s for d, s in zip(view.shape, view.stride(), strict=True)) for view in views)
+    last = max(
+        view.storage_offset()
+        + sum((d - 1) * s for d, s in zip(view.shape, view.stride(), strict=True))
+        for view in views
+    )
     counts = torch.zeros(last - first + 1, dtype=torch.int32)
     for view in views:
         counts.as_strided(view.shape, view.stride(), view.storage_offset() - first).add_(1)
@@ -438,8 +509,9 @@ def unique_leaves(params: tree.Tree, layout: Layout, *, any_dtype: bool = False)
     if values is None:
         now, then = set(tree.paths(params)), set(layout.paths)
         raise SpecMismatch(
-            f"a tree must keep the structure that it was laid out with; missing {sorted(then - now)}, unexpected {sorted(now - then)}; "
-            "lay the new tree out with shard() or replicate()"
+            "a tree must keep the structure that it was laid out with; missing "
+            f"{sorted(then - now)}, unexpected {sorted(now - then)}; lay the new tree out with "
+            "shard() or replicate()"
         )
     chosen: list[Tensor | None] = [None] * len(layout.leaves)
     for path, leaf, position in zip(layout.paths, values, layout.positions, strict=True):
@@ -448,15 +520,16 @@ def unique_leaves(params: tree.Tree, layout: Layout, *, any_dtype: bool = False)
         if first is None:
             if tuple(leaf.shape) != slot.shape or not (any_dtype or leaf.dtype == slot.dtype):
                 raise SpecMismatch(
-                    f"a leaf must keep its shape and dtype; leaf {path!r} was laid out as {slot.dtype} {slot.shape} and is now "
-                    f"{leaf.dtype} {tuple(leaf.shape)}; lay the new tree out with shard() or replicate()",
+                    f"a leaf must keep its shape and dtype; leaf {path!r} was laid out as "
+                    f"{slot.dtype} {slot.shape} and is now {leaf.dtype} {tuple(leaf.shape)}; lay "
+                    "the new tree out with shard() or replicate()",
                     leaf=path,
                 )
             chosen[position] = leaf
         elif leaf is not first and (leaf.numel() == 0 or leaf.data_ptr() != first.data_ptr()):
             raise AliasChanged(
-                f"tied leaves must stay tied; {slot.path!r} and {path!r} shared one tensor and are now two; tie them again, or shard "
-                "the new tree",
+                f"tied leaves must stay tied; {slot.path!r} and {path!r} shared one tensor and "
+                "are now two; tie them again, or shard the new tree",
                 leaf=path,
             )
     return [leaf for leaf in chosen if leaf is not None]

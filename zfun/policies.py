@@ -14,10 +14,23 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-__all__ = ["Policy", "Result", "attention", "either", "everything", "matmuls", "named", "names", "nothing", "unbatched_matmuls"]
+__all__ = [
+    "Policy",
+    "Result",
+    "attention",
+    "either",
+    "everything",
+    "matmuls",
+    "named",
+    "names",
+    "nothing",
+    "unbatched_matmuls",
+]
 
 # A context variable and not a global, because every thread has a separate value.
-_name: contextvars.ContextVar[str | None] = contextvars.ContextVar("zfun_policies_name", default=None)
+_name: contextvars.ContextVar[str | None] = contextvars.ContextVar(
+    "zfun_policies_name", default=None
+)
 
 
 class Result(NamedTuple):
@@ -65,9 +78,23 @@ def everything(op: Any, result: Result) -> bool:
     return True
 
 
-_UNBATCHED = frozenset({"aten::mm", "aten::addmm", "aten::linear", "aten::mv", "aten::addmv", "aten::_scaled_mm", "aten::_int_mm"})
-_BATCHED = frozenset({"aten::bmm", "aten::baddbmm", "aten::addbmm", "aten::matmul", "aten::dot", "aten::vdot"})
-_CONVOLUTIONS = frozenset({"aten::convolution", "aten::mkldnn_convolution", "aten::cudnn_convolution"})
+_UNBATCHED = frozenset(
+    {
+        "aten::mm",
+        "aten::addmm",
+        "aten::linear",
+        "aten::mv",
+        "aten::addmv",
+        "aten::_scaled_mm",
+        "aten::_int_mm",
+    }
+)
+_BATCHED = frozenset(
+    {"aten::bmm", "aten::baddbmm", "aten::addbmm", "aten::matmul", "aten::dot", "aten::vdot"}
+)
+_CONVOLUTIONS = frozenset(
+    {"aten::convolution", "aten::mkldnn_convolution", "aten::cudnn_convolution"}
+)
 
 
 def _of(op: Any) -> str:
@@ -165,4 +192,10 @@ def either(*policies: Policy) -> Policy:
 def described(tensors: list[torch.Tensor]) -> Result:
     """Describe a result, including the current name."""
     first = tensors[0]
-    return Result(first.shape, first.dtype, first.device, sum(x.numel() * x.element_size() for x in tensors), _name.get())
+    return Result(
+        first.shape,
+        first.dtype,
+        first.device,
+        sum(x.numel() * x.element_size() for x in tensors),
+        _name.get(),
+    )

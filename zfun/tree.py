@@ -100,7 +100,11 @@ def leaves_like(spec: Spec, tree: Tree) -> list[Any] | None:
     except ValueError:
         return None
     # Both sides have equally many leaves, so a node in one place means a missing leaf in another.
-    return found if all(structure(leaf).num_nodes == 1 and structure(leaf).num_leaves == 1 for leaf in found) else None
+    return (
+        found
+        if all(structure(leaf).num_nodes == 1 and structure(leaf).num_leaves == 1 for leaf in found)
+        else None
+    )
 
 
 def subtrees(spec: Spec, tree: Tree) -> list[Any] | None:
@@ -161,7 +165,9 @@ def register(
         children, static = to_children(node)
         return list(children), static
 
-    torch_pytree.register_pytree_node(cls, flatten_for_torch, lambda children, static: from_children(static, children))
+    torch_pytree.register_pytree_node(
+        cls, flatten_for_torch, lambda children, static: from_children(static, children)
+    )
 
 
 def partition(tree: Tree, predicate: Callable[[str, Any], bool]) -> tuple[Tree, Tree]:

@@ -12,8 +12,15 @@ import pytest
 
 from zfun.collectives import Workers
 
-# What ranks need of torch and of the tests. Imported once, in a process that does nothing else, and inherited by every rank.
-_IMPORTED = ["numba", "torch._dynamo", "torch.distributed.device_mesh", "tests.distributed.bodies", "tests.distributed.test_shared_memory"]
+# What ranks need of torch and of the tests. Imported once, in a process that does nothing else, and
+# inherited by every rank.
+_IMPORTED = [
+    "numba",
+    "torch._dynamo",
+    "torch.distributed.device_mesh",
+    "tests.distributed.bodies",
+    "tests.distributed.test_shared_memory",
+]
 
 
 @functools.cache
@@ -26,10 +33,13 @@ def _server() -> Any:
 
 
 def processes(size: int, **options: Any) -> Workers:
-    """Processes that start in no time; that those which import torch by themselves work is what the tests of ``spawn`` see."""
+    """Processes that start in no time; that those which import torch by themselves work is what the
+    tests of ``spawn`` see.
+    """
     return Workers(size, context=_server(), **options)
 
 
 needs_shared_memory = pytest.mark.skipif(
-    sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"), reason="shared memory is for Linux on x86-64"
+    sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"),
+    reason="shared memory is for Linux on x86-64",
 )

@@ -16,8 +16,22 @@ import zfun as zf
 from tests import models
 from zfun import optim, tree
 from zfun.collectives import Collective, ReduceScatter, Stream
-from zfun.errors import AliasChanged, DonatedStateError, NonFiniteError, PlacementError, SpecMismatch
-from zfun.testing import Composition, assert_same_bits, check_padding, check_redistribution, check_round_trip, same_bits, train
+from zfun.errors import (
+    AliasChanged,
+    DonatedStateError,
+    NonFiniteError,
+    PlacementError,
+    SpecMismatch,
+)
+from zfun.testing import (
+    Composition,
+    assert_same_bits,
+    check_padding,
+    check_redistribution,
+    check_round_trip,
+    same_bits,
+    train,
+)
 
 CLIPPED = optim.chain(optim.clip_by_global_norm(0.1), optim.sgd(0.05, momentum=0.9))
 
@@ -28,9 +42,20 @@ COMPOSITIONS = [
     Composition(grads=("replicate_grads",), flat=True, donate=True),
     Composition(optimizer=("shard_optimizer",)),
     Composition(loss=("shard_params",)),
-    Composition(loss=("shard_params",), grads=("shard_grads",), optimizer=("shard_optimizer",), donate=True),
-    Composition(loss=("offload", "shard_params"), grads=("offload", "shard_grads"), optimizer=("shard_optimizer", "offload"), donate=True),
-    Composition(loss=("shard_params", "offload"), grads=("shard_grads", "offload"), optimizer=("offload", "shard_optimizer")),
+    Composition(
+        loss=("shard_params",), grads=("shard_grads",), optimizer=("shard_optimizer",), donate=True
+    ),
+    Composition(
+        loss=("offload", "shard_params"),
+        grads=("offload", "shard_grads"),
+        optimizer=("shard_optimizer", "offload"),
+        donate=True,
+    ),
+    Composition(
+        loss=("shard_params", "offload"),
+        grads=("shard_grads", "offload"),
+        optimizer=("offload", "shard_optimizer"),
+    ),
 ]
 
 
@@ -39,7 +64,15 @@ def compositions_agree(group: zf.Group) -> Any:
     first: Any = None
     for turn, composition in enumerate(COMPOSITIONS):
         bucket_bytes = (1, 300, 2**20)[turn % 3]
-        run = train(composition, group, models.mlp_loss, CLIPPED, models.mlp(), batches, bucket_bytes=bucket_bytes)
+        run = train(
+            composition,
+            group,
+            models.mlp_loss,
+            CLIPPED,
+            models.mlp(),
+            batches,
+            bucket_bytes=bucket_bytes,
+        )
         check_padding(run.final)
         first = run[:2] if first is None else first
         assert_same_bits(run[:2], first, f"{composition} and {COMPOSITIONS[0]}")
@@ -51,7 +84,17 @@ def micro_batches(group: zf.Group) -> Any:
     results = []
     for grads in (("accumulate", "shard_grads"), ("shard_grads", "accumulate")):
         composition = Composition(("shard_params",), grads, ("shard_optimizer",))
-        results.append(train(composition, group, models.mlp_loss, optim.adamw(0.05), models.mlp(), batches, num_micro_batches=3)[:2])
+        results.append(
+            train(
+                composition,
+                group,
+                models.mlp_loss,
+                optim.adamw(0.05),
+                models.mlp(),
+                batches,
+                num_micro_batches=3,
+            )[:2]
+        )
     return results
 
 
@@ -88,7 +131,15 @@ def any_dtype_and_shape(group: zf.Group) -> Any:
     check_redistribution(flat, [zf.R, zf.P, zf.S, zf.P, zf.R])
     batches = models.tree_batches(2, group.size, 3)
     runs = [
-        train(composition, group, models.tree_loss, optim.adam(0.1, eps=1e-3), mixed_tree(), batches, bucket_bytes=64)[:2]
+        train(
+            composition,
+            group,
+            models.tree_loss,
+            optim.adam(0.1, eps=1e-3),
+            mixed_tree(),
+            batches,
+            bucket_bytes=64,
+        )[:2]
         for composition in (Composition(), COMPOSITIONS[5])
     ]
     assert_same_bits(runs[0], runs[1])
@@ -100,9 +151,17 @@ def compressed(group: zf.Group) -> Any:
     found: list[Any] = []
     for stage in (0, 3):
         feedback = zf.compression.error_feedback(reset=3)
-        grads, params = zf.compression.int4(block=32, feedback=feedback), zf.compression.int8(block=32) if stage == 3 else None
+        grads, params = (
+            zf.compression.int4(block=32, feedback=feedback),
+            zf.compression.int8(block=32) if stage == 3 else None,
+        )
         z = zf.zero(
-            stage, models.mlp_loss, optim.adamw(0.05), group, bucket_bytes=300, compression=zf.Compression(grads=grads, params=params)
+            stage,
+            models.mlp_loss,
+            optim.adamw(0.05),
+            group,
+            bucket_bytes=300,
+            compression=zf.Compression(grads=grads, params=params),
         )
         state = z.init(models.mlp())
         for batches in models.mlp_batches(4, group.size):
@@ -122,7 +181,9 @@ def compressed(group: zf.Group) -> Any:
             terms = torch.linspace(-1, 1, numel).to(dtype) * (group.rank + 1)
             if worker is not None and worker.numel() != numel:
                 worker = server = None
-            mean, worker, server = zf.compression.compressed_all_reduce(terms, worker, server, group)
+            mean, worker, server = zf.compression.compressed_all_reduce(
+                terms, worker, server, group
+            )
             found.append((mean, zf.collectives.all_reduce(worker, group), server.square().sum()))
     return found
 
@@ -130,7 +191,14 @@ def compressed(group: zf.Group) -> Any:
 def frozen_leaves(group: zf.Group) -> Any:
     found: list[Any] = []
     for stage in (0, 3):
-        z = zf.zero(stage, models.mlp_loss, optim.adamw(0.05), group, bucket_bytes=300, trainable=lambda path, _: path.startswith("h.1"))
+        z = zf.zero(
+            stage,
+            models.mlp_loss,
+            optim.adamw(0.05),
+            group,
+            bucket_bytes=300,
+            trainable=lambda path, _: path.startswith("h.1"),
+        )
         state = z.init(models.mlp())
         for batches in models.mlp_batches(2, group.size):
             state, _ = z.step(state, batches[group.rank])
@@ -169,8 +237,15 @@ def any_schedule(group: zf.Group) -> Any:
         return (x @ params["out"]).pow(2).mean()
 
     found: list[Any] = []
-    schedules = [zf.ScheduleOptions(), zf.ScheduleOptions(prefetch=3), zf.ScheduleOptions(prefetch=0, max_live=192)]
-    schedules += [zf.ScheduleOptions(reuse_distance=10**9), zf.ScheduleOptions(persistence=5, reuse_distance=1)]
+    schedules = [
+        zf.ScheduleOptions(),
+        zf.ScheduleOptions(prefetch=3),
+        zf.ScheduleOptions(prefetch=0, max_live=192),
+    ]
+    schedules += [
+        zf.ScheduleOptions(reuse_distance=10**9),
+        zf.ScheduleOptions(persistence=5, reuse_distance=1),
+    ]
     for options in schedules:
         z = zf.zero(3, loss_fn, optim.adamw(0.05), group, bucket_bytes=300, schedule=options)
         state = z.init(models.mlp())
@@ -188,10 +263,16 @@ def watched_step(group: zf.Group) -> Any:
         state, _ = z.step(state, batches[group.rank])
     with zf.planner.profile() as found:
         state, _ = z.step(state, models.mlp_batches(1, group.size)[0][group.rank])
-    trace = zf.planner.trace(models.mlp_loss, models.mlp(), models.mlp_batches(1, 1)[0][0], group.size, bucket_bytes=300)
+    trace = zf.planner.trace(
+        models.mlp_loss, models.mlp(), models.mlp_batches(1, 1)[0][0], group.size, bucket_bytes=300
+    )
     assert found.steps() == zf.planner.schedule(trace).steps
     assert all(event.start <= event.end <= found.now() for event in found.events)
-    return z.params(state), [event.live_bytes for event in found.events], [event.bucket for event in found.events]
+    return (
+        z.params(state),
+        [event.live_bytes for event in found.events],
+        [event.bucket for event in found.events],
+    )
 
 
 def token_means(group: zf.Group) -> Any:
@@ -204,7 +285,9 @@ def token_means(group: zf.Group) -> Any:
 
     x = models.mlp_batches(1, group.size, rows=6)[0][group.rank]
     mask = (torch.arange(6) <= group.rank * 2).double()
-    vg = zf.shard_grads(zf.accumulate(zf.data_parallel(zf.value_and_grad(loss_fn), group), 2), group)
+    vg = zf.shard_grads(
+        zf.accumulate(zf.data_parallel(zf.value_and_grad(loss_fn), group), 2), group
+    )
     loss, grads = vg(models.mlp(), (x, mask + 0.5))
     return loss.mean, loss.weight, zf.unshard(grads)
 
@@ -228,10 +311,18 @@ def bytes_of_steps(group: zf.Group) -> Any:
 def nan_on_one_rank(group: zf.Group) -> Any:
     results: list[Any] = []
     for stage in (0, 1, 2, 3):
-        z = zf.zero(stage, lambda p, b: models.mlp_loss(p, b[0]) + (p["h"][2]["b"] * b[1]).sum(), optim.adamw(0.05), group, max_skipped=2)
+        z = zf.zero(
+            stage,
+            lambda p, b: models.mlp_loss(p, b[0]) + (p["h"][2]["b"] * b[1]).sum(),
+            optim.adamw(0.05),
+            group,
+            max_skipped=2,
+        )
         state = z.init(models.mlp())
         batch = models.mlp_batches(1, group.size)[0][group.rank]
-        poison = torch.full((5,), float("nan") if group.rank == group.size - 1 else 0.0, dtype=torch.float64)
+        poison = torch.full(
+            (5,), float("nan") if group.rank == group.size - 1 else 0.0, dtype=torch.float64
+        )
         state, info = z.step(state, (batch, poison))
         assert info.skipped
         assert info.bad_leaf == "h.2.b"
@@ -260,7 +351,15 @@ def functional_derivatives(group: zf.Group) -> Any:
         tangent = zf.shard(models.mlp(seed=4), group, bucket_bytes=300)
         _, product = jvp(lambda p, loss=loss: grad(loss)(p, x), (flat,), (tangent,))  # pyrefly: ignore[bad-argument-type, bad-unpacking]
         results.append(
-            ([zf.unshard(per_sample.with_buffers(b[i].contiguous() for b in per_sample.buffers)) for i in range(4)], zf.unshard(product))
+            (
+                [
+                    zf.unshard(
+                        per_sample.with_buffers(b[i].contiguous() for b in per_sample.buffers)
+                    )
+                    for i in range(4)
+                ],
+                zf.unshard(product),
+            )
         )
     expected = jvp(lambda p: grad(models.mlp_loss)(p, x), (models.mlp(),), (models.mlp(seed=4),))[1]
     for found in results:
@@ -285,7 +384,9 @@ def recomputed(group: zf.Group) -> Any:
         return loss_fn
 
     def trained(stage: int, run: Any, batches: Any, rank: int) -> Any:
-        z = zf.zero(stage, loss_of(run), optim.adamw(0.05), group, bucket_bytes=300, num_micro_batches=2)
+        z = zf.zero(
+            stage, loss_of(run), optim.adamw(0.05), group, bucket_bytes=300, num_micro_batches=2
+        )
         state = z.init(models.mlp())
         for step in batches:
             state, _ = z.step(state, (step[rank], rank))
@@ -295,7 +396,9 @@ def recomputed(group: zf.Group) -> Any:
     for stage in (0, 2, 3):
         expected = trained(stage, block, own, group.rank)
         for policy in (zf.policies.nothing, zf.policies.matmuls):
-            found = trained(stage, zf.remat(block, policy=policy, store=zf.stores.host()), own, group.rank)
+            found = trained(
+                stage, zf.remat(block, policy=policy, store=zf.stores.host()), own, group.rank
+            )
             assert_same_bits(found, expected, f"stage {stage} with and without remat()")
     # All ranks hold the same activations.
     expected = trained(3, block, own, 0)
@@ -330,7 +433,10 @@ def errors_are_local(group: zf.Group) -> Any:
     for call, kind in (
         (lambda: z.params(old), DonatedStateError),
         (lambda: zf.shard_params(models.mlp_loss, group)(models.mlp(), None), PlacementError),
-        (lambda: zf.flat.ravel({"a": torch.ones(2), "b": torch.ones(2)}, layout, group), AliasChanged),
+        (
+            lambda: zf.flat.ravel({"a": torch.ones(2), "b": torch.ones(2)}, layout, group),
+            AliasChanged,
+        ),
     ):
         try:
             call()
@@ -366,7 +472,14 @@ def goes_on_after_an_error(group: zf.Group) -> Any:
 
     found: list[Any] = []
     for stage in (0, 2, 3):
-        z = zf.zero(stage, loss_fn, optim.adamw(0.05), group, bucket_bytes=300, schedule=zf.ScheduleOptions(prefetch=2))
+        z = zf.zero(
+            stage,
+            loss_fn,
+            optim.adamw(0.05),
+            group,
+            bucket_bytes=300,
+            schedule=zf.ScheduleOptions(prefetch=2),
+        )
         state = z.init(models.mlp())
         for batches in models.mlp_batches(3, group.size):
             for where in (1, ~1, ~3):
@@ -428,7 +541,9 @@ def compiled(group: zf.Group) -> Any:
     expected = trained(0, block)
     for stage in (0, 1, 2, 3):
         for run in (gathered, zf.remat(gathered)):
-            assert_same_bits(trained(stage, run), expected, f"stage {stage} with and without a compiled block")
+            assert_same_bits(
+                trained(stage, run), expected, f"stage {stage} with and without a compiled block"
+            )
     return expected
 
 
@@ -452,6 +567,9 @@ def starts_another_collective(group: zf.Group) -> None:
     z = zf.zero(2, models.mlp_loss, optim.adamw(0.05), group)
     state = z.init(models.mlp())
     if group.rank == 1:
-        group.start(Collective(ReduceScatter(), "grads", "by hand", Stream.GRADS), torch.ones(32 * group.size)).wait()
+        group.start(
+            Collective(ReduceScatter(), "grads", "by hand", Stream.GRADS),
+            torch.ones(32 * group.size),
+        ).wait()
     z.step(state, models.mlp_batches(1, group.size)[0][group.rank])
     assert not same_bits(z.params(state), models.mlp())

@@ -30,11 +30,16 @@ def open_layers(params: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
     return (x @ params["out"]).pow(2).mean()
 
 
-def batches_of(num_steps: int, size: int, way: Callable[[int, int, int], Sequence[int]], num_micro: int = 1) -> list[list[Any]]:
+def batches_of(
+    num_steps: int, size: int, way: Callable[[int, int, int], Sequence[int]], num_micro: int = 1
+) -> list[list[Any]]:
     """Return ``batches[step][rank]``; ``way(step, rank, micro)`` lists the open layers."""
     found = []
     for step, xs in enumerate(models.mlp_batches(num_steps, size, rows=ROWS)):
-        ways = [torch.tensor([way(step, rank, row * num_micro // ROWS) for row in range(ROWS)]) for rank in range(size)]
+        ways = [
+            torch.tensor([way(step, rank, row * num_micro // ROWS) for row in range(ROWS)])
+            for rank in range(size)
+        ]
         found.append(list(zip(xs, ways, strict=True)))
     return found
 
@@ -44,29 +49,54 @@ def oracle(loss_fn: Any, params: Any, batches: Any, num_micro: int) -> tuple[Any
     losses, momentum = [], {}
     flat = models.flat_dict(params)
     for step in batches:
-        micro = [part for batch in step for part in zip(*(x.chunk(num_micro) for x in batch), strict=True)]
-        loss, grads = reference.gradients(lambda leaves, batch: loss_fn(models.unflat_dict(leaves, params), batch), flat, micro)
+        micro = [
+            part
+            for batch in step
+            for part in zip(*(x.chunk(num_micro) for x in batch), strict=True)
+        ]
+        loss, grads = reference.gradients(
+            lambda leaves, batch: loss_fn(models.unflat_dict(leaves, params), batch), flat, micro
+        )
         flat = reference.sgd(flat, grads, momentum, 0.2, 0.9)
         losses.append(loss)
     return models.unflat_dict(flat, params), losses
 
 
-def every_stage(group: zf.Group, loss_fn: Any, params: Any, batches: Any, num_micro: int = 1) -> Any:
+def every_stage(
+    group: zf.Group, loss_fn: Any, params: Any, batches: Any, num_micro: int = 1
+) -> Any:
     """Train at every stage, and compare with the oracle and with stages of equal bits."""
     expected, expected_losses = oracle(loss_fn, params, batches, num_micro)
-    assert not any(same_bits(a, b) for a, b in zip(tree.leaves(expected), tree.leaves(params), strict=True) if a.numel() > 1)
+    assert not any(
+        same_bits(a, b)
+        for a, b in zip(tree.leaves(expected), tree.leaves(params), strict=True)
+        if a.numel() > 1
+    )
     found: list[Any] = []
     for stage in (0, 1, 2, 3):
-        z = zf.zero(stage, loss_fn, optim.sgd(0.2, momentum=0.9), group, bucket_bytes=300, num_micro_batches=num_micro)
+        z = zf.zero(
+            stage,
+            loss_fn,
+            optim.sgd(0.2, momentum=0.9),
+            group,
+            bucket_bytes=300,
+            num_micro_batches=num_micro,
+        )
         state, losses = z.init(params), []
         for step in batches:
             state, info = z.step(state, step[group.rank])
             losses.append(float(info.loss))
         found.append((z.params(state), losses))
         near(found[-1][0], expected)
-        torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected_losses), rtol=1e-12, atol=0.0)
+        torch.testing.assert_close(
+            torch.tensor(losses), torch.tensor(expected_losses), rtol=1e-12, atol=0.0
+        )
         # With micro-batches stages 2 and 3 reduce each micro-batch, and round differently.
-        assert_same_bits(found[-1], found[0 if num_micro == 1 or stage < 2 else 2], f"stage {stage} and an earlier one")
+        assert_same_bits(
+            found[-1],
+            found[0 if num_micro == 1 or stage < 2 else 2],
+            f"stage {stage} and an earlier one",
+        )
     return found
 
 
@@ -77,20 +107,29 @@ def near(found: Any, expected: Any) -> None:
 
 def unused_leaves(group: zf.Group) -> Any:
     """Open a layer on the last rank only, and another on no rank in some steps."""
-    batches = batches_of(3, group.size, lambda step, rank, _: (1, step != 1, rank == group.size - 1, 1))
+    batches = batches_of(
+        3, group.size, lambda step, rank, _: (1, step != 1, rank == group.size - 1, 1)
+    )
     return every_stage(group, open_layers, models.mlp(), batches)
 
 
 def early_exit(group: zf.Group) -> Any:
     """Ranks leave the model after different layers; each rank in turn runs all layers."""
-    batches = batches_of(4, group.size, lambda step, rank, _: [index <= (rank + step) % LAYERS for index in range(LAYERS)])
+    batches = batches_of(
+        4,
+        group.size,
+        lambda step, rank, _: [index <= (rank + step) % LAYERS for index in range(LAYERS)],
+    )
     return every_stage(group, open_layers, models.mlp(), batches)
 
 
 def skipped_layers(group: zf.Group) -> Any:
     """Rank 1 skips a layer in some steps, rank 0 another; micro-batches differ too."""
     batches = batches_of(
-        3, group.size, lambda step, rank, micro: (1, rank != 1 or step == 1, rank > 0 or micro == 1, step < 2), num_micro=2
+        3,
+        group.size,
+        lambda step, rank, micro: (1, rank != 1 or step == 1, rank > 0 or micro == 1, step < 2),
+        num_micro=2,
     )
     return every_stage(group, open_layers, models.mlp(), batches, num_micro=2)
 
@@ -108,7 +147,13 @@ def returning_layers(params: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 def returning(group: zf.Group) -> Any:
     """Ranks use layers twice that the traced first step used once."""
-    batches = batches_of(3, group.size, lambda step, rank, _: [step > 0 and (rank + step + index) % 3 == 0 for index in range(LAYERS)])
+    batches = batches_of(
+        3,
+        group.size,
+        lambda step, rank, _: [
+            step > 0 and (rank + step + index) % 3 == 0 for index in range(LAYERS)
+        ],
+    )
     return every_stage(group, returning_layers, models.mlp(), batches)
 
 
@@ -127,7 +172,13 @@ def gathered_for_nothing(group: zf.Group) -> Any:
     """All ranks gather a block, and some have no gradient for it, unknown before backward."""
     params = models.mlp(num_layers=6)
     params["h"] = [{"w": layer["w"], "shift": layer["w"].repeat(9, 1)} for layer in params["h"]]
-    batches = batches_of(3, group.size, lambda step, rank, _: [step == 0 or (rank + step) % group.size == 0 or i < 1 for i in range(6)])
+    batches = batches_of(
+        3,
+        group.size,
+        lambda step, rank, _: [
+            step == 0 or (rank + step) % group.size == 0 or i < 1 for i in range(6)
+        ],
+    )
     return every_stage(group, shifted_layers, params, batches)
 
 
@@ -135,11 +186,25 @@ def experts(group: zf.Group, rows: int, top_k: int, capacity: int, num_micro: in
     """A mixture of experts; the tokens of a rank choose the experts."""
     params = models.mixture(seed=3)
     batches = [[(x,) for x in step] for step in models.mlp_batches(3, group.size, rows=rows)]
-    loads = torch.stack([models.mixture_loss(params, part, top_k, capacity)[1] for (x,) in batches[0] for part in x.chunk(num_micro)])
+    loads = torch.stack(
+        [
+            models.mixture_loss(params, part, top_k, capacity)[1]
+            for (x,) in batches[0]
+            for part in x.chunk(num_micro)
+        ]
+    )
     idle = loads == 0
-    assert (idle.any(0) & ~idle.all(0)).any(), "every expert is used by all or by none: nothing differs between the ranks"
+    assert (idle.any(0) & ~idle.all(0)).any(), (
+        "every expert is used by all or by none: nothing differs between the ranks"
+    )
     assert loads.sum() < 2 * top_k * rows * group.size, "no expert is full: no token is dropped"
-    return every_stage(group, lambda params, batch: models.mixture_loss(params, batch[0], top_k, capacity)[0], params, batches, num_micro)
+    return every_stage(
+        group,
+        lambda params, batch: models.mixture_loss(params, batch[0], top_k, capacity)[0],
+        params,
+        batches,
+        num_micro,
+    )
 
 
 def one_expert_a_token(group: zf.Group) -> Any:
@@ -170,7 +235,9 @@ def two_hundred_steps(group: zf.Group) -> Any:
         found = zf.unshard(grads)
         if index % group.size == group.rank:  # the ranks share the comparisons
             _, expected = reference.gradients(
-                lambda leaves, batch: open_layers(models.unflat_dict(leaves, whole), batch), models.flat_dict(whole), step
+                lambda leaves, batch: open_layers(models.unflat_dict(leaves, whole), batch),
+                models.flat_dict(whole),
+                step,
             )
             near(found, models.unflat_dict(expected, whole))
         params, state = zf.apply(optimizer, grads, state, params)

@@ -1,4 +1,6 @@
-"""Programs of a rank on a mesh of two rows, run alike on simulated ranks and on real processes, which import this module."""
+"""Programs of a rank on a mesh of two rows, run alike on simulated ranks and on real processes,
+which import this module.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +37,20 @@ from zfun.testing import assert_same_bits
 
 
 def collectives(group: zf.Group) -> Any:
-    """Every collective, all of them started before the first is waited for, which ranks do in different orders."""
+    """Every collective, all of them started before the first is waited for, which ranks do in
+    different orders.
+    """
     mesh = zf.split(group, inner=2)
     rotation = tuple((rank + 1) % mesh.size for rank in range(mesh.size))
-    ops = [AllGather(), ReduceScatter(), AllReduce(), Broadcast(1), Reduce(2), AllToAll(), Permute(rotation)]
+    ops = [
+        AllGather(),
+        ReduceScatter(),
+        AllReduce(),
+        Broadcast(1),
+        Reduce(2),
+        AllToAll(),
+        Permute(rotation),
+    ]
     generator = torch.Generator().manual_seed(group.rank)
     pending = []
     for numel in (0, mesh.size, 501 * mesh.size):
@@ -53,10 +65,23 @@ def collectives(group: zf.Group) -> Any:
 def trained(group: zf.Group) -> Any:
     """Hybrid sharding, a secondary shard, and data parallelism over one mesh: the same bits."""
     found: list[Any] = []
-    for stage, axis, secondary in ((0, "all", False), (2, "inner", False), (3, "inner", False), (3, "all", False), (3, "all", True)):
+    for stage, axis, secondary in (
+        (0, "all", False),
+        (2, "inner", False),
+        (3, "inner", False),
+        (3, "all", False),
+        (3, "all", True),
+    ):
         mesh = zf.record(zf.split(group, inner=2))
         over = mesh if axis == "all" else mesh.inner
-        z = zf.zero(stage, models.mlp_loss, optim.adamw(0.05), over, bucket_bytes=300, schedule=zf.ScheduleOptions(secondary=secondary))
+        z = zf.zero(
+            stage,
+            models.mlp_loss,
+            optim.adamw(0.05),
+            over,
+            bucket_bytes=300,
+            schedule=zf.ScheduleOptions(secondary=secondary),
+        )
         state, trace = z.init(models.mlp()), []
         for batches in models.mlp_batches(2, group.size):
             state, info = z.step(state, batches[group.rank])
@@ -70,16 +95,29 @@ def branching(group: zf.Group) -> Any:
     """Ranks of a mesh that take other ways, so that some ask for what others are still waiting for."""
     found: list[Any] = []
     mesh = zf.split(group, inner=2)
-    batches = branches.batches_of(4, 4, lambda step, rank, _: [(3 * rank + step * index) % 4 == 0 for index in range(branches.LAYERS)])
+    batches = branches.batches_of(
+        4,
+        4,
+        lambda step, rank, _: [
+            (3 * rank + step * index) % 4 == 0 for index in range(branches.LAYERS)
+        ],
+    )
     for stage, over, prefetch in ((0, mesh, 1), (3, mesh, 0), (3, mesh, 2), (3, mesh.inner, 1)):
         z = zf.zero(
-            stage, branches.returning_layers, optim.sgd(0.1), over, bucket_bytes=300, schedule=zf.ScheduleOptions(prefetch=prefetch)
+            stage,
+            branches.returning_layers,
+            optim.sgd(0.1),
+            over,
+            bucket_bytes=300,
+            schedule=zf.ScheduleOptions(prefetch=prefetch),
         )
         state = z.init(models.mlp())
         for step in batches:
             state, _ = z.step(state, step[group.rank])
         found.append(z.params(state))
-        assert_same_bits(found[-1], found[0], f"stage {stage} over {axis_of(over) or 'all'} and data parallelism")
+        assert_same_bits(
+            found[-1], found[0], f"stage {stage} over {axis_of(over) or 'all'} and data parallelism"
+        )
     return found[0]
 
 
@@ -93,7 +131,9 @@ def dies_in_a_row(group: zf.Group) -> None:
 
 
 def _on_two_hosts(group: zf.Group) -> zf.Group:
-    """A group of the same ranks, which believe that the first two are on one host and the others on another."""
+    """A group of the same ranks, which believe that the first two are on one host and the others on
+    another.
+    """
     with pytest.MonkeyPatch.context() as patch:
         for module in (rendezvous, process):
             patch.setattr(module, "host_name", lambda: f"host {group.rank // 2}")
@@ -101,18 +141,30 @@ def _on_two_hosts(group: zf.Group) -> zf.Group:
 
 
 def over_two_hosts(group: zf.Group) -> Any:
-    """Collectives long and short, in all streams at once, waited for in different orders; training; a mesh whose rows are the hosts."""
+    """Collectives long and short, in all streams at once, waited for in different orders; training;
+    a mesh whose rows are the hosts.
+    """
     simulated = not dist.is_initialized()
     made = group if simulated else _on_two_hosts(group)
     assert simulated or type(made).__name__ == "HostsGroup"
-    ops = [AllGather(), ReduceScatter(), AllReduce(), Broadcast(1), Reduce(2), AllToAll(), Permute((1, 2, 3, 0))]
+    ops = [
+        AllGather(),
+        ReduceScatter(),
+        AllReduce(),
+        Broadcast(1),
+        Reduce(2),
+        AllToAll(),
+        Permute((1, 2, 3, 0)),
+    ]
     generator = torch.Generator().manual_seed(group.rank)
     pending = []
     for dtype in (torch.float32, torch.bfloat16):
         for numel in (4, 10004):
             for number, op in enumerate(ops):
                 x = torch.randn(numel, generator=generator).to(dtype)
-                pending.append(made.start(Collective(op, op.kind, str(numel), Stream(number % 3)), x))
+                pending.append(
+                    made.start(Collective(op, op.kind, str(numel), Stream(number % 3)), x)
+                )
     for handle in pending if group.rank % 2 else reversed(pending):
         handle.wait()
     results: list[Any] = [handle.wait() for handle in pending]
@@ -123,7 +175,9 @@ def over_two_hosts(group: zf.Group) -> Any:
         results.append(info.grad_norm)
     results.append(z.params(state))
     mesh = zf.split(made, inner=2)
-    results.append(mesh.start(Collective(AllReduce()), torch.randn(3001, generator=generator)).wait())
+    results.append(
+        mesh.start(Collective(AllReduce()), torch.randn(3001, generator=generator)).wait()
+    )
     if not simulated:
         made.close()
     return results
@@ -142,7 +196,9 @@ def starts_something_else(group: zf.Group) -> str:
     """Rank 2 gives its collective another name."""
     made = _on_two_hosts(group)
     try:
-        made.start(Collective(AllGather(), "other" if group.rank == 2 else "same"), torch.ones(5000)).wait()
+        made.start(
+            Collective(AllGather(), "other" if group.rank == 2 else "same"), torch.ones(5000)
+        ).wait()
     except (CollectiveMismatch, PeerLost) as error:
         return str(error)
     finally:

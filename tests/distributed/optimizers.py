@@ -1,6 +1,8 @@
-"""Every optimizer at every stage, over a group and over a mesh: the same bits, and the numbers of one process.
+"""Every optimizer at every stage, over a group and over a mesh: the same bits, and the numbers of
+one process.
 
-Programs of a rank that run alike on simulated ranks and on real processes, which import this module.
+Programs of a rank that run alike on simulated ranks and on real processes, which import this
+module.
 """
 
 from __future__ import annotations
@@ -63,7 +65,9 @@ def in_one_process(name: str, size: int) -> dict[str, Tensor]:
     return models.flat_dict(whole)
 
 
-def trained(optimizer: optim.Optimizer, stage: int, group: zf.Group, rank: int, **options: Any) -> Any:
+def trained(
+    optimizer: optim.Optimizer, stage: int, group: zf.Group, rank: int, **options: Any
+) -> Any:
     z = zf.zero(stage, models.mlp_loss, optimizer, group, bucket_bytes=100 + 200 * stage, **options)
     state = z.init(models.mlp(num_layers=2))
     for batches in models.mlp_batches(STEPS, mesh_of(group).size):
@@ -74,7 +78,13 @@ def trained(optimizer: optim.Optimizer, stage: int, group: zf.Group, rank: int, 
 def check_near(found: Any, expected: dict[str, Tensor], what: str) -> None:
     before = models.flat_dict(models.mlp(num_layers=2))
     for path, leaf in models.flat_dict(found).items():
-        torch.testing.assert_close(leaf - before[path], expected[path] - before[path], rtol=1e-9, atol=1e-11, msg=lambda m: f"{what}: {m}")
+        torch.testing.assert_close(
+            leaf - before[path],
+            expected[path] - before[path],
+            rtol=1e-9,
+            atol=1e-11,
+            msg=lambda m: f"{what}: {m}",
+        )
         assert not torch.equal(leaf, before[path])
 
 
@@ -82,9 +92,14 @@ def every_optimizer(group: zf.Group) -> Any:
     """At two stages that send different things; all of them are compared where ranks are simulated."""
     found = {}
     for name, optimizer in OPTIMIZERS.items():
-        first, second = (trained(optimizer, stage, group, group.rank) for stage in ((0, 2) if name == "onebit_adam" else (1, 3)))
+        first, second = (
+            trained(optimizer, stage, group, group.rank)
+            for stage in ((0, 2) if name == "onebit_adam" else (1, 3))
+        )
         assert_same_bits(first, second, f"{name} at two stages")
-        check_near(first, in_one_process(name, group.size), f"{name} on {group.size} ranks and on one")
+        check_near(
+            first, in_one_process(name, group.size), f"{name} on {group.size} ranks and on one"
+        )
         found[name] = first
     return found
 
@@ -101,7 +116,12 @@ def places_of(name: str, mesh: zf.collectives.Mesh) -> list[tuple[int, zf.Group,
     return (
         places
         if name == "onebit_adam"
-        else [*places, (3, mesh.inner, {}), (3, mesh, {}), (3, mesh, {"schedule": zf.ScheduleOptions(secondary=True)})]
+        else [
+            *places,
+            (3, mesh.inner, {}),
+            (3, mesh, {}),
+            (3, mesh, {"schedule": zf.ScheduleOptions(secondary=True)}),
+        ]
     )
 
 
@@ -110,10 +130,22 @@ def over_a_mesh(group: zf.Group, inner: int, names: Sequence[str], chosen: slice
     found, mesh = {}, zf.split(group, inner=inner)
     for name in names:
         places = places_of(name, mesh)[chosen]
-        runs = [trained(OPTIMIZERS[name], stage, over, group.rank, **options) for stage, over, options in places]
+        runs = [
+            trained(OPTIMIZERS[name], stage, over, group.rank, **options)
+            for stage, over, options in places
+        ]
         for (stage, over, _), run in zip(places, runs, strict=True):
-            assert_same_bits(run, runs[0], f"{name} at stage {stage} over {axis_of(over) or 'all'} and at stage {places[0][0]}")
-        check_near(runs[0], in_one_process(name, group.size), f"{name} on a mesh of {group.size} ranks and on one")
+            assert_same_bits(
+                run,
+                runs[0],
+                f"{name} at stage {stage} over {axis_of(over) or 'all'} and at stage "
+                f"{places[0][0]}",
+            )
+        check_near(
+            runs[0],
+            in_one_process(name, group.size),
+            f"{name} on a mesh of {group.size} ranks and on one",
+        )
         found[name] = runs[0]
     return found
 

@@ -33,7 +33,9 @@ AS_CHOSEN = pytest.param((2, None), id="2 over what is chosen")
 @pytest.fixture(scope="module", params=[TWO_OVER_GLOO, OVER_GLOO, AS_CHOSEN])
 def ranks(request: pytest.FixtureRequest) -> Iterator[tuple[int, Workers]]:
     size, shared_memory = request.param
-    with processes(size, timeout_s=40.0, collective_timeout_s=20.0, shared_memory=shared_memory) as held:
+    with processes(
+        size, timeout_s=40.0, collective_timeout_s=20.0, shared_memory=shared_memory
+    ) as held:
         yield size, held
 
 
@@ -47,7 +49,9 @@ BODIES = [*bodies.BODIES, *branches.BODIES, *optimizers.BODIES]
 
 
 @pytest.mark.parametrize("body", BODIES, ids=[body.__name__ for body in BODIES])
-def test_processes_do_what_the_simulation_does(ranks: tuple[int, Workers], body: Callable[[zf.Group], Any]) -> None:
+def test_processes_do_what_the_simulation_does(
+    ranks: tuple[int, Workers], body: Callable[[zf.Group], Any]
+) -> None:
     size, workers = ranks
     expected = simulated(size, body)
     found = workers.run(body)

@@ -1,4 +1,6 @@
-"""Meshes of real processes: the bits of the simulation, and a rank that dies is noticed in its row and in its column."""
+"""Meshes of real processes: the bits of the simulation, and a rank that dies is noticed in its row
+and in its column.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ BODIES = [
 
 
 @pytest.mark.parametrize("body", BODIES, ids=[body.__name__ for body in BODIES])
-def test_processes_do_what_the_simulation_does(four: Workers, body: Callable[[zf.Group], Any]) -> None:
+def test_processes_do_what_the_simulation_does(
+    four: Workers, body: Callable[[zf.Group], Any]
+) -> None:
     with on_one_core():
         expected = zf.simulate(4, body)
     for rank, found in enumerate(four.run(body)):

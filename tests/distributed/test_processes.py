@@ -1,4 +1,5 @@
-"""Real processes, over gloo and through shared memory: the bits of the simulation, and errors that say what happened.
+"""Real processes, over gloo and through shared memory: the bits of the simulation, and errors that
+say what happened.
 
 The programs of the ranks are functions of this module, which the processes import.
 """
@@ -54,7 +55,9 @@ RUN_S = 40.0
 
 
 @pytest.fixture(
-    scope="module", params=[(2, False), (3, False), pytest.param((3, True), marks=needs_shared_memory)], ids=["2", "3", "3 shared"]
+    scope="module",
+    params=[(2, False), (3, False), pytest.param((3, True), marks=needs_shared_memory)],
+    ids=["2", "3", "3 shared"],
 )
 def workers(request: pytest.FixtureRequest) -> Iterator[Workers]:
     size, shared_memory = request.param
@@ -62,9 +65,15 @@ def workers(request: pytest.FixtureRequest) -> Iterator[Workers]:
         yield held
 
 
-@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=needs_shared_memory)], ids=["gloo", "shared"])
+@pytest.fixture(
+    scope="module",
+    params=[False, pytest.param(True, marks=needs_shared_memory)],
+    ids=["gloo", "shared"],
+)
 def two(request: pytest.FixtureRequest) -> Iterator[Workers]:
-    with processes(2, timeout_s=RUN_S, collective_timeout_s=20.0, shared_memory=request.param) as held:
+    with processes(
+        2, timeout_s=RUN_S, collective_timeout_s=20.0, shared_memory=request.param
+    ) as held:
         yield held
 
 
@@ -83,7 +92,15 @@ def _values(group: Group, numel: int, dtype: torch.dtype) -> Tensor:
 
 def _every_collective(group: Group) -> list[Tensor]:
     size = group.size
-    ops = [AllGather(), ReduceScatter(), AllReduce(), Broadcast(size - 1), Reduce(0), Reduce(size - 1), AllToAll()]
+    ops = [
+        AllGather(),
+        ReduceScatter(),
+        AllReduce(),
+        Broadcast(size - 1),
+        Reduce(0),
+        Reduce(size - 1),
+        AllToAll(),
+    ]
     ops += [Permute(tuple((rank + 1) % size for rank in range(size))), Permute(tuple(range(size)))]
     results = []
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.float64, torch.complex64):
@@ -121,8 +138,12 @@ def _skips_leaves(group: Group, stage: int) -> tuple[list[float], list[Tensor]]:
         return (x @ params["w"][-1]).square().mean()
 
     generator = torch.Generator().manual_seed(0)
-    params = {"w": [torch.randn(640, 640, generator=generator) / 20 for _ in range(4)], "b": torch.zeros(640)}
-    # Two of the large leaves fit in a bucket, but not what is left after them: so there are several.
+    params = {
+        "w": [torch.randn(640, 640, generator=generator) / 20 for _ in range(4)],
+        "b": torch.zeros(640),
+    }
+    # Two of the large leaves fit in a bucket, but not what is left after them: so there are
+    # several.
     z = zf.zero(stage, loss_fn, zf.optim.adamw(1e-2), group, bucket_bytes=2 * 4 * 640 * 640 + 640)
     state, losses = z.init(params), []
     for number in range(3):
@@ -134,8 +155,12 @@ def _skips_leaves(group: Group, stage: int) -> tuple[list[float], list[Tensor]]:
 
 @pytest.mark.parametrize("how", ["plainly", "remat", "checkpoint", "frozen", "persistent"])
 @pytest.mark.parametrize("strays", [False, True])
-def test_ranks_that_take_other_branches_have_the_bits_of_the_simulation(two: Workers, how: str, strays: bool) -> None:
-    for (losses, params), (expected, theirs) in zip(two.run(_branches, how, strays), simulate(2, _branches, how, strays), strict=True):
+def test_ranks_that_take_other_branches_have_the_bits_of_the_simulation(
+    two: Workers, how: str, strays: bool
+) -> None:
+    for (losses, params), (expected, theirs) in zip(
+        two.run(_branches, how, strays), simulate(2, _branches, how, strays), strict=True
+    ):
         assert len(set(losses)) == len(losses)
         assert losses == expected
         assert all(torch.equal(a, b) for a, b in zip(params, theirs, strict=True))
@@ -160,7 +185,10 @@ def _branches(group: Group, how: str, strays: bool) -> tuple[list[float], list[T
         return (x * params["b"]).square().mean()
 
     generator = torch.Generator().manual_seed(0)
-    params = {"w": [torch.randn(128, 128, generator=generator) / 10 for _ in range(4)], "b": torch.ones(128)}
+    params = {
+        "w": [torch.randn(128, 128, generator=generator) / 10 for _ in range(4)],
+        "b": torch.ones(128),
+    }
     z = zf.zero(
         3,
         loss_fn,
@@ -179,7 +207,9 @@ def _branches(group: Group, how: str, strays: bool) -> tuple[list[float], list[T
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_ranks_that_skip_leaves_have_the_bits_of_the_simulation(workers: Workers, stage: int) -> None:
+def test_ranks_that_skip_leaves_have_the_bits_of_the_simulation(
+    workers: Workers, stage: int
+) -> None:
     real = workers.run(_skips_leaves, stage)
     expected, theirs = simulate(len(real), _skips_leaves, stage)[0]
     for losses, params in real:
@@ -196,7 +226,9 @@ def _overlapped(group: Group) -> list[Tensor]:
         for index in range(3):
             for op in (AllReduce(), AllGather(), ReduceScatter()):
                 x = torch.arange(60.0) * (group.rank + 1) + 100 * index + 1000 * stream
-                pending[stream, index, op.kind] = group.start(Collective(op, "x", str(index), stream), x)
+                pending[stream, index, op.kind] = group.start(
+                    Collective(op, "x", str(index), stream), x
+                )
     order = sorted(pending, key=lambda key: (key[0] != streams[1], -key[1], key[2]))
     results = {key: pending[key].wait() for key in order}
     return [results[key] for key in sorted(results)]
@@ -223,7 +255,10 @@ def test_recorded_bytes_are_those_of_the_simulation(workers: Workers) -> None:
 
 
 def _checked_collectives(group: Group) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(_overlapped(checked(group)), _overlapped(group), strict=True))
+    return all(
+        torch.equal(a, b)
+        for a, b in zip(_overlapped(checked(group)), _overlapped(group), strict=True)
+    )
 
 
 def test_debug_changes_nothing(workers: Workers) -> None:
@@ -231,13 +266,21 @@ def test_debug_changes_nothing(workers: Workers) -> None:
 
 
 def _torch_groups(group: Group) -> list[tuple[int, int, float]]:
-    """Groups from torch groups and meshes; each has its own connections, so their collectives do not mix."""
+    """Groups from torch groups and meshes; each has its own connections, so their collectives do
+    not mix.
+    """
     mesh = init_device_mesh("cpu", (1, group.size), mesh_dim_names=("replica", "shard"))
     subgroup: Any = dist.new_group([0, 1])
     seen = []
-    for made in (process_group(mesh, axis="shard"), process_group(mesh, axis="replica"), process_group(mesh["shard"])):
+    for made in (
+        process_group(mesh, axis="shard"),
+        process_group(mesh, axis="replica"),
+        process_group(mesh["shard"]),
+    ):
         with made:
-            total = made.start(Collective(AllReduce()), torch.tensor([1.0 + group.rank])).wait().item()
+            total = (
+                made.start(Collective(AllReduce()), torch.tensor([1.0 + group.rank])).wait().item()
+            )
             seen.append((made.rank, made.size, total))
     if group.rank < 2:
         with process_group(subgroup) as made:
@@ -256,16 +299,30 @@ def test_groups_come_from_torch_groups_and_meshes(workers: Workers) -> None:
     results = workers.run(_torch_groups)
     size = len(results)
     total = float(size * (size + 1) // 2)
-    assert results == [[(rank, size, total), (0, 1, 1.0 + rank), (rank, size, total)] for rank in range(size)]
+    assert results == [
+        [(rank, size, total), (0, 1, 1.0 + rank), (rank, size, total)] for rank in range(size)
+    ]
 
 
 def _native(group: Group) -> list[Tensor]:
-    """The group that nccl uses, over gloo's native collectives: small integers, since its sums have another order."""
+    """The group that nccl uses, over gloo's native collectives: small integers, since its sums have
+    another order.
+    """
     world = dist.group.WORLD
     assert world is not None
-    with NativeGroup(world, dist.PrefixStore("native", world.get_group_store()), group.rank, group.size, RUN_S, None) as native:
+    with NativeGroup(
+        world,
+        dist.PrefixStore("native", world.get_group_store()),
+        group.rank,
+        group.size,
+        RUN_S,
+        None,
+    ) as native:
         ops = [AllGather(), ReduceScatter(), AllReduce(), Broadcast(1), Reduce(0), AllToAll()]
-        ops += [Permute(tuple((rank + 1) % group.size for rank in range(group.size))), Permute(tuple(range(group.size)))]
+        ops += [
+            Permute(tuple((rank + 1) % group.size for rank in range(group.size))),
+            Permute(tuple(range(group.size))),
+        ]
         results = []
         for op in ops:
             x = torch.arange(4.0 * group.size) + group.rank
@@ -289,7 +346,10 @@ def _disagree(group: Group) -> str:
 
 
 def test_disagreement_is_the_same_error_on_all_ranks(two: Workers) -> None:
-    text = "all ranks must hold the same params; leaf h.0.w is (3,) float32 on rank 0 and (4,) float32 on rank 1"
+    text = (
+        "all ranks must hold the same params; leaf h.0.w is (3,) float32 on rank 0 and (4,) "
+        "float32 on rank 1"
+    )
     assert two.run(_disagree) == [text, text]
 
 
@@ -297,7 +357,9 @@ def test_disagreement_is_the_same_error_on_all_ranks(two: Workers) -> None:
 
 
 def _loss(group: Group, x: Tensor | None = None) -> Tensor:
-    return group.start(Collective(AllReduce(), "loss", "step 3"), torch.ones(4) if x is None else x).wait()
+    return group.start(
+        Collective(AllReduce(), "loss", "step 3"), torch.ones(4) if x is None else x
+    ).wait()
 
 
 def _other_shape(group: Group) -> None:
@@ -319,21 +381,45 @@ def _swapped_in_debug(group: Group) -> None:
 
 def _skipped(group: Group) -> None:
     if group.rank == 0:
-        group.start(Collective(AllGather(), "params", "bucket 2", Stream.PARAMS), torch.ones(4)).wait()
-    group.start(Collective(ReduceScatter(), "grads", "bucket 2", Stream.GRADS), torch.ones(4)).wait()
+        group.start(
+            Collective(AllGather(), "params", "bucket 2", Stream.PARAMS), torch.ones(4)
+        ).wait()
+    group.start(
+        Collective(ReduceScatter(), "grads", "bucket 2", Stream.GRADS), torch.ones(4)
+    ).wait()
 
 
 @pytest.mark.parametrize(
     ("program", "message"),
     [
-        (_other_shape, "rank 0 started all_reduce 'loss' .step 3. of 4 float32.*rank 1 started all_reduce 'loss' .step 3. of 5 float32"),
+        (
+            _other_shape,
+            (
+                "rank 0 started all_reduce 'loss' .step 3. of 4 float32.*rank 1 started all_reduce "
+                "'loss' .step 3. of 5 float32"
+            ),
+        ),
         (_other_dtype, "rank 0 started .* of 4 float32.*rank 1 started .* of 4 int32"),
         (_swapped, "rank 0 started all_reduce 'a'.*rank 1 started all_reduce 'b'"),
-        (_swapped_in_debug, "rank 0 started collective 0: all_reduce 'a'.*rank 1 started collective 0: all_reduce 'b'"),
-        (_skipped, "rank 0 in collective 0 .all_gather 'params' .bucket 2.*rank 1 in collective 0 .reduce_scatter 'grads' .bucket 2"),
+        (
+            _swapped_in_debug,
+            (
+                "rank 0 started collective 0: all_reduce 'a'.*rank 1 started collective 0: "
+                "all_reduce 'b'"
+            ),
+        ),
+        (
+            _skipped,
+            (
+                "rank 0 in collective 0 .all_gather 'params' .bucket 2.*rank 1 in collective 0 "
+                ".reduce_scatter 'grads' .bucket 2"
+            ),
+        ),
     ],
 )
-def test_different_collectives_are_named_on_both_ranks(two: Workers, program: Callable[[Group], None], message: str) -> None:
+def test_different_collectives_are_named_on_both_ranks(
+    two: Workers, program: Callable[[Group], None], message: str
+) -> None:
     for outcome in two.outcomes(program):
         assert isinstance(outcome, BaseException)
         with pytest.raises(CollectiveMismatch, match=message):
@@ -351,7 +437,10 @@ def test_a_rank_that_raises_is_quoted_by_the_others(two: Workers) -> None:
     waiting, raised = two.outcomes(_raises)
     assert isinstance(raised, ValueError)
     assert "in _raises" in raised.__notes__[0]
-    message = r"rank 0 lost rank 1 in collective \d+ of its stream .all_reduce 'loss' .step 3.*: rank 1 raised ValueError: bad batch"
+    message = (
+        r"rank 0 lost rank 1 in collective \d+ of its stream .all_reduce 'loss' .step 3.*: "
+        r"rank 1 raised ValueError: bad batch"
+    )
     assert isinstance(waiting, BaseException)
     with pytest.raises(PeerLost, match=message):
         raise waiting
@@ -431,7 +520,9 @@ def _stops(group: Group) -> None:
 
 @pytest.mark.parametrize("shared_memory", [False, pytest.param(True, marks=needs_shared_memory)])
 def test_a_stopped_rank_is_given_up_after_the_timeout(shared_memory: bool) -> None:
-    with processes(2, timeout_s=RUN_S, collective_timeout_s=2.0, grace_s=0.5, shared_memory=shared_memory) as workers:
+    with processes(
+        2, timeout_s=RUN_S, collective_timeout_s=2.0, grace_s=0.5, shared_memory=shared_memory
+    ) as workers:
         waiting, stopped = workers.outcomes(_stops)
     assert isinstance(waiting, PeerLost)
     assert "rank 0 lost rank 1" in str(waiting)
@@ -454,7 +545,9 @@ def test_functions_must_be_importable() -> None:
 
 
 def test_a_program_under_a_launcher_ends_with_its_error_and_no_warning(tmp_path: object) -> None:
-    """Uncaught errors are published by the exception hook; exit codes are not zero; nothing is left over to warn about."""
+    """Uncaught errors are published by the exception hook; exit codes are not zero; nothing is left
+    over to warn about.
+    """
     program = textwrap.dedent(
         """
         import sys, torch, zfun.collectives as c
@@ -469,8 +562,17 @@ def test_a_program_under_a_launcher_ends_with_its_error_and_no_warning(tmp_path:
     )
     for mode in ("finish", "fail"):
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "GLOO_SOCKET_IFNAME": "lo"}
-        common |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+        common = {
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        common |= {
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        }
         ranks = [
             subprocess.Popen(
                 [sys.executable, "-W", "error", "-c", program, mode],

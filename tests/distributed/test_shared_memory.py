@@ -1,4 +1,5 @@
-"""Collectives through shared memory: the bits of the simulation, no order of waits that blocks, and nothing left over.
+"""Collectives through shared memory: the bits of the simulation, no order of waits that blocks, and
+nothing left over.
 
 Errors between ranks are tested for both transports in ``test_processes``.
 """
@@ -139,7 +140,10 @@ def _every_collective(group: Group) -> list[bytes]:
             for op in (AllReduce(), Broadcast(0)):
                 for held in (x.clone(), _symmetric(group, x)):
                     results.append(group.start(Collective(op, "x"), held, held).wait())
-            for whole in (torch.empty(numel * size, dtype=dtype), allocate(group, numel * size, dtype)):
+            for whole in (
+                torch.empty(numel * size, dtype=dtype),
+                allocate(group, numel * size, dtype),
+            ):
                 shard = whole.view(size, numel)[rank].copy_(x)
                 results.append(group.start(Collective(AllGather(), "x"), shard, whole).wait())
     return [_fingerprint(result) for result in results]
@@ -173,7 +177,9 @@ def _random_program(group: Group, seed: int, num_calls: int, largest: int) -> li
         stream = common.choice([Stream.PARAMS, Stream.GRADS, Stream.CONTROL])
         if common.random() < 0.3:
             numel = -(-numel // 4096) * 4096
-        x = _values(group.rank, numel * group.size if op.splits_input else numel, dtype, seed=number)
+        x = _values(
+            group.rank, numel * group.size if op.splits_input else numel, dtype, seed=number
+        )
         if own.random() < 0.3:
             x = _symmetric(group, x)
         out = x if isinstance(op, AllReduce) and own.random() < 0.3 else None
@@ -189,7 +195,9 @@ def _random_program(group: Group, seed: int, num_calls: int, largest: int) -> li
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_any_program_with_any_order_of_waits_has_the_bits_of_the_simulation(workers: Workers, seed: int) -> None:
+def test_any_program_with_any_order_of_waits_has_the_bits_of_the_simulation(
+    workers: Workers, seed: int
+) -> None:
     size = len(workers.run(_size))
     program = (seed, 300, 1_000_000) if size < 4 else (seed, 150, 10_000)
     found = workers.run(_random_program, *program)
@@ -202,7 +210,9 @@ def _size(group: Group) -> int:
 
 def _ahead(group: Group) -> list[float]:
     """Rank 0 finishes a sum when the other ranks have gone on."""
-    first = group.start(Collective(AllReduce(), "x", "first"), torch.full((5000,), 1.0 + group.rank))
+    first = group.start(
+        Collective(AllReduce(), "x", "first"), torch.full((5000,), 1.0 + group.rank)
+    )
     if group.rank:
         first.wait()
     group.start(Collective(AllReduce(), "y", stream=Stream.PARAMS), torch.ones(1)).wait()
@@ -460,7 +470,11 @@ def test_tensors_outlive_the_group_and_nothing_else_does(two: Workers) -> None:
 
 def _names() -> set[str]:
     """Names of shared memory and sockets of zfun that no process outside this run has open."""
-    sockets = {line.split()[6]: line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if "zfun-" in line}
+    sockets = {
+        line.split()[6]: line.split()[-1]
+        for line in Path("/proc/net/unix").read_text().splitlines()
+        if "zfun-" in line
+    }
     running = (process for process in Path("/proc").iterdir() if process.name.isdigit())
     others = set().union(*(_sockets_of(int(process.name)) for process in running))
     names = {name for inode, name in sockets.items() if inode not in others}
@@ -662,7 +676,9 @@ class _Twice(torch.autograd.Function):
 
 
 def test_a_lazy_leaf_in_an_autograd_function_is_an_error_in_later_steps(two: Workers) -> None:
-    with pytest.raises(zf.errors.PlacementError, match=r"takes whole tensors; got the lazy leaf .*w.*"):
+    with pytest.raises(
+        zf.errors.PlacementError, match=r"takes whole tensors; got the lazy leaf .*w.*"
+    ):
         two.run(_forgets)
 
 

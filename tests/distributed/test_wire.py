@@ -18,9 +18,14 @@ pytestmark = [
 
 
 def test_a_step_sends_two_or_three_times_the_parameters() -> None:
-    """Nothing but the parameters and gradients of the stage: what else is sent, headers included, stays below one percent."""
+    """Nothing but the parameters and gradients of the stage: what else is sent, headers included,
+    stays below one percent.
+    """
     if not loopback.can_have_own_network():
-        pytest.skip("this user may not make network namespaces, and on the common loopback others are heard too")
+        pytest.skip(
+            "this user may not make network namespaces, and on the common loopback others are "
+            "heard too"
+        )
     command = [*loopback.OWN_NETWORK, sys.executable, "-m", "tests.loopback"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
     assert run.returncode == 0, run.stderr
@@ -28,4 +33,6 @@ def test_a_step_sends_two_or_three_times_the_parameters() -> None:
     assert list(sent) == ["0", "1", "2", "3"]
     for stage, times in sent.items():
         expected = 3.0 if stage == "3" else 2.0
-        assert expected <= times <= 1.01 * expected, f"stage {stage} sends {times:.4f} times the parameters"
+        assert expected <= times <= 1.01 * expected, (
+            f"stage {stage} sends {times:.4f} times the parameters"
+        )

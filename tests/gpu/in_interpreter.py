@@ -1,4 +1,5 @@
-"""Every Triton kernel against its readable form, on a GPU, or on the CPU in Triton's interpreter (``TRITON_INTERPRET=1``).
+"""Every Triton kernel against its readable form, on a GPU, or on the CPU in Triton's interpreter
+(``TRITON_INTERPRET=1``).
 
 Bit for bit.
 """
@@ -26,7 +27,9 @@ from zfun.ops.reference._rounding import fma_into
 HALVES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def numbers(numel: int, seed: int, dtype: torch.dtype = torch.float32, *, special: bool = False) -> Tensor:
+def numbers(
+    numel: int, seed: int, dtype: torch.dtype = torch.float32, *, special: bool = False
+) -> Tensor:
     x = torch.randn(numel, generator=torch.Generator().manual_seed(seed)).mul_(3)
     if special and numel > 8:
         x[:8] = torch.tensor([0.0, -0.0, 1e-40, -1e-40, 1.0, -1.0, 65504.0, 2.0**-24])
@@ -50,9 +53,16 @@ def check_signs(device: str) -> None:
             x[1, 0] = torch.nan
             scales = torch.tensor([0.3, torch.nan]).to(dtype)
             with ops.use("reference"):
-                packed, back = ops.pack_signs(x), ops.unpack_signs(ops.pack_signs(x), numel, scale=scales, dtype=dtype)
+                packed, back = (
+                    ops.pack_signs(x),
+                    ops.unpack_signs(ops.pack_signs(x), numel, scale=scales, dtype=dtype),
+                )
             same(kernels_of_triton.pack_signs(x.to(device)), packed, "pack_signs")
-            same(kernels_of_triton.unpack_signs(packed.to(device), numel, scales.to(device)), back, "unpack_signs")
+            same(
+                kernels_of_triton.unpack_signs(packed.to(device), numel, scales.to(device)),
+                back,
+                "unpack_signs",
+            )
 
 
 def check_codes(device: str) -> None:
@@ -65,11 +75,16 @@ def check_codes(device: str) -> None:
                 with ops.use("reference"):
                     messages = ops.quantise(x, bits=bits, block=block)
                     read = ops.dequantise(messages, numel, bits=bits, block=block, dtype=dtype)
-                    total = ops.sum_dequantised(messages, numel, bits=bits, block=block, dtype=dtype)
+                    total = ops.sum_dequantised(
+                        messages, numel, bits=bits, block=block, dtype=dtype
+                    )
                 out = torch.empty(messages.shape, dtype=torch.uint8, device=device)
                 kernels_of_triton.quantise(x.to(device), out, bits=bits, block=block)
                 same(out, messages, f"quantise {dtype} {bits} {numel} {block}")
-                found, added = torch.empty(3, numel, dtype=dtype, device=device), torch.empty(numel, dtype=dtype, device=device)
+                found, added = (
+                    torch.empty(3, numel, dtype=dtype, device=device),
+                    torch.empty(numel, dtype=dtype, device=device),
+                )
                 kernels_of_triton.dequantise(out, found, bits=bits, block=block)
                 kernels_of_triton.sum_dequantised(out, added, bits=bits, block=block)
                 same(found, read, f"dequantise {dtype} {bits}")
@@ -80,14 +95,19 @@ def check_ravel(device: str) -> None:
     shapes, offsets = [(3,), (40, 30), (0,), (5, 5)], [2, 32, 1300, 1400]
     for inner in HALVES:
         for outer in HALVES:
-            leaves: list[Tensor | None] = [numbers(torch.Size(shape).numel(), 5, inner, special=True).view(shape) for shape in shapes]
+            leaves: list[Tensor | None] = [
+                numbers(torch.Size(shape).numel(), 5, inner, special=True).view(shape)
+                for shape in shapes
+            ]
             leaves[3] = numbers(25, 6, inner).view(5, 5)
             for scale in (1.0, 0.37):
                 expected = torch.full((1500,), 7.0, dtype=outer)
                 with ops.use("reference"):
                     ops.ravel_into(expected, leaves, offsets, scale=scale)
                 out = torch.full((1500,), 7.0, dtype=outer, device=device)
-                assert kernels_of_triton.ravel_into(out, [None if x is None else x.to(device) for x in leaves], offsets, scale)
+                assert kernels_of_triton.ravel_into(
+                    out, [None if x is None else x.to(device) for x in leaves], offsets, scale
+                )
                 same(out, expected, f"ravel {inner} {outer} {scale}")
             targets = [torch.zeros(shape, dtype=inner, device=device) for shape in shapes]
             wanted = [torch.zeros(shape, dtype=inner) for shape in shapes]
@@ -102,7 +122,11 @@ def check_squares(device: str) -> None:
     for dtype in HALVES:
         for numel in (1, 31, 4096, 9001):
             # Wide in range, and with numbers whose squares only float64 has.
-            x = (numbers(numel, 3) * 10.0 ** (4 * numbers(numel, 4))).to(dtype).nan_to_num(1.0, 2.0, 3.0)
+            x = (
+                (numbers(numel, 3) * 10.0 ** (4 * numbers(numel, 4)))
+                .to(dtype)
+                .nan_to_num(1.0, 2.0, 3.0)
+            )
             for value in (None, torch.inf, torch.nan):
                 if value is not None:
                     x[numel // 2] = value
@@ -116,7 +140,11 @@ def check_squares(device: str) -> None:
 
 
 STEPS: list[tuple[Any, int, dict[str, Any]]] = [
-    (ops.adam_step, 2, {"b1": 0.9, "b2": 0.99, "step_size": 0.01, "eps": 1e-8, "l2": 0.1, "correction": 0.3}),
+    (
+        ops.adam_step,
+        2,
+        {"b1": 0.9, "b2": 0.99, "step_size": 0.01, "eps": 1e-8, "l2": 0.1, "correction": 0.3},
+    ),
     (ops.adam_step, 2, {"b1": 0.3, "b2": 0.99, "step_size": 0.01, "eps": 1e-8, "decay": 0.01}),
     (ops.sgd_step, 0, {"learning_rate": 0.1, "l2": 0.01}),
     (ops.sgd_step, 1, {"learning_rate": 0.1, "momentum": 0.9}),
@@ -134,19 +162,30 @@ def check_steps(device: str) -> None:
         return taken[-1]
 
     for index, (rule, num_moments, options) in enumerate(STEPS):
-        for dtype, form in ((torch.float32, "donate"), (torch.bfloat16, "copy"), (torch.float16, "change")):
+        for dtype, form in (
+            (torch.float32, "donate"),
+            (torch.bfloat16, "copy"),
+            (torch.float16, "change"),
+        ):
             param, grad = numbers(numel, 10 + index), numbers(numel, 20 + index, dtype)
             moments = [numbers(numel, 30 + place).abs() for place in range(num_moments)]
             extra = torch.zeros(numel, dtype=torch.bfloat16) if form == "copy" else None
             change = torch.zeros(numel) if form == "change" else None
-            scale: Any = 1.0 if form == "donate" else 0.37 if form == "change" else torch.tensor(0.37)
-            expected, found = ([None if x is None else x.clone() for x in (param, grad, *moments, change, extra)] for _ in range(2))
+            scale: Any = (
+                1.0 if form == "donate" else 0.37 if form == "change" else torch.tensor(0.37)
+            )
+            expected, found = (
+                [None if x is None else x.clone() for x in (param, grad, *moments, change, extra)]
+                for _ in range(2)
+            )
             found = [None if x is None else x.to(device) for x in found]
             absent = [] if num_moments or rule is not ops.sgd_step else [None]
             with ops.use("reference"):
                 *most, copy = expected
                 rule(*most[: 2 + num_moments], *absent, most[-1], **options, scale=scale, out=copy)
-            with mock.patch("zfun.ops._optimizers.triton_for", lambda _: SimpleNamespace(step=through)):
+            with mock.patch(
+                "zfun.ops._optimizers.triton_for", lambda _: SimpleNamespace(step=through)
+            ):
                 *most, copy = found
                 rule(*most[: 2 + num_moments], *absent, most[-1], **options, scale=scale, out=copy)
             what = f"{rule.__name__} {options} {dtype} {form}"
@@ -159,19 +198,34 @@ def check_steps(device: str) -> None:
 
 
 def round_once(builder: Any, x: Any, y: Any, z: Any) -> Any:
-    """``x y + z`` as a GPU has it. The interpreter of Triton 3.6, which is that of torch 2.11, rounds the product too."""
+    """``x y + z`` as a GPU has it.
+
+    The interpreter of Triton 3.6, which is that of torch 2.11, rounds the product too.
+    """
     del builder
-    x, y, z = (torch.from_numpy(part.copy()) for part in np.broadcast_arrays(x.data, y.data, z.data))
+    x, y, z = (
+        torch.from_numpy(part.copy()) for part in np.broadcast_arrays(x.data, y.data, z.data)
+    )
     fma_into(z, x, y, z)
     return interpreter.TensorHandle(z.numpy(), tl.float32)
 
 
-CHECKS: list[Callable[..., None]] = [check_signs, check_codes, check_ravel, check_squares, check_steps]
+CHECKS: list[Callable[..., None]] = [
+    check_signs,
+    check_codes,
+    check_ravel,
+    check_squares,
+    check_steps,
+]
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     rounds_once = hasattr(libtriton.interpreter, "fma_fp32")
-    with contextlib.nullcontext() if rounds_once else mock.patch.object(interpreter.InterpreterBuilder, "create_fma", round_once):
+    with (
+        contextlib.nullcontext()
+        if rounds_once
+        else mock.patch.object(interpreter.InterpreterBuilder, "create_fma", round_once)
+    ):
         for check in CHECKS:
             check(sys.argv[1])
             print(check.__name__)

@@ -18,7 +18,9 @@ pytestmark = pytest.mark.cuda
 def train(stage: int, device: str, **options: Any) -> tuple[Any, list[float]]:
     def main(group: zf.Group) -> tuple[Any, list[float]]:
         params = tree.map(lambda leaf: leaf.to(device), models.mlp())
-        z = zf.zero(stage, models.mlp_loss, zf.optim.adamw(0.05), group, bucket_bytes=300, **options)
+        z = zf.zero(
+            stage, models.mlp_loss, zf.optim.adamw(0.05), group, bucket_bytes=300, **options
+        )
         state = z.init(params)
         losses = []
         for step in models.mlp_batches(3, 1):
@@ -34,7 +36,9 @@ def test_a_stage_on_the_gpu_is_near_the_cpu(stage: int) -> None:
     there, losses = train(stage, "cuda")
     here, expected = train(stage, "cpu")
     assert losses == pytest.approx(expected, rel=1e-9)
-    for a, b, start in zip(tree.leaves(there), tree.leaves(here), tree.leaves(models.mlp()), strict=True):
+    for a, b, start in zip(
+        tree.leaves(there), tree.leaves(here), tree.leaves(models.mlp()), strict=True
+    ):
         assert a.is_cuda
         torch.testing.assert_close(a.cpu() - start, b - start, rtol=1e-6, atol=1e-9)
 
@@ -50,6 +54,8 @@ def test_offload_moves_the_state_to_host_memory() -> None:
     there, losses = train(3, "cuda", offload=stores)
     here, expected = train(3, "cuda")
     assert losses == pytest.approx(expected, rel=1e-9)
-    for a, b, start in zip(tree.leaves(there), tree.leaves(here), tree.leaves(models.mlp()), strict=True):
+    for a, b, start in zip(
+        tree.leaves(there), tree.leaves(here), tree.leaves(models.mlp()), strict=True
+    ):
         torch.testing.assert_close(a.cpu() - start, b.cpu() - start, rtol=1e-6, atol=1e-9)
     assert kept.bytes_moved("put") > 0

@@ -1,4 +1,6 @@
-"""The Triton kernels: compiled for two architectures without a GPU, run in the interpreter, and on a GPU where there is one."""
+"""The Triton kernels: compiled for two architectures without a GPU, run in the interpreter, and on
+a GPU where there is one.
+"""
 
 from __future__ import annotations
 
@@ -38,17 +40,30 @@ KERNELS: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+@pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"
+)
 @pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_kernel_compiles_without_a_gpu(name: str, capability: int) -> None:
-    kernel = next(getattr(module, name) for module in (_codes, _ravel, _squares, _steps) if hasattr(module, name))
+    kernel = next(
+        getattr(module, name)
+        for module in (_codes, _ravel, _squares, _steps)
+        if hasattr(module, name)
+    )
     arguments = KERNELS[name]
     assert len(arguments) == len(kernel.arg_names)
-    signature = {arg: value if isinstance(value, str) else "constexpr" for arg, value in zip(kernel.arg_names, arguments, strict=True)}
-    constants = {(place,): value for place, value in enumerate(arguments) if not isinstance(value, str)}
+    signature = {
+        arg: value if isinstance(value, str) else "constexpr"
+        for arg, value in zip(kernel.arg_names, arguments, strict=True)
+    }
+    constants = {
+        (place,): value for place, value in enumerate(arguments) if not isinstance(value, str)
+    }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": False})
+    compiled = triton.compile(
+        source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": False}
+    )
     ptx = compiled.asm["ptx"]
     assert f".target sm_{capability}" in ptx
     # Each operation rounds by itself, but for those of Adam that do not on other devices either.
@@ -68,7 +83,13 @@ def test_kernels_compute_what_the_readable_forms_do_in_the_interpreter() -> None
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["check_signs", "check_codes", "check_ravel", "check_squares", "check_steps"]
+    assert done.stdout.split() == [
+        "check_signs",
+        "check_codes",
+        "check_ravel",
+        "check_squares",
+        "check_steps",
+    ]
 
 
 def checks() -> list[Callable[..., None]]:

@@ -1,4 +1,6 @@
-"""Signs in bits and blocks in few bits: readable and compiled kernels agree to the last bit, and the error is what is stated."""
+"""Signs in bits and blocks in few bits: readable and compiled kernels agree to the last bit, and
+the error is what is stated.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ FLOATS = st.sampled_from([torch.float32, torch.float64, torch.float16, torch.bfl
 def tensors(draw: st.DrawFn, *, max_rows: int = 3, max_numel: int = 300) -> Tensor:
     """Numbers of every kind: zeros of both signs, subnormal ones, infinities and NaN among them."""
     shape = (draw(st.integers(1, max_rows)), draw(st.integers(0, max_numel)))
-    values = draw(hnp.arrays(np.float32, shape, elements=st.floats(width=32), fill=st.floats(-4, 4, width=32)))
+    values = draw(
+        hnp.arrays(np.float32, shape, elements=st.floats(width=32), fill=st.floats(-4, 4, width=32))
+    )
     x = torch.from_numpy(values).to(draw(FLOATS))
     return x[:, ::2] if draw(st.booleans()) else x
 
@@ -35,7 +39,10 @@ def threads(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
-        with mock.patch("zfun.ops.numba._compile._MIN_PER_THREAD", 64), mock.patch("zfun.ops.numba._codes._CHUNK", 64):
+        with (
+            mock.patch("zfun.ops.numba._compile._MIN_PER_THREAD", 64),
+            mock.patch("zfun.ops.numba._codes._CHUNK", 64),
+        ):
             yield
     finally:
         torch.set_num_threads(before)
@@ -55,7 +62,11 @@ def test_signs_are_those_of_a_comparison_and_both_forms_agree(x: Tensor, num_thr
     assert torch.equal(ops.pack_signs(back), packed)
 
 
-@given(tensors(max_rows=1), st.floats(0, 2**14, width=16) | st.just(math.nan) | st.just(math.inf), FLOATS)
+@given(
+    tensors(max_rows=1),
+    st.floats(0, 2**14, width=16) | st.just(math.nan) | st.just(math.inf),
+    FLOATS,
+)
 def test_a_scale_comes_back_with_the_signs(x: Tensor, scale: float, dtype: torch.dtype) -> None:
     packed = ops.pack_signs(x)
     out = ops.unpack_signs(packed, x.shape[1], scale=torch.tensor([scale]), dtype=dtype)
@@ -80,7 +91,9 @@ BLOCKS = st.sampled_from([2, 6, 32, 64, 256])
 
 
 @given(tensors(), BITS, BLOCKS, st.integers(1, 2), FLOATS)
-def test_both_forms_of_block_codes_agree_to_the_last_bit(x: Tensor, bits: int, block: int, num_threads: int, dtype: torch.dtype) -> None:
+def test_both_forms_of_block_codes_agree_to_the_last_bit(
+    x: Tensor, bits: int, block: int, num_threads: int, dtype: torch.dtype
+) -> None:
     numel = x.shape[1]
     with threads(num_threads):
         messages = ops.quantise(x, bits=bits, block=block)
@@ -90,14 +103,20 @@ def test_both_forms_of_block_codes_agree_to_the_last_bit(x: Tensor, bits: int, b
     with ops.use("reference"):
         assert torch.equal(messages, ops.quantise(x, bits=bits, block=block))
         torch.testing.assert_close(
-            back, ops.dequantise(messages, numel, bits=bits, block=block, dtype=dtype), rtol=0, atol=0, equal_nan=True
+            back,
+            ops.dequantise(messages, numel, bits=bits, block=block, dtype=dtype),
+            rtol=0,
+            atol=0,
+            equal_nan=True,
         )
         again = ops.sum_dequantised(messages, numel, bits=bits, block=block, dtype=dtype)
         torch.testing.assert_close(total, again, rtol=0, atol=0, equal_nan=True)
 
 
 @given(tensors(), BITS, BLOCKS)
-def test_a_number_comes_back_to_within_half_a_step_and_what_is_lost_is_exact(x: Tensor, bits: int, block: int) -> None:
+def test_a_number_comes_back_to_within_half_a_step_and_what_is_lost_is_exact(
+    x: Tensor, bits: int, block: int
+) -> None:
     numel, q = x.shape[1], 127 if bits == 8 else 7
     messages = ops.quantise(x, bits=bits, block=block)
     back = ops.dequantise(messages, numel, bits=bits, block=block, dtype=torch.float64)
@@ -107,7 +126,8 @@ def test_a_number_comes_back_to_within_half_a_step_and_what_is_lost_is_exact(x: 
                 assert result.isnan().all()
                 continue
             peak = float(numbers.abs().max()) if numbers.numel() else 0.0
-            # Half a step of the scale, which float32 has rounded, and the product is rounded once more.
+            # Half a step of the scale, which float32 has rounded, and the product is rounded once
+            # more.
             bound = max(peak / q, 2.0**-126) / 2 * (1 + 2.0**-15)
             assert bool((result[numbers == 0] == 0).all())
             if peak < 2.0**127:
@@ -127,7 +147,9 @@ def test_codes_are_rounded_to_the_nearest_and_ties_to_even(bits: int) -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("bits", [8, 4])
-def test_a_block_that_is_not_finite_stays_so_and_its_neighbours_are_as_they_were(bits: int, bad: float) -> None:
+def test_a_block_that_is_not_finite_stays_so_and_its_neighbours_are_as_they_were(
+    bits: int, bad: float
+) -> None:
     x = torch.ones(1, 12)
     x[0, 5] = bad
     back = ops.dequantise(ops.quantise(x, bits=bits, block=4), 12, bits=bits, block=4)[0]

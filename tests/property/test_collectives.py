@@ -58,20 +58,36 @@ def worlds(draw: st.DrawFn) -> tuple[int, Op]:
     return size, draw(st.one_of(ops))
 
 
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.complex64]
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.uint8,
+    torch.complex64,
+]
 
 
 def _inputs(size: int, op: Op, numel: int, dtype: torch.dtype, seed: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     length = numel * size if op.splits_input else numel
-    return [(torch.randn(length, generator=generator, dtype=torch.float64).abs() * 50).to(dtype) for _ in range(size)]
+    return [
+        (torch.randn(length, generator=generator, dtype=torch.float64).abs() * 50).to(dtype)
+        for _ in range(size)
+    ]
 
 
 class _Mailboxes:
-    """The exchange primitive between threads: a queue for each pair of ranks. Counts the bytes that each rank sends."""
+    """The exchange primitive between threads: a queue for each pair of ranks.
+
+    Counts the bytes that each rank sends.
+    """
 
     def __init__(self, size: int) -> None:
-        self.boxes: dict[tuple[int, int], queue.Queue[Tensor]] = {(a, b): queue.Queue() for a in range(size) for b in range(size)}
+        self.boxes: dict[tuple[int, int], queue.Queue[Tensor]] = {
+            (a, b): queue.Queue() for a in range(size) for b in range(size)
+        }
         self.sent = [0] * size
         self.transfers = [0] * size
 
@@ -107,9 +123,21 @@ def _on_all_ranks(size: int, program: Callable[[int], None]) -> None:
 
 
 @few
-@given(worlds(), st.integers(0, 9), st.sampled_from(DTYPES), st.booleans(), st.integers(1, 24), st.integers(0, 99))
+@given(
+    worlds(),
+    st.integers(0, 9),
+    st.sampled_from(DTYPES),
+    st.booleans(),
+    st.integers(1, 24),
+    st.integers(0, 99),
+)
 def test_direct_exchange_has_the_bits_and_bytes_of_the_definition(
-    world: tuple[int, Op], numel: int, dtype: torch.dtype, in_place: bool, piece_bytes: int, seed: int
+    world: tuple[int, Op],
+    numel: int,
+    dtype: torch.dtype,
+    in_place: bool,
+    piece_bytes: int,
+    seed: int,
 ) -> None:
     size, op = world
     inputs = _inputs(size, op, numel, dtype, seed)
@@ -123,7 +151,9 @@ def test_direct_exchange_has_the_bits_and_bytes_of_the_definition(
         xs = [out.view(size, numel)[rank].copy_(xs[rank]) for rank, out in enumerate(outs)]
 
     def program(rank: int) -> None:
-        start_exchange(Collective(op), xs[rank], outs[rank], rank, size, boxes.exchange(rank), BufferPool()).finish()
+        start_exchange(
+            Collective(op), xs[rank], outs[rank], rank, size, boxes.exchange(rank), BufferPool()
+        ).finish()
 
     itemsize = dtype.itemsize
     nbytes = inputs[0].numel() * itemsize
@@ -143,7 +173,9 @@ def test_direct_exchange_has_the_bits_and_bytes_of_the_definition(
     st.integers(1, 4),
     st.sampled_from([ReduceScatter(), AllReduce()]),
 )
-def test_a_sum_in_pieces_has_the_bits_of_the_whole(size: int, units: int, dtype: torch.dtype, most_pieces: int, op: Op) -> None:
+def test_a_sum_in_pieces_has_the_bits_of_the_whole(
+    size: int, units: int, dtype: torch.dtype, most_pieces: int, op: Op
+) -> None:
     numel, whole = 32 * units, isinstance(op, AllReduce)
     inputs = _inputs(size, ReduceScatter(), numel, dtype, units)
     boxes = _Mailboxes(size)
@@ -151,9 +183,13 @@ def test_a_sum_in_pieces_has_the_bits_of_the_whole(size: int, units: int, dtype:
     expected = evaluate(op, inputs, [None] * size)
 
     def program(rank: int) -> None:
-        start_exchange(Collective(op), inputs[rank], outs[rank], rank, size, boxes.exchange(rank), BufferPool()).finish()
+        start_exchange(
+            Collective(op), inputs[rank], outs[rank], rank, size, boxes.exchange(rank), BufferPool()
+        ).finish()
 
-    with mock.patch.multiple(_algorithms, _PIECE_BYTES=256, _MOST_PIECES=most_pieces, _SHORT_BYTES=-1):
+    with mock.patch.multiple(
+        _algorithms, _PIECE_BYTES=256, _MOST_PIECES=most_pieces, _SHORT_BYTES=-1
+    ):
         _on_all_ranks(size, program)
     assert all(torch.equal(out, value) for out, value in zip(outs, expected, strict=True))
     assert all(1 <= transfers <= 2 * most_pieces for transfers in boxes.transfers)
@@ -169,7 +205,9 @@ def test_every_op_and_its_dual_are_adjoint(world: tuple[int, Op], numel: int, se
     images = evaluate(op, xs, [None] * size)
     ys = [y.round() for y in _inputs(size, op.dual, numel, torch.float64, seed + 1)]
     duals = evaluate(op.dual, ys, [None] * size)
-    assert sum(float(a @ y) for a, y in zip(images, ys, strict=True)) == sum(float(x @ d) for x, d in zip(xs, duals, strict=True))
+    assert sum(float(a @ y) for a, y in zip(images, ys, strict=True)) == sum(
+        float(x @ d) for x, d in zip(xs, duals, strict=True)
+    )
 
 
 PRIMITIVES: dict[str, Callable[[Tensor, Group], Tensor]] = {
@@ -183,7 +221,13 @@ PRIMITIVES: dict[str, Callable[[Tensor, Group], Tensor]] = {
 
 
 @few
-@given(st.sampled_from(sorted(PRIMITIVES)), st.integers(1, 4), st.integers(0, 3), st.integers(0, 3), st.integers(0, 99))
+@given(
+    st.sampled_from(sorted(PRIMITIVES)),
+    st.integers(1, 4),
+    st.integers(0, 3),
+    st.integers(0, 3),
+    st.integers(0, 99),
+)
 def test_backward_is_the_adjoint(kind: str, size: int, rows: int, columns: int, seed: int) -> None:
     primitive = PRIMITIVES[kind]
     generator = torch.Generator().manual_seed(seed)
@@ -193,7 +237,9 @@ def test_backward_is_the_adjoint(kind: str, size: int, rows: int, columns: int, 
     def program(group: Group) -> tuple[float, float]:
         x = xs[group.rank].clone().requires_grad_()
         image = primitive(x, group)
-        y = torch.randint(-9, 9, image.shape, generator=torch.Generator().manual_seed(seed + group.rank)).double()
+        y = torch.randint(
+            -9, 9, image.shape, generator=torch.Generator().manual_seed(seed + group.rank)
+        ).double()
         (gradient,) = torch.autograd.grad(image, x, y)
         return float((image.detach() * y).sum()), float((xs[group.rank] * gradient).sum())
 
@@ -203,12 +249,16 @@ def test_backward_is_the_adjoint(kind: str, size: int, rows: int, columns: int, 
 
 @few
 @given(st.integers(1, 5), st.integers(0, 9), st.integers(0, 99))
-def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(size: int, numel: int, seed: int) -> None:
+def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(
+    size: int, numel: int, seed: int
+) -> None:
     xs = _inputs(size, ReduceScatter(), numel, torch.float32, seed)
 
     def program(group: Group) -> tuple[Tensor, Tensor]:
         piece = group.start(Collective(ReduceScatter()), xs[group.rank]).wait()
-        return group.start(Collective(AllGather()), piece).wait(), group.start(Collective(AllReduce()), xs[group.rank]).wait()
+        return group.start(Collective(AllGather()), piece).wait(), group.start(
+            Collective(AllReduce()), xs[group.rank]
+        ).wait()
 
     for composed, direct in simulate(size, program):
         assert torch.equal(composed, direct)
@@ -225,4 +275,6 @@ def test_the_recorder_logs_what_the_op_says(world: tuple[int, Op], numel: int) -
         recorder.start(Collective(op, "x"), xs[group.rank]).wait()
         return recorder.bytes_sent("x")
 
-    assert simulate(size, program) == [op.sent_bytes(2 * xs[0].numel(), rank, size, 2) for rank in range(size)]
+    assert simulate(size, program) == [
+        op.sent_bytes(2 * xs[0].numel(), rank, size, 2) for rank in range(size)
+    ]

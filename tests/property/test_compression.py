@@ -1,4 +1,6 @@
-"""Compressed communication: bytes by formula, errors within bounds, what is lost kept exactly, and one result on all ranks."""
+"""Compressed communication: bytes by formula, errors within bounds, what is lost kept exactly, and
+one result on all ranks.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,11 @@ FLOATS = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])
 
 def term(rank: int, numel: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
     generator = torch.Generator().manual_seed(1000 * seed + rank)
-    return torch.randn(numel, generator=generator, dtype=torch.float64).mul_(10.0 ** (seed % 5 - 2)).to(dtype)
+    return (
+        torch.randn(numel, generator=generator, dtype=torch.float64)
+        .mul_(10.0 ** (seed % 5 - 2))
+        .to(dtype)
+    )
 
 
 @given(SIZES, CODECS, st.integers(0, 600), FLOATS, st.integers(0, 99))
@@ -36,23 +42,36 @@ def test_a_gather_sends_by_formula_and_is_the_same_within_the_bound_everywhere(
 ) -> None:
     def main(group: zf.Group) -> tuple[Tensor, int]:
         group = zf.record(group)
-        return zf.compression.all_gather(term(group.rank, numel, seed, dtype), group, codec, name="x"), group.bytes_sent("x")
+        return zf.compression.all_gather(
+            term(group.rank, numel, seed, dtype), group, codec, name="x"
+        ), group.bytes_sent("x")
 
     results = zf.simulate(size, main)
     exact = torch.cat([term(rank, numel, seed, dtype) for rank in range(size)])
     for out, sent in results:
         assert torch.equal(out, results[0][0])
         assert out.dtype == dtype
-        assert sent == (size - 1) * (4 * math.ceil(numel / codec.block) + 4 * math.ceil(numel * codec.bits / 32))
+        assert sent == (size - 1) * (
+            4 * math.ceil(numel / codec.block) + 4 * math.ceil(numel * codec.bits / 32)
+        )
     out = results[0][0]
     for mine, theirs in zip(out.split(numel or 1), exact.split(numel or 1), strict=True):
-        for a, b in zip(mine.double().split(codec.block), theirs.double().split(codec.block), strict=True):
+        for a, b in zip(
+            mine.double().split(codec.block), theirs.double().split(codec.block), strict=True
+        ):
             largest = float(b.abs().max()) if b.numel() else 0.0
             rounding = largest * torch.finfo(dtype).eps
             assert bool(((a - b).abs() <= codec.bound(largest) + rounding).all())
 
 
-@given(SIZES, CODECS, st.integers(0, 300), FLOATS, st.integers(0, 99), st.sampled_from([ReduceScatter(), AllReduce()]))
+@given(
+    SIZES,
+    CODECS,
+    st.integers(0, 300),
+    FLOATS,
+    st.integers(0, 99),
+    st.sampled_from([ReduceScatter(), AllReduce()]),
+)
 def test_a_sum_sends_by_formula_and_is_within_the_bound(
     size: int, codec: BlockCodec, piece: int, dtype: torch.dtype, seed: int, op: Op
 ) -> None:
@@ -60,7 +79,9 @@ def test_a_sum_sends_by_formula_and_is_within_the_bound(
 
     def main(group: zf.Group) -> tuple[Tensor, int]:
         group = zf.record(group)
-        return zf.compression.start(Collective(op, "x"), term(group.rank, numel, seed, dtype), group, codec).wait(), group.bytes_sent("x")
+        return zf.compression.start(
+            Collective(op, "x"), term(group.rank, numel, seed, dtype), group, codec
+        ).wait(), group.bytes_sent("x")
 
     results = zf.simulate(size, main)
     terms = torch.stack([term(rank, numel, seed, dtype).double() for rank in range(size)])
@@ -77,11 +98,15 @@ def test_a_sum_sends_by_formula_and_is_within_the_bound(
     bound = size * codec.bound(largest)
     if hops == 2:
         bound += codec.bound(float(exact.abs().max()) + bound if exact.numel() else 0.0)
-    assert bool(((out.double() - exact).abs() <= bound + size * largest * torch.finfo(dtype).eps).all())
+    assert bool(
+        ((out.double() - exact).abs() <= bound + size * largest * torch.finfo(dtype).eps).all()
+    )
 
 
 @given(st.sampled_from([4, 8]), st.integers(1, 4), st.integers(0, 99), FLOATS)
-def test_what_is_sent_and_what_is_kept_make_up_the_input(bits: int, num_steps: int, seed: int, dtype: torch.dtype) -> None:
+def test_what_is_sent_and_what_is_kept_make_up_the_input(
+    bits: int, num_steps: int, seed: int, dtype: torch.dtype
+) -> None:
     """Over any number of steps, to the last bit where nothing is rounded in between."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -94,7 +119,11 @@ def test_what_is_sent_and_what_is_kept_make_up_the_input(bits: int, num_steps: i
             full = carried + x
             # One rank of two gathers its own message: what comes back of it is what was sent.
             sent = zf.compression.all_gather(x.to(wide), group, codec, name="x")[:96]
-            (kept,) = [value for place, value in feedback.kept(group.rank).items() if not place.endswith("count")]
+            (kept,) = [
+                value
+                for place, value in feedback.kept(group.rank).items()
+                if not place.endswith("count")
+            ]
             assert torch.equal(sent + kept[0], full)
             assert torch.equal((sent.double() + kept[0].double()).to(wide), full)
             carried = kept[0].clone()
@@ -103,15 +132,22 @@ def test_what_is_sent_and_what_is_kept_make_up_the_input(bits: int, num_steps: i
 
 
 def test_slow_feedback_loses_no_direction() -> None:
-    """What is kept is (1 - err_beta) times what has not arrived yet, so the mean of many sums is near the exact one."""
+    """What is kept is (1 - err_beta) times what has not arrived yet, so the mean of many sums is
+    near the exact one.
+    """
     steps, beta = 60, 0.8
 
     def main(group: zf.Group) -> tuple[Tensor, Tensor]:
         feedback = zf.compression.error_feedback(err_beta=beta, reset=0)
-        plain, codec = zf.compression.int4(block=64), zf.compression.int4(block=64, feedback=feedback)
+        plain, codec = (
+            zf.compression.int4(block=64),
+            zf.compression.int4(block=64, feedback=feedback),
+        )
         x = term(group.rank, 128, 3)
         return (
-            torch.stack([zf.compression.reduce_scatter(x, group, codec, name="x") for _ in range(steps)]).mean(0),
+            torch.stack(
+                [zf.compression.reduce_scatter(x, group, codec, name="x") for _ in range(steps)]
+            ).mean(0),
             zf.compression.reduce_scatter(x, group, plain),
         )
 
@@ -124,7 +160,9 @@ def test_slow_feedback_loses_no_direction() -> None:
 
 def test_feedback_is_forgotten_after_so_many_messages_and_not_kept_where_it_is_not_finite() -> None:
     def main(group: zf.Group) -> list[Tensor]:
-        codec = zf.compression.int4(block=64, feedback=zf.compression.error_feedback(err_beta=0.0, reset=3))
+        codec = zf.compression.int4(
+            block=64, feedback=zf.compression.error_feedback(err_beta=0.0, reset=3)
+        )
         x = term(group.rank, 128, 1)
         out = [zf.compression.reduce_scatter(x, group, codec, name="x") for _ in range(6)]
         bad = x.clone()
@@ -150,7 +188,10 @@ def test_what_is_kept_can_be_saved_and_restored() -> None:
         second.restore(first.kept(group.rank), group.rank)
         for _ in range(4):
             a, b = (
-                zf.compression.reduce_scatter(x, group, zf.compression.int4(feedback=feedback), name="x") for feedback in (first, second)
+                zf.compression.reduce_scatter(
+                    x, group, zf.compression.int4(feedback=feedback), name="x"
+                )
+                for feedback in (first, second)
             )
             assert torch.equal(a, b)
 
@@ -178,7 +219,8 @@ def train(
 def test_a_model_learns_as_it_does_exactly(stage: int, bits: int, near: float) -> None:
     def main(group: zf.Group) -> tuple[list[float], list[float], Any]:
         compression = zf.Compression(
-            zf.compression.int8(block=64) if stage == 3 else None, BlockCodec(bits, 64, zf.compression.error_feedback())
+            zf.compression.int8(block=64) if stage == 3 else None,
+            BlockCodec(bits, 64, zf.compression.error_feedback()),
         )
         losses, params, _ = train(group, stage, 20, compression=compression)
         return train(group, stage, 20)[0], losses, params
@@ -198,13 +240,19 @@ def test_a_step_sends_by_formula(stage: int) -> None:
         grads, params = zf.compression.int4(block=64), zf.compression.int8(block=100)
         layout = zf.layout.layout_of(models.mlp(8, dtype=torch.float32), group.size, 300)
         pieces = [layout.shard_numel(bucket) for bucket in range(len(layout.buckets))]
-        _, _, sent = train(group, stage, 2, compression=zf.Compression(params if stage == 3 else None, grads))
+        _, _, sent = train(
+            group, stage, 2, compression=zf.Compression(params if stage == 3 else None, grads)
+        )
         assert len(pieces) > 2
         hops = 2 if stage == 0 else 1
-        assert sent.bytes_sent("grads") == sum(hops * (group.size - 1) * grads.message_bytes(n) for n in pieces)
+        assert sent.bytes_sent("grads") == sum(
+            hops * (group.size - 1) * grads.message_bytes(n) for n in pieces
+        )
         gathered = {0: 0, 1: 4, 2: 4, 3: 0}[stage]
         if stage == 3:
-            assert sent.bytes_sent("params") == sum(2 * (group.size - 1) * params.message_bytes(n) for n in pieces)
+            assert sent.bytes_sent("params") == sum(
+                2 * (group.size - 1) * params.message_bytes(n) for n in pieces
+            )
         else:
             assert sent.bytes_sent("params") == sum(gathered * (group.size - 1) * n for n in pieces)
         assert {entry.kind for entry in sent.log if entry.name == "grads"} == (
@@ -219,7 +267,10 @@ def test_every_composition_with_one_codec_has_the_same_bits() -> None:
     codec = zf.compression.int4(block=64)
 
     def main(group: zf.Group) -> None:
-        found = [train(group, stage, 3, torch.float64, compression=zf.Compression(grads=codec))[:2] for stage in (1, 2, 3)]
+        found = [
+            train(group, stage, 3, torch.float64, compression=zf.Compression(grads=codec))[:2]
+            for stage in (1, 2, 3)
+        ]
         assert_same_bits(found[1], found[0], "stages 2 and 1")
         assert_same_bits(found[2], found[0], "stages 3 and 1")
 
@@ -228,18 +279,27 @@ def test_every_composition_with_one_codec_has_the_same_bits() -> None:
 
 @given(st.sampled_from([(2, 2), (3, 2), (2, 3), (1, 2), (2, 1)]), CODECS, st.integers(0, 99))
 @settings(max_examples=15)
-def test_over_a_mesh_a_sum_goes_in_two_hops(axes: tuple[int, int], codec: BlockCodec, seed: int) -> None:
-    """What crosses between rows is a piece of the sum over a row, written anew; the result is where the exact one is."""
+def test_over_a_mesh_a_sum_goes_in_two_hops(
+    axes: tuple[int, int], codec: BlockCodec, seed: int
+) -> None:
+    """What crosses between rows is a piece of the sum over a row, written anew; the result is where
+    the exact one is.
+    """
     (inner, outer), numel = axes, 60 * math.prod(axes)
 
     def main(group: zf.Group) -> tuple[Tensor, Tensor, Tensor]:
         mesh = zf.record(zf.split(group, inner=inner))
         x = term(group.rank, numel, seed)
         out = zf.compression.start(Collective(ReduceScatter(), "x"), x, mesh, codec).wait()
-        hops = [(size - 1) * codec.message_bytes(n) for size, n in ((inner, numel // inner), (outer, numel // inner // outer))]
+        hops = [
+            (size - 1) * codec.message_bytes(n)
+            for size, n in ((inner, numel // inner), (outer, numel // inner // outer))
+        ]
         assert mesh.bytes_sent("x") == sum(hops)
         whole = zf.compression.start(Collective(AllReduce(), "y"), x, mesh, codec).wait()
-        over = zf.compression.start_over(Collective(ReduceScatter(), "z"), x, mesh.inner, codec).wait()
+        over = zf.compression.start_over(
+            Collective(ReduceScatter(), "z"), x, mesh.inner, codec
+        ).wait()
         exact = mesh.start(Collective(ReduceScatter()), x).wait()
         bound = 3 * inner * outer * codec.bound(inner * outer * 10.0 ** (seed % 5 - 2) * 6)
         assert float((out - exact).abs().max()) <= bound
@@ -258,7 +318,10 @@ def test_a_model_learns_over_a_mesh() -> None:
         mesh = zf.split(group, inner=2)
         found = []
         for over, secondary in ((mesh, True), (mesh.inner, False)):
-            codecs = zf.Compression(grads=BlockCodec(4, 64, zf.compression.error_feedback()), params=zf.compression.int8())
+            codecs = zf.Compression(
+                grads=BlockCodec(4, 64, zf.compression.error_feedback()),
+                params=zf.compression.int8(),
+            )
             z = zf.zero(
                 3,
                 models.mlp_loss,
@@ -287,9 +350,15 @@ def test_micro_batches_are_sent_in_few_bits_too() -> None:
 
     def main(group: zf.Group) -> list[int]:
         group, found = zf.record(group), []
-        vg = zf.data_parallel(zf.value_and_grad(lambda p, x: (p["w"] * x).sum()), group, compression=zf.compression.int8())
+        vg = zf.data_parallel(
+            zf.value_and_grad(lambda p, x: (p["w"] * x).sum()),
+            group,
+            compression=zf.compression.int8(),
+        )
         for num_micro_batches in (1, 2):
-            _, grads = zf.accumulate(vg, num_micro_batches)(zf.replicate({"w": torch.ones(4096)}, group), torch.ones(2, 4096))
+            _, grads = zf.accumulate(vg, num_micro_batches)(
+                zf.replicate({"w": torch.ones(4096)}, group), torch.ones(2, 4096)
+            )
             group.clear()
             zf.redistribute(grads, zf.R, group)
             found.append(group.bytes_sent())
@@ -301,7 +370,9 @@ def test_micro_batches_are_sent_in_few_bits_too() -> None:
 
 @pytest.mark.parametrize("is_kept", [False, True], ids=["gathered twice", "with a secondary shard"])
 def test_backward_sees_the_numbers_of_forward(is_kept: bool) -> None:
-    """A secondary shard is a part of what came back in forward, and is sent as it is: exactly, and inside of a row."""
+    """A secondary shard is a part of what came back in forward, and is sent as it is: exactly, and
+    inside of a row.
+    """
     generator = torch.Generator().manual_seed(0)
     exact = {name: torch.randn(32, 32, generator=generator) for name in ("x", "w")}
     codec = zf.compression.int4(block=32)
@@ -315,7 +386,12 @@ def test_backward_sees_the_numbers_of_forward(is_kept: bool) -> None:
             return (params["x"] @ params["w"] * batch).sum()
 
         params = zf.shard(exact, mesh, bucket_bytes=1)
-        loss = zf.shard_params(loss_fn, mesh, compression=codec, schedule=zf.ScheduleOptions(secondary=is_kept, prefetch=0))
+        loss = zf.shard_params(
+            loss_fn,
+            mesh,
+            compression=codec,
+            schedule=zf.ScheduleOptions(secondary=is_kept, prefetch=0),
+        )
         vg = zf.data_parallel(zf.value_and_grad(loss), mesh, reduce="sum")
         for _ in range(2):
             seen.clear()
@@ -327,8 +403,12 @@ def test_backward_sees_the_numbers_of_forward(is_kept: bool) -> None:
             assert not torch.equal(backward, exact["w"])
             sent = [entry for entry in mesh.log if entry.name == "params"]
             written = sum(entry.sent_bytes for entry in sent if entry.dtype != torch.float32)
-            exactly = [(entry.axis, entry.sent_bytes) for entry in sent if entry.dtype == torch.float32]
-            assert written == (2 if is_kept else 4) * (mesh.size - 1) * codec.message_bytes(32 * 32 // 4)
+            exactly = [
+                (entry.axis, entry.sent_bytes) for entry in sent if entry.dtype == torch.float32
+            ]
+            assert written == (2 if is_kept else 4) * (mesh.size - 1) * codec.message_bytes(
+                32 * 32 // 4
+            )
             assert exactly == ([("inner", 4 * 32 * 32 // 2)] * 2 if is_kept else [])
 
     zf.simulate(4, main)
@@ -337,7 +417,11 @@ def test_backward_sees_the_numbers_of_forward(is_kept: bool) -> None:
 def test_one_rank_sends_nothing_and_loses_nothing() -> None:
     group = zf.process_group()
     codecs = zf.Compression(grads=zf.compression.int4(), params=zf.compression.int8())
-    assert_same_bits(train(group, 3, 4, compression=codecs)[:2], train(group, 3, 4)[:2], "with and without a codec on one rank")
+    assert_same_bits(
+        train(group, 3, 4, compression=codecs)[:2],
+        train(group, 3, 4)[:2],
+        "with and without a codec on one rank",
+    )
     x = torch.randn(7)
     assert torch.equal(zf.compression.all_reduce(x, group, zf.compression.int4()), x)
 
@@ -345,8 +429,15 @@ def test_one_rank_sends_nothing_and_loses_nothing() -> None:
 def test_micro_batches_and_casts_go_through_a_codec() -> None:
     def main(group: zf.Group) -> Any:
         codecs = zf.Compression(grads=zf.compression.int8(), params=zf.compression.int8())
-        losses, params, sent = train(group, 3, 12, precision=torch.bfloat16, compression=codecs, num_micro_batches=2)
-        assert sent.bytes_sent("params") < sum(entry.numel for entry in sent.log if entry.name == "params") * (group.size - 1) * 1.1
+        losses, params, sent = train(
+            group, 3, 12, precision=torch.bfloat16, compression=codecs, num_micro_batches=2
+        )
+        assert (
+            sent.bytes_sent("params")
+            < sum(entry.numel for entry in sent.log if entry.name == "params")
+            * (group.size - 1)
+            * 1.1
+        )
         return losses, params
 
     results = zf.simulate(2, main)
@@ -368,7 +459,9 @@ def test_the_derivative_is_that_of_the_exact_collective() -> None:
             (zf.compression.all_reduce, zf.collectives.all_reduce, 4),
         ):
             x = term(group.rank, numel, 1)
-            found = torch.func.grad(lambda x, fn=compressed: (fn(x, group, codec) * weights).sum())(x)
+            found = torch.func.grad(lambda x, fn=compressed: (fn(x, group, codec) * weights).sum())(
+                x
+            )
             expected = torch.func.grad(lambda x, fn=exact: (fn(x, group) * weights).sum())(x)
             assert torch.equal(found, expected)
             pushed: Any = torch.func.jvp(lambda x, fn=compressed: fn(x, group, codec), (x,), (x,))
@@ -397,7 +490,9 @@ def test_sharded_parameters_with_a_codec_under_torch_func() -> None:
 
 @given(SIZES, st.integers(0, 200), FLOATS, st.integers(0, 99), st.booleans())
 @settings(max_examples=examples(20))
-def test_one_bit_is_the_papers(size: int, numel: int, dtype: torch.dtype, seed: int, on_a_mesh: bool) -> None:
+def test_one_bit_is_the_papers(
+    size: int, numel: int, dtype: torch.dtype, seed: int, on_a_mesh: bool
+) -> None:
     """Packed and in two hops, to the last bit, on any group; and nothing is lost but late."""
     size, steps = 4 if on_a_mesh else size, 5
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -409,35 +504,58 @@ def test_one_bit_is_the_papers(size: int, numel: int, dtype: torch.dtype, seed: 
         for step in range(steps):
             group.clear()
             x = term(group.rank, numel, seed + step, dtype)
-            mean, worker, server = zf.compression.compressed_all_reduce(x, worker, server, group, name="x")
+            mean, worker, server = zf.compression.compressed_all_reduce(
+                x, worker, server, group, name="x"
+            )
             assert mean.dtype == dtype
             found.append((mean, worker, server))
             hop = (size - 1) * (wide.itemsize + math.ceil(numel / (8 * size)))
             if not on_a_mesh:
-                assert [(entry.kind, entry.sent_bytes) for entry in group.log] == [("all_to_all", hop), ("all_gather", hop)]
-            assert_same_bits(x, term(group.rank, numel, seed + step, dtype), "what is sent is only read")
+                assert [(entry.kind, entry.sent_bytes) for entry in group.log] == [
+                    ("all_to_all", hop),
+                    ("all_gather", hop),
+                ]
+            assert_same_bits(
+                x, term(group.rank, numel, seed + step, dtype), "what is sent is only read"
+            )
         return group.rank, found
 
     results = [found for _, found in sorted(zf.simulate(size, main), key=lambda result: result[0])]
     chunk = 8 * math.ceil(numel / (8 * size))
     kept = [torch.zeros(numel, dtype=wide) for _ in range(size)]
-    answers = [torch.zeros(max(min(numel - rank * chunk, chunk), 0), dtype=wide) for rank in range(size)]
-    given_in, came_out = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
+    answers = [
+        torch.zeros(max(min(numel - rank * chunk, chunk), 0), dtype=wide) for rank in range(size)
+    ]
+    given_in, came_out = (
+        torch.zeros(numel, dtype=torch.float64),
+        torch.zeros(numel, dtype=torch.float64),
+    )
     for step in range(steps):
         terms = [term(rank, numel, seed + step, dtype).to(wide) for rank in range(size)]
         mean, kept, answers = reference.one_bit(terms, kept, answers, zf.flat.global_norm)
         for rank in range(size):
-            assert_same_bits(results[rank][step], (mean.to(dtype), kept[rank], answers[rank]), f"rank {rank}, step {step}")
+            assert_same_bits(
+                results[rank][step],
+                (mean.to(dtype), kept[rank], answers[rank]),
+                f"rank {rank}, step {step}",
+            )
         given_in += torch.stack(terms).double().mean(0)
         came_out += mean.double()
     pending = torch.stack(kept).double().mean(0) + torch.cat(answers).double()
     largest = float(torch.stack([given_in, came_out]).abs().max()) if numel else 0.0
-    assert bool(((came_out + pending - given_in).abs() <= 8 * steps * torch.finfo(wide).eps * (largest + 1)).all())
+    assert bool(
+        (
+            (came_out + pending - given_in).abs()
+            <= 8 * steps * torch.finfo(wide).eps * (largest + 1)
+        ).all()
+    )
     assert numel < 2 or not torch.equal(came_out, given_in)
 
 
 def test_one_bit_keeps_what_it_does_not_send() -> None:
-    """With a scale that has few digits nothing is rounded: sent and kept make up the input to the last bit."""
+    """With a scale that has few digits nothing is rounded: sent and kept make up the input to the
+    last bit.
+    """
 
     def main(group: zf.Group) -> None:
         x = torch.tensor([1.0, 7.0, -7.0, -1.0])  # of norm 10
@@ -445,7 +563,9 @@ def test_one_bit_keeps_what_it_does_not_send() -> None:
         assert_same_bits(mean, torch.tensor([5.0, 5.0, -5.0, -5.0]))
         assert_same_bits(worker, x - mean)
         assert_same_bits(server, torch.zeros(4 if group.rank == 0 else 0))
-        mean, worker, _ = zf.compression.compressed_all_reduce(torch.tensor([3.0, -1.0, 2.0 - 2.0**-20, -3.0]), worker, server, group)
+        mean, worker, _ = zf.compression.compressed_all_reduce(
+            torch.tensor([3.0, -1.0, 2.0 - 2.0**-20, -3.0]), worker, server, group
+        )
         assert_same_bits(mean + worker, torch.tensor([-1.0, 1.0, -(2.0**-20), 1.0]))
 
     zf.simulate(3, main)
@@ -453,11 +573,18 @@ def test_one_bit_keeps_what_it_does_not_send() -> None:
 
 def test_one_bit_on_one_rank_and_of_what_is_not_finite() -> None:
     x = torch.tensor([1.0, 0.3, -2.0])
-    one = zf.simulate(1, lambda group: zf.compression.compressed_all_reduce(x, torch.full((3,), 0.5), torch.full((3,), 0.25), group))[0]
+    one = zf.simulate(
+        1,
+        lambda group: zf.compression.compressed_all_reduce(
+            x, torch.full((3,), 0.5), torch.full((3,), 0.25), group
+        ),
+    )[0]
     assert_same_bits(one, (x + 0.75, torch.zeros(3), torch.zeros(3)))
 
     def main(group: zf.Group) -> Tensor:
-        return zf.compression.compressed_all_reduce(torch.full((32,), math.nan if group.rank else 1.0), None, None, group)[0]
+        return zf.compression.compressed_all_reduce(
+            torch.full((32,), math.nan if group.rank else 1.0), None, None, group
+        )[0]
 
     assert all(bool(mean.isnan().all()) for mean in zf.simulate(2, main))
 
@@ -466,44 +593,87 @@ def test_shapes_and_bytes_without_numbers() -> None:
     group = zf.record(zf.collectives.abstract_group(64))
     codec = zf.compression.int4()
     for op, length in ((AllGather(), 64 * 640), (ReduceScatter(), 10), (AllReduce(), 640)):
-        assert zf.compression.start(Collective(op), torch.empty(640, device="meta"), group, codec).wait().shape == (length,)
+        assert zf.compression.start(
+            Collective(op), torch.empty(640, device="meta"), group, codec
+        ).wait().shape == (length,)
     assert group.log[1].kind == AllToAll().kind
     assert group.log[1].sent_bytes == 63 * codec.message_bytes(10)
 
 
 def test_refusals() -> None:
     group = zf.collectives.abstract_group(2)
-    with pytest.raises(OptionError, match=r"a block is an even number of elements from 2 to 16384; got block=3"):
+    with pytest.raises(
+        OptionError, match=r"a block is an even number of elements from 2 to 16384; got block=3"
+    ):
         zf.compression.int8(block=3)
     with pytest.raises(OptionError, match=r"int8\(\) has no option 'blocks'; did you mean 'block'"):
         zf.compression.int8(blocks=2)  # type: ignore[call-arg]
     with pytest.raises(OptionError, match=r"4 or 8 bits a number; got 3"):
         BlockCodec(3, 32)
-    with pytest.raises(OptionError, match=r"for floating numbers; got all_gather of torch.int64; send it exactly"):
+    with pytest.raises(
+        OptionError, match=r"for floating numbers; got all_gather of torch.int64; send it exactly"
+    ):
         zf.compression.all_gather(torch.zeros(4, dtype=torch.int64), group, zf.compression.int8())
-    with pytest.raises(OptionError, match=r"reduce_scatter with a codec takes a 1-D tensor that the 2 ranks divide; got shape \(3,\)"):
+    with pytest.raises(
+        OptionError,
+        match=r"reduce_scatter with a codec takes a 1-D tensor that the 2 ranks divide; got "
+        r"shape \(3,\)",
+    ):
         zf.compression.reduce_scatter(torch.zeros(3), group, zf.compression.int8())
-    with pytest.raises(OptionError, match=r"is for all_gather, reduce_scatter and all_reduce; got all_to_all"):
+    with pytest.raises(
+        OptionError, match=r"is for all_gather, reduce_scatter and all_reduce; got all_to_all"
+    ):
         zf.compression.start(Collective(AllToAll()), torch.zeros(4), group, zf.compression.int8())
-    with pytest.raises(OptionError, match=r"data_parallel\(\) takes a codec, or None to send exactly; got compression='int8'"):
+    with pytest.raises(
+        OptionError,
+        match=r"data_parallel\(\) takes a codec, or None to send exactly; got compression='int8'",
+    ):
         zf.data_parallel(zf.value_and_grad(models.mlp_loss), group, compression="int8")  # type: ignore[arg-type]
     with pytest.raises(OptionError, match=r"shard_params\(\) takes a codec"):
         zf.shard_params(models.mlp_loss, group, compression=8)  # type: ignore[arg-type]
     with pytest.raises(
-        OptionError, match=r"shard_params\(\) gathers parameters in forward and again in backward.*leave feedback to gradients"
+        OptionError,
+        match=r"shard_params\(\) gathers parameters in forward and again in backward.*leave "
+        r"feedback to gradients",
     ):
-        zf.shard_params(models.mlp_loss, group, compression=zf.compression.int8(feedback=zf.compression.error_feedback()))
-    with pytest.raises(OptionError, match=r"Compression.params is for stage 3, whose shards stay exact; got stage 2"):
-        zf.zero(2, models.mlp_loss, zf.optim.sgd(0.1), group, compression=zf.Compression(params=zf.compression.int8()))
+        zf.shard_params(
+            models.mlp_loss,
+            group,
+            compression=zf.compression.int8(feedback=zf.compression.error_feedback()),
+        )
+    with pytest.raises(
+        OptionError,
+        match=r"Compression.params is for stage 3, whose shards stay exact; got stage 2",
+    ):
+        zf.zero(
+            2,
+            models.mlp_loss,
+            zf.optim.sgd(0.1),
+            group,
+            compression=zf.Compression(params=zf.compression.int8()),
+        )
     with pytest.raises(OptionError, match=r"err_beta is a number from 0 to less than 1; got 1"):
         zf.compression.error_feedback(err_beta=1)
-    with pytest.raises(OptionError, match=r"takes a 1-D floating tensor; got torch.int64 of shape \(4,\)"):
+    with pytest.raises(
+        OptionError, match=r"takes a 1-D floating tensor; got torch.int64 of shape \(4,\)"
+    ):
         zf.compression.compressed_all_reduce(torch.zeros(4, dtype=torch.int64), None, None, group)
-    with pytest.raises(OptionError, match=r"the server_error of 20 numbers of torch.bfloat16 has 16 of torch.float32 on this rank"):
-        zf.compression.compressed_all_reduce(torch.zeros(20, dtype=torch.bfloat16), torch.zeros(20), torch.zeros(20), group)
+    with pytest.raises(
+        OptionError,
+        match=r"the server_error of 20 numbers of torch.bfloat16 has 16 of torch.float32 on "
+        r"this rank",
+    ):
+        zf.compression.compressed_all_reduce(
+            torch.zeros(20, dtype=torch.bfloat16), torch.zeros(20), torch.zeros(20), group
+        )
     with pytest.raises(OptionError, match=r"no vmap rule"):
-        torch.vmap(lambda x: zf.compression.all_gather(x, group, zf.compression.int8()))(torch.zeros(2, 4))
+        torch.vmap(lambda x: zf.compression.all_gather(x, group, zf.compression.int8()))(
+            torch.zeros(2, 4)
+        )
     feedback = zf.compression.error_feedback()
     zf.compression.all_gather(torch.zeros(4), group, zf.compression.int8(feedback=feedback))
-    with pytest.raises(OptionError, match=r"an error feedback is for the gradients of one layout; got 6 numbers in 1 messages"):
+    with pytest.raises(
+        OptionError,
+        match=r"an error feedback is for the gradients of one layout; got 6 numbers in 1 messages",
+    ):
         zf.compression.all_gather(torch.zeros(6), group, zf.compression.int8(feedback=feedback))

@@ -15,7 +15,17 @@ from torch import Tensor
 
 import zfun as zf
 from tests.conftest import examples
-from zfun.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, Op, Permute, Reduce, ReduceScatter
+from zfun.collectives import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Collective,
+    Op,
+    Permute,
+    Reduce,
+    ReduceScatter,
+)
 from zfun.collectives.gloo._hierarchical import Place, goes_over_hosts, num_messages, over_hosts
 from zfun.testing import assert_same_bits
 
@@ -66,10 +76,20 @@ class WiredColumn:
         return Sent()
 
     def receive(self, host: int, tensor: Tensor, number: int) -> Arrival:
-        return Arrival(tensor, self.wires.between(self.rank(host), self.rank(self.place.host), number))
+        return Arrival(
+            tensor, self.wires.between(self.rank(host), self.rank(self.place.host), number)
+        )
 
 
-def over_wires(group: zf.Group, wires: Wires, num_hosts: int, op: Op, numel: int, dtype: torch.dtype, in_place: bool) -> Any:
+def over_wires(
+    group: zf.Group,
+    wires: Wires,
+    num_hosts: int,
+    op: Op,
+    numel: int,
+    dtype: torch.dtype,
+    in_place: bool,
+) -> Any:
     """Return the results of a collective over hosts and on one host."""
     size = group.size // num_hosts
     place = Place(group.rank // size, num_hosts, group.rank % size, size)
@@ -82,7 +102,14 @@ def over_wires(group: zf.Group, wires: Wires, num_hosts: int, op: Op, numel: int
     elif in_place and isinstance(op, AllGather):
         out.view(group.size, -1)[group.rank].copy_(x)
         x = out.view(group.size, -1)[group.rank]
-    over_hosts(op, x, out, place, lambda o, a, b: row.start(Collective(o), a, b).wait(), WiredColumn(wires, place))
+    over_hosts(
+        op,
+        x,
+        out,
+        place,
+        lambda o, a, b: row.start(Collective(o), a, b).wait(),
+        WiredColumn(wires, place),
+    )
     return out, expected
 
 
@@ -96,11 +123,15 @@ def over_wires(group: zf.Group, wires: Wires, num_hosts: int, op: Op, numel: int
     root=st.integers(0, 11),
 )
 @settings(max_examples=examples(30))
-def test_bits(num_hosts: int, size: int, kind: int, dtype: torch.dtype, in_place: bool, extra: int, root: int) -> None:
+def test_bits(
+    num_hosts: int, size: int, kind: int, dtype: torch.dtype, in_place: bool, extra: int, root: int
+) -> None:
     count = num_hosts * size
     op: Op = [AllGather(), ReduceScatter(), AllReduce(), Broadcast(root % count)][kind]
     numel = 7 * count + (0 if op.splits_input else extra)
-    for rank, (found, expected) in enumerate(zf.simulate(count, over_wires, Wires(), num_hosts, op, numel, dtype, in_place)):
+    for rank, (found, expected) in enumerate(
+        zf.simulate(count, over_wires, Wires(), num_hosts, op, numel, dtype, in_place)
+    ):
         assert_same_bits(found, expected, f"{op} over hosts and without on rank {rank}")
 
 
@@ -124,7 +155,10 @@ def test_bytes_between_hosts(num_hosts: int, size: int, dtype: torch.dtype) -> N
     ):
         wires = Wires()
         zf.simulate(count, over_wires, wires, num_hosts, op, numel, dtype, False)
-        sent = [sum(nbytes for (source, _), nbytes in wires.nbytes.items() if source == rank) for rank in range(count)]
+        sent = [
+            sum(nbytes for (source, _), nbytes in wires.nbytes.items() if source == rank)
+            for rank in range(count)
+        ]
         assert sent == expected, op
 
 

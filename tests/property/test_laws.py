@@ -16,7 +16,16 @@ import zfun as zf
 from tests import models, reference
 from tests.conftest import FORM, examples
 from zfun import optim, tree
-from zfun.testing import Composition, all_compositions, bucket_sizes, check_compositions, compositions, same_bits, tensors, trees
+from zfun.testing import (
+    Composition,
+    all_compositions,
+    bucket_sizes,
+    check_compositions,
+    compositions,
+    same_bits,
+    tensors,
+    trees,
+)
 from zfun.testing import train as train_once
 
 SIZES = (1, 2, 3, 4, 7, 16)
@@ -35,7 +44,9 @@ class Rule(NamedTuple):
     oracle: Oracle
 
 
-def nesterov(params: reference.Params, grads: reference.Params, state: dict[Any, Any]) -> reference.Params:
+def nesterov(
+    params: reference.Params, grads: reference.Params, state: dict[Any, Any]
+) -> reference.Params:
     out = {}
     for name, p in params.items():
         state[name] = grads[name] if name not in state else 0.8 * state[name] + grads[name]
@@ -60,7 +71,9 @@ def user_update(grads: Any, state: LionState, params: Any) -> tuple[Any, LionSta
     return updates, LionState(average, state.count + 1)
 
 
-def user_oracle(params: reference.Params, grads: reference.Params, state: dict[Any, Any]) -> reference.Params:
+def user_oracle(
+    params: reference.Params, grads: reference.Params, state: dict[Any, Any]
+) -> reference.Params:
     count = state["t"] = state.get("t", -1) + 1
     out = {}
     for name, p in params.items():
@@ -73,8 +86,16 @@ RULES = [
     Rule("sgd", optim.sgd(LR), lambda p, g, s: reference.sgd(p, g, s, LR, 0.0)),
     Rule("momentum", optim.sgd(LR, momentum=0.8), lambda p, g, s: reference.sgd(p, g, s, LR, 0.8)),
     Rule("nesterov", optim.sgd(LR, momentum=0.8, nesterov=True), nesterov),
-    Rule("adam", optim.adam(LR, eps=1e-3), lambda p, g, s: reference.adamw(p, g, s, LR, 0.0, eps=1e-3)),
-    Rule("adamw", optim.adamw(LR, eps=1e-3, weight_decay=0.1), lambda p, g, s: reference.adamw(p, g, s, LR, 0.1, eps=1e-3)),
+    Rule(
+        "adam",
+        optim.adam(LR, eps=1e-3),
+        lambda p, g, s: reference.adamw(p, g, s, LR, 0.0, eps=1e-3),
+    ),
+    Rule(
+        "adamw",
+        optim.adamw(LR, eps=1e-3, weight_decay=0.1),
+        lambda p, g, s: reference.adamw(p, g, s, LR, 0.1, eps=1e-3),
+    ),
     Rule(
         "clipped",
         # Not Adam, which would hide a norm that is wrong by a factor.
@@ -82,7 +103,11 @@ RULES = [
         lambda p, g, s: reference.sgd(p, reference.clip(g, 0.1), s, LR, 0.8),
     ),
     Rule("user", (user_init, user_update), user_oracle),
-    Rule("adagrad", optim.adagrad(LR, rate_decay=0.1, eps=1e-3), lambda p, g, s: reference.adagrad(p, g, s, LR, 0.1, 1e-3)),
+    Rule(
+        "adagrad",
+        optim.adagrad(LR, rate_decay=0.1, eps=1e-3),
+        lambda p, g, s: reference.adagrad(p, g, s, LR, 0.1, 1e-3),
+    ),
     # No Lion: the sign of a gradient near zero depends on the last bit; see test_optim.
 ]
 RULES_BY_NAME = pytest.mark.parametrize("rule", RULES, ids=[rule.name for rule in RULES])
@@ -94,20 +119,29 @@ def oracle_run(
     values, state, losses = models.flat_dict(params), {}, []
     for step in batches:
         loss, grads = reference.gradients(
-            lambda p, batch: loss_fn(models.unflat_dict(p, params), batch), values, models.micro_batches(step, num_micro_batches)
+            lambda p, batch: loss_fn(models.unflat_dict(p, params), batch),
+            values,
+            models.micro_batches(step, num_micro_batches),
         )
         values = rule.oracle(values, grads, state)
         losses.append(loss)
     return losses, values
 
 
-def assert_close_to_oracle(run: Any, params: Any, losses: list[float], values: reference.Params) -> None:
+def assert_close_to_oracle(
+    run: Any, params: Any, losses: list[float], values: reference.Params
+) -> None:
     """Compare changes within 1e-12, so that training without effect cannot pass."""
     for mine, theirs in zip(run.losses, losses, strict=True):
         assert abs(mine - theirs) <= 1e-12 * max(1.0, abs(theirs))
-    start, end = models.flat_dict(params), dict(zip(tree.paths(params), tree.leaves(run.params), strict=True))
+    start, end = (
+        models.flat_dict(params),
+        dict(zip(tree.paths(params), tree.leaves(run.params), strict=True)),
+    )
     for name, value in values.items():
-        torch.testing.assert_close(end[name] - start[name], value - start[name], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            end[name] - start[name], value - start[name], rtol=1e-12, atol=1e-12
+        )
         if value.numel():
             assert bool((value != start[name]).any())
 
@@ -128,7 +162,9 @@ def test_every_subset_and_order_is_the_same_function(size: int) -> None:
     # Clipping reveals the order of all sums.
     stride = 1 if FORM == "search" else EVERY[size]
     every = [Composition(), *all_compositions()[size % stride :: stride]]
-    run = check_compositions(models.mlp_loss, rule.optimizer, params, batches, every, bucket_bytes=[1, 400, 2**20])
+    run = check_compositions(
+        models.mlp_loss, rule.optimizer, params, batches, every, bucket_bytes=[1, 400, 2**20]
+    )
     assert_close_to_oracle(run, params, *oracle_run(rule, models.mlp_loss, params, batches))
 
 
@@ -137,10 +173,18 @@ def test_every_subset_and_order_with_micro_batches() -> None:
     every = all_compositions(num_micro_batches=3)
     rule = RULES[4]
     for reduces_first in (False, True):
-        chosen = [composition for composition in every if composition.reduces_first is reduces_first]
+        chosen = [
+            composition for composition in every if composition.reduces_first is reduces_first
+        ]
         assert len(chosen) > 200
         run = check_compositions(
-            models.mlp_loss, rule.optimizer, params, batches, chosen[::6], num_micro_batches=3, bucket_bytes=[300, 2**20]
+            models.mlp_loss,
+            rule.optimizer,
+            params,
+            batches,
+            chosen[::6],
+            num_micro_batches=3,
+            bucket_bytes=[300, 2**20],
         )
         assert_close_to_oracle(run, params, *oracle_run(rule, models.mlp_loss, params, batches, 3))
 
@@ -155,10 +199,19 @@ def test_sizes_and_optimizers(rule: Rule, size: int) -> None:
         Composition(grads=("shard_grads",)),
         Composition(grads=("offload", "replicate_grads"), optimizer=("shard_optimizer",)),
         Composition(optimizer=("shard_optimizer", "offload"), flat=True, donate=True),
-        Composition(("shard_params", "offload"), ("offload", "shard_grads"), ("offload", "shard_optimizer")),
-        Composition(("offload", "shard_params"), ("shard_grads", "offload"), ("shard_optimizer", "offload"), donate=True),
+        Composition(
+            ("shard_params", "offload"), ("offload", "shard_grads"), ("offload", "shard_optimizer")
+        ),
+        Composition(
+            ("offload", "shard_params"),
+            ("shard_grads", "offload"),
+            ("shard_optimizer", "offload"),
+            donate=True,
+        ),
     ]
-    run = check_compositions(models.mlp_loss, rule.optimizer, params, batches, chosen, bucket_bytes=[300])
+    run = check_compositions(
+        models.mlp_loss, rule.optimizer, params, batches, chosen, bucket_bytes=[300]
+    )
     assert_close_to_oracle(run, params, *oracle_run(rule, models.mlp_loss, params, batches))
 
 
@@ -175,9 +228,19 @@ def test_sizes_and_optimizers(rule: Rule, size: int) -> None:
     seed=st.integers(0, 99),
     data=st.data(),
 )
-def test_any_tree(params: Any, size: int, rule: Rule, buckets: list[int], num_micro_batches: int, seed: int, data: st.DataObject) -> None:
+def test_any_tree(
+    params: Any,
+    size: int,
+    rule: Rule,
+    buckets: list[int],
+    num_micro_batches: int,
+    seed: int,
+    data: st.DataObject,
+) -> None:
     batches = models.tree_batches(3, size, 6, seed)
-    drawn = data.draw(st.lists(compositions(num_micro_batches=num_micro_batches), min_size=3, max_size=4))
+    drawn = data.draw(
+        st.lists(compositions(num_micro_batches=num_micro_batches), min_size=3, max_size=4)
+    )
     run = check_compositions(
         models.tree_loss,
         rule.optimizer,
@@ -195,7 +258,14 @@ def test_any_tree(params: Any, size: int, rule: Rule, buckets: list[int], num_mi
         torch.testing.assert_close(end[name], value, rtol=1e-12, atol=1e-12)
 
 
-MIXED = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
+MIXED = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.complex64,
+    torch.complex128,
+)
 
 
 @settings(max_examples=examples(12))
@@ -207,9 +277,18 @@ MIXED = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.comp
     drawn=st.lists(compositions(), min_size=3, max_size=4),
     seed=st.integers(0, 99),
 )
-def test_mixed_dtypes(params: Any, size: int, rule: Rule, buckets: list[int], drawn: list[Composition], seed: int) -> None:
+def test_mixed_dtypes(
+    params: Any, size: int, rule: Rule, buckets: list[int], drawn: list[Composition], seed: int
+) -> None:
     batches = models.tree_batches(2, size, 3, seed)
-    run = check_compositions(models.tree_loss, rule.optimizer, params, batches, [Composition(), *drawn], bucket_bytes=buckets)
+    run = check_compositions(
+        models.tree_loss,
+        rule.optimizer,
+        params,
+        batches,
+        [Composition(), *drawn],
+        bucket_bytes=buckets,
+    )
     for before, after in zip(tree.leaves(params), tree.leaves(run.params), strict=True):
         assert (before.dtype, before.shape) == (after.dtype, after.shape)
         # A clipped step may be too small for a half type.
@@ -228,7 +307,13 @@ STAGES = {
 
 
 def run_zero(
-    group: zf.Group, stage: int, loss_fn: Any, optimizer: Any, params: Any, batches: Any, **options: Any
+    group: zf.Group,
+    stage: int,
+    loss_fn: Any,
+    optimizer: Any,
+    params: Any,
+    batches: Any,
+    **options: Any,
 ) -> tuple[Any, tuple[float, ...]]:
     z = zf.zero(stage, loss_fn, optimizer, group, **options)
     state, losses = z.init(params), []
@@ -242,15 +327,33 @@ def run_zero(
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_stage_is_its_composition(stage: int, size: int) -> None:
     params, batches, rule = models.mlp(), models.mlp_batches(3, size), RULES[5]
-    expected = zf.simulate(size, lambda g: train_once(Composition(), g, models.mlp_loss, rule.optimizer, params, batches)[:2])
-    stores = [None, zf.Offload(optimizer=zf.stores.host()), zf.Offload(grads=zf.stores.host(), optimizer=zf.stores.host())]
+    expected = zf.simulate(
+        size,
+        lambda g: train_once(Composition(), g, models.mlp_loss, rule.optimizer, params, batches)[
+            :2
+        ],
+    )
+    stores = [
+        None,
+        zf.Offload(optimizer=zf.stores.host()),
+        zf.Offload(grads=zf.stores.host(), optimizer=zf.stores.host()),
+    ]
     if stage == 3:
         stores.append(zf.Offload(params=zf.stores.host()))
     # Donation does not depend on the number of ranks.
     for donate in (True, False) if size <= 4 else (True,):
         for offload in stores:
             found = zf.simulate(
-                size, run_zero, stage, models.mlp_loss, rule.optimizer, params, batches, donate=donate, bucket_bytes=300, offload=offload
+                size,
+                run_zero,
+                stage,
+                models.mlp_loss,
+                rule.optimizer,
+                params,
+                batches,
+                donate=donate,
+                bucket_bytes=300,
+                offload=offload,
             )
             assert same_bits(found, expected)
 
@@ -258,12 +361,32 @@ def test_a_stage_is_its_composition(stage: int, size: int) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_stage_with_micro_batches_is_its_composition(stage: int) -> None:
     params, batches, rule = models.mlp(), models.mlp_batches(3, 2, rows=6), RULES[4]
-    composition = STAGES[stage] if stage else Composition(grads=("accumulate", "replicate_grads"), flat=True)
+    composition = (
+        STAGES[stage] if stage else Composition(grads=("accumulate", "replicate_grads"), flat=True)
+    )
 
     def main(group: zf.Group) -> Any:
-        return train_once(composition, group, models.mlp_loss, rule.optimizer, params, batches, num_micro_batches=3)[:2]
+        return train_once(
+            composition,
+            group,
+            models.mlp_loss,
+            rule.optimizer,
+            params,
+            batches,
+            num_micro_batches=3,
+        )[:2]
 
-    found = zf.simulate(2, run_zero, stage, models.mlp_loss, rule.optimizer, params, batches, num_micro_batches=3, bucket_bytes=300)
+    found = zf.simulate(
+        2,
+        run_zero,
+        stage,
+        models.mlp_loss,
+        rule.optimizer,
+        params,
+        batches,
+        num_micro_batches=3,
+        bucket_bytes=300,
+    )
     assert same_bits(found, zf.simulate(2, main))
     losses, values = oracle_run(rule, models.mlp_loss, params, batches, 3)
     for name, value in models.flat_dict(found[0][0]).items():
@@ -275,8 +398,15 @@ def test_a_stage_with_micro_batches_is_its_composition(stage: int) -> None:
 
 
 @settings(max_examples=examples(25))
-@given(params=trees(nodes=models.NODES), rule=st.sampled_from(RULES), drawn=compositions(), bucket_bytes=bucket_sizes())
-def test_one_rank_is_plain_training(params: Any, rule: Rule, drawn: Composition, bucket_bytes: int) -> None:
+@given(
+    params=trees(nodes=models.NODES),
+    rule=st.sampled_from(RULES),
+    drawn=compositions(),
+    bucket_bytes=bucket_sizes(),
+)
+def test_one_rank_is_plain_training(
+    params: Any, rule: Rule, drawn: Composition, bucket_bytes: int
+) -> None:
     batches = models.tree_batches(3, 1, 4)
 
     def plain() -> Any:
@@ -287,7 +417,12 @@ def test_one_rank_is_plain_training(params: Any, rule: Rule, drawn: Composition,
             losses.append(float(loss))
         return value, tuple(losses)
 
-    run = zf.simulate(1, lambda g: train_once(drawn, g, models.tree_loss, rule.optimizer, params, batches, bucket_bytes=bucket_bytes))[0]
+    run = zf.simulate(
+        1,
+        lambda g: train_once(
+            drawn, g, models.tree_loss, rule.optimizer, params, batches, bucket_bytes=bucket_bytes
+        ),
+    )[0]
     expected = plain()
     assert same_bits(run[:2], expected)
 
@@ -295,7 +430,9 @@ def test_one_rank_is_plain_training(params: Any, rule: Rule, drawn: Composition,
 def test_one_rank_sends_nothing() -> None:
     def main(group: zf.Group) -> int:
         recorded = zf.record(group)
-        run_zero(recorded, 3, models.mlp_loss, optim.adamw(LR), models.mlp(), models.mlp_batches(2, 1))
+        run_zero(
+            recorded, 3, models.mlp_loss, optim.adamw(LR), models.mlp(), models.mlp_batches(2, 1)
+        )
         return recorded.bytes_sent()
 
     assert zf.simulate(1, main) == [0]
@@ -307,14 +444,32 @@ def test_one_rank_sends_nothing() -> None:
 def test_offload_moves_the_bytes_that_it_says() -> None:
     size, num_steps = 3, 2
     params, batches = models.mlp(), models.mlp_batches(num_steps, size)
-    composition = Composition(("shard_params", "offload"), ("shard_grads", "offload"), ("shard_optimizer", "offload"))
+    composition = Composition(
+        ("shard_params", "offload"), ("shard_grads", "offload"), ("shard_optimizer", "offload")
+    )
 
     def main(group: zf.Group) -> Any:
-        run = train_once(composition, group, models.mlp_loss, optim.adamw(LR), params, batches, bucket_bytes=400)
-        shard_bytes = sum(b.padded_numel * b.dtype.itemsize for b in run.final[0].layout.buckets) // size
-        moved = {(what, kind): store.bytes_moved(kind, what) for what, store in run.stores.items() for kind in ("put", "get")}
+        run = train_once(
+            composition, group, models.mlp_loss, optim.adamw(LR), params, batches, bucket_bytes=400
+        )
+        shard_bytes = (
+            sum(b.padded_numel * b.dtype.itemsize for b in run.final[0].layout.buckets) // size
+        )
+        moved = {
+            (what, kind): store.bytes_moved(kind, what)
+            for what, store in run.stores.items()
+            for kind in ("put", "get")
+        }
         state = run.stores["state"]
-        return shard_bytes, moved, {(kind, name): state.bytes_moved(kind, name) for kind in ("put", "get") for name in ("params", "grads")}
+        return (
+            shard_bytes,
+            moved,
+            {
+                (kind, name): state.bytes_moved(kind, name)
+                for kind in ("put", "get")
+                for name in ("params", "grads")
+            },
+        )
 
     for shard_bytes, moved, crossed in zf.simulate(size, main):
         assert shard_bytes > 0
@@ -327,7 +482,12 @@ def test_offload_moves_the_bytes_that_it_says() -> None:
         # Per step: forward, backward, optimizer; and once at the end to read the parameters.
         assert moved["params", "get"] == (3 * num_steps + 1) * shard_bytes
         # Gradients and parameters cross between the device and the optimizer.
-        assert crossed["put", "grads"] == crossed["put", "params"] == crossed["get", "params"] == num_steps * shard_bytes
+        assert (
+            crossed["put", "grads"]
+            == crossed["put", "params"]
+            == crossed["get", "params"]
+            == num_steps * shard_bytes
+        )
 
 
 @pytest.mark.parametrize(
@@ -349,13 +509,21 @@ def test_offload_is_used_where_it_is_asked_for(composition: Composition) -> None
     params, batches = models.mlp(), models.mlp_batches(2, 2)
     expected = {
         name
-        for name, names in (("params", composition.loss), ("grads", composition.grads), ("state", composition.optimizer))
+        for name, names in (
+            ("params", composition.loss),
+            ("grads", composition.grads),
+            ("state", composition.optimizer),
+        )
         if "offload" in names
     }
 
     def main(group: zf.Group) -> set[str]:
         run = train_once(composition, group, models.mlp_loss, optim.adamw(LR), params, batches)
-        return {name for name, store in run.stores.items() if store.bytes_moved("put", name) and store.bytes_moved("get", name)}
+        return {
+            name
+            for name, store in run.stores.items()
+            if store.bytes_moved("put", name) and store.bytes_moved("get", name)
+        }
 
     assert zf.simulate(2, main) == [expected] * 2
 
@@ -386,7 +554,16 @@ def test_gradients_that_are_not_finite_skip_the_step(
 
     def main(group: zf.Group) -> Any:
         stores = zf.Offload(optimizer=zf.stores.host()) if offload else None
-        z = zf.zero(stage, bad_loss, optim.adamw(LR), group, donate=donate, bucket_bytes=300, max_skipped=3, offload=stores)
+        z = zf.zero(
+            stage,
+            bad_loss,
+            optim.adamw(LR),
+            group,
+            donate=donate,
+            bucket_bytes=300,
+            max_skipped=3,
+            offload=stores,
+        )
         one, zero = torch.ones(5, dtype=torch.float64), torch.zeros(5, dtype=torch.float64)
         hit = torch.where(torch.arange(5) == 2, poison, one) if group.rank == bad_rank else zero
         state = z.init(params)
@@ -402,9 +579,15 @@ def test_gradients_that_are_not_finite_skip_the_step(
             assert state.num_skipped == count
             assert state.step == 1 + count
             assert same_bits(snapshot(state), before)
-        with pytest.raises(zf.errors.NonFiniteError, match=rf"3 steps in a row.*leaf 'h\.{bad_layer}\.b'") as caught:
+        with pytest.raises(
+            zf.errors.NonFiniteError, match=rf"3 steps in a row.*leaf 'h\.{bad_layer}\.b'"
+        ) as caught:
             z.step(state, (good[1][group.rank], hit))
-        assert (caught.value.leaf, caught.value.rank, caught.value.step) == (f"h.{bad_layer}.b", group.rank, 3)
+        assert (caught.value.leaf, caught.value.rank, caught.value.step) == (
+            f"h.{bad_layer}.b",
+            group.rank,
+            3,
+        )
         # The error leaves the state unchanged, and one good step resets the count.
         assert same_bits(snapshot(state), before)
         state, info = z.step(state, (good[1][group.rank], zero))

@@ -16,7 +16,17 @@ from zfun import tree
 from zfun.errors import AliasChanged, LeafError, OptionError, SpecMismatch
 from zfun.flat import leaf_spans
 from zfun.layout import ALIGNMENT, DEFAULT_BUCKET_BYTES, unique_leaves
-from zfun.testing import Composition, assert_same_bits, bucket_sizes, check_padding, check_round_trip, compositions, tensors, train, trees
+from zfun.testing import (
+    Composition,
+    assert_same_bits,
+    bucket_sizes,
+    check_padding,
+    check_round_trip,
+    compositions,
+    tensors,
+    train,
+    trees,
+)
 
 DTYPES = (
     torch.float32,
@@ -47,26 +57,39 @@ def test_leaves_and_buffers_are_inverses(params: Any, size: int, bucket_bytes: i
 
 @settings(max_examples=examples(40))
 @given(ANY_TREE, SIZES, bucket_sizes())
-def test_the_spans_of_all_ranks_put_each_leaf_together(params: Any, size: int, bucket_bytes: int) -> None:
+def test_the_spans_of_all_ranks_put_each_leaf_together(
+    params: Any, size: int, bucket_bytes: int
+) -> None:
     def main(group: zf.Group) -> Any:
         flat = zf.shard(params, group, bucket_bytes=bucket_bytes)
         spans = leaf_spans(flat)
         assert spans == leaf_spans(flat, group.rank)
         whole = zf.replicate(params, group, bucket_bytes=bucket_bytes)
         pieces = [flat.buffers[span.bucket][span.start : span.stop].clone() for span in spans]
-        return spans, pieces, leaf_spans(whole), [whole.buffers[span.bucket][span.start : span.stop] for span in leaf_spans(whole)]
+        return (
+            spans,
+            pieces,
+            leaf_spans(whole),
+            [whole.buffers[span.bucket][span.start : span.stop] for span in leaf_spans(whole)],
+        )
 
     ranks = zf.simulate(size, main)
     layout = zf.layout.layout_of(params, size, bucket_bytes)
     for place, slot in enumerate(layout.leaves):
         _, _, whole_spans, leaves = ranks[0]
-        assert (whole_spans[place].path, whole_spans[place].first, leaves[place].numel()) == (slot.path, 0, slot.numel)
+        assert (whole_spans[place].path, whole_spans[place].first, leaves[place].numel()) == (
+            slot.path,
+            0,
+            slot.numel,
+        )
         end = 0
         for spans, pieces, _, _ in ranks:
             assert spans[place].path == slot.path
             assert spans[place].first == end
             end += pieces[place].numel()
-        assert_same_bits(torch.cat([pieces[place] for _, pieces, _, _ in ranks]), leaves[place], slot.path)
+        assert_same_bits(
+            torch.cat([pieces[place] for _, pieces, _, _ in ranks]), leaves[place], slot.path
+        )
 
 
 @settings(max_examples=examples(100))
@@ -80,7 +103,9 @@ def test_layout_promises(params: Any, size: int, bucket_bytes: int, random: Any)
     named = list(dict.fromkeys(slots[path] for path in order or ()))
     turns = [*(slot for slot in range(len(layout.leaves)) if slot not in named), *named]
     for dtype in {bucket.dtype for bucket in layout.buckets}:
-        lying = [leaf for bucket in layout.buckets for leaf in bucket.leaves if bucket.dtype == dtype]
+        lying = [
+            leaf for bucket in layout.buckets for leaf in bucket.leaves if bucket.dtype == dtype
+        ]
         assert lying == [leaf for leaf in turns if leaf in lying]
     assert layout.paths == tuple(tree.paths(params))
     leaves = tree.leaves(params)
@@ -91,8 +116,12 @@ def test_layout_promises(params: Any, size: int, bucket_bytes: int, random: Any)
     # Tied leaves, and only tied leaves, share a slot.
     for i, x in enumerate(leaves):
         for j, y in enumerate(leaves):
-            assert (layout.positions[i] == layout.positions[j]) == (i == j or (x is y and x.numel() > 0))
-    assert sorted(leaf for bucket in layout.buckets for leaf in bucket.leaves) == list(range(len(layout.leaves)))
+            assert (layout.positions[i] == layout.positions[j]) == (
+                i == j or (x is y and x.numel() > 0)
+            )
+    assert sorted(leaf for bucket in layout.buckets for leaf in bucket.leaves) == list(
+        range(len(layout.leaves))
+    )
     for index, bucket in enumerate(layout.buckets):
         slots = [layout.leaves[leaf] for leaf in bucket.leaves]
         assert {slot.bucket for slot in slots} == {index}
@@ -112,7 +141,10 @@ def test_layout_promises(params: Any, size: int, bucket_bytes: int, random: Any)
             or end * bucket.dtype.itemsize <= bucket_bytes + ALIGNMENT * bucket.dtype.itemsize
         )
         # Padding beyond the alignment of the leaves: less than one unit per rank.
-        assert bucket.padded_numel - sum(-(-slot.numel // ALIGNMENT) * ALIGNMENT for slot in slots) < size * ALIGNMENT
+        assert (
+            bucket.padded_numel - sum(-(-slot.numel // ALIGNMENT) * ALIGNMENT for slot in slots)
+            < size * ALIGNMENT
+        )
 
 
 @settings(max_examples=examples(15))
@@ -123,11 +155,23 @@ def test_layout_promises(params: Any, size: int, bucket_bytes: int, random: Any)
     compositions(),
     st.sampled_from([zf.optim.adamw(0.1), zf.optim.sgd(0.1, momentum=0.9)]),
 )
-def test_padding_stays_zero(params: Any, size: int, bucket_bytes: int, composition: Composition, optimizer: Any) -> None:
+def test_padding_stays_zero(
+    params: Any, size: int, bucket_bytes: int, composition: Composition, optimizer: Any
+) -> None:
     batches = models.tree_batches(4, size, 3)
 
     def main(group: zf.Group) -> None:
-        check_padding(train(composition, group, models.tree_loss, optimizer, params, batches, bucket_bytes=bucket_bytes).final)
+        check_padding(
+            train(
+                composition,
+                group,
+                models.tree_loss,
+                optimizer,
+                params,
+                batches,
+                bucket_bytes=bucket_bytes,
+            ).final
+        )
 
     zf.simulate(size, main)
 
@@ -144,12 +188,19 @@ def test_check_padding_finds_what_is_not_zero() -> None:
 
 
 def test_buckets_close_at_blocks_and_keep_the_order_of_use() -> None:
-    params = {"wte": torch.zeros(64, 8), "h": [{"b": torch.zeros(32), "a": torch.zeros(64)} for _ in range(3)], "out": torch.zeros(32)}
+    params = {
+        "wte": torch.zeros(64, 8),
+        "h": [{"b": torch.zeros(32), "a": torch.zeros(64)} for _ in range(3)],
+        "out": torch.zeros(32),
+    }
     layout = zf.layout.layout_of(params, 2, bucket_bytes=600)
     names = [[layout.leaves[leaf].path for leaf in bucket.leaves] for bucket in layout.buckets]
     # The last leaf joins the last block, because the leaf fits.
     assert names == [["wte"], ["h.0.b", "h.0.a"], ["h.1.b", "h.1.a"], ["h.2.b", "h.2.a", "out"]]
-    names = [[layout.leaves[leaf].path for leaf in bucket.leaves] for bucket in zf.layout.layout_of(params, 2, bucket_bytes=500).buckets]
+    names = [
+        [layout.leaves[leaf].path for leaf in bucket.leaves]
+        for bucket in zf.layout.layout_of(params, 2, bucket_bytes=500).buckets
+    ]
     assert names == [["wte"], ["h.0.b", "h.0.a"], ["h.1.b", "h.1.a"], ["h.2.b", "h.2.a"], ["out"]]
     assert [len(bucket.leaves) for bucket in zf.layout.layout_of(params, 2).buckets] == [8]
     assert len(zf.layout.layout_of(params, 2, bucket_bytes=1).buckets) == 8
@@ -160,10 +211,20 @@ def test_an_order_is_of_paths() -> None:
     params = {"in": w, "b": torch.ones(2), "out": w}
     assert zf.layout.layout_of(params, order=["b", "out"]).buckets[0].leaves == (1, 0)
     # An order may name leaves outside this tree; the tree's own order changes nothing.
-    assert zf.layout.layout_of(params, order=["x.y", "b", "out"]) is zf.layout.layout_of(params, order=["b", "in"])
-    assert zf.layout.layout_of(params, order=["out", "b", "in"]) is zf.layout.layout_of(params, order=["b"]) is zf.layout.layout_of(params)
+    assert zf.layout.layout_of(params, order=["x.y", "b", "out"]) is zf.layout.layout_of(
+        params, order=["b", "in"]
+    )
+    assert (
+        zf.layout.layout_of(params, order=["out", "b", "in"])
+        is zf.layout.layout_of(params, order=["b"])
+        is zf.layout.layout_of(params)
+    )
     for order in ("in", [0, 1]):
-        with pytest.raises(OptionError, match=r"order is a sequence of the paths of leaves; got .*; zf.planner.order_of_use\(\)"):
+        with pytest.raises(
+            OptionError,
+            match=r"order is a sequence of the paths of leaves; got .*; "
+            r"zf.planner.order_of_use\(\)",
+        ):
             zf.layout.layout_of(params, order=order)  # pyrefly: ignore[bad-argument-type]
 
 
@@ -200,7 +261,10 @@ def test_one_view_twice_is_a_tie() -> None:
         (torch.ones(2, 1).expand(2, 3), r"leaf 'h\.0\.w' is expanded"),
         (3.0, r"leaf 'h\.0\.w' is float"),
         ("name", r"leaf 'h\.0\.w' is str"),
-        (torch.ones(2, 2).to_sparse(), r"leaf 'h\.0\.w' is torch.sparse_coo; convert it with to_dense"),
+        (
+            torch.ones(2, 2).to_sparse(),
+            r"leaf 'h\.0\.w' is torch.sparse_coo; convert it with to_dense",
+        ),
     ],
     ids=["expanded", "expanded dim", "float", "str", "sparse"],
 )
@@ -212,7 +276,12 @@ def test_leaves_that_cannot_be_laid_out_are_named(leaf: Any, message: str) -> No
 
 
 def test_a_dim_of_one_may_have_any_stride() -> None:
-    assert zf.layout.layout_of({"w": torch.ones(1).expand(1), "b": torch.ones(3, 1).expand(3, 1)}).leaves[1].numel == 3
+    assert (
+        zf.layout.layout_of({"w": torch.ones(1).expand(1), "b": torch.ones(3, 1).expand(3, 1)})
+        .leaves[1]
+        .numel
+        == 3
+    )
 
 
 def test_bucket_bytes_must_be_positive() -> None:
@@ -222,7 +291,9 @@ def test_bucket_bytes_must_be_positive() -> None:
 
 def test_empty_trees() -> None:
     for params in ({}, [], {"a": None}, {"a": torch.zeros(0)}):
-        for found in zf.simulate(3, lambda group, params=params: zf.unshard(zf.shard(params, group))):
+        for found in zf.simulate(
+            3, lambda group, params=params: zf.unshard(zf.shard(params, group))
+        ):
             assert_same_bits(found, params)
 
 
@@ -230,14 +301,22 @@ def test_a_tree_that_does_not_fit_is_named() -> None:
     w = torch.ones(2)
     layout = zf.layout.layout_of({"a": w, "b": w, "c": torch.ones(3)})
     assert len(unique_leaves({"a": w, "b": w, "c": torch.zeros(3)}, layout)) == 2
-    with pytest.raises(AliasChanged, match=r"'a' and 'b' shared one tensor and are now two") as caught:
+    with pytest.raises(
+        AliasChanged, match=r"'a' and 'b' shared one tensor and are now two"
+    ) as caught:
         unique_leaves({"a": w, "b": w.clone(), "c": torch.ones(3)}, layout)
     assert caught.value.leaf == "b"
     with pytest.raises(SpecMismatch, match=r"missing \['b'\], unexpected \['d'\]"):
         unique_leaves({"a": w, "d": w, "c": torch.ones(3)}, layout)
-    with pytest.raises(SpecMismatch, match=r"leaf 'c' was laid out as torch.float32 \(3,\) and is now torch.float32 \(4,\)"):
+    with pytest.raises(
+        SpecMismatch,
+        match=r"leaf 'c' was laid out as torch.float32 \(3,\) and is now torch.float32 \(4,\)",
+    ):
         unique_leaves({"a": w, "b": w, "c": torch.ones(4)}, layout)
-    with pytest.raises(SpecMismatch, match=r"leaf 'c' was laid out as torch.float32 \(3,\) and is now torch.float64 \(3,\)"):
+    with pytest.raises(
+        SpecMismatch,
+        match=r"leaf 'c' was laid out as torch.float32 \(3,\) and is now torch.float64 \(3,\)",
+    ):
         unique_leaves({"a": w, "b": w, "c": torch.ones(3, dtype=torch.float64)}, layout)
 
 

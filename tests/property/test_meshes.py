@@ -16,7 +16,18 @@ import zfun as zf
 from tests import models
 from tests.conftest import examples
 from zfun import optim, tree
-from zfun.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, Op, Permute, Reduce, ReduceScatter, gather_values
+from zfun.collectives import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Collective,
+    Op,
+    Permute,
+    Reduce,
+    ReduceScatter,
+    gather_values,
+)
 from zfun.testing import assert_same_bits, check_padding, check_round_trip
 
 # (number of rows, ranks per row)
@@ -25,7 +36,10 @@ MESHES = [(2, 2), (2, 3), (3, 2)]
 
 def by_rows_first(terms: list[Tensor], num_rows: int, inner: int) -> Tensor:
     """Sum terms in mesh order: over each row in rank order, and then over the rows."""
-    rows = [functools.reduce(torch.add, [terms[i * num_rows + o] for i in range(inner)]) for o in range(num_rows)]
+    rows = [
+        functools.reduce(torch.add, [terms[i * num_rows + o] for i in range(inner)])
+        for o in range(num_rows)
+    ]
     return functools.reduce(torch.add, rows)
 
 
@@ -52,7 +66,15 @@ def expected(op: Op, inputs: list[Tensor], num_rows: int, inner: int) -> list[Te
 
 def the_ops(size: int, pick: int) -> list[Op]:
     rotation = tuple((rank + pick) % size for rank in range(size))
-    return [AllGather(), ReduceScatter(), AllReduce(), Broadcast(pick % size), Reduce(pick % size), AllToAll(), Permute(rotation)]
+    return [
+        AllGather(),
+        ReduceScatter(),
+        AllReduce(),
+        Broadcast(pick % size),
+        Reduce(pick % size),
+        AllToAll(),
+        Permute(rotation),
+    ]
 
 
 @given(
@@ -64,7 +86,9 @@ def the_ops(size: int, pick: int) -> list[Op]:
     orders_differ=st.booleans(),
 )
 @settings(max_examples=examples(25))
-def test_collectives(num_rows: int, inner: int, length: int, pick: int, order: list[int], *, orders_differ: bool) -> None:
+def test_collectives(
+    num_rows: int, inner: int, length: int, pick: int, order: list[int], *, orders_differ: bool
+) -> None:
     """Start all collectives before the first wait, and wait in a different order on each rank."""
     size = num_rows * inner
     ops = [the_ops(size, pick)[place] for place in order]
@@ -84,7 +108,9 @@ def test_collectives(num_rows: int, inner: int, length: int, pick: int, order: l
         wanted = expected(op, [inputs[index] for _, inputs, _ in ranks], num_rows, inner)
         for rank, (_, inputs, outputs) in enumerate(ranks):
             assert_same_bits(outputs[index], wanted[rank], f"{op} on rank {rank}")
-            assert inputs[index].numel() == 0 or outputs[index].data_ptr() != inputs[index].data_ptr()
+            assert (
+                inputs[index].numel() == 0 or outputs[index].data_ptr() != inputs[index].data_ptr()
+            )
 
 
 @pytest.mark.parametrize(("num_rows", "inner"), MESHES)
@@ -99,7 +125,9 @@ def test_duals(num_rows: int, inner: int) -> None:
             y = torch.randint(-9, 9, (op.output_numel(x.numel(), mesh.size),), generator=generator)
             there = (mesh.start(Collective(op), x).wait() * y).sum()
             back = (mesh.start(Collective(op.dual), y).wait() * x).sum()
-            assert gather_values(there, mesh, "there").sum() == gather_values(back, mesh, "back").sum(), op
+            assert (
+                gather_values(there, mesh, "there").sum() == gather_values(back, mesh, "back").sum()
+            ), op
         for numel in (3, 2000):
             x = torch.randint(-9, 9, (numel,), generator=generator)
             total = mesh.start(Collective(AllReduce()), x).wait()
@@ -124,13 +152,17 @@ class Places(NamedTuple):
     flat: str | None = None
 
 
-def run(group: zf.Group, inner: int | None, places: Places, batches: Any, bucket_bytes: int = 300) -> Any:
+def run(
+    group: zf.Group, inner: int | None, places: Places, batches: Any, bucket_bytes: int = 300
+) -> Any:
     """Run the usual loop on a mesh, or on the group if ``inner`` is ``None``."""
     mesh = group if inner is None else zf.split(group, inner=inner)
     named = {"all": mesh, "inner": mesh.inner if isinstance(mesh, zf.collectives.Mesh) else mesh}
     loss, params = models.mlp_loss, models.mlp(num_layers=2)
     if places.params:
-        loss = zf.shard_params(loss, named[places.params], schedule=zf.ScheduleOptions(secondary=places.secondary))
+        loss = zf.shard_params(
+            loss, named[places.params], schedule=zf.ScheduleOptions(secondary=places.secondary)
+        )
         params = zf.shard(params, named[places.params], bucket_bytes=bucket_bytes)
     elif places.flat:
         params = zf.replicate(params, named[places.flat], bucket_bytes=bucket_bytes)
@@ -140,7 +172,9 @@ def run(group: zf.Group, inner: int | None, places: Places, batches: Any, bucket
     # Not Adam, which would hide a norm or a mean that is wrong by a factor.
     optimizer = optim.chain(optim.clip_by_global_norm(0.1), optim.sgd(0.05, momentum=0.8))
     if places.optimizer:
-        optimizer = zf.shard_optimizer(optimizer, named[places.optimizer], bucket_bytes=bucket_bytes)
+        optimizer = zf.shard_optimizer(
+            optimizer, named[places.optimizer], bucket_bytes=bucket_bytes
+        )
     state, losses = optimizer.init(params), []
     for step in batches:
         value, grads = vg(params, step[group.rank])
@@ -151,9 +185,19 @@ def run(group: zf.Group, inner: int | None, places: Places, batches: Any, bucket
 
 
 def all_places() -> list[Places]:
-    found = [Places(params, grads, rule) for params, grads, rule in itertools.product((None, "inner", "all"), repeat=3)]
-    found += [Places("all", grads, rule, secondary=True) for grads, rule in ((None, None), ("all", "all"), ("inner", "all"))]
-    return found + [Places(None, grads, None, flat=flat) for grads in (None, "inner") for flat in ("inner", "all")]
+    found = [
+        Places(params, grads, rule)
+        for params, grads, rule in itertools.product((None, "inner", "all"), repeat=3)
+    ]
+    found += [
+        Places("all", grads, rule, secondary=True)
+        for grads, rule in ((None, None), ("all", "all"), ("inner", "all"))
+    ]
+    return found + [
+        Places(None, grads, None, flat=flat)
+        for grads in (None, "inner")
+        for flat in ("inner", "all")
+    ]
 
 
 @pytest.mark.parametrize(("num_rows", "inner"), MESHES)
@@ -169,7 +213,12 @@ def test_compositions(num_rows: int, inner: int) -> None:
         for rank, result in enumerate(results):
             assert_same_bits(result, first, f"rank {rank} under {places} and {compositions[0]}")
     flat = zf.simulate(size, run, None, Places("all", "all", "all"), batches)[0]
-    for x, y, before in zip(tree.leaves(first), tree.leaves(flat), tree.leaves((models.mlp(num_layers=2), [0.0] * 2)), strict=True):
+    for x, y, before in zip(
+        tree.leaves(first),
+        tree.leaves(flat),
+        tree.leaves((models.mlp(num_layers=2), [0.0] * 2)),
+        strict=True,
+    ):
         torch.testing.assert_close(torch.as_tensor(x), torch.as_tensor(y), rtol=1e-12, atol=1e-13)
         assert not torch.equal(torch.as_tensor(x), torch.as_tensor(before))
 
@@ -177,13 +226,26 @@ def test_compositions(num_rows: int, inner: int) -> None:
 @pytest.mark.parametrize("inner", [1, 4])
 def test_a_mesh_of_one_axis_is_the_group(inner: int) -> None:
     batches = models.mlp_batches(2, 4)
-    for places in (Places("inner", "inner", "inner"), Places("all", "all", "all", secondary=True), Places(None, None, "inner")):
+    for places in (
+        Places("inner", "inner", "inner"),
+        Places("all", "all", "all", secondary=True),
+        Places(None, None, "inner"),
+    ):
         on_mesh = zf.simulate(4, run, inner, places, batches)
-        without = zf.simulate(4, run, None, Places(places.params, places.grads, places.optimizer), batches)
+        without = zf.simulate(
+            4, run, None, Places(places.params, places.grads, places.optimizer), batches
+        )
         assert_same_bits(on_mesh, without, str(places))
 
 
-@given(path=st.lists(st.sampled_from([(zf.R, "inner"), (zf.R, "all"), (zf.P, "all"), (zf.S, "inner"), (zf.S, "all")]), max_size=5))
+@given(
+    path=st.lists(
+        st.sampled_from(
+            [(zf.R, "inner"), (zf.R, "all"), (zf.P, "all"), (zf.S, "inner"), (zf.S, "all")]
+        ),
+        max_size=5,
+    )
+)
 @settings(max_examples=examples(15))
 def test_redistribution(path: list[tuple[zf.placement.Placement, str]]) -> None:
     """Law 3 on two axes: no chain of placements and groups changes a value."""

@@ -19,26 +19,47 @@ RATES = st.floats(1e-6, 1.0)
 
 @st.composite
 def optimizers(draw: st.DrawFn) -> optim.Optimizer:
-    rate: Any = draw(st.one_of(RATES, st.builds(optim.warmup_cosine, RATES, st.integers(0, 3), st.integers(4, 9))))
+    rate: Any = draw(
+        st.one_of(
+            RATES, st.builds(optim.warmup_cosine, RATES, st.integers(0, 3), st.integers(4, 9))
+        )
+    )
     weight_decay = draw(st.one_of(st.just(0.0), UNIT))
     rule = draw(st.sampled_from(["sgd", "adam", "adamw", "lion", "adagrad"]))
     if rule == "sgd":
         momentum = draw(st.one_of(st.just(0.0), st.floats(0.1, 0.999)))
-        last = optim.sgd(rate, momentum=momentum, nesterov=momentum > 0 and draw(st.booleans()), weight_decay=weight_decay)
+        last = optim.sgd(
+            rate,
+            momentum=momentum,
+            nesterov=momentum > 0 and draw(st.booleans()),
+            weight_decay=weight_decay,
+        )
     elif rule == "lion":
         last = optim.lion(rate, b1=draw(UNIT), b2=draw(UNIT), weight_decay=weight_decay)
     elif rule == "adagrad":
-        last = optim.adagrad(rate, rate_decay=draw(UNIT), eps=draw(st.floats(1e-10, 1e-2)), weight_decay=weight_decay)
+        last = optim.adagrad(
+            rate, rate_decay=draw(UNIT), eps=draw(st.floats(1e-10, 1e-2)), weight_decay=weight_decay
+        )
     else:
         make = optim.adam if rule == "adam" else optim.adamw
-        last = make(rate, b1=draw(UNIT), b2=draw(UNIT), eps=draw(st.floats(1e-10, 1e-2)), weight_decay=weight_decay)
-    before = draw(st.lists(st.sampled_from([optim.clip_by_global_norm(0.7), optim.scale(0.3)]), max_size=2))
+        last = make(
+            rate,
+            b1=draw(UNIT),
+            b2=draw(UNIT),
+            eps=draw(st.floats(1e-10, 1e-2)),
+            weight_decay=weight_decay,
+        )
+    before = draw(
+        st.lists(st.sampled_from([optim.clip_by_global_norm(0.7), optim.scale(0.3)]), max_size=2)
+    )
     return optim.chain(*before, last) if before else last
 
 
 def values(shapes: list[tuple[int, ...]], seed: int, dtype: torch.dtype) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes
+    ]
 
 
 def same_bits(first: Any, second: Any) -> bool:
@@ -46,18 +67,34 @@ def same_bits(first: Any, second: Any) -> bool:
     return all(
         x.dtype == y.dtype
         and x.shape == y.shape
-        and torch.equal(x.contiguous().reshape(-1).view(torch.uint8), y.contiguous().reshape(-1).view(torch.uint8))
+        and torch.equal(
+            x.contiguous().reshape(-1).view(torch.uint8),
+            y.contiguous().reshape(-1).view(torch.uint8),
+        )
         for x, y in pairs
     )
 
 
 @settings(max_examples=examples(60), deadline=None)
-@given(optimizers(), SHAPES, st.sampled_from([torch.float64, torch.float32, torch.bfloat16]), st.integers(0, 2**20), st.booleans())
+@given(
+    optimizers(),
+    SHAPES,
+    st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
+    st.integers(0, 2**20),
+    st.booleans(),
+)
 def test_apply_is_update_then_add(
-    optimizer: optim.Optimizer, shapes: list[tuple[int, ...]], dtype: torch.dtype, seed: int, donate: bool
+    optimizer: optim.Optimizer,
+    shapes: list[tuple[int, ...]],
+    dtype: torch.dtype,
+    seed: int,
+    donate: bool,
 ) -> None:
     params = values(shapes, seed, dtype)
-    one, other = (params, optimizer.init(params)), (tree.map(torch.clone, params), optimizer.init(params))
+    one, other = (
+        (params, optimizer.init(params)),
+        (tree.map(torch.clone, params), optimizer.init(params)),
+    )
     for step in range(3):
         grads = values(shapes, seed + step + 1, dtype)
         kept = tree.map(torch.clone, (grads, one))
@@ -66,18 +103,31 @@ def test_apply_is_update_then_add(
         before, added = tree.map(torch.clone, other[0]), optim.apply_updates(one[0], updates)
         other = optimizer.apply(grads, other[1], other[0], donate=donate)
         assert same_bits(state, other[1])
-        assert all(reference.agrees(*triple) for triple in zip(added, other[0], before, strict=True))
+        assert all(
+            reference.agrees(*triple) for triple in zip(added, other[0], before, strict=True)
+        )
         one = (tree.map(torch.clone, other[0]), state)
 
 
 @settings(max_examples=examples(40), deadline=None)
-@given(optimizers(), SHAPES, st.sampled_from([torch.float64, torch.float32, torch.bfloat16]), st.integers(0, 2**20), st.data())
+@given(
+    optimizers(),
+    SHAPES,
+    st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
+    st.integers(0, 2**20),
+    st.data(),
+)
 def test_cutting_changes_no_bits(
-    optimizer: optim.Optimizer, shapes: list[tuple[int, ...]], dtype: torch.dtype, seed: int, data: st.DataObject
+    optimizer: optim.Optimizer,
+    shapes: list[tuple[int, ...]],
+    dtype: torch.dtype,
+    seed: int,
+    data: st.DataObject,
 ) -> None:
     numel = sum(x.numel() for x in values(shapes, 0, dtype))
     cuts = sorted(data.draw(st.lists(st.integers(0, numel), max_size=3)))
-    # The one value that every element sees: what a norm is made of depends on its rounding, so clipping stands apart.
+    # The one value that every element sees: what a norm is made of depends on its rounding, so
+    # clipping stands apart.
     sizes = [b - a for a, b in zip([0, *cuts], [*cuts, numel], strict=True)]
 
     def recut(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -92,7 +142,9 @@ def test_cutting_changes_no_bits(
         pieces, piece_state = optimizer.apply(recut(grads), piece_state, pieces)
     if isinstance(whole_state, tuple) and any(part == () for part in whole_state):
         tolerance = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 2e-1}[dtype]
-        torch.testing.assert_close(torch.cat(pieces), torch.cat(recut(params)), rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(
+            torch.cat(pieces), torch.cat(recut(params)), rtol=tolerance, atol=tolerance
+        )
     else:
         assert same_bits(torch.cat(pieces), torch.cat([x.reshape(-1) for x in params]))
 
@@ -107,11 +159,18 @@ def test_cutting_changes_no_bits(
     st.integers(0, 2**20),
 )
 def test_a_chain_of_parts_is_the_rule(
-    rule: str, rate: Any, options: tuple[float, ...], shapes: list[tuple[int, ...]], dtype: torch.dtype, seed: int
+    rule: str,
+    rate: Any,
+    options: tuple[float, ...],
+    shapes: list[tuple[int, ...]],
+    dtype: torch.dtype,
+    seed: int,
 ) -> None:
-    """The moments have the same bits; a parameter is off by at most eight roundings of its largest term in each step.
+    """The moments have the same bits; a parameter is off by at most eight roundings of its largest
+    term in each step.
 
-    A decay in front of Adam is given to the rule too, since Adam would enlarge its rounding where a gradient and the decay cancel.
+    A decay in front of Adam is given to the rule too, since Adam would enlarge its rounding where a
+    gradient and the decay cancel.
     """
     b1, b2, eps, weight_decay = options
     decay, descend = optim.add_decayed_weights(weight_decay), optim.scale_by_learning_rate(rate)
@@ -119,8 +178,16 @@ def test_a_chain_of_parts_is_the_rule(
     fused, parts, place = {
         "sgd": (optim.sgd(rate, momentum=b1 or 0.5), (decay, optim.trace(b1 or 0.5)), 1),
         "adam": (optim.adam(rate, **adam), (decay, optim.scale_by_adam(**adam)), 1),
-        "adamw": (optim.adamw(rate, **adam, weight_decay=weight_decay), (optim.scale_by_adam(**adam), decay), 0),
-        "lion": (optim.lion(rate, b1=b1, b2=b2, weight_decay=weight_decay), (optim.scale_by_lion(b1=b1, b2=b2), decay), 0),
+        "adamw": (
+            optim.adamw(rate, **adam, weight_decay=weight_decay),
+            (optim.scale_by_adam(**adam), decay),
+            0,
+        ),
+        "lion": (
+            optim.lion(rate, b1=b1, b2=b2, weight_decay=weight_decay),
+            (optim.scale_by_lion(b1=b1, b2=b2), decay),
+            0,
+        ),
         "adagrad": (optim.adagrad(rate, eps=eps), (decay, optim.scale_by_adagrad(eps=eps)), 1),
     }[rule]
     chained = optim.chain(*parts, descend)
@@ -144,19 +211,38 @@ def test_a_chain_of_parts_is_the_rule(
 
 @settings(max_examples=60, deadline=None)
 @given(
-    SHAPES, RATES, UNIT, UNIT, st.floats(1e-10, 1e-2), UNIT, st.sampled_from(["sgd", "nesterov", "adam", "adamw"]), st.integers(0, 2**20)
+    SHAPES,
+    RATES,
+    UNIT,
+    UNIT,
+    st.floats(1e-10, 1e-2),
+    UNIT,
+    st.sampled_from(["sgd", "nesterov", "adam", "adamw"]),
+    st.integers(0, 2**20),
 )
 def test_changes_equal_those_of_torch(
-    shapes: list[tuple[int, ...]], rate: float, b1: float, b2: float, eps: float, weight_decay: float, rule: str, seed: int
+    shapes: list[tuple[int, ...]],
+    rate: float,
+    b1: float,
+    b2: float,
+    eps: float,
+    weight_decay: float,
+    rule: str,
+    seed: int,
 ) -> None:
     params = values(shapes, seed, torch.float64)
     twins = [torch.nn.Parameter(x.clone()) for x in params]
     nesterov, momentum = rule == "nesterov", max(b1, 0.01)
     ours, theirs = {
-        "sgd": lambda: (optim.sgd(rate, weight_decay=weight_decay), torch.optim.SGD(twins, rate, weight_decay=weight_decay)),
+        "sgd": lambda: (
+            optim.sgd(rate, weight_decay=weight_decay),
+            torch.optim.SGD(twins, rate, weight_decay=weight_decay),
+        ),
         "nesterov": lambda: (
             optim.sgd(rate, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay),
-            torch.optim.SGD(twins, rate, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay),
+            torch.optim.SGD(
+                twins, rate, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay
+            ),
         ),
         "adam": lambda: (
             optim.adam(rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay),
@@ -180,16 +266,44 @@ def test_changes_equal_those_of_torch(
 
 
 @settings(max_examples=examples(60), deadline=None)
-@given(st.integers(1, 200), st.integers(0, 70), st.sampled_from([torch.float32, torch.float64, torch.bfloat16]), st.integers(0, 2**20))
-def test_a_place_in_memory_changes_no_bits(numel: int, offset: int, dtype: torch.dtype, seed: int) -> None:
+@given(
+    st.integers(1, 200),
+    st.integers(0, 70),
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+    st.integers(0, 2**20),
+)
+def test_a_place_in_memory_changes_no_bits(
+    numel: int, offset: int, dtype: torch.dtype, seed: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     p, g, m, v = torch.randn(4, offset + numel, generator=generator).to(dtype).clone()
     v = v.abs() * 10.0 ** torch.randint(-30, 10, v.shape, generator=generator).to(dtype)
 
     def run(begin: int, end: int) -> list[torch.Tensor]:
         pieces = [x.clone()[begin:end] for x in (p, g, m, v)]
-        ops.adam_step(pieces[0], pieces[1], pieces[2], pieces[3], None, b1=0.9, b2=0.999, step_size=0.1, eps=1e-8, l2=0.1, decay=0.01)
-        ops.sgd_step(pieces[0], pieces[1], pieces[2], None, learning_rate=0.1, momentum=0.9, nesterov=True, l2=0.1)
+        ops.adam_step(
+            pieces[0],
+            pieces[1],
+            pieces[2],
+            pieces[3],
+            None,
+            b1=0.9,
+            b2=0.999,
+            step_size=0.1,
+            eps=1e-8,
+            l2=0.1,
+            decay=0.01,
+        )
+        ops.sgd_step(
+            pieces[0],
+            pieces[1],
+            pieces[2],
+            None,
+            learning_rate=0.1,
+            momentum=0.9,
+            nesterov=True,
+            l2=0.1,
+        )
         return pieces
 
     whole = run(0, offset + numel)

@@ -17,16 +17,27 @@ from tests import models, reference
 from tests.conftest import examples
 from zfun import optim, tree
 from zfun.errors import OptionError, PlacementError
-from zfun.testing import Composition, all_compositions, assert_same_bits, bucket_sizes, check_compositions, same_bits
+from zfun.testing import (
+    Composition,
+    all_compositions,
+    assert_same_bits,
+    bucket_sizes,
+    check_compositions,
+    same_bits,
+)
 
 LR = 0.02
 ONE_BIT = optim.onebit_adam(LR, freeze_step=2, weight_decay=0.1)
 # With gradients that are summed in backward there is nothing left to compress.
-UNSUMMED = [composition for composition in all_compositions() if "shard_grads" not in composition.grads]
+UNSUMMED = [
+    composition for composition in all_compositions() if "shard_grads" not in composition.grads
+]
 
 
 @pytest.mark.parametrize(
-    "optimizer", [ONE_BIT, optim.chain(optim.with_master(ONE_BIT), optim.scale(0.5))], ids=["alone", "masters, in a chain"]
+    "optimizer",
+    [ONE_BIT, optim.chain(optim.with_master(ONE_BIT), optim.scale(0.5))],
+    ids=["alone", "masters, in a chain"],
 )
 @settings(max_examples=examples(2))
 @given(
@@ -36,14 +47,30 @@ UNSUMMED = [composition for composition in all_compositions() if "shard_grads" n
     buckets=st.lists(bucket_sizes(), min_size=2, max_size=2),
 )
 def test_every_composition_is_the_same_optimizer(
-    optimizer: optim.Optimizer, size: int, dtype: torch.dtype, drawn: list[Composition], buckets: list[int]
+    optimizer: optim.Optimizer,
+    size: int,
+    dtype: torch.dtype,
+    drawn: list[Composition],
+    buckets: list[int],
 ) -> None:
-    params, batches = models.mlp(num_layers=2, dtype=dtype), models.mlp_batches(5, size, dtype=dtype)
-    run = check_compositions(models.mlp_loss, optimizer, params, batches, [UNSUMMED[0], *drawn], bucket_bytes=buckets)
+    params, batches = (
+        models.mlp(num_layers=2, dtype=dtype),
+        models.mlp_batches(5, size, dtype=dtype),
+    )
+    run = check_compositions(
+        models.mlp_loss, optimizer, params, batches, [UNSUMMED[0], *drawn], bucket_bytes=buckets
+    )
     assert not same_bits(run.params, params)
 
 
-def train(group: zf.Group, stage: int, optimizer: Any, steps: list[list[Tensor]], params: Any, **options: Any) -> tuple[Any, Any]:
+def train(
+    group: zf.Group,
+    stage: int,
+    optimizer: Any,
+    steps: list[list[Tensor]],
+    params: Any,
+    **options: Any,
+) -> tuple[Any, Any]:
     z = zf.zero(stage, models.mlp_loss, optimizer, group, **options)
     state, trace = z.init(params), []
     for batches in steps:
@@ -53,16 +80,34 @@ def train(group: zf.Group, stage: int, optimizer: Any, steps: list[list[Tensor]]
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"precision": torch.bfloat16}, {"num_micro_batches": 2}], ids=["exact", "bfloat16", "micro-batches"]
+    "options",
+    [{}, {"precision": torch.bfloat16}, {"num_micro_batches": 2}],
+    ids=["exact", "bfloat16", "micro-batches"],
 )
 def test_stages_agree(options: dict[str, Any]) -> None:
-    batches = models.mlp_batches(5, 3, dtype=torch.bfloat16 if "precision" in options else torch.float64)
+    batches = models.mlp_batches(
+        5, 3, dtype=torch.bfloat16 if "precision" in options else torch.float64
+    )
 
     def main(group: zf.Group) -> Any:
         # Micro-batches that are summed one by one differ by rounding: in the warm-up of stage 2.
         stages = (0, 1) if "num_micro_batches" in options else (0, 1, 2)
-        found = [train(group, stage, ONE_BIT, batches, models.mlp(), bucket_bytes=300 * (stage + 1), **options) for stage in stages]
-        stored = {"offload": zf.Offload(optimizer=zf.stores.host(), grads=zf.stores.host()), "donate": False}
+        found = [
+            train(
+                group,
+                stage,
+                ONE_BIT,
+                batches,
+                models.mlp(),
+                bucket_bytes=300 * (stage + 1),
+                **options,
+            )
+            for stage in stages
+        ]
+        stored = {
+            "offload": zf.Offload(optimizer=zf.stores.host(), grads=zf.stores.host()),
+            "donate": False,
+        }
         found.append(train(group, 1, ONE_BIT, batches, models.mlp(), **stored, **options))
         for other in found[1:]:
             assert_same_bits(other, found[0], "stages")
@@ -74,10 +119,16 @@ def test_stages_agree(options: dict[str, Any]) -> None:
 
 
 @given(
-    st.sampled_from([1, 2, 3, 5]), st.integers(1, 4), st.sampled_from([0.0, 0.1]), st.sampled_from([0, 1]), st.sampled_from([0.0, 0.5, 0.9])
+    st.sampled_from([1, 2, 3, 5]),
+    st.integers(1, 4),
+    st.sampled_from([0.0, 0.1]),
+    st.sampled_from([0, 1]),
+    st.sampled_from([0.0, 0.5, 0.9]),
 )
 @settings(max_examples=examples(6))
-def test_steps_are_the_papers(size: int, freeze_step: int, decay: float, stage: int, b1: float) -> None:
+def test_steps_are_the_papers(
+    size: int, freeze_step: int, decay: float, stage: int, b1: float
+) -> None:
     params, steps = models.mlp(num_layers=2), models.mlp_batches(7, size)
     optimizer = optim.onebit_adam(LR, freeze_step=freeze_step, weight_decay=decay, b1=b1)
     found = zf.simulate(size, train, stage, optimizer, steps, params)[0][0]
@@ -96,15 +147,22 @@ def test_steps_are_the_papers(size: int, freeze_step: int, decay: float, stage: 
         torch.testing.assert_close(x, expected[name], rtol=1e-9, atol=1e-10)
 
 
-def frozen_adamw(params: Any, grads: Any, state: dict[Any, Any], freeze_step: int, decay: float, b1: float) -> Any:
-    kept = {key: value for key, value in state.items() if key[-1] == "v" and state["t"] >= freeze_step}
+def frozen_adamw(
+    params: Any, grads: Any, state: dict[Any, Any], freeze_step: int, decay: float, b1: float
+) -> Any:
+    kept = {
+        key: value for key, value in state.items() if key[-1] == "v" and state["t"] >= freeze_step
+    }
     t = min(state.get("t", 0) + 1, freeze_step)
     out = reference.adamw(params, grads, state, LR, decay, b1)
     if not kept:
         return out
     state.update(kept)
     hat = lambda name: (kept[name, "v"] / (1 - 0.999**t)).sqrt() + 1e-8
-    return {name: p - LR * (state[name, "m"] / (1 - b1 ** state["t"]) / hat(name) + decay * p) for name, p in params.items()}
+    return {
+        name: p - LR * (state[name, "m"] / (1 - b1 ** state["t"]) / hat(name) + decay * p)
+        for name, p in params.items()
+    }
 
 
 def test_the_warm_up_is_adamw() -> None:
@@ -112,7 +170,9 @@ def test_the_warm_up_is_adamw() -> None:
 
     def main(group: zf.Group) -> None:
         for stage in (0, 2):
-            run = functools.partial(train, group, stage, steps=batches, params=models.mlp(dtype=torch.float32))
+            run = functools.partial(
+                train, group, stage, steps=batches, params=models.mlp(dtype=torch.float32)
+            )
             expected = run(optim.adamw(LR, weight_decay=0.1))
             assert_same_bits(run(optim.onebit_adam(LR, freeze_step=3, weight_decay=0.1)), expected)
             assert not same_bits(run(ONE_BIT), expected)
@@ -125,16 +185,24 @@ def quadratic(params: Any, target: Tensor) -> Tensor:
 
 
 def test_it_goes_where_adam_goes_though_the_ranks_pull_apart() -> None:
-    """Each rank's optimum is far from the common one, so that signs lead away from it but for what is kept of both hops."""
+    """Each rank's optimum is far from the common one, so that signs lead away from it but for what
+    is kept of both hops.
+    """
     size, steps, freeze_step = 4, 200, 15
     generator = torch.Generator().manual_seed(0)
-    targets = torch.randn(size, 64, generator=generator) * torch.tensor([1.0, 3.0, 10.0, 30.0])[:, None]
+    targets = (
+        torch.randn(size, 64, generator=generator) * torch.tensor([1.0, 3.0, 10.0, 30.0])[:, None]
+    )
     best = targets.mean(0)
     rate = optim.warmup_cosine(0.5, 0, steps)
 
     def distances(group: zf.Group, optimizer: Any) -> tuple[float, float]:
         params = zf.replicate({"w": torch.zeros(64)}, group)
-        vg, state, found = zf.data_parallel(zf.value_and_grad(quadratic), group), optimizer.init(params), []
+        vg, state, found = (
+            zf.data_parallel(zf.value_and_grad(quadratic), group),
+            optimizer.init(params),
+            [],
+        )
         for step in range(steps):
             params, state = zf.apply(optimizer, vg(params, targets[group.rank])[1], state, params)
             if step + 1 in (freeze_step, steps):
@@ -147,11 +215,15 @@ def test_it_goes_where_adam_goes_though_the_ranks_pull_apart() -> None:
             grads = [reference.gradients(quadratic, params, [target])[1] for target in targets]
             params = reference.onebit_adam(params, grads, state, rate(step), freeze_step)
             for hop in hops if step >= freeze_step else ():
-                state["w", "errors"][hop] = [torch.zeros_like(error) for error in state["w", "errors"][hop]]
+                state["w", "errors"][hop] = [
+                    torch.zeros_like(error) for error in state["w", "errors"][hop]
+                ]
         return float((params["w"] - best).norm() / best.norm())
 
     halfway, adam = zf.simulate(size, distances, optim.adam(rate))[0]
-    start, compressed = zf.simulate(size, distances, optim.onebit_adam(rate, freeze_step=freeze_step))[0]
+    start, compressed = zf.simulate(
+        size, distances, optim.onebit_adam(rate, freeze_step=freeze_step)
+    )[0]
     assert start == halfway
     assert adam < 0.01
     assert compressed < 0.1 < halfway / 3
@@ -179,7 +251,11 @@ def test_a_step_sends_by_formula(stage: int) -> None:
     hop = sum(4 + math.ceil(numel / (8 * size)) for numel in numels)
     layout = zf.layout.layout_of(params, size, 3000)
     # With shards of the moments all ranks must learn the exact momentum once.
-    whole = 0 if stage == 0 else 4 * sum(layout.shard_numel(bucket) for bucket in range(len(layout.buckets)))
+    whole = (
+        0
+        if stage == 0
+        else 4 * sum(layout.shard_numel(bucket) for bucket in range(len(layout.buckets)))
+    )
     for sent in zf.simulate(size, main):
         assert sent == [0, 0, (size - 1) * (2 * hop + whole), (size - 1) * 2 * hop]
 
@@ -187,7 +263,9 @@ def test_a_step_sends_by_formula(stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_rank_with_a_bad_gradient_stops_all_of_them(stage: int) -> None:
     def main(group: zf.Group) -> None:
-        loss_fn = lambda params, batch: models.mlp_loss(params, batch[0]) + (params["h"][1]["b"] * batch[1]).sum()
+        loss_fn = lambda params, batch: (
+            models.mlp_loss(params, batch[0]) + (params["h"][1]["b"] * batch[1]).sum()
+        )
         z = zf.zero(stage, loss_fn, ONE_BIT, group, bucket_bytes=300, donate=False)
         state = z.init(models.mlp())
         for step, batches in enumerate(models.mlp_batches(5, 2)):
@@ -206,10 +284,17 @@ def test_a_rank_with_a_bad_gradient_stops_all_of_them(stage: int) -> None:
 def test_what_had_no_gradient_in_the_warm_up_stays_where_it_is() -> None:
     def main(group: zf.Group) -> None:
         for stage in (0, 1):
-            z = zf.zero(stage, lambda params, batch: (params["w"] * batch).sum() ** 2, optim.onebit_adam(0.1, freeze_step=2), group)
+            z = zf.zero(
+                stage,
+                lambda params, batch: (params["w"] * batch).sum() ** 2,
+                optim.onebit_adam(0.1, freeze_step=2),
+                group,
+            )
             state = z.init({"w": torch.ones(40)})
             for step in range(5):
-                batch = torch.where(torch.arange(40) < (20 if step < 3 else 40), 1.0 + group.rank, 0.0)
+                batch = torch.where(
+                    torch.arange(40) < (20 if step < 3 else 40), 1.0 + group.rank, 0.0
+                )
                 state, _ = z.step(state, batch)
             moved = z.params(state)["w"] != 1.0
             assert moved[:20].all()
@@ -220,10 +305,18 @@ def test_what_had_no_gradient_in_the_warm_up_stays_where_it_is() -> None:
 
 def test_without_bias_correction() -> None:
     """As DeepSpeed's, whose first step is ``(1 - b1) / √(1 - b2)`` times Adam's."""
-    params, grads = {"w": torch.zeros(2, dtype=torch.float64)}, {"w": torch.tensor([3.0, -4.0], dtype=torch.float64)}
+    params, grads = (
+        {"w": torch.zeros(2, dtype=torch.float64)},
+        {"w": torch.tensor([3.0, -4.0], dtype=torch.float64)},
+    )
     optimizer = optim.onebit_adam(1.0, bias_correction=False, eps=0.0)
     after, _ = optimizer.apply(grads, optimizer.init(params), params)
-    torch.testing.assert_close(after["w"], torch.tensor([-1.0, 1.0], dtype=torch.float64) * 0.1 / math.sqrt(0.001), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        after["w"],
+        torch.tensor([-1.0, 1.0], dtype=torch.float64) * 0.1 / math.sqrt(0.001),
+        rtol=1e-12,
+        atol=0,
+    )
 
 
 def test_refusals() -> None:
@@ -233,12 +326,19 @@ def test_refusals() -> None:
     with pytest.raises(OptionError, match=r"b2 lies in \[0, 1.0\); got 1.0"):
         optim.onebit_adam(0.1, b2=1.0)
     with pytest.raises(
-        OptionError, match=r"keeps whole values on every rank, which stage 3 is there to avoid; got stage 3; use stage 0, 1"
+        OptionError,
+        match=r"keeps whole values on every rank, which stage 3 is there to avoid; got stage 3; "
+        r"use stage 0, 1",
     ):
         zf.zero(3, models.mlp_loss, ONE_BIT, group)
-    with pytest.raises(PlacementError, match=r"stands first in a chain, because a part in front would see terms"):
+    with pytest.raises(
+        PlacementError, match=r"stands first in a chain, because a part in front would see terms"
+    ):
         optim.chain(optim.clip_by_global_norm(1.0), ONE_BIT)
-    with pytest.raises(PlacementError, match=r"by_label\(\) gives all of its optimizers the sum of the gradients; got one for 'a'"):
+    with pytest.raises(
+        PlacementError,
+        match=r"by_label\(\) gives all of its optimizers the sum of the gradients; got one for 'a'",
+    ):
         optim.by_label({"a": ONE_BIT, "b": optim.sgd(0.1)}, lambda path, leaf: "a")
 
     def main(group: zf.Group, around: Any) -> None:
@@ -250,8 +350,19 @@ def test_refusals() -> None:
             params, state = zf.apply(ONE_BIT, grads, state, params)
 
     with pytest.raises(
-        PlacementError, match=r"from step 2 on onebit_adam\(\) sums by itself.*\(P\); got S, summed already.*shard_grads\(\) out"
+        PlacementError,
+        match=r"from step 2 on onebit_adam\(\) sums by itself.*\(P\); got S, summed "
+        r"already.*shard_grads\(\) out",
     ):
         zf.simulate(2, main, zf.shard_grads)
-    with pytest.raises(PlacementError, match=r"takes each rank's own term of the gradients \(P\); got R, summed already"):
-        zf.simulate(2, main, lambda vg, group: lambda params, batch: (0.0, zf.redistribute(vg(params, batch)[1], zf.R, group)))
+    with pytest.raises(
+        PlacementError,
+        match=r"takes each rank's own term of the gradients \(P\); got R, summed already",
+    ):
+        zf.simulate(
+            2,
+            main,
+            lambda vg, group: (
+                lambda params, batch: (0.0, zf.redistribute(vg(params, batch)[1], zf.R, group))
+            ),
+        )

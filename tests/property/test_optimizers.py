@@ -1,4 +1,6 @@
-"""Law 5 for every optimizer: under any composition of transforms and at any group size the parameters have the same bits."""
+"""Law 5 for every optimizer: under any composition of transforms and at any group size the
+parameters have the same bits.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,14 @@ from tests import models
 from tests.conftest import examples
 from tests.distributed.optimizers import over_a_mesh
 from zfun import optim
-from zfun.testing import Composition, assert_same_bits, bucket_sizes, check_compositions, compositions, same_bits
+from zfun.testing import (
+    Composition,
+    assert_same_bits,
+    bucket_sizes,
+    check_compositions,
+    compositions,
+    same_bits,
+)
 
 LR = 0.05
 
@@ -28,7 +37,11 @@ OPTIMIZERS: dict[str, Any] = {
     "lion": optim.lion(LR, weight_decay=0.1),
     "lion, clipped": optim.chain(optim.clip_by_global_norm(0.1), optim.lion(optim.warmup(LR, 2))),
     "adagrad": optim.with_master(optim.adagrad(LR, rate_decay=0.1)),
-    "adamw of parts": optim.chain(optim.scale_by_adam(), optim.add_decayed_weights(0.1), optim.scale_by_learning_rate(optim.warmup(LR, 2))),
+    "adamw of parts": optim.chain(
+        optim.scale_by_adam(),
+        optim.add_decayed_weights(0.1),
+        optim.scale_by_learning_rate(optim.warmup(LR, 2)),
+    ),
     "momentum of parts, masked": optim.chain(
         optim.clip_by_global_norm(0.1),
         optim.masked(optim.trace(0.9, nesterov=True), lambda path, leaf: leaf.ndim == 2),
@@ -36,14 +49,21 @@ OPTIMIZERS: dict[str, Any] = {
         optim.add_decayed_weights(0.1, mask=lambda path, leaf: leaf.ndim == 2),
         optim.scale_by_learning_rate(LR),
     ),
-    "adagrad of parts, masters": optim.with_master(optim.chain(optim.scale_by_adagrad(), optim.scale_by_learning_rate(LR))),
+    "adagrad of parts, masters": optim.with_master(
+        optim.chain(optim.scale_by_adagrad(), optim.scale_by_learning_rate(LR))
+    ),
     "torch": optim.from_torch(torch.optim.SGD, lr=LR, momentum=0.9, dampening=0.5),
     "lamb": optim.lamb(LR, weight_decay=0.1, max_ratio=1.5),
-    "lamb, clipped, masters": optim.chain(optim.clip_by_global_norm(0.1), optim.with_master(optim.lamb(LR))),
+    "lamb, clipped, masters": optim.chain(
+        optim.clip_by_global_norm(0.1), optim.with_master(optim.lamb(LR))
+    ),
     "muon": optim.muon(LR, optim.adamw(LR), weight_decay=0.1),
-    "by label": optim.by_label({"matrix": optim.adamw(LR, weight_decay=0.3), "rest": optim.sgd(LR, momentum=0.9)}, kind),
+    "by label": optim.by_label(
+        {"matrix": optim.adamw(LR, weight_decay=0.3), "rest": optim.sgd(LR, momentum=0.9)}, kind
+    ),
     "by label, clipped, masters": optim.chain(
-        optim.clip_by_global_norm(0.1), optim.with_master(optim.by_label({"matrix": optim.sgd(LR), "rest": optim.adamw(LR)}, kind))
+        optim.clip_by_global_norm(0.1),
+        optim.with_master(optim.by_label({"matrix": optim.sgd(LR), "rest": optim.adamw(LR)}, kind)),
     ),
 }
 
@@ -59,15 +79,29 @@ OPTIMIZERS: dict[str, Any] = {
 def test_every_composition_is_the_same_optimizer(
     name: str, size: int, dtype: torch.dtype, drawn: list[Composition], buckets: list[int]
 ) -> None:
-    params, batches = models.mlp(num_layers=2, dtype=dtype), models.mlp_batches(2, size, dtype=dtype)
-    run = check_compositions(models.mlp_loss, OPTIMIZERS[name], params, batches, [Composition(), *drawn], bucket_bytes=buckets)
+    params, batches = (
+        models.mlp(num_layers=2, dtype=dtype),
+        models.mlp_batches(2, size, dtype=dtype),
+    )
+    run = check_compositions(
+        models.mlp_loss,
+        OPTIMIZERS[name],
+        params,
+        batches,
+        [Composition(), *drawn],
+        bucket_bytes=buckets,
+    )
     assert not same_bits(run.params, params)
 
 
 @pytest.mark.parametrize(("num_rows", "inner"), [(2, 2), (2, 3)])
 @pytest.mark.parametrize("name", ["lamb", "muon", "by_label", "parts", "onebit_adam"])
-def test_over_a_mesh_every_stage_is_the_same_optimizer(name: str, num_rows: int, inner: int) -> None:
-    """Those that know leaves or ranks, over the mesh and over its inner axis, and near the same steps in one process."""
+def test_over_a_mesh_every_stage_is_the_same_optimizer(
+    name: str, num_rows: int, inner: int
+) -> None:
+    """Those that know leaves or ranks, over the mesh and over its inner axis, and near the same
+    steps in one process.
+    """
     first, *others = zf.simulate(num_rows * inner, over_a_mesh, inner, [name], slice(None))
     for other in others:
         assert_same_bits(other, first, "ranks")

@@ -45,11 +45,25 @@ def loss_fn(params: Any, x: Tensor) -> Tensor:
 
 
 def run(
-    group: zf.Group, stage: int, precision: Any, num_steps: int = 4, num_micro_batches: int = 1, loss: Any = loss_fn, **options: Any
+    group: zf.Group,
+    stage: int,
+    precision: Any,
+    num_steps: int = 4,
+    num_micro_batches: int = 1,
+    loss: Any = loss_fn,
+    **options: Any,
 ) -> Any:
     """Train; what all stages must agree on, and what was sent after the first step."""
     group = zf.record(group)
-    z = zf.zero(stage, loss, optim.adamw(0.01), group, precision=precision, num_micro_batches=num_micro_batches, **options)
+    z = zf.zero(
+        stage,
+        loss,
+        optim.adamw(0.01),
+        group,
+        precision=precision,
+        num_micro_batches=num_micro_batches,
+        **options,
+    )
     state, infos = z.init(models.mlp(dtype=FP32)), []
     for step, batches in enumerate(models.mlp_batches(num_steps, group.size, rows=6, dtype=FP32)):
         if step:
@@ -58,7 +72,11 @@ def run(
         infos.append((info.loss, info.grad_norm, info.skipped, info.loss_scale))
     check_padding((state.params, state.opt_state))
     sent = {name: group.bytes_sent(name) for name in ("params", "grads")}
-    return (z.params(state), infos), sent, {(entry.name, entry.dtype) for entry in group.log if entry.name in sent}
+    return (
+        (z.params(state), infos),
+        sent,
+        {(entry.name, entry.dtype) for entry in group.log if entry.name in sent},
+    )
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -66,7 +84,15 @@ def run(
 def test_all_stages_are_the_same_function(name: str, size: int) -> None:
     for num_micro_batches in (1, 3):
         results = [
-            zf.simulate(size, run, stage, POLICIES[name], num_micro_batches=num_micro_batches, bucket_bytes=300) for stage in range(4)
+            zf.simulate(
+                size,
+                run,
+                stage,
+                POLICIES[name],
+                num_micro_batches=num_micro_batches,
+                bucket_bytes=300,
+            )
+            for stage in range(4)
         ]
         for stage, result in enumerate(results):
             # Stages 2 and 3 reduce before they accumulate, which differs by rounding.
@@ -81,7 +107,10 @@ def test_half_as_many_bytes_are_gathered() -> None:
         assert half[0]["params"] * 2 == plain[0]["params"] > 0
         assert half[0]["grads"] == plain[0]["grads"] > 0
         assert half[1] == {("params", BF16), ("grads", FP32)}
-    kept, narrow = (zf.simulate(2, run, 3, precision)[0][1] for precision in (None, zf.Precision(compute=BF16, reduce=BF16)))
+    kept, narrow = (
+        zf.simulate(2, run, 3, precision)[0][1]
+        for precision in (None, zf.Precision(compute=BF16, reduce=BF16))
+    )
     assert {name: 2 * count for name, count in narrow.items()} == kept
 
 
@@ -113,12 +142,15 @@ def test_the_loss_curve_is_that_of_float32() -> None:
 def test_a_power_of_two_changes_no_bit(stage: int) -> None:
     plain = zf.simulate(2, run, stage, zf.Precision())
     for scale in (2.0**-7, 2.0**12):
-        # A window of 2 doubles the scale on the way: the gradient is divided by the scale that multiplied it.
+        # A window of 2 doubles the scale on the way: the gradient is divided by the scale that
+        # multiplied it.
         for rule in (scale, optim.dynamic_loss_scale(scale, window=2, min_scale=2.0**-10)):
             scaled = zf.simulate(2, run, stage, zf.Precision(loss_scale=rule))
             for mine, theirs in zip(scaled, plain, strict=True):
                 assert_same_bits(mine[0][0], theirs[0][0])
-                assert same_bits([info[:3] for info in mine[0][1]], [info[:3] for info in theirs[0][1]])
+                assert same_bits(
+                    [info[:3] for info in mine[0][1]], [info[:3] for info in theirs[0][1]]
+                )
     assert [info[3] for info in scaled[0][0][1]] == [2.0**12] * 3 + [2.0**13]
 
 
@@ -135,11 +167,16 @@ def test_an_overflow_skips_the_step_and_shrinks_the_scale(stage: int, donate: bo
             before = tree.map(torch.clone, (state.params, state.opt_state))
             # On one rank only: 1e5 is infinite in float16.
             overflow = step in (1, 2)
-            state, info = z.step(state, x * 1e5 * float("inf") if overflow and group.rank == group.size - 1 else x)
+            state, info = z.step(
+                state, x * 1e5 * float("inf") if overflow and group.rank == group.size - 1 else x
+            )
             scales.append(info.loss_scale)
             assert info.skipped is overflow
             assert (info.bad_leaf is not None) is overflow
-            assert same_bits(tree.leaves(before), tree.leaves((state.params, state.opt_state))) is overflow
+            assert (
+                same_bits(tree.leaves(before), tree.leaves((state.params, state.opt_state)))
+                is overflow
+            )
         assert scales == [1024.0, 1024.0, 512.0, 256.0, 256.0]
         assert state.loss_scale is not None
         assert int(state.loss_scale.count) == 5
@@ -153,12 +190,17 @@ def test_float16_gradients_survive_only_when_scaled() -> None:
         return loss_fn(params, x) * 1e-8
 
     def norm(precision: Any) -> float:
-        return max(float(info[1]) for info in zf.simulate(2, run, 3, precision, num_steps=1, loss=tiny)[0][0][1])
+        return max(
+            float(info[1])
+            for info in zf.simulate(2, run, 3, precision, num_steps=1, loss=tiny)[0][0][1]
+        )
 
     exact = norm(None)
     for reduce in (FP32, FP16):
         assert norm(zf.Precision(compute=FP16, reduce=reduce)) < 0.5 * exact
-        assert norm(zf.Precision(compute=FP16, reduce=reduce, loss_scale=2.0**20)) == pytest.approx(exact, rel=0.02)
+        assert norm(zf.Precision(compute=FP16, reduce=reduce, loss_scale=2.0**20)) == pytest.approx(
+            exact, rel=0.02
+        )
 
 
 # Every composition, on any tree of mixed dtypes.
@@ -183,13 +225,28 @@ RULES = [
     data=st.data(),
 )
 def test_any_tree(
-    params: Any, size: int, rule: Any, dtype: Any, buckets: list[int], num_micro_batches: int, seed: int, data: st.DataObject
+    params: Any,
+    size: int,
+    rule: Any,
+    dtype: Any,
+    buckets: list[int],
+    num_micro_batches: int,
+    seed: int,
+    data: st.DataObject,
 ) -> None:
     loss = models.tree_loss if dtype is None else zf.cast(models.tree_loss, dtype)
-    drawn = data.draw(st.lists(compositions(num_micro_batches=num_micro_batches), min_size=3, max_size=4))
+    drawn = data.draw(
+        st.lists(compositions(num_micro_batches=num_micro_batches), min_size=3, max_size=4)
+    )
     batches = models.tree_batches(2, size, 4, seed)
     found = check_compositions(
-        loss, rule, params, batches, [Composition(), *drawn], num_micro_batches=num_micro_batches, bucket_bytes=buckets
+        loss,
+        rule,
+        params,
+        batches,
+        [Composition(), *drawn],
+        num_micro_batches=num_micro_batches,
+        bucket_bytes=buckets,
     )
     for before, after in zip(tree.leaves(params), tree.leaves(found.params), strict=True):
         assert (before.dtype, before.shape) == (after.dtype, after.shape)

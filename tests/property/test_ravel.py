@@ -1,4 +1,6 @@
-"""Laws of the copies between leaves and buffers: plain torch and compiled kernels agree in every bit."""
+"""Laws of the copies between leaves and buffers: plain torch and compiled kernels agree in every
+bit.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,29 @@ PAIRS = [
 ]
 if FORM != "everyday":
     PAIRS = list(itertools.product(DTYPES, DTYPES))
-SPECIAL = [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 6e-8, 1e-40, 65504.0, 65520.0, 3.4e38, 1e300, 5e-324]
+SPECIAL = [
+    0.0,
+    -0.0,
+    float("inf"),
+    -float("inf"),
+    float("nan"),
+    6e-8,
+    1e-40,
+    65504.0,
+    65520.0,
+    3.4e38,
+    1e300,
+    5e-324,
+]
 
 
 @st.composite
-def leaves(draw: st.DrawFn, dtypes: list[torch.dtype]) -> tuple[list[Tensor | None], list[int], int]:
-    """Tensors of a few shapes with any values in any place, gaps between them, and the length of a buffer."""
+def leaves(
+    draw: st.DrawFn, dtypes: list[torch.dtype]
+) -> tuple[list[Tensor | None], list[int], int]:
+    """Tensors of a few shapes with any values in any place, gaps between them, and the length of a
+    buffer.
+    """
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**30)))
     tensors: list[Tensor | None] = []
     offsets = []
@@ -46,8 +65,12 @@ def leaves(draw: st.DrawFn, dtypes: list[torch.dtype]) -> tuple[list[Tensor | No
         if draw(st.integers(0, 7)) == 0:
             tensors.append(None)
             continue
-        shape = draw(st.sampled_from([(), (0, 3), (1,), (5, 7), (31,), (64,), (33, 33), (5000,), (70000,)]))
-        x = torch.randn(shape, generator=generator, dtype=torch.float64) * 10.0 ** draw(st.integers(-40, 6))
+        shape = draw(
+            st.sampled_from([(), (0, 3), (1,), (5, 7), (31,), (64,), (33, 33), (5000,), (70000,)])
+        )
+        x = torch.randn(shape, generator=generator, dtype=torch.float64) * 10.0 ** draw(
+            st.integers(-40, 6)
+        )
         for value in draw(st.lists(st.sampled_from(SPECIAL), max_size=3)) if x.numel() else ():
             x.view(-1)[draw(st.integers(0, x.numel() - 1))] = value
         x = x.to(draw(st.sampled_from(dtypes)))
@@ -67,7 +90,11 @@ def same_bits(x: Tensor, y: Tensor) -> bool:
     """Whether two tensors are equal in every bit, NaNs aside: torch itself writes several."""
     nan = torch.isnan(x)
     raw = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.dtype.itemsize]
-    return x.dtype == y.dtype and torch.equal(nan, torch.isnan(y)) and torch.equal(x.view(raw)[~nan], y.view(raw)[~nan])
+    return (
+        x.dtype == y.dtype
+        and torch.equal(nan, torch.isnan(y))
+        and torch.equal(x.view(raw)[~nan], y.view(raw)[~nan])
+    )
 
 
 @settings(max_examples=examples(150), deadline=None)
@@ -76,14 +103,23 @@ def test_compiled_and_plain_copies_agree_in_every_bit(
     data: st.DataObject, pair: tuple[torch.dtype, torch.dtype], scale: float, mixed: bool
 ) -> None:
     source, dtype = pair
-    tensors, offsets, numel = data.draw(leaves([source, torch.float32, torch.int32] if mixed else [source]))
+    tensors, offsets, numel = data.draw(
+        leaves([source, torch.float32, torch.int32] if mixed else [source])
+    )
     wide = ops.wide(dtype)
     expected = torch.zeros(numel, dtype=dtype)
     for x, start in zip(tensors, offsets, strict=True):
         if x is not None:
-            expected[start : start + x.numel()] = ((x.to(wide) * scale) if scale != 1 else x).to(dtype).reshape(-1)
+            expected[start : start + x.numel()] = (
+                ((x.to(wide) * scale) if scale != 1 else x).to(dtype).reshape(-1)
+            )
     table = ops.AddressTable()
-    for kernels, measure in (("reference", True), ("compiled", True), ("compiled", False), ("compiled", True)):
+    for kernels, measure in (
+        ("reference", True),
+        ("compiled", True),
+        ("compiled", False),
+        ("compiled", True),
+    ):
         out = torch.full((numel,), 7.0, dtype=dtype)
         with ops.use(kernels):
             found = ops.ravel_into(out, tensors, offsets, scale=scale, measure=measure, table=table)
@@ -101,17 +137,26 @@ def test_compiled_and_plain_copies_agree_in_every_bit(
 
 @settings(max_examples=examples(80), deadline=None)
 @given(st.data(), st.sampled_from(PAIRS))
-def test_compiled_and_plain_copies_back_agree_in_every_bit(data: st.DataObject, pair: tuple[torch.dtype, torch.dtype]) -> None:
+def test_compiled_and_plain_copies_back_agree_in_every_bit(
+    data: st.DataObject, pair: tuple[torch.dtype, torch.dtype]
+) -> None:
     dtype, target = pair
     tensors, offsets, numel = data.draw(leaves([target]))
-    source = torch.randn(numel, dtype=torch.float64).mul_(10.0 ** data.draw(st.integers(-10, 5))).to(dtype)
+    source = (
+        torch.randn(numel, dtype=torch.float64)
+        .mul_(10.0 ** data.draw(st.integers(-10, 5)))
+        .to(dtype)
+    )
     results = []
     for kernels in ("reference", "compiled"):
         targets = [None if x is None else torch.full_like(x, 7.0) for x in tensors]
         versions = [None if x is None else x._version for x in targets]
         with ops.use(kernels):
             ops.unravel_from(source, targets, offsets, table=ops.AddressTable())
-        assert all(x is None or x.numel() == 0 or x._version != v for x, v in zip(targets, versions, strict=True))
+        assert all(
+            x is None or x.numel() == 0 or x._version != v
+            for x, v in zip(targets, versions, strict=True)
+        )
         results.append(targets)
     for one, other, start in zip(*results, offsets, strict=True):
         if one is not None and other is not None:
@@ -129,10 +174,18 @@ def test_compiled_and_plain_copies_back_agree_in_every_bit(data: st.DataObject, 
     st.integers(0, 2**20),
 )
 def test_compiled_and_plain_sums_agree_in_every_bit(
-    dtype: torch.dtype, count: int, numel: int, special: list[tuple[int, float]], place: int, seed: int
+    dtype: torch.dtype,
+    count: int,
+    numel: int,
+    special: list[tuple[int, float]],
+    place: int,
+    seed: int,
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-    terms = [torch.randn(numel, generator=generator, dtype=torch.float64).mul_(100).to(dtype) for _ in range(count)]
+    terms = [
+        torch.randn(numel, generator=generator, dtype=torch.float64).mul_(100).to(dtype)
+        for _ in range(count)
+    ]
     for index, (at, value) in enumerate(special if numel else ()):
         terms[index % count][at % numel] = value
     expected = functools.reduce(torch.add, [term.to(ops.wide(dtype)) for term in terms]).to(dtype)
@@ -154,20 +207,35 @@ def test_compiled_and_plain_sums_agree_in_every_bit(
     st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
     st.integers(0, 2**20),
 )
-def test_the_norm_of_pieces_is_that_of_the_whole(numel: int, cuts: list[int], dtype: torch.dtype, seed: int) -> None:
-    x = torch.randn(numel, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).mul_(1e3).to(dtype)
+def test_the_norm_of_pieces_is_that_of_the_whole(
+    numel: int, cuts: list[int], dtype: torch.dtype, seed: int
+) -> None:
+    x = (
+        torch.randn(numel, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        .mul_(1e3)
+        .to(dtype)
+    )
     places = sorted({0, numel, *(32 * cut for cut in cuts if 32 * cut < numel)})
     whole = ops.total_of_bins(ops.squares_in_bins(x)[None])
     rows = []
     for index, (begin, end) in enumerate(itertools.pairwise(places)):
         with ops.use("reference" if index % 2 else "compiled"):
             rows.append(ops.squares_in_bins(x[begin:end]))
-    assert torch.equal(whole, ops.total_of_bins(torch.stack(rows)) if rows else torch.zeros((), dtype=torch.float64))
+    assert torch.equal(
+        whole,
+        ops.total_of_bins(torch.stack(rows)) if rows else torch.zeros((), dtype=torch.float64),
+    )
 
 
 @settings(max_examples=examples(60), deadline=None)
 @given(
-    st.lists(st.tuples(st.sampled_from([1, 32, 100, 4096, 9000]), st.integers(-44, 37), st.integers(0, 30)), min_size=1, max_size=4),
+    st.lists(
+        st.tuples(
+            st.sampled_from([1, 32, 100, 4096, 9000]), st.integers(-44, 37), st.integers(0, 30)
+        ),
+        min_size=1,
+        max_size=4,
+    ),
     st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
     st.integers(0, 3),
     st.integers(0, 2**20),
@@ -180,7 +248,10 @@ def test_the_sum_of_squares_is_exact_however_wide_the_range(
     pieces = []
     for numel, power, spread in runs:
         x = torch.randn(numel, generator=generator, dtype=torch.float64)
-        pieces.append(x * 10.0 ** (power - spread * torch.rand(numel, generator=generator, dtype=torch.float64)))
+        pieces.append(
+            x
+            * 10.0 ** (power - spread * torch.rand(numel, generator=generator, dtype=torch.float64))
+        )
     x = torch.cat(pieces).to(dtype)
     squares = torch.nn.functional.pad(x, (0, -x.numel() % 32)).double().square_().view(-1, 4, 8)
     sums = (squares[:, 0] + squares[:, 2]) + (squares[:, 1] + squares[:, 3])
@@ -194,7 +265,11 @@ def test_the_sum_of_squares_is_exact_however_wide_the_range(
     # On the way into a buffer, from one tensor or from several.
     for offsets in ([0], places[:-1]):
         out = torch.empty(x.numel(), dtype=dtype)
-        source = [x.double()] if len(offsets) == 1 else [x[begin:end] for begin, end in itertools.pairwise(places)]
+        source = (
+            [x.double()]
+            if len(offsets) == 1
+            else [x[begin:end] for begin, end in itertools.pairwise(places)]
+        )
         found = ops.ravel_into(out, source, offsets, measure=True)
         assert found is not None
         assert found.finite
@@ -245,7 +320,10 @@ def test_what_autograd_records_is_refused(kernels: str) -> None:
     with ops.use(kernels):
         with torch.no_grad():
             ops.ravel_into(torch.empty(3), (w,), (0,), table=table)
-        with pytest.raises(RuntimeError, match=r"is not differentiable; got a tensor that autograd records; detach\(\) it"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"is not differentiable; got a tensor that autograd records; detach\(\) it",
+        ):
             ops.ravel_into(torch.empty(3), (w,), (0,), table=table)
 
 
@@ -258,7 +336,12 @@ def test_a_write_is_seen_by_autograd() -> None:
 
 
 def test_a_number_whose_square_is_too_large_is_finite() -> None:
-    found = ops.ravel_into(torch.empty(2, dtype=torch.float64), [torch.tensor([1e200], dtype=torch.float64)], [0], measure=True)
+    found = ops.ravel_into(
+        torch.empty(2, dtype=torch.float64),
+        [torch.tensor([1e200], dtype=torch.float64)],
+        [0],
+        measure=True,
+    )
     assert found is not None
     assert found.finite
     assert ops.total_of_bins(found.squares[None]) == torch.inf

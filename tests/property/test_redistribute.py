@@ -18,17 +18,24 @@ from zfun.testing import assert_same_bits, bucket_sizes, check_redistribution, t
 
 SIZES = st.sampled_from([1, 2, 3, 4, 7, 16])
 PLACEMENTS = st.sampled_from(list(zf.placement.Placement))
-TREES = trees(tensors((torch.float32, torch.float64, torch.complex64, torch.bfloat16)), nodes=models.NODES)
+TREES = trees(
+    tensors((torch.float32, torch.float64, torch.complex64, torch.bfloat16)), nodes=models.NODES
+)
 
 
 def partial(params: Any, group: zf.Group, bucket_bytes: int) -> zf.Flat:
-    """A term of its own on every rank; small whole numbers, whose sums are exact in any order and dtype."""
+    """A term of its own on every rank; small whole numbers, whose sums are exact in any order and
+    dtype.
+    """
 
     def term(path: str, x: torch.Tensor) -> torch.Tensor:
         numbers = torch.arange(x.numel()).reshape(x.shape)
         return ((numbers * (group.rank + 1) + len(path)) % 5).to(x.dtype)
 
-    terms = tree.unflatten(tree.structure(params), [term(p, x) for p, x in zip(tree.paths(params), tree.leaves(params), strict=True)])
+    terms = tree.unflatten(
+        tree.structure(params),
+        [term(p, x) for p, x in zip(tree.paths(params), tree.leaves(params), strict=True)],
+    )
     flat = zf.replicate(params, group, bucket_bytes=bucket_bytes)
     positions = flat.layout.positions
     leaves = tree.leaves(terms)
@@ -38,7 +45,9 @@ def partial(params: Any, group: zf.Group, bucket_bytes: int) -> zf.Flat:
 
 @settings(max_examples=examples(60))
 @given(TREES, SIZES, bucket_sizes(), PLACEMENTS, st.lists(PLACEMENTS, min_size=1, max_size=5))
-def test_through_any_placements_is_the_same_as_at_once(params: Any, size: int, bucket_bytes: int, start: Any, path: Any) -> None:
+def test_through_any_placements_is_the_same_as_at_once(
+    params: Any, size: int, bucket_bytes: int, start: Any, path: Any
+) -> None:
     def main(group: zf.Group) -> None:
         value = partial(params, group, bucket_bytes)
         check_redistribution(zf.redistribute(value, start, group), path)
@@ -55,9 +64,14 @@ def test_a_partial_value_is_the_sum_of_its_terms(params: Any, size: int, bucket_
 
     results = zf.simulate(size, main)
     for path, found, *terms in zip(
-        tree.paths(params), tree.leaves(results[0][1]), *(tree.leaves(mine) for mine, _ in results), strict=True
+        tree.paths(params),
+        tree.leaves(results[0][1]),
+        *(tree.leaves(mine) for mine, _ in results),
+        strict=True,
     ):
-        expected = sum(term.to(torch.complex128 if term.is_complex() else torch.float64) for term in terms)
+        expected = sum(
+            term.to(torch.complex128 if term.is_complex() else torch.float64) for term in terms
+        )
         assert_same_bits(found, torch.as_tensor(expected).to(found.dtype), path)
 
 
@@ -91,7 +105,11 @@ def test_a_shard_shares_no_memory_with_the_parameters() -> None:
     params = {"w": torch.ones(40)}
 
     def main(group: zf.Group) -> None:
-        for flat in (zf.shard(params, group), zf.replicate(params, group), zf.shard(zf.replicate(params, group), group)):
+        for flat in (
+            zf.shard(params, group),
+            zf.replicate(params, group),
+            zf.shard(zf.replicate(params, group), group),
+        ):
             flat.buffers[0].fill_(7.0)
         zf.unshard(zf.replicate(params, group))["w"].fill_(7.0)
 
@@ -114,7 +132,9 @@ def test_two_groups_do_not_mix() -> None:
     def main(group: zf.Group) -> None:
         flat = zf.shard({"w": torch.ones(4)}, group)
         other = zf.record(group)
-        with pytest.raises(PlacementError, match="must be given the group of the value; got another one; unshard"):
+        with pytest.raises(
+            PlacementError, match="must be given the group of the value; got another one; unshard"
+        ):
             zf.redistribute(flat, zf.R, other)
         with pytest.raises(PlacementError, match="belongs to the group that it was made over"):
             zf.shard(zf.replicate({"w": torch.ones(4)}, group), other)
@@ -124,7 +144,11 @@ def test_two_groups_do_not_mix() -> None:
 
 def test_only_flats_have_a_placement() -> None:
     def main(group: zf.Group) -> None:
-        with pytest.raises(PlacementError, match=r"redistribute\(\) takes a Flat; got dict; make one with shard\(\) or replicate\(\)"):
+        with pytest.raises(
+            PlacementError,
+            match=r"redistribute\(\) takes a Flat; got dict; make one with shard\(\) or "
+            r"replicate\(\)",
+        ):
             zf.redistribute({"w": torch.ones(4)}, zf.S, group)  # type: ignore[arg-type]
         with pytest.raises(PlacementError, match=r"unshard\(\) takes a Flat; got dict"):
             zf.unshard({"w": torch.ones(4)})  # type: ignore[arg-type]
@@ -134,7 +158,9 @@ def test_only_flats_have_a_placement() -> None:
 
 @settings(max_examples=examples(20))
 @given(TREES, st.sampled_from([2, 3, 4]), bucket_sizes(), st.sampled_from([zf.R, zf.S]))
-def test_a_norm_has_the_bits_of_any_way_to_a_value(params: Any, size: int, bucket_bytes: int, placement: Any) -> None:
+def test_a_norm_has_the_bits_of_any_way_to_a_value(
+    params: Any, size: int, bucket_bytes: int, placement: Any
+) -> None:
     def main(group: zf.Group) -> None:
         value, same = (partial(params, group, bucket_bytes) for _ in range(2))
         expected = zf.redistribute(same, placement, group, donate=True)

@@ -19,9 +19,17 @@ from zfun.testing import assert_same_bits, bucket_sizes, compositions, train, tr
 from zfun.transforms.remat._elsewhere import Elsewhere
 from zfun.transforms.remat._vectors import vector_of
 
-CHOICES = [policies.nothing, policies.everything, policies.matmuls, policies.unbatched_matmuls, lambda op, result: True]
+CHOICES = [
+    policies.nothing,
+    policies.everything,
+    policies.matmuls,
+    policies.unbatched_matmuls,
+    lambda op, result: True,
+]
 # A policy by hash, so that any combination of kept results occurs.
-PATTERNS = st.integers(0, 2**16 - 1).map(lambda bits: lambda op, result: bool(bits >> (hash((str(op), result.num_bytes)) % 16) & 1))
+PATTERNS = st.integers(0, 2**16 - 1).map(
+    lambda bits: lambda op, result: bool(bits >> (hash((str(op), result.num_bytes)) % 16) & 1)
+)
 POLICIES = st.one_of(st.sampled_from(CHOICES), PATTERNS)
 
 
@@ -29,7 +37,9 @@ def step(carry: Tensor, leaf: Tensor, options: dict[str, Any]) -> tuple[Tensor, 
     """Use one leaf of a tree in views, in-place writes, a random mask, and products."""
     x = leaf.double().reshape(-1)
     waves = torch.cos(torch.arange(x.numel(), dtype=torch.float64) * 0.37)
-    mask = (torch.rand(x.shape, generator=options["generator"], dtype=torch.float64) > 0.25).double()
+    mask = (
+        torch.rand(x.shape, generator=options["generator"], dtype=torch.float64) > 0.25
+    ).double()
     grown = (x * waves * mask).expand(2, -1).t()
     square = grown @ grown.t() / max(1, x.numel())
     out = carry + torch.tanh(square.sum().mul_(0.5) + carry) / options["scale"]
@@ -61,14 +71,23 @@ def loss_of(run: Any) -> Any:
     data=st.data(),
 )
 def test_any_tree_policy_store_and_composition(
-    params: Any, size: int, policy: Any, stored: bool, bucket_bytes: int, num_micro_batches: int, seed: int, data: st.DataObject
+    params: Any,
+    size: int,
+    policy: Any,
+    stored: bool,
+    bucket_bytes: int,
+    num_micro_batches: int,
+    seed: int,
+    data: st.DataObject,
 ) -> None:
     composition = data.draw(compositions(num_micro_batches=num_micro_batches))
     batches = models.tree_batches(2, size, 4, seed)
 
     def main(group: zf.Group, run: Any, chosen: Any) -> Any:
         options = {"num_micro_batches": num_micro_batches, "bucket_bytes": bucket_bytes}
-        return train(chosen, group, loss_of(run), optim.sgd(0.05, momentum=0.8), params, batches, **options)[:2]
+        return train(
+            chosen, group, loss_of(run), optim.sgd(0.05, momentum=0.8), params, batches, **options
+        )[:2]
 
     run = zf.remat(step, policy=policy, store=zf.stores.host() if stored else None)
     expected = zf.simulate(size, main, step, dataclasses.replace(composition, remat=False))
@@ -85,7 +104,9 @@ def test_any_tree_policy_store_and_composition(
     frozen=st.booleans(),
     partial=st.booleans(),
 )
-def test_any_stage_and_precision(size: int, stage: int, policy: Any, stored: bool, compute: Any, frozen: bool, partial: bool) -> None:
+def test_any_stage_and_precision(
+    size: int, stage: int, policy: Any, stored: bool, compute: Any, frozen: bool, partial: bool
+) -> None:
     """Combine frozen leaves, a compute dtype, offload, and activations in parts."""
 
     def block(layer: Any, x: Tensor) -> Tensor:
@@ -93,7 +114,11 @@ def test_any_stage_and_precision(size: int, stage: int, policy: Any, stored: boo
 
     def main(group: zf.Group, remat: bool) -> Any:
         store = zf.stores.host() if stored else None
-        run = zf.remat(block, policy=policy, store=store, shard_over=group if partial else None) if remat else block
+        run = (
+            zf.remat(block, policy=policy, store=store, shard_over=group if partial else None)
+            if remat
+            else block
+        )
 
         def loss_fn(params: Any, x: Tensor) -> Tensor:
             for layer in params["h"]:
@@ -102,7 +127,15 @@ def test_any_stage_and_precision(size: int, stage: int, policy: Any, stored: boo
 
         precision = zf.Precision(compute=compute)
         trainable = (lambda path, _: not path.startswith("h.1")) if frozen else None
-        z = zf.zero(stage, loss_fn, optim.sgd(0.05), group, bucket_bytes=300, precision=precision, trainable=trainable)
+        z = zf.zero(
+            stage,
+            loss_fn,
+            optim.sgd(0.05),
+            group,
+            bucket_bytes=300,
+            precision=precision,
+            trainable=trainable,
+        )
         state, losses = z.init(models.mlp(dtype=torch.float32)), []
         for batches in models.mlp_batches(2, size, dtype=torch.float32):
             state, info = z.step(state, batches[0 if partial else group.rank])
@@ -116,12 +149,19 @@ def test_any_stage_and_precision(size: int, stage: int, policy: Any, stored: boo
 def strided(draw: st.DrawFn) -> Tensor:
     """Draw views of a tensor: permuted, sliced, expanded, overlapping, with any offset."""
     shape = draw(st.lists(st.integers(0, 4), min_size=0, max_size=3))
-    base = torch.arange(4000, dtype=draw(st.sampled_from([torch.float64, torch.float32, torch.int8])))
-    offset, strides = draw(st.integers(0, 9)), draw(st.lists(st.integers(0, 9), min_size=len(shape), max_size=len(shape)))
+    base = torch.arange(
+        4000, dtype=draw(st.sampled_from([torch.float64, torch.float32, torch.int8]))
+    )
+    offset, strides = (
+        draw(st.integers(0, 9)),
+        draw(st.lists(st.integers(0, 9), min_size=len(shape), max_size=len(shape))),
+    )
     if draw(st.booleans()):
         return base.as_strided(shape, strides, offset)
     x = base[offset : offset + math.prod(shape)].reshape(shape)
-    return x.permute(draw(st.permutations(range(len(shape))))).expand(draw(st.integers(1, 3)), *[-1] * len(shape))
+    return x.permute(draw(st.permutations(range(len(shape))))).expand(
+        draw(st.integers(1, 3)), *[-1] * len(shape)
+    )
 
 
 @settings(max_examples=examples(150))

@@ -36,7 +36,8 @@ def traces(draw: st.DrawFn) -> Trace:
     forward = [b for i, b in enumerate(forward) if i == 0 or forward[i - 1] != b]
     if draw(st.booleans()):
         return Trace(buckets, 2, tuple(forward))
-    # Backward may use anything; the gradients of a bucket may be complete before or after its last use.
+    # Backward may use anything; the gradients of a bucket may be complete before or after its last
+    # use.
     backward = [Event("use", b) for b in draw(uses)]
     for b, train in enumerate(trained):
         if train and draw(st.booleans()):
@@ -75,7 +76,12 @@ def replay(schedule: Schedule) -> list[int]:
     max_persistent=st.one_of(st.none(), st.integers(0, 300)),
 )
 def test_a_schedule_keeps_its_word(
-    trace: Trace, prefetch: int, extra: int | None, reuse_distance: int | None, persistence: int, max_persistent: int | None
+    trace: Trace,
+    prefetch: int,
+    extra: int | None,
+    reuse_distance: int | None,
+    persistence: int,
+    max_persistent: int | None,
 ) -> None:
     options: dict[str, Any] = {
         "prefetch": prefetch, "reuse_distance": reuse_distance, "persistence": persistence, "max_persistent": max_persistent
@@ -83,7 +89,11 @@ def test_a_schedule_keeps_its_word(
     free = zf.planner.schedule(trace, zf.ScheduleOptions(**options))
     kept = sum(trace.buckets[b].numel for b in free.persistent)
     assert max_persistent is None or kept <= max_persistent
-    assert free.persistent == set(range(len(trace.buckets))) or persistence < largest(trace) or max_persistent is not None
+    assert (
+        free.persistent == set(range(len(trace.buckets)))
+        or persistence < largest(trace)
+        or max_persistent is not None
+    )
     bound = None if extra is None else kept + largest(trace) + extra
     made = zf.planner.schedule(trace, zf.ScheduleOptions(max_live=bound, **options))
     live = replay(made)
@@ -91,14 +101,20 @@ def test_a_schedule_keeps_its_word(
     assert bound is None or max(live) <= bound
     # The uses are the trace's, in its order.
     uses = [(step.phase, step.bucket) for step in made.steps if step.kind == "use"]
-    assert uses == [("forward", b) for b in trace.forward] + [("backward", e.bucket) for e in trace.backward if e.kind == "use"]
+    assert uses == [("forward", b) for b in trace.forward] + [
+        ("backward", e.bucket) for e in trace.backward if e.kind == "use"
+    ]
     # Every rank can have what it may need: each bucket is gathered, or there, in each pass.
     for phase in ("forward", "backward"):
-        assert {s.bucket for s in made.steps if s.phase == phase and s.kind in ("gather", "use")} >= set(range(len(trace.buckets))) - set(
-            made.persistent
-        ) - {s.bucket for s in made.steps if s.kind == "use"}
+        assert {
+            s.bucket for s in made.steps if s.phase == phase and s.kind in ("gather", "use")
+        } >= set(range(len(trace.buckets))) - set(made.persistent) - {
+            s.bucket for s in made.steps if s.kind == "use"
+        }
     # Every trained bucket is reduced once.
-    assert sorted(s.bucket for s in made.steps if s.kind == "reduce") == [b for b, t in enumerate(trace.buckets) if t.grad_itemsize]
+    assert sorted(s.bucket for s in made.steps if s.kind == "reduce") == [
+        b for b, t in enumerate(trace.buckets) if t.grad_itemsize
+    ]
     # Nothing is gathered further ahead than asked.
     waiting: set[int] = set()
     for step in made.steps:
@@ -113,11 +129,19 @@ def test_a_schedule_keeps_its_word(
 @settings(max_examples=examples(60))
 @given(trace=traces(), prefetch=st.integers(0, 3))
 def test_the_window_is_prefetch_and_two(trace: Trace, prefetch: int) -> None:
-    """Where no bucket is used twice in a pass, what is gathered at once is the bucket in use and those ahead."""
+    """Where no bucket is used twice in a pass, what is gathered at once is the bucket in use and
+    those ahead.
+    """
     once = Trace(trace.buckets, 2, tuple(dict.fromkeys(trace.forward)))
     held, most = set(), 0
     for step in zf.planner.schedule(once, zf.ScheduleOptions(prefetch=prefetch)).steps:
-        held = held | {step.bucket} if step.kind == "gather" else held - {step.bucket} if step.kind == "release" else held
+        held = (
+            held | {step.bucket}
+            if step.kind == "gather"
+            else held - {step.bucket}
+            if step.kind == "release"
+            else held
+        )
         most = max(most, len(held))
     assert most <= prefetch + 1
 
@@ -129,10 +153,20 @@ def test_what_backward_begins_with_is_gathered_before_the_turn(trace: Trace, pre
     made = zf.planner.schedule(once, zf.ScheduleOptions(prefetch=prefetch))
     held = set[int]()
     for step in made.steps[: made.turn]:
-        held = held | {step.bucket} if step.kind == "gather" else held - {step.bucket} if step.kind == "release" else held
+        held = (
+            held | {step.bucket}
+            if step.kind == "gather"
+            else held - {step.bucket}
+            if step.kind == "release"
+            else held
+        )
     assert held >= set(once.forward[::-1][: prefetch + 1])
     # Without it forward is what it is when nobody takes gradients: every bucket once.
-    gathers = [step.bucket for step in made.steps[: made.turn] if step.kind == "gather" and step.phase == "forward"]
+    gathers = [
+        step.bucket
+        for step in made.steps[: made.turn]
+        if step.kind == "gather" and step.phase == "forward"
+    ]
     assert sorted(gathers) == list(range(len(trace.buckets)))
     assert all(step.phase != "forward" for step in made.steps[made.turn :])
 
@@ -140,7 +174,9 @@ def test_what_backward_begins_with_is_gathered_before_the_turn(trace: Trace, pre
 @settings(max_examples=examples(60))
 @given(trace=traces(), distance=st.integers(0, 900))
 def test_reuse_distance_is_a_distance(trace: Trace, distance: int) -> None:
-    """A bucket is gathered anew exactly where at least so many elements lie between two of its uses (or it was completed at its last)."""
+    """A bucket is gathered anew exactly where at least so many elements lie between two of its uses
+    (or it was completed at its last).
+    """
     uses = [*trace.forward, *(event.bucket for event in trace.backward if event.kind == "use")]
     expected, last = [], {}
     for place, b in enumerate(uses):
@@ -151,23 +187,35 @@ def test_reuse_distance_is_a_distance(trace: Trace, distance: int) -> None:
         last[b] = place
     made = zf.planner.schedule(trace, zf.ScheduleOptions(prefetch=0, reuse_distance=distance))
     used = {"forward": set(trace.forward), "backward": set(uses[len(trace.forward) :])}
-    gathers = [step.bucket for step in made.steps if step.kind == "gather" and step.bucket in used.get(step.phase, ())]
+    gathers = [
+        step.bucket
+        for step in made.steps
+        if step.kind == "gather" and step.bucket in used.get(step.phase, ())
+    ]
     assert gathers == expected
 
 
 @settings(max_examples=examples(30))
 @given(trace=traces(), prefetch=st.integers(0, 3))
 def test_with_a_large_reuse_distance_nothing_is_gathered_twice(trace: Trace, prefetch: int) -> None:
-    """What forward has used stays to the end of backward, also where backward has no use for it: 2Ψ are sent, not 3Ψ."""
-    steps = zf.planner.schedule(trace, zf.ScheduleOptions(prefetch=prefetch, reuse_distance=10**9)).steps
-    assert all(sum(step.kind == "gather" and step.bucket == b for step in steps) == 1 for b in trace.forward)
+    """What forward has used stays to the end of backward, also where backward has no use for it: 2Ψ
+    are sent, not 3Ψ.
+    """
+    steps = zf.planner.schedule(
+        trace, zf.ScheduleOptions(prefetch=prefetch, reuse_distance=10**9)
+    ).steps
+    assert all(
+        sum(step.kind == "gather" and step.bucket == b for step in steps) == 1
+        for b in trace.forward
+    )
 
 
 def knobs() -> st.SearchStrategy[dict[str, Any]]:
     return st.fixed_dictionaries(
         {
             "prefetch": st.integers(0, 4),
-            "max_live": st.one_of(st.none(), st.sampled_from([1, 2, 3])),  # times the largest bucket; see below
+            # times the largest bucket; see below
+            "max_live": st.one_of(st.none(), st.sampled_from([1, 2, 3])),
             "reuse_distance": st.one_of(st.none(), st.sampled_from([0, 1, 100, 500, 10**9])),
             "persistence": st.sampled_from([0, 0, 5, 25, 1000]),
             "max_persistent": st.sampled_from([None, None, 64]),
@@ -182,11 +230,16 @@ def in_bound(options: dict[str, Any], params: Any, size: int, bucket_bytes: int)
     layout = zf.layout.layout_of(params, size, bucket_bytes, options["persistence"])
     total = sum(bucket.padded_numel for bucket in layout.buckets)
     biggest = max(bucket.padded_numel for bucket in layout.buckets)
-    return {**options, "max_live": options["max_live"] * biggest + (total if options["persistence"] else 0)}
+    return {
+        **options,
+        "max_live": options["max_live"] * biggest + (total if options["persistence"] else 0),
+    }
 
 
 def again_and_again(params: Any, x: Tensor) -> Tensor:
-    """Uses each block several times, early and late, twice in one operation, behind a detach and in a recomputed block."""
+    """Uses each block several times, early and late, twice in one operation, behind a detach and in
+    a recomputed block.
+    """
     h = params["h"]
     for layer in [h[0], h[1], h[0], h[2], h[0]]:
         x = torch.tanh(x @ layer["w"] @ layer["w"].t() + layer["b"])
@@ -199,10 +252,17 @@ def again_and_again(params: Any, x: Tensor) -> Tensor:
 LOSSES = {"chain": models.mlp_loss, "again and again": again_and_again}
 
 
-def trained(group: zf.Group, loss_fn: Any, stage: int, bucket_bytes: int, num_steps: int = 3, **options: Any) -> tuple[Any, list[int]]:
+def trained(
+    group: zf.Group, loss_fn: Any, stage: int, bucket_bytes: int, num_steps: int = 3, **options: Any
+) -> tuple[Any, list[int]]:
     recorder = zf.record(group)
     z = zf.zero(
-        stage, loss_fn, optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(0.05)), recorder, bucket_bytes=bucket_bytes, **options
+        stage,
+        loss_fn,
+        optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(0.05)),
+        recorder,
+        bucket_bytes=bucket_bytes,
+        **options,
     )
     state, sent = z.init(models.mlp()), []
     for batches in models.mlp_batches(num_steps, group.size):
@@ -223,47 +283,100 @@ def trained(group: zf.Group, loss_fn: Any, stage: int, bucket_bytes: int, num_st
     num_micro_batches=st.sampled_from([1, 1, 2]),
 )
 def test_no_knob_changes_a_bit_and_what_is_sent_is_what_is_explained(
-    options: dict[str, Any], size: int, bucket_bytes: int, name: str, frozen: bool, donate: bool, num_micro_batches: int
+    options: dict[str, Any],
+    size: int,
+    bucket_bytes: int,
+    name: str,
+    frozen: bool,
+    donate: bool,
+    num_micro_batches: int,
 ) -> None:
     loss_fn = LOSSES[name]
     options = in_bound(options, models.mlp(), size, bucket_bytes)
     trainable = (lambda path, leaf: not path.startswith("h.1")) if frozen else None
-    common: dict[str, Any] = {"trainable": trainable, "num_micro_batches": num_micro_batches, "donate": donate}
+    common: dict[str, Any] = {
+        "trainable": trainable,
+        "num_micro_batches": num_micro_batches,
+        "donate": donate,
+    }
     expected = zf.simulate(size, trained, loss_fn, 2, 300, **common)
-    found = zf.simulate(size, trained, loss_fn, 3, bucket_bytes, schedule=zf.ScheduleOptions(**options), **common)
+    found = zf.simulate(
+        size, trained, loss_fn, 3, bucket_bytes, schedule=zf.ScheduleOptions(**options), **common
+    )
     if num_micro_batches == 1:
-        assert_same_bits([run[0] for run in found], [run[0] for run in expected], f"{options} and stage 2")
+        assert_same_bits(
+            [run[0] for run in found], [run[0] for run in expected], f"{options} and stage 2"
+        )
     else:
         plain = zf.simulate(size, trained, loss_fn, 3, 300, **common)
-        assert_same_bits([run[0] for run in found], [run[0] for run in plain], f"{options} and the usual schedule")
+        assert_same_bits(
+            [run[0] for run in found],
+            [run[0] for run in plain],
+            f"{options} and the usual schedule",
+        )
     if num_micro_batches > 1:
         return
     x = models.mlp_batches(1, 1)[0][0]
     trace = zf.planner.trace(
-        loss_fn, models.mlp(), x, size, trainable=trainable, bucket_bytes=bucket_bytes, persistence=options["persistence"]
+        loss_fn,
+        models.mlp(),
+        x,
+        size,
+        trainable=trainable,
+        bucket_bytes=bucket_bytes,
+        persistence=options["persistence"],
     )
-    explained = zf.planner.explain(zf.planner.schedule(trace, zf.ScheduleOptions(**options))).bytes_sent()
+    explained = zf.planner.explain(
+        zf.planner.schedule(trace, zf.ScheduleOptions(**options))
+    ).bytes_sent()
     assert all(run[1][1:] == [explained] * 2 for run in found), (found[0][1], explained)
 
 
 def by_kind(params: Any) -> Any:
-    """The leaves of a network in another order than that of their use, which is what a tree of stacked parameters has."""
-    return {"out": params["out"], "unused": torch.ones(3), "b": [h["b"] for h in params["h"]], "w": [h["w"] for h in params["h"]]}
+    """The leaves of a network in another order than that of their use, which is what a tree of
+    stacked parameters has.
+    """
+    return {
+        "out": params["out"],
+        "unused": torch.ones(3),
+        "b": [h["b"] for h in params["h"]],
+        "w": [h["w"] for h in params["h"]],
+    }
 
 
 def by_kind_loss(params: Any, x: Tensor) -> Tensor:
-    return models.mlp_loss({"h": [{"w": w, "b": b} for w, b in zip(params["w"], params["b"], strict=True)], "out": params["out"]}, x)
+    return models.mlp_loss(
+        {
+            "h": [{"w": w, "b": b} for w, b in zip(params["w"], params["b"], strict=True)],
+            "out": params["out"],
+        },
+        x,
+    )
 
 
 IN_ORDER = ("w.0", "b.0", "w.1", "b.1", "w.2", "b.2", "w.3", "b.3", "out")
 
 
-def order_training(group: zf.Group, stage: int, bucket_bytes: int, order: Any) -> tuple[Any, Any, Any]:
-    z = zf.zero(stage, by_kind_loss, optim.adamw(0.05), group, bucket_bytes=bucket_bytes, order=order, trainable=lambda p, x: p != "b.1")
+def order_training(
+    group: zf.Group, stage: int, bucket_bytes: int, order: Any
+) -> tuple[Any, Any, Any]:
+    z = zf.zero(
+        stage,
+        by_kind_loss,
+        optim.adamw(0.05),
+        group,
+        bucket_bytes=bucket_bytes,
+        order=order,
+        trainable=lambda p, x: p != "b.1",
+    )
     state = z.init(by_kind(models.mlp()))
     for batches in models.mlp_batches(2, group.size):
         state, _ = z.step(state, batches[group.rank])
-    return z.params(state), state.params.layout, None if state.frozen is None else state.frozen.layout
+    return (
+        z.params(state),
+        state.params.layout,
+        None if state.frozen is None else state.frozen.layout,
+    )
 
 
 @settings(max_examples=examples(6))
@@ -276,10 +389,19 @@ def order_training(group: zf.Group, stage: int, bucket_bytes: int, order: Any) -
 def test_no_order_changes_a_bit(order: list[str], stage: int, size: int, bucket_bytes: int) -> None:
     expected = zf.simulate(size, order_training, 2, 300, None)
     found = zf.simulate(size, order_training, stage, bucket_bytes, order)
-    assert_same_bits([run[0] for run in found], [run[0] for run in expected], f"{order} and the order of the tree")
-    lying = [[layout.leaves[leaf].path for bucket in layout.buckets for leaf in bucket.leaves] for layout in found[0][1:]]
+    assert_same_bits(
+        [run[0] for run in found],
+        [run[0] for run in expected],
+        f"{order} and the order of the tree",
+    )
+    lying = [
+        [layout.leaves[leaf].path for bucket in layout.buckets for leaf in bucket.leaves]
+        for layout in found[0][1:]
+    ]
     # Two buffers of float64 and one of float32, which the leaf without a use is in.
-    assert [path for path in lying[0] if path != "unused"] == [path for path in order if path not in ("b.1", "unused")]
+    assert [path for path in lying[0] if path != "unused"] == [
+        path for path in order if path not in ("b.1", "unused")
+    ]
     assert lying[1] == ["b.1"]
 
 
@@ -287,14 +409,23 @@ def test_buckets_in_the_order_of_use_are_fewer_at_once() -> None:
     x, params = torch.ones(2, 5, dtype=torch.float64), by_kind(models.mlp())
     order = zf.planner.order_of_use(by_kind_loss, params, x)
     assert order == IN_ORDER
-    traced = (zf.planner.trace(by_kind_loss, params, x, 2, bucket_bytes=600, order=chosen) for chosen in (order, None))
+    traced = (
+        zf.planner.trace(by_kind_loss, params, x, 2, bucket_bytes=600, order=chosen)
+        for chosen in (order, None)
+    )
     with_order, without = map(zf.planner.schedule, traced)
     assert with_order.trace.leaves == without.trace.leaves == order
     numel = with_order.trace.buckets[0].numel
-    assert {bucket.numel for bucket in [*with_order.trace.buckets, *without.trace.buckets]} == {numel}
+    assert {bucket.numel for bucket in [*with_order.trace.buckets, *without.trace.buckets]} == {
+        numel
+    }
     assert (max(with_order.live()), max(without.live())) == (2 * numel, 5 * numel)
-    # A bucket is complete while those before it are used in backward, and its sum is on its way beside that. What is never used comes last.
-    beside = lambda made: sum(message.name == "grads" and len(message.overlaps) > 0 for message in zf.planner.explain(made).messages)
+    # A bucket is complete while those before it are used in backward, and its sum is on its way
+    # beside that. What is never used comes last.
+    beside = lambda made: sum(
+        message.name == "grads" and len(message.overlaps) > 0
+        for message in zf.planner.explain(made).messages
+    )
     assert (beside(with_order), beside(without)) == (3, 1)
 
     def main(group: zf.Group) -> Any:
@@ -310,11 +441,18 @@ def test_ranks_must_agree_on_the_order() -> None:
     def main(group: zf.Group) -> None:
         zf.shard(models.mlp(), group, order=["out", "h.0.w"] if group.rank else None)
 
-    with pytest.raises(zf.errors.SpecMismatch, match=r"leaf \(order\) is that of the tree on rank 0 and out, h.0.w, ... \(\w+\) on rank 1"):
+    with pytest.raises(
+        zf.errors.SpecMismatch,
+        match=r"leaf \(order\) is that of the tree on rank 0 and out, h.0.w, ... \(\w+\) on rank 1",
+    ):
         zf.simulate(2, main)
 
 
-CODECS = st.one_of(st.none(), st.builds(zf.compression.int8, block=st.just(16)), st.builds(zf.compression.int4, block=st.just(64)))
+CODECS = st.one_of(
+    st.none(),
+    st.builds(zf.compression.int8, block=st.just(16)),
+    st.builds(zf.compression.int4, block=st.just(64)),
+)
 
 
 def with_table(params: Any, x: Tensor) -> Tensor:
@@ -336,13 +474,23 @@ def with_table(params: Any, x: Tensor) -> Tensor:
     options=knobs(),
 )
 def test_what_is_explained_is_sent_on_every_axis(
-    shape: tuple[int, int], over: str, codecs: Any, compute: Any, half: bool, bucket_bytes: int, options: dict[str, Any]
+    shape: tuple[int, int],
+    over: str,
+    codecs: Any,
+    compute: Any,
+    half: bool,
+    bucket_bytes: int,
+    options: dict[str, Any],
 ) -> None:
-    """Each collective by itself: its kind, axis and bytes, of which buckets, in what order in its lane."""
+    """Each collective by itself: its kind, axis and bytes, of which buckets, in what order in its
+    lane.
+    """
     inner, outer = shape
     params: dict[str, Any] = {"table": torch.tensor([4, 3, 2, 1, 0]), **models.mlp()}
     if half:
-        params["h"] = [{"w": layer["w"].to(torch.bfloat16), "b": layer["b"]} for layer in params["h"]]
+        params["h"] = [
+            {"w": layer["w"].to(torch.bfloat16), "b": layer["b"]} for layer in params["h"]
+        ]
     trainable = lambda path, leaf: leaf.is_floating_point() and path != "h.2.w"
     x = models.mlp_batches(1, 1)[0][0]
 
@@ -360,11 +508,15 @@ def test_what_is_explained_is_sent_on_every_axis(
     precision = zf.Precision(compute=compute)
     loss = with_table if compute is None else zf.cast(with_table, compute)
     layout: dict[str, Any] = {"bucket_bytes": bucket_bytes, "persistence": options["persistence"]}
-    made = zf.planner.schedule(zf.planner.trace(loss, params, x, group, trainable=trainable, **layout), schedule)
+    made = zf.planner.schedule(
+        zf.planner.trace(loss, params, x, group, trainable=trainable, **layout), schedule
+    )
     explained = zf.planner.explain(made, group=group, compression=compression)
 
     def main(group: zf.Group) -> Any:
-        recorder, over_it = where(zf.record(group) if over == "group" else zf.record(zf.split(group, inner)))
+        recorder, over_it = where(
+            zf.record(group) if over == "group" else zf.record(zf.split(group, inner))
+        )
         z = zf.zero(
             3, with_table, optim.sgd(0.01), over_it, bucket_bytes=bucket_bytes, trainable=trainable, schedule=schedule,
             compression=compression, precision=precision
@@ -372,34 +524,65 @@ def test_what_is_explained_is_sent_on_every_axis(
         state, _ = z.step(z.init(params), x)
         recorder.clear()
         z.step(state, x)
-        return [(e.kind, e.name, e.axis, e.part, e.sent_bytes) for e in recorder.log if e.name in ("params", "grads") and e.sent_bytes]
+        return [
+            (e.kind, e.name, e.axis, e.part, e.sent_bytes)
+            for e in recorder.log
+            if e.name in ("params", "grads") and e.sent_bytes
+        ]
 
-    expected = [(m.kind, m.name, m.axis, m.label, m.sent_bytes) for m in explained.messages if m.sent_bytes]
+    expected = [
+        (m.kind, m.name, m.axis, m.label, m.sent_bytes) for m in explained.messages if m.sent_bytes
+    ]
     for sent in zf.simulate(inner * outer, main):
         assert sorted(sent) == sorted(expected)
         for name in ("params", "grads"):
             assert sum(entry[4] for entry in sent if entry[1] == name) == explained.bytes_sent(name)
             for axis in ("inner", "outer") if over != "group" else ("",):
-                each = [entry[3] for entry in sent if entry[1:3] == (name, axis) and entry[0] != "all_reduce"]
-                assert name == "grads" or each == [m.label for m in explained.messages if (m.name, m.axis) == (name, axis) and m.sent_bytes]
+                each = [
+                    entry[3]
+                    for entry in sent
+                    if entry[1:3] == (name, axis) and entry[0] != "all_reduce"
+                ]
+                assert name == "grads" or each == [
+                    m.label
+                    for m in explained.messages
+                    if (m.name, m.axis) == (name, axis) and m.sent_bytes
+                ]
 
 
 def test_a_schedule_is_priced_for_the_group_that_it_was_traced_for() -> None:
-    x, mesh = torch.ones(2, 5, dtype=torch.float64), zf.split(zf.collectives.abstract_group(6), inner=3)
+    x, mesh = (
+        torch.ones(2, 5, dtype=torch.float64),
+        zf.split(zf.collectives.abstract_group(6), inner=3),
+    )
     made = zf.planner.schedule(zf.planner.trace(models.mlp_loss, models.mlp(), x, mesh))
     with pytest.raises(
-        zf.errors.OptionError, match=r"priced for the group that it was traced for; got one of 6 ranks for <inner axis: rank 0 of 3>"
+        zf.errors.OptionError,
+        match=r"priced for the group that it was traced for; got one of 6 ranks for <inner "
+        r"axis: rank 0 of 3>",
     ):
         zf.planner.explain(made, group=mesh.inner)
-    over_parts = zf.planner.schedule(zf.planner.trace(models.mlp_loss, models.mlp(), x, mesh.inner), zf.ScheduleOptions(secondary=True))
-    with pytest.raises(zf.errors.OptionError, match=r"secondary=True gathers over the inner axis of a mesh; got <inner axis: rank 0 of 3>"):
+    over_parts = zf.planner.schedule(
+        zf.planner.trace(models.mlp_loss, models.mlp(), x, mesh.inner),
+        zf.ScheduleOptions(secondary=True),
+    )
+    with pytest.raises(
+        zf.errors.OptionError,
+        match=r"secondary=True gathers over the inner axis of a mesh; got <inner axis: rank 0 "
+        r"of 3>",
+    ):
         zf.planner.explain(over_parts, group=mesh.inner)
-    with pytest.raises(zf.errors.PlacementError, match=r"trace\(\) shards over a mesh or its inner axis; got its outer axis"):
+    with pytest.raises(
+        zf.errors.PlacementError,
+        match=r"trace\(\) shards over a mesh or its inner axis; got its outer axis",
+    ):
         zf.planner.trace(models.mlp_loss, models.mlp(), x, mesh.outer)
 
 
 def check_events(found: Profile) -> None:
-    """Every use lies between the end of the wait for its bucket and the release of that; what is started is waited for."""
+    """Every use lies between the end of the wait for its bucket and the release of that; what is
+    started is waited for.
+    """
     there: set[int] = set()
     gathering: dict[int, int] = {}
     summing: list[int] = []
@@ -426,15 +609,30 @@ def check_events(found: Profile) -> None:
 
 
 @settings(max_examples=examples(5))
-@given(options=knobs(), bucket_bytes=st.sampled_from([1, 300]), name=st.sampled_from(sorted(LOSSES)), frozen=st.booleans())
-def test_what_happens_is_what_was_planned(options: dict[str, Any], bucket_bytes: int, name: str, frozen: bool) -> None:
+@given(
+    options=knobs(),
+    bucket_bytes=st.sampled_from([1, 300]),
+    name=st.sampled_from(sorted(LOSSES)),
+    frozen=st.booleans(),
+)
+def test_what_happens_is_what_was_planned(
+    options: dict[str, Any], bucket_bytes: int, name: str, frozen: bool
+) -> None:
     options = in_bound(options, models.mlp(), 2, bucket_bytes)
     trainable = (lambda path, leaf: not path.startswith("h.1")) if frozen else None
     layout: dict[str, Any] = {"trainable": trainable, "bucket_bytes": bucket_bytes}
     x = models.mlp_batches(1, 1)[0][0]
 
     def main(group: zf.Group, *, watched: bool) -> Any:
-        z = zf.zero(3, LOSSES[name], optim.sgd(0.05), group, donate=False, schedule=zf.ScheduleOptions(**options), **layout)
+        z = zf.zero(
+            3,
+            LOSSES[name],
+            optim.sgd(0.05),
+            group,
+            donate=False,
+            schedule=zf.ScheduleOptions(**options),
+            **layout,
+        )
         state, _ = z.step(z.init(models.mlp()), x * (group.rank + 1))
         state, _ = z.step(state, x)
         with zf.planner.profile() if watched else contextlib.nullcontext() as found:
@@ -448,36 +646,52 @@ def test_what_happens_is_what_was_planned(options: dict[str, Any], bucket_bytes:
     runs = zf.simulate(2, main, watched=True)
     assert_same_bits([run[0] for run in runs], plain, "watched and not")
     made = zf.planner.schedule(
-        zf.planner.trace(LOSSES[name], models.mlp(), x, 2, persistence=options["persistence"], **layout), zf.ScheduleOptions(**options)
+        zf.planner.trace(
+            LOSSES[name], models.mlp(), x, 2, persistence=options["persistence"], **layout
+        ),
+        zf.ScheduleOptions(**options),
     )
     complete = {event.bucket for event in made.trace.backward if event.kind == "reduce"}
     planned = [
         (step, live)
         for step, live in zip(made.steps, made.live_bytes(), strict=True)
-        # Frozen leaves that persist are gathered in the first step only; of what nobody makes gradients, none are complete.
+        # Frozen leaves that persist are gathered in the first step only; of what nobody makes
+        # gradients, none are complete.
         if not (step.phase == "start" and not made.trace.buckets[step.bucket].grad_itemsize)
         and not (step.kind == "reduce" and step.bucket not in complete)
     ]
     for _, found in runs:
         assert found.labels == [bucket.label for bucket in made.trace.buckets]
-        held = [(step, e.live_bytes) for step, e in zip(found.steps(), [e for e in found.events if e.kind in Kinds], strict=True)]
+        held = [
+            (step, e.live_bytes)
+            for step, e in zip(
+                found.steps(), [e for e in found.events if e.kind in Kinds], strict=True
+            )
+        ]
         if name == "chain":
             check_events(found) if not options["persistence"] else None
             assert [step for step, _ in held] == [step for step, _ in planned]
-            assert [entry for entry in held if entry[0].phase != "start"] == [entry for entry in planned if entry[0].phase != "start"]
+            assert [entry for entry in held if entry[0].phase != "start"] == [
+                entry for entry in planned if entry[0].phase != "start"
+            ]
         else:
             # An operation that uses two buckets keeps the first until it has run.
             assert sorted(step for step, _ in held) == sorted(step for step, _ in planned)
         picture = found.timeline()
         assert max(n for _, n in picture.live) == max(n for _, n in held)
         by_row: dict[int, float] = {}
-        for bar in sorted((e for e in picture.chrome_trace()["traceEvents"] if e["ph"] == "X"), key=lambda e: e["ts"]):
+        for bar in sorted(
+            (e for e in picture.chrome_trace()["traceEvents"] if e["ph"] == "X"),
+            key=lambda e: e["ts"],
+        ):
             assert bar["ts"] >= by_row.get(bar["tid"], 0.0) - 1e-6
             assert bar["dur"] >= 0
             by_row[bar["tid"]] = bar["ts"] + bar["dur"]
         lanes = [span.lane for span in picture.spans]
         assert lanes.count("gather") == sum(step.kind == "gather" for step, _ in planned)
-        assert lanes.count("reduce") == sum(bool(bucket.grad_itemsize) for bucket in made.trace.buckets)
+        assert lanes.count("reduce") == sum(
+            bool(bucket.grad_itemsize) for bucket in made.trace.buckets
+        )
 
 
 Kinds = ("gather", "use", "release", "reduce")
@@ -511,14 +725,38 @@ def test_time_is_the_computation_of_who_used_last_less_that_of_collectives() -> 
     assert picture.live == ((0.0, 0), (1.0, 8), (2.0, 16), (9.5, 8))
     assert (picture.duration, picture.unit) == (13.0, "s")
     # Gathers that are under way together lie in two rows, and computation in one.
-    rows = {event["tid"]: event["args"]["name"] for event in picture.chrome_trace()["traceEvents"] if event["ph"] == "M"}
+    rows = {
+        event["tid"]: event["args"]["name"]
+        for event in picture.chrome_trace()["traceEvents"]
+        if event["ph"] == "M"
+    }
     assert sorted(rows.values()) == ["compute", "gather", "gather", "reduce"]
     pytest.importorskip("matplotlib")
     picture.draw()
 
 
-SUMS = ["sum 4", "sum 3", "summed 4", "sum 2", "summed 3", "sum 1", "summed 2", "sum 0", "summed 1", "summed 0"]
-ONE_BY_ONE = [*(f"sum {i}" for i in range(3)), "summed 0", "sum 3", "summed 1", "sum 4", "summed 2", "summed 3", "summed 4"]
+SUMS = [
+    "sum 4",
+    "sum 3",
+    "summed 4",
+    "sum 2",
+    "summed 3",
+    "sum 1",
+    "summed 2",
+    "sum 0",
+    "summed 1",
+    "summed 0",
+]
+ONE_BY_ONE = [
+    *(f"sum {i}" for i in range(3)),
+    "summed 0",
+    "sum 3",
+    "summed 1",
+    "sum 4",
+    "summed 2",
+    "summed 3",
+    "summed 4",
+]
 GATHERS = [text.replace("summed", "gathered").replace("sum", "gather") for text in ONE_BY_ONE]
 # Of a step from forward to update, all that is not watched inside of the loss.
 WATCHED = {
@@ -538,7 +776,11 @@ def test_a_whole_step_is_watched(stage: int) -> None:
             z.step(state, batch)
         check_events(found)
         names = {"pass": lambda e: f"pass {e.phase}", "update": lambda e: "update"}
-        shown = [e for e in found.events if e.kind in ("pass", "update", "sum", "summed") or e.phase == "update"]
+        shown = [
+            e
+            for e in found.events
+            if e.kind in ("pass", "update", "sum", "summed") or e.phase == "update"
+        ]
         picture = found.timeline()
         lanes = {(span.lane, span.name.split()[0]) for span in picture.spans}
         assert ("compute", "update") in lanes
@@ -546,9 +788,13 @@ def test_a_whole_step_is_watched(stage: int) -> None:
         assert (("gather", "update") in lanes) == (stage in (1, 2))
         assert picture.duration <= found.now()
         # What the optimizer waits for is not its own time.
-        updates = [span for span in picture.spans if (span.lane, span.name) == ("compute", "update")]
+        updates = [
+            span for span in picture.spans if (span.lane, span.name) == ("compute", "update")
+        ]
         waits = [(e.start, e.end) for e in found.events if e.kind in ("gathered", "summed")]
-        assert all(end <= span.start or span.end <= start for span in updates for start, end in waits)
+        assert all(
+            end <= span.start or span.end <= start for span in updates for start, end in waits
+        )
         assert found.steps() == () or stage == 3
         return [names.get(e.kind, lambda e: f"{e.kind} {e.bucket}")(e) for e in shown], None
 
@@ -564,7 +810,9 @@ KNOBS: list[dict[str, Any]] = [
 ]
 
 
-def branching_training(group: zf.Group, options: dict[str, Any], kind: str, frozen: bool, stage: int = 3) -> Any:
+def branching_training(
+    group: zf.Group, options: dict[str, Any], kind: str, frozen: bool, stage: int = 3
+) -> Any:
     """Three steps; from the second on the last rank goes its own way."""
 
     def loss_fn(params: Any, x: Tensor) -> Tensor:
@@ -582,7 +830,15 @@ def branching_training(group: zf.Group, options: dict[str, Any], kind: str, froz
         return (x @ params["out"]).pow(2).mean()
 
     trainable = (lambda path, leaf: not path.startswith(("h.1", "h.3"))) if frozen else None
-    z = zf.zero(stage, loss_fn, optim.sgd(0.1), group, bucket_bytes=300, trainable=trainable, schedule=zf.ScheduleOptions(**options))
+    z = zf.zero(
+        stage,
+        loss_fn,
+        optim.sgd(0.1),
+        group,
+        bucket_bytes=300,
+        trainable=trainable,
+        schedule=zf.ScheduleOptions(**options),
+    )
     state = z.init(models.mlp())
     for step, batches in enumerate(models.mlp_batches(3, group.size)):  # noqa: B007, the loss reads it
         state, _ = z.step(state, batches[group.rank])
@@ -595,13 +851,19 @@ def test_ranks_may_branch_under_any_knobs(kind: str, frozen: bool) -> None:
     expected = zf.simulate(3, branching_training, {}, kind, frozen, 2)
     for options in KNOBS:
         found = zf.simulate(
-            3, branching_training, in_bound({"persistence": 0, "max_live": None, **options}, models.mlp(), 3, 300), kind, frozen
+            3,
+            branching_training,
+            in_bound({"persistence": 0, "max_live": None, **options}, models.mlp(), 3, 300),
+            kind,
+            frozen,
         )
         assert_same_bits(found, expected, f"{options} and stage 2")
 
 
 def test_leaves_that_persist_are_gathered_once_after_each_update() -> None:
-    """Not in the second micro-batch, not in backward; and they are gathered again after the update, for they have changed."""
+    """Not in the second micro-batch, not in backward; and they are gathered again after the update,
+    for they have changed.
+    """
 
     def main(group: zf.Group) -> None:
         recorder = zf.record(group)
@@ -617,17 +879,31 @@ def test_leaves_that_persist_are_gathered_once_after_each_update() -> None:
         )
         state = z.init(models.mlp())
         layout = state.params.layout
-        small = {layout.label(i) for i, b in enumerate(layout.buckets) if all(layout.leaves[leaf].numel <= 5 for leaf in b.leaves)}
+        small = {
+            layout.label(i)
+            for i, b in enumerate(layout.buckets)
+            if all(layout.leaves[leaf].numel <= 5 for leaf in b.leaves)
+        }
         assert small
         for batches in models.mlp_batches(3, group.size):
             recorder.clear()
             state, _ = z.step(state, batches[group.rank])
-            gathers = [entry.part for entry in recorder.log if entry.name == "params" and entry.part in small]
+            gathers = [
+                entry.part
+                for entry in recorder.log
+                if entry.name == "params" and entry.part in small
+            ]
             assert sorted(gathers) == sorted(small)
-            grads = [entry.part for entry in recorder.log if entry.name == "grads" and entry.part in small]
+            grads = [
+                entry.part
+                for entry in recorder.log
+                if entry.name == "grads" and entry.part in small
+            ]
             assert sorted(grads) == sorted(2 * list(small))
         # Evaluation of the same parameters finds them there.
-        loss = zf.shard_params(models.mlp_loss, recorder, schedule=zf.ScheduleOptions(persistence=5))
+        loss = zf.shard_params(
+            models.mlp_loss, recorder, schedule=zf.ScheduleOptions(persistence=5)
+        )
         with torch.no_grad():
             first = loss(state.params, models.mlp_batches(1, 1)[0][0])
             recorder.clear()
@@ -645,7 +921,9 @@ def test_leaves_that_persist_are_gathered_once_after_each_update() -> None:
 
 
 def test_what_the_loss_holds_on_to_is_not_taken_away() -> None:
-    """gather() and to() return the gathered leaf itself; it stays valid while other buckets come and go."""
+    """gather() and to() return the gathered leaf itself; it stays valid while other buckets come
+    and go.
+    """
 
     def loss_fn(params: Any, x: Tensor) -> Tensor:
         h = params["h"]
@@ -656,7 +934,14 @@ def test_what_the_loss_holds_on_to_is_not_taken_away() -> None:
         return (x @ params["out"]).pow(2).mean() + h[1]["w"].pow(2).sum() + first.sum()
 
     def main(group: zf.Group, stage: int, **options: Any) -> Any:
-        z = zf.zero(stage, loss_fn, optim.sgd(0.1), group, bucket_bytes=200, schedule=zf.ScheduleOptions(**options))
+        z = zf.zero(
+            stage,
+            loss_fn,
+            optim.sgd(0.1),
+            group,
+            bucket_bytes=200,
+            schedule=zf.ScheduleOptions(**options),
+        )
         state = z.init(models.mlp())
         for batches in models.mlp_batches(3, group.size):
             state, _ = z.step(state, batches[group.rank])
@@ -680,19 +965,31 @@ def test_gathered_elements_stay_in_bound() -> None:
         tracked = Tracked(group)
         params = {"h": [{"w": layer["w"]} for layer in models.mlp(width, num_layers)["h"]]}
         z = zf.zero(
-            3, loss_fn, optim.sgd(0.1), tracked, bucket_bytes=bucket_bytes, schedule=zf.ScheduleOptions(prefetch=2, max_live=max_live)
+            3,
+            loss_fn,
+            optim.sgd(0.1),
+            tracked,
+            bucket_bytes=bucket_bytes,
+            schedule=zf.ScheduleOptions(prefetch=2, max_live=max_live),
         )
         state = z.init(params)
         for step in range(3):
             tracked.peak = 0
-            state, _ = z.step(state, torch.ones(2, width, dtype=torch.float64) * (group.rank + step))
+            state, _ = z.step(
+                state, torch.ones(2, width, dtype=torch.float64) * (group.rank + step)
+            )
         return tracked.peak
 
     bucket = width * width
-    assert set(zf.simulate(2, main, None)) == {4 * bucket}  # the tied one, the one in use and two ahead
+    # the tied one, the one in use and two ahead
+    assert set(zf.simulate(2, main, None)) == {4 * bucket}
     for count in (1, 2, 3):
-        # An operation holds its operand until it has run, though the schedule has let go of it by then: no more than one bucket.
-        assert all(count * bucket <= peak <= (count + 1) * bucket for peak in zf.simulate(2, main, count * bucket))
+        # An operation holds its operand until it has run, though the schedule has let go of it by
+        # then: no more than one bucket.
+        assert all(
+            count * bucket <= peak <= (count + 1) * bucket
+            for peak in zf.simulate(2, main, count * bucket)
+        )
 
 
 class Tracked(zf.Group):
@@ -716,45 +1013,88 @@ class Tracked(zf.Group):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prefetch": -1}, "prefetch is a number of buckets; got -1; 0 gathers each when it is used"),
+        (
+            {"prefetch": -1},
+            "prefetch is a number of buckets; got -1; 0 gathers each when it is used",
+        ),
         ({"prefetch": 0.5}, "prefetch is a number of buckets; got 0.5"),
         ({"max_live": -5}, "max_live is a number of elements; got -5; None sets no bound"),
         ({"max_live": 1e9}, "max_live is a number of elements; got 1000000000.0"),
-        ({"reuse_distance": -1}, "reuse_distance is a number of elements; got -1; 0 releases a bucket after each use"),
-        ({"persistence": -1}, "persistence is a number of elements; got -1; 0 keeps nothing gathered"),
+        (
+            {"reuse_distance": -1},
+            "reuse_distance is a number of elements; got -1; 0 releases a bucket after each use",
+        ),
+        (
+            {"persistence": -1},
+            "persistence is a number of elements; got -1; 0 keeps nothing gathered",
+        ),
         ({"persistence": None}, "persistence is a number of elements; got None"),
-        ({"max_persistent": -1}, "max_persistent is a number of elements; got -1; None sets no bound"),
-        ({"secondary": "inner"}, "secondary is True or False; got 'inner'; the inner axis is that of the mesh itself"),
+        (
+            {"max_persistent": -1},
+            "max_persistent is a number of elements; got -1; None sets no bound",
+        ),
+        (
+            {"secondary": "inner"},
+            "secondary is True or False; got 'inner'; the inner axis is that of the mesh itself",
+        ),
     ],
 )
 def test_knobs_are_checked_at_once(options: dict[str, Any], message: str) -> None:
     with pytest.raises(zf.errors.OptionError, match=message):
-        zf.simulate(1, lambda group: zf.shard_params(models.mlp_loss, group, schedule=zf.ScheduleOptions(**options)))
+        zf.simulate(
+            1,
+            lambda group: zf.shard_params(
+                models.mlp_loss, group, schedule=zf.ScheduleOptions(**options)
+            ),
+        )
 
 
 def test_a_bound_that_cannot_be_kept_is_refused() -> None:
-    trace = zf.planner.trace(models.mlp_loss, models.mlp(), torch.ones(2, 5, dtype=torch.float64), 2, bucket_bytes=1, persistence=5)
+    trace = zf.planner.trace(
+        models.mlp_loss,
+        models.mlp(),
+        torch.ones(2, 5, dtype=torch.float64),
+        2,
+        bucket_bytes=1,
+        persistence=5,
+    )
     with pytest.raises(
-        zf.errors.OptionError, match=r"max_live must hold the largest bucket .*; got 63, where bucket 0: h.0.w has 64 elements"
+        zf.errors.OptionError,
+        match=r"max_live must hold the largest bucket .*; got 63, where bucket 0: h.0.w has 64 "
+        r"elements",
     ):
         zf.planner.schedule(trace, zf.ScheduleOptions(max_live=63))
-    with pytest.raises(zf.errors.OptionError, match=r"h.0.w has 64 elements with padding and 320 persist; use a larger max_live"):
+    with pytest.raises(
+        zf.errors.OptionError,
+        match=r"h.0.w has 64 elements with padding and 320 persist; use a larger max_live",
+    ):
         zf.planner.schedule(trace, zf.ScheduleOptions(max_live=383, persistence=5))
-    assert max(zf.planner.schedule(trace, zf.ScheduleOptions(max_live=384, persistence=5)).live()) == 384
+    assert (
+        max(zf.planner.schedule(trace, zf.ScheduleOptions(max_live=384, persistence=5)).live())
+        == 384
+    )
 
     def main(group: zf.Group) -> None:
         loss = zf.shard_params(models.mlp_loss, group, schedule=zf.ScheduleOptions(max_live=63))
         with pytest.raises(zf.errors.OptionError, match="max_live must hold the largest bucket"):
-            loss(zf.shard(models.mlp(), group, bucket_bytes=1), torch.ones(2, 5, dtype=torch.float64))
+            loss(
+                zf.shard(models.mlp(), group, bucket_bytes=1), torch.ones(2, 5, dtype=torch.float64)
+            )
 
     zf.simulate(2, main)
     for stage in (0, 1, 2):
         with pytest.raises(
-            zf.errors.OptionError, match=f"only stage 3 has; got .*max_live=1000000.* at stage {stage}; use stage=3, or leave"
+            zf.errors.OptionError,
+            match=f"only stage 3 has; got .*max_live=1000000.* at stage {stage}; use stage=3, "
+            "or leave",
         ):
             zf.simulate(
                 1,
                 lambda group, stage=stage: zf.zero(
-                    stage, models.mlp_loss, optim.sgd(0.1), group, schedule=zf.ScheduleOptions(max_live=10**6)
+                    stage,
+                    models.mlp_loss,
+                    optim.sgd(0.1),
+                    group,
+                    schedule=zf.ScheduleOptions(max_live=10**6),
                 ),
             )

@@ -1,4 +1,6 @@
-"""Laws of the steps of optimizers over flat buffers: compiled and readable agree, AdamW is torch's, and no place in memory matters."""
+"""Laws of the steps of optimizers over flat buffers: compiled and readable agree, AdamW is torch's,
+and no place in memory matters.
+"""
 
 from __future__ import annotations
 
@@ -22,26 +24,49 @@ Step = Callable[..., None]
 
 
 def adam(p: Tensor, g: Tensor, m: Tensor, v: Tensor, change: Tensor | None, **options: Any) -> None:
-    ops.adam_step(p, g, m, v, change, b1=0.9, b2=0.99, step_size=0.1, eps=1e-8, correction=0.3, **options)
+    ops.adam_step(
+        p, g, m, v, change, b1=0.9, b2=0.99, step_size=0.1, eps=1e-8, correction=0.3, **options
+    )
 
 
-def adam_l2(p: Tensor, g: Tensor, m: Tensor, v: Tensor, change: Tensor | None, **options: Any) -> None:
+def adam_l2(
+    p: Tensor, g: Tensor, m: Tensor, v: Tensor, change: Tensor | None, **options: Any
+) -> None:
     ops.adam_step(p, g, m, v, change, b1=0.4, b2=0.9, step_size=0.1, eps=1e-8, l2=0.3, **options)
 
 
-def adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, change: Tensor | None, **options: Any) -> None:
-    ops.adam_step(p, g, m, v, change, b1=0.9, b2=0.99, step_size=0.1, eps=1e-8, correction=0.3, decay=0.02, **options)
+def adamw(
+    p: Tensor, g: Tensor, m: Tensor, v: Tensor, change: Tensor | None, **options: Any
+) -> None:
+    ops.adam_step(
+        p,
+        g,
+        m,
+        v,
+        change,
+        b1=0.9,
+        b2=0.99,
+        step_size=0.1,
+        eps=1e-8,
+        correction=0.3,
+        decay=0.02,
+        **options,
+    )
 
 
 def sgd(p: Tensor, g: Tensor, m: Tensor, v: Tensor, change: Tensor | None, **options: Any) -> None:
     ops.sgd_step(p, g, m, change, learning_rate=0.1, momentum=0.9, l2=0.1, **options)
 
 
-def nesterov(p: Tensor, g: Tensor, m: Tensor, v: Tensor, change: Tensor | None, **options: Any) -> None:
+def nesterov(
+    p: Tensor, g: Tensor, m: Tensor, v: Tensor, change: Tensor | None, **options: Any
+) -> None:
     ops.sgd_step(p, g, m, change, learning_rate=0.1, momentum=0.9, nesterov=True, **options)
 
 
-def plain_sgd(p: Tensor, g: Tensor, m: Tensor, v: Tensor, change: Tensor | None, **options: Any) -> None:
+def plain_sgd(
+    p: Tensor, g: Tensor, m: Tensor, v: Tensor, change: Tensor | None, **options: Any
+) -> None:
     ops.sgd_step(p, g, None, change, learning_rate=0.1, l2=0.1, **options)
 
 
@@ -49,24 +74,37 @@ def lion(p: Tensor, g: Tensor, m: Tensor, v: Tensor, change: Tensor | None, **op
     ops.lion_step(p, g, m, change, b1=0.9, b2=0.99, learning_rate=0.1, decay=0.02, **options)
 
 
-def adagrad(p: Tensor, g: Tensor, m: Tensor, v: Tensor, change: Tensor | None, **options: Any) -> None:
+def adagrad(
+    p: Tensor, g: Tensor, m: Tensor, v: Tensor, change: Tensor | None, **options: Any
+) -> None:
     ops.adagrad_step(p, g, v, change, learning_rate=0.1, eps=1e-8, l2=0.1, **options)
 
 
 def lamb(p: Tensor, g: Tensor, m: Tensor, v: Tensor, change: Tensor | None, **options: Any) -> None:
     half = p.numel() // 64 * 32
     segments = [(0, half), (half, p.numel())]
-    rule: dict[str, Any] = {"b1": 0.9, "b2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "bias": 0.3, "correction": 0.2}
+    rule: dict[str, Any] = {
+        "b1": 0.9,
+        "b2": 0.99,
+        "eps": 1e-8,
+        "weight_decay": 0.1,
+        "bias": 0.3,
+        "correction": 0.2,
+    }
     ops.lamb_step(p, g, m, v, change, segments=segments, learning_rate=0.1, **rule, **options)
 
 
 STEPS = [adam, adam_l2, adamw, sgd, nesterov, plain_sgd, lion, adagrad, lamb]
 
 
-def buffers(numel: int, seed: int, dtype: torch.dtype, grad_dtype: torch.dtype, offset: int = 0) -> list[Tensor]:
+def buffers(
+    numel: int, seed: int, dtype: torch.dtype, grad_dtype: torch.dtype, offset: int = 0
+) -> list[Tensor]:
     """Parameters, gradients and two moments, none of which begins where memory is aligned."""
     generator = torch.Generator().manual_seed(seed)
-    p, g, m, v = torch.randn(4, numel, generator=generator, dtype=FP64) * 10.0 ** torch.randint(-4, 3, (4, 1), generator=generator)
+    p, g, m, v = torch.randn(4, numel, generator=generator, dtype=FP64) * 10.0 ** torch.randint(
+        -4, 3, (4, 1), generator=generator
+    )
     values = (p.to(dtype), g.to(grad_dtype), m.to(dtype), v.square().to(dtype))
     return [torch.cat([x.new_zeros(offset), x])[offset:] for x in values]
 
@@ -112,7 +150,9 @@ def test_compiled_and_readable_steps_agree_in_every_bit(
         assert change is None or torch.equal(p, before[0])
         assert out is None or torch.equal(bits(out), bits(p.to(BF16)))
         results.append([p, m, v, *([] if change is None else [change])])
-    for name, one, other in zip(("parameters", "first", "second", "change"), *results, strict=False):
+    for name, one, other in zip(
+        ("parameters", "first", "second", "change"), *results, strict=False
+    ):
         assert torch.equal(bits(one), bits(other)), name
 
 
@@ -127,13 +167,21 @@ def test_compiled_and_readable_steps_agree_in_every_bit(
     st.integers(0, 2**20),
 )
 def test_adam_has_the_bits_of_torch_s_fused_kernel(
-    numel: int, b1: float, b2: float, weight_decay: float, decoupled: bool, dtype: torch.dtype, seed: int
+    numel: int,
+    b1: float,
+    b2: float,
+    weight_decay: float,
+    decoupled: bool,
+    dtype: torch.dtype,
+    seed: int,
 ) -> None:
     p, _, m, v = buffers(numel, seed, dtype, dtype)
     m.zero_(), v.zero_()
     parameter = torch.nn.Parameter(p.clone())
     make = torch.optim.AdamW if decoupled else torch.optim.Adam
-    oracle = make([parameter], lr=1e-2, betas=(b1, b2), eps=1e-8, weight_decay=weight_decay, fused=True)
+    oracle = make(
+        [parameter], lr=1e-2, betas=(b1, b2), eps=1e-8, weight_decay=weight_decay, fused=True
+    )
     for step in range(1, 6):
         grad = torch.randn(numel, generator=torch.Generator().manual_seed(seed + step), dtype=dtype)
         parameter.grad = grad.clone()
@@ -170,7 +218,19 @@ def test_a_hundred_steps_change_what_torch_s_change() -> None:
         parameter.grad = grad.clone()
         oracle.step()
         step_size, correction = 1e-2 / (1.0 - 0.9**step), math.sqrt(1.0 - 0.999**step)
-        ops.adam_step(p, grad, m, v, None, b1=0.9, b2=0.999, step_size=step_size, eps=1e-8, decay=1e-3, correction=correction)
+        ops.adam_step(
+            p,
+            grad,
+            m,
+            v,
+            None,
+            b1=0.9,
+            b2=0.999,
+            step_size=step_size,
+            eps=1e-8,
+            decay=1e-3,
+            correction=correction,
+        )
     mine, theirs = p.double() - start.double(), parameter.detach().double() - start.double()
     assert theirs.norm() > 1.0
     assert (mine - theirs).norm() <= 1e-6 * theirs.norm()
@@ -186,47 +246,70 @@ def test_cuts_and_places_change_no_bits(step: Step, monkeypatch: pytest.MonkeyPa
             step(*whole, None)
             cut = buffers(10_000, 3, FP32, FP32, offset=5)
             # LAMB's norms are of whole segments, which may not be cut anywhere.
-            for begin, end in ((0, 37), (37, 4133), (4133, 10_000)) if step is not lamb else ((0, 10_000),):
+            for begin, end in (
+                ((0, 37), (37, 4133), (4133, 10_000)) if step is not lamb else ((0, 10_000),)
+            ):
                 step(*(x[begin:end] for x in cut), None)
             threaded = buffers(10_000, 3, FP32, FP32, offset=11)
             with monkeypatch.context() as patch:
                 patch.setattr(torch, "get_num_threads", lambda: 3)
                 step(*threaded, None)
-        assert all(torch.equal(bits(x), bits(y)) and torch.equal(bits(x), bits(z)) for x, y, z in zip(whole, cut, threaded, strict=True))
+        assert all(
+            torch.equal(bits(x), bits(y)) and torch.equal(bits(x), bits(z))
+            for x, y, z in zip(whole, cut, threaded, strict=True)
+        )
         assert not torch.equal(whole[0], buffers(10_000, 3, FP32, FP32)[0])
 
 
 @settings(max_examples=examples(20), deadline=None)
-@given(st.integers(1, 40), st.lists(st.integers(0, 40), min_size=1, max_size=3), st.integers(0, 2**20))
+@given(
+    st.integers(1, 40), st.lists(st.integers(0, 40), min_size=1, max_size=3), st.integers(0, 2**20)
+)
 def test_lamb_is_the_textbook_s_and_knows_no_cuts(units: int, cuts: list[int], seed: int) -> None:
     first = 32 * units
     sizes = [first, 77]
     numel = sum(sizes)
     p, g, m, v = (x.to(FP64) for x in buffers(numel, seed, FP64, FP64))
-    rule: dict[str, Any] = {"b1": 0.9, "b2": 0.99, "learning_rate": 0.1, "eps": 1e-6, "weight_decay": 0.1, "bias": 0.2, "correction": 0.5}
+    rule: dict[str, Any] = {
+        "b1": 0.9,
+        "b2": 0.99,
+        "learning_rate": 0.1,
+        "eps": 1e-6,
+        "weight_decay": 0.1,
+        "bias": 0.2,
+        "correction": 0.5,
+    }
     expected = []
     for old, grad, mean, square in zip(*(x.split(sizes) for x in (p, g, m, v)), strict=True):
         mean, square = 0.9 * mean + 0.1 * grad, 0.99 * square + 0.01 * grad**2
         direction = mean / 0.2 / (square.sqrt() / 0.5 + 1e-6) + 0.1 * old
         expected.append(-0.1 * old.norm() / direction.norm() * direction)
     whole = [x.clone() for x in (p, g, m, v)]
-    ops.lamb_step(whole[0], whole[1], whole[2], whole[3], None, segments=[(0, first), (first, numel)], **rule)
+    ops.lamb_step(
+        whole[0], whole[1], whole[2], whole[3], None, segments=[(0, first), (first, numel)], **rule
+    )
     torch.testing.assert_close(whole[0] - p, torch.cat(expected), rtol=1e-9, atol=1e-12)
-    # Each rank has a piece of the buffer; a layer of which it has nothing is an empty segment there.
+    # Each rank has a piece of the buffer; a layer of which it has nothing is an empty segment
+    # there.
     places = sorted({0, numel, *(32 * cut for cut in cuts if 32 * cut < numel)})
     gathered: list[Tensor] = []
     for final in (False, True):
         results = []
         for begin, end in itertools.pairwise(places):
             mine = [x[begin:end].clone() for x in (p, g, m, v)]
-            clipped = [(max(min(a, end) - begin, 0), max(min(b, end) - begin, 0)) for a, b in ((0, first), (first, numel))]
+            clipped = [
+                (max(min(a, end) - begin, 0), max(min(b, end) - begin, 0))
+                for a, b in ((0, first), (first, numel))
+            ]
 
             def gather(rows: Tensor, final: bool = final) -> Tensor:
                 if not final:
                     gathered.append(rows)
                 return torch.stack(gathered)
 
-            ops.lamb_step(mine[0], mine[1], mine[2], mine[3], None, segments=clipped, gather=gather, **rule)
+            ops.lamb_step(
+                mine[0], mine[1], mine[2], mine[3], None, segments=clipped, gather=gather, **rule
+            )
             results.append(mine)
     for index in range(4):
         assert torch.equal(torch.cat([result[index] for result in results]), whole[index])

@@ -17,7 +17,13 @@ ROOT = Path(__file__).parents[2]
 
 
 def part(program: str) -> gpu.Part:
-    return gpu.Part("A part", ["-c", program, "{json}"], [], 5, lambda figures, output: f"{figures} and {output.strip()}")
+    return gpu.Part(
+        "A part",
+        ["-c", program, "{json}"],
+        [],
+        5,
+        lambda figures, output: f"{figures} and {output.strip()}",
+    )
 
 
 def test_a_part_gives_figures_and_output(tmp_path: Path) -> None:
@@ -28,9 +34,15 @@ def test_a_part_gives_figures_and_output(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("program", "failure"), [("raise SystemExit('boom')", "exit status 1"), ("import time; time.sleep(60)", "not done after 5 s")]
+    ("program", "failure"),
+    [
+        ("raise SystemExit('boom')", "exit status 1"),
+        ("import time; time.sleep(60)", "not done after 5 s"),
+    ],
 )
-def test_a_part_that_fails_or_hangs_is_on_the_page(program: str, failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_fails_or_hangs_is_on_the_page(
+    program: str, failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gpu, "PARTS", {"bad": part(program), "good": part("print('fine')")})
     outcomes = {name: gpu.run(one, tmp_path, dry_run=True) for name, one in gpu.PARTS.items()}
     written = gpu.page("cpu", outcomes)
@@ -44,7 +56,14 @@ def test_all_parts_together_end_within_8_minutes() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_gpu_it_says_so() -> None:
-    done = subprocess.run([sys.executable, "benchmarks/gpu.py"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "benchmarks/gpu.py"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 2
     assert "needs a CUDA device" in done.stderr
 
@@ -53,8 +72,18 @@ def test_without_a_gpu_it_says_so() -> None:
 @pytest.mark.processes
 @pytest.mark.timeout(400)
 def test_every_part_runs_in_small_on_a_cpu(tmp_path: Path) -> None:
-    command = [sys.executable, "benchmarks/gpu.py", "--device", "cpu", "--dry-run", "--write", str(tmp_path / "gpu.md")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=390, check=False)
+    command = [
+        sys.executable,
+        "benchmarks/gpu.py",
+        "--device",
+        "cpu",
+        "--dry-run",
+        "--write",
+        str(tmp_path / "gpu.md"),
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=390, check=False
+    )
     assert done.returncode == 0, done.stdout[-3000:]
     written = (tmp_path / "gpu.md").read_text(encoding="utf-8")
     assert "No part failed." in written

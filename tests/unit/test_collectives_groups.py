@@ -54,7 +54,15 @@ from zfun.errors import CollectiveMismatch, OptionError, SpecMismatch
 
 pytestmark = pytest.mark.timeout(30)
 
-OPS: list[Op] = [AllGather(), ReduceScatter(), AllReduce(), Broadcast(1), Reduce(1), AllToAll(), Permute((1, 2, 0))]
+OPS: list[Op] = [
+    AllGather(),
+    ReduceScatter(),
+    AllReduce(),
+    Broadcast(1),
+    Reduce(1),
+    AllToAll(),
+    Permute((1, 2, 0)),
+]
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.kind)
@@ -84,7 +92,15 @@ def test_sent_bytes_of_what_is_split(op: Op) -> None:
 
 
 def test_one_rank_sends_nothing() -> None:
-    for op in (AllGather(), ReduceScatter(), AllReduce(), Broadcast(0), Reduce(0), AllToAll(), Permute((0,))):
+    for op in (
+        AllGather(),
+        ReduceScatter(),
+        AllReduce(),
+        Broadcast(0),
+        Reduce(0),
+        AllToAll(),
+        Permute((0,)),
+    ):
         assert op.sent_bytes(40, 0, 1, 4) == 0
 
 
@@ -95,12 +111,19 @@ def test_one_rank_sends_nothing() -> None:
         (AllReduce(), torch.ones(4)[::2], None, "contiguous 1-D tensor; got shape"),
         (ReduceScatter(), torch.ones(4), None, "length that the 3 ranks divide; got 4; pad it"),
         (AllGather(), torch.ones(4), torch.ones(4), "needs a contiguous 1-D output of 12"),
-        (AllReduce(), torch.ones(4), torch.ones(4, dtype=torch.float64), "needs a contiguous 1-D output of 4 torch.float32"),
+        (
+            AllReduce(),
+            torch.ones(4),
+            torch.ones(4, dtype=torch.float64),
+            "needs a contiguous 1-D output of 4 torch.float32",
+        ),
         (Broadcast(3), torch.ones(4), None, "has root 3; the ranks are 0 to 2"),
         (Permute((0, 0, 1)), torch.ones(4), None, "each rank of 0 to 2 once"),
     ],
 )
-def test_impossible_calls_are_refused(op: Op, x: torch.Tensor, out: torch.Tensor | None, message: str) -> None:
+def test_impossible_calls_are_refused(
+    op: Op, x: torch.Tensor, out: torch.Tensor | None, message: str
+) -> None:
     with pytest.raises(OptionError, match=message):
         abstract_group(3).start(Collective(op, "grads"), x, out)
 
@@ -127,7 +150,10 @@ def test_pending_keeps_its_error() -> None:
             pending.wait()
 
 
-@pytest.mark.parametrize("op", [AllGather(), ReduceScatter(), AllReduce(), Broadcast(), Reduce(), AllToAll(), Permute((0,))])
+@pytest.mark.parametrize(
+    "op",
+    [AllGather(), ReduceScatter(), AllReduce(), Broadcast(), Reduce(), AllToAll(), Permute((0,))],
+)
 def test_one_rank_copies(op: Op) -> None:
     x = torch.arange(4.0, requires_grad=True)
     group = single_group()
@@ -174,21 +200,37 @@ def test_the_abstract_group_moves_nothing() -> None:
 
 def test_the_recorder_counts() -> None:
     group = record(abstract_group(4))
-    group.start(Collective(AllGather(), "params", "bucket 0", Stream.PARAMS), torch.empty(10, dtype=torch.bfloat16))
+    group.start(
+        Collective(AllGather(), "params", "bucket 0", Stream.PARAMS),
+        torch.empty(10, dtype=torch.bfloat16),
+    )
     group.start(Collective(ReduceScatter(), "grads", stream=Stream.GRADS), torch.empty(40)).wait()
     barrier(group)
-    assert group.log[0] == Record("all_gather", "params", "bucket 0", Stream.PARAMS, 60, 10, torch.bfloat16)
-    assert (group.bytes_sent("params"), group.bytes_sent("grads"), group.bytes_sent()) == (60, 120, 183)
+    assert group.log[0] == Record(
+        "all_gather", "params", "bucket 0", Stream.PARAMS, 60, 10, torch.bfloat16
+    )
+    assert (group.bytes_sent("params"), group.bytes_sent("grads"), group.bytes_sent()) == (
+        60,
+        120,
+        183,
+    )
     group.clear()
     assert group.bytes_sent() == 0
 
 
 def test_debug_compares_labels() -> None:
-    assert simulate(2, lambda group: checked(group).start(Collective(AllReduce(), "a"), torch.ones(1)).wait().item()) == [2.0, 2.0]
+    assert simulate(
+        2,
+        lambda group: (
+            checked(group).start(Collective(AllReduce(), "a"), torch.ones(1)).wait().item()
+        ),
+    ) == [2.0, 2.0]
 
 
 class _Deaf:
-    """A transport that cannot see a mismatch: the other rank always sends its own label, and anything goes as data."""
+    """A transport that cannot see a mismatch: the other rank always sends its own label, and
+    anything goes as data.
+    """
 
     rank, size = 0, 2
 
@@ -204,7 +246,10 @@ class _Deaf:
 
 def test_debug_names_both_sides() -> None:
     group = checked(_Deaf("'paral'"))  # type: ignore[arg-type]
-    with pytest.raises(CollectiveMismatch, match=r"rank 0 started collective 0: all_reduce 'grads'.*; rank 1 started .*'paral'"):
+    with pytest.raises(
+        CollectiveMismatch,
+        match=r"rank 0 started collective 0: all_reduce 'grads'.*; rank 1 started .*'paral'",
+    ):
         group.start(Collective(AllReduce(), "grads"), torch.ones(1)).wait()
     checked(_Deaf("'grads'")).start(Collective(AllReduce(), "grads"), torch.ones(1)).wait()  # type: ignore[arg-type]
 
@@ -225,9 +270,24 @@ W = LeafRecord("h.0.w", "(3,) float32", "aa")
     ("odd", "message"),
     [
         ([], "leaf h.0.w is .3,. float32 on ranks 0, 2 and missing on rank 1"),
-        ([LeafRecord("h.0.w", "(4,) float32", "aa")], "leaf h.0.w is .3,. float32 on ranks 0, 2 and .4,. float32 on rank 1"),
-        ([LeafRecord("h.0.w", "(3,) float32", "bb")], "leaf h.0.w has other values: fingerprint aa on ranks 0, 2 and bb on rank 1"),
-        ([W, LeafRecord("x", "()"), LeafRecord("y", "()"), LeafRecord("z", "()"), LeafRecord("u", "()")], "and 1 more"),
+        (
+            [LeafRecord("h.0.w", "(4,) float32", "aa")],
+            "leaf h.0.w is .3,. float32 on ranks 0, 2 and .4,. float32 on rank 1",
+        ),
+        (
+            [LeafRecord("h.0.w", "(3,) float32", "bb")],
+            "leaf h.0.w has other values: fingerprint aa on ranks 0, 2 and bb on rank 1",
+        ),
+        (
+            [
+                W,
+                LeafRecord("x", "()"),
+                LeafRecord("y", "()"),
+                LeafRecord("z", "()"),
+                LeafRecord("u", "()"),
+            ],
+            "and 1 more",
+        ),
     ],
 )
 def test_disagreement_names_leaf_ranks_and_sides(odd: list[LeafRecord], message: str) -> None:
@@ -251,7 +311,9 @@ def test_the_order_of_leaves_counts() -> None:
         simulate(2, lambda group: check_same(entries[:: -1 if group.rank else 1], group, "params"))
 
 
-def _status(text: str = "a", *, waiting: bool = True, stream: int = 0, left: bool = False) -> Status:
+def _status(
+    text: str = "a", *, waiting: bool = True, stream: int = 0, left: bool = False
+) -> Status:
     started = tuple(int(i == stream) for i in range(3))
     return Status(started, {str(stream): {"0": text}}, ((stream, 0),) if waiting else (), left)
 
@@ -261,17 +323,25 @@ def _status(text: str = "a", *, waiting: bool = True, stream: int = 0, left: boo
     [
         (_status(), _status("b", waiting=False), "rank 0 started a, and rank 1 started b"),
         (_status(), Status(left=True), "rank 1, which has left the group"),
-        (_status(), _status("b", stream=1), "rank 0 in collective 0 .a., rank 1 in collective 0 .b."),
+        (
+            _status(),
+            _status("b", stream=1),
+            "rank 0 in collective 0 .a., rank 1 in collective 0 .b.",
+        ),
     ],
 )
-def test_a_diagnosis_is_made_from_what_ranks_publish(own: Status, peer: Status, message: str) -> None:
+def test_a_diagnosis_is_made_from_what_ranks_publish(
+    own: Status, peer: Status, message: str
+) -> None:
     verdict = diagnose(0, own, {1: peer})
     assert verdict is not None
     with pytest.raises(type(verdict.error(0, None)), match=message):
         raise verdict.error(0, None)
 
 
-@pytest.mark.parametrize("peer", [Status(), _status(), _status("b", stream=1, waiting=False), _status(left=True)])
+@pytest.mark.parametrize(
+    "peer", [Status(), _status(), _status("b", stream=1, waiting=False), _status(left=True)]
+)
 def test_a_slow_peer_is_no_verdict(peer: Status) -> None:
     assert diagnose(0, _status(), {1: peer}) is None
 
@@ -350,10 +420,15 @@ def test_a_class_that_was_chosen_for_a_thread_stays() -> None:
     assert found == [os.SCHED_IDLE] * 2
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not say which connections there are")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="other systems do not say which connections there are"
+)
 def test_connections_within_a_host_hold_little_and_only_those_that_are_made_so() -> None:
     room = lambda connection: connection.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as older:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as older,
+    ):
         usual = room(older)
         with holding_little():
             made = [socket.create_connection(server.getsockname())]
@@ -375,7 +450,9 @@ def test_a_group_has_six_members() -> None:
     assert members == {"rank", "size", "start", "subgroup", "close", "allocate"}
 
 
-@pytest.mark.parametrize("wrap", [lambda group: group, record, checked, lambda group: split(group, 1).outer])
+@pytest.mark.parametrize(
+    "wrap", [lambda group: group, record, checked, lambda group: split(group, 1).outer]
+)
 def test_functions_over_a_group_take_any_group(wrap: Callable[[Group], Group]) -> None:
     def main(plain: Group) -> None:
         group = wrap(plain)
@@ -385,6 +462,10 @@ def test_functions_over_a_group_take_any_group(wrap: Callable[[Group], Group]) -
         assert not is_symmetric(group)
         assert gather_values(torch.tensor(group.rank), group, "x").tolist() == [0, 1, 2]
         rows = 10 * group.rank + torch.arange(3).view(3, 1)
-        assert exchange_values(rows, group, "x").view(-1).tolist() == [group.rank, 10 + group.rank, 20 + group.rank]
+        assert exchange_values(rows, group, "x").view(-1).tolist() == [
+            group.rank,
+            10 + group.rank,
+            20 + group.rank,
+        ]
 
     simulate(3, main)

@@ -1,7 +1,8 @@
 """Differentiable collectives under every transform, against the same program on one process.
 
-The oracle is a loop: a collective as a function of the list of all ranks' tensors. The program of a rank is ``y = A(x)``,
-``loss = f(y, r)``; what the ranks together compute is the sum of their losses.
+The oracle is a loop: a collective as a function of the list of all ranks' tensors. The program of a
+rank is ``y = A(x)``, ``loss = f(y, r)``; what the ranks together compute is the sum of their
+losses.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ from zfun.collectives import (
 from zfun.errors import OptionError
 
 # torch's own rules for forward mode use torch.jit.script, which torch deprecates.
-pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")]
+pytestmark = [
+    pytest.mark.timeout(60),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning"),
+]
 
 Program = Callable[[Tensor, Group], Tensor]
 Oracle = Callable[[list[Tensor]], list[Tensor]]
@@ -55,12 +59,24 @@ def _rotated(n: int) -> tuple[int, ...]:
 CASES: dict[str, tuple[Program, Oracle]] = {
     "all_reduce": (all_reduce, lambda xs: [_sum(xs)] * len(xs)),
     "all_gather": (all_gather, lambda xs: [torch.cat(xs)] * len(xs)),
-    "all_gather dim -1": (lambda x, g: all_gather(x, g, -1), lambda xs: [torch.cat(xs, -1)] * len(xs)),
+    "all_gather dim -1": (
+        lambda x, g: all_gather(x, g, -1),
+        lambda xs: [torch.cat(xs, -1)] * len(xs),
+    ),
     "reduce_scatter": (reduce_scatter, lambda xs: _chunks(_sum(xs), len(xs), 0)),
-    "reduce_scatter dim 1": (lambda x, g: reduce_scatter(x, g, 1), lambda xs: _chunks(_sum(xs), len(xs), 1)),
+    "reduce_scatter dim 1": (
+        lambda x, g: reduce_scatter(x, g, 1),
+        lambda xs: _chunks(_sum(xs), len(xs), 1),
+    ),
     "broadcast": (lambda x, g: broadcast(x, g, g.size - 1), lambda xs: [xs[-1]] * len(xs)),
-    "permute": (lambda x, g: permute(x, g, _rotated(g.size)), lambda xs: [xs[r - 1] for r in range(len(xs))]),
-    "all_to_all 0 0": (all_to_all, lambda xs: [torch.cat([x.chunk(len(xs), 0)[r] for x in xs], 0) for r in range(len(xs))]),
+    "permute": (
+        lambda x, g: permute(x, g, _rotated(g.size)),
+        lambda xs: [xs[r - 1] for r in range(len(xs))],
+    ),
+    "all_to_all 0 0": (
+        all_to_all,
+        lambda xs: [torch.cat([x.chunk(len(xs), 0)[r] for x in xs], 0) for r in range(len(xs))],
+    ),
     "all_to_all 0 1": (
         lambda x, g: all_to_all(x, g, 0, 1),
         lambda xs: [torch.cat([x.chunk(len(xs), 0)[r] for x in xs], 1) for r in range(len(xs))],
@@ -78,7 +94,9 @@ sizes = pytest.mark.parametrize("n", SIZES)
 
 
 def _inputs(n: int, *lead: int, seed: int = 0) -> Tensor:
-    return torch.randn(n, *lead, *SHAPE, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(
+        n, *lead, *SHAPE, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
 def _loss(y: Tensor, rank: int) -> Tensor:
@@ -136,7 +154,9 @@ def test_func_grad_and_grad_of_grad(program: Program, oracle: Oracle, n: int) ->
 @sizes
 def test_jvp(program: Program, oracle: Oracle, n: int) -> None:
     xs, ts = _inputs(n), _inputs(n, seed=1)
-    tangents = simulate(n, lambda g: jvp(lambda x: program(x, g).sin(), (xs[g.rank],), (ts[g.rank],))[1])
+    tangents = simulate(
+        n, lambda g: jvp(lambda x: program(x, g).sin(), (xs[g.rank],), (ts[g.rank],))[1]
+    )
     _close(tangents, jvp(lambda v: torch.stack(oracle(list(v))).sin(), (xs,), (ts,))[1])
 
 
@@ -146,7 +166,11 @@ def test_jvp_of_grad(program: Program, oracle: Oracle, n: int) -> None:
     xs, ts = _inputs(n), _inputs(n, seed=1)
 
     def rank_program(group: Group) -> Tensor:
-        return jvp(grad(lambda x: _loss(program(x, group), group.rank)), (xs[group.rank],), (ts[group.rank],))[1]
+        return jvp(
+            grad(lambda x: _loss(program(x, group), group.rank)),
+            (xs[group.rank],),
+            (ts[group.rank],),
+        )[1]
 
     _close(simulate(n, rank_program), jvp(grad(lambda v: _total(oracle, v)), (xs,), (ts,))[1])
 
@@ -168,7 +192,9 @@ def test_vmap_of_grad(program: Program, oracle: Oracle, n: int, in_dim: int) -> 
 @both
 @sizes
 def test_jacrev(program: Program, oracle: Oracle, n: int) -> None:
-    """The reverse Jacobian on a rank is that of the sum over the ranks of the same output: the batch dim goes through the transpose."""
+    """The reverse Jacobian on a rank is that of the sum over the ranks of the same output: the
+    batch dim goes through the transpose.
+    """
     xs = _inputs(n)
 
     def rank_program(group: Group) -> Tensor:
@@ -190,11 +216,15 @@ def test_jacfwd_and_hessian(program: Program, oracle: Oracle, n: int) -> None:
 
     def rank_program(group: Group) -> tuple[Tensor, Tensor]:
         fn = lambda x: _loss(program(x, group), group.rank)
-        return jacfwd(lambda x: program(x, group).sin())(xs[group.rank]), hessian(fn)(xs[group.rank])
+        return jacfwd(lambda x: program(x, group).sin())(xs[group.rank]), hessian(fn)(
+            xs[group.rank]
+        )
 
     jacobians, hessians = zip(*simulate(n, rank_program), strict=True)
     _close(list(jacobians), jacfwd(lambda step: torch.stack(oracle(list(xs + step))).sin())(origin))
-    _close(list(hessians), jacfwd(lambda step: grad(lambda v: _total(oracle, v))(xs + step))(origin))
+    _close(
+        list(hessians), jacfwd(lambda step: grad(lambda v: _total(oracle, v))(xs + step))(origin)
+    )
 
 
 STARTS = {
@@ -205,7 +235,9 @@ STARTS = {
     "permute": lambda x, g: start_permute(x, g, _rotated(g.size)),
     "all_to_all": lambda x, g: start_all_to_all(x, g, 0, 1),
 }
-BLOCKING = {**{name: CASES[name][0] for name in ("all_reduce", "all_gather", "reduce_scatter", "permute")}}
+BLOCKING = {
+    **{name: CASES[name][0] for name in ("all_reduce", "all_gather", "reduce_scatter", "permute")}
+}
 BLOCKING |= {"broadcast": broadcast, "all_to_all": CASES["all_to_all 0 1"][0]}
 
 
@@ -242,7 +274,12 @@ def test_the_backward_pass_sends_what_the_transpose_says() -> None:
         all_gather(reduce_scatter(x, recorder, name="a"), recorder, name="b").sum().backward()
         return [(entry.kind, entry.name, entry.sent_bytes) for entry in recorder.log]
 
-    log = [("reduce_scatter", "a", 32), ("all_gather", "b", 32), ("reduce_scatter", "b", 32), ("all_gather", "a", 32)]
+    log = [
+        ("reduce_scatter", "a", 32),
+        ("all_gather", "b", 32),
+        ("reduce_scatter", "b", 32),
+        ("all_gather", "a", 32),
+    ]
     assert simulate(3, program) == [log] * 3
 
 
@@ -251,11 +288,16 @@ def test_small_shapes(shape: tuple[int, ...]) -> None:
     results = simulate(2, lambda g: all_reduce(torch.ones(shape), g))
     assert all(torch.equal(result, torch.full(shape, 2.0)) for result in results)
     if shape:
-        assert simulate(2, lambda g: all_gather(torch.ones(shape), g).shape[0]) == [2 * shape[0]] * 2
+        assert (
+            simulate(2, lambda g: all_gather(torch.ones(shape), g).shape[0]) == [2 * shape[0]] * 2
+        )
 
 
 def test_other_dtypes_go_through() -> None:
-    assert simulate(2, lambda g: all_gather(torch.tensor([True, False]), g).tolist()) == [[True, False, True, False]] * 2
+    assert (
+        simulate(2, lambda g: all_gather(torch.tensor([True, False]), g).tolist())
+        == [[True, False, True, False]] * 2
+    )
     assert simulate(2, lambda g: all_reduce(torch.tensor([1 + 2j]), g).tolist()) == [[2 + 4j]] * 2
 
 
@@ -266,12 +308,26 @@ def test_a_module_under_functional_call() -> None:
     def program(group: Group) -> Tensor:
         def loss(shard: Tensor) -> Tensor:
             params = {"weight": all_gather(shard, group), "bias": model.bias.detach()}
-            return functional_call(model, params, (torch.ones(1, 4, dtype=torch.float64),)).square().sum() / group.size
+            return (
+                functional_call(model, params, (torch.ones(1, 4, dtype=torch.float64),))
+                .square()
+                .sum()
+                / group.size
+            )
 
         return grad(loss)(weight.chunk(group.size)[group.rank])
 
-    whole = vjp(lambda w: functional_call(model, {"weight": w}, (torch.ones(1, 4, dtype=torch.float64),)).square().sum(), weight)[1]
-    torch.testing.assert_close(torch.cat(simulate(2, program)), whole(torch.ones((), dtype=torch.float64))[0].detach())
+    whole = vjp(
+        lambda w: (
+            functional_call(model, {"weight": w}, (torch.ones(1, 4, dtype=torch.float64),))
+            .square()
+            .sum()
+        ),
+        weight,
+    )[1]
+    torch.testing.assert_close(
+        torch.cat(simulate(2, program)), whole(torch.ones((), dtype=torch.float64))[0].detach()
+    )
 
 
 def test_wrong_dims_are_refused() -> None:

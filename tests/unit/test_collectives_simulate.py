@@ -47,7 +47,9 @@ def test_results_come_in_rank_order() -> None:
     ],
 )
 @pytest.mark.parametrize("given_out", [False, True])
-def test_every_op_does_what_it_says(op: AllGather, expected: list[list[int]], given_out: bool) -> None:
+def test_every_op_does_what_it_says(
+    op: AllGather, expected: list[list[int]], given_out: bool
+) -> None:
     def program(group: Group) -> list[int]:
         x = torch.tensor([0, 1]) + 10 * group.rank
         out = torch.empty(op.output_numel(2, 2), dtype=torch.int64) if given_out else None
@@ -60,14 +62,18 @@ def test_every_op_does_what_it_says(op: AllGather, expected: list[list[int]], gi
 
 
 def test_half_types_are_rounded_once() -> None:
-    terms = [torch.tensor([256.0], dtype=torch.bfloat16)] + [torch.tensor([0.75], dtype=torch.bfloat16)] * 2
+    terms = [torch.tensor([256.0], dtype=torch.bfloat16)] + [
+        torch.tensor([0.75], dtype=torch.bfloat16)
+    ] * 2
     assert sum_in_rank_order(terms).item() == 258.0  # added in bfloat16 it stays at 256
 
 
 def test_the_sum_is_in_rank_order() -> None:
     terms = [torch.tensor([value]) for value in (1e8, 1.0, -1e8, 1.0)]
     expected = ((terms[0] + terms[1]) + terms[2]) + terms[3]
-    results = simulate(4, lambda group: group.start(Collective(AllReduce()), terms[group.rank]).wait())
+    results = simulate(
+        4, lambda group: group.start(Collective(AllReduce()), terms[group.rank]).wait()
+    )
     assert all(torch.equal(result, expected) for result in results)
 
 
@@ -75,7 +81,12 @@ def test_lanes_are_independent() -> None:
     def program(group: Group) -> tuple[float, float]:
         streams = [Stream.PARAMS, Stream.GRADS]
         order = streams if group.rank else streams[::-1]
-        started = {stream: group.start(Collective(AllReduce(), stream=stream), torch.tensor([1.0 + stream])) for stream in order}
+        started = {
+            stream: group.start(
+                Collective(AllReduce(), stream=stream), torch.tensor([1.0 + stream])
+            )
+            for stream in order
+        }
         return started[Stream.GRADS].wait().item(), started[Stream.PARAMS].wait().item()
 
     assert simulate(2, program) == [(4.0, 2.0)] * 2
@@ -159,12 +170,21 @@ def test_different_calls_are_named_on_all_ranks(first: Collective, second: Colle
 
 @pytest.mark.parametrize("x", [torch.ones(3), torch.ones(2, dtype=torch.int32)])
 def test_different_tensors_are_a_mismatch(x: torch.Tensor) -> None:
-    with pytest.raises(CollectiveMismatch, match=r"rank 0 started all_reduce of 2 float32.*rank 1 started"):
-        simulate(2, lambda group: group.start(Collective(AllReduce()), x if group.rank else torch.ones(2)).wait())
+    with pytest.raises(
+        CollectiveMismatch, match=r"rank 0 started all_reduce of 2 float32.*rank 1 started"
+    ):
+        simulate(
+            2,
+            lambda group: group.start(
+                Collective(AllReduce()), x if group.rank else torch.ones(2)
+            ).wait(),
+        )
 
 
 def test_a_rank_that_returns_early_is_an_error() -> None:
-    with pytest.raises(PeerLost, match="rank 1 returned, while rank 0 waits for it in collective 0"):
+    with pytest.raises(
+        PeerLost, match="rank 1 returned, while rank 0 waits for it in collective 0"
+    ):
         simulate(2, lambda group: None if group.rank else barrier(group))
 
 
@@ -173,13 +193,20 @@ def test_a_collective_that_not_all_join_is_an_error_even_if_nobody_waits() -> No
         if group.rank == 0:
             group.start(Collective(AllReduce(), "loss"), torch.ones(1))
 
-    with pytest.raises(PeerLost, match=r"rank 1 returned without collective 0 .*'loss'.*which rank 0 started"):
+    with pytest.raises(
+        PeerLost, match=r"rank 1 returned without collective 0 .*'loss'.*which rank 0 started"
+    ):
         simulate(2, program)
 
 
 def test_a_circle_of_waits_is_an_error() -> None:
     with pytest.raises(CollectiveMismatch, match="wait for each other"):
-        simulate(2, lambda group: group.start(Collective(AllReduce(), stream=Stream(group.rank)), torch.ones(1)).wait())
+        simulate(
+            2,
+            lambda group: group.start(
+                Collective(AllReduce(), stream=Stream(group.rank)), torch.ones(1)
+            ).wait(),
+        )
 
 
 def test_an_interrupt_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,18 +229,38 @@ def test_an_interrupt_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_simulations_nest() -> None:
     inner = lambda group: int(gather_values(torch.tensor(group.rank), group, "inner").sum())
-    assert simulate(2, lambda group: [sum(simulate(3, inner)), int(gather_values(torch.tensor(1), group, "outer").sum())]) == [[9, 2]] * 2
+    assert (
+        simulate(
+            2,
+            lambda group: [
+                sum(simulate(3, inner)),
+                int(gather_values(torch.tensor(1), group, "outer").sum()),
+            ],
+        )
+        == [[9, 2]] * 2
+    )
 
 
 def test_ranks_inherit_grad_mode_and_context() -> None:
     variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable")
     variable.set("outer")
     with torch.no_grad():
-        assert simulate(2, lambda group: (torch.is_grad_enabled(), variable.get())) == [(False, "outer")] * 2
+        assert (
+            simulate(2, lambda group: (torch.is_grad_enabled(), variable.get()))
+            == [(False, "outer")] * 2
+        )
 
 
 def test_many_ranks() -> None:
-    assert simulate(128, lambda group: int(group.start(Collective(AllReduce()), torch.tensor([group.rank])).wait())) == [8128] * 128
+    assert (
+        simulate(
+            128,
+            lambda group: int(
+                group.start(Collective(AllReduce()), torch.tensor([group.rank])).wait()
+            ),
+        )
+        == [8128] * 128
+    )
 
 
 def test_no_ranks_are_refused() -> None:
@@ -223,4 +270,6 @@ def test_no_ranks_are_refused() -> None:
 
 def test_tensors_of_other_devices_are_refused() -> None:
     with pytest.raises(OptionError, match="CPU tensors only"):
-        simulate(2, lambda group: group.start(Collective(AllReduce()), torch.empty(2, device="meta")))
+        simulate(
+            2, lambda group: group.start(Collective(AllReduce()), torch.empty(2, device="meta"))
+        )

@@ -42,21 +42,49 @@ RESULTS = [Result(composition, (report(composition.stage),) * 2) for composition
 
 def with_last_rank(**changes: Any) -> list[Result]:
     first, second = RESULTS[-1].ranks
-    return [*RESULTS[:-1], Result(RESULTS[-1].composition, (first, dataclasses.replace(second, **changes)))]
+    return [
+        *RESULTS[:-1],
+        Result(RESULTS[-1].composition, (first, dataclasses.replace(second, **changes))),
+    ]
 
 
 def test_the_table_has_a_row_for_each_composition_and_straight_columns() -> None:
     lines = table(RESULTS).splitlines()
     assert len(lines) == 3 + len(COMPOSITIONS)
     assert len({len(line) for line in lines}) == 1
-    assert lines[3].split() == ["DDP", "3.125000", "200", "8.00", "8.00", "16.00", "50", "8.000", "8.000"]
-    assert lines[-1].split() == ["ZeRO-3", "+", "offload", "3.125000", "200", "*4.00", "*4.00", "*8.00", "50", "12.000", "12.000"]
+    assert lines[3].split() == [
+        "DDP",
+        "3.125000",
+        "200",
+        "8.00",
+        "8.00",
+        "16.00",
+        "50",
+        "8.000",
+        "8.000",
+    ]
+    assert lines[-1].split() == [
+        "ZeRO-3",
+        "+",
+        "offload",
+        "3.125000",
+        "200",
+        "*4.00",
+        "*4.00",
+        "*8.00",
+        "50",
+        "12.000",
+        "12.000",
+    ]
 
 
 def test_equal_results_are_said_to_be_equal() -> None:
     assert differences(RESULTS) == []
     assert "Equal to the last bit under all 5 compositions" in verdict(RESULTS, [])
-    assert headline(RESULTS) == "ZeRO-3 keeps 50% of DDP's training state on each rank for 1.5 times the bytes sent"
+    assert (
+        headline(RESULTS)
+        == "ZeRO-3 keeps 50% of DDP's training state on each rank for 1.5 times the bytes sent"
+    )
 
 
 def test_one_bit_of_one_loss_on_one_rank_is_found() -> None:
@@ -67,12 +95,21 @@ def test_one_bit_of_one_loss_on_one_rank_is_found() -> None:
 
 
 def test_other_parameters_behind_the_same_losses_are_found() -> None:
-    assert "parameters cdcdcdcdcdcd…, not abababababab…" in differences(with_last_rank(digest="cd" * 32))[0]
+    assert (
+        "parameters cdcdcdcdcdcd…, not abababababab…"
+        in differences(with_last_rank(digest="cd" * 32))[0]
+    )
 
 
 def test_a_nan_equals_itself() -> None:
     losses = (5.5, float("nan"), float("nan"))
-    results = [Result(result.composition, tuple(dataclasses.replace(rank, losses=losses) for rank in result.ranks)) for result in RESULTS]
+    results = [
+        Result(
+            result.composition,
+            tuple(dataclasses.replace(rank, losses=losses) for rank in result.ranks),
+        )
+        for result in RESULTS
+    ]
     assert differences(results) == []
 
 
@@ -103,10 +140,15 @@ def quick_start(monkeypatch) -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_the_demo_runs_on_processes_and_all_compositions_agree(tmp_path, capfd, monkeypatch) -> None:
-    with Workers(2, timeout_s=100.0) as workers:  # fresh processes for each composition would import torch again
+def test_the_demo_runs_on_processes_and_all_compositions_agree(
+    tmp_path, capfd, monkeypatch
+) -> None:
+    # fresh processes for each composition would import torch again
+    with Workers(2, timeout_s=100.0) as workers:
 
-        def on_held_processes(n: int, fn: Callable[..., RankReport], *args: Any, **limits: float) -> list[RankReport]:
+        def on_held_processes(
+            n: int, fn: Callable[..., RankReport], *args: Any, **limits: float
+        ) -> list[RankReport]:
             assert n == 2
             assert limits.keys() == {"timeout_s", "collective_timeout_s"}
             return workers.run(fn, *args)
@@ -116,7 +158,12 @@ def test_the_demo_runs_on_processes_and_all_compositions_agree(tmp_path, capfd, 
 
 
 def run_the_demo(tmp_path, capfd) -> None:
-    assert cli.main(["demo", "--preset", "tiny", "--steps", "3", "--ranks", "2", "--out", str(tmp_path)]) == 0
+    assert (
+        cli.main(
+            ["demo", "--preset", "tiny", "--steps", "3", "--ranks", "2", "--out", str(tmp_path)]
+        )
+        == 0
+    )
     printed = capfd.readouterr()
     assert "Equal to the last bit under all 5 compositions" in printed.out
     assert (tmp_path / "tradeoff.png").read_bytes().startswith(b"\x89PNG")
@@ -126,7 +173,9 @@ def run_the_demo(tmp_path, capfd) -> None:
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.usefixtures("quick_start")
 def test_the_demo_agrees_on_any_number_of_ranks(ranks: int, tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(zf.collectives, "spawn", lambda n, fn, *args, **limits: zf.simulate(n, fn, *args))
+    monkeypatch.setattr(
+        zf.collectives, "spawn", lambda n, fn, *args, **limits: zf.simulate(n, fn, *args)
+    )
     assert demo.run(ranks=ranks, steps=2, preset="tiny", out=tmp_path) == 0
     assert "the loss of each of the 2 steps" in capsys.readouterr().out
 
@@ -136,7 +185,9 @@ def test_recorded_bytes_and_held_bytes_are_those_of_the_formulae() -> None:
     for composition in COMPOSITIONS:
         for measured in zf.simulate(2, train, Job("tiny", 2), composition):
             assert measured.sent_bytes == measured.theory_bytes
-            assert measured.held_bytes["optimizer"] >= 2 * measured.held_bytes["params"] // (1 if composition.stage in (0, 3) else 2)
+            assert measured.held_bytes["optimizer"] >= 2 * measured.held_bytes["params"] // (
+                1 if composition.stage in (0, 3) else 2
+            )
             assert measured.losses[1] != measured.losses[0]
 
 
@@ -156,7 +207,9 @@ def test_an_unknown_preset_is_refused_with_the_presets_there_are(capsys) -> None
 
 def test_a_missing_package_is_named_with_its_remedy(monkeypatch) -> None:
     monkeypatch.setattr("zfun.demo._run.NEEDED", ("matplotlib", "surely_not_installed"))
-    with pytest.raises(OptionError, match=r"surely_not_installed cannot be imported; install zfun\[demo\]"):
+    with pytest.raises(
+        OptionError, match=r"surely_not_installed cannot be imported; install zfun\[demo\]"
+    ):
         demo.run()
 
 

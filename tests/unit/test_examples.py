@@ -107,6 +107,8 @@ def test_a_batch_that_the_ranks_do_not_divide_is_refused() -> None:
 
 
 def test_an_example_that_is_not_there_is_named(monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr("zfun.demo._examples.__file__", str(tmp_path / "zfun" / "demo" / "_examples.py"))
+    monkeypatch.setattr(
+        "zfun.demo._examples.__file__", str(tmp_path / "zfun" / "demo" / "_examples.py")
+    )
     with pytest.raises(OptionError, match="examples/"):
         load_example("other")

@@ -19,7 +19,9 @@ def test_tracing_leaves_nothing_of_its_thread_behind(monkeypatch: pytest.MonkeyP
         loss = lambda p, x: (p["w"] * x).sum()
         assert zf.planner.trace(loss, params, torch.zeros(300), group.size).forward == (0,)
         make = lambda abstract: zf.zero(0, loss, zf.optim.sgd(0.1), abstract)
-        return zf.planner.live_bytes(make, params, torch.zeros(300), size=group.size).kept.device.params
+        return zf.planner.live_bytes(
+            make, params, torch.zeros(300), size=group.size
+        ).kept.device.params
 
     monkeypatch.setattr(torch._C, "_ensureCUDADeviceGuardSet", refuse)
     assert zf.simulate(2, main) == [1280, 1280]

@@ -82,18 +82,37 @@ def not_a_tensor(params: Any) -> Any:
 
 
 DISAGREEMENTS = [
-    (another_shape, r"leaf h\.1\.w is torch.float64 \(5, 5\) on ranks 0, 2 and torch.float64 \(5, 6\) on rank 1"),
-    (another_dtype, r"leaf h\.1\.w is torch.float64 \(5, 5\) on ranks 0, 2 and torch.float32 \(5, 5\) on rank 1"),
+    (
+        another_shape,
+        (
+            r"leaf h\.1\.w is torch.float64 \(5, 5\) on ranks 0, 2 and torch.float64 \(5, 6\) on "
+            r"rank "
+            r"1"
+        ),
+    ),
+    (
+        another_dtype,
+        (
+            r"leaf h\.1\.w is torch.float64 \(5, 5\) on ranks 0, 2 and torch.float32 \(5, 5\) on "
+            r"rank "
+            r"1"
+        ),
+    ),
     (one_more, r"leaf extra is missing on ranks 0, 2 and torch.float32 \(2,\) on rank 1"),
     (one_less, r"leaf out is torch.float64 \(5,\) on ranks 0, 2 and missing on rank 1"),
     (another_order, r"come in another order"),
-    (another_value, r"leaf h\.1\.w has other values: fingerprint \d+ on ranks 0, 2 and \d+ on rank 1"),
+    (
+        another_value,
+        r"leaf h\.1\.w has other values: fingerprint \d+ on ranks 0, 2 and \d+ on rank 1",
+    ),
     (a_tie, r"h\.2\.b|ties"),
     (not_a_tensor, r"leaf h\.1\.w is torch.float64 \(5, 5\) on ranks 0, 2 and float on rank 1"),
 ]
 
 
-@pytest.mark.parametrize(("change", "message"), DISAGREEMENTS, ids=[change.__name__ for change, _ in DISAGREEMENTS])
+@pytest.mark.parametrize(
+    ("change", "message"), DISAGREEMENTS, ids=[change.__name__ for change, _ in DISAGREEMENTS]
+)
 def test_ranks_that_disagree_are_told_before_anything_is_sent(change: Any, message: str) -> None:
     def main(group: zf.Group) -> Any:
         params = change(fresh()) if group.rank == 1 else fresh()
@@ -101,8 +120,15 @@ def test_ranks_that_disagree_are_told_before_anything_is_sent(change: Any, messa
         starts = [
             lambda: zf.shard(params, recorded),
             lambda: zf.replicate(params, recorded),
-            *(lambda stage=stage: zf.zero(stage, models.mlp_loss, optim.adamw(0.1), recorded).init(params) for stage in STAGES),
-            lambda: zf.data_parallel(zf.value_and_grad(models.mlp_loss), recorded)(params, batch_of(group)),
+            *(
+                lambda stage=stage: zf.zero(
+                    stage, models.mlp_loss, optim.adamw(0.1), recorded
+                ).init(params)
+                for stage in STAGES
+            ),
+            lambda: zf.data_parallel(zf.value_and_grad(models.mlp_loss), recorded)(
+                params, batch_of(group)
+            ),
             lambda: zf.shard_optimizer(optim.adamw(0.1), recorded).init(params),
         ]
         texts = []
@@ -111,7 +137,11 @@ def test_ranks_that_disagree_are_told_before_anything_is_sent(change: Any, messa
                 start()
             assert caught.value.rank == group.rank
             texts.append(str(caught.value))
-        assert {entry.name for entry in recorded.log} <= {"digest", "digest lengths", "digest texts"}
+        assert {entry.name for entry in recorded.log} <= {
+            "digest",
+            "digest lengths",
+            "digest texts",
+        }
         return texts
 
     zero, one, two = zf.simulate(3, main)
@@ -132,15 +162,23 @@ def test_broadcast_takes_the_values_of_rank_0(stage: int) -> None:
 
 def test_broadcast_still_compares_shapes() -> None:
     def main(group: zf.Group) -> None:
-        with pytest.raises(SpecMismatch, match=r"leaf h\.1\.w is torch.float64 \(5, 5\) on rank 0 and torch.float64 \(5, 6\) on rank 1"):
-            zf.shard(another_shape(fresh()) if group.rank == 1 else fresh(), group, init="broadcast")
+        with pytest.raises(
+            SpecMismatch,
+            match=r"leaf h\.1\.w is torch.float64 \(5, 5\) on rank 0 and torch.float64 \(5, 6\) "
+            r"on rank 1",
+        ):
+            zf.shard(
+                another_shape(fresh()) if group.rank == 1 else fresh(), group, init="broadcast"
+            )
 
     zf.simulate(2, main)
 
 
 def test_ranks_must_agree_on_bucket_bytes() -> None:
     def main(group: zf.Group) -> None:
-        with pytest.raises(SpecMismatch, match=r"bucket_bytes\) is 100 on rank 0 and 101 on rank 1"):
+        with pytest.raises(
+            SpecMismatch, match=r"bucket_bytes\) is 100 on rank 0 and 101 on rank 1"
+        ):
             zf.shard(fresh(), group, bucket_bytes=100 + group.rank)
 
     zf.simulate(2, main)
@@ -164,21 +202,38 @@ untyped: Any = zf
             lambda g: untyped.zero(1, models.mlp_loss, optim.sgd(0.1), g, bucket_byte=1),
             r"zero\(\) has no option 'bucket_byte'; did you mean 'bucket_bytes'\?",
         ),
-        (lambda g: untyped.zero(1, models.mlp_loss, optim.sgd(0.1), g, compresion=None), r"did you mean 'compression'\?"),
         (
-            lambda g: untyped.zero(1, models.mlp_loss, optim.sgd(0.1), g, offload=zf.stores.host()),
-            r"offload is a zf.Offload or None; got .*; write zf.Offload\(optimizer=zf.stores.host\(\)\)",
+            lambda g: untyped.zero(1, models.mlp_loss, optim.sgd(0.1), g, compresion=None),
+            r"did you mean 'compression'\?",
         ),
         (
-            lambda g: untyped.zero(1, models.mlp_loss, optim.sgd(0.1), g, compression=zf.compression.int8()),
+            lambda g: untyped.zero(1, models.mlp_loss, optim.sgd(0.1), g, offload=zf.stores.host()),
+            (
+                r"offload is a zf.Offload or None; got .*; write "
+                r"zf.Offload\(optimizer=zf.stores.host\(\)\)"
+            ),
+        ),
+        (
+            lambda g: untyped.zero(
+                1, models.mlp_loss, optim.sgd(0.1), g, compression=zf.compression.int8()
+            ),
             r"compression is a zf.Compression or None; got .*; write zf.Compression\(grads=",
         ),
         (
             lambda g: untyped.zero(3, models.mlp_loss, optim.sgd(0.1), g, schedule={"prefetch": 2}),
-            r"schedule is a zf.ScheduleOptions or None; got .*; write zf.ScheduleOptions\(prefetch=2\)",
+            (
+                r"schedule is a zf.ScheduleOptions or None; got .*; write "
+                r"zf.ScheduleOptions\(prefetch=2\)"
+            ),
         ),
-        (lambda g: untyped.shard({}, g, bucketbytes=1), r"shard\(\) has no option 'bucketbytes'; did you mean 'bucket_bytes'\?"),
-        (lambda g: untyped.replicate({}, g, inti="check"), r"replicate\(\) has no option 'inti'; did you mean 'init'\?"),
+        (
+            lambda g: untyped.shard({}, g, bucketbytes=1),
+            r"shard\(\) has no option 'bucketbytes'; did you mean 'bucket_bytes'\?",
+        ),
+        (
+            lambda g: untyped.replicate({}, g, inti="check"),
+            r"replicate\(\) has no option 'inti'; did you mean 'init'\?",
+        ),
         (
             lambda g: untyped.data_parallel(zf.value_and_grad(models.mlp_loss), g, reduction="sum"),
             r"data_parallel\(\) has no option 'reduction'",
@@ -191,30 +246,66 @@ untyped: Any = zf
             lambda g: untyped.shard_params(models.mlp_loss, g, freeze=None),
             r"shard_params\(\) has no option 'freeze'; did you mean 'frozen'\?",
         ),
-        (lambda g: untyped.shard_optimizer(optim.sgd(0.1), g, bucket=1), r"shard_optimizer\(\) has no option 'bucket'"),
-        (lambda g: untyped.accumulate(zf.value_and_grad(models.mlp_loss), num_microbatches=2), r"did you mean 'num_micro_batches'\?"),
-        (lambda g: untyped.zero(4, models.mlp_loss, optim.sgd(0.1), g), "stage must be 0, 1, 2 or 3; got 4"),
-        (lambda g: untyped.zero("3", models.mlp_loss, optim.sgd(0.1), g), "stage must be 0, 1, 2 or 3; got '3'"),
-        (lambda g: untyped.zero(True, models.mlp_loss, optim.sgd(0.1), g), "stage must be 0, 1, 2 or 3; got True"),
         (
-            lambda g: untyped.zero(2, models.mlp_loss, optim.sgd(0.1), g, offload=zf.Offload(params=zf.stores.host())),
+            lambda g: untyped.shard_optimizer(optim.sgd(0.1), g, bucket=1),
+            r"shard_optimizer\(\) has no option 'bucket'",
+        ),
+        (
+            lambda g: untyped.accumulate(zf.value_and_grad(models.mlp_loss), num_microbatches=2),
+            r"did you mean 'num_micro_batches'\?",
+        ),
+        (
+            lambda g: untyped.zero(4, models.mlp_loss, optim.sgd(0.1), g),
+            "stage must be 0, 1, 2 or 3; got 4",
+        ),
+        (
+            lambda g: untyped.zero("3", models.mlp_loss, optim.sgd(0.1), g),
+            "stage must be 0, 1, 2 or 3; got '3'",
+        ),
+        (
+            lambda g: untyped.zero(True, models.mlp_loss, optim.sgd(0.1), g),
+            "stage must be 0, 1, 2 or 3; got True",
+        ),
+        (
+            lambda g: untyped.zero(
+                2, models.mlp_loss, optim.sgd(0.1), g, offload=zf.Offload(params=zf.stores.host())
+            ),
             "Offload.params keeps shards, which only stage 3 has",
         ),
         (
             lambda g: untyped.zero(2, models.mlp_loss, optim.sgd(0.1), g).init({}, init="chek"),
             "init must be 'check' or 'broadcast'; got 'chek'",
         ),
-        (lambda g: untyped.zero(2, models.mlp_loss, optim.sgd(0.1), g, max_skipped=0), "max_skipped must be at least 1; got 0"),
-        (lambda g: untyped.zero(2, models.mlp_loss, optim.sgd(0.1), g, num_micro_batches=0), "num_micro_batches must be at least 1; got 0"),
         (
-            lambda g: untyped.zero(2, models.mlp_loss, optim.sgd(0.1), g, bucket_bytes=0).init({"w": torch.ones(1)}),
+            lambda g: untyped.zero(2, models.mlp_loss, optim.sgd(0.1), g, max_skipped=0),
+            "max_skipped must be at least 1; got 0",
+        ),
+        (
+            lambda g: untyped.zero(2, models.mlp_loss, optim.sgd(0.1), g, num_micro_batches=0),
+            "num_micro_batches must be at least 1; got 0",
+        ),
+        (
+            lambda g: untyped.zero(2, models.mlp_loss, optim.sgd(0.1), g, bucket_bytes=0).init(
+                {"w": torch.ones(1)}
+            ),
             "bucket_bytes must be at least 1; got 0",
         ),
-        (lambda g: untyped.data_parallel(zf.value_and_grad(models.mlp_loss), g, reduce="avg"), "reduce must be 'mean' or 'sum'; got 'avg'"),
-        (lambda g: untyped.shard({}, g, init="yes"), "init must be 'check' or 'broadcast'; got 'yes'"),
-        (lambda g: untyped.accumulate(zf.value_and_grad(models.mlp_loss), 0), "num_micro_batches must be at least 1; got 0"),
         (
-            lambda g: untyped.zero(1, models.mlp_loss, torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1), g),
+            lambda g: untyped.data_parallel(zf.value_and_grad(models.mlp_loss), g, reduce="avg"),
+            "reduce must be 'mean' or 'sum'; got 'avg'",
+        ),
+        (
+            lambda g: untyped.shard({}, g, init="yes"),
+            "init must be 'check' or 'broadcast'; got 'yes'",
+        ),
+        (
+            lambda g: untyped.accumulate(zf.value_and_grad(models.mlp_loss), 0),
+            "num_micro_batches must be at least 1; got 0",
+        ),
+        (
+            lambda g: untyped.zero(
+                1, models.mlp_loss, torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1), g
+            ),
             "an optimizer is an Optimizer or a pair",
         ),
     ],
@@ -238,7 +329,10 @@ def test_a_state_that_was_given_away_says_who_has_it(stage: int, offload: bool) 
         z = zf.zero(stage, models.mlp_loss, optim.adamw(0.1), group, offload=stores)
         old = z.init(fresh())
         new, _ = z.step(old, batch_of(group))
-        rule = r"a donated value must not be used again; its buffers were taken over by step 0 at .*test_faults\.py:\d+; use the value"
+        rule = (
+            r"a donated value must not be used again; its buffers were taken over by step 0 "
+            r"at .*test_faults\.py:\d+; use the value"
+        )
         uses = [
             lambda: z.step(old, batch_of(group)),
             lambda: z.params(old),
@@ -283,8 +377,15 @@ def test_apply_with_donation() -> None:
         vg = zf.data_parallel(zf.value_and_grad(models.mlp_loss), group)
         _, grads = vg(params, batch_of(group))
         new, new_state = zf.apply(optimizer, grads, state, params, donate=True)
-        for use in (lambda: params.buffers, lambda: state.mu.buffers, lambda: vg(params, batch_of(group))):
-            with pytest.raises(DonatedStateError, match=r"taken over by zf.apply\(..., donate=True\) at .*test_faults\.py"):
+        for use in (
+            lambda: params.buffers,
+            lambda: state.mu.buffers,
+            lambda: vg(params, batch_of(group)),
+        ):
+            with pytest.raises(
+                DonatedStateError,
+                match=r"taken over by zf.apply\(..., donate=True\) at .*test_faults\.py",
+            ):
                 use()
         # The same state twice, by way of an old name.
         with pytest.raises(DonatedStateError):
@@ -296,12 +397,19 @@ def test_apply_with_donation() -> None:
 
 def test_only_flat_values_can_be_donated() -> None:
     params = {"w": torch.ones(2)}
-    with pytest.raises(OptionError, match="donate=True takes over flat buffers; got trees of tensors"):
+    with pytest.raises(
+        OptionError, match="donate=True takes over flat buffers; got trees of tensors"
+    ):
         zf.apply(optim.sgd(0.1), params, optim.sgd(0.1).init(params), params, donate=True)
 
     def main(group: zf.Group) -> None:
-        _, grads = zf.data_parallel(zf.value_and_grad(models.mlp_loss), group)(fresh(), batch_of(group))
-        with pytest.raises(OptionError, match="donate=True takes over flat buffers; got parameters as a tree of tensors"):
+        _, grads = zf.data_parallel(zf.value_and_grad(models.mlp_loss), group)(
+            fresh(), batch_of(group)
+        )
+        with pytest.raises(
+            OptionError,
+            match="donate=True takes over flat buffers; got parameters as a tree of tensors",
+        ):
             zf.apply(optim.sgd(0.1), grads, (), fresh(), donate=True)
 
     zf.simulate(1, main)
@@ -395,7 +503,9 @@ def branching(rank: int, kind: str) -> Any:
             }[kind]
         for layer in layers:
             x = torch.tanh(x @ layer["w"] + layer["b"])
-        return (x.sum(1) if kind == "uses nothing" and rank == 1 else x @ params["out"]).pow(2).mean()
+        return (
+            (x.sum(1) if kind == "uses nothing" and rank == 1 else x @ params["out"]).pow(2).mean()
+        )
 
     return loss_fn
 
@@ -407,16 +517,26 @@ def averaged_training(kind: str, size: int, num_steps: int) -> Any:
         total = [torch.zeros_like(leaf) for leaf in leaves]
         for rank in range(size):
             mine = [leaf.clone().requires_grad_() for leaf in leaves]
-            loss = branching(rank, kind)(tree.unflatten(spec, mine), models.mlp_batches(step + 1, size)[step][rank])
+            loss = branching(rank, kind)(
+                tree.unflatten(spec, mine), models.mlp_batches(step + 1, size)[step][rank]
+            )
             for slot, leaf in zip(total, mine, strict=True):
-                grad = torch.autograd.grad(loss, leaf, retain_graph=True, allow_unused=True)[0] if loss.requires_grad else None
+                grad = (
+                    torch.autograd.grad(loss, leaf, retain_graph=True, allow_unused=True)[0]
+                    if loss.requires_grad
+                    else None
+                )
                 if grad is not None:
                     slot += grad / size
-        params = tree.unflatten(spec, [leaf - lr * grad for leaf, grad in zip(leaves, total, strict=True)])
+        params = tree.unflatten(
+            spec, [leaf - lr * grad for leaf, grad in zip(leaves, total, strict=True)]
+        )
     return params
 
 
-@pytest.mark.parametrize("kind", ["skips one", "skips the last", "other order", "uses one twice", "uses nothing"])
+@pytest.mark.parametrize(
+    "kind", ["skips one", "skips the last", "other order", "uses one twice", "uses nothing"]
+)
 @EACH_STAGE
 def test_a_rank_may_take_another_branch(stage: int, kind: str) -> None:
     size, num_steps = 3, 3
@@ -424,7 +544,9 @@ def test_a_rank_may_take_another_branch(stage: int, kind: str) -> None:
     def main(group: zf.Group, switches: bool) -> Any:
         def loss_fn(params: Any, x: Tensor) -> Tensor:
             # In the second form the plan is learnt on the common path, and left in the second step.
-            return branching(group.rank, kind if step or not switches else "as the others")(params, x)
+            return branching(group.rank, kind if step or not switches else "as the others")(
+                params, x
+            )
 
         z = zf.zero(stage, loss_fn, optim.sgd(0.1), group, bucket_bytes=300)
         state = z.init(fresh())
@@ -434,8 +556,12 @@ def test_a_rank_may_take_another_branch(stage: int, kind: str) -> None:
 
     expected = averaged_training(kind, size, num_steps)
     for found in zf.simulate(size, main, False):
-        for path, x, y in zip(tree.paths(expected), tree.leaves(found), tree.leaves(expected), strict=True):
-            torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12, msg=lambda text, path=path: f"{path}: {text}")
+        for path, x, y in zip(
+            tree.paths(expected), tree.leaves(found), tree.leaves(expected), strict=True
+        ):
+            torch.testing.assert_close(
+                x, y, rtol=1e-12, atol=1e-12, msg=lambda text, path=path: f"{path}: {text}"
+            )
     runs = zf.simulate(size, main, True)
     assert all(same_bits(run, runs[0]) for run in runs)
 
@@ -478,8 +604,14 @@ def test_branches_are_equal_to_the_last_bit_across_stages() -> None:
 @EACH_STAGE
 def test_a_leaf_that_nobody_uses_has_gradient_zero(stage: int) -> None:
     def main(group: zf.Group) -> Any:
-        params = {**fresh(), "unused": torch.ones(7, dtype=torch.float64), "other": {"b": torch.ones((), dtype=torch.float64)}}
-        z = zf.zero(stage, models.mlp_loss, optim.adamw(0.1, weight_decay=0.0), group, bucket_bytes=300)
+        params = {
+            **fresh(),
+            "unused": torch.ones(7, dtype=torch.float64),
+            "other": {"b": torch.ones((), dtype=torch.float64)},
+        }
+        z = zf.zero(
+            stage, models.mlp_loss, optim.adamw(0.1, weight_decay=0.0), group, bucket_bytes=300
+        )
         state = z.init(params)
         for step in range(2):
             state, info = z.step(state, batch_of(group, step))
@@ -502,7 +634,15 @@ def is_trainable(path: str, leaf: Any) -> bool:
 def test_frozen_leaves_are_equal_across_stages_and_do_not_move(size: int) -> None:
     def main(group: zf.Group, stage: int) -> Any:
         offload = zf.Offload(params=zf.stores.host()) if stage == 3 and group.size == 3 else None
-        z = zf.zero(stage, models.mlp_loss, optim.adamw(0.1), group, bucket_bytes=300, trainable=is_trainable, offload=offload)
+        z = zf.zero(
+            stage,
+            models.mlp_loss,
+            optim.adamw(0.1),
+            group,
+            bucket_bytes=300,
+            trainable=is_trainable,
+            offload=offload,
+        )
         state, losses = z.init(fresh()), []
         for step in range(3):
             state, info = z.step(state, batch_of(group, step))
@@ -546,20 +686,35 @@ def test_another_trainable_set_needs_another_state() -> None:
         state = optimizer.init(trained)
         vg = zf.data_parallel(zf.value_and_grad(models.mlp_loss), group)
         _, grads = vg(fresh(), batch_of(group))
-        with pytest.raises(SpecMismatch, match=r"parameters and gradients must have one layout|must have the tree|must keep the structure"):
+        with pytest.raises(
+            SpecMismatch,
+            match=r"parameters and gradients must have one layout|must have the tree|must keep "
+            r"the structure",
+        ):
             zf.apply(optimizer, grads, state, trained)
 
     zf.simulate(2, main)
 
 
 def test_integer_leaves_may_be_frozen() -> None:
-    params = {**fresh(), "steps": torch.arange(3), "mask": torch.tensor([True, False, True, True, True])}
+    params = {
+        **fresh(),
+        "steps": torch.arange(3),
+        "mask": torch.tensor([True, False, True, True, True]),
+    }
 
     def loss_fn(p: Any, x: Tensor) -> Tensor:
         return models.mlp_loss(p, x * p["mask"]) + p["steps"].sum() * p["out"].sum() * 0.01
 
     def main(group: zf.Group, stage: int) -> Any:
-        z = zf.zero(stage, loss_fn, optim.adamw(0.1), group, bucket_bytes=300, trainable=lambda path, leaf: leaf.is_floating_point())
+        z = zf.zero(
+            stage,
+            loss_fn,
+            optim.adamw(0.1),
+            group,
+            bucket_bytes=300,
+            trainable=lambda path, leaf: leaf.is_floating_point(),
+        )
         state = z.init(params)
         for step in range(2):
             state, _ = z.step(state, batch_of(group, step))
@@ -604,13 +759,19 @@ def test_a_tie_that_is_broken_or_made_later_is_refused() -> None:
 
     def main(group: zf.Group) -> None:
         layout = zf.shard(tied(), group).layout
-        with pytest.raises(AliasChanged, match=r"'h\.0\.w' and 'h\.2\.w' shared one tensor and are now two") as caught:
+        with pytest.raises(
+            AliasChanged, match=r"'h\.0\.w' and 'h\.2\.w' shared one tensor and are now two"
+        ) as caught:
             zf.flat.ravel(broken, layout, group)
         assert caught.value.leaf == "h.2.w"
         # Gradients from tied parameters do not fit parameters that are not.
-        _, grads = zf.data_parallel(zf.value_and_grad(models.mlp_loss), group)(tied(), batch_of(group))
+        _, grads = zf.data_parallel(zf.value_and_grad(models.mlp_loss), group)(
+            tied(), batch_of(group)
+        )
         for params in (broken, zf.replicate(broken, group)):
-            with pytest.raises(SpecMismatch, match=r"shared one tensor and are now two|must have one layout"):
+            with pytest.raises(
+                SpecMismatch, match=r"shared one tensor and are now two|must have one layout"
+            ):
                 zf.apply(optim.sgd(0.1), grads, optim.sgd(0.1).init(params), params)
 
     zf.simulate(2, main)
@@ -621,9 +782,14 @@ def test_a_tie_that_is_made_later_is_refused() -> None:
         vg = zf.data_parallel(zf.value_and_grad(models.mlp_loss), group)
         optimizer = optim.adamw(0.1)
         params = fresh()
-        params, state = zf.apply(optimizer, vg(params, batch_of(group))[1], optimizer.init(params), params)
+        params, state = zf.apply(
+            optimizer, vg(params, batch_of(group))[1], optimizer.init(params), params
+        )
         params["h"][2]["w"] = params["h"][0]["w"]
-        with pytest.raises(AliasChanged, match=r"'h\.0\.w' and 'h\.2\.w' are one tensor now and have two optimizer states") as caught:
+        with pytest.raises(
+            AliasChanged,
+            match=r"'h\.0\.w' and 'h\.2\.w' are one tensor now and have two optimizer states",
+        ) as caught:
             zf.apply(optimizer, vg(params, batch_of(group))[1], state, params)
         assert caught.value.leaf == "h.2.w"
         flat = zf.shard(fresh(), group)
@@ -649,7 +815,9 @@ def test_a_tie_that_is_made_later_is_refused() -> None:
     ],
     ids=["int", "bool", "expanded", "float", "sparse"],
 )
-def test_leaves_that_cannot_be_trained_are_refused_by_name(stage: int, leaf: Any, message: str) -> None:
+def test_leaves_that_cannot_be_trained_are_refused_by_name(
+    stage: int, leaf: Any, message: str
+) -> None:
     params = fresh()
     params["h"][1]["b"] = leaf
 
@@ -683,14 +851,26 @@ def test_impossible_compositions() -> None:
 
         terms = parallel(params, x)[1]
         refused: list[tuple[Any, str]] = [
-            (lambda: zf.shard_params(models.mlp_loss, group)(params, x), r"got dict of whole leaves; call zf.shard\(params, group\) first"),
+            (
+                lambda: zf.shard_params(models.mlp_loss, group)(params, x),
+                r"got dict of whole leaves; call zf.shard\(params, group\) first",
+            ),
             (
                 lambda: zf.shard_params(models.mlp_loss, group)(whole, x),
                 r"got a Flat with placement R; call zf.redistribute\(params, zf.S, group\) first",
             ),
-            (lambda: zf.shard_params(models.mlp_loss, other)(shards, x), "must be given the group over which its parameters are sharded"),
-            (lambda: models.mlp_loss(shards, x), r"\['h'\] on a Flat with placement S; unshard\(\) it .*shard_params\(\)"),
-            (lambda: zf.value_and_grad(models.mlp_loss)(shards, x), r"on a Flat with placement S.*shard_params\(\)"),
+            (
+                lambda: zf.shard_params(models.mlp_loss, other)(shards, x),
+                "must be given the group over which its parameters are sharded",
+            ),
+            (
+                lambda: models.mlp_loss(shards, x),
+                r"\['h'\] on a Flat with placement S; unshard\(\) it .*shard_params\(\)",
+            ),
+            (
+                lambda: zf.value_and_grad(models.mlp_loss)(shards, x),
+                r"on a Flat with placement S.*shard_params\(\)",
+            ),
             (lambda: models.mlp_loss(whole, x), r"\['h'\] on a Flat with placement R"),
             (lambda: shards.h, r"\.h on a Flat with placement S"),
             (lambda: list(shards), "iteration on a Flat"),
@@ -699,37 +879,80 @@ def test_impossible_compositions() -> None:
                 lambda: zf.shard_grads(opaque, group)(params, x),
                 r"got dict of whole leaves; wrap them in data_parallel\(\) first",
             ),
-            (lambda: zf.shard_grads(parallel, other), r"shard_grads\(\) must be given the group of its gradients; got another one"),
+            (
+                lambda: zf.shard_grads(parallel, other),
+                r"shard_grads\(\) must be given the group of its gradients; got another one",
+            ),
             (
                 lambda: zf.transforms.replicate_grads(vg, group),
                 r"replicate_grads\(\) takes gradients with placement P.*wrap them in data_parallel",
             ),
-            (lambda: zf.transforms.replicate_grads(opaque, group)(params, x), "got dict of whole leaves; wrap them in data_parallel"),
-            (lambda: zf.transforms.replicate_grads(parallel, other), r"the same group to data_parallel\(\) and replicate_grads\(\)$"),
-            (lambda: zf.data_parallel(parallel, group), r"got ones with placement P; apply it once, and before shard_grads"),
-            (lambda: zf.data_parallel(zf.shard_grads(parallel, group), group), "got ones with placement S; apply it once"),
-            (lambda: zf.data_parallel(opaque_parallel, group)(params, x), "put it directly around value_and_grad"),
-            (lambda: parallel({"net": whole}, x), "got a Flat inside a tree; shard the whole tree at once"),
+            (
+                lambda: zf.transforms.replicate_grads(opaque, group)(params, x),
+                "got dict of whole leaves; wrap them in data_parallel",
+            ),
+            (
+                lambda: zf.transforms.replicate_grads(parallel, other),
+                r"the same group to data_parallel\(\) and replicate_grads\(\)$",
+            ),
+            (
+                lambda: zf.data_parallel(parallel, group),
+                r"got ones with placement P; apply it once, and before shard_grads",
+            ),
+            (
+                lambda: zf.data_parallel(zf.shard_grads(parallel, group), group),
+                "got ones with placement S; apply it once",
+            ),
+            (
+                lambda: zf.data_parallel(opaque_parallel, group)(params, x),
+                "put it directly around value_and_grad",
+            ),
+            (
+                lambda: parallel({"net": whole}, x),
+                "got a Flat inside a tree; shard the whole tree at once",
+            ),
             (lambda: parallel(terms, x), "got a Flat with placement P; redistribute"),
             (lambda: zf.data_parallel(vg, other)(whole, x), "must be of one group; got two"),
             (lambda: zf.gather(terms), "got a Flat with placement P"),
             (lambda: zf.flat.unravel(shards), r"got a Flat with placement S; unshard\(\) it"),
             (lambda: zf.flat.global_norm(terms), "got a Flat with placement P; redistribute"),
-            (lambda: zf.apply(optim.sgd(0.1), terms, (), terms), "parameters are whole or sharded; got a Flat with placement P"),
-            (lambda: zf.apply(optim.sgd(0.1), params, (), whole), "flat parameters need flat gradients; got a tree of tensors"),
-            (lambda: zf.offload(3, zf.stores.host()), "takes an optimizer, a gradient function, a loss or a Flat; got int"),
-            (lambda: untyped.transforms.offload_params(params, zf.stores.host()), r"offload_params\(\) takes a Flat; got dict"),
             (
-                lambda: zf.offload(zf.shard_params(models.mlp_loss, group), zf.stores.host())(shards, x),
+                lambda: zf.apply(optim.sgd(0.1), terms, (), terms),
+                "parameters are whole or sharded; got a Flat with placement P",
+            ),
+            (
+                lambda: zf.apply(optim.sgd(0.1), params, (), whole),
+                "flat parameters need flat gradients; got a tree of tensors",
+            ),
+            (
+                lambda: zf.offload(3, zf.stores.host()),
+                "takes an optimizer, a gradient function, a loss or a Flat; got int",
+            ),
+            (
+                lambda: untyped.transforms.offload_params(params, zf.stores.host()),
+                r"offload_params\(\) takes a Flat; got dict",
+            ),
+            (
+                lambda: zf.offload(zf.shard_params(models.mlp_loss, group), zf.stores.host())(
+                    shards, x
+                ),
                 "got some that are not; move them with params = zf.offload",
             ),
-            (lambda: zf.transforms.offload_grads(opaque, zf.stores.host())(params, x), "wrap them in data_parallel"),
+            (
+                lambda: zf.transforms.offload_grads(opaque, zf.stores.host())(params, x),
+                "wrap them in data_parallel",
+            ),
         ]
         for call, message in refused:
             with pytest.raises(PlacementError, match=message):
                 call()
         with pytest.raises(SpecMismatch, match="must have one layout"):
-            zf.apply(optim.sgd(0.1), zf.replicate(params, group, bucket_bytes=64), optim.sgd(0.1).init(whole), whole)
+            zf.apply(
+                optim.sgd(0.1),
+                zf.replicate(params, group, bucket_bytes=64),
+                optim.sgd(0.1).init(whole),
+                whole,
+            )
 
     zf.simulate(2, main)
 
@@ -741,7 +964,9 @@ def per_leaf_norm(grads: Any, state: Any, params: Any) -> Any:
 @EACH_STAGE
 def test_an_optimizer_that_mixes_elements_is_caught_at_construction(stage: int) -> None:
     recorded = zf.record(group_of_one())
-    with pytest.raises(NotElementwiseError, match="an optimizer that runs on shards works element by element"):
+    with pytest.raises(
+        NotElementwiseError, match="an optimizer that runs on shards works element by element"
+    ):
         zf.zero(stage, models.mlp_loss, (lambda params: (), per_leaf_norm), recorded)
     with pytest.raises(NotElementwiseError, match="works element by element"):
         zf.shard_optimizer((lambda params: (), per_leaf_norm), recorded)
@@ -760,7 +985,10 @@ def test_an_optimizer_that_mixes_elements_runs_on_whole_leaves() -> None:
 @pytest.mark.parametrize(
     ("out", "message"),
     [
-        (lambda p, x: p["out"], r"must return a scalar tensor, .* got a tensor of shape \(5,\); reduce it with mean"),
+        (
+            lambda p, x: p["out"],
+            r"must return a scalar tensor, .* got a tensor of shape \(5,\); reduce it with mean",
+        ),
         (lambda p, x: 3.0, "got float"),
         (lambda p, x: None, "got NoneType"),
         (lambda p, x: (p["out"].sum(), 1, 2), "got tuple"),
@@ -777,10 +1005,14 @@ def test_a_lazy_leaf_does_not_outlive_its_loss() -> None:
         def loss_fn(params: Any, x: Tensor) -> Any:
             return models.mlp_loss(params, x), params["out"]
 
-        (_, leaked), _ = zf.value_and_grad(zf.shard_params(loss_fn, group))(zf.shard(fresh(), group), batch_of(group))
+        (_, leaked), _ = zf.value_and_grad(zf.shard_params(loss_fn, group))(
+            zf.shard(fresh(), group), batch_of(group)
+        )
         assert leaked.shape == (5,)
         with pytest.raises(
-            ZfunError, match=r"only while its loss and the gradient of it run; leaf 'out' was used later; return a clone"
+            ZfunError,
+            match=r"only while its loss and the gradient of it run; leaf 'out' was used later; "
+            r"return a clone",
         ) as caught:
             leaked + 1
         assert caught.value.leaf == "out"
@@ -796,7 +1028,11 @@ def test_a_lazy_leaf_of_one_call_is_never_that_of_the_next() -> None:
 
         def loss_fn(params: Any, x: Tensor) -> Tensor:
             seen.append(params["out"])
-            with pytest.raises(ZfunError, match="leaf 'out' was used later") if len(seen) > 1 else contextlib.nullcontext():
+            with (
+                pytest.raises(ZfunError, match="leaf 'out' was used later")
+                if len(seen) > 1
+                else contextlib.nullcontext()
+            ):
                 seen[0].sum()
             return models.mlp_loss(params, x)
 

@@ -36,7 +36,11 @@ LLAMA_LIKE: dict[str, Any] = {
 
 def gpt2(dropout: float = 0.0) -> Any:
     drop = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=3, n_head=2, n_positions=32, **drop))
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=VOCAB, n_embd=32, n_layer=3, n_head=2, n_positions=32, **drop
+        )
+    )
 
 
 MAKERS: dict[str, Callable[[], Any]] = {
@@ -55,7 +59,9 @@ def model(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 
 def tokens(step: int, rank: int) -> Tensor:
-    return torch.randint(0, VOCAB, (2, 16), generator=torch.Generator().manual_seed(step * 10 + rank))
+    return torch.randint(
+        0, VOCAB, (2, 16), generator=torch.Generator().manual_seed(step * 10 + rank)
+    )
 
 
 def loss_of(model: nn.Module) -> Callable[[Any, Tensor], Tensor]:
@@ -113,8 +119,16 @@ def test_tied_embeddings_are_one_leaf(model: Any) -> None:
     zf.simulate(1, main)
 
 
-def train(group: Group, model: Any, stage: int, num_steps: int) -> tuple[list[float], dict[str, Tensor]]:
-    z = zf.zero(stage, loss_of(copy.deepcopy(model)), zf.optim.adamw(1e-3, weight_decay=0.01), group, bucket_bytes=BUCKET_BYTES)
+def train(
+    group: Group, model: Any, stage: int, num_steps: int
+) -> tuple[list[float], dict[str, Tensor]]:
+    z = zf.zero(
+        stage,
+        loss_of(copy.deepcopy(model)),
+        zf.optim.adamw(1e-3, weight_decay=0.01),
+        group,
+        bucket_bytes=BUCKET_BYTES,
+    )
     state, losses = z.init(dict(model.named_parameters())), []
     for _ in range(num_steps):
         state, info = z.step(state, tokens(0, group.rank))
@@ -247,7 +261,9 @@ def test_the_spy_sees_a_bucket_that_is_kept() -> None:
 def test_a_whole_step_keeps_nothing_gathered(model: Any) -> None:
     def main(group: Group) -> None:
         spy = GatherSpy(group)
-        z = zf.zero(3, loss_of(copy.deepcopy(model)), zf.optim.adamw(1e-3), spy, bucket_bytes=BUCKET_BYTES)
+        z = zf.zero(
+            3, loss_of(copy.deepcopy(model)), zf.optim.adamw(1e-3), spy, bucket_bytes=BUCKET_BYTES
+        )
         state = z.init(dict(model.named_parameters()))
         for step in range(2):
             state, _ = z.step(state, tokens(step, group.rank))
@@ -274,11 +290,17 @@ def test_checkpointing_of_whole_blocks_gives_the_same_bits() -> None:
         x = params["transformer.wte.weight"][ids] + params["transformer.wpe.weight"][: ids.shape[1]]
         for i, block in enumerate(blocks):
             prefix = f"transformer.h.{i}."
-            own = {name.removeprefix(prefix): p for name, p in params.items() if name.startswith(prefix)}
+            own = {
+                name.removeprefix(prefix): p
+                for name, p in params.items()
+                if name.startswith(prefix)
+            }
             run = lambda x, block=block, own=own: functional_call(block, own, (x,))
             x = checkpoint(run, x, use_reentrant=False) if checkpointed else run(x)
         logits = (
-            nn.functional.layer_norm(x, (32,), params["transformer.ln_f.weight"], params["transformer.ln_f.bias"])
+            nn.functional.layer_norm(
+                x, (32,), params["transformer.ln_f.weight"], params["transformer.ln_f.bias"]
+            )
             @ params["transformer.wte.weight"].t()
         )
         return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
@@ -297,7 +319,13 @@ def test_checkpointing_of_whole_blocks_gives_the_same_bits() -> None:
     assert_same_bits(remat, plain)
     leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
     loss = loss_fn(leaves, (ids, False))
-    assert_same_bits((loss.detach(), dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))), plain[0])
+    assert_same_bits(
+        (
+            loss.detach(),
+            dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True)),
+        ),
+        plain[0],
+    )
 
 
 def test_the_switch_of_a_model_with_remat_behind_it(model: Any) -> None:
@@ -307,11 +335,17 @@ def test_the_switch_of_a_model_with_remat_behind_it(model: Any) -> None:
     mine = copy.deepcopy(model)
     params = dict(model.named_parameters())
     runs: list[int] = []
-    first = next(module for module in mine.modules() if type(module).__name__.endswith(("Block", "DecoderLayer")))
+    first = next(
+        module
+        for module in mine.modules()
+        if type(module).__name__.endswith(("Block", "DecoderLayer"))
+    )
     first.mlp.register_forward_pre_hook(lambda *_: runs.append(1))
     for parameter in mine.parameters():
         parameter.data.fill_(float("nan"))
-    mine._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=lambda fn, *args: zf.remat(fn)(*args))
+    mine._set_gradient_checkpointing(
+        enable=True, gradient_checkpointing_func=lambda fn, *args: zf.remat(fn)(*args)
+    )
 
     def main(group: Group, sharded: bool) -> None:
         loss_fn = loss_of(mine)

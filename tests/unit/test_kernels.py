@@ -1,4 +1,6 @@
-"""Compiled kernels: they are vector code, they are kept where that is possible, and they say so when compiling takes long."""
+"""Compiled kernels: they are vector code, they are kept where that is possible, and they say so
+when compiling takes long.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def has_vectors() -> bool:
 
 
 def instructions(kernel: Any, *arguments: Any) -> str:
-    """The machine code of a kernel for arguments of such types, compiled anew: what comes from a cache cannot be looked into."""
+    """The machine code of a kernel for arguments of such types, compiled anew: what comes from a
+    cache cannot be looked into.
+    """
     import numba
 
     fresh = numba.njit(nogil=True, error_model="numpy")(kernel.py_func)
@@ -49,14 +53,23 @@ def instructions(kernel: Any, *arguments: Any) -> str:
     ],
 )
 @pytest.mark.parametrize("grads", [np.float32, np.uint16])
-def test_steps_are_vector_code(rule: str, num_moments: int, num_constants: int, wanted: str, grads: Any) -> None:
+def test_steps_are_vector_code(
+    rule: str, num_moments: int, num_constants: int, wanted: str, grads: Any
+) -> None:
     from zfun.ops import _steps_cpu
 
-    x, g, nothing, one = np.zeros(1, np.float32), np.zeros(1, grads), np.zeros(0, np.uint16), np.float32(1)
+    x, g, nothing, one = (
+        np.zeros(1, np.float32),
+        np.zeros(1, grads),
+        np.zeros(0, np.uint16),
+        np.float32(1),
+    )
     arguments = [x, g, *[x] * num_moments, x, nothing, 0, 1, one, (one,) * num_constants]
     code = instructions(getattr(_steps_cpu, rule), *arguments)
     for instruction in wanted.split():
-        assert re.search(rf"\b{instruction}\b.*%[yz]mm", code), f"{rule} has no packed {instruction}"
+        assert re.search(rf"\b{instruction}\b.*%[yz]mm", code), (
+            f"{rule} has no packed {instruction}"
+        )
 
 
 @pytest.mark.skipif(not has_vectors(), reason="the processor has no AVX2")
@@ -69,9 +82,13 @@ def test_casts_and_norms_are_vector_code() -> None:
         assert re.search(r"\bvmulps\b.*%[yz]mm", code)
         assert re.search(r"\bvpsrld\b.*%[yz]mm", code)
         assert re.search(r"\bvmovntdq\b.*%[yz]mm", code) or packing is _ravel_cpu.convert
-    assert re.search(r"\bvpslld\b.*%[yz]mm", instructions(_ravel_cpu.convert, narrow, wide, np.float32(1)))
+    assert re.search(
+        r"\bvpslld\b.*%[yz]mm", instructions(_ravel_cpu.convert, narrow, wide, np.float32(1))
+    )
     for numbers in (wide, narrow):
-        code = instructions(_sums_cpu.add_up, np.zeros(2, np.int64), numbers, 0, 1, np.float32(1), True)
+        code = instructions(
+            _sums_cpu.add_up, np.zeros(2, np.int64), numbers, 0, 1, np.float32(1), True
+        )
         assert re.search(r"\bvaddps\b.*%[yz]mm", code)
         code = instructions(_squares_cpu.add_squares, numbers, 0, 1, np.zeros(71, np.int64))
         for instruction in ("vmulpd", "vaddpd", "vpaddq", "vpor"):
@@ -83,10 +100,13 @@ def test_half_numbers_convert_as_torch_s_do() -> None:
     for half in (BF16, torch.float16):
         wide = torch.empty(2**16)
         ops.ravel_into(wide, [every.view(half)], [0])
-        assert torch.equal(torch.nan_to_num(wide, 7.0), torch.nan_to_num(every.view(half).float(), 7.0))
+        assert torch.equal(
+            torch.nan_to_num(wide, 7.0), torch.nan_to_num(every.view(half).float(), 7.0)
+        )
         # Every number between two neighbours that a tie, or one place beside it, could be.
         bits = (
-            wide.view(torch.int32)[:, None] + torch.tensor([0, 1, 2**11, 2**12 - 1, 2**12, 2**12 + 1, 2**15 - 1, 2**15, 2**15 + 1])
+            wide.view(torch.int32)[:, None]
+            + torch.tensor([0, 1, 2**11, 2**12 - 1, 2**12, 2**12 + 1, 2**15 - 1, 2**15, 2**15 + 1])
         ).view(-1)
         values = bits.view(FP32)
         out = torch.empty(values.numel(), dtype=half)
@@ -121,7 +141,9 @@ class Watching(TorchDispatchMode):
 
 
 def test_who_watches_torch_sees_what_a_kernel_would_do() -> None:
-    """A class of tensors, or a mode: compiled code would pass both by, and a tensor's memory may not be what its class says it is."""
+    """A class of tensors, or a mode: compiled code would pass both by, and a tensor's memory may
+    not be what its class says it is.
+    """
     x = torch.arange(4.0)
     out, step = torch.empty(4), {"learning_rate": 0.5}
     Watched.seen.clear()
@@ -149,9 +171,12 @@ def test_a_kernel_gives_way_under_torch_func() -> None:
 
 
 def test_kernels_run_where_nothing_can_be_written(tmp_path: Path) -> None:
-    # A folder in the place of a cache cannot be made under a file, whoever one is: root may write to what is read-only.
+    # A folder in the place of a cache cannot be made under a file, whoever one is: root may write
+    # to what is read-only.
     package = tmp_path / "site" / "zfun"
-    shutil.copytree(Path(zfun.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        Path(zfun.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__")
+    )
     for folder in (package / "ops", package):
         (folder / "__pycache__").write_text("in the way")
     home = tmp_path / "home"
@@ -164,7 +189,11 @@ def test_kernels_run_where_nothing_can_be_written(tmp_path: Path) -> None:
     )
     names = ("HOME", "XDG_CACHE_HOME", "NUMBA_CACHE_DIR", "PYTHONPATH")
     environment = {name: value for name, value in os.environ.items() if name not in names}
-    environment |= {"HOME": str(home), "PYTHONPATH": str(package.parent), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment |= {
+        "HOME": str(home),
+        "PYTHONPATH": str(package.parent),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", program],
         capture_output=True,
@@ -197,7 +226,9 @@ def test_a_long_compilation_is_told(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_machine_code_is_kept_until_a_helper_changes(tmp_path: Path) -> None:
-    """Numba by itself looks at the file of a kernel alone, so that it would go on with a helper of before."""
+    """Numba by itself looks at the file of a kernel alone, so that it would go on with a helper of
+    before.
+    """
     from zfun.ops import _jit
 
     source = "def twice(x):\n    for i in range(x.size):\n        x[i] = 2 * x[i]\n"

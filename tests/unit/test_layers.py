@@ -38,7 +38,10 @@ ORDER = [
     "__main__",
 ]
 MODULES = sorted(ROOT.rglob("*.py"))
-NAMES = {".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__"): path for path in MODULES}
+NAMES = {
+    ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in MODULES
+}
 
 
 def layer(path: Path) -> str:
@@ -74,9 +77,13 @@ def test_a_module_imports_only_what_stands_above_it(path: Path) -> None:
         if there not in ORDER:  # the package itself: what users import
             assert here in ("demo", "cli", "__main__"), f"{path} imports the package"
             continue
-        assert ORDER.index(there) <= ORDER.index(here), f"{here} imports {there}, which stands below it"
+        assert ORDER.index(there) <= ORDER.index(here), (
+            f"{here} imports {there}, which stands below it"
+        )
         if here != there and len(parts) > 2 and there != "ops":
-            assert not parts[2].startswith("_"), f"{path} reaches into {name}; import it from zfun.{there}"
+            assert not parts[2].startswith("_"), (
+                f"{path} reaches into {name}; import it from zfun.{there}"
+            )
 
 
 # Folders whose modules still import each other: to be emptied.
@@ -85,7 +92,9 @@ CIRCULAR = {"ops"}
 
 def test_modules_import_each_other_in_no_circle() -> None:
     """Also inside of a folder, and also where a function imports only when it is called."""
-    graph = {name: {found for found in imports(path) if found in NAMES} for name, path in NAMES.items()}
+    graph = {
+        name: {found for found in imports(path) if found in NAMES} for name, path in NAMES.items()
+    }
     circles = set()
     while True:
         try:
@@ -97,7 +106,11 @@ def test_modules_import_each_other_in_no_circle() -> None:
             graph[importer].discard(imported)
         else:
             break
-    outside = {circle for circle in circles if not all(name.split(".")[1] in CIRCULAR for name in circle.split(" <- "))}
+    outside = {
+        circle
+        for circle in circles
+        if not all(name.split(".")[1] in CIRCULAR for name in circle.split(" <- "))
+    }
     assert not outside, f"modules import each other: {sorted(outside)}"
 
 
@@ -113,16 +126,25 @@ def test_folders_are_small() -> None:
         for folder in {path.parent for path in MODULES}
         if folder != ROOT and len(list(folder.glob("*.py"))) > MAX_FILES
     }
-    assert large <= TOO_LARGE, f"split folders of more than {MAX_FILES} files: {sorted(large - TOO_LARGE)}"
+    assert large <= TOO_LARGE, (
+        f"split folders of more than {MAX_FILES} files: {sorted(large - TOO_LARGE)}"
+    )
 
 
 def test_one_module_imports_optree() -> None:
-    found = {layer(path) for path in MODULES for name in imports(path) if name.split(".")[0] == "optree"}
+    found = {
+        layer(path) for path in MODULES for name in imports(path) if name.split(".")[0] == "optree"
+    }
     assert found == {"tree"}
 
 
 def test_only_testing_imports_hypothesis() -> None:
-    found = {layer(path) for path in MODULES for name in imports(path) if name.split(".")[0] == "hypothesis"}
+    found = {
+        layer(path)
+        for path in MODULES
+        for name in imports(path)
+        if name.split(".")[0] == "hypothesis"
+    }
     assert found == {"testing"}
 
 
@@ -135,7 +157,9 @@ def test_optimizers_know_nothing_of_ranks() -> None:
 def test_kernels_know_tensors_and_integers_only() -> None:
     for path in (ROOT / "ops").rglob("*.py"):
         for name in imports(path):
-            assert not name.startswith("zfun") or name.startswith("zfun.ops"), f"{path} imports {name}"
+            assert not name.startswith("zfun") or name.startswith("zfun.ops"), (
+                f"{path} imports {name}"
+            )
 
 
 def test_no_globals_and_no_prints() -> None:
@@ -143,20 +167,26 @@ def test_no_globals_and_no_prints() -> None:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for node in ast.walk(tree):
             assert not isinstance(node, ast.Global), f"{path}:{node.lineno} has a global"
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and layer(path) not in ("demo", "cli"):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and layer(path) not in ("demo", "cli")
+            ):
                 assert node.func.id != "print", f"{path}:{node.lineno} prints"
 
 
 def test_the_import_is_quiet_and_leaves_torch_as_it_was() -> None:
     program = (
-        "import torch, warnings; warnings.simplefilter('error');"
-        "before = (torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled(), torch.initial_seed());"
-        "import zfun, sys;"
-        "assert before == (torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled(), torch.initial_seed());"
-        "assert not torch.distributed.is_initialized();"
-        "assert 'hypothesis' not in sys.modules and 'transformers' not in sys.modules and 'matplotlib' not in sys.modules"
+        "import torch, warnings; warnings.simplefilter('error');before = "
+        "(torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled(), "
+        "torch.initial_seed());import zfun, sys;assert before == (torch.get_num_threads(), "
+        "torch.get_default_dtype(), torch.is_grad_enabled(), torch.initial_seed());assert not "
+        "torch.distributed.is_initialized();assert 'hypothesis' not in sys.modules and "
+        "'transformers' not in sys.modules and 'matplotlib' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
@@ -179,7 +209,11 @@ PUBLIC = [
 
 def public_values(name: str) -> dict[str, object]:
     module = importlib.import_module(name)
-    own = [key for key, value in vars(module).items() if not key.startswith("_") and getattr(value, "__module__", None) == name]
+    own = [
+        key
+        for key, value in vars(module).items()
+        if not key.startswith("_") and getattr(value, "__module__", None) == name
+    ]
     return {key: getattr(module, key) for key in getattr(module, "__all__", own)}
 
 
@@ -199,7 +233,9 @@ WITHOUT_EXAMPLE = {"check_agreement", "offload_grads", "offload_loss", "offload_
 def test_every_transform_has_an_example() -> None:
     for key, value in public_values("zfun.transforms").items():
         if inspect.isfunction(value) and key not in WITHOUT_EXAMPLE:
-            assert "Example:" in (inspect.getdoc(value) or ""), f"zfun.transforms.{key} has no example"
+            assert "Example:" in (inspect.getdoc(value) or ""), (
+                f"zfun.transforms.{key} has no example"
+            )
 
 
 # Names of the planner that stand on top until it has a module.
@@ -218,4 +254,6 @@ def test_signatures_are_annotated() -> None:
                 signature = inspect.signature(value)
                 missing = [p.name for p in signature.parameters.values() if p.annotation is p.empty]
                 assert not missing, f"{name}.{key}: {missing} have no type"
-                assert signature.return_annotation is not signature.empty, f"{name}.{key} has no type of result"
+                assert signature.return_annotation is not signature.empty, (
+                    f"{name}.{key} has no type of result"
+                )

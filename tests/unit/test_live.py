@@ -31,7 +31,17 @@ WIDTHS = (21, 70, 33, 100, 17, 21)
 KERNELS = [
     name
     for name in ops.__all__
-    if name not in ("AddressTable", "Measures", "fake_mode", "is_abstract", "message_bytes", "unravel", "use", "wide")
+    if name
+    not in (
+        "AddressTable",
+        "Measures",
+        "fake_mode",
+        "is_abstract",
+        "message_bytes",
+        "unravel",
+        "use",
+        "wide",
+    )
 ]
 
 
@@ -61,7 +71,9 @@ def compiled_kernels(meter: Meter) -> Iterator[None]:
 def params(dtype: torch.dtype = torch.float32, *, tied: bool = False) -> dict[str, Any]:
     made = torch.Generator().manual_seed(0)
     draw = lambda *shape: (torch.randn(*shape, generator=made) * 0.2).to(dtype)
-    value: dict[str, Any] = {"h": [{"w": draw(a, b), "b": draw(b)} for a, b in itertools.pairwise(WIDTHS)]}
+    value: dict[str, Any] = {
+        "h": [{"w": draw(a, b), "b": draw(b)} for a, b in itertools.pairwise(WIDTHS)]
+    }
     value["head"] = value["h"][0]["w"] if tied else draw(WIDTHS[-1], 33)
     return value
 
@@ -80,7 +92,9 @@ def recomputed(params: Any, x: Tensor) -> Tensor:
 
 
 def attend(layer: Any, x: Tensor) -> Tensor:
-    """A block that keeps more for backward than its matrices: a mask, weights of attention, a norm, random bits."""
+    """A block that keeps more for backward than its matrices: a mask, weights of attention, a norm,
+    random bits.
+    """
     q = torch.nn.functional.layer_norm(x @ layer["w"] + layer["b"], layer["b"].shape)
     mask = torch.arange(len(q))[:, None] >= torch.arange(len(q))
     weights = (q @ q.T).masked_fill(~mask, -torch.inf).softmax(-1)
@@ -105,12 +119,16 @@ def not_third(path: str, leaf: Any) -> bool:
 
 ADAMW = zf.optim.adamw(0.1)
 CLIPPED = zf.optim.chain(zf.optim.clip_by_global_norm(1e-3), zf.optim.sgd(0.1, momentum=0.9))
-BY_LABEL = zf.optim.by_label({"w": zf.optim.lamb(0.1), "b": CLIPPED}, lambda path, leaf: "b" if path.endswith("b") else "w")
+BY_LABEL = zf.optim.by_label(
+    {"w": zf.optim.lamb(0.1), "b": CLIPPED}, lambda path, leaf: "b" if path.endswith("b") else "w"
+)
 
 
 def stepped_by_hand(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
     """An update with room for two buffers more than it returns."""
-    return tree.map(lambda g, m, p: (m * 0.9 + g) * -0.1 + p.sign() * 0.01, grads, state, params), tree.map(torch.neg, grads)
+    return tree.map(
+        lambda g, m, p: (m * 0.9 + g) * -0.1 + p.sign() * 0.01, grads, state, params
+    ), tree.map(torch.neg, grads)
 
 
 MUON = zf.optim.muon(0.1, ADAMW)
@@ -144,7 +162,8 @@ class Case:
     donate: bool = True
     tied: bool = False
     trainable: Callable[[str, Any], bool] | None = None
-    # Over what: a group, a mesh or its inner axis, and how many ranks are in a row; and over what backward gathers.
+    # Over what: a group, a mesh or its inner axis, and how many ranks are in a row; and over what
+    # backward gathers.
     over: str = "group"
     size: int = SIZE
     inner: int = 2
@@ -152,7 +171,9 @@ class Case:
     secondary: bool = False
     steps: int = 2
     # The formats in which parameters and gradients are sent; each run has a feedback of its own.
-    codecs: tuple[Callable[[], zf.compression.Codec] | None, Callable[[], zf.compression.Codec] | None] = (None, None)
+    codecs: tuple[
+        Callable[[], zf.compression.Codec] | None, Callable[[], zf.compression.Codec] | None
+    ] = (None, None)
 
 
 def run_of(case: Case, group: zf.Group) -> zf.recipes.Zero:
@@ -160,7 +181,11 @@ def run_of(case: Case, group: zf.Group) -> zf.recipes.Zero:
         mesh = zf.split(group, case.inner)
         group = mesh if case.over == "mesh" else mesh.inner
     host = zf.stores.host(pin=False)
-    codecs = {name: make() for name, make in zip(("params", "grads"), case.codecs, strict=True) if make is not None}
+    codecs = {
+        name: make()
+        for name, make in zip(("params", "grads"), case.codecs, strict=True)
+        if make is not None
+    }
     return zf.zero(
         case.stage,
         case.loss,
@@ -180,7 +205,12 @@ def run_of(case: Case, group: zf.Group) -> zf.recipes.Zero:
 def planned(case: Case) -> Live:
     batch = torch.ones(ROWS * case.num_micro_batches, WIDTHS[0])
     return zf.planner.live_bytes(
-        functools.partial(run_of, case), params(tied=case.tied), batch, size=case.size, rank=case.rank, steps=case.steps
+        functools.partial(run_of, case),
+        params(tied=case.tied),
+        batch,
+        size=case.size,
+        rank=case.rank,
+        steps=case.steps,
     )
 
 
@@ -236,12 +266,18 @@ def test_live_bytes_are_what_is_held(stage: int, precision: Any, donate: bool) -
 
 CASES = {
     "one micro-batch after the other": [Case(stage, num_micro_batches=3) for stage in (0, 1, 2, 3)],
-    "gradients in a store": [Case(stage, offload=("grads",), num_micro_batches=2) for stage in (0, 1, 2, 3)],
+    "gradients in a store": [
+        Case(stage, offload=("grads",), num_micro_batches=2) for stage in (0, 1, 2, 3)
+    ],
     "everything in a store": [
         Case(3, offload=("params", "grads", "optimizer"), precision=precision, donate=donate)
         for precision, donate in ((None, True), (torch.bfloat16, False))
     ],
-    "blocks computed again": [Case(3, loss=recomputed), Case(3, loss=recomputed, precision=torch.bfloat16), Case(2, loss=recomputed)],
+    "blocks computed again": [
+        Case(3, loss=recomputed),
+        Case(3, loss=recomputed, precision=torch.bfloat16),
+        Case(2, loss=recomputed),
+    ],
     "tied and frozen": [Case(stage, tied=True, trainable=not_third) for stage in (0, 1, 2, 3)],
     "a bucket for each leaf": [Case(2, bucket_bytes=1), Case(3, bucket_bytes=1)],
     "other schedules": [
@@ -253,25 +289,60 @@ CASES = {
     ],
     "wide parameters, computed with in few bits": [
         Case(3, precision=zf.Precision(compute=torch.bfloat16)),
-        Case(3, precision=zf.Precision(param=torch.bfloat16, compute=torch.float32, master=torch.float32), donate=False),
+        Case(
+            3,
+            precision=zf.Precision(
+                param=torch.bfloat16, compute=torch.float32, master=torch.float32
+            ),
+            donate=False,
+        ),
     ],
-    "over a mesh": [Case(stage, over="mesh", offload=("optimizer",) if stage else ()) for stage in (0, 1, 2, 3)],
-    "over its inner axis": [Case(stage, over="inner", num_micro_batches=stage % 2 + 1) for stage in (0, 1, 2, 3)],
+    "over a mesh": [
+        Case(stage, over="mesh", offload=("optimizer",) if stage else ()) for stage in (0, 1, 2, 3)
+    ],
+    "over its inner axis": [
+        Case(stage, over="inner", num_micro_batches=stage % 2 + 1) for stage in (0, 1, 2, 3)
+    ],
     "long sums over a mesh": [Case(stage, over="mesh", bucket_bytes=2**20) for stage in (0, 1)],
     "secondary shards": [
         Case(3, over="mesh", secondary=True),
-        Case(3, over="mesh", secondary=True, precision=torch.bfloat16, donate=False, knobs=(("persistence", 100),)),
         Case(
-            3, over="mesh", secondary=True, loss=recomputed, num_micro_batches=2, trainable=not_third, knobs=(("reuse_distance", 10_000),)
+            3,
+            over="mesh",
+            secondary=True,
+            precision=torch.bfloat16,
+            donate=False,
+            knobs=(("persistence", 100),),
         ),
-        Case(3, over="mesh", secondary=True, precision=zf.Precision(param=torch.bfloat16, compute=torch.float32), steps=1),
+        Case(
+            3,
+            over="mesh",
+            secondary=True,
+            loss=recomputed,
+            num_micro_batches=2,
+            trainable=not_third,
+            knobs=(("reuse_distance", 10_000),),
+        ),
+        Case(
+            3,
+            over="mesh",
+            secondary=True,
+            precision=zf.Precision(param=torch.bfloat16, compute=torch.float32),
+            steps=1,
+        ),
     ],
     "the first step": [
         *(Case(stage, steps=1) for stage in (0, 2, 3)),
         Case(3, steps=1, bucket_bytes=1, knobs=(("prefetch", 3),)),
         Case(3, steps=1, bucket_bytes=1, knobs=(("max_live", 9000),)),
         Case(3, steps=1, loss=recomputed, num_micro_batches=2, precision=torch.bfloat16),
-        Case(3, steps=1, knobs=(("persistence", 100), ("prefetch", 0)), tied=True, trainable=not_third),
+        Case(
+            3,
+            steps=1,
+            knobs=(("persistence", 100), ("prefetch", 0)),
+            tied=True,
+            trainable=not_third,
+        ),
     ],
     "other optimizers": [
         Case(1, optimizer=zf.optim.sgd(0.1, momentum=0.9), donate=False),
@@ -290,12 +361,24 @@ CASES = {
         *(Case(stage, precision=SCALED, donate=stage % 2 == 0) for stage in (0, 1, 2, 3)),
         Case(3, precision=SCALED, offload=("grads",), num_micro_batches=2, optimizer=CLIPPED),
         Case(3, precision=dataclasses.replace(SCALED, loss_scale=1.0)),
-        Case(2, precision=zf.Precision(torch.float16, torch.float16, torch.float32, torch.float32, 8.0)),
+        Case(
+            2,
+            precision=zf.Precision(torch.float16, torch.float16, torch.float32, torch.float32, 8.0),
+        ),
     ],
     "in few bits": [
-        *(Case(stage, codecs=(None, zf.compression.int4), offload=("grads",), num_micro_batches=2) for stage in (0, 1, 2)),
+        *(
+            Case(stage, codecs=(None, zf.compression.int4), offload=("grads",), num_micro_batches=2)
+            for stage in (0, 1, 2)
+        ),
         Case(3, codecs=(zf.compression.int8, None), trainable=not_third, knobs=(("prefetch", 3),)),
-        Case(3, codecs=(zf.compression.int8, zf.compression.int4), precision=torch.bfloat16, loss=recomputed, donate=False),
+        Case(
+            3,
+            codecs=(zf.compression.int8, zf.compression.int4),
+            precision=torch.bfloat16,
+            loss=recomputed,
+            donate=False,
+        ),
         Case(
             3,
             codecs=(zf.compression.int8, zf.compression.int4),
@@ -307,25 +390,50 @@ CASES = {
     ],
     "with what messages lost": [
         *(Case(stage, codecs=(None, slowly if stage % 2 else at_once)) for stage in (0, 1, 2)),
-        Case(3, codecs=(None, slowly), precision=zf.Precision(reduce=torch.bfloat16), num_micro_batches=2),
+        Case(
+            3,
+            codecs=(None, slowly),
+            precision=zf.Precision(reduce=torch.bfloat16),
+            num_micro_batches=2,
+        ),
         Case(2, codecs=(None, slowly), steps=1, num_micro_batches=2),
     ],
     "in few bits over a mesh": [
         *(Case(stage, over="mesh", codecs=(None, slowly)) for stage in (0, 1, 2)),
         *(Case(stage, over="inner", codecs=(None, at_once)) for stage in (0, 1, 2)),
-        Case(3, over="mesh", secondary=True, codecs=(zf.compression.int8, slowly), precision=torch.bfloat16),
+        Case(
+            3,
+            over="mesh",
+            secondary=True,
+            codecs=(zf.compression.int8, slowly),
+            precision=torch.bfloat16,
+        ),
         Case(3, over="inner", codecs=(zf.compression.int8, zf.compression.int4)),
-        *(Case(stage, over="inner", inner=inner, codecs=(None, slowly)) for stage, inner in ((1, 1), (2, 4))),
+        *(
+            Case(stage, over="inner", inner=inner, codecs=(None, slowly))
+            for stage, inner in ((1, 1), (2, 4))
+        ),
     ],
     "axes of one rank": [
         *(Case(stage, over="mesh", inner=inner) for stage in (0, 1, 2, 3) for inner in (1, SIZE)),
         *(Case(stage, over="inner", inner=1, donate=False) for stage in (0, 1, 2, 3)),
-        Case(3, over="mesh", inner=1, secondary=True, precision=zf.Precision(param=torch.bfloat16, compute=torch.float32)),
+        Case(
+            3,
+            over="mesh",
+            inner=1,
+            secondary=True,
+            precision=zf.Precision(param=torch.bfloat16, compute=torch.float32),
+        ),
         Case(3, over="inner", inner=1, knobs=(("persistence", 100),), trainable=not_third),
     ],
     "one rank": [
         *(Case(stage, size=1, offload=("grads",)) for stage in (0, 1, 2, 3)),
-        Case(3, size=1, precision=zf.Precision(compute=torch.bfloat16), codecs=(zf.compression.int8, slowly)),
+        Case(
+            3,
+            size=1,
+            precision=zf.Precision(compute=torch.bfloat16),
+            codecs=(zf.compression.int8, slowly),
+        ),
     ],
     "whole leaves": [
         *(Case(stage, optimizer=MUON, num_micro_batches=stage % 2 + 1) for stage in (0, 1, 2, 3)),
@@ -339,14 +447,22 @@ CASES = {
         Case(3, optimizer=ADAM_OF_TORCH, precision=torch.bfloat16, donate=False),
     ],
     "one bit": [
-        *(Case(stage, optimizer=ONE_BIT, steps=steps) for stage in (0, 1, 2) for steps in (1, 2, 3)),
+        *(
+            Case(stage, optimizer=ONE_BIT, steps=steps)
+            for stage in (0, 1, 2)
+            for steps in (1, 2, 3)
+        ),
         Case(1, optimizer=ONE_BIT, over="mesh", steps=3, donate=False),
     ],
     "activations": [
         *(Case(stage, loss=attentive, trainable=not_third, tied=True) for stage in (0, 1, 2, 3)),
         Case(3, loss=attentive, precision=torch.bfloat16, num_micro_batches=2),
         Case(3, loss=attentive_recomputed),
-        Case(2, loss=attentive_recomputed, precision=zf.Precision(torch.float16, torch.float16, torch.float32, torch.float32, 8.0)),
+        Case(
+            2,
+            loss=attentive_recomputed,
+            precision=zf.Precision(torch.float16, torch.float16, torch.float32, torch.float32, 8.0),
+        ),
     ],
     "by label": [
         Case(0, optimizer=BY_LABEL),
@@ -364,9 +480,17 @@ def test_live_bytes_of_other_compositions(name: str) -> None:
 
 
 PRECISIONS = [
-    *(None, torch.bfloat16, SCALED, zf.Precision(compute=torch.bfloat16), zf.Precision(reduce=torch.bfloat16)),
+    *(
+        None,
+        torch.bfloat16,
+        SCALED,
+        zf.Precision(compute=torch.bfloat16),
+        zf.Precision(reduce=torch.bfloat16),
+    ),
     zf.Precision(param=torch.bfloat16, compute=torch.float32, master=torch.float32),
-    zf.Precision(param=torch.bfloat16, compute=torch.bfloat16, reduce=torch.bfloat16, loss_scale=4.0),
+    zf.Precision(
+        param=torch.bfloat16, compute=torch.bfloat16, reduce=torch.bfloat16, loss_scale=4.0
+    ),
     zf.Precision(torch.float16, torch.float16, torch.float32, torch.float32, 8.0),
 ]
 OPTIMIZERS = [
@@ -390,8 +514,15 @@ def cases(draw: st.DrawFn) -> Case:
     stores = ("optimizer", "grads", *(("params",) if stage == 3 else ()))
     knobs: dict[str, Any] = {}
     if stage == 3:
-        knobs = {"prefetch": one_of(0, 1, 2, 3), "persistence": one_of(0, 30, 100, 2000), "max_persistent": one_of(None, 200, 3000)}
-        knobs |= {"reuse_distance": one_of(None, 0, 500, 3000, 100_000), "max_live": one_of(None, None, 20_000, 40_000)}
+        knobs = {
+            "prefetch": one_of(0, 1, 2, 3),
+            "persistence": one_of(0, 30, 100, 2000),
+            "max_persistent": one_of(None, 200, 3000),
+        }
+        knobs |= {
+            "reuse_distance": one_of(None, 0, 500, 3000, 100_000),
+            "max_live": one_of(None, None, 20_000, 40_000),
+        }
     return Case(
         stage,
         loss=one_of(loss_fn, recomputed, attentive, attentive_recomputed),
@@ -410,7 +541,10 @@ def cases(draw: st.DrawFn) -> Case:
         rank=draw(st.integers(0, size - 1)),
         secondary=stage == 3 and over == "mesh" and one_of(False, True),
         steps=one_of(1, 2, 2, 3),
-        codecs=(one_of(None, zf.compression.int8) if stage == 3 else None, one_of(None, zf.compression.int4, slowly, at_once)),
+        codecs=(
+            one_of(None, zf.compression.int8) if stage == 3 else None,
+            one_of(None, zf.compression.int4, slowly, at_once),
+        ),
     )
 
 
@@ -437,15 +571,21 @@ def test_between_steps_there_is_the_state_and_nothing_else(stage: int) -> None:
     kept = check(Case(stage, bucket_bytes=16_000)).kept.device
     padded = sum(slot.padded_numel for slot in zf.layout.layout_of(params(), SIZE, 16_000).buckets)
     whole = 4 * padded
-    assert kept == zf.planner.Held(params=whole // SIZE if stage == 3 else whole, optimizer=2 * whole // (SIZE if stage else 1))
+    assert kept == zf.planner.Held(
+        params=whole // SIZE if stage == 3 else whole, optimizer=2 * whole // (SIZE if stage else 1)
+    )
 
 
 def test_stores_are_counted_apart_from_an_accelerator() -> None:
-    """On ``meta``, which stands for a device, the state of an offloaded optimizer is in host memory and goes there again."""
+    """On ``meta``, which stands for a device, the state of an offloaded optimizer is in host memory
+    and goes there again.
+    """
     case = Case(2, offload=("optimizer",))
     batch = torch.ones(ROWS, WIDTHS[0])
     found = {
-        device: zf.planner.live_bytes(functools.partial(run_of, case), params(), batch, size=SIZE, device=device)
+        device: zf.planner.live_bytes(
+            functools.partial(run_of, case), params(), batch, size=SIZE, device=device
+        )
         for device in ("cpu", "meta")
     }
     assert found["cpu"].kept.host.total == found["meta"].kept.device.optimizer == 0
@@ -462,7 +602,9 @@ def test_a_loop_of_ones_own_is_measured() -> None:
         opt_state: Any
 
     def by_hand(group: zf.Group) -> Any:
-        vg = zf.shard_grads(zf.data_parallel(zf.value_and_grad(zf.shard_params(loss_fn, group)), group), group)
+        vg = zf.shard_grads(
+            zf.data_parallel(zf.value_and_grad(zf.shard_params(loss_fn, group)), group), group
+        )
         optimizer = zf.shard_optimizer(ADAMW, group)
 
         def init(value: Any) -> State:
@@ -472,13 +614,17 @@ def test_a_loop_of_ones_own_is_measured() -> None:
         def step(state: State, batch: Any) -> tuple[State, Any]:
             loss, grads = vg(state.params, batch)
             zf.flat.global_norm(grads)
-            return State(*zf.apply(optimizer, grads, state.opt_state, state.params, donate=True)), loss
+            return State(
+                *zf.apply(optimizer, grads, state.opt_state, state.params, donate=True)
+            ), loss
 
         return types.SimpleNamespace(init=init, step=step)
 
     batch = torch.ones(ROWS, WIDTHS[0])
     found = zf.planner.live_bytes(by_hand, params(), batch, size=SIZE)
-    assert [moment.device for moment in found.moments[:-1]] == [moment.device for moment in planned(Case(3)).moments[:-1]]
+    assert [moment.device for moment in found.moments[:-1]] == [
+        moment.device for moment in planned(Case(3)).moments[:-1]
+    ]
 
 
 def test_a_plan_needs_neither_data_nor_memory() -> None:
@@ -487,7 +633,9 @@ def test_a_plan_needs_neither_data_nor_memory() -> None:
     loss = lambda p, x: sum(torch.tanh(x @ layer["w"]).sum() for layer in p["h"])
     make = lambda group: zf.zero(3, loss, ADAMW, group, bucket_bytes=1)
     found = zf.planner.live_bytes(make, huge, torch.empty(1, width, device="meta"), size=size)
-    assert found.kept.device == zf.planner.Held(params=4 * 4 * width**2 // size, optimizer=2 * 4 * 4 * width**2 // size)
+    assert found.kept.device == zf.planner.Held(
+        params=4 * 4 * width**2 // size, optimizer=2 * 4 * 4 * width**2 // size
+    )
     assert found.largest.gathered == 2 * 4 * width**2
 
 
@@ -497,7 +645,12 @@ def test_a_loss_may_ask_for_numbers() -> None:
         return out if torch.isfinite(out) and out.item() > 0 else out * float("nan")
 
     make = lambda group: zf.zero(2, asking, ADAMW, group)
-    assert zf.planner.live_bytes(make, {"w": torch.ones(64, 64)}, torch.ones(2, 64), size=2).peak.device.total > 0
+    assert (
+        zf.planner.live_bytes(
+            make, {"w": torch.ones(64, 64)}, torch.ones(2, 64), size=2
+        ).peak.device.total
+        > 0
+    )
 
 
 def test_numbers_of_steps_and_names_of_buffers_are_checked() -> None:
@@ -506,5 +659,7 @@ def test_numbers_of_steps_and_names_of_buffers_are_checked() -> None:
         zf.planner.live_bytes(make, params(), torch.ones(ROWS, WIDTHS[0]), size=2, steps=0)
     with pytest.raises(zf.errors.OptionError, match="0 <= rank < size; got rank 2, size 2"):
         zf.planner.live_bytes(make, params(), torch.ones(ROWS, WIDTHS[0]), size=2, rank=2)
-    with pytest.raises(zf.errors.OptionError, match=r"a buffer is one of params, gathered, .*; got 'weights'"):
+    with pytest.raises(
+        zf.errors.OptionError, match=r"a buffer is one of params, gathered, .*; got 'weights'"
+    ):
         Meter().name("weights", torch.ones(1000))

@@ -20,13 +20,15 @@ from zfun.collectives import Collective, Group, Work
 SIZE, WIDTH, LAYERS = 4, 64, 16
 BUCKET = (WIDTH * WIDTH + WIDTH) * 8
 PSI = BUCKET * LAYERS
-# Buckets of parameters: the one in use, the one before, and one that is on its way; of gradients: one being filled (leaf by leaf, and then
-# in one piece), and two on their way.
+# Buckets of parameters: the one in use, the one before, and one that is on its way; of gradients:
+# one being filled (leaf by leaf, and then in one piece), and two on their way.
 PARAMS, GRADS = 3, 5
 
 
 class Live(TorchDispatchMode):
-    """Follows the storages that operations of this thread make, and remembers the largest sum of their bytes."""
+    """Follows the storages that operations of this thread make, and remembers the largest sum of
+    their bytes.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +37,11 @@ class Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        mine = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        mine = {
+            leaf.untyped_storage()._cdata
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, Tensor)
+        }
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 storage = leaf.untyped_storage()
@@ -50,7 +56,9 @@ class Live(TorchDispatchMode):
 
 
 class Echo(Group):
-    """Rank 0 of several that all do the same: results are made here, by the thread that is measured."""
+    """Rank 0 of several that all do the same: results are made here, by the thread that is
+    measured.
+    """
 
     rank, size = 0, SIZE
 
@@ -83,10 +91,14 @@ def peak_of(call: Callable[[], Any]) -> int:
     return live.peak
 
 
-def gradient(group: zf.Group, *, sharded: bool, shard_grads: bool, loss_fn: Any = loss_fn) -> tuple[Any, Any]:
+def gradient(
+    group: zf.Group, *, sharded: bool, shard_grads: bool, loss_fn: Any = loss_fn
+) -> tuple[Any, Any]:
     value: Any = (zf.shard if sharded else zf.replicate)(params(), group, bucket_bytes=BUCKET)
     assert len(value.buffers) == LAYERS
-    vg = zf.data_parallel(zf.value_and_grad(zf.shard_params(loss_fn, group) if sharded else loss_fn), group)
+    vg = zf.data_parallel(
+        zf.value_and_grad(zf.shard_params(loss_fn, group) if sharded else loss_fn), group
+    )
     return (zf.shard_grads(vg, group) if shard_grads else vg), value
 
 
@@ -106,7 +118,9 @@ def test_whole_gradients_exist_at_once_only_without_shard_grads() -> None:
 
 
 class Late(Echo):
-    """Holds on to what is sent until somebody waits for it, as a collective does that is still under way."""
+    """Holds on to what is sent until somebody waits for it, as a collective does that is still
+    under way.
+    """
 
     def start(self, call: Collective, x: Tensor, out: Tensor | None = None) -> Work:
         return Work(lambda: Echo.start(self, call, x, out).wait())
@@ -124,7 +138,9 @@ def test_leaves_of_gradients_are_gone_when_the_call_returns() -> None:
 
     def noted(params: Any, x: Tensor) -> Tensor:
         for layer in params["h"]:
-            layer["w"].register_hook(lambda grad: seen.append(StorageWeakRef(grad.untyped_storage())))
+            layer["w"].register_hook(
+                lambda grad: seen.append(StorageWeakRef(grad.untyped_storage()))
+            )
         return loss_fn(params, x)
 
     vg, value = gradient(Echo(), sharded=False, shard_grads=True, loss_fn=noted)
@@ -143,7 +159,9 @@ def test_whole_parameters_never_exist_with_shard_params() -> None:
 
 
 def test_backward_off_the_schedule_frees_what_nothing_will_ask_for() -> None:
-    """Where a rank strays from the schedule, a bucket whose gradients are there goes all the same, unless a view of it is kept."""
+    """Where a rank strays from the schedule, a bucket whose gradients are there goes all the same,
+    unless a view of it is kept.
+    """
 
     def swaps(params: Any, x: Tensor) -> Tensor:
         *others, last, end = params["h"]
@@ -166,7 +184,9 @@ def test_forward_alone_holds_a_few_buckets() -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_steps_do_not_add_up(stage: int) -> None:
-    """With the collector of cycles off, what is alive after ten steps is what was alive after three."""
+    """With the collector of cycles off, what is alive after ten steps is what was alive after
+    three.
+    """
 
     def main(group: zf.Group) -> None:
         z = zf.zero(stage, models.mlp_loss, zf.optim.adamw(0.1), group, bucket_bytes=300)

@@ -21,8 +21,12 @@ INNER, OUTER = 3, 2
 SIZE = INNER * OUTER
 
 
-def recorded_step(group: zf.Group, stage: int, axis: str, *, secondary: bool, num_steps: int = 3) -> Any:
-    """Return the bytes of the parameters and what the last step sent, by axis, kind and name: messages and bytes."""
+def recorded_step(
+    group: zf.Group, stage: int, axis: str, *, secondary: bool, num_steps: int = 3
+) -> Any:
+    """Return the bytes of the parameters and what the last step sent, by axis, kind and name:
+    messages and bytes.
+    """
     mesh = zf.record(zf.split(group, inner=INNER))
     z = zf.zero(
         stage,
@@ -69,8 +73,14 @@ def test_a_secondary_shard_keeps_the_gathers_of_backward_inside_a_row() -> None:
 
 def test_without_one_they_cross_twice() -> None:
     for psi, buckets, sent in zf.simulate(SIZE, recorded_step, 3, "all", secondary=False):
-        assert sent["outer", "all_gather", "params"] == (2 * buckets, 2 * (psi // SIZE) * (OUTER - 1))
-        assert sent["inner", "all_gather", "params"] == (2 * buckets, 2 * psi * (INNER - 1) // INNER)
+        assert sent["outer", "all_gather", "params"] == (
+            2 * buckets,
+            2 * (psi // SIZE) * (OUTER - 1),
+        )
+        assert sent["inner", "all_gather", "params"] == (
+            2 * buckets,
+            2 * psi * (INNER - 1) // INNER,
+        )
 
 
 @pytest.mark.parametrize(("stage", "axis"), [(1, "inner"), (2, "inner"), (2, "all")])
@@ -83,7 +93,10 @@ def test_stages_without_sharded_parameters(stage: int, axis: str) -> None:
             assert sent["outer", "all_reduce", "grads"] == (buckets, shard)
             assert ("outer", "all_gather", "params") not in sent
         else:
-            assert sent["outer", "reduce_scatter", "grads"] == (buckets, shard * (OUTER - 1) // OUTER)
+            assert sent["outer", "reduce_scatter", "grads"] == (
+                buckets,
+                shard * (OUTER - 1) // OUTER,
+            )
             assert sent["outer", "all_gather", "params"] == (buckets, shard // OUTER * (OUTER - 1))
 
 
@@ -97,7 +110,11 @@ def test_an_all_reduce_crosses_between_rows_as_shards(numel: int) -> None:
             assert steps == [("inner", "all_reduce", numel), ("outer", "all_reduce", numel)]
         else:
             piece = -(-numel // INNER)
-            assert steps == [("inner", "reduce_scatter", piece * INNER), ("outer", "all_reduce", piece), ("inner", "all_gather", piece)]
+            assert steps == [
+                ("inner", "reduce_scatter", piece * INNER),
+                ("outer", "all_reduce", piece),
+                ("inner", "all_gather", piece),
+            ]
             assert mesh.bytes_sent(axis="outer") == piece * 8
 
     zf.simulate(SIZE, main)
@@ -112,7 +129,12 @@ def test_a_root_sends_once_to_every_row() -> None:
 
     # Rank 3 of the mesh is the second of the second row: rank 4 of the group.
     for rank, kinds in enumerate(zf.simulate(SIZE, main)):
-        across = [("outer", "broadcast"), ("inner", "broadcast"), ("inner", "reduce"), ("outer", "reduce")]
+        across = [
+            ("outer", "broadcast"),
+            ("inner", "broadcast"),
+            ("inner", "reduce"),
+            ("outer", "reduce"),
+        ]
         assert kinds == (across if rank % INNER == 1 else across[1:3])
 
 
@@ -143,10 +165,14 @@ def test_the_secondary_shard_is_kept_for_backward_only() -> None:
         expected = vg(params, batch)
         # Other parameters in a later call: what was kept of the first ones is gone.
         other = zf.shard(models.mlp(seed=2), mesh, bucket_bytes=300)
-        plain = zf.shard_grads(zf.data_parallel(zf.value_and_grad(zf.shard_params(models.mlp_loss, mesh)), mesh), mesh)
+        plain = zf.shard_grads(
+            zf.data_parallel(zf.value_and_grad(zf.shard_params(models.mlp_loss, mesh)), mesh), mesh
+        )
         assert_same_bits(vg(other, batch)[1].buffers, plain(other, batch)[1].buffers)
         assert_same_bits(vg(params, batch)[1].buffers, expected[1].buffers)
-        assert not torch.equal(zf.unshard(vg(other, batch)[1])["out"], zf.unshard(expected[1])["out"])
+        assert not torch.equal(
+            zf.unshard(vg(other, batch)[1])["out"], zf.unshard(expected[1])["out"]
+        )
         mesh.clear()
         with torch.no_grad():
             loss(params, batch)
@@ -155,12 +181,19 @@ def test_the_secondary_shard_is_kept_for_backward_only() -> None:
     zf.simulate(4, main)
 
 
-@pytest.mark.parametrize(("stage", "axis"), [(0, "all"), (1, "inner"), (2, "all"), (3, "inner"), (3, "all")])
+@pytest.mark.parametrize(
+    ("stage", "axis"), [(0, "all"), (1, "inner"), (2, "all"), (3, "inner"), (3, "all")]
+)
 def test_every_rank_skips_and_norms_count_each_gradient_once(stage: int, axis: str) -> None:
     def main(group: zf.Group, on_mesh: bool) -> Any:
         mesh = zf.split(group, inner=2) if on_mesh else group
         over = mesh.inner if isinstance(mesh, zf.collectives.Mesh) and axis == "inner" else mesh
-        z = zf.zero(stage, lambda p, b: models.mlp_loss(p, b[0]) + (p["h"][2]["b"] * b[1]).sum(), optim.adamw(0.05), over)
+        z = zf.zero(
+            stage,
+            lambda p, b: models.mlp_loss(p, b[0]) + (p["h"][2]["b"] * b[1]).sum(),
+            optim.adamw(0.05),
+            over,
+        )
         state = z.init(models.mlp())
         batch = models.mlp_batches(1, 4)[0][group.rank]
         poison = torch.full((5,), float("nan") if group.rank == 3 else 0.0, dtype=torch.float64)
@@ -193,7 +226,9 @@ def test_what_differs_is_found_on_the_whole_mesh() -> None:
         mesh = zf.split(group, inner=2)
         # The two ranks of the second row agree with each other; only the columns see a difference.
         params = {"w": torch.full((3,), float(group.rank >= 2))}
-        with pytest.raises(SpecMismatch, match=r"leaf w has other values: .* on ranks 0, 1 and .* on ranks 2, 3"):
+        with pytest.raises(
+            SpecMismatch, match=r"leaf w has other values: .* on ranks 0, 1 and .* on ranks 2, 3"
+        ):
             make(params, mesh.inner)
         assert zf.unshard(make(params, mesh.inner, init="broadcast"))["w"].tolist() == [0.0] * 3
 
@@ -208,7 +243,10 @@ def test_what_values_say_of_themselves() -> None:
         return repr(params), str(zf.describe(params)), repr(mesh)
 
     text, table, mesh = zf.simulate(4, main)[3]
-    assert text == "Flat(S over the inner axis, rank 1 of 2: 1 leaf, 200 elements in 1 bucket; here 128 of 256 padded elements)"
+    assert (
+        text == "Flat(S over the inner axis, rank 1 of 2: 1 leaf, 200 elements in 1 bucket; here "
+        "128 of 256 padded elements)"
+    )
     assert "w     200    float32  S (inner)  0       128:200  cpu" in table
     assert mesh == "<mesh: rank 3 of 4, 2 inner x 2 outer>"
 
@@ -248,29 +286,63 @@ def on_a_mesh(call: Any) -> Any:
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
-        (lambda mesh: zf.data_parallel(zf.value_and_grad(models.mlp_loss), mesh.inner), PlacementError, "got the inner axis of a mesh"),
         (
-            lambda mesh: zf.transforms.replicate_grads(zf.data_parallel(zf.value_and_grad(models.mlp_loss), mesh), mesh.outer),
+            lambda mesh: zf.data_parallel(zf.value_and_grad(models.mlp_loss), mesh.inner),
             PlacementError,
-            r"replicate_grads\(\) takes the group of its gradients; got the outer axis of a mesh; pass the mesh itself",
+            "got the inner axis of a mesh",
         ),
-        (lambda mesh: zf.shard(models.mlp(), mesh.outer), PlacementError, r"shard\(\) shards over a mesh or its inner axis"),
-        (lambda mesh: zf.shard_optimizer(optim.sgd(0.1), mesh.outer), PlacementError, "got its outer axis, which replicates"),
-        (lambda mesh: zf.shard_params(models.mlp_loss, mesh.outer), PlacementError, "pass mesh.inner"),
         (
-            lambda mesh: zf.shard_params(models.mlp_loss, mesh.inner, schedule=zf.ScheduleOptions(secondary=True)),
+            lambda mesh: zf.transforms.replicate_grads(
+                zf.data_parallel(zf.value_and_grad(models.mlp_loss), mesh), mesh.outer
+            ),
+            PlacementError,
+            (
+                r"replicate_grads\(\) takes the group of its gradients; got the outer axis of a "
+                r"mesh; "
+                r"pass the mesh itself"
+            ),
+        ),
+        (
+            lambda mesh: zf.shard(models.mlp(), mesh.outer),
+            PlacementError,
+            r"shard\(\) shards over a mesh or its inner axis",
+        ),
+        (
+            lambda mesh: zf.shard_optimizer(optim.sgd(0.1), mesh.outer),
+            PlacementError,
+            "got its outer axis, which replicates",
+        ),
+        (
+            lambda mesh: zf.shard_params(models.mlp_loss, mesh.outer),
+            PlacementError,
+            "pass mesh.inner",
+        ),
+        (
+            lambda mesh: zf.shard_params(
+                models.mlp_loss, mesh.inner, schedule=zf.ScheduleOptions(secondary=True)
+            ),
             OptionError,
             "secondary=True gathers over the inner axis of a mesh; got <inner axis",
         ),
         (
-            lambda mesh: zf.zero(2, models.mlp_loss, optim.sgd(0.1), mesh, schedule=zf.ScheduleOptions(secondary=True)),
+            lambda mesh: zf.zero(
+                2,
+                models.mlp_loss,
+                optim.sgd(0.1),
+                mesh,
+                schedule=zf.ScheduleOptions(secondary=True),
+            ),
             OptionError,
             "which only stage 3 has",
         ),
         (lambda mesh: zf.split(mesh, inner=2), OptionError, "takes a group without axes"),
         (lambda mesh: zf.split(mesh.inner, inner=2), OptionError, "takes a group without axes"),
         (lambda mesh: zf.record(mesh.inner), OptionError, r"call zf.record\(mesh\)"),
-        (lambda mesh: zf.collectives.Mesh(mesh.inner, mesh.outer), OptionError, "got an axis of another mesh"),
+        (
+            lambda mesh: zf.collectives.Mesh(mesh.inner, mesh.outer),
+            OptionError,
+            "got an axis of another mesh",
+        ),
         (
             lambda mesh: zf.redistribute(zf.replicate(models.mlp(), mesh), zf.P, mesh.inner),
             PlacementError,
@@ -286,30 +358,45 @@ def test_errors(call: Any, error: type[Exception], text: str) -> None:
 def test_errors_of_groups() -> None:
     with pytest.raises(OptionError, match="got 4 ranks and inner=3; use a divisor"):
         zf.simulate(4, zf.split, 3)
-    with pytest.raises(OptionError, match=r"each of its ranks once, in ascending order; got \[\[0\], \[0, 1\]\] for 2 ranks"):
+    with pytest.raises(
+        OptionError,
+        match=r"each of its ranks once, in ascending order; got \[\[0\], \[0, 1\]\] for 2 ranks",
+    ):
         zf.simulate(2, lambda group: group.subgroup([[0], [0, 1]]))
-    with pytest.raises(PlacementError, match=r"must be of one group; got two; .*, or the inner axis of a mesh and that mesh"):
+    with pytest.raises(
+        PlacementError,
+        match=r"must be of one group; got two; .*, or the inner axis of a mesh and that mesh",
+    ):
         zf.simulate(
             2,
             lambda group: zf.data_parallel(zf.value_and_grad(models.mlp_loss), group)(
-                zf.shard(models.mlp(), zf.split(group, inner=2)), models.mlp_batches(1, 2)[0][group.rank]
+                zf.shard(models.mlp(), zf.split(group, inner=2)),
+                models.mlp_batches(1, 2)[0][group.rank],
             ),
         )
 
     def by_hand(group: zf.Group) -> None:
-        mesh = zf.collectives.Mesh(group.subgroup([[0, 1], [2, 3]]), group.subgroup([[0, 2], [1, 3]]))
+        mesh = zf.collectives.Mesh(
+            group.subgroup([[0, 1], [2, 3]]), group.subgroup([[0, 2], [1, 3]])
+        )
         mesh.start(Collective(Permute((0, 1, 2, 3))), torch.ones(1)).wait()
 
     with pytest.raises(OptionError, match="a permutation goes along no axis"):
         zf.simulate(4, by_hand)
     with pytest.raises(OptionError, match="has the ranks of the mesh, row after row"):
-        zf.simulate(2, lambda group: zf.collectives.Mesh(group, zf.collectives.abstract_group(2), group))
+        zf.simulate(
+            2, lambda group: zf.collectives.Mesh(group, zf.collectives.abstract_group(2), group)
+        )
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 5])
 @pytest.mark.parametrize("is_secondary", [False, True])
-def test_ranks_of_a_mesh_may_stray_where_forward_gathers_ahead_for_backward(prefetch: int, is_secondary: bool) -> None:
-    """A rank that has skipped a bucket keeps its part of it all the same, before backward is gathered from parts."""
+def test_ranks_of_a_mesh_may_stray_where_forward_gathers_ahead_for_backward(
+    prefetch: int, is_secondary: bool
+) -> None:
+    """A rank that has skipped a bucket keeps its part of it all the same, before backward is
+    gathered from parts.
+    """
 
     def main(group: zf.Group, *, sharded: bool) -> list[Any]:
         mesh, params, used = zf.split(group, inner=2), models.mlp(num_layers=5), [5]
@@ -321,7 +408,13 @@ def test_ranks_of_a_mesh_may_stray_where_forward_gathers_ahead_for_backward(pref
 
         value: Any = zf.shard(params, mesh, bucket_bytes=300) if sharded else params
         loss: Any = (
-            zf.shard_params(loss_fn, mesh, schedule=zf.ScheduleOptions(prefetch=prefetch, secondary=is_secondary)) if sharded else loss_fn
+            zf.shard_params(
+                loss_fn,
+                mesh,
+                schedule=zf.ScheduleOptions(prefetch=prefetch, secondary=is_secondary),
+            )
+            if sharded
+            else loss_fn
         )
         vg = zf.data_parallel(zf.value_and_grad(loss), mesh, bucket_bytes=300)
         found = []
@@ -331,4 +424,7 @@ def test_ranks_of_a_mesh_may_stray_where_forward_gathers_ahead_for_backward(pref
             found.append((out, zf.unshard(grads)))
         return found
 
-    assert_same_bits(zf.simulate(4, functools.partial(main, sharded=True)), zf.simulate(4, functools.partial(main, sharded=False)))
+    assert_same_bits(
+        zf.simulate(4, functools.partial(main, sharded=True)),
+        zf.simulate(4, functools.partial(main, sharded=False)),
+    )

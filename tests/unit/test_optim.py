@@ -15,7 +15,10 @@ from zfun.placement import R, S
 
 ORACLES = [
     (lambda: optim.sgd(0.1), lambda p: torch.optim.SGD(p, lr=0.1)),
-    (lambda: optim.sgd(0.1, momentum=0.9, weight_decay=0.1), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1)),
+    (
+        lambda: optim.sgd(0.1, momentum=0.9, weight_decay=0.1),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
+    ),
     (
         lambda: optim.sgd(0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
         lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
@@ -58,14 +61,31 @@ MAKERS = [
     lambda: optim.lion(1e-2, weight_decay=0.1),
     lambda: optim.adagrad(0.1, rate_decay=0.1, weight_decay=0.1),
     clipped_adamw,
-    lambda: optim.chain(optim.adam(1.0), optim.scale_by_schedule(optim.constant(0.1)), optim.scale(0.5)),
-    lambda: optim.optimizer(lambda params: (), lambda grads, state, params: (tree.map(lambda g: -0.1 * g.sign(), grads), state)),
-    lambda: optim.chain(optim.scale_by_adam(), optim.add_decayed_weights(0.1), optim.scale_by_learning_rate(1e-2)),
-    lambda: optim.chain(optim.add_decayed_weights(0.1), optim.trace(0.9, nesterov=True), optim.scale_by_learning_rate(0.1)),
-    lambda: optim.chain(optim.scale_by_lion(), optim.scale_by_learning_rate(optim.linear(0.1, 0.0, 5))),
+    lambda: optim.chain(
+        optim.adam(1.0), optim.scale_by_schedule(optim.constant(0.1)), optim.scale(0.5)
+    ),
+    lambda: optim.optimizer(
+        lambda params: (),
+        lambda grads, state, params: (tree.map(lambda g: -0.1 * g.sign(), grads), state),
+    ),
+    lambda: optim.chain(
+        optim.scale_by_adam(), optim.add_decayed_weights(0.1), optim.scale_by_learning_rate(1e-2)
+    ),
+    lambda: optim.chain(
+        optim.add_decayed_weights(0.1),
+        optim.trace(0.9, nesterov=True),
+        optim.scale_by_learning_rate(0.1),
+    ),
+    lambda: optim.chain(
+        optim.scale_by_lion(), optim.scale_by_learning_rate(optim.linear(0.1, 0.0, 5))
+    ),
     lambda: optim.chain(optim.scale_by_adagrad(), optim.scale(-0.1)),
-    lambda: optim.chain(optim.masked(optim.trace(0.9), is_matrix), optim.scale_by_learning_rate(0.1)),
-    lambda: optim.chain(optim.add_decayed_weights(0.1, mask=is_matrix), optim.scale_by_learning_rate(0.1)),
+    lambda: optim.chain(
+        optim.masked(optim.trace(0.9), is_matrix), optim.scale_by_learning_rate(0.1)
+    ),
+    lambda: optim.chain(
+        optim.add_decayed_weights(0.1, mask=is_matrix), optim.scale_by_learning_rate(0.1)
+    ),
 ]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64]
 
@@ -74,7 +94,11 @@ def make_tree(seed: int, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.complex128 if dtype.is_complex else torch.float64).to(dtype)
+        return torch.randn(
+            shape,
+            generator=generator,
+            dtype=torch.complex128 if dtype.is_complex else torch.float64,
+        ).to(dtype)
 
     return {"h": [draw(7, 5), {"w": draw(3)}], "none": None, "empty": draw(0, 4), "scalar": draw()}
 
@@ -115,7 +139,10 @@ def test_changes_equal_those_of_torch(ours: Any, theirs: Any, dtype: torch.dtype
 @pytest.mark.parametrize("weight_decay", [0.0, 0.3])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
 def test_lion_equals_a_plain_loop(weight_decay: float, dtype: torch.dtype) -> None:
-    optimizer, params = optim.lion(1e-2, b1=0.8, b2=0.95, weight_decay=weight_decay), make_tree(0, dtype)
+    optimizer, params = (
+        optim.lion(1e-2, b1=0.8, b2=0.95, weight_decay=weight_decay),
+        make_tree(0, dtype),
+    )
     state, start = optimizer.init(params), clone(params)
     # Real parts and imaginary parts are numbers of their own.
     parts = {str(i): real_view(x) for i, x in enumerate(tree.leaves(params))}
@@ -143,7 +170,10 @@ def test_learning_rate_may_be_a_function_of_the_steps_taken() -> None:
         seen.append(step)
         return 0.1 / (step + 1)
 
-    params, p = {"w": torch.ones(3, dtype=torch.float64)}, torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+    params, p = (
+        {"w": torch.ones(3, dtype=torch.float64)},
+        torch.nn.Parameter(torch.ones(3, dtype=torch.float64)),
+    )
     optimizer, oracle = optim.adamw(schedule), torch.optim.AdamW([p], lr=0.1)
     state = optimizer.init(params)
     for step in range(4):
@@ -173,7 +203,11 @@ def test_apply_is_update_then_add_bit_for_bit(make: Any, dtype: torch.dtype, don
             assert tree.structure(one) == tree.structure(other)
             triples = zip(*map(tree.leaves, (one[0], other[0], before)), strict=True)
             decays = make in (adamw, clipped_adamw)
-            assert all(reference.agrees(*triple) for triple in triples) if decays else bits(one[0]) == bits(other[0])
+            assert (
+                all(reference.agrees(*triple) for triple in triples)
+                if decays
+                else bits(one[0]) == bits(other[0])
+            )
             one = (clone(other[0]), state)
     except RuntimeError as error:
         assert "sign" in str(error)  # noqa: PT017 - torch has no sign of complex numbers
@@ -191,7 +225,9 @@ def test_inputs_stay_as_they_were_without_donate(make: Any) -> None:
     after, new_state = optimizer.apply(grads, state, params)
     assert bits((params, grads, state)) == before
     addresses = {leaf.data_ptr() for leaf in tree.leaves((params, grads, state)) if leaf.numel()}
-    assert not addresses & {leaf.data_ptr() for leaf in tree.leaves((after, new_state)) if leaf.numel()}
+    assert not addresses & {
+        leaf.data_ptr() for leaf in tree.leaves((after, new_state)) if leaf.numel()
+    }
 
 
 def test_donate_works_in_place_and_never_on_gradients() -> None:
@@ -206,13 +242,21 @@ def test_donate_works_in_place_and_never_on_gradients() -> None:
 
 def test_a_leaf_that_stands_twice_is_not_stepped_twice_when_donated() -> None:
     w = torch.ones(3)
-    for optimizer in (optim.sgd(0.5), optim.as_optimizer((optim.scale(-0.5).init, optim.scale(-0.5).update))):
+    for optimizer in (
+        optim.sgd(0.5),
+        optim.as_optimizer((optim.scale(-0.5).init, optim.scale(-0.5).update)),
+    ):
         params, _ = optimizer.apply(
-            {"a": torch.ones(3), "b": torch.ones(3)}, optimizer.init({"a": w, "b": w}), {"a": w.clone(), "b": w.clone()}
+            {"a": torch.ones(3), "b": torch.ones(3)},
+            optimizer.init({"a": w, "b": w}),
+            {"a": w.clone(), "b": w.clone()},
         )
         tied = w.clone()
         donated, _ = optimizer.apply(
-            {"a": torch.ones(3), "b": torch.ones(3)}, optimizer.init({"a": w, "b": w}), {"a": tied, "b": tied}, donate=True
+            {"a": torch.ones(3), "b": torch.ones(3)},
+            optimizer.init({"a": w, "b": w}),
+            {"a": tied, "b": tied},
+            donate=True,
         )
         assert bits(params["b"]) == bits(donated["b"])
 
@@ -222,10 +266,14 @@ def test_strides_change_no_bits(donate: bool) -> None:
     optimizer, params, grads = optim.adamw(0.1), torch.randn(6, 4), torch.randn(6, 4)
     expected, state = optimizer.apply(grads, optimizer.init(params), params)
     strided = params.t().contiguous().t()
-    got, other = optimizer.apply(grads.t().contiguous().t(), optimizer.init(strided), strided, donate=donate)
+    got, other = optimizer.apply(
+        grads.t().contiguous().t(), optimizer.init(strided), strided, donate=donate
+    )
     assert bits((got, other)) == bits((expected, state))
     wide = torch.randn(1).expand(6, 4)
-    assert bits(optimizer.update(wide, state, params)) == bits(optimizer.update(wide.contiguous(), state, params))
+    assert bits(optimizer.update(wide, state, params)) == bits(
+        optimizer.update(wide.contiguous(), state, params)
+    )
 
 
 def test_chunks_change_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,7 +284,9 @@ def test_chunks_change_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(dtype: torch.dtype) -> list[bytes]:
         values = [x.to(dtype, copy=True) for x in (p, g, m, v.abs())]
         ops.adam_step(values[0], g, values[2], values[3], None, **constants)
-        ops.sgd_step(values[0], g, values[2], None, learning_rate=0.1, momentum=0.9, nesterov=True, l2=0.1)
+        ops.sgd_step(
+            values[0], g, values[2], None, learning_rate=0.1, momentum=0.9, nesterov=True, l2=0.1
+        )
         ops.scale_into(values[1], values[0], 0.3)
         return bits(values)
 
@@ -247,19 +297,24 @@ def test_chunks_change_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_half_types_are_computed_in_float32() -> None:
-    # Of three hundred draws one has an element where the compiled twin and the readable one round to two sides of a half.
+    # Of three hundred draws one has an element where the compiled twin and the readable one round
+    # to two sides of a half.
     torch.manual_seed(0)
     p, g = torch.randn(100).bfloat16(), torch.randn(100).bfloat16()
     optimizer = optim.adamw(0.1)
     new, state = optimizer.apply(g, optimizer.init(p), p)
     wide, wide_state = optimizer.apply(g.float(), optimizer.init(p.float()), p.float())
-    assert bits((new, state.mu, state.nu)) == bits((wide.bfloat16(), wide_state.mu.bfloat16(), wide_state.nu.bfloat16()))
+    assert bits((new, state.mu, state.nu)) == bits(
+        (wide.bfloat16(), wide_state.mu.bfloat16(), wide_state.nu.bfloat16())
+    )
 
 
 def test_gradients_may_have_another_dtype() -> None:
     p, g = torch.randn(100), torch.randn(100).bfloat16()
     optimizer = optim.adamw(0.1)
-    assert bits(optimizer.update(g, optimizer.init(p), p)) == bits(optimizer.update(g.float(), optimizer.init(p), p))
+    assert bits(optimizer.update(g, optimizer.init(p), p)) == bits(
+        optimizer.update(g.float(), optimizer.init(p), p)
+    )
 
 
 def test_padding_stays_zero() -> None:
@@ -282,7 +337,11 @@ def test_parameters_that_require_grad_build_no_graph() -> None:
 
 def test_abstract_tensors_are_not_worked_on() -> None:
     numel = 10**12
-    for optimizer in (optim.adamw(0.1), optim.sgd(0.1, momentum=0.9), optim.chain(optim.scale(0.5), optim.adam(0.1))):
+    for optimizer in (
+        optim.adamw(0.1),
+        optim.sgd(0.1, momentum=0.9),
+        optim.chain(optim.scale(0.5), optim.adam(0.1)),
+    ):
         p = torch.empty(numel, device="meta", dtype=torch.bfloat16)
         new, state = optimizer.apply(p, optimizer.init(p), p)
         assert new.shape == p.shape
@@ -300,12 +359,17 @@ def test_fake_tensors_need_no_numbers() -> None:
             params = {"w": torch.empty(10**11)}
             state = optimizer.init(params)
             for donate in (False, True):
-                new, state = optimizer.apply({"w": torch.empty(10**11)}, state, params, donate=donate)
+                new, state = optimizer.apply(
+                    {"w": torch.empty(10**11)}, state, params, donate=donate
+                )
                 assert new["w"].shape == (10**11,)
 
 
 def test_clip_by_global_norm() -> None:
-    grads = {"a": torch.tensor([3.0], dtype=torch.float64), "b": torch.tensor([[4.0]], dtype=torch.float64)}
+    grads = {
+        "a": torch.tensor([3.0], dtype=torch.float64),
+        "b": torch.tensor([[4.0]], dtype=torch.float64),
+    }
     for max_norm in (0.5, 5.0, 100.0):
         clip = optim.clip_by_global_norm(max_norm)
         updates, state = clip.update(grads, clip.init(grads), grads)
@@ -325,7 +389,9 @@ def test_clip_by_global_norm() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_clip_hides_no_gradient_that_is_not_finite(bad: float) -> None:
-    updates, _ = optim.clip_by_global_norm(1.0).update({"a": torch.tensor([bad, 1.0])}, (), {"a": torch.zeros(2)})
+    updates, _ = optim.clip_by_global_norm(1.0).update(
+        {"a": torch.tensor([bad, 1.0])}, (), {"a": torch.zeros(2)}
+    )
     assert not updates["a"].isfinite().all()
 
 
@@ -342,12 +408,17 @@ def test_scale_by_schedule_counts() -> None:
 @pytest.mark.parametrize(
     ("rule", "parts"),
     [
-        (optim.sgd(0.1, momentum=0.9, nesterov=True, weight_decay=0.1), (optim.trace(0.9, nesterov=True),)),
+        (
+            optim.sgd(0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+            (optim.trace(0.9, nesterov=True),),
+        ),
         (optim.adam(0.1, weight_decay=0.1), (optim.scale_by_adam(),)),
         (optim.adagrad(0.1, weight_decay=0.1), (optim.scale_by_adagrad(),)),
     ],
 )
-def test_a_decay_in_front_of_a_part_is_a_penalty(rule: optim.Optimizer, parts: tuple[optim.Optimizer, ...]) -> None:
+def test_a_decay_in_front_of_a_part_is_a_penalty(
+    rule: optim.Optimizer, parts: tuple[optim.Optimizer, ...]
+) -> None:
     chained = optim.chain(optim.add_decayed_weights(0.1), *parts, optim.scale_by_learning_rate(0.1))
     params = expected = make_tree(0)
     state, states = rule.init(params), chained.init(params)
@@ -372,7 +443,9 @@ def test_a_mask_leaves_the_other_gradients_as_they_are() -> None:
 
 def test_a_chain_of_parts_takes_gradients_of_another_dtype() -> None:
     params, grads = {"w": torch.ones(4, dtype=torch.bfloat16)}, {"w": torch.full((4,), 0.5)}
-    rule = optim.chain(optim.add_decayed_weights(0.5), optim.scale_by_adam(), optim.scale_by_learning_rate(0.5))
+    rule = optim.chain(
+        optim.add_decayed_weights(0.5), optim.scale_by_adam(), optim.scale_by_learning_rate(0.5)
+    )
     new, state = rule.apply(grads, rule.init(params), params)
     assert new["w"].dtype == torch.bfloat16
     assert bits(new) == bits({"w": torch.full((4,), 0.5, dtype=torch.bfloat16)})
@@ -390,7 +463,9 @@ def test_chain_takes_the_placement_that_is_set() -> None:
 def test_chain_refuses_the_state_of_another() -> None:
     params = {"w": torch.zeros(1)}
     with pytest.raises(SpecMismatch, match="chain of 2 is a tuple of 2 states; got a tuple of 3"):
-        optim.chain(optim.scale(1.0), optim.adamw(0.1)).update(params, optim.adamw(0.1).init(params), params)
+        optim.chain(optim.scale(1.0), optim.adamw(0.1)).update(
+            params, optim.adamw(0.1).init(params), params
+        )
     with pytest.raises(OptionError, match="at least one"):
         optim.chain()
 
@@ -432,9 +507,13 @@ def test_leaves_that_cannot_be_trained_are_refused_by_name(make: Any) -> None:
 def test_trees_that_do_not_fit_are_refused_by_name(make: Any) -> None:
     optimizer, params = make(0.1), {"a": torch.ones(2), "b": torch.ones(3)}
     state = optimizer.init(params)
-    with pytest.raises(SpecMismatch, match=r"gradients must have the tree of the parameters; missing \['b'\]"):
+    with pytest.raises(
+        SpecMismatch, match=r"gradients must have the tree of the parameters; missing \['b'\]"
+    ):
         optimizer.update({"a": torch.ones(2)}, state, params)
-    with pytest.raises(SpecMismatch, match=r"leaf 'b' is \(3,\) in params and None in gradients; .* zeros"):
+    with pytest.raises(
+        SpecMismatch, match=r"leaf 'b' is \(3,\) in params and None in gradients; .* zeros"
+    ):
         optimizer.update({"a": torch.ones(2), "b": None}, state, params)
     with pytest.raises(SpecMismatch, match=r"leaf 'b' is \(3,\) in params and \(2,\) in gradients"):
         optimizer.apply({"a": torch.ones(2), "b": torch.ones(2)}, state, params)
@@ -443,7 +522,9 @@ def test_trees_that_do_not_fit_are_refused_by_name(make: Any) -> None:
 
 
 def test_updates_that_do_not_fit_are_refused() -> None:
-    broken = optim.optimizer(lambda params: (), lambda grads, state, params: (tree.map(lambda g: g.sum(), grads), state))
+    broken = optim.optimizer(
+        lambda params: (), lambda grads, state, params: (tree.map(lambda g: g.sum(), grads), state)
+    )
     with pytest.raises(SpecMismatch, match=r"leaf 'w' is \(2,\) in params and \(\) in updates"):
         broken.apply({"w": torch.ones(2)}, (), {"w": torch.ones(2)})
 
@@ -453,7 +534,10 @@ def test_updates_that_do_not_fit_are_refused() -> None:
     [
         (lambda: optim.adamw(-0.1), "learning_rate is finite and not negative"),
         (lambda: optim.adamw(math.nan), "learning_rate is finite"),
-        (lambda: optim.adamw("0.1"), "learning_rate is a number or a function of the step count; got str"),  # type: ignore[arg-type]
+        (
+            lambda: optim.adamw("0.1"),
+            "learning_rate is a number or a function of the step count; got str",
+        ),  # type: ignore[arg-type]
         (lambda: optim.adamw(0.1, b1=1.0), r"b1 lies in \[0, 1.0\)"),
         (lambda: optim.adam(0.1, b2=-0.1), "b2 lies in"),
         (lambda: optim.adam(0.1, eps=-1.0), "eps lies in"),
@@ -476,7 +560,10 @@ def test_updates_that_do_not_fit_are_refused() -> None:
         (lambda: optim.scale_by_adagrad(eps=-1.0), "eps lies in"),
         (lambda: optim.trace(1.0), r"decay lies in \[0, 1.0\)"),
         (lambda: optim.add_decayed_weights(-0.1), "weight_decay lies in"),
-        (lambda: optim.masked(optim.sgd(0.1), {"w": True}), r"a mask is a function mask\(path, leaf\) -> bool; got dict"),  # type: ignore[arg-type]
+        (
+            lambda: optim.masked(optim.sgd(0.1), {"w": True}),
+            r"a mask is a function mask\(path, leaf\) -> bool; got dict",
+        ),  # type: ignore[arg-type]
         (lambda: optim.linear(1.0, 0.0, 0), "num_steps must be at least 1"),
         (lambda: optim.warmup_linear(1.0, 5, 5), "shorter than the whole"),
         (lambda: optim.warmup_cosine(1.0, -1, 5), "shorter than the whole"),

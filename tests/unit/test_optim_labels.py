@@ -69,7 +69,10 @@ def test_a_label_that_no_leaf_has() -> None:
 
 
 def test_labels_within_labels() -> None:
-    inner = optim.by_label({"first": optim.sgd(0.01), "later": optim.sgd(0.1)}, lambda path, leaf: "first" if "h.0" in path else "later")
+    inner = optim.by_label(
+        {"first": optim.sgd(0.01), "later": optim.sgd(0.1)},
+        lambda path, leaf: "first" if "h.0" in path else "later",
+    )
     nested = optim.by_label({"matrix": inner, "rest": optim.adamw(0.05)}, kind)
     flat = optim.by_label(
         {"a": optim.sgd(0.01), "b": optim.sgd(0.1), "c": optim.adamw(0.05)},
@@ -85,19 +88,25 @@ def test_labels_within_labels() -> None:
             state, _ = z.step(state, step[0])
         return z.params(state)
 
-    for found, value in zip(tree.leaves(zf.simulate(2, main)[0]), tree.leaves(expected), strict=True):
+    for found, value in zip(
+        tree.leaves(zf.simulate(2, main)[0]), tree.leaves(expected), strict=True
+    ):
         torch.testing.assert_close(found, value, rtol=1e-12, atol=1e-12)
 
 
 def test_tied_leaves_have_the_label_of_the_first() -> None:
     w = torch.ones(2)
-    optimizer = optim.by_label({"in": optim.sgd(0.5), "out": optim.sgd(5.0)}, lambda path, leaf: path)
+    optimizer = optim.by_label(
+        {"in": optim.sgd(0.5), "out": optim.sgd(5.0)}, lambda path, leaf: path
+    )
     params = {"in": w, "out": w}
     for flat in (False, True):
 
         def main(group: zf.Group, flat: bool = flat) -> Any:
             value: Any = zf.replicate(params, group) if flat else params
-            _, grads = zf.data_parallel(zf.value_and_grad(lambda p, b: (p["in"] + p["out"]).sum()), group)(value, None)
+            _, grads = zf.data_parallel(
+                zf.value_and_grad(lambda p, b: (p["in"] + p["out"]).sum()), group
+            )(value, None)
             new, _ = zf.apply(optimizer, grads, optimizer.init(value), value)
             return zf.unshard(new) if flat else new
 
@@ -121,7 +130,12 @@ def test_replicated_buckets_that_mix_labels_are_copied() -> None:
 
     expected = zf.simulate(3, main, kind, False, False)[0]
     assert not same_bits(expected, models.mlp())
-    for labels, shards, donate in ((None, False, False), (None, True, True), (kind, True, False), (None, False, True)):
+    for labels, shards, donate in (
+        (None, False, False),
+        (None, True, True),
+        (kind, True, False),
+        (None, False, True),
+    ):
         assert same_bits(zf.simulate(3, main, labels, shards, donate)[0], expected)
 
 
@@ -130,25 +144,38 @@ def test_sharded_buckets_that_mix_labels_are_refused() -> None:
 
     def main(group: zf.Group) -> None:
         params = zf.shard(models.mlp(), group)
-        with pytest.raises(PlacementError, match=r"buckets have one label each; .* shard\(params, group, labels=optimizer\.labels\)"):
+        with pytest.raises(
+            PlacementError,
+            match=r"buckets have one label each; .* shard\(params, group, "
+            r"labels=optimizer\.labels\)",
+        ):
             optimizer.init(params)
         with pytest.raises(PlacementError, match="buckets have one label each"):
             zf.shard_optimizer(optimizer, group).init(params)
-        zf.shard_optimizer(optimizer, group).init(zf.shard(models.mlp(), group, labels=optimizer.labels))
+        zf.shard_optimizer(optimizer, group).init(
+            zf.shard(models.mlp(), group, labels=optimizer.labels)
+        )
 
     zf.simulate(2, main)
 
 
 def test_what_does_not_go_together_is_refused() -> None:
     optimizer, params = optim.by_label(RULES, kind), {"w": torch.ones(2, 2), "b": torch.ones(2)}
-    with pytest.raises(OptionError, match=r"one of the labels 'matrix', 'rest'; leaf 'b' got 'bias'; add an optimizer") as caught:
+    with pytest.raises(
+        OptionError,
+        match=r"one of the labels 'matrix', 'rest'; leaf 'b' got 'bias'; add an optimizer",
+    ) as caught:
         optim.by_label(RULES, lambda path, leaf: "bias" if path == "b" else "matrix").init(params)
     assert caught.value.leaf == "b"
     with pytest.raises(OptionError, match="at least one optimizer"):
         optim.by_label({}, kind)
-    with pytest.raises(SpecMismatch, match=r"a dict with the labels 'matrix', 'rest'; got AdamState"):
+    with pytest.raises(
+        SpecMismatch, match=r"a dict with the labels 'matrix', 'rest'; got AdamState"
+    ):
         optimizer.update(params, optim.adamw(0.1).init(params), params)
-    with pytest.raises(SpecMismatch, match=r"gradients must have the tree of the parameters; missing \['b'\]"):
+    with pytest.raises(
+        SpecMismatch, match=r"gradients must have the tree of the parameters; missing \['b'\]"
+    ):
         optimizer.update({"w": torch.ones(2, 2)}, optimizer.init(params), params)
 
     def per_leaf(grads: Any, state: Any, params: Any) -> Any:
@@ -157,7 +184,9 @@ def test_what_does_not_go_together_is_refused() -> None:
     def main(group: zf.Group) -> None:
         with pytest.raises(NotElementwiseError):
             zf.shard_optimizer(optim.by_label({"all": (lambda params: (), per_leaf)}, kind), group)
-        with pytest.raises(PlacementError, match=r"for 'rest' that computes in S; write shard_optimizer\(by_label"):
+        with pytest.raises(
+            PlacementError, match=r"for 'rest' that computes in S; write shard_optimizer\(by_label"
+        ):
             optim.by_label({**RULES, "rest": zf.shard_optimizer(optim.sgd(0.1), group)}, kind)
 
     zf.simulate(2, main)

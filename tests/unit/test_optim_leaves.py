@@ -12,15 +12,25 @@ from zfun.errors import LeafError, OptionError
 from zfun.flat import _shared_out
 from zfun.testing import same_bits
 
-SHAPES: dict[str, tuple[int, ...]] = {"wide": (5, 9), "tall": (12, 3), "square": (4, 4), "one": (1, 1)}
+SHAPES: dict[str, tuple[int, ...]] = {
+    "wide": (5, 9),
+    "tall": (12, 3),
+    "square": (4, 4),
+    "one": (1, 1),
+}
 
 
 def draw(seed: int, shapes: dict[str, tuple[int, ...]] = SHAPES) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64)
+        for name, shape in shapes.items()
+    }
 
 
-def changes(optimizer: optim.Optimizer, oracle: Any, shapes: dict[str, tuple[int, ...]] = SHAPES) -> Any:
+def changes(
+    optimizer: optim.Optimizer, oracle: Any, shapes: dict[str, tuple[int, ...]] = SHAPES
+) -> Any:
     start = draw(0, shapes)
     params, expected, state, memory = start, start, optimizer.init(start), {}
     for step in range(1, 5):
@@ -29,31 +39,44 @@ def changes(optimizer: optim.Optimizer, oracle: Any, shapes: dict[str, tuple[int
         expected = oracle(expected, grads, memory)
     for name in start:
         assert (expected[name] - start[name]).abs().max() > 1e-3
-        torch.testing.assert_close(params[name] - start[name], expected[name] - start[name], rtol=1e-11, atol=1e-13)
+        torch.testing.assert_close(
+            params[name] - start[name], expected[name] - start[name], rtol=1e-11, atol=1e-13
+        )
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.01, 10.0), (0.4, 0.5), (3.0, 5.0)])
 def test_lamb_equals_a_plain_loop(low: float, high: float) -> None:
     optimizer = optim.lamb(0.05, weight_decay=0.2, min_ratio=low, max_ratio=high)
-    changes(optimizer, lambda p, g, s: reference.lamb(p, g, s, 0.05, 0.2, low, high), {**SHAPES, "b": (7,), "scalar": ()})
+    changes(
+        optimizer,
+        lambda p, g, s: reference.lamb(p, g, s, 0.05, 0.2, low, high),
+        {**SHAPES, "b": (7,), "scalar": ()},
+    )
 
 
 def test_lamb_steps_from_zero() -> None:
     params = {"w": torch.zeros(3)}
     optimizer = optim.lamb(0.5, b1=0.0, b2=0.0)
-    assert optimizer.apply({"w": torch.ones(3)}, optimizer.init(params), params)[0]["w"].tolist() == pytest.approx([-0.5] * 3)
+    assert optimizer.apply({"w": torch.ones(3)}, optimizer.init(params), params)[0][
+        "w"
+    ].tolist() == pytest.approx([-0.5] * 3)
 
 
 def test_lamb_takes_a_buffer_without_elements() -> None:
     params = {"w": torch.ones(3), "empty": torch.zeros(0, 4, dtype=torch.float64)}
     optimizer = optim.lamb(0.5)
-    stepped, _ = optimizer.apply({"w": torch.ones(3), "empty": params["empty"]}, optimizer.init(params), params)
+    stepped, _ = optimizer.apply(
+        {"w": torch.ones(3), "empty": params["empty"]}, optimizer.init(params), params
+    )
     assert same_bits(stepped["empty"], params["empty"])
     assert not same_bits(stepped["w"], params["w"])
 
 
 def test_muon_equals_its_polynomial_of_the_singular_values() -> None:
-    changes(optim.muon(0.05, optim.sgd(1.0), weight_decay=0.2), lambda p, g, s: reference.muon(p, g, s, 0.05, 0.2, 0.95))
+    changes(
+        optim.muon(0.05, optim.sgd(1.0), weight_decay=0.2),
+        lambda p, g, s: reference.muon(p, g, s, 0.05, 0.2, 0.95),
+    )
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -61,7 +84,9 @@ def test_muon_is_that_of_torch_in_its_dtype(nesterov: bool) -> None:
     start = {name: x.float() for name, x in draw(0).items()}
     twins = {name: torch.nn.Parameter(x.clone()) for name, x in start.items()}
     oracle = torch.optim.Muon(list(twins.values()), lr=0.05, weight_decay=0.1, nesterov=nesterov)
-    optimizer = optim.muon(0.05, optim.sgd(1.0), weight_decay=0.1, nesterov=nesterov, dtype=torch.bfloat16)
+    optimizer = optim.muon(
+        0.05, optim.sgd(1.0), weight_decay=0.1, nesterov=nesterov, dtype=torch.bfloat16
+    )
     params, state = start, optimizer.init(start)
     for step in range(1, 4):
         grads = {name: x.float() for name, x in draw(step).items()}
@@ -80,7 +105,9 @@ def test_muon_is_that_of_torch_in_its_dtype(nesterov: bool) -> None:
 def test_each_matrix_is_sent_to_one_rank_and_back(stage: int) -> None:
     def main(group: zf.Group) -> Any:
         recorded = zf.record(group)
-        z = zf.zero(stage, models.mlp_loss, optim.muon(0.05, optim.adamw(0.05)), recorded, bucket_bytes=300)
+        z = zf.zero(
+            stage, models.mlp_loss, optim.muon(0.05, optim.adamw(0.05)), recorded, bucket_bytes=300
+        )
         state = z.init(models.mlp())
         for step in models.mlp_batches(2, group.size):
             recorded.clear()
@@ -105,28 +132,43 @@ def main_of_stage_0(group: zf.Group) -> Any:
 def test_work_is_shared_out_by_cost() -> None:
     costs = [8.0, 1.0, 1.0, 5.0, 3.0, 4.0, 2.0]
     owners = _shared_out(costs, 3)
-    loads = [sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == rank) for rank in range(3)]
+    loads = [
+        sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == rank)
+        for rank in range(3)
+    ]
     assert sorted(loads) == [8.0, 8.0, 8.0]
 
 
 def test_embeddings_may_be_left_out() -> None:
     params = {"embedding": torch.ones(3, 2), "w": torch.eye(2)}
-    optimizer = optim.muon(0.1, optim.sgd(0.1), matrices=lambda path, leaf: leaf.ndim == 2 and path != "embedding")
+    optimizer = optim.muon(
+        0.1, optim.sgd(0.1), matrices=lambda path, leaf: leaf.ndim == 2 and path != "embedding"
+    )
     state = optimizer.init(params)
     assert tree.paths(state["matrices"].mu) == ["w"]
-    assert optimizer.apply(params, state, params)[0]["embedding"].tolist() == [[pytest.approx(0.9)] * 2] * 3
+    assert (
+        optimizer.apply(params, state, params)[0]["embedding"].tolist()
+        == [[pytest.approx(0.9)] * 2] * 3
+    )
 
 
 def test_options_are_checked() -> None:
-    with pytest.raises(LeafError, match=r"real matrices; leaf 'b' is torch\.float32 of shape \(2,\); let matrices"):
-        optim.muon(0.1, optim.sgd(0.1), matrices=lambda path, leaf: True).init({"w": torch.ones(2, 2), "b": torch.ones(2)})
+    with pytest.raises(
+        LeafError, match=r"real matrices; leaf 'b' is torch\.float32 of shape \(2,\); let matrices"
+    ):
+        optim.muon(0.1, optim.sgd(0.1), matrices=lambda path, leaf: True).init(
+            {"w": torch.ones(2, 2), "b": torch.ones(2)}
+        )
     for make, message in (
         (lambda: optim.lamb(0.1, b2=1.0), "b2 lies in"),
         (lambda: optim.lamb(0.1, eps=-1.0), "eps lies in"),
         (lambda: optim.lamb(0.1, min_ratio=2.0, max_ratio=1.0), "between min_ratio and max_ratio"),
         (lambda: optim.muon(0.1, optim.sgd(0.1), momentum=1.0), "momentum lies in"),
         (lambda: optim.muon(0.1, optim.sgd(0.1), weight_decay=-1.0), "weight_decay lies in"),
-        (lambda: optim.muon(0.1, optim.sgd(0.1), num_iterations=0), "num_iterations must be at least 1"),
+        (
+            lambda: optim.muon(0.1, optim.sgd(0.1), num_iterations=0),
+            "num_iterations must be at least 1",
+        ),
     ):
         with pytest.raises(OptionError, match=message):
             make()

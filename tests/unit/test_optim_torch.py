@@ -17,7 +17,11 @@ CLASSES: list[tuple[Any, dict[str, Any], set[str]]] = [
     (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.3}, {"momentum_buffer"}),
     (torch.optim.Adam, {"lr": 0.1, "amsgrad": True}, {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
     (torch.optim.AdamW, {"lr": 0.1, "weight_decay": 0.2}, {"exp_avg", "exp_avg_sq"}),
-    (torch.optim.RMSprop, {"lr": 0.1, "centered": True, "momentum": 0.9}, {"square_avg", "momentum_buffer", "grad_avg"}),
+    (
+        torch.optim.RMSprop,
+        {"lr": 0.1, "centered": True, "momentum": 0.9},
+        {"square_avg", "momentum_buffer", "grad_avg"},
+    ),
     (torch.optim.Adagrad, {"lr": 0.1, "initial_accumulator_value": 0.1}, {"sum"}),
     (torch.optim.Adadelta, {"lr": 0.5, "eps": 1e-2}, {"square_avg", "acc_delta"}),
     (torch.optim.Adamax, {"lr": 0.1}, {"exp_avg", "exp_inf"}),
@@ -39,7 +43,9 @@ class PerTensor(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if group["record"]:
-                    self.state[p]["largest"] = max(self.state[p].get("largest", 0.0), float(p.grad.abs().max()))
+                    self.state[p]["largest"] = max(
+                        self.state[p].get("largest", 0.0), float(p.grad.abs().max())
+                    )
                     p.sub_(group["lr"] * p.grad.sign())
                 else:
                     p.sub_(group["lr"] * p.grad / (p.grad.norm() + 1e-9))
@@ -64,7 +70,10 @@ class Counting(torch.optim.Optimizer):
 def leaves(seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     shapes = {"long": (70_000,), "w": (7, 5), "scalar": (), "empty": (0, 3)}
-    found = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
+    found = {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64)
+        for name, shape in shapes.items()
+    }
     return {**found, "complex": torch.randn(3, generator=generator, dtype=torch.complex128)}
 
 
@@ -91,7 +100,9 @@ def test_changes_equal_those_of_torch(make: Any, options: Any, names: set[str]) 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_narrow_parameters_have_the_bits_of_torch(dtype: torch.dtype) -> None:
     for make, options, _ in CLASSES:
-        twin = torch.nn.Parameter(torch.randn(64, generator=torch.Generator().manual_seed(1)).to(dtype))
+        twin = torch.nn.Parameter(
+            torch.randn(64, generator=torch.Generator().manual_seed(1)).to(dtype)
+        )
         params = {"w": twin.detach().clone()}
         optimizer, oracle = optim.from_torch(make, **options), make([twin], **options)
         state = optimizer.init(params)
@@ -104,7 +115,10 @@ def test_narrow_parameters_have_the_bits_of_torch(dtype: torch.dtype) -> None:
 
 def test_the_learning_rate_may_be_a_function_of_the_steps_taken() -> None:
     twin = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
-    optimizer, oracle = optim.from_torch(torch.optim.NAdam, lr=optim.linear(0.1, 0.01, 3)), torch.optim.NAdam([twin])
+    optimizer, oracle = (
+        optim.from_torch(torch.optim.NAdam, lr=optim.linear(0.1, 0.01, 3)),
+        torch.optim.NAdam([twin]),
+    )
     params = {"w": torch.ones(3, dtype=torch.float64)}
     state = optimizer.init(params)
     for step in range(5):
@@ -138,7 +152,9 @@ def test_it_runs_as_a_stage() -> None:
     def main(group: zf.Group) -> Any:
         found = []
         for stage in (0, 3):
-            z = zf.zero(stage, models.mlp_loss, optim.from_torch(torch.optim.RMSprop, lr=0.01), group)
+            z = zf.zero(
+                stage, models.mlp_loss, optim.from_torch(torch.optim.RMSprop, lr=0.01), group
+            )
             state = z.init(models.mlp())
             for step in models.mlp_batches(3, group.size):
                 state, _ = z.step(state, step[group.rank])
@@ -167,14 +183,20 @@ def test_those_that_mix_elements_are_refused(make: Any, message: str) -> None:
 
 
 def test_a_number_for_each_tensor_is_refused() -> None:
-    with pytest.raises(NotElementwiseError, match="keeps 'largest', which is one number for each tensor"):
+    with pytest.raises(
+        NotElementwiseError, match="keeps 'largest', which is one number for each tensor"
+    ):
         optim.from_torch(PerTensor, record=True)
 
 
 def test_options_are_checked() -> None:
-    with pytest.raises(OptionError, match=r"torch\.optim\.RMSprop has no option 'alhpa'; did you mean 'alpha'"):
+    with pytest.raises(
+        OptionError, match=r"torch\.optim\.RMSprop has no option 'alhpa'; did you mean 'alpha'"
+    ):
         optim.from_torch(torch.optim.RMSprop, alhpa=0.9)
     with pytest.raises(OptionError, match=r"takes a class of torch\.optim; got"):
         optim.from_torch(torch.optim.Adam([torch.nn.Parameter(torch.ones(1))]))  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match=r"use zf\.optim\.sgd, adam or adamw, or zf\.optim\.from_torch"):
+    with pytest.raises(
+        OptionError, match=r"use zf\.optim\.sgd, adam or adamw, or zf\.optim\.from_torch"
+    ):
         optim.as_optimizer(torch.optim.Adam([torch.nn.Parameter(torch.ones(1))]))

@@ -72,12 +72,33 @@ def test_dynamic_scale_with_consecutive_hysteresis() -> None:
 
 
 def test_dynamic_scale_without_overflow_or_hysteresis() -> None:
-    assert trace(optim.dynamic_loss_scale(256.0, window=2), "........")[0] == [256, 256, 512, 512, 1024, 1024, 2048, 2048]
-    assert trace(optim.dynamic_loss_scale(256.0, window=2, hysteresis=1), "xx...x")[0] == [128, 64, 64, 64, 128, 64]
+    assert trace(optim.dynamic_loss_scale(256.0, window=2), "........")[0] == [
+        256,
+        256,
+        512,
+        512,
+        1024,
+        1024,
+        2048,
+        2048,
+    ]
+    assert trace(optim.dynamic_loss_scale(256.0, window=2, hysteresis=1), "xx...x")[0] == [
+        128,
+        64,
+        64,
+        64,
+        128,
+        64,
+    ]
 
 
 def test_the_scale_stops_at_its_minimum() -> None:
-    assert trace(optim.dynamic_loss_scale(4.0, hysteresis=1, min_scale=1.0), "xxxx")[0] == [2, 1, 1, 1]
+    assert trace(optim.dynamic_loss_scale(4.0, hysteresis=1, min_scale=1.0), "xxxx")[0] == [
+        2,
+        1,
+        1,
+        1,
+    ]
     rule = optim.dynamic_loss_scale(2.0, hysteresis=1, raise_at_min=True)
     state = rule.update(rule.init(), False)
     with pytest.raises(NonFiniteError, match="at some loss scale"):
@@ -145,7 +166,10 @@ def test_master_weights_are_float32_training() -> None:
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32, torch.complex64])
 def test_update_and_then_add_is_apply(dtype: torch.dtype) -> None:
     optimizer = optim.with_master(optim.adam(0.1), torch.float64)
-    params = {"w": (torch.randn(300) * torch.logspace(-3, 3, 300)).to(dtype), "b": torch.randn(3, dtype=torch.float64)}
+    params = {
+        "w": (torch.randn(300) * torch.logspace(-3, 3, 300)).to(dtype),
+        "b": torch.randn(3, dtype=torch.float64),
+    }
     state = optimizer.init(params)
     for _ in range(4):
         grads = tree.map(torch.randn_like, params)
@@ -164,7 +188,9 @@ def test_only_narrow_leaves_have_masters() -> None:
     assert tree.leaves(optim.with_master(optim.sgd(0.1)).init(params_of()).master) == []
 
     def flat(group: zf.Group) -> Any:
-        state = zf.shard_optimizer(optim.with_master(optim.adamw(0.1)), group, bucket_bytes=100).init(params)
+        state = zf.shard_optimizer(
+            optim.with_master(optim.adamw(0.1)), group, bucket_bytes=100
+        ).init(params)
         return state.master, zf.unshard(state.master), zf.describe(state)
 
     for master, whole, description in zf.simulate(2, flat):
@@ -179,7 +205,9 @@ def test_donated_parameters_are_written_in_place() -> None:
     optimizer = optim.with_master(optim.sgd(0.5))
     params = {"w": torch.ones(8, dtype=BF16), "b": torch.ones(2)}
     state = optimizer.init(params)
-    new, after = optimizer.apply({"w": torch.ones(8), "b": torch.ones(2)}, state, params, donate=True)
+    new, after = optimizer.apply(
+        {"w": torch.ones(8), "b": torch.ones(2)}, state, params, donate=True
+    )
     assert new["w"].data_ptr() == params["w"].data_ptr()
     assert new["b"].data_ptr() == params["b"].data_ptr()
     assert after.master["w"].data_ptr() == state.master["w"].data_ptr()
@@ -202,9 +230,18 @@ def test_master_weights_are_probed_and_stand_inside_of_shards() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "chosen", "expected"), [(BF16, None, FP32), (FP16, None, FP32), (FP32, None, FP32), (FP32, BF16, BF16), (BF16, BF16, BF16)]
+    ("dtype", "chosen", "expected"),
+    [
+        (BF16, None, FP32),
+        (FP16, None, FP32),
+        (FP32, None, FP32),
+        (FP32, BF16, BF16),
+        (BF16, BF16, BF16),
+    ],
 )
-def test_gradients_have_the_dtype_that_data_parallel_says(dtype: torch.dtype, chosen: Any, expected: torch.dtype) -> None:
+def test_gradients_have_the_dtype_that_data_parallel_says(
+    dtype: torch.dtype, chosen: Any, expected: torch.dtype
+) -> None:
     params = params_of(dtype)
 
     def main(group: zf.Group) -> Any:
@@ -231,7 +268,9 @@ def test_half_gradients_are_summed_and_accumulated_in_float32() -> None:
     params = {"w": torch.zeros((), dtype=BF16)}
 
     def main(group: zf.Group) -> float:
-        vg = zf.data_parallel(zf.value_and_grad(lambda p, x: (p["w"] * x).sum()), group, reduce="sum")
+        vg = zf.data_parallel(
+            zf.value_and_grad(lambda p, x: (p["w"] * x).sum()), group, reduce="sum"
+        )
         grads = zf.accumulate(vg, 2)(params, torch.tensor([256.0, 1.0], dtype=BF16))[1]
         return float(zf.unshard(grads)["w"])
 
@@ -244,15 +283,21 @@ def test_reduce_dtype_is_checked() -> None:
         with pytest.raises(OptionError, match="reduce_dtype must be a floating dtype"):
             zf.data_parallel(vg, group, reduce_dtype=torch.int8)
         with pytest.raises(LeafError, match="no complex numbers in bfloat16"):
-            zf.data_parallel(vg, group, reduce_dtype=BF16)({"w": torch.ones(2, dtype=torch.complex64)}, None)
+            zf.data_parallel(vg, group, reduce_dtype=BF16)(
+                {"w": torch.ones(2, dtype=torch.complex64)}, None
+            )
 
     zf.simulate(1, main)
 
 
 def test_a_half_loss_is_averaged_in_float32() -> None:
     def main(group: zf.Group) -> Tensor:
-        vg = zf.data_parallel(zf.value_and_grad(lambda p, x: zf.weighted_mean((p["w"] * x).sum(), 257)), group)
-        loss, _ = vg({"w": torch.ones(1, dtype=BF16)}, torch.tensor([256.0 + 2.0 * group.rank], dtype=BF16))
+        vg = zf.data_parallel(
+            zf.value_and_grad(lambda p, x: zf.weighted_mean((p["w"] * x).sum(), 257)), group
+        )
+        loss, _ = vg(
+            {"w": torch.ones(1, dtype=BF16)}, torch.tensor([256.0 + 2.0 * group.rank], dtype=BF16)
+        )
         return loss.mean
 
     expected = torch.tensor((256.0 + 258.0) / (2 * 257))
@@ -281,7 +326,9 @@ def test_a_cast_loss_sees_the_compute_dtype_and_gradients_keep_theirs() -> None:
 
 
 def through(vg: Any, group: zf.Group, form: Any) -> Any:
-    """Gradients of two steps (the second follows the order of use that the first one taught), and what was gathered."""
+    """Gradients of two steps (the second follows the order of use that the first one taught), and
+    what was gathered.
+    """
     recorded = group
     out = []
     for step in range(2):
@@ -295,13 +342,19 @@ def through(vg: Any, group: zf.Group, form: Any) -> Any:
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
 @pytest.mark.parametrize("kept", [FP32, torch.float64, BF16])
-def test_cast_on_either_side_of_shard_params_is_the_same(size: int, kept: torch.dtype, dtype: torch.dtype) -> None:
+def test_cast_on_either_side_of_shard_params_is_the_same(
+    size: int, kept: torch.dtype, dtype: torch.dtype
+) -> None:
     params = params_of(kept, num_layers=3)
     params["h"].append(params["h"][0])  # tied, and used at both ends
 
     def main(group: zf.Group) -> Any:
         group = zf.record(group)
-        whole = through(zf.data_parallel(zf.value_and_grad(zf.cast(loss_fn, dtype)), group, bucket_bytes=100), group, params)
+        whole = through(
+            zf.data_parallel(zf.value_and_grad(zf.cast(loss_fn, dtype)), group, bucket_bytes=100),
+            group,
+            params,
+        )
         shards = zf.shard(params, group, bucket_bytes=100)
         sent = []
         for loss in (
@@ -311,8 +364,14 @@ def test_cast_on_either_side_of_shard_params_is_the_same(size: int, kept: torch.
         ):
             found = through(zf.data_parallel(zf.value_and_grad(loss), group), group, shards)
             assert_same_bits(found, whole)
-            gathers = [entry for entry in group.log if entry.kind == "all_gather" and entry.name == "params"]
-            sent.append((sum(entry.sent_bytes for entry in gathers), {entry.dtype for entry in gathers}))
+            gathers = [
+                entry
+                for entry in group.log
+                if entry.kind == "all_gather" and entry.name == "params"
+            ]
+            sent.append(
+                (sum(entry.sent_bytes for entry in gathers), {entry.dtype for entry in gathers})
+            )
         return sent
 
     narrow = kept if kept.itemsize < dtype.itemsize else dtype
@@ -327,13 +386,17 @@ def test_complex_leaves_beside_cast_ones() -> None:
     params = {"w": torch.randn(4), "c": torch.randn(4, dtype=torch.complex64), "v": torch.randn(3)}
 
     def loss(params: Any, batch: Tensor) -> Tensor:
-        return (params["w"] * batch).float().sum() * params["c"].abs().sum() + (params["v"] ** 2).sum() * params["w"].sum()
+        return (params["w"] * batch).float().sum() * params["c"].abs().sum() + (
+            params["v"] ** 2
+        ).sum() * params["w"].sum()
 
     def main(group: zf.Group) -> None:
         x = torch.arange(4.0) + group.rank
         whole = zf.data_parallel(zf.value_and_grad(zf.cast(loss, BF16)), group)(params, x)
         shards = zf.shard(params, group)
-        found = zf.data_parallel(zf.value_and_grad(zf.cast(zf.shard_params(loss, group), BF16)), group)(shards, x)
+        found = zf.data_parallel(
+            zf.value_and_grad(zf.cast(zf.shard_params(loss, group), BF16)), group
+        )(shards, x)
         assert_same_bits((found[0], zf.unshard(found[1])), (whole[0], zf.unshard(whole[1])))
 
     zf.simulate(2, main)
@@ -344,17 +407,25 @@ def test_cast_with_recomputation() -> None:
 
     def recomputed(params: Any, x: Tensor) -> Tensor:
         for layer in params["h"]:
-            x = checkpoint(lambda x, layer=layer: torch.tanh(x @ layer["w"] + layer["b"]), x, use_reentrant=False)
+            x = checkpoint(
+                lambda x, layer=layer: torch.tanh(x @ layer["w"] + layer["b"]),
+                x,
+                use_reentrant=False,
+            )
         return (x @ params["out"]).float().pow(2).mean()
 
     def main(group: zf.Group) -> None:
-        whole = through(zf.data_parallel(zf.value_and_grad(zf.cast(loss_fn, BF16)), group), group, params)
+        whole = through(
+            zf.data_parallel(zf.value_and_grad(zf.cast(loss_fn, BF16)), group), group, params
+        )
         shards = zf.shard(params, group, bucket_bytes=100)
         for loss in (
             zf.shard_params(zf.cast(recomputed, BF16), group),
             zf.shard_params(hidden(zf.cast(recomputed, BF16)), group),
         ):
-            assert_same_bits(through(zf.data_parallel(zf.value_and_grad(loss), group), group, shards), whole)
+            assert_same_bits(
+                through(zf.data_parallel(zf.value_and_grad(loss), group), group, shards), whole
+            )
 
     zf.simulate(2, main)
 
@@ -366,10 +437,15 @@ def test_cast_under_torch_func() -> None:
         x = models.mlp_batches(1, 1, dtype=FP32)[0][0]
         shards = zf.shard(params, group)
         expected = zf.value_and_grad(zf.cast(loss_fn, BF16))(params, x)[1]
-        for loss in (zf.cast(zf.shard_params(loss_fn, group), BF16), zf.shard_params(zf.cast(loss_fn, BF16), group)):
+        for loss in (
+            zf.cast(zf.shard_params(loss_fn, group), BF16),
+            zf.shard_params(zf.cast(loss_fn, BF16), group),
+        ):
             grads = torch.func.grad(lambda p: loss(p, x) / group.size)(shards)
             assert {buffer.dtype for buffer in grads.buffers} == {FP32}
-            for found, wanted in zip(tree.leaves(zf.unshard(grads)), tree.leaves(expected), strict=True):
+            for found, wanted in zip(
+                tree.leaves(zf.unshard(grads)), tree.leaves(expected), strict=True
+            ):
                 torch.testing.assert_close(found, wanted, rtol=2e-2, atol=1e-3)
 
     zf.simulate(2, main)
@@ -393,7 +469,8 @@ def test_precision_is_checked() -> None:
 
 def test_tied_and_frozen_leaves_keep_what_they_are() -> None:
     params = params_of(num_layers=2)
-    params["h"].append({"w": params["h"][0]["w"].detach(), "b": torch.zeros(5)})  # tied: another tensor object, the same memory
+    # tied: another tensor object, the same memory
+    params["h"].append({"w": params["h"][0]["w"].detach(), "b": torch.zeros(5)})
     params["count"] = torch.arange(3)
     params["scale"] = torch.ones(1)
 
@@ -402,7 +479,14 @@ def test_tied_and_frozen_leaves_keep_what_they_are() -> None:
         return loss_fn(params, batch) * params["scale"] * params["count"].sum().clamp(max=1)
 
     def main(group: zf.Group, stage: int) -> Any:
-        z = zf.zero(stage, loss, optim.adamw(0.01), group, precision=BF16, trainable=lambda path, leaf: path not in ("count", "scale"))
+        z = zf.zero(
+            stage,
+            loss,
+            optim.adamw(0.01),
+            group,
+            precision=BF16,
+            trainable=lambda path, leaf: path not in ("count", "scale"),
+        )
         state = z.init(params)
         for step in range(2):
             state, _ = z.step(state, batch_of(group, step))
@@ -423,11 +507,19 @@ def test_describe_shows_every_dtype() -> None:
         return zf.describe(state._asdict()), state
 
     description, state = zf.simulate(2, main)[0]
-    dtypes = {row.path.split("h.0.w")[0]: row.dtype for row in description.rows if row.path.endswith("h.0.w")}
+    dtypes = {
+        row.path.split("h.0.w")[0]: row.dtype
+        for row in description.rows
+        if row.path.endswith("h.0.w")
+    }
     assert list(dtypes.values()) == [FP16, FP32, FP32, FP32]
     rows = {row.path: row.dtype for row in description.rows}
     assert rows["loss_scale.0"] == FP32
-    held = sum(buffer.nbytes for flat in (state.params, *zf.flat.flats(state.opt_state)) for buffer in flat.buffers)
+    held = sum(
+        buffer.nbytes
+        for flat in (state.params, *zf.flat.flats(state.opt_state))
+        for buffer in flat.buffers
+    )
     assert f"{held + 8 + 4 + 3 * 8:,} bytes" in str(description)
 
 
@@ -440,7 +532,9 @@ def test_offloaded_master_weights() -> None:
         return z.params(state), {type(x) for x in state.opt_state.master.buffers}
 
     plain = zf.simulate(2, main)
-    stored = zf.simulate(2, main, offload=zf.Offload(optimizer=zf.stores.host(), grads=zf.stores.host()))
+    stored = zf.simulate(
+        2, main, offload=zf.Offload(optimizer=zf.stores.host(), grads=zf.stores.host())
+    )
     assert same_bits([run[0] for run in plain], [run[0] for run in stored])
     assert all(issubclass(kind, zf.stores.Stored) for _, kinds in stored for kind in kinds)
 
@@ -451,13 +545,26 @@ def test_master_weights_start_from_what_was_rounded(stage: int, init: str) -> No
     def made(factor: float) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(0)
         tied = torch.randn(7, generator=generator) * factor
-        return {"w": torch.randn(40, 3, generator=generator) * factor, "tied": tied, "again": tied, "frozen": torch.randn(5) * factor}
+        return {
+            "w": torch.randn(40, 3, generator=generator) * factor,
+            "tied": tied,
+            "again": tied,
+            "frozen": torch.randn(5) * factor,
+        }
 
     params = made(1.0)
 
     def run(group: zf.Group) -> Any:
         trainable = lambda path, leaf: path != "frozen"
-        zero = zf.zero(stage, loss_fn, optim.adamw(0.1), group, precision=BF16, bucket_bytes=100, trainable=trainable)
+        zero = zf.zero(
+            stage,
+            loss_fn,
+            optim.adamw(0.1),
+            group,
+            precision=BF16,
+            bucket_bytes=100,
+            trainable=trainable,
+        )
         state = zero.init(params if init == "check" or group.rank == 0 else made(2.0), init=init)
         master = state.opt_state.master
         spare = [buffer.untyped_storage().nbytes() - buffer.nbytes for buffer in master.buffers]
@@ -466,7 +573,9 @@ def test_master_weights_start_from_what_was_rounded(stage: int, init: str) -> No
     trained = {path: leaf for path, leaf in params.items() if path != "frozen"}
     for size in (1, 3):
         for master, kept, spare in zf.simulate(size, run):
-            assert_same_bits([leaf for leaf in tree.leaves(master) if leaf is not None], tree.leaves(trained))
+            assert_same_bits(
+                [leaf for leaf in tree.leaves(master) if leaf is not None], tree.leaves(trained)
+            )
             assert_same_bits(kept, {path: leaf.bfloat16() for path, leaf in params.items()})
             # A master weight that is a view would keep whole parameters alive.
             assert spare == [0] * len(spare)

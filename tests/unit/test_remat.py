@@ -48,7 +48,9 @@ def loss_of(run: Callable[..., Any]) -> Callable[..., Any]:
     return loss_fn
 
 
-def gradients(size: int, loss_fn: Any, value: Any = None, *, sharded: bool = True, calls: int = 2) -> list[Any]:
+def gradients(
+    size: int, loss_fn: Any, value: Any = None, *, sharded: bool = True, calls: int = 2
+) -> list[Any]:
     """Return loss and gradients of each rank, under stage 3 or data parallelism."""
 
     def main(group: zf.Group) -> Any:
@@ -72,7 +74,11 @@ POLICIES = {
     "matmuls": policies.matmuls,
     "small": lambda op, result: result.num_bytes <= 64,
     "all": lambda op, result: True,
-    "dtype": lambda op, result: result.dtype is torch.float64 and result.device.type == "cpu" and result.shape[-1:] == (WIDTH,),
+    "dtype": lambda op, result: (
+        result.dtype is torch.float64
+        and result.device.type == "cpu"
+        and result.shape[-1:] == (WIDTH,)
+    ),
 }
 BY_POLICY = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 
@@ -109,8 +115,13 @@ def test_how_much_is_kept_exactly() -> None:
     # Each block keeps the input, tanh, sin and exp; the first input is data.
     assert kept_after_forward(block) == (4 * LAYERS - 1) * ACTIVATION + HEAD
     assert kept_after_forward(zf.remat(block)) == (LAYERS - 1) * ACTIVATION + HEAD
-    assert kept_after_forward(zf.remat(block, policy=policies.matmuls)) == (2 * LAYERS - 1) * ACTIVATION + HEAD
-    assert kept_after_forward(zf.remat(block, policy=policies.everything)) == kept_after_forward(block)
+    assert (
+        kept_after_forward(zf.remat(block, policy=policies.matmuls))
+        == (2 * LAYERS - 1) * ACTIVATION + HEAD
+    )
+    assert kept_after_forward(zf.remat(block, policy=policies.everything)) == kept_after_forward(
+        block
+    )
 
     def by_name(layer: Any, x: Tensor) -> Tensor:
         with policies.named("wave"):
@@ -119,9 +130,14 @@ def test_how_much_is_kept_exactly() -> None:
 
     # Each block computes two results under the name.
     assert kept_after_forward(zf.remat(by_name)) == (LAYERS - 1) * ACTIVATION + HEAD
-    assert kept_after_forward(zf.remat(by_name, policy=policies.names("wave"))) == (3 * LAYERS - 1) * ACTIVATION + HEAD
+    assert (
+        kept_after_forward(zf.remat(by_name, policy=policies.names("wave")))
+        == (3 * LAYERS - 1) * ACTIVATION + HEAD
+    )
     either = policies.either(policies.matmuls, policies.names("none"))
-    assert kept_after_forward(zf.remat(by_name, policy=either)) == (2 * LAYERS - 1) * ACTIVATION + HEAD
+    assert (
+        kept_after_forward(zf.remat(by_name, policy=either)) == (2 * LAYERS - 1) * ACTIVATION + HEAD
+    )
 
 
 def test_the_peak_of_a_step_of_stage_3() -> None:
@@ -134,12 +150,16 @@ def test_the_peak_of_a_step_of_stage_3() -> None:
         return x
 
     def loss_fn(run: Any) -> Any:
-        return lambda p, x: functools.reduce(lambda x, layer: run(layer, x), p["h"], x).pow(2).mean()
+        return lambda p, x: (
+            functools.reduce(lambda x, layer: run(layer, x), p["h"], x).pow(2).mean()
+        )
 
     x = torch.ones(rows, test_memory.WIDTH, dtype=torch.float64)
 
     def peak(run: Any) -> int:
-        z = zf.zero(3, loss_fn(run), zf.optim.sgd(0.1), test_memory.Echo(), bucket_bytes=test_memory.BUCKET)
+        z = zf.zero(
+            3, loss_fn(run), zf.optim.sgd(0.1), test_memory.Echo(), bucket_bytes=test_memory.BUCKET
+        )
         state = z.init(test_memory.params())
         state, _ = z.step(state, x)
         return test_memory.peak_of(lambda: z.step(state, x))
@@ -148,7 +168,12 @@ def test_the_peak_of_a_step_of_stage_3() -> None:
     plain, less = peak(wide), peak(zf.remat(wide))
     assert plain >= 4 * layers * each
     # Within a block: four results, one more in progress, and two gradients.
-    assert less <= (layers + 7) * each + (test_memory.PARAMS + test_memory.GRADS) * test_memory.BUCKET + test_memory.SLACK
+    assert (
+        less
+        <= (layers + 7) * each
+        + (test_memory.PARAMS + test_memory.GRADS) * test_memory.BUCKET
+        + test_memory.SLACK
+    )
     assert 2 * less < plain
 
 
@@ -176,13 +201,20 @@ class Vault:
 
 class _InVault(Stored):
     def __init__(self, store: Vault, tensor: Tensor) -> None:
-        self.store, self.name, self.dtype, self.shape = store, "activations", tensor.dtype, tensor.shape
+        self.store, self.name, self.dtype, self.shape = (
+            store,
+            "activations",
+            tensor.dtype,
+            tensor.shape,
+        )
         self.vault = store
         self._bytes = bytes(tensor.contiguous().view(torch.uint8).tolist())
 
     def get(self, device: torch.device) -> Work:
         self.vault.num_gets += 1
-        return Work.done(torch.frombuffer(bytearray(self._bytes), dtype=self.dtype).view(self.shape).to(device))
+        return Work.done(
+            torch.frombuffer(bytearray(self._bytes), dtype=self.dtype).view(self.shape).to(device)
+        )
 
 
 @pytest.mark.parametrize("policy", [policies.nothing, policies.matmuls])
@@ -246,7 +278,9 @@ def test_dropout(policy: Any, sharded: bool) -> None:
 
 def noisy(layer: Any, x: Tensor, generator: torch.Generator) -> Tensor:
     scale = torch.rand(x.shape, generator=generator, dtype=x.dtype)
-    return torch.tanh(x @ layer["w"] * scale) * torch.randn(x.shape, generator=generator, dtype=x.dtype)
+    return torch.tanh(x @ layer["w"] * scale) * torch.randn(
+        x.shape, generator=generator, dtype=x.dtype
+    )
 
 
 @SIZES
@@ -280,7 +314,14 @@ def test_trees_options_and_aux() -> None:
         def loss_fn(params: Any, x: Tensor) -> Any:
             seen = []
             for i, layer in enumerate(params["h"]):
-                out, number = run({"x": (x, 0.5 * x), "layer": layer}, 1.0 + i, None, i, mode="up", mask={"x": None})
+                out, number = run(
+                    {"x": (x, 0.5 * x), "layer": layer},
+                    1.0 + i,
+                    None,
+                    i,
+                    mode="up",
+                    mask={"x": None},
+                )
                 assert number == i
                 x = out["x"][0]
                 seen.append(out["aux"])
@@ -291,7 +332,9 @@ def test_trees_options_and_aux() -> None:
     expected = gradients(2, loss_of_odd(odd), sharded=False)
     for store in (None, zf.stores.host()):
         for policy in (policies.nothing, policies.matmuls):
-            assert_same_bits(gradients(2, loss_of_odd(zf.remat(odd, store=store, policy=policy))), expected)
+            assert_same_bits(
+                gradients(2, loss_of_odd(zf.remat(odd, store=store, policy=policy))), expected
+            )
 
 
 @SIZES
@@ -299,12 +342,18 @@ def test_leaves_as_arguments_and_closed_over(size: int) -> None:
     expected = gradients(size, loss_of(block), sharded=False)
     forms: dict[str, Any] = {
         "closed over": lambda layer, x: zf.remat(lambda x: block(layer, x))(x),
-        "by keyword": lambda layer, x: zf.remat(lambda *, layer, x: block(layer, x))(layer=layer, x=x),
+        "by keyword": lambda layer, x: zf.remat(lambda *, layer, x: block(layer, x))(
+            layer=layer, x=x
+        ),
         "gathered inside": zf.remat(lambda layer, x: block(zf.gather(layer), x)),
         "gathered outside": lambda layer, x: zf.remat(block)(zf.gather(layer), x),
-        "one leaf": lambda layer, x: zf.remat(lambda w, b, x: block({"w": w, "b": b}, x))(layer["w"], layer["b"], x),
+        "one leaf": lambda layer, x: zf.remat(lambda w, b, x: block({"w": w, "b": b}, x))(
+            layer["w"], layer["b"], x
+        ),
         "nested": zf.remat(zf.remat(block, store=zf.stores.host()), store=zf.stores.host()),
-        "nested policies": zf.remat(zf.remat(block, policy=policies.matmuls), policy=POLICIES["small"]),
+        "nested policies": zf.remat(
+            zf.remat(block, policy=policies.matmuls), policy=POLICIES["small"]
+        ),
     }
     for name, run in forms.items():
         for calls in (1, 2):
@@ -315,7 +364,9 @@ def test_leaves_as_arguments_and_closed_over(size: int) -> None:
 def test_around_a_whole_loss_it_is_right_and_says_that_it_saves_nothing(around: Any) -> None:
     expected = gradients(2, loss_of(block), sharded=False)
     for sharded in (False, True):
-        with pytest.warns(UserWarning, match=r"remat\(\) around a whole loss saves no memory.*around the blocks"):
+        with pytest.warns(
+            UserWarning, match=r"remat\(\) around a whole loss saves no memory.*around the blocks"
+        ):
             found = gradients(2, around(loss_of(block)), sharded=sharded)
         assert_same_bits(found, expected)
     with pytest.warns(UserWarning, match="around a whole loss"):
@@ -328,7 +379,10 @@ def test_outside_of_shard_params_is_refused() -> None:
         loss = zf.remat(zf.shard_params(loss_of(block), group), policy=policies.matmuls)
         with pytest.warns(UserWarning, match="whole loss"):
             vg = zf.value_and_grad(loss)
-        with pytest.raises(zf.errors.PlacementError, match=r"remat\(\) must be inside shard_params\(\).*shard_params\(remat\(\.\.\.\)\)"):
+        with pytest.raises(
+            zf.errors.PlacementError,
+            match=r"remat\(\) must be inside shard_params\(\).*shard_params\(remat\(\.\.\.\)\)",
+        ):
             vg(zf.shard(params(), group), X)
 
     zf.simulate(1, main)
@@ -358,7 +412,9 @@ def test_ranks_that_take_other_branches(size: int) -> None:
     expected = zf.simulate(size, main, block, 0)
     for stage in (0, 3):
         for policy in (policies.nothing, policies.matmuls):
-            assert_same_bits(zf.simulate(size, main, zf.remat(block, policy=policy), stage), expected)
+            assert_same_bits(
+                zf.simulate(size, main, zf.remat(block, policy=policy), stage), expected
+            )
 
 
 def test_the_bytes_of_a_step_stay() -> None:
@@ -398,9 +454,15 @@ WAYS: dict[str, Any] = {
     "plain": lambda inner, x, options: inner(x, scale=2.0),
     "module": lambda inner, x, options: zf.remat(inner, **options)(x, scale=2.0),
     "method": lambda inner, x, options: zf.remat(inner.other, **options)(x, 2.0),
-    "argument": lambda inner, x, options: zf.remat(lambda module, x: module(x, 2.0), **options)(inner, x),
-    "partial of a class": lambda inner, x, options: zf.remat(functools.partial(Block.forward, inner, scale=2.0), **options)(x),
-    "partial": lambda inner, x, options: zf.remat(functools.partial(inner.other, scale=2.0), **options)(x),
+    "argument": lambda inner, x, options: zf.remat(lambda module, x: module(x, 2.0), **options)(
+        inner, x
+    ),
+    "partial of a class": lambda inner, x, options: zf.remat(
+        functools.partial(Block.forward, inner, scale=2.0), **options
+    )(x),
+    "partial": lambda inner, x, options: zf.remat(
+        functools.partial(inner.other, scale=2.0), **options
+    )(x),
 }
 
 
@@ -429,7 +491,9 @@ def steps_of_net(way: str, sharded: bool | None, options: dict[str, Any]) -> Any
         vg = zf.value_and_grad(zf.shard_params(loss_fn, group) if sharded else loss_fn)
         value = zf.shard(whole, group, bucket_bytes=300) if sharded else whole
         found = [vg(value, X * (i + 1)) for i in range(2)]
-        return [(loss, zf.unshard(grads) if sharded else grads) for loss, grads in found], dict(net.named_buffers())
+        return [(loss, zf.unshard(grads) if sharded else grads) for loss, grads in found], dict(
+            net.named_buffers()
+        )
 
     torch.manual_seed(4)
     return zf.simulate(1, main)
@@ -447,7 +511,11 @@ def test_modules_in_functional_call(way: str, sharded: bool) -> None:
 # Ranks that hold the same activations.
 
 
-def same_everywhere(size: int, run_of: Callable[[zf.Group], Any], watch: Callable[[zf.Group], zf.Group] = lambda g: g) -> list[Any]:
+def same_everywhere(
+    size: int,
+    run_of: Callable[[zf.Group], Any],
+    watch: Callable[[zf.Group], zf.Group] = lambda g: g,
+) -> list[Any]:
     def main(group: zf.Group) -> Any:
         group = watch(group)
         value = tree.map(lambda leaf: leaf.requires_grad_(), params())
@@ -469,10 +537,17 @@ def test_each_rank_keeps_its_part(size: int, policy: Any, stored: bool) -> None:
         groups[group.rank] = zf.record(group)
         return groups[group.rank]
 
-    run_of = lambda group: zf.remat(block, policy=policy, store=stores[group.rank], shard_over=group)
-    assert_same_bits(same_everywhere(size, run_of, watch), same_everywhere(size, lambda group: block))
+    run_of = lambda group: zf.remat(
+        block, policy=policy, store=stores[group.rank], shard_over=group
+    )
+    assert_same_bits(
+        same_everywhere(size, run_of, watch), same_everywhere(size, lambda group: block)
+    )
     if policy is not policies.everything:
-        count, part = LAYERS - 1 + (LAYERS if policy is policies.matmuls else 0), -(-ROWS * WIDTH // size) * 8
+        count, part = (
+            LAYERS - 1 + (LAYERS if policy is policies.matmuls else 0),
+            -(-ROWS * WIDTH // size) * 8,
+        )
         for group, store in zip(groups, stores, strict=True):
             assert group.bytes_sent("activations") == count * part * (size - 1)
             assert store is None or store.num_bytes == count * part
@@ -481,7 +556,8 @@ def test_each_rank_keeps_its_part(size: int, policy: Any, stored: bool) -> None:
 def test_the_part_of_a_rank_is_all_it_keeps() -> None:
     def main(group: zf.Group) -> int:
         run = zf.remat(block, shard_over=group)
-        kept_after_forward(run)  # warm up: the comparison of activations may still hold tensors on another rank
+        # warm up: the comparison of activations may still hold tensors on another rank
+        kept_after_forward(run)
         return kept_after_forward(run)
 
     assert zf.simulate(3, main) == [(LAYERS - 1) * ACTIVATION // 3 + HEAD] * 3
@@ -493,7 +569,9 @@ def test_ranks_with_batches_of_their_own_are_told() -> None:
         return vg(params(), X + group.rank)
 
     with pytest.raises(
-        zf.errors.SpecMismatch, match=r"shard_over takes ranks that hold the same activations.*on rank 1.*leave shard_over out"
+        zf.errors.SpecMismatch,
+        match=r"shard_over takes ranks that hold the same activations.*on rank 1.*leave "
+        r"shard_over out",
     ):
         zf.simulate(2, main)
 
@@ -521,10 +599,15 @@ def test_the_first_of_each_shape_is_compared_and_with_debug_all() -> None:
 
 def test_double_backward_and_two_backwards() -> None:
     def penalty(run: Any) -> Any:
-        value, x = tree.map(lambda leaf: leaf.requires_grad_(), params()), X.clone().requires_grad_()
+        value, x = (
+            tree.map(lambda leaf: leaf.requires_grad_(), params()),
+            X.clone().requires_grad_(),
+        )
         loss = loss_of(run)(value, x)
         (slope,) = torch.autograd.grad(loss, x, create_graph=True)
-        first = torch.autograd.grad(slope.pow(2).sum(), tree.leaves(value), retain_graph=True, allow_unused=True)
+        first = torch.autograd.grad(
+            slope.pow(2).sum(), tree.leaves(value), retain_graph=True, allow_unused=True
+        )
         return first, torch.autograd.grad(loss, tree.leaves(value))
 
     expected = penalty(block)
@@ -556,8 +639,15 @@ def test_under_torch_func_it_is_right_and_says_that_it_saves_nothing() -> None:
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 def test_forward_derivatives() -> None:
     with pytest.warns(UserWarning, match="under torch.func"):
-        found = jvp(lambda p: loss_of(zf.remat(block))(p, X), (params(),), (models.mlp(WIDTH, LAYERS, seed=2),))
-    assert_same_bits(found, jvp(lambda p: loss_of(block)(p, X), (params(),), (models.mlp(WIDTH, LAYERS, seed=2),)))
+        found = jvp(
+            lambda p: loss_of(zf.remat(block))(p, X),
+            (params(),),
+            (models.mlp(WIDTH, LAYERS, seed=2),),
+        )
+    assert_same_bits(
+        found,
+        jvp(lambda p: loss_of(block)(p, X), (params(),), (models.mlp(WIDTH, LAYERS, seed=2),)),
+    )
 
 
 def test_without_gradients_nothing_is_kept() -> None:
@@ -585,7 +675,9 @@ def test_what_is_kept_must_not_be_written_to() -> None:
         return product.mul_(0.1) + wave
 
     with pytest.raises(
-        zf.ZfunError, match=r"must not be written to after .* has returned; the result of aten.mm.default was; replace the in-place"
+        zf.ZfunError,
+        match=r"must not be written to after .* has returned; the result of aten.mm.default "
+        r"was; replace the in-place",
     ):
         backward(outside)
 
@@ -596,8 +688,12 @@ def test_what_is_kept_must_not_be_written_to() -> None:
     # A result that the function overwrites is not kept.
     expected = gradients(1, loss_of(inside))
     for store in (None, zf.stores.host()):
-        assert_same_bits(gradients(1, loss_of(zf.remat(inside, policy=policies.matmuls, store=store))), expected)
-    assert kept_after_forward(zf.remat(inside, policy=policies.matmuls)) == kept_after_forward(zf.remat(inside))
+        assert_same_bits(
+            gradients(1, loss_of(zf.remat(inside, policy=policies.matmuls, store=store))), expected
+        )
+    assert kept_after_forward(zf.remat(inside, policy=policies.matmuls)) == kept_after_forward(
+        zf.remat(inside)
+    )
 
 
 def test_a_block_that_does_something_else_the_second_time() -> None:
@@ -605,9 +701,17 @@ def test_a_block_that_does_something_else_the_second_time() -> None:
 
     def fickle(layer: Any, x: Tensor) -> Tensor:
         turns.append(1)
-        return torch.tanh(x @ layer["w"]) if len(turns) <= LAYERS else torch.tanh(torch.sin(x) @ layer["w"])
+        return (
+            torch.tanh(x @ layer["w"])
+            if len(turns) <= LAYERS
+            else torch.tanh(torch.sin(x) @ layer["w"])
+        )
 
-    with pytest.raises(zf.ZfunError, match=r"must do the same when it runs again; got aten.sin.default where aten.mm.default was"):
+    with pytest.raises(
+        zf.ZfunError,
+        match=r"must do the same when it runs again; got aten.sin.default where aten.mm.default "
+        r"was",
+    ):
         backward(zf.remat(fickle, policy=policies.matmuls))
 
 
@@ -615,7 +719,9 @@ def test_wrong_options() -> None:
     with pytest.raises(zf.errors.OptionError, match=r"remat\(\) takes a function; got int"):
         zf.remat(3)  # pyrefly: ignore[bad-argument-type]
     with pytest.raises(
-        zf.errors.OptionError, match=r"remat\(\) takes a policy, which is a function of \(op, result\); got 'dots'; zf.policies"
+        zf.errors.OptionError,
+        match=r"remat\(\) takes a policy, which is a function of \(op, result\); got 'dots'; "
+        r"zf.policies",
     ):
         zf.remat(block, policy="dots")  # pyrefly: ignore[bad-argument-type]
     with pytest.raises(zf.errors.OptionError, match="did you mean 'shard_over'"):
@@ -640,4 +746,8 @@ def test_policies_see_what_was_computed() -> None:
     shape = torch.Size([ROWS, WIDTH])
     result = policies.Result(shape, torch.float64, torch.device("cpu"), ACTIVATION, "outer")
     # The policy sees neither views nor in-place operations.
-    assert seen == [("aten.mm.default", result), ("aten.add.Tensor", result._replace(name="inner"))] * LAYERS
+    assert (
+        seen
+        == [("aten.mm.default", result), ("aten.add.Tensor", result._replace(name="inner"))]
+        * LAYERS
+    )

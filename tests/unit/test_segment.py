@@ -12,12 +12,16 @@ from zfun.collectives.shm._segment import CONTROL_BYTES, Segment
 
 pytestmark = [needs_shared_memory, pytest.mark.timeout(60)]
 
-SIZES = st.one_of(st.integers(1, 3 * PAGE), st.integers(1, 12 * HUGE_PAGE // PAGE).map(lambda n: n * PAGE))
+SIZES = st.one_of(
+    st.integers(1, 3 * PAGE), st.integers(1, 12 * HUGE_PAGE // PAGE).map(lambda n: n * PAGE)
+)
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.tuples(SIZES, st.integers(0, 9)), max_size=40), st.integers(0, 3))
-def test_blocks_are_apart_and_aligned_and_used_again(program: list[tuple[int, int]], rank: int) -> None:
+def test_blocks_are_apart_and_aligned_and_used_again(
+    program: list[tuple[int, int]], rank: int
+) -> None:
     segment = Segment(rank, 4)
     taken: list[tuple[int, int]] = []
     for nbytes, place in program:

@@ -64,7 +64,9 @@ def place_of_read() -> str | None:
         file = Path(frame.f_code.co_filename)
         if file.is_relative_to(ROOT):
             module = file.relative_to(ROOT).as_posix()
-            if frame.f_code.co_name in ON_THE_HOST or (module.startswith("ops/") and frame.f_code.co_name in KERNELS):
+            if frame.f_code.co_name in ON_THE_HOST or (
+                module.startswith("ops/") and frame.f_code.co_name in KERNELS
+            ):
                 return None
             if place is None:
                 place = f"{module}:{frame.f_lineno} {frame.f_code.co_name}"
@@ -100,7 +102,9 @@ class Recorder(TorchDispatchMode):
 
 
 def mark_local(x: Any) -> Any:
-    """Say that on a device this tensor would be on the host all the same: a copy for the host, or made from one."""
+    """Say that on a device this tensor would be on the host all the same: a copy for the host, or
+    made from one.
+    """
     if isinstance(x, Tensor):
         x._is_local = True  # pyrefly: ignore[missing-attribute]
     return x
@@ -163,11 +167,16 @@ def recorders(monkeypatch: pytest.MonkeyPatch) -> dict[int, Recorder]:
 def params_of() -> Any:
     generator = torch.Generator().manual_seed(0)
     return {
-        layer: {name: 0.3 * torch.randn(shape, generator=generator) for name, shape in shapes.items()} for layer, shapes in PARAMS.items()
+        layer: {
+            name: 0.3 * torch.randn(shape, generator=generator) for name, shape in shapes.items()
+        }
+        for layer, shapes in PARAMS.items()
     }
 
 
-def waits_of_a_step(recorders: dict[int, Recorder], stage: int, weighted: bool = False, **options: Any) -> dict[str, list[str]]:
+def waits_of_a_step(
+    recorders: dict[int, Recorder], stage: int, weighted: bool = False, **options: Any
+) -> dict[str, list[str]]:
     """Take steps on two ranks, and return the places of rank 0 that wait in the fourth, by phase."""
 
     def main(group: zf.Group) -> dict[str, list[str]]:
@@ -211,14 +220,20 @@ STAGES = range(4)
 def check(found: dict[str, list[str]], bounds: dict[str, int]) -> None:
     for phase in PHASES:
         places = found.get(phase, [])
-        assert len(places) <= bounds.get(phase, 0), f"in phase {phase!r} the host waits for the device at {places}"
+        assert len(places) <= bounds.get(phase, 0), (
+            f"in phase {phase!r} the host waits for the device at {places}"
+        )
     # The skip test is one: a recorder that sees nothing would find none.
     assert found["norm"]
 
 
-@pytest.mark.parametrize("options", [{}, {"precision": torch.bfloat16}], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "options", [{}, {"precision": torch.bfloat16}], ids=["float32", "bfloat16"]
+)
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_step_waits_for_the_norm(recorders: dict[int, Recorder], stage: int, options: dict[str, Any]) -> None:
+def test_a_step_waits_for_the_norm(
+    recorders: dict[int, Recorder], stage: int, options: dict[str, Any]
+) -> None:
     check(waits_of_a_step(recorders, stage, **options), NORM)
 
 

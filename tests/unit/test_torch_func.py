@@ -17,7 +17,9 @@ from zfun import ops, tree
 from zfun.testing import assert_same_bits
 
 # torch triggers this warning at the first import for forward-mode derivatives.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script. is deprecated:DeprecationWarning"
+)
 
 SIZES = pytest.mark.parametrize("size", [1, 2, 3])
 Loss = Callable[[Any, Tensor], Tensor]
@@ -44,8 +46,12 @@ FORMS = pytest.mark.parametrize("form", [through_gather, through_shard_params])
 
 
 def close(found: Any, expected: Any) -> None:
-    for path, x, y in zip(tree.paths(expected), tree.leaves(found), tree.leaves(expected), strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-13, msg=lambda text, path=path: f"{path}: {text}")
+    for path, x, y in zip(
+        tree.paths(expected), tree.leaves(found), tree.leaves(expected), strict=True
+    ):
+        torch.testing.assert_close(
+            x, y, rtol=1e-12, atol=1e-13, msg=lambda text, path=path: f"{path}: {text}"
+        )
 
 
 def run(size: int, form: Any, program: Callable[[zf.Group, Loss, zf.Flat], Any]) -> list[Any]:
@@ -90,7 +96,12 @@ def test_per_sample_gradients(size: int, form: Any) -> None:
     def program(group: zf.Group, loss: Loss, flat: zf.Flat) -> Any:
         per_sample = vmap(grad(loss), in_dims=(None, 0))(flat, X[:, None])
         assert all(buffer.shape[0] == len(X) for buffer in per_sample.buffers)
-        return [zf.unshard(per_sample.with_buffers(buffer[i].contiguous() for buffer in per_sample.buffers)) for i in range(len(X))]
+        return [
+            zf.unshard(
+                per_sample.with_buffers(buffer[i].contiguous() for buffer in per_sample.buffers)
+            )
+            for i in range(len(X))
+        ]
 
     expected = vmap(grad(models.mlp_loss), in_dims=(None, 0))(mlp(), X[:, None])
     for found in run(size, form, program):
@@ -127,7 +138,9 @@ def test_hessian_vector_product_reverse_over_reverse(size: int, form: Any) -> No
         def along(p: zf.Flat) -> Tensor:
             # The dot product of shards is one term of the sum over ranks.
             slopes = grad(loss)(p, X)
-            return torch.stack([(a * b).sum() for a, b in zip(slopes.buffers, tangent.buffers, strict=True)]).sum()
+            return torch.stack(
+                [(a * b).sum() for a, b in zip(slopes.buffers, tangent.buffers, strict=True)]
+            ).sum()
 
         return zf.unshard(grad(along)(flat))
 
@@ -139,7 +152,12 @@ def test_hessian_vector_product_reverse_over_reverse(size: int, form: Any) -> No
 @FORMS
 def test_jvp(size: int, form: Any) -> None:
     def program(group: zf.Group, loss: Loss, flat: zf.Flat) -> Any:
-        return tuple(out * group.size for out in jvp(lambda p: loss(p, X), (flat,), (zf.shard(direction(), group, bucket_bytes=300),)))
+        return tuple(
+            out * group.size
+            for out in jvp(
+                lambda p: loss(p, X), (flat,), (zf.shard(direction(), group, bucket_bytes=300),)
+            )
+        )
 
     expected = jvp(lambda p: models.mlp_loss(p, X), (mlp(),), (direction(),))
     for found in run(size, form, program):
@@ -161,10 +179,15 @@ def test_jacrev_and_vjp(size: int, sharded: bool) -> None:
 
     def main(group: zf.Group) -> Any:
         flat = zf.shard(mlp(), group, bucket_bytes=300)
-        inner = zf.shard_params(outputs, group) if sharded else lambda p, x: outputs(zf.gather(p), x)
+        inner = (
+            zf.shard_params(outputs, group) if sharded else lambda p, x: outputs(zf.gather(p), x)
+        )
         fn = lambda p: inner(p, X) / group.size
         jacobian = jacrev(fn)(flat)
-        rows = [zf.unshard(jacobian.with_buffers(buffer[i].contiguous() for buffer in jacobian.buffers)) for i in range(len(X))]
+        rows = [
+            zf.unshard(jacobian.with_buffers(buffer[i].contiguous() for buffer in jacobian.buffers))
+            for i in range(len(X))
+        ]
         _, pull = vjp(fn, flat)  # pyrefly: ignore[bad-unpacking]
         return rows, zf.unshard(pull(cotangent)[0])
 
@@ -188,7 +211,14 @@ def test_hessian_of_a_small_model(size: int) -> None:
             return zf.gather(grad(lambda q: cubes(zf.gather(q)["w"]) / group.size)(p))["w"]
 
         rows = jacrev(lambda p: slope(p) / group.size)(flat)
-        return torch.stack([zf.unshard(rows.with_buffers(buffer[i].contiguous() for buffer in rows.buffers))["w"] for i in range(6)])
+        return torch.stack(
+            [
+                zf.unshard(rows.with_buffers(buffer[i].contiguous() for buffer in rows.buffers))[
+                    "w"
+                ]
+                for i in range(6)
+            ]
+        )
 
     for found in zf.simulate(size, main):
         close(found, hessian(cubes)(w))
@@ -220,12 +250,16 @@ def test_a_gradient_function_of_the_user_goes_through_the_transforms() -> None:
     for sharded in (False, True):
         for parts in (1, 2):
             mine = zf.simulate(3, main, user, sharded, parts)
-            assert_same_bits(mine, zf.simulate(3, main, zf.value_and_grad(models.mlp_loss), sharded, parts))
+            assert_same_bits(
+                mine, zf.simulate(3, main, zf.value_and_grad(models.mlp_loss), sharded, parts)
+            )
 
 
 def test_a_user_gradient_with_aux() -> None:
     def main(group: zf.Group) -> Any:
-        vg = zf.shard_grads(zf.data_parallel(lambda p, x: ((p["w"] * x, "aux"), {"w": x.clone()}), group), group)
+        vg = zf.shard_grads(
+            zf.data_parallel(lambda p, x: ((p["w"] * x, "aux"), {"w": x.clone()}), group), group
+        )
         (loss, aux), grads = vg({"w": torch.tensor(2.0)}, torch.tensor(float(group.rank)))
         return loss.item(), aux, zf.unshard(grads)["w"].item()
 
@@ -235,7 +269,8 @@ def test_a_user_gradient_with_aux() -> None:
 # torch.compile.
 
 needs_compiler = pytest.mark.skipif(
-    not any(shutil.which(name) for name in ("g++", "clang++", "c++")), reason="torch.compile needs a C++ compiler"
+    not any(shutil.which(name) for name in ("g++", "clang++", "c++")),
+    reason="torch.compile needs a C++ compiler",
 )
 
 
@@ -276,7 +311,9 @@ def test_a_compiled_block() -> None:
     # Ranks that are threads must not compile at the same time.
     first = zf.simulate(2, trained, 0, lambda layer, x: compiled(zf.gather(layer), x))
     for stage in (1, 2, 3):
-        assert_same_bits(zf.simulate(2, trained, stage, lambda layer, x: compiled(zf.gather(layer), x)), first)
+        assert_same_bits(
+            zf.simulate(2, trained, stage, lambda layer, x: compiled(zf.gather(layer), x)), first
+        )
 
 
 def trained(group: zf.Group, stage: int, run: Any) -> Any:
@@ -297,9 +334,15 @@ def trained(group: zf.Group, stage: int, run: Any) -> Any:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("size", "stages"),
-    [(2, (0, 3)), pytest.param(1, (0, 1, 2, 3), marks=pytest.mark.slow), pytest.param(2, (1, 2), marks=pytest.mark.slow)],
+    [
+        (2, (0, 3)),
+        pytest.param(1, (0, 1, 2, 3), marks=pytest.mark.slow),
+        pytest.param(2, (1, 2), marks=pytest.mark.slow),
+    ],
 )
-def test_a_block_traced_as_one_graph_at_every_stage_and_with_remat(size: int, stages: tuple[int, ...]) -> None:
+def test_a_block_traced_as_one_graph_at_every_stage_and_with_remat(
+    size: int, stages: tuple[int, ...]
+) -> None:
     """Use the ``aot_eager`` backend, whose bits are those of plain code."""
     torch.compiler.reset()
     whole = torch.compile(block, fullgraph=True, backend="aot_eager")
@@ -319,7 +362,9 @@ def test_a_block_traced_as_one_graph_at_every_stage_and_with_remat(size: int, st
         for stage in stages:
             expected = zf.simulate(size, trained, stage, block)
             for name, form in forms.items():
-                assert_same_bits(zf.simulate(size, trained, stage, form), expected, f"stage {stage}, {name}")
+                assert_same_bits(
+                    zf.simulate(size, trained, stage, form), expected, f"stage {stage}, {name}"
+                )
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -334,7 +379,9 @@ def test_kernels_give_way_to_the_compiler() -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_remat_inside_of_compiled_code_takes_no_options() -> None:
     torch.compiler.reset()
-    inside = torch.compile(zf.remat(block, policy=zf.policies.matmuls), fullgraph=True, backend="eager")
+    inside = torch.compile(
+        zf.remat(block, policy=zf.policies.matmuls), fullgraph=True, backend="eager"
+    )
     with pytest.raises(Exception, match=r"put remat\(\) around the compiled function"):
         inside(mlp()["h"][0], X)
 

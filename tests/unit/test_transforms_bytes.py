@@ -1,4 +1,6 @@
-"""What a step sends: 2Ψ(N−1)/N for stages 0 to 2, 3Ψ(N−1)/N for stage 3, padding included, at every step."""
+"""What a step sends: 2Ψ(N−1)/N for stages 0 to 2, 3Ψ(N−1)/N for stage 3, padding included, at every
+step.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +39,19 @@ def sent_by_step(
     group: zf.Group, stage: int, loss_fn: Any, num_steps: int, bucket_bytes: int, **options: Any
 ) -> tuple[int, list[dict[str, int]]]:
     recorded = zf.record(group)
-    z = zf.zero(stage, loss_fn, zf.optim.adamw(1e-3), recorded, bucket_bytes=bucket_bytes, **options)
+    z = zf.zero(
+        stage, loss_fn, zf.optim.adamw(1e-3), recorded, bucket_bytes=bucket_bytes, **options
+    )
     state = z.init(models.mlp(num_layers=5, dtype=torch.float32))
     psi = sum(bucket.padded_numel * bucket.dtype.itemsize for bucket in state.params.layout.buckets)
     steps = []
     for batches in models.mlp_batches(num_steps, group.size, dtype=torch.float32):
         recorded.clear()
         state, _ = z.step(state, batches[group.rank])
-        steps.append({name: recorded.bytes_sent(name) for name in ("params", "grads")} | {"all": recorded.bytes_sent()})
+        steps.append(
+            {name: recorded.bytes_sent(name) for name in ("params", "grads")}
+            | {"all": recorded.bytes_sent()}
+        )
     return psi, steps
 
 
@@ -56,13 +63,16 @@ def test_bytes_of_a_step(stage: int, size: int, loss_fn: Any, bucket_bytes: int)
     for psi, steps in zf.simulate(size, sent_by_step, stage, loss_fn, 3, bucket_bytes):
         once = psi * (size - 1) // size
         params, grads = {0: (0, 2), 1: (1, 1), 2: (1, 1), 3: (2, 1)}[stage]
-        # The first step of stage 3 gathers in the order of the layout and then learns the order of use: the bytes are those of all others.
+        # The first step of stage 3 gathers in the order of the layout and then learns the order of
+        # use: the bytes are those of all others.
         for step in steps:
             assert (step["params"], step["grads"]) == (params * once, grads * once)
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_leaf_that_is_used_early_and_late_is_gathered_once_from_the_second_step_on(size: int) -> None:
+def test_a_leaf_that_is_used_early_and_late_is_gathered_once_from_the_second_step_on(
+    size: int,
+) -> None:
     for psi, steps in zf.simulate(size, sent_by_step, 3, uses_twice, 3, 1):
         once = psi * (size - 1) // size
         assert steps[0]["params"] >= 2 * once
@@ -81,7 +91,9 @@ def test_a_pass_without_gradients_gathers_nothing_for_backward() -> None:
             vg(params, batch)
         recorded.clear()
         loss(params, batch)
-        return recorded.bytes_sent("params"), sum(bucket.padded_numel * bucket.dtype.itemsize for bucket in params.layout.buckets)
+        return recorded.bytes_sent("params"), sum(
+            bucket.padded_numel * bucket.dtype.itemsize for bucket in params.layout.buckets
+        )
 
     for sent, psi in zf.simulate(2, main):
         assert sent == psi // 2
@@ -100,7 +112,9 @@ def test_what_the_loss_still_holds_is_gathered_for_backward_all_the_same() -> No
         return ((x + last["b"]) @ params["out"]).pow(2).mean()
 
     size = 2
-    for psi, steps in zf.simulate(size, sent_by_step, 3, holds, 4, 1, schedule=zf.ScheduleOptions(prefetch=3)):
+    for psi, steps in zf.simulate(
+        size, sent_by_step, 3, holds, 4, 1, schedule=zf.ScheduleOptions(prefetch=3)
+    ):
         once = psi * (size - 1) // size
         assert [(step["params"], step["grads"]) for step in steps] == [(2 * once, once)] * 4
 
@@ -115,11 +129,16 @@ def test_what_else_is_sent_is_small(stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bytes_with_micro_batches(stage: int) -> None:
     size = 2
-    for psi, steps in zf.simulate(size, sent_by_step, stage, models.mlp_loss, 2, 400, num_micro_batches=2):
+    for psi, steps in zf.simulate(
+        size, sent_by_step, stage, models.mlp_loss, 2, 400, num_micro_batches=2
+    ):
         once = psi * (size - 1) // size
-        # Stages 2 and 3 reduce every micro-batch, and stage 3 gathers for each; stages 0 and 1 reduce the sum.
+        # Stages 2 and 3 reduce every micro-batch, and stage 3 gathers for each; stages 0 and 1
+        # reduce the sum.
         params, grads = {0: (0, 2), 1: (1, 1), 2: (1, 2), 3: (4, 2)}[stage]
-        assert [(step["params"], step["grads"]) for step in steps] == [(params * once, grads * once)] * 2
+        assert [(step["params"], step["grads"]) for step in steps] == [
+            (params * once, grads * once)
+        ] * 2
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -131,20 +150,33 @@ def test_frozen_leaves_have_no_gradient_and_no_optimizer_bytes(stage: int) -> No
 
     def main(group: zf.Group) -> None:
         recorded = zf.record(group)
-        z = zf.zero(stage, models.mlp_loss, zf.optim.adamw(1e-3), recorded, bucket_bytes=200, trainable=trainable)
+        z = zf.zero(
+            stage,
+            models.mlp_loss,
+            zf.optim.adamw(1e-3),
+            recorded,
+            bucket_bytes=200,
+            trainable=trainable,
+        )
         state = z.init(models.mlp(dtype=torch.float32))
         assert state.frozen is not None
         trained, frozen = (
-            sum(bucket.padded_numel * bucket.dtype.itemsize for bucket in flat.layout.buckets) for flat in (state.params, state.frozen)
+            sum(bucket.padded_numel * bucket.dtype.itemsize for bucket in flat.layout.buckets)
+            for flat in (state.params, state.frozen)
         )
         for batches in models.mlp_batches(2, size, dtype=torch.float32):
             recorded.clear()
             state, _ = z.step(state, batches[group.rank])
             params = {0: 0, 1: trained, 2: trained, 3: 2 * (trained + frozen)}[stage]
             assert recorded.bytes_sent("params") == params * (size - 1) // size
-            assert recorded.bytes_sent("grads") == (2 if stage == 0 else 1) * trained * (size - 1) // size
+            assert (
+                recorded.bytes_sent("grads")
+                == (2 if stage == 0 else 1) * trained * (size - 1) // size
+            )
         held = sum(zf.describe(state.opt_state.mu).bytes_by_place.values())
         assert held == (trained if stage == 0 else trained // size)
-        assert sum(zf.describe(state.frozen).bytes_by_place.values()) == (frozen // size if stage == 3 else frozen)
+        assert sum(zf.describe(state.frozen).bytes_by_place.values()) == (
+            frozen // size if stage == 3 else frozen
+        )
 
     zf.simulate(size, main)

@@ -23,7 +23,9 @@ def plain(loss_fn: Any, params: Any, batch: Any) -> tuple[Tensor, Any]:
     mine = [leaf.clone().requires_grad_() for leaf in leaves]
     loss = loss_fn(tree.unflatten(spec, mine), batch)
     grads = torch.autograd.grad(loss, mine, allow_unused=True)
-    return loss.detach(), tree.unflatten(spec, [torch.zeros_like(p) if g is None else g for p, g in zip(mine, grads, strict=True)])
+    return loss.detach(), tree.unflatten(
+        spec, [torch.zeros_like(p) if g is None else g for p, g in zip(mine, grads, strict=True)]
+    )
 
 
 X = models.mlp_batches(1, 1)[0][0]
@@ -36,7 +38,9 @@ def test_value_and_grad_is_plain_autograd() -> None:
     assert not any(leaf.requires_grad for leaf in tree.leaves(grads))
 
 
-def test_ranks_that_share_a_gradient_function_do_not_share_tables_of_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_share_a_gradient_function_do_not_share_tables_of_addresses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     vg = zf.value_and_grad(models.mlp_loss)
     batches = models.mlp_batches(1, 2)[0]
     both_know, point_at = threading.Barrier(2, timeout=20.0), ops.AddressTable.point_at
@@ -48,7 +52,9 @@ def test_ranks_that_share_a_gradient_function_do_not_share_tables_of_addresses(m
         return found
 
     def main(group: zf.Group) -> Any:
-        gradient, own = (zf.data_parallel(fn, group) for fn in (vg, zf.value_and_grad(models.mlp_loss)))
+        gradient, own = (
+            zf.data_parallel(fn, group) for fn in (vg, zf.value_and_grad(models.mlp_loss))
+        )
         expected = own(models.mlp(), batches[group.rank])
         # From now on there is a table that both could take.
         gradient(models.mlp(), batches[group.rank])
@@ -87,7 +93,11 @@ def test_it_works_without_grad_mode() -> None:
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_aux_comes_back_as_it_is(stage: int) -> None:
     def loss_fn(params: Any, x: Tensor) -> Any:
-        return models.mlp_loss(params, x), {"rows": len(x), "out": params["out"].detach().clone(), "first": x[0, 0].item()}
+        return models.mlp_loss(params, x), {
+            "rows": len(x),
+            "out": params["out"].detach().clone(),
+            "first": x[0, 0].item(),
+        }
 
     def main(group: zf.Group) -> None:
         batch = models.mlp_batches(1, group.size)[0][group.rank]
@@ -115,7 +125,9 @@ def test_tied_leaves_of_a_plain_tree_get_the_sum() -> None:
     _, grads = zf.value_and_grad(models.mlp_loss)(params, X)
     assert grads["h"][0]["w"] is grads["h"][3]["w"]
     apart = plain(models.mlp_loss, params, X)[1]
-    torch.testing.assert_close(grads["h"][0]["w"], apart["h"][0]["w"] + apart["h"][3]["w"], rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(
+        grads["h"][0]["w"], apart["h"][0]["w"] + apart["h"][3]["w"], rtol=1e-12, atol=1e-14
+    )
     new, _ = zf.apply(zf.optim.sgd(0.1), grads, zf.optim.sgd(0.1).init(params), params)
     assert new["h"][0]["w"] is new["h"][3]["w"]
 
@@ -155,8 +167,12 @@ def test_reduce_sum_does_not_divide() -> None:
     mean, total = (zf.simulate(3, main, reduce)[0] for reduce in ("mean", "sum"))
     parts = [plain(models.mlp_loss, models.mlp(), batch) for batch in batches]
     for found, factor in ((mean, 3), (total, 1)):
-        torch.testing.assert_close(found[0], sum(loss for loss, _ in parts) / factor, rtol=1e-12, atol=0)
-        expected = tree.map(lambda *leaves, factor=factor: sum(leaves) / factor, *(grads for _, grads in parts))
+        torch.testing.assert_close(
+            found[0], sum(loss for loss, _ in parts) / factor, rtol=1e-12, atol=0
+        )
+        expected = tree.map(
+            lambda *leaves, factor=factor: sum(leaves) / factor, *(grads for _, grads in parts)
+        )
         for a, b in zip(tree.leaves(found[1]), tree.leaves(expected), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
 
@@ -239,7 +255,10 @@ def test_gradients_that_are_summed_are_not_summed_again() -> None:
         terms = zf.data_parallel(zf.value_and_grad(models.mlp_loss), group)
         whole, cut = zf.transforms.replicate_grads(terms, group), zf.shard_grads(terms, group)
         expected = zf.unshard(whole(models.mlp(), batches[group.rank])[1])
-        for first, then, placement in ((whole, zf.shard_grads, zf.S), (cut, zf.transforms.replicate_grads, zf.R)):
+        for first, then, placement in (
+            (whole, zf.shard_grads, zf.S),
+            (cut, zf.transforms.replicate_grads, zf.R),
+        ):
             grads = then(first, group)(models.mlp(), batches[group.rank])[1]
             assert grads.placement is placement
             assert_same_bits(zf.unshard(grads), expected)
@@ -260,7 +279,10 @@ def token_batches(size: int) -> list[tuple[Tensor, Tensor]]:
     g = torch.Generator().manual_seed(8)
     counts = [1, 6, 3, 5, 2, 4, 6]
     return [
-        (torch.randn(6, 5, generator=g, dtype=torch.float64), (torch.arange(6) < counts[rank]).double()[torch.randperm(6, generator=g)])
+        (
+            torch.randn(6, 5, generator=g, dtype=torch.float64),
+            (torch.arange(6) < counts[rank]).double()[torch.randperm(6, generator=g)],
+        )
         for rank in range(size)
     ]
 
@@ -283,7 +305,9 @@ def true_mean(size: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 3])
 @pytest.mark.parametrize("order", ["P", "S then accumulate", "accumulate then S", "shard_params"])
-def test_weighted_mean_is_the_mean_over_tokens(size: int, num_micro_batches: int, order: str) -> None:
+def test_weighted_mean_is_the_mean_over_tokens(
+    size: int, num_micro_batches: int, order: str
+) -> None:
     def main(group: zf.Group) -> Any:
         params: Any = W
         loss_fn: Any = token_loss
@@ -324,7 +348,9 @@ def test_weighted_mean_under_zero(stage: int) -> None:
 def test_weighted_mean_with_a_rank_without_tokens() -> None:
     def main(group: zf.Group) -> Any:
         x, mask = token_batches(2)[group.rank]
-        loss, grads = zf.data_parallel(zf.value_and_grad(token_loss), group)(W, (x, mask * group.rank))
+        loss, grads = zf.data_parallel(zf.value_and_grad(token_loss), group)(
+            W, (x, mask * group.rank)
+        )
         return loss.mean, zf.unshard(grads)["w"]
 
     x, mask = token_batches(2)[1]
@@ -336,8 +362,12 @@ def test_weighted_mean_with_a_rank_without_tokens() -> None:
 
 def test_weighted_mean_is_a_mean() -> None:
     def main(group: zf.Group) -> None:
-        with pytest.raises(OptionError, match=r"weighted_mean\(\) is a mean; got data_parallel\(reduce='sum'\)"):
-            zf.data_parallel(zf.value_and_grad(token_loss), group, reduce="sum")(W, token_batches(2)[group.rank])
+        with pytest.raises(
+            OptionError, match=r"weighted_mean\(\) is a mean; got data_parallel\(reduce='sum'\)"
+        ):
+            zf.data_parallel(zf.value_and_grad(token_loss), group, reduce="sum")(
+                W, token_batches(2)[group.rank]
+            )
 
     zf.simulate(2, main)
 
@@ -365,15 +395,21 @@ def test_accumulate_splits_every_tensor_of_a_batch() -> None:
 
 @pytest.mark.parametrize("leaf", [torch.ones(5), torch.ones(())])
 def test_accumulate_needs_batches_that_can_be_split(leaf: Tensor) -> None:
-    with pytest.raises(OptionError, match=r"in 2; batch leaf 'x\.0' has shape .*; use a batch size that 2 divides") as caught:
-        zf.accumulate(zf.value_and_grad(lambda p, b: p["w"].sum()), 2)({"w": torch.ones(2)}, {"x": [leaf]})
+    with pytest.raises(
+        OptionError, match=r"in 2; batch leaf 'x\.0' has shape .*; use a batch size that 2 divides"
+    ) as caught:
+        zf.accumulate(zf.value_and_grad(lambda p, b: p["w"].sum()), 2)(
+            {"w": torch.ones(2)}, {"x": [leaf]}
+        )
     assert caught.value.leaf == "x.0"
 
 
 @pytest.mark.parametrize("num", [1, 2, 4])
 def test_accumulate_is_the_mean_of_the_micro_batches(num: int) -> None:
     loss, grads = zf.accumulate(zf.value_and_grad(models.mlp_loss), num)(models.mlp(), X)
-    expected_loss, expected = plain(lambda p, x: sum(models.mlp_loss(p, part) for part in x.chunk(num)) / num, models.mlp(), X)
+    expected_loss, expected = plain(
+        lambda p, x: sum(models.mlp_loss(p, part) for part in x.chunk(num)) / num, models.mlp(), X
+    )
     torch.testing.assert_close(loss, expected_loss, rtol=1e-12, atol=0)
     for a, b in zip(tree.leaves(grads), tree.leaves(expected), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
@@ -389,7 +425,9 @@ def test_a_failed_loss_leaves_no_trace() -> None:
         loss, grads = vg(flat, X)
         whole = plain(models.mlp_loss, models.mlp(), X)
         torch.testing.assert_close(loss, whole[0], rtol=1e-12, atol=0)
-        torch.testing.assert_close(zf.unshard(grads)["out"], group.size * whole[1]["out"], rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(
+            zf.unshard(grads)["out"], group.size * whole[1]["out"], rtol=1e-12, atol=1e-14
+        )
 
     zf.simulate(1, main)
 
@@ -399,15 +437,27 @@ def test_a_norm_counts_tied_leaves_once_in_every_form() -> None:
     params["h"][3]["w"] = params["h"][0]["w"]
     _, grads = zf.value_and_grad(models.mlp_loss)(params, X)
     alone = tree.leaves(grads)
-    once = torch.cat([leaf.reshape(-1) for leaf in {id(leaf): leaf for leaf in alone}.values()]).norm()
+    once = torch.cat(
+        [leaf.reshape(-1) for leaf in {id(leaf): leaf for leaf in alone}.values()]
+    ).norm()
     twice = torch.cat([leaf.reshape(-1) for leaf in alone]).norm()
     assert not torch.isclose(once, twice)
 
     def main(group: zf.Group, bucket_bytes: int) -> Any:
         whole = zf.replicate(grads, group, bucket_bytes=bucket_bytes)
-        return zf.flat.global_norm(grads), zf.flat.global_norm(whole), zf.flat.global_norm(zf.redistribute(whole, zf.S, group))
+        return (
+            zf.flat.global_norm(grads),
+            zf.flat.global_norm(whole),
+            zf.flat.global_norm(zf.redistribute(whole, zf.S, group)),
+        )
 
-    found = [norm for size in (1, 2, 3, 7) for size_bytes in (1, 300, 2**20) for run in zf.simulate(size, main, size_bytes) for norm in run]
+    found = [
+        norm
+        for size in (1, 2, 3, 7)
+        for size_bytes in (1, 300, 2**20)
+        for run in zf.simulate(size, main, size_bytes)
+        for norm in run
+    ]
     assert_same_bits(found, [found[0]] * len(found))
     torch.testing.assert_close(found[0], once, rtol=1e-14, atol=0)
 
@@ -417,7 +467,9 @@ def test_debug_mode_names_leaves_without_a_gradient(sharded: bool) -> None:
     def main(group: zf.Group) -> str:
         group = zf.record(checked(group))
         params: Any = {"used": torch.ones(3), "idle": torch.ones(2)}
-        loss: Any = lambda params, batch: (params["used"] * batch).sum() + (params["idle"].sum() if group.rank else 0.0)
+        loss: Any = lambda params, batch: (
+            (params["used"] * batch).sum() + (params["idle"].sum() if group.rank else 0.0)
+        )
         if sharded:
             params, loss = zf.shard(params, group), zf.shard_params(loss, group)
         vg = zf.data_parallel(zf.value_and_grad(loss), group)
@@ -427,4 +479,6 @@ def test_debug_mode_names_leaves_without_a_gradient(sharded: bool) -> None:
         return "; ".join(str(entry.message) for entry in caught)
 
     # Filters of warnings belong to the process, so one rank at a time.
-    assert zf.simulate(1, main)[0].startswith("rank 0: the loss does not depend on idle; such leaves have zero gradients")
+    assert zf.simulate(1, main)[0].startswith(
+        "rank 0: the loss does not depend on idle; such leaves have zero gradients"
+    )

@@ -16,11 +16,16 @@ from zfun.transforms import probe
 
 
 def stateless(leaf_update: Callable[[Tensor, Tensor], Tensor]) -> optim.Optimizer:
-    return optim.optimizer(lambda params: (), lambda grads, state, params: (tree.map(leaf_update, grads, params), state))
+    return optim.optimizer(
+        lambda params: (),
+        lambda grads, state, params: (tree.map(leaf_update, grads, params), state),
+    )
 
 
 def whole_tree(grads_to_updates: Callable[[Any], Any]) -> optim.Optimizer:
-    return optim.optimizer(lambda params: (), lambda grads, state, params: (grads_to_updates(grads), state))
+    return optim.optimizer(
+        lambda params: (), lambda grads, state, params: (grads_to_updates(grads), state)
+    )
 
 
 def local_norm_clip(grads: Any) -> Any:
@@ -48,7 +53,11 @@ def rms_moments() -> optim.Optimizer:
         optim.adam(optim.warmup_cosine(1e-3, 100, 1000), weight_decay=0.1),
         optim.adamw(1e-3),
         optim.clip_by_global_norm(1e-3),
-        optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3), optim.scale_by_schedule(optim.linear(1.0, 0.0, 10))),
+        optim.chain(
+            optim.clip_by_global_norm(1.0),
+            optim.adamw(1e-3),
+            optim.scale_by_schedule(optim.linear(1.0, 0.0, 10)),
+        ),
         stateless(lambda g, p: -0.1 * g.sign() - 0.1 * p),
         whole_tree(own_global_norm_clip),
         rms_moments(),
@@ -67,22 +76,39 @@ def newton_schulz(g: Tensor, p: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [
-        (stateless(lambda g, p: -0.1 * g * p.norm() / g.norm()), "1-D pieces of lengths .* changed by"),
+        (
+            stateless(lambda g, p: -0.1 * g * p.norm() / g.norm()),
+            "1-D pieces of lengths .* changed by",
+        ),
         (stateless(lambda g, p: -0.1 * (g - g.mean())), "changed by"),
         (stateless(lambda g, p: -0.1 * g.reshape(-1).sort().values.reshape(g.shape)), "changed by"),
         (stateless(lambda g, p: -0.1 * g.reshape(-1).roll(1).reshape(g.shape)), "changed by"),
         (stateless(lambda g, p: -0.1 * (g.mm(g.t()).mm(g) if g.dim() == 2 else g)), "changed by"),
         (stateless(lambda g, p: -0.1 * g * (2.0 if g.dim() > 1 else 1.0)), "changed by"),
         (stateless(newton_schulz), r"raised RuntimeError: (mm: )?self must be a matrix"),
-        (whole_tree(lambda grads: {"w": grads["w"]}), "whatever the shapes and names of leaves; .* raised TypeError"),
+        (
+            whole_tree(lambda grads: {"w": grads["w"]}),
+            "whatever the shapes and names of leaves; .* raised TypeError",
+        ),
         (whole_tree(local_norm_clip), "halves on two ranks .*zf.optim.clip_by_global_norm"),
         (stateless(lambda g, p: -0.1 * g - 1e-3), r"padding, which must stay zero"),
         (stateless(lambda g, p: -0.1 * g / g.abs()), r"padding, which must stay zero.*nan"),
-        (stateless(lambda g, p: -0.1 * g * torch.rand(())), "two runs from one start .* different changes; keep"),
-        (stateless(lambda g, p: -0.1 * torch.cat([g.reshape(-1), g.reshape(-1)])), "raised SpecMismatch"),
-        (optim.optimizer(lambda params: None, lambda grads, state, params: (grads, grads)), "the state changed its structure"),
         (
-            optim.sgd(0.1)._replace(apply=lambda grads, state, params, *, donate=False: (params, state)),
+            stateless(lambda g, p: -0.1 * g * torch.rand(())),
+            "two runs from one start .* different changes; keep",
+        ),
+        (
+            stateless(lambda g, p: -0.1 * torch.cat([g.reshape(-1), g.reshape(-1)])),
+            "raised SpecMismatch",
+        ),
+        (
+            optim.optimizer(lambda params: None, lambda grads, state, params: (grads, grads)),
+            "the state changed its structure",
+        ),
+        (
+            optim.sgd(0.1)._replace(
+                apply=lambda grads, state, params, *, donate=False: (params, state)
+            ),
             "comparing update and then add with apply",
         ),
     ],

@@ -24,7 +24,9 @@ SIZES = pytest.mark.parametrize("size", [1, 3])
 X = models.mlp_batches(1, 1)[0][0]
 
 
-def gradients(size: int, loss_fn: Any, params: Any = None, *, sharded: bool = True, calls: int = 2) -> list[Any]:
+def gradients(
+    size: int, loss_fn: Any, params: Any = None, *, sharded: bool = True, calls: int = 2
+) -> list[Any]:
     def main(group: zf.Group) -> Any:
         value: Any = models.mlp() if params is None else params
         loss: Any = loss_fn
@@ -41,7 +43,10 @@ def gradients(size: int, loss_fn: Any, params: Any = None, *, sharded: bool = Tr
 
 def same_as_unsharded(size: int, loss_fn: Any, params: Any = None) -> None:
     for calls in (1, 2, 3):
-        assert_same_bits(gradients(size, loss_fn, params, calls=calls), gradients(size, loss_fn, params, sharded=False))
+        assert_same_bits(
+            gradients(size, loss_fn, params, calls=calls),
+            gradients(size, loss_fn, params, sharded=False),
+        )
 
 
 def blocks(params: Any, x: Tensor, use_reentrant: bool | None) -> Tensor:
@@ -69,7 +74,9 @@ def test_nested_checkpoints(size: int) -> None:
 
 
 def test_reentrant_checkpointing_is_refused_by_torch_itself() -> None:
-    """The old form runs backward inside backward, which ``torch.autograd.grad`` refuses, in words of its own."""
+    """The old form runs backward inside backward, which ``torch.autograd.grad`` refuses, in words
+    of its own.
+    """
 
     def loss_fn(params: Any, x: Tensor) -> Tensor:
         x = x @ params["h"][0]["w"]
@@ -80,12 +87,18 @@ def test_reentrant_checkpointing_is_refused_by_torch_itself() -> None:
 
 
 def test_a_custom_function_needs_gathered_leaves() -> None:
-    """Its gradient would be lost, for nothing stands between an ``autograd.Function`` and the lazy leaf."""
+    """Its gradient would be lost, for nothing stands between an ``autograd.Function`` and the lazy
+    leaf.
+    """
 
     def main(group: zf.Group) -> None:
-        vg = zf.value_and_grad(zf.shard_params(lambda p, x: _Cube.apply(p["out"]).sum() + models.mlp_loss(p, x), group))
+        vg = zf.value_and_grad(
+            zf.shard_params(lambda p, x: _Cube.apply(p["out"]).sum() + models.mlp_loss(p, x), group)
+        )
         with pytest.raises(
-            zf.errors.PlacementError, match=r"an autograd.Function takes whole tensors; got the lazy leaf 'out'; call zf.gather\(\)"
+            zf.errors.PlacementError,
+            match=r"an autograd.Function takes whole tensors; got the lazy leaf 'out'; call "
+            r"zf.gather\(\)",
         ) as caught:
             vg(zf.shard(models.mlp(), group), X)
         assert caught.value.leaf == "out"
@@ -95,23 +108,37 @@ def test_a_custom_function_needs_gathered_leaves() -> None:
 
 USES: dict[str, Any] = {
     "matmul": lambda p, x: (x @ p["h"][0]["w"]).sum(),
-    "linear": lambda p, x: torch.nn.functional.linear(x, p["h"][0]["w"], p["h"][0]["b"]).pow(2).sum(),
+    "linear": lambda p, x: (
+        torch.nn.functional.linear(x, p["h"][0]["w"], p["h"][0]["b"]).pow(2).sum()
+    ),
     "transpose": lambda p, x: (x @ p["h"][0]["w"].t()).pow(2).sum(),
     "index": lambda p, x: (p["h"][0]["w"][1:3] * p["h"][1]["b"][:2, None]).pow(2).sum() + x.sum(),
-    "embedding": lambda p, x: torch.nn.functional.embedding(torch.tensor([1, 3, 1]), p["h"][0]["w"]).pow(2).sum(),
+    "embedding": lambda p, x: (
+        torch.nn.functional.embedding(torch.tensor([1, 3, 1]), p["h"][0]["w"]).pow(2).sum()
+    ),
     "stack": lambda p, x: torch.stack([layer["w"] for layer in p["h"]]).pow(3).sum(),
     "cat": lambda p, x: torch.cat([p["h"][0]["b"], p["h"][2]["b"]]).pow(3).sum(),
-    "einsum": lambda p, x: torch.einsum("ij,jk,kl->il", x, p["h"][0]["w"], p["h"][1]["w"]).pow(2).sum(),
+    "einsum": lambda p, x: (
+        torch.einsum("ij,jk,kl->il", x, p["h"][0]["w"], p["h"][1]["w"]).pow(2).sum()
+    ),
     "operators": lambda p, x: ((2.0 - p["out"]) / (1 + p["out"] ** 2) - (-p["h"][0]["b"])).sum(),
     "comparison": lambda p, x: torch.where(p["out"] > 0, p["out"] * 2, p["h"][0]["b"]).sum(),
     "detach": lambda p, x: (p["out"].detach() * p["h"][0]["b"]).sum(),
-    "no_grad": lambda p, x: p["out"].pow(2).sum() + _without_grad(p["h"][1]["w"]) * p["h"][0]["b"].sum(),
+    "no_grad": lambda p, x: (
+        p["out"].pow(2).sum() + _without_grad(p["h"][1]["w"]) * p["h"][0]["b"].sum()
+    ),
     "no_grad first": lambda p, x: _without_grad(p["out"]) * p["out"].pow(2).sum(),
-    "norm penalty": lambda p, x: models.mlp_loss(p, x) + 0.1 * sum(leaf.pow(2).sum() for leaf in tree.leaves(p)),
+    "norm penalty": lambda p, x: (
+        models.mlp_loss(p, x) + 0.1 * sum(leaf.pow(2).sum() for leaf in tree.leaves(p))
+    ),
     "one leaf twice": lambda p, x: (p["h"][0]["w"] @ p["h"][0]["w"]).sum(),
     "iterate": lambda p, x: sum(row.pow(2).sum() for row in p["h"][0]["w"]),
     "metadata": lambda p, x: (
-        models.mlp_loss(p, x) * p["out"].numel() / p["h"][0]["w"].shape[0] * (p["out"].dtype is torch.float64) * len(p["out"])
+        models.mlp_loss(p, x)
+        * p["out"].numel()
+        / p["h"][0]["w"].shape[0]
+        * (p["out"].dtype is torch.float64)
+        * len(p["out"])
     ),
     "clone": lambda p, x: p["out"].clone().pow(2).sum(),
     "to": lambda p, x: p["out"].to(torch.float32).pow(2).sum(),
@@ -154,15 +181,22 @@ def test_any_use_of_a_leaf(use: str) -> None:
 def test_a_module_by_functional_call() -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        net = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.LayerNorm(7), torch.nn.GELU(), torch.nn.Linear(7, 3)).double()
+        net = torch.nn.Sequential(
+            torch.nn.Linear(5, 7), torch.nn.LayerNorm(7), torch.nn.GELU(), torch.nn.Linear(7, 3)
+        ).double()
 
     def main(group: zf.Group, sharded: bool) -> Any:
         mine = copy.deepcopy(net)
         loss_fn: Any = lambda p, x: torch.func.functional_call(mine, p, (x,)).pow(2).mean()
         value: Any = {name: p.detach() for name, p in net.named_parameters()}
         if sharded:
-            value, loss_fn = zf.shard(value, group, bucket_bytes=100), zf.shard_params(loss_fn, group)
-        loss, grads = zf.data_parallel(zf.value_and_grad(loss_fn), group, bucket_bytes=100)(value, X + group.rank)
+            value, loss_fn = (
+                zf.shard(value, group, bucket_bytes=100),
+                zf.shard_params(loss_fn, group),
+            )
+        loss, grads = zf.data_parallel(zf.value_and_grad(loss_fn), group, bucket_bytes=100)(
+            value, X + group.rank
+        )
         return loss, zf.unshard(grads)
 
     assert_same_bits(zf.simulate(3, main, True), zf.simulate(3, main, False))
@@ -175,8 +209,19 @@ def test_metadata_gathers_nothing() -> None:
 
         def loss_fn(params: Any, x: Tensor) -> Tensor:
             leaf = params["out"]
-            assert (leaf.shape, leaf.dtype, leaf.device.type, leaf.ndim) == ((5,), torch.float64, "cpu", 1)
-            assert (leaf.numel(), leaf.size(0), leaf.dim(), len(leaf), leaf.is_floating_point()) == (5, 5, 1, 5, True)
+            assert (leaf.shape, leaf.dtype, leaf.device.type, leaf.ndim) == (
+                (5,),
+                torch.float64,
+                "cpu",
+                1,
+            )
+            assert (
+                leaf.numel(),
+                leaf.size(0),
+                leaf.dim(),
+                len(leaf),
+                leaf.is_floating_point(),
+            ) == (5, 5, 1, 5, True)
             assert leaf.requires_grad
             assert isinstance(leaf, Tensor)
             assert repr(leaf) == "LazyLeaf(out, (5,), torch.float64)"
@@ -208,14 +253,18 @@ def test_aux_of_lazy_leaves_must_be_cloned() -> None:
         def loss_fn(params: Any, x: Tensor) -> Any:
             return models.mlp_loss(params, x), params["out"].clone().detach()
 
-        (_, aux), _ = zf.value_and_grad(zf.shard_params(loss_fn, group))(zf.shard(models.mlp(), group), X)
+        (_, aux), _ = zf.value_and_grad(zf.shard_params(loss_fn, group))(
+            zf.shard(models.mlp(), group), X
+        )
         return aux
 
     assert_same_bits(zf.simulate(2, main), [models.mlp()["out"]] * 2)
 
 
 def test_two_models_in_one_loop() -> None:
-    """A loss over two trees that are trained by turns, as in a GAN: each has its own transform, and closes over the other's values."""
+    """A loss over two trees that are trained by turns, as in a GAN: each has its own transform, and
+    closes over the other's values.
+    """
 
     def main(group: zf.Group, sharded: bool) -> Any:
         place = (lambda p: zf.shard(p, group, bucket_bytes=300)) if sharded else (lambda p: p)
@@ -225,18 +274,36 @@ def test_two_models_in_one_loop() -> None:
         for _ in range(2):
             other = whole(second)
             vg = zf.data_parallel(
-                zf.value_and_grad(wrap(lambda p, x, other=other: models.mlp_loss(p, x) - models.mlp_loss(other, x))),
+                zf.value_and_grad(
+                    wrap(
+                        lambda p, x, other=other: models.mlp_loss(p, x) - models.mlp_loss(other, x)
+                    )
+                ),
                 group,
                 bucket_bytes=300,
             )
-            first, _ = zf.apply(zf.optim.sgd(0.1), vg(first, X + group.rank)[1], zf.optim.sgd(0.1).init(first), first)
+            first, _ = zf.apply(
+                zf.optim.sgd(0.1),
+                vg(first, X + group.rank)[1],
+                zf.optim.sgd(0.1).init(first),
+                first,
+            )
             other = whole(first)
             vg = zf.data_parallel(
-                zf.value_and_grad(wrap(lambda p, x, other=other: models.mlp_loss(p, x) * models.mlp_loss(other, x))),
+                zf.value_and_grad(
+                    wrap(
+                        lambda p, x, other=other: models.mlp_loss(p, x) * models.mlp_loss(other, x)
+                    )
+                ),
                 group,
                 bucket_bytes=300,
             )
-            second, _ = zf.apply(zf.optim.sgd(0.1), vg(second, X + group.rank)[1], zf.optim.sgd(0.1).init(second), second)
+            second, _ = zf.apply(
+                zf.optim.sgd(0.1),
+                vg(second, X + group.rank)[1],
+                zf.optim.sgd(0.1).init(second),
+                second,
+            )
         return whole(first), whole(second)
 
     assert_same_bits(zf.simulate(2, main, True), zf.simulate(2, main, False))
@@ -261,10 +328,16 @@ def test_a_loss_may_save_sparse_tensors(layout: torch.layout) -> None:
 @SIZES
 def test_a_complex_leaf_trains_as_in_torch(size: int) -> None:
     g = torch.Generator().manual_seed(0)
-    start = {"z": torch.randn(3, 4, generator=g, dtype=torch.complex128), "w": torch.randn(4, generator=g, dtype=torch.float64)}
+    start = {
+        "z": torch.randn(3, 4, generator=g, dtype=torch.complex128),
+        "w": torch.randn(4, generator=g, dtype=torch.float64),
+    }
 
     def loss_fn(params: Any, x: Tensor) -> Tensor:
-        return ((x[:, :4].to(torch.complex128) @ params["z"].t()).abs().pow(2).sum(1) * params["w"].sum()).mean()
+        return (
+            (x[:, :4].to(torch.complex128) @ params["z"].t()).abs().pow(2).sum(1)
+            * params["w"].sum()
+        ).mean()
 
     batches = models.mlp_batches(4, size)
     z = start["z"].clone().requires_grad_()
@@ -285,18 +358,31 @@ def test_a_complex_leaf_trains_as_in_torch(size: int) -> None:
 
     for stage in (0, 1, 2, 3):
         for found in zf.simulate(size, main, stage):
-            torch.testing.assert_close(found["z"] - start["z"], z.detach() - start["z"], rtol=1e-9, atol=1e-12)
-            torch.testing.assert_close(found["w"] - start["w"], w.detach() - start["w"], rtol=1e-9, atol=1e-12)
+            torch.testing.assert_close(
+                found["z"] - start["z"], z.detach() - start["z"], rtol=1e-9, atol=1e-12
+            )
+            torch.testing.assert_close(
+                found["w"] - start["w"], w.detach() - start["w"], rtol=1e-9, atol=1e-12
+            )
 
 
 @pytest.mark.parametrize("prefetch", [0, 2, 100])
 def test_prefetch_changes_no_bit_and_no_byte(prefetch: int) -> None:
     def main(group: zf.Group, ahead: int) -> tuple[Any, int]:
         recorder = zf.record(group)
-        z = zf.zero(3, models.mlp_loss, zf.optim.adamw(0.1), recorder, bucket_bytes=300, schedule=zf.ScheduleOptions(prefetch=ahead))
+        z = zf.zero(
+            3,
+            models.mlp_loss,
+            zf.optim.adamw(0.1),
+            recorder,
+            bucket_bytes=300,
+            schedule=zf.ScheduleOptions(prefetch=ahead),
+        )
         state = z.init(models.mlp())
         for _ in range(3):
-            state, _ = z.step(state, torch.full((4, 5), 0.1 * (group.rank + 1), dtype=torch.float64))
+            state, _ = z.step(
+                state, torch.full((4, 5), 0.1 * (group.rank + 1), dtype=torch.float64)
+            )
         return z.params(state), recorder.bytes_sent("params") + recorder.bytes_sent("grads")
 
     got, usual = zf.simulate(3, main, prefetch)[1], zf.simulate(3, main, 1)[1]
@@ -307,7 +393,12 @@ def test_prefetch_changes_no_bit_and_no_byte(prefetch: int) -> None:
 
 def test_prefetch_is_a_number_of_buckets() -> None:
     with pytest.raises(zf.errors.OptionError, match="prefetch is a number of buckets; got -1"):
-        zf.simulate(1, lambda group: zf.shard_params(models.mlp_loss, group, schedule=zf.ScheduleOptions(prefetch=-1)))
+        zf.simulate(
+            1,
+            lambda group: zf.shard_params(
+                models.mlp_loss, group, schedule=zf.ScheduleOptions(prefetch=-1)
+            ),
+        )
 
 
 @pytest.mark.parametrize("when", ["forward", "backward"])
@@ -329,13 +420,18 @@ def test_a_loss_must_not_write_to_its_parameters(stage: int, when: str) -> None:
         z = zf.zero(stage, loss_fn, zf.optim.sgd(0.1), group)
         z.step(z.init(models.mlp()), X)
 
-    with pytest.raises(zf.errors.ZfunError, match=r"must not change its parameters in place; leaf 'h\.1\.b' was changed; clone\(\) it"):
+    with pytest.raises(
+        zf.errors.ZfunError,
+        match=r"must not change its parameters in place; leaf 'h\.1\.b' was changed; clone\(\) it",
+    ):
         zf.simulate(2, main)
 
 
 def test_what_stays_gathered_is_of_these_buffers() -> None:
     def main(group: zf.Group) -> list[float]:
-        loss = zf.shard_params(lambda p, x: (p["w"] * x).sum(), group, schedule=zf.ScheduleOptions(persistence=1 << 20))
+        loss = zf.shard_params(
+            lambda p, x: (p["w"] * x).sum(), group, schedule=zf.ScheduleOptions(persistence=1 << 20)
+        )
         params, x = zf.shard({"w": torch.ones(64)}, group), torch.ones(64)
         vg = zf.value_and_grad(loss)
         found = [vg(params, x)[0].item(), vg(params, x)[0].item()]
@@ -353,7 +449,9 @@ def test_a_shard_that_is_a_part_of_something_is_copied() -> None:
 
     def main(group: zf.Group) -> float:
         params = zf.shard({"w": torch.arange(64.0), "v": torch.arange(64.0)}, group)
-        params = params.with_buffers([torch.cat([torch.full((5,), 7.0), buffer])[5:] for buffer in params.buffers])
+        params = params.with_buffers(
+            [torch.cat([torch.full((5,), 7.0), buffer])[5:] for buffer in params.buffers]
+        )
         loss = zf.shard_params(lambda p, x: (p["w"] * p["v"] * x).sum(), group)
         return zf.value_and_grad(loss)(params, torch.ones(()))[0].item()
 
@@ -362,11 +460,16 @@ def test_a_shard_that_is_a_part_of_something_is_copied() -> None:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_alone_a_rank_keeps_what_it_has(size: int) -> None:
-    """What is gathered of one rank is its shard: autograd may keep it, and nobody asks for it again."""
+    """What is gathered of one rank is its shard: autograd may keep it, and nobody asks for it
+    again.
+    """
     asked = []
 
     def main(group: zf.Group) -> Any:
-        params, loss = zf.shard(models.mlp(), group, bucket_bytes=300), zf.shard_params(lambda p, x: blocks(p, x, None), group)
+        params, loss = (
+            zf.shard(models.mlp(), group, bucket_bytes=300),
+            zf.shard_params(lambda p, x: blocks(p, x, None), group),
+        )
         vg, found = zf.data_parallel(zf.value_and_grad(loss), group, bucket_bytes=300), []
         for _ in range(3):
             before = unpack.call_count
@@ -375,7 +478,9 @@ def test_alone_a_rank_keeps_what_it_has(size: int) -> None:
             asked.append(unpack.call_count - before)
         return found
 
-    with mock.patch.object(GatheredParams, "_unpack", autospec=True, side_effect=GatheredParams._unpack) as unpack:
+    with mock.patch.object(
+        GatheredParams, "_unpack", autospec=True, side_effect=GatheredParams._unpack
+    ) as unpack:
         expected = gradients(size, lambda p, x: blocks(p, x, None), sharded=False)[0][1]
         for grads in zf.simulate(size, main)[0]:
             assert_same_bits(grads, expected)
@@ -394,14 +499,20 @@ def test_alone_a_rank_gives_the_loss_what_it_has(size: int) -> None:
         def loss(params: dict[str, Any], x: Tensor) -> Tensor:
             leaves = zf.tree.leaves(params)
             seen.append({type(leaf) for leaf in leaves})
-            assert [type(leaf) for leaf in zf.tree.leaves(zf.gather(params))] == [Tensor] * len(leaves)
+            assert [type(leaf) for leaf in zf.tree.leaves(zf.gather(params))] == [Tensor] * len(
+                leaves
+            )
             return (params["w"] * params["frozen"] * x).sum()
 
         whole = {"w": torch.arange(64.0), "frozen": torch.full((64,), 2.0)}
-        params, frozen = (zf.shard(part, group) for part in zf.partition(whole, lambda path, leaf: path == "w"))
+        params, frozen = (
+            zf.shard(part, group) for part in zf.partition(whole, lambda path, leaf: path == "w")
+        )
         vg = zf.data_parallel(zf.value_and_grad(zf.shard_params(loss, group, frozen=frozen)), group)
         for _ in range(3):
-            assert torch.equal(zf.unshard(vg(params, torch.ones(64))[1])["w"], torch.full((64,), 2.0))
+            assert torch.equal(
+                zf.unshard(vg(params, torch.ones(64))[1])["w"], torch.full((64,), 2.0)
+            )
             barrier(group)
         return seen
 
@@ -433,11 +544,18 @@ def test_a_function_of_two_sharded_losses_has_their_gradient(size: int) -> None:
         fn = lambda p, x: blocks(p, x, None)
         found = []
         for sharded in (True, False):
-            params: Any = zf.shard(models.mlp(), group, bucket_bytes=300) if sharded else models.mlp()
+            params: Any = (
+                zf.shard(models.mlp(), group, bucket_bytes=300) if sharded else models.mlp()
+            )
             first, second = (zf.shard_params(fn, group) if sharded else fn for _ in range(2))
             both = lambda p, x, first=first, second=second: 2 * first(p, x) + second(p, 0.5 * x)
             vg = zf.data_parallel(zf.value_and_grad(both), group, bucket_bytes=300)
-            found.append([(loss, zf.unshard(grads)) for loss, grads in (vg(params, X + group.rank) for _ in range(3))])
+            found.append(
+                [
+                    (loss, zf.unshard(grads))
+                    for loss, grads in (vg(params, X + group.rank) for _ in range(3))
+                ]
+            )
         return found
 
     for found, expected in zf.simulate(size, main):
@@ -453,17 +571,32 @@ def test_a_loss_called_with_other_parameters_is_no_part_of_the_call(size: int) -
         others = zf.tree.map(lambda leaf: leaf + 0.5, models.mlp())
         found = []
         for sharded in (True, False):
-            place: Any = (lambda tree: zf.shard(tree, group, bucket_bytes=300)) if sharded else (lambda tree: tree)
+            place: Any = (
+                (lambda tree: zf.shard(tree, group, bucket_bytes=300))
+                if sharded
+                else (lambda tree: tree)
+            )
             teacher, params = place(others), place(models.mlp())
             student, judge = (zf.shard_params(fn, group) if sharded else fn for _ in range(2))
 
-            def loss(p: Any, x: Tensor, student: Any = student, judge: Any = judge, teacher: Any = teacher) -> Tensor:
+            def loss(
+                p: Any,
+                x: Tensor,
+                student: Any = student,
+                judge: Any = judge,
+                teacher: Any = teacher,
+            ) -> Tensor:
                 with torch.no_grad():
                     target = judge(teacher, x)
                 return (student(p, x) - target).square()
 
             vg = zf.data_parallel(zf.value_and_grad(loss), group, bucket_bytes=300)
-            found.append([(loss, zf.unshard(grads)) for loss, grads in (vg(params, X + group.rank) for _ in range(3))])
+            found.append(
+                [
+                    (loss, zf.unshard(grads))
+                    for loss, grads in (vg(params, X + group.rank) for _ in range(3))
+                ]
+            )
         return found
 
     for found, expected in zf.simulate(size, main):
@@ -473,7 +606,11 @@ def test_a_loss_called_with_other_parameters_is_no_part_of_the_call(size: int) -
 def test_a_flat_does_not_change() -> None:
     def main(group: zf.Group) -> None:
         params = zf.shard({"w": torch.ones(4)}, group)
-        with pytest.raises(AttributeError, match=r"a Flat does not change; got \.placement = R; make another one with with_buffers\(\)"):
+        with pytest.raises(
+            AttributeError,
+            match=r"a Flat does not change; got \.placement = R; make another one with "
+            r"with_buffers\(\)",
+        ):
             params.placement = zf.R
 
     zf.simulate(1, main)

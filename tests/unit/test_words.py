@@ -42,7 +42,10 @@ what = it
 
 @pytest.mark.parametrize(
     ("name", "text", "counts"),
-    [("a.py", PYTHON, {"what": 1, "it/its/they/them": 3}), ("a.md", MARKDOWN, {"what": 1, "it/its/they/them": 1})],
+    [
+        ("a.py", PYTHON, {"what": 1, "it/its/they/them": 3}),
+        ("a.md", MARKDOWN, {"what": 1, "it/its/they/them": 1}),
+    ],
 )
 def test_code_is_no_prose(name: str, text: str, counts: dict[str, int], tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)
@@ -52,9 +55,23 @@ def test_code_is_no_prose(name: str, text: str, counts: dict[str, int], tmp_path
 def test_sentences_are_listed_by_line_and_too_many_fail(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("A good sentence.\nIt waits for it\nand for them. The end.\n")
-    done = subprocess.run([sys.executable, words.__file__, "--list", str(page)], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, words.__file__, "--list", str(page)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 1
     assert f"{page}:2: It waits for it and for them.\n" in done.stdout
     assert "too many in" in done.stderr
     page.write_text("A good sentence. " * 400)
-    assert subprocess.run([sys.executable, words.__file__, str(page)], capture_output=True, timeout=60, check=False).returncode == 0
+    assert (
+        subprocess.run(
+            [sys.executable, words.__file__, str(page)],
+            capture_output=True,
+            timeout=60,
+            check=False,
+        ).returncode
+        == 0
+    )

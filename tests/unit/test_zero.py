@@ -51,7 +51,9 @@ def test_what_a_step_says(stage: int) -> None:
     size = 3
     batches = models.mlp_batches(1, size)[0]
     loss, grads = reference.gradients(
-        lambda p, b: models.mlp_loss(models.unflat_dict(p, models.mlp()), b), models.flat_dict(models.mlp()), batches
+        lambda p, b: models.mlp_loss(models.unflat_dict(p, models.mlp()), b),
+        models.flat_dict(models.mlp()),
+        batches,
     )
 
     def main(group: zf.Group) -> Any:
@@ -62,7 +64,11 @@ def test_what_a_step_says(stage: int) -> None:
         state, info = z.step(state, batches[group.rank])
         assert (state.step, state.num_skipped) == (1, 0)
         assert (info.skipped, info.bad_leaf, info.aux) == (False, None, None)
-        assert (info.loss.shape, info.grad_norm.shape, info.grad_norm.dtype) == ((), (), torch.float64)
+        assert (info.loss.shape, info.grad_norm.shape, info.grad_norm.dtype) == (
+            (),
+            (),
+            torch.float64,
+        )
         return info.loss, info.grad_norm
 
     runs = zf.simulate(size, main)
@@ -81,14 +87,18 @@ def test_it_trains_as_torch_does(stage: int, size: int) -> None:
     losses = []
     for step in models.mlp_batches(5, size):
         optimizer.zero_grad()
-        loss = torch.stack([models.mlp_loss(tree.unflatten(spec, plain), batch) for batch in step]).mean()
+        loss = torch.stack(
+            [models.mlp_loss(tree.unflatten(spec, plain), batch) for batch in step]
+        ).mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(plain, 0.5)
         optimizer.step()
         losses.append(loss.item())
 
     def main(group: zf.Group) -> Any:
-        rule = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(0.05, weight_decay=0.1, eps=1e-4))
+        rule = optim.chain(
+            optim.clip_by_global_norm(0.5), optim.adamw(0.05, weight_decay=0.1, eps=1e-4)
+        )
         z = zf.zero(stage, models.mlp_loss, rule, group, bucket_bytes=300)
         state, found = z.init(models.mlp()), []
         for step in models.mlp_batches(5, size):
@@ -99,7 +109,9 @@ def test_it_trains_as_torch_does(stage: int, size: int) -> None:
     for params, found in zf.simulate(size, main):
         assert found == pytest.approx(losses, rel=1e-10)
         for before, mine, theirs in zip(leaves, tree.leaves(params), plain, strict=True):
-            torch.testing.assert_close(mine - before, theirs.detach() - before, rtol=1e-8, atol=1e-10)
+            torch.testing.assert_close(
+                mine - before, theirs.detach() - before, rtol=1e-8, atol=1e-10
+            )
 
 
 @EACH_STAGE
@@ -126,7 +138,12 @@ def test_donation_reuses_memory(stage: int) -> None:
         kept = state  # so that nobody else gets the same memory by chance
         state, _ = z.step(state, batch)
         del kept
-        return tuple(len(was & is_now) for was, is_now in zip(before, [addresses(state.opt_state), addresses(state.params)], strict=True))
+        return tuple(
+            len(was & is_now)
+            for was, is_now in zip(
+                before, [addresses(state.opt_state), addresses(state.params)], strict=True
+            )
+        )
 
     def addresses(value: Any) -> set[int]:
         return {buffer.data_ptr() for flat in zf.flat.flats(value) for buffer in flat.buffers}
@@ -184,11 +201,19 @@ def test_a_scheduled_rate_does_not_count_skipped_steps(stage: int) -> None:
     rate = optim.warmup_linear(0.1, 2, 6)
 
     def main(group: zf.Group, poisoned: bool) -> Any:
-        z = zf.zero(stage, lambda p, b: models.mlp_loss(p, b[0]) + (p["out"] * b[1]).sum(), optim.sgd(rate), group)
+        z = zf.zero(
+            stage,
+            lambda p, b: models.mlp_loss(p, b[0]) + (p["out"] * b[1]).sum(),
+            optim.sgd(rate),
+            group,
+        )
         state = z.init(models.mlp())
         for number, batches in enumerate(models.mlp_batches(3, 2)):
             if poisoned and number == 1:
-                state, info = z.step(state, (batches[group.rank], torch.full((5,), float("inf"), dtype=torch.float64)))
+                state, info = z.step(
+                    state,
+                    (batches[group.rank], torch.full((5,), float("inf"), dtype=torch.float64)),
+                )
                 assert info.skipped
             state, info = z.step(state, (batches[group.rank], torch.zeros(5, dtype=torch.float64)))
         return z.params(state), state.step
@@ -200,12 +225,17 @@ def test_a_scheduled_rate_does_not_count_skipped_steps(stage: int) -> None:
 
 def test_two_runs_in_one_loop_do_not_meet() -> None:
     def main(group: zf.Group, together: bool) -> Any:
-        zs = [zf.zero(stage, models.mlp_loss, optim.adamw(0.1), group, bucket_bytes=300) for stage in (3, 1)]
+        zs = [
+            zf.zero(stage, models.mlp_loss, optim.adamw(0.1), group, bucket_bytes=300)
+            for stage in (3, 1)
+        ]
         states = [z.init(models.mlp(seed=seed)) for z, seed in zip(zs, (1, 2), strict=True)]
         order = [0, 1, 0, 1] if together else [0, 0, 1, 1]
         counts = [0, 0]
         for which in order:
-            states[which], _ = zs[which].step(states[which], models.mlp_batches(2, 2)[counts[which]][group.rank])
+            states[which], _ = zs[which].step(
+                states[which], models.mlp_batches(2, 2)[counts[which]][group.rank]
+            )
             counts[which] += 1
         return [z.params(state) for z, state in zip(zs, states, strict=True)]
 
@@ -214,14 +244,31 @@ def test_two_runs_in_one_loop_do_not_meet() -> None:
 
 def test_the_same_functions_serve_several_states() -> None:
     def main(group: zf.Group) -> None:
-        z = zf.zero(3, models.mlp_loss, optim.adamw(0.1), group, bucket_bytes=300, trainable=lambda path, _: path != "out")
+        z = zf.zero(
+            3,
+            models.mlp_loss,
+            optim.adamw(0.1),
+            group,
+            bucket_bytes=300,
+            trainable=lambda path, _: path != "out",
+        )
         first, second = z.init(models.mlp()), z.init(models.mlp(seed=2))
         batch = models.mlp_batches(1, 2)[0][group.rank]
         for _ in range(2):
             first, _ = z.step(first, batch)
             second, _ = z.step(second, batch)
-        assert_same_bits((z.params(first)["out"], z.params(second)["out"]), (models.mlp()["out"], models.mlp(seed=2)["out"]))
-        alone = zf.zero(3, models.mlp_loss, optim.adamw(0.1), group, bucket_bytes=300, trainable=lambda path, _: path != "out")
+        assert_same_bits(
+            (z.params(first)["out"], z.params(second)["out"]),
+            (models.mlp()["out"], models.mlp(seed=2)["out"]),
+        )
+        alone = zf.zero(
+            3,
+            models.mlp_loss,
+            optim.adamw(0.1),
+            group,
+            bucket_bytes=300,
+            trainable=lambda path, _: path != "out",
+        )
         state = alone.init(models.mlp(seed=2))
         for _ in range(2):
             state, _ = alone.step(state, batch)
@@ -235,7 +282,12 @@ def test_ranks_beyond_the_elements_take_part(stage: int) -> None:
     """Sixteen ranks, three elements: most hold nothing but padding."""
 
     def main(group: zf.Group) -> Any:
-        z = zf.zero(stage, lambda p, b: (p["w"] * b).pow(2).sum(), optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(0.1)), group)
+        z = zf.zero(
+            stage,
+            lambda p, b: (p["w"] * b).pow(2).sum(),
+            optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(0.1)),
+            group,
+        )
         state = z.init({"w": torch.ones(3, dtype=torch.float64), "none": torch.zeros(0)})
         for _ in range(2):
             state, info = z.step(state, torch.tensor(float(group.rank), dtype=torch.float64))

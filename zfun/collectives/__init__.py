@@ -39,9 +39,34 @@ from zfun.collectives._functional import (
     start_permute,
     start_reduce_scatter,
 )
-from zfun.collectives._group import Group, allocate, await_readers, global_ranks, is_checked, is_symmetric
-from zfun.collectives._mesh import Mesh, axis_of, check_shardable, mesh_of, split, start_reduce_scatter_over
-from zfun.collectives._ops import AllGather, AllReduce, AllToAll, Broadcast, Collective, Op, Permute, Reduce, ReduceScatter, Stream
+from zfun.collectives._group import (
+    Group,
+    allocate,
+    await_readers,
+    global_ranks,
+    is_checked,
+    is_symmetric,
+)
+from zfun.collectives._mesh import (
+    Mesh,
+    axis_of,
+    check_shardable,
+    mesh_of,
+    split,
+    start_reduce_scatter_over,
+)
+from zfun.collectives._ops import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Collective,
+    Op,
+    Permute,
+    Reduce,
+    ReduceScatter,
+    Stream,
+)
 from zfun.collectives._record import MeshRecorder, Record, Recorder, record
 from zfun.collectives._values import barrier, exchange_values, gather_values
 from zfun.collectives._work import Work

@@ -37,7 +37,8 @@ class LeafRecord:
 def check_same(entries: Sequence[LeafRecord], group: Group, what: str) -> None:
     """Check that all ranks say the same, at the cost of one gather of 32 bytes per rank.
 
-    Only if they differ is the whole text gathered, so that the error can name the leaves, the ranks and both sides.
+    Only if they differ is the whole text gathered, so that the error can name the leaves, the ranks
+    and both sides.
 
     Args:
         entries: what this rank says, leaf by leaf; the order counts.
@@ -55,7 +56,9 @@ def check_same(entries: Sequence[LeafRecord], group: Group, what: str) -> None:
         ...     print(error)
         all ranks must hold the same params; leaf w is (3,) float32 on rank 0 and (4,) float32 on rank 1
     """
-    text = json.dumps([[entry.path, entry.description, str(entry.fingerprint)] for entry in entries]).encode()
+    text = json.dumps(
+        [[entry.path, entry.description, str(entry.fingerprint)] for entry in entries]
+    ).encode()
     digests = gather_values(_as_tensor(hashlib.sha256(text).digest()), group, "digest")
     if bool((digests == digests[0]).all()):
         return
@@ -66,19 +69,26 @@ def check_same(entries: Sequence[LeafRecord], group: Group, what: str) -> None:
     known = global_ranks(group)
     order = sorted(range(group.size), key=known.__getitem__)
     numbers = [known[rank] for rank in order]
-    sides = [[LeafRecord(*fields) for fields in json.loads(bytes(texts[rank].tolist()))] for rank in order]
+    sides = [
+        [LeafRecord(*fields) for fields in json.loads(bytes(texts[rank].tolist()))]
+        for rank in order
+    ]
     differences = _differences(sides, numbers)
     more = f" (and {len(differences) - _SHOWN} more)" if len(differences) > _SHOWN else ""
     first = differences[0][0] if differences else None
     listed = "; ".join(difference for _, difference in differences[:_SHOWN])
-    raise SpecMismatch(f"all ranks must hold the same {what}; {listed}{more}", rank=known[group.rank], leaf=first)
+    raise SpecMismatch(
+        f"all ranks must hold the same {what}; {listed}{more}", rank=known[group.rank], leaf=first
+    )
 
 
 def _as_tensor(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _differences(sides: Sequence[Sequence[LeafRecord]], numbers: Sequence[int]) -> list[tuple[str, str]]:
+def _differences(
+    sides: Sequence[Sequence[LeafRecord]], numbers: Sequence[int]
+) -> list[tuple[str, str]]:
     """Return for each leaf that differs its path and a sentence."""
     by_path = [{entry.path: entry for entry in side} for side in sides]
     paths = dict.fromkeys(path for side in by_path for path in side)
@@ -92,10 +102,14 @@ def _differences(sides: Sequence[Sequence[LeafRecord]], numbers: Sequence[int]) 
             found.append((path, f"leaf {path} is {_by_side(described, numbers)}"))
         else:
             prints = ["" if entry is None else str(entry.fingerprint) for entry in entries]
-            found.append((path, f"leaf {path} has other values: fingerprint {_by_side(prints, numbers)}"))
+            found.append(
+                (path, f"leaf {path} has other values: fingerprint {_by_side(prints, numbers)}")
+            )
     if not found:
         orders = [", ".join(entry.path for entry in side[:8]) for side in sides]
-        found.append((sides[0][0].path, f"the leaves come in another order: {_by_side(orders, numbers)}"))
+        found.append(
+            (sides[0][0].path, f"the leaves come in another order: {_by_side(orders, numbers)}")
+        )
     return found
 
 
@@ -109,7 +123,10 @@ def _by_side(values: Sequence[str], numbers: Sequence[int]) -> str:
     ranks_of: dict[str, list[int]] = {}
     for rank, value in zip(numbers, values, strict=True):
         ranks_of.setdefault(value, []).append(rank)
-    return " and ".join(f"{value} on {'rank' if len(ranks) == 1 else 'ranks'} {_listed(ranks)}" for value, ranks in ranks_of.items())
+    return " and ".join(
+        f"{value} on {'rank' if len(ranks) == 1 else 'ranks'} {_listed(ranks)}"
+        for value, ranks in ranks_of.items()
+    )
 
 
 def _listed(ranks: Sequence[int]) -> str:

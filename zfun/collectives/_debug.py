@@ -21,7 +21,10 @@ _LABEL_BYTES = 256
 
 @final
 class _CheckedGroup(Wrapper):
-    """Before each collective the ranks send each other a label of fixed size. Made by :func:`checked`."""
+    """Before each collective the ranks send each other a label of fixed size.
+
+    Made by :func:`checked`.
+    """
 
     is_checked = True
 
@@ -33,9 +36,11 @@ class _CheckedGroup(Wrapper):
         check_collective(call, x, out, self.size)
         label = f"collective {self._counts[call.stream]}: {describe(call, x.numel(), x.dtype)}"
         self._counts[call.stream] += 1
-        # The labels travel in the stream of the call, ahead of it, and are read when it is waited for: comparing them here would make streams
-        # wait for each other.
-        labels = self.wrapped.start(Collective(AllGather(), "label", stream=call.stream), _encoded(label))
+        # The labels travel in the stream of the call, ahead of it, and are read when it is waited
+        # for: comparing them here would make streams wait for each other.
+        labels = self.wrapped.start(
+            Collective(AllGather(), "label", stream=call.stream), _encoded(label)
+        )
         pending = self.wrapped.start(call, x, out)
 
         def wait() -> Tensor:
@@ -57,15 +62,23 @@ class _CheckedGroup(Wrapper):
         ranks_of: dict[str, list[int]] = {}
         for rank, text in enumerate(texts):
             ranks_of.setdefault(text, []).append(rank)
-        sides = "; ".join(f"rank {', '.join(map(str, ranks[:8]))} started {text}" for text, ranks in ranks_of.items())
+        sides = "; ".join(
+            f"rank {', '.join(map(str, ranks[:8]))} started {text}"
+            for text, ranks in ranks_of.items()
+        )
         raise CollectiveMismatch(
-            f"all ranks must start the same collectives in the same order; {sides}", rank=self.rank, collective=texts[self.rank]
+            f"all ranks must start the same collectives in the same order; {sides}",
+            rank=self.rank,
+            collective=texts[self.rank],
         )
 
 
 def _encoded(text: str) -> Tensor:
     # What is cut off still counts.
-    data = f"{text.encode()[: _LABEL_BYTES - 16].decode(errors='ignore')} #{zlib.crc32(text.encode()):08x}".encode()
+    data = (
+        f"{text.encode()[: _LABEL_BYTES - 16].decode(errors='ignore')} "
+        f"#{zlib.crc32(text.encode()):08x}"
+    ).encode()
     return torch.tensor(list(data.ljust(_LABEL_BYTES, b"\0")), dtype=torch.uint8)
 
 
@@ -76,7 +89,8 @@ def _decoded(label: Tensor) -> str:
 def checked(group: Group) -> Group:
     """Return a group that compares, at every collective, what the ranks start: its number, kind, name, part, length and dtype.
 
-    It costs one more small collective each, and catches what no transport can see: collectives of the same shape in another order.
+    It costs one more small collective each, and catches what no transport can see: collectives of
+    the same shape in another order.
 
     Args:
         group: any group.

@@ -2,9 +2,10 @@
 
 [Note: what the gradient of a collective is]
 
-A collective is a linear map A from the tensors of all ranks to the tensors of all ranks. Its derivative is A itself; its transpose is the
-map A* with <A x, y> = <x, A* y>, where the inner product is summed over the ranks. So the gradient that a rank receives is that of the *sum
-over the ranks* of what each of them differentiates:
+A collective is a linear map A from the tensors of all ranks to the tensors of all ranks. Its
+derivative is A itself; its transpose is the map A* with <A x, y> = <x, A* y>, where the inner
+product is summed over the ranks. So the gradient that a rank receives is that of the *sum over the
+ranks* of what each of them differentiates:
 
 ====================  ===================================
 collective            transpose
@@ -18,9 +19,11 @@ permute               the inverse permute
 replicated            all_reduce (of what is one value)
 ====================  ===================================
 
-If every rank computes the same loss from a replicated value, the sum counts it once per rank; divide where the loss is meant once.
+If every rank computes the same loss from a replicated value, the sum counts it once per rank;
+divide where the loss is meant once.
 
-The backward pass is a program of collectives too: every rank must take the gradient, of a value that requires it.
+The backward pass is a program of collectives too: every rank must take the gradient, of a value
+that requires it.
 
 How a collective of any shape, or of a tree, becomes one autograd function is told in ``_rows``.
 """
@@ -85,7 +88,9 @@ class _Replicated(torch.autograd.Function):
 
 
 def replicated(x: Tensor, group: Group, *, name: str = "") -> Tensor:
-    """``R -> R``: use a value that all ranks hold alike. Nothing is sent; the transpose is an all-reduce.
+    """``R -> R``: use a value that all ranks hold alike.
+
+    Nothing is sent; the transpose is an all-reduce.
 
     ::
 
@@ -112,7 +117,9 @@ def replicated(x: Tensor, group: Group, *, name: str = "") -> Tensor:
     return _Replicated.apply(x, group, name)  # type: ignore[no-any-return]
 
 
-def all_reduce(x: _T, group: Group, *, name: str = "", part: str = "", stream: Stream = Stream.CONTROL) -> _T:
+def all_reduce(
+    x: _T, group: Group, *, name: str = "", part: str = "", stream: Stream = Stream.CONTROL
+) -> _T:
     """``P -> R``: every rank receives the sum. The transpose is the same sum.
 
     ::
@@ -144,13 +151,25 @@ def all_reduce(x: _T, group: Group, *, name: str = "", part: str = "", stream: S
     return alike(x, AllReduce()).run(group, name, part, stream)
 
 
-def start_all_reduce(x: Any, group: Group, *, name: str = "", part: str = "", stream: Stream = Stream.CONTROL) -> Work:
+def start_all_reduce(
+    x: Any, group: Group, *, name: str = "", part: str = "", stream: Stream = Stream.CONTROL
+) -> Work:
     """Start an :func:`all_reduce`; ``wait()`` returns the differentiable result."""
     return alike(x, AllReduce()).start(group, name, part, stream)
 
 
-def all_gather(x: _T, group: Group, dim: int = 0, *, name: str = "", part: str = "", stream: Stream = Stream.CONTROL) -> _T:
-    """``S -> R``: every rank receives the shards of all, one after the other along ``dim``. The transpose is a reduce-scatter.
+def all_gather(
+    x: _T,
+    group: Group,
+    dim: int = 0,
+    *,
+    name: str = "",
+    part: str = "",
+    stream: Stream = Stream.CONTROL,
+) -> _T:
+    """``S -> R``: every rank receives the shards of all, one after the other along ``dim``.
+
+    The transpose is a reduce-scatter.
 
     ::
 
@@ -176,12 +195,28 @@ def all_gather(x: _T, group: Group, dim: int = 0, *, name: str = "", part: str =
     return gathered(x, group, dim).run(group, name, part, stream)
 
 
-def start_all_gather(x: Any, group: Group, dim: int = 0, *, name: str = "", part: str = "", stream: Stream = Stream.CONTROL) -> Work:
+def start_all_gather(
+    x: Any,
+    group: Group,
+    dim: int = 0,
+    *,
+    name: str = "",
+    part: str = "",
+    stream: Stream = Stream.CONTROL,
+) -> Work:
     """Start an :func:`all_gather`; ``wait()`` returns the differentiable result."""
     return gathered(x, group, dim).start(group, name, part, stream)
 
 
-def reduce_scatter(x: _T, group: Group, dim: int = 0, *, name: str = "", part: str = "", stream: Stream = Stream.CONTROL) -> _T:
+def reduce_scatter(
+    x: _T,
+    group: Group,
+    dim: int = 0,
+    *,
+    name: str = "",
+    part: str = "",
+    stream: Stream = Stream.CONTROL,
+) -> _T:
     """``P -> S``: rank r receives the r-th piece of the sum. The transpose is an all-gather.
 
     ::
@@ -190,7 +225,8 @@ def reduce_scatter(x: _T, group: Group, dim: int = 0, *, name: str = "", part: s
         x       [1 2]  [10 20]   ->  [11]  [22]
 
     Args:
-        x: a term of the sum, of the same shape on all ranks, or a tree of such; the group's size divides ``dim``.
+        x: a term of the sum, of the same shape on all ranks, or a tree of such; the group's size
+            divides ``dim``.
         group: the ranks.
         dim: the dimension that is cut into ``size`` pieces.
         name: what is sent, for messages and logs.
@@ -211,13 +247,31 @@ def reduce_scatter(x: _T, group: Group, dim: int = 0, *, name: str = "", part: s
     return scattered(x, group, dim).run(group, name, part, stream)
 
 
-def start_reduce_scatter(x: Any, group: Group, dim: int = 0, *, name: str = "", part: str = "", stream: Stream = Stream.CONTROL) -> Work:
+def start_reduce_scatter(
+    x: Any,
+    group: Group,
+    dim: int = 0,
+    *,
+    name: str = "",
+    part: str = "",
+    stream: Stream = Stream.CONTROL,
+) -> Work:
     """Start a :func:`reduce_scatter`; ``wait()`` returns the differentiable result."""
     return scattered(x, group, dim).start(group, name, part, stream)
 
 
-def broadcast(x: _T, group: Group, root: int = 0, *, name: str = "", part: str = "", stream: Stream = Stream.CONTROL) -> _T:
-    """Every rank receives the tensor of ``root``. The transpose sums on ``root`` and gives zeros to the others.
+def broadcast(
+    x: _T,
+    group: Group,
+    root: int = 0,
+    *,
+    name: str = "",
+    part: str = "",
+    stream: Stream = Stream.CONTROL,
+) -> _T:
+    """Every rank receives the tensor of ``root``.
+
+    The transpose sums on ``root`` and gives zeros to the others.
 
     ::
 
@@ -225,7 +279,8 @@ def broadcast(x: _T, group: Group, root: int = 0, *, name: str = "", part: str =
         x, root 1   1  2  3  4    ->    2  2  2  2
 
     Args:
-        x: a tensor of the same shape on all ranks, or a tree of such; its values count on ``root`` only.
+        x: a tensor of the same shape on all ranks, or a tree of such; its values count on ``root``
+            only.
         group: the ranks.
         root: the rank that is heard.
         name: what is sent, for messages and logs.
@@ -243,13 +298,31 @@ def broadcast(x: _T, group: Group, root: int = 0, *, name: str = "", part: str =
     return alike(x, Broadcast(root)).run(group, name, part, stream)
 
 
-def start_broadcast(x: Any, group: Group, root: int = 0, *, name: str = "", part: str = "", stream: Stream = Stream.CONTROL) -> Work:
+def start_broadcast(
+    x: Any,
+    group: Group,
+    root: int = 0,
+    *,
+    name: str = "",
+    part: str = "",
+    stream: Stream = Stream.CONTROL,
+) -> Work:
     """Start a :func:`broadcast`; ``wait()`` returns the differentiable result."""
     return alike(x, Broadcast(root)).start(group, name, part, stream)
 
 
-def permute(x: _T, group: Group, destinations: Sequence[int], *, name: str = "", part: str = "", stream: Stream = Stream.CONTROL) -> _T:
-    """Rank ``destinations[r]`` receives the tensor of rank r. The transpose is the inverse permutation.
+def permute(
+    x: _T,
+    group: Group,
+    destinations: Sequence[int],
+    *,
+    name: str = "",
+    part: str = "",
+    stream: Stream = Stream.CONTROL,
+) -> _T:
+    """Rank ``destinations[r]`` receives the tensor of rank r.
+
+    The transpose is the inverse permutation.
 
     ::
 
@@ -279,16 +352,31 @@ def permute(x: _T, group: Group, destinations: Sequence[int], *, name: str = "",
 
 
 def start_permute(
-    x: Any, group: Group, destinations: Sequence[int], *, name: str = "", part: str = "", stream: Stream = Stream.CONTROL
+    x: Any,
+    group: Group,
+    destinations: Sequence[int],
+    *,
+    name: str = "",
+    part: str = "",
+    stream: Stream = Stream.CONTROL,
 ) -> Work:
     """Start a :func:`permute`; ``wait()`` returns the differentiable result."""
     return alike(x, Permute(tuple(destinations))).start(group, name, part, stream)
 
 
 def all_to_all(
-    x: _T, group: Group, split_dim: int = 0, concat_dim: int = 0, *, name: str = "", part: str = "", stream: Stream = Stream.CONTROL
+    x: _T,
+    group: Group,
+    split_dim: int = 0,
+    concat_dim: int = 0,
+    *,
+    name: str = "",
+    part: str = "",
+    stream: Stream = Stream.CONTROL,
 ) -> _T:
-    """Cut along ``split_dim``, send piece j to rank j, join what arrives along ``concat_dim``. The transpose exchanges the two dims.
+    """Cut along ``split_dim``, send piece j to rank j, join what arrives along ``concat_dim``.
+
+    The transpose exchanges the two dims.
 
     ::
 
@@ -296,7 +384,8 @@ def all_to_all(
         x       [1 2]  [3 4]    ->     [1 3]  [2 4]
 
     Args:
-        x: a tensor of the same shape on all ranks, or a tree of such; the group's size divides ``split_dim``.
+        x: a tensor of the same shape on all ranks, or a tree of such; the group's size divides
+            ``split_dim``.
         group: the ranks.
         split_dim: the dimension that is cut into ``size`` pieces.
         concat_dim: the dimension along which the received pieces are joined, in rank order.
@@ -319,7 +408,14 @@ def all_to_all(
 
 
 def start_all_to_all(
-    x: Any, group: Group, split_dim: int = 0, concat_dim: int = 0, *, name: str = "", part: str = "", stream: Stream = Stream.CONTROL
+    x: Any,
+    group: Group,
+    split_dim: int = 0,
+    concat_dim: int = 0,
+    *,
+    name: str = "",
+    part: str = "",
+    stream: Stream = Stream.CONTROL,
 ) -> Work:
     """Start an :func:`all_to_all`; ``wait()`` returns the differentiable result."""
     return exchanged(x, group, split_dim, concat_dim).start(group, name, part, stream)

@@ -81,7 +81,8 @@ class Group(Protocol):
             OptionError: a rank is in no part or in two, or this kind of group is not divisible.
         """
         raise OptionError(
-            f"{type(self).__name__} cannot be divided; make the groups of its parts and put them together with zf.collectives.Mesh()"
+            f"{type(self).__name__} cannot be divided; make the groups of its parts and put them "
+            "together with zf.collectives.Mesh()"
         )
 
     def close(self) -> None:
@@ -151,11 +152,16 @@ def own_part(group: Group, parts: Sequence[Sequence[int]]) -> Sequence[int]:
     is_sorted = all(list(part) == sorted(part) for part in parts)
     if together != list(range(group.size)) or not is_sorted:
         shown = [list(part) for part in parts]
-        raise OptionError(f"the parts of a group have each of its ranks once, in ascending order; got {shown} for {group.size} ranks")
+        raise OptionError(
+            f"the parts of a group have each of its ranks once, in ascending order; got {shown} "
+            f"for {group.size} ranks"
+        )
     return next(part for part in parts if group.rank in part)
 
 
-def allocate(group: Group, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+def allocate(
+    group: Group, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> Tensor:
     """Return an uninitialised 1-D tensor that a group sends best: over shared memory, uncopied.
 
     The tensor lives as long as any view of it. As an input of a collective the tensor may be read
@@ -177,7 +183,9 @@ def allocate(group: Group, numel: int, dtype: torch.dtype, device: torch.device 
         torch.Size([3])
     """
     make, where = group.allocate, torch.device(device)
-    return torch.empty(numel, dtype=dtype, device=where) if make is None else make(numel, dtype, where)
+    return (
+        torch.empty(numel, dtype=dtype, device=where) if make is None else make(numel, dtype, where)
+    )
 
 
 def await_readers(group: Group, tensors: Iterable[Tensor]) -> None:

@@ -2,12 +2,15 @@
 
 [Note: two axes]
 
-A mesh is a group whose ranks stand in rows. A row is the *inner* axis: ranks that are near each other, of one host say. A column is the
-*outer* axis: one rank of every row. The i-th rank of the o-th row has rank ``i * outer.size + o`` in the mesh: so the shard of a rank of
-the inner axis is what the shards of its column make up, one after the other, and every change between the three (whole, cut over the inner
-axis, cut over the mesh) is one collective of one axis, with no copy in between.
+A mesh is a group whose ranks stand in rows. A row is the *inner* axis: ranks that are near each
+other, of one host say. A column is the *outer* axis: one rank of every row. The i-th rank of the
+o-th row has rank ``i * outer.size + o`` in the mesh: so the shard of a rank of the inner axis is
+what the shards of its column make up, one after the other, and every change between the three
+(whole, cut over the inner axis, cut over the mesh) is one collective of one axis, with no copy in
+between.
 
-A collective of the mesh goes axis by axis, so that what crosses between rows is never sent there twice:
+A collective of the mesh goes axis by axis, so that what crosses between rows is never sent there
+twice:
 
 ==================  ===========================================================================
 all-gather          outer, then inner: each shard crosses once to each row
@@ -17,13 +20,16 @@ all-to-all          inner, then outer: what goes to one row crosses as one messa
 broadcast, reduce   along one row and all columns' ends, or the reverse
 ==================  ===========================================================================
 
-**Sums are taken over the inner axis first, in rank order, and then over the outer one**, whatever the collective: so all compositions over
-one mesh give the same bits. Another mesh of as many ranks, or the group without one, associates the sum otherwise, and differs by rounding.
+**Sums are taken over the inner axis first, in rank order, and then over the outer one**, whatever
+the collective: so all compositions over one mesh give the same bits. Another mesh of as many ranks,
+or the group without one, associates the sum otherwise, and differs by rounding.
 
-A later phase starts when the result is waited for. Phases start in the order of the calls all the same: to wait for one brings those before
-it forward first, and so does a call that goes through the axes in another order. So ranks may wait in any order within a stream. And to wait
-for what the ranks tell each other brings the gathers of parameters forward: a rank that takes another branch may be waiting for their last
-phase. Nobody waits so before it has started all gathers that others may need by then.
+A later phase starts when the result is waited for. Phases start in the order of the calls all the
+same: to wait for one brings those before it forward first, and so does a call that goes through the
+axes in another order. So ranks may wait in any order within a stream. And to wait for what the
+ranks tell each other brings the gathers of parameters forward: a rank that takes another branch may
+be waiting for their last phase. Nobody waits so before it has started all gathers that others may
+need by then.
 """
 
 from __future__ import annotations
@@ -58,10 +64,16 @@ __all__ = ["Mesh", "axis_of", "check_shardable", "mesh_of", "split", "start_redu
 # Up to here one message less is worth more than fewer bytes.
 _SHORT_BYTES = 4096
 
-# Yields the result of each phase once it is started, gets it back when it is there, and returns the result of all.
+# Yields the result of each phase once it is started, gets it back when it is there, and returns the
+# result of all.
 _Phases: TypeAlias = Generator[Work, Tensor, Tensor]
 
-_OUTER_INNER, _INNER_OUTER, _INNER_OUTER_INNER, _FLAT = ("outer", "inner"), ("inner", "outer"), ("inner", "outer", "inner"), ("",)
+_OUTER_INNER, _INNER_OUTER, _INNER_OUTER_INNER, _FLAT = (
+    ("outer", "inner"),
+    ("inner", "outer"),
+    ("inner", "outer", "inner"),
+    ("",),
+)
 
 
 class _Running:
@@ -100,7 +112,11 @@ class _Running:
 
 @final
 class _Axis(Wrapper):
-    """One axis of a mesh. Beyond what its ranks do, it knows the mesh, and what of the mesh must come before its own collectives."""
+    """One axis of a mesh.
+
+    Beyond what its ranks do, it knows the mesh, and what of the mesh must come before its own
+    collectives.
+    """
 
     def __init__(self, group: Group, mesh: Mesh, axis: str, numbers: Sequence[int]) -> None:
         super().__init__(group)
@@ -118,15 +134,19 @@ class _Axis(Wrapper):
 
 
 class Mesh(Group):
-    """A group whose ranks stand in rows and columns. See [Note: two axes]; :func:`split` makes one of a group.
+    """A group whose ranks stand in rows and columns.
+
+    See [Note: two axes]; :func:`split` makes one of a group.
 
     Args:
         inner: the ranks of this rank's row: near each other.
         outer: the ranks of this rank's column: one of each row, all with this rank's place in it.
-        whole: the group of all ranks, row after row, if there is one; only :func:`permute` needs it.
+        whole: the group of all ranks, row after row, if there is one; only :func:`permute` needs
+            it.
 
     Attributes:
-        inner: the inner axis, as a group that the transforms take: what they shard over it is replicated over the outer axis.
+        inner: the inner axis, as a group that the transforms take: what they shard over it is
+            replicated over the outer axis.
         outer: the outer axis.
 
     Example:
@@ -144,11 +164,18 @@ class Mesh(Group):
     def __init__(self, inner: Group, outer: Group, whole: Group | None = None) -> None:
         for name, group in (("inner", inner), ("outer", outer)):
             if mesh_of(group) is not group:
-                raise OptionError(f"the {name} axis is a group of its own; got an axis of another mesh; make a group of its ranks")
-        if whole is not None and (whole.size != inner.size * outer.size or whole.rank != outer.rank * inner.size + inner.rank):
+                raise OptionError(
+                    f"the {name} axis is a group of its own; got an axis of another mesh; make a "
+                    "group of its ranks"
+                )
+        if whole is not None and (
+            whole.size != inner.size * outer.size
+            or whole.rank != outer.rank * inner.size + inner.rank
+        ):
             raise OptionError(
-                f"the whole group has the ranks of the mesh, row after row; got rank {whole.rank} of {whole.size} for rank {inner.rank} of "
-                f"{inner.size} in row {outer.rank} of {outer.size}; leave it out, or use zf.split()"
+                f"the whole group has the ranks of the mesh, row after row; got rank {whole.rank} "
+                f"of {whole.size} for rank {inner.rank} of {inner.size} in row {outer.rank} of "
+                f"{outer.size}; leave it out, or use zf.split()"
             )
         self.rank = inner.rank * outer.size + outer.rank
         self.size = inner.size * outer.size
@@ -158,10 +185,16 @@ class Mesh(Group):
         if whole is not None:
             known = global_ranks(whole)
             self.global_ranks = [known[o * inner.size + i] for i in row for o in column]
-        self.inner: Group = _Axis(inner, self, "inner", [self.global_ranks[i * outer.size + outer.rank] for i in row])
-        self.outer: Group = _Axis(outer, self, "outer", [self.global_ranks[inner.rank * outer.size + o] for o in column])
+        self.inner: Group = _Axis(
+            inner, self, "inner", [self.global_ranks[i * outer.size + outer.rank] for i in row]
+        )
+        self.outer: Group = _Axis(
+            outer, self, "outer", [self.global_ranks[inner.rank * outer.size + o] for o in column]
+        )
         self._plain = {"inner": inner, "outer": outer}
-        self._queues: dict[Stream, collections.deque[_Running]] = {stream: collections.deque() for stream in Stream}
+        self._queues: dict[Stream, collections.deque[_Running]] = {
+            stream: collections.deque() for stream in Stream
+        }
 
     @property
     def is_checked(self) -> bool:
@@ -221,18 +254,27 @@ class Mesh(Group):
         for group in self._plain.values():
             group.close()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         for group in self._plain.values():
             group.__exit__(kind, error, trace)
 
     def __repr__(self) -> str:
-        return f"<mesh: rank {self.rank} of {self.size}, {self.inner.size} inner x {self.outer.size} outer>"
+        return (
+            f"<mesh: rank {self.rank} of {self.size}, {self.inner.size} inner x "
+            f"{self.outer.size} outer>"
+        )
 
     # The order of phases.
 
     def _launch(self, stream: Stream, axes: tuple[str, ...], phases: _Phases) -> Work:
         queue = self._queues[stream]
-        # Phases of calls that go through the axes alike start in the order of the calls, whenever they do; others must not mix.
+        # Phases of calls that go through the axes alike start in the order of the calls, whenever
+        # they do; others must not mix.
         if len(axes) > 2 or any(before.axes != axes for before in queue):
             self._bring_forward(stream)
         running = _Running(axes, phases)
@@ -254,7 +296,9 @@ class Mesh(Group):
             queue[0].bring_forward()
             queue.popleft()
 
-    def _on(self, axis: str, op: Op, call: Collective, x: Tensor, out: Tensor | None = None) -> Work:
+    def _on(
+        self, axis: str, op: Op, call: Collective, x: Tensor, out: Tensor | None = None
+    ) -> Work:
         """Start a phase; on an axis of one rank there is nothing to send."""
         group = self._plain[axis]
         if group.size > 1:
@@ -278,8 +322,11 @@ class Mesh(Group):
 
     def _reduce_scatter_inner(self, call: Collective, x: Tensor) -> _Phases:
         row = yield self._on("inner", ReduceScatter(), call, x)
-        # What was received is this rank's own, and may be summed in place; the caller's input may not.
-        total = yield self._on("outer", AllReduce(), call, row, row if self.inner.size > 1 else None)
+        # What was received is this rank's own, and may be summed in place; the caller's input may
+        # not.
+        total = yield self._on(
+            "outer", AllReduce(), call, row, row if self.inner.size > 1 else None
+        )
         return total.clone() if total is x else total
 
     def _all_reduce_short(self, call: Collective, x: Tensor, out: Tensor) -> _Phases:
@@ -289,7 +336,12 @@ class Mesh(Group):
     def _all_reduce(self, call: Collective, x: Tensor, out: Tensor) -> _Phases:
         numel = x.numel()
         padding = -numel % self.inner.size
-        row = yield self._on("inner", ReduceScatter(), call, torch.nn.functional.pad(x, (0, padding)) if padding else x)
+        row = yield self._on(
+            "inner",
+            ReduceScatter(),
+            call,
+            torch.nn.functional.pad(x, (0, padding)) if padding else x,
+        )
         row = yield self._on("outer", AllReduce(), call, row, row)
         total = yield self._on("inner", AllGather(), call, row, None if padding else out)
         return out.copy_(total[:numel]) if padding else total
@@ -318,31 +370,44 @@ class Mesh(Group):
         column = yield self._on("outer", AllToAll(), call, by_row)
         return out.copy_(column.view(outer, inner, numel).transpose(0, 1).reshape(-1))
 
-    def _permute(self, call: Collective, x: Tensor, out: Tensor, destinations: tuple[int, ...]) -> _Phases:
+    def _permute(
+        self, call: Collective, x: Tensor, out: Tensor, destinations: tuple[int, ...]
+    ) -> _Phases:
         if self._whole is None:
-            raise OptionError("a permutation goes along no axis; got a mesh of two groups; make it of the whole group with zf.split()")
-        place = [i * self.outer.size + o for o in range(self.outer.size) for i in range(self.inner.size)]
+            raise OptionError(
+                "a permutation goes along no axis; got a mesh of two groups; make it of the "
+                "whole group with zf.split()"
+            )
+        place = [
+            i * self.outer.size + o for o in range(self.outer.size) for i in range(self.inner.size)
+        ]
         flat = Permute(tuple(place.index(destinations[rank]) for rank in place))
-        return (yield self._whole.start(Collective(flat, call.name, call.part, call.stream), x, out))
+        return (
+            yield self._whole.start(Collective(flat, call.name, call.part, call.stream), x, out)
+        )
 
 
 @checked_options
 def split(group: Group, inner: int) -> Mesh:
     """Put the ranks of a group in rows: ranks ``0 ... inner - 1`` in the first, and so on.
 
-    What is sharded over ``mesh.inner`` is replicated over ``mesh.outer``: hybrid sharding, where only sums of gradients leave a row. What
-    is sharded over the mesh itself is sharded over all ranks, with collectives that go axis by axis.
+    What is sharded over ``mesh.inner`` is replicated over ``mesh.outer``: hybrid sharding, where
+    only sums of gradients leave a row. What is sharded over the mesh itself is sharded over all
+    ranks, with collectives that go axis by axis.
 
     Args:
         group: all the ranks. Every rank calls.
-        inner: how many ranks make a row; with a launcher that numbers the ranks host by host, those of one host.
+        inner: how many ranks make a row; with a launcher that numbers the ranks host by host, those
+            of one host.
 
     Returns:
-        A group of all the ranks with the groups ``inner`` and ``outer`` in it. They end with ``group``. Its own ranks count along the
-        columns: the rank of ``group`` that is the i-th in row o has rank ``i * outer.size + o``.
+        A group of all the ranks with the groups ``inner`` and ``outer`` in it. They end with
+        ``group``. Its own ranks count along the columns: the rank of ``group`` that is the i-th in
+        row o has rank ``i * outer.size + o``.
 
     Raises:
-        OptionError: ``inner`` does not divide the number of ranks, or this kind of group cannot be divided.
+        OptionError: ``inner`` does not divide the number of ranks, or this kind of group cannot be
+            divided.
 
     Example:
         >>> import zfun as zf
@@ -354,9 +419,15 @@ def split(group: Group, inner: int) -> Mesh:
         (2, 3, 96)
     """
     if inner < 1 or group.size % inner:
-        raise OptionError(f"split() puts as many ranks in every row; got {group.size} ranks and inner={inner}; use a divisor")
+        raise OptionError(
+            f"split() puts as many ranks in every row; got {group.size} ranks and inner={inner}; "
+            "use a divisor"
+        )
     if mesh_of(group) is not group or isinstance(group, Mesh):
-        raise OptionError(f"split() takes a group without axes; got {group!r}; split the group that it was made of")
+        raise OptionError(
+            f"split() takes a group without axes; got {group!r}; split the group that it was made "
+            "of"
+        )
     rows = [range(first, first + inner) for first in range(0, group.size, inner)]
     columns = [range(place, group.size, inner) for place in range(inner)]
     return Mesh(group.subgroup(rows, "inner"), group.subgroup(columns, "outer"), group)
@@ -412,10 +483,15 @@ def check_shardable(group: Group, what: str) -> None:
         >>> check_shardable(split(abstract_group(6), inner=3).inner, "shard()")
     """
     if axis_of(group) == "outer":
-        raise PlacementError(f"{what} shards over a mesh or its inner axis; got its outer axis, which replicates; pass mesh.inner")
+        raise PlacementError(
+            f"{what} shards over a mesh or its inner axis; got its outer axis, which replicates; "
+            "pass mesh.inner"
+        )
 
 
-def start_reduce_scatter_over(group: Group, call: Collective, x: Tensor, out: Tensor | None = None) -> Work:
+def start_reduce_scatter_over(
+    group: Group, call: Collective, x: Tensor, out: Tensor | None = None
+) -> Work:
     """Start a sum over the mesh of a group, cut over the group: ``P -> S``.
 
     Args:

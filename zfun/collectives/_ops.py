@@ -30,7 +30,11 @@ __all__ = [
 
 
 class Stream(enum.IntEnum):
-    """An order of collectives. Within a stream every rank starts the same calls in the same order; streams are independent of each other."""
+    """An order of collectives.
+
+    Within a stream every rank starts the same calls in the same order; streams are independent of
+    each other.
+    """
 
     PARAMS = 0
     GRADS = 1
@@ -102,7 +106,8 @@ class ReduceScatter(_Map):
 class AllReduce(_Map):
     """``P -> R``: every rank receives the sum.
 
-    It is a reduce-scatter and an all-gather of the input, padded to a multiple of the size; two ranks send each other the whole.
+    It is a reduce-scatter and an all-gather of the input, padded to a multiple of the size; two
+    ranks send each other the whole.
     """
 
     kind = "all_reduce"
@@ -204,8 +209,9 @@ class Collective:
         name: what is sent ("params", "grads", "loss", ...). Ranks must agree on it.
         part: which bucket or leaves, for error messages. Ranks must agree on it.
         stream: the order in which the call takes part.
-        zero_copy: the result of an all-gather may show the inputs of the ranks where they lie. Nobody writes to the result, nor to an
-            input before ``await_readers``. Groups without shared memory return a fresh tensor. Ranks need not agree on it.
+        zero_copy: the result of an all-gather may show the inputs of the ranks where they lie.
+            Nobody writes to the result, nor to an input before ``await_readers``. Groups without
+            shared memory return a fresh tensor. Ranks need not agree on it.
     """
 
     op: Op
@@ -226,36 +232,61 @@ def describe(call: Collective, numel: int, dtype: torch.dtype) -> str:
     """
     name = f" {call.name!r}" if call.name else ""
     part = f" ({call.part})" if call.part else ""
-    return f"{call.op}{name}{part} of {numel} {str(dtype).removeprefix('torch.')} on stream {call.stream.name}"
+    return (
+        f"{call.op}{name}{part} of {numel} {str(dtype).removeprefix('torch.')} on stream "
+        f"{call.stream.name}"
+    )
 
 
 def _shortened(ranks: Iterable[int]) -> str:
     text = ", ".join(map(str, ranks))
-    return f"({text})" if len(text) <= 60 else f"({text[:50]}..., checksum {zlib.crc32(text.encode()):08x})"
+    return (
+        f"({text})"
+        if len(text) <= 60
+        else f"({text[:50]}..., checksum {zlib.crc32(text.encode()):08x})"
+    )
 
 
 def check_collective(call: Collective, x: Tensor, out: Tensor | None, size: int) -> None:
     """Refuse what no group can do, before anything is sent.
 
     Raises:
-        OptionError: the input is not 1-D and contiguous or does not divide, the output does not fit, or the op names a rank that does
-            not exist.
+        OptionError: the input is not 1-D and contiguous or does not divide, the output does not
+            fit, or the op names a rank that does not exist.
     """
     op = call.op
     if x.dim() != 1 or not x.is_contiguous():
-        raise _refusal(call, f"takes a contiguous 1-D tensor; got shape {tuple(x.shape)}, strides {x.stride()}; flatten it first")
+        raise _refusal(
+            call,
+            f"takes a contiguous 1-D tensor; got shape {tuple(x.shape)}, strides {x.stride()}; "
+            "flatten it first",
+        )
     if op.splits_input and x.numel() % size:
-        raise _refusal(call, f"needs a length that the {size} ranks divide; got {x.numel()}; pad it")
+        raise _refusal(
+            call, f"needs a length that the {size} ranks divide; got {x.numel()}; pad it"
+        )
     if out is not None:
         expected = op.output_numel(x.numel(), size)
-        if out.dim() != 1 or not out.is_contiguous() or out.numel() != expected or out.dtype != x.dtype or out.device != x.device:
+        if (
+            out.dim() != 1
+            or not out.is_contiguous()
+            or out.numel() != expected
+            or out.dtype != x.dtype
+            or out.device != x.device
+        ):
             wanted = f"contiguous 1-D output of {expected} {x.dtype} on {x.device}"
-            raise _refusal(call, f"needs a {wanted}; got shape {tuple(out.shape)}, {out.dtype} on {out.device}")
+            raise _refusal(
+                call, f"needs a {wanted}; got shape {tuple(out.shape)}, {out.dtype} on {out.device}"
+            )
     match op:
         case Broadcast(root) | Reduce(root) if not 0 <= root < size:
             raise _refusal(call, f"has root {root}; the ranks are 0 to {size - 1}")
         case Permute(destinations) if sorted(destinations) != list(range(size)):
-            raise _refusal(call, f"needs each rank of 0 to {size - 1} once among its destinations; got {destinations}")
+            raise _refusal(
+                call,
+                f"needs each rank of 0 to {size - 1} once among its destinations; got "
+                f"{destinations}",
+            )
         case _:
             pass
 

@@ -50,7 +50,11 @@ class _Log:
 
     def bytes_sent(self, name: str | None = None, *, axis: str | None = None) -> int:
         """Return the bytes that this rank has sent: all of them, or those of the collectives of one name, or along one axis of a mesh."""
-        return sum(entry.sent_bytes for entry in self.log if name in (None, entry.name) and axis in (None, entry.axis))
+        return sum(
+            entry.sent_bytes
+            for entry in self.log
+            if name in (None, entry.name) and axis in (None, entry.axis)
+        )
 
     def clear(self) -> None:
         """Forget the log."""
@@ -59,7 +63,10 @@ class _Log:
 
 @final
 class Recorder(_Log, Wrapper):
-    """A group that passes every collective on and keeps a :class:`Record` of it in ``log``. Made by :func:`record`."""
+    """A group that passes every collective on and keeps a :class:`Record` of it in ``log``.
+
+    Made by :func:`record`.
+    """
 
     def __init__(self, group: Group, axis: str = "", log: list[Record] | None = None) -> None:
         super().__init__(group)
@@ -68,8 +75,21 @@ class Recorder(_Log, Wrapper):
 
     def start(self, call: Collective, x: Tensor, out: Tensor | None = None) -> Work:
         pending = self.wrapped.start(call, x, out)
-        sent_bytes = call.op.sent_bytes(x.numel() * x.dtype.itemsize, self.rank, self.size, x.dtype.itemsize)
-        self.log.append(Record(call.op.kind, call.name, call.part, call.stream, sent_bytes, x.numel(), x.dtype, self._name))
+        sent_bytes = call.op.sent_bytes(
+            x.numel() * x.dtype.itemsize, self.rank, self.size, x.dtype.itemsize
+        )
+        self.log.append(
+            Record(
+                call.op.kind,
+                call.name,
+                call.part,
+                call.stream,
+                sent_bytes,
+                x.numel(),
+                x.dtype,
+                self._name,
+            )
+        )
         return pending
 
     def subgroup(self, parts: Sequence[Sequence[int]], name: str = "") -> Group:
@@ -81,7 +101,10 @@ class Recorder(_Log, Wrapper):
 
 @final
 class MeshRecorder(_Log, Mesh):
-    """A mesh that keeps a :class:`Record` of each collective of each axis in ``log``. Made by :func:`record`."""
+    """A mesh that keeps a :class:`Record` of each collective of each axis in ``log``.
+
+    Made by :func:`record`.
+    """
 
     def __init__(self, mesh: Mesh) -> None:
         self.log = []
@@ -126,5 +149,7 @@ def record(group: Group) -> Recorder | MeshRecorder:
     if isinstance(group, Mesh):
         return MeshRecorder(group)
     if axis := axis_of(group):
-        raise OptionError(f"an axis is recorded with its mesh; got the {axis} axis alone; call zf.record(mesh)")
+        raise OptionError(
+            f"an axis is recorded with its mesh; got the {axis} axis alone; call zf.record(mesh)"
+        )
     return Recorder(group)

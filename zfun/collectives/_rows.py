@@ -1,7 +1,8 @@
 """The one autograd function of all collectives, and how tensors and trees become what it takes.
 
-It sees matrices of one row per chunk (``[1, m] -> [size, m]`` for an all-gather), so that a batched dimension fits between rows and columns
-without moving data. Shapes and dims are restored outside, by ordinary views:
+It sees matrices of one row per chunk (``[1, m] -> [size, m]`` for an all-gather), so that a batched
+dimension fits between rows and columns without moving data. Shapes and dims are restored outside,
+by ordinary views:
 
 ======================  ===============  ===============  ====================
 on 4 ranks              a leaf           rows sent        rows received
@@ -12,8 +13,8 @@ reduce_scatter, dim 0   ``[8, 3]``       ``[4, 6]``       ``[1, 6]``
 all_to_all, dims 0, 1   ``[8, 3]``       ``[4, 6]``       ``[4, 6]``
 ======================  ===============  ===============  ====================
 
-A tree of tensors goes as one message for each dtype, not one for each leaf: the rows of its leaves are put side by side, so that what
-different leaves send to one rank is one chunk.
+A tree of tensors goes as one message for each dtype, not one for each leaf: the rows of its leaves
+are put side by side, so that what different leaves send to one rank is one chunk.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ class _UnderWay:
 
 
 class _Collective(torch.autograd.Function):
-    """``rows [a, m] -> rows [b, m]``, with a and b being 1 or the number of ranks. Its transpose is itself with the dual op."""
+    """``rows [a, m] -> rows [b, m]``, with a and b being 1 or the number of ranks.
+
+    Its transpose is itself with the dual op.
+    """
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -69,12 +73,18 @@ class _Collective(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:  # type: ignore[override]
-        # Torch copies a tangent whose strides are not those of its primal, so its values must be there at once.
+        # Torch copies a tangent whose strides are not those of its primal, so its values must be
+        # there at once.
         return _apply(tangent, ctx.group, ctx.call, None)
 
     @staticmethod
     def vmap(  # type: ignore[override]
-        info: Any, in_dims: tuple[int, None, None, None], rows: Tensor, group: Group, call: Collective, started: _UnderWay | None
+        info: Any,
+        in_dims: tuple[int, None, None, None],
+        rows: Tensor,
+        group: Group,
+        call: Collective,
+        started: _UnderWay | None,
     ) -> tuple[Tensor, int]:
         batched = rows.movedim(in_dims[0], 1)
         out = _apply(batched.flatten(1), group, call, started)
@@ -104,7 +114,10 @@ class _Plan(NamedTuple):
         return self.restore(_apply(self.rows, group, Collective(self.op, name, part, stream), None))
 
     def start(self, group: Group, name: str, part: str, stream: Stream) -> Work:
-        """Start the collective. Its output is part of the graph at once, and holds its values once it has been waited for."""
+        """Start the collective.
+
+        Its output is part of the graph at once, and holds its values once it has been waited for.
+        """
         started = _UnderWay()
         out = _apply(self.rows, group, Collective(self.op, name, part, stream), started)
 
@@ -124,10 +137,18 @@ class _Bundle(NamedTuple):
     restore: Callable[[list[Tensor]], Any]
 
     def run(self, group: Group, name: str, part: str, stream: Stream) -> Any:
-        return self.restore([plan.run(group, name, part or label, stream) for plan, label in zip(self.plans, self.labels, strict=True)])
+        return self.restore(
+            [
+                plan.run(group, name, part or label, stream)
+                for plan, label in zip(self.plans, self.labels, strict=True)
+            ]
+        )
 
     def start(self, group: Group, name: str, part: str, stream: Stream) -> Work:
-        under_way = [plan.start(group, name, part or label, stream) for plan, label in zip(self.plans, self.labels, strict=True)]
+        under_way = [
+            plan.start(group, name, part or label, stream)
+            for plan, label in zip(self.plans, self.labels, strict=True)
+        ]
         return Work(lambda: self.restore([pending.wait() for pending in under_way]))
 
 
@@ -136,12 +157,22 @@ def _over_leaves(x: Any, plan_of: Callable[[Tensor], _Plan]) -> Runs:
     if isinstance(x, Tensor):
         return plan_of(x)
     # A Flat is a node of trees, and the one that has a placement.
-    if any(hasattr(part, "placement") for part in tree.leaves(x, is_leaf=lambda part: hasattr(part, "placement"))):
-        raise PlacementError("a collective takes tensors; got a Flat, which has a placement to go to; call zf.redistribute()")
+    if any(
+        hasattr(part, "placement")
+        for part in tree.leaves(x, is_leaf=lambda part: hasattr(part, "placement"))
+    ):
+        raise PlacementError(
+            "a collective takes tensors; got a Flat, which has a placement to go to; call "
+            "zf.redistribute()"
+        )
     leaves, spec = tree.flatten(x)
     for path, leaf in zip(tree.paths(x), leaves, strict=True):
         if not isinstance(leaf, Tensor):
-            raise LeafError(f"a collective takes a tensor or a tree of tensors; leaf {path!r} is {type(leaf).__name__}", leaf=path)
+            raise LeafError(
+                f"a collective takes a tensor or a tree of tensors; leaf {path!r} is "
+                f"{type(leaf).__name__}",
+                leaf=path,
+            )
     alone = [plan_of(leaf) for leaf in leaves]
     kinds: dict[object, list[int]] = {}
     for index, plan in enumerate(alone):
@@ -158,7 +189,12 @@ def _over_leaves(x: Any, plan_of: Callable[[Tensor], _Plan]) -> Runs:
                 first += width
         return tree.unflatten(spec, [found[index] for index in range(len(alone))])
 
-    plans = [_Plan(torch.cat([alone[i].rows for i in indices], 1), alone[indices[0]].op, lambda rows: rows) for indices in together]
+    plans = [
+        _Plan(
+            torch.cat([alone[i].rows for i in indices], 1), alone[indices[0]].op, lambda rows: rows
+        )
+        for indices in together
+    ]
     labels = [f"{len(indices)} {'leaf' if len(indices) == 1 else 'leaves'}" for indices in together]
     return _Bundle(plans, labels, restore)
 
@@ -196,7 +232,9 @@ def scattered(x: Any, group: Group, dim: int) -> Runs:
         def restore(piece: Tensor) -> Tensor:
             return piece.reshape(length, *whole.shape[1:]).movedim(0, dim)
 
-        return _Plan(whole.reshape(group.size, whole.numel() // group.size), ReduceScatter(), restore)
+        return _Plan(
+            whole.reshape(group.size, whole.numel() // group.size), ReduceScatter(), restore
+        )
 
     return _over_leaves(x, plan)
 
@@ -219,12 +257,17 @@ def exchanged(x: Any, group: Group, split_dim: int, concat_dim: int) -> Runs:
 
 def _checked_dim(x: Tensor, dim: int, kind: str) -> int:
     if not -x.dim() <= dim < x.dim():
-        raise OptionError(f"{kind} needs a dim of its tensor; got dim {dim} of shape {tuple(x.shape)}")
+        raise OptionError(
+            f"{kind} needs a dim of its tensor; got dim {dim} of shape {tuple(x.shape)}"
+        )
     return dim % x.dim()
 
 
 def _checked_pieces(x: Tensor, dim: int, size: int, kind: str) -> int:
     length = x.shape[_checked_dim(x, dim, kind)]
     if length % size:
-        raise OptionError(f"{kind} needs a dim that the {size} ranks divide; got length {length} at dim {dim} of {tuple(x.shape)}; pad it")
+        raise OptionError(
+            f"{kind} needs a dim that the {size} ranks divide; got length {length} at dim {dim} "
+            f"of {tuple(x.shape)}; pad it"
+        )
     return length // size

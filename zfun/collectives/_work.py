@@ -10,9 +10,12 @@ __all__ = ["Work"]
 
 
 class Work:
-    """A started collective. It owns every buffer that the collective reads or writes until :meth:`wait` returns.
+    """A started collective.
 
-    The input must not be written before :meth:`wait` has returned, and every pending collective must be waited for.
+    It owns every buffer that the collective reads or writes until :meth:`wait` returns.
+
+    The input must not be written before :meth:`wait` has returned, and every pending collective
+    must be waited for.
 
     Args:
         finish: called once, by the first :meth:`wait`; returns the result.
@@ -38,7 +41,10 @@ class Work:
         return pending
 
     def wait(self) -> Tensor:
-        """Return the result, once it is there. Further calls return the same tensor, or raise the same error."""
+        """Return the result, once it is there.
+
+        Further calls return the same tensor, or raise the same error.
+        """
         if self._finish is not None:
             # The callable holds the buffers; letting go of it is what frees them.
             finish, self._finish = self._finish, None

@@ -21,8 +21,8 @@ _MAX_BLOCK = 1 << 14
 class Codec(abc.ABC):
     """A codec: how numbers are written as bytes to be sent, and read again.
 
-    :func:`int8` and :func:`int4` make two. Another one is a subclass with the three methods below; the
-    collectives, the bytes that are recorded and error feedback follow from these.
+    :func:`int8` and :func:`int4` make two. Another one is a subclass with the three methods below;
+    the collectives, the bytes that are recorded and error feedback follow from these.
 
     """
 
@@ -75,12 +75,15 @@ class Codec(abc.ABC):
 
 @dataclass(frozen=True)
 class BlockCodec(Codec):
-    """Numbers as small integers, in blocks with a float32 scale each. Made by :func:`int8` and :func:`int4`.
+    """Numbers as small integers, in blocks with a float32 scale each.
+
+    Made by :func:`int8` and :func:`int4`.
 
     Attributes:
         bits: of a number: 4 or 8.
         block: how many numbers share a scale; even.
-        feedback: where the numbers that a message lost are kept for the next message; ``None`` drops them.
+        feedback: where the numbers that a message lost are kept for the next message; ``None``
+            drops them.
     """
 
     bits: int
@@ -90,10 +93,14 @@ class BlockCodec(Codec):
     def __post_init__(self) -> None:
         if type(self.bits) is not int or self.bits not in (4, 8):
             raise OptionError(
-                f"a block codec has 4 or 8 bits a number; got {self.bits!r}; use zf.compression.int4() or zf.compression.int8()"
+                f"a block codec has 4 or 8 bits a number; got {self.bits!r}; use "
+                "zf.compression.int4() or zf.compression.int8()"
             )
         if type(self.block) is not int or not 2 <= self.block <= _MAX_BLOCK or self.block % 2:
-            raise OptionError(f"a block is an even number of elements from 2 to {_MAX_BLOCK}; got block={self.block!r}; 256 is usual")
+            raise OptionError(
+                f"a block is an even number of elements from 2 to {_MAX_BLOCK}; got "
+                f"block={self.block!r}; 256 is usual"
+            )
 
     def message_bytes(self, numel: int) -> int:
         """Return the bytes of a message: ``4 ceil(numel / block) + 4 ceil(numel bits / 32)``."""
@@ -127,25 +134,32 @@ def check_codec(codec: object, what: str, *, is_repeated: bool = False) -> None:
     """Refuse an option that is no codec, and error feedback where one value is sent twice and must come back the same."""
     if is_repeated and isinstance(codec, Codec) and codec.feedback is not None:
         raise OptionError(
-            f"{what} gathers parameters in forward and again in backward, and must get the same numbers; got a codec with error "
-            "feedback, which would add the loss of the first message to the second; leave feedback to gradients, which are sent once"
+            f"{what} gathers parameters in forward and again in backward, and must get the same "
+            "numbers; got a codec with error feedback, which would add the loss of the first "
+            "message to the second; leave feedback to gradients, which are sent once"
         )
     if not (codec is None or isinstance(codec, Codec)):
-        raise OptionError(f"{what} takes a codec, or None to send exactly; got compression={codec!r}; zf.compression.int8() makes one")
+        raise OptionError(
+            f"{what} takes a codec, or None to send exactly; got compression={codec!r}; "
+            "zf.compression.int8() makes one"
+        )
 
 
 @checked_options
 def int8(*, block: int = 256, feedback: ErrorFeedback | None = None) -> BlockCodec:
     """Send 8 bits a number, and a float32 scale for each block: about a quarter of float32.
 
-    A number comes back to within 1/254 of the largest magnitude in its block. A block with a number that is not finite comes back as NaN.
+    A number comes back to within 1/254 of the largest magnitude in its block. A block with a number
+    that is not finite comes back as NaN.
 
     Args:
-        block: how many numbers share a scale; even. Smaller blocks lose less and cost ``4 / block`` bytes a number.
+        block: how many numbers share a scale; even. Smaller blocks lose less and cost ``4 / block``
+            bytes a number.
         feedback: made by :func:`error_feedback`.
 
     Returns:
-        The codec, for ``shard_params(..., compression=...)`` or ``data_parallel(..., compression=...)``.
+        The codec, for ``shard_params(..., compression=...)`` or
+        ``data_parallel(..., compression=...)``.
 
     Example:
         >>> int8().message_bytes(1024)
@@ -158,14 +172,17 @@ def int8(*, block: int = 256, feedback: ErrorFeedback | None = None) -> BlockCod
 def int4(*, block: int = 128, feedback: ErrorFeedback | None = None) -> BlockCodec:
     """Send 4 bits a number, and a float32 scale for each block: about an eighth of float32.
 
-    A number comes back to within 1/14 of the largest magnitude in its block. A block with a number that is not finite comes back as NaN.
+    A number comes back to within 1/14 of the largest magnitude in its block. A block with a number
+    that is not finite comes back as NaN.
 
     Args:
-        block: how many numbers share a scale; even. Smaller blocks lose less and cost ``4 / block`` bytes a number.
+        block: how many numbers share a scale; even. Smaller blocks lose less and cost ``4 / block``
+            bytes a number.
         feedback: made by :func:`error_feedback`.
 
     Returns:
-        The codec, for ``data_parallel(..., compression=...)``. Parameters are better sent in 8 bits.
+        The codec, for ``data_parallel(..., compression=...)``. Parameters are better sent in 8
+        bits.
 
     Example:
         >>> int4().message_bytes(1024)
@@ -179,8 +196,10 @@ class Compression:
     """Codecs for the traffic of a step; ``None`` sends exactly.
 
     Attributes:
-        params: with which parameters are gathered, such as :func:`zfun.compression.int8`; stage 3 only, whose shards stay exact.
-        grads: with which gradients are summed over the ranks, such as :func:`zfun.compression.int4`.
+        params: with which parameters are gathered, such as :func:`zfun.compression.int8`; stage 3
+            only, whose shards stay exact.
+        grads: with which gradients are summed over the ranks, such as
+            :func:`zfun.compression.int4`.
 
     Example:
         >>> Compression(grads=int4()).grads.bits

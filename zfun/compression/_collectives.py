@@ -1,24 +1,29 @@
 """Collectives with a codec.
 
 [Note: what travels]
-A codec writes numbers as bytes before they are sent: ``int8`` and ``int4`` in blocks of small integers with a scale each
-(``zfun/ops/_blocks.py`` has the arithmetic). The bytes go through the same collectives as everything else, so every kind of group sends,
-counts and checks the bytes.
+A codec writes numbers as bytes before they are sent: ``int8`` and ``int4`` in
+blocks of small integers with a scale each (``zfun/ops/_blocks.py`` has the arithmetic). The bytes
+go through the same collectives as everything else, so every kind of group sends, counts and checks
+the bytes.
 
-* all-gather: every rank encodes its shard as one message and decodes all messages, including its own. So every rank has the same bits, and
-  no rank keeps a better copy of its own shard.
-* reduce-scatter: codes cannot be added, so the collective is an all-to-all. Every rank encodes one message for each rank, and adds the
-  messages that arrive in rank order, in float32 (float64 for float64 numbers), rounded once. Over a mesh the sum takes two hops, over the
-  inner axis and then over the outer one, and is encoded anew in between: the sum over a row crosses between rows.
+* all-gather: every rank encodes its shard as one message and decodes all messages, including its
+  own. So every rank has the same bits, and no rank keeps a better copy of its own shard.
+* reduce-scatter: codes cannot be added, so the collective is an all-to-all. Every rank encodes one
+  message for each rank, and adds the messages that arrive in rank order, in float32 (float64 for
+  float64 numbers), rounded once. Over a mesh the sum takes two hops, over the inner axis and then
+  over the outer one, and is encoded anew in between: the sum over a row crosses between rows.
 * all-reduce: a reduce-scatter and an all-gather of the sums, encoded anew.
 
-A rank releases a message as soon as the message is decoded. The numbers belong to the caller again as soon as the message is written.
+A rank releases a message as soon as the message is decoded. The numbers belong to the caller again
+as soon as the message is written.
 
-With error feedback, the rounding error of one message is added to the next message of the same place.
+With error feedback, the rounding error of one message is added to the next message of the same
+place.
 
-After Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training" (2023), who gather parameters in 8 bits
-and reduce gradients in 4; error feedback: Seide et al., "1-Bit Stochastic Gradient Descent" (2014); its slow form: Xie et al., "LoCo:
-Low-Bit Communication Adaptor for Large-scale Model Training" (2024).
+After Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training"
+(2023), who gather parameters in 8 bits and reduce gradients in 4; error feedback: Seide et al.,
+"1-Bit Stochastic Gradient Descent" (2014); its slow form: Xie et al., "LoCo: Low-Bit Communication
+Adaptor for Large-scale Model Training" (2024).
 """
 
 from __future__ import annotations
@@ -51,7 +56,9 @@ __all__ = ["all_gather", "all_reduce", "reduce_scatter", "start", "start_over"]
 
 
 @checked_options
-def start(call: Collective, x: Tensor, group: Group, codec: Codec, *, dtype: torch.dtype | None = None) -> Work:
+def start(
+    call: Collective, x: Tensor, group: Group, codec: Codec, *, dtype: torch.dtype | None = None
+) -> Work:
     """Start a collective of a flat tensor with a codec, without a derivative.
 
     ============== ============ ==============================================================================
@@ -62,7 +69,8 @@ def start(call: Collective, x: Tensor, group: Group, codec: Codec, *, dtype: tor
     all-reduce     ``[n]``      ``2 (N - 1) message_bytes(ceil(n / N))``
     ============== ============ ==============================================================================
 
-    A collective of several phases starts the later phases in ``wait()``, so all ranks must wait in one order.
+    A collective of several phases starts the later phases in ``wait()``, so all ranks must wait in
+    one order.
 
     Args:
         call: which collective, for whom and in which order.
@@ -75,7 +83,8 @@ def start(call: Collective, x: Tensor, group: Group, codec: Codec, *, dtype: tor
         The pending result: of an all-gather and an all-reduce the same bits on every rank.
 
     Raises:
-        OptionError: another collective, numbers that are not floating, or a length that the ranks do not divide.
+        OptionError: another collective, numbers that are not floating, or a length that the ranks
+            do not divide.
 
     Example:
         >>> import zfun as zf
@@ -85,10 +94,14 @@ def start(call: Collective, x: Tensor, group: Group, codec: Codec, *, dtype: tor
     """
     size, numel = group.size, x.numel()
     if not x.is_floating_point():
-        raise OptionError(f"a codec is for floating numbers; got {call.op.kind} of {x.dtype}; send it exactly: use zf.collectives")
+        raise OptionError(
+            f"a codec is for floating numbers; got {call.op.kind} of {x.dtype}; send it exactly: "
+            "use zf.collectives"
+        )
     if x.dim() != 1 or (isinstance(call.op, ReduceScatter) and numel % size):
         raise OptionError(
-            f"{call.op.kind} with a codec takes a 1-D tensor that the {size} ranks divide; got shape {tuple(x.shape)}; pad it"
+            f"{call.op.kind} with a codec takes a 1-D tensor that the {size} ranks divide; got "
+            f"shape {tuple(x.shape)}; pad it"
         )
     x, dtype = x.detach().contiguous(), dtype or x.dtype
     if size == 1:
@@ -100,17 +113,28 @@ def start(call: Collective, x: Tensor, group: Group, codec: Codec, *, dtype: tor
             return _start_sum(call, x, group, codec, dtype)
         case AllReduce():
             padding = -numel % size
-            scattered = _start_sum(call, torch.nn.functional.pad(x, (0, padding)) if padding else x, group, codec, ops.wide(x.dtype))
-            return Work(lambda: _start_gather(call, scattered.wait(), group, codec, dtype).wait()[:numel])
+            scattered = _start_sum(
+                call,
+                torch.nn.functional.pad(x, (0, padding)) if padding else x,
+                group,
+                codec,
+                ops.wide(x.dtype),
+            )
+            return Work(
+                lambda: _start_gather(call, scattered.wait(), group, codec, dtype).wait()[:numel]
+            )
         case _:
-            raise OptionError(f"a codec is for all_gather, reduce_scatter and all_reduce; got {call.op.kind}; send it exactly")
+            raise OptionError(
+                f"a codec is for all_gather, reduce_scatter and all_reduce; got {call.op.kind}; "
+                "send it exactly"
+            )
 
 
 def start_over(call: Collective, x: Tensor, group: Group, codec: Codec) -> Work:
     """Start a sum over the mesh of a group in few bits, cut over the group (``P -> S``).
 
-    Over a group or a mesh this is :func:`start`. Over the inner axis of a mesh the shards of the sum over a row are summed over the outer
-    axis too, by an all-reduce.
+    Over a group or a mesh this is :func:`start`. Over the inner axis of a mesh the shards of the
+    sum over a row are summed over the outer axis too, by an all-reduce.
 
     Args:
         call: a reduce-scatter.
@@ -137,9 +161,16 @@ def start_over(call: Collective, x: Tensor, group: Group, codec: Codec) -> Work:
     return Work(lambda: start(again, scattered.wait(), mesh.outer, codec).wait())
 
 
-def _start_gather(call: Collective, x: Tensor, group: Group, codec: Codec, dtype: torch.dtype) -> Work:
-    message = _written(x.view(1, -1), group, codec, f"{call.name} {call.part} gather {axis_of(group)}".strip())
-    pending, numel = group.start(Collective(AllGather(), call.name, call.part, call.stream), message.view(-1)), x.numel()
+def _start_gather(
+    call: Collective, x: Tensor, group: Group, codec: Codec, dtype: torch.dtype
+) -> Work:
+    message = _written(
+        x.view(1, -1), group, codec, f"{call.name} {call.part} gather {axis_of(group)}".strip()
+    )
+    pending, numel = (
+        group.start(Collective(AllGather(), call.name, call.part, call.stream), message.view(-1)),
+        x.numel(),
+    )
 
     def finish() -> Tensor:
         messages = pending.wait().view(group.size, -1)
@@ -173,11 +204,26 @@ def _number(group: Group) -> int:
     return global_ranks(mesh_of(group))[mesh_of(group).rank]
 
 
-def _start_hop(call: Collective, x: Tensor, hop: Group, group: Group, codec: Codec, index: int, dtype: torch.dtype) -> Work:
+def _start_hop(
+    call: Collective,
+    x: Tensor,
+    hop: Group,
+    group: Group,
+    codec: Codec,
+    index: int,
+    dtype: torch.dtype,
+) -> Work:
     """Send each rank of a hop one piece; ``wait()`` adds the pieces that arrive."""
     numel = x.numel() // hop.size
-    messages = _written(x.view(hop.size, numel), group, codec, f"{call.name} {call.part} hop {index} {axis_of(group)}".strip())
-    pending = hop.start(Collective(AllToAll(), call.name, call.part, call.stream), messages.view(-1))
+    messages = _written(
+        x.view(hop.size, numel),
+        group,
+        codec,
+        f"{call.name} {call.part} hop {index} {axis_of(group)}".strip(),
+    )
+    pending = hop.start(
+        Collective(AllToAll(), call.name, call.part, call.stream), messages.view(-1)
+    )
 
     def finish() -> Tensor:
         received = pending.wait().view(hop.size, -1)
@@ -231,18 +277,35 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:  # type: ignore[override]
-        raise OptionError("a compressed collective has no vmap rule; got a batched tensor; send it exactly: use zf.collectives")
+        raise OptionError(
+            "a compressed collective has no vmap rule; got a batched tensor; send it exactly: "
+            "use zf.collectives"
+        )
 
 
-_EXACT = {"all_gather": collectives.all_gather, "reduce_scatter": collectives.reduce_scatter, "all_reduce": collectives.all_reduce}
+_EXACT = {
+    "all_gather": collectives.all_gather,
+    "reduce_scatter": collectives.reduce_scatter,
+    "all_reduce": collectives.all_reduce,
+}
 
 
 def _exact(x: Tensor, group: Group, call: Collective, op: Op) -> Tensor:
     return _EXACT[op.kind](x, group, name=call.name, part=call.part, stream=call.stream)
 
 
-def all_gather(x: Tensor, group: Group, codec: Codec, *, name: str = "", part: str = "", stream: Stream = Stream.CONTROL) -> Tensor:
-    """Gather shards in few bits (``S -> R``). The derivative is that of the exact one: a reduce-scatter.
+def all_gather(
+    x: Tensor,
+    group: Group,
+    codec: Codec,
+    *,
+    name: str = "",
+    part: str = "",
+    stream: Stream = Stream.CONTROL,
+) -> Tensor:
+    """Gather shards in few bits (``S -> R``).
+
+    The derivative is that of the exact one: a reduce-scatter.
 
     Args:
         x: this rank's shard, 1-D, floating.
@@ -268,8 +331,18 @@ def all_gather(x: Tensor, group: Group, codec: Codec, *, name: str = "", part: s
     return _run(x, group, codec, Collective(AllGather(), name, part, stream))
 
 
-def reduce_scatter(x: Tensor, group: Group, codec: Codec, *, name: str = "", part: str = "", stream: Stream = Stream.CONTROL) -> Tensor:
-    """Sum over the ranks in few bits, each keeping its piece (``P -> S``). The derivative is that of the exact one: an all-gather.
+def reduce_scatter(
+    x: Tensor,
+    group: Group,
+    codec: Codec,
+    *,
+    name: str = "",
+    part: str = "",
+    stream: Stream = Stream.CONTROL,
+) -> Tensor:
+    """Sum over the ranks in few bits, each keeping its piece (``P -> S``).
+
+    The derivative is that of the exact one: an all-gather.
 
     Args:
         x: a term of the sum, 1-D, floating; the ranks divide its length.
@@ -296,8 +369,18 @@ def reduce_scatter(x: Tensor, group: Group, codec: Codec, *, name: str = "", par
     return _run(x, group, codec, Collective(ReduceScatter(), name, part, stream))
 
 
-def all_reduce(x: Tensor, group: Group, codec: Codec, *, name: str = "", part: str = "", stream: Stream = Stream.CONTROL) -> Tensor:
-    """Sum over the ranks in few bits, every rank receiving the sum (``P -> R``). The derivative is that of the exact one.
+def all_reduce(
+    x: Tensor,
+    group: Group,
+    codec: Codec,
+    *,
+    name: str = "",
+    part: str = "",
+    stream: Stream = Stream.CONTROL,
+) -> Tensor:
+    """Sum over the ranks in few bits, every rank receiving the sum (``P -> R``).
+
+    The derivative is that of the exact one.
 
     Args:
         x: a term of the sum, 1-D, floating.

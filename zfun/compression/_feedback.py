@@ -14,10 +14,13 @@ __all__ = ["ErrorFeedback", "error_feedback"]
 
 
 class ErrorFeedback:
-    """The errors of messages, kept by the sender until the next message of the same place. Made by :func:`error_feedback`.
+    """The errors of messages, kept by the sender until the next message of the same place.
 
-    These errors are the only state of a step outside of the values that go in and come out: like a store, the object belongs to the caller.
-    Each rank keeps its own errors; simulated ranks may share one object.
+    Made by :func:`error_feedback`.
+
+    These errors are the only state of a step outside of the values that go in and come out: like a
+    store, the object belongs to the caller. Each rank keeps its own errors; simulated ranks may
+    share one object.
 
     Attributes:
         err_beta: share of the old error that stays; 0 adds the whole error of the last message.
@@ -58,7 +61,9 @@ class ErrorFeedback:
             rank: the rank.
         """
         fresh = {
-            (rank, place): (int(kept[f"{place} count"]), tensor.clone()) for place, tensor in kept.items() if not place.endswith(" count")
+            (rank, place): (int(kept[f"{place} count"]), tensor.clone())
+            for place, tensor in kept.items()
+            if not place.endswith(" count")
         }
         with self._lock:
             self._kept = {key: entry for key, entry in self._kept.items() if key[0] != rank} | fresh
@@ -69,8 +74,10 @@ class ErrorFeedback:
             count, kept = self._kept.get((rank, place), (0, None))
         if kept is not None and kept.shape != rows.shape:
             raise OptionError(
-                f"an error feedback is for the gradients of one layout; got {rows.numel()} numbers in {rows.shape[0]} messages for "
-                f"{place}, after {kept.numel()} in {kept.shape[0]}; make one with zf.compression.error_feedback() for each training run"
+                f"an error feedback is for the gradients of one layout; got {rows.numel()} "
+                f"numbers in {rows.shape[0]} messages for {place}, after {kept.numel()} in "
+                f"{kept.shape[0]}; make one with zf.compression.error_feedback() for each "
+                "training run"
             )
         return count, kept
 
@@ -83,16 +90,20 @@ class ErrorFeedback:
 def error_feedback(*, err_beta: float = 0.8, reset: int = 1024) -> ErrorFeedback:
     """Make error feedback: the rounding errors of messages are sent later.
 
-    Before numbers x are encoded, the error e of the last message of the same place is added: ``c = x + e``. The receiver decodes q, and the
-    sender keeps ``e' = e err_beta + (c - q) (1 - err_beta)``. With ``err_beta = 0``, q and the new error add up to c, to the last bit: no
-    gradient is lost, only late. A larger ``err_beta`` smooths the noise of single steps. No direction is lost in the long run either, since
-    the error grows by ``(1 - err_beta) (x - q)`` in each step. Errors that are not finite are dropped.
+    Before numbers x are encoded, the error e of the last message of the same place is added:
+    ``c = x + e``. The receiver decodes q, and the sender keeps
+    ``e' = e err_beta + (c - q) (1 - err_beta)``. With ``err_beta = 0``, q and the new error add up
+    to c, to the last bit: no gradient is lost, only late. A larger ``err_beta`` smooths the noise
+    of single steps. No direction is lost in the long run either, since the error grows by
+    ``(1 - err_beta) (x - q)`` in each step. Errors that are not finite are dropped.
 
-    Error feedback costs the memory of a whole gradient on every rank, in the dtype of the gradients. A skipped step changes the errors too.
+    Error feedback costs the memory of a whole gradient on every rank, in the dtype of the
+    gradients. A skipped step changes the errors too.
 
     Args:
         err_beta: share of the old error that stays, from 0 to less than 1.
-        reset: after so many messages the errors are dropped, because the gradients that they belong to are long past; 0 for never.
+        reset: after so many messages the errors are dropped, because the gradients that they belong
+            to are long past; 0 for never.
 
     Returns:
         The ``feedback`` of ``int4(feedback=...)`` and ``int8(feedback=...)``.
@@ -113,7 +124,10 @@ def error_feedback(*, err_beta: float = 0.8, reset: int = 1024) -> ErrorFeedback
         tensor(1.0000)
     """
     if not 0 <= err_beta < 1:
-        raise OptionError(f"err_beta is a number from 0 to less than 1; got {err_beta!r}; 0 keeps all that was lost")
+        raise OptionError(
+            f"err_beta is a number from 0 to less than 1; got {err_beta!r}; 0 keeps all that was "
+            "lost"
+        )
     if type(reset) is not int or reset < 0:
         raise OptionError(f"reset is a number of messages; got {reset!r}; 0 never forgets")
     return ErrorFeedback(err_beta, reset)

@@ -1,9 +1,10 @@
 """A sum over the ranks in one bit a number.
 
 [Note: one bit]
-With one bit a number, error feedback is a must: without it, the signs say nothing of small numbers. So ``compressed_all_reduce`` is not a
-codec but a function whose errors go in and come out. Three functions make it up, ``send_signs``, ``answer_signs`` and ``read_signs``, so
-that several buffers share a message and the messages of several buckets are under way at once.
+With one bit a number, error feedback is a must: without it, the signs say nothing
+of small numbers. So ``compressed_all_reduce`` is not a codec but a function whose errors go in and
+come out. Three functions make it up, ``send_signs``, ``answer_signs`` and ``read_signs``, so that
+several buffers share a message and the messages of several buckets are under way at once.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ from zfun import ops
 from zfun.collectives import AllGather, AllToAll, Collective, Group, Stream, Work
 from zfun.errors import OptionError
 
-__all__ = ["answer_signs", "compressed_all_reduce", "own_chunk", "packed_bytes", "read_signs", "send_signs"]
+__all__ = [
+    "answer_signs",
+    "compressed_all_reduce",
+    "own_chunk",
+    "packed_bytes",
+    "read_signs",
+    "send_signs",
+]
 
 
 def compressed_all_reduce(
@@ -33,14 +41,16 @@ def compressed_all_reduce(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Average over the ranks in one bit a number, with error feedback (``P -> R``), without a derivative.
 
-    Every rank adds its last error, ``c = x + worker_error``, and sends each rank the signs of a chunk of c, and one scale
-    ``s = ‖c‖ / √n``. A number is decoded as s or -s (s for both zeros), and the new error is ``c - (±s)``. Every rank then averages the
-    chunks that arrive, in rank order, adds ``server_error``, and sends signs and scale of the result to all ranks, with the rounding
-    as the new error. So each message and its error add up to the number: the difference is rounded once, and exact where a number is
-    between half and twice the scale.
+    Every rank adds its last error, ``c = x + worker_error``, and sends each rank the signs of a
+    chunk of c, and one scale ``s = ‖c‖ / √n``. A number is decoded as s or -s (s for both zeros),
+    and the new error is ``c - (±s)``. Every rank then averages the chunks that arrive, in rank
+    order, adds ``server_error``, and sends signs and scale of the result to all ranks, with the
+    rounding as the new error. So each message and its error add up to the number: the difference is
+    rounded once, and exact where a number is between half and twice the scale.
 
-    The chunks are those of x padded to a multiple of ``8 size``, whole bytes for every rank; padding counts in no scale and is never
-    received. On one rank nothing is sent, and nothing is lost.
+    The chunks are those of x padded to a multiple of ``8 size``, whole bytes for every rank;
+    padding counts in no scale and is never received. On one rank nothing is sent, and nothing is
+    lost.
 
     Args:
         x: ``[n]``, floating, of one length on all ranks; half types are computed in float32.
@@ -52,13 +62,15 @@ def compressed_all_reduce(
         stream: the order of collectives.
 
     Returns:
-        The mean ``[n]``, with the same bits on every rank, and the two errors for the next call. A number that is not finite makes all of
-        them so. Each rank sends ``2 (size - 1) (b + ceil(n / (8 size)))`` bytes, b being 4, or 8 for float64.
+        The mean ``[n]``, with the same bits on every rank, and the two errors for the next call. A
+        number that is not finite makes all of them so. Each rank sends
+        ``2 (size - 1) (b + ceil(n / (8 size)))`` bytes, b being 4, or 8 for float64.
 
     Raises:
         OptionError: ``x`` is not 1-D and floating, or an error has another length.
 
-    After Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed" (2021).
+    After Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's
+    Convergence Speed" (2021).
 
     Example:
         >>> import zfun as zf
@@ -73,17 +85,23 @@ def compressed_all_reduce(
     """
     if x.dim() != 1 or not x.is_floating_point():
         raise OptionError(
-            f"compressed_all_reduce() takes a 1-D floating tensor; got {x.dtype} of shape {tuple(x.shape)}; flatten it, and send integers "
-            "exactly with all_reduce()"
+            f"compressed_all_reduce() takes a 1-D floating tensor; got {x.dtype} of shape "
+            f"{tuple(x.shape)}; flatten it, and send integers exactly with all_reduce()"
         )
     numel, dtype = x.numel(), ops.wide(x.dtype)
     mine = own_chunk(numel, group)
     num_mine = mine.stop - mine.start
-    for what, error, length in (("worker", worker_error, numel), ("server", server_error, num_mine)):
-        if error is not None and (error.dim() != 1 or error.numel() != length or error.dtype != dtype):
+    for what, error, length in (
+        ("worker", worker_error, numel),
+        ("server", server_error, num_mine),
+    ):
+        if error is not None and (
+            error.dim() != 1 or error.numel() != length or error.dtype != dtype
+        ):
             raise OptionError(
-                f"the {what}_error of {numel} numbers of {x.dtype} has {length} of {dtype} on this rank; got {error.dtype} of shape "
-                f"{tuple(error.shape)}; pass what the last call for the same buffer returned, or None at first"
+                f"the {what}_error of {numel} numbers of {x.dtype} has {length} of {dtype} on "
+                f"this rank; got {error.dtype} of shape {tuple(error.shape)}; pass what the last "
+                "call for the same buffer returned, or None at first"
             )
     worker = x.detach().to(dtype, copy=True)
     worker = worker if worker_error is None else worker.add_(worker_error)
@@ -104,14 +122,19 @@ def own_chunk(numel: int, group: Group) -> slice:
 
 def packed_bytes(numels: Sequence[int], size: int, dtype: torch.dtype) -> int:
     """Return the bytes of the messages of one hop of a compressed all-reduce: for each rank scales, and then the signs of its chunks."""
-    return size * (len(numels) * dtype.itemsize + sum(_chunk_bytes(numel, size) for numel in numels))
+    return size * (
+        len(numels) * dtype.itemsize + sum(_chunk_bytes(numel, size) for numel in numels)
+    )
 
 
-def send_signs(terms: Iterable[Tensor], group: Group, name: str, part: str, stream: Stream = Stream.GRADS) -> Work:
+def send_signs(
+    terms: Iterable[Tensor], group: Group, name: str, part: str, stream: Stream = Stream.GRADS
+) -> Work:
     """Start the first hop of a compressed all-reduce of several buffers, in one message to each rank.
 
     Args:
-        terms: the numbers to send, 1-D, of one dtype, each taken in turn and overwritten with its error.
+        terms: the numbers to send, 1-D, of one dtype, each taken in turn and overwritten with its
+            error.
         group: the ranks.
         name: the name in messages and logs.
         part: the part, for the same use.
@@ -126,19 +149,32 @@ def send_signs(terms: Iterable[Tensor], group: Group, name: str, part: str, stre
         scale, signs = _to_signs(term)
         scales.append(scale)
         chunk = _chunk_bytes(term.numel(), group.size)
-        rows.append(torch.nn.functional.pad(signs, (0, group.size * chunk - signs.numel())).view(group.size, chunk))
+        rows.append(
+            torch.nn.functional.pad(signs, (0, group.size * chunk - signs.numel())).view(
+                group.size, chunk
+            )
+        )
     head = torch.stack(scales).view(torch.uint8).expand(group.size, -1)
-    return group.start(Collective(AllToAll(), name, part, stream), torch.cat([head, *rows], 1).view(-1))
+    return group.start(
+        Collective(AllToAll(), name, part, stream), torch.cat([head, *rows], 1).view(-1)
+    )
 
 
 def answer_signs(
-    received: Tensor, kept: Sequence[Tensor], numels: Sequence[int], group: Group, name: str, part: str, stream: Stream = Stream.GRADS
+    received: Tensor,
+    kept: Sequence[Tensor],
+    numels: Sequence[int],
+    group: Group,
+    name: str,
+    part: str,
+    stream: Stream = Stream.GRADS,
 ) -> Work:
     """Start the second hop of a compressed all-reduce: average the own chunks of the terms, and send their signs to all.
 
     Args:
         received: the messages of the first hop.
-        kept: for each buffer the error of this rank's last answer, as long as ``own_chunk``; overwritten with the new error.
+        kept: for each buffer the error of this rank's last answer, as long as ``own_chunk``;
+            overwritten with the new error.
         numels: the lengths of the buffers.
         group: the ranks.
         name: the name in messages and logs.
@@ -161,7 +197,13 @@ def answer_signs(
     return group.start(Collective(AllGather(), name, part, stream), message)
 
 
-def read_signs(packed: Tensor, numels: Sequence[int], size: int, dtype: torch.dtype, out: torch.dtype | None = None) -> list[Tensor]:
+def read_signs(
+    packed: Tensor,
+    numels: Sequence[int],
+    size: int,
+    dtype: torch.dtype,
+    out: torch.dtype | None = None,
+) -> list[Tensor]:
     """Read the means of several buffers from the messages of the second hop.
 
     Args:
@@ -197,10 +239,14 @@ def _to_signs(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _from_signs(signs: Tensor, numel: int, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    return ops.unpack_signs(signs[:, : -(-numel // 8)].contiguous(), numel, scale=scales, dtype=dtype)
+    return ops.unpack_signs(
+        signs[:, : -(-numel // 8)].contiguous(), numel, scale=scales, dtype=dtype
+    )
 
 
-def _taken_apart(messages: Tensor, numels: Sequence[int], size: int, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+def _taken_apart(
+    messages: Tensor, numels: Sequence[int], size: int, dtype: torch.dtype
+) -> tuple[Tensor, list[Tensor]]:
     """The scales of messages, one row for each rank, and for each buffer the signs."""
     rows = messages.view(size, -1)
     widths = [len(numels) * dtype.itemsize, *(_chunk_bytes(numel, size) for numel in numels)]

@@ -45,11 +45,28 @@ def _draw_memory(axes: Axes, results: Sequence[Result]) -> None:
     for part, colour in PARTS.items():
         for row, result in enumerate(results):
             width = result.ranks[0].held_bytes[part] / MB
-            axes.barh(row, width, 0.62, left[row], color=colour, edgecolor="white", hatch="///" if result.composition.offload else None)
+            axes.barh(
+                row,
+                width,
+                0.62,
+                left[row],
+                color=colour,
+                edgecolor="white",
+                hatch="///" if result.composition.offload else None,
+            )
             left[row] += width
     for row, total in enumerate(left):
-        axes.annotate(f"{total:.1f}", (total, row), (5, 0), textcoords="offset points", va="center", color=INK)
-    (peaks,) = axes.plot([result.peak_bytes / MB for result in results], rows, "D", color=INK, markersize=6, label="measured peak")
+        axes.annotate(
+            f"{total:.1f}", (total, row), (5, 0), textcoords="offset points", va="center", color=INK
+        )
+    (peaks,) = axes.plot(
+        [result.peak_bytes / MB for result in results],
+        rows,
+        "D",
+        color=INK,
+        markersize=6,
+        label="measured peak",
+    )
     axes.set_yticks(rows, [result.composition.name for result in results])
     axes.set_xlim(0, 1.16 * max(*left, *(result.peak_bytes / MB for result in results)))
     axes.set_ylim(len(results) - 0.5, -0.5)
@@ -58,7 +75,14 @@ def _draw_memory(axes: Axes, results: Sequence[Result]) -> None:
     hosted = Patch(facecolor="white", edgecolor=FAINT, hatch="///", label="in host memory")
     # A legend fills columns from top to bottom, so the parts stand in the first row.
     handles = [parts[0], hosted, parts[1], peaks, parts[2]]
-    axes.legend(handles=handles, frameon=False, loc="upper center", bbox_to_anchor=(0.45, -0.08), ncols=3, handlelength=1.4)
+    axes.legend(
+        handles=handles,
+        frameon=False,
+        loc="upper center",
+        bbox_to_anchor=(0.45, -0.08),
+        ncols=3,
+        handlelength=1.4,
+    )
 
 
 def _draw_traffic(axes: Axes, results: Sequence[Result]) -> None:
@@ -66,22 +90,46 @@ def _draw_traffic(axes: Axes, results: Sequence[Result]) -> None:
         report = result.ranks[0]
         sent, theory = report.sent_bytes / MB, report.theory_bytes / MB
         axes.barh(row, sent, 0.62, color=SENT, label="recorded" if row == 0 else None)
-        axes.plot([theory, theory], [row - 0.42, row + 0.42], color=INK, linewidth=2, label="ZeRO's formula" if row == 0 else None)
-        axes.annotate(f"{sent:.1f}", (sent, row), (7, 0), textcoords="offset points", va="center", color=INK)
+        axes.plot(
+            [theory, theory],
+            [row - 0.42, row + 0.42],
+            color=INK,
+            linewidth=2,
+            label="ZeRO's formula" if row == 0 else None,
+        )
+        axes.annotate(
+            f"{sent:.1f}", (sent, row), (7, 0), textcoords="offset points", va="center", color=INK
+        )
     axes.set_yticks(range(len(results)), [])
     axes.set_xlim(0, 1.2 * max(1e-3, *(result.ranks[0].theory_bytes / MB for result in results)))
     axes.set_ylim(len(results) - 0.5, -0.5)
     _dress(axes, "Sent by each rank in a step, MB", "x")
-    axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=2, handlelength=1.4)
+    axes.legend(
+        frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=2, handlelength=1.4
+    )
 
 
 def _draw_losses(axes: Axes, results: Sequence[Result], *, equal: bool) -> None:
-    styles = [("-", 7.0, 0.25), ("-", 4.0, 0.45), ("-", 1.8, 1.0), ("--", 1.6, 1.0), (":", 1.6, 1.0)]
+    styles = [
+        ("-", 7.0, 0.25),
+        ("-", 4.0, 0.45),
+        ("-", 1.8, 1.0),
+        ("--", 1.6, 1.0),
+        (":", 1.6, 1.0),
+    ]
     colours = ["#0072B2", "#56B4E9", "#E69F00", "#009E73", "#222222"]
     for result, (line, width, alpha), colour in zip(results, styles, colours, strict=False):
         curve = result.ranks[0].losses
         steps = range(1, len(curve) + 1)
-        axes.plot(steps, curve, line, linewidth=width, alpha=alpha, color=colour, label=result.composition.name)
+        axes.plot(
+            steps,
+            curve,
+            line,
+            linewidth=width,
+            alpha=alpha,
+            color=colour,
+            label=result.composition.name,
+        )
     agreement = "equal to the last bit" if equal else "NOT equal"
     _dress(axes, f"Loss: {len(results)} curves, {agreement}", "y")
     axes.set_xlabel("step", color=INK)

@@ -15,7 +15,9 @@ activations and shared memory, which counts on every rank. sent: parameters and 
 in a step. theory: 2 Ψ (N-1)/N, and 3 Ψ (N-1)/N for ZeRO-3, where Ψ is the bytes of all parameters and N the number of ranks."""
 
 
-def run(ranks: int = 2, steps: int = 60, preset: str = "demo", out: Path = Path("zfun-demo")) -> int:
+def run(
+    ranks: int = 2, steps: int = 60, preset: str = "demo", out: Path = Path("zfun-demo")
+) -> int:
     """Train under every composition, print the table and the verdict, and draw the tradeoff.
 
     Args:
@@ -32,7 +34,10 @@ def run(ranks: int = 2, steps: int = 60, preset: str = "demo", out: Path = Path(
     """
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise OptionError(f"the demo needs {' and '.join(NEEDED)}; {' and '.join(missing)} cannot be imported; install zfun[demo]")
+        raise OptionError(
+            f"the demo needs {' and '.join(NEEDED)}; {' and '.join(missing)} cannot be imported; "
+            "install zfun[demo]"
+        )
 
     from zfun.demo._examples import load_example
     from zfun.demo._picture import draw
@@ -41,17 +46,23 @@ def run(ranks: int = 2, steps: int = 60, preset: str = "demo", out: Path = Path(
 
     presets = load_example("gpt").PRESETS
     if preset not in presets:
-        raise OptionError(f"the preset must be one of {', '.join(presets)}; got {preset!r}; choose one of them")
+        raise OptionError(
+            f"the preset must be one of {', '.join(presets)}; got {preset!r}; choose one of them"
+        )
     config = presets[preset]
     print(
-        f"A byte-level GPT ({config.num_blocks} blocks of width {config.width}) on the source text of Python's standard library:\n"
-        f"{steps} steps of {config.batch_size} x {config.length} bytes a rank, on {ranks} local process{'' if ranks == 1 else 'es'}, "
+        f"A byte-level GPT ({config.num_blocks} blocks of width {config.width}) on the source "
+        f"text of Python's standard library:\n{steps} steps of {config.batch_size} x "
+        f"{config.length} bytes a rank, on {ranks} local process{'' if ranks == 1 else 'es'}, "
         "fresh ones for each composition.\n",
         flush=True,
     )
     job = Job(preset, steps)
     limits = {"timeout_s": 300.0 + 60.0 * steps, "collective_timeout_s": 120.0}
-    results = [Result(composition, tuple(zf.collectives.spawn(ranks, train, job, composition, **limits))) for composition in COMPOSITIONS]
+    results = [
+        Result(composition, tuple(zf.collectives.spawn(ranks, train, job, composition, **limits)))
+        for composition in COMPOSITIONS
+    ]
     found = differences(results)
     picture = draw(results, out / "tradeoff.png", equal=not found)
 

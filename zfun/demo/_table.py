@@ -39,7 +39,13 @@ def table(results: Sequence[Result]) -> str:
     rows = [*HEADER, *(_row(result) for result in results)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER[0]))]
     lines = [
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]) for row in rows
+        "  ".join(
+            [
+                row[0].ljust(widths[0]),
+                *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)),
+            ]
+        )
+        for row in rows
     ]
     lines.insert(len(HEADER), "-" * len(lines[0]))
     return "\n".join(line.rstrip() for line in lines)
@@ -47,7 +53,10 @@ def table(results: Sequence[Result]) -> str:
 
 def _row(result: Result) -> tuple[str, ...]:
     report = result.ranks[0]
-    held = [f"{'*' if result.composition.offload else ''}{report.held_bytes[part] / MB:.2f}" for part in ("params", "grads", "optimizer")]
+    held = [
+        f"{'*' if result.composition.offload else ''}{report.held_bytes[part] / MB:.2f}"
+        for part in ("params", "grads", "optimizer")
+    ]
     return (
         result.composition.name,
         f"{report.losses[-1]:.6f}",
@@ -68,13 +77,19 @@ def differences(results: Sequence[Result]) -> list[str]:
         for rank, report in enumerate(result.ranks):
             place = f"{result.composition.name}, rank {rank}"
             pairs = zip(report.losses, first.losses, strict=True)
-            step = next((i for i, (mine, theirs) in enumerate(pairs) if mine.hex() != theirs.hex()), None)
+            step = next(
+                (i for i, (mine, theirs) in enumerate(pairs) if mine.hex() != theirs.hex()), None
+            )
             if step is not None:
                 found.append(
-                    f"{place}: loss of step {step + 1} is {report.losses[step]!r}, not {first.losses[step]!r} as under {reference}"
+                    f"{place}: loss of step {step + 1} is {report.losses[step]!r}, not "
+                    f"{first.losses[step]!r} as under {reference}"
                 )
             elif report.digest != first.digest:
-                found.append(f"{place}: losses as under {reference}, but parameters {report.digest[:12]}…, not {first.digest[:12]}…")
+                found.append(
+                    f"{place}: losses as under {reference}, but parameters {report.digest[:12]}…, "
+                    f"not {first.digest[:12]}…"
+                )
     return found
 
 
@@ -84,8 +99,9 @@ def verdict(results: Sequence[Result], found: Sequence[str]) -> str:
     if found:
         return "\n".join(["The compositions do NOT agree:", *(f"  {line}" for line in found)])
     return (
-        f"Equal to the last bit under all {len(results)} compositions on all ranks: the loss of each of the {len(report.losses)} steps, "
-        f"and the parameters\nafter the last one (SHA-256 {report.digest[:16]}…)."
+        f"Equal to the last bit under all {len(results)} compositions on all ranks: the loss of "
+        f"each of the {len(report.losses)} steps, and the parameters\nafter the last one (SHA-256 "
+        f"{report.digest[:16]}…)."
     )
 
 
@@ -94,5 +110,9 @@ def headline(results: Sequence[Result]) -> str:
     ddp = next(result for result in results if result.composition.stage == 0).ranks[0]
     zero3 = next(result for result in results if result.composition.stage == 3).ranks[0]
     held = sum(zero3.held_bytes.values()) / sum(ddp.held_bytes.values())
-    sent = f" for {zero3.sent_bytes / ddp.sent_bytes:.1f} times the bytes sent" if ddp.sent_bytes else ""
+    sent = (
+        f" for {zero3.sent_bytes / ddp.sent_bytes:.1f} times the bytes sent"
+        if ddp.sent_bytes
+        else ""
+    )
     return f"ZeRO-3 keeps {held:.0%} of DDP's training state on each rank{sent}"

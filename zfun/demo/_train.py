@@ -88,15 +88,33 @@ def train(group: Group, job: Job, composition: Composition) -> RankReport:
     return _run(group, job, composition, gpt, text, source, bar=group.rank == 0)
 
 
-def _run(group: Group, job: Job, composition: Composition, gpt: Any, text: Any, source: Tensor, *, bar: bool) -> RankReport:
+def _run(
+    group: Group,
+    job: Job,
+    composition: Composition,
+    gpt: Any,
+    text: Any,
+    source: Tensor,
+    *,
+    bar: bool,
+) -> RankReport:
     recorder = zf.record(group)
     config = gpt.PRESETS[job.preset]
-    data = text.batches(source, config.batch_size * group.size, config.length, group.rank, group.size, job.seed)
+    data = text.batches(
+        source, config.batch_size * group.size, config.length, group.rank, group.size, job.seed
+    )
     optimizer = zf.optim.adamw(job.learning_rate, b2=0.95)
     baseline = forget_peak()
 
     loss_fn, params = gpt.init(config, job.seed)
-    z = zf.zero(composition.stage, loss_fn, optimizer, recorder, bucket_bytes=BUCKET_BYTES, offload=_stores(composition))
+    z = zf.zero(
+        composition.stage,
+        loss_fn,
+        optimizer,
+        recorder,
+        bucket_bytes=BUCKET_BYTES,
+        offload=_stores(composition),
+    )
     state = z.init(params)
     del params
     forget_peak()
@@ -104,7 +122,14 @@ def _run(group: Group, job: Job, composition: Composition, gpt: Any, text: Any, 
     losses: list[float] = []
     step_s: list[float] = []
     sent = 0
-    steps = tqdm(range(job.steps), desc=f"{composition.name:<16}", unit="step", file=sys.stderr, disable=not bar, mininterval=0.5)
+    steps = tqdm(
+        range(job.steps),
+        desc=f"{composition.name:<16}",
+        unit="step",
+        file=sys.stderr,
+        disable=not bar,
+        mininterval=0.5,
+    )
     for _ in steps:
         batch = next(data)
         recorder.clear()

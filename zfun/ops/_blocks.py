@@ -67,14 +67,18 @@ def quantise(rows: Tensor, *, bits: int, block: int) -> Tensor:
     """
     rows = rows.detach()
     numel = rows.shape[1]
-    out = rows.new_empty(rows.shape[0], message_bytes(numel, bits=bits, block=block), dtype=torch.uint8)
+    out = rows.new_empty(
+        rows.shape[0], message_bytes(numel, bits=bits, block=block), dtype=torch.uint8
+    )
     if numel == 0 or is_abstract(rows):
         return out
     codes_for(rows).quantise(rows, out, bits=bits, block=block)
     return out
 
 
-def dequantise(messages: Tensor, numel: int, *, bits: int, block: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def dequantise(
+    messages: Tensor, numel: int, *, bits: int, block: int, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """Read messages that :func:`quantise` wrote.
 
     Args:
@@ -94,7 +98,9 @@ def dequantise(messages: Tensor, numel: int, *, bits: int, block: int, dtype: to
     return out
 
 
-def sum_dequantised(messages: Tensor, numel: int, *, bits: int, block: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def sum_dequantised(
+    messages: Tensor, numel: int, *, bits: int, block: int, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """Read messages and add them in the order of their rows, in float32 (or float64) and rounded once.
 
     Args:

@@ -72,7 +72,9 @@ def use(kernels: str) -> Iterator[None]:
         tensor([1., 1., 0.])
     """
     if kernels not in ("reference", "compiled"):
-        raise ValueError(f'kernels are "reference" or "compiled"; got {kernels!r}; pass one of the two')
+        raise ValueError(
+            f'kernels are "reference" or "compiled"; got {kernels!r}; pass one of the two'
+        )
     before = _chosen["kernels"]
     _chosen["kernels"] = kernels
     try:
@@ -105,7 +107,12 @@ def compiled() -> bool:
 def is_plain(*tensors: Tensor) -> bool:
     """Whether all tensors lie in CPU memory as their dtypes, shapes and addresses say."""
     return all(
-        type(x) in _PLAIN_TYPES and x.is_cpu and x.dtype in _CARRIERS and x.layout is torch.strided and x.is_contiguous() and not x.is_neg()
+        type(x) in _PLAIN_TYPES
+        and x.is_cpu
+        and x.dtype in _CARRIERS
+        and x.layout is torch.strided
+        and x.is_contiguous()
+        and not x.is_neg()
         for x in tensors
     )
 

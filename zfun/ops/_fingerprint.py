@@ -37,7 +37,9 @@ def fingerprint(x: Tensor) -> int:
     state = x.numel() * 0x9E3779B97F4A7C15 + 1
     for chunk in data.split(_CHUNK_BYTES) if data.numel() else ():
         tail = -chunk.numel() % 8
-        words = (torch.cat([chunk, chunk.new_zeros(tail)]) if tail else chunk.clone()).view(torch.int64)
+        words = (torch.cat([chunk, chunk.new_zeros(tail)]) if tail else chunk.clone()).view(
+            torch.int64
+        )
         places = torch.arange(1, 2 * words.numel(), 2, dtype=torch.int64, device=x.device)
         # Two sums with wrap-around: the plain one and one that knows the places; the high bits are folded down so that they count.
         mixed = (words ^ (words >> 29)) * places

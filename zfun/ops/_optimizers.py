@@ -96,7 +96,15 @@ def adam_step(
         >>> p, mu, nu
         (tensor([0.5000]), tensor([0.5000]), tensor([0.2500]))
     """
-    constants = {"b1": b1, "b2": b2, "step_size": step_size, "eps": eps, "l2": l2, "decay": decay, "correction": correction}
+    constants = {
+        "b1": b1,
+        "b2": b2,
+        "step_size": step_size,
+        "eps": eps,
+        "l2": l2,
+        "decay": decay,
+        "correction": correction,
+    }
     _step("adam", param, grad, (mu, nu), change, out, scale, constants)
 
 
@@ -138,8 +146,15 @@ def sgd_step(
         (tensor([0.2500]), tensor([1.5000]))
     """
     velocities = () if velocity is None else (velocity,)
-    constants = {"learning_rate": learning_rate, "momentum": momentum, "nesterov": nesterov, "l2": l2}
-    _step("sgd" if velocities else "plain_sgd", param, grad, velocities, change, out, scale, constants)
+    constants = {
+        "learning_rate": learning_rate,
+        "momentum": momentum,
+        "nesterov": nesterov,
+        "l2": l2,
+    }
+    _step(
+        "sgd" if velocities else "plain_sgd", param, grad, velocities, change, out, scale, constants
+    )
 
 
 @torch.no_grad()
@@ -278,7 +293,14 @@ def lamb_step(
     """
     if is_abstract(param):
         return
-    constants = {"b1": b1, "b2": b2, "bias": bias, "eps": eps, "weight_decay": weight_decay, "correction": correction}
+    constants = {
+        "b1": b1,
+        "b2": b2,
+        "bias": bias,
+        "eps": eps,
+        "weight_decay": weight_decay,
+        "correction": correction,
+    }
     moments = (param, grad, mu, nu, segments, scale, constants)
     rows = None
     if compiled() and is_plain(param):
@@ -294,7 +316,9 @@ def lamb_step(
     reference.lamb_apply(param, direction, change, out, segments, factors)
 
 
-def _ratios(squares: list[Tensor], bounds: tuple[float, float], gather: Callable[[Tensor], Tensor] | None) -> list[float]:
+def _ratios(
+    squares: list[Tensor], bounds: tuple[float, float], gather: Callable[[Tensor], Tensor] | None
+) -> list[float]:
     """Return how far each layer goes along its direction, of the squares of the layers and then of their directions."""
     if not squares:
         return []

@@ -95,9 +95,13 @@ def ravel_into(
     """
     table = AddressTable(kept=False) if table is None else table
     taken = compiled() and is_plain(out) and table.point_at(tensors, offsets, out.numel())
-    recorded = table.needs_grad if taken else any(x is not None and x.requires_grad for x in tensors)
+    recorded = (
+        table.needs_grad if taken else any(x is not None and x.requires_grad for x in tensors)
+    )
     if torch.is_grad_enabled() and recorded:
-        raise RuntimeError("ravel_into() is not differentiable; got a tensor that autograd records; detach() it, or use torch.no_grad()")
+        raise RuntimeError(
+            "ravel_into() is not differentiable; got a tensor that autograd records; detach() it, or use torch.no_grad()"
+        )
     if is_abstract(out) and not measure:
         return None
     with torch.no_grad():
@@ -117,7 +121,13 @@ def ravel_into(
         return Measures(squares, torch.tensor(True) if is_finite else torch.isfinite(out).all())
 
 
-def unravel_from(source: Tensor, tensors: Sequence[Tensor | None], offsets: Sequence[int], *, table: AddressTable | None = None) -> None:
+def unravel_from(
+    source: Tensor,
+    tensors: Sequence[Tensor | None],
+    offsets: Sequence[int],
+    *,
+    table: AddressTable | None = None,
+) -> None:
     """Copy the pieces of a buffer into tensors, cast to their dtypes: the inverse of :func:`ravel_into`.
 
     Args:

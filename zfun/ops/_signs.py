@@ -34,7 +34,9 @@ def pack_signs(x: Tensor) -> Tensor:
     return kernels.pack_signs(x.detach())
 
 
-def unpack_signs(packed: Tensor, numel: int, *, scale: Tensor | float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
+def unpack_signs(
+    packed: Tensor, numel: int, *, scale: Tensor | float = 1.0, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """Return ``scale`` with the signs that :func:`pack_signs` kept.
 
     Args:

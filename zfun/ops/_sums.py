@@ -46,4 +46,6 @@ def _is_compiled(terms: Sequence[Tensor], out: Tensor) -> bool:
     if len(terms) < 2 or out.numel() < _FEW or not compiled() or not is_plain(out, *terms):
         return False
     # Of what autograd records, torch itself makes the sum.
-    return not (torch.is_grad_enabled() and any(x.requires_grad for x in (out, *terms))) and {x.dtype for x in terms} == {out.dtype}
+    return not (torch.is_grad_enabled() and any(x.requires_grad for x in (out, *terms))) and {
+        x.dtype for x in terms
+    } == {out.dtype}

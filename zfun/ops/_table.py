@@ -49,7 +49,9 @@ class AddressTable:
         self.like: Any = None
         self.pieces: Any = None
 
-    def point_at(self, tensors: Sequence[Tensor | None], offsets: Sequence[int], numel: int) -> bool:
+    def point_at(
+        self, tensors: Sequence[Tensor | None], offsets: Sequence[int], numel: int
+    ) -> bool:
         """Read where tensors lie.
 
         Args:
@@ -60,7 +62,11 @@ class AddressTable:
         Returns:
             Whether a compiled kernel may take them: they are plain and of one dtype, and ascend without overlap within the buffer.
         """
-        known = len(self._key) == 2 and self._key[1] == numel and (self._key[0] is offsets or self._key[0] == tuple(offsets))
+        known = (
+            len(self._key) == 2
+            and self._key[1] == numel
+            and (self._key[0] is offsets or self._key[0] == tuple(offsets))
+        )
         if known and self._tensors is tensors and type(tensors) is tuple:
             return True
         # Autograd's gradients are new tensors each time, but of the same shapes: one call checks all of them.
@@ -72,7 +78,11 @@ class AddressTable:
 
     def _read(self, tensors: Sequence[Tensor | None], offsets: Sequence[int], numel: int) -> bool:
         self.clear()
-        pairs = [(x, start) for x, start in zip(tensors, offsets, strict=True) if x is not None and x.numel()]
+        pairs = [
+            (x, start)
+            for x, start in zip(tensors, offsets, strict=True)
+            if x is not None and x.numel()
+        ]
         present = [x for x, _ in pairs]
         if not is_plain(*present) or len({x.dtype for x in present}) != 1:
             return False
@@ -85,7 +95,9 @@ class AddressTable:
         self._key = (offsets if type(offsets) is tuple else tuple(offsets), numel)
         self.dtype = present[0].dtype
         self.like = np.empty(0, number(self.dtype))
-        self.pieces = np.stack([starts, stops, np.fromiter(map(Tensor.data_ptr, present), np.int64, len(present))])
+        self.pieces = np.stack(
+            [starts, stops, np.fromiter(map(Tensor.data_ptr, present), np.int64, len(present))]
+        )
         if self._kept and len(present) == len(tensors):
             self._guards = _guards(present)
         return True

@@ -1,13 +1,31 @@
 """Optimizers, their parts, and schedules: pure functions over trees, which know nothing of ranks."""
 
-from zfun.optim._base import InitFn, Optimizer, State, UpdateFn, apply_updates, as_optimizer, optimizer
+from zfun.optim._base import (
+    InitFn,
+    Optimizer,
+    State,
+    UpdateFn,
+    apply_updates,
+    as_optimizer,
+    optimizer,
+)
 from zfun.optim._chain import chain
 from zfun.optim._labels import by_label
 from zfun.optim._leaves import MuonState, lamb, muon
 from zfun.optim._loss_scale import LossScale, LossScaleState, dynamic_loss_scale, static_loss_scale
 from zfun.optim._master import MasterState, with_master
 from zfun.optim._onebit import OneBitState, onebit_adam
-from zfun.optim._rules import AdagradState, AdamState, LionState, SgdState, adagrad, adam, adamw, lion, sgd
+from zfun.optim._rules import (
+    AdagradState,
+    AdamState,
+    LionState,
+    SgdState,
+    adagrad,
+    adam,
+    adamw,
+    lion,
+    sgd,
+)
 from zfun.optim._schedules import (
     Schedule,
     constant,

@@ -58,7 +58,9 @@ def remembered(make: Callable[_Params, Optimizer]) -> Callable[_Params, Optimize
 class ApplyFn(Protocol):
     """``apply(grads, state, params, *, donate=False) -> (params, state)``."""
 
-    def __call__(self, grads: Tree, state: State, params: Tree, *, donate: bool = False) -> tuple[Tree, State]: ...
+    def __call__(
+        self, grads: Tree, state: State, params: Tree, *, donate: bool = False
+    ) -> tuple[Tree, State]: ...
 
 
 class Optimizer(NamedTuple):
@@ -66,18 +68,22 @@ class Optimizer(NamedTuple):
 
     Attributes:
         init: ``init(params) -> state``.
-        update: ``update(grads, state, params) -> (updates, state)``; ``updates`` are to be added to the parameters.
-        apply: ``apply(grads, state, params, *, donate=False) -> (params, state)``: ``update`` and then add, with the same bits (with weight
-            decay beside the gradient, within a rounding where a parameter doubles, halves or changes sign). With
-            ``donate=True`` it may overwrite the buffers of ``state`` and ``params``, which must not be used again.
+        update: ``update(grads, state, params) -> (updates, state)``; ``updates`` are to be added to
+            the parameters.
+        apply: ``apply(grads, state, params, *, donate=False) -> (params, state)``: ``update`` and
+            then add, with the same bits (with weight decay beside the gradient, within a rounding
+            where a parameter doubles, halves or changes sign). With ``donate=True`` it may
+            overwrite the buffers of ``state`` and ``params``, which must not be used again.
         placement: the placement that it computes in; ``None`` follows the parameters.
         group: the group of that placement; ``None`` follows the parameters.
-        labels: ``label(path, leaf)``, where leaves of different labels must lie in different buckets; ``None`` where any may lie together.
-        by_leaf: whether it finds the leaves of a flat by itself (:func:`zfun.flat.leaf_spans`), and so need not work element by
-            element to run on shards.
-        partial: ``partial(state)``: whether the next step takes each rank's own term of the gradients (``P``), and sums by itself; ``None``
-            where no step does.
-        parts: the optimizers that it is made of. Where there are any, each of them is probed instead of the whole.
+        labels: ``label(path, leaf)``, where leaves of different labels must lie in different
+            buckets; ``None`` where any may lie together.
+        by_leaf: whether it finds the leaves of a flat by itself (:func:`zfun.flat.leaf_spans`), and
+            so need not work element by element to run on shards.
+        partial: ``partial(state)``: whether the next step takes each rank's own term of the
+            gradients (``P``), and sums by itself; ``None`` where no step does.
+        parts: the optimizers that it is made of. Where there are any, each of them is probed
+            instead of the whole.
 
     Example:
         >>> from zfun.optim import sgd
@@ -106,10 +112,12 @@ def optimizer(init: InitFn, update: UpdateFn) -> Optimizer:
 
     Args:
         init: ``init(params) -> state``, any tree.
-        update: ``update(grads, state, params) -> (updates, state)``; ``updates`` has the tree and shapes of ``params``.
+        update: ``update(grads, state, params) -> (updates, state)``; ``updates`` has the tree and
+            shapes of ``params``.
 
     Returns:
-        An optimizer whose ``apply`` is ``update`` and then add; with ``donate=True`` it adds in place.
+        An optimizer whose ``apply`` is ``update`` and then add; with ``donate=True`` it adds in
+        place.
 
     Example:
         >>> from zfun import tree
@@ -122,7 +130,9 @@ def optimizer(init: InitFn, update: UpdateFn) -> Optimizer:
         check_trainable(params)
         return init(params)
 
-    def apply(grads: Tree, state: State, params: Tree, *, donate: bool = False) -> tuple[Tree, State]:
+    def apply(
+        grads: Tree, state: State, params: Tree, *, donate: bool = False
+    ) -> tuple[Tree, State]:
         updates, state = update(grads, state, params)
         return apply_updates(params, updates, donate), state
 
@@ -151,11 +161,15 @@ def as_optimizer(x: object) -> Optimizer:
         init, update = x
         return optimizer(init, update)
     remedy = (
-        "use zf.optim.sgd, adam or adamw, or zf.optim.from_torch() of its class: it keeps its parameters and its state in itself"
+        "use zf.optim.sgd, adam or adamw, or zf.optim.from_torch() of its class: it keeps its "
+        "parameters and its state in itself"
         if isinstance(x, torch.optim.Optimizer)
         else "use one of zf.optim, or zf.optim.optimizer(init, update)"
     )
-    raise OptionError(f"an optimizer is an Optimizer or a pair of functions (init, update); got {type(x).__name__}; {remedy}")
+    raise OptionError(
+        "an optimizer is an Optimizer or a pair of functions (init, update); got "
+        f"{type(x).__name__}; {remedy}"
+    )
 
 
 @torch.no_grad()
@@ -179,7 +193,10 @@ def apply_updates(params: Tree, updates: Tree, donate: bool = False) -> Tree:
     """
     rows = aligned(params, updates=updates)
     mine = own([p for p, _ in rows], donate) if donate else [None] * len(rows)
-    added = [(p + u).to(p.dtype) if out is None else out.add_(u) for (p, u), out in zip(rows, mine, strict=True)]
+    added = [
+        (p + u).to(p.dtype) if out is None else out.add_(u)
+        for (p, u), out in zip(rows, mine, strict=True)
+    ]
     return tree.unflatten(tree.structure(params), added)
 
 
@@ -195,7 +212,8 @@ def check_trainable(params: Tree) -> None:
     for path, leaf in zip(tree.paths(params), tree.leaves(params), strict=True):
         if not isinstance(leaf, Tensor):
             raise LeafError(
-                f"a trainable leaf is a floating or complex tensor; leaf {path!r} is {type(leaf).__name__}; keep it out of params",
+                f"a trainable leaf is a floating or complex tensor; leaf {path!r} is "
+                f"{type(leaf).__name__}; keep it out of params",
                 leaf=path,
             )
         _check_dtype(path, leaf.dtype)
@@ -204,7 +222,8 @@ def check_trainable(params: Tree) -> None:
 def _check_dtype(path: str, dtype: torch.dtype) -> None:
     if not (dtype.is_floating_point or dtype.is_complex):
         raise LeafError(
-            f"a trainable leaf is a floating or complex tensor; leaf {path!r} has {dtype}; keep it in a tree of its own with partition()",
+            f"a trainable leaf is a floating or complex tensor; leaf {path!r} has {dtype}; keep "
+            "it in a tree of its own with partition()",
             leaf=path,
         )
 
@@ -236,10 +255,17 @@ def aligned(params: Tree, **others: Tree) -> list[tuple[Tensor, ...]]:
     for path, (p, *rest) in zip(names, rows, strict=True):
         for name, x in zip(others, rest, strict=True):
             if not isinstance(x, Tensor) or x.shape != p.shape:
-                got = tuple(x.shape) if isinstance(x, Tensor) else None if x is None else type(x).__name__
+                got = (
+                    tuple(x.shape)
+                    if isinstance(x, Tensor)
+                    else None
+                    if x is None
+                    else type(x).__name__
+                )
                 raise SpecMismatch(
-                    f"{name} must have the shapes of the parameters; leaf {path!r} is {tuple(p.shape)} in params and {got} in {name}; "
-                    "pass what belongs to these very parameters, zeros for one without gradient",
+                    f"{name} must have the shapes of the parameters; leaf {path!r} is "
+                    f"{tuple(p.shape)} in params and {got} in {name}; pass what belongs to these "
+                    "very parameters, zeros for one without gradient",
                     leaf=path,
                 )
     return rows
@@ -253,25 +279,34 @@ def _explain(params: Tree, others: dict[str, Tree], error: Exception) -> NoRetur
         extra = [path for path in theirs if path not in set(names)]
         if missing or extra:
             raise SpecMismatch(
-                f"{name} must have the tree of the parameters; missing {missing[:3]}, unexpected {extra[:3]}; "
-                "pass what belongs to these very parameters, zeros for one without gradient",
+                f"{name} must have the tree of the parameters; missing {missing[:3]}, unexpected "
+                f"{extra[:3]}; pass what belongs to these very parameters, zeros for one without "
+                "gradient",
                 leaf=(missing or extra)[0],
             ) from error
     raise SpecMismatch(
-        f"{' and '.join(others)} must have the tree of the parameters; the same leaves lie in other nodes, or under another placement, "
-        "layout or group; redistribute() them to the placement of the parameters"
+        f"{' and '.join(others)} must have the tree of the parameters; the same leaves lie in "
+        "other nodes, or under another placement, layout or group; redistribute() them to the "
+        "placement of the parameters"
     ) from error
 
 
 def own(leaves: Sequence[Tensor], donate: bool) -> list[Tensor]:
     """Return tensors that may be overwritten, contiguous and with the values of ``leaves``.
 
-    With ``donate`` a leaf is taken over if it is dense and stands there once: a tied one would be written twice.
+    With ``donate`` a leaf is taken over if it is dense and stands there once: a tied one would be
+    written twice.
     """
     seen: set[int] = set()
     mine = []
     for leaf in leaves:
-        take = donate and leaf.is_contiguous() and not leaf.is_conj() and not leaf.is_neg() and id(leaf) not in seen
+        take = (
+            donate
+            and leaf.is_contiguous()
+            and not leaf.is_conj()
+            and not leaf.is_neg()
+            and id(leaf) not in seen
+        )
         seen.add(id(leaf))
         mine.append(leaf if take else _dense(leaf).clone(memory_format=torch.contiguous_format))
     return mine

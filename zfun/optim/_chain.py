@@ -20,12 +20,13 @@ def chain(*optimizers: Optimizer | tuple[InitFn, UpdateFn]) -> Optimizer:
         optimizers: at least one; the last takes the step, those before it transform the gradients.
 
     Returns:
-        An optimizer whose state is the tuple of all states. ``apply`` is that of the last one, after the updates of the others.
+        An optimizer whose state is the tuple of all states. ``apply`` is that of the last one,
+        after the updates of the others.
 
     Raises:
         OptionError: there is none, or one is not an optimizer.
-        PlacementError: two of them compute in different placements, or over different groups; or one that sums the terms of gradients by
-            itself is not the first.
+        PlacementError: two of them compute in different placements, or over different groups; or
+            one that sums the terms of gradients by itself is not the first.
 
     Example:
         >>> import torch
@@ -36,7 +37,10 @@ def chain(*optimizers: Optimizer | tuple[InitFn, UpdateFn]) -> Optimizer:
         {'w': tensor([-0.6000,  0.8000])}
     """
     if not optimizers:
-        raise OptionError("chain() takes at least one optimizer; got none; pass the one that takes the step, as in chain(sgd(0.1))")
+        raise OptionError(
+            "chain() takes at least one optimizer; got none; pass the one that takes the step, "
+            "as in chain(sgd(0.1))"
+        )
     parts = tuple(as_optimizer(part) for part in optimizers)
     placements = {part.placement for part in parts if part.placement is not None}
     groups = {id(part.group): part.group for part in parts if part.group is not None}
@@ -48,8 +52,9 @@ def chain(*optimizers: Optimizer | tuple[InitFn, UpdateFn]) -> Optimizer:
         )
     if any(part.partial is not None for part in parts[1:]):
         raise PlacementError(
-            "an optimizer that sums the terms of gradients by itself, as onebit_adam() does, stands first in a chain, because a part in "
-            "front would see terms and not the gradient; got one further back; put that one first"
+            "an optimizer that sums the terms of gradients by itself, as onebit_adam() does, "
+            "stands first in a chain, because a part in front would see terms and not the "
+            "gradient; got one further back; put that one first"
         )
     first = parts[0].partial
 
@@ -69,7 +74,9 @@ def chain(*optimizers: Optimizer | tuple[InitFn, UpdateFn]) -> Optimizer:
         updates, last = parts[-1].update(grads, state[-1], params)
         return updates, (*states, last)
 
-    def apply(grads: Tree, state: State, params: Tree, *, donate: bool = False) -> tuple[Tree, State]:
+    def apply(
+        grads: Tree, state: State, params: Tree, *, donate: bool = False
+    ) -> tuple[Tree, State]:
         grads, states = thread(grads, state, params)
         params, last = parts[-1].apply(grads, state[-1], params, donate=donate)
         return params, (*states, last)
@@ -98,5 +105,6 @@ def _check_states(state: State, count: int) -> None:
     if not isinstance(state, tuple) or len(state) != count:
         got = f"a tuple of {len(state)}" if isinstance(state, tuple) else type(state).__name__
         raise SpecMismatch(
-            f"the state of a chain of {count} is a tuple of {count} states; got {got}; make it with the init of this very chain"
+            f"the state of a chain of {count} is a tuple of {count} states; got {got}; make it "
+            "with the init of this very chain"
         )

@@ -10,31 +10,44 @@ from zfun import tree
 from zfun.errors import OptionError, PlacementError, SpecMismatch, checked_options
 from zfun.flat import Flat, change_layout, check_same_layout
 from zfun.layout import LabelFn, labels_of, layout_of, split_by_label
-from zfun.optim._base import InitFn, Optimizer, State, UpdateFn, aligned, as_optimizer, check_trainable
+from zfun.optim._base import (
+    InitFn,
+    Optimizer,
+    State,
+    UpdateFn,
+    aligned,
+    as_optimizer,
+    check_trainable,
+)
 from zfun.tree import Tree
 
 __all__ = ["by_label"]
 
 
 @checked_options
-def by_label(optimizers: Mapping[str, Optimizer | tuple[InitFn, UpdateFn]], label: LabelFn) -> Optimizer:
+def by_label(
+    optimizers: Mapping[str, Optimizer | tuple[InitFn, UpdateFn]], label: LabelFn
+) -> Optimizer:
     """Step each leaf with the optimizer of its label: no weight decay for some leaves, another learning rate, or another rule.
 
-    Leaves of one label lie in buckets of their own, so that an optimizer still works on a few long vectors. :func:`zfun.zero`,
-    :func:`zfun.shard_optimizer` and :func:`zfun.data_parallel` see to that by themselves; parameters that are sharded by hand are laid out
-    so with ``shard(params, group, labels=optimizer.labels)``.
+    Leaves of one label lie in buckets of their own, so that an optimizer still works on a few long
+    vectors. :func:`zfun.zero`, :func:`zfun.shard_optimizer` and :func:`zfun.data_parallel` see to
+    that by themselves; parameters that are sharded by hand are laid out so with
+    ``shard(params, group, labels=optimizer.labels)``.
 
     Args:
         optimizers: by label.
-        label: ``label(path, leaf)`` gives each leaf one of the labels, by path, shape and dtype. The leaf may have no numbers.
+        label: ``label(path, leaf)`` gives each leaf one of the labels, by path, shape and dtype.
+            The leaf may have no numbers.
 
     Returns:
-        An optimizer whose state is a dict: by label, the state of the optimizer on the leaves of that label; ``None`` for a label
-        without leaves.
+        An optimizer whose state is a dict: by label, the state of the optimizer on the leaves of
+        that label; ``None`` for a label without leaves.
 
     Raises:
         OptionError: there is no optimizer, or a leaf has a label that none of them has.
-        PlacementError: an optimizer is sharded already, so that it would be sharded twice, or sums the terms of gradients by itself.
+        PlacementError: an optimizer is sharded already, so that it would be sharded twice, or sums
+            the terms of gradients by itself.
 
     Example:
         >>> import torch
@@ -47,17 +60,22 @@ def by_label(optimizers: Mapping[str, Optimizer | tuple[InitFn, UpdateFn]], labe
     """
     parts = {name: as_optimizer(part) for name, part in optimizers.items()}
     if not parts:
-        raise OptionError("by_label() takes at least one optimizer; got none; pass them by label, as in by_label({'all': sgd(0.1)}, label)")
+        raise OptionError(
+            "by_label() takes at least one optimizer; got none; pass them by label, as in "
+            "by_label({'all': sgd(0.1)}, label)"
+        )
     for name, part in parts.items():
         if part.placement is not None:
             raise PlacementError(
-                f"by_label() stands inside of shard_optimizer(), which shards all states; got an optimizer for {name!r} that computes in "
-                f"{part.placement!r}; write shard_optimizer(by_label(...), group)"
+                "by_label() stands inside of shard_optimizer(), which shards all states; got an "
+                f"optimizer for {name!r} that computes in {part.placement!r}; write "
+                "shard_optimizer(by_label(...), group)"
             )
         if part.partial is not None:
             raise PlacementError(
-                f"by_label() gives all of its optimizers the sum of the gradients; got one for {name!r} that sums their terms by itself, "
-                "as onebit_adam() does; use it for all leaves"
+                "by_label() gives all of its optimizers the sum of the gradients; got one for "
+                f"{name!r} that sums their terms by itself, as onebit_adam() does; use it for all "
+                "leaves"
             )
 
     table = _Table(parts, label)
@@ -65,31 +83,43 @@ def by_label(optimizers: Mapping[str, Optimizer | tuple[InitFn, UpdateFn]], labe
     def init(params: Tree) -> State:
         check_trainable(params)
         pieces = table.split(table.laid_out(params))
-        return {name: part.init(pieces[name]) if name in pieces else None for name, part in parts.items()}
+        return {
+            name: part.init(pieces[name]) if name in pieces else None
+            for name, part in parts.items()
+        }
 
-    def run(method: str, grads: Tree, state: State, params: Tree, **options: Any) -> tuple[Tree, State]:
+    def run(
+        method: str, grads: Tree, state: State, params: Tree, **options: Any
+    ) -> tuple[Tree, State]:
         if not isinstance(state, dict) or set(state) != set(parts):
             got = ", ".join(map(repr, state)) if isinstance(state, dict) else type(state).__name__
             raise SpecMismatch(
-                f"the state of an optimizer by label is a dict with the labels {', '.join(map(repr, parts))}; got {got}; make it with the "
-                "init of this very optimizer"
+                "the state of an optimizer by label is a dict with the labels "
+                f"{', '.join(map(repr, parts))}; got {got}; make it with the init of this very "
+                "optimizer"
             )
         whole = table.laid_out(params)
         values, gradients = table.split(whole), table.split(whole, table.laid_out(grads))
         found: dict[str, Tree] = {}
         states = dict(state)
         for name, value in values.items():
-            found[name], states[name] = getattr(parts[name], method)(gradients[name], state[name], value, **options)
+            found[name], states[name] = getattr(parts[name], method)(
+                gradients[name], state[name], value, **options
+            )
         new = table.merge(found, whole)
         return change_layout(new, params.layout) if isinstance(params, Flat) else new, states
 
     def update(grads: Tree, state: State, params: Tree) -> tuple[Tree, State]:
         return run("update", grads, state, params)
 
-    def apply(grads: Tree, state: State, params: Tree, *, donate: bool = False) -> tuple[Tree, State]:
+    def apply(
+        grads: Tree, state: State, params: Tree, *, donate: bool = False
+    ) -> tuple[Tree, State]:
         return run("apply", grads, state, params, donate=donate)
 
-    return Optimizer(init, update, apply, labels=table.place, by_leaf=True, parts=tuple(parts.values()))
+    return Optimizer(
+        init, update, apply, labels=table.place, by_leaf=True, parts=tuple(parts.values())
+    )
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -104,8 +134,8 @@ class _Table:
         found = self.label(path, leaf)
         if found not in self.parts:
             raise OptionError(
-                f"label() gives every leaf one of the labels {', '.join(map(repr, self.parts))}; leaf {path!r} got {found!r}; add an "
-                "optimizer for it",
+                f"label() gives every leaf one of the labels {', '.join(map(repr, self.parts))}; "
+                f"leaf {path!r} got {found!r}; add an optimizer for it",
                 leaf=path,
             )
         return str(found)
@@ -117,14 +147,20 @@ class _Table:
         return (name, None if inner is None else inner(path, leaf))
 
     def laid_out(self, value: Tree) -> Tree:
-        return change_layout(value, split_by_label(value.layout, self.place)) if isinstance(value, Flat) else value
+        return (
+            change_layout(value, split_by_label(value.layout, self.place))
+            if isinstance(value, Flat)
+            else value
+        )
 
     def split(self, params: Tree, value: Tree = None) -> dict[str, Tree]:
         """Take apart by label the parameters, or a value like the parameters."""
         value = params if value is None else value
         if isinstance(params, Flat):
             check_same_layout(params, value, "parameters and gradients")
-            return {name: _part(value, buckets) for name, buckets in self._buckets_of(params).items()}
+            return {
+                name: _part(value, buckets) for name, buckets in self._buckets_of(params).items()
+            }
         values = [leaf for _, leaf in aligned(params, gradients=value)]
         # Tied leaves have one state and one label, that of the first.
         layout = layout_of(params)
@@ -132,7 +168,10 @@ class _Table:
         names = [labels[position] for position in layout.positions]
         spec = tree.structure(params)
         return {
-            name: tree.unflatten(spec, [leaf if its == name else None for leaf, its in zip(values, names, strict=True)])
+            name: tree.unflatten(
+                spec,
+                [leaf if its == name else None for leaf, its in zip(values, names, strict=True)],
+            )
             for name in self.parts
             if name in names
         }
@@ -156,4 +195,9 @@ class _Table:
 
 
 def _part(flat: Flat, buckets: list[int]) -> Flat:
-    return Flat((flat.buffers[index] for index in buckets), flat.placement, flat.layout.select(buckets), flat.group)
+    return Flat(
+        (flat.buffers[index] for index in buckets),
+        flat.placement,
+        flat.layout.select(buckets),
+        flat.group,
+    )

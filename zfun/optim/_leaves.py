@@ -13,7 +13,18 @@ from zfun import ops, tree
 from zfun.errors import LeafError, OptionError, checked_options
 from zfun.flat import Flat, leaf_spans, map_leaves
 from zfun.layout import LabelFn, layout_of
-from zfun.optim._base import Optimizer, State, aligned, apply_updates, as_optimizer, check_trainable, flat_view, own, remembered, step_count
+from zfun.optim._base import (
+    Optimizer,
+    State,
+    aligned,
+    apply_updates,
+    as_optimizer,
+    check_trainable,
+    flat_view,
+    own,
+    remembered,
+    step_count,
+)
 from zfun.optim._labels import by_label
 from zfun.optim._rules import AdamState
 from zfun.optim._schedules import Schedule, check_decay, check_rate, decay_at, rate_at
@@ -23,7 +34,8 @@ from zfun.tree import Tree
 
 __all__ = ["MuonState", "lamb", "muon"]
 
-# Muon's quintic: its slope at 0 is large, so that five steps bring singular values from 1e-2 on to near 1 (Jordan et al., 2024).
+# Muon's quintic: its slope at 0 is large, so that five steps bring singular values from 1e-2 on to
+# near 1 (Jordan et al., 2024).
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 
 
@@ -41,10 +53,12 @@ def lamb(
 ) -> Optimizer:
     """LAMB: Adam whose step is, for each leaf, in proportion to the size of the leaf.
 
-    ``m`` and ``v`` as in :func:`adam`, ``d = m / (√v + eps) + weight_decay p``, ``r = ‖p‖ / ‖d‖`` within the bounds, or 1 where either norm
-    is 0, and ``p = p - learning_rate √(1 - b2ᵗ) / (1 - b1ᵗ) r d``. The norms are those of whole leaves, whatever part of them a rank holds,
-    and exact, so that shards give the same bits; a rank sends a few hundred bytes for each leaf.
-    "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", You et al., 2020.
+    ``m`` and ``v`` as in :func:`adam`, ``d = m / (√v + eps) + weight_decay p``, ``r = ‖p‖ / ‖d‖``
+    within the bounds, or 1 where either norm is 0, and
+    ``p = p - learning_rate √(1 - b2ᵗ) / (1 - b1ᵗ) r d``. The norms are those of whole leaves,
+    whatever part of them a rank holds, and exact, so that shards give the same bits; a rank sends a
+    few hundred bytes for each leaf. "Large Batch Optimization for Deep Learning: Training BERT in
+    76 minutes", You et al., 2020.
 
     Args:
         learning_rate: step size, or a function of the number of steps taken so far.
@@ -69,11 +83,18 @@ def lamb(
     """
     check_rate(learning_rate)
     check_decay("b1", b1)
-    for name, value, below in (("b2", b2, 1.0), ("eps", eps, math.inf), ("weight_decay", weight_decay, math.inf)):
+    for name, value, below in (
+        ("b2", b2, 1.0),
+        ("eps", eps, math.inf),
+        ("weight_decay", weight_decay, math.inf),
+    ):
         if not 0.0 <= value < below:
             raise OptionError(f"{name} lies in [0, {below}); got {value}")
     if not 0.0 <= min_ratio <= max_ratio:
-        raise OptionError(f"the ratio lies between min_ratio and max_ratio, which is not less; got {min_ratio} and {max_ratio}")
+        raise OptionError(
+            f"the ratio lies between min_ratio and max_ratio, which is not less; got {min_ratio} "
+            f"and {max_ratio}"
+        )
 
     def init(params: Tree) -> AdamState:
         check_trainable(params)
@@ -87,14 +108,21 @@ def lamb(
             ops.lamb_step,
             b1=first,
             b2=b2,
-            learning_rate=rate_at(learning_rate, before) * math.sqrt(1.0 - b2 ** (before + 1)) / (1.0 - first ** (before + 1)),
+            learning_rate=rate_at(learning_rate, before)
+            * math.sqrt(1.0 - b2 ** (before + 1))
+            / (1.0 - first ** (before + 1)),
             eps=eps,
             weight_decay=weight_decay,
             bounds=(min_ratio, max_ratio),
         )
-        mus, nus = own([row[2] for row in rows], into.donate), own([row[3] for row in rows], into.donate)
+        mus, nus = (
+            own([row[2] for row in rows], into.donate),
+            own([row[3] for row in rows], into.donate),
+        )
         targets, changes = into.targets([row[0] for row in rows])
-        for row, where, target, change, mu, nu in zip(rows, _layers(params), targets, changes, mus, nus, strict=True):
+        for row, where, target, change, mu, nu in zip(
+            rows, _layers(params), targets, changes, mus, nus, strict=True
+        ):
             to = None if change is None else flat_view(change)
             kernel(flat_view(target), flat_view(row[1]), flat_view(mu), flat_view(nu), to, **where)
         spec = tree.structure(params)
@@ -111,10 +139,15 @@ def _layers(params: Tree) -> list[dict[str, Any]]:
         if not isinstance(value, Flat):
             found.append({"segments": [(0, flat_view(value).numel())]})
             continue
-        gather = functools.partial(value.gather_values, name="norm") if value.placement is S else None
+        gather = (
+            functools.partial(value.gather_values, name="norm") if value.placement is S else None
+        )
         spans = leaf_spans(value)
         found += (
-            {"segments": [(spans[leaf].start, spans[leaf].stop) for leaf in bucket.leaves], "gather": gather}
+            {
+                "segments": [(spans[leaf].start, spans[leaf].stop) for leaf in bucket.leaves],
+                "gather": gather,
+            }
             for bucket in value.layout.buckets
         )
     return found
@@ -152,25 +185,27 @@ def muon(
 ) -> Optimizer:
     """Muon: matrices step by their momentum with all singular values brought to about 1; other leaves by another optimizer.
 
-    ``m = momentum m + (1 - momentum) g``, ``d = momentum m + (1 - momentum) g`` after Nesterov or else ``m``, and
-    ``p = p - learning_rate (√max(1, rows / columns) orthogonal(d) + weight_decay p)``. Here ``orthogonal`` divides by the norm and then
-    iterates ``X = 3.4445 X - 4.7750 (X Xᵀ) X + 2.0315 (X Xᵀ)² X``.
+    ``m = momentum m + (1 - momentum) g``, ``d = momentum m + (1 - momentum) g`` after Nesterov or
+    else ``m``, and ``p = p - learning_rate (√max(1, rows / columns) orthogonal(d) + weight_decay
+    p)``. Here ``orthogonal`` divides by the norm and then iterates ``X = 3.4445 X - 4.7750 (X Xᵀ) X
+    + 2.0315 (X Xᵀ)² X``.
 
-    Where matrices are cut over ranks, momentum is kept in shards as any state is. Each matrix is then sent to one rank, which
-    orthogonalises it and sends every rank its part; work is shared out by its cost. Whole matrices (stage 0) are orthogonalised by every
-    rank.
-    "Muon: An optimizer for hidden layers in neural networks", Jordan et al., 2024.
+    Where matrices are cut over ranks, momentum is kept in shards as any state is. Each matrix is
+    then sent to one rank, which orthogonalises it and sends every rank its part; work is shared out
+    by its cost. Whole matrices (stage 0) are orthogonalised by every rank. "Muon: An optimizer for
+    hidden layers in neural networks", Jordan et al., 2024.
 
     Args:
         learning_rate: step size of matrices, or a function of the number of steps taken so far.
         rest: the optimizer of all other leaves, such as ``adamw(3e-4)``.
-        matrices: ``matrices(path, leaf)`` says which leaves are orthogonalised: all real matrices, unless embeddings and the like are
-            to be left out.
+        matrices: ``matrices(path, leaf)`` says which leaves are orthogonalised: all real matrices,
+            unless embeddings and the like are to be left out.
         momentum: decay of the momentum, in [0, 1).
         nesterov: look ahead along the momentum.
         weight_decay: share of a matrix that a step with learning rate 1 would take off.
         num_iterations: of the quintic, at least 1.
-        dtype: in which to iterate; by default that of the parameters, and float32 for narrower ones.
+        dtype: in which to iterate; by default that of the parameters, and float32 for narrower
+            ones.
 
     Returns:
         An optimizer by label, ``"matrices"`` with :class:`MuonState` and ``"rest"``.
@@ -190,12 +225,20 @@ def muon(
                 [ 0.,  1.]]), ['matrices', 'rest'])
     """
     core = _muon(learning_rate, momentum, nesterov, weight_decay, num_iterations, dtype)
-    return by_label({"matrices": core, "rest": as_optimizer(rest)}, lambda path, leaf: "matrices" if matrices(path, leaf) else "rest")
+    return by_label(
+        {"matrices": core, "rest": as_optimizer(rest)},
+        lambda path, leaf: "matrices" if matrices(path, leaf) else "rest",
+    )
 
 
 @remembered
 def _muon(
-    learning_rate: float | Schedule, momentum: float, nesterov: bool, weight_decay: float, num_iterations: int, dtype: torch.dtype | None
+    learning_rate: float | Schedule,
+    momentum: float,
+    nesterov: bool,
+    weight_decay: float,
+    num_iterations: int,
+    dtype: torch.dtype | None,
 ) -> Optimizer:
     check_rate(learning_rate)
     check_decay("momentum", momentum)
@@ -212,7 +255,8 @@ def _muon(
         for path, shape, kind in _leaves_of(params):
             if len(shape) != 2 or kind.is_complex:
                 raise LeafError(
-                    f"Muon steps real matrices; leaf {path!r} is {kind} of shape {shape}; let matrices(path, leaf) leave it to the rest",
+                    f"Muon steps real matrices; leaf {path!r} is {kind} of shape {shape}; let "
+                    "matrices(path, leaf) leave it to the rest",
                     leaf=path,
                 )
         return MuonState(no_steps(), zeros_like(params))
@@ -237,9 +281,13 @@ def _muon(
             if weight_decay:
                 change.add_(p.detach().to(change.dtype).mul(-rate * weight_decay))
             updates.append(change.to(p.dtype))
-        return tree.unflatten(spec, updates), MuonState(state.count + 1, tree.unflatten(spec, moments))
+        return tree.unflatten(spec, updates), MuonState(
+            state.count + 1, tree.unflatten(spec, moments)
+        )
 
-    def apply(grads: Tree, state: State, params: Tree, *, donate: bool = False) -> tuple[Tree, MuonState]:
+    def apply(
+        grads: Tree, state: State, params: Tree, *, donate: bool = False
+    ) -> tuple[Tree, MuonState]:
         updates, after = update(grads, state, params)
         return apply_updates(params, updates, donate), after
 
@@ -263,7 +311,8 @@ def _orthogonal(x: Tensor, num_iterations: int, dtype: torch.dtype | None) -> Te
         return x
     scale = math.sqrt(max(1.0, x.shape[0] / x.shape[1]))
     y = x if dtype is None else x.to(dtype)
-    # The norm is exact, so that it is the same wherever the matrix is. The shorter side makes the smaller products.
+    # The norm is exact, so that it is the same wherever the matrix is. The shorter side makes the
+    # smaller products.
     y = y / max(math.sqrt(ops.total_of_bins(ops.squares_in_bins(y.reshape(-1))[None]).item()), 1e-7)
     tall = x.shape[0] > x.shape[1]
     y = y.T.contiguous() if tall else y

@@ -35,7 +35,8 @@ class LossScale(NamedTuple):
 
     Attributes:
         init: ``init() -> state``.
-        update: ``update(state, finite) -> state``; ``finite`` says whether all gradients of the step were finite, on all ranks.
+        update: ``update(state, finite) -> state``; ``finite`` says whether all gradients of the
+            step were finite, on all ranks.
 
     Example:
         >>> rule = dynamic_loss_scale(4.0, hysteresis=1)
@@ -60,9 +61,10 @@ def dynamic_loss_scale(
 ) -> LossScale:
     """A loss scale that doubles after a while without overflow, and halves on overflow.
 
-    Equal to DeepSpeed's ``DynamicLossScaler``. At a step that overflows, the scale halves if only one overflow is left to tolerate; else
-    one less is left. After ``window`` clean steps, and each ``window`` after that, it doubles, and ``hysteresis`` overflows may come again.
-    Since the step after an overflow is number 0, the first growth needs ``window + 1`` clean steps.
+    Equal to DeepSpeed's ``DynamicLossScaler``. At a step that overflows, the scale halves if only
+    one overflow is left to tolerate; else one less is left. After ``window`` clean steps, and each
+    ``window`` after that, it doubles, and ``hysteresis`` overflows may come again. Since the step
+    after an overflow is number 0, the first growth needs ``window + 1`` clean steps.
 
     Args:
         initial: the scale of the first step; powers of two change no bit.
@@ -70,7 +72,8 @@ def dynamic_loss_scale(
         hysteresis: overflows to a halving; with 1 each of them halves.
         min_scale: the scale never falls below.
         consecutive_hysteresis: let a clean step restore all the overflows to tolerate.
-        raise_at_min: raise where the scale would have to fall below ``min_scale``, instead of staying there.
+        raise_at_min: raise where the scale would have to fall below ``min_scale``, instead of
+            staying there.
 
     Returns:
         The loss scale. Without ``raise_at_min`` the host does not wait for ``finite``.
@@ -95,15 +98,17 @@ def dynamic_loss_scale(
         raise OptionError(f"window and hysteresis are at least 1; got {window} and {hysteresis}")
 
     def init() -> LossScaleState:
-        return LossScaleState(torch.tensor(initial, device="cpu"), _integer(hysteresis), _integer(0), _integer(-1))
+        return LossScaleState(
+            torch.tensor(initial, device="cpu"), _integer(hysteresis), _integer(0), _integer(-1)
+        )
 
     def update(state: LossScaleState, finite: bool | Tensor) -> LossScaleState:
         clean = torch.as_tensor(finite, device="cpu")
         exhausted = state.hysteresis == 1
         if raise_at_min and bool(~clean & exhausted & (state.scale <= min_scale)):
             raise NonFiniteError(
-                f"gradients must be finite at some loss scale; got some that are not at the least one, {min_scale}; lower the learning "
-                "rate, clip, or compute in bfloat16",
+                "gradients must be finite at some loss scale; got some that are not at the least "
+                f"one, {min_scale}; lower the learning rate, clip, or compute in bfloat16",
                 step=int(state.count),
             )
         since = state.count - state.last_overflow - 1
@@ -143,11 +148,16 @@ def static_loss_scale(scale: float) -> LossScale:
     scale = _checked_scale(scale)
 
     def init() -> LossScaleState:
-        return LossScaleState(torch.tensor(scale, device="cpu"), _integer(1), _integer(0), _integer(-1))
+        return LossScaleState(
+            torch.tensor(scale, device="cpu"), _integer(1), _integer(0), _integer(-1)
+        )
 
     def update(state: LossScaleState, finite: bool | Tensor) -> LossScaleState:
         clean = torch.as_tensor(finite, device="cpu")
-        return state._replace(count=state.count + 1, last_overflow=torch.where(clean, state.last_overflow, state.count))
+        return state._replace(
+            count=state.count + 1,
+            last_overflow=torch.where(clean, state.last_overflow, state.count),
+        )
 
     return LossScale(init, update)
 
@@ -157,6 +167,14 @@ def _integer(value: int) -> Tensor:
 
 
 def _checked_scale(scale: float) -> float:
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale) or scale <= 0:
-        raise OptionError(f"a loss scale is a finite number above 0; got {scale!r}; use 2.0**16, or dynamic_loss_scale()")
+    if (
+        isinstance(scale, bool)
+        or not isinstance(scale, (int, float))
+        or not math.isfinite(scale)
+        or scale <= 0
+    ):
+        raise OptionError(
+            f"a loss scale is a finite number above 0; got {scale!r}; use 2.0**16, or "
+            "dynamic_loss_scale()"
+        )
     return float(scale)

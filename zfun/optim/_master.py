@@ -11,7 +11,16 @@ from torch import Tensor
 from zfun import tree
 from zfun.errors import OptionError, PlacementError
 from zfun.flat import Flat
-from zfun.optim._base import InitFn, Optimizer, State, UpdateFn, apply_updates, as_optimizer, check_trainable, remembered
+from zfun.optim._base import (
+    InitFn,
+    Optimizer,
+    State,
+    UpdateFn,
+    apply_updates,
+    as_optimizer,
+    check_trainable,
+    remembered,
+)
 from zfun.tree import Tree
 
 __all__ = ["MasterState", "with_master"]
@@ -21,8 +30,8 @@ class MasterState(NamedTuple):
     """State of :func:`with_master`.
 
     Attributes:
-        master: the master weights: a tree like the parameters, with holes (``None``) where a parameter is its own master; ``None`` where
-            all parameters are.
+        master: the master weights: a tree like the parameters, with holes (``None``) where a
+            parameter is its own master; ``None`` where all parameters are.
         inner: the state of the optimizer of the master weights.
     """
 
@@ -31,15 +40,19 @@ class MasterState(NamedTuple):
 
 
 @remembered
-def with_master(optimizer: Optimizer | tuple[InitFn, UpdateFn], dtype: torch.dtype = torch.float32) -> Optimizer:
+def with_master(
+    optimizer: Optimizer | tuple[InitFn, UpdateFn], dtype: torch.dtype = torch.float32
+) -> Optimizer:
     """Keep wide copies of narrow parameters: the optimizer steps the copies, and the parameters are the rounded copies.
 
-    A parameter in bfloat16 has 8 bits, so a change of less than 1/512 of the parameter is lost; master weights add such changes up. Moments
-    are made of the master weights, and so are as wide. A parameter that is not narrower than ``dtype`` has no copy.
-    "Mixed Precision Training", Micikevicius et al., 2018.
+    A parameter in bfloat16 has 8 bits, so a change of less than 1/512 of the parameter is lost;
+    master weights add such changes up. Moments are made of the master weights, and so are as wide.
+    A parameter that is not narrower than ``dtype`` has no copy. "Mixed Precision Training",
+    Micikevicius et al., 2018.
 
-    ``with_master`` stands inside of ``shard_optimizer``, so that each rank keeps the master weights of its own part only:
-    ``shard_optimizer(with_master(adamw(3e-4)), group)``. In a :func:`chain` it stands last; a chain may stand inside.
+    ``with_master`` stands inside of ``shard_optimizer``, so that each rank keeps the master weights
+    of its own part only: ``shard_optimizer(with_master(adamw(3e-4)), group)``. In a :func:`chain`
+    it stands last; a chain may stand inside.
 
     Args:
         optimizer: an optimizer, or an ``(init, update)`` pair.
@@ -63,12 +76,15 @@ def with_master(optimizer: Optimizer | tuple[InitFn, UpdateFn], dtype: torch.dty
         ({'w': tensor([0.9922], dtype=torch.bfloat16)}, {'w': tensor([0.9920])})
     """
     if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise OptionError(f"master weights have a floating dtype; got {dtype!r}; torch.float32 is usual")
+        raise OptionError(
+            f"master weights have a floating dtype; got {dtype!r}; torch.float32 is usual"
+        )
     inner = as_optimizer(optimizer)
     if inner.placement is not None:
         raise PlacementError(
-            f"with_master() stands inside of shard_optimizer(), which shards the master weights too; got an optimizer that computes in "
-            f"{inner.placement!r}; write shard_optimizer(with_master(optimizer), group)"
+            "with_master() stands inside of shard_optimizer(), which shards the master weights "
+            f"too; got an optimizer that computes in {inner.placement!r}; write "
+            "shard_optimizer(with_master(optimizer), group)"
         )
 
     def init(params: Tree) -> MasterState:
@@ -83,17 +99,30 @@ def with_master(optimizer: Optimizer | tuple[InitFn, UpdateFn], dtype: torch.dty
         wide = apply_updates(before, updates)
         # Exact, so that adding the change gives the same parameters as apply.
         changes = [
-            new.to(p.dtype).to(_exact(p)) - p.detach().to(_exact(p)) if _is_narrow(p, dtype) else change
-            for p, new, change in zip(tree.leaves(params), tree.leaves(wide), tree.leaves(updates), strict=True)
+            new.to(p.dtype).to(_exact(p)) - p.detach().to(_exact(p))
+            if _is_narrow(p, dtype)
+            else change
+            for p, new, change in zip(
+                tree.leaves(params), tree.leaves(wide), tree.leaves(updates), strict=True
+            )
         ]
-        return tree.unflatten(tree.structure(params), changes), MasterState(_masters_of(wide, params, dtype), after)
+        return tree.unflatten(tree.structure(params), changes), MasterState(
+            _masters_of(wide, params, dtype), after
+        )
 
-    def apply(grads: Tree, state: State, params: Tree, *, donate: bool = False) -> tuple[Tree, MasterState]:
-        wide, after = inner.apply(grads, state.inner, _widened(params, state.master, dtype), donate=donate)
+    def apply(
+        grads: Tree, state: State, params: Tree, *, donate: bool = False
+    ) -> tuple[Tree, MasterState]:
+        wide, after = inner.apply(
+            grads, state.inner, _widened(params, state.master, dtype), donate=donate
+        )
         rounded = [
-            _rounded(new, p, donate) if _is_narrow(p, dtype) else new for p, new in zip(tree.leaves(params), tree.leaves(wide), strict=True)
+            _rounded(new, p, donate) if _is_narrow(p, dtype) else new
+            for p, new in zip(tree.leaves(params), tree.leaves(wide), strict=True)
         ]
-        return tree.unflatten(tree.structure(params), rounded), MasterState(_masters_of(wide, params, dtype), after)
+        return tree.unflatten(tree.structure(params), rounded), MasterState(
+            _masters_of(wide, params, dtype), after
+        )
 
     partial = inner.partial
     return inner._replace(
@@ -115,7 +144,9 @@ def _is_narrow(x: Tensor, dtype: torch.dtype) -> bool:
 
 def _narrow_buckets(flat: Flat, dtype: torch.dtype) -> list[int]:
     """Return the buckets with narrow parameters: by the layout, because the buffers may hold values before rounding."""
-    return [i for i, bucket in enumerate(flat.layout.buckets) if bucket.dtype.itemsize < dtype.itemsize]
+    return [
+        i for i, bucket in enumerate(flat.layout.buckets) if bucket.dtype.itemsize < dtype.itemsize
+    ]
 
 
 def _to(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -141,7 +172,12 @@ def _masters_of(values: Tree, params: Tree, dtype: torch.dtype) -> Tree:
         narrow = _narrow_buckets(param, dtype)
         if not narrow:
             return None
-        return Flat((_to(value.buffers[i], dtype) for i in narrow), param.placement, param.layout.select(narrow), param.group)
+        return Flat(
+            (_to(value.buffers[i], dtype) for i in narrow),
+            param.placement,
+            param.layout.select(narrow),
+            param.group,
+        )
 
     masters = tree.map(one, values, params, is_leaf=_is_flat)
     # Nothing but holes looks alike for trees and for flats.
@@ -152,7 +188,9 @@ def _widened(params: Tree, master: Tree, dtype: torch.dtype) -> Tree:
     """Put the master weights in the places of narrow parameters."""
     leaves, spec = tree.flatten(params, is_leaf=_is_flat)
     masters = tree.subtrees(spec, master) or [None] * len(leaves)
-    return tree.unflatten(spec, [_put(param, own, dtype) for param, own in zip(leaves, masters, strict=True)])
+    return tree.unflatten(
+        spec, [_put(param, own, dtype) for param, own in zip(leaves, masters, strict=True)]
+    )
 
 
 def _put(param: Any, master: Any, dtype: torch.dtype) -> Any:
@@ -160,4 +198,6 @@ def _put(param: Any, master: Any, dtype: torch.dtype) -> Any:
         return param if master is None else master
     rest: Iterator[Tensor] = iter(master.buffers if master is not None else ())
     narrow = set(_narrow_buckets(param, dtype))
-    return param.with_buffers(next(rest) if i in narrow else buffer for i, buffer in enumerate(param.buffers))
+    return param.with_buffers(
+        next(rest) if i in narrow else buffer for i, buffer in enumerate(param.buffers)
+    )

@@ -1,14 +1,17 @@
 """1-bit Adam: momentum that is summed over the ranks in one bit a number.
 
 [Note: who sums]
-A rank sends its own gradient and the error of its last message. So from ``freeze_step`` on this optimizer must be given the terms of the
-gradient (``P``), where other optimizers are given the sum. ``Optimizer.partial``, which is asked before each step, says so, and transforms
-that would sum leave the sum to the optimizer. Parameters and moments are ``R`` or ``S`` as ever. The errors of messages are a term on every
-rank (``P``); the errors of answers belong to the rank that averages, each its chunk. Messages are made leaf by leaf of the whole momentum,
-and each rank takes its part of the mean, so that parameters have the same bits whatever is sharded and however leaves lie in buckets.
+A rank sends its own gradient and the error of its last message. So from
+``freeze_step`` on this optimizer must be given the terms of the gradient (``P``), where other
+optimizers are given the sum. ``Optimizer.partial``, which is asked before each step, says so, and
+transforms that would sum leave the sum to the optimizer. Parameters and moments are ``R`` or ``S``
+as ever. The errors of messages are a term on every rank (``P``); the errors of answers belong to
+the rank that averages, each its chunk. Messages are made leaf by leaf of the whole momentum, and
+each rank takes its part of the mean, so that parameters have the same bits whatever is sharded and
+however leaves lie in buckets.
 
-A rank with a shard of the moments needs the whole momentum, to add its gradient. The last answers hold the whole momentum at one bit a
-number, so the state keeps them.
+A rank with a shard of the moments needs the whole momentum, to add its gradient. The last answers
+hold the whole momentum at one bit a number, so the state keeps them.
 """
 
 from __future__ import annotations
@@ -25,7 +28,16 @@ from zfun import compression, ops, tree
 from zfun.errors import OptionError, PlacementError, checked_options
 from zfun.flat import Flat, local_shards
 from zfun.layout import Layout
-from zfun.optim._base import Optimizer, State, aligned, check_trainable, flat_view, own, remembered, step_count
+from zfun.optim._base import (
+    Optimizer,
+    State,
+    aligned,
+    check_trainable,
+    flat_view,
+    own,
+    remembered,
+    step_count,
+)
 from zfun.optim._rules import AdamState
 from zfun.optim._schedules import Schedule, check_decay, check_rate, decay_at, rate_at
 from zfun.optim._stepping import Into, Kernel, assemble, elementwise, no_steps, zeros_like
@@ -42,9 +54,11 @@ class OneBitState(NamedTuple):
         count: steps taken, 0-dim int64 on the CPU. From ``freeze_step`` on momentum is compressed.
         mu: first moments, a tree like the parameters.
         nu: second moments, a tree like the parameters; as they are at ``freeze_step`` from then on.
-        worker_error: the errors of this rank's messages, a whole value on every rank; ``None`` on one rank.
-        server_error: the errors of this rank's answers: for each bucket the chunks of the leaves, one after the other. A tree like the
-            parameters where these are a tree, and ``None`` on one rank.
+        worker_error: the errors of this rank's messages, a whole value on every rank; ``None`` on
+            one rank.
+        server_error: the errors of this rank's answers: for each bucket the chunks of the leaves,
+            one after the other. A tree like the parameters where these are a tree, and ``None`` on
+            one rank.
         answers: for each bucket the last answers, where the moments are sharded; else ``None``.
     """
 
@@ -70,20 +84,23 @@ def onebit_adam(
 ) -> Optimizer:
     """1-bit Adam: after a warm-up the second moments stand still, and momentum is summed over the ranks in one bit a number.
 
-    The first T = ``freeze_step`` steps are those of :func:`adamw`, to the last bit. From then on, with the gradient gᵢ of rank i,
-    ``m = compressed mean of (b1 m + (1 - b1) gᵢ)`` and
-    ``p = p - learning_rate ((m / (1 - b1ᵗ)) / (√(v / (1 - b2ᵀ)) + eps) + weight_decay p)``. Each leaf is sent by itself, by
-    :func:`zfun.compression.compressed_all_reduce`: signs, a scale, and the loss of the last messages. An element without gradient in the
-    warm-up has no v to be divided by, and stays where it is.
+    The first T = ``freeze_step`` steps are those of :func:`adamw`, to the last bit. From then on,
+    with the gradient gᵢ of rank i, ``m = compressed mean of (b1 m + (1 - b1) gᵢ)`` and ``p = p -
+    learning_rate ((m / (1 - b1ᵗ)) / (√(v / (1 - b2ᵀ)) + eps) + weight_decay p)``. Each leaf is sent
+    by itself, by :func:`zfun.compression.compressed_all_reduce`: signs, a scale, and the loss of
+    the last messages. An element without gradient in the warm-up has no v to be divided by, and
+    stays where it is.
 
-    The compressed steps take the terms of the gradient (``P``), as :func:`zfun.data_parallel` gives them: stages 0 and 1, and ``zf.zero(2,
-    ...)``, which leaves the sum out of backward then. Every rank keeps a whole value of errors, and so stage 3 is refused, whose
-    point is to hold nothing whole. In a :func:`chain` 1-bit Adam stands first.
-    "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed", Tang et al., 2021.
+    The compressed steps take the terms of the gradient (``P``), as :func:`zfun.data_parallel` gives
+    them: stages 0 and 1, and ``zf.zero(2, ...)``, which leaves the sum out of backward then. Every
+    rank keeps a whole value of errors, and so stage 3 is refused, whose point is to hold nothing
+    whole. In a :func:`chain` 1-bit Adam stands first. "1-bit Adam: Communication Efficient
+    Large-Scale Training with Adam's Convergence Speed", Tang et al., 2021.
 
     Args:
         learning_rate: step size, or a function of the number of steps taken so far.
-        freeze_step: how many steps to warm up for: until v hardly changes, 15 to 20 % of all steps in the paper.
+        freeze_step: how many steps to warm up for: until v hardly changes, 15 to 20 % of all steps
+            in the paper.
         b1: decay of the first moment, in [0, 1), or a function of the number of steps taken so far.
         b2: decay of the second moment, in [0, 1).
         eps: added to the root mean square.
@@ -114,16 +131,25 @@ def onebit_adam(
     """
     check_rate(learning_rate)
     check_decay("b1", b1)
-    for name, value, below in (("b2", b2, 1.0), ("eps", eps, math.inf), ("weight_decay", weight_decay, math.inf)):
+    for name, value, below in (
+        ("b2", b2, 1.0),
+        ("eps", eps, math.inf),
+        ("weight_decay", weight_decay, math.inf),
+    ):
         if not 0.0 <= value < below:
             raise OptionError(f"{name} lies in [0, {below}); got {value}")
     if type(freeze_step) is not int or freeze_step < 1:
         raise OptionError(
-            f"freeze_step is a number of steps, at least 1; got {freeze_step!r}; without a warm-up there is no v to divide by"
+            f"freeze_step is a number of steps, at least 1; got {freeze_step!r}; without a "
+            "warm-up there is no v to divide by"
         )
 
     def kernel_at(before: int) -> Kernel:
-        rate, first, frozen = rate_at(learning_rate, before), decay_at("b1", b1, before), before >= freeze_step
+        rate, first, frozen = (
+            rate_at(learning_rate, before),
+            decay_at("b1", b1, before),
+            before >= freeze_step,
+        )
         num_second = freeze_step if frozen else before + 1
         return functools.partial(
             ops.adam_step,
@@ -155,17 +181,28 @@ def onebit_adam(
         if isinstance(params, Flat) and params.mesh.size > 1:
             if not isinstance(grads, Flat) or grads.placement is not P:
                 raise PlacementError(
-                    f"from step {freeze_step} on onebit_adam() sums by itself, in one bit, and takes each rank's own term of the gradients "
-                    f"(P); got {grads.placement if isinstance(grads, Flat) else type(grads).__name__!r}, summed already; from that step on "
-                    "leave shard_grads() out, or let zf.zero() do it"
+                    f"from step {freeze_step} on onebit_adam() sums by itself, in one bit, and "
+                    "takes each rank's own term of the gradients (P); got "
+                    f"{grads.placement if isinstance(grads, Flat) else type(grads).__name__!r}, "
+                    "summed already; from that step on leave shard_grads() out, or let zf.zero() "
+                    "do it"
                 )
-            whole, worker, server, answers = _summed(grads, state, params, first, into.donate, is_first=before == freeze_step)
-            mus = list(local_shards(Flat(whole, R, params.layout, params.group)) if params.placement is S else whole)
+            whole, worker, server, answers = _summed(
+                grads, state, params, first, into.donate, is_first=before == freeze_step
+            )
+            mus = list(
+                local_shards(Flat(whole, R, params.layout, params.group))
+                if params.placement is S
+                else whole
+            )
             rest = worker, server, answers
         else:
             rows = aligned(params, gradients=grads, mu=state.mu)
             wide = [
-                m.to(ops.wide(m.dtype), copy=True).mul_(first).add_(g.detach().to(ops.wide(m.dtype)).mul(1.0 - first)) for _, g, m in rows
+                m.to(ops.wide(m.dtype), copy=True)
+                .mul_(first)
+                .add_(g.detach().to(ops.wide(m.dtype)).mul(1.0 - first))
+                for _, g, m in rows
             ]
             mus = [x.to(m.dtype) for x, (_, _, m) in zip(wide, rows, strict=True)]
             rest = _kept(state, into.donate)
@@ -178,7 +215,12 @@ def onebit_adam(
 
 
 def _stepped(
-    mus: Sequence[Tensor], state: OneBitState, params: Tree, into: Into, kernel: Kernel, rest: Sequence[Any]
+    mus: Sequence[Tensor],
+    state: OneBitState,
+    params: Tree,
+    into: Into,
+    kernel: Kernel,
+    rest: Sequence[Any],
 ) -> tuple[Tree, OneBitState]:
     """Step by momentum that is known: fresh tensors."""
     rows = aligned(params, nu=state.nu)
@@ -189,10 +231,14 @@ def _stepped(
         flat_nu, flat_mu = flat_view(nu), flat_view(mu)
         # Without a v there is no step; padding is such a place too.
         used = torch.where(flat_nu > 0, flat_mu.to(flat_nu.dtype), 0.0)
-        kernel(flat_view(target), flat_mu, used, flat_nu, None if change is None else flat_view(change))
+        kernel(
+            flat_view(target), flat_mu, used, flat_nu, None if change is None else flat_view(change)
+        )
     # A view would keep the whole buffer alive.
     kept = [mu.clone() if mu.untyped_storage().nbytes() > mu.nbytes else mu for mu in mus]
-    after = OneBitState(state.count + 1, tree.unflatten(spec, kept), tree.unflatten(spec, nus), *rest)
+    after = OneBitState(
+        state.count + 1, tree.unflatten(spec, kept), tree.unflatten(spec, nus), *rest
+    )
     return tree.unflatten(spec, into.results(targets, changes)), after
 
 
@@ -212,14 +258,24 @@ def _no_errors(params: Tree) -> tuple[Any, Any, Any]:
         return None, None, None
     zeros = functools.partial(torch.zeros, device=layout.device)
     dtypes = [ops.wide(buffer.dtype) for buffer in params.buffers]
-    worker = [zeros(slot.padded_numel, dtype=dtype) for slot, dtype in zip(layout.buckets, dtypes, strict=True)]
+    worker = [
+        zeros(slot.padded_numel, dtype=dtype)
+        for slot, dtype in zip(layout.buckets, dtypes, strict=True)
+    ]
     numels = [_numels(layout, bucket) for bucket in range(len(layout.buckets))]
     server = tuple(
-        zeros(sum(chunk.stop - chunk.start for chunk in (compression.own_chunk(n, group) for n in found)), dtype=dtype)
+        zeros(
+            sum(
+                chunk.stop - chunk.start
+                for chunk in (compression.own_chunk(n, group) for n in found)
+            ),
+            dtype=dtype,
+        )
         for found, dtype in zip(numels, dtypes, strict=True)
     )
     answers = [
-        zeros(compression.packed_bytes(found, group.size, dtype), dtype=torch.uint8) for found, dtype in zip(numels, dtypes, strict=True)
+        zeros(compression.packed_bytes(found, group.size, dtype), dtype=torch.uint8)
+        for found, dtype in zip(numels, dtypes, strict=True)
     ]
     return Flat(worker, P, layout, group), server, tuple(answers) if params.placement is S else None
 
@@ -239,7 +295,8 @@ def _summed(
     """Sum the momentum of all ranks, all buckets at once.
 
     Returns:
-        The whole buckets of the momentum, the errors of messages and of answers, and the answers where the state keeps answers.
+        The whole buckets of the momentum, the errors of messages and of answers, and the answers
+        where the state keeps answers.
     """
     group, layout = grads.group, params.layout
     before = _whole_momentum(state, params, group.size, is_first=is_first)
@@ -249,30 +306,49 @@ def _summed(
     sent = []
     for bucket, buffers in enumerate(zip(workers, before, grads.buffers, strict=True)):
         rows = zip(*(_views(x, layout, bucket) for x in buffers), strict=True)
-        terms = (_compensated(worker, momentum, grad, first, group.size) for worker, momentum, grad in rows)
+        terms = (
+            _compensated(worker, momentum, grad, first, group.size)
+            for worker, momentum, grad in rows
+        )
         sent.append(compression.send_signs(terms, group, *labels[bucket]))
     del before
     numels = [_numels(layout, bucket) for bucket in range(len(layout.buckets))]
     asked = []
     for bucket, pending in enumerate(sent):
-        kept = _own_chunks(servers[bucket], layout, bucket, group, embedded=isinstance(state.server_error, Flat))
-        asked.append(compression.answer_signs(pending.wait(), kept, numels[bucket], group, *labels[bucket]))
+        kept = _own_chunks(
+            servers[bucket], layout, bucket, group, embedded=isinstance(state.server_error, Flat)
+        )
+        asked.append(
+            compression.answer_signs(pending.wait(), kept, numels[bucket], group, *labels[bucket])
+        )
     answers = tuple(pending.wait() for pending in asked)
     whole = [
         _read(packed, layout, bucket, group.size, worker.dtype, mu.dtype)
-        for bucket, (packed, worker, mu) in enumerate(zip(answers, workers, state.mu.buffers, strict=True))
+        for bucket, (packed, worker, mu) in enumerate(
+            zip(answers, workers, state.mu.buffers, strict=True)
+        )
     ]
     server = tree.unflatten(tree.structure(state.server_error), servers)
-    return whole, state.worker_error.with_buffers(workers), server, None if state.answers is None else answers
+    return (
+        whole,
+        state.worker_error.with_buffers(workers),
+        server,
+        None if state.answers is None else answers,
+    )
 
 
 def _compensated(worker: Tensor, momentum: Tensor, grad: Tensor, first: float, size: int) -> Tensor:
     """Add a rank's own momentum to the error of its last message, in place."""
-    # Times the size, because the ranks are averaged and gradients are terms of a sum. Never add_(alpha=), which may round once or twice.
-    return worker.add_(momentum.to(worker.dtype).mul(first).add_(grad.to(worker.dtype).mul((1.0 - first) * size)))
+    # Times the size, because the ranks are averaged and gradients are terms of a sum. Never
+    # add_(alpha=), which may round once or twice.
+    return worker.add_(
+        momentum.to(worker.dtype).mul(first).add_(grad.to(worker.dtype).mul((1.0 - first) * size))
+    )
 
 
-def _whole_momentum(state: OneBitState, params: Flat, size: int, *, is_first: bool) -> Sequence[Tensor]:
+def _whole_momentum(
+    state: OneBitState, params: Flat, size: int, *, is_first: bool
+) -> Sequence[Tensor]:
     if params.placement is not S:
         return state.mu.buffers
     if is_first:
@@ -280,11 +356,15 @@ def _whole_momentum(state: OneBitState, params: Flat, size: int, *, is_first: bo
     assert state.answers is not None
     return [
         _read(packed, params.layout, bucket, size, worker.dtype, mu.dtype)
-        for bucket, (packed, worker, mu) in enumerate(zip(state.answers, state.worker_error.buffers, state.mu.buffers, strict=True))
+        for bucket, (packed, worker, mu) in enumerate(
+            zip(state.answers, state.worker_error.buffers, state.mu.buffers, strict=True)
+        )
     ]
 
 
-def _read(packed: Tensor, layout: Layout, bucket: int, size: int, dtype: torch.dtype, out: torch.dtype) -> Tensor:
+def _read(
+    packed: Tensor, layout: Layout, bucket: int, size: int, dtype: torch.dtype, out: torch.dtype
+) -> Tensor:
     """A whole bucket of answers."""
     whole = torch.zeros(layout.buckets[bucket].padded_numel, dtype=out, device=packed.device)
     means = compression.read_signs(packed, _numels(layout, bucket), size, dtype, out)
@@ -293,9 +373,13 @@ def _read(packed: Tensor, layout: Layout, bucket: int, size: int, dtype: torch.d
     return whole
 
 
-def _own_chunks(server: Tensor, layout: Layout, bucket: int, group: Any, *, embedded: bool) -> list[Tensor]:
+def _own_chunks(
+    server: Tensor, layout: Layout, bucket: int, group: Any, *, embedded: bool
+) -> list[Tensor]:
     """View the errors of this rank's answers: chunks lie one after the other, or at their places in whole leaves."""
     chunks = [compression.own_chunk(numel, group) for numel in _numels(layout, bucket)]
     if embedded:
-        return [view[chunk] for view, chunk in zip(_views(server, layout, bucket), chunks, strict=True)]
+        return [
+            view[chunk] for view, chunk in zip(_views(server, layout, bucket), chunks, strict=True)
+        ]
     return list(server.split([chunk.stop - chunk.start for chunk in chunks]))

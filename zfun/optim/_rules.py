@@ -15,7 +15,18 @@ from zfun.optim._schedules import Schedule, check_decay, check_rate, decay_at, r
 from zfun.optim._stepping import Kernel, elementwise
 from zfun.tree import Tree
 
-__all__ = ["AdagradState", "AdamState", "LionState", "SgdState", "adagrad", "adam", "adamw", "check_number", "lion", "sgd"]
+__all__ = [
+    "AdagradState",
+    "AdamState",
+    "LionState",
+    "SgdState",
+    "adagrad",
+    "adam",
+    "adamw",
+    "check_number",
+    "lion",
+    "sgd",
+]
 
 
 class AdamState(NamedTuple):
@@ -71,17 +82,23 @@ class AdagradState(NamedTuple):
 @checked_options
 @remembered
 def sgd(
-    learning_rate: float | Schedule, *, momentum: float | Schedule = 0.0, nesterov: bool = False, weight_decay: float = 0.0
+    learning_rate: float | Schedule,
+    *,
+    momentum: float | Schedule = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
 ) -> Optimizer:
     """Stochastic gradient descent, with momentum if asked for.
 
-    ``g = grad + weight_decay p``, ``b = momentum b + g``, ``p = p - learning_rate b``; after Nesterov
-    ``p = p - learning_rate (g + momentum b)``. Equal to ``torch.optim.SGD``.
-    "On the importance of initialization and momentum in deep learning", Sutskever, Martens, Dahl and Hinton, 2013.
+    ``g = grad + weight_decay p``, ``b = momentum b + g``, ``p = p - learning_rate b``; after
+    Nesterov ``p = p - learning_rate (g + momentum b)``. Equal to ``torch.optim.SGD``. "On the
+    importance of initialization and momentum in deep learning", Sutskever, Martens, Dahl and
+    Hinton, 2013.
 
     Args:
         learning_rate: step size, or a function of the number of steps taken so far.
-        momentum: decay of the velocity, in [0, 1), or a function of the number of steps taken so far.
+        momentum: decay of the velocity, in [0, 1), or a function of the number of steps taken so
+            far.
         nesterov: look ahead along the velocity; needs a momentum.
         weight_decay: L2 penalty, added to the gradient.
 
@@ -104,14 +121,26 @@ def sgd(
     check_decay("momentum", momentum)
     check_number("weight_decay", weight_decay)
     if nesterov and not momentum:
-        raise OptionError("nesterov looks ahead along the velocity and needs a momentum; got momentum=0; set it, 0.9 is usual")
+        raise OptionError(
+            "nesterov looks ahead along the velocity and needs a momentum; got momentum=0; set "
+            "it, 0.9 is usual"
+        )
 
     def kernel_at(before: int) -> Kernel:
         rate, decay = rate_at(learning_rate, before), decay_at("momentum", momentum, before)
 
         def kernel(param: Tensor, grad: Tensor, *rest: Tensor | None) -> None:
             velocity, change = rest if momentum else (None, *rest)
-            ops.sgd_step(param, grad, velocity, change, learning_rate=rate, momentum=decay, nesterov=nesterov, l2=weight_decay)
+            ops.sgd_step(
+                param,
+                grad,
+                velocity,
+                change,
+                learning_rate=rate,
+                momentum=decay,
+                nesterov=nesterov,
+                l2=weight_decay,
+            )
 
         return kernel
 
@@ -121,13 +150,19 @@ def sgd(
 @checked_options
 @remembered
 def adam(
-    learning_rate: float | Schedule, *, b1: float | Schedule = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.0
+    learning_rate: float | Schedule,
+    *,
+    b1: float | Schedule = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
 ) -> Optimizer:
     """Adam: each element steps by its mean gradient over its root mean square gradient.
 
-    ``g = grad + weight_decay p``, ``m = b1 m + (1 - b1) g``, ``v = b2 v + (1 - b2) g²``,
-    ``p = p - learning_rate (m / (1 - b1ᵗ)) / (√(v / (1 - b2ᵗ)) + eps)``. Equal to ``torch.optim.Adam``. Complex numbers are pairs of reals.
-    "Adam: A method for stochastic optimization", Kingma and Ba, 2015.
+    ``g = grad + weight_decay p``, ``m = b1 m + (1 - b1) g``, ``v = b2 v + (1 - b2) g²``, ``p = p -
+    learning_rate (m / (1 - b1ᵗ)) / (√(v / (1 - b2ᵗ)) + eps)``. Equal to ``torch.optim.Adam``.
+    Complex numbers are pairs of reals. "Adam: A method for stochastic optimization", Kingma and Ba,
+    2015.
 
     Args:
         learning_rate: step size, or a function of the number of steps taken so far.
@@ -156,12 +191,18 @@ def adam(
 @checked_options
 @remembered
 def adamw(
-    learning_rate: float | Schedule, *, b1: float | Schedule = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.01
+    learning_rate: float | Schedule,
+    *,
+    b1: float | Schedule = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
 ) -> Optimizer:
     """Adam with weight decay beside the gradient.
 
-    :func:`adam` without L2 penalty, and ``learning_rate weight_decay p`` is taken off in the same step. Equal to ``torch.optim.AdamW``.
-    "Decoupled weight decay regularization", Loshchilov and Hutter, 2019.
+    :func:`adam` without L2 penalty, and ``learning_rate weight_decay p`` is taken off in the same
+    step. Equal to ``torch.optim.AdamW``. "Decoupled weight decay regularization", Loshchilov and
+    Hutter, 2019.
 
     Args:
         learning_rate: step size, or a function of the number of steps taken so far.
@@ -187,7 +228,15 @@ def adamw(
     return _adam(learning_rate, b1, b2, eps, l2=0.0, decay=weight_decay)
 
 
-def _adam(learning_rate: float | Schedule, b1: float | Schedule, b2: float, eps: float, *, l2: float, decay: float) -> Optimizer:
+def _adam(
+    learning_rate: float | Schedule,
+    b1: float | Schedule,
+    b2: float,
+    eps: float,
+    *,
+    l2: float,
+    decay: float,
+) -> Optimizer:
     check_rate(learning_rate)
     check_decay("b1", b1)
     check_number("b2", b2, 1.0)
@@ -212,16 +261,24 @@ def _adam(learning_rate: float | Schedule, b1: float | Schedule, b2: float, eps:
 
 @checked_options
 @remembered
-def lion(learning_rate: float | Schedule, *, b1: float | Schedule = 0.9, b2: float = 0.99, weight_decay: float = 0.0) -> Optimizer:
+def lion(
+    learning_rate: float | Schedule,
+    *,
+    b1: float | Schedule = 0.9,
+    b2: float = 0.99,
+    weight_decay: float = 0.0,
+) -> Optimizer:
     """Lion: each element steps by the sign of its momentum, half the state of Adam.
 
-    ``p = p - learning_rate (sign(b1 m + (1 - b1) g) + weight_decay p)``, then ``m = b2 m + (1 - b2) g``. Steps are larger than Adam's, so
-    that a learning rate 3 to 10 times smaller is usual. Of a complex number, the sign of each part.
-    "Symbolic Discovery of Optimization Algorithms", Chen et al., 2023.
+    ``p = p - learning_rate (sign(b1 m + (1 - b1) g) + weight_decay p)``, then ``m = b2 m + (1 - b2)
+    g``. Steps are larger than Adam's, so that a learning rate 3 to 10 times smaller is usual. Of a
+    complex number, the sign of each part. "Symbolic Discovery of Optimization Algorithms", Chen et
+    al., 2023.
 
     Args:
         learning_rate: step size, or a function of the number of steps taken so far.
-        b1: how much of the momentum is in the step, in [0, 1), or a function of the number of steps taken so far.
+        b1: how much of the momentum is in the step, in [0, 1), or a function of the number of steps
+            taken so far.
         b2: decay of the momentum, in [0, 1).
         weight_decay: share of the parameter that a step with learning rate 1 would take off.
 
@@ -246,19 +303,31 @@ def lion(learning_rate: float | Schedule, *, b1: float | Schedule = 0.9, b2: flo
 
     def kernel_at(before: int) -> Kernel:
         rate = rate_at(learning_rate, before)
-        return functools.partial(ops.lion_step, b1=decay_at("b1", b1, before), b2=b2, learning_rate=rate, decay=rate * weight_decay)
+        return functools.partial(
+            ops.lion_step,
+            b1=decay_at("b1", b1, before),
+            b2=b2,
+            learning_rate=rate,
+            decay=rate * weight_decay,
+        )
 
     return elementwise(LionState, ("mu",), kernel_at)
 
 
 @checked_options
 @remembered
-def adagrad(learning_rate: float | Schedule, *, rate_decay: float = 0.0, eps: float = 1e-10, weight_decay: float = 0.0) -> Optimizer:
+def adagrad(
+    learning_rate: float | Schedule,
+    *,
+    rate_decay: float = 0.0,
+    eps: float = 1e-10,
+    weight_decay: float = 0.0,
+) -> Optimizer:
     """Adagrad: each element steps by its gradient over the root of all its squared gradients so far.
 
-    ``g = grad + weight_decay p``, ``s = s + g²``, ``p = p - learning_rate / (1 + rate_decay (t - 1)) g / (√s + eps)`` at step t. Equal to
-    ``torch.optim.Adagrad``.
-    "Adaptive Subgradient Methods for Online Learning and Stochastic Optimization", Duchi, Hazan and Singer, 2011.
+    ``g = grad + weight_decay p``, ``s = s + g²``, ``p = p - learning_rate / (1 + rate_decay (t -
+    1)) g / (√s + eps)`` at step t. Equal to ``torch.optim.Adagrad``. "Adaptive Subgradient Methods
+    for Online Learning and Stochastic Optimization", Duchi, Hazan and Singer, 2011.
 
     Args:
         learning_rate: step size, or a function of the number of steps taken so far.

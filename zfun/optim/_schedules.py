@@ -64,7 +64,10 @@ def linear(start: float, end: float, num_steps: int) -> Schedule:
         [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
     """
     if num_steps < 1:
-        raise OptionError(f"num_steps must be at least 1; got {num_steps}; use constant() for a value that does not change")
+        raise OptionError(
+            f"num_steps must be at least 1; got {num_steps}; use constant() for a value that does "
+            "not change"
+        )
 
     def schedule(step: int) -> float:
         return end if step >= num_steps else start + (end - start) * (max(step, 0) / num_steps)
@@ -75,10 +78,11 @@ def linear(start: float, end: float, num_steps: int) -> Schedule:
 def warmup(peak: float, num_warmup: int, *, start: float = 0.0, shape: str = "linear") -> Schedule:
     """Rise to a peak, and stay there.
 
-    ``start + (peak - start) w``, where ``w = step / num_warmup``, or ``ln(step + 1) / ln(num_warmup)`` with ``shape="log"``, and 1 from
-    step ``num_warmup`` on. DeepSpeed's WarmupLR, whose counter is 0 at the second step, not at the first: ``lambda step:
-    warmup(...)(step - 1)`` is a step behind as well.
-    "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour", Goyal et al., 2017.
+    ``start + (peak - start) w``, where ``w = step / num_warmup``, or
+    ``ln(step + 1) / ln(num_warmup)`` with ``shape="log"``, and 1 from step ``num_warmup`` on.
+    DeepSpeed's WarmupLR, whose counter is 0 at the second step, not at the first:
+    ``lambda step: warmup(...)(step - 1)`` is a step behind as well. "Accurate, Large Minibatch SGD:
+    Training ImageNet in 1 Hour", Goyal et al., 2017.
 
     Args:
         peak: the value from step ``num_warmup`` on.
@@ -100,10 +104,19 @@ def warmup(peak: float, num_warmup: int, *, start: float = 0.0, shape: str = "li
     return _warmup(peak, num_warmup, start, shape, constant(peak))
 
 
-def warmup_linear(peak: float, num_warmup: int, num_steps: int, end: float = 0.0, *, start: float = 0.0, shape: str = "linear") -> Schedule:
+def warmup_linear(
+    peak: float,
+    num_warmup: int,
+    num_steps: int,
+    end: float = 0.0,
+    *,
+    start: float = 0.0,
+    shape: str = "linear",
+) -> Schedule:
     """Rise to a peak as :func:`warmup` does, then fall in a straight line.
 
-    With ``shape="log"`` and ``start`` equal to ``end`` this is DeepSpeed's WarmupDecayLR, one step ahead, as :func:`warmup` is.
+    With ``shape="log"`` and ``start`` equal to ``end`` this is DeepSpeed's WarmupDecayLR, one step
+    ahead, as :func:`warmup` is.
 
     Args:
         peak: the value at step ``num_warmup``.
@@ -114,7 +127,8 @@ def warmup_linear(peak: float, num_warmup: int, num_steps: int, end: float = 0.0
         shape: of the warm-up, ``"linear"`` or ``"log"``.
 
     Returns:
-        ``schedule(step) -> float``: ``start`` at step 0, ``peak`` at ``num_warmup``, ``end`` from ``num_steps`` on.
+        ``schedule(step) -> float``: ``start`` at step 0, ``peak`` at ``num_warmup``, ``end`` from
+        ``num_steps`` on.
 
     Raises:
         OptionError: the warm-up is negative or not shorter than the whole, or the shape is another.
@@ -127,12 +141,20 @@ def warmup_linear(peak: float, num_warmup: int, num_steps: int, end: float = 0.0
     return _warmup(peak, num_warmup, start, shape, linear(peak, end, num_steps - num_warmup))
 
 
-def warmup_cosine(peak: float, num_warmup: int, num_steps: int, end: float = 0.0, *, start: float = 0.0, shape: str = "linear") -> Schedule:
+def warmup_cosine(
+    peak: float,
+    num_warmup: int,
+    num_steps: int,
+    end: float = 0.0,
+    *,
+    start: float = 0.0,
+    shape: str = "linear",
+) -> Schedule:
     """Rise to a peak as :func:`warmup` does, then fall along half a cosine.
 
-    After the warm-up: ``end + (peak - end) (1 + cos(π (step - num_warmup) / (num_steps - num_warmup))) / 2``,
-    DeepSpeed's WarmupCosineLR at the counter ``step - 1``.
-    "SGDR: Stochastic gradient descent with warm restarts", Loshchilov and Hutter, 2017, here without restarts.
+    After the warm-up: ``end + (peak - end) (1 + cos(π (step - num_warmup) / (num_steps -
+    num_warmup))) / 2``, DeepSpeed's WarmupCosineLR at the counter ``step - 1``. "SGDR: Stochastic
+    gradient descent with warm restarts", Loshchilov and Hutter, 2017, here without restarts.
 
     Args:
         peak: the value at step ``num_warmup``.
@@ -143,7 +165,8 @@ def warmup_cosine(peak: float, num_warmup: int, num_steps: int, end: float = 0.0
         shape: of the warm-up, ``"linear"`` or ``"log"``.
 
     Returns:
-        ``schedule(step) -> float``: ``start`` at step 0, ``peak`` at ``num_warmup``, ``end`` from ``num_steps`` on.
+        ``schedule(step) -> float``: ``start`` at step 0, ``peak`` at ``num_warmup``, ``end`` from
+        ``num_steps`` on.
 
     Raises:
         OptionError: the warm-up is negative or not shorter than the whole, or the shape is another.
@@ -156,16 +179,23 @@ def warmup_cosine(peak: float, num_warmup: int, num_steps: int, end: float = 0.0
 
     def fall(step: int) -> float:
         length = num_steps - num_warmup
-        return end if step >= length else end + (peak - end) * (0.5 * (1.0 + math.cos(math.pi * step / length)))
+        return (
+            end
+            if step >= length
+            else end + (peak - end) * (0.5 * (1.0 + math.cos(math.pi * step / length)))
+        )
 
     return _warmup(peak, num_warmup, start, shape, fall)
 
 
-def lr_range_test(start: float, num_steps: int = 2000, rate: float = 1.0, *, staircase: bool = False) -> Schedule:
+def lr_range_test(
+    start: float, num_steps: int = 2000, rate: float = 1.0, *, staircase: bool = False
+) -> Schedule:
     """Rise without end, to see from which learning rate on a loss diverges.
 
-    ``start (1 + rate q)`` with ``q = step / num_steps``, or the whole number below it in a staircase. DeepSpeed's LRRangeTest.
-    "A disciplined approach to neural network hyper-parameters: Part 1", Smith, 2018.
+    ``start (1 + rate q)`` with ``q = step / num_steps``, or the whole number below it in a
+    staircase. DeepSpeed's LRRangeTest. "A disciplined approach to neural network hyper-parameters:
+    Part 1", Smith, 2018.
 
     Args:
         start: the value at step 0.
@@ -205,9 +235,10 @@ def one_cycle(
 ) -> Schedule:
     """Go up and down once in straight lines, then decay.
 
-    In the cycle ``low + (high - low) s``, where ``s`` goes from 0 to 1 and back; ``d`` steps after it
-    ``low / (1 + decay_rate d / decay_steps)``. The learning rate of DeepSpeed's OneCycle; :func:`one_cycle_momentum` is its momentum.
-    "Super-convergence: very fast training of neural networks using large learning rates", Smith and Topin, 2018.
+    In the cycle ``low + (high - low) s``, where ``s`` goes from 0 to 1 and back; ``d`` steps after
+    it ``low / (1 + decay_rate d / decay_steps)``. The learning rate of DeepSpeed's OneCycle;
+    :func:`one_cycle_momentum` is its momentum. "Super-convergence: very fast training of neural
+    networks using large learning rates", Smith and Topin, 2018.
 
     Args:
         low: the value at step 0 and at the end of the cycle.
@@ -252,9 +283,10 @@ def one_cycle_momentum(
 ) -> Schedule:
     """Go down and up while :func:`one_cycle` with the same steps goes up and down.
 
-    In the cycle ``high - (high - low) s``; ``d`` steps after it ``high (1 + decay_rate d / decay_steps)``. It is for a momentum, such as
-    ``sgd(..., momentum=...)`` and ``adamw(..., b1=...)``, which must stay below 1.
-    "A disciplined approach to neural network hyper-parameters: Part 1", Smith, 2018.
+    In the cycle ``high - (high - low) s``; ``d`` steps after it
+    ``high (1 + decay_rate d / decay_steps)``. It is for a momentum, such as
+    ``sgd(..., momentum=...)`` and ``adamw(..., b1=...)``, which must stay below 1. "A disciplined
+    approach to neural network hyper-parameters: Part 1", Smith, 2018.
 
     Args:
         low: the value at step ``num_up``.
@@ -297,7 +329,8 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
         ``schedule(step) -> float``.
 
     Raises:
-        OptionError: the boundaries do not ascend, or there is not one for each schedule but the first.
+        OptionError: the boundaries do not ascend, or there is not one for each schedule but the
+            first.
 
     Example:
         >>> [join([linear(0.0, 1.0, 2), constant(1.0), linear(1.0, 0.0, 2)], [2, 4])(step) for step in range(8)]
@@ -306,10 +339,14 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
     parts, starts = tuple(schedules), (0, *boundaries)
     if len(parts) != len(starts):
         raise OptionError(
-            f"join() takes one boundary for each schedule but the first; got {len(parts)} schedules, {len(starts) - 1} boundaries"
+            f"join() takes one boundary for each schedule but the first; got {len(parts)} "
+            f"schedules, {len(starts) - 1} boundaries"
         )
     if any(not before < after for before, after in itertools.pairwise(starts)):
-        raise OptionError(f"boundaries ascend and are above 0; got {list(boundaries)}; a schedule of no steps is left out")
+        raise OptionError(
+            f"boundaries ascend and are above 0; got {list(boundaries)}; a schedule of no steps "
+            "is left out"
+        )
 
     def schedule(step: int) -> float:
         place = max(bisect.bisect_right(starts, step) - 1, 0)
@@ -326,7 +363,8 @@ def _check_whole(name: str, value: int, least: int) -> None:
 def _check_shorter(num_warmup: int, num_steps: int) -> None:
     if not 0 <= num_warmup < num_steps:
         raise OptionError(
-            f"the warm-up must be shorter than the whole and not negative; got {num_warmup} of {num_steps} steps; num_steps counts both"
+            f"the warm-up must be shorter than the whole and not negative; got {num_warmup} of "
+            f"{num_steps} steps; num_steps counts both"
         )
 
 
@@ -341,7 +379,11 @@ def _warmup(peak: float, num_warmup: int, start: float, shape: str, after: Sched
         return math.log(step + 1) / math.log(num_warmup) if num_warmup > 1 else 0.0
 
     def schedule(step: int) -> float:
-        return start + (peak - start) * rise(max(step, 0)) if step < num_warmup else after(step - num_warmup)
+        return (
+            start + (peak - start) * rise(max(step, 0))
+            if step < num_warmup
+            else after(step - num_warmup)
+        )
 
     return schedule
 
@@ -363,7 +405,11 @@ def _cycle(
 
     def height(step: int) -> float:
         here = min(max(step, 0), num_up + num_down)
-        steps, length, stairs = (here, num_up, stairs_up) if here <= num_up else (num_up + num_down - here, num_down, stairs_down)
+        steps, length, stairs = (
+            (here, num_up, stairs_up)
+            if here <= num_up
+            else (num_up + num_down - here, num_down, stairs_down)
+        )
         # Of whole numbers, so that no rounding loses a stair.
         return steps * stairs // length / stairs if stairs else steps / length
 
@@ -376,11 +422,14 @@ def check_rate(learning_rate: object) -> None:
         return
     if isinstance(learning_rate, bool) or not isinstance(learning_rate, Real):
         raise OptionError(
-            f"learning_rate is a number or a function of the step count; got {type(learning_rate).__name__}; "
-            "pass a float or one of zf.optim's schedules"
+            "learning_rate is a number or a function of the step count; got "
+            f"{type(learning_rate).__name__}; pass a float or one of zf.optim's schedules"
         )
     if not 0 <= float(learning_rate) < math.inf:
-        raise OptionError(f"learning_rate is finite and not negative; got {learning_rate}; updates already point downhill")
+        raise OptionError(
+            f"learning_rate is finite and not negative; got {learning_rate}; updates already "
+            "point downhill"
+        )
 
 
 def rate_at(learning_rate: float | Schedule, step: int) -> float:

@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 from zfun import tree
-from zfun.optim._base import InitFn, Optimizer, State, aligned, check_trainable, flat_view, own, step_count
+from zfun.optim._base import (
+    InitFn,
+    Optimizer,
+    State,
+    aligned,
+    check_trainable,
+    flat_view,
+    own,
+    step_count,
+)
 from zfun.tree import Tree
 
 __all__ = ["Into", "Kernel", "assemble", "elementwise", "no_steps", "zeros_like"]
@@ -23,10 +32,15 @@ class Into(NamedTuple):
 
     def targets(self, params: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor] | list[None]]:
         if self.updates:
-            return list(params), [torch.empty_like(p, memory_format=torch.contiguous_format, requires_grad=False) for p in params]
+            return list(params), [
+                torch.empty_like(p, memory_format=torch.contiguous_format, requires_grad=False)
+                for p in params
+            ]
         return own(params, self.donate), [None] * len(params)
 
-    def results(self, targets: list[Tensor], changes: list[Tensor] | list[None]) -> Sequence[Tensor | None]:
+    def results(
+        self, targets: list[Tensor], changes: list[Tensor] | list[None]
+    ) -> Sequence[Tensor | None]:
         return changes if self.updates else targets
 
 
@@ -43,26 +57,29 @@ def assemble(init: InitFn, step: StepFn) -> Optimizer:
     def update(grads: Tree, state: State, params: Tree) -> tuple[Tree, State]:
         return step(grads, state, params, Into(updates=True, donate=False))
 
-    def apply(grads: Tree, state: State, params: Tree, *, donate: bool = False) -> tuple[Tree, State]:
+    def apply(
+        grads: Tree, state: State, params: Tree, *, donate: bool = False
+    ) -> tuple[Tree, State]:
         return step(grads, state, params, Into(updates=False, donate=donate))
 
     return Optimizer(init, update, apply)
 
 
-def elementwise(make_state: Callable[..., Any], names: Sequence[str], kernel_at: Callable[[int], Kernel]) -> Optimizer:
+def elementwise(
+    make_state: Callable[..., Any], names: Sequence[str], kernel_at: Callable[[int], Kernel]
+) -> Optimizer:
     """Make an optimizer of a kernel that steps one flat buffer: one pass over the memory for each buffer.
 
-    The kernel is ``kernel(param, grad, *moments, change)`` on 1-D tensors of one length: reads ``grad``,
-    writes the moments, and writes the step to ``change``, or adds the step to ``param`` where ``change`` is
-    None.
-    Each element must be computed from the elements at its own place alone, by the same roundings wherever
-    the buffers are cut, and zeros must stay zeros.
+    The kernel is ``kernel(param, grad, *moments, change)`` on 1-D tensors of one length: reads
+    ``grad``, writes the moments, and writes the step to ``change``, or adds the step to ``param``
+    where ``change`` is None. Each element must be computed from the elements at its own place
+    alone, by the same roundings wherever the buffers are cut, and zeros must stay zeros.
 
     Args:
-        make_state: ``make_state(count, *trees)``: a state of the number of steps taken (0-dim int64 on the
-            CPU) and of one tree like the parameters for each name.
-        names: the attributes of the state that hold these trees, in the order in which the kernel takes
-            the trees; all begin as zeros.
+        make_state: ``make_state(count, *trees)``: a state of the number of steps taken (0-dim int64
+            on the CPU) and of one tree like the parameters for each name.
+        names: the attributes of the state that hold these trees, in the order in which the kernel
+            takes the trees; all begin as zeros.
         kernel_at: ``kernel_at(count)`` returns the kernel of the step after ``count`` others.
 
     Returns:
@@ -91,7 +108,12 @@ def elementwise(make_state: Callable[..., Any], names: Sequence[str], kernel_at:
         targets, changes = into.targets([row[0] for row in rows])
         for index, (row, target, change) in enumerate(zip(rows, targets, changes, strict=True)):
             moments = [flat_view(moment[index]) for moment in held]
-            kernel(flat_view(target), flat_view(row[1]), *moments, None if change is None else flat_view(change))
+            kernel(
+                flat_view(target),
+                flat_view(row[1]),
+                *moments,
+                None if change is None else flat_view(change),
+            )
         spec = tree.structure(params)
         after = make_state(state.count + 1, *(tree.unflatten(spec, moment) for moment in held))
         return tree.unflatten(spec, into.results(targets, changes)), after

@@ -14,22 +14,34 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from zfun import tree
 from zfun.errors import NotElementwiseError, OptionError
-from zfun.optim._base import Optimizer, State, aligned, check_trainable, flat_view, optimizer, remembered, step_count
+from zfun.optim._base import (
+    Optimizer,
+    State,
+    aligned,
+    check_trainable,
+    flat_view,
+    optimizer,
+    remembered,
+    step_count,
+)
 from zfun.optim._schedules import rate_at
 from zfun.optim._stepping import no_steps
 from zfun.tree import Tree
 
 __all__ = ["TorchState", "from_torch"]
 
-# Torch's loops treat the last elements of a tensor in other instructions, which round otherwise, and share long tensors out among
-# threads. Pieces of a whole number of vectors, and no longer than a thread's share, know nothing of where a leaf was cut.
+# Torch's loops treat the last elements of a tensor in other instructions, which round otherwise,
+# and share long tensors out among threads. Pieces of a whole number of vectors, and no longer than
+# a thread's share, know nothing of where a leaf was cut.
 _PIECE = 1 << 15
 _VECTORS = 64
 
 _REFUSED = {
     "LBFGS": "searches along a line, over all parameters at once, and calls the loss again",
     "Adafactor": "keeps sums over rows and columns of a matrix",
-    "Muon": "makes whole matrices orthogonal; use zf.optim.muon, which sends them to where that is done",
+    "Muon": (
+        "makes whole matrices orthogonal; use zf.optim.muon, which sends them to where that is done"
+    ),
     "SparseAdam": "takes sparse gradients",
 }
 
@@ -40,7 +52,8 @@ class TorchState(NamedTuple):
     Attributes:
         count: steps taken, 0-dim int64 on the CPU.
         trees: by torch's name, the state of each element: trees like the parameters.
-        scalars: by torch's name, the state of each tensor, equal for all tensors: 0-dim tensors on the CPU.
+        scalars: by torch's name, the state of each tensor, equal for all tensors: 0-dim tensors on
+            the CPU.
     """
 
     count: Tensor
@@ -52,9 +65,9 @@ class TorchState(NamedTuple):
 def from_torch(make: type[torch.optim.Optimizer], **options: Any) -> Optimizer:
     """Make a pure optimizer of an element-wise class of ``torch.optim``, or of a class with the same interface.
 
-    The state is taken out of torch's optimizer and put back at each step, in pieces of parameters, and so may be sharded, offloaded and
-    saved. That costs a copy of parameters, gradients and state at each step: :func:`sgd`, :func:`adam`, :func:`adamw` and :func:`adagrad`
-    do not.
+    The state is taken out of torch's optimizer and put back at each step, in pieces of parameters,
+    and so may be sharded, offloaded and saved. That costs a copy of parameters, gradients and state
+    at each step: :func:`sgd`, :func:`adam`, :func:`adamw` and :func:`adagrad` do not.
 
     Args:
         make: the class, such as ``torch.optim.RMSprop``.
@@ -65,8 +78,8 @@ def from_torch(make: type[torch.optim.Optimizer], **options: Any) -> Optimizer:
 
     Raises:
         OptionError: ``make`` is no such class, or does not take the options.
-        NotElementwiseError: the class needs whole tensors, as LBFGS and Adafactor do, or the change of an
-            element depends on where leaves are cut.
+        NotElementwiseError: the class needs whole tensors, as LBFGS and Adafactor do, or the change
+            of an element depends on where leaves are cut.
 
     Example:
         >>> optimizer = from_torch(torch.optim.RMSprop, lr=0.5, alpha=0.75)
@@ -76,10 +89,14 @@ def from_torch(make: type[torch.optim.Optimizer], **options: Any) -> Optimizer:
         ({'w': tensor([-1.0000,  1.0000])}, ['square_avg'])
     """
     if not (isinstance(make, type) and issubclass(make, torch.optim.Optimizer)):
-        raise OptionError(f"from_torch() takes a class of torch.optim; got {make!r}; write from_torch(torch.optim.NAdam, lr=1e-3)")
+        raise OptionError(
+            f"from_torch() takes a class of torch.optim; got {make!r}; write "
+            "from_torch(torch.optim.NAdam, lr=1e-3)"
+        )
     if make.__name__ in _REFUSED:
         raise NotElementwiseError(
-            f"from_torch() takes optimizers that work element by element; torch.optim.{make.__name__} {_REFUSED[make.__name__]}"
+            "from_torch() takes optimizers that work element by element; "
+            f"torch.optim.{make.__name__} {_REFUSED[make.__name__]}"
         )
     known = [name for name in inspect.signature(make).parameters if name != "params"]
     for name in options:
@@ -105,20 +122,25 @@ def _check_elementwise(pure: Optimizer, name: str) -> None:
 
     with unset_fake_temporarily():
         scale = torch.logspace(-3, 3, 48, dtype=torch.float64, device="cpu")
-        values = [torch.randn(48, generator=generator, dtype=torch.float64, device="cpu") * scale for _ in range(4)]
+        values = [
+            torch.randn(48, generator=generator, dtype=torch.float64, device="cpu") * scale
+            for _ in range(4)
+        ]
         try:
             one, other = changes([48]), changes([13, 1, 34])
         except NotElementwiseError:
             raise
         except Exception as error:  # the code of any class runs here and may raise anything
             raise NotElementwiseError(
-                f"an optimizer for from_torch() works element by element; {name} raised {type(error).__name__} on a vector: {error}"
+                f"an optimizer for from_torch() works element by element; {name} raised "
+                f"{type(error).__name__} on a vector: {error}"
             ) from error
     wrong = ~torch.isclose(one, other, rtol=1e-9, atol=0.0)
     if wrong.any():
         raise NotElementwiseError(
-            f"an optimizer for from_torch() works element by element; in two cuts of one vector, one element was changed by "
-            f"{one[wrong][0].item():.6g} and by {other[wrong][0].item():.6g} by {name}; use one of zf.optim"
+            "an optimizer for from_torch() works element by element; in two cuts of one vector, "
+            f"one element was changed by {one[wrong][0].item():.6g} and by "
+            f"{other[wrong][0].item():.6g} by {name}; use one of zf.optim"
         )
 
 
@@ -133,7 +155,11 @@ def _from_torch(make: type[torch.optim.Optimizer], options: dict[str, Any]) -> O
         """Return torch's state of a tensor."""
         with unset_fake_temporarily():
             zeros = [torch.zeros(_VECTORS, dtype=dtype, device="cpu") for _ in range(2)]
-            return {name: value for name, value in _stepped(make, at(0), zeros[:1], zeros[1:], [{}])[0].items() if value is not None}
+            return {
+                name: value
+                for name, value in _stepped(make, at(0), zeros[:1], zeros[1:], [{}])[0].items()
+                if value is not None
+            }
 
     def init(params: Tree) -> TorchState:
         check_trainable(params)
@@ -143,10 +169,20 @@ def _from_torch(make: type[torch.optim.Optimizer], options: dict[str, Any]) -> O
         def zeros(name: str, leaf: Tensor) -> Tensor:
             dtype = kept(_real(leaf.dtype))[name].dtype
             dtype = dtype.to_complex() if leaf.is_complex() else dtype
-            return torch.zeros_like(leaf, dtype=dtype, memory_format=torch.contiguous_format, requires_grad=False)
+            return torch.zeros_like(
+                leaf, dtype=dtype, memory_format=torch.contiguous_format, requires_grad=False
+            )
 
-        trees = {name: tree.unflatten(spec, [zeros(name, leaf) for leaf in leaves]) for name, value in found.items() if _is_tree(value)}
-        scalars = {name: torch.zeros_like(torch.as_tensor(value)) for name, value in found.items() if not _is_tree(value)}
+        trees = {
+            name: tree.unflatten(spec, [zeros(name, leaf) for leaf in leaves])
+            for name, value in found.items()
+            if _is_tree(value)
+        }
+        scalars = {
+            name: torch.zeros_like(torch.as_tensor(value))
+            for name, value in found.items()
+            if not _is_tree(value)
+        }
         return TorchState(no_steps(), trees, scalars)
 
     @torch.no_grad()
@@ -157,24 +193,49 @@ def _from_torch(make: type[torch.optim.Optimizer], options: dict[str, Any]) -> O
         new: list[list[Tensor]] = []
         for row in rows:
             if row[0].numel() == 0:
-                new.append([x.detach().clone(memory_format=torch.contiguous_format) for x in (row[0], *row[2:])])
+                new.append(
+                    [
+                        x.detach().clone(memory_format=torch.contiguous_format)
+                        for x in (row[0], *row[2:])
+                    ]
+                )
                 continue
             values, gradients, *rest = [_pieces(x) for x in row]
             # The very first state is torch's own, which need not be zeros.
-            states = [_restored(state, kept(values[0].dtype), held) if before else {} for held in zip(*rest, strict=True)]
-            states = states or [_restored(state, kept(values[0].dtype), ()) if before else {} for _ in values]
-            after = _stepped(make, at(before), values, [g.to(p.dtype) for p, g in zip(values, gradients, strict=True)], states)
+            states = [
+                _restored(state, kept(values[0].dtype), held) if before else {}
+                for held in zip(*rest, strict=True)
+            ]
+            states = states or [
+                _restored(state, kept(values[0].dtype), ()) if before else {} for _ in values
+            ]
+            after = _stepped(
+                make,
+                at(before),
+                values,
+                [g.to(p.dtype) for p, g in zip(values, gradients, strict=True)],
+                states,
+            )
             scalars = _same_for_all(make, scalars, state, after)
             parts = [values, *([found[name] for found in after] for name in state.trees)]
             new.append([_whole(part, x) for part, x in zip(parts, (row[0], *row[2:]), strict=True)])
         spec = tree.structure(params)
-        trees = {name: tree.unflatten(spec, [leaf[1 + place] for leaf in new]) for place, name in enumerate(state.trees)}
-        return [leaf[0] for leaf in new], TorchState(state.count + 1, trees, scalars or dict(state.scalars))
+        trees = {
+            name: tree.unflatten(spec, [leaf[1 + place] for leaf in new])
+            for place, name in enumerate(state.trees)
+        }
+        return [leaf[0] for leaf in new], TorchState(
+            state.count + 1, trees, scalars or dict(state.scalars)
+        )
 
     def update(grads: Tree, state: State, params: Tree) -> tuple[Tree, TorchState]:
         new, after = step(grads, state, params)
-        # In float64 the change of a narrower number is exact, so that adding the change gives torch's bits.
-        changes = [n.to(_wide(n)) - p.detach().to(_wide(n)) for n, p in zip(new, tree.leaves(params), strict=True)]
+        # In float64 the change of a narrower number is exact, so that adding the change gives
+        # torch's bits.
+        changes = [
+            n.to(_wide(n)) - p.detach().to(_wide(n))
+            for n, p in zip(new, tree.leaves(params), strict=True)
+        ]
         return tree.unflatten(tree.structure(params), changes), after
 
     return optimizer(init, update)
@@ -188,13 +249,17 @@ def _restored(state: TorchState, kinds: dict[str, Any], held: Sequence[Tensor]) 
     """Return the state of a piece in torch's form."""
     # Torch counts in place, so every piece needs a count of its own.
     scalars = {
-        name: value.clone() if isinstance(kinds[name], Tensor) else type(kinds[name])(value.item()) for name, value in state.scalars.items()
+        name: value.clone() if isinstance(kinds[name], Tensor) else type(kinds[name])(value.item())
+        for name, value in state.scalars.items()
     }
     return {**dict(zip(state.trees, held, strict=False)), **scalars}
 
 
 def _same_for_all(
-    make: type[torch.optim.Optimizer], before: dict[str, Tensor], state: TorchState, after: Sequence[dict[str, Any]]
+    make: type[torch.optim.Optimizer],
+    before: dict[str, Tensor],
+    state: TorchState,
+    after: Sequence[dict[str, Any]],
 ) -> dict[str, Tensor]:
     """Return torch's state of each tensor, which may depend on the number of steps only."""
     first = before or {name: torch.as_tensor(after[0][name]).clone() for name in state.scalars}
@@ -202,9 +267,10 @@ def _same_for_all(
         for name, value in first.items():
             if not torch.equal(torch.as_tensor(found[name]), value):
                 raise NotElementwiseError(
-                    f"an optimizer that runs on shards works element by element; torch.optim.{make.__name__} keeps {name!r}, which is one "
-                    f"number for each tensor, and it was {value.item():.6g} for one and {float(found[name]):.6g} for another; use an "
-                    "optimizer that keeps a number for each element"
+                    "an optimizer that runs on shards works element by element; "
+                    f"torch.optim.{make.__name__} keeps {name!r}, which is one number for each "
+                    f"tensor, and it was {value.item():.6g} for one and {float(found[name]):.6g} "
+                    "for another; use an optimizer that keeps a number for each element"
                 )
     return first
 
@@ -220,13 +286,20 @@ def _wide(x: Tensor) -> torch.dtype:
 def _pieces(x: Tensor) -> list[Tensor]:
     """Copy a leaf into pieces of real numbers, the last one filled up with zeros."""
     # Copies, so that each piece begins at a boundary of a vector and of a cache line.
-    return [torch.nn.functional.pad(piece, (0, -piece.numel() % _VECTORS)).clone() for piece in flat_view(x).split(_PIECE)]
+    return [
+        torch.nn.functional.pad(piece, (0, -piece.numel() % _VECTORS)).clone()
+        for piece in flat_view(x).split(_PIECE)
+    ]
 
 
 def _whole(pieces: Sequence[Tensor], like: Tensor) -> Tensor:
     """Put pieces together again, in the shape and dtype of a leaf."""
     flat = torch.cat(list(pieces))[: flat_view(like).numel()].clone()
-    return (torch.view_as_complex(flat.view(*like.shape, 2)) if like.is_complex() else flat.view(like.shape)).to(like.dtype)
+    return (
+        torch.view_as_complex(flat.view(*like.shape, 2))
+        if like.is_complex()
+        else flat.view(like.shape)
+    ).to(like.dtype)
 
 
 def _stepped(

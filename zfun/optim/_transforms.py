@@ -1,7 +1,7 @@
 """The parts that rules are chained of: directions, decay, scales, clipping.
 
-A part takes gradients, or the updates of the part before it, and returns updates. The last part of a
-chain is a negative scale, because updates are added to the parameters.
+A part takes gradients, or the updates of the part before it, and returns updates. The last part of
+a chain is a negative scale, because updates are added to the parameters.
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ class ScheduleState(NamedTuple):
 def clip_by_global_norm(max_norm: float) -> Optimizer:
     """Shrink gradients whose norm, over all leaves and ranks, is above a bound.
 
-    ``g / max(1, (‖grads‖ + 1e-6) / max_norm)``, the norm in float64 over every element once, sharded or not. The host does not wait for it.
-    "On the difficulty of training recurrent neural networks", Pascanu, Mikolov and Bengio, 2013.
+    ``g / max(1, (‖grads‖ + 1e-6) / max_norm)``, the norm in float64 over every element once,
+    sharded or not. The host does not wait for it. "On the difficulty of training recurrent neural
+    networks", Pascanu, Mikolov and Bengio, 2013.
 
     Args:
         max_norm: the bound, above 0.
@@ -83,11 +84,15 @@ def clip_by_global_norm(max_norm: float) -> Optimizer:
         {'w': tensor([0.6000]), 'b': tensor([0.8000])}
     """
     if not max_norm > 0:
-        raise OptionError(f"max_norm is above 0; got {max_norm}; leave clip_by_global_norm out of the chain to not clip")
+        raise OptionError(
+            f"max_norm is above 0; got {max_norm}; leave clip_by_global_norm out of the chain to "
+            "not clip"
+        )
 
     def update(grads: Tree, state: State, params: Tree) -> tuple[Tree, State]:
         with torch.no_grad():
-            # A norm that is not a number must reach the parameters, or the step that tests for it: clamp keeps it.
+            # A norm that is not a number must reach the parameters, or the step that tests for it:
+            # clamp keeps it.
             coefficient = torch.clamp((global_norm(grads) + 1e-6) / max_norm, min=1.0).reciprocal()
         return _scaled(grads, coefficient), state
 
@@ -141,13 +146,18 @@ def scale_by_schedule(schedule: Schedule) -> Optimizer:
         {'w': tensor([0.5000])}
     """
     if not callable(schedule):
-        raise OptionError(f"a schedule is a function of the step count; got {type(schedule).__name__}; use scale() for a number")
+        raise OptionError(
+            f"a schedule is a function of the step count; got {type(schedule).__name__}; use "
+            "scale() for a number"
+        )
 
     def init(params: Tree) -> ScheduleState:
         return ScheduleState(torch.zeros((), dtype=torch.int64, device="cpu"))
 
     def update(grads: Tree, state: State, params: Tree) -> tuple[Tree, State]:
-        return _scaled(grads, float(schedule(step_count(state.count)))), ScheduleState(state.count + 1)
+        return _scaled(grads, float(schedule(step_count(state.count)))), ScheduleState(
+            state.count + 1
+        )
 
     return optimizer(init, update)
 
@@ -222,7 +232,9 @@ def scale_by_lion(*, b1: float | Schedule = 0.9, b2: float = 0.99) -> Optimizer:
     check_number("b2", b2, 1.0)
 
     def kernel_at(before: int) -> Kernel:
-        return functools.partial(ops.lion_step, b1=decay_at("b1", b1, before), b2=b2, learning_rate=-1.0)
+        return functools.partial(
+            ops.lion_step, b1=decay_at("b1", b1, before), b2=b2, learning_rate=-1.0
+        )
 
     return elementwise(LionState, ("mu",), kernel_at)
 
@@ -286,11 +298,13 @@ def trace(decay: float | Schedule, *, nesterov: bool = False) -> Optimizer:
 
 @checked_options
 @remembered
-def add_decayed_weights(weight_decay: float, *, mask: Callable[[str, Any], bool] | None = None) -> Optimizer:
+def add_decayed_weights(
+    weight_decay: float, *, mask: Callable[[str, Any], bool] | None = None
+) -> Optimizer:
     """Add ``weight_decay p`` to gradients or updates.
 
-    In front of :func:`scale_by_adam` this is the L2 penalty of :func:`adam`; behind, and in front of
-    :func:`scale_by_learning_rate`, the decoupled decay of :func:`adamw`.
+    In front of :func:`scale_by_adam` this is the L2 penalty of :func:`adam`; behind, and in front
+    of :func:`scale_by_learning_rate`, the decoupled decay of :func:`adamw`.
 
     Args:
         weight_decay: share of the parameter that is added; not negative.
@@ -314,7 +328,9 @@ def add_decayed_weights(weight_decay: float, *, mask: Callable[[str, Any], bool]
     @torch.no_grad()
     def update(grads: Tree, state: State, params: Tree) -> tuple[Tree, State]:
         rows = aligned(params, gradients=grads)
-        return tree.unflatten(tree.structure(params), [_decayed(g, p, weight_decay) for p, g in rows]), state
+        return tree.unflatten(
+            tree.structure(params), [_decayed(g, p, weight_decay) for p, g in rows]
+        ), state
 
     everywhere = optimizer(_no_state, update)
     return everywhere if mask is None else masked(everywhere, mask)
@@ -327,7 +343,9 @@ def _decayed(g: Tensor, p: Tensor, weight_decay: float) -> Tensor:
 
 
 @checked_options
-def masked(inner: Optimizer | tuple[InitFn, UpdateFn], mask: Callable[[str, Any], bool]) -> Optimizer:
+def masked(
+    inner: Optimizer | tuple[InitFn, UpdateFn], mask: Callable[[str, Any], bool]
+) -> Optimizer:
     """Apply an optimizer to some leaves; the gradients of the others pass through unchanged.
 
     Args:

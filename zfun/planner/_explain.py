@@ -20,13 +20,16 @@ class Message:
     """One collective of a step, or what it is on one axis of a mesh.
 
     Attributes:
-        kind: ``"all_gather"`` or ``"reduce_scatter"``; on a mesh also ``"all_reduce"``, with a codec ``"all_to_all"``.
+        kind: ``"all_gather"`` or ``"reduce_scatter"``; on a mesh also ``"all_reduce"``, with a
+            codec ``"all_to_all"``.
         name: ``"params"`` or ``"grads"``, as in the records of :func:`zfun.record`.
         bucket: index of the bucket.
         label: its name.
-        phase: ``"start"`` (once after each change of the parameters), ``"forward"`` or ``"backward"``.
+        phase: ``"start"`` (once after each change of the parameters), ``"forward"`` or
+            ``"backward"``.
         sent_bytes: what each rank sends.
-        overlaps: the buckets whose use it runs beside; it is waited for at once where there is none, as what follows on a second axis is.
+        overlaps: the buckets whose use it runs beside; it is waited for at once where there is
+            none, as what follows on a second axis is.
         axis: of a mesh: ``"inner"`` or ``"outer"``; else ``""``.
     """
 
@@ -74,18 +77,28 @@ class Explanation:
 
     def bytes_sent(self, name: str | None = None, *, axis: str | None = None) -> int:
         """Return what each rank sends in a step of one batch: all, or ``"params"`` or ``"grads"`` alone, on all axes or on one."""
-        return sum(m.sent_bytes for m in self.messages if name in (None, m.name) and axis in (None, m.axis))
+        return sum(
+            m.sent_bytes for m in self.messages if name in (None, m.name) and axis in (None, m.axis)
+        )
 
     def __str__(self) -> str:
         rows = [("phase", "collective", "of", "bytes", "runs beside the use of")]
         for m in self.messages:
             beside = ", ".join(map(str, m.overlaps)) or "nothing"
-            rows.append((m.phase, f"{m.kind} {m.axis}".strip(), m.label, f"{m.sent_bytes:,}", beside))
+            rows.append(
+                (m.phase, f"{m.kind} {m.axis}".strip(), m.label, f"{m.sent_bytes:,}", beside)
+            )
         widths = [max(len(row[i]) for row in rows) for i in range(5)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        lines.append(f"at most {self.peak_live:,} elements gathered at once, {self.peak_bytes:,} bytes")
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        ]
+        lines.append(
+            f"at most {self.peak_live:,} elements gathered at once, {self.peak_bytes:,} bytes"
+        )
         lines += [
-            f"{self.num_micro_batches} micro-batches, {a.order}: {a.sent_bytes:,} bytes sent, {a.held_bytes:,} bytes of gradients held"
+            f"{self.num_micro_batches} micro-batches, {a.order}: {a.sent_bytes:,} bytes sent, "
+            f"{a.held_bytes:,} bytes of gradients held"
             for a in self.accumulation
         ]
         return "\n".join(lines)
@@ -104,12 +117,15 @@ def explain(
     Args:
         schedule: made by :func:`zfun.planner.schedule`.
         num_micro_batches: the number to price both orders of accumulation for.
-        group: a mesh or the inner axis of one, where the parameters are sharded over that; an abstract one will do. Trace with the same.
-        compression: codecs for gathers of parameters and sums of gradients, as :func:`zfun.zero` takes them.
+        group: a mesh or the inner axis of one, where the parameters are sharded over that; an
+            abstract one will do. Trace with the same.
+        compression: codecs for gathers of parameters and sums of gradients, as :func:`zfun.zero`
+            takes them.
 
     Returns:
-        The messages of a step with one batch, and the two prices. What the ranks say to each other beside them (loss, norm, votes) is not
-        counted, nor are frozen buckets that persist: they are gathered once and for all.
+        The messages of a step with one batch, and the two prices. What the ranks say to each other
+        beside them (loss, norm, votes) is not counted, nor are frozen buckets that persist: they
+        are gathered once and for all.
 
     Raises:
         OptionError: there is no micro-batch, or the schedule is of another group.
@@ -141,7 +157,12 @@ def explain(
     codecs = compression or Compression()
     group = abstract_group(trace.size) if group is None else group
     _check_group(schedule, group)
-    messages = tuple(_messages(schedule, _Prices(group, secondary_of(group, schedule.options), codecs.params, codecs.grads)))
+    messages = tuple(
+        _messages(
+            schedule,
+            _Prices(group, secondary_of(group, schedule.options), codecs.params, codecs.grads),
+        )
+    )
     once = sum(m.sent_bytes for m in messages if m.phase == "start")
     each = sum(m.sent_bytes for m in messages if m.name == "params") - once
     grads = sum(m.sent_bytes for m in messages if m.name == "grads")
@@ -152,7 +173,9 @@ def explain(
         max(schedule.live(), default=0),
         max(schedule.live_bytes(), default=0),
         (
-            Accumulation("accumulate(shard_grads(vg))", once + n * (each + grads), whole // trace.size),
+            Accumulation(
+                "accumulate(shard_grads(vg))", once + n * (each + grads), whole // trace.size
+            ),
             Accumulation("shard_grads(accumulate(vg))", once + n * each + grads, whole),
         ),
         n,
@@ -161,7 +184,9 @@ def explain(
 
 def _check_group(schedule: Schedule, group: Group) -> None:
     size = schedule.trace.size
-    if group.size != size or any(bucket.numel % mesh_of(group).size for bucket in schedule.trace.buckets):
+    if group.size != size or any(
+        bucket.numel % mesh_of(group).size for bucket in schedule.trace.buckets
+    ):
         raise OptionError(
             f"a schedule is priced for the group that it was traced for; got one of {size} ranks "
             f"for {group!r}; trace with zf.planner.trace(loss, params, batch, group)"
@@ -181,8 +206,12 @@ class _Prices(NamedTuple):
         if phase == "backward" and self.secondary is not None:
             # What was kept of the bucket as it came.
             itemsize = bucket.sent_itemsize if codec is None else bucket.itemsize
-            return price_of_gather(bucket.numel // self.secondary.size, itemsize, self.secondary, None)
-        return price_of_gather(bucket.numel // self.group.size, bucket.sent_itemsize, self.group, codec)
+            return price_of_gather(
+                bucket.numel // self.secondary.size, itemsize, self.secondary, None
+            )
+        return price_of_gather(
+            bucket.numel // self.group.size, bucket.sent_itemsize, self.group, codec
+        )
 
     def sum(self, bucket: TracedBucket) -> list[Hop]:
         return price_of_sum(bucket.numel, bucket.grad_itemsize, self.group, self.codec_of_grads)
@@ -194,21 +223,40 @@ def _messages(schedule: Schedule, prices: _Prices) -> Iterator[Message]:
     for place, step in enumerate(steps):
         bucket = trace.buckets[step.bucket]
         if step.kind == "gather" and not (step.phase == "start" and not bucket.grad_itemsize):
-            end = next(i for i in range(place, len(steps)) if steps[i].bucket == step.bucket and steps[i].kind in ("use", "release"))
+            end = next(
+                i
+                for i in range(place, len(steps))
+                if steps[i].bucket == step.bucket and steps[i].kind in ("use", "release")
+            )
             beside = _uses(schedule, place, end)
-            yield from _hops(prices.gather(bucket, step.phase), "params", step.bucket, bucket.label, step.phase, beside)
+            yield from _hops(
+                prices.gather(bucket, step.phase),
+                "params",
+                step.bucket,
+                bucket.label,
+                step.phase,
+                beside,
+            )
         for reduced, end in ends.get(place, ()):
             of = trace.buckets[reduced]
-            yield from _hops(prices.sum(of), "grads", reduced, of.label, "backward", _uses(schedule, place, end))
+            yield from _hops(
+                prices.sum(of), "grads", reduced, of.label, "backward", _uses(schedule, place, end)
+            )
 
 
-def _hops(hops: list[Hop], name: str, bucket: int, label: str, phase: Phase, beside: tuple[int, ...]) -> Iterator[Message]:
+def _hops(
+    hops: list[Hop], name: str, bucket: int, label: str, phase: Phase, beside: tuple[int, ...]
+) -> Iterator[Message]:
     for number, hop in enumerate(hops):
-        yield Message(hop.kind, name, bucket, label, phase, hop.sent_bytes, () if number else beside, hop.axis)
+        yield Message(
+            hop.kind, name, bucket, label, phase, hop.sent_bytes, () if number else beside, hop.axis
+        )
 
 
 def _uses(schedule: Schedule, start: int, end: int) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(step.bucket for step in schedule.steps[start:end] if step.kind == "use"))
+    return tuple(
+        dict.fromkeys(step.bucket for step in schedule.steps[start:end] if step.kind == "use")
+    )
 
 
 def reductions_of(schedule: Schedule) -> dict[int, list[tuple[int, int]]]:

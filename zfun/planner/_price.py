@@ -1,15 +1,26 @@
 """What each rank sends for a gather or a sum, hop by hop: closed forms.
 
-They are written down from what a mesh and a codec are ([Note: two axes], [Note: what travels]), and a test holds them to what real
-steps send. Both price functions take elements, the bytes of each as it is sent exactly, a group (a mesh or the inner axis of one, too), and
-in which format it is sent; they return the hops in order.
+They are written down from what a mesh and a codec are ([Note: two axes], [Note: what travels]), and
+a test holds them to what real steps send. Both price functions take elements, the bytes of each as
+it is sent exactly, a group (a mesh or the inner axis of one, too), and in which format it is sent;
+they return the hops in order.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from zfun.collectives import AllGather, AllReduce, AllToAll, Group, Mesh, Op, ReduceScatter, axis_of, mesh_of
+from zfun.collectives import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Group,
+    Mesh,
+    Op,
+    ReduceScatter,
+    axis_of,
+    mesh_of,
+)
 from zfun.compression import Codec
 
 __all__ = ["Hop", "price_of_gather", "price_of_sum"]
@@ -61,10 +72,15 @@ def price_of_sum(numel: int, itemsize: int, group: Group, codec: Codec | None) -
         return _sent([first, _scatter(row, itemsize, mesh.outer, codec)])
     if codec is None:
         return _sent([first, _hop(AllReduce(), mesh.outer, row * itemsize, itemsize)])
-    # An all-reduce in few bits: each rank of the column sums a piece, and all of them gather the sums, written anew.
+    # An all-reduce in few bits: each rank of the column sums a piece, and all of them gather the
+    # sums, written anew.
     piece = -(-row // mesh.outer.size)
     return _sent(
-        [first, _scatter(piece * mesh.outer.size, itemsize, mesh.outer, codec), *price_of_gather(piece, itemsize, mesh.outer, codec)]
+        [
+            first,
+            _scatter(piece * mesh.outer.size, itemsize, mesh.outer, codec),
+            *price_of_gather(piece, itemsize, mesh.outer, codec),
+        ]
     )
 
 

@@ -26,23 +26,38 @@ class Profile(Notes):
     def timeline(self) -> Timeline:
         """Return the times as bars.
 
-        A gather or a sum lasts from its start until this rank has waited for it: it may have been there before. Between two uses the time
-        belongs to the first of them, less that for which the rank waited or started collectives.
+        A gather or a sum lasts from its start until this rank has waited for it: it may have been
+        there before. Between two uses the time belongs to the first of them, less that for which
+        the rank waited or started collectives.
         """
-        spans = [*_computed(self.events), *_transfers(self.events, "gather", "gathered"), *_transfers(self.events, "sum", "summed")]
+        spans = [
+            *_computed(self.events),
+            *_transfers(self.events, "gather", "gathered"),
+            *_transfers(self.events, "sum", "summed"),
+        ]
         live = [(0.0, 0), *((event.end, event.live_bytes) for event in self.events)]
-        changes = [entry for before, entry in zip([(0.0, -1), *live], live, strict=False) if entry[1] != before[1]]
-        return Timeline(tuple(sorted(spans, key=lambda span: span.start)), tuple(changes), "s", tuple(self.labels))
+        changes = [
+            entry
+            for before, entry in zip([(0.0, -1), *live], live, strict=False)
+            if entry[1] != before[1]
+        ]
+        return Timeline(
+            tuple(sorted(spans, key=lambda span: span.start)),
+            tuple(changes),
+            "s",
+            tuple(self.labels),
+        )
 
 
 @contextlib.contextmanager
 def profile() -> Iterator[Profile]:
     """Note what this rank gathers, uses, releases and sums in a step, and when; as a context.
 
-    A step is a loss and its gradient, the optimizer, and the gathers of new parameters at stages 1 and 2.
-    :func:`zfun.planner.timeline` lays a planned step out in the same picture and the same trace for
-    Perfetto. Only a step that is watched costs more: the loss gets every parameter as a lazy leaf, on
-    one rank alone too. Times are the host's: on a CUDA device nothing waits for running kernels.
+    A step is a loss and its gradient, the optimizer, and the gathers of new parameters at stages 1
+    and 2. :func:`zfun.planner.timeline` lays a planned step out in the same picture and the same
+    trace for Perfetto. Only a step that is watched costs more: the loss gets every parameter as a
+    lazy leaf, on one rank alone too. Times are the host's: on a CUDA device nothing waits for
+    running kernels.
 
     Returns:
         A context whose value is the :class:`zfun.planner.Profile`.
@@ -70,16 +85,24 @@ def profile() -> Iterator[Profile]:
 def _computed(events: Sequence[Noted]) -> Iterator[Span]:
     """The time between uses, and that of passes and of the optimizer, less that of what this rank did for other ranks in it."""
     turns = [event for event in events if event.kind in ("use", "end")]
-    busy = sorted((event.start, event.end) for event in events if event.kind in ("gather", "gathered", "sum", "summed"))
+    busy = sorted(
+        (event.start, event.end)
+        for event in events
+        if event.kind in ("gather", "gathered", "sum", "summed")
+    )
     for event, following in itertools.pairwise(turns):
         if event.kind == "use":
-            yield from _pieces(f"{event.phase} {event.bucket}", event.bucket, event.end, following.start, busy)
+            yield from _pieces(
+                f"{event.phase} {event.bucket}", event.bucket, event.end, following.start, busy
+            )
     for event in events:
         if event.kind in ("pass", "update"):
             yield from _pieces(event.phase, -1, event.start, event.end, busy)
 
 
-def _pieces(name: str, bucket: int, here: float, end: float, busy: Sequence[tuple[float, float]]) -> Iterator[Span]:
+def _pieces(
+    name: str, bucket: int, here: float, end: float, busy: Sequence[tuple[float, float]]
+) -> Iterator[Span]:
     for start, stop in busy[bisect.bisect_left(busy, (here,)) :]:
         if start >= end:
             break

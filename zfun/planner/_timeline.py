@@ -66,7 +66,10 @@ class Timeline:
         scale = 1e6 if self.unit == "s" else 1e3
         rows = _rows(self.spans)
         lanes = list(dict.fromkeys(rows))
-        names = [{"name": "thread_name", "ph": "M", "pid": 0, "tid": i, "args": {"name": lane}} for i, (lane, _) in enumerate(lanes)]
+        names = [
+            {"name": "thread_name", "ph": "M", "pid": 0, "tid": i, "args": {"name": lane}}
+            for i, (lane, _) in enumerate(lanes)
+        ]
         bars = [
             {
                 "name": span.name,
@@ -79,7 +82,10 @@ class Timeline:
             }
             for span, row in zip(self.spans, rows, strict=True)
         ]
-        counters = [{"name": "gathered", "ph": "C", "pid": 0, "ts": t * scale, "args": {"bytes": n}} for t, n in self.live]
+        counters = [
+            {"name": "gathered", "ph": "C", "pid": 0, "ts": t * scale, "args": {"bytes": n}}
+            for t, n in self.live
+        ]
         return {"traceEvents": [*names, *bars, *counters], "displayTimeUnit": "ms"}
 
     def save(self, path: str | Path) -> Path:
@@ -95,8 +101,18 @@ class Timeline:
         figure = Figure(figsize=(10, 4), layout="constrained")
         bars, live = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
         rows = _rows(self.spans)
-        lanes = [(lane, row) for lane in ("gather", "compute", "reduce") for row in range(len(rows)) if (lane, row) in rows]
-        colours = {"gather": "#0072B2", "compute": "#009E73", "reduce": "#E69F00", "update": "#CC79A7"}
+        lanes = [
+            (lane, row)
+            for lane in ("gather", "compute", "reduce")
+            for row in range(len(rows))
+            if (lane, row) in rows
+        ]
+        colours = {
+            "gather": "#0072B2",
+            "compute": "#009E73",
+            "reduce": "#E69F00",
+            "update": "#CC79A7",
+        }
         for span, row in zip(self.spans, rows, strict=True):
             width = span.end - span.start
             lane = "update" if (span.lane, span.name) == ("compute", "update") else span.lane
@@ -112,15 +128,39 @@ class Timeline:
             )
             if span.bucket >= 0 and width > 0.012 * self.duration:
                 middle = span.start + width / 2
-                bars.text(middle, lanes.index(row), str(span.bucket), ha="center", va="center", color="white", fontsize=8)
+                bars.text(
+                    middle,
+                    lanes.index(row),
+                    str(span.bucket),
+                    ha="center",
+                    va="center",
+                    color="white",
+                    fontsize=8,
+                )
         bars.set_yticks(range(len(lanes)), [lane if row == 0 else "" for lane, row in lanes])
         bars.invert_yaxis()
-        updated = ", pink: the optimizer" if any(span.name == "update" for span in self.spans) else ""
-        bars.set_title(f"dark: forward, light: backward{updated}; numbers are those of the buckets", loc="right", fontsize=9)
+        updated = (
+            ", pink: the optimizer" if any(span.name == "update" for span in self.spans) else ""
+        )
+        bars.set_title(
+            f"dark: forward, light: backward{updated}; numbers are those of the buckets",
+            loc="right",
+            fontsize=9,
+        )
         times, held = [t for t, _ in self.live], [n / 2**20 for _, n in self.live]
-        live.fill_between([*times, self.duration], [*held, held[-1] if held else 0.0], step="post", color="#0072B2", alpha=0.35)
+        live.fill_between(
+            [*times, self.duration],
+            [*held, held[-1] if held else 0.0],
+            step="post",
+            color="#0072B2",
+            alpha=0.35,
+        )
         live.set_ylabel("gathered, MiB")
-        live.set_xlabel("seconds" if self.unit == "s" else "time, in units of computing forward through an element")
+        live.set_xlabel(
+            "seconds"
+            if self.unit == "s"
+            else "time, in units of computing forward through an element"
+        )
         live.set_ylim(bottom=0)
         live.set_xlim(0, self.duration or 1.0)
         for axes in (bars, live):
@@ -134,22 +174,32 @@ def _rows(spans: Sequence[Span]) -> list[tuple[str, int]]:
     rows = [("", 0)] * len(spans)
     for place in sorted(range(len(spans)), key=lambda place: spans[place].start):
         span = spans[place]
-        row = next(row for row in itertools.count() if ends.get((span.lane, row), span.start) <= span.start)
+        row = next(
+            row for row in itertools.count() if ends.get((span.lane, row), span.start) <= span.start
+        )
         rows[place] = span.lane, row
         ends[rows[place]] = span.end
     return rows
 
 
 @checked_options
-def timeline(schedule: Schedule, *, gather_cost: float = 0.5, reduce_cost: float = 0.5, backward_cost: float = 2.0) -> Timeline:
+def timeline(
+    schedule: Schedule,
+    *,
+    gather_cost: float = 0.5,
+    reduce_cost: float = 0.5,
+    backward_cost: float = 2.0,
+) -> Timeline:
     """Lay a schedule out in time, under a model: what waits for what, and how long each thing takes.
 
-    Gathers, reductions and computation each go one after the other, and beside each other. A gather starts when the computation before it
-    in the schedule has ended; a use waits for its gather. One bucket's forward computation takes as many units as it has elements.
+    Gathers, reductions and computation each go one after the other, and beside each other. A gather
+    starts when the computation before it in the schedule has ended; a use waits for its gather. One
+    bucket's forward computation takes as many units as it has elements.
 
     Args:
         schedule: what :func:`zfun.planner.schedule` made.
-        gather_cost: how long it takes to gather an element, in units of computing forward through it.
+        gather_cost: how long it takes to gather an element, in units of computing forward through
+            it.
         reduce_cost: the same for reducing it.
         backward_cost: the same for computing backward through it.
 
@@ -167,7 +217,11 @@ def timeline(schedule: Schedule, *, gather_cost: float = 0.5, reduce_cost: float
         >>> [round(zf.planner.timeline(zf.planner.schedule(trace, zf.ScheduleOptions(prefetch=n))).duration / 64**2, 2) for n in (0, 1, 2)]
             [15.0, 12.5, 12.5]
     """
-    for name, cost in (("gather_cost", gather_cost), ("reduce_cost", reduce_cost), ("backward_cost", backward_cost)):
+    for name, cost in (
+        ("gather_cost", gather_cost),
+        ("reduce_cost", reduce_cost),
+        ("backward_cost", backward_cost),
+    ):
         if cost < 0:
             raise OptionError(f"{name} is a time for one element; got {cost}; 0 takes no time")
     return _Clock(schedule, gather_cost, reduce_cost, backward_cost).run()
@@ -190,26 +244,54 @@ class _Clock:
         live: list[tuple[float, int]] = []
         used: set[tuple[str, int]] = set()
         reductions = reductions_of(self.schedule)
-        for place, (step, held) in enumerate(zip(self.schedule.steps, self.schedule.live_bytes(), strict=True)):
+        for place, (step, held) in enumerate(
+            zip(self.schedule.steps, self.schedule.live_bytes(), strict=True)
+        ):
             numel = trace.buckets[step.bucket].numel
             if step.kind == "gather":
-                there[step.bucket] = self._span(free, "gather", step.phase, step.bucket, free["compute"], numel * self.gather_cost)
+                there[step.bucket] = self._span(
+                    free,
+                    "gather",
+                    step.phase,
+                    step.bucket,
+                    free["compute"],
+                    numel * self.gather_cost,
+                )
                 live.append((free["compute"], held))
             elif step.kind == "use":
                 cost = numel * (self.backward_cost if step.phase == "backward" else 1.0)
-                self._span(free, "compute", step.phase, step.bucket, there.get(step.bucket, 0.0), cost)
+                self._span(
+                    free, "compute", step.phase, step.bucket, there.get(step.bucket, 0.0), cost
+                )
                 used.add((step.phase, step.bucket))
-            elif step.kind == "reduce" and ("forward", step.bucket) in used and ("backward", step.bucket) not in used:
-                # Backward needed no value of it: the gradient of its leaves is made, and none of what came before.
-                self._span(free, "compute", step.phase, step.bucket, 0.0, numel * self.backward_cost / 2)
+            elif (
+                step.kind == "reduce"
+                and ("forward", step.bucket) in used
+                and ("backward", step.bucket) not in used
+            ):
+                # Backward needed no value of it: the gradient of its leaves is made, and none of
+                # what came before.
+                self._span(
+                    free, "compute", step.phase, step.bucket, 0.0, numel * self.backward_cost / 2
+                )
             elif step.kind == "release":
                 live.append((free["compute"], held))
             for bucket, _ in reductions.get(place, ()):
                 cost = trace.buckets[bucket].numel * self.reduce_cost
                 self._span(free, "reduce", "backward", bucket, free["compute"], cost)
-        return Timeline(tuple(self.spans), tuple(live), "unit", tuple(bucket.label for bucket in trace.buckets))
+        return Timeline(
+            tuple(self.spans), tuple(live), "unit", tuple(bucket.label for bucket in trace.buckets)
+        )
 
-    def _span(self, free: dict[str, float], lane: str, phase: str, bucket: int, earliest: float, cost: float) -> float:
+    def _span(
+        self,
+        free: dict[str, float],
+        lane: str,
+        phase: str,
+        bucket: int,
+        earliest: float,
+        cost: float,
+    ) -> float:
         start = max(free[lane], earliest)
         free[lane] = start + cost
         self.spans.append(Span(lane, f"{phase} {bucket}", bucket, start, free[lane]))

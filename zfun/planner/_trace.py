@@ -14,7 +14,14 @@ from zfun.flat import Flat
 from zfun.layout import DEFAULT_BUCKET_BYTES, LabelFn, layout_of, split_by_label
 from zfun.placement import S
 from zfun.planner._abstract import abstract
-from zfun.transforms import CastLoss, ShardedLoss, Trace, data_parallel, shard_params, value_and_grad
+from zfun.transforms import (
+    CastLoss,
+    ShardedLoss,
+    Trace,
+    data_parallel,
+    shard_params,
+    value_and_grad,
+)
 from zfun.typing import Loss
 
 __all__ = ["order_of_use", "trace"]
@@ -36,19 +43,24 @@ def trace(
 ) -> Trace:
     """Run a loss and its gradient on fake tensors, and return what it uses, in which order, forward and backward.
 
-    Nothing is computed and nothing is sent: parameters may be on the ``meta`` device, and there may be any number of ranks.
+    Nothing is computed and nothing is sent: parameters may be on the ``meta`` device, and there may
+    be any number of ranks.
 
     Args:
-        loss: ``(params, batch) -> scalar`` or ``(scalar, aux)``, written for whole parameters; :func:`zfun.cast` may stand around it.
+        loss: ``(params, batch) -> scalar`` or ``(scalar, aux)``, written for whole parameters;
+            :func:`zfun.cast` may stand around it.
         params: a tree of tensors; only their shapes and dtypes count, and which are tied.
         batch: a batch of a rank; of its tensors, too, only shapes and dtypes count.
-        size: the number of ranks that share the parameters, or a group of as many: a mesh, or the inner axis of one. Nothing is sent there.
+        size: the number of ranks that share the parameters, or a group of as many: a mesh, or the
+            inner axis of one. Nothing is sent there.
         trainable: which leaves are trained, by path and leaf; by default all.
         bucket_bytes: where a bucket closes, in bytes.
         persistence: leaves of at most so many elements lie in buckets of their own.
         order: of the leaves in the buckets, as :func:`zfun.layout.layout_of` takes it.
-        labels: of trained leaves, those of different labels in different buckets, as :func:`zfun.shard` takes it.
-        reduce_dtype: of the gradients, as :func:`zfun.data_parallel` takes it; by default that of the parameters, float32 for half types.
+        labels: of trained leaves, those of different labels in different buckets, as
+            :func:`zfun.shard` takes it.
+        reduce_dtype: of the gradients, as :func:`zfun.data_parallel` takes it; by default that of
+            the parameters, float32 for half types.
 
     Returns:
         The trace, which :func:`zfun.planner.schedule` takes.
@@ -68,7 +80,10 @@ def trace(
         def placed(part: tree.Tree, labels: LabelFn | None) -> Flat:
             layout = layout_of(fake(part), mesh_of(group).size, bucket_bytes, persistence, order)
             layout = layout if labels is None else split_by_label(layout, labels)
-            shards = [torch.empty(bucket.padded_numel // group.size, dtype=bucket.dtype) for bucket in layout.buckets]
+            shards = [
+                torch.empty(bucket.padded_numel // group.size, dtype=bucket.dtype)
+                for bucket in layout.buckets
+            ]
             return Flat(shards, S, layout, group)
 
         frozen = placed(rest, None) if rest is not None and tree.leaves(rest) else None
@@ -77,7 +92,10 @@ def trace(
         vg(placed(chosen, labels), fake(batch))
     inner = wrapped.loss if isinstance(wrapped, CastLoss) else wrapped
     if not isinstance(inner, ShardedLoss) or not inner.schedules:
-        raise ZfunError(f"a loss of whole parameters can be traced; got {type(loss).__name__}, which was never called on them")
+        raise ZfunError(
+            f"a loss of whole parameters can be traced; got {type(loss).__name__}, which was "
+            "never called on them"
+        )
     return inner.schedules[0].trace
 
 
@@ -94,18 +112,21 @@ def _abstract_like(group: Group) -> Group:
 def order_of_use(loss: Loss, params: tree.Tree, batch: Any) -> tuple[str, ...]:
     """Run a loss on fake tensors, and return the paths of its leaves in the order in which it first uses them.
 
-    Buckets that hold leaves in this order are gathered one after the other, each for a short while, and their gradients are complete one
-    after the other, from the last one on. A tree whose own order is another one (a head before the body, all norms before all weights)
-    needs more of them at once. No bit of the result depends on it.
+    Buckets that hold leaves in this order are gathered one after the other, each for a short while,
+    and their gradients are complete one after the other, from the last one on. A tree whose own
+    order is another one (a head before the body, all norms before all weights) needs more of them
+    at once. No bit of the result depends on it.
 
     Args:
-        loss: ``(params, batch) -> scalar`` or ``(scalar, aux)``, written for whole parameters; :func:`zfun.cast` may stand around it.
+        loss: ``(params, batch) -> scalar`` or ``(scalar, aux)``, written for whole parameters;
+            :func:`zfun.cast` may stand around it.
         params: a tree of tensors; only their shapes and dtypes count, and which are tied.
         batch: a batch of a rank; of its tensors, too, only shapes and dtypes count.
 
     Returns:
-        The paths, for ``order=`` of :func:`zfun.shard`, :func:`zfun.replicate`, :func:`zfun.zero` and :func:`zfun.layout.layout_of`. Leaves
-        that are not used are not in it. What a step has recorded, ``ShardedLoss.schedules[0].trace.leaves``, is the same.
+        The paths, for ``order=`` of :func:`zfun.shard`, :func:`zfun.replicate`, :func:`zfun.zero`
+        and :func:`zfun.layout.layout_of`. Leaves that are not used are not in it. What a step has
+        recorded, ``ShardedLoss.schedules[0].trace.leaves``, is the same.
 
     Example:
         >>> import zfun as zf
@@ -117,4 +138,10 @@ def order_of_use(loss: Loss, params: tree.Tree, batch: Any) -> tuple[str, ...]:
         >>> zf.planner.order_of_use(loss, params, torch.empty(2, 64))
         ('norm.0', 'w.0', 'w.1', 'head')
     """
-    return trace(loss, params, batch, 1, trainable=lambda path, leaf: leaf.is_floating_point() or leaf.is_complex()).leaves
+    return trace(
+        loss,
+        params,
+        batch,
+        1,
+        trainable=lambda path, leaf: leaf.is_floating_point() or leaf.is_complex(),
+    ).leaves

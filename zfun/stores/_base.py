@@ -83,7 +83,9 @@ def fetch(value: Any, device: torch.device) -> Tensor:
     if isinstance(value, Tensor):
         return value
     if not isinstance(value, Stored):
-        raise OffloadError(f"a buffer must be a tensor or a handle of a store; got {type(value).__name__}")
+        raise OffloadError(
+            f"a buffer must be a tensor or a handle of a store; got {type(value).__name__}"
+        )
     return value.get(device).wait()
 
 

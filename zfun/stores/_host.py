@@ -62,7 +62,9 @@ class HostStore:
         Returns:
             Bytes.
         """
-        return sum(c.num_bytes for c in self.log if kind in (None, c.kind) and name in (None, c.name))
+        return sum(
+            c.num_bytes for c in self.log if kind in (None, c.kind) and name in (None, c.name)
+        )
 
     def _to_host(self, tensor: Tensor) -> Tensor:
         if tensor.device.type == "cpu" and (tensor.is_pinned() or not self.pin):

@@ -68,9 +68,14 @@ class Composition:
         for field, known in _KNOWN.items():
             named = getattr(self, field)
             if len(set(named)) < len(named) or not set(named) <= set(known):
-                raise OptionError(f"a composition names each transform once; {field} takes {', '.join(known)}; got {named}")
+                raise OptionError(
+                    f"a composition names each transform once; {field} takes {', '.join(known)}; "
+                    f"got {named}"
+                )
         if self.donate and not (self.flat or self.loss):
-            raise OptionError("donate=True takes over flat buffers; got parameters as a tree; use flat=True")
+            raise OptionError(
+                "donate=True takes over flat buffers; got parameters as a tree; use flat=True"
+            )
 
     @property
     def reduces_first(self) -> bool:
@@ -99,12 +104,26 @@ def all_compositions(*, num_micro_batches: int = 1) -> list[Composition]:
         >>> len(all_compositions()), all_compositions()[0]
         (275, Composition(loss=(), grads=(), optimizer=(), flat=False, donate=False, remat=False))
     """
-    around = ("shard_grads", "offload") if num_micro_batches == 1 else ("shard_grads", "offload", "accumulate")
-    gradients = [names for names in _ordered_subsets(around) if num_micro_batches == 1 or "accumulate" in names]
+    around = (
+        ("shard_grads", "offload")
+        if num_micro_batches == 1
+        else ("shard_grads", "offload", "accumulate")
+    )
+    gradients = [
+        names
+        for names in _ordered_subsets(around)
+        if num_micro_batches == 1 or "accumulate" in names
+    ]
     return [
         Composition(loss, grads, optimizer, flat, donate)
-        for loss, grads, optimizer in itertools.product(_ordered_subsets(_KNOWN["loss"]), gradients, _ordered_subsets(_KNOWN["optimizer"]))
-        for flat, donate in (((False, False), (True, False), (True, True)) if not loss else ((True, False), (True, True)))
+        for loss, grads, optimizer in itertools.product(
+            _ordered_subsets(_KNOWN["loss"]), gradients, _ordered_subsets(_KNOWN["optimizer"])
+        )
+        for flat, donate in (
+            ((False, False), (True, False), (True, True))
+            if not loss
+            else ((True, False), (True, True))
+        )
     ]
 
 
@@ -169,7 +188,12 @@ def train(
     rule = _rule(composition, group, optimizer, kept["state"], bucket_bytes)
     value: Any = _placed(composition, group, params, bucket_bytes, rule.labels)
     gradient = _gradient(
-        composition, group, _loss(composition, group, loss_fn, kept["params"]), kept["grads"], num_micro_batches, bucket_bytes
+        composition,
+        group,
+        _loss(composition, group, loss_fn, kept["params"]),
+        kept["grads"],
+        num_micro_batches,
+        bucket_bytes,
     )
     state = rule.init(value)
     if "offload" in composition.loss:
@@ -180,13 +204,23 @@ def train(
         loss = found[0] if type(found) is tuple else found
         losses.append(float(loss.mean if isinstance(loss, WeightedMean) else loss))
         value, state = apply(rule, grads, state, value, donate=composition.donate)
-    return Run(unshard(value) if isinstance(value, Flat) else value, tuple(losses), kept, (value, state))
+    return Run(
+        unshard(value) if isinstance(value, Flat) else value, tuple(losses), kept, (value, state)
+    )
 
 
-def _placed(composition: Composition, group: Group, params: tree.Tree, bucket_bytes: int, labels: LabelFn | None) -> Any:
+def _placed(
+    composition: Composition,
+    group: Group,
+    params: tree.Tree,
+    bucket_bytes: int,
+    labels: LabelFn | None,
+) -> Any:
     if not (composition.flat or composition.loss):
         return params
-    return (shard if "shard_params" in composition.loss else replicate)(params, group, bucket_bytes=bucket_bytes, labels=labels)
+    return (shard if "shard_params" in composition.loss else replicate)(
+        params, group, bucket_bytes=bucket_bytes, labels=labels
+    )
 
 
 def _loss(composition: Composition, group: Group, loss: Loss, store: HostStore) -> Loss:
@@ -199,7 +233,14 @@ def _loss(composition: Composition, group: Group, loss: Loss, store: HostStore) 
     return loss
 
 
-def _gradient(composition: Composition, group: Group, loss: Loss, store: HostStore, num_micro_batches: int, bucket_bytes: int) -> Gradient:
+def _gradient(
+    composition: Composition,
+    group: Group,
+    loss: Loss,
+    store: HostStore,
+    num_micro_batches: int,
+    bucket_bytes: int,
+) -> Gradient:
     steps: dict[str, Callable[[Gradient], Gradient]] = {
         "shard_grads": lambda vg: shard_grads(vg, group),
         "replicate_grads": lambda vg: replicate_grads(vg, group),
@@ -215,8 +256,14 @@ def _gradient(composition: Composition, group: Group, loss: Loss, store: HostSto
     return vg
 
 
-def _rule(composition: Composition, group: Group, optimizer: Any, store: HostStore, bucket_bytes: int) -> Optimizer:
+def _rule(
+    composition: Composition, group: Group, optimizer: Any, store: HostStore, bucket_bytes: int
+) -> Optimizer:
     rule = as_optimizer(optimizer)
     for name in composition.optimizer:
-        rule = shard_optimizer(rule, group, bucket_bytes=bucket_bytes) if name == "shard_optimizer" else offload_optimizer(rule, store)
+        rule = (
+            shard_optimizer(rule, group, bucket_bytes=bucket_bytes)
+            if name == "shard_optimizer"
+            else offload_optimizer(rule, store)
+        )
     return rule

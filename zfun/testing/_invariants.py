@@ -17,7 +17,14 @@ from zfun.testing._compositions import Composition, Run, all_compositions, train
 from zfun.transforms import redistribute, shard, unshard
 from zfun.typing import Loss
 
-__all__ = ["assert_same_bits", "check_compositions", "check_padding", "check_redistribution", "check_round_trip", "same_bits"]
+__all__ = [
+    "assert_same_bits",
+    "check_compositions",
+    "check_padding",
+    "check_redistribution",
+    "check_round_trip",
+    "same_bits",
+]
 
 
 def same_bits(first: tree.Tree, second: tree.Tree) -> bool:
@@ -49,7 +56,10 @@ def assert_same_bits(first: tree.Tree, second: tree.Tree, what: str = "the trees
     """
     found = _differences(first, second)
     if found:
-        raise AssertionError(f"{what} differ: {'; '.join(found[:4])}{f' (and {len(found) - 4} more)' if len(found) > 4 else ''}")
+        raise AssertionError(
+            f"{what} differ: "
+            f"{'; '.join(found[:4])}{f' (and {len(found) - 4} more)' if len(found) > 4 else ''}"
+        )
 
 
 def _differences(first: tree.Tree, second: tree.Tree) -> list[str]:
@@ -64,16 +74,28 @@ def _differences(first: tree.Tree, second: tree.Tree) -> list[str]:
             found.append(f"{path} is {x.dtype} {tuple(x.shape)} and {y.dtype} {tuple(y.shape)}")
         elif not torch.equal(_bits(x), _bits(y)):
             wide = torch.complex128 if x.is_complex() else torch.float64
-            found.append(f"{path} by {float((x.detach().to(wide) - y.detach().to(wide)).abs().max()):.3g} at most")
+            found.append(
+                f"{path} by {float((x.detach().to(wide) - y.detach().to(wide)).abs().max()):.3g} "
+                "at most"
+            )
     return found
 
 
 def _bits(x: Tensor) -> Tensor:
     # Not contiguous(): a one-element tensor counts as contiguous with any stride, and view() fails.
-    return x.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+    return (
+        x.detach()
+        .resolve_conj()
+        .resolve_neg()
+        .clone(memory_format=torch.contiguous_format)
+        .reshape(-1)
+        .view(torch.uint8)
+    )
 
 
-def check_round_trip(params: tree.Tree, group: Group, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
+def check_round_trip(
+    params: tree.Tree, group: Group, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES
+) -> None:
     """Check law 1: ravel and unravel are inverses, shards are pieces, and padding is zero.
 
     Args:
@@ -90,12 +112,18 @@ def check_round_trip(params: tree.Tree, group: Group, *, bucket_bytes: int = DEF
     layout = layout_of(params, mesh_of(group).size, bucket_bytes)
     whole = ravel(params, layout, group)
     assert_same_bits(unravel(whole), params, "a tree and unravel(ravel(tree))")
-    assert_same_bits(ravel(unravel(whole), layout, group).buffers, whole.buffers, "buffers and ravel(unravel(buffers))")
+    assert_same_bits(
+        ravel(unravel(whole), layout, group).buffers,
+        whole.buffers,
+        "buffers and ravel(unravel(buffers))",
+    )
     shards = shard(params, group, bucket_bytes=bucket_bytes)
     _require(shards.layout == layout, "shard() and layout_of() lay one tree out in two ways")
     for index, (piece, buffer) in enumerate(zip(shards.buffers, whole.buffers, strict=True)):
         gathered = gather_values(piece, group, "shards").reshape(-1)
-        assert_same_bits(gathered, buffer, f"shards, one after the other, and {layout.label(index)}")
+        assert_same_bits(
+            gathered, buffer, f"shards, one after the other, and {layout.label(index)}"
+        )
     assert_same_bits(unshard(shards), params, "a tree and unshard(shard(tree))")
     check_padding(whole)
     check_padding(shards)
@@ -121,7 +149,11 @@ def check_padding(value: tree.Tree) -> None:
             for leaf in flat.layout.buckets[index].leaves:
                 slot = flat.layout.leaves[leaf]
                 rest[slot.offset : slot.offset + slot.numel] = 0
-            _require(not rest.any(), f"padding must be zero; in {flat.layout.label(index)} it is not, from element {_first_nonzero(rest)}")
+            _require(
+                not rest.any(),
+                f"padding must be zero; in {flat.layout.label(index)} it is not, from element "
+                f"{_first_nonzero(rest)}",
+            )
 
 
 def _first_nonzero(x: Tensor) -> int:
@@ -146,7 +178,9 @@ def check_redistribution(value: Flat, path: Sequence[Placement]) -> None:
     there = value
     for placement in path:
         there = redistribute(there, placement, value.group)
-    _require(there.placement is path[-1], f"redistribute() to {path[-1]!r} gave {there.placement!r}")
+    _require(
+        there.placement is path[-1], f"redistribute() to {path[-1]!r} gave {there.placement!r}"
+    )
     direct = redistribute(value, path[-1], value.group)
     for placement in (R, S):
         # Compare sums, because the terms of a partial value are not unique.
@@ -156,7 +190,9 @@ def check_redistribution(value: Flat, path: Sequence[Placement]) -> None:
             f"{value.placement!r} through {list(path)} and at once, as {placement!r},",
         )
     if path[-1] in (R, S):
-        assert_same_bits(there.buffers, direct.buffers, f"{value.placement!r} through {list(path)} and at once")
+        assert_same_bits(
+            there.buffers, direct.buffers, f"{value.placement!r} through {list(path)} and at once"
+        )
 
 
 def check_compositions(
@@ -204,7 +240,16 @@ def check_compositions(
         bucket = bucket_bytes[turn % len(bucket_bytes)]
 
         def main(group: Group, composition: Composition = composition, bucket: int = bucket) -> Run:
-            run = train(composition, group, loss_fn, optimizer, params, batches, num_micro_batches=num_micro_batches, bucket_bytes=bucket)
+            run = train(
+                composition,
+                group,
+                loss_fn,
+                optimizer,
+                params,
+                batches,
+                num_micro_batches=num_micro_batches,
+                bucket_bytes=bucket,
+            )
             check_padding(run.final)
             return run
 
@@ -213,7 +258,9 @@ def check_compositions(
         for rank, run in enumerate(runs):
             assert_same_bits(run[:2], runs[0][:2], f"ranks 0 and {rank} under {name}")
         # With micro-batches the two orders of summation round differently.
-        other, run = first.setdefault(num_micro_batches > 1 and composition.reduces_first, (composition, runs[0]))
+        other, run = first.setdefault(
+            num_micro_batches > 1 and composition.reduces_first, (composition, runs[0])
+        )
         assert_same_bits(runs[0][:2], run[:2], f"{name} and {other}")
         assert_same_bits(params, before, f"the caller's parameters before and after {name}")
     if first:

@@ -20,7 +20,9 @@ _SIDES = (0, 1, 2, 3, 5, 7, 13, 31)
 
 
 @st.composite
-def tensors(draw: st.DrawFn, dtypes: Sequence[torch.dtype] = (torch.float64,), *, max_dims: int = 2) -> Tensor:
+def tensors(
+    draw: st.DrawFn, dtypes: Sequence[torch.dtype] = (torch.float64,), *, max_dims: int = 2
+) -> Tensor:
     """Draw tensors of normal numbers, contiguous or not, with 0 to a few hundred elements.
 
     Args:
@@ -49,7 +51,9 @@ def tensors(draw: st.DrawFn, dtypes: Sequence[torch.dtype] = (torch.float64,), *
         return torch.randn(shape[::-1], generator=generator, dtype=wide).to(dtype).t()
     if view == "strided" and shape:
         # A view with an offset and gaps, in a larger storage.
-        return torch.randn([*shape[:-1], 2 * shape[-1] + 1], generator=generator, dtype=wide).to(dtype)[..., 1::2]
+        return torch.randn([*shape[:-1], 2 * shape[-1] + 1], generator=generator, dtype=wide).to(
+            dtype
+        )[..., 1::2]
     return torch.randn(shape, generator=generator, dtype=wide).to(dtype)
 
 
@@ -136,7 +140,12 @@ def compositions(*, num_micro_batches: int = 1) -> st.SearchStrategy[Composition
         >>> test()
     """
     every = st.sampled_from(all_compositions(num_micro_batches=num_micro_batches))
-    return st.builds(_varied, every, st.booleans(), st.sampled_from(["shard_grads", "shard_grads", "replicate_grads"]))
+    return st.builds(
+        _varied,
+        every,
+        st.booleans(),
+        st.sampled_from(["shard_grads", "shard_grads", "replicate_grads"]),
+    )
 
 
 def _varied(composition: Composition, remat: bool, sums: str) -> Composition:

@@ -13,10 +13,20 @@ a profile        ``_notes``, and the parameters and hooks that take them, ``_wat
 
 from zfun.transforms._cast import CastLoss, cast
 from zfun.transforms._notes import Noted, Notes, What, watching
-from zfun.transforms._offload import offload, offload_grads, offload_loss, offload_optimizer, offload_params
-from zfun.transforms.remat import Remat, remat
+from zfun.transforms._offload import (
+    offload,
+    offload_grads,
+    offload_loss,
+    offload_optimizer,
+    offload_params,
+)
 from zfun.transforms.grads._accumulate import accumulate
-from zfun.transforms.grads._gradient import GradientFunction, data_parallel, scale_loss, value_and_grad
+from zfun.transforms.grads._gradient import (
+    GradientFunction,
+    data_parallel,
+    scale_loss,
+    value_and_grad,
+)
 from zfun.transforms.grads._reducer import MAX_IN_FLIGHT
 from zfun.transforms.grads._sum_grads import replicate_grads, shard_grads
 from zfun.transforms.grads._value import WeightedMean, weighted_mean
@@ -35,8 +45,17 @@ from zfun.transforms.params._schedule import (
     secondary_of,
 )
 from zfun.transforms.params._shard_params import ShardedLoss, shard_params
+from zfun.transforms.remat import Remat, remat
 from zfun.transforms.values._describe import Description, describe
-from zfun.transforms.values._redistribute import MAX_UNDER_WAY, check_agreement, gather, redistribute, replicate, shard, unshard
+from zfun.transforms.values._redistribute import (
+    MAX_UNDER_WAY,
+    check_agreement,
+    gather,
+    redistribute,
+    replicate,
+    shard,
+    unshard,
+)
 
 __all__ = [
     "MAX_IN_FLIGHT",

@@ -1,12 +1,14 @@
 """Mixed precision as a transform of the loss.
 
 [Note: where the cast is]
-The loss computes in one dtype, and its parameters are kept in another. For whole parameters the cast is an operation of autograd like
-any other. For sharded ones it comes before the gather, so that what is sent has the narrower of the two dtypes: the cast binds the dtype to
-the parameters that it passes on (``LossCall``), and :func:`zfun.shard_params` reads it there. Inside of ``shard_params`` the cast
-never sees a sharded value; ``shard_params`` knows it by its type and takes it outside. What stands inside of another function still gets
-lazy leaves, and casts what they gather. Leaf by leaf the gradients are the same in all these ways: summed over the uses in the compute
-dtype, then cast once.
+The loss computes in one dtype, and its parameters are kept in another.
+For whole parameters the cast is an operation of autograd like any other. For sharded ones it comes
+before the gather, so that what is sent has the narrower of the two dtypes: the cast binds the dtype
+to the parameters that it passes on (``LossCall``), and :func:`zfun.shard_params` reads it there.
+Inside of ``shard_params`` the cast never sees a sharded value; ``shard_params`` knows it by its
+type and takes it outside. What stands inside of another function still gets lazy leaves, and casts
+what they gather. Leaf by leaf the gradients are the same in all these ways: summed over the uses in
+the compute dtype, then cast once.
 """
 
 from __future__ import annotations
@@ -57,12 +59,14 @@ class CastLoss:
 def cast(loss: Loss, dtype: torch.dtype, *, batch: bool = True) -> Loss:
     """Let a loss compute in a dtype of its own, while parameters and gradients keep theirs.
 
-    With :func:`zfun.shard_params`, on either side of it, parameters are cast before they are gathered: in bfloat16 half the bytes are sent.
-    Gradients are summed over the ranks in the dtype that :func:`zfun.data_parallel` says.
+    With :func:`zfun.shard_params`, on either side of it, parameters are cast before they are
+    gathered: in bfloat16 half the bytes are sent. Gradients are summed over the ranks in the dtype
+    that :func:`zfun.data_parallel` says.
 
     Args:
         loss: ``(params, batch) -> scalar`` or ``(scalar, aux)``.
-        dtype: what floating leaves of the parameters are cast to; complex and integer ones stay as they are.
+        dtype: what floating leaves of the parameters are cast to; complex and integer ones stay as
+            they are.
         batch: whether floating tensors of the batch are cast as well.
 
     Returns:
@@ -80,7 +84,9 @@ def cast(loss: Loss, dtype: torch.dtype, *, batch: bool = True) -> Loss:
     After Micikevicius et al., "Mixed Precision Training" (2018).
     """
     if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise OptionError(f"cast() takes a floating dtype; got {dtype!r}; use torch.bfloat16 or torch.float16")
+        raise OptionError(
+            f"cast() takes a floating dtype; got {dtype!r}; use torch.bfloat16 or torch.float16"
+        )
     return CastLoss(loss, dtype, batch)
 
 

@@ -1,6 +1,7 @@
 """What a rank notes while it is watched, and what says that it is.
 
-Nobody else pays for it: without :func:`zfun.planner.profile` there is nothing to note in, and that is all that is looked at.
+Nobody else pays for it: without :func:`zfun.planner.profile` there is nothing to note in, and that
+is all that is looked at.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from zfun.transforms.params._schedule import Step
 
 __all__ = ["Noted", "Notes", "noted", "noting", "timed", "watching"]
 
-What: TypeAlias = Literal["gather", "gathered", "use", "release", "reduce", "sum", "summed", "end", "pass", "update"]
+What: TypeAlias = Literal[
+    "gather", "gathered", "use", "release", "reduce", "sum", "summed", "end", "pass", "update"
+]
 When: TypeAlias = Literal["start", "forward", "backward", "update"]
 
 watching: ContextVar[Notes | None] = ContextVar("watching", default=None)
@@ -28,10 +31,12 @@ class Noted(NamedTuple):
     """One thing that a rank did in a step.
 
     Attributes:
-        kind: those of :class:`zfun.planner.Step`, where ``"gather"`` is the start of it and ``"reduce"`` the moment at which a bucket's
-            gradients are complete; ``"gathered"`` and ``"summed"``, the time for which this rank waited for that; ``"sum"``, the start of a
-            sum of gradients; ``"end"`` of the forward or the backward pass; ``"pass"``, all of such a pass, where parameters are whole;
-            ``"update"``, the optimizer, with what is gathered and summed for it.
+        kind: those of :class:`zfun.planner.Step`, where ``"gather"`` is the start of it and
+            ``"reduce"`` the moment at which a bucket's gradients are complete; ``"gathered"`` and
+            ``"summed"``, the time for which this rank waited for that; ``"sum"``, the start of a
+            sum of gradients; ``"end"`` of the forward or the backward pass; ``"pass"``, all of such
+            a pass, where parameters are whole; ``"update"``, the optimizer, with what is gathered
+            and summed for it.
         bucket: its index; -1 of a pass and of the optimizer.
         phase: ``"start"``, ``"forward"``, ``"backward"``, or ``"update"`` for all that comes after.
         start: when it began, in seconds since the profile did.
@@ -65,7 +70,11 @@ class Notes:
     def steps(self) -> tuple[Step, ...]:
         """Return what was done as the steps of a schedule, to compare with those of :func:`zfun.planner.schedule`."""
         kinds = ("gather", "use", "release", "reduce")
-        return tuple(Step(e.kind, e.bucket, e.phase) for e in self.events if e.kind in kinds and e.phase != "update")
+        return tuple(
+            Step(e.kind, e.bucket, e.phase)
+            for e in self.events
+            if e.kind in kinds and e.phase != "update"
+        )
 
     def now(self) -> float:
         """Return the seconds since it began."""
@@ -110,14 +119,22 @@ def timed(handle: _Handle, notes: Notes, note: Callable[[float], None]) -> Work:
     return Work(finish)
 
 
-def noted(pending: Work, name: str, kind: Literal["gather", "sum"], layout: Layout, bucket: int) -> Work:
+def noted(
+    pending: Work, name: str, kind: Literal["gather", "sum"], layout: Layout, bucket: int
+) -> Work:
     """Note that the gather or the sum of a bucket has been started outside of a loss; return what notes that it is there."""
     notes = watching.get()
     if notes is None or name not in ("params", "grads"):
         return pending
     index = bucket + notes.first_of(tuple(layout.label(i) for i in range(len(layout.buckets))))
     notes.note(kind, index, "update", notes.now())
-    return timed(pending, notes, lambda began: notes.note("gathered" if kind == "gather" else "summed", index, "update", began))
+    return timed(
+        pending,
+        notes,
+        lambda began: notes.note(
+            "gathered" if kind == "gather" else "summed", index, "update", began
+        ),
+    )
 
 
 @contextlib.contextmanager

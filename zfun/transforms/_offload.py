@@ -24,9 +24,10 @@ __all__ = ["offload", "offload_grads", "offload_loss", "offload_optimizer", "off
 def offload(value: Any, store: Store) -> Any:
     """Keep a part of the state in a store; what is computed stays the same, to the last bit.
 
-    What is kept depends on what is given: of an optimizer, its state; of a gradient function made by zfun, the gradients; of a ``Flat``,
-    its buffers; of any other function, it lets a loss take parameters that are in a store. The four have names of their own too
-    (:func:`offload_optimizer`, :func:`offload_grads`, :func:`offload_params`, :func:`offload_loss`).
+    What is kept depends on what is given: of an optimizer, its state; of a gradient function made
+    by zfun, the gradients; of a ``Flat``, its buffers; of any other function, it lets a loss take
+    parameters that are in a store. The four have names of their own too (:func:`offload_optimizer`,
+    :func:`offload_grads`, :func:`offload_params`, :func:`offload_loss`).
 
     Args:
         value: an optimizer, a gradient function, a ``Flat``, or a loss.
@@ -50,7 +51,10 @@ def offload(value: Any, store: Store) -> Any:
     if isinstance(value, GradientFunction):
         return offload_grads(value, store)
     if not callable(value):
-        raise PlacementError(f"offload() takes an optimizer, a gradient function, a loss or a Flat; got {type(value).__name__}")
+        raise PlacementError(
+            "offload() takes an optimizer, a gradient function, a loss or a Flat; got "
+            f"{type(value).__name__}"
+        )
     return offload_loss(value, store)
 
 
@@ -62,7 +66,8 @@ def offload_params(params: Flat, store: Store) -> Flat:
         store: where to keep them.
 
     Returns:
-        A flat of handles. A loss wrapped in :func:`offload_loss` takes it, and so do :func:`apply`, :func:`unshard` and the rest.
+        A flat of handles. A loss wrapped in :func:`offload_loss` takes it, and so do :func:`apply`,
+        :func:`unshard` and the rest.
 
     Example:
         >>> import torch
@@ -71,8 +76,14 @@ def offload_params(params: Flat, store: Store) -> Flat:
         [(Stored(params, 32 x torch.float32, host()),)]
     """
     if not isinstance(params, Flat):
-        raise PlacementError(f"offload_params() takes a Flat; got {type(params).__name__}; make one with zf.shard() or zf.replicate()")
-    return params.with_buffers(buffer if isinstance(buffer, stores.Stored) else store.put(buffer, "params") for buffer in params.buffers)
+        raise PlacementError(
+            f"offload_params() takes a Flat; got {type(params).__name__}; make one with "
+            "zf.shard() or zf.replicate()"
+        )
+    return params.with_buffers(
+        buffer if isinstance(buffer, stores.Stored) else store.put(buffer, "params")
+        for buffer in params.buffers
+    )
 
 
 def offload_loss(loss: Loss, store: Store) -> Loss:
@@ -92,12 +103,13 @@ def offload_loss(loss: Loss, store: Store) -> Loss:
     """
 
     def offloaded(params: tree.Tree, batch: Any) -> Any:
-        # Under value_and_grad() replicated parameters have become a tree of views by now: they were fetched to make them.
+        # Under value_and_grad() replicated parameters have become a tree of views by now: they were
+        # fetched to make them.
         for flat in flats(params):
             if any(not isinstance(b, stores.Stored) or b.store is not store for b in flat.buffers):
                 raise PlacementError(
-                    "an offloaded loss takes parameters that are in its store; got some that are not; move them with params = "
-                    "zf.offload(params, store)"
+                    "an offloaded loss takes parameters that are in its store; got some that are "
+                    "not; move them with params = zf.offload(params, store)"
                 )
         if isinstance(params, Flat) and params.placement is not S:
             params = stores.resident(params)
@@ -149,9 +161,12 @@ def offload_grads(vg: Gradient, store: Store) -> Gradient:
         loss, grads = vg(params, batch)
         if not isinstance(grads, Flat):
             raise PlacementError(
-                f"offload_grads() takes flat gradients; got {type(grads).__name__} of whole leaves; wrap them in data_parallel() first"
+                f"offload_grads() takes flat gradients; got {type(grads).__name__} of whole "
+                "leaves; wrap them in data_parallel() first"
             )
-        return loss, grads.with_buffers(b if isinstance(b, stores.Stored) else store.put(b, "grads") for b in grads.buffers)
+        return loss, grads.with_buffers(
+            b if isinstance(b, stores.Stored) else store.put(b, "grads") for b in grads.buffers
+        )
 
     return offloaded
 
@@ -159,8 +174,8 @@ def offload_grads(vg: Gradient, store: Store) -> Gradient:
 def offload_optimizer(optimizer: Any, store: Store) -> Optimizer:
     """Keep an optimizer's state in a store, and take the step where the store says.
 
-    Between the device and the store only gradients (down) and new parameters (up) cross, as in ZeRO-Offload (Ren et al., 2021); the state
-    itself never does.
+    Between the device and the store only gradients (down) and new parameters (up) cross, as in
+    ZeRO-Offload (Ren et al., 2021); the state itself never does.
 
     Args:
         optimizer: an optimizer.
@@ -172,10 +187,14 @@ def offload_optimizer(optimizer: Any, store: Store) -> Optimizer:
     inner = as_optimizer(optimizer)
 
     def put(state: Any) -> Any:
-        return tree.map(lambda x: store.put(x, "state") if isinstance(x, Tensor) and x.ndim else x, state)
+        return tree.map(
+            lambda x: store.put(x, "state") if isinstance(x, Tensor) and x.ndim else x, state
+        )
 
     def get(state: Any) -> Any:
-        return tree.map(lambda x: stores.fetch(x, store.device) if isinstance(x, stores.Stored) else x, state)
+        return tree.map(
+            lambda x: stores.fetch(x, store.device) if isinstance(x, stores.Stored) else x, state
+        )
 
     def down(value: tree.Tree, name: str) -> tree.Tree:
         def move(x: Tensor) -> Tensor:
@@ -198,8 +217,12 @@ def offload_optimizer(optimizer: Any, store: Store) -> Optimizer:
         updates, new = inner.update(down(grads, "grads"), get(state), down(params, "params"))
         return up(updates, params), put(new)
 
-    def apply(grads: tree.Tree, state: Any, params: tree.Tree, *, donate: bool = False) -> tuple[Any, Any]:
-        new, new_state = inner.apply(down(grads, "grads"), get(state), down(params, "params"), donate=donate)
+    def apply(
+        grads: tree.Tree, state: Any, params: tree.Tree, *, donate: bool = False
+    ) -> tuple[Any, Any]:
+        new, new_state = inner.apply(
+            down(grads, "grads"), get(state), down(params, "params"), donate=donate
+        )
         return up(new, params), put(new_state)
 
     return inner._replace(init=init, update=update, apply=apply)

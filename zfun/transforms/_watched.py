@@ -1,9 +1,9 @@
 """Gathered parameters and hooks that note what they do.
 
 [Note: who watches]
-While notes are taken in the thread of a rank (``watching``), a call of a loss has gathered parameters
-that note each step, and its gradients go through hooks that do. Other calls cost nothing more: the
-usual parameters and hooks take no notes.
+While notes are taken in the thread of a rank (``watching``), a call of a loss
+has gathered parameters that note each step, and its gradients go through hooks that do. Other calls
+cost nothing more: the usual parameters and hooks take no notes.
 """
 
 from __future__ import annotations
@@ -49,13 +49,17 @@ class _WatchedParams(GatheredParams):
         self._asked: float | None = None
         super().__init__(*args)
 
-    def _note(self, kind: What, bucket: int, start: float, change: int = 0, phase: When | None = None) -> None:
+    def _note(
+        self, kind: What, bucket: int, start: float, change: int = 0, phase: When | None = None
+    ) -> None:
         if self._first is None:
             self._first = self._profile.first_of(tuple(traced.label for traced in self._traced))
         if bucket in self._persistent and kind == "gather":
             phase = "start"
         now: When = "forward" if self._phase == "forward" else "backward"
-        self._profile.note(kind, bucket + self._first if bucket >= 0 else bucket, phase or now, start, change)
+        self._profile.note(
+            kind, bucket + self._first if bucket >= 0 else bucket, phase or now, start, change
+        )
 
     def _start_gather(self, step: Step) -> Work:
         bucket, start = step.bucket, self._profile.now()
@@ -138,4 +142,8 @@ class _WatchedHook:
         start = self.profile.now()
         handle = self.hook.start(buffer, layout, bucket)
         self.profile.note("sum", bucket + self.first, "backward", start)
-        return timed(handle, self.profile, lambda began: self.profile.note("summed", bucket + self.first, "backward", began))
+        return timed(
+            handle,
+            self.profile,
+            lambda began: self.profile.note("summed", bucket + self.first, "backward", began),
+        )

@@ -47,7 +47,8 @@ def abstract_group(size: int, rank: int = 0) -> Group:
         rank: the rank that it pretends to be.
 
     Returns:
-        A group whose collectives return empty tensors of the right size on the device of their input (fake and meta tensors included).
+        A group whose collectives return empty tensors of the right size on the device of their
+        input (fake and meta tensors included).
 
     Raises:
         OptionError: no such rank.

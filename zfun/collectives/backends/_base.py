@@ -16,7 +16,14 @@ from zfun.collectives.backends._local import single_group
 from zfun.collectives.backends._watchdog import Watchdog, different
 from zfun.errors import OptionError, ZfunError
 
-__all__ = ["MakePart", "Mismatch", "ProcessGroup", "TransportError", "first_line", "transport_errors"]
+__all__ = [
+    "MakePart",
+    "Mismatch",
+    "ProcessGroup",
+    "TransportError",
+    "first_line",
+    "transport_errors",
+]
 
 MakePart: TypeAlias = "Callable[[dist.Store, int, int, Sequence[int]], ProcessGroup]"
 """Makes the group of a part: from its store, this rank's place in it, its size, and what messages call its ranks."""
@@ -74,7 +81,9 @@ class ProcessGroup(Group):
         self._subgroups: list[ProcessGroup] = []
         self._num_subgroups = 0
         # Messages name ranks as people know them.
-        self._watchdog = Watchdog(store, self.global_ranks[rank], self.global_ranks, self._interrupt)
+        self._watchdog = Watchdog(
+            store, self.global_ranks[rank], self.global_ranks, self._interrupt
+        )
         self._failure: ZfunError | None = None
         self._closed = False
         self._previous_hook = sys.excepthook
@@ -86,7 +95,9 @@ class ProcessGroup(Group):
         self._check_open()
         ranks = own_part(self, parts)
         self._num_subgroups += 1
-        made = self._part(dist.PrefixStore(f"subgroup/{self._num_subgroups}/{ranks[0]}", self._store), ranks)
+        made = self._part(
+            dist.PrefixStore(f"subgroup/{self._num_subgroups}/{ranks[0]}", self._store), ranks
+        )
         if made is None:
             return single_group()
         self._subgroups.append(made)
@@ -98,9 +109,12 @@ class ProcessGroup(Group):
             return None
         if self.make_part is None:
             raise OptionError(
-                "a group over mpi cannot be divided; make torch groups of its parts and put them together with zf.collectives.Mesh()"
+                "a group over mpi cannot be divided; make torch groups of its parts and put them "
+                "together with zf.collectives.Mesh()"
             )
-        return self.make_part(store, ranks.index(self.rank), len(ranks), [self.global_ranks[rank] for rank in ranks])
+        return self.make_part(
+            store, ranks.index(self.rank), len(ranks), [self.global_ranks[rank] for rank in ranks]
+        )
 
     def close(self) -> None:
         if self._closed:
@@ -120,7 +134,12 @@ class ProcessGroup(Group):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if error is not None:
             self._publish_error(error)
         self.close()
@@ -132,7 +151,9 @@ class ProcessGroup(Group):
     def __repr__(self) -> str:
         return f"<{type(self).__name__.strip('_')}: rank {self.rank} of {self.size}>"
 
-    def _on_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def _on_uncaught(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
         self._watchdog.publish_error(error)
         self._previous_hook(kind, error, trace)
 
@@ -147,9 +168,13 @@ class ProcessGroup(Group):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise OptionError("a closed group starts no collectives; make a new one with process_group()")
+            raise OptionError(
+                "a closed group starts no collectives; make a new one with process_group()"
+            )
         if self._failure is not None:
-            failure = type(self._failure)(str(self._failure), rank=self._failure.rank, collective=self._failure.collective)
+            failure = type(self._failure)(
+                str(self._failure), rank=self._failure.rank, collective=self._failure.collective
+            )
             raise failure from self._failure
 
     @contextlib.contextmanager
@@ -159,13 +184,21 @@ class ProcessGroup(Group):
         except TransportError as error:
             if self._failure is None:
                 self._failure = self._watchdog.explain(
-                    self._number_of(error.peer), str(error), f"collective {index} of its stream ({text})"
+                    self._number_of(error.peer),
+                    str(error),
+                    f"collective {index} of its stream ({text})",
                 )
             raise self._failure from error
         except Mismatch as error:
             if self._failure is None:
-                verdict = different(index, (self.global_ranks[self.rank], text), (self.global_ranks[error.peer], error.text))
-                self._failure = self._watchdog.conclude(verdict, f"collective {index} of its stream ({text})")
+                verdict = different(
+                    index,
+                    (self.global_ranks[self.rank], text),
+                    (self.global_ranks[error.peer], error.text),
+                )
+                self._failure = self._watchdog.conclude(
+                    verdict, f"collective {index} of its stream ({text})"
+                )
             raise self._failure from error
         finally:
             # What else is waited for cannot come either.
@@ -190,4 +223,8 @@ def transport_errors(peer: int | None) -> Iterator[None]:
 def first_line(error: BaseException) -> str:
     """The sentence of gloo's message that says what happened, without the place in its source."""
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return text.partition("] ")[2].partition(". ")[0] if text.startswith("[") else text.partition(". ")[0]
+    return (
+        text.partition("] ")[2].partition(". ")[0]
+        if text.startswith("[")
+        else text.partition(". ")[0]
+    )

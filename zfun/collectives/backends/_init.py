@@ -39,38 +39,42 @@ def process_group(
 ) -> Group:
     """Return the ranks of a launcher such as torchrun as a group; without a launcher, a group of one rank.
 
-    A collective that does not come back raises :class:`~zfun.errors.PeerLost` within ``timeout_s``, with the error of the rank that
-    failed if it could still publish it. Used as a context manager, or closed by :meth:`Group.close` or at exit, the group releases its
-    connections.
+    A collective that does not come back raises :class:`~zfun.errors.PeerLost` within ``timeout_s``,
+    with the error of the rank that failed if it could still publish it. Used as a context manager,
+    or closed by :meth:`Group.close` or at exit, the group releases its connections.
 
-    Over gloo and mpi every collective is a direct exchange whose sums are taken in rank order, bitwise those of ``simulate``. Gloo's ranks
-    of one host read each other's memory instead, with the same bits; then gloo moves nothing. On several hosts, with as many ranks
-    on each, numbered host by host, they do so inside of each host, and messages go between hosts. Over nccl the collectives are native,
-    one communicator per stream, and sums are in nccl's order.
+    Over gloo and mpi every collective is a direct exchange whose sums are taken in rank order,
+    bitwise those of ``simulate``. Gloo's ranks of one host read each other's memory instead, with
+    the same bits; then gloo moves nothing. On several hosts, with as many ranks on each, numbered
+    host by host, they do so inside of each host, and messages go between hosts. Over nccl the
+    collectives are native, one communicator per stream, and sums are in nccl's order.
 
     Args:
-        group: a torch process group or a mesh; None means all ranks, and starts ``torch.distributed`` from the launcher's environment if
-            nobody has done so.
+        group: a torch process group or a mesh; None means all ranks, and starts
+            ``torch.distributed`` from the launcher's environment if nobody has done so.
         axis: the axis of the mesh, needed if it has several.
         timeout_s: how long a collective may take, in seconds.
-        shared_memory: whether gloo's ranks exchange data through shared memory. None: on each host if they can (Linux on x86-64; the
-            memory is anonymous and gone with the last process, whatever ends it). True: it is an error if they cannot. False:
-            over gloo. All ranks pass the same.
+        shared_memory: whether gloo's ranks exchange data through shared memory. None: on each host
+            if they can (Linux on x86-64; the memory is anonymous and gone with the last process,
+            whatever ends it). True: it is an error if they cannot. False: over gloo. All ranks pass
+            the same.
         debug: compare what the ranks start before every collective (see :func:`checked`).
 
     Returns:
         The group that this process belongs to.
 
     Raises:
-        OptionError: the mesh has no such axis, this process is not in the group, the launcher's environment is incomplete, or
-            ``shared_memory`` is True and the ranks cannot share any.
+        OptionError: the mesh has no such axis, this process is not in the group, the launcher's
+            environment is incomplete, or ``shared_memory`` is True and the ranks cannot share any.
 
     Example:
         >>> process_group().size
         1
     """
     if group is None and axis is not None:
-        raise OptionError(f"axis={axis!r} names an axis of a mesh; got no mesh; pass it as the first argument")
+        raise OptionError(
+            f"axis={axis!r} names an axis of a mesh; got no mesh; pass it as the first argument"
+        )
     if isinstance(group, DeviceMesh):
         group = _mesh_axis(group, axis)
     started_here = False
@@ -83,7 +87,9 @@ def process_group(
         group = dist.group.WORLD
     rank = dist.get_rank(group)
     if rank < 0 or group is None:
-        raise OptionError("this process is not a rank of the given group; call process_group() on its ranks only")
+        raise OptionError(
+            "this process is not a rank of the given group; call process_group() on its ranks only"
+        )
     size = dist.get_world_size(group)
     on_close = _shut_down_torch if started_here else None
     if size == 1:
@@ -101,15 +107,24 @@ def process_group(
 
 
 def _made(
-    group: dist.ProcessGroup, rank: int, size: int, timeout_s: float, shared_memory: bool | None, on_close: Callable[[], None] | None
+    group: dist.ProcessGroup,
+    rank: int,
+    size: int,
+    timeout_s: float,
+    shared_memory: bool | None,
+    on_close: Callable[[], None] | None,
 ) -> Group:
     store = _own_store(group, rank)
     backends = dist.get_backend_config(group)
     if "nccl" not in backends and "gloo" in backends:
         return _made_over_gloo(store, rank, size, timeout_s, shared_memory, on_close)
     if shared_memory:
-        raise _no_shared_memory(f"this is for gloo on the CPU, and the backend is {dist.get_backend(group)}")
-    return (NativeGroup if "nccl" in backends else ExchangeGroup)(group, store, rank, size, timeout_s, on_close)
+        raise _no_shared_memory(
+            f"this is for gloo on the CPU, and the backend is {dist.get_backend(group)}"
+        )
+    return (NativeGroup if "nccl" in backends else ExchangeGroup)(
+        group, store, rank, size, timeout_s, on_close
+    )
 
 
 def _made_over_gloo(
@@ -124,17 +139,27 @@ def _made_over_gloo(
     memory = meet(store, rank, size, timeout_s, shared_memory)
     if shared_memory and isinstance(memory, str):
         raise _no_shared_memory(memory)
-    # Gloo has a thread that wakes up a hundred times a second, in the midst of what is computed, whether or not there are messages.
-    gloo = _gloo(dist.PrefixStore("gloo", store), rank, size, timeout_s) if isinstance(memory, str) else None
+    # Gloo has a thread that wakes up a hundred times a second, in the midst of what is computed,
+    # whether or not there are messages.
+    gloo = (
+        _gloo(dist.PrefixStore("gloo", store), rank, size, timeout_s)
+        if isinstance(memory, str)
+        else None
+    )
     settings = (gloo, store, rank, size, timeout_s, on_close, numbers)
     made: ProcessGroup
     if not isinstance(memory, str):
         made = SharedGroup(memory, *settings)
-    elif "on different hosts" in memory and (rows := _rows(dist.PrefixStore("rows", store), rank, size, timeout_s)) is not None:
+    elif (
+        "on different hosts" in memory
+        and (rows := _rows(dist.PrefixStore("rows", store), rank, size, timeout_s)) is not None
+    ):
         made = HostsGroup(rows, *settings)
     else:
         made = ExchangeGroup(*settings)
-    made.make_part = lambda store, rank, size, numbers: _made_over_gloo(store, rank, size, timeout_s, shared_memory, numbers=numbers)
+    made.make_part = lambda store, rank, size, numbers: _made_over_gloo(
+        store, rank, size, timeout_s, shared_memory, numbers=numbers
+    )
     return made
 
 
@@ -144,17 +169,35 @@ def _gloo(store: dist.Store, rank: int, size: int, timeout_s: float) -> Any:
         return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
 
 
-def _rows(store: dist.Store, rank: int, size: int, timeout_s: float) -> dict[Stream, SharedMemory] | None:
+def _rows(
+    store: dist.Store, rank: int, size: int, timeout_s: float
+) -> dict[Stream, SharedMemory] | None:
     """Return what the ranks of this host share, one memory for each stream, if all ranks stand host by host, as many on each."""
     hosts = exchange_texts(store, "host", rank, size, timeout_s, host_name())
     per_host = hosts.count(hosts[0])
     rows = [hosts[first : first + per_host] for first in range(0, size, per_host)]
-    if not hosts[0] or per_host in (1, size) or len(set(hosts)) < len(rows) or any(len(set(row)) > 1 for row in rows):
+    if (
+        not hosts[0]
+        or per_host in (1, size)
+        or len(set(hosts)) < len(rows)
+        or any(len(set(row)) > 1 for row in rows)
+    ):
         return None
     place = dist.PrefixStore(f"{rank // per_host}", store)
-    memories = {stream: meet(dist.PrefixStore(stream.name, place), rank % per_host, per_host, timeout_s, None) for stream in Stream}
-    found = {stream: memory for stream, memory in memories.items() if isinstance(memory, SharedMemory)}
-    if all(exchange_texts(store, "met", rank, size, timeout_s, "yes" if len(found) == len(Stream) else "")):
+    memories = {
+        stream: meet(
+            dist.PrefixStore(stream.name, place), rank % per_host, per_host, timeout_s, None
+        )
+        for stream in Stream
+    }
+    found = {
+        stream: memory for stream, memory in memories.items() if isinstance(memory, SharedMemory)
+    }
+    if all(
+        exchange_texts(
+            store, "met", rank, size, timeout_s, "yes" if len(found) == len(Stream) else ""
+        )
+    ):
         return found
     for memory in found.values():
         memory.close()
@@ -162,22 +205,32 @@ def _rows(store: dist.Store, rank: int, size: int, timeout_s: float) -> dict[Str
 
 
 def _no_shared_memory(reason: str) -> OptionError:
-    return OptionError(f"shared_memory=True needs ranks that can share memory; {reason}; pass None to use it only where it works")
+    return OptionError(
+        f"shared_memory=True needs ranks that can share memory; {reason}; pass None to use it "
+        "only where it works"
+    )
 
 
 def _mesh_axis(mesh: DeviceMesh, axis: str | None) -> dist.ProcessGroup:
     names = mesh.mesh_dim_names or ()
     if axis is None and mesh.ndim > 1:
-        raise OptionError(f"a mesh of {mesh.ndim} axes needs axis=; it has {', '.join(names) or 'no named axes'}")
+        raise OptionError(
+            f"a mesh of {mesh.ndim} axes needs axis=; it has {', '.join(names) or 'no named axes'}"
+        )
     if axis is not None and axis not in names:
-        raise OptionError(f"the mesh has no axis {axis!r}; it has {', '.join(names) or 'no named axes'}")
+        raise OptionError(
+            f"the mesh has no axis {axis!r}; it has {', '.join(names) or 'no named axes'}"
+        )
     return mesh.get_group(axis)
 
 
 def _launched() -> bool:
     present = [name for name in ("RANK", "WORLD_SIZE") if name in os.environ]
     if len(present) == 1:
-        raise OptionError(f"a launcher sets RANK and WORLD_SIZE; got only {present[0]}; start the program with torchrun")
+        raise OptionError(
+            f"a launcher sets RANK and WORLD_SIZE; got only {present[0]}; start the program with "
+            "torchrun"
+        )
     return bool(present)
 
 
@@ -190,11 +243,14 @@ def _init_from_launcher(timeout_s: float) -> None:
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     except ValueError as error:
-        raise OptionError(f"the launcher's environment is incomplete: {error}; start the program with torchrun") from error
+        raise OptionError(
+            f"the launcher's environment is incomplete: {error}; start the program with torchrun"
+        ) from error
     except RuntimeError as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise PeerLost(
-            f"the ranks did not meet at {where} within {timeout_s} s, or the port is taken: {error}; choose another MASTER_PORT",
+            f"the ranks did not meet at {where} within {timeout_s} s, or the port is taken: "
+            f"{error}; choose another MASTER_PORT",
             rank=int(os.environ["RANK"]),
         ) from error
 
@@ -205,6 +261,9 @@ def _shut_down_torch() -> None:
 
 
 def _own_store(group: dist.ProcessGroup, rank: int) -> dist.Store:
-    """Return a part of the group's store for the next of its zfun groups. Each rank counts for itself; all make them in the same order."""
+    """Return a part of the group's store for the next of its zfun groups.
+
+    Each rank counts for itself; all make them in the same order.
+    """
     store = group.get_group_store()
     return dist.PrefixStore(f"zfun/{store.add(f'zfun/count/{rank}', 1)}", store)

@@ -22,7 +22,12 @@ from zfun.collectives.backends._init import process_group
 from zfun.errors import OptionError, PeerLost
 
 if TYPE_CHECKING:  # not every system has fork servers
-    from multiprocessing.context import ForkServerContext, ForkServerProcess, SpawnContext, SpawnProcess
+    from multiprocessing.context import (
+        ForkServerContext,
+        ForkServerProcess,
+        SpawnContext,
+        SpawnProcess,
+    )
 
 __all__ = ["Workers", "spawn"]
 
@@ -40,9 +45,9 @@ def spawn(
 ) -> list[_Result]:
     """Call ``fn(group, *args)`` on n ranks, which are processes of this machine, and return what they return.
 
-    The twin of :func:`simulate` with real processes, one thread each, through shared memory or over gloo on the loopback interface.
-    ``fn``, ``args`` and results travel by pickle, so ``fn`` must be importable by its name. :class:`Workers` runs several functions on the
-    same processes.
+    The twin of :func:`simulate` with real processes, one thread each, through shared memory or over
+    gloo on the loopback interface. ``fn``, ``args`` and results travel by pickle, so ``fn`` must be
+    importable by its name. :class:`Workers` runs several functions on the same processes.
 
     Args:
         n: the number of ranks.
@@ -50,16 +55,23 @@ def spawn(
         args: passed to ``fn`` after the group.
         timeout_s: how long the run may take, in seconds; then every process is killed.
         collective_timeout_s: how long one collective may take; by default as long as the run.
-        shared_memory: whether the ranks exchange data through shared memory; see :func:`process_group`.
+        shared_memory: whether the ranks exchange data through shared memory; see
+            :func:`process_group`.
 
     Returns:
         The results in rank order.
 
     Raises:
         PeerLost: a rank died or did not finish in time.
-        Exception: what ``fn`` raised on the lowest rank that failed by itself, with that rank's traceback as a note.
+        Exception: what ``fn`` raised on the lowest rank that failed by itself, with that rank's
+            traceback as a note.
     """
-    with Workers(n, timeout_s=timeout_s, collective_timeout_s=collective_timeout_s, shared_memory=shared_memory) as workers:
+    with Workers(
+        n,
+        timeout_s=timeout_s,
+        collective_timeout_s=collective_timeout_s,
+        shared_memory=shared_memory,
+    ) as workers:
         return workers.run(fn, *args)
 
 
@@ -78,10 +90,13 @@ class Workers:
         n: the number of ranks.
         timeout_s: how long one run may take, in seconds, the start of the processes not counted.
         collective_timeout_s: how long one collective may take; by default as long as the run.
-        grace_s: how long the other ranks may take to end after one has failed; then they are killed.
-        shared_memory: whether the ranks exchange data through shared memory; see :func:`process_group`.
-        context: what starts the processes; by default ``multiprocessing.get_context("spawn")``, under which each imports torch by itself.
-            A fork server that has imported it starts them in a tenth of the time.
+        grace_s: how long the other ranks may take to end after one has failed; then they are
+            killed.
+        shared_memory: whether the ranks exchange data through shared memory; see
+            :func:`process_group`.
+        context: what starts the processes; by default ``multiprocessing.get_context("spawn")``,
+            under which each imports torch by itself. A fork server that has imported it starts them
+            in a tenth of the time.
 
     Example:
         ``with Workers(2) as workers: results = workers.run(train, 10)``
@@ -101,7 +116,9 @@ class Workers:
             raise OptionError(f"a run needs at least one rank; got {n}")
         self._n = n
         self._timeout_s = timeout_s
-        self._collective_timeout_s = timeout_s if collective_timeout_s is None else collective_timeout_s
+        self._collective_timeout_s = (
+            timeout_s if collective_timeout_s is None else collective_timeout_s
+        )
         self._grace_s = grace_s
         self._shared_memory = shared_memory
         self._context = context or multiprocessing.get_context("spawn")
@@ -109,10 +126,20 @@ class Workers:
         self._processes: list[SpawnProcess | ForkServerProcess] = []
         self._connections: list[Connection] = []
 
-    def run(self, fn: Callable[Concatenate[Group, _Params], _Result], *args: _Params.args, **kwargs: _Params.kwargs) -> list[_Result]:
-        """Call ``fn(group, *args, **kwargs)`` on every rank; see :func:`spawn`. After a failure the next run starts new processes."""
+    def run(
+        self,
+        fn: Callable[Concatenate[Group, _Params], _Result],
+        *args: _Params.args,
+        **kwargs: _Params.kwargs,
+    ) -> list[_Result]:
+        """Call ``fn(group, *args, **kwargs)`` on every rank; see :func:`spawn`.
+
+        After a failure the next run starts new processes.
+        """
         outcomes = self._outcomes(fn, args, kwargs)
-        failures = {rank: outcome for rank, outcome in enumerate(outcomes) if isinstance(outcome, _Failure)}
+        failures = {
+            rank: outcome for rank, outcome in enumerate(outcomes) if isinstance(outcome, _Failure)
+        }
         if not failures:
             return outcomes
         first = min(failures, key=lambda rank: (failures[rank].order, rank))
@@ -122,10 +149,16 @@ class Workers:
         raise error
 
     def outcomes(
-        self, fn: Callable[Concatenate[Group, _Params], _Result], *args: _Params.args, **kwargs: _Params.kwargs
+        self,
+        fn: Callable[Concatenate[Group, _Params], _Result],
+        *args: _Params.args,
+        **kwargs: _Params.kwargs,
     ) -> list[_Result | BaseException]:
         """Call ``fn`` as :meth:`run` does, and return for each rank its result or its error."""
-        return [outcome.error if isinstance(outcome, _Failure) else outcome for outcome in self._outcomes(fn, args, kwargs)]
+        return [
+            outcome.error if isinstance(outcome, _Failure) else outcome
+            for outcome in self._outcomes(fn, args, kwargs)
+        ]
 
     def close(self) -> None:
         """End the processes."""
@@ -139,13 +172,20 @@ class Workers:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if error is None:
             self.close()
         else:
             self._kill()
 
-    def _outcomes(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    def _outcomes(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[Any]:
         job = _pickled_job(fn, args, kwargs)
         if not self._processes:
             self._start()
@@ -159,14 +199,22 @@ class Workers:
         return [outcomes[rank] for rank in range(self._n)]
 
     def _start(self) -> None:
-        # The store lives here, on a port that the system has chosen: nobody can take it in between, and it outlives every rank.
+        # The store lives here, on a port that the system has chosen: nobody can take it in between,
+        # and it outlives every rank.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._store = store
         for rank in range(self._n):
             ours, theirs = self._context.Pipe()
             process = self._context.Process(
                 target=_serve,
-                args=(rank, self._n, store.port, theirs, self._collective_timeout_s, self._shared_memory),
+                args=(
+                    rank,
+                    self._n,
+                    store.port,
+                    theirs,
+                    self._collective_timeout_s,
+                    self._shared_memory,
+                ),
                 name=f"rank {rank}",
                 daemon=True,
             )
@@ -191,11 +239,16 @@ class Workers:
             except OSError:
                 outcomes[rank] = self._died(rank)
         while len(outcomes) < self._n:
-            waiting = {self._connections[rank]: rank for rank in range(self._n) if rank not in outcomes}
+            waiting = {
+                self._connections[rank]: rank for rank in range(self._n) if rank not in outcomes
+            }
             answered = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not answered:
                 for rank in waiting.values():
-                    text = f"rank {rank} did not finish within {time.monotonic() - started:.1f} s and was killed"
+                    text = (
+                        f"rank {rank} did not finish within {time.monotonic() - started:.1f} "
+                        "s and was killed"
+                    )
                     outcomes[rank] = _Failure(PeerLost(text, rank=rank), 3)
                 return outcomes
             for connection in answered:
@@ -211,8 +264,14 @@ class Workers:
     def _died(self, rank: int) -> _Failure:
         self._processes[rank].join(1.0)
         code = self._processes[rank].exitcode
-        how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"
-        return _Failure(PeerLost(f"rank {rank} of {self._n} {how} in the middle of a run", rank=rank), 1)
+        how = (
+            f"was killed by signal {-code}"
+            if code is not None and code < 0
+            else f"ended with exit code {code}"
+        )
+        return _Failure(
+            PeerLost(f"rank {rank} of {self._n} {how} in the middle of a run", rank=rank), 1
+        )
 
     def _kill(self) -> None:
         for process in self._processes:
@@ -233,15 +292,30 @@ def _pickled_job(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
         return pickle.dumps((fn, args, kwargs))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         name = getattr(fn, "__qualname__", repr(fn))
-        raise OptionError(f"processes import the function by its name and receive its arguments by pickle; {name}: {error}") from error
+        raise OptionError(
+            "processes import the function by its name and receive its arguments by pickle; "
+            f"{name}: {error}"
+        ) from error
 
 
-def _serve(rank: int, size: int, port: int, connection: Connection, collective_timeout_s: float, shared_memory: bool | None) -> None:
+def _serve(
+    rank: int,
+    size: int,
+    port: int,
+    connection: Connection,
+    collective_timeout_s: float,
+    shared_memory: bool | None,
+) -> None:
     """The main program of a rank: run what comes through the connection, until it closes or a run fails."""
     local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     # As under torchrun the store is there already and no rank may open one.
-    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    agent = {
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     os.environ.update({name: str(value) for name, value in {**local, **meeting, **agent}.items()})
     torch.set_num_threads(1)
     group: Group | None = None
@@ -251,7 +325,9 @@ def _serve(rank: int, size: int, port: int, connection: Connection, collective_t
         except (EOFError, OSError):
             break
         try:
-            group = group or process_group(timeout_s=collective_timeout_s, shared_memory=shared_memory)
+            group = group or process_group(
+                timeout_s=collective_timeout_s, shared_memory=shared_memory
+            )
             fn, args, kwargs = pickle.loads(job) if job else (_ready, (), {})
             answer = pickle.dumps(("result", fn(group, *args, **kwargs)))
         except BaseException as error:  # noqa: BLE001, a rank's error of any kind belongs to the caller of run

@@ -16,7 +16,11 @@ __all__ = ["single_group"]
 
 @final
 class _SingleGroup(Group):
-    """One rank. The result is ``out`` if it was given, else a copy: as in larger groups it never shares memory with the input."""
+    """One rank.
+
+    The result is ``out`` if it was given, else a copy: as in larger groups it never shares memory
+    with the input.
+    """
 
     __slots__ = ("rank", "size")
 

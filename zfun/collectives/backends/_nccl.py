@@ -41,13 +41,20 @@ class NativeGroup(ProcessGroup):
         super().__init__(*args)
         # In the numbers of torch's world.
         self._ranks = dist.get_process_group_ranks(self._torch_group) if ranks is None else ranks
-        self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        # Among members only, torch names a group by how many groups a rank is in, so that ranks in other numbers of groups never meet.
+        self._device = (
+            torch.device("cuda", torch.cuda.current_device())
+            if torch.cuda.is_available()
+            else torch.device("cpu")
+        )
+        # Among members only, torch names a group by how many groups a rank is in, so that ranks in
+        # other numbers of groups never meet.
         local = self.size < dist.get_world_size()
         timeout = timedelta(seconds=self._timeout_s)
         self._streams: dict[Stream, Any] = {}
         for stream in Stream:
-            self._streams[stream] = dist.new_group(list(self._ranks), timeout=timeout, use_local_synchronization=local)
+            self._streams[stream] = dist.new_group(
+                list(self._ranks), timeout=timeout, use_local_synchronization=local
+            )
 
     def start(self, call: Collective, x: Tensor, out: Tensor | None = None) -> Work:
         check_collective(call, x, out, self.size)
@@ -55,29 +62,48 @@ class NativeGroup(ProcessGroup):
         # What steers the training may live on the CPU; it travels by way of the device.
         sent = x.detach().to(self._device)
         numel = call.op.output_numel(x.numel(), self.size)
-        received = out.detach() if out is not None and out.device == self._device else sent.new_empty(numel)
+        received = (
+            out.detach()
+            if out is not None and out.device == self._device
+            else sent.new_empty(numel)
+        )
         text = describe(call, x.numel(), x.dtype)
         index = self._watchdog.note_start(call.stream, text)
         with torch.no_grad(), self._explained(text, index), transport_errors(None):
             works = self._issue(call, sent, received)
 
         def wait() -> Tensor:
-            with torch.no_grad(), self._explained(text, index), self._watchdog.waiting(call.stream, index), transport_errors(None):
+            with (
+                torch.no_grad(),
+                self._explained(text, index),
+                self._watchdog.waiting(call.stream, index),
+                transport_errors(None),
+            ):
                 for work in works:
                     work.wait()
                 if isinstance(call.op, Reduce) and call.op.root != self.rank:
                     received.zero_()
                 if out is not None:
                     return out if out.device == received.device else out.copy_(received)
-                # The handle holds what was sent until here: the stream of the collective has been waited for.
+                # The handle holds what was sent until here: the stream of the collective has been
+                # waited for.
                 return received if sent.device == x.device else received.to(x.device)
 
         return Work(wait)
 
     def _part(self, store: dist.Store, ranks: Sequence[int]) -> ProcessGroup:
-        # One rank has communicators too: torch names them by how many a rank has, and so all must have as many.
+        # One rank has communicators too: torch names them by how many a rank has, and so all must
+        # have as many.
         numbers = [self.global_ranks[rank] for rank in ranks]
-        settings = (self._torch_group, store, ranks.index(self.rank), len(ranks), self._timeout_s, None, numbers)
+        settings = (
+            self._torch_group,
+            store,
+            ranks.index(self.rank),
+            len(ranks),
+            self._timeout_s,
+            None,
+            numbers,
+        )
         return NativeGroup(*settings, ranks=[self._ranks[rank] for rank in ranks])
 
     def _issue(self, call: Collective, x: Tensor, out: Tensor) -> list[Any]:
@@ -101,7 +127,9 @@ class NativeGroup(ProcessGroup):
             case Permute(destinations):
                 messages = [
                     dist.P2POp(dist.isend, x, group=stream, group_peer=destinations[self.rank]),
-                    dist.P2POp(dist.irecv, out, group=stream, group_peer=call.op.sources[self.rank]),
+                    dist.P2POp(
+                        dist.irecv, out, group=stream, group_peer=call.op.sources[self.rank]
+                    ),
                 ]
                 return dist.batch_isend_irecv(messages)
 

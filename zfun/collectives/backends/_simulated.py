@@ -1,8 +1,9 @@
 """n ranks as threads of one process.
 
-The last rank to arrive at a collective computes it for all, by the definition of the op (:func:`evaluate`), and wakes the others: a
-collective of 64 ranks costs one evaluation and 64 wake-ups, not 4032 messages. Real groups move the same values by messages; the tests hold
-them to these bits.
+The last rank to arrive at a collective computes it for all, by the definition of the op
+(:func:`evaluate`), and wakes the others: a collective of 64 ranks costs one evaluation and 64
+wake-ups, not 4032 messages. Real groups move the same values by messages; the tests hold them to
+these bits.
 """
 
 from __future__ import annotations
@@ -46,13 +47,20 @@ _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
 
 
-def simulate(n: int, fn: Callable[Concatenate[Group, _Params], _Result], *args: _Params.args, **kwargs: _Params.kwargs) -> list[_Result]:
+def simulate(
+    n: int,
+    fn: Callable[Concatenate[Group, _Params], _Result],
+    *args: _Params.args,
+    **kwargs: _Params.kwargs,
+) -> list[_Result]:
     """Call ``fn(group, *args)`` on n ranks, which are threads of this process, and return what they return.
 
-    The ranks see the same ``args``: what one of them changes in place, the others see. They share torch's global random generator, whose
-    draws therefore come in no fixed order; give each rank its own ``torch.Generator``. An ``nn.Module`` that goes through
-    ``functional_call`` changes while it runs, so each rank needs one of its own, made inside ``fn``. Tensors must live on the CPU, since
-    autograd runs the backward pass of other devices on a thread that the ranks would share.
+    The ranks see the same ``args``: what one of them changes in place, the others see. They share
+    torch's global random generator, whose draws therefore come in no fixed order; give each rank
+    its own ``torch.Generator``. An ``nn.Module`` that goes through ``functional_call`` changes
+    while it runs, so each rank needs one of its own, made inside ``fn``. Tensors must live on the
+    CPU, since autograd runs the backward pass of other devices on a thread that the ranks would
+    share.
 
     Args:
         n: the number of ranks, one to some hundreds.
@@ -64,9 +72,11 @@ def simulate(n: int, fn: Callable[Concatenate[Group, _Params], _Result], *args: 
         The results in rank order.
 
     Raises:
-        CollectiveMismatch: the ranks started different collectives, or wait for each other in a circle.
+        CollectiveMismatch: the ranks started different collectives, or wait for each other in a
+            circle.
         PeerLost: a rank returned while others waited for it.
-        Exception: what ``fn`` raised on the lowest rank that failed by itself; the other ranks end at once.
+        Exception: what ``fn`` raised on the lowest rank that failed by itself; the other ranks end
+            at once.
 
     Example:
         >>> import torch
@@ -80,14 +90,17 @@ def simulate(n: int, fn: Callable[Concatenate[Group, _Params], _Result], *args: 
     world = _World(n)
     outcomes: list[_Outcome[_Result]] = [_Outcome() for _ in range(n)]
     grad_mode = torch.is_grad_enabled()
-    # Starting a thread takes two turns at the interpreter's lock, for which the ranks that already run would compete.
+    # Starting a thread takes two turns at the interpreter's lock, for which the ranks that already
+    # run would compete.
     all_started = threading.Event()
 
     def run(rank: int) -> None:
         all_started.wait()
         try:
             with torch.set_grad_enabled(grad_mode):
-                outcomes[rank].result.append(fn(_SimulatedGroup(rank, world, tuple(range(n))), *args, **kwargs))
+                outcomes[rank].result.append(
+                    fn(_SimulatedGroup(rank, world, tuple(range(n))), *args, **kwargs)
+                )
         except BaseException as error:  # noqa: BLE001, a rank's error of any kind belongs to the caller of simulate
             outcomes[rank].error = error
             world.fail(rank, error)
@@ -95,7 +108,12 @@ def simulate(n: int, fn: Callable[Concatenate[Group, _Params], _Result], *args: 
             world.leave(rank)
 
     threads = [
-        threading.Thread(target=contextvars.copy_context().run, args=(run, rank), name=f"rank {rank} of {n}", daemon=True)
+        threading.Thread(
+            target=contextvars.copy_context().run,
+            args=(run, rank),
+            name=f"rank {rank} of {n}",
+            daemon=True,
+        )
         for rank in range(n)
     ]
     with _one_forward_ad_level():
@@ -106,7 +124,8 @@ def simulate(n: int, fn: Callable[Concatenate[Group, _Params], _Result], *args: 
             for thread in threads:
                 thread.join()
         except BaseException as error:
-            # An interrupt reaches the main thread only: the ranks end at their next collective, and are not waited for.
+            # An interrupt reaches the main thread only: the ranks end at their next collective, and
+            # are not waited for.
             world.fail(None, error)
             all_started.set()
             raise
@@ -120,8 +139,9 @@ def simulate(n: int, fn: Callable[Concatenate[Group, _Params], _Result], *args: 
 def _know_the_processor() -> None:
     """Let MKL choose the code of its vector functions, before two ranks make it do so at once.
 
-    At its first call such a function (``exp``, ``tanh``, ...) finds out the processor, and for a moment notes one of another numbering: a
-    second thread may then compute with the code of another processor, whose last bits differ.
+    At its first call such a function (``exp``, ``tanh``, ...) finds out the processor, and for a
+    moment notes one of another numbering: a second thread may then compute with the code of another
+    processor, whose last bits differ.
     """
     torch.zeros(1, device="cpu").exp()
 
@@ -146,7 +166,9 @@ def evaluate(op: Op, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) ->
         case AllGather():
             results = [torch.cat(list(inputs))] * size
         case ReduceScatter():
-            results = sum_in_rank_order(inputs).unflatten(0, (size, inputs[0].numel() // size)).unbind()
+            results = (
+                sum_in_rank_order(inputs).unflatten(0, (size, inputs[0].numel() // size)).unbind()
+            )
         case AllReduce():
             results = [sum_in_rank_order(inputs)] * size
         case Broadcast(root):
@@ -159,14 +181,27 @@ def evaluate(op: Op, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) ->
             results = [received.flatten() for received in chunks.unbind(1)]
         case Permute():
             results = [inputs[source] for source in op.sources]
-    return [result.clone() if out is None else out.copy_(result) for result, out in zip(results, outs, strict=True)]
+    return [
+        result.clone() if out is None else out.copy_(result)
+        for result, out in zip(results, outs, strict=True)
+    ]
 
 
 @final
 class _SimulatedGroup(Group):
-    """One rank of a simulated group. All groups of a simulation share a world, so that ranks which wait in different groups are noticed."""
+    """One rank of a simulated group.
 
-    def __init__(self, world_rank: int, world: _World, members: tuple[int, ...], channel: tuple[int, ...] = ()) -> None:
+    All groups of a simulation share a world, so that ranks which wait in different groups are
+    noticed.
+    """
+
+    def __init__(
+        self,
+        world_rank: int,
+        world: _World,
+        members: tuple[int, ...],
+        channel: tuple[int, ...] = (),
+    ) -> None:
         self.rank = members.index(world_rank)
         self.size = len(members)
         self._world_rank = world_rank
@@ -181,21 +216,35 @@ class _SimulatedGroup(Group):
         part = own_part(self, parts)
         self._num_subgroups += 1
         members = tuple(self._members[rank] for rank in part)
-        return _SimulatedGroup(self._world_rank, self._world, members, (*self._channel, self._num_subgroups))
+        return _SimulatedGroup(
+            self._world_rank, self._world, members, (*self._channel, self._num_subgroups)
+        )
 
     def start(self, call: Collective, x: Tensor, out: Tensor | None = None) -> Work:
         check_collective(call, x, out, self.size)
         if x.device.type != "cpu":
-            raise OptionError(f"a simulated group moves CPU tensors only; {call.op.kind} got one on {x.device}; move it to the CPU")
+            raise OptionError(
+                f"a simulated group moves CPU tensors only; {call.op.kind} got one on {x.device}; "
+                "move it to the CPU"
+            )
         if threading.get_ident() != self._thread:
             raise OptionError(
-                f"a simulated group belongs to the thread of its rank; rank {self._world_rank}'s was used in another thread "
-                f"({call.op.kind} {call.name!r}); ranks must not share what changes while it runs: give each its own module, made inside "
-                "the rank's function"
+                f"a simulated group belongs to the thread of its rank; rank {self._world_rank}'s "
+                f"was used in another thread ({call.op.kind} {call.name!r}); ranks must not share "
+                "what changes while it runs: give each its own module, made inside the rank's "
+                "function"
             )
-        # The copy lets the sender do with its tensor what it likes, as it can when the bytes are on the wire.
+        # The copy lets the sender do with its tensor what it likes, as it can when the bytes are on
+        # the wire.
         sent = x.detach().clone()
-        meeting = self._world.arrive(self._world_rank, self._members, self._channel, call, sent, None if out is None else out.detach())
+        meeting = self._world.arrive(
+            self._world_rank,
+            self._members,
+            self._channel,
+            call,
+            sent,
+            None if out is None else out.detach(),
+        )
 
         def wait() -> Tensor:
             result = self._world.wait(self._world_rank, meeting)
@@ -246,7 +295,13 @@ class _World:
         self._consequences: list[ZfunError] = []
 
     def arrive(
-        self, rank: int, members: tuple[int, ...], channel: tuple[int, ...], call: Collective, x: Tensor, out: Tensor | None
+        self,
+        rank: int,
+        members: tuple[int, ...],
+        channel: tuple[int, ...],
+        call: Collective,
+        x: Tensor,
+        out: Tensor | None,
     ) -> _Meeting:
         """Bring a rank's input to its next collective; the last rank computes the result for all."""
         with self._lock:
@@ -269,7 +324,11 @@ class _World:
             del self._meetings[place]
         try:
             with torch.no_grad():
-                results = evaluate(call.op, [meeting.inputs[r] for r in members], [meeting.outs[r] for r in members])
+                results = evaluate(
+                    call.op,
+                    [meeting.inputs[r] for r in members],
+                    [meeting.outs[r] for r in members],
+                )
         except BaseException as error:
             self.fail(rank, error)
             raise
@@ -324,7 +383,9 @@ class _World:
         """Return the error of the lowest rank that did not fail because of another one."""
         for rank, outcome in enumerate(outcomes):
             error = outcome.error
-            if error is not None and not any(link is lost for link in _chain(error) for lost in self._consequences):
+            if error is not None and not any(
+                link is lost for link in _chain(error) for lost in self._consequences
+            ):
                 error.add_note(f"raised on rank {rank} of {self.size} simulated ranks")
                 return error
         return None
@@ -334,8 +395,8 @@ class _World:
         for meeting in self._meetings.values():
             missing = [rank for rank in meeting.members if rank not in meeting.texts]
             raise PeerLost(
-                f"every rank must take part in every collective; {_ranks(missing)} returned without {meeting.label}, "
-                f"which {_ranks(meeting.texts)} started",
+                f"every rank must take part in every collective; {_ranks(missing)} returned "
+                f"without {meeting.label}, which {_ranks(meeting.texts)} started",
                 rank=min(meeting.texts),
                 collective=meeting.label,
             )
@@ -346,11 +407,17 @@ class _World:
             gone = [r for r in meeting.members if r in self._left and r not in meeting.texts]
             if gone:
                 label = meeting.label
-                text = f"every rank must take part in every collective; {_ranks(gone)} returned, while rank {rank} waits for it in {label}"
+                text = (
+                    f"every rank must take part in every collective; {_ranks(gone)} returned, "
+                    f"while rank {rank} waits for it in {label}"
+                )
                 self._fail(lambda other: PeerLost(text, rank=other, collective=label))
                 return
         if self._blocked and len(self._blocked) + len(self._left) == self.size:
-            waits = "; ".join(f"rank {rank} in {meeting.label}" for rank, (meeting, _) in sorted(self._blocked.items())[:8])
+            waits = "; ".join(
+                f"rank {rank} in {meeting.label}"
+                for rank, (meeting, _) in sorted(self._blocked.items())[:8]
+            )
             text = f"the ranks wait for each other in different collectives: {waits}"
             self._fail(lambda other: CollectiveMismatch(text, rank=other))
 
@@ -368,10 +435,13 @@ class _World:
 
 def _different(meeting: _Meeting, low: int, high: int) -> Callable[[int], ZfunError]:
     text = (
-        f"all ranks must start the same collectives in the same order; at collective {meeting.index} of its stream "
-        f"rank {low} started {meeting.texts[low]}, and rank {high} started {meeting.texts[high]}"
+        "all ranks must start the same collectives in the same order; at collective "
+        f"{meeting.index} of its stream rank {low} started {meeting.texts[low]}, and rank {high} "
+        f"started {meeting.texts[high]}"
     )
-    return lambda rank: CollectiveMismatch(text, rank=rank, collective=meeting.texts.get(rank, meeting.texts[low]))
+    return lambda rank: CollectiveMismatch(
+        text, rank=rank, collective=meeting.texts.get(rank, meeting.texts[low])
+    )
 
 
 def _ranks(ranks: Sequence[int] | dict[int, str]) -> str:
@@ -391,8 +461,9 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 def _one_forward_ad_level() -> Iterator[None]:
     """Hold torch's forward-mode level open while the ranks run.
 
-    The level is one per process and not per thread: the first rank to leave a ``torch.func.jvp`` would clear the tangents of the others.
-    Counting as one more nested ``jvp`` makes those of the ranks neither open nor close it.
+    The level is one per process and not per thread: the first rank to leave a ``torch.func.jvp``
+    would clear the tangents of the others. Counting as one more nested ``jvp`` makes those of the
+    ranks neither open nor close it.
     """
     if forward_ad._current_level >= 0:
         yield

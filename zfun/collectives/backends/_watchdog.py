@@ -2,15 +2,18 @@
 
 [Note: why a collective does not come back]
 
-A collective that cannot complete shows itself as a closed connection, or as silence. What happened is known on another rank, so the ranks
-of a process group tell each other through the store that they met in:
+A collective that cannot complete shows itself as a closed connection, or as silence. What happened
+is known on another rank, so the ranks of a process group tell each other through the store that
+they met in:
 
 * a rank that raises publishes its error before it leaves;
-* a rank that has waited for a while publishes what it has started and where it waits, and reads what the others have published. If another
-  rank started something else at the same place, or has left, or both wait for what the other has not started, waiting is pointless: the
-  rank takes that as the verdict and breaks its own connections, which wakes it up.
+* a rank that has waited for a while publishes what it has started and where it waits, and reads
+  what the others have published. If another rank started something else at the same place, or has
+  left, or both wait for what the other has not started, waiting is pointless: the rank takes that
+  as the verdict and breaks its own connections, which wakes it up.
 
-Nothing is written or read while collectives come back quickly. Records are JSON, whatever a peer has written there.
+Nothing is written or read while collectives come back quickly. Records are JSON, whatever a peer
+has written there.
 """
 
 from __future__ import annotations
@@ -60,7 +63,10 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Why a collective will not come back. ``mismatch``: the ranks differ; otherwise a rank is lost."""
+    """Why a collective will not come back.
+
+    ``mismatch``: the ranks differ; otherwise a rank is lost.
+    """
 
     message: str
     mismatch: bool = False
@@ -70,14 +76,17 @@ class Verdict:
         return kind(self.message, rank=rank, collective=collective)
 
 
-def diagnose(rank: int, own: Status, peers: Mapping[int, Status], *, certain: bool = True) -> Verdict | None:
+def diagnose(
+    rank: int, own: Status, peers: Mapping[int, Status], *, certain: bool = True
+) -> Verdict | None:
     """Say why the collectives that this rank waits for cannot complete, if what the ranks have published tells.
 
     Args:
         rank: this rank.
         own: its status.
         peers: what the other ranks have published.
-        certain: whether the statuses have stood still since the last look, so that ranks which wait for each other will do so for ever.
+        certain: whether the statuses have stood still since the last look, so that ranks which wait
+            for each other will do so for ever.
 
     Returns:
         The verdict, or None if the others may only be slow.
@@ -97,15 +106,24 @@ def diagnose(rank: int, own: Status, peers: Mapping[int, Status], *, certain: bo
             if status.has_started(stream, index):
                 continue
             if status.left:
-                return Verdict(f"rank {rank} waits in collective {index} of its stream ({text}) for rank {peer}, which has left the group")
-            circle = [(theirs, at) for theirs, at in status.waiting if not own.has_started(theirs, at)]
+                return Verdict(
+                    f"rank {rank} waits in collective {index} of its stream ({text}) for rank "
+                    f"{peer}, which has left the group"
+                )
+            circle = [
+                (theirs, at) for theirs, at in status.waiting if not own.has_started(theirs, at)
+            ]
             if circle and certain:
                 theirs, at = circle[0]
                 (low, low_text), (high, high_text) = sorted(
-                    [(rank, f"collective {index} ({text})"), (peer, f"collective {at} ({status.call(theirs, at)})")]
+                    [
+                        (rank, f"collective {index} ({text})"),
+                        (peer, f"collective {at} ({status.call(theirs, at)})"),
+                    ]
                 )
                 return Verdict(
-                    f"the ranks wait for each other in different collectives: rank {low} in {low_text}, rank {high} in {high_text}",
+                    f"the ranks wait for each other in different collectives: rank {low} in "
+                    f"{low_text}, rank {high} in {high_text}",
                     mismatch=True,
                 )
     return None
@@ -120,14 +138,16 @@ def different(index: int, *sides: tuple[int, str]) -> Verdict:
     """
     (low, low_text), (high, high_text) = sorted(sides)
     return Verdict(
-        f"all ranks must start the same collectives in the same order; at collective {index} of its stream "
-        f"rank {low} started {low_text}, and rank {high} started {high_text}",
+        f"all ranks must start the same collectives in the same order; at collective {index} of "
+        f"its stream rank {low} started {low_text}, and rank {high} started {high_text}",
         mismatch=True,
     )
 
 
 class Watchdog:
-    """The conversation of one rank with the others about what goes wrong. See [Note: why a collective does not come back].
+    """The conversation of one rank with the others about what goes wrong.
+
+    See [Note: why a collective does not come back].
 
     Args:
         store: shared by the ranks of the group and by nobody else.
@@ -137,13 +157,22 @@ class Watchdog:
         patience_s: how long a wait may last before the watchdog looks.
     """
 
-    def __init__(self, store: Store, rank: int, ranks: Sequence[int], interrupt: Callable[[], None], patience_s: float = 0.5) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        ranks: Sequence[int],
+        interrupt: Callable[[], None],
+        patience_s: float = 0.5,
+    ) -> None:
         self._store = store
         self._rank = rank
         self._peers = [peer for peer in ranks if peer != rank]
         self._interrupt = interrupt
         self._patience_s = patience_s
-        self._recent: list[collections.deque[tuple[int, str]]] = [collections.deque(maxlen=_KEPT_CALLS) for _ in Stream]
+        self._recent: list[collections.deque[tuple[int, str]]] = [
+            collections.deque(maxlen=_KEPT_CALLS) for _ in Stream
+        ]
         self._started = [0] * len(Stream)
         self._waits: dict[tuple[int, int], float] = {}
         self._verdict: Verdict | None = None
@@ -228,7 +257,9 @@ class Watchdog:
         while not self._stop.wait(self._patience_s):
             now = time.monotonic()
             # Another thread may change the dict at any moment; copying it is one step.
-            if self._verdict is None and any(now - since > self._patience_s for since in dict(self._waits).values()):
+            if self._verdict is None and any(
+                now - since > self._patience_s for since in dict(self._waits).values()
+            ):
                 with self._looking:
                     try:
                         self._look()
@@ -240,14 +271,19 @@ class Watchdog:
         own = self._publish_status()
         # A rank publishes its error before it leaves, so that errors are read last.
         peers = self._read_statuses()
-        verdict = self._read_error() or diagnose(self._rank, own, peers, certain=self._last == (own, peers))
+        verdict = self._read_error() or diagnose(
+            self._rank, own, peers, certain=self._last == (own, peers)
+        )
         self._last = (own, peers)
         if verdict is not None:
             self._verdict = verdict
             self._interrupt()
 
     def _status(self, *, left: bool = False) -> Status:
-        recent = {str(int(stream)): {str(index): text for index, text in list(self._recent[stream])} for stream in Stream}
+        recent = {
+            str(int(stream)): {str(index): text for index, text in list(self._recent[stream])}
+            for stream in Stream
+        }
         return Status(tuple(self._started), recent, tuple(sorted(dict(self._waits))), left)
 
     def _publish_status(self, *, left: bool = False) -> Status:
@@ -264,11 +300,15 @@ class Watchdog:
             record = self._read(f"status/{peer}")
             if record is not None:
                 waiting = tuple((int(stream), int(index)) for stream, index in record["waiting"])  # type: ignore[attr-defined]
-                statuses[peer] = Status(tuple(record["started"]), record["recent"], waiting, bool(record["left"]))  # type: ignore[arg-type]
+                statuses[peer] = Status(
+                    tuple(record["started"]), record["recent"], waiting, bool(record["left"])
+                )  # type: ignore[arg-type]
         return statuses
 
     def _read_error(self) -> Verdict | None:
-        records = [record for peer in self._peers if (record := self._read(f"error/{peer}")) is not None]
+        records = [
+            record for peer in self._peers if (record := self._read(f"error/{peer}")) is not None
+        ]
         if not records:
             return None
         record = min(records, key=lambda entry: bool(entry["passed_on"]))
@@ -294,17 +334,25 @@ class Watchdog:
         who = "a rank" if peer is None else f"rank {peer}"
         start = f"rank {self._rank} lost {who} in {collective}: "
         if found:
-            return Verdict(found[0].message if found[0].mismatch else start + found[0].message, found[0].mismatch)
+            return Verdict(
+                found[0].message if found[0].mismatch else start + found[0].message,
+                found[0].mismatch,
+            )
         if peer in seen and seen[peer].left:
-            return Verdict(f"{start}it has left the group; every rank must take part in every collective")
+            return Verdict(
+                f"{start}it has left the group; every rank must take part in every collective"
+            )
         if peer in seen and seen[peer].waiting:
             stream, index = seen[peer].waiting[0]
             # Of a collective long ago it is not known any more what it was.
             text = seen[peer].call(stream, index)
-            reason += f"; rank {peer} was last seen waiting in collective {index} of its stream{'' if text is None else f' ({text})'}"
+            reason += (
+                f"; rank {peer} was last seen waiting in collective {index} of its "
+                f"stream{'' if text is None else f' ({text})'}"
+            )
         return Verdict(
-            f"{start}{reason}; it has published no error, so it was killed, stopped or is stuck; read its output, and if it is only slow "
-            "pass a larger timeout_s to process_group()"
+            f"{start}{reason}; it has published no error, so it was killed, stopped or is stuck; "
+            "read its output, and if it is only slow pass a larger timeout_s to process_group()"
         )
 
     def _talk(self, ask: Callable[[], object]) -> None:

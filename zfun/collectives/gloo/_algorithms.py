@@ -2,24 +2,28 @@
 
 [Note: collectives by direct exchange]
 
-``exchange(sends, recvs)`` sends ``sends[j]`` to rank j and fills ``recvs[j]`` with what rank j sent. Each payload crosses the wire once and
-goes where it is needed, where a library's reduce-scatter may be an all-reduce in disguise. Sums are taken by the receiver in rank order, so
+``exchange(sends, recvs)`` sends ``sends[j]`` to rank j and fills ``recvs[j]`` with what rank j
+sent. Each payload crosses the wire once and goes where it is needed, where a library's
+reduce-scatter may be an all-reduce in disguise. Sums are taken by the receiver in rank order, so
 that every rank and every kind of group gets the same bits.
 
 The buffers of a collective, for N ranks and an input of n elements:
 
-* all-gather: receives straight into the slices of ``out``; the own shard is copied there unless it already is that slice.
-* reduce-scatter: receives N - 1 chunks of n/N elements each, the first of them into ``out``, where they are added to the own chunk.
-* all-reduce: a reduce-scatter into the own slice of ``out``, of which each piece is gathered in place as soon as it is summed. That must
-  not depend on when the caller waits: ranks that wait for two such collectives in different orders would block each other. So its phases
-  are to be run in the background, each stream on its own.
-  Two ranks send each other a short input, or one of odd length, and both add it: the same bytes on the wire, half the latency, and no
-  padding.
+* all-gather: receives straight into the slices of ``out``; the own shard is copied there unless it
+  already is that slice.
+* reduce-scatter: receives N - 1 chunks of n/N elements each, the first of them into ``out``, where
+  they are added to the own chunk.
+* all-reduce: a reduce-scatter into the own slice of ``out``, of which each piece is gathered in
+  place as soon as it is summed. That must not depend on when the caller waits: ranks that wait for
+  two such collectives in different orders would block each other. So its phases are to be run in
+  the background, each stream on its own. Two ranks send each other a short input, or one of odd
+  length, and both add it: the same bytes on the wire, half the latency, and no padding.
 * the others receive straight into ``out``.
 
-What is received only to be added goes into room that is used again. It comes in pieces, each a message of its own, so that a piece is added
-while the next ones are on their way. Pieces are long: to add one from memory costs less than to start and to end a message, with what two
-threads on both sides have to do for it, and to wait for the interpreter.
+What is received only to be added goes into room that is used again. It comes in pieces, each a
+message of its own, so that a piece is added while the next ones are on their way. Pieces are long:
+to add one from memory costs less than to start and to end a message, with what two threads on both
+sides have to do for it, and to wait for the interpreter.
 
 An exchange of nothing is skipped on both sides, since ranks agree on lengths.
 """
@@ -70,7 +74,9 @@ class Transfer(Protocol):
 class Exchange(Protocol):
     """Send ``sends[j]`` to rank j and receive from rank j into ``recvs[j]``; None and the own place mean no message."""
 
-    def __call__(self, sends: Sequence[Tensor | None], recvs: Sequence[Tensor | None], /) -> Transfer: ...
+    def __call__(
+        self, sends: Sequence[Tensor | None], recvs: Sequence[Tensor | None], /
+    ) -> Transfer: ...
 
 
 Phase = Callable[[], Transfer | None]
@@ -84,7 +90,8 @@ class Started(NamedTuple):
         transfer: the first transfer.
         phases: what follows, in order: when a transfer is through, the next phase is called.
         in_background: whether a phase starts another transfer, and so must not wait for the caller.
-        meanwhile: what this rank has to do by itself. It comes before the wait and after what else can be sent by then.
+        meanwhile: what this rank has to do by itself. It comes before the wait and after what else
+            can be sent by then.
     """
 
     transfer: Transfer
@@ -115,12 +122,24 @@ def num_transfers(op: Op, numel: int, itemsize: int, size: int) -> int:
         case ReduceScatter():
             return len(_spans(numel // size, itemsize))
         case AllReduce():
-            return 1 if _is_added_twice(numel, itemsize, size) else 2 * len(_spans(-(-numel // size), itemsize))
+            return (
+                1
+                if _is_added_twice(numel, itemsize, size)
+                else 2 * len(_spans(-(-numel // size), itemsize))
+            )
         case _:
             return 1
 
 
-def start_exchange(call: Collective, x: Tensor, out: Tensor, rank: int, size: int, exchange: Exchange, pool: BufferPool) -> Started:
+def start_exchange(
+    call: Collective,
+    x: Tensor,
+    out: Tensor,
+    rank: int,
+    size: int,
+    exchange: Exchange,
+    pool: BufferPool,
+) -> Started:
     """Start a collective.
 
     Args:
@@ -153,7 +172,9 @@ def start_exchange(call: Collective, x: Tensor, out: Tensor, rank: int, size: in
             return Started(exchange(sends, recvs), (_Copy(x, out),) if rank == root else ())
         case Reduce(root) if rank == root:
             received = _rooms(here, x, out)
-            return Started(exchange(nobody, received), (functools.partial(_Sum(received, out), slice(None)),))
+            return Started(
+                exchange(nobody, received), (functools.partial(_Sum(received, out), slice(None)),)
+            )
         case Reduce(root):
             out.zero_()
             return Started(exchange(_only(root, x, size), nobody))
@@ -161,7 +182,9 @@ def start_exchange(call: Collective, x: Tensor, out: Tensor, rank: int, size: in
             chunks, slices = _chunks(x, size), _chunks(out, size)
             return Started(exchange(chunks, slices), meanwhile=_Copy(chunks[rank], slices[rank]))
         case Permute(destinations):
-            transfer = exchange(_only(destinations[rank], x, size), _only(op.sources[rank], out, size))
+            transfer = exchange(
+                _only(destinations[rank], x, size), _only(op.sources[rank], out, size)
+            )
             return Started(transfer, (_Copy(x, out),) if destinations[rank] == rank else ())
 
 
@@ -201,7 +224,9 @@ def _sum_and_gather(here: _Here, chunks: Sequence[Tensor], out: Tensor) -> Start
         return following
 
     spans = _spans(own.numel(), out.dtype.itemsize)
-    phases: list[Phase] = [functools.partial(sum_and_send, add, span) for add, span in zip(sums, spans, strict=True)]
+    phases: list[Phase] = [
+        functools.partial(sum_and_send, add, span) for add, span in zip(sums, spans, strict=True)
+    ]
     phases += [gathers.popleft] * len(spans)
     return Started(transfer, phases, in_background=True)
 
@@ -216,7 +241,9 @@ def _start_sum(here: _Here, chunks: Sequence[Tensor], out: Tensor) -> tuple[Tran
     spans = _spans(out.numel(), out.dtype.itemsize)
     transfers = [here.exchange(_cut(chunks, span), _cut(received, span)) for span in spans]
     add = _Sum(received, out)
-    return transfers[0], [functools.partial(add, span, *transfers[n : n + 1]) for n, span in enumerate(spans, 1)]
+    return transfers[0], [
+        functools.partial(add, span, *transfers[n : n + 1]) for n, span in enumerate(spans, 1)
+    ]
 
 
 def _cut(tensors: Sequence[Tensor], span: slice) -> list[Tensor]:
@@ -250,7 +277,8 @@ class _Copy:
 
     def __call__(self) -> None:
         if not self._out.is_set_to(self._source):
-            # The sum of one term. What is long it writes past the caches, which belong to the computation beside it.
+            # The sum of one term. What is long it writes past the caches, which belong to the
+            # computation beside it.
             sum_in_rank_order([self._source], self._out)
 
 
@@ -267,9 +295,19 @@ def _chunks(x: Tensor, size: int) -> list[Tensor]:
 
 
 def _rooms(here: _Here, own: Tensor, out: Tensor) -> list[Tensor]:
-    """Make room for a term of every rank. The own term stands for itself, and the first of the others may come to where the sum goes."""
+    """Make room for a term of every rank.
+
+    The own term stands for itself, and the first of the others may come to where the sum goes.
+    """
     free: list[Tensor] = [] if own.is_set_to(out) else [out]
-    return [own if other == here.rank else free.pop() if free else here.pool.take(own.numel(), own.dtype) for other in range(here.size)]
+    return [
+        own
+        if other == here.rank
+        else free.pop()
+        if free
+        else here.pool.take(own.numel(), own.dtype)
+        for other in range(here.size)
+    ]
 
 
 def _only(rank: int, x: Tensor, size: int) -> list[Tensor | None]:

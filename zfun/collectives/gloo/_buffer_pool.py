@@ -1,6 +1,7 @@
 """Room for what is sent and received, used again: fresh pages cost as much as a sum.
 
-What is handed out comes back by itself, when the last view of it is gone. Hardly more is kept than has been in use at one time.
+What is handed out comes back by itself, when the last view of it is gone. Hardly more is kept than
+has been in use at one time.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ _SMALL_BYTES = 1 << 18
 
 
 class BufferPool:
-    """Hands out uninitialised tensors, to any thread. A tensor lives as long as any view of it, whatever becomes of the pool."""
+    """Hands out uninitialised tensors, to any thread.
+
+    A tensor lives as long as any view of it, whatever becomes of the pool.
+    """
 
     def __init__(self) -> None:
         self._free: list[mmap.mmap] = []
@@ -59,7 +63,8 @@ class BufferPool:
             block = _pages(nbytes)
         self._in_use += len(block)
         self._most_in_use = max(self._most_in_use, self._in_use)
-        # Sizes differ a little from bucket to bucket: with no room to spare, each would drive out what the next one needs.
+        # Sizes differ a little from bucket to bucket: with no room to spare, each would drive out
+        # what the next one needs.
         while self._free and self.nbytes > self._most_in_use + self._most_in_use // 8:
             self._free.pop(0)
         return block
@@ -72,7 +77,8 @@ class BufferPool:
 
 
 def _pages(nbytes: int) -> mmap.mmap:
-    # What is this process's own the system backs with huge pages where it does not so with shared memory, which is the default here.
+    # What is this process's own the system backs with huge pages where it does not so with shared
+    # memory, which is the default here.
     block = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     # Not needed: fewer faults and misses where the system has huge pages.
     with contextlib.suppress(OSError, AttributeError):

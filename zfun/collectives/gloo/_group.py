@@ -20,7 +20,13 @@ from torch import Tensor
 from zfun.collectives._group import Allocate
 from zfun.collectives._ops import Collective, Op, Stream, check_collective, describe
 from zfun.collectives._work import Work
-from zfun.collectives.backends._base import Mismatch, ProcessGroup, TransportError, first_line, transport_errors
+from zfun.collectives.backends._base import (
+    Mismatch,
+    ProcessGroup,
+    TransportError,
+    first_line,
+    transport_errors,
+)
 from zfun.collectives.gloo._algorithms import Started, num_transfers, start_exchange
 from zfun.collectives.gloo._buffer_pool import BufferPool
 from zfun.collectives.gloo._hierarchical import Place, goes_over_hosts, num_messages, over_hosts
@@ -30,8 +36,9 @@ from zfun.errors import OptionError
 
 __all__ = ["ExchangeGroup", "HostsGroup"]
 
-# Gloo takes 31 bits of tag: the stream, the number of the transfer in its stream, and a checksum of what the ranks must agree on. A message
-# whose tag nobody expects is never delivered, so that different collectives cannot read each other's data.
+# Gloo takes 31 bits of tag: the stream, the number of the transfer in its stream, and a checksum of
+# what the ranks must agree on. A message whose tag nobody expects is never delivered, so that
+# different collectives cannot read each other's data.
 _SEQUENCE_BITS = 13
 _CHECKSUM_BITS = 16
 _INTERRUPT_TAG = 0x7FFFFFFF
@@ -50,7 +57,13 @@ class _Messages:
 
     __slots__ = ("_receives", "_sends", "_tensors", "_timeout_s")
 
-    def __init__(self, sends: list[tuple[int, _Work]], receives: list[tuple[int, _Work]], tensors: object, timeout_s: float) -> None:
+    def __init__(
+        self,
+        sends: list[tuple[int, _Work]],
+        receives: list[tuple[int, _Work]],
+        tensors: object,
+        timeout_s: float,
+    ) -> None:
         self._sends = sends
         self._receives = receives
         self._tensors = tensors
@@ -64,9 +77,12 @@ class _Messages:
             try:
                 work.wait(timedelta(seconds=left))
             except RuntimeError as error:
-                # Gloo counts whole milliseconds, and so may give up just before this clock says that the time is over.
+                # Gloo counts whole milliseconds, and so may give up just before this clock says
+                # that the time is over.
                 silent = time.monotonic() >= deadline - 0.01
-                raise TransportError(peer, f"no answer within {self._timeout_s:g} s" if silent else first_line(error)) from error
+                raise TransportError(
+                    peer, f"no answer within {self._timeout_s:g} s" if silent else first_line(error)
+                ) from error
         self._sends.clear()
         self._receives.clear()
         self._tensors = None
@@ -80,13 +96,16 @@ _Job: TypeAlias = Callable[[], Iterator[None]]
 class _StreamThread:
     """Starts and ends a stream's collectives, since nobody may have to wait for the caller to ask for a later phase.
 
-    They are started as soon as possible, between the steps of those before them, and go on in their order. A caller that computes is not
-    held up: to hand a message over may mean to wait until gloo has read another one.
+    They are started as soon as possible, between the steps of those before them, and go on in their
+    order. A caller that computes is not held up: to hand a message over may mean to wait until gloo
+    has read another one.
     """
 
     def __init__(self, stream: Stream) -> None:
         self._jobs: queue.SimpleQueue[tuple[_Job, Future[None]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=f"zfun {stream.name.lower()}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name=f"zfun {stream.name.lower()}", daemon=True
+        )
         self._thread.start()
 
     def submit(self, job: _Job) -> Future[None]:
@@ -98,7 +117,8 @@ class _StreamThread:
         self._jobs.put(None)
         self._thread.join(timeout=1.0)
 
-    # Inference and grad mode belong to threads. Tensors of either kind may be written in inference mode.
+    # Inference and grad mode belong to threads. Tensors of either kind may be written in inference
+    # mode.
     @torch.inference_mode()
     @interrupting_nobody()
     def _run(self) -> None:
@@ -115,8 +135,13 @@ class _StreamThread:
                 future.set_exception(error)
             del steps, future
 
-    def _start_jobs(self, under_way: collections.deque[tuple[Iterator[None], Future[None]]]) -> bool:
-        """Start what has been submitted; if nothing is under way, wait for it. Return whether to go on."""
+    def _start_jobs(
+        self, under_way: collections.deque[tuple[Iterator[None], Future[None]]]
+    ) -> bool:
+        """Start what has been submitted; if nothing is under way, wait for it.
+
+        Return whether to go on.
+        """
         while not under_way or not self._jobs.empty():
             item = self._jobs.get()
             if item is None:
@@ -138,16 +163,24 @@ class ExchangeGroup(ProcessGroup):
         self._transfers = [0] * len(Stream)
         self._stream_threads: dict[Stream, _StreamThread] = {}
         self._buffer_pool = BufferPool()
-        # A message whose handle is dropped is never sent, so that the group itself holds what is under way.
+        # A message whose handle is dropped is never sent, so that the group itself holds what is
+        # under way.
         self._under_way: dict[tuple[Stream, int], Started] = {}
 
     def start(self, call: Collective, x: Tensor, out: Tensor | None = None) -> Work:
         check_collective(call, x, out, self.size)
         if x.device.type != "cpu":
-            raise OptionError(f"a gloo or mpi group moves CPU tensors only; {call.op.kind} got one on {x.device}; use nccl")
+            raise OptionError(
+                f"a gloo or mpi group moves CPU tensors only; {call.op.kind} got one on "
+                f"{x.device}; use nccl"
+            )
         x = x.detach()
         self._check_open()
-        result = self._buffer_pool.take(call.op.output_numel(x.numel(), self.size), x.dtype) if out is None else out
+        result = (
+            self._buffer_pool.take(call.op.output_numel(x.numel(), self.size), x.dtype)
+            if out is None
+            else out
+        )
         text = describe(call, x.numel(), x.dtype)
         index = self._watchdog.note_start(call.stream, text)
         with torch.no_grad(), self._explained(text, index):
@@ -155,7 +188,11 @@ class ExchangeGroup(ProcessGroup):
 
         def wait() -> Tensor:
             try:
-                with torch.no_grad(), self._explained(text, index), self._watchdog.waiting(call.stream, index):
+                with (
+                    torch.no_grad(),
+                    self._explained(text, index),
+                    self._watchdog.waiting(call.stream, index),
+                ):
                     finish()
             finally:
                 self._under_way.pop((call.stream, index), None)
@@ -169,17 +206,31 @@ class ExchangeGroup(ProcessGroup):
 
     def _allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         # Fresh pages cost as much as a sum.
-        return self._buffer_pool.take(numel, dtype) if device.type == "cpu" else torch.empty(numel, dtype=dtype, device=device)
+        return (
+            self._buffer_pool.take(numel, dtype)
+            if device.type == "cpu"
+            else torch.empty(numel, dtype=dtype, device=device)
+        )
 
-    def _begin(self, call: Collective, text: str, index: int, x: Tensor, out: Tensor) -> Callable[[], None]:
+    def _begin(
+        self, call: Collective, text: str, index: int, x: Tensor, out: Tensor
+    ) -> Callable[[], None]:
         """Start a collective; return what ends it."""
-        exchange = self._exchange(call.stream, text, num_transfers(call.op, x.numel(), x.dtype.itemsize, self.size))
-        begin = functools.partial(start_exchange, call, x, out, self.rank, self.size, exchange, self._buffer_pool)
+        exchange = self._exchange(
+            call.stream, text, num_transfers(call.op, x.numel(), x.dtype.itemsize, self.size)
+        )
+        begin = functools.partial(
+            start_exchange, call, x, out, self.rank, self.size, exchange, self._buffer_pool
+        )
         if max(x.numel(), out.numel()) * x.dtype.itemsize > _SHORT_BYTES:
             return self._background(call.stream, lambda: begin().steps())
         started = begin()
         self._under_way[call.stream, index] = started
-        return self._background(call.stream, started.steps) if started.in_background else started.finish
+        return (
+            self._background(call.stream, started.steps)
+            if started.in_background
+            else started.finish
+        )
 
     def _background(self, stream: Stream, job: _Job) -> Callable[[], None]:
         if stream not in self._stream_threads:
@@ -192,7 +243,10 @@ class ExchangeGroup(ProcessGroup):
         return [_tag(stream, first + i, text) for i in range(transfers)]
 
     def _exchange(self, stream: Stream, text: str, transfers: int) -> Callable[..., _Messages]:
-        """Return the exchange of one collective. Its tags are taken now, since a later phase may start after a later collective."""
+        """Return the exchange of one collective.
+
+        Its tags are taken now, since a later phase may start after a later collective.
+        """
         tags = iter(self._tags(stream, text, transfers))
 
         def exchange(sends: Sequence[Tensor | None], recvs: Sequence[Tensor | None]) -> _Messages:
@@ -214,11 +268,14 @@ class ExchangeGroup(ProcessGroup):
         return exchange
 
     def _interrupt(self) -> None:
-        # Nothing ends a wait of gloo but an error of its connections, and a receive that runs out of time breaks all of them. It does not
-        # where the connection is broken already: a peer may have left a moment ago.
+        # Nothing ends a wait of gloo but an error of its connections, and a receive that runs out
+        # of time breaks all of them. It does not where the connection is broken already: a peer may
+        # have left a moment ago.
         for step in range(1, self.size):
             with contextlib.suppress(RuntimeError):
-                self._torch_group.recv([torch.empty(1)], (self.rank + step) % self.size, _INTERRUPT_TAG).wait(timedelta(milliseconds=1))
+                self._torch_group.recv(
+                    [torch.empty(1)], (self.rank + step) % self.size, _INTERRUPT_TAG
+                ).wait(timedelta(milliseconds=1))
 
     def _release(self) -> None:
         for thread in self._stream_threads.values():
@@ -228,7 +285,10 @@ class ExchangeGroup(ProcessGroup):
 
 @final
 class HostsGroup(ExchangeGroup):
-    """Processes of several hosts, which read each other's memory inside of one. See [Note: collectives over hosts]."""
+    """Processes of several hosts, which read each other's memory inside of one.
+
+    See [Note: collectives over hosts].
+    """
 
     def __init__(self, rows: dict[Stream, SharedMemory], *settings: Any) -> None:
         super().__init__(*settings)
@@ -236,10 +296,17 @@ class HostsGroup(ExchangeGroup):
         row = rows[Stream.PARAMS]
         self._place = Place(self.rank // row.size, self.size // row.size, row.rank, row.size)
 
-    def _begin(self, call: Collective, text: str, index: int, x: Tensor, out: Tensor) -> Callable[[], None]:
+    def _begin(
+        self, call: Collective, text: str, index: int, x: Tensor, out: Tensor
+    ) -> Callable[[], None]:
         if not goes_over_hosts(call.op, x):
             return super()._begin(call, text, index, x, out)
-        column = _Column(self._torch_group, self._place, self._tags(call.stream, text, num_messages(self._place)), self._timeout_s)
+        column = _Column(
+            self._torch_group,
+            self._place,
+            self._tags(call.stream, text, num_messages(self._place)),
+            self._timeout_s,
+        )
         row = functools.partial(self._in_row, call, text)
 
         # A collective has several phases, and the memory of a stream belongs to its thread.
@@ -253,9 +320,13 @@ class HostsGroup(ExchangeGroup):
         memory = self._rows[call.stream]
         first = self._place.host * self._place.size
         try:
-            memory.finish(memory.send(Collective(op, call.name, call.part, call.stream), text, x, out))
+            memory.finish(
+                memory.send(Collective(op, call.name, call.part, call.stream), text, x, out)
+            )
         except TransportError as error:
-            raise TransportError(None if error.peer is None else first + error.peer, str(error)) from error
+            raise TransportError(
+                None if error.peer is None else first + error.peer, str(error)
+            ) from error
         except Mismatch as error:
             raise Mismatch(first + error.peer, error.text) from error
 
@@ -278,7 +349,9 @@ class HostsGroup(ExchangeGroup):
 class _Column:
     """Messages to the ranks with this rank's place on other hosts."""
 
-    def __init__(self, torch_group: Any, place: Place, tags: Sequence[int], timeout_s: float) -> None:
+    def __init__(
+        self, torch_group: Any, place: Place, tags: Sequence[int], timeout_s: float
+    ) -> None:
         self._torch_group = torch_group
         self._place = place
         self._tags = tags
@@ -287,12 +360,22 @@ class _Column:
     def send(self, host: int, tensor: Tensor, number: int) -> _Messages:
         peer = host * self._place.size + self._place.rank
         with transport_errors(peer):
-            return _Messages([(peer, self._torch_group.send([tensor], peer, self._tags[number]))], [], tensor, self._timeout_s)
+            return _Messages(
+                [(peer, self._torch_group.send([tensor], peer, self._tags[number]))],
+                [],
+                tensor,
+                self._timeout_s,
+            )
 
     def receive(self, host: int, tensor: Tensor, number: int) -> _Messages:
         peer = host * self._place.size + self._place.rank
         with transport_errors(peer):
-            return _Messages([], [(peer, self._torch_group.recv([tensor], peer, self._tags[number]))], tensor, self._timeout_s)
+            return _Messages(
+                [],
+                [(peer, self._torch_group.recv([tensor], peer, self._tags[number]))],
+                tensor,
+                self._timeout_s,
+            )
 
 
 @functools.lru_cache(maxsize=4096)

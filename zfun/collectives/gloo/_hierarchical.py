@@ -2,18 +2,22 @@
 
 [Note: collectives over hosts]
 
-Ranks stand host by host, as many on each. The ranks of a host are a *row* and read each other's memory; the ranks with one place on their
-hosts are a *column* and send messages. Of what must cross, each byte crosses once to each host that needs it, and all ranks of a host
-share the work, each for the elements that are its column's.
+Ranks stand host by host, as many on each. The ranks of a host are a *row* and read each other's
+memory; the ranks with one place on their hosts are a *column* and send messages. Of what must
+cross, each byte crosses once to each host that needs it, and all ranks of a host share the work,
+each for the elements that are its column's.
 
-Sums keep the order of the ranks, so that their bits are those of every other group: the sum of a chunk travels from host to host, each of
-which adds the terms of its ranks in their order, and the last one sends it to the rank that it belongs to. Chunks travel behind each
-other, one for each host. Half types travel in float32, in which they are added, until the last host has rounded them.
+Sums keep the order of the ranks, so that their bits are those of every other group: the sum of a
+chunk travels from host to host, each of which adds the terms of its ranks in their order, and the
+last one sends it to the rank that it belongs to. Chunks travel behind each other, one for each
+host. Half types travel in float32, in which they are added, until the last host has rounded them.
 
 For H hosts with I ranks each and an input of n elements, a rank sends to other hosts:
 
-* all-gather: its shard to H - 1 hosts, n (H - 1), where a direct exchange sends it to (H - 1) I ranks;
-* reduce-scatter: n/I, and on the last host n/I (H - 1)/H, where a direct exchange sends n (H - 1)/H;
+* all-gather: its shard to H - 1 hosts, n (H - 1), where a direct exchange sends it to (H - 1) I
+  ranks;
+* reduce-scatter: n/I, and on the last host n/I (H - 1)/H, where a direct exchange sends n (H -
+  1)/H;
 * all-reduce: a reduce-scatter and an all-gather of the result;
 * broadcast: the root sends to H - 1 ranks.
 
@@ -37,7 +41,8 @@ __all__ = ["Column", "Place", "Row", "goes_over_hosts", "num_messages", "over_ho
 
 _SHORT_BYTES = 4096
 
-# Do a collective among the ranks of this host, from one tensor into another, and return when it is done.
+# Do a collective among the ranks of this host, from one tensor into another, and return when it is
+# done.
 Row: TypeAlias = Callable[[Op, Tensor, Tensor], object]
 
 
@@ -71,7 +76,10 @@ class Column(Protocol):
 
 def goes_over_hosts(op: Op, x: Tensor) -> bool:
     """Say whether a collective gains from going host by host."""
-    return isinstance(op, (AllGather, ReduceScatter, AllReduce, Broadcast)) and x.numel() * x.dtype.itemsize > _SHORT_BYTES
+    return (
+        isinstance(op, (AllGather, ReduceScatter, AllReduce, Broadcast))
+        and x.numel() * x.dtype.itemsize > _SHORT_BYTES
+    )
 
 
 def num_messages(place: Place) -> int:
@@ -145,7 +153,9 @@ def _reduce_scatter(x: Tensor, out: Tensor, place: Place, row: Row, column: Colu
             room, transfer = sums[host]
             transfer.wait()
             before = [room]
-        total = sum_in_rank_order([*before, *(term.to(dtype) for term in terms.view(place.size, -1))])
+        total = sum_in_rank_order(
+            [*before, *(term.to(dtype) for term in terms.view(place.size, -1))]
+        )
         if place.host < last:
             under_way.append(column.send(place.host + 1, total, host))
         elif host < last:

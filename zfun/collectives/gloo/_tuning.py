@@ -35,7 +35,8 @@ def interrupting_nobody() -> Iterator[None]:
     """Let this thread, and for good those that are started in here, take its turn without interrupting others; where a system can."""
     with contextlib.ExitStack() as stack:
         if sys.platform == "linux":
-            # What has been chosen for this process is not changed, and where it may not be changed nothing is lost but some time.
+            # What has been chosen for this process is not changed, and where it may not be changed
+            # nothing is lost but some time.
             with contextlib.suppress(OSError):
                 if os.sched_getscheduler(0) == os.SCHED_OTHER:
                     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
@@ -49,9 +50,13 @@ def holding_little() -> Iterator[None]:
     before = _sockets()
     yield
     for name, descriptor in _sockets().items():
-        # It may have been closed meanwhile, or be none that can be set; nothing is lost then but some time.
+        # It may have been closed meanwhile, or be none that can be set; nothing is lost then but
+        # some time.
         if name not in before:
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            with (
+                contextlib.suppress(OSError),
+                socket.socket(fileno=os.dup(descriptor)) as connection,
+            ):
                 if _is_within_host(connection):
                     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BYTES)
 
@@ -68,6 +73,9 @@ def _sockets() -> dict[str, int]:
 
 
 def _is_within_host(connection: socket.socket) -> bool:
-    if connection.type != socket.SOCK_STREAM or connection.family not in (socket.AF_INET, socket.AF_INET6):
+    if connection.type != socket.SOCK_STREAM or connection.family not in (
+        socket.AF_INET,
+        socket.AF_INET6,
+    ):
         return False
     return connection.getsockname()[0] == connection.getpeername()[0]

@@ -32,7 +32,10 @@ class SharedGroup(ProcessGroup):
     def start(self, call: Collective, x: Tensor, out: Tensor | None = None) -> Work:
         check_collective(call, x, out, self.size)
         if x.device.type != "cpu":
-            raise OptionError(f"a gloo group moves CPU tensors only; {call.op.kind} got one on {x.device}; use nccl")
+            raise OptionError(
+                f"a gloo group moves CPU tensors only; {call.op.kind} got one on {x.device}; use "
+                "nccl"
+            )
         self._check_open()
         text = describe(call, x.numel(), x.dtype)
         sent = self._memory.send(call, text, _plain(x), None if out is None else _plain(out))

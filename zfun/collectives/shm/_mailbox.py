@@ -123,7 +123,9 @@ class Mailbox:
                 self._walked[peer, stream] = {}
                 self._ahead[peer, stream] = 0, _first_record(stream)
 
-    def prepare(self, call: Collective, text: str, readers: tuple[int, ...], x: Tensor, out: Tensor | None) -> Sent:
+    def prepare(
+        self, call: Collective, text: str, readers: tuple[int, ...], x: Tensor, out: Tensor | None
+    ) -> Sent:
         """Return the next collective of a stream, which is not published yet."""
         identity, _ = _identity(text)
         stream = call.stream

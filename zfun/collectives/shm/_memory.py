@@ -46,7 +46,9 @@ class SharedMemory:
         timeout_s: how long a wait may take, in seconds.
     """
 
-    def __init__(self, segment: Segment, peers: dict[int, Peer], rank: int, timeout_s: float) -> None:
+    def __init__(
+        self, segment: Segment, peers: dict[int, Peer], rank: int, timeout_s: float
+    ) -> None:
         self.rank = rank
         self.size = len(peers) + 1
         self._segment = segment
@@ -90,7 +92,10 @@ class SharedMemory:
             self._place(sent, x, out)
             self._mailbox.publish(sent)
         except OSError as error:
-            raise OptionError(f"the system has no shared memory for {x.nbytes} bytes ({error}); pass shared_memory=False") from error
+            raise OptionError(
+                f"the system has no shared memory for {x.nbytes} bytes ({error}); pass "
+                "shared_memory=False"
+            ) from error
         return sent
 
     def finish(self, sent: Sent) -> Tensor:
@@ -219,7 +224,9 @@ class SharedMemory:
             out.copy_(own)
 
     def _sum(self, sent: Sent, own: Tensor, out: Tensor) -> None:
-        terms = [own if rank == self.rank else self._input(sent, rank, out) for rank in range(self.size)]
+        terms = [
+            own if rank == self.rank else self._input(sent, rank, out) for rank in range(self.size)
+        ]
         sum_in_rank_order(terms, out)
         for peer in self._peers:
             self._unmap(sent, peer, out)

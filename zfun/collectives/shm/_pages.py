@@ -68,7 +68,9 @@ class Pages:
         # Threads may still read at exit.
         finalizer.atexit = False
 
-    def show(self, at: int, nbytes: int, fd: int, offset: int, *, writable: bool, shared: bool) -> None:
+    def show(
+        self, at: int, nbytes: int, fd: int, offset: int, *, writable: bool, shared: bool
+    ) -> None:
         """Map pages of a file at a place of the range. A write to unshared pages stays private.
 
         Raises:
@@ -110,7 +112,9 @@ class _Byte(ctypes.c_uint8):
     """A subclass, because arrays of the plain type take no attributes."""
 
 
-def _map(address: int | None, nbytes: int, protection: int, flags: int, fd: int, offset: int) -> int:
+def _map(
+    address: int | None, nbytes: int, protection: int, flags: int, fd: int, offset: int
+) -> int:
     return _checked(_libc.mmap(address, nbytes, protection, flags, fd, offset))
 
 

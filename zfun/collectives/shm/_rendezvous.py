@@ -1,6 +1,7 @@
 """The meeting of the ranks that share memory: they pass each other the descriptors of their segments over Unix sockets.
 
-The sockets stay open: the end of a process closes its own, which is how a waiting rank learns at once that another has died.
+The sockets stay open: the end of a process closes its own, which is how a waiting rank learns at
+once that another has died.
 """
 
 from __future__ import annotations
@@ -28,8 +29,12 @@ __all__ = ["exchange_texts", "host_name", "meet"]
 _RENDEZVOUS_S = 20.0
 
 
-def meet(store: Store, rank: int, size: int, timeout_s: float, wanted: bool | None) -> SharedMemory | str:
-    """Map the memory of all ranks, if all of them can; otherwise say why not. All ranks come to the same answer.
+def meet(
+    store: Store, rank: int, size: int, timeout_s: float, wanted: bool | None
+) -> SharedMemory | str:
+    """Map the memory of all ranks, if all of them can; otherwise say why not.
+
+    All ranks come to the same answer.
 
     Args:
         store: shared by the ranks of the group.
@@ -48,7 +53,10 @@ def meet(store: Store, rank: int, size: int, timeout_s: float, wanted: bool | No
     with contextlib.ExitStack() as stack:
         segment: Segment | None = None
         listener: socket.socket | None = None
-        problem, name = "it was made with shared_memory=False" if wanted is False else _unsupported(), ""
+        problem, name = (
+            "it was made with shared_memory=False" if wanted is False else _unsupported(),
+            "",
+        )
         if not problem:
             try:
                 segment = Segment(rank, size)
@@ -59,7 +67,15 @@ def meet(store: Store, rank: int, size: int, timeout_s: float, wanted: bool | No
                 listener.listen(size)
             except (OSError, ValueError, OverflowError) as error:
                 problem = f"memory cannot be mapped there: {error}"
-        offers = exchange_texts(store, "offer", rank, size, timeout_s, json.dumps([problem, host_name(), name]), answer=wanted is not False)
+        offers = exchange_texts(
+            store,
+            "offer",
+            rank,
+            size,
+            timeout_s,
+            json.dumps([problem, host_name(), name]),
+            answer=wanted is not False,
+        )
         found = _first_problem([json.loads(offer) for offer in offers], rank, size)
         if found or segment is None or listener is None:
             return found or problem
@@ -84,7 +100,11 @@ def _unsupported() -> str:
         return f"it runs on {sys.platform}, not on Linux"
     if platform.machine() != "x86_64":
         return f"its processor ({platform.machine()}) may reorder stores; x86-64 does not"
-    missing = [name for module, name in ((os, "memfd_create"), (os, "posix_fallocate"), (socket, "send_fds")) if not hasattr(module, name)]
+    missing = [
+        name
+        for module, name in ((os, "memfd_create"), (os, "posix_fallocate"), (socket, "send_fds"))
+        if not hasattr(module, name)
+    ]
     return f"its Python has no {missing[0]}" if missing else ""
 
 
@@ -106,11 +126,23 @@ def _first_problem(offers: Sequence[Sequence[str]], rank: int, size: int) -> str
         if problem:
             return f"rank {peer} cannot take part: {problem}"
         if host != offers[0][1]:
-            return f"ranks 0 and {peer} are on different hosts, or belong to different users or networks of one"
+            return (
+                f"ranks 0 and {peer} are on different hosts, or belong to different users or "
+                "networks of one"
+            )
     return ""
 
 
-def exchange_texts(store: Store, key: str, rank: int, size: int, timeout_s: float, text: str, *, answer: bool = True) -> list[str]:
+def exchange_texts(
+    store: Store,
+    key: str,
+    rank: int,
+    size: int,
+    timeout_s: float,
+    text: str,
+    *,
+    answer: bool = True,
+) -> list[str]:
     try:
         store.set(f"{key}/{rank}", text)
         if not answer:
@@ -119,13 +151,19 @@ def exchange_texts(store: Store, key: str, rank: int, size: int, timeout_s: floa
         store.wait(keys, timedelta(seconds=timeout_s))
         return [store.get(name).decode() for name in keys]
     except RuntimeError as error:
-        raise PeerLost(f"a rank did not come to the making of the group within {timeout_s:g} s: {error}", rank=rank) from error
+        raise PeerLost(
+            f"a rank did not come to the making of the group within {timeout_s:g} s: {error}",
+            rank=rank,
+        ) from error
 
 
-def _trade(segment: Segment, listener: socket.socket, names: Sequence[str], rank: int) -> dict[int, Peer]:
+def _trade(
+    segment: Segment, listener: socket.socket, names: Sequence[str], rank: int
+) -> dict[int, Peer]:
     """Send every other rank the descriptor of the own segment, and map theirs.
 
-    All listen already, so that nobody waits for another to connect; then what each sends fits the sockets' buffers.
+    All listen already, so that nobody waits for another to connect; then what each sends fits the
+    sockets' buffers.
     """
     others = [peer for peer in range(len(names)) if peer != rank]
     with contextlib.ExitStack() as stack:
@@ -140,7 +178,8 @@ def _trade(segment: Segment, listener: socket.socket, names: Sequence[str], rank
         while len(answered) < len(others):
             connection = stack.enter_context(listener.accept()[0])
             connection.settimeout(_RENDEZVOUS_S)
-            # Names of this kind have no permissions: who is no other rank of this user gets nothing.
+            # Names of this kind have no permissions: who is no other rank of this user gets
+            # nothing.
             if _credentials(connection)[1] != os.getuid():
                 connection.close()
                 continue
@@ -165,5 +204,7 @@ def _trade(segment: Segment, listener: socket.socket, names: Sequence[str], rank
 
 def _credentials(connection: socket.socket) -> tuple[int, int]:
     """Return process and user at the other end, as the system knows them."""
-    pid, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    pid, user, _ = struct.unpack(
+        "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    )
     return pid, user

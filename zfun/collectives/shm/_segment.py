@@ -174,7 +174,9 @@ class Peer:
         OSError: the segment cannot be mapped, or is none.
     """
 
-    def __init__(self, fd: int, rank: int, size: int, connections: Sequence[socket.socket], pid: int) -> None:
+    def __init__(
+        self, fd: int, rank: int, size: int, connections: Sequence[socket.socket], pid: int
+    ) -> None:
         self._pages = Pages(os.fstat(fd).st_size)
         self._pages.show(0, self._pages.nbytes, fd, 0, writable=False, shared=True)
         _advise(self._pages)

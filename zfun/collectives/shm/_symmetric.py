@@ -87,7 +87,9 @@ class Symmetric:
         rank: this rank.
     """
 
-    def __init__(self, segment: Segment, peers: Mapping[int, Peer], mailbox: Mailbox, rank: int) -> None:
+    def __init__(
+        self, segment: Segment, peers: Mapping[int, Peer], mailbox: Mailbox, rank: int
+    ) -> None:
         self._segment = segment
         self._peers = peers
         self._mailbox = mailbox
@@ -169,7 +171,9 @@ class Symmetric:
             return None
         view = pages.view()
         own = pages.begin + self._rank * nbytes, nbytes, sent.offset
-        window = _Window(sent, weakref.ref(pages), pages.begin, pages.begin + pages.nbytes, own, block)
+        window = _Window(
+            sent, weakref.ref(pages), pages.begin, pages.begin + pages.nbytes, own, block
+        )
         window.watch = _watched(view, functools.partial(self._drop, window))
         self._windows[window.begin] = window
         block.num_windows += 1

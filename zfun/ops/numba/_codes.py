@@ -74,12 +74,23 @@ def unpack_signs(packed: Tensor, numel: int, scales: Tensor) -> Tensor:
     values = scales.contiguous().view(integers).reshape(-1)
     # A negative number differs from a positive one in the highest bit alone, whatever the floating type.
     highest = torch.iinfo(integers).min
-    rows = zip(packed.reshape(-1, packed.shape[-1]), out.view(integers).view(-1, numel), values, strict=True)
+    rows = zip(
+        packed.reshape(-1, packed.shape[-1]),
+        out.view(integers).view(-1, numel),
+        values,
+        strict=True,
+    )
     for bits, row, value in rows:
         array, packed_bits, positive = row.numpy(), bits.contiguous().numpy(), int(value.item())
         constants = (array.dtype.type(positive), array.dtype.type(highest ^ positive))
 
-        def work(start: int, end: int, array: Any = array, bits: Any = packed_bits, constants: tuple[Any, ...] = constants) -> None:
+        def work(
+            start: int,
+            end: int,
+            array: Any = array,
+            bits: Any = packed_bits,
+            constants: tuple[Any, ...] = constants,
+        ) -> None:
             entry(_unpack)(array[start:end], bits[start // 8 : -(-end // 8)], *constants)
 
         _in_pieces(work, numel, 8)
@@ -103,10 +114,14 @@ def quantise(rows: Tensor, out: Tensor, *, bits: int, block: int) -> None:
         scales, codes = _parts(message, numel, block)
         codes[-(-numel * bits // 8) :] = 0
 
-        def work(start: int, end: int, row: Tensor = row, scales: Any = scales, codes: Any = codes) -> None:
+        def work(
+            start: int, end: int, row: Tensor = row, scales: Any = scales, codes: Any = codes
+        ) -> None:
             values = row[start:end].float().contiguous().numpy()
             scale, code = scales[start // block : -(-end // block)], codes[start * bits // 8 :]
-            entry(_scales)(values, values.view(np.int32), scale, block, np.float32((1 << (bits - 1)) - 1))
+            entry(_scales)(
+                values, values.view(np.int32), scale, block, np.float32((1 << (bits - 1)) - 1)
+            )
             entry(_codes8 if bits == 8 else _codes4)(values, scale, code, block)
 
         _in_pieces(work, numel, block)
@@ -169,7 +184,9 @@ def sum_dequantised(messages: Tensor, out: Tensor, *, bits: int, block: int) -> 
     def work(start: int, end: int) -> None:
         # A piece stays in the cache while the messages are added: each is read once, and the sum is written once.
         piece = out[start:end]
-        total = piece if piece.dtype in (torch.float32, torch.float64) else torch.empty(piece.numel())
+        total = (
+            piece if piece.dtype in (torch.float32, torch.float64) else torch.empty(piece.numel())
+        )
         for index, (scales, codes) in enumerate(parts):
             arrays = (total.numpy(), scales[start // block :], codes[start * bits // 8 :])
             entry(_read8 if bits == 8 else _read4)(*arrays, block, index > 0)

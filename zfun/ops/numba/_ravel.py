@@ -66,7 +66,9 @@ def _part(pieces: Any, piece: Any, low: Any, high: Any, like: Any) -> Any:
 
 
 @jit
-def _ravel(pieces: Any, like: Any, out: Any, begin: Any, end: Any, scale: Any, exact: Any, row: Any) -> None:
+def _ravel(
+    pieces: Any, like: Any, out: Any, begin: Any, end: Any, scale: Any, exact: Any, row: Any
+) -> None:
     """Write the elements from ``begin`` to ``end`` of a buffer, zeros between the tensors.
 
     Args:
@@ -100,7 +102,9 @@ def _ravel(pieces: Any, like: Any, out: Any, begin: Any, end: Any, scale: Any, e
 
 
 @jit
-def _unravel(pieces: Any, like: Any, source: Any, begin: Any, end: Any, one: Any, exact: Any) -> None:
+def _unravel(
+    pieces: Any, like: Any, source: Any, begin: Any, end: Any, one: Any, exact: Any
+) -> None:
     """Copy the elements from ``begin`` to ``end`` of a buffer to tensors; see :func:`_ravel`."""
     for piece in range(_first_piece(pieces, begin), pieces.shape[1]):
         low, high = max(pieces[0, piece], begin), min(pieces[1, piece], end)

@@ -35,11 +35,15 @@ def _prefetch(typing: Any, array: Any, at: Any) -> Any:
     """``prefetch(array, at)``: ask for the memory of an element, which need not be there."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        address = builder.bitcast(_address(context, builder, array, *args), ir.IntType(8).as_pointer())
+        address = builder.bitcast(
+            _address(context, builder, array, *args), ir.IntType(8).as_pointer()
+        )
         # To read, into the second cache, data.
         arguments = [address, _I32(0), _I32(2), _I32(1)]
         kind = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
-        builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0"), arguments)
+        builder.call(
+            cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0"), arguments
+        )
         return context.get_dummy_value()
 
     return types.none(array, at), emit
@@ -69,7 +73,9 @@ def _add_unit(typing: Any, x: Any, at: Any, sums: Any, to: Any) -> Any:
 
         def squares(first: int) -> Any:
             place = builder.add(args[1], _I64(first))
-            address = builder.bitcast(_address(context, builder, x, args[0], place), source.as_pointer())
+            address = builder.bitcast(
+                _address(context, builder, x, args[0], place), source.as_pointer()
+            )
             value = builder.load(address, align=x.dtype.bitwidth // 8)
             value = value if x.dtype == types.float64 else builder.fpext(value, numbers)
             return builder.fmul(value, value)

@@ -89,7 +89,18 @@ def _adam(mean: Any, square: Any, old: Any, p: Any, constants: Any) -> Any:
 
 
 @jit
-def adam(p: Any, g: Any, m: Any, v: Any, change: Any, out: Any, begin: Any, end: Any, scale: Any, constants: Any) -> None:
+def adam(
+    p: Any,
+    g: Any,
+    m: Any,
+    v: Any,
+    change: Any,
+    out: Any,
+    begin: Any,
+    end: Any,
+    scale: Any,
+    constants: Any,
+) -> None:
     means, rule, l2 = constants[:4], constants[4:9], constants[9]
     for at in range(begin, end, _UNIT):
         stop = min(at + _UNIT, end)
@@ -132,7 +143,18 @@ def _within(begin: Any, end: Any, start: Any, stop: Any) -> Any:
 
 
 @jit
-def _lamb_moments(p: Any, g: Any, m: Any, v: Any, begin: Any, end: Any, scale: Any, constants: Any, segments: Any, rows: Any) -> None:
+def _lamb_moments(
+    p: Any,
+    g: Any,
+    m: Any,
+    v: Any,
+    begin: Any,
+    end: Any,
+    scale: Any,
+    constants: Any,
+    segments: Any,
+    rows: Any,
+) -> None:
     """Write the moments, and add the squares of each segment and of its direction to its two rows.
 
     Args:
@@ -168,7 +190,18 @@ def _lamb_moments(p: Any, g: Any, m: Any, v: Any, begin: Any, end: Any, scale: A
 
 
 @jit
-def _lamb_apply(p: Any, m: Any, v: Any, change: Any, out: Any, begin: Any, end: Any, constants: Any, segments: Any, factors: Any) -> None:
+def _lamb_apply(
+    p: Any,
+    m: Any,
+    v: Any,
+    change: Any,
+    out: Any,
+    begin: Any,
+    end: Any,
+    constants: Any,
+    segments: Any,
+    factors: Any,
+) -> None:
     """Go along each segment's direction, which costs less to compute again than to keep."""
     for k in range(segments.shape[0]):
         low, high = _within(begin, end, segments[k, 0], segments[k, 1])
@@ -196,7 +229,9 @@ def _plain_sgd(i: Any, p: Any, g: Any, scale: Any, constants: Any) -> Any:
 
 
 @jit
-def plain_sgd(p: Any, g: Any, change: Any, out: Any, begin: Any, end: Any, scale: Any, constants: Any) -> None:
+def plain_sgd(
+    p: Any, g: Any, change: Any, out: Any, begin: Any, end: Any, scale: Any, constants: Any
+) -> None:
     for at in range(begin, end, _UNIT):
         stop = min(at + _UNIT, end)
         _ahead(g, at)
@@ -221,7 +256,9 @@ def _sgd(i: Any, p: Any, g: Any, b: Any, scale: Any, constants: Any) -> Any:
 
 
 @jit
-def sgd(p: Any, g: Any, b: Any, change: Any, out: Any, begin: Any, end: Any, scale: Any, constants: Any) -> None:
+def sgd(
+    p: Any, g: Any, b: Any, change: Any, out: Any, begin: Any, end: Any, scale: Any, constants: Any
+) -> None:
     for at in range(begin, end, _UNIT):
         stop = min(at + _UNIT, end)
         _ahead(g, at)
@@ -248,7 +285,9 @@ def _lion(i: Any, p: Any, g: Any, m: Any, scale: Any, constants: Any) -> Any:
 
 
 @jit
-def lion(p: Any, g: Any, m: Any, change: Any, out: Any, begin: Any, end: Any, scale: Any, constants: Any) -> None:
+def lion(
+    p: Any, g: Any, m: Any, change: Any, out: Any, begin: Any, end: Any, scale: Any, constants: Any
+) -> None:
     for at in range(begin, end, _UNIT):
         stop = min(at + _UNIT, end)
         _ahead(g, at)
@@ -274,7 +313,9 @@ def _adagrad(i: Any, p: Any, g: Any, s: Any, scale: Any, constants: Any) -> Any:
 
 
 @jit
-def adagrad(p: Any, g: Any, s: Any, change: Any, out: Any, begin: Any, end: Any, scale: Any, constants: Any) -> None:
+def adagrad(
+    p: Any, g: Any, s: Any, change: Any, out: Any, begin: Any, end: Any, scale: Any, constants: Any
+) -> None:
     for at in range(begin, end, _UNIT):
         stop = min(at + _UNIT, end)
         _ahead(g, at)
@@ -289,12 +330,16 @@ def adagrad(p: Any, g: Any, s: Any, change: Any, out: Any, begin: Any, end: Any,
         _copy(p, out, at, stop, scale)
 
 
-def _adam_constants(b1: float, b2: float, step_size: float, correction: float, eps: float, l2: float, decay: float) -> list[float]:
+def _adam_constants(
+    b1: float, b2: float, step_size: float, correction: float, eps: float, l2: float, decay: float
+) -> list[float]:
     rule = [-step_size, correction, eps, 1.0 - decay, float(decay != 0.0)]
     return [*_moment_constants(b1, b2), *rule, l2]
 
 
-def _lamb_constants(b1: float, b2: float, bias: float, correction: float, eps: float, weight_decay: float) -> list[float]:
+def _lamb_constants(
+    b1: float, b2: float, bias: float, correction: float, eps: float, weight_decay: float
+) -> list[float]:
     return [*_moment_constants(b1, b2), 1.0 / bias, 1.0 / correction, eps, weight_decay]
 
 

@@ -33,14 +33,21 @@ def squares_in_bins(x: Tensor) -> Tensor:
         digits = mantissa.mul_(2.0**27)
         top = digits.floor()
         high += torch.bincount(place, weights=top, minlength=_EXPONENTS).to(torch.int64)
-        low += torch.bincount(place, weights=digits.sub_(top).mul_(2.0**26), minlength=_EXPONENTS).to(torch.int64)
+        low += torch.bincount(
+            place, weights=digits.sub_(top).mul_(2.0**26), minlength=_EXPONENTS
+        ).to(torch.int64)
     return torch.cat([_limbs(high, low), special.view(1).view(torch.int64)])
 
 
 def _sum_units(chunk: Tensor) -> Tensor:
     """Add the squares of each 32 elements in float64 to eight sums; what becomes of a unit depends on nothing else."""
     tail = -chunk.numel() % UNIT
-    units = (torch.nn.functional.pad(chunk, (0, tail)) if tail else chunk).to(torch.float64, copy=True).square_().view(-1, UNIT)
+    units = (
+        (torch.nn.functional.pad(chunk, (0, tail)) if tail else chunk)
+        .to(torch.float64, copy=True)
+        .square_()
+        .view(-1, UNIT)
+    )
     # Not sum(1): on a device the order within such a sum may depend on how many there are.
     while units.shape[1] > SUMS:
         half = units.shape[1] // 2

@@ -19,7 +19,9 @@ _SMALL = 1 << 12
 _FEW = 1 << 18
 
 
-def ravel_into(out: Tensor, tensors: Sequence[Tensor | None], offsets: Sequence[int], scale: float) -> None:
+def ravel_into(
+    out: Tensor, tensors: Sequence[Tensor | None], offsets: Sequence[int], scale: float
+) -> None:
     sources: list[Tensor] = []
     lengths: list[int] = []  # of what is copied and of the gaps, by turns
     end = 0
@@ -33,7 +35,9 @@ def ravel_into(out: Tensor, tensors: Sequence[Tensor | None], offsets: Sequence[
     # One call makes all the views; each by itself would cost more than to copy a small tensor.
     pieces = out.split([*lengths, out.numel() - end])
     gaps = [gap for gap in pieces[::2] if gap.numel()]
-    targets = [piece.view(source.shape) for piece, source in zip(pieces[1::2], sources, strict=True)]
+    targets = [
+        piece.view(source.shape) for piece, source in zip(pieces[1::2], sources, strict=True)
+    ]
     if len(gaps) > _SMALL // 64 and out.numel() < _FEW:
         out.zero_()
     elif gaps:

@@ -68,7 +68,8 @@ def _working(
     """
     dtype = wide(param.dtype)
     wide_param, wide_grad, result, spare, *wide_moments = (
-        torch.empty(_chunk_numel(param), dtype=dtype, device=param.device) for _ in range(4 + len(moments))
+        torch.empty(_chunk_numel(param), dtype=dtype, device=param.device)
+        for _ in range(4 + len(moments))
     )
     factor = scale.to(device=param.device, dtype=dtype) if isinstance(scale, Tensor) else scale
     for p, g, to, copy, *ms in _chunks(param, grad, change, out, *moments):
@@ -78,7 +79,11 @@ def _working(
         x = wide_grad[:numel].copy_(g)
         if isinstance(factor, Tensor) or factor != 1.0:
             x.mul_(factor)
-        held = [m if m.dtype == dtype else w[:numel].copy_(m) for m, w in zip(ms, wide_moments, strict=True) if m is not None]
+        held = [
+            m if m.dtype == dtype else w[:numel].copy_(m)
+            for m, w in zip(ms, wide_moments, strict=True)
+            if m is not None
+        ]
         old, u = p if p.dtype == dtype else wide_param[:numel].copy_(p), result[:numel]
         yield _Work(old, x, tuple(held), u, spare[:numel])
         for m, new in zip(ms, held, strict=True):
@@ -134,7 +139,9 @@ def _adam(
             u.add_(torch.mul(p, 1.0 - decay, out=t))
 
 
-def _sgd(works: Iterator[_Work], *, learning_rate: float, momentum: float, nesterov: bool, l2: float) -> None:
+def _sgd(
+    works: Iterator[_Work], *, learning_rate: float, momentum: float, nesterov: bool, l2: float
+) -> None:
     for p, g, moments, u, t in works:
         if l2:
             g.add_(torch.mul(p, l2, out=t))
@@ -147,7 +154,9 @@ def _sgd(works: Iterator[_Work], *, learning_rate: float, momentum: float, neste
         torch.mul(g, -learning_rate, out=u)
 
 
-def _lion(works: Iterator[_Work], *, b1: float, b2: float, learning_rate: float, decay: float) -> None:
+def _lion(
+    works: Iterator[_Work], *, b1: float, b2: float, learning_rate: float, decay: float
+) -> None:
     for p, g, (m,), u, t in works:
         torch.mul(m, b1, out=u)
         u.add_(torch.mul(g, 1.0 - b1, out=t)).sign_().mul_(-learning_rate)

@@ -18,7 +18,10 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 def takes(*tensors: Tensor) -> bool:
     """Whether all of some tensors are contiguous and of a dtype that the kernels know."""
-    return all(x.dtype in _FLOATS and x.layout == torch.strided and x.is_contiguous() and not x.is_neg() for x in tensors)
+    return all(
+        x.dtype in _FLOATS and x.layout == torch.strided and x.is_contiguous() and not x.is_neg()
+        for x in tensors
+    )
 
 
 def as_pointer(x: Tensor) -> Tensor:
@@ -30,7 +33,9 @@ def is_bf16(x: Tensor) -> bool:
     return x.dtype == torch.bfloat16
 
 
-def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **constants: Any) -> None:
+def launch(
+    kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **constants: Any
+) -> None:
     if device.type != "cuda":  # the interpreter
         kernel[grid](*args, **constants)
         return

@@ -20,7 +20,11 @@ def _pack(x, out, numel, num_bytes, TILE: tl.constexpr, BF16: tl.constexpr):
     i = byte[:, None] * 8 + place[None, :]
     mask = i < numel
     positive = (load_wide(x + row * numel, i, mask, BF16) >= 0) & mask
-    tl.store(out + row * num_bytes + byte, tl.sum(positive.to(tl.int32) << place[None, :], 1).to(tl.uint8), mask=byte < num_bytes)
+    tl.store(
+        out + row * num_bytes + byte,
+        tl.sum(positive.to(tl.int32) << place[None, :], 1).to(tl.uint8),
+        mask=byte < num_bytes,
+    )
 
 
 @triton.jit
@@ -28,7 +32,10 @@ def _unpack(packed, scales, out, numel, num_bytes, TILE: tl.constexpr, BF16: tl.
     row = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     mask = i < numel
-    bit = (tl.load(packed + row * num_bytes + i // 8, mask=mask, other=0).to(tl.int32) >> (i % 8).to(tl.int32)) & 1
+    bit = (
+        tl.load(packed + row * num_bytes + i // 8, mask=mask, other=0).to(tl.int32)
+        >> (i % 8).to(tl.int32)
+    ) & 1
     scale = load_wide(scales, row, True, BF16)
     store_narrow(out + row * numel, i, tl.where(bit == 1, scale, -scale), mask, BF16)
 
@@ -62,12 +69,16 @@ def _quantise(
     a = load_wide(rows + row * numel, low, has_low, BF16)
     b = load_wide(rows + row * numel, low + 1, has_high, BF16)
     # As integers, numbers without their sign are in order, and those that are not finite above all others.
-    sizes = tl.maximum(a.to(tl.int32, bitcast=True) & 0x7FFFFFFF, b.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    sizes = tl.maximum(
+        a.to(tl.int32, bitcast=True) & 0x7FFFFFFF, b.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    )
     peak = tl.max(sizes, 0)
     finite = peak < 0x7F800000  # type: ignore[operator]
     largest = tl.full((HALF,), 0, tl.int32) + peak
     whole = tl.full((HALF,), (1 << (BITS - 1)) - 1, tl.float32)  # type: ignore[operator]
-    step = tl.maximum(tl.div_rn(largest.to(tl.float32, bitcast=True), whole), 1.1754943508222875e-38)
+    step = tl.maximum(
+        tl.div_rn(largest.to(tl.float32, bitcast=True), whole), 1.1754943508222875e-38
+    )
     step = tl.where(finite, step, float("nan"))
     first = pair == 0
     tl.store(scales + row * (row_bytes // 4) + block + pair, step, mask=first)
@@ -105,7 +116,9 @@ def _sum_codes(
         if BITS == 8:
             code = tl.load(source + i, mask=mask, other=0).to(tl.int32)
         else:
-            nibble = tl.load(source + i // 2, mask=mask, other=0).to(tl.int32) >> (4 * (i % 2)).to(tl.int32)
+            nibble = tl.load(source + i // 2, mask=mask, other=0).to(tl.int32) >> (4 * (i % 2)).to(
+                tl.int32
+            )
             code = ((nibble & 15) ^ 8) - 8
         total += code.to(tl.float32) * scale
     store_narrow(out + part * numel, i, total, mask, BF16)
@@ -117,7 +130,17 @@ def pack_signs(x: Tensor) -> Tensor:
     if x.numel():
         grid = (triton.cdiv(out.shape[-1], TILE // 8), x.numel() // numel)
         x = x.contiguous()
-        launch(_pack, grid, x.device, as_pointer(x), out, numel, out.shape[-1], TILE=TILE // 8, BF16=is_bf16(x))
+        launch(
+            _pack,
+            grid,
+            x.device,
+            as_pointer(x),
+            out,
+            numel,
+            out.shape[-1],
+            TILE=TILE // 8,
+            BF16=is_bf16(x),
+        )
     return out
 
 
@@ -139,7 +162,16 @@ def quantise(rows: Tensor, out: Tensor, *, bits: int, block: int) -> None:
     out[:, 4 * num_blocks + -(-numel * bits // 8) :] = 0
     args = (as_pointer(rows), out.view(torch.float32), out, numel, out.shape[1], 4 * num_blocks)
     half = triton.next_power_of_2(block) // 2
-    launch(_quantise, (num_blocks, num_rows), out.device, *args, BLOCK=block, HALF=half, BITS=bits, BF16=is_bf16(rows))
+    launch(
+        _quantise,
+        (num_blocks, num_rows),
+        out.device,
+        *args,
+        BLOCK=block,
+        HALF=half,
+        BITS=bits,
+        BF16=is_bf16(rows),
+    )
 
 
 def dequantise(messages: Tensor, out: Tensor, *, bits: int, block: int) -> None:
@@ -150,10 +182,26 @@ def sum_dequantised(messages: Tensor, out: Tensor, *, bits: int, block: int) -> 
     _read(messages, out, 1, len(messages), bits, block)
 
 
-def _read(messages: Tensor, out: Tensor, num_parts: int, num_rows: int, bits: int, block: int) -> None:
+def _read(
+    messages: Tensor, out: Tensor, num_parts: int, num_rows: int, bits: int, block: int
+) -> None:
     if not out.numel():
         return
     messages, numel = messages.contiguous(), out.numel() // num_parts
-    args = (messages.view(torch.float32), messages.view(torch.int8), as_pointer(out), numel, messages.shape[1])
+    args = (
+        messages.view(torch.float32),
+        messages.view(torch.int8),
+        as_pointer(out),
+        numel,
+        messages.shape[1],
+    )
     constants = {"ROWS": num_rows, "TILE": TILE, "BITS": bits, "BF16": is_bf16(out)}
-    launch(_sum_codes, (triton.cdiv(numel, TILE), num_parts), out.device, *args, 4 * triton.cdiv(numel, block), block, **constants)
+    launch(
+        _sum_codes,
+        (triton.cdiv(numel, TILE), num_parts),
+        out.device,
+        *args,
+        4 * triton.cdiv(numel, block),
+        block,
+        **constants,
+    )

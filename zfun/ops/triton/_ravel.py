@@ -16,9 +16,24 @@ __all__ = ["ravel_into", "unravel_from"]
 
 
 @triton.jit
-def _ravel(addresses, tiles, out, scale, TILE: tl.constexpr, SCALED: tl.constexpr, IN_BF16: tl.constexpr, BF16: tl.constexpr, like):
+def _ravel(
+    addresses,
+    tiles,
+    out,
+    scale,
+    TILE: tl.constexpr,
+    SCALED: tl.constexpr,
+    IN_BF16: tl.constexpr,
+    BF16: tl.constexpr,
+    like,
+):
     tile = tiles + tl.program_id(0) * 4
-    start, length, piece, local = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
+    start, length, piece, local = (
+        tl.load(tile),
+        tl.load(tile + 1),
+        tl.load(tile + 2),
+        tl.load(tile + 3),
+    )
     i = tl.arange(0, TILE)
     source = tl.load(addresses + tl.maximum(piece, 0)).to(like.dtype)
     x = load_wide(source + local, i, i < tl.where(piece >= 0, length, 0), IN_BF16)
@@ -28,9 +43,16 @@ def _ravel(addresses, tiles, out, scale, TILE: tl.constexpr, SCALED: tl.constexp
 
 
 @triton.jit
-def _unravel(addresses, tiles, source, TILE: tl.constexpr, IN_BF16: tl.constexpr, BF16: tl.constexpr, like):
+def _unravel(
+    addresses, tiles, source, TILE: tl.constexpr, IN_BF16: tl.constexpr, BF16: tl.constexpr, like
+):
     tile = tiles + tl.program_id(0) * 4
-    start, length, piece, local = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
+    start, length, piece, local = (
+        tl.load(tile),
+        tl.load(tile + 1),
+        tl.load(tile + 2),
+        tl.load(tile + 3),
+    )
     i = tl.arange(0, TILE)
     target = tl.load(addresses + tl.maximum(piece, 0)).to(like.dtype)
     mask = i < tl.where(piece >= 0, length, 0)
@@ -43,7 +65,10 @@ def _tiles(places: tuple[tuple[int, int, int], ...], numel: int, device: torch.d
     rows: list[tuple[int, int, int, int]] = []
 
     def cut(start: int, end: int, piece: int) -> None:
-        rows.extend((at, min(TILE, end - at), piece, at - start if piece >= 0 else 0) for at in range(start, end, TILE))
+        rows.extend(
+            (at, min(TILE, end - at), piece, at - start if piece >= 0 else 0)
+            for at in range(start, end, TILE)
+        )
 
     end = 0
     for piece, offset, length in places:
@@ -59,28 +84,53 @@ def _addresses(addresses: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(addresses, dtype=torch.int64).to(device)
 
 
-def _table(tensors: Sequence[Tensor | None], offsets: Sequence[int], buffer: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+def _table(
+    tensors: Sequence[Tensor | None], offsets: Sequence[int], buffer: Tensor
+) -> tuple[Tensor, Tensor, Tensor] | None:
     """Where tensors lie, as kernels take it, and one of them; None where they are not for one kernel."""
-    present = [(x, offset) for x, offset in zip(tensors, offsets, strict=True) if x is not None and x.numel()]
-    if not present or not takes(buffer, *(x for x, _ in present)) or {x.device for x, _ in present} != {buffer.device}:
+    present = [
+        (x, offset)
+        for x, offset in zip(tensors, offsets, strict=True)
+        if x is not None and x.numel()
+    ]
+    if (
+        not present
+        or not takes(buffer, *(x for x, _ in present))
+        or {x.device for x, _ in present} != {buffer.device}
+    ):
         return None
     places = tuple((piece, offset, x.numel()) for piece, (x, offset) in enumerate(present))
     ends = [0, *(offset + length for _, offset, length in places)]
     starts = [*(offset for _, offset, _ in places), buffer.numel()]
-    if len({x.dtype for x, _ in present}) > 1 or any(end > start for end, start in zip(ends, starts, strict=True)):
+    if len({x.dtype for x, _ in present}) > 1 or any(
+        end > start for end, start in zip(ends, starts, strict=True)
+    ):
         return None
     addresses = _addresses(tuple(x.data_ptr() for x, _ in present), buffer.device)
     return addresses, _tiles(places, buffer.numel(), buffer.device), present[0][0]
 
 
-def ravel_into(out: Tensor, tensors: Sequence[Tensor | None], offsets: Sequence[int], scale: float) -> bool:
+def ravel_into(
+    out: Tensor, tensors: Sequence[Tensor | None], offsets: Sequence[int], scale: float
+) -> bool:
     """Write a buffer, zeros in between too; whether it was done."""
     table = _table(tensors, offsets, out)
     if table is None:
         return False
     addresses, tiles, like = table
     flags = {"SCALED": scale != 1.0, "IN_BF16": is_bf16(like), "BF16": is_bf16(out)}
-    launch(_ravel, (len(tiles),), out.device, addresses, tiles, as_pointer(out), scale, TILE=TILE, **flags, like=as_pointer(like))
+    launch(
+        _ravel,
+        (len(tiles),),
+        out.device,
+        addresses,
+        tiles,
+        as_pointer(out),
+        scale,
+        TILE=TILE,
+        **flags,
+        like=as_pointer(like),
+    )
     torch.autograd.graph.increment_version(out)
     return True
 
@@ -92,6 +142,16 @@ def unravel_from(source: Tensor, tensors: Sequence[Tensor | None], offsets: Sequ
         return False
     addresses, tiles, like = table
     flags = {"IN_BF16": is_bf16(source), "BF16": is_bf16(like)}
-    launch(_unravel, (len(tiles),), source.device, addresses, tiles, as_pointer(source), TILE=TILE, **flags, like=as_pointer(like))
+    launch(
+        _unravel,
+        (len(tiles),),
+        source.device,
+        addresses,
+        tiles,
+        as_pointer(source),
+        TILE=TILE,
+        **flags,
+        like=as_pointer(like),
+    )
     torch.autograd.graph.increment_version([x for x in tensors if x is not None])
     return True

@@ -16,12 +16,25 @@ _UNITS = 128  # of 32 elements
 
 
 @triton.jit
-def _squares(x, row, special, numel, scale, UNITS: tl.constexpr, LIFT: tl.constexpr, SCALED: tl.constexpr, BF16: tl.constexpr):
+def _squares(
+    x,
+    row,
+    special,
+    numel,
+    scale,
+    UNITS: tl.constexpr,
+    LIFT: tl.constexpr,
+    SCALED: tl.constexpr,
+    BF16: tl.constexpr,
+):
     # Eight sums of the squares of 32 elements, as [Note: exact sums] has them, are cut in digits of 32 bits, which are added as integers.
     unit = tl.program_id(0).to(tl.int64) * UNITS + tl.arange(0, UNITS)
     i = unit[:, None] * 32 + tl.arange(0, 8)[None, :]
     a, b = _square(x, i, numel, scale, SCALED, BF16), _square(x, i + 8, numel, scale, SCALED, BF16)
-    c, d = _square(x, i + 16, numel, scale, SCALED, BF16), _square(x, i + 24, numel, scale, SCALED, BF16)
+    c, d = (
+        _square(x, i + 16, numel, scale, SCALED, BF16),
+        _square(x, i + 24, numel, scale, SCALED, BF16),
+    )
     total = (a + c) + (b + d)
     raw = total.to(tl.int64, bitcast=True) & 0x7FFFFFFFFFFFFFFF
     exponent = raw >> 52
@@ -39,7 +52,11 @@ def _squares(x, row, special, numel, scale, UNITS: tl.constexpr, LIFT: tl.conste
     k = tl.min(tl.where(used, limb, 1 << 20))
     highest = tl.max(tl.where(used, limb, -3)) + 2  # type: ignore[operator]
     while k <= highest:  # type: ignore[operator]
-        part = tl.where(limb == k, first, 0) + tl.where(limb + 1 == k, second, 0) + tl.where(limb + 2 == k, third, 0)
+        part = (
+            tl.where(limb == k, first, 0)
+            + tl.where(limb + 1 == k, second, 0)
+            + tl.where(limb + 2 == k, third, 0)
+        )
         tl.atomic_add(row + k, tl.sum(part))
         k += 1  # type: ignore[operator]
 

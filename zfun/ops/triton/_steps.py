@@ -16,7 +16,9 @@ __all__ = ["step"]
 
 
 @triton.jit
-def _start_step(param, grad, factor, scale, l2, i, mask, L2: tl.constexpr, FMA: tl.constexpr, BF16: tl.constexpr):
+def _start_step(
+    param, grad, factor, scale, l2, i, mask, L2: tl.constexpr, FMA: tl.constexpr, BF16: tl.constexpr
+):
     p = tl.load(param + i, mask=mask, other=0.0)
     g = load_wide(grad, i, mask, BF16)
     if factor is not None:
@@ -52,7 +54,9 @@ def _adam(
     v = tl.fma(g * rest2, g, v * b2)
     tl.store(mu + i, m, mask=mask)
     tl.store(nu + i, v, mask=mask)
-    u = tl.div_rn(m * step, tl.div_rn(tl.sqrt_rn(v), correction + tl.full((TILE,), 0.0, tl.float32)) + eps)
+    u = tl.div_rn(
+        m * step, tl.div_rn(tl.sqrt_rn(v), correction + tl.full((TILE,), 0.0, tl.float32)) + eps
+    )
     if DECAY:
         new = u + p * keep
         _end_step(param, change, out, p, new, new - p, i, mask, OUT_BF16)
@@ -122,20 +126,39 @@ def step(
 ) -> bool:
     """Take a step of a rule; whether there is a kernel for it, and for float32 parameters and moments."""
     held = [param, *moments, *(() if change is None else (change,))]
-    if rule not in _RULES or any(x.dtype != torch.float32 for x in held) or not takes(*held, grad, *(() if out is None else (out,))):
+    if (
+        rule not in _RULES
+        or any(x.dtype != torch.float32 for x in held)
+        or not takes(*held, grad, *(() if out is None else (out,)))
+    ):
         return False
     kernel, numbers, flags = _RULES[rule](dict(constants))
     velocity = (None,) if rule == "plain_sgd" else ()
     # A factor that lives on the device is read there: the host need not wait for it.
-    factor = scale.to(device=param.device, dtype=torch.float32) if isinstance(scale, Tensor) else None
+    factor = (
+        scale.to(device=param.device, dtype=torch.float32) if isinstance(scale, Tensor) else None
+    )
     number = 1.0 if isinstance(scale, Tensor) else scale
     buffers = [param, grad, *moments, *velocity, change, out, factor]
     pointers = [None if x is None else as_pointer(x) for x in buffers]
     flags = {**flags, "BF16": is_bf16(grad), "OUT_BF16": out is not None and is_bf16(out)}
     numel = param.numel()
     if numel:
-        launch(kernel, (triton.cdiv(numel, TILE),), param.device, *pointers, numel, number, *numbers, TILE=TILE, **flags)
-    written = [*moments, *([change] if change is not None else [param] if out is None else [param, out])]
+        launch(
+            kernel,
+            (triton.cdiv(numel, TILE),),
+            param.device,
+            *pointers,
+            numel,
+            number,
+            *numbers,
+            TILE=TILE,
+            **flags,
+        )
+    written = [
+        *moments,
+        *([change] if change is not None else [param] if out is None else [param, out]),
+    ]
     torch.autograd.graph.increment_version(written)
     return True
 
@@ -144,12 +167,25 @@ def _adam_numbers(c: dict[str, float]) -> tuple[Any, tuple[float, ...], dict[str
     weight = 1.0 - c["b1"]
     near = weight < 0.5
     rest2, keep = 1.0 - c["b2"], 1.0 - c["decay"]
-    numbers = (weight if near else weight - 1.0, c["b2"], rest2, -c["step_size"], c["eps"], c["l2"], keep, c["correction"])
+    numbers = (
+        weight if near else weight - 1.0,
+        c["b2"],
+        rest2,
+        -c["step_size"],
+        c["eps"],
+        c["l2"],
+        keep,
+        c["correction"],
+    )
     return _adam, numbers, {"NEAR": near, "L2": c["l2"] != 0.0, "DECAY": c["decay"] != 0.0}
 
 
 def _sgd_numbers(c: dict[str, float]) -> tuple[Any, tuple[float, ...], dict[str, bool]]:
-    return _sgd, (-c["learning_rate"], c["momentum"], c["l2"]), {"NESTEROV": bool(c["nesterov"]), "L2": c["l2"] != 0.0}
+    return (
+        _sgd,
+        (-c["learning_rate"], c["momentum"], c["l2"]),
+        {"NESTEROV": bool(c["nesterov"]), "L2": c["l2"] != 0.0},
+    )
 
 
 def _lion_numbers(c: dict[str, float]) -> tuple[Any, tuple[float, ...], dict[str, bool]]:

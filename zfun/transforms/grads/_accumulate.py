@@ -20,12 +20,14 @@ __all__ = ["accumulate"]
 def accumulate(vg: Gradient, num_micro_batches: int) -> Gradient:
     """Split each batch in micro-batches, and average their losses and gradients.
 
-    ``accumulate(shard_grads(vg))`` reduces every micro-batch and keeps a shard; ``shard_grads(accumulate(vg))`` keeps whole gradients and
-    reduces once. They cost what they say, and differ by rounding only.
+    ``accumulate(shard_grads(vg))`` reduces every micro-batch and keeps a shard;
+    ``shard_grads(accumulate(vg))`` keeps whole gradients and reduces once. They cost what they say,
+    and differ by rounding only.
 
     Args:
         vg: a gradient function.
-        num_micro_batches: how many; the first dim of every tensor of the batch must be divisible by it.
+        num_micro_batches: how many; the first dim of every tensor of the batch must be divisible by
+            it.
 
     Returns:
         A gradient function. Aux values are returned as a list, one for each micro-batch.
@@ -60,7 +62,9 @@ def accumulate(vg: Gradient, num_micro_batches: int) -> Gradient:
             # Not to be held while the next ones are made.
             del grads
         if weights:
-            result: Any = WeightedMean(torch.stack([loss.total for loss in losses]).sum(), torch.stack(weights).sum())
+            result: Any = WeightedMean(
+                torch.stack([loss.total for loss in losses]).sum(), torch.stack(weights).sum()
+            )
             total = _scaled(total, 1.0 / (float(result.weight) or 1.0))
         else:
             result = torch.stack(losses).sum() / num_micro_batches
@@ -78,8 +82,9 @@ def _split(batch: Any, count: int) -> list[Any]:
             columns.append([leaf] * count)
         elif leaf.ndim == 0 or leaf.shape[0] % count:
             raise OptionError(
-                f"accumulate() splits the first dim of every tensor of a batch in {count}; batch leaf {path!r} has shape "
-                f"{tuple(leaf.shape)}; use a batch size that {count} divides",
+                f"accumulate() splits the first dim of every tensor of a batch in {count}; batch "
+                f"leaf {path!r} has shape {tuple(leaf.shape)}; use a batch size that {count} "
+                "divides",
                 leaf=path,
             )
         else:

@@ -68,7 +68,9 @@ class WholeParams:
 
     diverged: bool | None = None
 
-    def __init__(self, views: Sequence[Sequence[Tensor]], slots: Sequence[Sequence[LeafSlot]]) -> None:
+    def __init__(
+        self, views: Sequence[Sequence[Tensor]], slots: Sequence[Sequence[LeafSlot]]
+    ) -> None:
         self._views = views
         self._slots = slots
 
@@ -130,7 +132,9 @@ class Executor:
     def backward(self, total: Tensor, seed: float) -> None:
         """Run backward."""
         if total.requires_grad and self.reducer.anchors:
-            torch.autograd.grad(total, self.reducer.anchors, torch.full_like(total, seed), allow_unused=True)
+            torch.autograd.grad(
+                total, self.reducer.anchors, torch.full_like(total, seed), allow_unused=True
+            )
 
     def contribute(self, bucket: int, grads: Sequence[Tensor | None]) -> None:
         """Take the gradients of a bucket from one of its nodes."""

@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from zfun import ops, stores, tree
-from zfun.collectives import AllReduce, Collective, Group, Stream, Work, axis_of, is_checked, mesh_of
+from zfun.collectives import (
+    AllReduce,
+    Collective,
+    Group,
+    Stream,
+    Work,
+    axis_of,
+    is_checked,
+    mesh_of,
+)
 from zfun.compression import Codec, check_codec
 from zfun.errors import LeafError, OptionError, PlacementError, ZfunError, checked_options
 from zfun.flat import Flat, flats, ravel_buckets, unravel_buffers
@@ -21,7 +30,6 @@ from zfun.layout import DEFAULT_BUCKET_BYTES, Layout, layout_of, unique_leaves
 from zfun.placement import P, Placement, R, S
 from zfun.transforms._cast import CastLoss
 from zfun.transforms._notes import noting
-from zfun.transforms.remat import warn_of_whole_loss
 from zfun.transforms._watched import watched
 from zfun.transforms.grads._executor import Executor, WholeParams
 from zfun.transforms.grads._hooks import CommHook, SumHook
@@ -29,6 +37,7 @@ from zfun.transforms.grads._reducer import GradReducer
 from zfun.transforms.grads._value import NO_AUX, WeightedMean, parse
 from zfun.transforms.params._buckets import tree_of, views_of
 from zfun.transforms.params._call import BoundParams, LossCall
+from zfun.transforms.remat import warn_of_whole_loss
 from zfun.transforms.values._redistribute import check_agreement
 from zfun.typing import Gradient, Loss
 
@@ -46,13 +55,15 @@ class GradientFunction:
 
     Attributes:
         loss: what is differentiated.
-        group: the ranks over which gradients are partial sums; ``None`` while they are this rank's own.
+        group: the ranks over which gradients are partial sums; ``None`` while they are this rank's
+            own.
         reduce: ``"mean"`` or ``"sum"`` over the ranks.
         bucket_bytes: where buckets close, for parameters that are not flat yet.
         placement: of the gradients; ``None`` while they are this rank's own.
         over: what sharded gradients are sharded over: ``group`` or its inner axis.
         hooks: the steps that each bucket of gradients goes through as soon as it is complete.
-        reduce_dtype: of flat gradients; ``None`` for that of the parameters, but float32 for half types.
+        reduce_dtype: of flat gradients; ``None`` for that of the parameters, but float32 for half
+            types.
         loss_scale: what the loss is multiplied with before its gradient is taken.
         codec: of the partial sums; ``None`` sends them exactly.
     """
@@ -68,17 +79,24 @@ class GradientFunction:
     loss_scale: float = 1.0
     codec: Codec | None = None
     _agreed: set[Layout] = dataclasses.field(default_factory=set, compare=False, repr=False)
-    _tables: dict[Layout, list[ops.AddressTable]] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    _tables: dict[Layout, list[ops.AddressTable]] = dataclasses.field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     def __call__(self, params: tree.Tree, batch: Any) -> tuple[Any, Any]:
         """Return the loss and the gradients."""
         layout, group = self._layout(params)
-        # Simulated ranks may share one gradient function, so a call takes the tables away while it runs.
+        # Simulated ranks may share one gradient function, so a call takes the tables away while it
+        # runs.
         tables = self._tables.pop(layout, None)
         if tables is None:
             tables = [ops.AddressTable() for _ in layout.buckets]
         hooks = watched(self._hooks(params), layout)
-        executor = Executor(GradReducer(layout, hooks, _grad_dtypes(layout, group, self.reduce_dtype), group, tables))
+        executor = Executor(
+            GradReducer(
+                layout, hooks, _grad_dtypes(layout, group, self.reduce_dtype), group, tables
+            )
+        )
         try:
             with torch.enable_grad(), noting("forward"):
                 value, total, weight, aux = parse(self.loss(_open(params, layout, executor), batch))
@@ -94,25 +112,33 @@ class GradientFunction:
         unused = executor.reducer.unused
         if self.group is not None and is_checked(self.group) and unused:
             warnings.warn(
-                f"rank {self.group.rank}: the loss does not depend on {', '.join(unused)}; such leaves have zero gradients; "
-                "freeze them if that is meant",
+                f"rank {self.group.rank}: the loss does not depend on {', '.join(unused)}; such "
+                "leaves have zero gradients; freeze them if that is meant",
                 stacklevel=2,
             )
         value = self._value(executor.loss.wait(), weight)
-        return (value if aux is NO_AUX else (value, aux)), self._wrap(params, results, layout, group)
+        return (value if aux is NO_AUX else (value, aux)), self._wrap(
+            params, results, layout, group
+        )
 
     def _layout(self, params: tree.Tree) -> tuple[Layout, Group | None]:
         if isinstance(params, Flat):
             if params.placement is P:
-                raise PlacementError("parameters are whole or sharded; got a Flat with placement P; redistribute() it to R or S first")
+                raise PlacementError(
+                    "parameters are whole or sharded; got a Flat with placement P; "
+                    "redistribute() it to R or S first"
+                )
             if self.group is not None and mesh_of(params.group) is not self.group:
                 raise PlacementError(
-                    "parameters and gradients must be of one group; got two; pass the same group to shard() and data_parallel(), or the "
-                    "inner axis of a mesh and that mesh"
+                    "parameters and gradients must be of one group; got two; pass the same group "
+                    "to shard() and data_parallel(), or the inner axis of a mesh and that mesh"
                 )
             return _check_trainable(params.layout), self.group or params.group
         if flats(params):
-            raise PlacementError("parameters are one Flat or a tree of tensors; got a Flat inside a tree; shard the whole tree at once")
+            raise PlacementError(
+                "parameters are one Flat or a tree of tensors; got a Flat inside a tree; shard "
+                "the whole tree at once"
+            )
         if self.group is None:
             return _check_trainable(layout_of(params, 1, self.bucket_bytes)), None
         try:
@@ -129,8 +155,8 @@ class GradientFunction:
 
     def _hooks(self, params: tree.Tree) -> tuple[CommHook, ...]:
         hooks = self.hooks
-        # The derivative of a gather is a reduce-scatter: without a transform that says otherwise, sharded parameters have sharded
-        # gradients.
+        # The derivative of a gather is a reduce-scatter: without a transform that says otherwise,
+        # sharded parameters have sharded gradients.
         if self.group is None and isinstance(params, Flat) and params.placement is S:
             hooks = (SumHook(params.group, S), *hooks)
         return hooks
@@ -142,13 +168,16 @@ class GradientFunction:
             return Work.done(parts)
         if weight is not None and self.reduce != "mean":
             raise OptionError(
-                "weighted_mean() is a mean; got data_parallel(reduce='sum'); use reduce='mean', or return the sum itself as the loss"
+                "weighted_mean() is a mean; got data_parallel(reduce='sum'); use reduce='mean', "
+                "or return the sum itself as the loss"
             )
         return self.group.start(Collective(AllReduce(), "loss", "loss", Stream.CONTROL), parts)
 
     def _value(self, summed: Tensor, weight: Tensor | None) -> Any:
         """Return the loss as the caller gets it."""
-        return summed[0] * self._rank_scale if weight is None else WeightedMean(summed[0], summed[1])
+        return (
+            summed[0] * self._rank_scale if weight is None else WeightedMean(summed[0], summed[1])
+        )
 
     @property
     def _rank_scale(self) -> float:
@@ -158,11 +187,14 @@ class GradientFunction:
         """Return a function that gives the factor of all gradients."""
         if weight is None or ops.is_abstract(weight):
             return lambda: self._rank_scale
-        # The mean over no tokens does not exist, nor does its gradient: a sum over no tokens is 0. The weight is read once, when
-        # the first bucket is complete: the device computes backward meanwhile.
+        # The mean over no tokens does not exist, nor does its gradient: a sum over no tokens is 0.
+        # The weight is read once, when the first bucket is complete: the device computes backward
+        # meanwhile.
         return functools.cache(lambda: 1.0 / (float(summed.wait()[1]) or 1.0))
 
-    def _wrap(self, params: tree.Tree, results: list[Any], layout: Layout, group: Group | None) -> Any:
+    def _wrap(
+        self, params: tree.Tree, results: list[Any], layout: Layout, group: Group | None
+    ) -> Any:
         if group is None:
             return unravel_buffers(results, layout)
         placement = self.placement
@@ -187,7 +219,9 @@ def _open(params: tree.Tree, layout: Layout, executor: Executor) -> tree.Tree:
     return tree_of(layout, (executor.open(bucket, x) for bucket, x in enumerate(views)))
 
 
-def _grad_dtypes(layout: Layout, group: Group | None, chosen: torch.dtype | None) -> list[torch.dtype]:
+def _grad_dtypes(
+    layout: Layout, group: Group | None, chosen: torch.dtype | None
+) -> list[torch.dtype]:
     """The dtypes of the buffers of gradients: those that stay this rank's own have the dtypes of the leaves."""
     if group is None:
         return [bucket.dtype for bucket in layout.buckets]
@@ -196,8 +230,8 @@ def _grad_dtypes(layout: Layout, group: Group | None, chosen: torch.dtype | None
     for slot in layout.leaves:
         if slot.dtype.is_complex and chosen is torch.bfloat16:
             raise LeafError(
-                f"there are no complex numbers in bfloat16; got reduce_dtype=torch.bfloat16 for leaf {slot.path!r}, which is {slot.dtype}; "
-                "use torch.float32",
+                "there are no complex numbers in bfloat16; got reduce_dtype=torch.bfloat16 for "
+                f"leaf {slot.path!r}, which is {slot.dtype}; use torch.float32",
                 leaf=slot.path,
             )
     return [chosen] * len(layout.buckets)
@@ -207,8 +241,8 @@ def _check_trainable(layout: Layout) -> Layout:
     for slot in layout.leaves:
         if not (slot.dtype.is_floating_point or slot.dtype.is_complex):
             raise LeafError(
-                f"a trainable leaf must be floating or complex; leaf {slot.path!r} is {slot.dtype}; split the tree with zf.partition() "
-                "and close over the rest",
+                f"a trainable leaf must be floating or complex; leaf {slot.path!r} is "
+                f"{slot.dtype}; split the tree with zf.partition() and close over the rest",
                 leaf=slot.path,
             )
     return layout
@@ -221,9 +255,10 @@ def value_and_grad(loss: Loss) -> GradientFunction:
         loss: ``(params, batch) -> scalar``, ``(scalar, aux)`` or :func:`weighted_mean`.
 
     Returns:
-        ``(params, batch) -> (loss, grads)``, or ``((loss, aux), grads)``. For a tree of tensors the gradients are a tree of the same
-        structure, zero where the loss does not depend on a leaf; for a ``Flat`` they are one. The loss comes back without its graph. For
-        higher derivatives use ``torch.func`` on the loss itself.
+        ``(params, batch) -> (loss, grads)``, or ``((loss, aux), grads)``. For a tree of tensors the
+        gradients are a tree of the same structure, zero where the loss does not depend on a leaf;
+        for a ``Flat`` they are one. The loss comes back without its graph. For higher derivatives
+        use ``torch.func`` on the loss itself.
 
     Raises:
         LeafError: from the returned function, for an integer leaf.
@@ -250,25 +285,31 @@ def data_parallel(
 ) -> Gradient:
     """Say that every rank has a batch of its own: gradients become partial sums over the ranks (``-> P``).
 
-    Nothing is sent but the loss; who needs the sum asks for it (:func:`replicate_grads`, :func:`shard_grads`, or :func:`apply`).
+    Nothing is sent but the loss; who needs the sum asks for it (:func:`replicate_grads`,
+    :func:`shard_grads`, or :func:`apply`).
 
     Args:
         vg: a gradient function.
         group: all the ranks that have a batch: a group, or a whole mesh.
-        reduce: ``"mean"`` divides by the number of ranks (here, and nowhere else); ``"sum"`` does not. A loss that returns
-            :func:`weighted_mean` is divided by the weight over all ranks instead.
-        reduce_dtype: the dtype of the gradients from here on: in it they are sent, summed over the ranks, and accumulated over
-            micro-batches. By default that of the parameters, but float32 for half types, whose sums would lose bits.
+        reduce: ``"mean"`` divides by the number of ranks (here, and nowhere else); ``"sum"`` does
+            not. A loss that returns :func:`weighted_mean` is divided by the weight over all ranks
+            instead.
+        reduce_dtype: the dtype of the gradients from here on: in it they are sent, summed over the
+            ranks, and accumulated over micro-batches. By default that of the parameters, but
+            float32 for half types, whose sums would lose bits.
         bucket_bytes: where buckets close, for parameters that are not flat yet.
-        compression: the codec of the partial sums, for whoever sums them: :func:`zfun.compression.int4`, say. By default exactly. The value
-            carries it as long as it is ``P``; what ``zf.tree.map`` makes of it is sent exactly.
+        compression: the codec of the partial sums, for whoever sums them:
+            :func:`zfun.compression.int4`, say. By default exactly. The value carries it as long as
+            it is ``P``; what ``zf.tree.map`` makes of it is sent exactly.
 
     Returns:
-        A gradient function. Its loss is that of all ranks together; its gradients are a ``Flat`` with placement ``P``.
+        A gradient function. Its loss is that of all ranks together; its gradients are a ``Flat``
+        with placement ``P``.
 
     Raises:
         PlacementError: an axis of a mesh, or gradients that are partial already.
-        SpecMismatch: from the returned function, at its first call on a tree of tensors, where ranks hold different parameters.
+        SpecMismatch: from the returned function, at its first call on a tree of tensors, where
+            ranks hold different parameters.
 
     Example:
         >>> import zfun as zf
@@ -299,12 +340,17 @@ def data_parallel(
         scale = 1.0 / group.size if reduce == "mean" else 1.0
         if isinstance(loss, WeightedMean) or flats(grads):
             raise PlacementError(
-                "data_parallel() takes gradients that are this rank's own; got ones that are flat or weighted already; put it directly "
-                "around value_and_grad()"
+                "data_parallel() takes gradients that are this rank's own; got ones that are "
+                "flat or weighted already; put it directly around value_and_grad()"
             )
-        pending = group.start(Collective(AllReduce(), "loss", "loss", Stream.CONTROL), loss.detach().reshape(1).contiguous())
+        pending = group.start(
+            Collective(AllReduce(), "loss", "loss", Stream.CONTROL),
+            loss.detach().reshape(1).contiguous(),
+        )
         layout = layout_of(grads, group.size, bucket_bytes)
-        buffers = ravel_buckets(grads, layout, scale=scale, dtypes=_grad_dtypes(layout, group, reduce_dtype))
+        buffers = ravel_buckets(
+            grads, layout, scale=scale, dtypes=_grad_dtypes(layout, group, reduce_dtype)
+        )
         flat = Flat(buffers, P, layout, group, codec=compression)
         loss = pending.wait()[0] * scale
         return (loss if aux is NO_AUX else (loss, aux)), flat
@@ -312,37 +358,46 @@ def data_parallel(
     return parallel
 
 
-def _check_parallel(vg: Gradient, group: Group, reduce: str, reduce_dtype: torch.dtype | None) -> None:
+def _check_parallel(
+    vg: Gradient, group: Group, reduce: str, reduce_dtype: torch.dtype | None
+) -> None:
     if axis_of(group):
         raise PlacementError(
-            f"data_parallel() takes all the ranks that have a batch; got the {axis_of(group)} axis of a mesh; pass the mesh itself"
+            f"data_parallel() takes all the ranks that have a batch; got the {axis_of(group)} "
+            "axis of a mesh; pass the mesh itself"
         )
     if reduce not in ("mean", "sum"):
         raise OptionError(f"reduce must be 'mean' or 'sum'; got {reduce!r}")
     if not (reduce_dtype is None or reduce_dtype.is_floating_point):
-        raise OptionError(f"reduce_dtype must be a floating dtype; got {reduce_dtype}; torch.float32 is usual")
+        raise OptionError(
+            f"reduce_dtype must be a floating dtype; got {reduce_dtype}; torch.float32 is usual"
+        )
     if isinstance(vg, GradientFunction) and vg.group is not None:
         raise PlacementError(
-            f"data_parallel() takes gradients that are this rank's own; got ones with placement {vg.placement!r}; apply it once, "
-            "and before shard_grads()"
+            "data_parallel() takes gradients that are this rank's own; got ones with placement "
+            f"{vg.placement!r}; apply it once, and before shard_grads()"
         )
 
 
 def scale_loss(vg: Gradient, scale: float) -> Gradient:
     """Multiply the loss by a number before its gradient is taken, so that float16 gradients do not vanish on the way.
 
-    The loss comes back as it is; the gradients are ``scale`` times as large, until the caller divides them: after they were summed over the
-    ranks, by the same number. :class:`zfun.optim.LossScale` finds it from step to step, and :func:`zfun.zero` does all of this.
+    The loss comes back as it is; the gradients are ``scale`` times as large, until the caller
+    divides them: after they were summed over the ranks, by the same number.
+    :class:`zfun.optim.LossScale` finds it from step to step, and :func:`zfun.zero` does all of
+    this.
 
     Args:
-        vg: a gradient function made by zfun; for micro-batches put :func:`accumulate` around the result.
+        vg: a gradient function made by zfun; for micro-batches put :func:`accumulate` around the
+            result.
         scale: the number; a power of two changes no bit of what does not vanish.
 
     Returns:
         A gradient function.
 
     Raises:
-        OptionError: ``vg`` is not made by :func:`value_and_grad`, :func:`data_parallel`, :func:`shard_grads` or :func:`zfun.offload`.
+        OptionError: ``vg`` is not made by :func:`value_and_grad`, :func:`data_parallel`,
+            :func:`shard_grads` or :func:`zfun.offload`.
 
     Example:
         >>> import zfun as zf
@@ -352,7 +407,8 @@ def scale_loss(vg: Gradient, scale: float) -> Gradient:
     """
     if not isinstance(vg, GradientFunction):
         raise OptionError(
-            f"scale_loss() takes a gradient function that it can look into; got {type(vg).__name__}; put it inside of accumulate(), around "
-            "value_and_grad(), data_parallel() or shard_grads()"
+            "scale_loss() takes a gradient function that it can look into; got "
+            f"{type(vg).__name__}; put it inside of accumulate(), around value_and_grad(), "
+            "data_parallel() or shard_grads()"
         )
     return dataclasses.replace(vg, loss_scale=vg.loss_scale * scale)

@@ -70,5 +70,9 @@ class SumHook:
             # Peers may still read the buffer where it lies when this rank has its sum.
             return group.start(call, buffer, None if is_symmetric(group) else buffer)
         # Over an inner axis the sum over the mesh takes the place of the sum over the row.
-        out = None if axis_of(group) else allocate(group, layout.shard_numel(bucket), buffer.dtype, buffer.device)
+        out = (
+            None
+            if axis_of(group)
+            else allocate(group, layout.shard_numel(bucket), buffer.dtype, buffer.device)
+        )
         return start_reduce_scatter_over(group, call, buffer, out)

@@ -1,16 +1,17 @@
 """The bucket node, and the reducer that collects the gradients that the nodes receive.
 
 [Note: the bucket node]
-Between the flat buffers and the user's loss stands one autograd node for each bucket. Forward, the
-node gives views of the (gathered) buffer. Backward, autograd runs the node when the gradients of all
-its views are complete, and the reducer copies them into one communication buffer. So reduction
-starts inside backward, bucket by bucket, and the same node serves every stage: the hooks that
-``data_parallel``, ``shard_grads`` and ``offload`` put on the reducer decide where the buffer goes.
+Between the flat buffers and the user's loss stands one autograd node for
+each bucket. Forward, the node gives views of the (gathered) buffer. Backward, autograd runs the
+node when the gradients of all its views are complete, and the reducer copies them into one
+communication buffer. So reduction starts inside backward, bucket by bucket, and the same node
+serves every stage: the hooks that ``data_parallel``, ``shard_grads`` and ``offload`` put on the
+reducer decide where the buffer goes.
 
 The reducer starts the collectives in one order, from the last bucket of the layout to the first,
-whatever the order in which nodes fire: a bucket that is ready early waits for those before it, and a
-bucket that this rank never used is sent as zeros at the end. So ranks may skip leaves, and nothing
-hangs.
+whatever the order in which nodes fire: a bucket that is ready early waits for those before it, and
+a bucket that this rank never used is sent as zeros at the end. So ranks may skip leaves, and
+nothing hangs.
 
 A bucket may be opened more than once in a forward pass (it was gathered, released and gathered
 again): its gradient is the sum over its nodes, in the order in which they fire, leaf by leaf in the
@@ -53,7 +54,8 @@ class GradReducer:
         hooks: the steps that each bucket goes through, in order.
         dtypes: of the gradient buffers, one for each bucket.
         group: the ranks that the gradients are summed over, if any: it allocates the buffers.
-        tables: one for each bucket, for the addresses of gradients; pass the same from call to call.
+        tables: one for each bucket, for the addresses of gradients; pass the same from call to
+            call.
 
     Attributes:
         anchors: the tensors to differentiate with respect to, one for each node.
@@ -123,14 +125,20 @@ class GradReducer:
         is sent in its turn, and not at the end.
         """
         runs = torch._C._will_engine_execute_node
-        self._silent = frozenset(b for b, nodes in enumerate(self._nodes) if nodes and not any(map(runs, nodes)))
+        self._silent = frozenset(
+            b for b, nodes in enumerate(self._nodes) if nodes and not any(map(runs, nodes))
+        )
         self.start_ready()
 
     def add(self, bucket: int, grads: Sequence[Tensor | None]) -> bool:
         """Add the gradients of one of a bucket's nodes; return whether the bucket is complete."""
         self._fired[bucket] += 1
         before = self._sums[bucket]
-        self._sums[bucket] = list(grads) if before is None else [_sum(x, y) for x, y in zip(before, grads, strict=True)]
+        self._sums[bucket] = (
+            list(grads)
+            if before is None
+            else [_sum(x, y) for x, y in zip(before, grads, strict=True)]
+        )
         if self._fired[bucket] < self._opened[bucket]:
             return False
         self._fill(bucket)
@@ -138,7 +146,9 @@ class GradReducer:
 
     def start_ready(self) -> None:
         """Start the reductions whose turn has come."""
-        while self._next >= 0 and (self._ready[self._next] is not None or self._next in self._silent):
+        while self._next >= 0 and (
+            self._ready[self._next] is not None or self._next in self._silent
+        ):
             bucket, self._next = self._next, self._next - 1
             if self._ready[bucket] is None:
                 self._ravel(bucket)
@@ -184,14 +194,24 @@ class GradReducer:
     def _ravel(self, bucket: int) -> None:
         slot, (leaves, offsets) = self.layout.buckets[bucket], _leaves_of(self.layout, bucket)
         sums, self._sums[bucket] = self._sums[bucket], None
-        grads = [None] * len(leaves) if sums is None else [_rounded(x, leaf.dtype) for x, leaf in zip(sums, leaves, strict=True)]
+        grads = (
+            [None] * len(leaves)
+            if sums is None
+            else [_rounded(x, leaf.dtype) for x, leaf in zip(sums, leaves, strict=True)]
+        )
         self.unused += [leaf.path for x, leaf in zip(grads, leaves, strict=True) if x is None]
         dtype, device, group = self.dtypes[bucket], self.layout.device, self.group
         # The group allocates the buffer where other ranks can read it.
         numel = slot.padded_numel
-        out = torch.empty(numel, dtype=dtype, device=device) if group is None else allocate(group, numel, dtype, device)
+        out = (
+            torch.empty(numel, dtype=dtype, device=device)
+            if group is None
+            else allocate(group, numel, dtype, device)
+        )
         table = None if sums is None or self._tables is None else self._tables[bucket]
-        ops.ravel_into(out, grads, offsets, scale=1.0 if sums is None else self.scale(), table=table)
+        ops.ravel_into(
+            out, grads, offsets, scale=1.0 if sums is None else self.scale(), table=table
+        )
         # A table keeps the list, but must not keep the gradients.
         grads.clear()
         self._ready[bucket] = out
@@ -220,8 +240,9 @@ def check_unwritten(views: Sequence[Tensor], slots: Sequence[LeafSlot]) -> None:
     for view, slot in zip(views, slots, strict=True):
         if view._version:
             raise ZfunError(
-                f"a loss must not change its parameters in place; leaf {slot.path!r} was changed; clone() it in the loss, return what is "
-                "to be kept as aux, and load the parameters anew: they may have the change",
+                f"a loss must not change its parameters in place; leaf {slot.path!r} was changed; "
+                "clone() it in the loss, return what is to be kept as aux, and load the "
+                "parameters anew: they may have the change",
                 leaf=slot.path,
             )
 
@@ -244,7 +265,8 @@ class _BucketNode(torch.autograd.Function):
     def forward(  # pyrefly: ignore[bad-override]
         ctx: Any, anchor: Tensor, receive: Receive, bucket: int, views: list[Tensor]
     ) -> tuple[Tensor, ...]:
-        # Not in a setup_context(): torch would look up the signature of this function at every call.
+        # Not in a setup_context(): torch would look up the signature of this function at every
+        # call.
         del anchor
         ctx.receive, ctx.bucket = receive, bucket
         ctx.set_materialize_grads(False)

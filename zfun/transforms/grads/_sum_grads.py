@@ -22,13 +22,15 @@ __all__ = ["replicate_grads", "shard_grads"]
 def shard_grads(vg: Gradient, group: Group) -> Gradient:
     """Sum gradients over the ranks and keep this rank's part: ZeRO-2 (``P -> S``).
 
-    The reduce-scatter of a bucket starts inside backward, as soon as its gradients are complete, so that whole gradients never exist at
-    once. Around :func:`accumulate` it is done once, after the last micro-batch.
+    The reduce-scatter of a bucket starts inside backward, as soon as its gradients are complete, so
+    that whole gradients never exist at once. Around :func:`accumulate` it is done once, after the
+    last micro-batch.
 
     Args:
         vg: a gradient function whose gradients are partial.
-        group: the ranks that share the sum: the group of the gradients, or the inner axis of their mesh. In the latter case the shards are
-            summed over the outer axis too, and every row has the same.
+        group: the ranks that share the sum: the group of the gradients, or the inner axis of their
+            mesh. In the latter case the shards are summed over the outer axis too, and every row
+            has the same.
 
     Returns:
         A gradient function whose gradients are a ``Flat`` with placement ``S``.
@@ -54,8 +56,9 @@ def shard_grads(vg: Gradient, group: Group) -> Gradient:
 def replicate_grads(vg: Gradient, group: Group) -> Gradient:
     """Sum gradients over the ranks and keep all of them: data parallelism that sends while backward computes (``P -> R``).
 
-    The all-reduce of a bucket starts inside backward, as soon as its gradients are complete. :func:`apply` would send the same bytes
-    afterwards. Around :func:`accumulate` it is done once, after the last micro-batch.
+    The all-reduce of a bucket starts inside backward, as soon as its gradients are complete.
+    :func:`apply` would send the same bytes afterwards. Around :func:`accumulate` it is done once,
+    after the last micro-batch.
 
     Args:
         vg: a gradient function whose gradients are partial.
@@ -79,7 +82,8 @@ def replicate_grads(vg: Gradient, group: Group) -> Gradient:
     """
     if axis_of(group):
         raise PlacementError(
-            f"replicate_grads() takes the group of its gradients; got the {axis_of(group)} axis of a mesh; pass the mesh itself"
+            f"replicate_grads() takes the group of its gradients; got the {axis_of(group)} axis "
+            "of a mesh; pass the mesh itself"
         )
     return _summed(vg, SumHook(group, R), "replicate_grads()")
 
@@ -90,22 +94,28 @@ def _summed(vg: Gradient, hook: SumHook, name: str) -> Gradient:
     if isinstance(vg, GradientFunction) and vg.placement in (None, P):
         if vg.group is None:
             raise PlacementError(
-                f"{name} takes gradients with placement P; got ones that are this rank's own; wrap them in data_parallel() first"
+                f"{name} takes gradients with placement P; got ones that are this rank's own; "
+                "wrap them in data_parallel() first"
             )
         if vg.group is not mesh_of(group):
             raise PlacementError(
-                f"{name} must be given the group of its gradients; got another one; pass the same group to data_parallel() and "
+                f"{name} must be given the group of its gradients; got another one; pass the same "
+                "group to data_parallel() and "
                 f"{name}{', or the inner axis of that mesh' if placement is S else ''}"
             )
-        # Before what other transforms do with the result: to move a bucket to a store, say, is for when it is reduced.
+        # Before what other transforms do with the result: to move a bucket to a store, say, is for
+        # when it is reduced.
         hooks = (dataclasses.replace(hook, codec=vg.codec), *vg.hooks)
-        return dataclasses.replace(vg, placement=placement, over=group, hooks=hooks, _agreed=vg._agreed)
+        return dataclasses.replace(
+            vg, placement=placement, over=group, hooks=hooks, _agreed=vg._agreed
+        )
 
     def summed(params: tree.Tree, batch: Any) -> tuple[Any, Any]:
         loss, grads = vg(params, batch)
         if not isinstance(grads, Flat):
             raise PlacementError(
-                f"{name} takes gradients with placement P; got {type(grads).__name__} of whole leaves; wrap them in data_parallel() first"
+                f"{name} takes gradients with placement P; got {type(grads).__name__} of whole "
+                "leaves; wrap them in data_parallel() first"
             )
         if grads.placement is placement and grads.group is group:
             return loss, grads

@@ -36,8 +36,9 @@ class WeightedMean(NamedTuple):
 def weighted_mean(total: Tensor, weight: Tensor | float) -> WeightedMean:
     """Return a loss that is averaged by weight over ranks and micro-batches, not rank by rank.
 
-    The mean of the ranks' means is the true mean over tokens only where all ranks have equally many. A loss function that returns this
-    instead of a scalar gets the true one: :func:`data_parallel` and :func:`accumulate` add totals and weights before they divide.
+    The mean of the ranks' means is the true mean over tokens only where all ranks have equally
+    many. A loss function that returns this instead of a scalar gets the true one:
+    :func:`data_parallel` and :func:`accumulate` add totals and weights before they divide.
 
     Args:
         total: the sum of the losses of this batch, a scalar.
@@ -60,7 +61,9 @@ def weighted_mean(total: Tensor, weight: Tensor | float) -> WeightedMean:
     """
     # A count of tokens has more bits than a half type.
     total = total.to(ops.wide(total.dtype))
-    return WeightedMean(total, torch.as_tensor(weight, dtype=total.dtype, device=total.device).detach())
+    return WeightedMean(
+        total, torch.as_tensor(weight, dtype=total.dtype, device=total.device).detach()
+    )
 
 
 # In the place of what a loss returns beside its value, where it returns nothing.
@@ -74,10 +77,16 @@ def parse(out: Any) -> tuple[Any, Tensor, Tensor | None, Any]:
         out, aux = out
     total, weight = (out.total, out.weight) if isinstance(out, WeightedMean) else (out, None)
     if not isinstance(total, Tensor) or total.numel() != 1:
-        got = f"a tensor of shape {tuple(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
-        raise ZfunError(
-            f"a loss must return a scalar tensor, (scalar, aux) or weighted_mean(...); got {got}; reduce it with mean() or sum()"
+        got = (
+            f"a tensor of shape {tuple(total.shape)}"
+            if isinstance(total, Tensor)
+            else type(total).__name__
         )
-    # What is summed over ranks and micro-batches, and multiplied by a loss scale, needs more bits than a half type has.
+        raise ZfunError(
+            f"a loss must return a scalar tensor, (scalar, aux) or weighted_mean(...); got {got}; "
+            "reduce it with mean() or sum()"
+        )
+    # What is summed over ranks and micro-batches, and multiplied by a loss scale, needs more bits
+    # than a half type has.
     total = total.reshape(()).to(ops.wide(total.dtype))
     return out, total, weight, aux

@@ -10,7 +10,16 @@ from torch import Tensor
 from zfun import stores, tree
 from zfun.collectives import await_readers
 from zfun.errors import AliasChanged, OptionError, PlacementError, SpecMismatch
-from zfun.flat import Flat, call_site, change_layout, check_same_layout, consume, flats, ravel, unravel
+from zfun.flat import (
+    Flat,
+    call_site,
+    change_layout,
+    check_same_layout,
+    consume,
+    flats,
+    ravel,
+    unravel,
+)
 from zfun.layout import Layout, LeafSlot, layout_of
 from zfun.optim import Optimizer, as_optimizer
 from zfun.placement import P, R, S
@@ -22,20 +31,23 @@ from zfun.transforms.values._redistribute import redistribute
 __all__ = ["apply"]
 
 
-def apply(optimizer: Any, grads: tree.Tree, state: Any, params: tree.Tree, *, donate: bool = False) -> tuple[tree.Tree, Any]:
+def apply(
+    optimizer: Any, grads: tree.Tree, state: Any, params: tree.Tree, *, donate: bool = False
+) -> tuple[tree.Tree, Any]:
     """Take one optimizer step on values of any placement.
 
-    Gradients go to the placement in which the optimizer computes (that of the parameters, unless the optimizer says otherwise), and the new
-    parameters to the placement and the form of the old ones. That is where the collectives of stages 0 and 1 are. Terms of gradients that
-    the optimizer sums by itself (``Optimizer.partial``) it is given as they are.
+    Gradients go to the placement in which the optimizer computes (that of the parameters, unless
+    the optimizer says otherwise), and the new parameters to the placement and the form of the old
+    ones. That is where the collectives of stages 0 and 1 are. Terms of gradients that the optimizer
+    sums by itself (``Optimizer.partial``) it is given as they are.
 
     Args:
         optimizer: an optimizer, or an ``(init, update)`` pair.
         grads: a ``Flat`` of any placement, or a tree like ``params``.
         state: what ``optimizer.init`` or the last step returned.
         params: a ``Flat`` with placement ``R`` or ``S``, or a tree of tensors.
-        donate: let the step take over the buffers of ``state`` and ``params``, which must be flat. They must not be used again: that raises
-            :class:`zfun.errors.DonatedStateError`.
+        donate: let the step take over the buffers of ``state`` and ``params``, which must be flat.
+            They must not be used again: that raises :class:`zfun.errors.DonatedStateError`.
 
     Returns:
         New parameters and new state. Without ``donate`` they share no memory with the old ones.
@@ -59,11 +71,14 @@ def apply(optimizer: Any, grads: tree.Tree, state: Any, params: tree.Tree, *, do
         return _apply_to_tree(chosen, grads, state, params, donate)
     if not isinstance(grads, Flat):
         raise PlacementError(
-            "flat parameters need flat gradients; got a tree of tensors; compute them from the same parameters with value_and_grad(), "
-            "or wrap them in data_parallel()"
+            "flat parameters need flat gradients; got a tree of tensors; compute them from the "
+            "same parameters with value_and_grad(), or wrap them in data_parallel()"
         )
     if params.placement is P:
-        raise PlacementError("parameters are whole or sharded; got a Flat with placement P; redistribute() it to R or S first")
+        raise PlacementError(
+            "parameters are whole or sharded; got a Flat with placement P; redistribute() it to "
+            "R or S first"
+        )
     check_same_layout(params, grads, "parameters and gradients")
     with noting("update"):
         placed = lower(chosen, grads, state, params)
@@ -86,15 +101,21 @@ def _anew(value: Any) -> Any:
     return value.with_buffers(value.buffers) if isinstance(value, Flat) else value
 
 
-def _apply_to_trees(optimizer: Optimizer, grads: tree.Tree, state: Any, params: tree.Tree, donate: bool) -> tuple[Any, Any]:
+def _apply_to_trees(
+    optimizer: Optimizer, grads: tree.Tree, state: Any, params: tree.Tree, donate: bool
+) -> tuple[Any, Any]:
     if donate:
         raise OptionError(
-            "donate=True takes over flat buffers; got trees of tensors; make the parameters flat with zf.replicate() or zf.shard()"
+            "donate=True takes over flat buffers; got trees of tensors; make the parameters flat "
+            "with zf.replicate() or zf.shard()"
         )
     spec = tree.structure(params)
     like = tree.leaves_like(spec, grads)
     if like is None:
-        raise SpecMismatch(f"gradients must have the structure of the parameters; got {tree.paths(grads)} for {tree.paths(params)}")
+        raise SpecMismatch(
+            f"gradients must have the structure of the parameters; got {tree.paths(grads)} for "
+            f"{tree.paths(params)}"
+        )
     grads = tree.unflatten(spec, like)
     with noting("update"):
         new, state = optimizer.apply(grads, state, params)
@@ -105,15 +126,26 @@ def _apply_to_trees(optimizer: Optimizer, grads: tree.Tree, state: Any, params: 
     return tree.unflatten(spec, [first[position] for position in positions]), state
 
 
-def _apply_to_tree(optimizer: Optimizer, grads: Flat, state: Any, params: tree.Tree, donate: bool) -> tuple[Any, Any]:
+def _apply_to_tree(
+    optimizer: Optimizer, grads: Flat, state: Any, params: tree.Tree, donate: bool
+) -> tuple[Any, Any]:
     """Flat gradients for a tree of parameters: ravel parameters and state, step, and view the result as trees again."""
     if donate:
-        raise OptionError("donate=True takes over flat buffers; got parameters as a tree of tensors; make them flat with zf.replicate()")
+        raise OptionError(
+            "donate=True takes over flat buffers; got parameters as a tree of tensors; make them "
+            "flat with zf.replicate()"
+        )
     layout, group = layout_for(optimizer, grads.layout), grads.group
     if grads.layout != layout:
         # The new parameters are whole, so that whole gradients are no more to send.
-        grads = change_layout(redistribute(grads, R, group, name="grads") if grads.placement is S else stores.resident(grads), layout)
-    # What of the state looks like the parameters lies like them during the step; the rest (counts, what is flat already) is left alone.
+        grads = change_layout(
+            redistribute(grads, R, group, name="grads")
+            if grads.placement is S
+            else stores.resident(grads),
+            layout,
+        )
+    # What of the state looks like the parameters lies like them during the step; the rest (counts,
+    # what is flat already) is left alone.
     is_like = lambda x: isinstance(x, Flat) or _dtypes_like(x, layout) is not None
     was_flat = [isinstance(x, Flat) for x in tree.leaves(state, is_leaf=is_like) if is_like(x)]
 
@@ -123,15 +155,18 @@ def _apply_to_tree(optimizer: Optimizer, grads: Flat, state: Any, params: tree.T
             return part
         leaves, spec = tree.flatten(part)
         place = layout.select([bucket for bucket, dtype in enumerate(dtypes) if dtype is not None])
-        # A state has a tensor of its own for each of tied leaves; they are equal, and lie in one place.
+        # A state has a tensor of its own for each of tied leaves; they are equal, and lie in one
+        # place.
         first = dict(reversed(list(zip(place.positions, leaves, strict=True))))
         fetched = {position: stores.fetch(leaf, layout.device) for position, leaf in first.items()}
         for path, position, leaf in zip(place.paths, place.positions, leaves, strict=True):
-            if leaf is not first[position] and not torch.equal(stores.fetch(leaf, layout.device), fetched[position]):
+            if leaf is not first[position] and not torch.equal(
+                stores.fetch(leaf, layout.device), fetched[position]
+            ):
                 raise AliasChanged(
-                    f"tied leaves must be tied from the start; {place.leaves[position].path!r} and {path!r} are one tensor now and have "
-                    "two "
-                    "optimizer states; make a new state with init()",
+                    f"tied leaves must be tied from the start; {place.leaves[position].path!r} "
+                    f"and {path!r} are one tensor now and have two optimizer states; make a new "
+                    "state with init()",
                     leaf=path,
                 )
         whole = tree.unflatten(spec, [fetched[position] for position in place.positions])
@@ -144,7 +179,9 @@ def _apply_to_tree(optimizer: Optimizer, grads: Flat, state: Any, params: tree.T
         whole = unravel(stores.resident(part))
         return whole if stored is None else tree.map(lambda x: stored.put(x, "state"), whole)
 
-    new, state = apply(optimizer, grads, tree.map(to_flat, state, is_leaf=is_like), ravel(params, layout, group))
+    new, state = apply(
+        optimizer, grads, tree.map(to_flat, state, is_leaf=is_like), ravel(params, layout, group)
+    )
     return unravel(new), tree.map(to_tree, state, is_leaf=lambda x: isinstance(x, Flat))
 
 
@@ -152,7 +189,8 @@ def _dtypes_like(value: Any, layout: Layout) -> list[torch.dtype | None] | None:
     """Tell whether a part of an optimizer's state has the structure and shapes of the parameters, whole buckets of which may be missing.
 
     Returns:
-        The dtype in which it has each bucket, ``None`` for one that is missing; or ``None`` for the whole, where it is something else.
+        The dtype in which it has each bucket, ``None`` for one that is missing; or ``None`` for the
+        whole, where it is something else.
     """
     if isinstance(value, (Tensor, stores.Stored)) and layout.spec.num_nodes > 1:
         return None
@@ -170,6 +208,16 @@ def _dtypes_like(value: Any, layout: Layout) -> list[torch.dtype | None] | None:
 
 def _real_dtype(part: Any, slot: LeafSlot) -> torch.dtype:
     """The dtype of the numbers in a leaf that is like a parameter; bool, which no parameter has, where it is not like it."""
-    if not isinstance(part, (Tensor, stores.Stored)) or tuple(part.shape) != slot.shape or part.dtype.is_complex != slot.dtype.is_complex:
+    if (
+        not isinstance(part, (Tensor, stores.Stored))
+        or tuple(part.shape) != slot.shape
+        or part.dtype.is_complex != slot.dtype.is_complex
+    ):
         return torch.bool
-    return part.dtype.to_real() if part.dtype.is_complex else part.dtype if part.dtype.is_floating_point else torch.bool
+    return (
+        part.dtype.to_real()
+        if part.dtype.is_complex
+        else part.dtype
+        if part.dtype.is_floating_point
+        else torch.bool
+    )

@@ -30,7 +30,8 @@ class Placed(NamedTuple):
     Attributes:
         grads: the gradients.
         params: the parameters.
-        present: the parameters in memory and in the optimizer's layout, but in the caller's placement.
+        present: the parameters in memory and in the optimizer's layout, but in the caller's
+            placement.
     """
 
     grads: Flat
@@ -68,7 +69,12 @@ def lower(optimizer: Optimizer, grads: tree.Tree, state: object, params: Flat) -
     """
     present = stores.resident(params)
     present = change_layout(present, layout_for(optimizer, present.layout))
-    placed = redistribute(present, optimizer.placement or params.placement, optimizer.group or params.group, name="params")
+    placed = redistribute(
+        present,
+        optimizer.placement or params.placement,
+        optimizer.group or params.group,
+        name="params",
+    )
     if not isinstance(grads, Flat):
         grads = ravel(grads, placed.layout, placed.group)
     if grads.placement is not S and grads.layout != placed.layout:
@@ -76,7 +82,9 @@ def lower(optimizer: Optimizer, grads: tree.Tree, state: object, params: Flat) -
     check_same_layout(placed, grads, "parameters and gradients")
     if mesh_of(params.group).size > 1 and optimizer.takes_terms(state):
         return Placed(stores.resident(grads), placed, present)
-    return Placed(redistribute(grads, placed.placement, placed.group, name="grads"), placed, present)
+    return Placed(
+        redistribute(grads, placed.placement, placed.group, name="grads"), placed, present
+    )
 
 
 def lift(new: Flat, params: Flat, into: Flat | None = None) -> Flat:
@@ -90,7 +98,9 @@ def lift(new: Flat, params: Flat, into: Flat | None = None) -> Flat:
     Returns:
         A flat like ``params``.
     """
-    whole = redistribute(new, params.placement, params.group, name="params", zero_copy=True, into=into)
+    whole = redistribute(
+        new, params.placement, params.group, name="params", zero_copy=True, into=into
+    )
     whole = change_layout(whole, params.layout)
     return whole.with_buffers(
         was.store.put(buffer, was.name) if isinstance(was, stores.Stored) else buffer

@@ -31,30 +31,31 @@ _NUM_STEPS = 3
 _RTOL = 1e-9
 
 _REMEDY = (
-    "shards are 1-D pieces of many leaves, so write the update element by element; for a norm over all parameters use "
-    "zf.optim.clip_by_global_norm in a chain, or zf.flat.global_norm, which know about shards; an optimizer that needs whole leaves "
-    "runs without shard_optimizer"
+    "shards are 1-D pieces of many leaves, so write the update element by element; for a norm "
+    "over all parameters use zf.optim.clip_by_global_norm in a chain, or zf.flat.global_norm, "
+    "which know about shards; an optimizer that needs whole leaves runs without shard_optimizer"
 )
 
 
 def probe(optimizer: Optimizer) -> None:
     """Find out whether an optimizer works element by element, and so may run on shards.
 
-    The probe takes three steps on a small float64 tree, twice, then on the same elements cut into other
-    pieces, then on two simulated ranks with a half each. The changes must agree to a relative 1e-9, and
-    padding must stay zero. So a norm over all ranks (:func:`zfun.optim.clip_by_global_norm`) passes, and
-    a norm over one leaf or over one rank's elements does not. An optimizer that passed is not run again.
+    The probe takes three steps on a small float64 tree, twice, then on the same elements cut into
+    other pieces, then on two simulated ranks with a half each. The changes must agree to a relative
+    1e-9, and padding must stay zero. So a norm over all ranks
+    (:func:`zfun.optim.clip_by_global_norm`) passes, and a norm over one leaf or over one rank's
+    elements does not. An optimizer that passed is not run again.
 
-    The parts of a chain and the optimizers of labels are probed one by one. An optimizer with a placement
-    was probed when it was sharded, and one that finds leaves by itself (``by_leaf``) may mix elements:
-    neither is run.
+    The parts of a chain and the optimizers of labels are probed one by one. An optimizer with a
+    placement was probed when it was sharded, and one that finds leaves by itself (``by_leaf``) may
+    mix elements: neither is run.
 
     Args:
         optimizer: an optimizer.
 
     Raises:
-        NotElementwiseError: the changes differ, the state changes its structure, the optimizer is random,
-            or the optimizer raised.
+        NotElementwiseError: the changes differ, the state changes its structure, the optimizer is
+            random, or the optimizer raised.
 
     Example:
         >>> from zfun.optim import adamw, optimizer
@@ -97,22 +98,41 @@ def _probe(optimizer: Optimizer) -> None:
     with unset_fake_temporarily():
         params, grads = sample(), [sample() for _ in range(_NUM_STEPS)]
         whole = _attempt("on leaves of several shapes", lambda: _run(optimizer, params, grads))
-        again = _attempt("on leaves of several shapes, again", lambda: _run(optimizer, params, grads))
+        again = _attempt(
+            "on leaves of several shapes, again", lambda: _run(optimizer, params, grads)
+        )
         if not all(map(_same_bits, whole, again)):
             _refuse(
                 "two runs from one start on the same gradients made different changes",
-                "keep whatever changes from step to step, random numbers and counters too, in the state that init makes and update returns",
+                "keep whatever changes from step to step, random numbers and counters too, in "
+                "the state that init makes and update returns",
             )
         _compare(
             whole[-2:-1],
             whole[-1:],
             "update and then add with apply",
-            "make apply do what update does and then add, or build it with zf.optim.optimizer(init, update)",
+            "make apply do what update does and then add, or build it with "
+            "zf.optim.optimizer(init, update)",
         )
-        cut = _attempt("on the same elements as 1-D pieces", lambda: _run(optimizer, _recut(params), [_recut(step) for step in grads]))
-        _compare([_ravelled(change) for change in whole], cut, f"leaves of shapes {list(_SHAPES)} and 1-D pieces of lengths {list(_CUTS)}")
-        ranks = _attempt("on two ranks with half of the elements each", lambda: _run_sharded(optimizer, params, grads))
-        _compare(_laid_out(whole), ranks, "the whole on one rank and halves on two ranks (with their padding, which must stay zero)")
+        cut = _attempt(
+            "on the same elements as 1-D pieces",
+            lambda: _run(optimizer, _recut(params), [_recut(step) for step in grads]),
+        )
+        _compare(
+            [_ravelled(change) for change in whole],
+            cut,
+            f"leaves of shapes {list(_SHAPES)} and 1-D pieces of lengths {list(_CUTS)}",
+        )
+        ranks = _attempt(
+            "on two ranks with half of the elements each",
+            lambda: _run_sharded(optimizer, params, grads),
+        )
+        _compare(
+            _laid_out(whole),
+            ranks,
+            "the whole on one rank and halves on two ranks (with their padding, which must stay "
+            "zero)",
+        )
 
 
 class _Change(NamedTuple):
@@ -131,14 +151,17 @@ def _run(optimizer: Optimizer, params: Tree, grads: Sequence[Tree]) -> list[_Cha
         updates, after = optimizer.update(grad, state, params)
         added = apply_updates(params, updates)
         changes = tree.leaves(updates)
-        trace.append(_Change([u.to(torch.float64) for u in changes], [torch.zeros_like(u) for u in changes]))
+        trace.append(
+            _Change([u.to(torch.float64) for u in changes], [torch.zeros_like(u) for u in changes])
+        )
         if step == len(grads) - 1:
             applied, after = optimizer.apply(grad, state, params)
             trace += [_difference(added, params), _difference(applied, params)]
             added = applied
         if _kind_of(after) != kind:
             _refuse(
-                f"the state changed its structure, shapes or dtypes at step {step}, and a state that is stored and restored must keep them",
+                f"the state changed its structure, shapes or dtypes at step {step}, and a state "
+                "that is stored and restored must keep them",
                 "make in init all that the state will hold, zeros for what comes later",
             )
         params, state = added, after
@@ -147,11 +170,15 @@ def _run(optimizer: Optimizer, params: Tree, grads: Sequence[Tree]) -> list[_Cha
 
 def _difference(after: Tree, before: Tree) -> _Change:
     pairs = list(zip(tree.leaves(after), tree.leaves(before), strict=True))
-    return _Change([x - y for x, y in pairs], [4e-16 * torch.maximum(x.abs(), y.abs()) for x, y in pairs])
+    return _Change(
+        [x - y for x, y in pairs], [4e-16 * torch.maximum(x.abs(), y.abs()) for x, y in pairs]
+    )
 
 
 def _kind_of(state: Tree) -> tuple[Any, ...]:
-    kinds = [(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else type(x) for x in tree.leaves(state)]
+    kinds = [
+        (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else type(x) for x in tree.leaves(state)
+    ]
     return tree.structure(state), kinds
 
 
@@ -163,7 +190,9 @@ def _ravelled(change: _Change) -> _Change:
     return _Change(_recut(change.values), _recut(change.rounding))
 
 
-def _run_sharded(optimizer: Optimizer, params: list[Tensor], grads: list[list[Tensor]]) -> list[_Change]:
+def _run_sharded(
+    optimizer: Optimizer, params: list[Tensor], grads: list[list[Tensor]]
+) -> list[_Change]:
     """Run on two simulated ranks, and put the halves of each change together."""
     layout = layout_of(params, size=2)
 
@@ -175,19 +204,29 @@ def _run_sharded(optimizer: Optimizer, params: list[Tensor], grads: list[list[Te
         return _run(optimizer, shard(params), [shard(step) for step in grads])
 
     return [
-        _Change(*([torch.cat(halves) for halves in zip(*parts, strict=True)] for parts in zip(*ranks, strict=True)))
+        _Change(
+            *(
+                [torch.cat(halves) for halves in zip(*parts, strict=True)]
+                for parts in zip(*ranks, strict=True)
+            )
+        )
         for ranks in zip(*simulate(2, main), strict=True)
     ]
 
 
 def _laid_out(trace: list[_Change]) -> list[_Change]:
     """Lay changes of leaves out as the buffers of two ranks, with zeros for padding."""
-    layout = layout_of([torch.empty(shape, dtype=torch.float64, device="cpu") for shape in _SHAPES], size=2)
+    layout = layout_of(
+        [torch.empty(shape, dtype=torch.float64, device="cpu") for shape in _SHAPES], size=2
+    )
     return [_Change(*(list(ravel_buckets(part, layout)) for part in change)) for change in trace]
 
 
 def _same_bits(first: _Change, second: _Change) -> bool:
-    return all(torch.equal(x.view(torch.int64), y.view(torch.int64)) for x, y in zip(first.values, second.values, strict=True))
+    return all(
+        torch.equal(x.view(torch.int64), y.view(torch.int64))
+        for x, y in zip(first.values, second.values, strict=True)
+    )
 
 
 def _compare(expected: list[_Change], got: list[_Change], what: str, remedy: str = _REMEDY) -> None:
@@ -196,7 +235,11 @@ def _compare(expected: list[_Change], got: list[_Change], what: str, remedy: str
             wrong = ~((x - y).abs() <= _RTOL * torch.maximum(x.abs(), y.abs()) + rounding)
             if wrong.any():
                 left_value, right_value = x[wrong][0].item(), y[wrong][0].item()
-                _refuse(f"comparing {what}, one element changed by {left_value:.6g} and by {right_value:.6g} in one step", remedy)
+                _refuse(
+                    f"comparing {what}, one element changed by {left_value:.6g} and by "
+                    f"{right_value:.6g} in one step",
+                    remedy,
+                )
 
 
 def _attempt(where: str, run: Callable[[], _Result]) -> _Result:
@@ -206,10 +249,13 @@ def _attempt(where: str, run: Callable[[], _Result]) -> _Result:
         raise
     except Exception as error:  # the user's code runs here and may raise anything
         raise NotElementwiseError(
-            f"an optimizer that runs on shards works element by element, whatever the shapes and names of leaves; "
-            f"probed {where}, this one raised {type(error).__name__}: {error}; {_REMEDY}"
+            "an optimizer that runs on shards works element by element, whatever the shapes and "
+            f"names of leaves; probed {where}, this one raised {type(error).__name__}: {error}; "
+            f"{_REMEDY}"
         ) from error
 
 
 def _refuse(what: str, remedy: str = _REMEDY) -> NoReturn:
-    raise NotElementwiseError(f"an optimizer that runs on shards works element by element; {what}; {remedy}")
+    raise NotElementwiseError(
+        f"an optimizer that runs on shards works element by element; {what}; {remedy}"
+    )

@@ -20,17 +20,20 @@ __all__ = ["shard_optimizer"]
 
 
 @checked_options
-def shard_optimizer(optimizer: Any, group: Group, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Optimizer:
+def shard_optimizer(
+    optimizer: Any, group: Group, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES
+) -> Optimizer:
     """Let each rank keep and update only its part of the state: ZeRO-1 (state ``S``).
 
     Args:
-        optimizer: a :class:`zfun.optim.Optimizer` that is element-wise or looks for leaves by itself, or an ``(init, update)`` pair.
+        optimizer: a :class:`zfun.optim.Optimizer` that is element-wise or looks for leaves by
+            itself, or an ``(init, update)`` pair.
         group: the ranks that share the state: a group, a mesh, or the inner axis of one.
         bucket_bytes: where buckets close, for parameters that are not flat yet.
 
     Returns:
-        An optimizer whose state is sharded. It takes parameters and gradients of any placement; new parameters have the placement of the
-        old.
+        An optimizer whose state is sharded. It takes parameters and gradients of any placement; new
+        parameters have the placement of the old.
 
     Raises:
         NotElementwiseError: at once, where a probe finds that the optimizer mixes elements.
@@ -48,8 +51,8 @@ def shard_optimizer(optimizer: Any, group: Group, *, bucket_bytes: int = DEFAULT
     inner = as_optimizer(optimizer)
     if inner.placement not in (None, S):
         raise PlacementError(
-            f"shard_optimizer() takes an optimizer that follows its parameters; got one that computes in {inner.placement!r}; shard it "
-            "once, innermost"
+            "shard_optimizer() takes an optimizer that follows its parameters; got one that "
+            f"computes in {inner.placement!r}; shard it once, innermost"
         )
     probe(inner)
 
@@ -58,7 +61,11 @@ def shard_optimizer(optimizer: Any, group: Group, *, bucket_bytes: int = DEFAULT
             check_agreement(params, group, bucket_bytes=bucket_bytes)
             params = ravel(params, layout_of(params, mesh_of(group).size, bucket_bytes), group)
         present = stores.resident(params)
-        return inner.init(redistribute(change_layout(present, layout_for(inner, present.layout)), S, group, name="params"))
+        return inner.init(
+            redistribute(
+                change_layout(present, layout_for(inner, present.layout)), S, group, name="params"
+            )
+        )
 
     def placed(step: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
         """Let a function of shards take values of any placement; through :func:`apply` they are shards already."""
@@ -68,7 +75,11 @@ def shard_optimizer(optimizer: Any, group: Group, *, bucket_bytes: int = DEFAULT
                 return step(grads, state, params, **options)
             whole = params
             if not isinstance(params, Flat):
-                layout = grads.layout if isinstance(grads, Flat) else layout_of(params, mesh_of(group).size, bucket_bytes)
+                layout = (
+                    grads.layout
+                    if isinstance(grads, Flat)
+                    else layout_of(params, mesh_of(group).size, bucket_bytes)
+                )
                 whole = ravel(params, layout, group)
             here = lower(sharded, grads, state, whole)
             new, state = step(here.grads, state, here.params, **options)
@@ -77,5 +88,7 @@ def shard_optimizer(optimizer: Any, group: Group, *, bucket_bytes: int = DEFAULT
 
         return run
 
-    sharded = inner._replace(init=init, update=placed(inner.update), apply=placed(inner.apply), placement=S, group=group)
+    sharded = inner._replace(
+        init=init, update=placed(inner.update), apply=placed(inner.apply), placement=S, group=group
+    )
     return sharded

@@ -21,7 +21,8 @@ from zfun.transforms.params._call import LossCall
 from zfun.transforms.params._schedule import TracedBucket
 
 try:
-    # One call that asks nobody: of what as_strided() takes, most is dispatch and notes on what the view is a view of.
+    # One call that asks nobody: of what as_strided() takes, most is dispatch and notes on what the
+    # view is a view of.
     from torch._C._dynamo.guards import _reinterpret_tensor as _view  # pyrefly: ignore[missing-module-attribute]
 
     # It is not torch's to promise: one that takes something else is done without.
@@ -60,8 +61,13 @@ def _form(layout: Layout, index: int, compute_dtype: torch.dtype | None) -> Buck
     bucket = layout.buckets[index]
     slots = tuple(layout.leaves[i] for i in bucket.leaves)
     dtype = bucket.dtype
-    # There are no complex numbers in few bits: floating leaves beside complex ones are cast one by one.
-    if compute_dtype is not None and dtype.is_floating_point and not any(slot.dtype.is_complex for slot in slots):
+    # There are no complex numbers in few bits: floating leaves beside complex ones are cast one by
+    # one.
+    if (
+        compute_dtype is not None
+        and dtype.is_floating_point
+        and not any(slot.dtype.is_complex for slot in slots)
+    ):
         dtype = compute_dtype
     sent = bucket.dtype if bucket.dtype.itemsize < dtype.itemsize else dtype
     return BucketForm(layout.label(index), slots, dtype, sent, bucket.padded_numel)
@@ -106,7 +112,11 @@ class BucketShard:
 
     def traced(self, executor: Executor | None) -> TracedBucket:
         """Say what a schedule needs to know of it."""
-        return self.form.traced(executor.reducer.dtypes[self.index].itemsize if executor is not None and self.trained else 0)
+        return self.form.traced(
+            executor.reducer.dtypes[self.index].itemsize
+            if executor is not None and self.trained
+            else 0
+        )
 
     def keep(self, gathered: Tensor) -> None:
         """Leave the gathered bucket with the parameters, for as long as these are what they are."""
@@ -114,7 +124,9 @@ class BucketShard:
 
     def kept(self) -> Tensor | None:
         """Return the gathered bucket that an earlier call has left, unless the shard was written to since."""
-        version, gathered = self.flat.life.cached.get((self.index, self.dtype, self.call.codec), (None, None))
+        version, gathered = self.flat.life.cached.get(
+            (self.index, self.dtype, self.call.codec), (None, None)
+        )
         return gathered if version == self._version() else None
 
     def _version(self) -> int:
@@ -131,7 +143,9 @@ class BucketShard:
         """Start to gather it."""
         flat, group = self.flat, self.flat.group
         shard = stores.fetch(flat.buffers[self.index], flat.layout.device)
-        call = Collective(AllGather(), "params", self.form.label, Stream.PARAMS, zero_copy=self.zero_copy)
+        call = Collective(
+            AllGather(), "params", self.form.label, Stream.PARAMS, zero_copy=self.zero_copy
+        )
         if group.size > 1 and self.call.codec is not None and shard.is_floating_point():
             return start(call, shard, group, self.call.codec, dtype=self.dtype)
         if shard.dtype != self.form.sent:
@@ -141,7 +155,11 @@ class BucketShard:
     def views(self, buffer: Tensor) -> list[Tensor]:
         """View the gathered bucket as its leaves."""
         views = views_of(buffer, self.slots)
-        return views if self.call.compute_dtype is None else cast_leaves(views, self.call.compute_dtype)
+        return (
+            views
+            if self.call.compute_dtype is None
+            else cast_leaves(views, self.call.compute_dtype)
+        )
 
 
 def shards_of(flats: Iterable[Flat], call: LossCall) -> list[BucketShard]:
@@ -164,7 +182,8 @@ def tree_of(layout: Layout, buckets: Iterable[Sequence[Tensor]]) -> tree.Tree:
 
 def views_of(buffer: Tensor, slots: Iterable[LeafSlot]) -> list[Tensor]:
     """View a whole bucket as its leaves, each with a version of its own, which tells whether the loss has written to it."""
-    # In one call for each leaf, of which there may be very many, and not in the two or three of unravel().
+    # In one call for each leaf, of which there may be very many, and not in the two or three of
+    # unravel().
     return [
         ops.unravel(buffer, slot.offset, slot.shape, slot.dtype).data
         if slot.dtype.is_complex

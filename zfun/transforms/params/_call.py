@@ -32,8 +32,8 @@ class BoundParams(Flat):
     """The argument of a loss on sharded parameters: a :class:`zfun.Flat` and its call.
 
     A gradient function binds its parameters to its call, :func:`zfun.cast` adds a dtype, and
-    :func:`zfun.shard_params` takes both apart. A user's function between them passes the argument on,
-    and a loss that it calls with other parameters is no part of the call.
+    :func:`zfun.shard_params` takes both apart. A user's function between them passes the argument
+    on, and a loss that it calls with other parameters is no part of the call.
     """
 
     __slots__ = ("call",)
@@ -41,7 +41,9 @@ class BoundParams(Flat):
     call: LossCall
 
     def __init__(self, params: Flat, call: LossCall) -> None:
-        super().__init__((), params.placement, params.layout, params.group, codec=params.codec, life=params.life)
+        super().__init__(
+            (), params.placement, params.layout, params.group, codec=params.codec, life=params.life
+        )
         object.__setattr__(self, "call", call)
 
 

@@ -53,7 +53,9 @@ def of_rank_0(value: Any, group: Group, what: str) -> Any:
         return value
     text = json.dumps(value).encode() if group.rank == 0 else b""
     length = torch.tensor([len(text)], dtype=torch.int64)
-    length = group.start(Collective(Broadcast(0), "schedule", f"length of {what}", Stream.CONTROL), length).wait()
+    length = group.start(
+        Collective(Broadcast(0), "schedule", f"length of {what}", Stream.CONTROL), length
+    ).wait()
     data = torch.zeros(int(length), dtype=torch.uint8)
     if group.rank == 0:
         data.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
@@ -82,7 +84,9 @@ class ScheduleCursor:
                 if step.kind != kind or step.bucket != bucket:
                     break
                 self.place = place + 1
-                if kind == "reduce" and self.steps[self.place : self.place + 1] == (Step("release", bucket, step.phase),):
+                if kind == "reduce" and self.steps[self.place : self.place + 1] == (
+                    Step("release", bucket, step.phase),
+                ):
                     self.place += 1
                 return self.steps[here : self.place]
         self.followed = False
@@ -91,10 +95,18 @@ class ScheduleCursor:
     def advance_to_gather(self, bucket: int, ahead: int, *, again: bool) -> Sequence[Step]:
         """Return what is left of the gathers up to one of a bucket, and of some more; that one may have been started, unless ``again``."""
         gathers = [place for place, step in enumerate(self.steps) if step.kind == "gather"]
-        mine = [turn for turn, place in enumerate(gathers) if self.steps[place].bucket == bucket and (place >= self.place) is again]
+        mine = [
+            turn
+            for turn, place in enumerate(gathers)
+            if self.steps[place].bucket == bucket and (place >= self.place) is again
+        ]
         if not mine:
             return ()
-        chosen = [place for place in gathers[: (mine[0] if again else mine[-1]) + 1 + ahead] if place >= self.place]
+        chosen = [
+            place
+            for place in gathers[: (mine[0] if again else mine[-1]) + 1 + ahead]
+            if place >= self.place
+        ]
         self.place = max([self.place, *(place + 1 for place in chosen)])
         return [self.steps[place] for place in chosen]
 

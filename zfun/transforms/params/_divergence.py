@@ -41,17 +41,24 @@ class Divergence:
 
     Args:
         group: the ranks that share the parameters.
-        callers: the ranks that call the loss together: ``group``, or the mesh that it is an axis of.
+        callers: the ranks that call the loss together: ``group``, or the mesh that it is an axis
+            of.
         shards: the buckets, which are gathered over ``group``.
         alone: there is no other rank to ask, or no values to ask with (fake tensors).
     """
 
-    def __init__(self, group: Group, callers: Group, shards: Sequence[BucketShard], *, alone: bool) -> None:
+    def __init__(
+        self, group: Group, callers: Group, shards: Sequence[BucketShard], *, alone: bool
+    ) -> None:
         self._callers = callers
         self._shards = shards
         self._alone = alone
         # The places of this rank's group in a round.
-        self._mine = range(group.size) if callers is group else [global_ranks(callers).index(n) for n in global_ranks(group)]
+        self._mine = (
+            range(group.size)
+            if callers is group
+            else [global_ranks(callers).index(n) for n in global_ranks(group)]
+        )
 
     def regather(self, bucket: int) -> Tensor:
         """Gather a bucket that was released in forward; the others take part in their next round."""

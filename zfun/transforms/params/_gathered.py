@@ -1,12 +1,13 @@
 """The gathered parameters of one call of a loss: when each bucket is gathered, viewed and released.
 
 [Note: the life of a parameter]
-*shard* (the caller's ``Flat`` with placement S, 1/N of each bucket) → *lazy leaf* (the loss receives
-its metadata only) → *gathered bucket* (one fresh buffer, all-gathered ahead of the first use of one
-of its leaves) → *views* (the operations' inputs, outputs of the bucket node) → released. Nothing
-keeps a gathered bucket alive past its release: autograd saves a view of it as (bucket, dtype, size,
-stride, offset), by a saved-tensor hook, and unpacking gathers the bucket again. Buffers are known by
-the identity of their storage, not by address, which fake tensors do not have.
+*shard* (the caller's ``Flat`` with placement S, 1/N of each bucket)
+→ *lazy leaf* (the loss receives its metadata only) → *gathered bucket* (one fresh buffer,
+all-gathered ahead of the first use of one of its leaves) → *views* (the operations' inputs, outputs
+of the bucket node) → released. Nothing keeps a gathered bucket alive past its release: autograd
+saves a view of it as (bucket, dtype, size, stride, offset), by a saved-tensor hook, and unpacking
+gathers the bucket again. Buffers are known by the identity of their storage, not by address, which
+fake tensors do not have.
 
 When. The first call of a layout notes which buckets are used, in which order, forward and backward;
 from the second on a schedule made of rank 0's notes is run ([Note: the schedule]). The first call
@@ -19,7 +20,8 @@ sends the same bytes; see [Note: divergence]. A bucket of which backward needs n
 all the same, at the end, unless it stayed.
 
 Bits. A bucket that is released and gathered again in forward comes back behind the same outputs of
-its node: these get the new buffer as their data. A second node would add gradients in another order.
+its node: these get the new buffer as their data. A second node would add gradients in another
+order.
 """
 
 from __future__ import annotations
@@ -69,7 +71,8 @@ class GatheredParams:
         secondary: the group over which backward gathers, where it is another one.
 
     Attributes:
-        diverged: whether any rank left the schedule in this call; ``None`` where no rank waits for another.
+        diverged: whether any rank left the schedule in this call; ``None`` where no rank waits for
+            another.
     """
 
     def __init__(
@@ -90,7 +93,10 @@ class GatheredParams:
         self._plan = plan
         self._learn = learn
         self._lazy = tuple(
-            LazyLeaves(flat.layout, call.compute_dtype, trained=number == 0 and executor is not None) for number, flat in enumerate(flats)
+            LazyLeaves(
+                flat.layout, call.compute_dtype, trained=number == 0 and executor is not None
+            )
+            for number, flat in enumerate(flats)
         )
         self._shards = shards
         self._sources = tuple(source for leaves in self._lazy for source in leaves.sources)
@@ -98,8 +104,14 @@ class GatheredParams:
             source.load = functools.partial(self._load, bucket)
         self._traced = tuple(shard.traced(executor) for shard in self._shards)
         # Nobody can read fake tensors, and their ranks agree.
-        self._alone = self._group.size == 1 or ops.is_abstract(torch.empty(0, device=flats[0].layout.device))
-        callers = self._group if executor is None or executor.reducer.group is None else executor.reducer.group
+        self._alone = self._group.size == 1 or ops.is_abstract(
+            torch.empty(0, device=flats[0].layout.device)
+        )
+        callers = (
+            self._group
+            if executor is None or executor.reducer.group is None
+            else executor.reducer.group
+        )
         self._divergence = Divergence(self._group, callers, shards, alone=self._alone)
         self._any_diverged: bool | None = None
         self._thread = threading.get_ident()
@@ -122,15 +134,17 @@ class GatheredParams:
         self._deferred: set[int] = set()
         # Gathers of buckets that this rank has kept, in which it takes part for the others.
         self._matched: list[Work] = []
-        # This rank's parts of buckets that backward gathers over the secondary group, and the buckets
-        # that stay gathered from forward to backward.
+        # This rank's parts of buckets that backward gathers over the secondary group, and the
+        # buckets that stay gathered from forward to backward.
         self._parts: dict[int, Tensor] = {}
         self._kept: frozenset[int] = frozenset()
         self._persistent = plan.schedule.persistent if plan else options.persistent(self._traced)
         for bucket in self._persistent:
             # The update writes the shard while the bucket stays gathered.
             self._shards[bucket].keep_apart()
-        self._cursor = ScheduleCursor(self._forward_steps(self._restore()), followed=plan is not None)
+        self._cursor = ScheduleCursor(
+            self._forward_steps(self._restore()), followed=plan is not None
+        )
         if executor is not None:
             executor.attach(self)
 
@@ -140,14 +154,20 @@ class GatheredParams:
 
     def _restore(self) -> set[int]:
         """Take over buckets that an earlier call with these parameters left gathered."""
-        kept = {b: gathered for b in self._persistent if (gathered := self._shards[b].kept()) is not None}
+        kept = {
+            b: gathered
+            for b in self._persistent
+            if (gathered := self._shards[b].kept()) is not None
+        }
         for bucket, gathered in kept.items():
             self._hold(bucket, gathered)
         return set(kept)
 
     def _forward_steps(self, there: set[int]) -> Iterable[Step]:
         if self._plan is None:
-            return [Step("gather", b, "forward") for b in range(len(self._shards)) if b not in there]
+            return [
+                Step("gather", b, "forward") for b in range(len(self._shards)) if b not in there
+            ]
         steps = self._plan.forward(trains=self._executor is not None)
         return [step for step in steps if step.phase != "start" or step.bucket not in there]
 
@@ -165,7 +185,9 @@ class GatheredParams:
         leaf = _lazy_leaf_behind(out) if any(leaves.are_in_use() for leaves in self._lazy) else None
         if leaf is not None:
             raise PlacementError(
-                f"an autograd.Function takes whole tensors; got the lazy leaf {leaf.path!r}; call zf.gather() on it first", leaf=leaf.path
+                f"an autograd.Function takes whole tensors; got the lazy leaf {leaf.path!r}; call "
+                "zf.gather() on it first",
+                leaf=leaf.path,
             )
 
     def end_forward(self) -> None:
@@ -194,14 +216,17 @@ class GatheredParams:
             return
         self._phase, self._now = "turn", _NO_BUCKET
         if self._executor is None:
-            # Somebody may still differentiate with respect to the batch, and nobody says when that is
-            # done. The leaves refer to this object: a cycle that would keep the shards alive.
+            # Somebody may still differentiate with respect to the batch, and nobody says when that
+            # is done. The leaves refer to this object: a cycle that would keep the shards alive.
             self._lazy, self._sources = (), ()
 
     def _has_diverged(self) -> bool:
         """Whether this rank used, or kept for backward, buckets other than the plan says."""
         assert self._plan is not None
-        return not self._cursor.followed or self._plan.packed not in (None, tuple(self._saved.order))
+        return not self._cursor.followed or self._plan.packed not in (
+            None,
+            tuple(self._saved.order),
+        )
 
     def _learn_forward(self) -> bool:
         """Make a plan of the uses of rank 0; return whether this rank has others."""
@@ -255,15 +280,17 @@ class GatheredParams:
             pending.wait()
         held = self._persistent | self._kept
         order = [*dict.fromkeys([*plan.schedule.trace.forward, *range(len(self._shards))])][::-1]
-        self._cursor = ScheduleCursor((Step("gather", b, "backward") for b in order if b not in held), followed=False)
+        self._cursor = ScheduleCursor(
+            (Step("gather", b, "backward") for b in order if b not in held), followed=False
+        )
 
     def finish_backward(self) -> None:
         """Start the gathers that this rank did not need in backward."""
         self.begin_backward()
         self._run(self._cursor.rest())
         if self._any_diverged:
-            # On a mesh other ranks need this rank in the second phase of these gathers, and this rank
-            # is about to wait for gradients.
+            # On a mesh other ranks need this rank in the second phase of these gathers, and this
+            # rank is about to wait for gradients.
             for pending in [*self._pending.values(), *self._matched]:
                 pending.wait()
 
@@ -273,9 +300,13 @@ class GatheredParams:
         self._parts.clear()
         plan = self._plan
         if self._phase == "backward" and plan is not None and plan.packed is None:
-            events, packed = self._agreed([self._events, self._saved.order], "order of use in backward")
+            events, packed = self._agreed(
+                [self._events, self._saved.order], "order of use in backward"
+            )
             trace = dataclasses.replace(
-                plan.schedule.trace, buckets=self._traced, backward=tuple(Event(kind, bucket) for kind, bucket in events)
+                plan.schedule.trace,
+                buckets=self._traced,
+                backward=tuple(Event(kind, bucket) for kind, bucket in events),
             )
             self._learn(Plan(self._options.schedule(trace), tuple(packed)))
         self._close()
@@ -300,8 +331,9 @@ class GatheredParams:
         thread = threading.get_ident()
         if self._phase == "forward" and thread != self._thread:
             raise ZfunError(
-                f"a lazy leaf belongs to the thread in which its loss runs; leaf {leaf.path!r} was used in another; simulated ranks must "
-                "not share a module: give each its own, made inside the rank's function",
+                f"a lazy leaf belongs to the thread in which its loss runs; leaf {leaf.path!r} "
+                "was used in another; simulated ranks must not share a module: give each its "
+                "own, made inside the rank's function",
                 leaf=leaf.path,
             )
         self._touch(bucket)
@@ -343,7 +375,10 @@ class GatheredParams:
         # In backward only recomputation (activation checkpointing) comes here. Its views require a
         # gradient, so that the second run saves the same tensors as the first; no backward runs
         # through them.
-        return [view.requires_grad_() if view.is_floating_point() or view.is_complex() else view for view in views]
+        return [
+            view.requires_grad_() if view.is_floating_point() or view.is_complex() else view
+            for view in views
+        ]
 
     def _touch(self, bucket: int) -> None:
         """Note the use of a bucket, and do what the schedule has before it."""
@@ -361,8 +396,8 @@ class GatheredParams:
         if self._cursor.followed:
             return
         if self._phase == "forward" and self._plan is not None:
-            # A rank that has left the schedule releases nothing more in this pass, because all ranks
-            # must gather a bucket a second time together.
+            # A rank that has left the schedule releases nothing more in this pass, because all
+            # ranks must gather a bucket a second time together.
             return
         self._release_old(bucket)
 
@@ -376,7 +411,9 @@ class GatheredParams:
             old = list[int]()
         else:
             # No node fires for a frozen bucket: keep as many as the first forward does.
-            old = [b for b in self._buffers if b != bucket and not self._shards[b].trained][: 1 - WINDOW]
+            old = [b for b in self._buffers if b != bucket and not self._shards[b].trained][
+                : 1 - WINDOW
+            ]
         for b in old:
             if b not in self._persistent:
                 self._release(b)
@@ -388,7 +425,8 @@ class GatheredParams:
         self._run(self._cursor.advance_to("reduce", bucket))
         if self._cursor.followed or bucket in self._persistent:
             return
-        # A detached use may still need the bucket. Diverged ranks could not gather the bucket again.
+        # A detached use may still need the bucket. Diverged ranks could not gather the bucket
+        # again.
         if self._any_diverged and self._saved.is_kept(bucket):
             return
         self._release(bucket)
@@ -412,7 +450,12 @@ class GatheredParams:
     def _keep_part(self, bucket: int, gathered: Tensor) -> None:
         """Keep this rank's part of a gathered bucket for backward, if there will be one."""
         group = self._secondary
-        if group is None or self._phase != "forward" or not self._makes_graph or bucket in self._parts:
+        if (
+            group is None
+            or self._phase != "forward"
+            or not self._makes_graph
+            or bucket in self._parts
+        ):
             return
         numel = gathered.numel() // group.size
         self._parts[bucket] = gathered.narrow(0, group.rank * numel, numel).clone()
@@ -437,7 +480,8 @@ class GatheredParams:
                 # The operation that is about to run holds a view, or the loss keeps one.
                 self._deferred.add(bucket)
                 return
-            # Keep the views even if the schedule has no further use: this rank may leave the schedule.
+            # Keep the views even if the schedule has no further use: this rank may leave the
+            # schedule.
             nothing = views[0].new_empty(0)
             for view in views:
                 view.data = nothing
@@ -457,7 +501,9 @@ class GatheredParams:
             # Off the schedule memory is not bounded, so with a bound nothing is gathered ahead.
             ahead = self._options.prefetch if self._options.max_live is None else 0
             self._cursor.followed = False
-            self._run(self._cursor.advance_to_gather(bucket, ahead, again=bucket not in self._pending))
+            self._run(
+                self._cursor.advance_to_gather(bucket, ahead, again=bucket not in self._pending)
+            )
         pending = self._pending.pop(bucket, None)
         gathered = self._regather(bucket) if pending is None else pending.wait()
         self._keep_part(bucket, gathered)
@@ -472,7 +518,9 @@ class GatheredParams:
     def _regather(self, bucket: int) -> Tensor:
         """Gather a bucket that was released in this pass."""
         if self._phase == "backward" or self._alone:
-            return self._start_gather(Step("gather", bucket, "forward" if self._phase == "forward" else "backward")).wait()
+            return self._start_gather(
+                Step("gather", bucket, "forward" if self._phase == "forward" else "backward")
+            ).wait()
         # Other ranks may have to come here first, so they must not wait for gathers of this rank.
         self._cursor.followed = False
         self._run(self._cursor.rest())
@@ -487,12 +535,18 @@ class GatheredParams:
         buffer = self._buffers.get(bucket)
         if buffer is None:
             buffer = self._take(bucket)
-        return view_of(buffer if buffer.dtype == dtype else buffer.view(dtype), size, stride, offset)
+        return view_of(
+            buffer if buffer.dtype == dtype else buffer.view(dtype), size, stride, offset
+        )
 
 
 def _lazy_leaf_behind(out: Any) -> LazyLeaf | None:
     """Find a lazy leaf among the leaves of the graph of a result."""
-    todo = [leaf.grad_fn for leaf in tree.leaves(out) if type(leaf) is Tensor and leaf.grad_fn is not None]
+    todo = [
+        leaf.grad_fn
+        for leaf in tree.leaves(out)
+        if type(leaf) is Tensor and leaf.grad_fn is not None
+    ]
     seen = set(todo)
     while todo:
         node = todo.pop()

@@ -18,7 +18,9 @@ from zfun.layout import Layout
 
 __all__ = ["LazyLeaf", "LazyLeaves", "Source", "is_held", "is_loading", "loading", "materialise"]
 
-_loading: contextvars.ContextVar[bool] = contextvars.ContextVar("zfun_transforms_loading", default=False)
+_loading: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "zfun_transforms_loading", default=False
+)
 
 
 _use_count: Callable[[Tensor], int] = Tensor._use_count  # pyrefly: ignore[missing-attribute]
@@ -44,8 +46,8 @@ class Source:
 class LazyLeaf(torch.Tensor):
     """A parameter that is gathered when it is first used.
 
-    It has the true shape, dtype and device, and no data. Any operation on it runs on the gathered tensor instead; to ask for its metadata
-    gathers nothing.
+    It has the true shape, dtype and device, and no data. Any operation on it runs on the gathered
+    tensor instead; to ask for its metadata gathers nothing.
     """
 
     source: Source
@@ -63,7 +65,9 @@ class LazyLeaf(torch.Tensor):
         source: Source,
         place: int = 0,
     ) -> Self:
-        leaf = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=requires_grad)
+        leaf = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=dtype, device=device, requires_grad=requires_grad
+        )
         leaf.source = source
         leaf.place = place
         leaf.path = path
@@ -79,7 +83,9 @@ class LazyLeaf(torch.Tensor):
                 made.append(_load(self).to(dtype))
             return made[0]
 
-        return LazyLeaf(tuple(self.shape), dtype, self.device, self.requires_grad, self.path, Source(load))
+        return LazyLeaf(
+            tuple(self.shape), dtype, self.device, self.requires_grad, self.path, Source(load)
+        )
 
     def __repr__(self) -> str:  # pyrefly: ignore[bad-override]
         with torch._C.DisableTorchFunctionSubclass():
@@ -87,16 +93,23 @@ class LazyLeaf(torch.Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         del types
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if torch.compiler.is_dynamo_compiling():
-            # Dynamo traces this function too. What it cannot trace (a collective) would be its error and not say what to do; nor can it
-            # trace the errors of zfun.
-            raise TypeError("compiled code needs whole tensors: call zf.gather() on the subtree first, outside the compiled function")
+            # Dynamo traces this function too. What it cannot trace (a collective) would be its
+            # error and not say what to do; nor can it trace the errors of zfun.
+            raise TypeError(
+                "compiled code needs whole tensors: call zf.gather() on the subtree first, "
+                "outside the compiled function"
+            )
         if not kwargs:
             return func(*_loaded(args))
         return func(*_loaded(args), **dict(zip(kwargs, _loaded(kwargs.values()), strict=True)))
@@ -108,8 +121,9 @@ class LazyLeaf(torch.Tensor):
         del types, kwargs
         paths = [leaf.path for leaf in tree.leaves(args) if isinstance(leaf, LazyLeaf)]
         raise PlacementError(
-            f"compiled code and torch.func transforms need whole tensors; {func} got the lazy leaves {paths}; "
-            "call zf.gather() on the subtree first, outside the compiled or transformed function",
+            f"compiled code and torch.func transforms need whole tensors; {func} got the lazy "
+            f"leaves {paths}; call zf.gather() on the subtree first, outside the compiled or "
+            "transformed function",
             leaf=paths[0] if paths else None,
         )
 
@@ -130,17 +144,31 @@ class LazyLeaves:
     def __init__(self, layout: Layout, compute_dtype: torch.dtype | None, *, trained: bool) -> None:
         self.sources = [Source(_closed) for _ in layout.buckets]
         self._layout = layout
-        places = {leaf: place for bucket in layout.buckets for place, leaf in enumerate(bucket.leaves)}
+        places = {
+            leaf: place for bucket in layout.buckets for place, leaf in enumerate(bucket.leaves)
+        }
         self._leaves: list[LazyLeaf] = []
         for leaf, slot in enumerate(layout.leaves):
             dtype = compute_dtype if compute_dtype and slot.dtype.is_floating_point else slot.dtype
             differentiable = trained and (dtype.is_floating_point or dtype.is_complex)
             source = self.sources[slot.bucket]
-            self._leaves.append(LazyLeaf(slot.shape, dtype, layout.device, differentiable, slot.path, source, places[leaf]))
+            self._leaves.append(
+                LazyLeaf(
+                    slot.shape,
+                    dtype,
+                    layout.device,
+                    differentiable,
+                    slot.path,
+                    source,
+                    places[leaf],
+                )
+            )
 
     def tree(self) -> tree.Tree:
         """Return them as the tree that the loss gets."""
-        return tree.unflatten(self._layout.spec, [self._leaves[position] for position in self._layout.positions])
+        return tree.unflatten(
+            self._layout.spec, [self._leaves[position] for position in self._layout.positions]
+        )
 
     def close(self) -> None:
         """Let none of them be used any more."""
@@ -154,8 +182,8 @@ class LazyLeaves:
 
 def _closed(leaf: LazyLeaf) -> Tensor:
     raise ZfunError(
-        f"a lazy leaf may be used only while its loss and the gradient of it run; leaf {leaf.path!r} was used later; return a clone() of "
-        "it as aux instead",
+        "a lazy leaf may be used only while its loss and the gradient of it run; leaf "
+        f"{leaf.path!r} was used later; return a clone() of it as aux instead",
         leaf=leaf.path,
     )
 
@@ -164,7 +192,10 @@ def is_held(tensors: Sequence[Tensor]) -> bool:
     """Whether somebody else than a list has one of these very tensors, in Python or in C++."""
     usual = max(map(sys.getrefcount, [object()]))
     # One loop in C for each question: there may be very many.
-    return max(map(sys.getrefcount, tensors), default=0) > usual or max(map(_use_count, tensors), default=0) > 1
+    return (
+        max(map(sys.getrefcount, tensors), default=0) > usual
+        or max(map(_use_count, tensors), default=0) > 1
+    )
 
 
 # What is known without the data. Everything else gathers.

@@ -11,8 +11,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 __all__ = ["Packed", "SavedViews"]
 
-# A view of a gathered bucket: of which, then dtype, shape, strides and offset. The bucket comes as a list, the same for all of its views,
-# whose references say whether there are any.
+# A view of a gathered bucket: of which, then dtype, shape, strides and offset. The bucket comes as
+# a list, the same for all of its views, whose references say whether there are any.
 Packed: TypeAlias = tuple[list[int], torch.dtype, tuple[int, ...], tuple[int, ...], Any]
 
 
@@ -32,7 +32,8 @@ class SavedViews:
     def know(self, tensor: Tensor, bucket: int) -> None:
         """Know a tensor as a gathered bucket."""
         storage = tensor.untyped_storage()
-        # The weak reference keeps the address from being given to another storage while the entry lives.
+        # The weak reference keeps the address from being given to another storage while the entry
+        # lives.
         self._storages[storage._cdata] = (bucket, StorageWeakRef(storage))
 
     def pack(self, tensor: Tensor) -> Tensor | Packed:
@@ -48,7 +49,13 @@ class SavedViews:
         if self.order[-1:] != [bucket]:
             self.order.append(bucket)
         # A plain tuple: what makes views takes no other since torch 2.15.
-        return self._marks[bucket], tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+        return (
+            self._marks[bucket],
+            tensor.dtype,
+            tuple(tensor.shape),
+            tensor.stride(),
+            tensor.storage_offset(),
+        )
 
     def is_kept(self, bucket: int) -> bool:
         """Whether autograd's graph keeps a view of a bucket."""

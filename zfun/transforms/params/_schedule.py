@@ -1,17 +1,19 @@
 """The schedule as data: when each bucket of sharded parameters is gathered, used and released.
 
 [Note: the schedule]
-A *trace* says which buckets a loss uses, in which order, forward and backward. A *schedule* is a
-tuple of steps, made by a pure function of the trace and a few options. It knows no tensors and starts
-nothing: :func:`zfun.shard_params` runs it, :func:`zfun.planner.explain` prices it, :func:`zfun.planner.timeline` draws
-it, and a test may replay it. Every rank makes the same schedule from the same trace (rank 0's), so
-that gathers have one order everywhere.
+A *trace* says which buckets a loss uses, in which order, forward and backward.
+A *schedule* is a tuple of steps, made by a pure function of the trace and a few options. It knows
+no tensors and starts nothing: :func:`zfun.shard_params` runs it, :func:`zfun.planner.explain`
+prices it, :func:`zfun.planner.timeline` draws it, and a test may replay it. Every rank makes the
+same schedule from the same trace (rank 0's), so that gathers have one order everywhere.
 
-A use stands for everything that is done with a bucket until another one is used. That a use was the last one shows when the next begins; in
-backward also when the bucket's gradients are complete, and that comes first.
+A use stands for everything that is done with a bucket until another one is used. That a use was the
+last one shows when the next begins; in backward also when the bucket's gradients are complete, and
+that comes first.
 
-Forward gathers ahead for backward too, when nothing is left to gather for itself: where it ends, ranks wait for each other and would wait
-for a gather as well. What it has in use itself it frees as ever, and that is gathered again for backward.
+Forward gathers ahead for backward too, when nothing is left to gather for itself: where it ends,
+ranks wait for each other and would wait for a gather as well. What it has in use itself it frees as
+ever, and that is gathered again for backward.
 """
 
 from __future__ import annotations
@@ -25,7 +27,16 @@ from typing import Literal, NamedTuple, TypeAlias
 from zfun.collectives import Group, Mesh
 from zfun.errors import OptionError, checked_options
 
-__all__ = ["Event", "Schedule", "ScheduleOptions", "Step", "Trace", "TracedBucket", "schedule", "secondary_of"]
+__all__ = [
+    "Event",
+    "Schedule",
+    "ScheduleOptions",
+    "Step",
+    "Trace",
+    "TracedBucket",
+    "schedule",
+    "secondary_of",
+]
 
 Kind: TypeAlias = Literal["gather", "use", "release", "reduce"]
 Phase: TypeAlias = Literal["start", "forward", "backward"]
@@ -80,8 +91,8 @@ class Trace:
         size: number of ranks that share each.
         forward: indices of the buckets in the order of use; what is used again appears again.
         backward: what happens in backward; by default what forward did, in reverse.
-        leaves: paths of the leaves in the order in which forward first uses them, for ``order=`` of :func:`zfun.shard`; by default bucket
-            by bucket.
+        leaves: paths of the leaves in the order in which forward first uses them, for ``order=`` of
+            :func:`zfun.shard`; by default bucket by bucket.
 
     Example:
         >>> block = TracedBucket("h", (("h.w", 64),), 64, 4, 4, 4)
@@ -97,7 +108,11 @@ class Trace:
 
     def __post_init__(self) -> None:
         if not self.leaves:
-            used = [path for bucket in dict.fromkeys(self.forward) for path, _ in self.buckets[bucket].leaves]
+            used = [
+                path
+                for bucket in dict.fromkeys(self.forward)
+                for path, _ in self.buckets[bucket].leaves
+            ]
             object.__setattr__(self, "leaves", tuple(used))
         if not self.backward:
             object.__setattr__(self, "backward", tuple(self._reversed()))
@@ -114,9 +129,11 @@ class Step(NamedTuple):
     """One step of a schedule.
 
     Attributes:
-        kind: ``"gather"`` (start to), ``"use"`` (wait for it, and compute), ``"release"``, or ``"reduce"`` (its gradients are complete).
+        kind: ``"gather"`` (start to), ``"use"`` (wait for it, and compute), ``"release"``, or
+            ``"reduce"`` (its gradients are complete).
         bucket: index of the bucket.
-        phase: for which it is done: ``"start"`` (once after each change of the parameters), ``"forward"`` or ``"backward"``.
+        phase: for which it is done: ``"start"`` (once after each change of the parameters),
+            ``"forward"`` or ``"backward"``.
     """
 
     kind: Kind
@@ -129,19 +146,23 @@ class ScheduleOptions:
     """When stage 3 gathers and releases buckets. No option changes a bit of the result.
 
     Attributes:
-        prefetch: how many buckets are gathered ahead of use, forward and backward. Each costs the memory of a bucket.
-        max_live: the largest number of elements gathered at once, padding included; ``None`` sets no bound. A gather ahead of
-            use waits until there is room. A gather that cannot wait evicts the bucket that is needed latest, which is then
-            gathered again.
-        reuse_distance: a bucket stays gathered after a use if fewer than so many elements are used before its next use, from
-            forward into backward too. By default a bucket that is used again in the same pass stays, and none stays from
-            forward to backward.
-        persistence: a bucket of which no leaf has more elements than this stays gathered until the parameters change. Give
-            :func:`zfun.shard` the same number, so that small leaves lie in buckets of their own.
-        max_persistent: the largest number of elements that stay so, counted in the order of the layout; ``None`` sets no bound.
-        secondary: over a mesh, each rank keeps a part of the buckets that forward has gathered, and backward gathers these parts
-            over the inner axis alone, so that parameters cross between rows once in a step. Costs the memory of
-            ``1/mesh.inner.size`` of the parameters during a step (hpZ; Wang et al., "ZeRO++", 2023).
+        prefetch: how many buckets are gathered ahead of use, forward and backward. Each costs the
+            memory of a bucket.
+        max_live: the largest number of elements gathered at once, padding included; ``None`` sets
+            no bound. A gather ahead of use waits until there is room. A gather that cannot wait
+            evicts the bucket that is needed latest, which is then gathered again.
+        reuse_distance: a bucket stays gathered after a use if fewer than so many elements are used
+            before its next use, from forward into backward too. By default a bucket that is used
+            again in the same pass stays, and none stays from forward to backward.
+        persistence: a bucket of which no leaf has more elements than this stays gathered until the
+            parameters change. Give :func:`zfun.shard` the same number, so that small leaves lie in
+            buckets of their own.
+        max_persistent: the largest number of elements that stay so, counted in the order of the
+            layout; ``None`` sets no bound.
+        secondary: over a mesh, each rank keeps a part of the buckets that forward has gathered, and
+            backward gathers these parts over the inner axis alone, so that parameters cross between
+            rows once in a step. Costs the memory of ``1/mesh.inner.size`` of the parameters during
+            a step (hpZ; Wang et al., "ZeRO++", 2023).
 
     Raises:
         OptionError: a number is negative or not an integer.
@@ -160,24 +181,40 @@ class ScheduleOptions:
 
     def __post_init__(self) -> None:
         if type(self.prefetch) is not int or self.prefetch < 0:
-            raise OptionError(f"prefetch is a number of buckets; got {self.prefetch!r}; 0 gathers each when it is used")
+            raise OptionError(
+                f"prefetch is a number of buckets; got {self.prefetch!r}; 0 gathers each when it "
+                "is used"
+            )
         for name, value, remedy in (
             ("max_live", self.max_live, "None sets no bound"),
-            ("reuse_distance", self.reuse_distance, "0 releases a bucket after each use, None after its last one in a pass"),
+            (
+                "reuse_distance",
+                self.reuse_distance,
+                "0 releases a bucket after each use, None after its last one in a pass",
+            ),
             ("persistence", self.persistence, "0 keeps nothing gathered"),
             ("max_persistent", self.max_persistent, "None sets no bound"),
         ):
-            if (value is not None or name == "persistence") and (type(value) is not int or value < 0):
+            if (value is not None or name == "persistence") and (
+                type(value) is not int or value < 0
+            ):
                 raise OptionError(f"{name} is a number of elements; got {value!r}; {remedy}")
         if type(self.secondary) is not bool:
-            raise OptionError(f"secondary is True or False; got {self.secondary!r}; the inner axis is that of the mesh itself")
+            raise OptionError(
+                f"secondary is True or False; got {self.secondary!r}; the inner axis is that of "
+                "the mesh itself"
+            )
 
     def persistent(self, buckets: tuple[TracedBucket, ...]) -> frozenset[int]:
         """Return the indices of the buckets that stay gathered while the parameters are what they are."""
         chosen, total = set(), 0
         for index, bucket in enumerate(buckets):
-            is_small = self.persistence > 0 and all(numel <= self.persistence for _, numel in bucket.leaves)
-            if is_small and (self.max_persistent is None or total + bucket.numel <= self.max_persistent):
+            is_small = self.persistence > 0 and all(
+                numel <= self.persistence for _, numel in bucket.leaves
+            )
+            if is_small and (
+                self.max_persistent is None or total + bucket.numel <= self.max_persistent
+            ):
                 chosen.add(index)
                 total += bucket.numel
         return frozenset(chosen)
@@ -208,7 +245,11 @@ class Schedule:
     @property
     def turn(self) -> int:
         """The place of the first step that comes after forward has ended; gathers for backward may come before."""
-        later = (place for place, step in enumerate(self.steps) if step.phase == "backward" and step.kind != "gather")
+        later = (
+            place
+            for place, step in enumerate(self.steps)
+            if step.phase == "backward" and step.kind != "gather"
+        )
         return next(later, len(self.steps))
 
     def live(self) -> list[int]:
@@ -223,13 +264,17 @@ class Schedule:
         now = 0
         found: list[int] = []
         for step in self.steps:
-            now += {"gather": 1, "release": -1}.get(step.kind, 0) * size(self.trace.buckets[step.bucket])
+            now += {"gather": 1, "release": -1}.get(step.kind, 0) * size(
+                self.trace.buckets[step.bucket]
+            )
             found.append(now)
         return found
 
     def order(self, phase: Phase) -> tuple[int, ...]:
         """Return the buckets in the order in which one phase gathers them."""
-        return tuple(step.bucket for step in self.steps if step.kind == "gather" and step.phase == phase)
+        return tuple(
+            step.bucket for step in self.steps if step.kind == "gather" and step.phase == phase
+        )
 
 
 @checked_options
@@ -271,8 +316,8 @@ def secondary_of(group: Group, options: ScheduleOptions) -> Group | None:
         return None
     if not isinstance(group, Mesh):
         raise OptionError(
-            f"secondary=True gathers over the inner axis of a mesh; got {group!r}; shard the parameters over a mesh, as "
-            "zf.split(group, inner=n) makes it, or leave secondary out"
+            f"secondary=True gathers over the inner axis of a mesh; got {group!r}; shard the "
+            "parameters over a mesh, as zf.split(group, inner=n) makes it, or leave secondary out"
         )
     return group.inner
 
@@ -284,11 +329,15 @@ def _check_room(trace: Trace, persistent: frozenset[int], max_live: int | None) 
     rest = [bucket for b, bucket in enumerate(trace.buckets) if b not in persistent]
     largest = max(rest, key=lambda bucket: bucket.numel, default=None)
     if kept + (largest.numel if largest else 0) > max_live:
-        what = f"{largest.label} has {largest.numel} elements with padding" if largest else "nothing else is gathered"
+        what = (
+            f"{largest.label} has {largest.numel} elements with padding"
+            if largest
+            else "nothing else is gathered"
+        )
         beside = f" and {kept} persist" if kept else ""
         raise OptionError(
-            f"max_live must hold the largest bucket beside what persists; got {max_live}, where {what}{beside}; use a larger max_live, or "
-            "smaller buckets (bucket_bytes)"
+            f"max_live must hold the largest bucket beside what persists; got {max_live}, where "
+            f"{what}{beside}; use a larger max_live, or smaller buckets (bucket_bytes)"
         )
 
 
@@ -303,14 +352,18 @@ class _Scheduler:
         self._distance = options.reuse_distance
         self._persistent = persistent
         # Both passes as one sequence: what forward leaves may be what backward begins with.
-        self._uses = [*trace.forward, *(event.bucket for event in trace.backward if event.kind == "use")]
+        self._uses = [
+            *trace.forward,
+            *(event.bucket for event in trace.backward if event.kind == "use"),
+        ]
         self._turn = len(trace.forward)
         self._before = [0]
         self._places: list[list[int]] = [[] for _ in trace.buckets]
         for place, bucket in enumerate(self._uses):
             self._before.append(self._before[-1] + trace.buckets[bucket].numel)
             self._places[bucket].append(place)
-        self._held: dict[int, int | None] = {}  # what is gathered, and its last use; None where it was gathered ahead of one
+        # what is gathered, and its last use; None where it was gathered ahead of one
+        self._held: dict[int, int | None] = {}
         self._steps: list[Step] = []
         self._phase: Phase = "start"
 
@@ -357,7 +410,11 @@ class _Scheduler:
             following = self._uses[place]
             if ahead >= self._prefetch:
                 return
-            if following != bucket and following not in self._held and following not in self._persistent:
+            if (
+                following != bucket
+                and following not in self._held
+                and following not in self._persistent
+            ):
                 phase: Phase = "forward" if place < self._turn else "backward"
                 # What only backward uses, forward gathers for others first.
                 is_due = phase == self._phase or following in self._trace.forward
@@ -368,7 +425,11 @@ class _Scheduler:
 
     def _reduce(self, bucket: int, now: int) -> None:
         self._write("reduce", bucket)
-        if bucket in self._held and self._next_use(bucket, now) == len(self._uses) and not self._stays(bucket, now):
+        if (
+            bucket in self._held
+            and self._next_use(bucket, now) == len(self._uses)
+            and not self._stays(bucket, now)
+        ):
             self._release(bucket)
 
     def _release_where(self, condition: Callable[[int], bool]) -> None:
@@ -388,7 +449,8 @@ class _Scheduler:
             return True
         if following == len(self._uses) and (last >= self._turn or self._distance is None):
             return False
-        # What backward does not use is there for the others until its end, or gathered for them then.
+        # What backward does not use is there for the others until its end, or gathered for them
+        # then.
         if self._distance is None:
             return (following < self._turn) == (last < self._turn)
         return self._before[following] - self._before[last + 1] < self._distance

@@ -1,10 +1,10 @@
 """Stage 3 as a transform of the loss: gather where used, free, gather again in backward.
 
-The loss is called with lazy leaves, whose buckets are gathered and released for it; see [Note: the life of a
-parameter].
+The loss is called with lazy leaves, whose buckets are gathered and released for it; see
+[Note: the life of a parameter].
 
-After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020); gathering whole units and freeing
-them is also what FSDP does (Zhao et al., 2023).
+After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
+(2020); gathering whole units and freeing them is also what FSDP does (Zhao et al., 2023).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from zfun.layout import Layout
 from zfun.placement import S
 from zfun.transforms._cast import CastLoss
 from zfun.transforms._notes import watching
-from zfun.transforms.remat import warn_of_whole_loss
 from zfun.transforms._watched import new_gathered
 from zfun.transforms.grads._executor import Executor, WholeParams
 from zfun.transforms.params._buckets import BucketShard, shards_of, tree_of
 from zfun.transforms.params._call import call_of
 from zfun.transforms.params._cursor import Plan
 from zfun.transforms.params._schedule import Schedule, ScheduleOptions, secondary_of
+from zfun.transforms.remat import warn_of_whole_loss
 from zfun.transforms.values._redistribute import gather_for, needs_autograd
 from zfun.typing import Loss
 
@@ -48,11 +48,12 @@ def shard_params(
 ) -> Loss:
     """Let a loss run on sharded parameters: ZeRO-3 (``S -> R`` where used, gradients ``P``).
 
-    The loss itself is not changed and needs no marks: it receives a tree of lazy leaves, and each bucket is gathered ahead of the first use
-    of its leaves, and freed after the last. On one rank alone, where parameters are whole, it receives plain tensors from its second
-    call on. Under ``torch.func``
-    transforms, and where a buffer requires a gradient, all parameters are gathered at once by differentiable collectives instead, so that
-    ``grad``, ``vmap``, ``jvp`` and their compositions hold.
+    The loss itself is not changed and needs no marks: it receives a tree of lazy leaves, and each
+    bucket is gathered ahead of the first use of its leaves, and freed after the last. On one rank
+    alone, where parameters are whole, it receives plain tensors from its second call on. Under
+    ``torch.func`` transforms, and where a buffer requires a gradient, all parameters are gathered
+    at once by differentiable collectives instead, so that ``grad``, ``vmap``, ``jvp`` and their
+    compositions hold.
 
     The first call notes which buckets are used, in which order; from the second call on the
     gathers follow a :func:`zfun.planner.schedule` made of these notes and the options.
@@ -60,20 +61,23 @@ def shard_params(
     Args:
         loss: ``(params, batch) -> scalar`` or ``(scalar, aux)``, written for whole parameters.
         group: the ranks that share the parameters: a group, a mesh, or the inner axis of one.
-        frozen: sharded leaves that are not trained (the other part of :func:`zfun.partition`). The loss gets both parts combined; no
-            gradient and no optimizer state is ever made for these.
+        frozen: sharded leaves that are not trained (the other part of :func:`zfun.partition`). The
+            loss gets both parts combined; no gradient and no optimizer state is ever made for
+            these.
         schedule: when buckets are gathered and released; by default ``ScheduleOptions()``.
-        compression: the codec with which floating parameters are gathered, such as :func:`zfun.compression.int8`; by default they are
-            sent exactly. The loss sees the decoded values, the same on every rank, in backward as in forward, and so without error
+        compression: the codec with which floating parameters are gathered, such as
+            :func:`zfun.compression.int8`; by default they are sent exactly. The loss sees the
+            decoded values, the same on every rank, in backward as in forward, and so without error
             feedback. The shards stay exact, and so do the gradients that are added to them.
 
     Returns:
         The same function of a ``Flat`` with placement ``S``, as :func:`zfun.shard` makes it.
 
     Raises:
-        OptionError: ``secondary`` over a group that is no mesh; or, from the returned function, ``max_live`` is smaller than the
-            largest bucket.
-        PlacementError: from the returned function, for parameters that are not sharded over ``group``.
+        OptionError: ``secondary`` over a group that is no mesh; or, from the returned function,
+            ``max_live`` is smaller than the largest bucket.
+        PlacementError: from the returned function, for parameters that are not sharded over
+            ``group``.
 
     Example:
         >>> import torch
@@ -92,7 +96,9 @@ def shard_params(
     secondary_of(group, options)
     if isinstance(loss, CastLoss):
         # [Note: where the cast is]
-        return dataclasses.replace(loss, loss=ShardedLoss(loss.loss, group, frozen, options, compression))
+        return dataclasses.replace(
+            loss, loss=ShardedLoss(loss.loss, group, frozen, options, compression)
+        )
     return ShardedLoss(loss, group, frozen, options, compression)
 
 
@@ -108,7 +114,14 @@ class ShardedLoss:
         codec: of parameters that are gathered; ``None`` sends them exactly.
     """
 
-    def __init__(self, loss: Loss, group: Group, frozen: Flat | None, options: ScheduleOptions, codec: Codec | None = None) -> None:
+    def __init__(
+        self,
+        loss: Loss,
+        group: Group,
+        frozen: Flat | None,
+        options: ScheduleOptions,
+        codec: Codec | None = None,
+    ) -> None:
         self.loss = loss
         self.group = group
         self.frozen = None if frozen is None else _check(frozen, group)
@@ -128,7 +141,10 @@ class ShardedLoss:
         call = dataclasses.replace(call_of(flat), codec=self.codec)
         flats = (flat,) if self.frozen is None else (flat, self.frozen)
         if call.executor is None and needs_autograd(flat.buffers):
-            return self.loss(tree.combine(*(gather_for(part, call.compute_dtype, call.codec) for part in flats)), batch)
+            return self.loss(
+                tree.combine(*(gather_for(part, call.compute_dtype, call.codec) for part in flats)),
+                batch,
+            )
         layouts = tuple(part.layout for part in flats)
         plan, shards = self._plans.get(layouts), shards_of(flats, call)
         learnt = plan is not None and plan.packed is not None
@@ -148,13 +164,20 @@ class ShardedLoss:
         return out
 
 
-def _views(flats: Sequence[Flat], shards: Sequence[BucketShard], executor: Executor | None) -> Iterator[tree.Tree]:
+def _views(
+    flats: Sequence[Flat], shards: Sequence[BucketShard], executor: Executor | None
+) -> Iterator[tree.Tree]:
     """View parameters that one rank alone holds, as trees, with bucket nodes behind the trained ones."""
     views = [shard.views(shard.flat.buffers[shard.index]) for shard in shards]
     outputs = iter(views)
     if executor is not None:
         executor.attach(WholeParams(views, [shard.slots for shard in shards]))
-        outputs = iter([executor.open(shard.index, x) if shard.trained else x for shard, x in zip(shards, views, strict=True)])
+        outputs = iter(
+            [
+                executor.open(shard.index, x) if shard.trained else x
+                for shard, x in zip(shards, views, strict=True)
+            ]
+        )
     for flat in flats:
         yield tree_of(flat.layout, itertools.islice(outputs, len(flat.layout.buckets)))
 
@@ -162,17 +185,17 @@ def _views(flats: Sequence[Flat], shards: Sequence[BucketShard], executor: Execu
 def _check(params: tree.Tree, group: Group) -> Flat:
     if not isinstance(params, Flat):
         raise PlacementError(
-            f"shard_params() takes parameters with placement S; got {type(params).__name__} of whole leaves; call zf.shard(params, "
-            "group) first"
+            f"shard_params() takes parameters with placement S; got {type(params).__name__} of "
+            "whole leaves; call zf.shard(params, group) first"
         )
     if params.placement is not S:
         raise PlacementError(
-            f"shard_params() takes parameters with placement S; got a Flat with placement {params.placement!r}; call "
-            "zf.redistribute(params, zf.S, group) first"
+            "shard_params() takes parameters with placement S; got a Flat with placement "
+            f"{params.placement!r}; call zf.redistribute(params, zf.S, group) first"
         )
     if params.group is not group:
         raise PlacementError(
-            "shard_params() must be given the group over which its parameters are sharded; got another one; pass the same group to "
-            "zf.shard() and zf.shard_params()"
+            "shard_params() must be given the group over which its parameters are sharded; got "
+            "another one; pass the same group to zf.shard() and zf.shard_params()"
         )
     return params

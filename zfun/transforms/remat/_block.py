@@ -32,11 +32,21 @@ class Block:
         generators: generators to restore, in addition to those among the leaves.
     """
 
-    def __init__(self, fn: Callable[..., Any], leaves: Sequence[Any], spec: tree.Spec, generators: Sequence[torch.Generator]) -> None:
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        leaves: Sequence[Any],
+        spec: tree.Spec,
+        generators: Sequence[torch.Generator],
+    ) -> None:
         self.fn = fn
         self.spec = spec
         # Without tensor arguments, because autograd saves these. Lazy leaves have no data.
-        self.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and not isinstance(leaf, LazyLeaf)]
+        self.places = [
+            i
+            for i, leaf in enumerate(leaves)
+            if isinstance(leaf, Tensor) and not isinstance(leaf, LazyLeaf)
+        ]
         taken = set(self.places)
         self.leaves = [None if i in taken else leaf for i, leaf in enumerate(leaves)]
         generators = (*generators, *(leaf for leaf in leaves if isinstance(leaf, torch.Generator)))
@@ -77,20 +87,27 @@ class _WithModules(nn.Module):
     def __init__(self, fn: Callable[..., Any], modules: Sequence[nn.Module]) -> None:
         super().__init__()
         self.inner = nn.ModuleList(modules)
-        self.fn = (fn,)  # in a tuple, so that nn.Module does not register a module fn as a submodule
+        # in a tuple, so that nn.Module does not register a module fn as a submodule
+        self.fn = (fn,)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.fn[0](*args, **kwargs)
 
 
-def _captured(fn: Callable[..., Any], arguments: Sequence[Any]) -> tuple[nn.Module, Callable[[], dict[str, Tensor]]] | None:
+def _captured(
+    fn: Callable[..., Any], arguments: Sequence[Any]
+) -> tuple[nn.Module, Callable[[], dict[str, Tensor]]] | None:
     """Record the current parameters of modules, because ``functional_call`` resets them later."""
     found = list(arguments)
     inner = fn
     while isinstance(inner, functools.partial):
         found += [*inner.args, *inner.keywords.values()]
         inner = inner.func
-    modules = [value for value in (inner, getattr(inner, "__self__", None), *found) if isinstance(value, nn.Module)]
+    modules = [
+        value
+        for value in (inner, getattr(inner, "__self__", None), *found)
+        if isinstance(value, nn.Module)
+    ]
     if not modules:
         return None
     module = _WithModules(fn, modules)

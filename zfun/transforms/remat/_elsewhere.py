@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from zfun import ops
-from zfun.collectives import AllGather, Collective, Group, LeafRecord, Stream, check_same, is_checked
+from zfun.collectives import (
+    AllGather,
+    Collective,
+    Group,
+    LeafRecord,
+    Stream,
+    check_same,
+    is_checked,
+)
 from zfun.errors import SpecMismatch
 from zfun.stores import Store, Stored, fetch
 from zfun.transforms.remat._vectors import Form, form_of, tensor_of, vector_of
@@ -69,20 +77,25 @@ class Elsewhere:
             return kept.value
         vector, group = fetch(kept.memory, kept.device), self.shard_over
         if group is not None and group.size > 1:
-            vector = group.start(Collective(AllGather(), "activations", stream=Stream.PARAMS), vector).wait()
+            vector = group.start(
+                Collective(AllGather(), "activations", stream=Stream.PARAMS), vector
+            ).wait()
         return tensor_of(vector[: kept.numel], kept.form)
 
     def _check_agreement(self, tensor: Tensor, group: Group) -> None:
         key = (tensor.dtype, tensor.shape)
         if group.size == 1 or (key in self.agreed and not is_checked(group)):
             return
-        entry = LeafRecord("input", f"{tensor.dtype} {tuple(tensor.shape)}", str(ops.fingerprint(tensor)))
+        entry = LeafRecord(
+            "input", f"{tensor.dtype} {tuple(tensor.shape)}", str(ops.fingerprint(tensor))
+        )
         try:
             check_same([entry], group, "activations")
         except SpecMismatch as error:
             raise SpecMismatch(
-                f"shard_over takes ranks that hold the same activations, such as the ranks of a model-parallel axis; {error}; "
-                "data-parallel ranks hold different activations: leave shard_over out, or pass the group of the model-parallel axis",
+                "shard_over takes ranks that hold the same activations, such as the ranks of a "
+                f"model-parallel axis; {error}; data-parallel ranks hold different activations: "
+                "leave shard_over out, or pass the group of the model-parallel axis",
                 rank=group.rank,
             ) from None
         self.agreed.add(key)

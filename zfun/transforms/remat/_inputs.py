@@ -13,14 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zfun.transforms.grads._reducer import is_bucket_view
 from zfun.transforms.remat._elsewhere import Elsewhere, Moved, Stays
 from zfun.transforms.remat._vectors import is_plain
-from zfun.transforms.grads._reducer import is_bucket_view
 
 __all__ = ["moving_inputs"]
 
 
-def moving_inputs(elsewhere: Elsewhere | None, arguments: Sequence[Any], *, results_too: bool) -> contextlib.AbstractContextManager[Any]:
+def moving_inputs(
+    elsewhere: Elsewhere | None, arguments: Sequence[Any], *, results_too: bool
+) -> contextlib.AbstractContextManager[Any]:
     """Make the context in which a block is called.
 
     Args:
@@ -47,14 +49,20 @@ class _Hooks:
         self.outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
         # An argument without a gradient history is data, which the caller keeps.
         self.data = {
-            leaf.untyped_storage()._cdata for leaf in arguments if isinstance(leaf, Tensor) and is_plain(leaf) and leaf.grad_fn is None
+            leaf.untyped_storage()._cdata
+            for leaf in arguments
+            if isinstance(leaf, Tensor) and is_plain(leaf) and leaf.grad_fn is None
         }
 
     def pack(self, tensor: Tensor) -> Moved | Stays:
         # If outer hooks convert the tensor, the outer hooks keep the result.
         packed = tensor if self.outer is None else self.outer[0](tensor)
         # In backward this block is part of an outer block's recomputation, and is short-lived.
-        if not isinstance(packed, Tensor) or torch._C._current_graph_task_id() != -1 or not self._is_activation(tensor):
+        if (
+            not isinstance(packed, Tensor)
+            or torch._C._current_graph_task_id() != -1
+            or not self._is_activation(tensor)
+        ):
             return Stays(packed)
         return self.elsewhere.keep(packed)
 
@@ -73,5 +81,9 @@ class _Hooks:
             node = node.next_functions[0][0]
         if node is None:
             # Autograd saves results of operations without history.
-            return self.results_too and not base.requires_grad and base.untyped_storage()._cdata not in self.data
+            return (
+                self.results_too
+                and not base.requires_grad
+                and base.untyped_storage()._cdata not in self.data
+            )
         return node.name() != "torch::autograd::AccumulateGrad" and not is_bucket_view(node)

@@ -17,11 +17,11 @@ from zfun.errors import OptionError, PlacementError, checked_options
 from zfun.flat import flats
 from zfun.policies import Policy
 from zfun.stores import Store
+from zfun.transforms.params._call import BoundParams
 from zfun.transforms.remat._block import Block
 from zfun.transforms.remat._elsewhere import Elsewhere
 from zfun.transforms.remat._inputs import moving_inputs
 from zfun.transforms.remat._results import keeping_results
-from zfun.transforms.params._call import BoundParams
 
 __all__ = ["Remat", "remat", "warn_of_whole_loss"]
 
@@ -44,7 +44,9 @@ class Remat:
     store: Store | None = None
     shard_over: Group | None = None
     generators: tuple[torch.Generator, ...] = ()
-    _agreed: set[tuple[torch.dtype, torch.Size]] = field(default_factory=set, compare=False, repr=False)
+    _agreed: set[tuple[torch.dtype, torch.Size]] = field(
+        default_factory=set, compare=False, repr=False
+    )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the result of ``fn``."""
@@ -55,7 +57,8 @@ class Remat:
         if torch._C._functorch.maybe_current_level() is not None:
             if self.policy is not policies.everything:
                 warnings.warn(
-                    "remat() saves no memory under torch.func transforms, because these call no saved-tensor hooks; nothing is recomputed",
+                    "remat() saves no memory under torch.func transforms, because these call no "
+                    "saved-tensor hooks; nothing is recomputed",
                     stacklevel=2,
                 )
             return self.fn(*args, **kwargs)
@@ -70,7 +73,11 @@ class Remat:
         block = Block(self.fn, leaves, spec, self.generators)
         tensors = [leaves[place] for place in block.places]
         del args, kwargs, leaves
-        modes = noop_context_fn if self.policy is policies.nothing else functools.partial(keeping_results, self.policy, elsewhere)
+        modes = (
+            noop_context_fn
+            if self.policy is policies.nothing
+            else functools.partial(keeping_results, self.policy, elsewhere)
+        )
         with inputs:
             return checkpoint(block, *tensors, use_reentrant=False, context_fn=modes)
 
@@ -78,9 +85,14 @@ class Remat:
         """Return torch's own checkpointing, the only form that the compiler can trace."""
         if self.policy is policies.everything and self.store is None and self.shard_over is None:
             return self.fn(*args, **kwargs)
-        if self.policy is not policies.nothing or self.store is not None or self.shard_over is not None:
+        if (
+            self.policy is not policies.nothing
+            or self.store is not None
+            or self.shard_over is not None
+        ):
             raise TypeError(
-                "remat() inside compiled code takes no options; got a policy, store or group; put remat() around the compiled function"
+                "remat() inside compiled code takes no options; got a policy, store or group; "
+                "put remat() around the compiled function"
             )
         return checkpoint(self.fn, *args, use_reentrant=False, **kwargs)
 
@@ -134,9 +146,15 @@ def remat(
     After Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016).
     """
     if not callable(fn):
-        raise OptionError(f"remat() takes a function; got {type(fn).__name__}; pass the function that backward should recompute")
+        raise OptionError(
+            f"remat() takes a function; got {type(fn).__name__}; pass the function that backward "
+            "should recompute"
+        )
     if not callable(policy):
-        raise OptionError(f"remat() takes a policy, which is a function of (op, result); got {policy!r}; zf.policies has some")
+        raise OptionError(
+            f"remat() takes a policy, which is a function of (op, result); got {policy!r}; "
+            "zf.policies has some"
+        )
     return Remat(fn, policy, store, shard_over, tuple(generators))
 
 
@@ -144,7 +162,8 @@ def warn_of_whole_loss(loss: Any) -> None:
     """Warn about ``remat`` around a whole loss, where all activations live at once in backward."""
     if isinstance(loss, Remat) and loss.policy is not policies.everything:
         warnings.warn(
-            "remat() around a whole loss saves no memory, because backward recomputes all of it at once; put remat() around the blocks",
+            "remat() around a whole loss saves no memory, because backward recomputes all of it "
+            "at once; put remat() around the blocks",
             stacklevel=3,
         )
 
@@ -153,6 +172,7 @@ def _check_flats(value: tree.Tree) -> None:
     for flat in flats(value):
         if isinstance(flat, BoundParams):
             raise PlacementError(
-                "remat() must be inside shard_params(), around the blocks of the loss; got sharded parameters; write "
-                "shard_params(remat(...)), or better remat() around each block"
+                "remat() must be inside shard_params(), around the blocks of the loss; got "
+                "sharded parameters; write shard_params(remat(...)), or better remat() around "
+                "each block"
             )

@@ -25,14 +25,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zfun import policies, tree
 from zfun.errors import ZfunError
 from zfun.policies import Policy
+from zfun.transforms.params._lazy import is_loading
 from zfun.transforms.remat._elsewhere import Elsewhere, Moved, Stays
 from zfun.transforms.remat._vectors import is_plain
-from zfun.transforms.params._lazy import is_loading
 
 __all__ = ["keeping_results"]
 
 
-def keeping_results(policy: Policy, elsewhere: Elsewhere | None) -> tuple[TorchDispatchMode, TorchDispatchMode]:
+def keeping_results(
+    policy: Policy, elsewhere: Elsewhere | None
+) -> tuple[TorchDispatchMode, TorchDispatchMode]:
     """Make the dispatch mode for forward and the dispatch mode for recomputation.
 
     Args:
@@ -68,7 +70,9 @@ class _Mode(TorchDispatchMode):
 class _Recording(_Mode):
     """Runs forward and keeps the results that the policy chooses."""
 
-    def __init__(self, policy: Policy, elsewhere: Elsewhere | None, kept: dict[int, _Result]) -> None:
+    def __init__(
+        self, policy: Policy, elsewhere: Elsewhere | None, kept: dict[int, _Result]
+    ) -> None:
         super().__init__()
         self.policy = policy
         self.elsewhere = elsewhere
@@ -76,7 +80,13 @@ class _Recording(_Mode):
         self.numbers: dict[int, int] = {}  # of kept results, by storage
         self.count = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if is_loading():
@@ -90,15 +100,25 @@ class _Recording(_Mode):
         leaves, spec = tree.flatten(out)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         # A result drawn from a user's generator is not kept, because a replay would not advance it.
-        if tensors and kwargs.get("generator") is None and self.policy(func, policies.described(tensors)):
+        if (
+            tensors
+            and kwargs.get("generator") is None
+            and self.policy(func, policies.described(tensors))
+        ):
             kept = tuple(self._keep(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
             versions = tuple(leaf._version if isinstance(leaf, Tensor) else None for leaf in kept)
             self.kept[number] = _Result(func, kept, spec, versions, _random_states(func, tensors))
-            self.numbers |= {leaf.untyped_storage()._cdata: number for leaf in tensors if is_plain(leaf)}
+            self.numbers |= {
+                leaf.untyped_storage()._cdata: number for leaf in tensors if is_plain(leaf)
+            }
         return out
 
     def _keep(self, tensor: Tensor) -> Any:
-        return self.elsewhere.keep(tensor) if self.elsewhere is not None and is_plain(tensor) else _alias(tensor)
+        return (
+            self.elsewhere.keep(tensor)
+            if self.elsewhere is not None and is_plain(tensor)
+            else _alias(tensor)
+        )
 
 
 class _Replaying(_Mode):
@@ -114,7 +134,13 @@ class _Replaying(_Mode):
         self.count = 0
         return super().__enter__()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         if is_loading() or not _may_be_kept(func):
             return func(*args, **(kwargs or {}))
         found = self.kept.get(self.count)
@@ -123,12 +149,14 @@ class _Replaying(_Mode):
             return func(*args, **(kwargs or {}))
         if found.op is not func:
             raise ZfunError(
-                f"a function under remat() must do the same when it runs again; got {func} where {found.op} was; look for code that "
-                "depends on a global, a counter or a cache"
+                f"a function under remat() must do the same when it runs again; got {func} where "
+                f"{found.op} was; look for code that depends on a global, a counter or a cache"
             )
         for device, state in found.random:
             _set_random_state(device, state)
-        return tree.unflatten(found.spec, [self._restore(found, i) for i in range(len(found.leaves))])
+        return tree.unflatten(
+            found.spec, [self._restore(found, i) for i in range(len(found.leaves))]
+        )
 
     def _restore(self, found: _Result, index: int) -> Any:
         leaf = found.leaves[index]
@@ -139,8 +167,9 @@ class _Replaying(_Mode):
             return leaf
         if leaf._version != found.versions[index]:
             raise ZfunError(
-                f"a result that a policy keeps must not be written to after the function has returned; the result of {found.op} was; "
-                "replace the in-place operation, or change the policy so that it does not keep this result"
+                "a result that a policy keeps must not be written to after the function has "
+                f"returned; the result of {found.op} was; replace the in-place operation, or "
+                "change the policy so that it does not keep this result"
             )
         return _alias(leaf)
 
@@ -168,9 +197,20 @@ def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Ten
     schema = getattr(op, "_schema", None)
     if schema is None or not schema.is_mutable:
         return []
-    values = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | kwargs
-    names = [argument.name for argument in schema.arguments if argument.alias_info is not None and argument.alias_info.is_write]
-    return [leaf for name in names for leaf in tree.leaves(values.get(name)) if isinstance(leaf, Tensor) and is_plain(leaf)]
+    values = {
+        argument.name: value for argument, value in zip(schema.arguments, args, strict=False)
+    } | kwargs
+    names = [
+        argument.name
+        for argument in schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return [
+        leaf
+        for name in names
+        for leaf in tree.leaves(values.get(name))
+        if isinstance(leaf, Tensor) and is_plain(leaf)
+    ]
 
 
 def _random_states(op: Any, tensors: Sequence[Tensor]) -> tuple[tuple[torch.device, Tensor], ...]:
@@ -181,7 +221,11 @@ def _random_states(op: Any, tensors: Sequence[Tensor]) -> tuple[tuple[torch.devi
 
 
 def _random_state(device: torch.device) -> Tensor:
-    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+    return (
+        torch.get_rng_state()
+        if device.type == "cpu"
+        else torch.get_device_module(device).get_rng_state(device)
+    )
 
 
 def _set_random_state(device: torch.device, state: Tensor) -> None:

@@ -39,7 +39,11 @@ class Form:
 
 def is_plain(tensor: Tensor) -> bool:
     """Whether the memory of a tensor holds the elements directly, not conjugated or negated."""
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())
+    return (
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.layout is torch.strided
+        and not (tensor.is_conj() or tensor.is_neg())
+    )
 
 
 def form_of(tensor: Tensor) -> Form:

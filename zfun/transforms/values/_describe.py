@@ -24,10 +24,11 @@ class Row:
         path: its tree path.
         shape: its logical shape, whole.
         dtype: its dtype, as it is kept: that of the buffer it lies in.
-        placement: ``"R"``, ``"P"``, ``"S"``, with the axis behind it where it is over one of a mesh (``"S (inner)"``), or ``"local"`` for a
-            tensor that is this rank's own.
+        placement: ``"R"``, ``"P"``, ``"S"``, with the axis behind it where it is over one of a mesh
+            (``"S (inner)"``), or ``"local"`` for a tensor that is this rank's own.
         bucket: index of its bucket, or ``None``.
-        here: the elements of it that this rank holds, as a slice of the ravelled leaf ``(start, stop)``.
+        here: the elements of it that this rank holds, as a slice of the ravelled leaf
+            ``(start, stop)``.
         where: the device or the store that keeps it.
     """
 
@@ -67,8 +68,13 @@ class Description:
             for row in self.rows
         ]
         widths = [max(len(line[i]) for line in table) for i in range(len(header))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table]
-        totals = ", ".join(f"{count:,} bytes in {where}" for where, count in self.bytes_by_place.items())
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+            for line in table
+        ]
+        totals = ", ".join(
+            f"{count:,} bytes in {where}" for where, count in self.bytes_by_place.items()
+        )
         return "\n".join([*lines, f"on this rank, padding included: {totals or 'nothing'}"])
 
     __repr__ = __str__
@@ -78,7 +84,8 @@ def describe(value: tree.Tree) -> Description:
     """Say what a value is made of: every leaf's shape, dtype, placement and local slice, and the bytes on this rank.
 
     Args:
-        value: any tree of tensors, flats and handles of stores: parameters, gradients, an optimizer's state, all of it.
+        value: any tree of tensors, flats and handles of stores: parameters, gradients, an
+            optimizer's state, all of it.
 
     Returns:
         The description; print it.
@@ -94,17 +101,39 @@ def describe(value: tree.Tree) -> Description:
     rows: list[Row] = []
     totals: dict[str, int] = {}
     is_flat = lambda x: isinstance(x, Flat)
-    for path, leaf in zip(tree.paths(value, is_leaf=is_flat), tree.leaves(value, is_leaf=is_flat), strict=True):
+    for path, leaf in zip(
+        tree.paths(value, is_leaf=is_flat), tree.leaves(value, is_leaf=is_flat), strict=True
+    ):
         prefix = "" if path == "." else path + "."
         if isinstance(leaf, Flat):
             rows += _rows_of(leaf, prefix)
             for buffer in leaf.buffers:
                 _count(totals, buffer)
         elif isinstance(leaf, Tensor):
-            rows.append(Row(path, tuple(leaf.shape), leaf.dtype, "local", None, (0, leaf.numel()), str(leaf.device)))
+            rows.append(
+                Row(
+                    path,
+                    tuple(leaf.shape),
+                    leaf.dtype,
+                    "local",
+                    None,
+                    (0, leaf.numel()),
+                    str(leaf.device),
+                )
+            )
             _count(totals, leaf)
         elif isinstance(leaf, stores.Stored):
-            rows.append(Row(path, tuple(leaf.shape), leaf.dtype, "local", None, (0, leaf.shape.numel()), repr(leaf.store)))
+            rows.append(
+                Row(
+                    path,
+                    tuple(leaf.shape),
+                    leaf.dtype,
+                    "local",
+                    None,
+                    (0, leaf.shape.numel()),
+                    repr(leaf.store),
+                )
+            )
             _count(totals, leaf)
     return Description(tuple(rows), totals)
 
@@ -118,11 +147,19 @@ def _rows_of(flat: Flat, prefix: str) -> list[Row]:
         if flat.placement is S:
             numel = flat.shard_numel(slot.bucket)
             begin = flat.group.rank * numel
-            first, last = (min(max(begin + edge - slot.offset, 0), slot.numel) for edge in (0, numel))
+            first, last = (
+                min(max(begin + edge - slot.offset, 0), slot.numel) for edge in (0, numel)
+            )
         name = prefix + path if path == slot.path else f"{prefix}{path} (tied to {slot.path})"
         dtype = buffer.dtype.to_complex() if slot.dtype.is_complex else buffer.dtype
-        placement = f"{flat.placement.value} ({axis_of(flat.group)})" if axis_of(flat.group) else flat.placement.value
-        rows.append(Row(name, slot.shape, dtype, placement, slot.bucket, (first, last), _place(buffer)))
+        placement = (
+            f"{flat.placement.value} ({axis_of(flat.group)})"
+            if axis_of(flat.group)
+            else flat.placement.value
+        )
+        rows.append(
+            Row(name, slot.shape, dtype, placement, slot.bucket, (first, last), _place(buffer))
+        )
     return rows
 
 

@@ -39,7 +39,17 @@ from zfun.transforms._cast import cast_leaves
 from zfun.transforms._notes import noted
 from zfun.transforms.params._lazy import materialise
 
-__all__ = ["MAX_UNDER_WAY", "check_agreement", "gather", "gather_for", "needs_autograd", "redistribute", "replicate", "shard", "unshard"]
+__all__ = [
+    "MAX_UNDER_WAY",
+    "check_agreement",
+    "gather",
+    "gather_for",
+    "needs_autograd",
+    "redistribute",
+    "replicate",
+    "shard",
+    "unshard",
+]
 
 
 @checked_options
@@ -57,15 +67,18 @@ def shard(
 
     Args:
         params: a tree of tensors that every rank holds whole, or a ``Flat`` with placement ``R``.
-        group: the ranks that share it: a group, a mesh, or the inner axis of one, whose rows then hold the same.
+        group: the ranks that share it: a group, a mesh, or the inner axis of one, whose rows then
+            hold the same.
         bucket_bytes: where a bucket closes, in bytes; see :func:`zfun.layout.layout_of`.
-        persistence: leaves of at most so many elements lie in buckets of their own; give :func:`zfun.shard_params` the same number.
-        init: ``"check"`` compares tree, shapes, dtypes and values across ranks before anything else is sent; ``"broadcast"`` compares all
-            but the values and takes rank 0's.
-        labels: ``label(path, leaf)``: leaves of different labels go into different buckets, as :func:`zfun.optim.by_label` needs them.
-        order: paths of leaves, those used first in front, as
-            :func:`zfun.planner.order_of_use` finds them: in this order leaves lie in buckets. By
-            default that of the tree. Ranks must agree on the order; no bit of the result depends on it.
+        persistence: leaves of at most so many elements lie in buckets of their own; give
+            :func:`zfun.shard_params` the same number.
+        init: ``"check"`` compares tree, shapes, dtypes and values across ranks before anything else
+            is sent; ``"broadcast"`` compares all but the values and takes rank 0's.
+        labels: ``label(path, leaf)``: leaves of different labels go into different buckets, as
+            :func:`zfun.optim.by_label` needs them.
+        order: paths of leaves, those used first in front, as :func:`zfun.planner.order_of_use`
+            finds them: in this order leaves lie in buckets. By default that of the tree. Ranks must
+            agree on the order; no bit of the result depends on it.
 
     Returns:
         A ``Flat`` with placement ``S`` that shares no memory with ``params``.
@@ -125,7 +138,10 @@ def replicate(
     """
     if isinstance(params, Flat):
         if mesh_of(params.group) is not mesh_of(group):
-            raise PlacementError("a Flat belongs to the group that it was made over; got another one; unshard() it first")
+            raise PlacementError(
+                "a Flat belongs to the group that it was made over; got another one; unshard() "
+                "it first"
+            )
         return redistribute(params, R, group)
     layout, whole = _lay_out(params, group, bucket_bytes, 0, init, labels, order)
     return Flat(whole, R, layout, group)
@@ -143,14 +159,27 @@ def _lay_out(
     """Return the layout of a tree that every rank holds, and its whole buckets, one after the other."""
     if init not in ("check", "broadcast"):
         raise OptionError(f"init must be 'check' or 'broadcast'; got {init!r}")
-    layout = check_agreement(params, group, bucket_bytes=bucket_bytes, persistence=persistence, order=order, values=init == "check")
+    layout = check_agreement(
+        params,
+        group,
+        bucket_bytes=bucket_bytes,
+        persistence=persistence,
+        order=order,
+        values=init == "check",
+    )
     if labels is not None:
         layout = split_by_label(layout, labels)
     buckets = ravel_buckets(params, layout)
     if init == "check" or mesh_of(group).size == 1:
         return layout, buckets
-    calls = (Collective(Broadcast(0), "params", layout.label(i), Stream.PARAMS) for i in range(len(layout.buckets)))
-    return layout, (mesh_of(group).start(call, buffer).wait() for call, buffer in zip(calls, buckets, strict=True))
+    calls = (
+        Collective(Broadcast(0), "params", layout.label(i), Stream.PARAMS)
+        for i in range(len(layout.buckets))
+    )
+    return layout, (
+        mesh_of(group).start(call, buffer).wait()
+        for call, buffer in zip(calls, buckets, strict=True)
+    )
 
 
 def check_agreement(
@@ -180,17 +209,28 @@ def check_agreement(
     """
     found = tree.leaves(params)
     try:
-        layout: Layout | ZfunError = layout_of(params, mesh_of(group).size, bucket_bytes, persistence, order)
-    except ZfunError as error:  # The other ranks are told before this one raises, so that none waits for it.
+        layout: Layout | ZfunError = layout_of(
+            params, mesh_of(group).size, bucket_bytes, persistence, order
+        )
+    except (
+        ZfunError
+    ) as error:  # The other ranks are told before this one raises, so that none waits for it.
         layout = error
     if mesh_of(group).size > 1:
-        entries = [LeafRecord("(bucket_bytes)", str(bucket_bytes), ""), LeafRecord("(persistence)", str(persistence), "")]
+        entries = [
+            LeafRecord("(bucket_bytes)", str(bucket_bytes), ""),
+            LeafRecord("(persistence)", str(persistence), ""),
+        ]
         entries.append(LeafRecord("(order)", _order_in_words(order), ""))
         for path, leaf in zip(tree.paths(params), found, strict=True):
             if isinstance(leaf, Tensor):
                 is_dense = leaf.layout == torch.strided and not leaf.is_quantized
                 entries.append(
-                    LeafRecord(path, f"{leaf.dtype} {tuple(leaf.shape)}", str(ops.fingerprint(leaf)) if values and is_dense else "")
+                    LeafRecord(
+                        path,
+                        f"{leaf.dtype} {tuple(leaf.shape)}",
+                        str(ops.fingerprint(leaf)) if values and is_dense else "",
+                    )
                 )
             else:
                 entries.append(LeafRecord(path, type(leaf).__name__, ""))
@@ -204,7 +244,12 @@ def check_agreement(
 
 def _order_in_words(order: Sequence[str] | None) -> str:
     """Name the first leaves, and all of them by a number."""
-    return "that of the tree" if order is None else f"{', '.join(map(str, order[:4]))}, ... ({zlib.crc32(repr(tuple(order)).encode()):08x})"
+    return (
+        "that of the tree"
+        if order is None
+        else f"{', '.join(map(str, order[:4]))}, ... "
+        f"({zlib.crc32(repr(tuple(order)).encode()):08x})"
+    )
 
 
 def unshard(value: Flat) -> tree.Tree:
@@ -222,25 +267,33 @@ def unshard(value: Flat) -> tree.Tree:
         {'w': tensor([1., 1.])}
     """
     if not isinstance(value, Flat):
-        raise PlacementError(f"unshard() takes a Flat; got {type(value).__name__}; a tree of whole tensors needs no unshard()")
+        raise PlacementError(
+            f"unshard() takes a Flat; got {type(value).__name__}; a tree of whole tensors needs "
+            "no unshard()"
+        )
     with torch.no_grad():
         whole = redistribute(value, R, value.group, name="unshard")
-        buffers = [buffer.clone() if buffer is old else buffer for buffer, old in zip(whole.buffers, value.buffers, strict=True)]
+        buffers = [
+            buffer.clone() if buffer is old else buffer
+            for buffer, old in zip(whole.buffers, value.buffers, strict=True)
+        ]
         return unravel_buffers(buffers, value.layout)
 
 
 def gather(value: tree.Tree) -> tree.Tree:
     """Return whole parameters for use in a loss (``S -> R``), differentiably.
 
-    On a ``Flat`` this is one all-gather for each bucket, whose derivative is a reduce-scatter; it composes with autograd and
-    ``torch.func``. On a subtree of the lazy leaves that :func:`zfun.shard_params` gives a loss, it gathers their buckets now: the explicit
-    form, for a block under ``torch.compile`` or a ``torch.func`` transform inside the loss.
+    On a ``Flat`` this is one all-gather for each bucket, whose derivative is a reduce-scatter; it
+    composes with autograd and ``torch.func``. On a subtree of the lazy leaves that
+    :func:`zfun.shard_params` gives a loss, it gathers their buckets now: the explicit form, for a
+    block under ``torch.compile`` or a ``torch.func`` transform inside the loss.
 
     Args:
         value: a ``Flat``, or a tree of lazy leaves and tensors.
 
     Returns:
-        A tree of whole tensors. Those of lazy leaves may be memory of the parameters: ``clone()`` what is kept.
+        A tree of whole tensors. Those of lazy leaves may be memory of the parameters: ``clone()``
+        what is kept.
 
     Raises:
         PlacementError: the flat is partial.
@@ -257,11 +310,16 @@ def gather(value: tree.Tree) -> tree.Tree:
     if not isinstance(value, Flat):
         return materialise(value)
     if value.placement is P:
-        raise PlacementError("gather() returns whole values; got a Flat with placement P; redistribute() it to R or S first")
+        raise PlacementError(
+            "gather() returns whole values; got a Flat with placement P; redistribute() it to R "
+            "or S first"
+        )
     return unravel_buffers(redistribute(value, R, value.group).buffers, value.layout)
 
 
-def gather_for(value: Flat, dtype: torch.dtype | None, codec: compression.Codec | None) -> tree.Tree:
+def gather_for(
+    value: Flat, dtype: torch.dtype | None, codec: compression.Codec | None
+) -> tree.Tree:
     """Return whole parameters, differentiably, as a loss sees them that computes in a dtype and gathers in a format."""
     coded = Flat((), value.placement, value.layout, value.group, codec=codec, life=value.life)
     whole = gather(coded)
@@ -289,10 +347,11 @@ def redistribute(
     ``S``  all-gather           –
     ====== ==================== ======================
 
-    To ``P``: rank 0 keeps a replicated value and the others zero; a sharded one is padded with zeros. Nothing is sent.
+    To ``P``: rank 0 keeps a replicated value and the others zero; a sharded one is padded with
+    zeros. Nothing is sent.
 
-    On a mesh a value may go from one group of it to another. What is sharded over the inner axis is replicated over the outer one, and a
-    partial value is one term for every rank of the mesh:
+    On a mesh a value may go from one group of it to another. What is sharded over the inner axis is
+    replicated over the outer one, and a partial value is one term for every rank of the mesh:
 
     ================ ========================================== ==================
     from             to ``S`` over the inner axis               to ``S`` over all
@@ -308,18 +367,19 @@ def redistribute(
         placement: the placement to reach.
         group: the group of ``value``, or on a mesh another group of the same mesh.
         name: what it is, in records and errors.
-        donate: let a sum over the ranks be written over ``value``, or ``value`` be freed on the way; it must not be used again.
+        donate: let a sum over the ranks be written over ``value``, or ``value`` be freed on the
+            way; it must not be used again.
         zero_copy: let what is gathered show the shards where they lie; nobody writes to them before
             ``collectives.await_readers``.
-        into: a value of that placement, layout and dtype that is given up: what is gathered may be written over it. ``value`` may be
-            slices of its buffers.
+        into: a value of that placement, layout and dtype that is given up: what is gathered may be
+            written over it. ``value`` may be slices of its buffers.
 
     Returns:
         A ``Flat`` with that placement over ``group``; the same one where nothing changes.
 
     Raises:
-        PlacementError: ``value`` is not a ``Flat`` over ``group`` or its mesh, or it should become sharded over an outer axis, or partial
-            over an axis.
+        PlacementError: ``value`` is not a ``Flat`` over ``group`` or its mesh, or it should become
+            sharded over an outer axis, or partial over an axis.
 
     Example:
         >>> import zfun as zf
@@ -341,11 +401,21 @@ def redistribute(
         case Placement.REPLICATED, Placement.SHARDED:
             return value.with_buffers((_slice(buffer, group) for buffer in value.buffers), S, group)
         case Placement.REPLICATED, Placement.PARTIAL:
-            return value.with_buffers((buffer if group.rank == 0 else torch.zeros_like(buffer) for buffer in value.buffers), P, group)
+            return value.with_buffers(
+                (
+                    buffer if group.rank == 0 else torch.zeros_like(buffer)
+                    for buffer in value.buffers
+                ),
+                P,
+                group,
+            )
         case Placement.SHARDED, Placement.PARTIAL:
             # Of what is replicated over the rows, the first row keeps it.
             kept = here is mesh or not isinstance(mesh, Mesh) or mesh.outer.rank == 0
-            buffers = (_embed(buffer if kept else torch.zeros_like(buffer), here) for buffer in value.buffers)
+            buffers = (
+                _embed(buffer if kept else torch.zeros_like(buffer), here)
+                for buffer in value.buffers
+            )
             return value.with_buffers(buffers, P, group)
         case Placement.PARTIAL, Placement.REPLICATED:
             return _communicate(value, AllReduce(), here, R, group, name, donate=donate)
@@ -355,36 +425,65 @@ def redistribute(
             assert isinstance(mesh, Mesh)
             if here is mesh:
                 return _communicate(value, AllGather(), mesh.outer, S, group, name, donate=donate)
-            return value.with_buffers((_slice(buffer, mesh.outer) for buffer in value.buffers), S, group)
+            return value.with_buffers(
+                (_slice(buffer, mesh.outer) for buffer in value.buffers), S, group
+            )
         case _:
-            return _communicate(value, AllGather(), here, R, group, name, donate=donate, zero_copy=zero_copy, into=into)
+            return _communicate(
+                value,
+                AllGather(),
+                here,
+                R,
+                group,
+                name,
+                donate=donate,
+                zero_copy=zero_copy,
+                into=into,
+            )
 
 
 def _check_target(value: Flat, placement: Placement, group: Group) -> None:
     if not isinstance(value, Flat):
-        raise PlacementError(f"redistribute() takes a Flat; got {type(value).__name__}; make one with shard() or replicate()")
+        raise PlacementError(
+            f"redistribute() takes a Flat; got {type(value).__name__}; make one with shard() or "
+            "replicate()"
+        )
     if mesh_of(value.group) is not mesh_of(group):
         raise PlacementError(
-            "redistribute() must be given the group of the value; got another one; unshard() the value and shard it over the other group"
+            "redistribute() must be given the group of the value; got another one; unshard() the "
+            "value and shard it over the other group"
         )
     if placement is S:
         check_shardable(group, "redistribute()")
     elif placement is P and axis_of(group):
-        raise PlacementError(f"a value is partial over a whole mesh; got its {axis_of(group)} axis; pass the mesh")
+        raise PlacementError(
+            f"a value is partial over a whole mesh; got its {axis_of(group)} axis; pass the mesh"
+        )
 
 
 def needs_autograd(buffers: tuple[Any, ...]) -> bool:
     """Whether a derivative is being taken through these buffers: by autograd, or by a ``torch.func`` transform."""
     if torch._C._functorch.maybe_current_level() is not None:
         return True
-    return torch.is_grad_enabled() and any(isinstance(b, Tensor) and b.requires_grad for b in buffers)
+    return torch.is_grad_enabled() and any(
+        isinstance(b, Tensor) and b.requires_grad for b in buffers
+    )
 
 
-# How many buckets may be under way at once: enough that the next is on its way while this one arrives.
+# How many buckets may be under way at once: enough that the next is on its way while this one
+# arrives.
 MAX_UNDER_WAY = 2
 
-_EXACT = {"all_gather": collectives.all_gather, "reduce_scatter": collectives.reduce_scatter, "all_reduce": collectives.all_reduce}
-_COMPRESSED = {"all_gather": compression.all_gather, "reduce_scatter": compression.reduce_scatter, "all_reduce": compression.all_reduce}
+_EXACT = {
+    "all_gather": collectives.all_gather,
+    "reduce_scatter": collectives.reduce_scatter,
+    "all_reduce": collectives.all_reduce,
+}
+_COMPRESSED = {
+    "all_gather": compression.all_gather,
+    "reduce_scatter": compression.reduce_scatter,
+    "all_reduce": compression.all_reduce,
+}
 
 
 def _communicate(
@@ -404,7 +503,11 @@ def _communicate(
     if (mesh_of(over) if isinstance(op, ReduceScatter) else over).size == 1:
         return value.with_buffers(value.buffers, placement, group)
     if needs_autograd(value.buffers):
-        return value.with_buffers((_differentiable(op, buffer, over, value.codec) for buffer in value.buffers), placement, group)
+        return value.with_buffers(
+            (_differentiable(op, buffer, over, value.codec) for buffer in value.buffers),
+            placement,
+            group,
+        )
     stream = Stream.PARAMS if isinstance(op, AllGather) else Stream.GRADS
     buffers = list(value.buffers)
     if donate:
@@ -413,7 +516,11 @@ def _communicate(
     shares = is_symmetric(mesh_of(over))
     in_place = donate and isinstance(op, AllReduce) and not shares
     zero_copy = zero_copy and shares and over is group
-    rooms = [None] * len(buffers) if into is None or shares or into.layout != layout else list(into.buffers)
+    rooms = (
+        [None] * len(buffers)
+        if into is None or shares or into.layout != layout
+        else list(into.buffers)
+    )
     out: list[Tensor] = []
     pending: list[Work] = []
 
@@ -422,25 +529,39 @@ def _communicate(
             out.append(pending.pop(0).wait())
 
     for index in range(len(buffers)):
-        # A pending collective owns its input: with nobody else to hold it, the input is freed as soon as the sum is there.
+        # A pending collective owns its input: with nobody else to hold it, the input is freed as
+        # soon as the sum is there.
         buffer, buffers[index] = buffers[index], None
         call = Collective(op, name, layout.label(index), stream)
         if value.codec is not None and buffer.is_floating_point():
             pending.append(
-                (compression.start_over if isinstance(op, ReduceScatter) else compression.start)(call, buffer, over, value.codec)
+                (compression.start_over if isinstance(op, ReduceScatter) else compression.start)(
+                    call, buffer, over, value.codec
+                )
             )
         elif isinstance(op, ReduceScatter):
             # Over an inner axis the sum over the row is where the sum over the mesh will be.
-            room = None if axis_of(over) else allocate(over, buffer.numel() // over.size, buffer.dtype, buffer.device)
+            room = (
+                None
+                if axis_of(over)
+                else allocate(over, buffer.numel() // over.size, buffer.dtype, buffer.device)
+            )
             pending.append(start_reduce_scatter_over(over, call, buffer, room))
         elif zero_copy:
             pending.append(over.start(dataclasses.replace(call, zero_copy=True), buffer))
         else:
             room = buffer if in_place else rooms[index]
-            pending.append(over.start(call, buffer, room if room is not None and room.dtype == buffer.dtype else None))
+            pending.append(
+                over.start(
+                    call, buffer, room if room is not None and room.dtype == buffer.dtype else None
+                )
+            )
         del buffer
-        pending[-1] = noted(pending[-1], name, "gather" if isinstance(op, AllGather) else "sum", layout, index)
-        # What is read where it lies is under way only while it is waited for: the rooms of the next sums would stand empty.
+        pending[-1] = noted(
+            pending[-1], name, "gather" if isinstance(op, AllGather) else "sum", layout, index
+        )
+        # What is read where it lies is under way only while it is waited for: the rooms of the next
+        # sums would stand empty.
         settle(0 if shares and isinstance(op, ReduceScatter) else MAX_UNDER_WAY)
     settle(0)
     return value.with_buffers(out, placement, group)
@@ -457,7 +578,11 @@ def _differentiable(op: Op, buffer: Tensor, over: Group, form: compression.Codec
     if isinstance(op, ReduceScatter):
         return send("all_reduce", send("reduce_scatter", buffer, over), mesh.outer)
     # What the rows hold in common is one value: its gradient is the sum over them.
-    return send("all_gather", buffer if over is mesh.outer else collectives.replicated(buffer, mesh.outer), over)
+    return send(
+        "all_gather",
+        buffer if over is mesh.outer else collectives.replicated(buffer, mesh.outer),
+        over,
+    )
 
 
 def _slice(buffer: Tensor, group: Group) -> Tensor:
