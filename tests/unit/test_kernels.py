@@ -1,6 +1,4 @@
-"""Compiled kernels: they are vector code, they are kept where that is possible, and they say so
-when compiling takes long.
-"""
+"""Compiled kernels: vector code, kept where that is possible, and one line for long compilation."""
 
 from __future__ import annotations
 
@@ -32,8 +30,8 @@ def has_vectors() -> bool:
 
 
 def instructions(kernel: Any, *arguments: Any) -> str:
-    """The machine code of a kernel for arguments of such types, compiled anew: what comes from a
-    cache cannot be looked into.
+    """The machine code of a kernel for arguments of such types, compiled anew, because code from a
+    cache has no listing.
     """
     import numba
 
@@ -56,7 +54,7 @@ def instructions(kernel: Any, *arguments: Any) -> str:
 def test_steps_are_vector_code(
     rule: str, num_moments: int, num_constants: int, wanted: str, grads: Any
 ) -> None:
-    from zfun.ops import _steps_cpu
+    from zfun.ops.numba import _steps
 
     x, g, nothing, one = (
         np.zeros(1, np.float32),
@@ -65,7 +63,7 @@ def test_steps_are_vector_code(
         np.float32(1),
     )
     arguments = [x, g, *[x] * num_moments, x, nothing, 0, 1, one, (one,) * num_constants]
-    code = instructions(getattr(_steps_cpu, rule), *arguments)
+    code = instructions(getattr(_steps, rule), *arguments)
     for instruction in wanted.split():
         assert re.search(rf"\b{instruction}\b.*%[yz]mm", code), (
             f"{rule} has no packed {instruction}"
@@ -74,25 +72,19 @@ def test_steps_are_vector_code(
 
 @pytest.mark.skipif(not has_vectors(), reason="the processor has no AVX2")
 def test_casts_and_norms_are_vector_code() -> None:
-    from zfun.ops import _ravel_cpu, _squares_cpu, _sums_cpu
+    from zfun.ops.numba import _ravel, _squares, _sums
 
-    wide, narrow = np.zeros(1, np.float32), np.zeros(1, np.uint16)
-    for packing, options in ((_ravel_cpu.convert, ()), (_ravel_cpu._stream, (False, True))):
-        code = instructions(packing, wide, narrow, np.float32(1), *options)
-        assert re.search(r"\bvmulps\b.*%[yz]mm", code)
-        assert re.search(r"\bvpsrld\b.*%[yz]mm", code)
-        assert re.search(r"\bvmovntdq\b.*%[yz]mm", code) or packing is _ravel_cpu.convert
-    assert re.search(
-        r"\bvpslld\b.*%[yz]mm", instructions(_ravel_cpu.convert, narrow, wide, np.float32(1))
-    )
+    wide, narrow, one = np.zeros(1, np.float32), np.zeros(1, np.uint16), np.float32(1)
+    code = instructions(_ravel._copy, wide, narrow, one, False)
+    for instruction in ("vmulps", "vpsrld"):
+        assert re.search(rf"\b{instruction}\b.*%[yz]mm", code), instruction
+    assert re.search(r"\bvpslld\b.*%[yz]mm", instructions(_ravel._copy, narrow, wide, one, False))
     for numbers in (wide, narrow):
-        code = instructions(
-            _sums_cpu.add_up, np.zeros(2, np.int64), numbers, 0, 1, np.float32(1), True
-        )
+        code = instructions(_sums._add_up, np.zeros(2, np.int64), numbers, 0, 1, one)
         assert re.search(r"\bvaddps\b.*%[yz]mm", code)
-        code = instructions(_squares_cpu.add_squares, numbers, 0, 1, np.zeros(71, np.int64))
-        for instruction in ("vmulpd", "vaddpd", "vpaddq", "vpor"):
-            assert re.search(rf"\b{instruction}q?\b.*%[yz]mm", code), instruction
+    code = instructions(_squares.add_block, wide, np.zeros(1), np.zeros(71, np.int64))
+    for instruction in ("vmulpd", "vaddpd", "vpaddq", "vpor"):
+        assert re.search(rf"\b{instruction}q?\b.*%[yz]mm", code), instruction
 
 
 def test_half_numbers_convert_as_torch_s_do() -> None:
@@ -118,7 +110,7 @@ def test_half_numbers_convert_as_torch_s_do() -> None:
 
 
 class Watched(torch.Tensor):
-    """A tensor that notes what is done to it."""
+    """A tensor that notes the operations on it."""
 
     seen: ClassVar[list[str]] = []
 
@@ -129,7 +121,7 @@ class Watched(torch.Tensor):
 
 
 class Watching(TorchDispatchMode):
-    """Notes what is done to any tensor."""
+    """Notes the operations on any tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,10 +132,8 @@ class Watching(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_who_watches_torch_sees_what_a_kernel_would_do() -> None:
-    """A class of tensors, or a mode: compiled code would pass both by, and a tensor's memory may
-    not be what its class says it is.
-    """
+def test_modes_and_subclasses_see_the_operations_of_a_kernel() -> None:
+    """Compiled code would pass by a class of tensors or a mode, and may not read their memory."""
     x = torch.arange(4.0)
     out, step = torch.empty(4), {"learning_rate": 0.5}
     Watched.seen.clear()
@@ -161,7 +151,7 @@ def test_who_watches_torch_sees_what_a_kernel_would_do() -> None:
 
 
 def test_a_kernel_gives_way_under_torch_func() -> None:
-    """What a transform passes on looks like a tensor with memory, and has none."""
+    """The tensors of a transform look as if they had memory, and have none."""
 
     def loss(x: torch.Tensor) -> torch.Tensor:
         return (x * ops.ravel([x.detach()], [1], 5, dtype=FP32, device=x.device)[1:]).sum()
@@ -171,13 +161,12 @@ def test_a_kernel_gives_way_under_torch_func() -> None:
 
 
 def test_kernels_run_where_nothing_can_be_written(tmp_path: Path) -> None:
-    # A folder in the place of a cache cannot be made under a file, whoever one is: root may write
-    # to what is read-only.
+    # A file in the place of a cache folder stops root too, who may write to read-only folders.
     package = tmp_path / "site" / "zfun"
     shutil.copytree(
         Path(zfun.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__")
     )
-    for folder in (package / "ops", package):
+    for folder in (package / "ops" / "numba", package):
         (folder / "__pycache__").write_text("in the way")
     home = tmp_path / "home"
     home.write_text("in the way")
@@ -208,34 +197,56 @@ def test_kernels_run_where_nothing_can_be_written(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.nbi"))
 
 
-def test_a_long_compilation_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    from zfun.ops import _jit
+TWO_RANKS = """
+import sys, torch, zfun as zf
+from zfun import ops
+from zfun.ops.numba import _compile
 
-    def twice(x: Any) -> None:
-        for i in range(x.size):
-            x[i] = 2 * x[i]
+def main(group):
+    _compile._LONG_S = 0.0
+    ops.squares_in_bins(torch.ones(64))
+    p, g = torch.ones(8), torch.ones(8)
+    ops.sgd_step(p, g, None, None, learning_rate=0.5)
+    return p.tolist(), list(_compile.seconds_compiled())
 
-    kernel, x = _jit.jit(twice), np.ones(3)
-    with pytest.MonkeyPatch.context() as patch, caplog.at_level("WARNING", logger="zfun"):
-        patch.setattr(_jit, "_LONG_S", 0.0)
-        _jit.telling(kernel)(x)
-        _jit.telling(kernel)(x)
-    assert x.tolist() == [4.0, 4.0, 4.0]
-    assert len(caplog.records) == 1
-    assert re.search(r"compiled the kernel 'twice' in \d+\.\d s", caplog.text)
+if __name__ == "__main__":
+    run = {"threads": zf.simulate, "processes": zf.collectives.spawn}[sys.argv[1]]
+    values, kernels = zip(*run(2, main))
+    assert values == ([0.5] * 8,) * 2, values
+    assert {*kernels[0], *kernels[1]} == {"_add_squares", "plain_sgd"}, kernels
+"""
+
+
+def test_long_compilation_is_told_once_for_all_ranks(tmp_path: Path) -> None:
+    """Ranks as threads or as processes, with no machine code on disk: one line from one rank."""
+    script = tmp_path / "program.py"
+    script.write_text(TWO_RANKS, encoding="utf-8")
+    for kind in ("threads", "processes"):
+        done = subprocess.run(
+            [sys.executable, str(script), kind],
+            capture_output=True,
+            text=True,
+            timeout=110,
+            check=False,
+            env={
+                **os.environ,
+                "NUMBA_CACHE_DIR": str(tmp_path / kind),
+                "PYTHONPATH": str(Path(zfun.__file__).parents[1]),
+            },
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.count("compiling CPU kernels") == 1, (kind, done.stderr)
 
 
 def test_machine_code_is_kept_until_a_helper_changes(tmp_path: Path) -> None:
-    """Numba by itself looks at the file of a kernel alone, so that it would go on with a helper of
-    before.
-    """
-    from zfun.ops import _jit
+    """Numba compares the file of a kernel alone, so it would go on with a helper of before."""
+    from zfun.ops.numba import _compile
 
     source = "def twice(x):\n    for i in range(x.size):\n        x[i] = 2 * x[i]\n"
     (tmp_path / "some_kernel.py").write_text(source, encoding="utf-8")
 
     def num_compiled() -> int:
-        kernel, x = _jit.jit(importlib.import_module("some_kernel").twice), np.ones(3)
+        kernel, x = _compile.jit(importlib.import_module("some_kernel").twice), np.ones(3)
         kernel(x)
         assert x.tolist() == [2.0, 2.0, 2.0]
         return sum(kernel.stats.cache_misses.values())
@@ -243,5 +254,5 @@ def test_machine_code_is_kept_until_a_helper_changes(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(tmp_path))
         assert [num_compiled(), num_compiled()] == [1, 0]
-        patch.setattr(_jit, "_digest", lambda: "of a helper that has changed")
+        patch.setattr(_compile, "_digest", lambda: "of a helper that has changed")
         assert [num_compiled(), num_compiled()] == [1, 0]

@@ -20,7 +20,7 @@ _CHUNK = 1 << 16
 
 
 def _in_pieces(work: Callable[[int, int], None], numel: int, unit: int) -> None:
-    """Do some work on the elements from a start to an end, piece by piece, cut at multiples of ``unit`` and over torch's threads."""
+    """Call ``work(start, end)`` for pieces cut at multiples of ``unit``, over torch's threads."""
     size = -(-_CHUNK // unit) * unit
 
     def several(begin: int, end: int) -> None:
@@ -32,7 +32,7 @@ def _in_pieces(work: Callable[[int, int], None], numel: int, unit: int) -> None:
 
 
 def _native(x: Tensor) -> Tensor:
-    """Widen what the machine has no numbers for; every half is a float32 too."""
+    """Widen numbers of half types to float32, which has them all."""
     return x.contiguous() if x.dtype in (torch.float32, torch.float64) else x.float().contiguous()
 
 
@@ -72,7 +72,8 @@ def unpack_signs(packed: Tensor, numel: int, scales: Tensor) -> Tensor:
         return out
     integers = _INTEGERS[scales.dtype.itemsize]
     values = scales.contiguous().view(integers).reshape(-1)
-    # A negative number differs from a positive one in the highest bit alone, whatever the floating type.
+    # A negative number differs from a positive one in the highest bit alone, whatever the floating
+    # type.
     highest = torch.iinfo(integers).min
     rows = zip(
         packed.reshape(-1, packed.shape[-1]),
@@ -131,7 +132,8 @@ def quantise(rows: Tensor, out: Tensor, *, bits: int, block: int) -> None:
 def _scales(x: Any, word: Any, scales: Any, block: Any, largest_code: Any) -> None:
     for b in range(scales.size):
         start, end = b * block, min((b + 1) * block, x.size)
-        # As integers, numbers without their sign are in order, and those that are not finite above all others.
+        # As integers, numbers without their sign are in order, and those that are not finite above
+        # all others.
         peak = np.int32(0)
         for i in range(start, end):
             peak = max(peak, word[i] & np.int32(0x7FFFFFFF))
@@ -146,7 +148,8 @@ def _scales(x: Any, word: Any, scales: Any, block: Any, largest_code: Any) -> No
 
 @jit
 def _codes8(x: Any, scales: Any, codes: Any, block: Any) -> None:
-    # Added to a number of less than 2**22, it leaves no room for a fraction: the sum is rounded to an integer, ties to even.
+    # Added to a number of less than 2**22, it leaves no room for a fraction: the sum is rounded to
+    # an integer, ties to even.
     magic = np.float32(12582912.0)
     for b in range(scales.size):
         start, end, scale = b * block, min((b + 1) * block, x.size), scales[b]
@@ -182,7 +185,8 @@ def sum_dequantised(messages: Tensor, out: Tensor, *, bits: int, block: int) -> 
     parts = [_parts(message, out.numel(), block) for message in messages]
 
     def work(start: int, end: int) -> None:
-        # A piece stays in the cache while the messages are added: each is read once, and the sum is written once.
+        # A piece stays in the cache while the messages are added: each is read once, and the sum is
+        # written once.
         piece = out[start:end]
         total = (
             piece if piece.dtype in (torch.float32, torch.float64) else torch.empty(piece.numel())

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -57,25 +57,28 @@ def in_parts(length: int, work: Callable[[int, int], None]) -> None:
 
 
 def seconds_compiled() -> dict[str, float]:
-    """Return how long this process has compiled, in seconds, for each kernel that it called."""
+    """Return how many seconds each kernel of this process was compiled, loaded or waited for."""
     with _lock:
         return dict(_compiled)
 
 
 def entry(kernel: Any) -> Callable[..., None]:
-    """Make a kernel callable from Python: compiled once on a host, and told of where it took long.
+    """Make a kernel callable from Python, compiled by one process of a host, and told of once.
 
-    A process that is the first to call a kernel holds a lock on a file in the folder of machine
-    code, so the other processes of the host wait and then load the code. One process of a host,
-    the one of local rank 0, logs one line for all kernels.
+    The first process that calls a kernel holds a lock on a file beside the machine code; the other
+    processes of the host wait, and then load the code. Only the process of local rank 0 logs, and
+    only one line for all kernels.
     """
 
     def call(*args: Any) -> None:
-        known = len(kernel.overloads)
-        with contextlib.nullcontext() if known else _alone(kernel):
-            misses, start = sum(kernel.stats.cache_misses.values()), time.perf_counter()
+        if kernel.overloads:
             kernel(*args)
-        if len(kernel.overloads) > known and sum(kernel.stats.cache_misses.values()) >= misses:
+            return
+        start = time.perf_counter()
+        with _lock_file(kernel):
+            is_new = not kernel.overloads  # another thread may have been here meanwhile
+            kernel(*args)
+        if is_new:
             _note(kernel.py_func.__name__, time.perf_counter() - start)
 
     return call
@@ -84,34 +87,31 @@ def entry(kernel: Any) -> Callable[..., None]:
 def _note(name: str, seconds: float) -> None:
     with _lock:
         before = sum(_compiled.values())
-        _compiled[name] = _compiled.get(name, 0.0) + seconds
+        _compiled[name] = seconds
         is_first = before <= _LONG_S < before + seconds
     if is_first and os.environ.get("LOCAL_RANK", "0") == "0":
         _LOG.warning("compiling CPU kernels, for some seconds in all; the machine code is kept")
 
 
-@contextlib.contextmanager
-def _alone(kernel: Any) -> Iterator[None]:
-    """Hold the file lock of a kernel's folder of machine code, where there are both."""
+def _lock_file(kernel: Any) -> contextlib.AbstractContextManager[Any]:
+    """Return a locked file beside a kernel's machine code, or nothing where no code is kept."""
     folder = getattr(getattr(kernel, "_cache", None), "cache_path", None)
+    if folder is None:
+        return contextlib.nullcontext()
     try:
         import fcntl
 
-        if folder is None:
-            raise OSError("machine code is not kept")
         Path(folder).mkdir(parents=True, exist_ok=True)
-        file = (Path(folder) / "zfun.lock").open("w")
-    except (ImportError, OSError):
-        yield
-        return
-    with file:
+        file = (Path(folder) / f"{kernel.py_func.__name__}.lock").open("w")
         fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    except (ImportError, OSError):
+        return contextlib.nullcontext()
+    return file
 
 
 @functools.cache
 def _digest() -> str:
-    """What the modules of all kernels say, in short."""
+    """Return a digest of the modules of all kernels."""
     paths = sorted(Path(__file__).parents[1].rglob("*.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
 
