@@ -1,11 +1,10 @@
 """Numbers of half types in compiled kernels, by their bits.
 
-[Note: half types]
-Numba knows neither bfloat16 nor float16. Arrays of them travel as integers of 16 bits, bfloat16 as
-unsigned and float16 as signed ones, so that the type says which of the two it is. ``widen`` makes a
-float32 (or float64) of an element, and ``narrow`` rounds to nearest, ties to even; for elements that
-are floating already, both are ordinary conversions. Every branch is a conditional expression, so
-LLVM makes vector code of the loops around it.
+[Note: half types] Numba knows neither bfloat16 nor float16. Arrays of them travel as integers of 16
+bits, bfloat16 as unsigned and float16 as signed ones, so that the type says which of the two it is.
+``widen`` makes a float32 (or float64) of an element, and ``narrow`` rounds to nearest, ties to
+even; for elements that are floating already, both are ordinary conversions. Every branch is a
+conditional expression, so LLVM makes vector code of the loops around it.
 """
 
 from __future__ import annotations

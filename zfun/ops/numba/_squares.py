@@ -1,13 +1,13 @@
 """Compiled: the exact sum of squares.
 
-[Note: exact sums]
-The squares of 32 elements, a unit, are added in float64 to eight sums, in one fixed order. Those are
-then added without any rounding, so that nothing depends on how a buffer is cut. To a sum
-``|x| < m / 3``, where ``m`` is 1.5 times a power of two, ``m`` is added: of ``x`` a multiple of the
-last place of ``m`` stays, and the bits of the result, less those of ``m``, are that multiple. Such
-integers are added as integers. The part that was cut off is exact, and goes the same way with
-another ``m``, of 52 bits less, until nothing is left: two or three turns, since a sum has 53 bits.
-(The idea is that of Demmel and Nguyen's reproducible sums, 2013, which keep the first few turns.)
+[Note: exact sums] The squares of 32 elements, a unit, are added in float64 to eight sums, in one
+fixed order. Those are then added without any rounding, so that nothing depends on how a buffer is
+cut. To a sum ``|x| < m / 3``, where ``m`` is 1.5 times a power of two, ``m`` is added: of ``x`` a
+multiple of the last place of ``m`` stays, and the bits of the result, less those of ``m``, are that
+multiple. Such integers are added as integers. The part that was cut off is exact, and goes the same
+way with another ``m``, of 52 bits less, until nothing is left: two or three turns, since a sum has
+53 bits. (The idea is that of Demmel and Nguyen's reproducible sums, 2013, which keep the first few
+turns.)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zfun.ops._dispatch import as_array
 from zfun.ops._exact import LIMBS, LOWEST, SUMS, UNIT
 from zfun.ops.numba._compile import entry, in_parts, jit
 from zfun.ops.numba._float_bits import widened
-from zfun.ops.numba._simd import add_unit
+from zfun.ops.numba._simd import STRIDE, add_unit, will_use
 
 __all__ = ["BLOCK", "add_block", "exact_row", "new_row", "squares_in_bins"]
 
@@ -108,9 +108,11 @@ def _add_one_by_one(words: Any, row: Any) -> None:
 
 @jit
 def _add_squares(x: Any, begin: Any, end: Any, one: Any, row: Any) -> None:
-    """Add the squares of the elements from ``begin`` to ``end``; ``one`` is of the type of a sum."""
+    """Add the squares of a part of ``x``; ``one`` has the type in which elements are read."""
     sums, spare = np.empty(BLOCK // 4, np.float64), np.empty(BLOCK, type(one))
     for at in range(begin, end, BLOCK):
+        for ahead in range(at, at + BLOCK, STRIDE):
+            will_use(x, ahead)
         add_block(widened(x[at : min(at + BLOCK, end)], spare), sums, row)
 
 

@@ -1,10 +1,10 @@
 """Compiled: the rules of optimizers; see [Note: one arithmetic].
 
 Each rule is written for one element, and a kernel is loops over it: one where the change is added
-to the parameters, one where it is written for somebody else to add. The loops go over 64 elements at
-a time, because each then asks for the memory of elements to come. A choice that is the same for all
-elements is a conditional expression, which costs next to nothing. ``fma`` stands where torch's fused
-kernels have it, so that their bits come out.
+to the parameters, one where it is written for somebody else to add. The loops go over 64 elements
+at a time, because each then asks for the memory of elements to come. A choice that is the same for
+all elements is a conditional expression, which costs next to nothing. ``fma`` stands where torch's
+fused kernels have it, so that their bits come out.
 
 LLVM makes vector code of a loop only if few pairs of arrays could overlap, so the copy of the
 parameters has a loop of its own, and so has Adam's change.
@@ -29,27 +29,12 @@ from torch import Tensor
 from zfun.ops._dispatch import as_array, compiled, is_plain, number, wide
 from zfun.ops.numba._compile import entry, in_parts, jit
 from zfun.ops.numba._float_bits import narrow, rounded, widen
-from zfun.ops.numba._simd import fma, prefetch
+from zfun.ops.numba._simd import STRIDE, fma, place, will_use
 from zfun.ops.numba._squares import BLOCK, add_block, exact_row, new_row
 
 __all__ = ["lamb_apply", "lamb_moments", "step"]
 
-_UNIT = 64
-# So many elements ahead memory is asked for.
-_AHEAD = 512
-_LINE = 64
-
-# Places are unsigned: no place counts from the end, and LLVM makes vector code.
-_place = np.uint64
-
 _NO_COPY = np.zeros(0, np.uint16)
-
-
-@jit
-def _ahead(x: Any, at: Any) -> None:
-    """Ask for the memory of a unit to come."""
-    for i in range(at + _AHEAD, at + _AHEAD + _UNIT, _LINE // x.itemsize):
-        prefetch(x, i)
 
 
 @jit
@@ -61,7 +46,7 @@ def _moved(p: Any, i: Any, u: Any) -> Any:
 @jit
 def _copy(p: Any, out: Any, at: Any, stop: Any, like: Any) -> None:
     if out.size:
-        for i in range(_place(at), _place(stop)):
+        for i in range(place(at), place(stop)):
             out[i] = narrow(widen(p[i], like), out)
 
 
@@ -81,7 +66,7 @@ def _moments(i: Any, g: Any, old: Any, m: Any, v: Any, l2: Any, scale: Any, cons
 
 @jit
 def _adam(mean: Any, square: Any, old: Any, p: Any, constants: Any) -> Any:
-    """Return what a parameter becomes, and the change."""
+    """Return the new parameter and the change."""
     step, correction, eps, shrink, shrinks = constants
     u = step * mean / (math.sqrt(square) / correction + eps)
     new = rounded(old * shrink + u if shrinks != 0 else old + rounded(u, p), p)
@@ -102,26 +87,26 @@ def adam(
     constants: Any,
 ) -> None:
     means, rule, l2 = constants[:4], constants[4:9], constants[9]
-    for at in range(begin, end, _UNIT):
-        stop = min(at + _UNIT, end)
-        _ahead(g, at)
-        _ahead(m, at)
-        _ahead(v, at)
-        _ahead(p, at)
+    for at in range(begin, end, STRIDE):
+        stop = min(at + STRIDE, end)
+        will_use(g, at)
+        will_use(m, at)
+        will_use(v, at)
+        will_use(p, at)
         if change.size == 0:
-            for i in range(_place(at), _place(stop)):
+            for i in range(place(at), place(stop)):
                 old = widen(p[i], scale)
                 mean, square = _moments(i, g, old, m, v, l2, scale, means)
                 p[i] = narrow(_adam(mean, square, old, p, rule)[0], p)
         elif p.itemsize < 4:  # of half types the moments that were written are not these
-            for i in range(_place(at), _place(stop)):
+            for i in range(place(at), place(stop)):
                 old = widen(p[i], scale)
                 mean, square = _moments(i, g, old, m, v, l2, scale, means)
                 change[i] = narrow(_adam(mean, square, old, p, rule)[1], change)
         else:
-            for i in range(_place(at), _place(stop)):
+            for i in range(place(at), place(stop)):
                 _moments(i, g, widen(p[i], scale), m, v, l2, scale, means)
-            for i in range(_place(at), _place(stop)):
+            for i in range(place(at), place(stop)):
                 mean, square, old = widen(m[i], scale), widen(v[i], scale), widen(p[i], scale)
                 change[i] = narrow(_adam(mean, square, old, p, rule)[1], change)
         _copy(p, out, at, stop, scale)
@@ -175,16 +160,16 @@ def _lamb_moments(
         low, high = _within(begin, end, segments[k, 0], segments[k, 1])
         for first in range(low, high, BLOCK):
             last = min(first + BLOCK, high)
-            for at in range(first, last, _UNIT):
-                stop = min(at + _UNIT, last)
-                _ahead(g, at)
-                _ahead(m, at)
-                _ahead(v, at)
-                _ahead(p, at)
-                for i in range(_place(at), _place(stop)):
+            for at in range(first, last, STRIDE):
+                stop = min(at + STRIDE, last)
+                will_use(g, at)
+                will_use(m, at)
+                will_use(v, at)
+                will_use(p, at)
+                for i in range(place(at), place(stop)):
                     _moments(i, g, p[i], m, v, zero, scale, constants[:4])
-                for i in range(_place(at), _place(stop)):
-                    direction[i - _place(first)] = _direction(p[i], m[i], v[i], constants)
+                for i in range(place(at), place(stop)):
+                    direction[i - place(first)] = _direction(p[i], m[i], v[i], constants)
             add_block(p[first:last], sums, rows[k, 0])
             add_block(direction[: last - first], sums, rows[k, 1])
 
@@ -206,16 +191,16 @@ def _lamb_apply(
     for k in range(segments.shape[0]):
         low, high = _within(begin, end, segments[k, 0], segments[k, 1])
         factor = factors[k]
-        for at in range(low, high, _UNIT):
-            stop = min(at + _UNIT, high)
-            _ahead(m, at)
-            _ahead(v, at)
-            _ahead(p, at)
+        for at in range(low, high, STRIDE):
+            stop = min(at + STRIDE, high)
+            will_use(m, at)
+            will_use(v, at)
+            will_use(p, at)
             if change.size:
-                for i in range(_place(at), _place(stop)):
+                for i in range(place(at), place(stop)):
                     change[i] = _direction(p[i], m[i], v[i], constants) * factor
             else:
-                for i in range(_place(at), _place(stop)):
+                for i in range(place(at), place(stop)):
                     p[i] = _moved(p, i, _direction(p[i], m[i], v[i], constants) * factor)
             _copy(p, out, at, stop, factor)
 
@@ -232,15 +217,15 @@ def _plain_sgd(i: Any, p: Any, g: Any, scale: Any, constants: Any) -> Any:
 def plain_sgd(
     p: Any, g: Any, change: Any, out: Any, begin: Any, end: Any, scale: Any, constants: Any
 ) -> None:
-    for at in range(begin, end, _UNIT):
-        stop = min(at + _UNIT, end)
-        _ahead(g, at)
-        _ahead(p, at)
+    for at in range(begin, end, STRIDE):
+        stop = min(at + STRIDE, end)
+        will_use(g, at)
+        will_use(p, at)
         if change.size:
-            for i in range(_place(at), _place(stop)):
+            for i in range(place(at), place(stop)):
                 change[i] = narrow(_plain_sgd(i, p, g, scale, constants), change)
         else:
-            for i in range(_place(at), _place(stop)):
+            for i in range(place(at), place(stop)):
                 p[i] = _moved(p, i, _plain_sgd(i, p, g, scale, constants))
         _copy(p, out, at, stop, scale)
 
@@ -259,16 +244,16 @@ def _sgd(i: Any, p: Any, g: Any, b: Any, scale: Any, constants: Any) -> Any:
 def sgd(
     p: Any, g: Any, b: Any, change: Any, out: Any, begin: Any, end: Any, scale: Any, constants: Any
 ) -> None:
-    for at in range(begin, end, _UNIT):
-        stop = min(at + _UNIT, end)
-        _ahead(g, at)
-        _ahead(b, at)
-        _ahead(p, at)
+    for at in range(begin, end, STRIDE):
+        stop = min(at + STRIDE, end)
+        will_use(g, at)
+        will_use(b, at)
+        will_use(p, at)
         if change.size:
-            for i in range(_place(at), _place(stop)):
+            for i in range(place(at), place(stop)):
                 change[i] = narrow(_sgd(i, p, g, b, scale, constants), change)
         else:
-            for i in range(_place(at), _place(stop)):
+            for i in range(place(at), place(stop)):
                 p[i] = _moved(p, i, _sgd(i, p, g, b, scale, constants))
         _copy(p, out, at, stop, scale)
 
@@ -288,16 +273,16 @@ def _lion(i: Any, p: Any, g: Any, m: Any, scale: Any, constants: Any) -> Any:
 def lion(
     p: Any, g: Any, m: Any, change: Any, out: Any, begin: Any, end: Any, scale: Any, constants: Any
 ) -> None:
-    for at in range(begin, end, _UNIT):
-        stop = min(at + _UNIT, end)
-        _ahead(g, at)
-        _ahead(m, at)
-        _ahead(p, at)
+    for at in range(begin, end, STRIDE):
+        stop = min(at + STRIDE, end)
+        will_use(g, at)
+        will_use(m, at)
+        will_use(p, at)
         if change.size:
-            for i in range(_place(at), _place(stop)):
+            for i in range(place(at), place(stop)):
                 change[i] = narrow(_lion(i, p, g, m, scale, constants), change)
         else:
-            for i in range(_place(at), _place(stop)):
+            for i in range(place(at), place(stop)):
                 p[i] = _moved(p, i, _lion(i, p, g, m, scale, constants))
         _copy(p, out, at, stop, scale)
 
@@ -316,16 +301,16 @@ def _adagrad(i: Any, p: Any, g: Any, s: Any, scale: Any, constants: Any) -> Any:
 def adagrad(
     p: Any, g: Any, s: Any, change: Any, out: Any, begin: Any, end: Any, scale: Any, constants: Any
 ) -> None:
-    for at in range(begin, end, _UNIT):
-        stop = min(at + _UNIT, end)
-        _ahead(g, at)
-        _ahead(s, at)
-        _ahead(p, at)
+    for at in range(begin, end, STRIDE):
+        stop = min(at + STRIDE, end)
+        will_use(g, at)
+        will_use(s, at)
+        will_use(p, at)
         if change.size:
-            for i in range(_place(at), _place(stop)):
+            for i in range(place(at), place(stop)):
                 change[i] = narrow(_adagrad(i, p, g, s, scale, constants), change)
         else:
-            for i in range(_place(at), _place(stop)):
+            for i in range(place(at), place(stop)):
                 p[i] = _moved(p, i, _adagrad(i, p, g, s, scale, constants))
         _copy(p, out, at, stop, scale)
 
@@ -353,8 +338,8 @@ def _lion_constants(b1: float, b2: float, learning_rate: float, decay: float) ->
     return [b1, 1.0 - b1, b2, 1.0 - b2, -learning_rate, -decay]
 
 
-# Each rule: its kernel, and its constants in the order of the kernel, as Python's doubles, which the
-# dtype of the kernel rounds.
+# Each rule: its kernel, and its constants in the order of the kernel, as Python's doubles, which
+# the dtype of the kernel rounds.
 _RULES: dict[str, tuple[Any, Callable[..., list[float]]]] = {
     "adam": (adam, _adam_constants),
     "lion": (lion, _lion_constants),
