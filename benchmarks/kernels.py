@@ -32,13 +32,14 @@ import torch
 from torch import Tensor
 
 from zfun import ops
-from zfun.ops import _jit
+from zfun.ops._dispatch import as_array
+from zfun.ops.numba._compile import in_parts, jit
 
 Run = Callable[[], object]
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
-@_jit.jit
+@jit
 def _limit_of_four(p: Any, g: Any, m: Any, v: Any, out: Any, begin: Any, end: Any) -> None:
     size = min(1024, end - begin) if out.size else end - begin
     for at in range(begin, end, size):
@@ -55,7 +56,7 @@ def _limit_of_four(p: Any, g: Any, m: Any, v: Any, out: Any, begin: Any, end: An
                 copy[i] = np.int32(ps[i])
 
 
-@_jit.jit
+@jit
 def _limit_of_three(p: Any, g: Any, m: Any, out: Any, begin: Any, end: Any) -> None:
     size = min(1024, end - begin) if out.size else end - begin
     for at in range(begin, end, size):
@@ -71,18 +72,16 @@ def _limit_of_three(p: Any, g: Any, m: Any, out: Any, begin: Any, end: Any) -> N
                 copy[i] = np.int32(ps[i])
 
 
-@_jit.jit
+@jit
 def _limit_of_two(p: Any, g: Any, begin: Any, end: Any) -> None:
     ps, gs = p[begin:end], g[begin:end]
     for i in range(ps.size):
         ps[i] += gs[i]
 
 
-@_jit.jit
+@jit
 def _limit_of_lamb(p: Any, g: Any, m: Any, v: Any, begin: Any, end: Any) -> None:
-    """A pass for the norms, which writes the moments, and one that reads them again: what has no
-    room for directions.
-    """
+    """A pass for the norms, which writes the moments, and one that reads the moments again."""
     ps, gs, ms, vs = p[begin:end], g[begin:end], m[begin:end], v[begin:end]
     for i in range(ps.size):
         x = ps[i] + gs[i]
@@ -92,20 +91,25 @@ def _limit_of_lamb(p: Any, g: Any, m: Any, v: Any, begin: Any, end: Any) -> None
         ps[i] += ms[i] + vs[i]
 
 
-@_jit.jit
+@jit
 def _limit_of_copy(source: Any, out: Any, begin: Any, end: Any) -> None:
     x, y = source[begin:end], out[begin:end]
     for i in range(y.size):
         y[i] = np.int32(x[i])
 
 
+@jit
+def _limit_of_sum(x: Any, y: Any, out: Any, begin: Any, end: Any) -> None:
+    xs, ys, outs = x[begin:end], y[begin:end], out[begin:end]
+    for i in range(outs.size):
+        outs[i] = xs[i] + ys[i]
+
+
 def limit(kernel: Any, *tensors: Tensor | None) -> Run:
-    """Run a limit over copies: what it adds up, round after round, are soon no numbers that an
-    optimizer would meet.
-    """
-    arrays = [np.zeros(0, np.uint16) if x is None else _jit.as_array(x.clone()) for x in tensors]
+    """Run a limit over copies, because its sums soon grow beyond the numbers of an optimizer."""
+    arrays = [np.zeros(0, np.uint16) if x is None else as_array(x.clone()) for x in tensors]
     length = arrays[0].size
-    return lambda: _jit.in_parts(length, lambda begin, end: kernel(*arrays, begin, end))
+    return lambda: in_parts(length, lambda begin, end: kernel(*arrays, begin, end))
 
 
 class Case(NamedTuple):
@@ -271,6 +275,19 @@ def optimizer_cases(numel: int, only: str) -> Iterator[Case]:
             yield case._replace(nbytes=case.nbytes * numel)
 
 
+def sum_cases(numel: int) -> Iterator[Case]:
+    for dtype in (FP32, BF16):
+        x, y = torch.randn(numel).to(dtype), torch.randn(numel).to(dtype)
+        out = torch.empty_like(x)
+        yield Case(
+            f"sum of 2, {str(dtype).removeprefix('torch.')}",
+            3 * numel * dtype.itemsize,
+            functools.partial(ops.sum_in_rank_order, [x, y], out),
+            limit(_limit_of_sum, x, y, out),
+            {"torch add": functools.partial(torch.add, x, y, out=out)},
+        )
+
+
 def _with_casts(
     optimizer: torch.optim.Optimizer, parameter: Tensor, grad: Tensor, out: Tensor
 ) -> None:
@@ -403,7 +420,9 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument(
-        "--only", default="", help="part of a kernel's name: ravel, adamw, adamw_bf16, sgd, ..."
+        "--only",
+        default="",
+        help="part of a kernel's name: ravel, sum, adamw, adamw_bf16, sgd, ...",
     )
     parser.add_argument("--json", type=Path, help="where all figures go")
     options = parser.parse_args()
@@ -417,8 +436,10 @@ def main() -> None:
     )
     found = []
     ravels = ravel_cases() if options.only in ("", "ravel") else ()
-    steps = optimizer_cases(options.numel, options.only) if options.only != "ravel" else ()
-    for case in itertools.chain(ravels, steps):
+    sums = sum_cases(options.numel) if options.only in ("", "sum") else ()
+    is_step = options.only not in ("ravel", "sum")
+    steps = optimizer_cases(options.numel, options.only) if is_step else ()
+    for case in itertools.chain(ravels, sums, steps):
         result = measure(case, options.rounds)
         found.append(result)
         theirs = [row["ms"] for name, row in result["rows"].items() if name.startswith("torch")]
