@@ -36,14 +36,14 @@ def numbers(
     return x.to(dtype)
 
 
-def same(a: Tensor, b: Tensor, what: str) -> None:
-    assert a.dtype == b.dtype, what
-    assert a.shape == b.shape, what
+def same(a: Tensor, b: Tensor, label: str) -> None:
+    assert a.dtype == b.dtype, label
+    assert a.shape == b.shape, label
     a, b = a.cpu(), b.cpu()
     if a.is_floating_point():
-        assert torch.equal(a.isnan(), b.isnan()), what
+        assert torch.equal(a.isnan(), b.isnan()), label
         a, b = a.nan_to_num(nan=0.0), b.nan_to_num(nan=0.0)
-    assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)), what
+    assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)), label
 
 
 def check_signs(device: str) -> None:
@@ -183,16 +183,15 @@ def check_steps(device: str) -> None:
             with ops.use("reference"):
                 *most, copy = expected
                 rule(*most[: 2 + num_moments], *absent, most[-1], **options, scale=scale, out=copy)
-            with mock.patch(
-                "zfun.ops._optimizers.triton_for", lambda _: SimpleNamespace(step=through)
-            ):
+            kernels = SimpleNamespace(step=through)
+            with mock.patch("zfun.ops._steps.triton_for", return_value=kernels):
                 *most, copy = found
                 rule(*most[: 2 + num_moments], *absent, most[-1], **options, scale=scale, out=copy)
-            what = f"{rule.__name__} {options} {dtype} {form}"
+            label = f"{rule.__name__} {options} {dtype} {form}"
             for place, (a, b) in enumerate(zip(found, expected, strict=True)):
                 if a is None or b is None:
                     continue
-                same(a, b, f"{what} {place}")
+                same(a, b, f"{label} {place}")
     assert taken
     assert all(taken)
 

@@ -1,4 +1,4 @@
-"""Steps on one GPU, one rank: every stage alike, and near what the CPU computes."""
+"""Steps on one GPU, one rank: every stage alike, and near the CPU's result."""
 
 from __future__ import annotations
 

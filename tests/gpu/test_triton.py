@@ -24,7 +24,7 @@ from zfun.ops.triton import _codes, _ravel, _squares, _steps
 P32, P16, P8, I64 = "*fp32", "*i16", "*u8", "*i64"
 F, I = "fp32", "i32"  # noqa: E741
 
-# Arguments in order; what is not a type is a constant.
+# Arguments in order; a string is a type, any other value a constant.
 KERNELS: dict[str, list[Any]] = {
     "_pack": [P16, P8, I, I, 128, True],
     "_unpack": [P8, P32, P32, I, I, 1024, False],

@@ -1,5 +1,5 @@
 """Signs in bits and blocks in few bits: readable and compiled kernels agree to the last bit, and
-the error is what is stated.
+the error is within the stated bound.
 """
 
 from __future__ import annotations

@@ -355,7 +355,7 @@ def whole_number(squares: Tensor) -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_threads_change_no_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     numel = 3 * (1 << 18) + 77
-    # So wide in range that the squares of a unit are rounded: what is added to what would be seen.
+    # So wide in range that sums of a unit are rounded, and another order would show.
     x = torch.randn(numel) * torch.exp2(torch.randint(-30, 30, (numel,)))
     offsets, tensors = (5, numel // 2 + 20), (x[: numel // 2 - 50].clone(), x[numel // 2 :].clone())
     results: list[Any] = []

@@ -1,19 +1,24 @@
 """Numbers in few bits: blocks of integer codes with one scale each.
 
-[Note: block codes]
-A row is cut in blocks, the last of which may be short. A block has one float32 scale ``s = max(|x|) / q``, where q is 127 for 8 bits and
-7 for 4, but no less than the smallest normal number; a number has the code ``k = round(x / s)``, ties to even. It comes back as ``k s``.
-All of it is float32 arithmetic, one IEEE rounding an operation, so every kernel and every rank gets the same bits.
+[Note: block codes] A row is cut in blocks; the last block may be short. A block has one float32
+scale ``s = max(|x|) / q``, where q is 127 for 8 bits and 7 for 4, but no less than the smallest
+normal number; a number has the code ``k = round(x / s)``, ties to even, and ``k s`` is read back.
+All of it is float32 arithmetic, one IEEE rounding an operation, so every kernel and every rank gets
+the same bits.
 
-* Zero comes back as zero, so padding stays zero; the largest number of a block comes back to within rounding.
-* Every number comes back to within ``s / 2``, which is ``max(|x|) / 254`` or ``max(|x|) / 14`` (and 2**-127 for numbers as small as that),
-  up to a few roundings of float32. float64 is rounded to float32 first.
-* What is lost, ``x - k s``, is a float32 number if x is, without any rounding: k is not 0 only where k s is within a factor of two of x.
-* A block with a number that is not finite (in float32) has the scale NaN, and comes back as NaN throughout: nothing that is not finite ever
-  turns finite on its way. (The other way round, float32's largest number may come back infinite.)
+* Zero comes back as zero, so padding stays zero; the largest number of a block comes back to within
+  rounding.
+* Every number comes back to within ``s / 2``, which is ``max(|x|) / 254`` or ``max(|x|) / 14`` (and
+  2**-127 for numbers as small as that), up to a few roundings of float32. float64 is rounded to
+  float32 first.
+* The error ``x - k s`` is a float32 number if x is, without any rounding, because k is not 0 only
+  where k s is within a factor of two of x.
+* A block with a number that is not finite (in float32) has the scale NaN, and comes back as NaN
+  throughout: nothing that is not finite ever turns finite on its way. (The other way round,
+  float32's largest number may come back infinite.)
 
-A message is the scales of a row and then its codes, padded to whole 32-bit words. Codes are two's complement; of two 4-bit codes to the
-byte the first has the low bits.
+A message is the scales of a row and then its codes, padded to whole 32-bit words. Codes are two's
+complement; of two 4-bit codes to the byte the first has the low bits.
 """
 
 from __future__ import annotations
@@ -101,7 +106,7 @@ def dequantise(
 def sum_dequantised(
     messages: Tensor, numel: int, *, bits: int, block: int, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Read messages and add them in the order of their rows, in float32 (or float64) and rounded once.
+    """Read messages and add them in the order of their rows, in float32 (or float64), rounded once.
 
     Args:
         messages: uint8 ``[m, message_bytes(numel)]``; at least one.

@@ -1,12 +1,11 @@
 """Which kernels run where a tensor lives.
 
-[Note: twins]
-A kernel of this package is written several times with one signature: readably in torch, which is the
-reference and runs anywhere; for CPUs with Numba; for CUDA devices with Triton, where that is
-installed (torch's CUDA wheels bring it; see [Note: Triton kernels]). All give the same bits, save
-where a docstring says otherwise. The device chooses. The reference runs for tensors that are not
-plain memory (abstract tensors, views with a negation pending, tensors that autograd records) and
-where ``use("reference")`` says so.
+[Note: twins] A kernel of this package is written several times with one signature: readably in
+torch, which is the reference and runs anywhere; for CPUs with Numba; for CUDA devices with Triton,
+where that is installed (torch's CUDA wheels bring it; see [Note: Triton kernels]). All give the
+same bits, save where a docstring says otherwise. The device chooses. The reference runs for tensors
+that are not plain memory (abstract tensors, views with a negation pending, tensors that autograd
+records) and where ``use("reference")`` says so.
 """
 
 from __future__ import annotations
@@ -152,7 +151,7 @@ def triton_for(x: Tensor) -> Any:
 
 
 def codes_for(x: Tensor) -> Any:
-    """Return the module whose kernels pack and unpack a tensor: Numba's, Triton's, the reference."""
+    """Return the module whose kernels pack and unpack a tensor, the reference if no other."""
     from zfun.ops import reference
 
     if not compiled() or is_abstract(x):

@@ -8,7 +8,7 @@ __all__ = ["fake_mode"]
 
 
 def fake_mode(*, allow_non_fake_inputs: bool = False) -> FakeTensorMode:
-    """Return a context in which operations on the CPU have results of the right shapes, and compute nothing.
+    """Return a context in which operations on the CPU have shapes and compute nothing.
 
     Args:
         allow_non_fake_inputs: whether other tensors may take part.
@@ -24,8 +24,8 @@ def fake_mode(*, allow_non_fake_inputs: bool = False) -> FakeTensorMode:
 
 
 class _CpuMode(FakeTensorMode):
-    # For devices that are not there torch puts a stand-in where the whole process finds it, and it goes with the thread that did so. Ranks
-    # are threads, and the next one to come would crash.
+    # For devices that are not there torch puts a stand-in where the whole process finds it, and it
+    # goes with the thread that did so. Ranks are threads, and the next one to come would crash.
     @property
     def avoid_device_init(self) -> bool:
         return False

@@ -14,19 +14,22 @@ _CHUNK_BYTES = 1 << 21
 
 
 def fingerprint(x: Tensor) -> int:
-    """Reduce the bits of a tensor to one integer that differs, in all likelihood, when any bit does.
+    """Reduce a tensor to one integer that differs, in all likelihood, when any bit does.
 
-    It is meant to find accidents (ranks that start from different values), not adversaries. It runs where the tensor lives.
+    It is meant to find accidents (ranks that start from different values), not adversaries. It runs
+    where the tensor lives.
 
     Args:
         x: any tensor.
 
     Returns:
-        A non-negative integer below 2**63; 0 of a tensor without numbers.
+        A non-negative integer below 2**63; 0 for a tensor without numbers.
 
     Example:
-        >>> fingerprint(torch.zeros(3)) == fingerprint(torch.zeros(3)), fingerprint(torch.tensor(0.0)) == fingerprint(torch.tensor(-0.0))
-        (True, False)
+        >>> fingerprint(torch.zeros(3)) == fingerprint(torch.zeros(3))
+        True
+        >>> fingerprint(torch.tensor(0.0)) == fingerprint(torch.tensor(-0.0))
+        False
     """
     if is_abstract(x):
         return 0
@@ -41,7 +44,8 @@ def fingerprint(x: Tensor) -> int:
             torch.int64
         )
         places = torch.arange(1, 2 * words.numel(), 2, dtype=torch.int64, device=x.device)
-        # Two sums with wrap-around: the plain one and one that knows the places; the high bits are folded down so that they count.
+        # Two sums with wrap-around: the plain one and one that knows the places; the high bits are
+        # folded down so that they count.
         mixed = (words ^ (words >> 29)) * places
         first, second = words.sum().item(), (mixed ^ (mixed >> 31)).sum().item()
         state = ((state ^ int(first)) * 0xBF58476D1CE4E5B9 + int(second)) & ((1 << 64) - 1)

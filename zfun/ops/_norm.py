@@ -15,20 +15,21 @@ __all__ = ["squares_in_bins", "total_of_bins"]
 
 
 def squares_in_bins(x: Tensor) -> Tensor:
-    """Sum the squares of a real tensor exactly, so that the result does not depend on how it is cut.
+    """Sum the squares of a real tensor exactly, so that cuts do not change the result.
 
-    The squares of 32 elements are added in float64 to eight sums, in a fixed order; such sums are then added without any rounding, as
-    integers. So pieces of a vector that are cut at multiples of 32 add up to the same bits in any order and in any number; see
-    [Note: exact sums].
+    The squares of 32 elements are added in float64 to eight sums, in a fixed order; such sums are
+    then added without any rounding, as integers. So pieces of a vector that are cut at multiples of
+    32 add up to the same bits in any order and in any number; see [Note: exact sums].
 
     Args:
         x: 1-D, floating.
 
     Returns:
-        An int64 tensor of fixed length; those of several pieces are added by :func:`total_of_bins`.
+        An int64 tensor of fixed length; :func:`total_of_bins` adds those of several pieces.
 
     Example:
-        >>> total_of_bins(torch.stack([squares_in_bins(torch.tensor([3.0])), squares_in_bins(torch.tensor([4.0]))]))
+        >>> pieces = torch.tensor([3.0]), torch.tensor([4.0])
+        >>> total_of_bins(torch.stack([squares_in_bins(piece) for piece in pieces]))
         tensor(25., dtype=torch.float64)
     """
     if compiled() and is_plain(x):
@@ -44,14 +45,14 @@ def squares_in_bins(x: Tensor) -> Tensor:
 
 
 def total_of_bins(rows: Tensor) -> Tensor:
-    """Add what :func:`squares_in_bins` returned for several pieces.
+    """Add the rows that :func:`squares_in_bins` returned for several pieces.
 
     Args:
         rows: int64, one row for each piece.
 
     Returns:
-        The sum of the squares, a 0-dim float64 tensor on the CPU; not finite where an element is not. The host waits for the device
-        once, to read the rows.
+        The sum of the squares, a 0-dim float64 tensor on the CPU; not finite where an element is
+        not. The host waits for the device once, to read the rows.
 
     Example:
         >>> total_of_bins(squares_in_bins(torch.full((100,), 2.0))[None])

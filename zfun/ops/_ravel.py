@@ -17,10 +17,11 @@ __all__ = ["Measures", "ravel", "ravel_into", "unravel", "unravel_from"]
 
 
 class Measures(NamedTuple):
-    """What was read off a buffer while it was written.
+    """The norm of a buffer, and whether the buffer is finite, read while it was written.
 
     Attributes:
-        squares: the sum of the squares of its elements, exact, as :func:`squares_in_bins` returns it.
+        squares: the sum of the squares of its elements, exact, as :func:`squares_in_bins` returns
+            it.
         finite: whether all of them are finite, a 0-dim bool tensor where the buffer lives.
     """
 
@@ -40,18 +41,20 @@ def ravel(
     """Copy tensors into one new zero-padded buffer; see :func:`ravel_into`.
 
     Args:
-        tensors: what to copy, of any shape; ``None`` leaves its place zero.
+        tensors: the tensors to copy, of any shape; ``None`` leaves a place zero.
         offsets: where each begins, in elements of the buffer.
         numel: length of the buffer, in elements.
-        dtype: dtype of the buffer; tensors are cast to it. A complex tensor is written as pairs of real numbers.
+        dtype: dtype of the buffer; tensors are cast to it. A complex tensor is written as pairs of
+            real numbers.
         device: where the buffer lives.
         scale: factor applied to every element.
 
     Returns:
-        The 1-D buffer; what no tensor covers is zero.
+        The 1-D buffer; elements that no tensor covers are zero.
 
     Example:
-        >>> ravel([torch.ones(2), None, torch.ones(1)], [0, 2, 4], 6, dtype=torch.float32, device=torch.device("cpu"), scale=0.5)
+        >>> cpu, leaves = torch.device("cpu"), [torch.ones(2), None, torch.ones(1)]
+        >>> ravel(leaves, [0, 2, 4], 6, dtype=torch.float32, device=cpu, scale=0.5)
         tensor([0.5000, 0.5000, 0.0000, 0.0000, 0.5000, 0.0000])
     """
     out = torch.empty(numel, dtype=dtype, device=device)
@@ -68,20 +71,22 @@ def ravel_into(
     measure: bool = False,
     table: AddressTable | None = None,
 ) -> Measures | None:
-    """Copy tensors into a buffer in one pass: cast, scale, zeros in between, and if asked for the norm and whether all is finite.
+    """Copy tensors into a buffer in one pass: cast, scale, zeros in between, norm on request.
 
-    An element is cast to the dtype of the buffer, or to float32 where that has fewer bits, multiplied, and rounded once.
+    An element is cast to the dtype of the buffer, or to float32 where that has fewer bits,
+    multiplied, and rounded once.
 
     Args:
         out: the buffer, 1-D, contiguous; all of it is written.
-        tensors: what to copy, of any shapes and dtypes; ``None`` leaves its place zero. A complex tensor is written as pairs of reals.
+        tensors: the tensors to copy, of any shapes and dtypes; ``None`` leaves a place zero. A
+            complex tensor is written as pairs of reals.
         offsets: where each begins, in elements of the buffer.
         scale: factor applied to every element.
-        measure: read the norm off what was written, and whether it is finite.
+        measure: take the norm of the buffer, and test whether all elements are finite.
         table: where addresses are kept between the calls for one bucket.
 
     Returns:
-        What was measured, or None.
+        The measures, or None.
 
     Raises:
         RuntimeError: autograd would have to record the copy.
@@ -90,8 +95,10 @@ def ravel_into(
         >>> from zfun.ops import total_of_bins
         >>> out = torch.empty(4, dtype=torch.bfloat16)
         >>> found = ravel_into(out, [torch.tensor([3.0, -4.0])], [1], scale=2.0, measure=True)
-        >>> out, total_of_bins(found.squares[None]), found.finite
-        (tensor([ 0.,  6., -8.,  0.], dtype=torch.bfloat16), tensor(100., dtype=torch.float64), tensor(True))
+        >>> out
+        tensor([ 0.,  6., -8.,  0.], dtype=torch.bfloat16)
+        >>> total_of_bins(found.squares[None]), found.finite
+        (tensor(100., dtype=torch.float64), tensor(True))
     """
     table = AddressTable(kept=False) if table is None else table
     taken = compiled() and is_plain(out) and table.point_at(tensors, offsets, out.numel())
@@ -100,7 +107,8 @@ def ravel_into(
     )
     if torch.is_grad_enabled() and recorded:
         raise RuntimeError(
-            "ravel_into() is not differentiable; got a tensor that autograd records; detach() it, or use torch.no_grad()"
+            "ravel_into() is not differentiable; got a tensor that autograd records; detach() "
+            "it, or use torch.no_grad()"
         )
     if is_abstract(out) and not measure:
         return None
@@ -128,7 +136,7 @@ def unravel_from(
     *,
     table: AddressTable | None = None,
 ) -> None:
-    """Copy the pieces of a buffer into tensors, cast to their dtypes: the inverse of :func:`ravel_into`.
+    """Copy the pieces of a buffer into tensors, with a cast: the inverse of :func:`ravel_into`.
 
     Args:
         source: the buffer, 1-D, contiguous.

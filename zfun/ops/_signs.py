@@ -14,9 +14,10 @@ __all__ = ["pack_signs", "unpack_signs"]
 def pack_signs(x: Tensor) -> Tensor:
     """Keep of each element its sign, in one bit.
 
-    Element i of a row becomes bit ``i % 8`` of byte ``i // 8``: 1 for what is not negative, both zeros among it, and 0 for what is negative
-    or NaN. The bits behind the last element are 0. That a number was not finite is not in its sign: it must reach the receiver in the scale
-    that is sent beside the signs, as it does in a norm.
+    Element i of a row becomes bit ``i % 8`` of byte ``i // 8``: 1 for numbers that are not
+    negative, both zeros among them, and 0 for negative numbers and NaN. The bits behind the last
+    element are 0. A sign does not say that a number was not finite: the scale that is sent beside
+    the signs must, as a norm does.
 
     Args:
         x: ``[..., n]``, floating or integer.
@@ -42,7 +43,8 @@ def unpack_signs(
     Args:
         packed: uint8 ``[..., ceil(numel / 8)]``.
         numel: how many elements a row has.
-        scale: what a positive sign stands for: a number, or one for each row, ``[...]``. Where it is NaN, all of its row is.
+        scale: the value of a positive sign: one number, or one for each row, ``[...]``. A row whose
+            scale is NaN is NaN throughout.
         dtype: of the result.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The one sum over ranks, so that every kind of group adds in the same order and rounds in the same places."""
+"""The one sum over ranks: every kind of group adds in the same order and rounds alike."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from zfun.ops._dispatch import compiled, is_plain
 
 __all__ = ["sum_in_rank_order"]
 
-# Fewer elements are not worth the way to a compiled kernel.
+# Below this the call of a compiled kernel costs more than torch's sum.
 _FEW = 1 << 13
 
 
 def sum_in_rank_order(terms: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-    """Add tensors as ``((x0 + x1) + x2) + ...``, so that a sum over ranks has the same bits wherever it is taken.
+    """Add tensors as ``((x0 + x1) + x2) + ...``, so that all groups make the same bits.
 
     Floating types of fewer than 32 bits are added in float32 and rounded once, at the end.
 
@@ -45,7 +45,7 @@ def sum_in_rank_order(terms: Sequence[Tensor], out: Tensor | None = None) -> Ten
 def _is_compiled(terms: Sequence[Tensor], out: Tensor) -> bool:
     if len(terms) < 2 or out.numel() < _FEW or not compiled() or not is_plain(out, *terms):
         return False
-    # Of what autograd records, torch itself makes the sum.
+    # Torch itself adds tensors that autograd records.
     return not (torch.is_grad_enabled() and any(x.requires_grad for x in (out, *terms))) and {
         x.dtype for x in terms
     } == {out.dtype}

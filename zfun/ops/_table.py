@@ -1,4 +1,4 @@
-"""Where tensors lie: what a kernel must know of them to take many in one call."""
+"""Where tensors lie, so that a kernel can take many in one call."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ __all__ = ["AddressTable"]
 
 
 class AddressTable:
-    """Addresses of the tensors of one buffer, kept between calls so that many tensors cost little more than one.
+    """Addresses of the tensors of one buffer, kept between calls, so that many cost little.
 
-    Make one for each bucket of a layout and pass it to every :func:`ravel_into` or :func:`unravel_from` of that bucket. Tensors are checked
-    and their addresses read again at each call, unless ``tensors`` is the very tuple of the last call: then they are trusted to lie where
-    they lay. So pass a tuple twice only if no tensor in it was given other memory in between (``.data =``, ``set_``, ``resize_``). A table
-    holds references to the tensors of the last call; :meth:`clear` drops them. It is for one thread at a time.
+    Make one for each bucket of a layout and pass it to every :func:`ravel_into` or
+    :func:`unravel_from` of that bucket. Tensors are checked and their addresses read again at each
+    call, unless ``tensors`` is the very tuple of the last call: then the table trusts the addresses
+    it has. So pass a tuple twice only if no tensor in it was given other memory in between
+    (``.data =``, ``set_``, ``resize_``). A table holds references to the tensors of the last call;
+    :meth:`clear` drops them. One thread may use a table at a time.
 
     Example:
         >>> from zfun.ops import ravel_into
@@ -35,7 +37,7 @@ class AddressTable:
     __slots__ = ("_guards", "_kept", "_key", "_tensors", "dtype", "like", "needs_grad", "pieces")
 
     def __init__(self, *, kept: bool = True) -> None:
-        """Make an empty table; one that is not ``kept`` for a second call does not prepare for it."""
+        """Make an empty table; unless ``kept``, it does not prepare for a second call."""
         self._kept = kept
         self.clear()
 
@@ -55,12 +57,13 @@ class AddressTable:
         """Read where tensors lie.
 
         Args:
-            tensors: what is to be copied, or written; ``None`` for none.
+            tensors: the tensors to copy or to write; ``None`` for none.
             offsets: where each begins in the buffer.
             numel: length of the buffer.
 
         Returns:
-            Whether a compiled kernel may take them: they are plain and of one dtype, and ascend without overlap within the buffer.
+            Whether a compiled kernel may take them: they are plain and of one dtype, and ascend
+            without overlap within the buffer.
         """
         known = (
             len(self._key) == 2
@@ -69,10 +72,11 @@ class AddressTable:
         )
         if known and self._tensors is tensors and type(tensors) is tuple:
             return True
-        # Autograd's gradients are new tensors each time, but of the same shapes: one call checks all of them.
+        # Gradients are new tensors in each step, of the same shapes: one call checks them all.
         if known and self._guards is not None and self._guards.check(*tensors):
             self._tensors = tensors
-            self.pieces[2] = np.fromiter(map(Tensor.data_ptr, tensors), np.int64, len(tensors))  # type: ignore[arg-type]
+            addresses = map(Tensor.data_ptr, tensors)  # type: ignore[arg-type]
+            self.pieces[2] = np.fromiter(addresses, np.int64, len(tensors))
             return True
         return self._read(tensors, offsets, numel)
 
@@ -104,7 +108,7 @@ class AddressTable:
 
 
 def _guards(tensors: list[Tensor]) -> Any:
-    """Make a check that tensors are of the same kind as these: torch's own for compiled code, where this torch has it."""
+    """Make a check that tensors are of the same kind as these, if torch has guards."""
     try:
         from torch._C._dynamo.guards import TensorGuards
 

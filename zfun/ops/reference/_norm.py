@@ -29,7 +29,8 @@ def squares_in_bins(x: Tensor) -> Tensor:
             continue
         mantissa, exponent = torch.frexp(units)
         place = exponent.to(torch.int64) - _LEAST
-        # Each half of a mantissa has at most 27 bits: float64 adds 2**26 of them exactly, many more than a chunk has.
+        # Each half of a mantissa has at most 27 bits: float64 adds 2**26 of them exactly, many more
+        # than a chunk has.
         digits = mantissa.mul_(2.0**27)
         top = digits.floor()
         high += torch.bincount(place, weights=top, minlength=_EXPONENTS).to(torch.int64)
@@ -40,7 +41,7 @@ def squares_in_bins(x: Tensor) -> Tensor:
 
 
 def _sum_units(chunk: Tensor) -> Tensor:
-    """Add the squares of each 32 elements in float64 to eight sums; what becomes of a unit depends on nothing else."""
+    """Add the squares of each 32 elements in float64 to eight sums, in a fixed order."""
     tail = -chunk.numel() % UNIT
     units = (
         (torch.nn.functional.pad(chunk, (0, tail)) if tail else chunk)

@@ -23,7 +23,7 @@ def ravel_into(
     out: Tensor, tensors: Sequence[Tensor | None], offsets: Sequence[int], scale: float
 ) -> None:
     sources: list[Tensor] = []
-    lengths: list[int] = []  # of what is copied and of the gaps, by turns
+    lengths: list[int] = []  # of the gaps and of the copies, by turns
     end = 0
     for tensor, offset in zip(tensors, offsets, strict=True):
         if tensor is None or tensor.numel() == 0:
@@ -42,7 +42,8 @@ def ravel_into(
         out.zero_()
     elif gaps:
         torch._foreach_zero_(gaps)
-    # Where a factor is rounded to the dtype of the buffer only once it was applied, each tensor is a case of its own.
+    # A product that must be rounded to a half type once, after the factor, is made tensor by
+    # tensor.
     one_by_one = scale != 1.0 and out.dtype != wide(out.dtype)
     small = [i for i, source in enumerate(sources) if source.numel() < _SMALL and not one_by_one]
     large = [i for i, source in enumerate(sources) if source.numel() >= _SMALL or one_by_one]

@@ -1,9 +1,9 @@
-"""Products and sums rounded once, and nearest roots, of torch operations that round more often or less well.
+"""Products and sums rounded once, and nearest roots, made of ordinary torch operations.
 
-Compiled kernels have an instruction for ``x y + z``; torch has none that computes the same in every place of a vector. Here it is made of
-operations whose rounding errors are numbers again, so that they can be put right ("Emulation of FMA and correctly rounded sums: proved
-algorithms using rounding to odd", Boldo and Melquiond, 2008). That holds for what is near neither the largest number of float64 nor the
-smallest.
+Compiled kernels have an instruction for ``x y + z``; torch has none that computes the same in every
+place of a vector. This module makes one of operations whose rounding errors are numbers again and
+can be added back ("Emulation of FMA and correctly rounded sums: proved algorithms using rounding to
+odd", Boldo and Melquiond, 2008). That holds for numbers near neither end of the range of float64.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def fma_into(out: Tensor, x: Tensor, y: Tensor | float, z: Tensor) -> None:
     """
     factor = y if isinstance(y, Tensor) else torch.full((), y, dtype=x.dtype, device=x.device)
     if x.dtype == torch.float32:
-        # The product of two numbers of float32 is one of float64. Where the sum is not, its last bit says so, and no tie is mistaken.
+        # The product of two numbers of float32 is one of float64. Where the sum is not, its last
+        # bit says so, and no tie is mistaken.
         total, error = _two_sum(x.double() * factor.double(), z.double())
         out.copy_(_odd(total, error))
         return
@@ -79,7 +80,7 @@ def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _odd(total: Tensor, error: Tensor) -> Tensor:
-    """Of the two numbers around ``total + error``, where it is none itself, take the one whose last bit is 1."""
+    """Return ``total + error``, or of the two numbers around that the one whose last bit is 1."""
     bits = total.view(torch.int64)
     towards = torch.where((error > 0) == (total > 0), 1, -1)
     inexact = (error.abs() > 0) & torch.isfinite(error) & (bits & 1 == 0)

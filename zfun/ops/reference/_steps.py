@@ -1,13 +1,14 @@
 """The rules of optimizers on flat buffers.
 
-[Note: one arithmetic]
-A step must give the same bits however the state is cut, and ``apply`` those of ``update`` and then add. So each rule is written once, as
-element-wise operations in one fixed order; ``change`` only says where the result goes. Each operation is one IEEE rounding: ``mul``,
-``add``, ``div`` and those of ``_rounding``, never ``add(alpha=)``, ``lerp``, ``addcmul`` or ``addcdiv``, which fuse a product and a sum in
-vector registers and need not do so in the tail. Constants are Python doubles. The compiled kernels do the same, operation for operation.
+[Note: one arithmetic] A step must give the same bits however the state is cut, and ``apply`` those
+of ``update`` and then add. So each rule is written once, as element-wise operations in one fixed
+order; ``change`` only says where the result goes. Each operation rounds once, as IEEE 754 has it:
+``mul``, ``add``, ``div`` and those of ``_rounding``, never ``add(alpha=)``, ``lerp``, ``addcmul``
+or ``addcdiv``, which fuse a product and a sum in vector registers and need not do so in the tail.
+Constants are Python doubles. The compiled kernels do the same, operation for operation.
 
-Buffers are worked on in chunks, so that the temporaries stay in the cache and the memory is read about once. Cutting changes no bits.
-Abstract buffers have no numbers to work on: what a step writes is there already, and it makes nothing.
+Buffers are worked on in chunks, so that the temporaries stay in the cache and the memory is read
+about once. Cutting changes no bits.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from zfun.ops.reference._rounding import fma_into, root_into
 
 __all__ = ["lamb_apply", "lamb_moments", "scale_into", "step"]
 
-# Measured on one core with a 1 MiB L2 and a 32 MiB L3: smaller chunks pay for dispatch, larger ones for memory.
-# Other devices pay more to launch.
+# Measured on one core with a 1 MiB L2 and a 32 MiB L3: smaller chunks pay for dispatch, larger ones
+# for memory. Other devices pay more to launch.
 _CPU_CHUNK = 1 << 18
 _DEVICE_CHUNK = 1 << 24
 
@@ -62,9 +63,10 @@ def _working(
     *,
     whole: bool = False,
 ) -> Iterator[_Work]:
-    """Yield the chunks of a step, and put back what became of each.
+    """Yield the chunks of a step, and write back each after the caller has worked on it.
 
-    The caller writes to ``result`` what is to be added to the parameters, or, if ``whole``, what they become.
+    The caller writes the change of the parameters to ``result``, or, if ``whole``, the new
+    parameters.
     """
     dtype = wide(param.dtype)
     wide_param, wide_grad, result, spare, *wide_moments = (
@@ -100,7 +102,7 @@ def _working(
 
 
 def _mix(mean: Tensor, x: Tensor, decay: float, spare: Tensor) -> None:
-    """Write ``decay mean + (1 - decay) x`` to a running mean, from the nearer end, as ``torch.lerp`` does."""
+    """Write ``decay mean + (1 - decay) x`` to a mean, from the nearer end as ``torch.lerp``."""
     weight = 1.0 - decay
     torch.sub(x, mean, out=spare)
     if weight < 0.5:

@@ -1,4 +1,4 @@
-"""What the kernels have in common: how numbers are read and written, and how a kernel is launched."""
+"""How the kernels read and write numbers, and how they are launched."""
 
 from __future__ import annotations
 

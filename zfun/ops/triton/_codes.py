@@ -1,4 +1,4 @@
-"""Numbers in one, four or eight bits: what is sent when communication is compressed."""
+"""Numbers in one, four or eight bits, for compressed communication."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def _unpack(packed, scales, out, numel, num_bytes, TILE: tl.constexpr, BF16: tl.
 
 @triton.jit
 def _code(x, scale, finite):
-    # Added to a number of less than 2**22, it leaves no room for a fraction: the sum is rounded to an integer, ties to even.
+    # Added to a number of less than 2**22, it leaves no room for a fraction: the sum is rounded to
+    # an integer, ties to even.
     rounded = (tl.div_rn(x, scale) + 12582912.0) - 12582912.0
     return tl.where(finite, rounded, 0.0).to(tl.int32)
 
@@ -68,7 +69,8 @@ def _quantise(
     has_low, has_high = inside & (low < numel), inside & (low + 1 < numel)
     a = load_wide(rows + row * numel, low, has_low, BF16)
     b = load_wide(rows + row * numel, low + 1, has_high, BF16)
-    # As integers, numbers without their sign are in order, and those that are not finite above all others.
+    # As integers, numbers without their sign are in order, and those that are not finite above all
+    # others.
     sizes = tl.maximum(
         a.to(tl.int32, bitcast=True) & 0x7FFFFFFF, b.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     )

@@ -1,4 +1,7 @@
-"""Many tensors to one buffer and back, in one launch: a tile of the buffer lies in one tensor, or in none."""
+"""Many tensors to one buffer and back, in one launch.
+
+A tile of the buffer lies in one tensor, or in none.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,10 @@ def _unravel(
 
 @functools.lru_cache(maxsize=1024)
 def _tiles(places: tuple[tuple[int, int, int], ...], numel: int, device: torch.device) -> Tensor:
-    """Cut a buffer in tiles that lie in one piece each, or in none: int64 rows of start, length, piece or -1, and place in the piece."""
+    """Cut a buffer in tiles that lie in one piece each, or in none.
+
+    The rows are int64: start, length, piece or -1, and place in the piece.
+    """
     rows: list[tuple[int, int, int, int]] = []
 
     def cut(start: int, end: int, piece: int) -> None:
@@ -87,7 +93,7 @@ def _addresses(addresses: tuple[int, ...], device: torch.device) -> Tensor:
 def _table(
     tensors: Sequence[Tensor | None], offsets: Sequence[int], buffer: Tensor
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Where tensors lie, as kernels take it, and one of them; None where they are not for one kernel."""
+    """Return addresses, tiles and one tensor; None where no kernel takes the tensors."""
     present = [
         (x, offset)
         for x, offset in zip(tensors, offsets, strict=True)

@@ -27,7 +27,8 @@ def _squares(
     SCALED: tl.constexpr,
     BF16: tl.constexpr,
 ):
-    # Eight sums of the squares of 32 elements, as [Note: exact sums] has them, are cut in digits of 32 bits, which are added as integers.
+    # Eight sums of the squares of 32 elements, as [Note: exact sums] has them, are cut in digits of
+    # 32 bits, which are added as integers.
     unit = tl.program_id(0).to(tl.int64) * UNITS + tl.arange(0, UNITS)
     i = unit[:, None] * 32 + tl.arange(0, 8)[None, :]
     a, b = _square(x, i, numel, scale, SCALED, BF16), _square(x, i + 8, numel, scale, SCALED, BF16)
@@ -48,7 +49,8 @@ def _squares(
     lower, upper = (digits & 0xFFFFFFFF) << shift, (digits >> 32) << shift
     first, second, third = lower & 0xFFFFFFFF, (lower >> 32) + (upper & 0xFFFFFFFF), upper >> 32
     used = digits > 0
-    # Not a range: what is known only at run time ends none in the interpreter of Triton 3.6, which is that of torch 2.11.
+    # Not a range: the interpreter of Triton 3.6, which torch 2.11 brings, takes no bound that is
+    # known only at run time.
     k = tl.min(tl.where(used, limb, 1 << 20))
     highest = tl.max(tl.where(used, limb, -3)) + 2  # type: ignore[operator]
     while k <= highest:  # type: ignore[operator]
@@ -70,7 +72,10 @@ def _square(x, i, numel, scale, SCALED: tl.constexpr, BF16: tl.constexpr):
 
 
 def squares_in_bins(x: Tensor, scale: float = 1.0) -> Tensor:
-    """The exact sum of the squares of a vector, each times a factor in float32; all elements are finite where the last entry is 0."""
+    """Sum the squares of a vector exactly, each element times a factor in float32.
+
+    All elements are finite where the last entry is 0.
+    """
     row = torch.zeros(LIMBS + 1, dtype=torch.int64, device=x.device)
     args = (as_pointer(x), row, row[LIMBS:].view(torch.float64), x.numel(), scale)
     flags = {"UNITS": _UNITS, "LIFT": -1075 - LOWEST, "SCALED": scale != 1.0, "BF16": is_bf16(x)}

@@ -1,4 +1,4 @@
-"""The rules of optimizers: kernels with one beginning and one end, and what they are launched with."""
+"""The rules of optimizers: kernels that share a beginning and an end, and their launches."""
 
 from __future__ import annotations
 
@@ -42,8 +42,10 @@ def _end_step(param, change, out, p, new, delta, i, mask, BF16: tl.constexpr):
 
 @triton.jit
 def _adam(
-    param, grad, mu, nu, change, out, factor, numel, scale, weight, b2, rest2, step, eps, l2, keep, correction,
-    TILE: tl.constexpr, NEAR: tl.constexpr, L2: tl.constexpr, DECAY: tl.constexpr, BF16: tl.constexpr, OUT_BF16: tl.constexpr,
+    param, grad, mu, nu, change, out, factor, numel,
+    scale, weight, b2, rest2, step, eps, l2, keep, correction,
+    TILE: tl.constexpr, NEAR: tl.constexpr, L2: tl.constexpr, DECAY: tl.constexpr,
+    BF16: tl.constexpr, OUT_BF16: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     mask = i < numel
@@ -67,7 +69,8 @@ def _adam(
 @triton.jit
 def _sgd(
     param, grad, velocity, change, out, factor, numel, scale, step, momentum, l2,
-    TILE: tl.constexpr, NESTEROV: tl.constexpr, L2: tl.constexpr, BF16: tl.constexpr, OUT_BF16: tl.constexpr,
+    TILE: tl.constexpr, NESTEROV: tl.constexpr, L2: tl.constexpr,
+    BF16: tl.constexpr, OUT_BF16: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     mask = i < numel
@@ -124,7 +127,7 @@ def step(
     scale: float | Tensor,
     constants: Mapping[str, float],
 ) -> bool:
-    """Take a step of a rule; whether there is a kernel for it, and for float32 parameters and moments."""
+    """Take a step of a rule; whether there is a kernel for the rule and these dtypes."""
     held = [param, *moments, *(() if change is None else (change,))]
     if (
         rule not in _RULES

@@ -71,15 +71,17 @@ def adam_step(
     """Take one step of Adam on a flat buffer, in place.
 
     ``g = scale grad + l2 p``, ``mu = mu + (1 - b1) (g - mu)``, ``nu = b2 nu + (1 - b2) g²``,
-    ``p = (1 - decay) p - step_size mu / (√nu / correction + eps)``. Half types are computed in float32 and rounded once.
+    ``p = (1 - decay) p - step_size mu / (√nu / correction + eps)``. Half types are computed in
+    float32 and rounded once.
 
     Args:
         param: parameters, 1-D, contiguous, real; written if ``change`` is None, else only read.
         grad: gradients, 1-D, of the same length and of any floating dtype; only read.
         mu: first moments, 1-D, of the same length; written.
         nu: second moments, 1-D, of the same length; written.
-        change: where what is to be added to ``param`` goes instead of being added, 1-D, in the dtype of ``param``. With a ``decay`` the sum
-            has the bits of the step itself only where a parameter becomes neither twice nor half as large.
+        change: where the change of ``param`` is written instead of being added, 1-D, in the dtype
+            of ``param``. With a ``decay`` the sum has the bits of the step itself only where a
+            parameter becomes neither twice nor half as large.
         b1: decay of the first moment.
         b2: decay of the second moment.
         step_size: ``lr / (1 - b1ᵗ)``.
@@ -88,7 +90,8 @@ def adam_step(
         decay: weight decay beside the gradient, times the learning rate.
         correction: ``√(1 - b2ᵗ)``.
         scale: factor of the gradient: of a loss scale, or of clipping.
-        out: where a copy of the new parameters goes, 1-D, of any floating dtype; not with ``change``.
+        out: where a copy of the new parameters goes, 1-D, of any floating dtype; not with
+            ``change``.
 
     Example:
         >>> p, g, mu, nu = torch.ones(1), torch.ones(1), torch.zeros(1), torch.zeros(1)
@@ -124,8 +127,8 @@ def sgd_step(
 ) -> None:
     """Take one step of stochastic gradient descent on a flat buffer, in place.
 
-    ``g = scale grad + l2 p``; with a velocity ``b = momentum b + g``, and ``g = b``, or ``g + momentum b`` after Nesterov;
-    ``p = p - learning_rate g``.
+    ``g = scale grad + l2 p``; with a velocity ``b = momentum b + g``, and ``g = b``, or
+    ``g + momentum b`` after Nesterov; ``p = p - learning_rate g``.
 
     Args:
         param: parameters, 1-D, contiguous, real; written if ``change`` is None, else only read.
@@ -137,7 +140,8 @@ def sgd_step(
         nesterov: look ahead along the velocity.
         l2: weight decay.
         scale: factor of the gradient.
-        out: where a copy of the new parameters goes, 1-D, of any floating dtype; not with ``change``.
+        out: where a copy of the new parameters goes, 1-D, of any floating dtype; not with
+            ``change``.
 
     Example:
         >>> p, b = torch.ones(1), torch.ones(1)
@@ -173,8 +177,9 @@ def lion_step(
 ) -> None:
     """Take one step of Lion on a flat buffer, in place.
 
-    ``g = scale grad``, ``u = -learning_rate sign(b1 mu + (1 - b1) g) - decay p``, ``mu = b2 mu + (1 - b2) g``, ``p = p + u``.
-    "Symbolic Discovery of Optimization Algorithms", Chen et al., 2023.
+    ``g = scale grad``, ``u = -learning_rate sign(b1 mu + (1 - b1) g) - decay p``,
+    ``mu = b2 mu + (1 - b2) g``, ``p = p + u``. "Symbolic Discovery of Optimization Algorithms",
+    Chen et al., 2023.
 
     Args:
         param: parameters, 1-D, contiguous, real; written if ``change`` is None, else only read.
@@ -186,7 +191,8 @@ def lion_step(
         learning_rate: step size.
         decay: weight decay, times the learning rate.
         scale: factor of the gradient.
-        out: where a copy of the new parameters goes, 1-D, of any floating dtype; not with ``change``.
+        out: where a copy of the new parameters goes, 1-D, of any floating dtype; not with
+            ``change``.
 
     Example:
         >>> p, mu = torch.zeros(2), torch.zeros(2)
@@ -214,7 +220,8 @@ def adagrad_step(
     """Take one step of Adagrad on a flat buffer, in place.
 
     ``g = scale grad + l2 p``, ``total = total + g²``, ``p = p - learning_rate g / (√total + eps)``.
-    "Adaptive Subgradient Methods for Online Learning and Stochastic Optimization", Duchi, Hazan and Singer, 2011.
+    "Adaptive Subgradient Methods for Online Learning and Stochastic Optimization", Duchi, Hazan and
+    Singer, 2011.
 
     Args:
         param: parameters, 1-D, contiguous, real; written if ``change`` is None, else only read.
@@ -225,7 +232,8 @@ def adagrad_step(
         eps: added to the root.
         l2: weight decay that is part of the gradient.
         scale: factor of the gradient.
-        out: where a copy of the new parameters goes, 1-D, of any floating dtype; not with ``change``.
+        out: where a copy of the new parameters goes, 1-D, of any floating dtype; not with
+            ``change``.
 
     Example:
         >>> p, total = torch.zeros(2), torch.zeros(2)
@@ -260,10 +268,11 @@ def lamb_step(
 ) -> None:
     """Take one step of LAMB on a flat buffer, in place.
 
-    Moments as in :func:`adam_step`; ``d = (1 / bias) mu / ((1 / correction) √nu + eps) + weight_decay p``; and for each layer, a segment of
-    the buffer, ``p = p - learning_rate ratio d`` with ``ratio = |p| / |d|`` within the bounds, or 1 where either norm is 0. Norms are
-    exact, so that they do not depend on how layers are cut.
-    "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", You et al., 2020.
+    Moments as in :func:`adam_step`; ``d = (1 / bias) mu / ((1 / correction) √nu + eps) +
+    weight_decay p``; and for each layer, a segment of the buffer, ``p = p - learning_rate ratio
+    d`` with ``ratio = |p| / |d|`` within the bounds, or 1 where either norm is 0. Norms are exact,
+    so that they do not depend on how layers are cut. "Large Batch Optimization for Deep Learning:
+    Training BERT in 76 minutes", You et al., 2020.
 
     Args:
         param: parameters, 1-D, contiguous, real; written if ``change`` is None, else only read.
@@ -271,8 +280,9 @@ def lamb_step(
         mu: first moments, 1-D, of the same length; written.
         nu: second moments, 1-D, of the same length; written.
         change: where the change goes instead of being added, 1-D, in the dtype of ``param``.
-        segments: where each layer begins and ends in this buffer, ascending; what is in none does not move. A layer may be cut at multiples
-            of 32 elements from where it begins, and is an empty segment where nothing of it is.
+        segments: where each layer begins and ends in this buffer, ascending; elements in none do
+            not move. A layer may be cut at multiples of 32 elements from where it begins, and a
+            rank that has nothing of a layer passes an empty segment.
         b1: decay of the first moment.
         b2: decay of the second moment.
         learning_rate: step size.
@@ -281,13 +291,16 @@ def lamb_step(
         bias: ``1 - b1ᵗ``.
         correction: ``√(1 - b2ᵗ)``.
         bounds: the least and the largest ratio.
-        gather: where layers are cut over ranks: takes int64 ``[2 len(segments), k]`` and returns those of all ranks, stacked.
+        gather: where layers are cut over ranks: takes int64 ``[2 len(segments), k]`` and returns
+            those of all ranks, stacked.
         scale: factor of the gradient.
-        out: where a copy of the new parameters goes, 1-D, of any floating dtype; not with ``change``.
+        out: where a copy of the new parameters goes, 1-D, of any floating dtype; not with
+            ``change``.
 
     Example:
         >>> p, mu, nu = torch.full((4,), 2.0), torch.zeros(4), torch.zeros(4)
-        >>> lamb_step(p, torch.ones(4), mu, nu, None, segments=[(0, 4)], b1=0.0, b2=0.0, learning_rate=0.5, eps=0.0)
+        >>> rule = {"b1": 0.0, "b2": 0.0, "learning_rate": 0.5, "eps": 0.0}
+        >>> lamb_step(p, torch.ones(4), mu, nu, None, segments=[(0, 4)], **rule)
         >>> p
         tensor([1., 1., 1., 1.])
     """
@@ -302,15 +315,14 @@ def lamb_step(
         "correction": correction,
     }
     moments = (param, grad, mu, nu, segments, scale, constants)
-    rows = None
     if compiled() and is_plain(param):
         from zfun.ops import numba
 
         rows = numba.lamb_moments(*moments)
-    if rows is not None:
-        factors = [-learning_rate * ratio for ratio in _ratios(rows, bounds, gather)]
-        numba.lamb_apply(param, mu, nu, change, out, segments, factors, constants)
-        return
+        if rows is not None:
+            factors = [-learning_rate * ratio for ratio in _ratios(rows, bounds, gather)]
+            numba.lamb_apply(param, mu, nu, change, out, segments, factors, constants)
+            return
     rows, direction = reference.lamb_moments(*moments)
     factors = [-learning_rate * ratio for ratio in _ratios(rows, bounds, gather)]
     reference.lamb_apply(param, direction, change, out, segments, factors)
@@ -319,7 +331,7 @@ def lamb_step(
 def _ratios(
     squares: list[Tensor], bounds: tuple[float, float], gather: Callable[[Tensor], Tensor] | None
 ) -> list[float]:
-    """Return how far each layer goes along its direction, of the squares of the layers and then of their directions."""
+    """Return the ratio of each layer, of the squares of all layers and then of all directions."""
     if not squares:
         return []
     mine = torch.stack(squares)
