@@ -86,10 +86,6 @@ def test_a_module_imports_only_what_stands_above_it(path: Path) -> None:
             )
 
 
-# Folders whose modules still import each other: to be emptied.
-CIRCULAR = {"ops"}
-
-
 def test_modules_import_each_other_in_no_circle() -> None:
     """Also inside of a folder, and also where a function imports only when it is called."""
     graph = {
@@ -106,18 +102,11 @@ def test_modules_import_each_other_in_no_circle() -> None:
             graph[importer].discard(imported)
         else:
             break
-    outside = {
-        circle
-        for circle in circles
-        if not all(name.split(".")[1] in CIRCULAR for name in circle.split(" <- "))
-    }
-    assert not outside, f"modules import each other: {sorted(outside)}"
+    assert not circles, f"modules import each other: {sorted(circles)}"
 
 
 # A reader can take in a folder of so many files.
 MAX_FILES = 16
-# Folders that are still larger: to be emptied.
-TOO_LARGE: set[str] = set()
 
 
 def test_folders_are_small() -> None:
@@ -126,9 +115,7 @@ def test_folders_are_small() -> None:
         for folder in {path.parent for path in MODULES}
         if folder != ROOT and len(list(folder.glob("*.py"))) > MAX_FILES
     }
-    assert large <= TOO_LARGE, (
-        f"split folders of more than {MAX_FILES} files: {sorted(large - TOO_LARGE)}"
-    )
+    assert not large, f"split folders of more than {MAX_FILES} files: {sorted(large)}"
 
 
 def test_one_module_imports_optree() -> None:
@@ -238,12 +225,8 @@ def test_every_transform_has_an_example() -> None:
             )
 
 
-# Names of the planner that stand on top until it has a module.
-MOVING = {"explain", "live_bytes", "order_of_use", "profile", "schedule", "timeline", "trace"}
-
-
 def test_the_top_level_has_the_names_that_users_type() -> None:
-    assert len(set(zfun.__all__) - MOVING) <= 40
+    assert len(zfun.__all__) <= 40
     assert len(inspect.signature(zfun.zero).parameters) <= 14
 
 

@@ -21,7 +21,6 @@ share, ``_fingerprint`` a digest of a tensor, and ``_fake`` tensors with shapes 
 """
 
 from zfun.ops._blocks import dequantise, message_bytes, quantise, sum_dequantised
-from zfun.ops._dispatch import is_abstract, use, wide
 from zfun.ops._fake import fake_mode
 from zfun.ops._fingerprint import fingerprint
 from zfun.ops._norm import squares_in_bins, total_of_bins
@@ -30,6 +29,7 @@ from zfun.ops._signs import pack_signs, unpack_signs
 from zfun.ops._steps import adagrad_step, adam_step, lamb_step, lion_step, scale_into, sgd_step
 from zfun.ops._sums import sum_in_rank_order
 from zfun.ops._table import AddressTable
+from zfun.ops._tensors import is_abstract, use, wide
 
 __all__ = [
     "AddressTable",

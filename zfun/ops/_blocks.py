@@ -29,7 +29,8 @@ import torch
 from torch import Tensor
 
 from zfun.ops import reference
-from zfun.ops._dispatch import codes_for, is_abstract, reads
+from zfun.ops._dispatch import codes_for, reads
+from zfun.ops._tensors import is_abstract
 
 __all__ = ["dequantise", "message_bytes", "quantise", "sum_dequantised"]
 

@@ -10,130 +10,16 @@ records) and where ``use("reference")`` says so.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
-from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = [
-    "as_array",
-    "codes_for",
-    "compiled",
-    "is_abstract",
-    "is_plain",
-    "number",
-    "reads",
-    "triton_for",
-    "use",
-    "wide",
-]
+from zfun.ops._tensors import compiled, is_abstract
 
-# How arrays of each dtype travel to compiled CPU kernels; see [Note: half types].
-_CARRIERS: dict[torch.dtype, torch.dtype] = {
-    torch.float32: torch.float32,
-    torch.float64: torch.float64,
-    torch.bfloat16: torch.uint16,
-    torch.float16: torch.int16,
-}
-_NUMBERS: dict[torch.dtype, Any] = {
-    torch.float32: np.float32,
-    torch.float64: np.float64,
-    torch.bfloat16: np.uint16,
-    torch.float16: np.int16,
-}
-
-_PLAIN_TYPES = {Tensor, torch.nn.Parameter}
-
-# The choice of `use`, for the whole process: ranks may be threads, and so are autograd's workers.
-_chosen = {"kernels": "compiled"}
-
-
-@contextlib.contextmanager
-def use(kernels: str) -> Iterator[None]:
-    """Choose the kernels of this process, for debugging: the plain torch ones give the same bits.
-
-    Args:
-        kernels: ``"reference"`` for plain torch everywhere, ``"compiled"`` for compiled kernels
-            where there are any, as without this.
-
-    Raises:
-        ValueError: the name is neither of the two.
-
-    Example:
-        >>> from zfun import ops
-        >>> with use("reference"):
-        ...     ops.ravel([torch.ones(2)], [0], 3, dtype=torch.float32, device=torch.device("cpu"))
-        tensor([1., 1., 0.])
-    """
-    if kernels not in ("reference", "compiled"):
-        raise ValueError(
-            f'kernels are "reference" or "compiled"; got {kernels!r}; pass one of the two'
-        )
-    before = _chosen["kernels"]
-    _chosen["kernels"] = kernels
-    try:
-        yield
-    finally:
-        _chosen["kernels"] = before
-
-
-def is_abstract(x: Tensor) -> bool:
-    """Whether a tensor has a shape and no numbers: ``meta`` or fake."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return x.is_meta or isinstance(x, FakeTensor)
-
-
-def compiled() -> bool:
-    """Whether compiled kernels may run now.
-
-    They may not where :func:`use` switched them off, and not while a compiler, a dispatch mode or
-    a transform of torch.func must see torch's own operations.
-    """
-    return (
-        not torch.compiler.is_compiling()
-        and _chosen["kernels"] == "compiled"
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._functorch.peek_interpreter_stack() is None
-    )
-
-
-def is_plain(*tensors: Tensor) -> bool:
-    """Whether all tensors lie in CPU memory as their dtypes, shapes and addresses say."""
-    return all(
-        type(x) in _PLAIN_TYPES
-        and x.is_cpu
-        and x.dtype in _CARRIERS
-        and x.layout is torch.strided
-        and x.is_contiguous()
-        and not x.is_neg()
-        for x in tensors
-    )
-
-
-def as_array(x: Tensor) -> Any:
-    """View a plain tensor as the array that compiled CPU kernels take."""
-    return x.detach().view(_CARRIERS[x.dtype]).numpy()
-
-
-def number(dtype: torch.dtype) -> Any:
-    """Return the type of an element in the arrays of :func:`as_array`."""
-    return _NUMBERS[dtype]
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which numbers are added: float32 for halves, else the dtype itself.
-
-    Example:
-        >>> wide(torch.bfloat16), wide(torch.float64)
-        (torch.float32, torch.float64)
-    """
-    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
+__all__ = ["codes_for", "reads", "triton_for"]
 
 
 @functools.cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zfun.ops._dispatch import is_abstract
+from zfun.ops._tensors import is_abstract
 
 __all__ = ["fingerprint"]
 

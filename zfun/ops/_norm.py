@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from zfun.ops import reference
-from zfun.ops._dispatch import compiled, is_abstract, is_plain, triton_for
+from zfun.ops._dispatch import triton_for
 from zfun.ops._exact import LIMBS, LOWEST
+from zfun.ops._tensors import compiled, is_abstract, is_plain
 
 __all__ = ["squares_in_bins", "total_of_bins"]
 

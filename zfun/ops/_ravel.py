@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from zfun.ops import reference
-from zfun.ops._dispatch import compiled, is_abstract, is_plain, triton_for
+from zfun.ops._dispatch import triton_for
 from zfun.ops._norm import squares_in_bins
 from zfun.ops._table import AddressTable
+from zfun.ops._tensors import compiled, is_abstract, is_plain
 
 __all__ = ["Measures", "ravel", "ravel_into", "unravel", "unravel_from"]
 

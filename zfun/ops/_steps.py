@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from zfun.ops import reference
-from zfun.ops._dispatch import compiled, is_abstract, is_plain, triton_for
+from zfun.ops._dispatch import triton_for
 from zfun.ops._norm import total_of_bins
+from zfun.ops._tensors import compiled, is_abstract, is_plain
 
 __all__ = ["adagrad_step", "adam_step", "lamb_step", "lion_step", "scale_into", "sgd_step"]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zfun.ops import reference
-from zfun.ops._dispatch import compiled, is_plain
+from zfun.ops._tensors import compiled, is_plain
 
 __all__ = ["sum_in_rank_order"]
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zfun.ops._dispatch import is_plain, number
+from zfun.ops._tensors import is_plain, number
 
 __all__ = ["AddressTable"]
 

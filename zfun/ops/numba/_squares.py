@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zfun.ops._dispatch import as_array
 from zfun.ops._exact import LIMBS, LOWEST, SUMS, UNIT
+from zfun.ops._tensors import as_array
 from zfun.ops.numba._compile import entry, in_parts, jit
 from zfun.ops.numba._float_bits import widened
 from zfun.ops.numba._simd import STRIDE, add_unit, will_use

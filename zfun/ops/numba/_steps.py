@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zfun.ops._dispatch import as_array, compiled, is_plain, number, wide
+from zfun.ops._tensors import as_array, compiled, is_plain, number, wide
 from zfun.ops.numba._compile import entry, in_parts, jit
 from zfun.ops.numba._float_bits import narrow, rounded, widen
 from zfun.ops.numba._simd import STRIDE, fma, place, will_use

@@ -10,7 +10,7 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from zfun.ops._dispatch import as_array, number, wide
+from zfun.ops._tensors import as_array, number, wide
 from zfun.ops.numba._compile import entry, in_parts, jit
 from zfun.ops.numba._float_bits import narrow, widen
 from zfun.ops.numba._simd import STRIDE, place, pointer, will_use

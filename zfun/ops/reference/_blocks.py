@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zfun.ops._dispatch import wide
+from zfun.ops._tensors import wide
 from zfun.ops.reference._sums import sum_in_rank_order
 
 __all__ = ["dequantise", "quantise", "sum_dequantised"]

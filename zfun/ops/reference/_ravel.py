@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zfun.ops._dispatch import wide
+from zfun.ops._tensors import wide
 
 __all__ = ["ravel_into", "unravel", "unravel_from"]
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zfun.ops._dispatch import wide
+from zfun.ops._tensors import wide
 from zfun.ops.reference._norm import squares_in_bins
 from zfun.ops.reference._rounding import fma_into, root_into
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zfun.ops._dispatch import is_abstract
+from zfun.ops._tensors import is_abstract
 
 __all__ = ["sum_in_rank_order"]
 
