@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from zfun import ops
-from zfun.ops._dispatch import as_array
+from zfun.ops._tensors import as_array
 from zfun.ops.numba._compile import in_parts, jit
 
 Run = Callable[[], object]

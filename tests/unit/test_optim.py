@@ -535,9 +535,9 @@ def test_updates_that_do_not_fit_are_refused() -> None:
         (lambda: optim.adamw(-0.1), "learning_rate is finite and not negative"),
         (lambda: optim.adamw(math.nan), "learning_rate is finite"),
         (
-            lambda: optim.adamw("0.1"),
+            lambda: optim.adamw("0.1"),  # pyrefly: ignore[bad-argument-type]
             "learning_rate is a number or a function of the step count; got str",
-        ),  # type: ignore[arg-type]
+        ),
         (lambda: optim.adamw(0.1, b1=1.0), r"b1 lies in \[0, 1.0\)"),
         (lambda: optim.adam(0.1, b2=-0.1), "b2 lies in"),
         (lambda: optim.adam(0.1, eps=-1.0), "eps lies in"),
@@ -561,9 +561,12 @@ def test_updates_that_do_not_fit_are_refused() -> None:
         (lambda: optim.trace(1.0), r"decay lies in \[0, 1.0\)"),
         (lambda: optim.add_decayed_weights(-0.1), "weight_decay lies in"),
         (
-            lambda: optim.masked(optim.sgd(0.1), {"w": True}),
+            lambda: optim.masked(
+                optim.sgd(0.1),
+                {"w": True},  # pyrefly: ignore[bad-argument-type]
+            ),
             r"a mask is a function mask\(path, leaf\) -> bool; got dict",
-        ),  # type: ignore[arg-type]
+        ),
         (lambda: optim.linear(1.0, 0.0, 0), "num_steps must be at least 1"),
         (lambda: optim.warmup_linear(1.0, 5, 5), "shorter than the whole"),
         (lambda: optim.warmup_cosine(1.0, -1, 5), "shorter than the whole"),

@@ -25,6 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from torch.distributed import Store
 
@@ -297,12 +298,11 @@ class Watchdog:
     def _read_statuses(self) -> dict[int, Status]:
         statuses: dict[int, Status] = {}
         for peer in self._peers:
-            record = self._read(f"status/{peer}")
+            record: Any = self._read(f"status/{peer}")
             if record is not None:
-                waiting = tuple((int(stream), int(index)) for stream, index in record["waiting"])  # type: ignore[attr-defined]
-                statuses[peer] = Status(
-                    tuple(record["started"]), record["recent"], waiting, bool(record["left"])
-                )  # type: ignore[arg-type]
+                started, recent, left = record["started"], record["recent"], record["left"]
+                waiting = tuple((int(stream), int(index)) for stream, index in record["waiting"])
+                statuses[peer] = Status(tuple(started), recent, waiting, bool(left))
         return statuses
 
     def _read_error(self) -> Verdict | None:
