@@ -338,6 +338,28 @@ def test_a_view_that_is_kept_keeps_its_values(workers: Workers) -> None:
     assert results == [[1.0, 2.0]] * len(results)
 
 
+def _updates(group: Group, door: str) -> None:
+    """A donated update of symmetric shards waits for the ranks that still read them."""
+    params = zf.shard({"w": torch.ones(group.size * PIECE)}, group)
+    optimizer = zf.shard_optimizer(zf.optim.sgd(1.0), group)
+    state = optimizer.init(params)
+    grads = params.with_buffers(torch.ones_like(shard) for shard in params.buffers)
+    window = _gather(group, params.buffers[0])
+    time.sleep(0.1 if group.rank else 0.0)
+    assert window.sum() == group.size * PIECE
+    if door == "apply":
+        new, _ = zf.apply(optimizer, grads, state, params, donate=True)
+    else:
+        new, _ = optimizer.apply(grads, state, params, donate=True)
+    barrier(group)
+    assert new.buffers[0].sum() == 0
+
+
+@pytest.mark.parametrize("door", ["apply", "shard_optimizer"])
+def test_a_donated_update_waits_for_readers(workers: Workers, door: str) -> None:
+    workers.run(_updates, door)
+
+
 def _writes_through(group: Group) -> None:
     """An update writes to this rank's piece of a window, step after step."""
     window = _gather(group, torch.full((PIECE,), float(group.rank)))

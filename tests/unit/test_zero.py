@@ -10,6 +10,7 @@ import torch
 import zfun as zf
 from tests import models, reference
 from zfun import optim, tree
+from zfun.collectives import record
 from zfun.testing import assert_same_bits, same_bits
 
 STAGES = [0, 1, 2, 3]
@@ -297,3 +298,43 @@ def test_ranks_beyond_the_elements_take_part(stage: int) -> None:
     assert all(same_bits(run, runs[0]) for run in runs)
     assert runs[0][2] == 2
     assert bool((runs[0][0]["w"] < 1).all())
+
+
+def counting(plain: zf.Group, waits: list[int]) -> zf.Group:
+    """A group that notes for how many tensors each wait for readers is."""
+    group = record(plain)
+    vars(group)["await_readers"] = lambda tensors: waits.append(len(tensors))
+    return group
+
+
+@pytest.mark.parametrize(
+    "door", [zf.apply, lambda optimizer, *args, **kw: optimizer.apply(*args, **kw)]
+)
+@pytest.mark.parametrize(
+    "wrap", [lambda x: x, lambda x: optim.chain(optim.clip_by_global_norm(1.0), x)]
+)
+def test_a_donated_update_waits_once_for_the_readers_of_each_shard(door: Any, wrap: Any) -> None:
+    def main(plain: zf.Group) -> None:
+        waits: list[int] = []
+        group = counting(plain, waits)
+        params = zf.shard(models.mlp(), group, bucket_bytes=300)
+        optimizer = wrap(zf.shard_optimizer(optim.adamw(0.1), group))
+        grads = params.with_buffers(torch.ones_like(shard) for shard in params.buffers)
+        params, state = door(optimizer, grads, optimizer.init(params), params)
+        assert not waits
+        params, _ = door(optimizer, grads, state, params, donate=True)
+        assert waits == [len(params.buffers)]
+
+    zf.simulate(2, main)
+
+
+def test_a_donated_update_of_a_plain_optimizer_waits_once() -> None:
+    def main(plain: zf.Group) -> None:
+        waits: list[int] = []
+        group = counting(plain, waits)
+        params = zf.shard(models.mlp(), group, bucket_bytes=300)
+        rule = optim.sgd(0.1)
+        new, _ = zf.apply(rule, params, rule.init(params), params, donate=True)
+        assert waits == [len(new.buffers)]
+
+    zf.simulate(2, main)

@@ -82,8 +82,8 @@ def apply(
     check_same_layout(params, grads, "parameters and gradients")
     with noting("update"):
         placed = lower(chosen, grads, state, params)
-        if donate:
-            # The one place where a writer waits for readers: peers may still look at the shards.
+        if donate and chosen.group is None:
+            # Peers may still read the shards. A sharded optimizer waits for the peers itself.
             await_readers(placed.params.group, placed.params.buffers)
         new, new_state = chosen.apply(placed.grads, state, placed.params, donate=donate)
     given_up = placed.present if donate else None

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from zfun import stores, tree
-from zfun.collectives import Group, check_shardable, mesh_of
+from zfun.collectives import Group, await_readers, check_shardable, mesh_of
 from zfun.errors import PlacementError, checked_options
 from zfun.flat import Flat, change_layout, ravel, unravel
 from zfun.layout import DEFAULT_BUCKET_BYTES, layout_of
@@ -67,6 +67,14 @@ def shard_optimizer(
             )
         )
 
+    def apply_to_shards(
+        grads: tree.Tree, state: Any, params: Flat, *, donate: bool = False
+    ) -> tuple[Any, Any]:
+        if donate:
+            # Peers may still read the shards, whether zf.apply or the user calls.
+            await_readers(params.group, params.buffers)
+        return inner.apply(grads, state, params, donate=donate)
+
     def placed(step: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
         """Let a function of shards take values of any placement; through :func:`apply` they are shards already."""
 
@@ -89,6 +97,10 @@ def shard_optimizer(
         return run
 
     sharded = inner._replace(
-        init=init, update=placed(inner.update), apply=placed(inner.apply), placement=S, group=group
+        init=init,
+        update=placed(inner.update),
+        apply=placed(apply_to_shards),
+        placement=S,
+        group=group,
     )
     return sharded
