@@ -1,15 +1,15 @@
 """Flat: a tree of tensors as a few flat buffers that know their placement.
 
-[Note: what a Flat is]
+[Note: flats]
 ``Flat(buffers, placement, layout, group)`` is a tree node whose children are
 1-D tensors, one for each bucket of the layout. Under ``R`` and ``P`` a buffer has the bucket's
-padded length, under ``S`` the ``size``-th part of it: rank r holds elements
-``[r * n, (r + 1) * n)``. So an element-wise function written for trees runs on it as it stands, a
-few long vectors instead of many short ones, and never sees padding that is not zero: ``0`` in,
-``0`` out is what element-wise optimizers do to a parameter whose gradient is always zero.
+padded length, under ``S`` the ``size``-th part: rank r holds elements
+``[r * n, (r + 1) * n)``. So an element-wise function written for trees runs unchanged on a flat, on
+a few long vectors instead of many short ones. Padding stays zero, because element-wise optimizers
+map a zero parameter with a zero gradient to zero.
 
-The layout's dtypes are those of the parameters. Buffers over it may have others (gradients and
-moments of half parameters are float32), and views of them have the buffers'.
+The dtypes of the layout are those of the parameters. Buffers may have other dtypes (gradients and
+moments of half parameters are float32), and views have the dtype of the buffer.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ __all__ = [
 
 
 class Life:
-    """Whether a value still owns its buffers: the one part of a :class:`Flat` that changes.
+    """The ownership of buffers: the one part of a :class:`Flat` that changes.
 
     Attributes:
-        buffers: one for each bucket; none once they were given up.
-        cached: tensors that transforms made of the buffers and keep for as long as the value lives.
+        buffers: one for each bucket; none after ``discard``.
+        cached: tensors that transforms made from the buffers and keep while the value lives.
         consumed_by: the step that took the buffers over, if one did.
     """
 
@@ -67,7 +67,7 @@ class Life:
         self.cached = {}
 
     def discard(self, consumed_by: str) -> None:
-        """Give the buffers up one by one, while a new value is made of them."""
+        """Drop the buffers, so that the caller can free each while making a new value."""
         self.consume(consumed_by)
         self.buffers = ()
 
@@ -90,23 +90,23 @@ def call_site() -> str:
 
 
 def consume(values: Iterable[Flat], consumed_by: str) -> None:
-    """Mark values whose buffers a step has taken over, so that any later use of them raises."""
+    """Mark values whose buffers a step has taken over, so that any later use raises."""
     for flat in values:
         flat.life.consume(consumed_by)
 
 
 class Flat:
-    """A tree of tensors as flat buffers, with the placement that says what they mean.
+    """A tree of tensors as flat buffers with a placement.
 
-    A Flat never changes, but for one end: a step that donates it takes its buffers over.
+    A Flat never changes, except that a donating step takes the buffers over.
 
     Args:
         buffers: one 1-D tensor for each bucket (or, when offloaded, one handle of a store).
-        placement: what each rank holds.
-        layout: where each leaf lies.
-        group: the ranks that share it. Over the inner axis of a mesh it is replicated over the
-            outer one.
-        codec: of a sum or a gather of the buffers; ``None`` sends them exactly.
+        placement: the part of the value that each rank holds.
+        layout: the place of each leaf.
+        group: the ranks that share the value. A value over the inner axis of a mesh is replicated
+            over the outer one.
+        codec: of a sum or a gather of the buffers; ``None`` sends exact values.
 
     Example:
         >>> import zfun as zf
@@ -153,7 +153,7 @@ class Flat:
         return mesh_of(self.group)
 
     def gather_values(self, x: Tensor, name: str = "values") -> Tensor:
-        """Return a small tensor of every rank, stacked in rank order: how by-leaf rules share their norms.
+        """Return a small tensor of every rank, stacked in rank order, for by-leaf rules.
 
         Args:
             x: of one shape and dtype on all ranks.
@@ -167,7 +167,7 @@ class Flat:
     def with_buffers(
         self, buffers: Iterable[Any], placement: Placement | None = None, group: Group | None = None
     ) -> Flat:
-        """Return the same layout over other buffers; the same placement and group where no others are given."""
+        """Return the same layout over other buffers, by default with this placement and group."""
         life = Life(tuple(buffers), self.life.cached if buffers is self.life.buffers else None)
         codec = self.codec if placement is None or placement is self.placement else None
         return Flat(
@@ -180,7 +180,7 @@ class Flat:
         )
 
     def shard_numel(self, bucket: int) -> int:
-        """Return how many elements of a bucket a rank of the group holds when it is sharded."""
+        """Return the number of elements of a bucket that a rank holds under ``S``."""
         return self.layout.buckets[bucket].padded_numel // self.group.size
 
     def __repr__(self) -> str:
@@ -261,8 +261,8 @@ def ravel(
     Args:
         params: a tree that fits the layout.
         layout: where each leaf goes.
-        group: the ranks that share it.
-        placement: what the leaves are: ``R`` or ``P``.
+        group: the ranks that share the flat.
+        placement: of the leaves: ``R`` or ``P``.
         scale: factor applied to every element.
         dtypes: dtypes of the buffers, to which leaves of any are cast; by default those of the
             layout, which the leaves must have.
@@ -305,7 +305,7 @@ def ravel_buckets(
 
 
 def unravel(flat: Flat) -> tree.Tree:
-    """View the whole buffers of a flat as the tree it was made from: zero-copy.
+    """View the whole buffers of a flat as a tree: zero-copy.
 
     Args:
         flat: with placement ``R`` or ``P``.
@@ -338,14 +338,14 @@ def change_layout(flat: Flat, layout: Layout) -> Flat:
 
     Args:
         flat: with placement ``R`` or ``P``.
-        layout: made of that of ``flat`` by :func:`zfun.layout.split_by_label`, or the one that it
-            was made of.
+        layout: made from the layout of ``flat`` by :func:`zfun.layout.split_by_label`, or the other
+            way round.
 
     Returns:
-        A flat with that layout; the same one if it has it.
+        A flat with that layout; ``flat`` itself if the layout is equal.
 
     Raises:
-        PlacementError: the flat is sharded, so that every rank would need what others hold.
+        PlacementError: the flat is sharded, so every rank would need shards of other ranks.
     """
     if flat.layout == layout:
         return flat
@@ -368,8 +368,8 @@ class LeafSpan(NamedTuple):
         path: the tree path of the leaf; of tied leaves the first one.
         bucket: which of ``flat.buffers``.
         start: where the elements begin in this buffer.
-        stop: where they end; equal to ``start`` on a rank that holds nothing of the leaf.
-        first: which element of the ravelled leaf lies at ``start``. A complex number is two
+        stop: where the elements end; equal to ``start`` on a rank without elements of the leaf.
+        first: the element of the ravelled leaf at ``start``. A complex number is two
             elements.
     """
 
@@ -381,7 +381,7 @@ class LeafSpan(NamedTuple):
 
 
 def leaf_spans(flat: Flat, rank: int | None = None) -> tuple[LeafSpan, ...]:
-    """Say which elements of each leaf a rank's buffers hold, for rules that treat leaves one by one.
+    """Return the elements of each leaf in a rank's buffers, for rules that work leaf by leaf.
 
     Args:
         flat: with any placement. Under ``R`` and ``P`` every rank holds whole leaves.
@@ -429,14 +429,14 @@ def map_leaves(
 ) -> Flat:
     """Apply a function that needs whole leaves, and gives one of the same shape, to every leaf.
 
-    Where leaves are cut over ranks, each is sent to one of them, which applies the function and
-    sends each rank its part of the result: two all-to-alls of what the ranks hold, with room for
-    the largest message. The leaves are shared out so that costs are about even.
+    Each cut leaf goes to one rank, which applies the function and sends the parts of the result
+    back: two all-to-alls of the shards, padded to the largest message. Leaves are assigned so that
+    costs are about even.
 
     Args:
         flat: with placement ``R`` or ``S``.
         fn: ``fn(leaf) -> result``, of fresh contiguous tensors.
-        cost: what the function costs for a leaf of a shape.
+        cost: the cost of the function for a leaf of a shape.
 
     Returns:
         A flat with the placement, layout and dtypes of ``flat``.
@@ -526,7 +526,7 @@ def _map_shards(
 
 
 def _shared_out(costs: Sequence[float], size: int) -> list[int]:
-    """Give each task to a rank: the dearest first, each to the one that has least to do."""
+    """Give each task to the rank with the least load, the dearest task first."""
     owners, loads = [0] * len(costs), [0.0] * size
     for task in sorted(range(len(costs)), key=lambda task: (-costs[task], task)):
         owners[task] = loads.index(min(loads))
@@ -535,7 +535,7 @@ def _shared_out(costs: Sequence[float], size: int) -> list[int]:
 
 
 def local_shards(flat: Flat) -> tuple[Tensor, ...]:
-    """Return this rank's piece of every bucket: the buffers under ``S``, slices of them under ``R`` and ``P``."""
+    """Return this rank's piece of every bucket; under ``R`` and ``P`` a slice of the buffer."""
     if flat.placement is S:
         return flat.buffers
     return tuple(own_piece(buffer, flat.group) for buffer in flat.buffers)
@@ -548,11 +548,11 @@ def own_piece(buffer: Tensor, group: Group) -> Tensor:
 
 
 def global_norm(value: tree.Tree) -> Tensor:
-    """Return the L2 norm of a whole tree over all ranks, never a local part of it.
+    """Return the L2 norm of a whole tree over all ranks.
 
     Padding is never counted, a replicated or a tied element once. Every rank sums the squares of
-    its own pieces, and the sums are exact integers, so that the result has the same bits whether
-    the value is replicated, sharded or a plain tree, and whatever the sizes of buckets and group.
+    the local pieces in exact integers, so the result has the same bits for a replicated value, a
+    sharded value and a plain tree, and for all sizes of buckets and group.
 
     Args:
         value: a tree of tensors, or of flats with placement ``R`` or ``S``.
@@ -593,7 +593,7 @@ def _squares(flat: Flat) -> Tensor:
     pieces = [ops.squares_in_bins(piece) for piece in local_shards(flat)]
     pieces = pieces or [ops.squares_in_bins(torch.zeros(0, device=flat.layout.device))]
     mine = torch.stack(pieces)
-    # One row for each rank: bins are added, infinities and NaNs too, in a column of their own.
+    # One row for each rank: sums of bins, and a last column for infinities and NaNs.
     row = torch.cat(
         [
             mine[:, :-1].sum(0),

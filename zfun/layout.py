@@ -35,7 +35,7 @@ LabelFn: TypeAlias = Callable[[str, Any], Hashable]
 
 DEFAULT_BUCKET_BYTES = 26 * 2**20
 
-# Shards of large buckets are whole pages, so that ranks of one host share them without a copy.
+# Shards of large buckets are whole pages, so that ranks of one host share a bucket without a copy.
 _PAGE_BYTES = 4096
 _MAX_WASTE = 0.02
 
@@ -145,14 +145,15 @@ class Layout:
             A layout with these buckets unchanged; this layout if all buckets are chosen.
 
         Example:
-            >>> layout = layout_of({"w": torch.zeros(3), "scale": torch.zeros(1, dtype=torch.float64)})
+            >>> scale = torch.zeros(1, dtype=torch.float64)
+            >>> layout = layout_of({"w": torch.zeros(3), "scale": scale})
             >>> layout.select([1]).paths
             ('scale',)
         """
         return self if len(buckets) == len(self.buckets) else _select(self, tuple(buckets))
 
     def label(self, bucket: int) -> str:
-        """Name a bucket after its leaves, for messages.
+        """Name a bucket after the leaves, for messages.
 
         Example:
             >>> layout_of({"w": torch.zeros(3), "b": torch.zeros(1)}, size=2).label(0)
@@ -371,8 +372,9 @@ def split_by_label(layout: Layout, label: LabelFn) -> Layout:
         A layout of the same leaves in the same order; the same object if no bucket mixes labels.
 
     Example:
-        >>> layout = layout_of({"w": torch.zeros(5, 3), "b": torch.zeros(3), "v": torch.zeros(3, 2)})
-        >>> [bucket.leaves for bucket in split_by_label(layout, lambda path, leaf: leaf.ndim).buckets]
+        >>> w, b, v = torch.zeros(5, 3), torch.zeros(3), torch.zeros(3, 2)
+        >>> layout = split_by_label(layout_of({"w": w, "b": b, "v": v}), lambda path, x: x.ndim)
+        >>> [bucket.leaves for bucket in layout.buckets]
         [(0, 2), (1,)]
     """
     labels = labels_of(layout, label)

@@ -1,4 +1,4 @@
-"""Law 3: placements. And what each change of placement sends."""
+"""Law 3: placements, and the bytes of each change of placement."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TREES = trees(
 
 
 def partial(params: Any, group: zf.Group, bucket_bytes: int) -> zf.Flat:
-    """A term of its own on every rank; small whole numbers, whose sums are exact in any order and
+    """A different term on every rank: small whole numbers, whose sums are exact in any order and
     dtype.
     """
 
@@ -166,7 +166,7 @@ def test_a_norm_has_the_bits_of_any_way_to_a_value(
         expected = zf.redistribute(same, placement, group, donate=True)
         found = zf.redistribute(value, placement, group, donate=True)
         assert_same_bits(zf.flat.global_norm(found), zf.flat.global_norm(expected))
-        # A norm is taken of the values as they are now.
+        # A norm reads the current values.
         for flat in (found, expected):
             flat.buffers[0].mul_(2.0)
         assert_same_bits(zf.flat.global_norm(found), zf.flat.global_norm(expected))

@@ -1,4 +1,4 @@
-"""The schedule of gathers: a function of what is used, and invisible in the result."""
+"""The schedule of gathers: a function of the trace, and invisible in the result."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def traces(draw: st.DrawFn) -> Trace:
     forward = [b for i, b in enumerate(forward) if i == 0 or forward[i - 1] != b]
     if draw(st.booleans()):
         return Trace(buckets, 2, tuple(forward))
-    # Backward may use anything; the gradients of a bucket may be complete before or after its last
-    # use.
+    # Backward may use anything; the gradients of a bucket may be complete before or after the
+    # last use.
     backward = [Event("use", b) for b in draw(uses)]
     for b, train in enumerate(trained):
         if train and draw(st.booleans()):
@@ -50,7 +50,7 @@ def largest(trace: Trace) -> int:
 
 
 def replay(schedule: Schedule) -> list[int]:
-    """Run a schedule on nothing but a set, and return what was live after each step."""
+    """Run a schedule on a set of buckets, and return the live elements after each step."""
     held: set[int] = set()
     live = []
     for step in schedule.steps:
@@ -84,8 +84,11 @@ def test_a_schedule_keeps_its_word(
     max_persistent: int | None,
 ) -> None:
     options: dict[str, Any] = {
-        "prefetch": prefetch, "reuse_distance": reuse_distance, "persistence": persistence, "max_persistent": max_persistent
-    }  # fmt: skip
+        "prefetch": prefetch,
+        "reuse_distance": reuse_distance,
+        "persistence": persistence,
+        "max_persistent": max_persistent,
+    }
     free = zf.planner.schedule(trace, zf.ScheduleOptions(**options))
     kept = sum(trace.buckets[b].numel for b in free.persistent)
     assert max_persistent is None or kept <= max_persistent
@@ -99,12 +102,12 @@ def test_a_schedule_keeps_its_word(
     live = replay(made)
     assert live == made.live()
     assert bound is None or max(live) <= bound
-    # The uses are the trace's, in its order.
+    # The uses are those of the trace, in order.
     uses = [(step.phase, step.bucket) for step in made.steps if step.kind == "use"]
     assert uses == [("forward", b) for b in trace.forward] + [
         ("backward", e.bucket) for e in trace.backward if e.kind == "use"
     ]
-    # Every rank can have what it may need: each bucket is gathered, or there, in each pass.
+    # A rank may use any bucket: each bucket is gathered, or already there, in each pass.
     for phase in ("forward", "backward"):
         assert {
             s.bucket for s in made.steps if s.phase == phase and s.kind in ("gather", "use")
@@ -115,7 +118,7 @@ def test_a_schedule_keeps_its_word(
     assert sorted(s.bucket for s in made.steps if s.kind == "reduce") == [
         b for b, t in enumerate(trace.buckets) if t.grad_itemsize
     ]
-    # Nothing is gathered further ahead than asked.
+    # No bucket is gathered further ahead than ``prefetch``.
     waiting: set[int] = set()
     for step in made.steps:
         if step.kind == "gather" and step.phase != "start":
@@ -129,8 +132,8 @@ def test_a_schedule_keeps_its_word(
 @settings(max_examples=examples(60))
 @given(trace=traces(), prefetch=st.integers(0, 3))
 def test_the_window_is_prefetch_and_two(trace: Trace, prefetch: int) -> None:
-    """Where no bucket is used twice in a pass, what is gathered at once is the bucket in use and
-    those ahead.
+    """If no bucket is used twice in a pass, only the bucket in use and the prefetched ones are
+    live.
     """
     once = Trace(trace.buckets, 2, tuple(dict.fromkeys(trace.forward)))
     held, most = set(), 0
@@ -161,7 +164,7 @@ def test_what_backward_begins_with_is_gathered_before_the_turn(trace: Trace, pre
             else held
         )
     assert held >= set(once.forward[::-1][: prefetch + 1])
-    # Without it forward is what it is when nobody takes gradients: every bucket once.
+    # Without backward, forward gathers every bucket once.
     gathers = [
         step.bucket
         for step in made.steps[: made.turn]
@@ -174,8 +177,8 @@ def test_what_backward_begins_with_is_gathered_before_the_turn(trace: Trace, pre
 @settings(max_examples=examples(60))
 @given(trace=traces(), distance=st.integers(0, 900))
 def test_reuse_distance_is_a_distance(trace: Trace, distance: int) -> None:
-    """A bucket is gathered anew exactly where at least so many elements lie between two of its uses
-    (or it was completed at its last).
+    """A bucket is regathered exactly where at least ``reuse_distance`` elements lie between two
+    uses, or where the gradients were complete at the last use.
     """
     uses = [*trace.forward, *(event.bucket for event in trace.backward if event.kind == "use")]
     expected, last = [], {}
@@ -198,8 +201,8 @@ def test_reuse_distance_is_a_distance(trace: Trace, distance: int) -> None:
 @settings(max_examples=examples(30))
 @given(trace=traces(), prefetch=st.integers(0, 3))
 def test_with_a_large_reuse_distance_nothing_is_gathered_twice(trace: Trace, prefetch: int) -> None:
-    """What forward has used stays to the end of backward, also where backward has no use for it: 2Ψ
-    are sent, not 3Ψ.
+    """Buckets of forward stay to the end of backward, also without a use in backward: 2Ψ are
+    sent, not 3Ψ.
     """
     steps = zf.planner.schedule(
         trace, zf.ScheduleOptions(prefetch=prefetch, reuse_distance=10**9)
@@ -333,8 +336,8 @@ def test_no_knob_changes_a_bit_and_what_is_sent_is_what_is_explained(
 
 
 def by_kind(params: Any) -> Any:
-    """The leaves of a network in another order than that of their use, which is what a tree of
-    stacked parameters has.
+    """The leaves of a network in another order than the order of use, like a tree of stacked
+    parameters.
     """
     return {
         "out": params["out"],
@@ -420,8 +423,8 @@ def test_buckets_in_the_order_of_use_are_fewer_at_once() -> None:
         numel
     }
     assert (max(with_order.live()), max(without.live())) == (2 * numel, 5 * numel)
-    # A bucket is complete while those before it are used in backward, and its sum is on its way
-    # beside that. What is never used comes last.
+    # The reduction of a complete bucket overlaps the uses of earlier buckets in backward. Unused
+    # buckets come last.
     beside = lambda made: sum(
         message.name == "grads" and len(message.overlaps) > 0
         for message in zf.planner.explain(made).messages
@@ -482,9 +485,7 @@ def test_what_is_explained_is_sent_on_every_axis(
     bucket_bytes: int,
     options: dict[str, Any],
 ) -> None:
-    """Each collective by itself: its kind, axis and bytes, of which buckets, in what order in its
-    lane.
-    """
+    """Each collective: kind, axis, bytes and bucket, in the order of the stream."""
     inner, outer = shape
     params: dict[str, Any] = {"table": torch.tensor([4, 3, 2, 1, 0]), **models.mlp()}
     if half:
@@ -518,9 +519,16 @@ def test_what_is_explained_is_sent_on_every_axis(
             zf.record(group) if over == "group" else zf.record(zf.split(group, inner))
         )
         z = zf.zero(
-            3, with_table, optim.sgd(0.01), over_it, bucket_bytes=bucket_bytes, trainable=trainable, schedule=schedule,
-            compression=compression, precision=precision
-        )  # fmt: skip
+            3,
+            with_table,
+            optim.sgd(0.01),
+            over_it,
+            bucket_bytes=bucket_bytes,
+            trainable=trainable,
+            schedule=schedule,
+            compression=compression,
+            precision=precision,
+        )
         state, _ = z.step(z.init(params), x)
         recorder.clear()
         z.step(state, x)
@@ -580,9 +588,7 @@ def test_a_schedule_is_priced_for_the_group_that_it_was_traced_for() -> None:
 
 
 def check_events(found: Profile) -> None:
-    """Every use lies between the end of the wait for its bucket and the release of that; what is
-    started is waited for.
-    """
+    """Every use lies between the end of the gather and the release; every gather is waited for."""
     there: set[int] = set()
     gathering: dict[int, int] = {}
     summing: list[int] = []
@@ -655,8 +661,8 @@ def test_what_happens_is_what_was_planned(
     planned = [
         (step, live)
         for step, live in zip(made.steps, made.live_bytes(), strict=True)
-        # Frozen leaves that persist are gathered in the first step only; of what nobody makes
-        # gradients, none are complete.
+        # Frozen leaves that persist are gathered in the first step only; frozen buckets
+        # have no gradients to complete.
         if not (step.phase == "start" and not made.trace.buckets[step.bucket].grad_itemsize)
         and not (step.kind == "reduce" and step.bucket not in complete)
     ]
@@ -675,7 +681,7 @@ def test_what_happens_is_what_was_planned(
                 entry for entry in planned if entry[0].phase != "start"
             ]
         else:
-            # An operation that uses two buckets keeps the first until it has run.
+            # An operation that uses two buckets keeps the first to the end.
             assert sorted(step for step, _ in held) == sorted(step for step, _ in planned)
         picture = found.timeline()
         assert max(n for _, n in picture.live) == max(n for _, n in held)
@@ -758,7 +764,7 @@ ONE_BY_ONE = [
     "summed 4",
 ]
 GATHERS = [text.replace("summed", "gathered").replace("sum", "gather") for text in ONE_BY_ONE]
-# Of a step from forward to update, all that is not watched inside of the loss.
+# The notes of a step from forward to update, without those inside the loss.
 WATCHED = {
     0: ["pass forward", *SUMS[:-2], "pass backward", *SUMS[-2:], "update"],
     1: ["pass forward", "pass backward", *ONE_BY_ONE, "update", *GATHERS],
@@ -787,7 +793,7 @@ def test_a_whole_step_is_watched(stage: int) -> None:
         assert {("compute", "forward"), ("compute", "backward")} <= lanes
         assert (("gather", "update") in lanes) == (stage in (1, 2))
         assert picture.duration <= found.now()
-        # What the optimizer waits for is not its own time.
+        # Waits inside the update do not count as time of the optimizer.
         updates = [
             span for span in picture.spans if (span.lane, span.name) == ("compute", "update")
         ]
@@ -813,7 +819,7 @@ KNOBS: list[dict[str, Any]] = [
 def branching_training(
     group: zf.Group, options: dict[str, Any], kind: str, frozen: bool, stage: int = 3
 ) -> Any:
-    """Three steps; from the second on the last rank goes its own way."""
+    """Three steps; from the second on the last rank takes another branch."""
 
     def loss_fn(params: Any, x: Tensor) -> Tensor:
         layers = [*params["h"], params["h"][0]]
@@ -861,8 +867,8 @@ def test_ranks_may_branch_under_any_knobs(kind: str, frozen: bool) -> None:
 
 
 def test_leaves_that_persist_are_gathered_once_after_each_update() -> None:
-    """Not in the second micro-batch, not in backward; and they are gathered again after the update,
-    for they have changed.
+    """Persistent buckets are not gathered in the second micro-batch and in backward, but after the
+    update, because the values have changed.
     """
 
     def main(group: zf.Group) -> None:
@@ -900,7 +906,7 @@ def test_leaves_that_persist_are_gathered_once_after_each_update() -> None:
                 if entry.name == "grads" and entry.part in small
             ]
             assert sorted(grads) == sorted(2 * list(small))
-        # Evaluation of the same parameters finds them there.
+        # Evaluation of the same parameters gathers nothing.
         loss = zf.shard_params(
             models.mlp_loss, recorder, schedule=zf.ScheduleOptions(persistence=5)
         )
@@ -911,7 +917,7 @@ def test_leaves_that_persist_are_gathered_once_after_each_update() -> None:
         assert not [entry for entry in recorder.log if entry.part in small]
         # Optimizer state is sharded like all other.
         assert state.opt_state.mu.placement is zf.S
-        # Who writes to the shards gets what was written.
+        # A write to the shards is visible in the next gather.
         for buffer in state.params.buffers:
             buffer.add_(0.5)
         with torch.no_grad():
@@ -921,8 +927,8 @@ def test_leaves_that_persist_are_gathered_once_after_each_update() -> None:
 
 
 def test_what_the_loss_holds_on_to_is_not_taken_away() -> None:
-    """gather() and to() return the gathered leaf itself; it stays valid while other buckets come
-    and go.
+    """gather() and to() return the gathered leaf itself, which stays valid while other buckets
+    come and go.
     """
 
     def loss_fn(params: Any, x: Tensor) -> Tensor:
@@ -984,8 +990,8 @@ def test_gathered_elements_stay_in_bound() -> None:
     # the tied one, the one in use and two ahead
     assert set(zf.simulate(2, main, None)) == {4 * bucket}
     for count in (1, 2, 3):
-        # An operation holds its operand until it has run, though the schedule has let go of it by
-        # then: no more than one bucket.
+        # An operation holds an operand to the end, though the schedule has released the bucket:
+        # no more than one bucket.
         assert all(
             count * bucket <= peak <= (count + 1) * bucket
             for peak in zf.simulate(2, main, count * bucket)

@@ -1,6 +1,4 @@
-"""What a step sends: 2Ψ(N−1)/N for stages 0 to 2, 3Ψ(N−1)/N for stage 3, padding included, at every
-step.
-"""
+"""Bytes of every step: 2Ψ(N−1)/N for stages 0 to 2, 3Ψ(N−1)/N for stage 3, padding included."""
 
 from __future__ import annotations
 
@@ -100,7 +98,7 @@ def test_a_pass_without_gradients_gathers_nothing_for_backward() -> None:
 
 
 def test_what_the_loss_still_holds_is_gathered_for_backward_all_the_same() -> None:
-    """A bucket is due to be gathered for backward while the loss has not let go of it."""
+    """The gather of a bucket for backward is due while the loss still holds the bucket."""
 
     def holds(params: Any, x: Tensor) -> Tensor:
         *before, last = params["h"]

@@ -46,7 +46,7 @@ def test_ranks_that_share_a_gradient_function_do_not_share_tables_of_addresses(
     both_know, point_at = threading.Barrier(2, timeout=20.0), ops.AddressTable.point_at
 
     def point_and_wait(*args: Any) -> bool:
-        """Nobody copies from the addresses before the other rank has written its own."""
+        """No rank copies from the addresses before the other rank has written."""
         found = point_at(*args)
         both_know.wait()
         return found
@@ -191,7 +191,7 @@ def test_data_parallel_compares_parameters_once() -> None:
 
 @pytest.mark.parametrize("transform", [zf.shard_grads, zf.transforms.replicate_grads])
 def test_a_sum_starts_inside_backward(transform: Any) -> None:
-    """The first bucket is on its way before backward has come to the last."""
+    """The reduction of the first bucket starts before backward reaches the last bucket."""
     events: list[str] = []
 
     def main(group: zf.Group) -> None:

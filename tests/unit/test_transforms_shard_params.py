@@ -1,4 +1,4 @@
-"""What a loss may do with sharded parameters, and what it never notices."""
+"""A loss of whole parameters runs on sharded parameters unchanged."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def test_nested_checkpoints(size: int) -> None:
 
 
 def test_reentrant_checkpointing_is_refused_by_torch_itself() -> None:
-    """The old form runs backward inside backward, which ``torch.autograd.grad`` refuses, in words
-    of its own.
+    """The old form runs backward inside backward, which ``torch.autograd.grad`` refuses with an
+    error of torch.
     """
 
     def loss_fn(params: Any, x: Tensor) -> Tensor:
@@ -87,8 +87,8 @@ def test_reentrant_checkpointing_is_refused_by_torch_itself() -> None:
 
 
 def test_a_custom_function_needs_gathered_leaves() -> None:
-    """Its gradient would be lost, for nothing stands between an ``autograd.Function`` and the lazy
-    leaf.
+    """The gradient would be lost, because no bucket node lies between an ``autograd.Function`` and
+    the lazy leaf.
     """
 
     def main(group: zf.Group) -> None:
@@ -262,7 +262,7 @@ def test_aux_of_lazy_leaves_must_be_cloned() -> None:
 
 
 def test_two_models_in_one_loop() -> None:
-    """A loss over two trees that are trained by turns, as in a GAN: each has its own transform, and
+    """A loss over two trees that are trained by turns, as in a GAN: each has a transform, and
     closes over the other's values.
     """
 
@@ -436,7 +436,7 @@ def test_what_stays_gathered_is_of_these_buffers() -> None:
         vg = zf.value_and_grad(loss)
         found = [vg(params, x)[0].item(), vg(params, x)[0].item()]
         twice = params.with_buffers([buffer * 2 for buffer in params.buffers])
-        # Written to as often as the others were: it is not this that tells them apart.
+        # Equal version counters, so that versions cannot tell the two values apart.
         for mine, other in zip(twice.buffers, params.buffers, strict=True):
             torch.autograd.graph.increment_version([mine] * (other._version - mine._version))
         return [*found, vg(twice, x)[0].item()]
@@ -445,7 +445,7 @@ def test_what_stays_gathered_is_of_these_buffers() -> None:
 
 
 def test_a_shard_that_is_a_part_of_something_is_copied() -> None:
-    """Its leaves are counted from where its storage begins."""
+    """Offsets of leaves count from the begin of the storage."""
 
     def main(group: zf.Group) -> float:
         params = zf.shard({"w": torch.arange(64.0), "v": torch.arange(64.0)}, group)
@@ -460,8 +460,8 @@ def test_a_shard_that_is_a_part_of_something_is_copied() -> None:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_alone_a_rank_keeps_what_it_has(size: int) -> None:
-    """What is gathered of one rank is its shard: autograd may keep it, and nobody asks for it
-    again.
+    """On one rank the gathered bucket is the shard: autograd may keep the views, and no regather
+    follows.
     """
     asked = []
 
@@ -484,14 +484,14 @@ def test_alone_a_rank_keeps_what_it_has(size: int) -> None:
         expected = gradients(size, lambda p, x: blocks(p, x, None), sharded=False)[0][1]
         for grads in zf.simulate(size, main)[0]:
             assert_same_bits(grads, expected)
-    # The first call learns what is used.
+    # The first call learns the order of use.
     assert asked[0] > 0
     assert asked[1:] == [0, 0] if size == 1 else min(asked) > 0
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_alone_a_rank_gives_the_loss_what_it_has(size: int) -> None:
-    """From the second step on; before that nobody knows what is used."""
+    """From the second step on, because the first step learns the order of use."""
 
     def main(group: zf.Group) -> list[set[type]]:
         seen: list[set[type]] = []
@@ -523,7 +523,7 @@ def test_alone_a_rank_gives_the_loss_what_it_has(size: int) -> None:
 
 @SIZES
 def test_without_torchs_own_way_to_make_a_view(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which is private: a torch that has none, or another, is done without."""
+    """The function is private: zfun also runs on a torch without this function."""
 
     def main(group: zf.Group) -> list[Any]:
         zero = zf.zero(3, models.mlp_loss, zf.optim.adamw(0.1), group, bucket_bytes=1000)
@@ -564,7 +564,7 @@ def test_a_function_of_two_sharded_losses_has_their_gradient(size: int) -> None:
 
 @SIZES
 def test_a_loss_called_with_other_parameters_is_no_part_of_the_call(size: int) -> None:
-    """A teacher whose loss is called inside the loss of a student gets no gradient, and takes none."""
+    """A teacher whose loss runs inside the loss of a student neither gets nor takes gradients."""
 
     def main(group: zf.Group) -> Any:
         fn = lambda p, x: blocks(p, x, None)

@@ -1,13 +1,13 @@
-"""The transforms: functions that take a loss, a gradient function or an optimizer, and return one of the same type.
+"""Transforms: functions from a loss, a gradient function or an optimizer to one of the same type.
 
 ===============  ==================================================================================
 ``values``       placement changes (the one place that chooses a collective), and ``describe``
-``grads``        gradient functions; each bucket of gradients is reduced as backward completes it
+``grads``        gradient functions; the reduction of each bucket starts inside backward
 ``params``       stage 3: gathers where a loss uses its parameters, on a schedule
 ``optimizer``    the update on values of any placement, and sharded state
-``_remat``       recomputation of activations
+``remat``        recomputation of activations
 alone            ``_cast`` (mixed precision), ``_offload`` (stores; of all three types)
-a profile        ``_notes``, and the parameters and hooks that take them, ``_watched``
+a profile        ``_notes``, and the parameters and hooks that take notes, ``_watched``
 ===============  ==================================================================================
 """
 

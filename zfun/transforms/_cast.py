@@ -1,14 +1,14 @@
 """Mixed precision as a transform of the loss.
 
 [Note: where the cast is]
-The loss computes in one dtype, and its parameters are kept in another.
-For whole parameters the cast is an operation of autograd like any other. For sharded ones it comes
-before the gather, so that what is sent has the narrower of the two dtypes: the cast binds the dtype
-to the parameters that it passes on (``LossCall``), and :func:`zfun.shard_params` reads it there.
-Inside of ``shard_params`` the cast never sees a sharded value; ``shard_params`` knows it by its
-type and takes it outside. What stands inside of another function still gets lazy leaves, and casts
-what they gather. Leaf by leaf the gradients are the same in all these ways: summed over the uses in
-the compute dtype, then cast once.
+The loss computes in one dtype, and the parameters are kept in another.
+For whole parameters the cast is an operation of autograd like any other. Sharded parameters are
+cast before the gather, so that the all-gather sends the narrower of the two dtypes: the cast binds
+the dtype to the parameters (``LossCall``), and :func:`zfun.shard_params` reads the dtype there.
+A cast inside of ``shard_params`` never sees a sharded value, because ``shard_params`` recognises
+``CastLoss`` by type and moves the cast outside. A cast inside of another function receives lazy
+leaves and casts the gathered tensors. The gradient of a leaf is the same in all these cases: summed
+over the uses in the compute dtype, then cast once.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ __all__ = ["CastLoss", "cast", "cast_leaves"]
 
 @dataclass(frozen=True, slots=True)
 class CastLoss:
-    """What :func:`cast` returns: a loss that other transforms can look into.
+    """The loss that :func:`cast` returns, into which other transforms can look.
 
     Attributes:
-        loss: what is called.
-        dtype: what it computes in.
+        loss: the inner loss.
+        dtype: the dtype in which the loss computes.
         batch: whether the batch is cast as well.
     """
 
@@ -57,16 +57,16 @@ class CastLoss:
 
 @checked_options
 def cast(loss: Loss, dtype: torch.dtype, *, batch: bool = True) -> Loss:
-    """Let a loss compute in a dtype of its own, while parameters and gradients keep theirs.
+    """Let a loss compute in another dtype than that of parameters and gradients.
 
-    With :func:`zfun.shard_params`, on either side of it, parameters are cast before they are
-    gathered: in bfloat16 half the bytes are sent. Gradients are summed over the ranks in the dtype
-    that :func:`zfun.data_parallel` says.
+    With :func:`zfun.shard_params`, on either side of the cast, parameters are cast before the
+    gather: in bfloat16 the all-gather sends half the bytes. :func:`zfun.data_parallel` chooses the
+    dtype in which gradients are summed over the ranks.
 
     Args:
         loss: ``(params, batch) -> scalar`` or ``(scalar, aux)``.
-        dtype: what floating leaves of the parameters are cast to; complex and integer ones stay as
-            they are.
+        dtype: the new dtype of floating leaves of the parameters; complex and integer leaves are
+            not cast.
         batch: whether floating tensors of the batch are cast as well.
 
     Returns:
@@ -91,7 +91,7 @@ def cast(loss: Loss, dtype: torch.dtype, *, batch: bool = True) -> Loss:
 
 
 def cast_leaves(value: tree.Tree, dtype: torch.dtype) -> tree.Tree:
-    """Cast the floating tensors of a tree, each once, so that what was one tensor is one afterwards."""
+    """Cast the floating tensors of a tree, each once, so that tied leaves stay one tensor."""
     done: dict[int, Tensor] = {}
 
     def one(leaf: Any) -> Any:

@@ -1,7 +1,6 @@
-"""What a rank notes while it is watched, and what says that it is.
+"""Notes of a rank's actions while :func:`zfun.planner.profile` runs.
 
-Nobody else pays for it: without :func:`zfun.planner.profile` there is nothing to note in, and that
-is all that is looked at.
+Other calls pay for one look at the context variable ``watching``.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ class Noted(NamedTuple):
     """One thing that a rank did in a step.
 
     Attributes:
-        kind: those of :class:`zfun.planner.Step`, where ``"gather"`` is the start of it and
+        kind: those of :class:`zfun.planner.Step`, where ``"gather"`` is the start of a gather and
             ``"reduce"`` the moment at which a bucket's gradients are complete; ``"gathered"`` and
-            ``"summed"``, the time for which this rank waited for that; ``"sum"``, the start of a
-            sum of gradients; ``"end"`` of the forward or the backward pass; ``"pass"``, all of such
-            a pass, where parameters are whole; ``"update"``, the optimizer, with what is gathered
-            and summed for it.
-        bucket: its index; -1 of a pass and of the optimizer.
+            ``"summed"``, the time for which this rank waited for the gather or the sum; ``"sum"``,
+            the start of a sum of gradients; ``"end"`` of the forward or the backward pass;
+            ``"pass"``, a whole pass over whole parameters; ``"update"``, the optimizer with the
+            gathers and sums of the update.
+        bucket: index of the bucket; -1 for a pass and for the optimizer.
         phase: ``"start"``, ``"forward"``, ``"backward"``, or ``"update"`` for all that comes after.
-        start: when it began, in seconds since the profile did.
-        end: when it was done.
-        live_bytes: of gathered buckets from then on, those on their way too.
+        start: the begin of the action, in seconds since the profile began.
+        end: the end of the action, likewise.
+        live_bytes: bytes of gathered buckets after the action, started gathers included.
     """
 
     kind: str
@@ -54,10 +53,10 @@ class Noted(NamedTuple):
 
 @dataclass(slots=True)
 class Notes:
-    """What a rank has done so far.
+    """The actions of a rank so far.
 
     Attributes:
-        events: in the order in which they ended.
+        events: in the order in which the actions ended.
         labels: names of the buckets.
     """
 
@@ -68,7 +67,7 @@ class Notes:
     _live: int = field(default=0, init=False)
 
     def steps(self) -> tuple[Step, ...]:
-        """Return what was done as the steps of a schedule, to compare with those of :func:`zfun.planner.schedule`."""
+        """Return the actions as steps, for a comparison with :func:`zfun.planner.schedule`."""
         kinds = ("gather", "use", "release", "reduce")
         return tuple(
             Step(e.kind, e.bucket, e.phase)
@@ -77,11 +76,11 @@ class Notes:
         )
 
     def now(self) -> float:
-        """Return the seconds since it began."""
+        """Return the seconds since the profile began."""
         return time.perf_counter() - self._began
 
     def note(self, kind: What, bucket: int, phase: When, start: float, change: int = 0) -> None:
-        """Write down what has been done just now."""
+        """Write down an action that has just ended."""
         self._live += change
         self.events.append(Noted(kind, bucket, phase, start, self.now(), self._live))
 
@@ -90,7 +89,7 @@ class Notes:
         self._live += num_bytes
 
     def first_of(self, labels: tuple[str, ...]) -> int:
-        """Return the index of the first of some buckets; those that are known keep theirs."""
+        """Return the index of the first of some buckets; known buckets keep their indices."""
         for place, (first, known) in enumerate(self._known):
             if labels == known[: len(labels)]:
                 return first
@@ -108,7 +107,7 @@ class _Handle(Protocol):
 
 
 def timed(handle: _Handle, notes: Notes, note: Callable[[float], None]) -> Work:
-    """Return a handle that says when one began to wait for it."""
+    """Return a handle that notes the time at which the wait began."""
 
     def finish() -> Any:
         began = notes.now()
@@ -122,7 +121,7 @@ def timed(handle: _Handle, notes: Notes, note: Callable[[float], None]) -> Work:
 def noted(
     pending: Work, name: str, kind: Literal["gather", "sum"], layout: Layout, bucket: int
 ) -> Work:
-    """Note that the gather or the sum of a bucket has been started outside of a loss; return what notes that it is there."""
+    """Note the start of a gather or a sum outside of a loss; return a handle that notes the end."""
     notes = watching.get()
     if notes is None or name not in ("params", "grads"):
         return pending
@@ -139,7 +138,7 @@ def noted(
 
 @contextlib.contextmanager
 def noting(phase: Literal["forward", "backward", "update"]) -> Iterator[None]:
-    """Note a pass, if its buckets are not watched one by one, or the optimizer."""
+    """Note the optimizer, or a pass whose buckets are not watched one by one."""
     notes = watching.get()
     if notes is None:
         yield

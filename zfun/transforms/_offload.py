@@ -22,16 +22,16 @@ __all__ = ["offload", "offload_grads", "offload_loss", "offload_optimizer", "off
 
 
 def offload(value: Any, store: Store) -> Any:
-    """Keep a part of the state in a store; what is computed stays the same, to the last bit.
+    """Keep a part of the state in a store; no bit of the results changes.
 
-    What is kept depends on what is given: of an optimizer, its state; of a gradient function made
-    by zfun, the gradients; of a ``Flat``, its buffers; of any other function, it lets a loss take
-    parameters that are in a store. The four have names of their own too (:func:`offload_optimizer`,
-    :func:`offload_grads`, :func:`offload_params`, :func:`offload_loss`).
+    The type of ``value`` chooses the part: the state of an optimizer (:func:`offload_optimizer`),
+    the gradients of a gradient function made by zfun (:func:`offload_grads`), the buffers of a
+    ``Flat`` (:func:`offload_params`). Any other function is a loss, which then takes parameters in
+    a store (:func:`offload_loss`).
 
     Args:
         value: an optimizer, a gradient function, a ``Flat``, or a loss.
-        store: where to keep it.
+        store: the store.
 
     Returns:
         A value of the same type.
@@ -63,16 +63,18 @@ def offload_params(params: Flat, store: Store) -> Flat:
 
     Args:
         params: a flat of any placement.
-        store: where to keep them.
+        store: the store.
 
     Returns:
-        A flat of handles. A loss wrapped in :func:`offload_loss` takes it, and so do :func:`apply`,
-        :func:`unshard` and the rest.
+        A flat of handles, for losses wrapped in :func:`offload_loss`, :func:`apply`,
+        :func:`unshard` and the other functions of flats.
 
     Example:
         >>> import torch
         >>> import zfun as zf
-        >>> zf.simulate(1, lambda group: zf.offload(zf.shard({"w": torch.ones(2)}, group), zf.stores.host()).buffers)
+        >>> def main(group):
+        ...     return zf.offload(zf.shard({"w": torch.ones(2)}, group), zf.stores.host()).buffers
+        >>> zf.simulate(1, main)
         [(Stored(params, 32 x torch.float32, host()),)]
     """
     if not isinstance(params, Flat):
@@ -89,11 +91,11 @@ def offload_params(params: Flat, store: Store) -> Flat:
 def offload_loss(loss: Loss, store: Store) -> Loss:
     """Let a loss take parameters that are kept in a store.
 
-    Sharded ones come back bucket by bucket, when the bucket is gathered; whole ones all at once.
+    Sharded parameters are read bucket by bucket, at the gather; whole parameters all at once.
 
     Args:
         loss: ``(params, batch) -> scalar``.
-        store: where the parameters are.
+        store: the store of the parameters.
 
     Returns:
         A loss over a ``Flat`` of handles.
@@ -103,8 +105,7 @@ def offload_loss(loss: Loss, store: Store) -> Loss:
     """
 
     def offloaded(params: tree.Tree, batch: Any) -> Any:
-        # Under value_and_grad() replicated parameters have become a tree of views by now: they were
-        # fetched to make them.
+        # value_and_grad() has already fetched replicated parameters and made a tree of views.
         for flat in flats(params):
             if any(not isinstance(b, stores.Stored) or b.store is not store for b in flat.buffers):
                 raise PlacementError(
@@ -142,11 +143,11 @@ class _Put:
 
 
 def offload_grads(vg: Gradient, store: Store) -> Gradient:
-    """Move each bucket of gradients to a store as soon as it is complete.
+    """Move each bucket of gradients to a store when complete.
 
     Args:
         vg: a gradient function.
-        store: where to keep them.
+        store: the store.
 
     Returns:
         A gradient function whose gradients are a ``Flat`` of handles.
@@ -172,17 +173,17 @@ def offload_grads(vg: Gradient, store: Store) -> Gradient:
 
 
 def offload_optimizer(optimizer: Any, store: Store) -> Optimizer:
-    """Keep an optimizer's state in a store, and take the step where the store says.
+    """Keep an optimizer's state in a store, and take the step on the device of the store.
 
     Between the device and the store only gradients (down) and new parameters (up) cross, as in
-    ZeRO-Offload (Ren et al., 2021); the state itself never does.
+    ZeRO-Offload (Ren et al., 2021); the state never crosses.
 
     Args:
         optimizer: an optimizer.
-        store: where to keep its state.
+        store: the store of the state.
 
     Returns:
-        An optimizer with the same results. Scalars of its state stay where they are.
+        An optimizer with the same results. Scalars of the state do not move.
     """
     inner = as_optimizer(optimizer)
 

@@ -1,9 +1,9 @@
-"""Gathered parameters and hooks that note what they do.
+"""Gathered parameters and hooks that note their actions.
 
-[Note: who watches]
+[Note: watching]
 While notes are taken in the thread of a rank (``watching``), a call of a loss
-has gathered parameters that note each step, and its gradients go through hooks that do. Other calls
-cost nothing more: the usual parameters and hooks take no notes.
+has gathered parameters and hooks that note each step. Other calls cost nothing more, because the
+usual parameters and hooks take no notes.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ __all__ = ["new_gathered", "watched"]
 
 
 def new_gathered(*args: Any) -> GatheredParams:
-    """Make the parameters of a call of a loss; see [Note: who watches]."""
+    """Make the parameters of a call of a loss; see [Note: watching]."""
     notes = watching.get()
     return _WatchedParams(notes, *args) if notes is not None else GatheredParams(*args)
 
 
 def watched(hooks: tuple[CommHook, ...], layout: Layout) -> tuple[CommHook, ...]:
-    """Return hooks, of which the first notes when a reduction starts and ends, if notes are taken."""
+    """Return hooks, of which the first notes the start and the end of a reduction, if watched."""
     notes = watching.get()
     if notes is None or not hooks:
         return hooks
@@ -40,7 +40,7 @@ def watched(hooks: tuple[CommHook, ...], layout: Layout) -> tuple[CommHook, ...]
 
 
 class _WatchedParams(GatheredParams):
-    """Gathered parameters that write down what is done with them."""
+    """Gathered parameters that note each gather, use and release."""
 
     def __init__(self, profile: Notes, *args: Any) -> None:
         self._profile = profile
@@ -71,7 +71,7 @@ class _WatchedParams(GatheredParams):
 
     def _hold(self, bucket: int, buffer: Tensor) -> Tensor:
         if bucket not in self._there:
-            # An earlier call has gathered it, or another rank has asked for it at the same time.
+            # An earlier call has gathered the bucket, or another rank has asked for the bucket too.
             self._there.add(bucket)
             self._profile.change(self._traced[bucket].nbytes)
         return super()._hold(bucket, buffer)
@@ -109,7 +109,7 @@ class _WatchedParams(GatheredParams):
             self._there.remove(bucket)
             nbytes = self._traced[bucket].nbytes
             if bucket in self._persistent:
-                # It stays with the parameters, for the next call.
+                # The bucket stays with the parameters, for the next call.
                 self._profile.change(-nbytes)
             else:
                 self._note("release", bucket, self._profile.now(), -nbytes)
@@ -131,7 +131,7 @@ class _WatchedParams(GatheredParams):
 
 @dataclass(frozen=True, slots=True)
 class _WatchedHook:
-    """A hook that writes down when a bucket goes into it and comes out of it."""
+    """A hook that notes the start and the end of a reduction."""
 
     hook: CommHook
     profile: Notes

@@ -1,4 +1,4 @@
-"""Micro-batches: a gradient function called several times, and its results averaged."""
+"""Micro-batches: call a gradient function several times, and average the results."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ __all__ = ["accumulate"]
 
 @checked_options
 def accumulate(vg: Gradient, num_micro_batches: int) -> Gradient:
-    """Split each batch in micro-batches, and average their losses and gradients.
+    """Split each batch in micro-batches, and average the losses and the gradients.
 
     ``accumulate(shard_grads(vg))`` reduces every micro-batch and keeps a shard;
-    ``shard_grads(accumulate(vg))`` keeps whole gradients and reduces once. They cost what they say,
-    and differ by rounding only.
+    ``shard_grads(accumulate(vg))`` keeps whole gradients and reduces once. The results
+    differ by rounding only.
 
     Args:
         vg: a gradient function.
-        num_micro_batches: how many; the first dim of every tensor of the batch must be divisible by
-            it.
+        num_micro_batches: a divisor of the first dim of every tensor of the batch.
 
     Returns:
         A gradient function. Aux values are returned as a list, one for each micro-batch.
@@ -37,7 +36,8 @@ def accumulate(vg: Gradient, num_micro_batches: int) -> Gradient:
 
     Example:
         >>> import zfun as zf
-        >>> vg = zf.accumulate(zf.value_and_grad(lambda params, batch: (params["w"] * batch).mean()), 2)
+        >>> loss = lambda params, batch: (params["w"] * batch).mean()
+        >>> vg = zf.accumulate(zf.value_and_grad(loss), 2)
         >>> vg({"w": torch.tensor(1.0)}, torch.tensor([1.0, 2.0, 3.0, 4.0]))
         (tensor(2.5000), {'w': tensor(2.5000)})
     """
@@ -59,7 +59,7 @@ def accumulate(vg: Gradient, num_micro_batches: int) -> Gradient:
                 weights.append(loss.weight)
                 grads = _scaled(grads, float(loss.weight))
             total = grads if index == 0 else _added(total, grads, owned=index > 1)
-            # Not to be held while the next ones are made.
+            # Free these gradients before the next micro-batch makes new ones.
             del grads
         if weights:
             result: Any = WeightedMean(
@@ -93,7 +93,7 @@ def _split(batch: Any, count: int) -> list[Any]:
 
 
 def _scaled(grads: tree.Tree, factor: float) -> tree.Tree:
-    """Scale gradients, in place where they are flat (and so no one else's), and in a store where they are in one."""
+    """Scale gradients; flat ones in place, because nobody else holds the buffers."""
     if factor == 1.0:
         return grads
     if isinstance(grads, Flat):
@@ -108,7 +108,7 @@ def _added(total: tree.Tree, grads: tree.Tree, *, owned: bool) -> tree.Tree:
 
 
 def _map_buffers(fn: Any, first: Flat, *rest: Flat) -> Flat:
-    """Apply a function to the buffers of flats; what was in a store goes back there."""
+    """Apply a function to the buffers of flats; results go to the store of the first flat."""
     out = []
     for buffers in zip(first.buffers, *(flat.buffers for flat in rest), strict=True):
         store = buffers[0].store if isinstance(buffers[0], stores.Stored) else None

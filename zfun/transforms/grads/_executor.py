@@ -1,8 +1,8 @@
 """The executor of one call of a gradient function.
 
 [Note: one call]
-The phases of a call are methods of the executor, in this order: ``attach`` the parameters as the
-loss is given them; the loss runs; ``begin_backward``; ``contribute`` each time a bucket node fires;
+The phases of a call are methods of the executor, in this order: ``attach`` the parameters of
+the loss; the loss runs; ``begin_backward``; ``contribute`` each time a bucket node fires;
 ``finish``. An error ends the call with ``abandon`` instead. The executor owns the ``GradReducer``,
 and tells the attached parameters when a bucket's gradients are complete, because a gathered bucket
 is released then.
@@ -30,7 +30,7 @@ __all__ = ["CallParams", "Executor", "WholeParams"]
 
 
 class CallParams(Protocol):
-    """The parameters of a call, as the loss is given them."""
+    """The parameters of a call, in the form that the loss receives."""
 
     @property
     def diverged(self) -> bool | None:
@@ -59,7 +59,7 @@ class CallParams(Protocol):
 
 
 class WholeParams:
-    """Parameters that every rank holds whole: the loss must not write to their views.
+    """Parameters that every rank holds whole: the loss must not write to the views.
 
     Args:
         views: by bucket.
@@ -84,7 +84,7 @@ class WholeParams:
         """Nothing is in flight."""
 
     def end(self) -> None:
-        """Check that the loss has not written to its parameters."""
+        """Check that the loss has not written to the parameters."""
         for views, slots in zip(self._views, self._slots, strict=True):
             check_unwritten(views, slots)
 
@@ -100,7 +100,7 @@ class Executor:
 
     Attributes:
         reducer: as above.
-        loss: the sum of the loss over the ranks, once it has been started.
+        loss: the started sum of the loss over the ranks, or ``None``.
     """
 
     def __init__(self, reducer: GradReducer) -> None:
@@ -137,7 +137,7 @@ class Executor:
             )
 
     def contribute(self, bucket: int, grads: Sequence[Tensor | None]) -> None:
-        """Take the gradients of a bucket from one of its nodes."""
+        """Take the gradients of a bucket from one of the nodes."""
         if self.reducer.add(bucket, grads):
             for params in self._params:
                 params.complete(bucket)
@@ -150,7 +150,7 @@ class Executor:
         results = self.reducer.finish()
         for params in self._params:
             params.end()
-        # The parameters refer to this object: a cycle that would keep their buffers alive.
+        # The parameters refer to this object: a cycle that would keep the buffers alive.
         self._params.clear()
         return results
 

@@ -1,4 +1,4 @@
-"""Gradients: from a loss to a gradient function, and what may be done to one before the optimizer sees it."""
+"""Gradient functions: from a loss to gradients, and transforms of gradient functions."""
 
 from __future__ import annotations
 
@@ -51,21 +51,21 @@ __all__ = [
 
 @dataclass(frozen=True)
 class GradientFunction:
-    """A gradient function that knows how it is made, so that transforms can reach into its backward pass.
+    """A gradient function as data, so that transforms can change the backward pass.
 
     Attributes:
-        loss: what is differentiated.
-        group: the ranks over which gradients are partial sums; ``None`` while they are this rank's
-            own.
+        loss: the function to differentiate.
+        group: the ranks over which gradients are partial sums; ``None`` for gradients of this rank
+            alone.
         reduce: ``"mean"`` or ``"sum"`` over the ranks.
         bucket_bytes: where buckets close, for parameters that are not flat yet.
-        placement: of the gradients; ``None`` while they are this rank's own.
-        over: what sharded gradients are sharded over: ``group`` or its inner axis.
-        hooks: the steps that each bucket of gradients goes through as soon as it is complete.
+        placement: of the gradients; ``None`` for gradients of this rank alone.
+        over: the ranks that share sharded gradients: ``group`` or the inner axis.
+        hooks: the steps of each complete bucket of gradients.
         reduce_dtype: of flat gradients; ``None`` for that of the parameters, but float32 for half
             types.
-        loss_scale: what the loss is multiplied with before its gradient is taken.
-        codec: of the partial sums; ``None`` sends them exactly.
+        loss_scale: the factor of the loss in backward.
+        codec: of the partial sums; ``None`` sends exact values.
     """
 
     loss: Loss
@@ -86,8 +86,7 @@ class GradientFunction:
     def __call__(self, params: tree.Tree, batch: Any) -> tuple[Any, Any]:
         """Return the loss and the gradients."""
         layout, group = self._layout(params)
-        # Simulated ranks may share one gradient function, so a call takes the tables away while it
-        # runs.
+        # Simulated ranks may share one gradient function, so a running call owns the tables.
         tables = self._tables.pop(layout, None)
         if tables is None:
             tables = [ops.AddressTable() for _ in layout.buckets]
@@ -145,7 +144,7 @@ class GradientFunction:
             layout = layout_of(params, self.group.size, self.bucket_bytes)
         except ZfunError:
             if not self._agreed:
-                # The other ranks come here too, with a tree that is whole perhaps: tell them.
+                # Tell the other ranks, whose trees may be valid.
                 check_agreement(params, self.group, bucket_bytes=self.bucket_bytes)
             raise
         if layout not in self._agreed:
@@ -162,7 +161,7 @@ class GradientFunction:
         return hooks
 
     def _start_loss(self, total: Tensor, weight: Tensor | None) -> Work:
-        """Start the sums over the ranks of the loss and of its weight, if there is one: stacked."""
+        """Start one all-reduce of the loss and, if there is one, of the weight."""
         parts = torch.stack([total] if weight is None else [total, weight])
         if self.group is None:
             return Work.done(parts)
@@ -174,7 +173,7 @@ class GradientFunction:
         return self.group.start(Collective(AllReduce(), "loss", "loss", Stream.CONTROL), parts)
 
     def _value(self, summed: Tensor, weight: Tensor | None) -> Any:
-        """Return the loss as the caller gets it."""
+        """Return the loss for the caller."""
         return (
             summed[0] * self._rank_scale if weight is None else WeightedMean(summed[0], summed[1])
         )
@@ -187,9 +186,8 @@ class GradientFunction:
         """Return a function that gives the factor of all gradients."""
         if weight is None or ops.is_abstract(weight):
             return lambda: self._rank_scale
-        # The mean over no tokens does not exist, nor does its gradient: a sum over no tokens is 0.
-        # The weight is read once, when the first bucket is complete: the device computes backward
-        # meanwhile.
+        # A mean over no tokens has the gradient 0. The host reads the weight once, when the first
+        # bucket is complete, because the device computes backward meanwhile.
         return functools.cache(lambda: 1.0 / (float(summed.wait()[1]) or 1.0))
 
     def _wrap(
@@ -222,7 +220,7 @@ def _open(params: tree.Tree, layout: Layout, executor: Executor) -> tree.Tree:
 def _grad_dtypes(
     layout: Layout, group: Group | None, chosen: torch.dtype | None
 ) -> list[torch.dtype]:
-    """The dtypes of the buffers of gradients: those that stay this rank's own have the dtypes of the leaves."""
+    """The dtypes of the buffers of gradients; without a group, those of the leaves."""
     if group is None:
         return [bucket.dtype for bucket in layout.buckets]
     if chosen is None:
@@ -249,7 +247,7 @@ def _check_trainable(layout: Layout) -> Layout:
 
 
 def value_and_grad(loss: Loss) -> GradientFunction:
-    """Return a function that computes a loss and its gradients.
+    """Return a function that computes a loss and the gradients.
 
     Args:
         loss: ``(params, batch) -> scalar``, ``(scalar, aux)`` or :func:`weighted_mean`.
@@ -257,8 +255,8 @@ def value_and_grad(loss: Loss) -> GradientFunction:
     Returns:
         ``(params, batch) -> (loss, grads)``, or ``((loss, aux), grads)``. For a tree of tensors the
         gradients are a tree of the same structure, zero where the loss does not depend on a leaf;
-        for a ``Flat`` they are one. The loss comes back without its graph. For higher derivatives
-        use ``torch.func`` on the loss itself.
+        for a ``Flat``, a ``Flat``. The loss comes back detached. For higher derivatives use
+        ``torch.func`` on the loss.
 
     Raises:
         LeafError: from the returned function, for an integer leaf.
@@ -283,10 +281,10 @@ def data_parallel(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     compression: Codec | None = None,
 ) -> Gradient:
-    """Say that every rank has a batch of its own: gradients become partial sums over the ranks (``-> P``).
+    """Let every rank have a batch: gradients become partial sums over the ranks (``-> P``).
 
-    Nothing is sent but the loss; who needs the sum asks for it (:func:`replicate_grads`,
-    :func:`shard_grads`, or :func:`apply`).
+    The ranks send only the loss. :func:`replicate_grads`, :func:`shard_grads` or :func:`apply` sums
+    the gradients.
 
     Args:
         vg: a gradient function.
@@ -294,27 +292,28 @@ def data_parallel(
         reduce: ``"mean"`` divides by the number of ranks (here, and nowhere else); ``"sum"`` does
             not. A loss that returns :func:`weighted_mean` is divided by the weight over all ranks
             instead.
-        reduce_dtype: the dtype of the gradients from here on: in it they are sent, summed over the
-            ranks, and accumulated over micro-batches. By default that of the parameters, but
-            float32 for half types, whose sums would lose bits.
+        reduce_dtype: the dtype of the gradients, also on the wire, in the sums over the ranks and
+            over micro-batches. By default the dtype of the parameters, but float32 for half types,
+            whose sums would lose bits.
         bucket_bytes: where buckets close, for parameters that are not flat yet.
-        compression: the codec of the partial sums, for whoever sums them:
-            :func:`zfun.compression.int4`, say. By default exactly. The value carries it as long as
-            it is ``P``; what ``zf.tree.map`` makes of it is sent exactly.
+        compression: the codec of the later sum, such as :func:`zfun.compression.int4`; by default
+            the sum sends exact values. A ``Flat`` with placement ``P`` carries the codec;
+            ``zf.tree.map`` drops the codec.
 
     Returns:
-        A gradient function. Its loss is that of all ranks together; its gradients are a ``Flat``
-        with placement ``P``.
+        A gradient function. The loss is the loss of all ranks together; the gradients are a
+        ``Flat`` with placement ``P``.
 
     Raises:
         PlacementError: an axis of a mesh, or gradients that are partial already.
-        SpecMismatch: from the returned function, at its first call on a tree of tensors, where
+        SpecMismatch: from the returned function, at the first call on a tree of tensors, where
             ranks hold different parameters.
 
     Example:
         >>> import zfun as zf
+        >>> loss_fn = lambda params, batch: params["w"] * batch
         >>> def main(group):
-        ...     vg = zf.data_parallel(zf.value_and_grad(lambda params, batch: params["w"] * batch), group)
+        ...     vg = zf.data_parallel(zf.value_and_grad(loss_fn), group)
         ...     loss, grads = vg({"w": torch.tensor(2.0)}, torch.tensor(float(group.rank)))
         ...     return loss, grads.placement, zf.unshard(grads)
         >>> zf.simulate(2, main)[0]
@@ -380,17 +379,16 @@ def _check_parallel(
 
 
 def scale_loss(vg: Gradient, scale: float) -> Gradient:
-    """Multiply the loss by a number before its gradient is taken, so that float16 gradients do not vanish on the way.
+    """Multiply the loss by a number in backward, so that float16 gradients do not underflow.
 
-    The loss comes back as it is; the gradients are ``scale`` times as large, until the caller
-    divides them: after they were summed over the ranks, by the same number.
-    :class:`zfun.optim.LossScale` finds it from step to step, and :func:`zfun.zero` does all of
-    this.
+    The returned loss is not scaled; the gradients are ``scale`` times as large. The caller divides
+    the sum over the ranks by the same number. :class:`zfun.optim.LossScale` adapts the scale from
+    step to step, and :func:`zfun.zero` does all of this.
 
     Args:
         vg: a gradient function made by zfun; for micro-batches put :func:`accumulate` around the
             result.
-        scale: the number; a power of two changes no bit of what does not vanish.
+        scale: the number; a power of two changes no bit of gradients that do not underflow.
 
     Returns:
         A gradient function.

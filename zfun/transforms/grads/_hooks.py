@@ -1,4 +1,4 @@
-"""Communication hooks: the steps that a bucket of gradients goes through once it is complete."""
+"""Communication hooks: the steps of a complete bucket of gradients."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Handle(Protocol):
     """A collective, or a move to a store, that has been started."""
 
     def wait(self) -> Any:
-        """Return the result, once it is there."""
+        """Wait for the result and return the result."""
         ...
 
 
 class CommHook(Protocol):
-    """One step of a bucket's gradients on their way out of backward."""
+    """One step of a complete bucket of gradients."""
 
     def start(self, buffer: Any, layout: Layout, bucket: int) -> Handle:
         """Take a bucket over; the handle returns the input of the next hook, or the result."""
@@ -49,7 +49,7 @@ class SumHook:
 
     Attributes:
         group: the ranks.
-        placement: ``S`` to keep this rank's piece of the sum, ``R`` to keep all of it.
+        placement: ``S`` to keep this rank's piece of the sum, ``R`` to keep the whole sum.
         codec: the format in which terms are sent; ``None`` for exactly.
     """
 
@@ -58,7 +58,7 @@ class SumHook:
     codec: Codec | None = None
 
     def start(self, buffer: Tensor, layout: Layout, bucket: int) -> Work:
-        """Start to sum a bucket, whose buffer is given up."""
+        """Start to sum a bucket; the hook owns the buffer."""
         group = self.group
         if mesh_of(group).size == 1:
             return Work.done(buffer)
@@ -67,7 +67,7 @@ class SumHook:
         if self.codec is not None:
             return (start_over if self.placement is S else start)(call, buffer, group, self.codec)
         if self.placement is not S:
-            # Peers may still read the buffer where it lies when this rank has its sum.
+            # In shared memory, peers may still read the buffer after this rank has the sum.
             return group.start(call, buffer, None if is_symmetric(group) else buffer)
         # Over an inner axis the sum over the mesh takes the place of the sum over the row.
         out = (

@@ -3,20 +3,20 @@
 [Note: the bucket node]
 Between the flat buffers and the user's loss stands one autograd node for
 each bucket. Forward, the node gives views of the (gathered) buffer. Backward, autograd runs the
-node when the gradients of all its views are complete, and the reducer copies them into one
+node when the gradients of all views are complete, and the reducer copies the gradients into one
 communication buffer. So reduction starts inside backward, bucket by bucket, and the same node
-serves every stage: the hooks that ``data_parallel``, ``shard_grads`` and ``offload`` put on the
-reducer decide where the buffer goes.
+serves every stage: the hooks that ``shard_grads``, ``replicate_grads`` and ``offload`` put on
+the reducer decide where the buffer goes.
 
 The reducer starts the collectives in one order, from the last bucket of the layout to the first,
-whatever the order in which nodes fire: a bucket that is ready early waits for those before it, and
-a bucket that this rank never used is sent as zeros at the end. So ranks may skip leaves, and
-nothing hangs.
+whatever the order in which nodes fire: a bucket that is ready early waits for the buckets before,
+and a bucket that this rank never used is sent as zeros at the end. So ranks may skip leaves, and
+no rank hangs.
 
-A bucket may be opened more than once in a forward pass (it was gathered, released and gathered
-again): its gradient is the sum over its nodes, in the order in which they fire, leaf by leaf in the
-dtype in which autograd made them, as autograd adds them within a node. They are cast and the mean
-is taken once, when the last node has fired, so that one node or three give the same bits.
+A bucket may be opened more than once in a forward pass, when the bucket is released and regathered.
+The gradient is then the sum over the nodes in the order of backward, leaf by leaf in the dtype of
+autograd, as autograd adds gradients within a node. The reducer casts and averages once, after the
+last node, so that one node or three give the same bits.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ Receive: TypeAlias = Callable[[int, Sequence[Tensor | None]], None]
 
 
 class GradReducer:
-    """Collects the gradients of one call of a gradient function, and reduces them bucket by bucket.
+    """Collects the gradients of one call of a gradient function, and reduces bucket by bucket.
 
     Args:
         layout: of the parameters.
         hooks: the steps that each bucket goes through, in order.
         dtypes: of the gradient buffers, one for each bucket.
-        group: the ranks that the gradients are summed over, if any: it allocates the buffers.
+        group: the ranks over which the gradients are summed, if any; allocates the buffers.
         tables: one for each bucket, for the addresses of gradients; pass the same from call to
             call.
 
@@ -94,12 +94,12 @@ class GradReducer:
         self._results: list[Any] = [None] * count
 
     def open(self, bucket: int, views: Sequence[Tensor], receive: Receive) -> list[Tensor]:
-        """Put a node behind the views of a bucket, which nobody else has.
+        """Put a node behind the views of a bucket; nobody else may hold these views.
 
         Args:
-            bucket: its index.
-            views: its leaves.
-            receive: called with the bucket and its gradients when the node fires.
+            bucket: index of the bucket.
+            views: the leaves of the bucket.
+            receive: called with the bucket and the gradients when the node fires.
 
         Returns:
             The views that the loss may use.
@@ -118,11 +118,11 @@ class GradReducer:
         return outputs
 
     def find_silent(self) -> None:
-        """Find the buckets that get no gradient though the loss has used them, as backward begins.
+        """As backward begins, find the used buckets that get no gradient.
 
         Such a bucket was gathered as planned, so this rank has not diverged. Other ranks wait for
-        the bucket in the middle of backward, before they start gathers that this rank needs. So it
-        is sent in its turn, and not at the end.
+        the bucket in the middle of backward, and then start gathers that this rank needs. So the
+        reducer sends the bucket in turn, and not at the end.
         """
         runs = torch._C._will_engine_execute_node
         self._silent = frozenset(
@@ -157,15 +157,15 @@ class GradReducer:
                 self._results[bucket] = buffer
                 continue
             self._in_flight.append((bucket, self._hooks[0].start(buffer, self.layout, bucket)))
-            # A codec has written the buffer in few bits: free it before the wait below.
+            # Free the buffer before the wait below, because a codec has encoded the values.
             del buffer
-            # Do not wait for the reduction of a silent bucket: other ranks may reach it only after
-            # gathers that this rank has not started.
+            # Do not wait for the reduction of a silent bucket: other ranks may reach this point
+            # only after gathers that this rank has not started.
             if self.max_in_flight is not None and bucket not in self._silent:
                 self._settle(self.max_in_flight)
 
     def finish(self) -> list[Any]:
-        """Send unused buckets as zeros, wait for everything, and return one result for each bucket."""
+        """Send unused buckets as zeros, wait, and return one result for each bucket."""
         while self._next >= 0:
             if self._ready[self._next] is None:
                 self._fill(self._next)
@@ -177,7 +177,7 @@ class GradReducer:
     def abandon(self) -> None:
         """Wait for the reductions in flight, because an error ends this call.
 
-        The other ranks take part in them, and read the buffers that this rank sends.
+        The other ranks take part in these reductions, and read the buffers that this rank sends.
         """
         for _, handle in self._in_flight:
             with contextlib.suppress(ZfunError):
@@ -186,7 +186,7 @@ class GradReducer:
         self._nodes.clear()
 
     def _fill(self, bucket: int) -> None:
-        """Copy the gradients of a bucket into its buffer, when one more reduction may be in flight."""
+        """Wait until one more reduction may be in flight, and copy the gradients of a bucket."""
         if self.max_in_flight is not None:
             self._settle(self.max_in_flight - 1)
         self._ravel(bucket)
@@ -201,7 +201,7 @@ class GradReducer:
         )
         self.unused += [leaf.path for x, leaf in zip(grads, leaves, strict=True) if x is None]
         dtype, device, group = self.dtypes[bucket], self.layout.device, self.group
-        # The group allocates the buffer where other ranks can read it.
+        # The group may allocate a symmetric buffer, which other ranks can read.
         numel = slot.padded_numel
         out = (
             torch.empty(numel, dtype=dtype, device=device)
@@ -226,13 +226,13 @@ class GradReducer:
 
 @functools.lru_cache(maxsize=4096)
 def _leaves_of(layout: Layout, bucket: int) -> tuple[tuple[LeafSlot, ...], tuple[int, ...]]:
-    """The leaves of a bucket, and where each begins in it."""
+    """The leaves of a bucket, and the offset of each."""
     slots = tuple(layout.leaves[i] for i in layout.buckets[bucket].leaves)
     return slots, tuple(slot.offset for slot in slots)
 
 
 def check_unwritten(views: Sequence[Tensor], slots: Sequence[LeafSlot]) -> None:
-    """Refuse a loss that has written to its parameters: they may be the memory of other ranks.
+    """Refuse a loss that has written to parameters, which may be the memory of other ranks.
 
     Raises:
         ZfunError: names the leaf.
@@ -241,8 +241,8 @@ def check_unwritten(views: Sequence[Tensor], slots: Sequence[LeafSlot]) -> None:
         if view._version:
             raise ZfunError(
                 f"a loss must not change its parameters in place; leaf {slot.path!r} was changed; "
-                "clone() it in the loss, return what is to be kept as aux, and load the "
-                "parameters anew: they may have the change",
+                "clone() it in the loss, return updated values as aux, and load the parameters "
+                "again, because the shards may have the change",
                 leaf=slot.path,
             )
 
@@ -252,7 +252,7 @@ def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
 
 
 def _rounded(grad: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Round a gradient of a wider dtype to that of its leaf, as autograd's own cast does."""
+    """Round a gradient of a wider dtype to the dtype of the leaf, like the cast of autograd."""
     if grad is None or grad.dtype == dtype or torch.promote_types(grad.dtype, dtype) == dtype:
         return grad
     return grad.to(dtype)
@@ -265,8 +265,7 @@ class _BucketNode(torch.autograd.Function):
     def forward(  # pyrefly: ignore[bad-override]
         ctx: Any, anchor: Tensor, receive: Receive, bucket: int, views: list[Tensor]
     ) -> tuple[Tensor, ...]:
-        # Not in a setup_context(): torch would look up the signature of this function at every
-        # call.
+        # No setup_context(), because torch would look up the signature at every call.
         del anchor
         ctx.receive, ctx.bucket = receive, bucket
         ctx.set_materialize_grads(False)

@@ -1,4 +1,4 @@
-"""Sum gradients over the ranks while backward makes them: each rank keeps its part of the sum, or all of it."""
+"""Sum gradients over the ranks inside backward: each rank keeps a part of the sum, or all."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ __all__ = ["replicate_grads", "shard_grads"]
 def shard_grads(vg: Gradient, group: Group) -> Gradient:
     """Sum gradients over the ranks and keep this rank's part: ZeRO-2 (``P -> S``).
 
-    The reduce-scatter of a bucket starts inside backward, as soon as its gradients are complete, so
-    that whole gradients never exist at once. Around :func:`accumulate` it is done once, after the
-    last micro-batch.
+    The reduce-scatter of a bucket starts inside backward, as soon as the gradients are complete, so
+    that whole gradients never exist at once. Around :func:`accumulate` the reduce-scatter runs
+    once, after the last micro-batch.
 
     Args:
         vg: a gradient function whose gradients are partial.
-        group: the ranks that share the sum: the group of the gradients, or the inner axis of their
+        group: the ranks that share the sum: the group of the gradients, or the inner axis of the
             mesh. In the latter case the shards are summed over the outer axis too, and every row
             has the same.
 
@@ -41,9 +41,11 @@ def shard_grads(vg: Gradient, group: Group) -> Gradient:
     Example:
         >>> import torch
         >>> import zfun as zf
+        >>> loss_fn = lambda params, batch: (params["w"] * batch).sum()
         >>> def main(group):
-        ...     vg = zf.data_parallel(zf.value_and_grad(lambda params, batch: (params["w"] * batch).sum()), group)
-        ...     loss, grads = zf.shard_grads(vg, group)({"w": torch.ones(3)}, torch.tensor(float(group.rank)))
+        ...     vg = zf.data_parallel(zf.value_and_grad(loss_fn), group)
+        ...     batch = torch.tensor(float(group.rank))
+        ...     loss, grads = zf.shard_grads(vg, group)({"w": torch.ones(3)}, batch)
         ...     return grads.placement, zf.unshard(grads)["w"]
         >>> zf.simulate(2, main)[0]
         (S, tensor([0.5000, 0.5000, 0.5000]))
@@ -54,15 +56,15 @@ def shard_grads(vg: Gradient, group: Group) -> Gradient:
 
 @checked_options
 def replicate_grads(vg: Gradient, group: Group) -> Gradient:
-    """Sum gradients over the ranks and keep all of them: data parallelism that sends while backward computes (``P -> R``).
+    """Sum gradients over the ranks inside backward and keep the whole sum (``P -> R``).
 
-    The all-reduce of a bucket starts inside backward, as soon as its gradients are complete.
-    :func:`apply` would send the same bytes afterwards. Around :func:`accumulate` it is done once,
-    after the last micro-batch.
+    The all-reduce of a bucket starts inside backward, as soon as the gradients are complete.
+    :func:`apply` would send the same bytes afterwards. Around :func:`accumulate` the all-reduce
+    runs once, after the last micro-batch.
 
     Args:
         vg: a gradient function whose gradients are partial.
-        group: the group of the gradients, on a mesh the whole of it.
+        group: the group of the gradients; on a mesh, the whole mesh.
 
     Returns:
         A gradient function whose gradients are a ``Flat`` with placement ``R``.
@@ -73,9 +75,11 @@ def replicate_grads(vg: Gradient, group: Group) -> Gradient:
     Example:
         >>> import torch
         >>> import zfun as zf
+        >>> loss_fn = lambda params, batch: (params["w"] * batch).sum()
         >>> def main(group):
-        ...     vg = zf.data_parallel(zf.value_and_grad(lambda params, batch: (params["w"] * batch).sum()), group)
-        ...     loss, grads = zf.transforms.replicate_grads(vg, group)({"w": torch.ones(3)}, torch.tensor(float(group.rank)))
+        ...     vg = zf.data_parallel(zf.value_and_grad(loss_fn), group)
+        ...     vg = zf.transforms.replicate_grads(vg, group)
+        ...     loss, grads = vg({"w": torch.ones(3)}, torch.tensor(float(group.rank)))
         ...     return grads.placement, zf.unshard(grads)["w"]
         >>> zf.simulate(2, main)[0]
         (R, tensor([0.5000, 0.5000, 0.5000]))
@@ -89,7 +93,7 @@ def replicate_grads(vg: Gradient, group: Group) -> Gradient:
 
 
 def _summed(vg: Gradient, hook: SumHook, name: str) -> Gradient:
-    """Put a sum over the ranks into the backward pass of a gradient function, or after a call of it where that cannot be."""
+    """Put a sum into backward; a function that zfun did not make is summed after each call."""
     group, placement = hook.group, hook.placement
     if isinstance(vg, GradientFunction) and vg.placement in (None, P):
         if vg.group is None:
@@ -103,8 +107,7 @@ def _summed(vg: Gradient, hook: SumHook, name: str) -> Gradient:
                 "group to data_parallel() and "
                 f"{name}{', or the inner axis of that mesh' if placement is S else ''}"
             )
-        # Before what other transforms do with the result: to move a bucket to a store, say, is for
-        # when it is reduced.
+        # The sum comes before other hooks: a bucket moves to a store after the reduction.
         hooks = (dataclasses.replace(hook, codec=vg.codec), *vg.hooks)
         return dataclasses.replace(
             vg, placement=placement, over=group, hooks=hooks, _agreed=vg._agreed

@@ -1,4 +1,4 @@
-"""The value of a loss: a scalar, or a sum and its weight, and what else it returns."""
+"""The value of a loss: a scalar, or a sum and a weight, and an optional aux value."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["NO_AUX", "WeightedMean", "parse", "weighted_mean"]
 
 
 class WeightedMean(NamedTuple):
-    """A sum and the weight to divide it by: a mean that can still be taken over more ranks and micro-batches.
+    """A sum and a weight, so that the mean can cover more ranks and micro-batches.
 
     Attributes:
         total: the sum of the losses, a scalar.
-        weight: what to divide by, a scalar: how many tokens, say.
+        weight: the divisor, a scalar, such as the number of tokens.
     """
 
     total: Tensor
@@ -26,7 +26,7 @@ class WeightedMean(NamedTuple):
 
     @property
     def mean(self) -> Tensor:
-        """The mean over everything that was summed."""
+        """The sum divided by the weight."""
         return self.total / self.weight
 
     def __float__(self) -> float:
@@ -37,8 +37,8 @@ def weighted_mean(total: Tensor, weight: Tensor | float) -> WeightedMean:
     """Return a loss that is averaged by weight over ranks and micro-batches, not rank by rank.
 
     The mean of the ranks' means is the true mean over tokens only where all ranks have equally
-    many. A loss function that returns this instead of a scalar gets the true one:
-    :func:`data_parallel` and :func:`accumulate` add totals and weights before they divide.
+    many. A loss function that returns a weighted mean instead of a scalar gets the true mean:
+    :func:`data_parallel` and :func:`accumulate` add totals and weights, and divide at the end.
 
     Args:
         total: the sum of the losses of this batch, a scalar.
@@ -66,12 +66,12 @@ def weighted_mean(total: Tensor, weight: Tensor | float) -> WeightedMean:
     )
 
 
-# In the place of what a loss returns beside its value, where it returns nothing.
+# Stands for the aux value of a loss that returns none.
 NO_AUX = object()
 
 
 def parse(out: Any) -> tuple[Any, Tensor, Tensor | None, Any]:
-    """Split what a loss returned into value, sum, weight and aux."""
+    """Split the result of a loss into value, sum, weight and aux."""
     aux: Any = NO_AUX
     if type(out) is tuple and len(out) == 2:
         out, aux = out
@@ -86,7 +86,6 @@ def parse(out: Any) -> tuple[Any, Tensor, Tensor | None, Any]:
             f"a loss must return a scalar tensor, (scalar, aux) or weighted_mean(...); got {got}; "
             "reduce it with mean() or sum()"
         )
-    # What is summed over ranks and micro-batches, and multiplied by a loss scale, needs more bits
-    # than a half type has.
+    # Sums over ranks and micro-batches, and loss scales, need more bits than a half type has.
     total = total.reshape(()).to(ops.wide(total.dtype))
     return out, total, weight, aux

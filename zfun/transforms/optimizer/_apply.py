@@ -38,19 +38,20 @@ def apply(
 
     Gradients go to the placement in which the optimizer computes (that of the parameters, unless
     the optimizer says otherwise), and the new parameters to the placement and the form of the old
-    ones. That is where the collectives of stages 0 and 1 are. Terms of gradients that the optimizer
-    sums by itself (``Optimizer.partial``) it is given as they are.
+    ones. The collectives of stages 0 and 1 run here. An optimizer that sums the terms of gradients
+    (``Optimizer.partial``) receives the terms.
 
     Args:
         optimizer: an optimizer, or an ``(init, update)`` pair.
         grads: a ``Flat`` of any placement, or a tree like ``params``.
-        state: what ``optimizer.init`` or the last step returned.
+        state: the result of ``optimizer.init`` or of the last step.
         params: a ``Flat`` with placement ``R`` or ``S``, or a tree of tensors.
         donate: let the step take over the buffers of ``state`` and ``params``, which must be flat.
-            They must not be used again: that raises :class:`zfun.errors.DonatedStateError`.
+            A later use raises :class:`zfun.errors.DonatedStateError`.
 
     Returns:
-        New parameters and new state. Without ``donate`` they share no memory with the old ones.
+        New parameters and new state. Without ``donate`` the results share no memory with the
+        arguments.
 
     Raises:
         NotElementwiseError: an optimizer that mixes elements, on flat values.
@@ -91,13 +92,13 @@ def apply(
     del placed
     new = lift(new, params, into=given_up)
     if donate:
-        # State that an optimizer returns as it was given must live on.
-        new_state = tree.map(_anew, new_state, is_leaf=lambda x: isinstance(x, Flat))
+        # State that an optimizer returns unchanged must live on.
+        new_state = tree.map(_with_new_life, new_state, is_leaf=lambda x: isinstance(x, Flat))
         consume([*flats(state), params], f"zf.apply(..., donate=True) at {call_site()}")
     return new, new_state
 
 
-def _anew(value: Any) -> Any:
+def _with_new_life(value: Any) -> Any:
     return value.with_buffers(value.buffers) if isinstance(value, Flat) else value
 
 
@@ -119,7 +120,7 @@ def _apply_to_trees(
     grads = tree.unflatten(spec, like)
     with noting("update"):
         new, state = optimizer.apply(grads, state, params)
-    # Tied leaves got one gradient, so their new values are equal; they stay one tensor.
+    # Tied leaves got one gradient, so the new values are equal and stay one tensor.
     leaves = tree.leaves(new)
     positions = layout_of(params).positions
     first = dict(reversed(list(zip(positions, leaves, strict=True))))
@@ -129,7 +130,7 @@ def _apply_to_trees(
 def _apply_to_tree(
     optimizer: Optimizer, grads: Flat, state: Any, params: tree.Tree, donate: bool
 ) -> tuple[Any, Any]:
-    """Flat gradients for a tree of parameters: ravel parameters and state, step, and view the result as trees again."""
+    """Step a tree of parameters with flat gradients: ravel, step, and view the result as trees."""
     if donate:
         raise OptionError(
             "donate=True takes over flat buffers; got parameters as a tree of tensors; make them "
@@ -137,15 +138,15 @@ def _apply_to_tree(
         )
     layout, group = layout_for(optimizer, grads.layout), grads.group
     if grads.layout != layout:
-        # The new parameters are whole, so that whole gradients are no more to send.
+        # The new parameters are whole, so whole gradients send no more bytes.
         grads = change_layout(
             redistribute(grads, R, group, name="grads")
             if grads.placement is S
             else stores.resident(grads),
             layout,
         )
-    # What of the state looks like the parameters lies like them during the step; the rest (counts,
-    # what is flat already) is left alone.
+    # Parts of the state with the structure of the parameters are flat during the step; counts and
+    # flat parts are left alone.
     is_like = lambda x: isinstance(x, Flat) or _dtypes_like(x, layout) is not None
     was_flat = [isinstance(x, Flat) for x in tree.leaves(state, is_leaf=is_like) if is_like(x)]
 
@@ -155,8 +156,7 @@ def _apply_to_tree(
             return part
         leaves, spec = tree.flatten(part)
         place = layout.select([bucket for bucket, dtype in enumerate(dtypes) if dtype is not None])
-        # A state has a tensor of its own for each of tied leaves; they are equal, and lie in one
-        # place.
+        # A state has one tensor for each of tied leaves; these tensors are equal and share a slot.
         first = dict(reversed(list(zip(place.positions, leaves, strict=True))))
         fetched = {position: stores.fetch(leaf, layout.device) for position, leaf in first.items()}
         for path, position, leaf in zip(place.paths, place.positions, leaves, strict=True):
@@ -186,11 +186,13 @@ def _apply_to_tree(
 
 
 def _dtypes_like(value: Any, layout: Layout) -> list[torch.dtype | None] | None:
-    """Tell whether a part of an optimizer's state has the structure and shapes of the parameters, whole buckets of which may be missing.
+    """Compare a part of an optimizer's state with the structure and shapes of the parameters.
+
+    Whole buckets may be missing.
 
     Returns:
-        The dtype in which it has each bucket, ``None`` for one that is missing; or ``None`` for the
-        whole, where it is something else.
+        The dtype of each bucket, ``None`` for a missing bucket; or ``None`` alone for another
+        structure.
     """
     if isinstance(value, (Tensor, stores.Stored)) and layout.spec.num_nodes > 1:
         return None
@@ -207,7 +209,7 @@ def _dtypes_like(value: Any, layout: Layout) -> list[torch.dtype | None] | None:
 
 
 def _real_dtype(part: Any, slot: LeafSlot) -> torch.dtype:
-    """The dtype of the numbers in a leaf that is like a parameter; bool, which no parameter has, where it is not like it."""
+    """The dtype of the numbers in a leaf like a parameter; bool for a leaf of another kind."""
     if (
         not isinstance(part, (Tensor, stores.Stored))
         or tuple(part.shape) != slot.shape

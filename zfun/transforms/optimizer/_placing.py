@@ -1,4 +1,4 @@
-"""Values on their way to an optimizer and back: each placement change of an update.
+"""The placement changes of an update, before and after the optimizer.
 
 [Note: the update]
 Down: parameters and gradients go to the placement, the group and the layout in which the optimizer
@@ -25,7 +25,7 @@ __all__ = ["Placed", "is_placed", "layout_for", "lift", "lower"]
 
 
 class Placed(NamedTuple):
-    """Values as an optimizer takes them.
+    """Values in the form that an optimizer takes.
 
     Attributes:
         grads: the gradients.
@@ -40,12 +40,12 @@ class Placed(NamedTuple):
 
 
 def layout_for(optimizer: Optimizer, layout: Layout) -> Layout:
-    """The layout that an optimizer needs, where it treats leaves differently."""
+    """The layout for an optimizer, which may treat leaves differently by label."""
     return layout if optimizer.labels is None else split_by_label(layout, optimizer.labels)
 
 
 def is_placed(optimizer: Optimizer, params: tree.Tree) -> bool:
-    """Whether parameters are as the optimizer takes them."""
+    """Whether parameters have the placement, group and layout of the optimizer."""
     return (
         isinstance(params, Flat)
         and params.placement is optimizer.placement
@@ -56,12 +56,12 @@ def is_placed(optimizer: Optimizer, params: tree.Tree) -> bool:
 
 
 def lower(optimizer: Optimizer, grads: tree.Tree, state: object, params: Flat) -> Placed:
-    """Bring gradients and parameters to where an optimizer computes.
+    """Bring gradients and parameters to the placement of an optimizer.
 
     Args:
-        optimizer: its ``placement`` and ``group`` say where; by default the parameters stay.
+        optimizer: ``placement`` and ``group`` are the target; by default the parameters stay.
         grads: a flat of any placement, or a tree like the parameters.
-        state: the optimizer's state: an optimizer may sum the terms of gradients by itself now.
+        state: the optimizer's state, which decides whether the optimizer sums the terms now.
         params: a flat with placement ``R`` or ``S``.
 
     Returns:
@@ -93,7 +93,7 @@ def lift(new: Flat, params: Flat, into: Flat | None = None) -> Flat:
     Args:
         new: new parameters, or updates.
         params: the old parameters.
-        into: a flat of that placement that is given up: what is gathered may be written over it.
+        into: a dead flat of that placement, which the gather may overwrite.
 
     Returns:
         A flat like ``params``.

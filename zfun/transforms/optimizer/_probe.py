@@ -47,15 +47,15 @@ def probe(optimizer: Optimizer) -> None:
     elements does not. An optimizer that passed is not run again.
 
     The parts of a chain and the optimizers of labels are probed one by one. An optimizer with a
-    placement was probed when it was sharded, and one that finds leaves by itself (``by_leaf``) may
-    mix elements: neither is run.
+    placement was probed by ``shard_optimizer``, and a ``by_leaf`` optimizer may mix elements:
+    neither is run.
 
     Args:
         optimizer: an optimizer.
 
     Raises:
-        NotElementwiseError: the changes differ, the state changes its structure, the optimizer is
-            random, or the optimizer raised.
+        NotElementwiseError: the changes differ, the structure of the state changes, the
+            optimizer is random, or the optimizer raised.
 
     Example:
         >>> from zfun.optim import adamw, optimizer
@@ -65,7 +65,7 @@ def probe(optimizer: Optimizer) -> None:
         >>> probe(optimizer(lambda params: (), per_leaf_norm))
         Traceback (most recent call last):
         ...
-        zfun.errors.NotElementwiseError: an optimizer that runs on shards works element by element; ...
+        zfun.errors.NotElementwiseError: an optimizer that runs on shards works element by ...
     """
     for part in optimizer.parts:
         probe(part)
@@ -136,7 +136,7 @@ def _probe(optimizer: Optimizer) -> None:
 
 
 class _Change(NamedTuple):
-    """The changes of one step: for each leaf the change, and the largest rounding error of adding that change."""
+    """The change of each leaf in one step, and the largest rounding error of adding the change."""
 
     values: list[Tensor]
     rounding: list[Tensor]

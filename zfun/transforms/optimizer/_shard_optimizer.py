@@ -23,7 +23,7 @@ __all__ = ["shard_optimizer"]
 def shard_optimizer(
     optimizer: Any, group: Group, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES
 ) -> Optimizer:
-    """Let each rank keep and update only its part of the state: ZeRO-1 (state ``S``).
+    """Let each rank keep and update one part of the state: ZeRO-1 (state ``S``).
 
     Args:
         optimizer: a :class:`zfun.optim.Optimizer` that is element-wise or looks for leaves by
@@ -32,7 +32,7 @@ def shard_optimizer(
         bucket_bytes: where buckets close, for parameters that are not flat yet.
 
     Returns:
-        An optimizer whose state is sharded. It takes parameters and gradients of any placement; new
+        An optimizer with sharded state, for parameters and gradients of any placement; new
         parameters have the placement of the old.
 
     Raises:
@@ -76,7 +76,10 @@ def shard_optimizer(
         return inner.apply(grads, state, params, donate=donate)
 
     def placed(step: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
-        """Let a function of shards take values of any placement; through :func:`apply` they are shards already."""
+        """Let a function of shards take values of any placement.
+
+        Values that come through :func:`apply` are shards already.
+        """
 
         def run(grads: tree.Tree, state: Any, params: tree.Tree, **options: Any) -> tuple[Any, Any]:
             if is_placed(sharded, params):

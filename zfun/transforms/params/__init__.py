@@ -1,6 +1,6 @@
-"""Stage 3: parameters that are gathered where a loss uses them.
+"""Stage 3: gather parameters where a loss uses the leaves.
 
-``_shard_params`` is the transform. Each call of its loss is run by an ``_executor``, which gives
-the loss ``_lazy`` leaves, gathers and views ``_buckets``, packs what autograd has ``_saved`` of
-them, and follows a ``_schedule`` with a ``_cursor``.
+``_shard_params`` is the transform. For each call of the loss, ``_gathered`` gives the loss
+``_lazy`` leaves, gathers and views ``_buckets``, packs the views that autograd has ``_saved``,
+follows a ``_schedule`` with a ``_cursor``, and handles ``_divergence``.
 """

@@ -1,4 +1,4 @@
-"""One bucket of sharded parameters, as a loss uses it: how it is sent, kept and viewed."""
+"""One bucket of sharded parameters: how a call sends, keeps and views the bucket."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ from zfun.transforms.params._call import LossCall
 from zfun.transforms.params._schedule import TracedBucket
 
 try:
-    # One call that asks nobody: of what as_strided() takes, most is dispatch and notes on what the
-    # view is a view of.
+    # Most time of as_strided() goes into dispatch and view tracking; this call does neither.
     from torch._C._dynamo.guards import _reinterpret_tensor as _view  # pyrefly: ignore[missing-module-attribute]
 
-    # It is not torch's to promise: one that takes something else is done without.
+    # torch does not promise this private function, so check the signature.
     _view(torch.empty(2, device="cpu"), (1,), (1,), 1)
 except (ImportError, TypeError, RuntimeError):
     _view = None
@@ -35,13 +34,13 @@ __all__ = ["BucketForm", "BucketShard", "shards_of", "tree_of", "view_of", "view
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BucketForm:
-    """What is known of a bucket without its data.
+    """The metadata of a bucket.
 
     Attributes:
-        label: its name, for messages.
-        slots: where each of its leaves lies.
-        dtype: in which it is used.
-        sent: of the dtypes that it is kept and used in, the one that sends fewer bytes.
+        label: name of the bucket in messages.
+        slots: the positions of the leaves.
+        dtype: of the bucket in the loss.
+        sent: the narrower of the dtypes of the shard and of the bucket in the loss.
         numel: elements, padding included.
     """
 
@@ -52,7 +51,7 @@ class BucketForm:
     numel: int
 
     def traced(self, grad_itemsize: int) -> TracedBucket:
-        """Say what a schedule needs to know of it."""
+        """Return the bucket in the form that a schedule takes."""
         return _traced(self, grad_itemsize)
 
 
@@ -61,8 +60,7 @@ def _form(layout: Layout, index: int, compute_dtype: torch.dtype | None) -> Buck
     bucket = layout.buckets[index]
     slots = tuple(layout.leaves[i] for i in bucket.leaves)
     dtype = bucket.dtype
-    # There are no complex numbers in few bits: floating leaves beside complex ones are cast one by
-    # one.
+    # Half types have no complex form, so floating leaves beside complex ones are cast singly.
     if (
         compute_dtype is not None
         and dtype.is_floating_point
@@ -81,7 +79,7 @@ def _traced(form: BucketForm, grad_itemsize: int) -> TracedBucket:
 
 
 class BucketShard:
-    """This rank's shard of a bucket, and what becomes of it when it is gathered."""
+    """This rank's shard of a bucket, with the rules for the gather."""
 
     __slots__ = ("call", "dtype", "flat", "form", "index", "slots", "trained", "zero_copy")
 
@@ -96,22 +94,22 @@ class BucketShard:
         self.dtype = self.form.dtype
 
     def keep_apart(self) -> None:
-        """Share no memory with the shard, which is going to be written while the gathered bucket is looked at."""
+        """Copy in the gather, because the shard will be written while the bucket is in use."""
         self.zero_copy = False
 
     @property
     def is_whole(self) -> bool:
-        """Whether the shard is the bucket as the loss uses it: that of one rank alone, in memory and in its dtype."""
+        """Whether the shard is the whole bucket in the dtype of the loss: one rank, in memory."""
         shard = self.flat.buffers[self.index]
         return self.flat.group.size == 1 and isinstance(shard, Tensor) and shard.dtype == self.dtype
 
     @property
     def nbytes(self) -> int:
-        """Of the bucket when it is gathered."""
+        """Bytes of the gathered bucket."""
         return self.form.numel * self.dtype.itemsize
 
     def traced(self, executor: Executor | None) -> TracedBucket:
-        """Say what a schedule needs to know of it."""
+        """Return the bucket in the form that a schedule takes."""
         return self.form.traced(
             executor.reducer.dtypes[self.index].itemsize
             if executor is not None and self.trained
@@ -119,11 +117,11 @@ class BucketShard:
         )
 
     def keep(self, gathered: Tensor) -> None:
-        """Leave the gathered bucket with the parameters, for as long as these are what they are."""
+        """Leave the gathered bucket with the parameters until the shard changes."""
         self.flat.life.cached[self.index, self.dtype, self.call.codec] = self._version(), gathered
 
     def kept(self) -> Tensor | None:
-        """Return the gathered bucket that an earlier call has left, unless the shard was written to since."""
+        """Return the gathered bucket of an earlier call, unless the shard was written since."""
         version, gathered = self.flat.life.cached.get(
             (self.index, self.dtype, self.call.codec), (None, None)
         )
@@ -134,13 +132,13 @@ class BucketShard:
         return buffer._version if isinstance(buffer, Tensor) else 0
 
     def regather(self, part: Tensor, group: Group) -> Work:
-        """Start to gather it from the parts that the ranks of a smaller group have kept."""
+        """Start a gather of the parts that the ranks of a smaller group have kept."""
         if group.size == 1:
             return Work.done(part)
         return group.start(Collective(AllGather(), "params", self.form.label, Stream.PARAMS), part)
 
     def start(self) -> Work:
-        """Start to gather it."""
+        """Start the gather."""
         flat, group = self.flat, self.flat.group
         shard = stores.fetch(flat.buffers[self.index], flat.layout.device)
         call = Collective(
@@ -153,7 +151,7 @@ class BucketShard:
         return Work.done(shard) if group.size == 1 else group.start(call, shard)
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        """View the gathered bucket as its leaves."""
+        """View the leaves in the gathered bucket."""
         views = views_of(buffer, self.slots)
         return (
             views
@@ -163,7 +161,7 @@ class BucketShard:
 
 
 def shards_of(flats: Iterable[Flat], call: LossCall) -> list[BucketShard]:
-    """Return the shards of all buckets; those of the first value are trained if a gradient is taken."""
+    """Return the shards of all buckets; a gradient function trains those of the first value."""
     return [
         BucketShard(flat, i, call, trained=number == 0 and call.executor is not None)
         for number, flat in enumerate(flats)
@@ -172,7 +170,7 @@ def shards_of(flats: Iterable[Flat], call: LossCall) -> list[BucketShard]:
 
 
 def tree_of(layout: Layout, buckets: Iterable[Sequence[Tensor]]) -> tree.Tree:
-    """Put the leaves of all buckets together as the tree that they are of."""
+    """Make the tree of the leaves of all buckets."""
     leaves: list[Tensor | None] = [None] * len(layout.leaves)
     for slot, views in zip(layout.buckets, buckets, strict=True):
         for leaf, view in zip(slot.leaves, views, strict=True):
@@ -181,9 +179,8 @@ def tree_of(layout: Layout, buckets: Iterable[Sequence[Tensor]]) -> tree.Tree:
 
 
 def views_of(buffer: Tensor, slots: Iterable[LeafSlot]) -> list[Tensor]:
-    """View a whole bucket as its leaves, each with a version of its own, which tells whether the loss has written to it."""
-    # In one call for each leaf, of which there may be very many, and not in the two or three of
-    # unravel().
+    """View the leaves in a bucket, each with a version counter that reveals writes by the loss."""
+    # One torch call for each leaf instead of the two or three of unravel().
     return [
         ops.unravel(buffer, slot.offset, slot.shape, slot.dtype).data
         if slot.dtype.is_complex
@@ -193,7 +190,7 @@ def views_of(buffer: Tensor, slots: Iterable[LeafSlot]) -> list[Tensor]:
 
 
 def view_of(buffer: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
-    """View a piece of a buffer, which begins where its storage does, as a tensor with a version of its own."""
+    """View a piece of a buffer with offset 0 as a tensor with a version counter."""
     if _view is not None and type(buffer) is Tensor:
         return _view(buffer, size, stride, offset)
     return buffer.as_strided(size, stride, offset).data

@@ -1,4 +1,4 @@
-"""What one call of a loss needs beside its parameters, and the parameters with that beside them."""
+"""The options of one call of a loss, and parameters that carry these options."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["BoundParams", "LossCall", "call_of"]
 
 @dataclass(frozen=True, slots=True)
 class LossCall:
-    """What one call of a loss needs beside its parameters.
+    """The options of one call of a loss.
 
     Attributes:
         executor: of the gradient function that calls the loss; ``None`` where no gradient is taken.
-        compute_dtype: of floating leaves as the loss sees them; ``None`` for their own.
-        codec: the format in which parameters are gathered; ``None`` for exactly.
+        compute_dtype: of floating leaves in the loss; ``None`` for the dtypes of the parameters.
+        codec: of the gathers of parameters; ``None`` sends exact values.
     """
 
     executor: Executor | None = None
@@ -29,11 +29,11 @@ class LossCall:
 
 
 class BoundParams(Flat):
-    """The argument of a loss on sharded parameters: a :class:`zfun.Flat` and its call.
+    """The argument of a loss on sharded parameters: a :class:`zfun.Flat` and a call.
 
-    A gradient function binds its parameters to its call, :func:`zfun.cast` adds a dtype, and
-    :func:`zfun.shard_params` takes both apart. A user's function between them passes the argument
-    on, and a loss that it calls with other parameters is no part of the call.
+    A gradient function binds the parameters to a call, :func:`zfun.cast` adds a dtype, and
+    :func:`zfun.shard_params` reads both. A user's function in between passes the argument on; a
+    loss of other parameters inside this function is no part of the call.
     """
 
     __slots__ = ("call",)
@@ -48,5 +48,5 @@ class BoundParams(Flat):
 
 
 def call_of(params: Flat) -> LossCall:
-    """Return the call that parameters are bound to; an empty one for others."""
+    """Return the call to which parameters are bound, or an empty call."""
     return params.call if isinstance(params, BoundParams) else LossCall()

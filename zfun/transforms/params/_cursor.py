@@ -1,4 +1,4 @@
-"""What is learnt of a loss, and the way through its schedule."""
+"""The schedule of a loss, and a cursor that follows the schedule."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ WINDOW = 2
 
 @dataclass(frozen=True)
 class Plan:
-    """What has been learnt: a schedule, and what was kept for backward in the pass that it was learnt in (once there was a backward)."""
+    """A learnt schedule, and the buckets that autograd kept for backward in the traced pass.
+
+    ``packed`` is ``None`` until there was a backward.
+    """
 
     schedule: Schedule
     packed: tuple[int, ...] | None = None
@@ -38,33 +41,33 @@ class Plan:
         return frozenset(held)
 
     def forward(self, *, trains: bool) -> list[Step]:
-        """Return the steps until the ranks meet at the end of forward; gathers for backward only where it follows."""
+        """Return the steps of forward; gathers for backward only in training."""
         steps = self.schedule.steps[: self.schedule.turn]
         return [step for step in steps if trains or step.phase != "backward"]
 
     def backward(self) -> tuple[Step, ...]:
-        """Return the steps after that."""
+        """Return the steps after the end of forward."""
         return self.schedule.steps[self.schedule.turn :]
 
 
-def of_rank_0(value: Any, group: Group, what: str) -> Any:
-    """Return what rank 0 has noted, on every rank."""
+def of_rank_0(value: Any, group: Group, name: str) -> Any:
+    """Return the value of rank 0 on every rank."""
     if group.size == 1:
         return value
     text = json.dumps(value).encode() if group.rank == 0 else b""
     length = torch.tensor([len(text)], dtype=torch.int64)
     length = group.start(
-        Collective(Broadcast(0), "schedule", f"length of {what}", Stream.CONTROL), length
+        Collective(Broadcast(0), "schedule", f"length of {name}", Stream.CONTROL), length
     ).wait()
     data = torch.zeros(int(length), dtype=torch.uint8)
     if group.rank == 0:
         data.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-    data = group.start(Collective(Broadcast(0), "schedule", what, Stream.CONTROL), data).wait()
+    data = group.start(Collective(Broadcast(0), "schedule", name, Stream.CONTROL), data).wait()
     return json.loads(bytes(data.tolist()))
 
 
 class ScheduleCursor:
-    """The steps of one pass, and how far this rank has come with them."""
+    """The steps of one pass, and this rank's place among the steps."""
 
     __slots__ = ("followed", "place", "steps")
 
@@ -74,7 +77,7 @@ class ScheduleCursor:
         self.followed = followed
 
     def advance_to(self, kind: str, bucket: int) -> Sequence[Step]:
-        """Return the steps up to a use or a reduction, if that is the next one; else this rank leaves the course here."""
+        """Return the steps up to a use or a reduction, if next; else this rank diverges here."""
         if not self.followed:
             return ()
         here = self.place
@@ -93,7 +96,10 @@ class ScheduleCursor:
         return ()
 
     def advance_to_gather(self, bucket: int, ahead: int, *, again: bool) -> Sequence[Step]:
-        """Return what is left of the gathers up to one of a bucket, and of some more; that one may have been started, unless ``again``."""
+        """Return the gathers not started yet up to a gather of a bucket, and up to ``ahead`` more.
+
+        That is the next gather of the bucket with ``again``, and the last started one without.
+        """
         gathers = [place for place, step in enumerate(self.steps) if step.kind == "gather"]
         mine = [
             turn
@@ -111,6 +117,6 @@ class ScheduleCursor:
         return [self.steps[place] for place in chosen]
 
     def rest(self) -> Sequence[Step]:
-        """Return the steps that are left; off the course, the gathers among them."""
+        """Return the steps that are left; after divergence, the gathers among these steps."""
         here, self.place = self.place, len(self.steps)
         return [step for step in self.steps[here:] if self.followed or step.kind == "gather"]

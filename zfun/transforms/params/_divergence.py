@@ -1,23 +1,23 @@
-"""Ranks that leave the schedule: how all ranks find out, and how a released bucket comes back.
+"""Divergence: the ranks find out that one left the schedule, and regather released buckets.
 
 [Note: divergence]
 The ranks of a step may take different branches, so a rank may use a bucket that the schedule has
-released, or none that it has gathered. Three rules keep every rank in step:
+released, or skip gathered buckets. Three rules keep every rank in step:
 
 * Gathers are started in the order of the schedule on every rank. A rank that needs a bucket early
-  first starts every gather scheduled before it, and at the end of a pass it starts those it
-  skipped. A rank that has left the schedule releases nothing more in its pass.
-* A bucket that was released in forward and is used again must be gathered again by all ranks of
-  its group. The rank that needs it asks in a *round*, one all-gather of one number from each rank.
-  Every rank comes to a round at the end of its forward, or earlier when it asks itself; rounds go
-  on until no rank asks. All ranks gather the buckets that were asked for, in ascending order.
-* In backward no rank may have to ask. So a rank says in its last round whether it has used, and
-  kept for backward, what the schedule says. If any rank has diverged, backward gathers each bucket
-  that forward has not gathered ahead once, in one order, and keeps all of them until no use can
-  follow.
+  first starts all gathers scheduled before, and at the end of a pass starts the skipped gathers. A
+  diverged rank releases no more buckets in this pass.
+* A bucket that was released in forward and is used again must be regathered by all ranks of
+  the group. The rank in need asks in a *round*, one all-gather of one number from each rank. Every
+  rank enters a round at the end of forward, or earlier to ask; rounds go on until no rank asks.
+  All ranks gather the buckets that were asked for, in ascending order.
+* In backward no rank may have to ask. So each rank reports in the last round whether the used
+  buckets, and the buckets kept for backward, match the schedule. If any rank has diverged, backward
+  gathers each bucket that forward has not gathered ahead once, in one order, and keeps all buckets
+  until no use can follow.
 
 The numbers of a round are facts of the host, so a round waits for no computation but that of the
-group's own stream. It is the only wait of the host between forward and backward.
+group's own stream. The host waits nowhere else between forward and backward.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Divergence:
 
     Args:
         group: the ranks that share the parameters.
-        callers: the ranks that call the loss together: ``group``, or the mesh that it is an axis
-            of.
+        callers: the ranks that call the loss together: ``group``, or the mesh of which ``group`` is
+            an axis.
         shards: the buckets, which are gathered over ``group``.
         alone: there is no other rank to ask, or no values to ask with (fake tensors).
     """
@@ -61,7 +61,7 @@ class Divergence:
         )
 
     def regather(self, bucket: int) -> Tensor:
-        """Gather a bucket that was released in forward; the others take part in their next round."""
+        """Regather a bucket released in forward; other ranks take part in the next round."""
         if self._alone:
             return self._shards[bucket].start().wait()
         return self._round(bucket)[1][bucket]

@@ -2,25 +2,25 @@
 
 [Note: the life of a parameter]
 *shard* (the caller's ``Flat`` with placement S, 1/N of each bucket)
-→ *lazy leaf* (the loss receives its metadata only) → *gathered bucket* (one fresh buffer,
-all-gathered ahead of the first use of one of its leaves) → *views* (the operations' inputs, outputs
-of the bucket node) → released. Nothing keeps a gathered bucket alive past its release: autograd
-saves a view of it as (bucket, dtype, size, stride, offset), by a saved-tensor hook, and unpacking
-gathers the bucket again. Buffers are known by the identity of their storage, not by address, which
-fake tensors do not have.
+→ *lazy leaf* (the loss receives metadata only) → *gathered bucket* (one fresh buffer,
+all-gathered ahead of the first use of a leaf) → *views* (the operations' inputs, outputs
+of the bucket node) → released. No reference keeps a gathered bucket alive past the release:
+a saved-tensor hook of autograd packs a view as (bucket, dtype, size, stride, offset), and unpacking
+regathers the bucket. Buffers are known by the identity of the storage, because fake tensors have
+no address.
 
 When. The first call of a layout notes which buckets are used, in which order, forward and backward;
-from the second on a schedule made of rank 0's notes is run ([Note: the schedule]). The first call
-itself gathers in the order of the layout and keeps the two buckets used last, and a trained one in
-backward until its gradients are complete.
+later calls run a schedule made of rank 0's notes ([Note: the schedule]). The first call gathers in
+the order of the layout and keeps the two buckets used last; in backward a trained bucket stays
+until the gradients are complete.
 
-Order. Gathers are started in one order on every rank: that of the schedule. Frozen leaves take part
-in it. So a rank that skips a layer, or takes another branch, blocks no other rank, and every step
-sends the same bytes; see [Note: divergence]. A bucket of which backward needs no value is gathered
-all the same, at the end, unless it stayed.
+Order. All ranks start the same gathers in the same order: the order of the schedule, which covers
+frozen leaves too. So a rank that skips a layer, or takes another branch, blocks no other
+rank, and every step sends the same bytes; see [Note: divergence]. A bucket whose value backward
+does not need is gathered at the end, unless the bucket stayed.
 
-Bits. A bucket that is released and gathered again in forward comes back behind the same outputs of
-its node: these get the new buffer as their data. A second node would add gradients in another
+Bits. A bucket that is released and regathered in forward comes back behind the same outputs of the
+bucket node, whose data becomes the new buffer, because a second node would add gradients in another
 order.
 """
 
@@ -51,24 +51,24 @@ from zfun.transforms.params._schedule import Event, ScheduleOptions, Step, Trace
 
 __all__ = ["GatheredParams"]
 
-# In the place of the bucket in use, where there is none.
+# No bucket is in use.
 _NO_BUCKET = -1
 
 
 class GatheredParams:
     """The gathered buckets of one call of the loss; those of trained leaves come first.
 
-    Its phases, in order: the loss runs inside :meth:`hooks` on :meth:`leaves`; ``end_forward``;
+    The phases, in order: the loss runs inside :meth:`hooks` on :meth:`leaves`; ``end_forward``;
     ``begin_backward``; ``complete`` for each trained bucket; ``finish_backward``; ``end``.
 
     Args:
         flats: the trained parameters, then the frozen ones.
-        shards: their buckets.
+        shards: the buckets.
         call: which executor takes part, and how the loss sees the parameters.
-        options: what a schedule is made with.
-        plan: what earlier calls have learnt, if any.
+        options: of the schedule.
+        plan: the plan of earlier calls, if any.
         learn: called with a new plan.
-        secondary: the group over which backward gathers, where it is another one.
+        secondary: the group over which backward gathers, if another one.
 
     Attributes:
         diverged: whether any rank left the schedule in this call; ``None`` where no rank waits for
@@ -103,7 +103,7 @@ class GatheredParams:
         for bucket, source in enumerate(self._sources):
             source.load = functools.partial(self._load, bucket)
         self._traced = tuple(shard.traced(executor) for shard in self._shards)
-        # Nobody can read fake tensors, and their ranks agree.
+        # Fake tensors have no values to read, and abstract ranks agree.
         self._alone = self._group.size == 1 or ops.is_abstract(
             torch.empty(0, device=flats[0].layout.device)
         )
@@ -116,7 +116,7 @@ class GatheredParams:
         self._any_diverged: bool | None = None
         self._thread = threading.get_ident()
         self._makes_graph = torch.is_grad_enabled()
-        # Where the call is.
+        # The progress of the call.
         self._phase = "forward"
         self._in_loss = True
         self._now = _NO_BUCKET
@@ -124,15 +124,15 @@ class GatheredParams:
         self._events: list[Event] = []
         self._first_uses: dict[str, None] = {}
         self._saved = SavedViews(len(self._shards))
-        # Of each bucket: the gather under way, the gathered buffer, and its leaves as the loss has
-        # them. Outputs of a node whose buffer was released wait for another buffer. A release is
-        # deferred while somebody holds on to such a leaf.
+        # For each bucket: the gather under way, the gathered buffer, and the views that the loss
+        # has. Views of a released buffer wait for another buffer. A release is deferred while
+        # the loss or autograd holds such a view.
         self._pending: dict[int, Work] = {}
         self._buffers: dict[int, Tensor] = {}
         self._views: dict[int, list[Tensor]] = {}
         self._released: dict[int, list[Tensor]] = {}
         self._deferred: set[int] = set()
-        # Gathers of buckets that this rank has kept, in which it takes part for the others.
+        # Matched gathers: this rank has kept the bucket, but other ranks need the gather.
         self._matched: list[Work] = []
         # This rank's parts of buckets that backward gathers over the secondary group, and the
         # buckets that stay gathered from forward to backward.
@@ -172,7 +172,7 @@ class GatheredParams:
         return [step for step in steps if step.phase != "start" or step.bucket not in there]
 
     def leaves(self) -> list[tree.Tree]:
-        """Return what the loss gets: a tree of lazy leaves for each value."""
+        """Return the arguments of the loss: a tree of lazy leaves for each value."""
         return [leaves.tree() for leaves in self._lazy]
 
     def hooks(self) -> Any:
@@ -180,7 +180,7 @@ class GatheredParams:
         return torch.autograd.graph.saved_tensors_hooks(self._saved.pack, self._unpack)
 
     def check_graph(self, out: Any) -> None:
-        """Refuse a graph in which an ``autograd.Function`` took a lazy leaf: the gradient is lost."""
+        """Refuse a graph in which an ``autograd.Function`` lost the gradient of a lazy leaf."""
         # Such a graph holds a reference to the leaf; to search every graph would take long.
         leaf = _lazy_leaf_behind(out) if any(leaves.are_in_use() for leaves in self._lazy) else None
         if leaf is not None:
@@ -191,9 +191,9 @@ class GatheredParams:
             )
 
     def end_forward(self) -> None:
-        """Start the gathers that this rank skipped, compare notes, and free what backward regathers."""
+        """Start skipped gathers, check divergence, and free the buckets that backward regathers."""
         self._in_loss = False
-        # Buckets whose leaves the loss held on to are freed below, and gathered again for backward.
+        # Deferred releases happen below; backward regathers these buckets.
         self._deferred.clear()
         self._set_aside()
         self._run(self._cursor.rest())
@@ -216,8 +216,8 @@ class GatheredParams:
             return
         self._phase, self._now = "turn", _NO_BUCKET
         if self._executor is None:
-            # Somebody may still differentiate with respect to the batch, and nobody says when that
-            # is done. The leaves refer to this object: a cycle that would keep the shards alive.
+            # The caller may still differentiate with respect to the batch, at an unknown time. The
+            # leaves refer to this object: a cycle that would keep the shards alive.
             self._lazy, self._sources = (), ()
 
     def _has_diverged(self) -> bool:
@@ -245,9 +245,9 @@ class GatheredParams:
         self._lazy, self._sources = (), ()
 
     def abandon(self) -> None:
-        """Wait for the gathers that have been started, because an error ends this call, and free everything.
+        """Wait for all started gathers, because an error ends this call, and free everything.
 
-        The other ranks take part in them, and nobody writes to a shard before it has been read.
+        The other ranks take part in these gathers, and may still read this rank's shards.
         """
         pending = [*self._pending.values(), *self._matched]
         self._pending.clear()
@@ -263,7 +263,7 @@ class GatheredParams:
         return value if self._alone else of_rank_0(value, self._group, what)
 
     def begin_backward(self) -> None:
-        """Choose the steps of backward; the first use of a leaf does so if nobody has."""
+        """Choose the steps of backward, at the latest at the first use of a leaf in backward."""
         if self._phase != "turn":
             return
         self._phase = "backward"
@@ -347,7 +347,7 @@ class GatheredParams:
         return views[leaf.place]
 
     def _viewed(self, bucket: int) -> list[Tensor]:
-        """Return the leaves of a bucket as operations see them."""
+        """Return the leaves of a bucket as the inputs of operations."""
         views = self._views.get(bucket)
         if views is None:
             shard = self._shards[bucket]
@@ -372,16 +372,16 @@ class GatheredParams:
             # The first use of a bucket may need no gradient, but later ones need the node.
             with torch.enable_grad():
                 return self._executor.open(bucket, views)
-        # In backward only recomputation (activation checkpointing) comes here. Its views require a
-        # gradient, so that the second run saves the same tensors as the first; no backward runs
-        # through them.
+        # In backward only recomputation (activation checkpointing) comes here. The views require a
+        # gradient, so that the second run saves the same tensors as the first; no backward
+        # runs through these views.
         return [
             view.requires_grad_() if view.is_floating_point() or view.is_complex() else view
             for view in views
         ]
 
     def _touch(self, bucket: int) -> None:
-        """Note the use of a bucket, and do what the schedule has before it."""
+        """Note the use of a bucket, and run the steps of the schedule before the use."""
         if self._phase == "turn":
             self.begin_backward()
         if bucket == self._now:
@@ -419,7 +419,7 @@ class GatheredParams:
                 self._release(b)
 
     def complete(self, bucket: int) -> None:
-        """All gradients of a bucket have been copied out: release the bucket if it is not needed."""
+        """All gradients of a bucket have been copied out: release the bucket if not needed."""
         self.begin_backward()
         self._events.append(Event("reduce", bucket))
         self._run(self._cursor.advance_to("reduce", bucket))
@@ -493,12 +493,12 @@ class GatheredParams:
         self._views.pop(bucket, None)
 
     def _take(self, bucket: int) -> Tensor:
-        """Return a gathered bucket, gathering it unless it is there."""
+        """Return a gathered bucket; gather first if necessary."""
         buffer = self._buffers.get(bucket)
         if buffer is not None:
             return buffer
         if not (self._cursor.followed and bucket in self._pending):
-            # Off the schedule memory is not bounded, so with a bound nothing is gathered ahead.
+            # A diverged rank keeps all buckets, so with max_live gathers nothing ahead.
             ahead = self._options.prefetch if self._options.max_live is None else 0
             self._cursor.followed = False
             self._run(
@@ -521,7 +521,7 @@ class GatheredParams:
             return self._start_gather(
                 Step("gather", bucket, "forward" if self._phase == "forward" else "backward")
             ).wait()
-        # Other ranks may have to come here first, so they must not wait for gathers of this rank.
+        # Start all skipped gathers first, because other ranks may wait for these gathers.
         self._cursor.followed = False
         self._run(self._cursor.rest())
         return self._divergence.regather(bucket)

@@ -1,4 +1,4 @@
-"""Lazy leaves: what a loss receives in place of parameters that are not gathered yet."""
+"""Lazy leaves, which a loss receives in place of parameters that are not gathered yet."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _use_count: Callable[[Tensor], int] = Tensor._use_count  # pyrefly: ignore[missi
 
 
 class Source:
-    """Where the lazy leaves of one bucket get their tensors from.
+    """The source of the tensors of the lazy leaves of one bucket.
 
     Attributes:
-        load: makes them ready, and returns that of a leaf.
-        ready: the tensors, by the places of the leaves, while nobody has to be asked for one.
-        thread: the thread that may take them so.
+        load: makes the tensors ready, and returns the tensor of a leaf.
+        ready: the tensors, by the places of the leaves, while ``load`` is not necessary.
+        thread: the thread that may read ``ready``.
     """
 
     __slots__ = ("load", "ready", "thread")
@@ -44,10 +44,10 @@ class Source:
 
 
 class LazyLeaf(torch.Tensor):
-    """A parameter that is gathered when it is first used.
+    """A parameter that is gathered at the first use.
 
-    It has the true shape, dtype and device, and no data. Any operation on it runs on the gathered
-    tensor instead; to ask for its metadata gathers nothing.
+    A lazy leaf has the true shape, dtype and device, and no data. Any operation runs on the
+    gathered tensor instead; queries of metadata gather nothing.
     """
 
     source: Source
@@ -74,7 +74,7 @@ class LazyLeaf(torch.Tensor):
         return leaf
 
     def recast(self, dtype: torch.dtype) -> LazyLeaf:
-        """Return a lazy leaf of another dtype, which gathers this one and casts it when it is first used, once."""
+        """Return a lazy leaf of another dtype, which gathers this leaf and casts at first use."""
         made: list[Tensor] = []
 
         def load(leaf: LazyLeaf) -> Tensor:
@@ -104,8 +104,8 @@ class LazyLeaf(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if torch.compiler.is_dynamo_compiling():
-            # Dynamo traces this function too. What it cannot trace (a collective) would be its
-            # error and not say what to do; nor can it trace the errors of zfun.
+            # Dynamo traces this function too. An error of Dynamo about a collective would name no
+            # remedy, and Dynamo cannot trace the errors of zfun.
             raise TypeError(
                 "compiled code needs whole tensors: call zf.gather() on the subtree first, "
                 "outside the compiled function"
@@ -137,8 +137,8 @@ class LazyLeaves:
 
     Args:
         layout: of the parameters.
-        compute_dtype: of floating leaves; ``None`` for their own.
-        trained: whether gradients are taken with respect to them.
+        compute_dtype: of floating leaves; ``None`` for the dtypes of the layout.
+        trained: whether the leaves get gradients.
     """
 
     def __init__(self, layout: Layout, compute_dtype: torch.dtype | None, *, trained: bool) -> None:
@@ -165,13 +165,13 @@ class LazyLeaves:
             )
 
     def tree(self) -> tree.Tree:
-        """Return them as the tree that the loss gets."""
+        """Return the tree for the loss."""
         return tree.unflatten(
             self._layout.spec, [self._leaves[position] for position in self._layout.positions]
         )
 
     def close(self) -> None:
-        """Let none of them be used any more."""
+        """Forbid any further use."""
         for source in self.sources:
             source.load, source.ready = _closed, None
 
@@ -189,16 +189,16 @@ def _closed(leaf: LazyLeaf) -> Tensor:
 
 
 def is_held(tensors: Sequence[Tensor]) -> bool:
-    """Whether somebody else than a list has one of these very tensors, in Python or in C++."""
+    """Whether an object other than the list refers to one of these tensors, in Python or C++."""
     usual = max(map(sys.getrefcount, [object()]))
-    # One loop in C for each question: there may be very many.
+    # One loop in C for each count, because there may be very many tensors.
     return (
         max(map(sys.getrefcount, tensors), default=0) > usual
         or max(map(_use_count, tensors), default=0) > 1
     )
 
 
-# What is known without the data. Everything else gathers.
+# Metadata, known without a gather.
 _METADATA = frozenset(
     [
         _getter(name)
@@ -237,7 +237,7 @@ _METADATA = frozenset(
 
 
 def _loaded(values: Iterable[Any]) -> list[Any]:
-    """Replace lazy leaves in the arguments of an operation, which torch nests in lists, tuples and dicts only."""
+    """Replace lazy leaves in the arguments of an operation: nested lists, tuples and dicts."""
     found: list[Any] = []
     for value in values:
         kind = type(value)
@@ -259,13 +259,13 @@ def materialise(subtree: tree.Tree) -> tree.Tree:
 
 
 def is_loading() -> bool:
-    """Whether what runs now makes a parameter ready, and is no operation of the loss."""
+    """Whether the code that runs makes a parameter ready, and is no operation of the loss."""
     return _loading.get()
 
 
 @contextlib.contextmanager
 def loading() -> Iterator[None]:
-    """The context of what makes parameters ready for the loss."""
+    """The context of code that makes parameters ready for the loss."""
     token = _loading.set(True)
     try:
         yield

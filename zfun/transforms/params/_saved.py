@@ -11,13 +11,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 __all__ = ["Packed", "SavedViews"]
 
-# A view of a gathered bucket: of which, then dtype, shape, strides and offset. The bucket comes as
-# a list, the same for all of its views, whose references say whether there are any.
+# A view of a gathered bucket: bucket, dtype, shape, strides and offset. The bucket is a list that
+# all views share, because the reference count of the list tells whether a view is left.
 Packed: TypeAlias = tuple[list[int], torch.dtype, tuple[int, ...], tuple[int, ...], Any]
 
 
 class SavedViews:
-    """Knows the storages of gathered buckets, and packs the views of them that autograd saves.
+    """Knows the storages of gathered buckets, and packs the views that autograd saves.
 
     Attributes:
         order: the buckets of which views were saved, in order, each once in a row.
@@ -26,7 +26,7 @@ class SavedViews:
     def __init__(self, num_buckets: int) -> None:
         self.order: list[int] = []
         self._marks = [[bucket] for bucket in range(num_buckets)]
-        # Which bucket a storage is.
+        # The bucket of each storage.
         self._storages: dict[int, tuple[int, StorageWeakRef]] = {}
 
     def know(self, tensor: Tensor, bucket: int) -> None:
@@ -37,18 +37,18 @@ class SavedViews:
         self._storages[storage._cdata] = (bucket, StorageWeakRef(storage))
 
     def pack(self, tensor: Tensor) -> Tensor | Packed:
-        """Return what autograd is to keep of a tensor."""
-        # Most of what is saved are activations, and this runs for each.
+        """Return the form in which autograd keeps a tensor."""
+        # Autograd saves mostly activations, and packs each, so this must be fast.
         try:
             found = self._storages.get(tensor.untyped_storage()._cdata)
-        except NotImplementedError:  # it is sparse
+        except NotImplementedError:  # a sparse tensor
             return tensor
         if found is None or tensor.is_conj() or tensor.is_neg():
             return tensor
         bucket, _ = found
         if self.order[-1:] != [bucket]:
             self.order.append(bucket)
-        # A plain tuple: what makes views takes no other since torch 2.15.
+        # A plain tuple, because torch 2.15 makes views from no other type of shape.
         return (
             self._marks[bucket],
             tensor.dtype,

@@ -2,18 +2,17 @@
 
 [Note: the schedule]
 A *trace* says which buckets a loss uses, in which order, forward and backward.
-A *schedule* is a tuple of steps, made by a pure function of the trace and a few options. It knows
-no tensors and starts nothing: :func:`zfun.shard_params` runs it, :func:`zfun.planner.explain`
-prices it, :func:`zfun.planner.timeline` draws it, and a test may replay it. Every rank makes the
-same schedule from the same trace (rank 0's), so that gathers have one order everywhere.
+A *schedule* is a tuple of steps, made by a pure function of the trace and a few options. A schedule
+knows no tensors and starts nothing: :func:`zfun.shard_params` runs the schedule,
+:func:`zfun.planner.explain` predicts the costs, :func:`zfun.planner.timeline` draws the steps.
+Every rank makes the same schedule from the trace of rank 0, so gathers have one order everywhere.
 
-A use stands for everything that is done with a bucket until another one is used. That a use was the
-last one shows when the next begins; in backward also when the bucket's gradients are complete, and
-that comes first.
+A use stands for all operations on a bucket until another bucket is used. A use ends when the next
+use begins, or earlier in backward when the bucket's gradients are complete.
 
-Forward gathers ahead for backward too, when nothing is left to gather for itself: where it ends,
-ranks wait for each other and would wait for a gather as well. What it has in use itself it frees as
-ever, and that is gathered again for backward.
+After the last gather of forward, forward gathers ahead for backward, because ranks wait for each
+other at the end of forward and would wait for a gather there too. Buckets in use in
+forward are released as usual, and regathered for backward.
 """
 
 from __future__ import annotations
@@ -44,16 +43,16 @@ Phase: TypeAlias = Literal["start", "forward", "backward"]
 
 @dataclass(frozen=True, slots=True)
 class TracedBucket:
-    """What a schedule needs to know of a bucket.
+    """A bucket in the form that a schedule takes.
 
     Attributes:
-        label: its name, for messages.
-        leaves: path and number of elements of each leaf in it.
-        numel: elements, padding included, when it is gathered.
+        label: name of the bucket in messages.
+        leaves: path and number of elements of each leaf.
+        numel: elements of the gathered bucket, padding included.
         itemsize: bytes of an element in the gathered bucket.
-        sent_itemsize: bytes of an element as it is sent.
-        grad_itemsize: bytes of an element of its gradients; 0 where it has none, as frozen leaves.
-        is_floating: whether its elements are floating numbers, which a codec can round.
+        sent_itemsize: bytes of an element in the all-gather.
+        grad_itemsize: bytes of an element of the gradients; 0 for frozen leaves.
+        is_floating: whether the elements are floating numbers, which a codec can round.
     """
 
     label: str
@@ -71,11 +70,11 @@ class TracedBucket:
 
 
 class Event(NamedTuple):
-    """What backward does with a bucket: it uses it, or has made all its gradients.
+    """An event of backward: a use of a bucket, or the completion of the gradients.
 
     Attributes:
         kind: ``"use"`` or ``"reduce"``.
-        bucket: its index.
+        bucket: index of the bucket.
     """
 
     kind: Literal["use", "reduce"]
@@ -84,14 +83,16 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What a loss uses, in order; recorded in the first step, or by :func:`zfun.planner.trace` without one.
+    """The buckets that a loss uses, in order.
+
+    The first step records a trace; so does :func:`zfun.planner.trace`, without a step.
 
     Attributes:
         buckets: of the trained leaves, then of the frozen ones.
-        size: number of ranks that share each.
-        forward: indices of the buckets in the order of use; what is used again appears again.
-        backward: what happens in backward; by default what forward did, in reverse.
-        leaves: paths of the leaves in the order in which forward first uses them, for ``order=`` of
+        size: number of ranks that share each bucket.
+        forward: indices of the buckets in the order of use; a bucket may appear several times.
+        backward: the events of backward; by default the uses of forward in reverse.
+        leaves: paths of the leaves in the order of the first use in forward, for ``order=`` of
             :func:`zfun.shard`; by default bucket by bucket.
 
     Example:
@@ -129,11 +130,11 @@ class Step(NamedTuple):
     """One step of a schedule.
 
     Attributes:
-        kind: ``"gather"`` (start to), ``"use"`` (wait for it, and compute), ``"release"``, or
-            ``"reduce"`` (its gradients are complete).
+        kind: ``"gather"`` (the start), ``"use"`` (wait for the gather, and compute), ``"release"``,
+            or ``"reduce"`` (the gradients are complete).
         bucket: index of the bucket.
-        phase: for which it is done: ``"start"`` (once after each change of the parameters),
-            ``"forward"`` or ``"backward"``.
+        phase: the phase that needs the step: ``"start"`` (once after each change of the
+            parameters), ``"forward"`` or ``"backward"``.
     """
 
     kind: Kind
@@ -151,9 +152,10 @@ class ScheduleOptions:
         max_live: the largest number of elements gathered at once, padding included; ``None`` sets
             no bound. A gather ahead of use waits until there is room. A gather that cannot wait
             evicts the bucket that is needed latest, which is then gathered again.
-        reuse_distance: a bucket stays gathered after a use if fewer than so many elements are used
-            before its next use, from forward into backward too. By default a bucket that is used
-            again in the same pass stays, and none stays from forward to backward.
+        reuse_distance: a bucket stays gathered after a use if fewer elements than this number are
+            used before the next use of the bucket, from forward into backward too. By default a
+            bucket that is used again in the same pass stays, and none stays from forward to
+            backward.
         persistence: a bucket of which no leaf has more elements than this stays gathered until the
             parameters change. Give :func:`zfun.shard` the same number, so that small leaves lie in
             buckets of their own.
@@ -206,7 +208,7 @@ class ScheduleOptions:
             )
 
     def persistent(self, buckets: tuple[TracedBucket, ...]) -> frozenset[int]:
-        """Return the indices of the buckets that stay gathered while the parameters are what they are."""
+        """Return the indices of the buckets that stay gathered until the parameters change."""
         chosen, total = set(), 0
         for index, bucket in enumerate(buckets):
             is_small = self.persistence > 0 and all(
@@ -231,10 +233,10 @@ class Schedule:
     """When each bucket is gathered, used and released in a step: data.
 
     Attributes:
-        trace: what it was made for.
+        trace: the uses.
         steps: in order.
         persistent: the buckets that stay gathered from one change of the parameters to the next.
-        options: what it was made with.
+        options: the options of the schedule.
     """
 
     trace: Trace
@@ -244,7 +246,10 @@ class Schedule:
 
     @property
     def turn(self) -> int:
-        """The place of the first step that comes after forward has ended; gathers for backward may come before."""
+        """The place of the first step after the end of forward.
+
+        Gathers for backward may come before.
+        """
         later = (
             place
             for place, step in enumerate(self.steps)
@@ -271,7 +276,7 @@ class Schedule:
         return found
 
     def order(self, phase: Phase) -> tuple[int, ...]:
-        """Return the buckets in the order in which one phase gathers them."""
+        """Return the buckets that one phase gathers, in order."""
         return tuple(
             step.bucket for step in self.steps if step.kind == "gather" and step.phase == phase
         )
@@ -282,14 +287,14 @@ def schedule(trace: Trace, options: ScheduleOptions | None = None) -> Schedule:
     """Decide when each bucket is gathered and released.
 
     Args:
-        trace: what is used, in order.
+        trace: the uses of buckets, in order.
         options: by default those of ``ScheduleOptions()``.
 
     Returns:
         The schedule. Equal arguments give equal schedules.
 
     Raises:
-        OptionError: ``max_live`` is smaller than what has to be gathered at once.
+        OptionError: ``max_live`` is smaller than the buckets that one use needs.
 
     Example:
         >>> blocks = tuple(TracedBucket(f"h.{i}", ((f"h.{i}", 64),), 64, 4, 4, 4) for i in range(3))
@@ -301,7 +306,7 @@ def schedule(trace: Trace, options: ScheduleOptions | None = None) -> Schedule:
 
 
 def secondary_of(group: Group, options: ScheduleOptions) -> Group | None:
-    """Return the group over which backward gathers parameters of ``group``, where it is another one.
+    """Return the group over which backward gathers parameters of ``group``; ``None`` for ``group``.
 
     Raises:
         OptionError: ``options.secondary`` is set, and the group is no mesh.
@@ -351,7 +356,7 @@ class _Scheduler:
         self._room = math.inf if options.max_live is None else options.max_live
         self._distance = options.reuse_distance
         self._persistent = persistent
-        # Both passes as one sequence: what forward leaves may be what backward begins with.
+        # Both passes as one sequence, because a bucket may stay from forward to backward.
         self._uses = [
             *trace.forward,
             *(event.bucket for event in trace.backward if event.kind == "use"),
@@ -362,7 +367,7 @@ class _Scheduler:
         for place, bucket in enumerate(self._uses):
             self._before.append(self._before[-1] + trace.buckets[bucket].numel)
             self._places[bucket].append(place)
-        # what is gathered, and its last use; None where it was gathered ahead of one
+        # The last use of each gathered bucket; None before the first use.
         self._held: dict[int, int | None] = {}
         self._steps: list[Step] = []
         self._phase: Phase = "start"
@@ -416,7 +421,7 @@ class _Scheduler:
                 and following not in self._persistent
             ):
                 phase: Phase = "forward" if place < self._turn else "backward"
-                # What only backward uses, forward gathers for others first.
+                # Forward gathers a bucket that only backward uses for other ranks first.
                 is_due = phase == self._phase or following in self._trace.forward
                 if self._trace.buckets[following].numel > self._room or not is_due:
                     return
@@ -437,7 +442,7 @@ class _Scheduler:
             self._release(bucket)
 
     def _gather_for_others(self, there: set[int], now: int) -> None:
-        """Gather what this rank has no use for in a pass: another may have one."""
+        """Gather the buckets that a pass does not use, because another rank may use the buckets."""
         for bucket in range(len(self._trace.buckets)):
             if bucket not in there and bucket not in self._persistent:
                 self._gather(bucket, now)
@@ -449,14 +454,14 @@ class _Scheduler:
             return True
         if following == len(self._uses) and (last >= self._turn or self._distance is None):
             return False
-        # What backward does not use is there for the others until its end, or gathered for them
-        # then.
+        # A bucket without a use in backward stays to the end of backward for other ranks, or is
+        # gathered at the end.
         if self._distance is None:
             return (following < self._turn) == (last < self._turn)
         return self._before[following] - self._before[last + 1] < self._distance
 
     def _next_use(self, bucket: int, now: int) -> int:
-        """Return the position of the first use from ``now`` on; one past the end where there is none."""
+        """Return the position of the first use from ``now`` on, or the number of uses."""
         places = self._places[bucket]
         index = bisect.bisect_left(places, now)
         return places[index] if index < len(places) else len(self._uses)

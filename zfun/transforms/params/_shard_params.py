@@ -1,10 +1,9 @@
-"""Stage 3 as a transform of the loss: gather where used, free, gather again in backward.
+"""Stage 3 as a transform of the loss: gather where used, free, regather in backward.
 
-The loss is called with lazy leaves, whose buckets are gathered and released for it; see
-[Note: the life of a parameter].
+The loss receives lazy leaves; see [Note: the life of a parameter].
 
 After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
-(2020); gathering whole units and freeing them is also what FSDP does (Zhao et al., 2023).
+(2020); FSDP also gathers whole units and frees each after use (Zhao et al., 2023).
 """
 
 from __future__ import annotations
@@ -48,9 +47,9 @@ def shard_params(
 ) -> Loss:
     """Let a loss run on sharded parameters: ZeRO-3 (``S -> R`` where used, gradients ``P``).
 
-    The loss itself is not changed and needs no marks: it receives a tree of lazy leaves, and each
-    bucket is gathered ahead of the first use of its leaves, and freed after the last. On one rank
-    alone, where parameters are whole, it receives plain tensors from its second call on. Under
+    The loss needs no changes. The loss receives a tree of lazy leaves; each bucket is gathered
+    ahead of the first use of a leaf, and freed after the last use. On one rank alone, where
+    parameters are whole, the loss receives plain tensors from the second call on. Under
     ``torch.func`` transforms, and where a buffer requires a gradient, all parameters are gathered
     at once by differentiable collectives instead, so that ``grad``, ``vmap``, ``jvp`` and their
     compositions hold.
@@ -66,12 +65,12 @@ def shard_params(
             these.
         schedule: when buckets are gathered and released; by default ``ScheduleOptions()``.
         compression: the codec with which floating parameters are gathered, such as
-            :func:`zfun.compression.int8`; by default they are sent exactly. The loss sees the
-            decoded values, the same on every rank, in backward as in forward, and so without error
-            feedback. The shards stay exact, and so do the gradients that are added to them.
+            :func:`zfun.compression.int8`; by default gathers send exact values. The loss sees
+            the decoded values, the same on every rank, in backward as in forward, and so without
+            error feedback. The shards and the gradients stay exact.
 
     Returns:
-        The same function of a ``Flat`` with placement ``S``, as :func:`zfun.shard` makes it.
+        The same function of a ``Flat`` with placement ``S``, made by :func:`zfun.shard`.
 
     Raises:
         OptionError: ``secondary`` over a group that is no mesh; or, from the returned function,
@@ -103,15 +102,15 @@ def shard_params(
 
 
 class ShardedLoss:
-    """What :func:`shard_params` returns: a loss of sharded parameters that remembers what is used, in which order.
+    """A loss of sharded parameters that remembers the order in which buckets are used.
 
     Attributes:
-        loss: what is called, with lazy leaves or plain tensors.
+        loss: the loss of lazy leaves or plain tensors.
         group: the ranks that share the parameters.
         frozen: the leaves that are not trained.
-        options: what schedules are made with.
-        secondary: the group over which backward gathers, where it is another one.
-        codec: of parameters that are gathered; ``None`` sends them exactly.
+        options: of the schedules.
+        secondary: the group over which backward gathers, if not ``group``.
+        codec: of the gathers; ``None`` sends exact values.
     """
 
     def __init__(
@@ -132,7 +131,7 @@ class ShardedLoss:
 
     @property
     def schedules(self) -> list[Schedule]:
-        """What has been learnt, one schedule for each layout of the parameters; complete once a gradient was taken."""
+        """One schedule for each layout of the parameters; complete after the first gradient."""
         return [plan.schedule for plan in self._plans.values()]
 
     def __call__(self, params: tree.Tree, batch: Any) -> Any:
@@ -167,7 +166,7 @@ class ShardedLoss:
 def _views(
     flats: Sequence[Flat], shards: Sequence[BucketShard], executor: Executor | None
 ) -> Iterator[tree.Tree]:
-    """View parameters that one rank alone holds, as trees, with bucket nodes behind the trained ones."""
+    """View the parameters of a single rank as trees, with bucket nodes behind trained ones."""
     views = [shard.views(shard.flat.buffers[shard.index]) for shard in shards]
     outputs = iter(views)
     if executor is not None:

@@ -1,4 +1,4 @@
-"""Recompute activations in backward instead of keeping them: a transform of any tensor function.
+"""Recompute activations in backward instead of keeping all: a transform of any tensor function.
 
 [Note: tensors kept of a block]
 In forward autograd keeps no tensor of a block, only placeholders of the non-reentrant
@@ -6,10 +6,10 @@ In forward autograd keeps no tensor of a block, only placeholders of the non-ree
 
 * the *inputs* of the block. Results of differentiable operations are activations: an activation
   stays in place, moves to a store, or is cut into one part per rank. Parameters stay in place,
-  because the caller keeps them anyway. If the saved-tensor hooks around the block convert an input,
-  those hooks keep the converted input (a view of a gathered bucket in ``shard_params``; an input of
-  an inner block in an outer block). Lazy leaves stay lazy, because a lazy leaf has no data and
-  recomputation gathers the bucket again;
+  because the caller keeps the parameters anyway. If the saved-tensor hooks around the block convert
+  an input, those hooks keep the converted input (a view of a gathered bucket in ``shard_params``;
+  an input of an inner block in an outer block). Lazy leaves stay lazy, because a lazy leaf has no
+  data and recomputation gathers the bucket again;
 * the *results* that the policy chooses;
 * the *random state* at the start of the block, and after each random operation whose result is
   kept, because that operation does not run again.

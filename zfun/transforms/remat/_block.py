@@ -97,7 +97,7 @@ class _WithModules(nn.Module):
 def _captured(
     fn: Callable[..., Any], arguments: Sequence[Any]
 ) -> tuple[nn.Module, Callable[[], dict[str, Tensor]]] | None:
-    """Record the current parameters of modules, because ``functional_call`` resets them later."""
+    """Record the parameters of modules, because ``functional_call`` resets parameters later."""
     found = list(arguments)
     inner = fn
     while isinstance(inner, functools.partial):

@@ -66,7 +66,7 @@ class Elsewhere:
             self._check_agreement(tensor, self.shard_over)
             vector = _part(vector, self.shard_over)
         elif self.store is not None and vector.device == self.store.device:
-            # Copy, because the store keeps the tensor itself and the caller may write to it.
+            # Copy, because the store keeps the tensor and the caller may write to the tensor.
             vector = vector.clone()
         memory = vector if self.store is None else self.store.put(vector, "activations")
         return Moved(memory, numel, form_of(tensor), tensor.device)

@@ -41,7 +41,7 @@ def moving_inputs(
 
 
 class _Hooks:
-    """Saved-tensor hooks that move activations in forward and restore them in backward."""
+    """Saved-tensor hooks that move activations in forward and back in backward."""
 
     def __init__(self, elsewhere: Elsewhere, arguments: Sequence[Any], results_too: bool) -> None:
         self.elsewhere = elsewhere

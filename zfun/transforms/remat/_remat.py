@@ -123,7 +123,7 @@ def remat(
             keeps one part (``R -> S``), and backward gathers the parts before recomputation. zfun
             compares the first tensor of each shape across these ranks, and every tensor with
             ``process_group(debug=True)``. May be combined with ``store``.
-        generators: random generators that ``fn`` uses without taking them as arguments. The default
+        generators: random generators of ``fn`` that are not arguments. The default
             generators of the CPU and of the inputs' devices, and generators among the arguments,
             are always restored.
 

@@ -1,4 +1,4 @@
-"""Keep the results that a policy chooses, and replay them when the block runs again.
+"""Keep the results that a policy chooses, and replay each when the block runs again.
 
 In forward a dispatch mode below autograd numbers the results and asks the policy about each. During
 recomputation a second mode counts along and returns the kept result instead of running the
@@ -99,7 +99,8 @@ class _Recording(_Mode):
         self.count += 1
         leaves, spec = tree.flatten(out)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        # A result drawn from a user's generator is not kept, because a replay would not advance it.
+        # Do not keep a result drawn from a user's generator: a replay would not advance the
+        # generator.
         if (
             tensors
             and kwargs.get("generator") is None

@@ -1,1 +1,1 @@
-"""Values and their placements: ``_redistribute`` chooses the collective, ``_describe`` says where each leaf lies."""
+"""Placements: ``_redistribute`` chooses the collective, ``_describe`` lists leaves and bytes."""

@@ -1,4 +1,4 @@
-"""What a value is, for people: every leaf with its place, and every byte."""
+"""A table of the leaves and bytes of a value."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ class Row:
     """One leaf of a described value.
 
     Attributes:
-        path: its tree path.
-        shape: its logical shape, whole.
-        dtype: its dtype, as it is kept: that of the buffer it lies in.
-        placement: ``"R"``, ``"P"``, ``"S"``, with the axis behind it where it is over one of a mesh
-            (``"S (inner)"``), or ``"local"`` for a tensor that is this rank's own.
-        bucket: index of its bucket, or ``None``.
-        here: the elements of it that this rank holds, as a slice of the ravelled leaf
-            ``(start, stop)``.
-        where: the device or the store that keeps it.
+        path: the tree path.
+        shape: the shape of the whole leaf.
+        dtype: the dtype of the buffer that holds the leaf.
+        placement: ``"R"``, ``"P"`` or ``"S"``, with the axis of a mesh (``"S (inner)"``), or
+            ``"local"`` for a tensor of this rank alone.
+        bucket: index of the bucket, or ``None``.
+        here: the elements that this rank holds, as a slice ``(start, stop)`` of the ravelled leaf.
+        where: the device or the store.
     """
 
     path: str
@@ -43,7 +42,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What :func:`describe` found; ``str()`` of it is a table.
+    """The result of :func:`describe`; ``str()`` gives a table.
 
     Attributes:
         rows: one for each leaf.
@@ -81,18 +80,19 @@ class Description:
 
 
 def describe(value: tree.Tree) -> Description:
-    """Say what a value is made of: every leaf's shape, dtype, placement and local slice, and the bytes on this rank.
+    """List shape, dtype, placement and local slice of every leaf, and the bytes on this rank.
 
     Args:
-        value: any tree of tensors, flats and handles of stores: parameters, gradients, an
-            optimizer's state, all of it.
+        value: a tree of tensors, flats and handles of stores, such as parameters, gradients and
+            the state of an optimizer.
 
     Returns:
-        The description; print it.
+        The description, to print.
 
     Example:
         >>> import zfun as zf
-        >>> print(zf.simulate(2, lambda group: zf.describe(zf.shard({"w": torch.ones(5, 8), "b": torch.ones(3)}, group)))[0])
+        >>> params = {"w": torch.ones(5, 8), "b": torch.ones(3)}
+        >>> print(zf.simulate(2, lambda group: zf.describe(zf.shard(params, group)))[0])
         leaf  shape  dtype    placement  bucket  here  where
         w     5x8    float32  S          0       0:40  cpu
         b     3      float32  S          0       0:0   cpu

@@ -67,18 +67,18 @@ def shard(
 
     Args:
         params: a tree of tensors that every rank holds whole, or a ``Flat`` with placement ``R``.
-        group: the ranks that share it: a group, a mesh, or the inner axis of one, whose rows then
-            hold the same.
+        group: the ranks that share the value: a group, a mesh, or the inner axis of a mesh, whose
+            rows then hold the same.
         bucket_bytes: where a bucket closes, in bytes; see :func:`zfun.layout.layout_of`.
-        persistence: leaves of at most so many elements lie in buckets of their own; give
+        persistence: leaves of at most this many elements lie in separate buckets; give
             :func:`zfun.shard_params` the same number.
-        init: ``"check"`` compares tree, shapes, dtypes and values across ranks before anything else
-            is sent; ``"broadcast"`` compares all but the values and takes rank 0's.
-        labels: ``label(path, leaf)``: leaves of different labels go into different buckets, as
-            :func:`zfun.optim.by_label` needs them.
-        order: paths of leaves, those used first in front, as :func:`zfun.planner.order_of_use`
-            finds them: in this order leaves lie in buckets. By default that of the tree. Ranks must
-            agree on the order; no bit of the result depends on it.
+        init: ``"check"`` compares tree, shapes, dtypes and values across ranks before any other
+            collective; ``"broadcast"`` compares all but the values and takes the values of rank 0.
+        labels: ``label(path, leaf)``: leaves of different labels go into different buckets, for
+            :func:`zfun.optim.by_label`.
+        order: paths of the leaves in the order of the buckets, such as the result of
+            :func:`zfun.planner.order_of_use`; by default the order of the tree. Ranks must agree on
+            the order; no bit of the result depends on the order.
 
     Returns:
         A ``Flat`` with placement ``S`` that shares no memory with ``params``.
@@ -101,7 +101,7 @@ def shard(
         flat = replicate(params, group)
         return flat.with_buffers((_own(buffer, group) for buffer in flat.buffers), S)
     layout, whole = _lay_out(params, group, bucket_bytes, persistence, init, labels, order)
-    # Bucket by bucket, so that one whole bucket exists beside the shards and not all of them.
+    # Bucket by bucket, so that one whole bucket at a time exists beside the shards.
     return Flat((_own(buffer, group) for buffer in whole), S, layout, group)
 
 
@@ -119,7 +119,7 @@ def replicate(
 
     Args:
         params: a tree of tensors that every rank holds whole.
-        group: the ranks that hold it.
+        group: the ranks that hold the value.
         bucket_bytes: where a bucket closes, in bytes.
         init: ``"check"`` or ``"broadcast"``, as in :func:`shard`.
         labels: as in :func:`shard`.
@@ -156,7 +156,7 @@ def _lay_out(
     labels: LabelFn | None,
     order: Sequence[str] | None,
 ) -> tuple[Layout, Iterator[Tensor]]:
-    """Return the layout of a tree that every rank holds, and its whole buckets, one after the other."""
+    """Return the layout of a replicated tree, and the whole buckets, one after the other."""
     if init not in ("check", "broadcast"):
         raise OptionError(f"init must be 'check' or 'broadcast'; got {init!r}")
     layout = check_agreement(
@@ -191,14 +191,14 @@ def check_agreement(
     order: Sequence[str] | None = None,
     values: bool = True,
 ) -> Layout:
-    """Compare a replicated tree across ranks with one small all-gather, before any other collective.
+    """Compare a replicated tree across ranks with one all-gather, before any other collective.
 
     Args:
         params: a tree of tensors.
-        group: the ranks that hold it; on a mesh all of its ranks do, whatever axis is given.
-        bucket_bytes: where a bucket closes; ranks must agree on it too.
-        persistence: which leaves lie in buckets of their own; on this too.
-        order: of the leaves in the buckets; on this too.
+        group: the ranks that hold the tree; for an axis of a mesh, all ranks of the mesh.
+        bucket_bytes: where a bucket closes; compared too.
+        persistence: the largest leaves of separate buckets; compared too.
+        order: of the leaves in the buckets; compared too.
         values: whether to compare the values as well.
 
     Returns:
@@ -212,9 +212,8 @@ def check_agreement(
         layout: Layout | ZfunError = layout_of(
             params, mesh_of(group).size, bucket_bytes, persistence, order
         )
-    except (
-        ZfunError
-    ) as error:  # The other ranks are told before this one raises, so that none waits for it.
+    except ZfunError as error:
+        # Tell the other ranks before this rank raises, so that no rank waits.
         layout = error
     if mesh_of(group).size > 1:
         entries = [
@@ -243,7 +242,7 @@ def check_agreement(
 
 
 def _order_in_words(order: Sequence[str] | None) -> str:
-    """Name the first leaves, and all of them by a number."""
+    """Name the first leaves, and add a checksum of all."""
     return (
         "that of the tree"
         if order is None
@@ -283,17 +282,17 @@ def unshard(value: Flat) -> tree.Tree:
 def gather(value: tree.Tree) -> tree.Tree:
     """Return whole parameters for use in a loss (``S -> R``), differentiably.
 
-    On a ``Flat`` this is one all-gather for each bucket, whose derivative is a reduce-scatter; it
-    composes with autograd and ``torch.func``. On a subtree of the lazy leaves that
-    :func:`zfun.shard_params` gives a loss, it gathers their buckets now: the explicit form, for a
-    block under ``torch.compile`` or a ``torch.func`` transform inside the loss.
+    On a ``Flat``, gather runs one all-gather for each bucket. The derivative is a reduce-scatter,
+    so gather composes with autograd and ``torch.func``. On a subtree of the lazy leaves of
+    :func:`zfun.shard_params`, gather loads the buckets at once, for a block under
+    ``torch.compile`` or a ``torch.func`` transform inside the loss.
 
     Args:
         value: a ``Flat``, or a tree of lazy leaves and tensors.
 
     Returns:
-        A tree of whole tensors. Those of lazy leaves may be memory of the parameters: ``clone()``
-        what is kept.
+        A tree of whole tensors. Tensors of lazy leaves may be memory of the parameters, so
+        ``clone()`` before you keep one.
 
     Raises:
         PlacementError: the flat is partial.
@@ -320,10 +319,10 @@ def gather(value: tree.Tree) -> tree.Tree:
 def gather_for(
     value: Flat, dtype: torch.dtype | None, codec: compression.Codec | None
 ) -> tree.Tree:
-    """Return whole parameters, differentiably, as a loss sees them that computes in a dtype and gathers in a format."""
+    """Gather parameters differentiably with a codec, in the dtype of a loss."""
     coded = Flat((), value.placement, value.layout, value.group, codec=codec, life=value.life)
     whole = gather(coded)
-    # Not before the gather: its derivative sums over the ranks, and must not do that in few bits.
+    # Cast after the gather, because the derivative of the gather must sum in the wider dtype.
     return whole if dtype is None else cast_leaves(whole, dtype)
 
 
@@ -350,8 +349,8 @@ def redistribute(
     To ``P``: rank 0 keeps a replicated value and the others zero; a sharded one is padded with
     zeros. Nothing is sent.
 
-    On a mesh a value may go from one group of it to another. What is sharded over the inner axis is
-    replicated over the outer one, and a partial value is one term for every rank of the mesh:
+    On a mesh a value may go from one group to another. A value that is sharded over the inner axis
+    is replicated over the outer one, and a partial value has one term for every rank of the mesh:
 
     ================ ========================================== ==================
     from             to ``S`` over the inner axis               to ``S`` over all
@@ -366,20 +365,20 @@ def redistribute(
         value: a ``Flat``.
         placement: the placement to reach.
         group: the group of ``value``, or on a mesh another group of the same mesh.
-        name: what it is, in records and errors.
-        donate: let a sum over the ranks be written over ``value``, or ``value`` be freed on the
-            way; it must not be used again.
-        zero_copy: let what is gathered show the shards where they lie; nobody writes to them before
-            ``collectives.await_readers``.
-        into: a value of that placement, layout and dtype that is given up: what is gathered may be
-            written over it. ``value`` may be slices of its buffers.
+        name: of the value, in records and errors.
+        donate: overwrite ``value`` with the sum, or free ``value`` early; ``value`` is dead
+            afterwards.
+        zero_copy: let the gathered buffers show the memory of the shards; call
+            ``collectives.await_readers`` before you write to a shard.
+        into: a dead value of the target placement, layout and dtype, whose buffers the gather may
+            overwrite. ``value`` may be slices of these buffers.
 
     Returns:
         A ``Flat`` with that placement over ``group``; the same one where nothing changes.
 
     Raises:
-        PlacementError: ``value`` is not a ``Flat`` over ``group`` or its mesh, or it should become
-            sharded over an outer axis, or partial over an axis.
+        PlacementError: ``value`` is not a ``Flat`` over ``group`` or the mesh of ``group``, or the
+            target is sharded over an outer axis, or partial over an axis.
 
     Example:
         >>> import zfun as zf
@@ -392,7 +391,7 @@ def redistribute(
     _check_target(value, placement, group)
     given, value = value, stores.resident(value)
     if donate and value is not given:
-        # What was in a store is let go of there, so that it does not outlive what has been fetched.
+        # Free the buffers in the store, because the fetched copies replace the stored buffers.
         given.life.discard(f"redistribute({name!r}, donate=True) at {call_site()}")
     here, mesh = value.group, mesh_of(group)
     match value.placement, placement:
@@ -410,7 +409,7 @@ def redistribute(
                 group,
             )
         case Placement.SHARDED, Placement.PARTIAL:
-            # Of what is replicated over the rows, the first row keeps it.
+            # All rows hold the value, so only the first row contributes to the sum.
             kept = here is mesh or not isinstance(mesh, Mesh) or mesh.outer.rank == 0
             buffers = (
                 _embed(buffer if kept else torch.zeros_like(buffer), here)
@@ -462,7 +461,7 @@ def _check_target(value: Flat, placement: Placement, group: Group) -> None:
 
 
 def needs_autograd(buffers: tuple[Any, ...]) -> bool:
-    """Whether a derivative is being taken through these buffers: by autograd, or by a ``torch.func`` transform."""
+    """Whether autograd or a ``torch.func`` transform differentiates through these buffers."""
     if torch._C._functorch.maybe_current_level() is not None:
         return True
     return torch.is_grad_enabled() and any(
@@ -470,8 +469,7 @@ def needs_autograd(buffers: tuple[Any, ...]) -> bool:
     )
 
 
-# How many buckets may be under way at once: enough that the next is on its way while this one
-# arrives.
+# Collectives in flight: one that runs while the next starts.
 MAX_UNDER_WAY = 2
 
 _EXACT = {
@@ -498,7 +496,7 @@ def _communicate(
     zero_copy: bool = False,
     into: Flat | None = None,
 ) -> Flat:
-    """Do a collective over one group, and return what is then placed over another one."""
+    """Run a collective over one group, and return the value with a placement over another group."""
     layout = value.layout
     if (mesh_of(over) if isinstance(op, ReduceScatter) else over).size == 1:
         return value.with_buffers(value.buffers, placement, group)
@@ -512,11 +510,11 @@ def _communicate(
     buffers = list(value.buffers)
     if donate:
         value.life.discard(f"redistribute({name!r}, donate=True) at {call_site()}")
-    # Peers may still read an input when this rank has the sum, and old values where they lie.
+    # In shared memory peers may still read inputs and old values after this rank has the sum.
     shares = is_symmetric(mesh_of(over))
     in_place = donate and isinstance(op, AllReduce) and not shares
     zero_copy = zero_copy and shares and over is group
-    rooms = (
+    reused = (
         [None] * len(buffers)
         if into is None or shares or into.layout != layout
         else list(into.buffers)
@@ -529,8 +527,7 @@ def _communicate(
             out.append(pending.pop(0).wait())
 
     for index in range(len(buffers)):
-        # A pending collective owns its input: with nobody else to hold it, the input is freed as
-        # soon as the sum is there.
+        # Keep no reference, so that the input is freed as soon as the sum is there.
         buffer, buffers[index] = buffers[index], None
         call = Collective(op, name, layout.label(index), stream)
         if value.codec is not None and buffer.is_floating_point():
@@ -540,28 +537,29 @@ def _communicate(
                 )
             )
         elif isinstance(op, ReduceScatter):
-            # Over an inner axis the sum over the row is where the sum over the mesh will be.
-            room = (
+            # Over an inner axis the buffer of the sum over the row receives the sum over the mesh.
+            target = (
                 None
                 if axis_of(over)
                 else allocate(over, buffer.numel() // over.size, buffer.dtype, buffer.device)
             )
-            pending.append(start_reduce_scatter_over(over, call, buffer, room))
+            pending.append(start_reduce_scatter_over(over, call, buffer, target))
         elif zero_copy:
             pending.append(over.start(dataclasses.replace(call, zero_copy=True), buffer))
         else:
-            room = buffer if in_place else rooms[index]
+            target = buffer if in_place else reused[index]
             pending.append(
                 over.start(
-                    call, buffer, room if room is not None and room.dtype == buffer.dtype else None
+                    call,
+                    buffer,
+                    target if target is not None and target.dtype == buffer.dtype else None,
                 )
             )
         del buffer
         pending[-1] = noted(
             pending[-1], name, "gather" if isinstance(op, AllGather) else "sum", layout, index
         )
-        # What is read where it lies is under way only while it is waited for: the rooms of the next
-        # sums would stand empty.
+        # A reduce-scatter in shared memory runs inside wait(); a second one would only hold memory.
         settle(0 if shares and isinstance(op, ReduceScatter) else MAX_UNDER_WAY)
     settle(0)
     return value.with_buffers(out, placement, group)
@@ -577,7 +575,7 @@ def _differentiable(op: Op, buffer: Tensor, over: Group, form: compression.Codec
         return send(op.kind, buffer, over)
     if isinstance(op, ReduceScatter):
         return send("all_reduce", send("reduce_scatter", buffer, over), mesh.outer)
-    # What the rows hold in common is one value: its gradient is the sum over them.
+    # The rows hold one value in common, so the gradient is the sum over the rows.
     return send(
         "all_gather",
         buffer if over is mesh.outer else collectives.replicated(buffer, mesh.outer),
@@ -591,7 +589,7 @@ def _slice(buffer: Tensor, group: Group) -> Tensor:
 
 
 def _own(buffer: Tensor, group: Group) -> Tensor:
-    """Copy this rank's piece of a whole buffer to where the others can look at it."""
+    """Copy this rank's piece of a whole buffer into a symmetric buffer."""
     piece = _slice(buffer, group)
     return allocate(group, piece.numel(), piece.dtype, piece.device).copy_(piece)
 
