@@ -1,10 +1,10 @@
-"""Plans of a step, found without taking it, and the profile of a real one.
+"""Plans of a step, found without running the step, and the profile of a real step.
 
 ==============  ================================================================================
 before a step   ``_trace`` (the order of use), ``_explain`` with ``_price`` (messages) and
                 ``_timeline``; ``_memory``, which runs the step on tensors without numbers
                 (``_abstract``)
-after it        ``_profile``
+after a step    ``_profile``
 ==============  ================================================================================
 """
 

@@ -1,4 +1,4 @@
-"""What a schedule sends, and what hides it: the price of data."""
+"""The messages of a schedule, their bytes, and the computation that each overlaps with."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ __all__ = ["Accumulation", "Explanation", "Message", "explain", "reductions_of"]
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One collective of a step, or what it is on one axis of a mesh.
+    """One collective of a step, on one axis of a mesh or over a whole group.
 
     Attributes:
         kind: ``"all_gather"`` or ``"reduce_scatter"``; on a mesh also ``"all_reduce"``, with a
             codec ``"all_to_all"``.
         name: ``"params"`` or ``"grads"``, as in the records of :func:`zfun.record`.
         bucket: index of the bucket.
-        label: its name.
+        label: name of the bucket.
         phase: ``"start"`` (once after each change of the parameters), ``"forward"`` or
             ``"backward"``.
-        sent_bytes: what each rank sends.
-        overlaps: the buckets whose use it runs beside; it is waited for at once where there is
-            none, as what follows on a second axis is.
+        sent_bytes: bytes that each rank sends.
+        overlaps: the buckets whose use runs beside the collective; empty where the rank waits at
+            once, as for the second axis of a mesh.
         axis: of a mesh: ``"inner"`` or ``"outer"``; else ``""``.
     """
 
@@ -44,10 +44,10 @@ class Message:
 
 
 class Accumulation(NamedTuple):
-    """What one order of accumulation and reduction costs each rank in a step.
+    """Bytes of each rank in a step, for one order of accumulation and reduction.
 
     Attributes:
-        order: how it is written.
+        order: the composition, as Python source.
         sent_bytes: parameters and gradients, all micro-batches together.
         held_bytes: the sum of the gradients that is kept between micro-batches.
     """
@@ -59,14 +59,14 @@ class Accumulation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What a step of a schedule sends and holds; ``print`` it.
+    """The messages and the memory of a step of a schedule; ``print`` shows a table.
 
     Attributes:
         messages: in the order in which they are started.
         peak_live: the largest number of elements that are gathered at once, padding included.
-        peak_bytes: the same in bytes, at its own worst moment.
+        peak_bytes: the largest number of bytes; the two maxima may be at different moments.
         accumulation: both orders of :func:`zfun.accumulate` and :func:`zfun.shard_grads`.
-        num_micro_batches: for which ``accumulation`` is.
+        num_micro_batches: the number that ``accumulation`` was computed for.
     """
 
     messages: tuple[Message, ...]
@@ -76,7 +76,12 @@ class Explanation:
     num_micro_batches: int
 
     def bytes_sent(self, name: str | None = None, *, axis: str | None = None) -> int:
-        """Return what each rank sends in a step of one batch: all, or ``"params"`` or ``"grads"`` alone, on all axes or on one."""
+        """Return the bytes that each rank sends in a step of one batch.
+
+        Args:
+            name: ``"params"`` or ``"grads"``; by default both.
+            axis: ``"inner"`` or ``"outer"`` of a mesh; by default both.
+        """
         return sum(
             m.sent_bytes for m in self.messages if name in (None, m.name) and axis in (None, m.axis)
         )
@@ -112,20 +117,20 @@ def explain(
     group: Group | None = None,
     compression: Compression | None = None,
 ) -> Explanation:
-    """List what a step sends, in which order, and what it runs beside.
+    """List the messages of a step in order, with the computation that each overlaps with.
 
     Args:
         schedule: made by :func:`zfun.planner.schedule`.
         num_micro_batches: the number to price both orders of accumulation for.
-        group: a mesh or the inner axis of one, where the parameters are sharded over that; an
-            abstract one will do. Trace with the same.
+        group: the mesh, or the inner axis of a mesh, that the parameters are sharded over; may be
+            an abstract group. Trace with the same group.
         compression: codecs for gathers of parameters and sums of gradients, as :func:`zfun.zero`
             takes them.
 
     Returns:
-        The messages of a step with one batch, and the two prices. What the ranks say to each other
-        beside them (loss, norm, votes) is not counted, nor are frozen buckets that persist: they
-        are gathered once and for all.
+        The messages of a step with one batch, and the bytes of both orders of accumulation. The
+        loss, the norm and the divergence check are not counted. Frozen persistent buckets are not
+        counted either, because they are gathered only once.
 
     Raises:
         OptionError: there is no micro-batch, or the schedule is of another group.
@@ -133,7 +138,8 @@ def explain(
     Example:
         >>> import torch, zfun as zf
         >>> params = {"a": torch.ones(64), "b": torch.ones(64, 64)}
-        >>> trace = zf.planner.trace(lambda p, x: torch.tanh(x * p["a"]) @ p["b"].sum(1), params, torch.ones(64), 4, bucket_bytes=1)
+        >>> loss = lambda p, x: torch.tanh(x * p["a"]) @ p["b"].sum(1)
+        >>> trace = zf.planner.trace(loss, params, torch.ones(64), 4, bucket_bytes=1)
         >>> print(zf.planner.explain(zf.planner.schedule(trace), num_micro_batches=2))
         phase     collective      of           bytes   runs beside the use of
         forward   all_gather      bucket 0: a  384     nothing
@@ -147,7 +153,8 @@ def explain(
         2 micro-batches, shard_grads(accumulate(vg)): 63,360 bytes sent, 16,896 bytes of gradients held
         >>> mesh = zf.split(zf.collectives.abstract_group(4), inner=2)
         >>> made = zf.planner.schedule(trace, zf.ScheduleOptions(secondary=True))
-        >>> found = zf.planner.explain(made, group=mesh, compression=zf.Compression(params=zf.compression.int8()))
+        >>> short = zf.Compression(params=zf.compression.int8())
+        >>> found = zf.planner.explain(made, group=mesh, compression=short)
         >>> found.bytes_sent("params", axis="outer"), found.bytes_sent("params", axis="inner")
         (1076, 10600)
     """
@@ -194,7 +201,7 @@ def _check_group(schedule: Schedule, group: Group) -> None:
 
 
 class _Prices(NamedTuple):
-    """How things are sent."""
+    """The groups and codecs of the messages."""
 
     group: Group
     secondary: Group | None
@@ -204,7 +211,7 @@ class _Prices(NamedTuple):
     def gather(self, bucket: TracedBucket, phase: Phase) -> list[Hop]:
         codec = self.codec_of_params if bucket.is_floating else None
         if phase == "backward" and self.secondary is not None:
-            # What was kept of the bucket as it came.
+            # The secondary shard is a part of the bucket as the first gather delivered the bucket.
             itemsize = bucket.sent_itemsize if codec is None else bucket.itemsize
             return price_of_gather(
                 bucket.numel // self.secondary.size, itemsize, self.secondary, None
@@ -260,7 +267,10 @@ def _uses(schedule: Schedule, start: int, end: int) -> tuple[int, ...]:
 
 
 def reductions_of(schedule: Schedule) -> dict[int, list[tuple[int, int]]]:
-    """Return at which step each reduction starts, and at which it is waited for, as the reducer orders them: from the last bucket on."""
+    """Map the step at which a reduction starts to pairs of a bucket and the step that waits.
+
+    The reducer starts reductions from the last bucket to the first.
+    """
     todo = [b for b, bucket in enumerate(schedule.trace.buckets) if bucket.grad_itemsize]
     ready: set[int] = set()
     in_flight: list[tuple[int, int]] = []

@@ -12,12 +12,12 @@ The first rule that applies names a storage:
 1. A leaf of the state before or after the step is ``params`` or ``optimizer``.
 2. A collective of parameters reads and writes ``gathered``, one of gradients ``gradients``.
 3. A copy of these has their name.
-4. The rest is named by the time at which it was made: ``activations`` in the loss, ``gradients`` in
+4. The phase in which a storage was made names the rest: ``activations`` in the loss, ``gradients`` in
    backward, ``work`` outside of both.
 
 Not counted: storages of fewer than 512 bytes, which no allocator of a device hands out; the
-integers by which ranks agree; the room of fixed size that a kernel works in; the batch, which the
-caller owns.
+integers that ranks compare; the fixed-size scratch memory of a kernel; the batch, which the caller
+owns.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """The bytes of a rank in the course of a step; ``print`` it. Made by :func:`live_bytes`.
+    """The bytes of a rank in the course of a step, made by :func:`live_bytes`.
 
     Attributes:
         kept: between steps.
@@ -143,8 +143,8 @@ class _Event(NamedTuple):
 class Meter(TorchDispatchMode):
     """A context that follows the storages of all tensors that this thread makes, real or fake ones.
 
-    It has the effect of ``torch.no_grad()`` outside of :func:`zfun.value_and_grad`: so the loss is
-    told from the rest of a step.
+    Outside of :func:`zfun.value_and_grad` the context has the effect of ``torch.no_grad()``, so the
+    meter can tell the loss from the rest of a step.
 
     Args:
         device: where the loss is computed; bytes elsewhere count as host memory.
@@ -306,7 +306,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _born() -> tuple[str, str]:
-    """Return in which phase of a step this is, and the name of a buffer that is made in it."""
+    """Return the phase of a step, and the name of a buffer that is made in this phase."""
     is_backward = torch._C._current_graph_task_id() != -1
     if torch.is_grad_enabled():
         return " in backward, again" if is_backward else " in forward", "activations"
@@ -315,7 +315,7 @@ def _born() -> tuple[str, str]:
 
 @final
 class _Watched(Group):
-    """A group whose collectives hold their input and their result until they are waited for."""
+    """A group whose collectives hold their input and their result until ``wait()``."""
 
     def __init__(self, group: Group, meter: Meter) -> None:
         self.rank, self.size = group.rank, group.size
@@ -324,8 +324,8 @@ class _Watched(Group):
     def start(self, call: Collective, x: Tensor, out: Tensor | None = None) -> Work:
         x = x.detach()
         with self._meter.paused():
-            # A simulated group copies its messages. The other ranks never see these two buffers, so
-            # that they are freed when this rank lets go of them.
+            # A simulated group copies messages. The other ranks never see these two buffers, which
+            # are freed as soon as this rank drops the references.
             numel = call.op.output_numel(x.numel(), self.size)
             result = x.new_empty(numel) if out is None else out
             pending = self._group.start(call, x)
@@ -368,7 +368,7 @@ def live_bytes(
             with ``init(params) -> state`` and ``step(state, batch) -> (state, info)``.
             ``state.opt_state`` counts as the optimizer's, the rest of the state as parameters.
         params: a tree of tensors, of which shapes and dtypes count; ``meta`` tensors will do.
-        batch: the batch of a rank; of its tensors, too, only shapes and dtypes count.
+        batch: the batch of a rank, of which only shapes and dtypes count.
         size: the number of ranks.
         rank: the rank to describe.
         steps: the number of steps to take, of which the last is described. The first step learns

@@ -1,9 +1,9 @@
-"""What each rank sends for a gather or a sum, hop by hop: closed forms.
+"""Bytes that each rank sends for a gather or a sum, hop by hop: closed forms.
 
-They are written down from what a mesh and a codec are ([Note: two axes], [Note: what travels]), and
-a test holds them to what real steps send. Both price functions take elements, the bytes of each as
-it is sent exactly, a group (a mesh or the inner axis of one, too), and in which format it is sent;
-they return the hops in order.
+The formulae follow from the definitions of a mesh and a codec ([Note: two axes], [Note: what
+travels]), and a test compares the results with the messages of real steps. Both functions take the
+number of elements, the bytes of an exact element, a group (possibly a mesh or the inner axis of a
+mesh) and a codec, and return the hops in order.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ __all__ = ["Hop", "price_of_gather", "price_of_sum"]
 
 
 class Hop(NamedTuple):
-    """A collective over one axis, or over a group that has none.
+    """A collective over one axis, or over a group without axes.
 
     Attributes:
-        kind: what is done.
+        kind: kind of the collective.
         axis: ``"inner"`` or ``"outer"`` of a mesh, else ``""``.
-        sent_bytes: what each rank sends.
+        sent_bytes: bytes that each rank sends.
     """
 
     kind: str
@@ -45,8 +45,9 @@ def price_of_gather(numel: int, itemsize: int, group: Group, codec: Codec | None
 
     Example:
         >>> from zfun.collectives import abstract_group, split
-        >>> price_of_gather(64, 4, split(abstract_group(6), inner=3), None)
-        [Hop(kind='all_gather', axis='outer', sent_bytes=256), Hop(kind='all_gather', axis='inner', sent_bytes=1024)]
+        >>> hops = price_of_gather(64, 4, split(abstract_group(6), inner=3), None)
+        >>> [(hop.axis, hop.sent_bytes) for hop in hops]
+        [('outer', 256), ('inner', 1024)]
     """
     nbytes = numel * itemsize if codec is None else codec.message_bytes(numel)
     if not isinstance(group, Mesh):
@@ -60,8 +61,9 @@ def price_of_sum(numel: int, itemsize: int, group: Group, codec: Codec | None) -
 
     Example:
         >>> from zfun.collectives import abstract_group, split
-        >>> price_of_sum(192, 4, split(abstract_group(6), inner=3).inner, None)
-        [Hop(kind='reduce_scatter', axis='inner', sent_bytes=512), Hop(kind='all_reduce', axis='outer', sent_bytes=256)]
+        >>> hops = price_of_sum(192, 4, split(abstract_group(6), inner=3).inner, None)
+        >>> [(hop.kind, hop.sent_bytes) for hop in hops]
+        [('reduce_scatter', 512), ('all_reduce', 256)]
     """
     mesh = mesh_of(group)
     if not isinstance(mesh, Mesh):
@@ -72,8 +74,8 @@ def price_of_sum(numel: int, itemsize: int, group: Group, codec: Codec | None) -
         return _sent([first, _scatter(row, itemsize, mesh.outer, codec)])
     if codec is None:
         return _sent([first, _hop(AllReduce(), mesh.outer, row * itemsize, itemsize)])
-    # An all-reduce in few bits: each rank of the column sums a piece, and all of them gather the
-    # sums, written anew.
+    # A compressed all-reduce: each rank of the column sums one piece, and all ranks gather the
+    # sums, which are encoded again.
     piece = -(-row // mesh.outer.size)
     return _sent(
         [
@@ -95,5 +97,5 @@ def _hop(op: Op, group: Group, nbytes: int, itemsize: int) -> Hop:
 
 
 def _sent(hops: list[Hop]) -> list[Hop]:
-    """Leave out axes of one rank, on which nothing goes."""
+    """Leave out axes of one rank, which send nothing."""
     return [hop for hop in hops if hop.sent_bytes] or hops[:1]

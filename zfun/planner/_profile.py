@@ -1,4 +1,4 @@
-"""What a real step does, and when: gathers, uses, releases, sums and the optimizer, with their times."""
+"""The profile of a real step: gathers, uses, releases, sums and the optimizer, with times."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ __all__ = ["Noted", "Profile", "profile"]
 
 @dataclass(slots=True)
 class Profile(Notes):
-    """What a rank did while :func:`profile` watched.
+    """The events of a rank inside :func:`profile`.
 
     Attributes:
-        events: in the order in which they ended.
+        events: in the order of their ends.
         labels: names of the buckets.
     """
 
     def timeline(self) -> Timeline:
         """Return the times as bars.
 
-        A gather or a sum lasts from its start until this rank has waited for it: it may have been
-        there before. Between two uses the time belongs to the first of them, less that for which
-        the rank waited or started collectives.
+        A gather or a sum lasts from the start until the end of this rank's wait; the result may
+        have been complete before. The time between two uses belongs to the first use, minus the
+        time in which the rank waited for collectives or started collectives.
         """
         spans = [
             *_computed(self.events),
@@ -51,13 +51,13 @@ class Profile(Notes):
 
 @contextlib.contextmanager
 def profile() -> Iterator[Profile]:
-    """Note what this rank gathers, uses, releases and sums in a step, and when; as a context.
+    """Record the gathers, uses, releases and sums of this rank with their times; as a context.
 
     A step is a loss and its gradient, the optimizer, and the gathers of new parameters at stages 1
     and 2. :func:`zfun.planner.timeline` lays a planned step out in the same picture and the same
-    trace for Perfetto. Only a step that is watched costs more: the loss gets every parameter as a
-    lazy leaf, on one rank alone too. Times are the host's: on a CUDA device nothing waits for
-    running kernels.
+    trace for Perfetto. A step inside the context costs more, because the loss gets every parameter
+    as a lazy leaf, even on one rank. Times are those of the host; on a CUDA device no event waits
+    for running kernels.
 
     Returns:
         A context whose value is the :class:`zfun.planner.Profile`.
@@ -65,14 +65,19 @@ def profile() -> Iterator[Profile]:
     Example:
         >>> import torch, zfun as zf
         >>> def main(group):
-        ...     zero = zf.zero(3, lambda p, x: (x @ p["a"] @ p["b"]).sum(), zf.optim.sgd(0.1), group, bucket_bytes=1)
+        ...     loss = lambda p, x: (x @ p["a"] @ p["b"]).sum()
+        ...     zero = zf.zero(3, loss, zf.optim.sgd(0.1), group, bucket_bytes=1)
         ...     state = zero.init({"a": torch.ones(8, 8), "b": torch.ones(8, 8)})
         ...     state, _ = zero.step(state, torch.ones(8))  # the first step learns the order
         ...     with zf.planner.profile() as found:
         ...         zero.step(state, torch.ones(8))
-        ...     return [f"{e.kind} {e.bucket}" for e in found.events if e.phase == "forward" and e.kind != "end"]
-        >>> zf.simulate(2, main)[0]
-        ['gather 0', 'gather 1', 'gathered 0', 'use 0', 'release 0', 'gathered 1', 'use 1', 'release 1']
+        ...     events = [e for e in found.events if e.phase == "forward" and e.kind != "end"]
+        ...     return [f"{event.kind} {event.bucket}" for event in events]
+        >>> events = zf.simulate(2, main)[0]
+        >>> events[:4]
+        ['gather 0', 'gather 1', 'gathered 0', 'use 0']
+        >>> events[4:]
+        ['release 0', 'gathered 1', 'use 1', 'release 1']
     """
     found = Profile()
     token = watching.set(found)
@@ -83,7 +88,7 @@ def profile() -> Iterator[Profile]:
 
 
 def _computed(events: Sequence[Noted]) -> Iterator[Span]:
-    """The time between uses, and that of passes and of the optimizer, less that of what this rank did for other ranks in it."""
+    """Yield bars of computation: uses, passes and the optimizer, minus the time of collectives."""
     turns = [event for event in events if event.kind in ("use", "end")]
     busy = sorted(
         (event.start, event.end)
@@ -114,7 +119,7 @@ def _pieces(
 
 
 def _transfers(events: Sequence[Noted], begun: What, done: What) -> Iterator[Span]:
-    """From each start to the end of the wait for it."""
+    """Yield bars from the start of each collective to the end of the wait."""
     started: dict[int, list[Noted]] = {}
     for event in events:
         if event.kind == begun:

@@ -1,4 +1,4 @@
-"""When what happens, and how much is gathered meanwhile: pictures of schedules."""
+"""Schedules in time: bars of computation and collectives, and the bytes that are gathered."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Span(NamedTuple):
 
     Attributes:
         lane: ``"compute"``, ``"gather"`` or ``"reduce"``.
-        name: what it is.
-        bucket: of which bucket; -1 where that is not known.
-        start: when it begins.
-        end: when it ends.
+        name: phase, and the bucket where there is one.
+        bucket: index of the bucket; -1 where the bar belongs to no single bucket.
+        start: time of the beginning.
+        end: time of the end.
     """
 
     lane: str
@@ -37,7 +37,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """When what happens, and how much is gathered meanwhile.
+    """Bars of computation and collectives in time, and the bytes that are gathered meanwhile.
 
     Attributes:
         spans: the bars.
@@ -53,14 +53,18 @@ class Timeline:
 
     @property
     def duration(self) -> float:
-        """When the last bar ends."""
+        """The time at which the last bar ends."""
         return max((span.end for span in self.spans), default=0.0)
 
     def chrome_trace(self) -> dict[str, Any]:
-        """Return it in the trace event format that Perfetto and ``chrome://tracing`` read; a unit of time is a millisecond there.
+        """Return the bars in the trace event format of Perfetto and ``chrome://tracing``.
+
+        A unit of time becomes a millisecond.
 
         Example:
-            >>> Timeline((Span("compute", "forward 0", 0, 0.0, 1.0),), ((0.0, 256),), "unit", ("h",)).chrome_trace()["traceEvents"][-1]
+            >>> span = Span("compute", "forward 0", 0, 0.0, 1.0)
+            >>> found = Timeline((span,), ((0.0, 256),), "unit", ("h",))
+            >>> found.chrome_trace()["traceEvents"][-1]
             {'name': 'gathered', 'ph': 'C', 'pid': 0, 'ts': 0.0, 'args': {'bytes': 256}}
         """
         scale = 1e6 if self.unit == "s" else 1e3
@@ -95,7 +99,7 @@ class Timeline:
         return path
 
     def draw(self) -> Any:
-        """Draw it with matplotlib (``pip install "zfun[demo]"``), and return the figure."""
+        """Draw the bars with matplotlib (``pip install "zfun[demo]"``), and return the figure."""
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(10, 4), layout="constrained")
@@ -169,7 +173,7 @@ class Timeline:
 
 
 def _rows(spans: Sequence[Span]) -> list[tuple[str, int]]:
-    """Say in which row of its lane each bar lies: the first one in which no other lies at that time."""
+    """Return the lane and row of each bar: the first row of the lane that is free at that time."""
     ends: dict[tuple[str, int], float] = {}
     rows = [("", 0)] * len(spans)
     for place in sorted(range(len(spans)), key=lambda place: spans[place].start):
@@ -190,21 +194,20 @@ def timeline(
     reduce_cost: float = 0.5,
     backward_cost: float = 2.0,
 ) -> Timeline:
-    """Lay a schedule out in time, under a model: what waits for what, and how long each thing takes.
+    """Lay a schedule out in time, under a model of the durations.
 
-    Gathers, reductions and computation each go one after the other, and beside each other. A gather
-    starts when the computation before it in the schedule has ended; a use waits for its gather. One
-    bucket's forward computation takes as many units as it has elements.
+    Gathers, reductions and computation are three queues that run beside each other. A gather starts
+    at the end of the computation that precedes the gather in the schedule; a use waits for the
+    gather of the bucket. The forward computation of a bucket takes one unit for each element.
 
     Args:
-        schedule: what :func:`zfun.planner.schedule` made.
-        gather_cost: how long it takes to gather an element, in units of computing forward through
-            it.
-        reduce_cost: the same for reducing it.
-        backward_cost: the same for computing backward through it.
+        schedule: made by :func:`zfun.planner.schedule`.
+        gather_cost: time to gather an element, in units of the forward time of an element.
+        reduce_cost: time to reduce an element.
+        backward_cost: time of backward for an element.
 
     Returns:
-        The timeline, in units; nothing of it is measured.
+        The timeline, in units of the model, not measured.
 
     Raises:
         OptionError: a negative cost.
@@ -213,9 +216,12 @@ def timeline(
         >>> import torch, zfun as zf
         >>> params = [torch.ones(64, 64) for _ in range(4)]
         >>> chain = lambda p, x: (x @ p[0] @ p[1] @ p[2] @ p[3]).sum()
-            >>> trace = zf.planner.trace(chain, params, torch.ones(1, 64), 4, bucket_bytes=1)
-        >>> [round(zf.planner.timeline(zf.planner.schedule(trace, zf.ScheduleOptions(prefetch=n))).duration / 64**2, 2) for n in (0, 1, 2)]
-            [15.0, 12.5, 12.5]
+        >>> trace = zf.planner.trace(chain, params, torch.ones(1, 64), 4, bucket_bytes=1)
+        >>> def duration(prefetch):
+        ...     made = zf.planner.schedule(trace, zf.ScheduleOptions(prefetch=prefetch))
+        ...     return zf.planner.timeline(made).duration / 64**2
+        >>> [duration(prefetch) for prefetch in (0, 1, 2)]
+        [15.0, 12.5, 12.5]
     """
     for name, cost in (
         ("gather_cost", gather_cost),
@@ -229,7 +235,7 @@ def timeline(
 
 @dataclass(slots=True)
 class _Clock:
-    """Walks through a schedule with a watch for each lane."""
+    """Walks through a schedule with one clock for each lane."""
 
     schedule: Schedule
     gather_cost: float
@@ -269,8 +275,8 @@ class _Clock:
                 and ("forward", step.bucket) in used
                 and ("backward", step.bucket) not in used
             ):
-                # Backward needed no value of it: the gradient of its leaves is made, and none of
-                # what came before.
+                # Backward computes the gradients of the leaves without the values of the bucket,
+                # and no gradient of the inputs.
                 self._span(
                     free, "compute", step.phase, step.bucket, 0.0, numel * self.backward_cost / 2
                 )

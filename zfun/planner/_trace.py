@@ -1,4 +1,4 @@
-"""Find out what a loss uses, in which order, without any data."""
+"""The order in which a loss uses parameters, without any data."""
 
 from __future__ import annotations
 
@@ -41,25 +41,25 @@ def trace(
     labels: LabelFn | None = None,
     reduce_dtype: torch.dtype | None = None,
 ) -> Trace:
-    """Run a loss and its gradient on fake tensors, and return what it uses, in which order, forward and backward.
+    """Run a loss and the gradient on fake tensors, and return the buckets that they use, in order.
 
-    Nothing is computed and nothing is sent: parameters may be on the ``meta`` device, and there may
-    be any number of ranks.
+    The ranks compute nothing and send nothing, so parameters may be on the ``meta`` device, and the
+    number of ranks is free.
 
     Args:
         loss: ``(params, batch) -> scalar`` or ``(scalar, aux)``, written for whole parameters;
-            :func:`zfun.cast` may stand around it.
-        params: a tree of tensors; only their shapes and dtypes count, and which are tied.
-        batch: a batch of a rank; of its tensors, too, only shapes and dtypes count.
-        size: the number of ranks that share the parameters, or a group of as many: a mesh, or the
-            inner axis of one. Nothing is sent there.
+            may be wrapped in :func:`zfun.cast`.
+        params: a tree of tensors, of which only shapes, dtypes and ties count.
+        batch: the batch of a rank, of which only shapes and dtypes count.
+        size: the number of ranks that share the parameters, or a group of that size, such as a mesh
+            or the inner axis of a mesh. The group sends nothing.
         trainable: which leaves are trained, by path and leaf; by default all.
-        bucket_bytes: where a bucket closes, in bytes.
-        persistence: leaves of at most so many elements lie in buckets of their own.
-        order: of the leaves in the buckets, as :func:`zfun.layout.layout_of` takes it.
-        labels: of trained leaves, those of different labels in different buckets, as
-            :func:`zfun.shard` takes it.
-        reduce_dtype: of the gradients, as :func:`zfun.data_parallel` takes it; by default that of
+        bucket_bytes: size at which a bucket closes, in bytes.
+        persistence: leaves of at most this many elements lie in separate, persistent buckets.
+        order: of the leaves in the buckets, as in :func:`zfun.layout.layout_of`.
+        labels: labels of trained leaves; leaves with different labels lie in different buckets, as
+            in :func:`zfun.shard`.
+        reduce_dtype: of the gradients, as in :func:`zfun.data_parallel`; by default the dtype of
             the parameters, float32 for half types.
 
     Returns:
@@ -67,9 +67,10 @@ def trace(
 
     Example:
         >>> import zfun as zf
-        >>> params = {"in": torch.empty(8, 64, device="meta"), "out": torch.empty(64, device="meta")}
+        >>> empty = lambda *shape: torch.empty(shape, device="meta")
+        >>> params = {"in": empty(8, 64), "out": empty(64)}
         >>> loss = lambda p, x: (torch.tanh(x @ p["in"]) @ p["out"]).sum()
-        >>> found = zf.planner.trace(loss, params, torch.empty(2, 8, device="meta"), 1024, bucket_bytes=1)
+        >>> found = zf.planner.trace(loss, params, empty(2, 8), 1024, bucket_bytes=1)
         >>> found.forward, [f"{event.kind} {event.bucket}" for event in found.backward]
         ((0, 1), ['use 1', 'reduce 1', 'reduce 0'])
     """
@@ -100,7 +101,7 @@ def trace(
 
 
 def _abstract_like(group: Group) -> Group:
-    """Return a group with the axes of another one, in which nothing moves."""
+    """Return an abstract group with the axes of another group."""
     mesh = mesh_of(group)
     if not isinstance(mesh, Mesh):
         return abstract_group(group.size)
@@ -110,27 +111,28 @@ def _abstract_like(group: Group) -> Group:
 
 
 def order_of_use(loss: Loss, params: tree.Tree, batch: Any) -> tuple[str, ...]:
-    """Run a loss on fake tensors, and return the paths of its leaves in the order in which it first uses them.
+    """Run a loss on fake tensors, and return the paths of the leaves in the order of first use.
 
     Buckets that hold leaves in this order are gathered one after the other, each for a short while,
-    and their gradients are complete one after the other, from the last one on. A tree whose own
-    order is another one (a head before the body, all norms before all weights) needs more of them
-    at once. No bit of the result depends on it.
+    and the gradients are complete one bucket after the other, from the last bucket on. A tree with
+    another order (a head before the body, all norms before all weights) needs more buckets at once.
+    No bit of the result depends on the order.
 
     Args:
         loss: ``(params, batch) -> scalar`` or ``(scalar, aux)``, written for whole parameters;
-            :func:`zfun.cast` may stand around it.
-        params: a tree of tensors; only their shapes and dtypes count, and which are tied.
-        batch: a batch of a rank; of its tensors, too, only shapes and dtypes count.
+            may be wrapped in :func:`zfun.cast`.
+        params: a tree of tensors, of which only shapes, dtypes and ties count.
+        batch: the batch of a rank, of which only shapes and dtypes count.
 
     Returns:
         The paths, for ``order=`` of :func:`zfun.shard`, :func:`zfun.replicate`, :func:`zfun.zero`
-        and :func:`zfun.layout.layout_of`. Leaves that are not used are not in it. What a step has
-        recorded, ``ShardedLoss.schedules[0].trace.leaves``, is the same.
+        and :func:`zfun.layout.layout_of`. Unused leaves are missing. A real step records the
+        same order in ``ShardedLoss.schedules[0].trace.leaves``.
 
     Example:
         >>> import zfun as zf
-        >>> params = {"head": torch.empty(64, 9), "norm": [torch.empty(64)] * 2, "w": [torch.empty(64, 64), torch.empty(64, 64)]}
+        >>> weights = [torch.empty(64, 64), torch.empty(64, 64)]
+        >>> params = {"head": torch.empty(64, 9), "norm": [torch.empty(64)] * 2, "w": weights}
         >>> def loss(p, x):
         ...     for norm, w in zip(p["norm"], p["w"]):
         ...         x = torch.tanh(x * norm @ w)
