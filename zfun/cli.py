@@ -16,13 +16,15 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 _DEMO = """\
-Trains a byte-level GPT on the source text of Python's own standard library, on local processes of the CPU, under DDP,
-ZeRO-1, ZeRO-2, ZeRO-3, and ZeRO-3 with optimizer state, parameters and gradients offloaded to host memory. Each composition
-runs in fresh processes. Then prints the cost of each one (memory, time, bytes sent), checks that all compositions gave
-the same losses and the same parameters to the last bit, and draws the tradeoff."""
+Trains a byte-level GPT on the source text of Python's own standard library, on local processes of
+the CPU, under DDP, ZeRO-1, ZeRO-2, ZeRO-3, and ZeRO-3 with optimizer state, parameters and
+gradients offloaded to host memory. Each composition runs in fresh processes. Then prints the cost
+of each one (memory, time, bytes sent), checks that all compositions gave the same losses and the
+same parameters to the last bit, and draws the tradeoff."""
 
 _DEMO_EXIT = """\
-exit status: 0 if all compositions agree to the last bit, 1 if two differ, 2 if the demo could not run."""
+exit status: 0 if all compositions agree to the last bit, 1 if two differ, 2 if the demo could not
+run."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

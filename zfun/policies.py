@@ -60,7 +60,8 @@ def nothing(op: Any, result: Result) -> bool:
     This policy needs the least memory and one more forward pass.
 
     Example:
-        >>> nothing(torch.ops.aten.mm.default, Result(torch.Size([2]), torch.float32, torch.device("cpu"), 8, None))
+        >>> result = Result(torch.Size([2]), torch.float32, torch.device("cpu"), 8, None)
+        >>> nothing(torch.ops.aten.mm.default, result)
         False
     """
     return False
@@ -72,7 +73,8 @@ def everything(op: Any, result: Result) -> bool:
     With a store this policy is activation offload, because the store then holds the activations.
 
     Example:
-        >>> everything(torch.ops.aten.mm.default, Result(torch.Size([2]), torch.float32, torch.device("cpu"), 8, None))
+        >>> result = Result(torch.Size([2]), torch.float32, torch.device("cpu"), 8, None)
+        >>> everything(torch.ops.aten.mm.default, result)
         True
     """
     return True
@@ -105,8 +107,9 @@ def matmuls(op: Any, result: Result) -> bool:
     """Keep the results of matrix products, including batched ones, and of convolutions.
 
     Example:
-        >>> cpu, size = torch.device("cpu"), torch.Size([2, 2])
-        >>> [matmuls(op, Result(size, torch.float32, cpu, 16, None)) for op in (torch.ops.aten.bmm.default, torch.ops.aten.tanh.default)]
+        >>> aten = torch.ops.aten
+        >>> result = Result(torch.Size([2, 2]), torch.float32, torch.device("cpu"), 16, None)
+        >>> [matmuls(op.default, result) for op in (aten.bmm, aten.tanh)]
         [True, False]
     """
     return _of(op) in _UNBATCHED | _BATCHED | _CONVOLUTIONS
@@ -116,9 +119,9 @@ def unbatched_matmuls(op: Any, result: Result) -> bool:
     """Keep matrix products without a batch dim: results of linear layers, not attention scores.
 
     Example:
-        >>> cpu, size = torch.device("cpu"), torch.Size([2, 2])
         >>> aten = torch.ops.aten
-        >>> [unbatched_matmuls(op.default, Result(size, torch.float32, cpu, 16, None)) for op in (aten.mm, aten.bmm)]
+        >>> result = Result(torch.Size([2, 2]), torch.float32, torch.device("cpu"), 16, None)
+        >>> [unbatched_matmuls(op.default, result) for op in (aten.mm, aten.bmm)]
         [True, False]
     """
     return _of(op) in _UNBATCHED | _CONVOLUTIONS
@@ -146,7 +149,9 @@ def names(*chosen: str) -> Policy:
 
     Example:
         >>> policy = names("scores")
-        >>> [policy(None, Result(torch.Size([2]), torch.float32, torch.device("cpu"), 8, name)) for name in ("scores", None)]
+        >>> size, cpu = torch.Size([2]), torch.device("cpu")
+        >>> results = [Result(size, torch.float32, cpu, 8, name) for name in ("scores", None)]
+        >>> [policy(None, result) for result in results]
         [True, False]
     """
     return lambda op, result: result.name in chosen
@@ -183,7 +188,8 @@ def either(*policies: Policy) -> Policy:
 
     Example:
         >>> policy = either(unbatched_matmuls, attention)
-        >>> policy(torch.ops.aten.mm.default, Result(torch.Size([2]), torch.float32, torch.device("cpu"), 8, None))
+        >>> result = Result(torch.Size([2]), torch.float32, torch.device("cpu"), 8, None)
+        >>> policy(torch.ops.aten.mm.default, result)
         True
     """
     return lambda op, result: any(policy(op, result) for policy in policies)

@@ -28,7 +28,7 @@ class Codec(abc.ABC):
 
     @property
     def feedback(self) -> ErrorFeedback | None:
-        """Where the numbers that a message lost are kept for the next message; ``None`` drops them."""
+        """Memory for the rounding errors of a message until the next; ``None`` drops the errors."""
         return None
 
     @abc.abstractmethod
@@ -60,7 +60,7 @@ class Codec(abc.ABC):
         """
 
     def decode_sum(self, messages: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-        """Read messages and add them in the order of their rows, in float32 or float64, rounded once.
+        """Decode messages and add the numbers by rows, in float32 or float64, rounded once.
 
         Args:
             messages: uint8 ``[m, message_bytes(numel)]``; at least one.
@@ -82,8 +82,8 @@ class BlockCodec(Codec):
     Attributes:
         bits: of a number: 4 or 8.
         block: how many numbers share a scale; even.
-        feedback: where the numbers that a message lost are kept for the next message; ``None``
-            drops them.
+        feedback: memory for the rounding errors of a message until the next; ``None`` drops the
+            errors.
     """
 
     bits: int
@@ -131,7 +131,7 @@ class BlockCodec(Codec):
 
 
 def check_codec(codec: object, what: str, *, is_repeated: bool = False) -> None:
-    """Refuse an option that is no codec, and error feedback where one value is sent twice and must come back the same."""
+    """Refuse an option that is no codec, and error feedback on values that are sent twice."""
     if is_repeated and isinstance(codec, Codec) and codec.feedback is not None:
         raise OptionError(
             f"{what} gathers parameters in forward and again in backward, and must get the same "
@@ -149,7 +149,7 @@ def check_codec(codec: object, what: str, *, is_repeated: bool = False) -> None:
 def int8(*, block: int = 256, feedback: ErrorFeedback | None = None) -> BlockCodec:
     """Send 8 bits a number, and a float32 scale for each block: about a quarter of float32.
 
-    A number comes back to within 1/254 of the largest magnitude in its block. A block with a number
+    A decoded number is within 1/254 of the largest magnitude in its block. A block with a number
     that is not finite comes back as NaN.
 
     Args:
@@ -172,7 +172,7 @@ def int8(*, block: int = 256, feedback: ErrorFeedback | None = None) -> BlockCod
 def int4(*, block: int = 128, feedback: ErrorFeedback | None = None) -> BlockCodec:
     """Send 4 bits a number, and a float32 scale for each block: about an eighth of float32.
 
-    A number comes back to within 1/14 of the largest magnitude in its block. A block with a number
+    A decoded number is within 1/14 of the largest magnitude in its block. A block with a number
     that is not finite comes back as NaN.
 
     Args:

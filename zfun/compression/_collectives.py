@@ -1,6 +1,6 @@
 """Collectives with a codec.
 
-[Note: what travels]
+[Note: messages]
 A codec writes numbers as bytes before they are sent: ``int8`` and ``int4`` in
 blocks of small integers with a scale each (``zfun/ops/_blocks.py`` has the arithmetic). The bytes
 go through the same collectives as everything else, so every kind of group sends, counts and checks
@@ -61,13 +61,13 @@ def start(
 ) -> Work:
     """Start a collective of a flat tensor with a codec, without a derivative.
 
-    ============== ============ ==============================================================================
+    ============== ============ ===========================================
     collective     result       each rank sends, of n numbers over N ranks
-    ============== ============ ==============================================================================
+    ============== ============ ===========================================
     all-gather     ``[N n]``    ``(N - 1) message_bytes(n)``
     reduce-scatter ``[n / N]``  ``(N - 1) message_bytes(n / N)``
     all-reduce     ``[n]``      ``2 (N - 1) message_bytes(ceil(n / N))``
-    ============== ============ ==============================================================================
+    ============== ============ ===========================================
 
     A collective of several phases starts the later phases in ``wait()``, so all ranks must wait in
     one order.
@@ -89,7 +89,10 @@ def start(
     Example:
         >>> import zfun as zf
         >>> from zfun.collectives import AllReduce
-        >>> zf.simulate(2, lambda group: start(Collective(AllReduce()), torch.tensor([127.0, 3.0]), group, zf.compression.int8()).wait())[1]
+        >>> def main(group):
+        ...     x = torch.tensor([127.0, 3.0])
+        ...     return start(Collective(AllReduce()), x, group, zf.compression.int8()).wait()
+        >>> zf.simulate(2, main)[1]
         tensor([254.,   6.])
     """
     size, numel = group.size, x.numel()
@@ -149,7 +152,8 @@ def start_over(call: Collective, x: Tensor, group: Group, codec: Codec) -> Work:
         >>> import zfun as zf
         >>> def main(group):
         ...     mesh = zf.split(group, inner=2)
-        ...     return start_over(Collective(ReduceScatter()), torch.tensor([127.0, 254.0]), mesh.inner, zf.compression.int8()).wait().item()
+        ...     x, codec = torch.tensor([127.0, 254.0]), zf.compression.int8()
+        ...     return start_over(Collective(ReduceScatter()), x, mesh.inner, codec).wait().item()
         >>> zf.simulate(4, main)
         [508.0, 1016.0, 508.0, 1016.0]
     """
@@ -255,7 +259,7 @@ def _written(rows: Tensor, group: Group, codec: Codec, place: str) -> Tensor:
 
 
 class _StraightThrough(torch.autograd.Function):
-    """A compressed collective whose derivative is that of the exact one: rounding has none that is of use."""
+    """A compressed collective with the derivative of the exact one, because rounding has none."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -324,7 +328,8 @@ def all_gather(
     Example:
         >>> import zfun as zf
         >>> def main(group):
-        ...     return zf.compression.all_gather(torch.tensor([1.0, 127.0]) * (group.rank + 1), group, zf.compression.int8(block=2))
+        ...     x = torch.tensor([1.0, 127.0]) * (group.rank + 1)
+        ...     return zf.compression.all_gather(x, group, zf.compression.int8(block=2))
         >>> zf.simulate(2, main)[1]
         tensor([  1., 127.,   2., 254.])
     """
@@ -399,7 +404,8 @@ def all_reduce(
     Example:
         >>> import zfun as zf
         >>> def main(group):
-        ...     return zf.compression.all_reduce(torch.tensor([1.0, 127.0]) * (group.rank + 1), group, zf.compression.int8(block=2))
+        ...     x = torch.tensor([1.0, 127.0]) * (group.rank + 1)
+        ...     return zf.compression.all_reduce(x, group, zf.compression.int8(block=2))
         >>> zf.simulate(2, main)[0]
         tensor([  3., 381.])
     """

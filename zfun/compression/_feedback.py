@@ -116,7 +116,8 @@ def error_feedback(*, err_beta: float = 0.8, reset: int = 1024) -> ErrorFeedback
         >>> def main(group):
         ...     codec = zf.compression.int4(feedback=error_feedback(err_beta=0.0))
         ...     x = torch.tensor([1.0, 10.0, 0.0, 0.0]) * (1 - group.rank)
-        ...     return torch.stack([zf.compression.reduce_scatter(x, group, codec)[0] for _ in range(30)])
+        ...     sums = [zf.compression.reduce_scatter(x, group, codec)[0] for _ in range(30)]
+        ...     return torch.stack(sums)
         >>> sums = zf.simulate(2, main)[0]
         >>> sums[:4]  # a step of the scale, 10 / 7, or nothing
         tensor([1.4286, 0.0000, 1.4286, 1.4286])

@@ -39,13 +39,15 @@ def compressed_all_reduce(
     part: str = "",
     stream: Stream = Stream.CONTROL,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Average over the ranks in one bit a number, with error feedback (``P -> R``), without a derivative.
+    """Average over the ranks in one bit a number with error feedback: ``P -> R``.
+
+    The function has no derivative.
 
     Every rank adds its last error, ``c = x + worker_error``, and sends each rank the signs of a
     chunk of c, and one scale ``s = ‖c‖ / √n``. A number is decoded as s or -s (s for both zeros),
     and the new error is ``c - (±s)``. Every rank then averages the chunks that arrive, in rank
     order, adds ``server_error``, and sends signs and scale of the result to all ranks, with the
-    rounding as the new error. So each message and its error add up to the number: the difference is
+    rounding as the new error. So a message and the error add up to the number: the difference is
     rounded once, and exact where a number is between half and twice the scale.
 
     The chunks are those of x padded to a multiple of ``8 size``, whole bytes for every rank;
@@ -121,7 +123,10 @@ def own_chunk(numel: int, group: Group) -> slice:
 
 
 def packed_bytes(numels: Sequence[int], size: int, dtype: torch.dtype) -> int:
-    """Return the bytes of the messages of one hop of a compressed all-reduce: for each rank scales, and then the signs of its chunks."""
+    """Return the bytes of one hop of a compressed all-reduce.
+
+    The message to each rank holds the scales, and then the signs of the chunks of that rank.
+    """
     return size * (
         len(numels) * dtype.itemsize + sum(_chunk_bytes(numel, size) for numel in numels)
     )
@@ -130,7 +135,7 @@ def packed_bytes(numels: Sequence[int], size: int, dtype: torch.dtype) -> int:
 def send_signs(
     terms: Iterable[Tensor], group: Group, name: str, part: str, stream: Stream = Stream.GRADS
 ) -> Work:
-    """Start the first hop of a compressed all-reduce of several buffers, in one message to each rank.
+    """Start the first hop of a compressed all-reduce of buffers: one message to each rank.
 
     Args:
         terms: the numbers to send, 1-D, of one dtype, each taken in turn and overwritten with its
@@ -169,7 +174,7 @@ def answer_signs(
     part: str,
     stream: Stream = Stream.GRADS,
 ) -> Work:
-    """Start the second hop of a compressed all-reduce: average the own chunks of the terms, and send their signs to all.
+    """Start the second hop of a compressed all-reduce: average own chunks and send the signs.
 
     Args:
         received: the messages of the first hop.

@@ -10,9 +10,10 @@ from zfun.errors import OptionError
 
 NEEDED = ("matplotlib", "tqdm")
 LEGEND = """\
-params, grads, optimizer: kept on each rank{offloaded}. peak: largest growth of a rank's resident set in training, including
-activations and shared memory, which counts on every rank. sent: parameters and gradients sent by each rank
-in a step. theory: 2 Ψ (N-1)/N, and 3 Ψ (N-1)/N for ZeRO-3, where Ψ is the bytes of all parameters and N the number of ranks."""
+params, grads, optimizer: kept on each rank{offloaded}. peak: largest growth of a rank's resident
+set in training, including activations and shared memory, which counts on every rank. sent:
+parameters and gradients sent by each rank in a step. theory: 2 Ψ (N-1)/N, and 3 Ψ (N-1)/N for
+ZeRO-3, where Ψ is the bytes of all parameters and N the number of ranks."""
 
 
 def run(

@@ -53,7 +53,7 @@ class Composition:
         remat: whether backward recomputes the loss.
 
     Example:
-        >>> Composition(loss=("shard_params",), grads=("shard_grads",), optimizer=("shard_optimizer", "offload")).flat
+        >>> Composition(grads=("shard_grads",), optimizer=("shard_optimizer", "offload")).flat
         False
     """
 
@@ -179,7 +179,9 @@ def train(
         >>> def main(group):
         ...     loss_fn = lambda params, batch: ((params["w"] - batch) ** 2).sum()
         ...     batches = [[torch.zeros(2), torch.ones(2)]]
-        ...     return train(Composition(grads=("shard_grads",)), group, loss_fn, zf.optim.sgd(0.5), {"w": torch.ones(2)}, batches)
+        ...     stage = Composition(grads=("shard_grads",))
+        ...     params = {"w": torch.ones(2)}
+        ...     return train(stage, group, loss_fn, zf.optim.sgd(0.5), params, batches)
         >>> run = zf.simulate(2, main)[0]
         >>> run.losses, run.params
         ((1.0,), {'w': tensor([0.5000, 0.5000])})

@@ -31,8 +31,10 @@ def same_bits(first: tree.Tree, second: tree.Tree) -> bool:
     """Return whether two trees have the same bits; a NaN equals itself, and 0 differs from −0.
 
     Example:
-        >>> same_bits({"w": torch.zeros(1)}, {"w": torch.zeros(1)}), same_bits(torch.tensor(0.0), torch.tensor(-0.0))
-        (True, False)
+        >>> same_bits({"w": torch.zeros(1)}, {"w": torch.zeros(1)})
+        True
+        >>> same_bits(torch.tensor(0.0), torch.tensor(-0.0))
+        False
     """
     return not _differences(first, second)
 
@@ -173,7 +175,9 @@ def check_redistribution(value: Flat, path: Sequence[Placement]) -> None:
     Example:
         >>> import zfun as zf
         >>> params = {"w": torch.arange(5.0)}
-        >>> _ = zf.simulate(3, lambda group: check_redistribution(zf.shard(params, group), [zf.R, zf.P, zf.S]))
+        >>> def main(group):
+        ...     check_redistribution(zf.shard(params, group), [zf.R, zf.P, zf.S])
+        >>> _ = zf.simulate(3, main)
     """
     there = value
     for placement in path:
@@ -227,8 +231,8 @@ def check_compositions(
         >>> import zfun as zf
         >>> batches = [[torch.tensor(1.0), torch.tensor(2.0)]] * 2
         >>> loss_fn = lambda params, batch: (params["w"] * batch).square().sum()
-        >>> some = all_compositions()[::20]
-        >>> check_compositions(loss_fn, zf.optim.sgd(0.1), {"w": torch.ones(3)}, batches, some).losses
+        >>> some, params = all_compositions()[::20], {"w": torch.ones(3)}
+        >>> check_compositions(loss_fn, zf.optim.sgd(0.1), params, batches, some).losses
         (7.5, 1.875)
     """
     size = len(batches[0])
