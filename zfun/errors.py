@@ -32,8 +32,8 @@ class ZfunError(Exception):
 
     Args:
         message: one sentence first: the rule, the value, the remedy.
-        rank: the rank that raised, where it is known.
-        step: the training step, where it is known.
+        rank: the rank that raised, where known.
+        step: the training step, where known.
         leaf: the tree path of the leaf at fault.
         collective: the collective at fault.
     """
@@ -71,7 +71,7 @@ class LeafError(ZfunError, TypeError):
 
 
 class OptionError(ZfunError, TypeError, ValueError):
-    """An option that does not exist, or a value that it cannot take."""
+    """An option that does not exist, or a value out of range."""
 
 
 class DonatedStateError(ZfunError):
@@ -105,7 +105,7 @@ def checked_options(fn: Callable[_Params, _Result]) -> Callable[_Params, _Result
         fn: a function with keyword options.
 
     Returns:
-        The same function; unknown keywords raise before its body runs.
+        The same function; unknown keywords raise before the call.
 
     Raises:
         OptionError: from the returned function, for a keyword that ``fn`` does not take.

@@ -65,7 +65,7 @@ class Precision:
     Attributes:
         param: of parameters and frozen leaves between steps; complex and integer leaves keep their
             dtypes.
-        compute: of parameters in the loss, and on the way when they are gathered.
+        compute: of parameters in the loss and in gathers.
         reduce: of the gradients: sent, summed over the ranks, accumulated. By default float32 for
             half parameters, else theirs.
         master: of master weights beside narrower parameters; the optimizer's state has this dtype
@@ -135,7 +135,7 @@ class Zero(NamedTuple):
 
     Attributes:
         init: ``init(params, init="check") -> state``: ``"check"`` compares the parameters across
-            ranks and raises :class:`zfun.errors.SpecMismatch` where they differ; ``"broadcast"``
+            ranks and raises :class:`zfun.errors.SpecMismatch` on a difference; ``"broadcast"``
             takes rank 0's values.
         step: ``step(state, batch) -> (state, info)``.
         params: ``params(state) -> the whole tree``; every rank must call.
@@ -175,16 +175,16 @@ def zero(
     3     ZeRO-3                  ``S``     ``S``              ``S``
     ===== ======================= ========= ================== =================
 
-    Gradients that are not finite skip the step on all ranks together, and leave parameters and
-    optimizer state as they were.
+    Gradients that are not finite skip the step on all ranks together, without a change to
+    parameters and optimizer state.
 
     Args:
         stage: 0, 1, 2 or 3.
         loss_fn: ``(params, batch) -> scalar``, ``(scalar, aux)`` or :func:`zfun.weighted_mean`.
         optimizer: an optimizer of ``zfun.optim``, or an element-wise ``(init, update)`` pair.
-        group: the ranks; each gives its own batch to ``step``. The inner axis of a mesh shares the
-            state over that axis and sums gradients over the whole mesh, whose every rank gives a
-            batch (HSDP, MiCS).
+        group: the ranks; each passes a batch of its own to ``step``. The inner axis of a mesh
+            shares the state over that axis and sums gradients over the whole mesh, whose every rank
+            gives a batch (HSDP, MiCS).
         precision: ``torch.bfloat16`` keeps, computes and gathers parameters in it, and reduces,
             accumulates and updates in float32, with float32 master weights and moments;
             ``torch.float16`` does the same with a dynamic loss scale; a :class:`zfun.Precision`
@@ -196,10 +196,9 @@ def zero(
         compression: codecs for gathers of parameters and sums of gradients.
         schedule: when stage 3 gathers and releases buckets; see :func:`zfun.shard_params`.
         bucket_bytes: where a bucket closes, in bytes.
-        order: paths of leaves, those used first in front, as
-            :func:`zfun.planner.order_of_use` finds them; by default the order of the tree.
-        donate: let ``step`` take over the buffers of the state it is given, which must not be used
-            again.
+        order: paths of leaves, first used first, from :func:`zfun.planner.order_of_use`; by default
+            the order of the tree.
+        donate: let ``step`` overwrite the buffers of the old state, which must not be used again.
         max_skipped: how many steps in a row may be skipped before
             :class:`zfun.errors.NonFiniteError` is raised.
 
@@ -213,7 +212,8 @@ def zero(
     Example:
         >>> import zfun as zf
         >>> def main(group):
-        ...     z = zf.zero(3, lambda params, batch: ((params["w"] - batch) ** 2).sum(), zf.optim.sgd(0.25), group)
+        ...     loss = lambda params, batch: ((params["w"] - batch) ** 2).sum()
+        ...     z = zf.zero(3, loss, zf.optim.sgd(0.25), group)
         ...     state = z.init({"w": torch.zeros(2)})
         ...     state, info = z.step(state, torch.tensor([1.0, 2.0]))
         ...     return info.loss.item(), z.params(state)["w"]
@@ -283,7 +283,8 @@ def zero(
 
     def step(state: ZeroState, batch: Any) -> tuple[ZeroState, StepInfo]:
         scale = 1.0 if state.loss_scale is None else float(state.loss_scale.scale)
-        # An optimizer that sums by itself gets each rank's own terms: backward does not sum them.
+        # An optimizer that sums the terms of gradients gets each rank's own terms, so backward does
+        # not sum.
         terms = mesh_of(group).size > 1 and rule.takes_terms(state.opt_state)
         value, grads = gradient_of(state.frozen, scale, 1 if terms else stage)(state.params, batch)
         loss, aux = value if type(value) is tuple else (value, None)
@@ -342,7 +343,7 @@ def _placed_at(stage: int, group: Group, persistence: int) -> Callable[..., Flat
 
 
 def _replicate_in_place(params: tree.Tree, group: Group, **options: Any) -> Flat:
-    """Replicate a tree over ranks that share memory: each rank owns the part that it updates."""
+    """Replicate a tree over ranks that share memory: each rank owns and updates one part."""
     return redistribute(shard(params, group, **options), R, group, name="params", zero_copy=True)
 
 
@@ -389,7 +390,7 @@ def _check_options(
 
 
 def policy_of(precision: torch.dtype | Precision | None) -> Precision:
-    """Write a precision out: which dtypes it stands for."""
+    """Return the dtypes of a precision."""
     match precision:
         case None:
             return Precision()
@@ -464,7 +465,7 @@ def _rounded_as(
 
 
 def _unrounded(flat: Flat, exact: tree.Tree, dtype: torch.dtype | None) -> Flat:
-    """Return parameters before rounding, where the rounded ones are narrower than ``dtype``: for the master weights."""
+    """Return unrounded parameters, for master weights wider than the parameters."""
     if dtype is None:
         return flat
     narrow = [bucket.dtype.itemsize < dtype.itemsize for bucket in flat.layout.buckets]
@@ -479,14 +480,14 @@ def _unrounded(flat: Flat, exact: tree.Tree, dtype: torch.dtype | None) -> Flat:
 
 
 def _delivered(grads: Flat, placement: Placement, group: Group) -> Flat:
-    """Bring gradients to where the optimizer takes them."""
+    """Bring gradients to the placement of the optimizer."""
     if placement is P:
         return stores.resident(grads)
     return redistribute(grads, placement, group, name="grads", donate=True)
 
 
 def _norm(grads: Flat) -> Tensor:
-    """Return the norm of gradients over all ranks; for unsummed terms the sum of the norms, an upper bound."""
+    """Return the norm of gradients over all ranks; for terms (``P``) an upper bound."""
     return (
         gather_values(global_norm(unravel(grads)), grads.group, "norm").sum()
         if grads.placement is P
@@ -533,7 +534,7 @@ def _whole_loss(
     schedule: ScheduleOptions,
     codec: Codec | None,
 ) -> Loss:
-    """Return a loss of the trained parameters alone, in the placement in which the stage keeps them."""
+    """Return a loss of the trained parameters alone, in the placement of the stage."""
     if stage == 3:
         loss = shard_params(loss_fn, group, frozen=frozen, schedule=schedule, compression=codec)
         return loss if store is None else offload_loss(loss, store)
@@ -564,7 +565,7 @@ def _gradient(
     if stage >= 2:
         vg = shard_grads(vg, group)
     elif stage == 0 and once:
-        # Whole gradients of several micro-batches are added before they are summed over the ranks.
+        # Whole gradients of several micro-batches are added before the sum over the ranks.
         vg = replicate_grads(vg, mesh_of(group))
     return vg if store is None else offload_grads(vg, store)
 

@@ -1,4 +1,4 @@
-"""Optimizers, their parts, and schedules: pure functions over trees, which know nothing of ranks."""
+"""Optimizers, parts of optimizers, and schedules: pure functions of trees, without ranks."""
 
 from zfun.optim._base import (
     InitFn,

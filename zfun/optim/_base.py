@@ -1,4 +1,4 @@
-"""What an optimizer is."""
+"""The optimizer type."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _Params = ParamSpec("_Params")
 
 
 def remembered(make: Callable[_Params, Optimizer]) -> Callable[_Params, Optimizer]:
-    """Let a pure maker of optimizers return one value for one set of arguments, so that it is probed once on however many ranks."""
+    """Cache the results of a pure maker of optimizers, so that all ranks probe one value once."""
     cached = functools.lru_cache(maxsize=64, typed=True)(make)
 
     @functools.wraps(make)
@@ -72,22 +72,22 @@ class Optimizer(NamedTuple):
             the parameters.
         apply: ``apply(grads, state, params, *, donate=False) -> (params, state)``: ``update`` and
             then add, with the same bits (with weight decay beside the gradient, within a rounding
-            where a parameter doubles, halves or changes sign). With ``donate=True`` it may
+            where a parameter doubles, halves or changes sign). With ``donate=True``, ``apply`` may
             overwrite the buffers of ``state`` and ``params``, which must not be used again.
-        placement: the placement that it computes in; ``None`` follows the parameters.
+        placement: the placement of the computation; ``None`` follows the parameters.
         group: the group of that placement; ``None`` follows the parameters.
         labels: ``label(path, leaf)``, where leaves of different labels must lie in different
             buckets; ``None`` where any may lie together.
-        by_leaf: whether it finds the leaves of a flat by itself (:func:`zfun.flat.leaf_spans`), and
-            so need not work element by element to run on shards.
+        by_leaf: whether the optimizer finds the leaves of a flat (:func:`zfun.flat.leaf_spans`),
+            and so runs on shards without being element-wise.
         partial: ``partial(state)``: whether the next step takes each rank's own term of the
             gradients (``P``), and sums by itself; ``None`` where no step does.
-        parts: the optimizers that it is made of. Where there are any, each of them is probed
-            instead of the whole.
+        parts: the optimizers of a composed optimizer. Each part is probed, and the whole is not.
 
     Example:
         >>> from zfun.optim import sgd
-        >>> sgd(0.5).apply({"w": torch.ones(2)}, sgd(0.5).init({"w": torch.zeros(2)}), {"w": torch.zeros(2)})[0]
+        >>> params, grads = {"w": torch.zeros(2)}, {"w": torch.ones(2)}
+        >>> sgd(0.5).apply(grads, sgd(0.5).init(params), params)[0]
         {'w': tensor([-0.5000, -0.5000])}
     """
 
@@ -102,7 +102,7 @@ class Optimizer(NamedTuple):
     parts: tuple[Optimizer, ...] = ()
 
     def takes_terms(self, state: State) -> bool:
-        """Say whether the next step takes each rank's own term of the gradients, and not their sum."""
+        """Return whether the next step takes the rank's own term of the gradients, not the sum."""
         return self.partial is not None and self.partial(state)
 
 
@@ -116,12 +116,13 @@ def optimizer(init: InitFn, update: UpdateFn) -> Optimizer:
             shapes of ``params``.
 
     Returns:
-        An optimizer whose ``apply`` is ``update`` and then add; with ``donate=True`` it adds in
-        place.
+        An optimizer whose ``apply`` is ``update`` and then add, in place with ``donate=True``.
 
     Example:
         >>> from zfun import tree
-        >>> signs = optimizer(lambda params: (), lambda grads, state, params: (tree.map(lambda g: -0.1 * g.sign(), grads), state))
+        >>> def update(grads, state, params):
+        ...     return tree.map(lambda g: -0.1 * g.sign(), grads), state
+        >>> signs = optimizer(lambda params: (), update)
         >>> signs.apply({"w": torch.tensor([3.0, -4.0])}, (), {"w": torch.zeros(2)})[0]
         {'w': tensor([-0.1000,  0.1000])}
     """
@@ -152,7 +153,8 @@ def as_optimizer(x: object) -> Optimizer:
         OptionError: ``x`` is neither.
 
     Example:
-        >>> as_optimizer((lambda params: (), lambda grads, state, params: (grads, state))).placement is None
+        >>> pair = (lambda params: (), lambda grads, state, params: (grads, state))
+        >>> as_optimizer(pair).placement is None
         True
     """
     if isinstance(x, Optimizer):
@@ -233,7 +235,7 @@ def aligned(params: Tree, **others: Tree) -> list[tuple[Tensor, ...]]:
 
     Args:
         params: a tree of tensors.
-        others: trees of the same structure and shapes, by the name that a message gives them.
+        others: trees of the same structure and shapes, by the name in error messages.
 
     Returns:
         For each leaf of ``params`` the leaf and its counterparts.
@@ -294,8 +296,8 @@ def _explain(params: Tree, others: dict[str, Tree], error: Exception) -> NoRetur
 def own(leaves: Sequence[Tensor], donate: bool) -> list[Tensor]:
     """Return tensors that may be overwritten, contiguous and with the values of ``leaves``.
 
-    With ``donate`` a leaf is taken over if it is dense and stands there once: a tied one would be
-    written twice.
+    With ``donate`` a dense leaf is taken over; a tied leaf is not, because two steps would write
+    the same memory.
     """
     seen: set[int] = set()
     mine = []
@@ -317,7 +319,7 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def flat_view(x: Tensor) -> Tensor:
-    """View a tensor as one real vector, a complex number as two; copy it only if it is not contiguous."""
+    """View a tensor as a real vector, a complex number as two; copy only if not contiguous."""
     dense = _dense(x)
     real = torch.view_as_real(dense) if dense.is_complex() else dense
     return real.reshape(-1)

@@ -17,7 +17,7 @@ def chain(*optimizers: Optimizer | tuple[InitFn, UpdateFn]) -> Optimizer:
     """Give the updates of each optimizer to the next one as gradients.
 
     Args:
-        optimizers: at least one; the last takes the step, those before it transform the gradients.
+        optimizers: at least one; the last takes the step, the others transform the gradients.
 
     Returns:
         An optimizer whose state is the tuple of all states. ``apply`` is that of the last one,
@@ -25,8 +25,8 @@ def chain(*optimizers: Optimizer | tuple[InitFn, UpdateFn]) -> Optimizer:
 
     Raises:
         OptionError: there is none, or one is not an optimizer.
-        PlacementError: two of them compute in different placements, or over different groups; or
-            one that sums the terms of gradients by itself is not the first.
+        PlacementError: two parts compute in different placements or over different groups; or a
+            part that sums the terms of gradients is not the first.
 
     Example:
         >>> import torch
@@ -47,7 +47,7 @@ def chain(*optimizers: Optimizer | tuple[InitFn, UpdateFn]) -> Optimizer:
     if len(placements) > 1 or len(groups) > 1:
         raise PlacementError(
             "the optimizers of a chain compute in one placement over one group; got "
-            f"{', '.join(f'{part.placement!r} over {part.group!r}' if part.group else repr(part.placement) for part in parts)}; "
+            f"{', '.join(map(_placed, parts))}; "
             "chain them first and shard the chain: shard_optimizer(chain(...), group)"
         )
     if any(part.partial is not None for part in parts[1:]):
@@ -92,6 +92,12 @@ def chain(*optimizers: Optimizer | tuple[InitFn, UpdateFn]) -> Optimizer:
         partial=None if first is None else lambda state: first(state[0]),
         parts=parts,
     )
+
+
+def _placed(part: Optimizer) -> str:
+    if part.group is None:
+        return repr(part.placement)
+    return f"{part.placement!r} over {part.group!r}"
 
 
 def _labels_of(parts: Sequence[Optimizer]) -> LabelFn | None:

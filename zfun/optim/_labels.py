@@ -28,7 +28,7 @@ __all__ = ["by_label"]
 def by_label(
     optimizers: Mapping[str, Optimizer | tuple[InitFn, UpdateFn]], label: LabelFn
 ) -> Optimizer:
-    """Step each leaf with the optimizer of its label: no weight decay for some leaves, another learning rate, or another rule.
+    """Step each leaf with the optimizer of a label: other weight decay, learning rate or rule.
 
     Leaves of one label lie in buckets of their own, so that an optimizer still works on a few long
     vectors. :func:`zfun.zero`, :func:`zfun.shard_optimizer` and :func:`zfun.data_parallel` see to
@@ -45,7 +45,7 @@ def by_label(
         that label; ``None`` for a label without leaves.
 
     Raises:
-        OptionError: there is no optimizer, or a leaf has a label that none of them has.
+        OptionError: there is no optimizer, or a leaf has a label without an optimizer.
         PlacementError: an optimizer is sharded already, so that it would be sharded twice, or sums
             the terms of gradients by itself.
 
@@ -55,7 +55,8 @@ def by_label(
         >>> kinds = {"decay": sgd(0.5, weight_decay=1.0), "rest": sgd(0.5)}
         >>> optimizer = by_label(kinds, lambda path, leaf: "decay" if leaf.ndim > 1 else "rest")
         >>> params = {"w": torch.ones(1, 2), "b": torch.ones(2)}
-        >>> optimizer.apply({"w": torch.zeros(1, 2), "b": torch.ones(2)}, optimizer.init(params), params)[0]
+        >>> grads = {"w": torch.zeros(1, 2), "b": torch.ones(2)}
+        >>> optimizer.apply(grads, optimizer.init(params), params)[0]
         {'w': tensor([[0.5000, 0.5000]]), 'b': tensor([0.5000, 0.5000])}
     """
     parts = {name: as_optimizer(part) for name, part in optimizers.items()}
@@ -141,7 +142,7 @@ class _Table:
         return str(found)
 
     def place(self, path: str, leaf: Any) -> Hashable:
-        """Return a key that all leaves of one bucket share: the label, and the label within the label."""
+        """Return a key that the leaves of a bucket share: the label, and the label within."""
         name = self.name(path, leaf)
         inner = self.parts[name].labels
         return (name, None if inner is None else inner(path, leaf))

@@ -34,8 +34,8 @@ from zfun.tree import Tree
 
 __all__ = ["MuonState", "lamb", "muon"]
 
-# Muon's quintic: its slope at 0 is large, so that five steps bring singular values from 1e-2 on to
-# near 1 (Jordan et al., 2024).
+# Muon's quintic: the slope at 0 is large, so five steps bring singular values from 1e-2 on to near
+# 1 (Jordan et al., 2024).
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 
 
@@ -55,8 +55,8 @@ def lamb(
 
     ``m`` and ``v`` as in :func:`adam`, ``d = m / (√v + eps) + weight_decay p``, ``r = ‖p‖ / ‖d‖``
     within the bounds, or 1 where either norm is 0, and
-    ``p = p - learning_rate √(1 - b2ᵗ) / (1 - b1ᵗ) r d``. The norms are those of whole leaves,
-    whatever part of them a rank holds, and exact, so that shards give the same bits; a rank sends a
+    ``p = p - learning_rate √(1 - b2ᵗ) / (1 - b1ᵗ) r d``. The norms are exact and those of whole
+    leaves, even where a rank holds only a part, so that shards give the same bits; a rank sends a
     few hundred bytes for each leaf. "Large Batch Optimization for Deep Learning: Training BERT in
     76 minutes", You et al., 2020.
 
@@ -65,7 +65,7 @@ def lamb(
         b1: decay of the first moment, in [0, 1), or a function of the number of steps taken so far.
         b2: decay of the second moment, in [0, 1).
         eps: added to the root mean square.
-        weight_decay: share of a parameter that is added to its direction.
+        weight_decay: share of a parameter that is added to the direction.
         min_ratio: the least ratio.
         max_ratio: the largest ratio.
 
@@ -73,7 +73,7 @@ def lamb(
         An optimizer with :class:`AdamState`.
 
     Raises:
-        OptionError: an option has a value that it cannot take.
+        OptionError: a value of an option is out of range.
 
     Example:
         >>> optimizer = lamb(0.5, b1=0.0, b2=0.0)
@@ -133,7 +133,7 @@ def lamb(
 
 
 def _layers(params: Tree) -> list[dict[str, Any]]:
-    """Return for each tensor of ``params`` where leaves lie in it, and how ranks share their norms: options of the kernel."""
+    """Return the kernel's options per tensor: the spans of leaves, and how ranks sum norms."""
     found: list[dict[str, Any]] = []
     for value in tree.leaves(params, is_leaf=lambda x: isinstance(x, Flat)):
         if not isinstance(value, Flat):
@@ -183,7 +183,7 @@ def muon(
     num_iterations: int = 5,
     dtype: torch.dtype | None = None,
 ) -> Optimizer:
-    """Muon: matrices step by their momentum with all singular values brought to about 1; other leaves by another optimizer.
+    """Muon: matrices step by momentum with singular values near 1; other leaves by other rules.
 
     ``m = momentum m + (1 - momentum) g``, ``d = momentum m + (1 - momentum) g`` after Nesterov or
     else ``m``, and ``p = p - learning_rate (√max(1, rows / columns) orthogonal(d) + weight_decay
@@ -191,9 +191,9 @@ def muon(
     + 2.0315 (X Xᵀ)² X``.
 
     Where matrices are cut over ranks, momentum is kept in shards as any state is. Each matrix is
-    then sent to one rank, which orthogonalises it and sends every rank its part; work is shared out
-    by its cost. Whole matrices (stage 0) are orthogonalised by every rank. "Muon: An optimizer for
-    hidden layers in neural networks", Jordan et al., 2024.
+    then sent to one rank, which orthogonalises the matrix and sends a part to every rank; the ranks
+    share the matrices by cost. Whole matrices (stage 0) are orthogonalised by every rank. "Muon: An
+    optimizer for hidden layers in neural networks", Jordan et al., 2024.
 
     Args:
         learning_rate: step size of matrices, or a function of the number of steps taken so far.
@@ -211,7 +211,7 @@ def muon(
         An optimizer by label, ``"matrices"`` with :class:`MuonState` and ``"rest"``.
 
     Raises:
-        OptionError: an option has a value that it cannot take.
+        OptionError: a value of an option is out of range.
         LeafError: from ``init``, where ``matrices`` chooses a leaf that is not a real matrix.
 
     Example:
@@ -306,12 +306,12 @@ def _mapped(value: Tree, fn: Any) -> Tree:
 
 
 def _orthogonal(x: Tensor, num_iterations: int, dtype: torch.dtype | None) -> Tensor:
-    """Bring the singular values of a fresh contiguous matrix to about 1, times a factor that makes steps of all shapes alike."""
+    """Bring the singular values of a fresh contiguous matrix to about 1, times a shape factor."""
     if x.numel() == 0:
         return x
     scale = math.sqrt(max(1.0, x.shape[0] / x.shape[1]))
     y = x if dtype is None else x.to(dtype)
-    # The norm is exact, so that it is the same wherever the matrix is. The shorter side makes the
+    # The norm is exact, and so the same on every device and rank. The shorter side makes the
     # smaller products.
     y = y / max(math.sqrt(ops.total_of_bins(ops.squares_in_bins(y.reshape(-1))[None]).item()), 1e-7)
     tall = x.shape[0] > x.shape[1]

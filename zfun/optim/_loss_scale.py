@@ -63,13 +63,13 @@ def dynamic_loss_scale(
 
     Equal to DeepSpeed's ``DynamicLossScaler``. At a step that overflows, the scale halves if only
     one overflow is left to tolerate; else one less is left. After ``window`` clean steps, and each
-    ``window`` after that, it doubles, and ``hysteresis`` overflows may come again. Since the step
-    after an overflow is number 0, the first growth needs ``window + 1`` clean steps.
+    ``window`` after that, the scale doubles, and ``hysteresis`` overflows may come again. Since the
+    step after an overflow is number 0, the first growth needs ``window + 1`` clean steps.
 
     Args:
         initial: the scale of the first step; powers of two change no bit.
         window: clean steps to a doubling.
-        hysteresis: overflows to a halving; with 1 each of them halves.
+        hysteresis: overflows to a halving; with 1 every overflow halves.
         min_scale: the scale never falls below.
         consecutive_hysteresis: let a clean step restore all the overflows to tolerate.
         raise_at_min: raise where the scale would have to fall below ``min_scale``, instead of
@@ -129,7 +129,7 @@ def dynamic_loss_scale(
 
 
 def static_loss_scale(scale: float) -> LossScale:
-    """A loss scale that stays as it is.
+    """A constant loss scale.
 
     Args:
         scale: the number, above 0; a power of two changes no bit.

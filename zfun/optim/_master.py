@@ -43,7 +43,9 @@ class MasterState(NamedTuple):
 def with_master(
     optimizer: Optimizer | tuple[InitFn, UpdateFn], dtype: torch.dtype = torch.float32
 ) -> Optimizer:
-    """Keep wide copies of narrow parameters: the optimizer steps the copies, and the parameters are the rounded copies.
+    """Keep wide copies of narrow parameters; the optimizer steps the copies.
+
+    The parameters are the rounded copies.
 
     A parameter in bfloat16 has 8 bits, so a change of less than 1/512 of the parameter is lost;
     master weights add such changes up. Moments are made of the master weights, and so are as wide.
@@ -143,7 +145,7 @@ def _is_narrow(x: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _narrow_buckets(flat: Flat, dtype: torch.dtype) -> list[int]:
-    """Return the buckets with narrow parameters: by the layout, because the buffers may hold values before rounding."""
+    """Return the buckets that are narrow in the layout; buffers may hold unrounded values."""
     return [
         i for i, bucket in enumerate(flat.layout.buckets) if bucket.dtype.itemsize < dtype.itemsize
     ]
@@ -154,7 +156,7 @@ def _to(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _exact(x: Tensor) -> torch.dtype:
-    """Return a dtype in which differences of numbers of the dtype of ``x`` are exact, up to ratios of 2**44."""
+    """Return a dtype with exact differences of the numbers of ``x``, up to ratios of 2**44."""
     return torch.complex128 if x.is_complex() else torch.float64
 
 

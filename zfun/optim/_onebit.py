@@ -1,17 +1,17 @@
 """1-bit Adam: momentum that is summed over the ranks in one bit a number.
 
-[Note: who sums]
+[Note: the compressed sum]
 A rank sends its own gradient and the error of its last message. So from
 ``freeze_step`` on this optimizer must be given the terms of the gradient (``P``), where other
 optimizers are given the sum. ``Optimizer.partial``, which is asked before each step, says so, and
 transforms that would sum leave the sum to the optimizer. Parameters and moments are ``R`` or ``S``
 as ever. The errors of messages are a term on every rank (``P``); the errors of answers belong to
 the rank that averages, each its chunk. Messages are made leaf by leaf of the whole momentum, and
-each rank takes its part of the mean, so that parameters have the same bits whatever is sharded and
-however leaves lie in buckets.
+each rank takes its part of the mean, so that parameters have the same bits for every sharding and
+every layout of the buckets.
 
 A rank with a shard of the moments needs the whole momentum, to add its gradient. The last answers
-hold the whole momentum at one bit a number, so the state keeps them.
+hold the whole momentum at one bit a number, so the state keeps the answers.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class OneBitState(NamedTuple):
     Attributes:
         count: steps taken, 0-dim int64 on the CPU. From ``freeze_step`` on momentum is compressed.
         mu: first moments, a tree like the parameters.
-        nu: second moments, a tree like the parameters; as they are at ``freeze_step`` from then on.
+        nu: second moments, a tree like the parameters; constant from ``freeze_step`` on.
         worker_error: the errors of this rank's messages, a whole value on every rank; ``None`` on
             one rank.
         server_error: the errors of this rank's answers: for each bucket the chunks of the leaves,
@@ -82,19 +82,19 @@ def onebit_adam(
     weight_decay: float = 0.0,
     bias_correction: bool = True,
 ) -> Optimizer:
-    """1-bit Adam: after a warm-up the second moments stand still, and momentum is summed over the ranks in one bit a number.
+    """1-bit Adam: after a warm-up, frozen second moments and momentum sums in one bit a number.
 
     The first T = ``freeze_step`` steps are those of :func:`adamw`, to the last bit. From then on,
     with the gradient gᵢ of rank i, ``m = compressed mean of (b1 m + (1 - b1) gᵢ)`` and ``p = p -
     learning_rate ((m / (1 - b1ᵗ)) / (√(v / (1 - b2ᵀ)) + eps) + weight_decay p)``. Each leaf is sent
     by itself, by :func:`zfun.compression.compressed_all_reduce`: signs, a scale, and the loss of
-    the last messages. An element without gradient in the warm-up has no v to be divided by, and
-    stays where it is.
+    the last messages. An element without gradient in the warm-up has no v to divide by, and does
+    not change.
 
-    The compressed steps take the terms of the gradient (``P``), as :func:`zfun.data_parallel` gives
-    them: stages 0 and 1, and ``zf.zero(2, ...)``, which leaves the sum out of backward then. Every
-    rank keeps a whole value of errors, and so stage 3 is refused, whose point is to hold nothing
-    whole. In a :func:`chain` 1-bit Adam stands first. "1-bit Adam: Communication Efficient
+    The compressed steps take the terms of the gradient (``P``), as :func:`zfun.data_parallel`
+    returns: stages 0 and 1, and ``zf.zero(2, ...)``, which leaves the sum out of backward then.
+    Every rank keeps a whole value of errors, and so stage 3 is refused, whose point is to hold
+    nothing whole. In a :func:`chain` 1-bit Adam stands first. "1-bit Adam: Communication Efficient
     Large-Scale Training with Adam's Convergence Speed", Tang et al., 2021.
 
     Args:
@@ -111,7 +111,7 @@ def onebit_adam(
         An optimizer with :class:`OneBitState`.
 
     Raises:
-        OptionError: an option has a value that it cannot take.
+        OptionError: a value of an option is out of range.
         PlacementError: from a compressed step, for gradients that are summed already.
 
     Example:
@@ -376,7 +376,7 @@ def _read(
 def _own_chunks(
     server: Tensor, layout: Layout, bucket: int, group: Any, *, embedded: bool
 ) -> list[Tensor]:
-    """View the errors of this rank's answers: chunks lie one after the other, or at their places in whole leaves."""
+    """View the errors of this rank's answers, as consecutive chunks or inside whole leaves."""
     chunks = [compression.own_chunk(numel, group) for numel in _numels(layout, bucket)]
     if embedded:
         return [

@@ -106,7 +106,7 @@ def sgd(
         An optimizer with :class:`SgdState`.
 
     Raises:
-        OptionError: an option has a value that it cannot take.
+        OptionError: a value of an option is out of range.
 
     Example:
         >>> import torch
@@ -157,7 +157,7 @@ def adam(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
 ) -> Optimizer:
-    """Adam: each element steps by its mean gradient over its root mean square gradient.
+    """Adam: each element steps by the mean gradient over the root mean square gradient.
 
     ``g = grad + weight_decay p``, ``m = b1 m + (1 - b1) g``, ``v = b2 v + (1 - b2) g²``, ``p = p -
     learning_rate (m / (1 - b1ᵗ)) / (√(v / (1 - b2ᵗ)) + eps)``. Equal to ``torch.optim.Adam``.
@@ -175,7 +175,7 @@ def adam(
         An optimizer with :class:`AdamState`.
 
     Raises:
-        OptionError: an option has a value that it cannot take.
+        OptionError: a value of an option is out of range.
 
     Example:
         >>> import torch
@@ -215,7 +215,7 @@ def adamw(
         An optimizer with :class:`AdamState`.
 
     Raises:
-        OptionError: an option has a value that it cannot take.
+        OptionError: a value of an option is out of range.
 
     Example:
         >>> import torch
@@ -268,7 +268,7 @@ def lion(
     b2: float = 0.99,
     weight_decay: float = 0.0,
 ) -> Optimizer:
-    """Lion: each element steps by the sign of its momentum, half the state of Adam.
+    """Lion: each element steps by the sign of the momentum, with half the state of Adam.
 
     ``p = p - learning_rate (sign(b1 m + (1 - b1) g) + weight_decay p)``, then ``m = b2 m + (1 - b2)
     g``. Steps are larger than Adam's, so that a learning rate 3 to 10 times smaller is usual. Of a
@@ -286,7 +286,7 @@ def lion(
         An optimizer with :class:`LionState`.
 
     Raises:
-        OptionError: an option has a value that it cannot take.
+        OptionError: a value of an option is out of range.
 
     Example:
         >>> import torch
@@ -323,7 +323,7 @@ def adagrad(
     eps: float = 1e-10,
     weight_decay: float = 0.0,
 ) -> Optimizer:
-    """Adagrad: each element steps by its gradient over the root of all its squared gradients so far.
+    """Adagrad: each element steps by the gradient over the root of the sum of squared gradients.
 
     ``g = grad + weight_decay p``, ``s = s + g²``, ``p = p - learning_rate / (1 + rate_decay (t -
     1)) g / (√s + eps)`` at step t. Equal to ``torch.optim.Adagrad``. "Adaptive Subgradient Methods
@@ -339,7 +339,7 @@ def adagrad(
         An optimizer with :class:`AdagradState`.
 
     Raises:
-        OptionError: an option has a value that it cannot take.
+        OptionError: a value of an option is out of range.
 
     Example:
         >>> import torch

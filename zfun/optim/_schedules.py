@@ -193,9 +193,8 @@ def lr_range_test(
 ) -> Schedule:
     """Rise without end, to see from which learning rate on a loss diverges.
 
-    ``start (1 + rate q)`` with ``q = step / num_steps``, or the whole number below it in a
-    staircase. DeepSpeed's LRRangeTest. "A disciplined approach to neural network hyper-parameters:
-    Part 1", Smith, 2018.
+    ``start (1 + rate q)`` with ``q = step / num_steps``, rounded down in a staircase. DeepSpeed's
+    LRRangeTest. "A disciplined approach to neural network hyper-parameters: Part 1", Smith, 2018.
 
     Args:
         start: the value at step 0.
@@ -210,8 +209,10 @@ def lr_range_test(
         OptionError: ``num_steps`` is less than 1.
 
     Example:
-        >>> [lr_range_test(1.0, 2)(step) for step in range(5)], [lr_range_test(1.0, 2, staircase=True)(step) for step in range(5)]
-        ([1.0, 1.5, 2.0, 2.5, 3.0], [1.0, 1.0, 2.0, 2.0, 3.0])
+        >>> [lr_range_test(1.0, 2)(step) for step in range(5)]
+        [1.0, 1.5, 2.0, 2.5, 3.0]
+        >>> [lr_range_test(1.0, 2, staircase=True)(step) for step in range(5)]
+        [1.0, 1.0, 2.0, 2.0, 3.0]
     """
     _check_whole("num_steps", num_steps, 1)
 
@@ -284,9 +285,9 @@ def one_cycle_momentum(
     """Go down and up while :func:`one_cycle` with the same steps goes up and down.
 
     In the cycle ``high - (high - low) s``; ``d`` steps after it
-    ``high (1 + decay_rate d / decay_steps)``. It is for a momentum, such as
-    ``sgd(..., momentum=...)`` and ``adamw(..., b1=...)``, which must stay below 1. "A disciplined
-    approach to neural network hyper-parameters: Part 1", Smith, 2018.
+    ``high (1 + decay_rate d / decay_steps)``. Use this for a momentum, such as ``sgd(...,
+    momentum=...)`` and ``adamw(..., b1=...)``, which must stay below 1. "A disciplined approach to
+    neural network hyper-parameters: Part 1", Smith, 2018.
 
     Args:
         low: the value at step ``num_up``.
@@ -333,7 +334,8 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
             first.
 
     Example:
-        >>> [join([linear(0.0, 1.0, 2), constant(1.0), linear(1.0, 0.0, 2)], [2, 4])(step) for step in range(8)]
+        >>> joined = join([linear(0.0, 1.0, 2), constant(1.0), linear(1.0, 0.0, 2)], [2, 4])
+        >>> [joined(step) for step in range(8)]
         [0.0, 0.5, 1.0, 1.0, 1.0, 0.5, 0.0, 0.0]
     """
     parts, starts = tuple(schedules), (0, *boundaries)
@@ -391,7 +393,7 @@ def _warmup(peak: float, num_warmup: int, start: float, shape: str, after: Sched
 def _cycle(
     num_up: int, num_down: int | None, stairs_up: int, stairs_down: int | None, decay_steps: int
 ) -> tuple[Callable[[int], float], int]:
-    """Return the height of a cycle at each step, from 0 to 1 and back to 0, and the length of the cycle."""
+    """Return the height of a cycle by step, from 0 to 1 and back, and the cycle's length."""
     num_down = num_up if num_down is None else num_down
     stairs_down = stairs_up if stairs_down is None else stairs_down
     for name, value, least in (

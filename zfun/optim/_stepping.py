@@ -25,7 +25,7 @@ __all__ = ["Into", "Kernel", "assemble", "elementwise", "no_steps", "zeros_like"
 
 
 class Into(NamedTuple):
-    """Where a step goes: into new updates, into copies of the parameters, or into the parameters themselves."""
+    """The target of a step: new updates, copies of the parameters, or the parameters."""
 
     updates: bool
     donate: bool
@@ -68,7 +68,7 @@ def assemble(init: InitFn, step: StepFn) -> Optimizer:
 def elementwise(
     make_state: Callable[..., Any], names: Sequence[str], kernel_at: Callable[[int], Kernel]
 ) -> Optimizer:
-    """Make an optimizer of a kernel that steps one flat buffer: one pass over the memory for each buffer.
+    """Make an optimizer of a kernel that steps one flat buffer in one pass over the memory.
 
     The kernel is ``kernel(param, grad, *moments, change)`` on 1-D tensors of one length: reads
     ``grad``, writes the moments, and writes the step to ``change``, or adds the step to ``param``

@@ -63,7 +63,7 @@ class TorchState(NamedTuple):
 
 @remembered
 def from_torch(make: type[torch.optim.Optimizer], **options: Any) -> Optimizer:
-    """Make a pure optimizer of an element-wise class of ``torch.optim``, or of a class with the same interface.
+    """Make a pure optimizer of an element-wise class of, or like, ``torch.optim``.
 
     The state is taken out of torch's optimizer and put back at each step, in pieces of parameters,
     and so may be sharded, offloaded and saved. That costs a copy of parameters, gradients and state
@@ -110,7 +110,7 @@ def from_torch(make: type[torch.optim.Optimizer], **options: Any) -> Optimizer:
 
 
 def _check_elementwise(pure: Optimizer, name: str) -> None:
-    """Refuse an optimizer that mixes elements, because from_torch cuts leaves into pieces even where nothing is sharded."""
+    """Refuse an optimizer that mixes elements, because from_torch always cuts leaves."""
     generator = torch.Generator(device="cpu").manual_seed(0)
 
     def changes(sizes: list[int]) -> Tensor:

@@ -168,7 +168,7 @@ def scale_by_adam(*, b1: float | Schedule = 0.9, b2: float = 0.999, eps: float =
     """Replace gradients by Adam's direction ``(m / (1 - b1ᵗ)) / (√(v / (1 - b2ᵗ)) + eps)``.
 
     :func:`adam` and :func:`adamw` take the same step in one pass over the memory. A chain takes one
-    pass for each part, and agrees with them to a few roundings in each step.
+    pass for each part, and agrees to a few roundings in each step.
 
     Args:
         b1: decay of the first moment, in [0, 1), or a function of the number of steps taken so far.
@@ -179,7 +179,7 @@ def scale_by_adam(*, b1: float | Schedule = 0.9, b2: float = 0.999, eps: float =
         An optimizer with :class:`AdamState`, to stand in a :func:`chain`.
 
     Raises:
-        OptionError: an option has a value that it cannot take.
+        OptionError: a value of an option is out of range.
 
     Example:
         >>> adam = scale_by_adam()
@@ -193,7 +193,7 @@ def scale_by_adam(*, b1: float | Schedule = 0.9, b2: float = 0.999, eps: float =
 
     def kernel_at(before: int) -> Kernel:
         first = decay_at("b1", b1, before)
-        # The kernel descends; a negative step size makes it return the direction itself.
+        # The kernel descends; a negative step size returns the direction.
         return functools.partial(
             ops.adam_step,
             b1=first,
@@ -220,7 +220,7 @@ def scale_by_lion(*, b1: float | Schedule = 0.9, b2: float = 0.99) -> Optimizer:
         An optimizer with :class:`LionState`, to stand in a :func:`chain`.
 
     Raises:
-        OptionError: an option has a value that it cannot take.
+        OptionError: a value of an option is out of range.
 
     Example:
         >>> lion = scale_by_lion()
@@ -376,7 +376,7 @@ def masked(
 
 @remembered
 def scale_by_learning_rate(learning_rate: float | Schedule) -> Optimizer:
-    """Multiply by minus the learning rate: the last part of a chain, which makes it descend.
+    """Multiply by minus the learning rate: the last part of a chain, for descent.
 
     Args:
         learning_rate: step size, or a function of the number of steps taken so far.

@@ -12,8 +12,8 @@ The first rule that applies names a storage:
 1. A leaf of the state before or after the step is ``params`` or ``optimizer``.
 2. A collective of parameters reads and writes ``gathered``, one of gradients ``gradients``.
 3. A copy of these has their name.
-4. The phase in which a storage was made names the rest: ``activations`` in the loss, ``gradients`` in
-   backward, ``work`` outside of both.
+4. The phase in which a storage was made names the rest: ``activations`` in the loss,
+   ``gradients`` in backward, ``work`` outside of both.
 
 Not counted: storages of fewer than 512 bytes, which no allocator of a device hands out; the
 integers that ranks compare; the fixed-size scratch memory of a kernel; the batch, which the caller

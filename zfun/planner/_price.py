@@ -1,7 +1,7 @@
 """Bytes that each rank sends for a gather or a sum, hop by hop: closed forms.
 
-The formulae follow from the definitions of a mesh and a codec ([Note: two axes], [Note: what
-travels]), and a test compares the results with the messages of real steps. Both functions take the
+The formulae follow from the definitions of a mesh and a codec ([Note: two axes], [Note: messages]),
+and a test compares the results with the messages of real steps. Both functions take the
 number of elements, the bytes of an exact element, a group (possibly a mesh or the inner axis of a
 mesh) and a codec, and return the hops in order.
 """
