@@ -131,6 +131,7 @@ MODULES = [
     f"zfun.{name}"
     for name in (
         "collectives",
+        "layout",
         "optim",
         "stores",
         "tree",
@@ -171,7 +172,8 @@ PLAIN = frozenset(
         ),
         *("Self", "Sequence", "TracebackType", "TypeAlias", *vars(builtins)),
         *("DeviceMesh", "Module", "ProcessGroup", "SearchStrategy", "Tensor"),
-        *("ApplyFn", "Kind", "LabelFn", "Phase", "Row", "Sink"),
+        *("ApplyFn", "Kind", "LabelFn", "Phase", "Row"),
+        *("CommHook", "Life"),
     ]
 )
 

@@ -149,7 +149,7 @@ class Flat:
 
     @property
     def mesh(self) -> Group:
-        """The group of all ranks: that of the value, or the mesh of which that group is an axis."""
+        """The group of all ranks, which is the whole mesh if ``group`` is an axis of a mesh."""
         return mesh_of(self.group)
 
     def gather_values(self, x: Tensor, name: str = "values") -> Tensor:
