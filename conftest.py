@@ -1,4 +1,4 @@
-"""What pytest collects: the examples of kernels for GPUs only where there is something that compiles them."""
+"""Collect the examples of Triton kernels only where Triton is installed."""
 
 import importlib.util
 

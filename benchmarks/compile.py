@@ -163,10 +163,8 @@ def main() -> None:
         )
     print("\n".join([head, *lines]))
     if options.write:
-        print(
-            "written: "
-            f"{pages.write_table('compile.md', f'{options.preset}, stage {options.stage}', head, lines)}"
-        )
+        title = f"{options.preset}, stage {options.stage}"
+        print(f"written: {pages.write_table('compile.md', title, head, lines)}")
 
 
 if __name__ == "__main__":

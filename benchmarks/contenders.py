@@ -1,4 +1,4 @@
-"""The models that ``step.py`` trains, and one function per contender, each written as users would."""
+"""The models that ``step.py`` trains, and one function per contender, as users would write it."""
 
 from __future__ import annotations
 

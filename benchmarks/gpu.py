@@ -1,9 +1,9 @@
 """Everything that needs a GPU, in at most 8 minutes, and one page of results: tests, kernels,
 steps, waits for the device.
 
-    make gpu PYTHON=python                               # in an environment with torch for CUDA; nothing is installed
+    make gpu PYTHON=python                             # in an environment with torch for CUDA
     python benchmarks/gpu.py --only kernels waits
-    python benchmarks/gpu.py --device cpu --dry-run      # the same program in small on the CPU, to see that it runs
+    python benchmarks/gpu.py --device cpu --dry-run    # the same program in small, on the CPU
 
 Each part is a process with a time limit, so that a part which fails or hangs is reported, and the
 others are not lost. The page is benchmarks/results/gpu.md; the exit status is 1
@@ -151,7 +151,7 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a part: why the part failed, if so, the time taken, and the text for the page."""
+    """The result of a part: the failure if any, the time taken, and the text for the page."""
 
     failure: str | None
     seconds: float

@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_profile.py --preset small
     python benchmarks/gpu_profile.py --trace traces        # the profiles too, for chrome://tracing
-    python benchmarks/gpu_profile.py --device cpu --preset tiny    # the same program, to see that it runs
+    python benchmarks/gpu_profile.py --device cpu --preset tiny    # the same program in small
 
 A wait is a call that torch's synchronisation debug mode warns of: a number that the host reads, a
 result whose shape depends on values, a copy from memory that is not pinned. Debug mode does not see

@@ -212,10 +212,14 @@ def main() -> None:
         f"steps; medians; loss curves differ by at most {spread:.1e}"
     )
     print(
-        f"{'':14}{'us':>10}{'issue us':>10}{'own us':>10}{'/ tensor':>10}{'peak MB':>10}{'/ plain':>9}"
+        f"{'':14}{'us':>10}{'issue us':>10}{'own us':>10}{'/ tensor':>10}"
+        f"{'peak MB':>10}{'/ plain':>9}"
     )
     for name, row in rows.items():
-        figures = f"{row['us']:10.0f}{row['issue_us']:10.0f}{row['own_us']:10.0f}{row['own_us_per_tensor']:10.2f}{row['peak_mb']:10.0f}"
+        figures = (
+            f"{row['us']:10.0f}{row['issue_us']:10.0f}{row['own_us']:10.0f}"
+            f"{row['own_us_per_tensor']:10.2f}{row['peak_mb']:10.0f}"
+        )
         print(f"{name:14}{figures}{row['us'] / rows[ONE_PROCESS]['us']:9.2f}")
     for path in traces:
         print(f"profile: {path}")

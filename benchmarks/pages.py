@@ -1,4 +1,4 @@
-"""The pages of benchmarks/results: one for each benchmark, with one section for each kind of run."""
+"""The pages of benchmarks/results: one for each benchmark, one section for each kind of run."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A training step of torch, DDP, ZeroRedundancyOptimizer, FSDP2, DeepSpeed and zfun's stages.
 
     python benchmarks/step.py --preset small --rounds 8
-    python benchmarks/step.py --preset medium --rounds 3 --in-turn    # one contender's processes at a time, where memory is short
-    python benchmarks/step.py --preset many --ranks 1 --only "one process" functional zfun-0 zfun-3    # own overhead of zfun
+    python benchmarks/step.py --preset medium --rounds 3 --in-turn    # one contender at a time
+    python benchmarks/step.py --preset many --ranks 1 --only "one process" functional zfun-3
     python benchmarks/step.py --no-shared-memory --dtype bf16
     python benchmarks/step.py --rounds 60 --write    # the table into benchmarks/results/step.md
 
@@ -260,7 +260,7 @@ def table(rows: dict[str, dict[str, float]], num_tensors: int, ranks: int) -> st
 
 
 def interval(mine: Contender, base: Contender) -> str:
-    """The 95 % interval of a ratio of medians: the run, put together anew of blocks of ten steps."""
+    """The 95 % interval of a ratio of medians, from runs resampled in blocks of ten steps."""
     pairs = list(
         zip(
             (max(times) for times in mine.seconds),
@@ -317,9 +317,8 @@ def section(
         ]
         if overhead:
             own = zip(found[name].seconds, found[ONE_PROCESS].seconds, strict=True)
-            cells.append(
-                f"{1e6 * statistics.median(max(mine) - max(plain) for mine, plain in own) / num_tensors:.1f}"
-            )
+            extra_s = statistics.median(max(mine) - max(plain) for mine, plain in own)
+            cells.append(f"{1e6 * extra_s / num_tensors:.1f}")
         lines.append(f"| {' | '.join(cells)} |")
     transport = "gloo" if args.no_shared_memory else "shared memory"
     return (

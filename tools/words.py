@@ -1,6 +1,6 @@
 """Count the words that make prose hard to follow, in comments, docstrings, Markdown and notebooks.
 
-    python tools/words.py                     # counts by folder and the worst files; fails above a limit
+    python tools/words.py                     # counts by folder; fails above a limit
     python tools/words.py zfun/flat.py        # one file or folder
     python tools/words.py docs --list         # every sentence with such a word, as file:line
 

@@ -12,8 +12,8 @@ import pytest
 
 from zfun.collectives import Workers
 
-# What ranks need of torch and of the tests. Imported once, in a process that does nothing else, and
-# inherited by every rank.
+# The modules of torch and of the tests that ranks use. One process imports them, and every rank
+# inherits them.
 _IMPORTED = [
     "numba",
     "torch._dynamo",
@@ -33,8 +33,8 @@ def _server() -> Any:
 
 
 def processes(size: int, **options: Any) -> Workers:
-    """Processes that start in no time; that those which import torch by themselves work is what the
-    tests of ``spawn`` see.
+    """Processes that start fast, because torch is imported before they fork; the tests of ``spawn``
+    cover processes that import torch themselves.
     """
     return Workers(size, context=_server(), **options)
 

@@ -92,7 +92,7 @@ def trained(group: zf.Group) -> Any:
 
 
 def branching(group: zf.Group) -> Any:
-    """Ranks of a mesh that take other ways, so that some ask for what others are still waiting for."""
+    """Ranks of a mesh branch, so that some ask for buckets while others still wait for theirs."""
     found: list[Any] = []
     mesh = zf.split(group, inner=2)
     batches = branches.batches_of(

@@ -89,7 +89,7 @@ def check_near(found: Any, expected: dict[str, Tensor], what: str) -> None:
 
 
 def every_optimizer(group: zf.Group) -> Any:
-    """At two stages that send different things; all of them are compared where ranks are simulated."""
+    """Two stages that send different tensors; simulated ranks compare all stages."""
     found = {}
     for name, optimizer in OPTIMIZERS.items():
         first, second = (

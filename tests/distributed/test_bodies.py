@@ -16,7 +16,7 @@ from zfun.collectives import Workers
 from zfun.errors import CollectiveMismatch, PeerLost
 from zfun.testing import assert_same_bits
 
-# torch itself warns when it first imports what forward-mode derivatives need.
+# torch itself warns when it first imports its formulas for forward-mode derivatives.
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.timeout(90),

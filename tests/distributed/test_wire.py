@@ -1,4 +1,4 @@
-"""What really goes over the wire, counted by the system and not by us."""
+"""Bytes on the wire, counted by the system's own counters."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ pytestmark = [
 
 
 def test_a_step_sends_two_or_three_times_the_parameters() -> None:
-    """Nothing but the parameters and gradients of the stage: what else is sent, headers included,
-    stays below one percent.
+    """Ranks send the parameters and gradients of the stage; all other bytes, headers included, stay
+    below one percent.
     """
     if not loopback.can_have_own_network():
         pytest.skip(

@@ -1,5 +1,5 @@
-"""Compressed communication: bytes by formula, errors within bounds, what is lost kept exactly, and
-one result on all ranks.
+"""Compressed communication: bytes by formula, errors within bounds, exact error feedback, and one
+result on all ranks.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def test_what_is_sent_and_what_is_kept_make_up_the_input(
         for step in range(num_steps):
             x = term(0, 96, seed + step, dtype)
             full = carried + x
-            # One rank of two gathers its own message: what comes back of it is what was sent.
+            # One rank of two gathers its own message, so the message comes back decoded.
             sent = zf.compression.all_gather(x.to(wide), group, codec, name="x")[:96]
             (kept,) = [
                 value
@@ -132,8 +132,8 @@ def test_what_is_sent_and_what_is_kept_make_up_the_input(
 
 
 def test_slow_feedback_loses_no_direction() -> None:
-    """What is kept is (1 - err_beta) times what has not arrived yet, so the mean of many sums is
-    near the exact one.
+    """Error feedback keeps (1 - err_beta) times the error so far, so the mean of many sums is near
+    the exact one.
     """
     steps, beta = 60, 0.8
 
@@ -282,8 +282,8 @@ def test_every_composition_with_one_codec_has_the_same_bits() -> None:
 def test_over_a_mesh_a_sum_goes_in_two_hops(
     axes: tuple[int, int], codec: BlockCodec, seed: int
 ) -> None:
-    """What crosses between rows is a piece of the sum over a row, written anew; the result is where
-    the exact one is.
+    """Rows exchange pieces of the sums over a row, encoded again; the result lies in the places of
+    the exact one.
     """
     (inner, outer), numel = axes, 60 * math.prod(axes)
 
@@ -370,8 +370,8 @@ def test_micro_batches_are_sent_in_few_bits_too() -> None:
 
 @pytest.mark.parametrize("is_kept", [False, True], ids=["gathered twice", "with a secondary shard"])
 def test_backward_sees_the_numbers_of_forward(is_kept: bool) -> None:
-    """A secondary shard is a part of what came back in forward, and is sent as it is: exactly, and
-    inside of a row.
+    """A secondary shard is a part of the decoded bucket of forward, and is sent exactly, within a
+    row.
     """
     generator = torch.Generator().manual_seed(0)
     exact = {name: torch.randn(32, 32, generator=generator) for name in ("x", "w")}
@@ -397,7 +397,7 @@ def test_backward_sees_the_numbers_of_forward(is_kept: bool) -> None:
             seen.clear()
             mesh.clear()
             _, grads = vg(params, torch.eye(32))
-            # The gradient of x is what backward takes for w, to the last bit.
+            # The gradient of x equals the weight that backward uses, to the last bit.
             backward = zf.flat.unravel(grads)["x"].T
             assert_same_bits(backward, seen[0])
             assert not torch.equal(backward, exact["w"])
@@ -446,7 +446,7 @@ def test_micro_batches_and_casts_go_through_a_codec() -> None:
     assert losses[-1] < losses[0]
 
 
-# torch itself warns when it first imports what forward-mode derivatives need.
+# torch itself warns when it first imports its formulas for forward-mode derivatives.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 def test_the_derivative_is_that_of_the_exact_collective() -> None:
     codec = zf.compression.int4(block=2)

@@ -126,8 +126,8 @@ def test_cutting_changes_no_bits(
 ) -> None:
     numel = sum(x.numel() for x in values(shapes, 0, dtype))
     cuts = sorted(data.draw(st.lists(st.integers(0, numel), max_size=3)))
-    # The one value that every element sees: what a norm is made of depends on its rounding, so
-    # clipping stands apart.
+    # Every element sees the norm, and the rounding of the norm depends on the pieces, so clipping
+    # stands apart.
     sizes = [b - a for a, b in zip([0, *cuts], [*cuts, numel], strict=True)]
 
     def recut(leaves: list[torch.Tensor]) -> list[torch.Tensor]:

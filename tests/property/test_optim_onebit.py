@@ -1,4 +1,4 @@
-"""1-bit Adam: the paper's steps, one result whatever is sharded, few bytes, and the loss of Adam."""
+"""1-bit Adam: the paper's steps, one result under every sharding, few bytes, the loss of Adam."""
 
 from __future__ import annotations
 
@@ -185,8 +185,8 @@ def quadratic(params: Any, target: Tensor) -> Tensor:
 
 
 def test_it_goes_where_adam_goes_though_the_ranks_pull_apart() -> None:
-    """Each rank's optimum is far from the common one, so that signs lead away from it but for what
-    is kept of both hops.
+    """Each rank's optimum is far from the common one, so signs alone lead away from the optimum;
+    the error feedback of both hops corrects them.
     """
     size, steps, freeze_step = 4, 200, 15
     generator = torch.Generator().manual_seed(0)

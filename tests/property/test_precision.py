@@ -53,7 +53,7 @@ def run(
     loss: Any = loss_fn,
     **options: Any,
 ) -> Any:
-    """Train; what all stages must agree on, and what was sent after the first step."""
+    """Train; return the values that all stages must agree on, and the bytes sent after step one."""
     group = zf.record(group)
     z = zf.zero(
         stage,

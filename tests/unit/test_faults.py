@@ -488,7 +488,7 @@ def test_a_state_survives_an_error_in_the_loss() -> None:
 
 
 def branching(rank: int, kind: str) -> Any:
-    """A loss that uses other blocks, or the blocks in another order, on rank 1 than on the others."""
+    """A loss that uses other blocks, or another order of blocks, on rank 1 than on the others."""
 
     def loss_fn(params: Any, x: Tensor) -> Tensor:
         layers = list(params["h"])
@@ -568,7 +568,7 @@ def test_a_rank_may_take_another_branch(stage: int, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["skips one", "skips the last", "other order", "uses one twice"])
 def test_a_rank_may_take_another_branch_with_frozen_leaves(kind: str) -> None:
-    """Frozen and trained blocks take turns, so that gathers of both kinds are waited for crosswise."""
+    """Frozen and trained blocks alternate, so ranks wait for gathers of both kinds crosswise."""
 
     def main(group: zf.Group, stage: int) -> Any:
         z = zf.zero(

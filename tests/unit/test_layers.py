@@ -74,7 +74,7 @@ def test_a_module_imports_only_what_stands_above_it(path: Path) -> None:
             continue
         parts = name.split(".")
         there = parts[1] if len(parts) > 1 else ""
-        if there not in ORDER:  # the package itself: what users import
+        if there not in ORDER:  # the package itself, which users import
             assert here in ("demo", "cli", "__main__"), f"{path} imports the package"
             continue
         assert ORDER.index(there) <= ORDER.index(here), (

@@ -47,7 +47,7 @@ KERNELS = [
 
 @contextlib.contextmanager
 def compiled_kernels(meter: Meter) -> Iterator[None]:
-    """Run kernels as they run where nobody watches, and count them by the buffers that they return."""
+    """Run kernels as they run without a dispatch mode, and count the buffers that they return."""
     thread = threading.get_ident()
 
     def counted(kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -162,8 +162,8 @@ class Case:
     donate: bool = True
     tied: bool = False
     trainable: Callable[[str, Any], bool] | None = None
-    # Over what: a group, a mesh or its inner axis, and how many ranks are in a row; and over what
-    # backward gathers.
+    # The ranks: a group, a mesh or its inner axis; the ranks of a row; whether backward gathers
+    # over the inner axis.
     over: str = "group"
     size: int = SIZE
     inner: int = 2

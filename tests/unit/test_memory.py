@@ -118,9 +118,7 @@ def test_whole_gradients_exist_at_once_only_without_shard_grads() -> None:
 
 
 class Late(Echo):
-    """Holds on to what is sent until somebody waits for it, as a collective does that is still
-    under way.
-    """
+    """Holds on to the input until somebody waits, as a collective in flight does."""
 
     def start(self, call: Collective, x: Tensor, out: Tensor | None = None) -> Work:
         return Work(lambda: Echo.start(self, call, x, out).wait())
@@ -133,7 +131,7 @@ def test_a_bucket_is_filled_while_one_other_is_on_its_way() -> None:
 
 
 def test_leaves_of_gradients_are_gone_when_the_call_returns() -> None:
-    """Not kept by what remembers their addresses from call to call."""
+    """The tables that remember addresses from call to call keep no gradient alive."""
     seen: list[StorageWeakRef] = []
 
     def noted(params: Any, x: Tensor) -> Tensor:
@@ -184,9 +182,7 @@ def test_forward_alone_holds_a_few_buckets() -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_steps_do_not_add_up(stage: int) -> None:
-    """With the collector of cycles off, what is alive after ten steps is what was alive after
-    three.
-    """
+    """With the cycle collector off, ten steps leave alive the same objects as three."""
 
     def main(group: zf.Group) -> None:
         z = zf.zero(stage, models.mlp_loss, zf.optim.adamw(0.1), group, bucket_bytes=300)

@@ -176,7 +176,7 @@ def test_lr_range_test_has_the_values_of_deepspeed() -> None:
 
 
 def torch_values(make: Any, num_steps: int, key: str = "lr") -> list[float]:
-    """What torch's scheduler gives each step."""
+    """The learning rate of torch's scheduler at each step."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3, momentum=0.9)
     scheduler, found = make(optimizer), []
     for _ in range(num_steps):

@@ -33,7 +33,7 @@ CLASSES: list[tuple[Any, dict[str, Any], set[str]]] = [
 
 
 class PerTensor(torch.optim.Optimizer):
-    """A step of one length for each tensor; or, with a record, of one that each tensor remembers."""
+    """A step of one length for each tensor, or with a record, of a length per tensor."""
 
     def __init__(self, params: Any, lr: float = 0.1, *, record: bool = False) -> None:
         super().__init__(params, {"lr": lr, "record": record})

@@ -326,8 +326,8 @@ def test_a_cast_loss_sees_the_compute_dtype_and_gradients_keep_theirs() -> None:
 
 
 def through(vg: Any, group: zf.Group, form: Any) -> Any:
-    """Gradients of two steps (the second follows the order of use that the first one taught), and
-    what was gathered.
+    """Gradients of two steps (the second follows the order of use of the first) and the gathered
+    dtypes.
     """
     recorded = group
     out = []

@@ -177,7 +177,7 @@ def params_of() -> Any:
 def waits_of_a_step(
     recorders: dict[int, Recorder], stage: int, weighted: bool = False, **options: Any
 ) -> dict[str, list[str]]:
-    """Take steps on two ranks, and return the places of rank 0 that wait in the fourth, by phase."""
+    """Take steps on two ranks; return the places where rank 0 waits in the fourth, by phase."""
 
     def main(group: zf.Group) -> dict[str, list[str]]:
         recorder = Recorder()

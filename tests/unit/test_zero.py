@@ -1,4 +1,4 @@
-"""zero(): what it holds, what a step says, and what an Adam of torch makes of the same batches."""
+"""zero(): the state, the info of a step, and torch's Adam on the same batches."""
 
 from __future__ import annotations
 
