@@ -17,7 +17,7 @@ __all__ = ["abstract_group"]
 
 @final
 class _AbstractGroup(Group):
-    """One rank of a group whose other ranks do not exist; results have the right size, dtype and device, and no particular values."""
+    """One rank of a group without other ranks: results have the right size, dtype and device."""
 
     __slots__ = ("rank", "size")
 
@@ -44,7 +44,7 @@ def abstract_group(size: int, rank: int = 0) -> Group:
 
     Args:
         size: the number of ranks that the group pretends to have.
-        rank: the rank that it pretends to be.
+        rank: the rank of this process in the pretended group.
 
     Returns:
         A group whose collectives return empty tensors of the right size on the device of their

@@ -1,4 +1,4 @@
-"""What all groups of processes have: a watchdog, sub-groups, an end, and errors that say what happened."""
+"""The common part of process groups: watchdog, sub-groups, closing, and errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 MakePart: TypeAlias = "Callable[[dist.Store, int, int, Sequence[int]], ProcessGroup]"
-"""Makes the group of a part: from its store, this rank's place in it, its size, and what messages call its ranks."""
+"""Makes a sub-group from its store, this rank's position, the size, and the global ranks."""
 
 
 class TransportError(Exception):
@@ -57,7 +57,7 @@ class Mismatch(Exception):
 
 
 class ProcessGroup(Group):
-    """What the kinds of process groups share: the watchdog, sub-groups, the end, and the translation of errors."""
+    """The common part of process groups: watchdog, sub-groups, closing, and errors."""
 
     make_part: MakePart | None = None
 
@@ -80,7 +80,7 @@ class ProcessGroup(Group):
         self.global_ranks = range(size) if numbers is None else numbers
         self._subgroups: list[ProcessGroup] = []
         self._num_subgroups = 0
-        # Messages name ranks as people know them.
+        # Messages name the global ranks.
         self._watchdog = Watchdog(
             store, self.global_ranks[rank], self.global_ranks, self._interrupt
         )
@@ -104,7 +104,7 @@ class ProcessGroup(Group):
         return made
 
     def _part(self, store: dist.Store, ranks: Sequence[int]) -> ProcessGroup | None:
-        """Make the group of some of the ranks; ``None`` for one rank that needs none."""
+        """Make the sub-group of some ranks; ``None`` for one rank, which needs no transport."""
         if len(ranks) == 1:
             return None
         if self.make_part is None:
@@ -158,10 +158,10 @@ class ProcessGroup(Group):
         self._previous_hook(kind, error, trace)
 
     def _interrupt(self) -> None:
-        """Wake up every wait of this rank."""
+        """End every wait of this rank."""
 
     def _release(self) -> None:
-        """Let go of what the kind of group holds."""
+        """Release the resources of the transport."""
 
     def _number_of(self, peer: int | None) -> int | None:
         return None if peer is None else self.global_ranks[peer]
@@ -201,17 +201,17 @@ class ProcessGroup(Group):
                 )
             raise self._failure from error
         finally:
-            # What else is waited for cannot come either.
+            # No other collective can complete either.
             if self._failure is not None:
                 self._give_up()
 
     def _give_up(self) -> None:
-        """Let every other wait of this rank end."""
+        """End every other wait of this rank."""
 
 
 @contextlib.contextmanager
 def transport_errors(peer: int | None) -> Iterator[None]:
-    """Turn what a backend raises about messages to a rank (``None``: to any) into :class:`TransportError`."""
+    """Turn a backend's error about messages to a rank (``None``: any) into a TransportError."""
     try:
         yield
     except ZfunError:
@@ -221,7 +221,7 @@ def transport_errors(peer: int | None) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """The sentence of gloo's message that says what happened, without the place in its source."""
+    """Return the sentence of gloo's message that names the cause, without the source location."""
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
     return (
         text.partition("] ")[2].partition(". ")[0]

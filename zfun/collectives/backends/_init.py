@@ -37,27 +37,27 @@ def process_group(
     shared_memory: bool | None = None,
     debug: bool = False,
 ) -> Group:
-    """Return the ranks of a launcher such as torchrun as a group; without a launcher, a group of one rank.
+    """Return the ranks of a launcher such as torchrun as a group, or one rank without a launcher.
 
-    A collective that does not come back raises :class:`~zfun.errors.PeerLost` within ``timeout_s``,
-    with the error of the rank that failed if it could still publish it. Used as a context manager,
-    or closed by :meth:`Group.close` or at exit, the group releases its connections.
+    A collective that does not complete raises :class:`~zfun.errors.PeerLost` within ``timeout_s``,
+    with the error of the failed rank if that rank could still publish the error. The end of a
+    ``with`` block, :meth:`Group.close` and the exit of the process release the connections.
 
-    Over gloo and mpi every collective is a direct exchange whose sums are taken in rank order,
-    bitwise those of ``simulate``. Gloo's ranks of one host read each other's memory instead, with
-    the same bits; then gloo moves nothing. On several hosts, with as many ranks on each, numbered
-    host by host, they do so inside of each host, and messages go between hosts. Over nccl the
-    collectives are native, one communicator per stream, and sums are in nccl's order.
+    Over gloo and mpi every collective is a direct exchange with sums in rank order, bitwise equal
+    to ``simulate``. Gloo ranks of one host use shared memory instead, with the same bits. On
+    several hosts, with ranks numbered host by host and equally many on each, data moves through
+    shared memory inside a host and through messages between hosts. Over nccl the collectives are
+    native, with one communicator per stream, and sums are in nccl's order.
 
     Args:
-        group: a torch process group or a mesh; None means all ranks, and starts
-            ``torch.distributed`` from the launcher's environment if nobody has done so.
-        axis: the axis of the mesh, needed if it has several.
+        group: a torch process group or a mesh; None means all ranks, and initialises
+            ``torch.distributed`` from the launcher's environment if necessary.
+        axis: the axis of the mesh, needed if the mesh has several.
         timeout_s: how long a collective may take, in seconds.
-        shared_memory: whether gloo's ranks exchange data through shared memory. None: on each host
-            if they can (Linux on x86-64; the memory is anonymous and gone with the last process,
-            whatever ends it). True: it is an error if they cannot. False: over gloo. All ranks pass
-            the same.
+        shared_memory: whether gloo ranks exchange data through shared memory. None: on each host
+            where the ranks can (Linux on x86-64; the memory is anonymous, so the system frees the
+            memory with the last process). True: raise if the ranks cannot. False: over gloo. All
+            ranks pass the same value.
         debug: compare what the ranks start before every collective (see :func:`checked`).
 
     Returns:
@@ -139,8 +139,8 @@ def _made_over_gloo(
     memory = meet(store, rank, size, timeout_s, shared_memory)
     if shared_memory and isinstance(memory, str):
         raise _no_shared_memory(memory)
-    # Gloo has a thread that wakes up a hundred times a second, in the midst of what is computed,
-    # whether or not there are messages.
+    # Gloo has a thread that wakes up a hundred times a second in the middle of the computation,
+    # with or without messages.
     gloo = (
         _gloo(dist.PrefixStore("gloo", store), rank, size, timeout_s)
         if isinstance(memory, str)
@@ -164,7 +164,7 @@ def _made_over_gloo(
 
 
 def _gloo(store: dist.Store, rank: int, size: int, timeout_s: float) -> Any:
-    """Make an instance of gloo with connections, tags and a timeout of its own, which is in nobody's registry."""
+    """Make an unregistered instance of gloo with own connections, tags and timeout."""
     with interrupting_nobody(), holding_little():
         return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
 
@@ -172,7 +172,10 @@ def _gloo(store: dist.Store, rank: int, size: int, timeout_s: float) -> Any:
 def _rows(
     store: dist.Store, rank: int, size: int, timeout_s: float
 ) -> dict[Stream, SharedMemory] | None:
-    """Return what the ranks of this host share, one memory for each stream, if all ranks stand host by host, as many on each."""
+    """Return the shared memories of this host's ranks, one per stream.
+
+    Only if ranks are numbered host by host, equally many on each.
+    """
     hosts = exchange_texts(store, "host", rank, size, timeout_s, host_name())
     per_host = hosts.count(hosts[0])
     rows = [hosts[first : first + per_host] for first in range(0, size, per_host)]
@@ -261,9 +264,9 @@ def _shut_down_torch() -> None:
 
 
 def _own_store(group: dist.ProcessGroup, rank: int) -> dist.Store:
-    """Return a part of the group's store for the next of its zfun groups.
+    """Return a part of the torch group's store for the next zfun group over the torch group.
 
-    Each rank counts for itself; all make them in the same order.
+    Each rank counts alone, because all ranks make the groups in the same order.
     """
     store = group.get_group_store()
     return dist.PrefixStore(f"zfun/{store.add(f'zfun/count/{rank}', 1)}", store)

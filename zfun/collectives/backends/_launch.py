@@ -43,11 +43,11 @@ def spawn(
     collective_timeout_s: float | None = None,
     shared_memory: bool | None = None,
 ) -> list[_Result]:
-    """Call ``fn(group, *args)`` on n ranks, which are processes of this machine, and return what they return.
+    """Call ``fn(group, *args)`` on n ranks, which are processes of this machine; return results.
 
-    The twin of :func:`simulate` with real processes, one thread each, through shared memory or over
-    gloo on the loopback interface. ``fn``, ``args`` and results travel by pickle, so ``fn`` must be
-    importable by its name. :class:`Workers` runs several functions on the same processes.
+    :func:`simulate` with real processes, one thread each, over shared memory or over gloo on the
+    loopback interface. ``fn``, ``args`` and results travel by pickle, so ``fn`` must be importable
+    by name. :class:`Workers` runs several functions on the same processes.
 
     Args:
         n: the number of ranks.
@@ -63,7 +63,7 @@ def spawn(
 
     Raises:
         PeerLost: a rank died or did not finish in time.
-        Exception: what ``fn`` raised on the lowest rank that failed by itself, with that rank's
+        Exception: the error of ``fn`` on the lowest rank that failed first, with that rank's
             traceback as a note.
     """
     with Workers(
@@ -84,19 +84,18 @@ class _Failure:
 
 
 class Workers:
-    """A context manager that holds n processes, so that several runs pay once for starting them.
+    """A context manager with n processes, for several runs without starting processes again.
 
     Args:
         n: the number of ranks.
         timeout_s: how long one run may take, in seconds, the start of the processes not counted.
         collective_timeout_s: how long one collective may take; by default as long as the run.
-        grace_s: how long the other ranks may take to end after one has failed; then they are
-            killed.
+        grace_s: how long the other ranks may run after one has failed, before they are killed.
         shared_memory: whether the ranks exchange data through shared memory; see
             :func:`process_group`.
-        context: what starts the processes; by default ``multiprocessing.get_context("spawn")``,
-            under which each imports torch by itself. A fork server that has imported it starts them
-            in a tenth of the time.
+        context: the start method; by default ``multiprocessing.get_context("spawn")``, under which
+            each process imports torch. A fork server with torch imported starts processes in a
+            tenth of the time.
 
     Example:
         ``with Workers(2) as workers: results = workers.run(train, 10)``
@@ -154,7 +153,7 @@ class Workers:
         *args: _Params.args,
         **kwargs: _Params.kwargs,
     ) -> list[_Result | BaseException]:
-        """Call ``fn`` as :meth:`run` does, and return for each rank its result or its error."""
+        """Call ``fn`` as :meth:`run` does, and return for each rank the result or the error."""
         return [
             outcome.error if isinstance(outcome, _Failure) else outcome
             for outcome in self._outcomes(fn, args, kwargs)
@@ -199,8 +198,8 @@ class Workers:
         return [outcomes[rank] for rank in range(self._n)]
 
     def _start(self) -> None:
-        # The store lives here, on a port that the system has chosen: nobody can take it in between,
-        # and it outlives every rank.
+        # The store lives in this process, on a port that the system has chosen, so no other
+        # program can take the port in between, and the store outlives every rank.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._store = store
         for rank in range(self._n):
@@ -224,7 +223,7 @@ class Workers:
             self._connections.append(ours)
 
     def _collect(self, job: bytes) -> dict[int, Any]:
-        # A rank answers once when it is ready, so that the time to import torch does not count.
+        # A rank answers once when ready, so that the time to import torch does not count.
         ready = self._answers(None, time.monotonic() + max(self._timeout_s, 60.0))
         if any(isinstance(outcome, _Failure) for outcome in ready.values()):
             return ready
@@ -275,7 +274,7 @@ class Workers:
 
     def _kill(self) -> None:
         for process in self._processes:
-            # A stopped process takes no polite signal.
+            # A stopped process does not react to SIGTERM.
             process.kill()
         for process in self._processes:
             process.join()
@@ -306,10 +305,10 @@ def _serve(
     collective_timeout_s: float,
     shared_memory: bool | None,
 ) -> None:
-    """The main program of a rank: run what comes through the connection, until it closes or a run fails."""
+    """Run jobs from the connection until the connection closes or a run fails: a rank's main."""
     local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    # As under torchrun the store is there already and no rank may open one.
+    # As under torchrun the store exists already, and no rank may open one.
     agent = {
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "GLOO_SOCKET_IFNAME": "lo",
@@ -330,7 +329,7 @@ def _serve(
             )
             fn, args, kwargs = pickle.loads(job) if job else (_ready, (), {})
             answer = pickle.dumps(("result", fn(group, *args, **kwargs)))
-        except BaseException as error:  # noqa: BLE001, a rank's error of any kind belongs to the caller of run
+        except BaseException as error:  # noqa: BLE001, the caller of run receives every error
             if group is not None:
                 group.__exit__(type(error), error, error.__traceback__)
             connection.send_bytes(_pickled_error(error))
@@ -341,7 +340,7 @@ def _serve(
 
 
 def _ready(group: Group) -> None:
-    """Run on each rank first, so that the processes have met before the clock starts."""
+    """Run on each rank first, so that the rendezvous is over before the clock starts."""
     barrier(group)
 
 
@@ -350,7 +349,7 @@ def _pickled_error(error: BaseException) -> bytes:
     try:
         pickled: bytes | None = pickle.dumps(error)
         pickle.loads(pickled or b"")
-    except Exception:  # noqa: BLE001, an error that cannot travel is described instead
+    except Exception:  # noqa: BLE001, an error without pickle is described instead
         pickled = None
     return pickle.dumps(("error", pickled, f"{type(error).__name__}: {error}", text))
 

@@ -18,8 +18,8 @@ __all__ = ["single_group"]
 class _SingleGroup(Group):
     """One rank.
 
-    The result is ``out`` if it was given, else a copy: as in larger groups it never shares memory
-    with the input.
+    The result is ``out`` or else a copy, because results in larger groups never share memory with
+    the input either.
     """
 
     __slots__ = ("rank", "size")
@@ -46,7 +46,7 @@ class _SingleGroup(Group):
 
 
 def single_group() -> Group:
-    """Return the group of one rank: collectives return what they are given.
+    """Return the group of one rank, in which every collective is the identity.
 
     Returns:
         A group of size 1.

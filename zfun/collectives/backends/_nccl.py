@@ -39,15 +39,16 @@ class NativeGroup(ProcessGroup):
 
     def __init__(self, *args: Any, ranks: Sequence[int] | None = None) -> None:
         super().__init__(*args)
-        # In the numbers of torch's world.
+        # The numbers of the ranks in torch's world.
         self._ranks = dist.get_process_group_ranks(self._torch_group) if ranks is None else ranks
         self._device = (
             torch.device("cuda", torch.cuda.current_device())
             if torch.cuda.is_available()
             else torch.device("cpu")
         )
-        # Among members only, torch names a group by how many groups a rank is in, so that ranks in
-        # other numbers of groups never meet.
+        # With local synchronization torch names a group by the number of groups that the rank is
+        # in. The group of all ranks does without, because ranks in different numbers of groups
+        # would never meet.
         local = self.size < dist.get_world_size()
         timeout = timedelta(seconds=self._timeout_s)
         self._streams: dict[Stream, Any] = {}
@@ -59,7 +60,7 @@ class NativeGroup(ProcessGroup):
     def start(self, call: Collective, x: Tensor, out: Tensor | None = None) -> Work:
         check_collective(call, x, out, self.size)
         self._check_open()
-        # What steers the training may live on the CPU; it travels by way of the device.
+        # Control values may live on the CPU; they are copied to the device and back.
         sent = x.detach().to(self._device)
         numel = call.op.output_numel(x.numel(), self.size)
         received = (
@@ -85,15 +86,15 @@ class NativeGroup(ProcessGroup):
                     received.zero_()
                 if out is not None:
                     return out if out.device == received.device else out.copy_(received)
-                # The handle holds what was sent until here: the stream of the collective has been
-                # waited for.
+                # The work handle kept the input alive until here, where the current stream has
+                # waited for the stream of the collective.
                 return received if sent.device == x.device else received.to(x.device)
 
         return Work(wait)
 
     def _part(self, store: dist.Store, ranks: Sequence[int]) -> ProcessGroup:
-        # One rank has communicators too: torch names them by how many a rank has, and so all must
-        # have as many.
+        # A group of one rank makes communicators too, because torch names communicators by their
+        # number on a rank, and this number must be equal on all ranks.
         numbers = [self.global_ranks[rank] for rank in ranks]
         settings = (
             self._torch_group,

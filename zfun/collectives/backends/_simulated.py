@@ -2,8 +2,8 @@
 
 The last rank to arrive at a collective computes it for all, by the definition of the op
 (:func:`evaluate`), and wakes the others: a collective of 64 ranks costs one evaluation and 64
-wake-ups, not 4032 messages. Real groups move the same values by messages; the tests hold them to
-these bits.
+wake-ups, not 4032 messages. Process groups move the same values by messages, and tests compare
+their results with these, bit by bit.
 """
 
 from __future__ import annotations
@@ -53,14 +53,13 @@ def simulate(
     *args: _Params.args,
     **kwargs: _Params.kwargs,
 ) -> list[_Result]:
-    """Call ``fn(group, *args)`` on n ranks, which are threads of this process, and return what they return.
+    """Call ``fn(group, *args)`` on n ranks, which are threads of this process; return results.
 
-    The ranks see the same ``args``: what one of them changes in place, the others see. They share
-    torch's global random generator, whose draws therefore come in no fixed order; give each rank
-    its own ``torch.Generator``. An ``nn.Module`` that goes through ``functional_call`` changes
-    while it runs, so each rank needs one of its own, made inside ``fn``. Tensors must live on the
-    CPU, since autograd runs the backward pass of other devices on a thread that the ranks would
-    share.
+    All ranks receive the same ``args`` objects, so every rank sees in-place changes of another.
+    The ranks share torch's global random generator, whose draws come in no fixed order; give each
+    rank a ``torch.Generator``. ``functional_call`` changes an ``nn.Module`` temporarily, so each
+    rank needs a module of its own, made inside ``fn``. Tensors must live on the CPU, since autograd
+    runs the backward pass of other devices on a thread that the ranks would share.
 
     Args:
         n: the number of ranks, one to some hundreds.
@@ -75,8 +74,8 @@ def simulate(
         CollectiveMismatch: the ranks started different collectives, or wait for each other in a
             circle.
         PeerLost: a rank returned while others waited for it.
-        Exception: what ``fn`` raised on the lowest rank that failed by itself; the other ranks end
-            at once.
+        Exception: the error of ``fn`` on the lowest rank that failed first; the other ranks end at
+            once.
 
     Example:
         >>> import torch
@@ -90,8 +89,8 @@ def simulate(
     world = _World(n)
     outcomes: list[_Outcome[_Result]] = [_Outcome() for _ in range(n)]
     grad_mode = torch.is_grad_enabled()
-    # Starting a thread takes two turns at the interpreter's lock, for which the ranks that already
-    # run would compete.
+    # A thread needs the interpreter's lock twice to start, and the ranks that already run would
+    # compete for the lock.
     all_started = threading.Event()
 
     def run(rank: int) -> None:
@@ -101,7 +100,7 @@ def simulate(
                 outcomes[rank].result.append(
                     fn(_SimulatedGroup(rank, world, tuple(range(n))), *args, **kwargs)
                 )
-        except BaseException as error:  # noqa: BLE001, a rank's error of any kind belongs to the caller of simulate
+        except BaseException as error:  # noqa: BLE001, the caller of simulate receives every error
             outcomes[rank].error = error
             world.fail(rank, error)
         else:
@@ -124,8 +123,8 @@ def simulate(
             for thread in threads:
                 thread.join()
         except BaseException as error:
-            # An interrupt reaches the main thread only: the ranks end at their next collective, and
-            # are not waited for.
+            # Only the main thread receives an interrupt. The ranks end at their next collective,
+            # and the main thread does not wait for them.
             world.fail(None, error)
             all_started.set()
             raise
@@ -137,11 +136,11 @@ def simulate(
 
 @functools.cache
 def _know_the_processor() -> None:
-    """Let MKL choose the code of its vector functions, before two ranks make it do so at once.
+    """Let MKL detect the processor before two ranks call a vector function at the same time.
 
-    At its first call such a function (``exp``, ``tanh``, ...) finds out the processor, and for a
-    moment notes one of another numbering: a second thread may then compute with the code of another
-    processor, whose last bits differ.
+    The first call of a vector function (``exp``, ``tanh``, ...) detects the processor, and sets a
+    temporary value meanwhile. A second thread may read this value and use the code of another
+    processor, with other last bits.
     """
     torch.zeros(1, device="cpu").exp()
 
@@ -151,8 +150,8 @@ def evaluate(op: Op, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) ->
 
     Args:
         op: the collective.
-        inputs: what each rank sends, in rank order.
-        outs: where each rank wants its result, or None.
+        inputs: the input of each rank, in rank order.
+        outs: the output of each rank, or None.
 
     Returns:
         The result of each rank: its ``out``, else a fresh tensor.
@@ -191,8 +190,8 @@ def evaluate(op: Op, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) ->
 class _SimulatedGroup(Group):
     """One rank of a simulated group.
 
-    All groups of a simulation share a world, so that ranks which wait in different groups are
-    noticed.
+    All groups of a simulation share a world, so that the world notices ranks which wait for each
+    other in different groups.
     """
 
     def __init__(
@@ -207,7 +206,7 @@ class _SimulatedGroup(Group):
         self._world_rank = world_rank
         self._world = world
         self._members = members
-        # What tells this group's collectives from those of others with the same members.
+        # Distinguishes the collectives of this group from those of groups with the same members.
         self._channel = channel
         self._num_subgroups = 0
         self._thread = threading.get_ident()
@@ -234,8 +233,7 @@ class _SimulatedGroup(Group):
                 "what changes while it runs: give each its own module, made inside the rank's "
                 "function"
             )
-        # The copy lets the sender do with its tensor what it likes, as it can when the bytes are on
-        # the wire.
+        # A copy, so that the sender may change the input after the start, as with a real message.
         sent = x.detach().clone()
         meeting = self._world.arrive(
             self._world_rank,
@@ -258,7 +256,7 @@ class _SimulatedGroup(Group):
 
 @dataclass(slots=True, eq=False)
 class _Meeting:
-    """One collective: what the ranks that have come so far bring, and what they take away."""
+    """One collective in progress: the inputs so far, and the results."""
 
     stream: Stream
     index: int
@@ -282,7 +280,7 @@ class _Outcome(Generic[_Result]):
 
 
 class _World:
-    """What the ranks of one simulation share, all of it under one lock."""
+    """The state that the ranks of one simulation share, under one lock."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -303,10 +301,10 @@ class _World:
         x: Tensor,
         out: Tensor | None,
     ) -> _Meeting:
-        """Bring a rank's input to its next collective; the last rank computes the result for all."""
+        """Add a rank's input to its next collective; the last rank computes all results."""
         with self._lock:
             self._raise_failure(rank)
-            # Sub-groups that are made together have no rank in common.
+            # Sub-groups of one call have disjoint ranks.
             index = self._counts[rank, channel, call.stream]
             self._counts[rank, channel, call.stream] += 1
             place = (members[0], channel, call.stream, index)
@@ -341,7 +339,7 @@ class _World:
         return meeting
 
     def wait(self, rank: int, meeting: _Meeting) -> Tensor:
-        """Block until every rank has come to a collective."""
+        """Block until every rank has started a collective."""
         if meeting.results is None:
             gate = threading.Lock()
             gate.acquire()
@@ -367,7 +365,7 @@ class _World:
                 self._check_progress()
 
     def fail(self, rank: int | None, error: BaseException) -> None:
-        """End every rank, because one of them (or the main thread) raised."""
+        """End every rank after an error of one rank or of the main thread."""
         who = "the simulation" if rank is None else f"rank {rank}"
         message = f"{who} failed: {type(error).__name__}: {error}"
 
@@ -380,7 +378,7 @@ class _World:
             self._fail(consequence)
 
     def original_error(self, outcomes: Sequence[_Outcome[_Result]]) -> BaseException | None:
-        """Return the error of the lowest rank that did not fail because of another one."""
+        """Return the error of the lowest rank that did not fail because of another rank."""
         for rank, outcome in enumerate(outcomes):
             error = outcome.error
             if error is not None and not any(
@@ -391,7 +389,7 @@ class _World:
         return None
 
     def check_nothing_left(self) -> None:
-        """Refuse a program that starts a collective which not all ranks join, even if nobody waited for it."""
+        """Raise if a collective was started by some ranks only, even if no rank waited for it."""
         for meeting in self._meetings.values():
             missing = [rank for rank in meeting.members if rank not in meeting.texts]
             raise PeerLost(
@@ -402,7 +400,7 @@ class _World:
             )
 
     def _check_progress(self) -> None:
-        """Fail if nobody can go on: a rank waits for one that has returned, or all wait for different things."""
+        """Raise if no rank can continue: a rank waits for one that has returned, or all wait."""
         for rank, (meeting, _) in self._blocked.items() if self._left else ():
             gone = [r for r in meeting.members if r in self._left and r not in meeting.texts]
             if gone:
@@ -461,9 +459,9 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 def _one_forward_ad_level() -> Iterator[None]:
     """Hold torch's forward-mode level open while the ranks run.
 
-    The level is one per process and not per thread: the first rank to leave a ``torch.func.jvp``
-    would clear the tangents of the others. Counting as one more nested ``jvp`` makes those of the
-    ranks neither open nor close it.
+    The level is per process and not per thread: the first rank to leave a ``torch.func.jvp`` would
+    clear the tangents of the others. An additional nesting level makes the ``jvp`` calls of the
+    ranks neither open nor close the level.
     """
     if forward_ad._current_level >= 0:
         yield

@@ -1,19 +1,19 @@
-"""What the ranks of a process group tell each other when something goes wrong.
+"""The exchange of errors and states between the ranks of a process group.
 
-[Note: why a collective does not come back]
+[Note: why a collective does not complete]
 
-A collective that cannot complete shows itself as a closed connection, or as silence. What happened
-is known on another rank, so the ranks of a process group tell each other through the store that
-they met in:
+A rank sees a collective that cannot complete only as a closed connection, or as silence. The cause
+is known on another rank, so the ranks of a process group use the store of the rendezvous:
 
-* a rank that raises publishes its error before it leaves;
-* a rank that has waited for a while publishes what it has started and where it waits, and reads
-  what the others have published. If another rank started something else at the same place, or has
-  left, or both wait for what the other has not started, waiting is pointless: the rank takes that
-  as the verdict and breaks its own connections, which wakes it up.
+* a rank that raises publishes the error before leaving;
+* a rank that has waited for ``patience_s`` publishes the collectives that the rank has started and
+  waits for, and reads the records of the others. Waiting is pointless if another rank started a
+  different collective at the same index, or has left, or if both wait for collectives that the
+  other has not started. The rank then records a verdict and breaks its own connections, which ends
+  the wait.
 
-Nothing is written or read while collectives come back quickly. Records are JSON, whatever a peer
-has written there.
+Nothing is written or read while collectives complete quickly. Records are JSON, so that bytes from
+a peer cannot run code.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _POST_MORTEM_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What a rank has published about itself.
+    """The published state of a rank.
 
     Attributes:
         started: the number of collectives started in each stream.
-        recent: the last of them: stream, then index, then description. JSON makes the keys strings.
-        waiting: stream and index of the collectives that it waits for.
-        left: whether it has closed its group.
+        recent: the last collectives: stream, then index, then description. JSON keys are strings.
+        waiting: stream and index of the collectives that the rank waits for.
+        left: whether the rank has closed the group.
     """
 
     started: tuple[int, ...] = (0,) * len(Stream)
@@ -55,7 +55,7 @@ class Status:
     left: bool = False
 
     def call(self, stream: int, index: int) -> str | None:
-        """Return the description of a collective, if it has been started and is still known."""
+        """Return the description of a collective, if started and still recorded."""
         return self.recent.get(str(stream), {}).get(str(index))
 
     def has_started(self, stream: int, index: int) -> bool:
@@ -64,7 +64,7 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Why a collective will not come back.
+    """The reason why a collective will not complete.
 
     ``mismatch``: the ranks differ; otherwise a rank is lost.
     """
@@ -80,14 +80,14 @@ class Verdict:
 def diagnose(
     rank: int, own: Status, peers: Mapping[int, Status], *, certain: bool = True
 ) -> Verdict | None:
-    """Say why the collectives that this rank waits for cannot complete, if what the ranks have published tells.
+    """Say why the collectives that this rank waits for cannot complete, if the states tell.
 
     Args:
         rank: this rank.
-        own: its status.
-        peers: what the other ranks have published.
-        certain: whether the statuses have stood still since the last look, so that ranks which wait
-            for each other will do so for ever.
+        own: the state of this rank.
+        peers: the published states of the other ranks.
+        certain: whether the states are the same as at the last look, so that ranks which wait for
+            each other will wait for ever.
 
     Returns:
         The verdict, or None if the others may only be slow.
@@ -135,7 +135,7 @@ def different(index: int, *sides: tuple[int, str]) -> Verdict:
 
     Args:
         index: the number of the collective in its stream.
-        sides: for both ranks, the rank and what it has started.
+        sides: for both ranks, the rank and the collective that the rank has started.
     """
     (low, low_text), (high, high_text) = sorted(sides)
     return Verdict(
@@ -146,15 +146,15 @@ def different(index: int, *sides: tuple[int, str]) -> Verdict:
 
 
 class Watchdog:
-    """The conversation of one rank with the others about what goes wrong.
+    """The part of a process group that finds out why a collective does not complete.
 
-    See [Note: why a collective does not come back].
+    See [Note: why a collective does not complete].
 
     Args:
-        store: shared by the ranks of the group and by nobody else.
+        store: shared by the ranks of the group only.
         rank: this rank.
-        ranks: all the ranks, this one too.
-        interrupt: wakes up everything that waits for a message; called from the watchdog's thread.
+        ranks: all ranks, including this rank.
+        interrupt: ends every wait for a message; called from the watchdog's thread.
         patience_s: how long a wait may last before the watchdog looks.
     """
 
@@ -204,14 +204,14 @@ class Watchdog:
             del self._waits[stream, index]
 
     def explain(self, peer: int | None, reason: str, collective: str) -> ZfunError:
-        """Turn a broken wait into the error that says what happened, asking the others for a bounded time.
+        """Turn a broken wait into an error with the cause; ask the other ranks for a bounded time.
 
         Args:
-            peer: the rank whose message did not come, if that is known.
-            reason: what the transport said.
-            collective: what was waited for.
+            peer: the rank whose message did not arrive, if known.
+            reason: the transport's error.
+            collective: the collective that this rank waited for.
         """
-        # The watchdog may be at work on the verdict that has broken this very wait.
+        # The watchdog's thread may be about to write the verdict that has broken this wait.
         if self._looking.acquire(timeout=_POST_MORTEM_S):
             self._looking.release()
         else:
@@ -223,7 +223,7 @@ class Watchdog:
         return error
 
     def conclude(self, verdict: Verdict, collective: str) -> ZfunError:
-        """Turn what a wait itself has found out into its error, and tell the others."""
+        """Turn a verdict of the waiting thread into an error, and publish the error."""
         if self._verdict is None:
             self._verdict = verdict
         error = self._verdict.error(self._rank, collective)
@@ -231,14 +231,14 @@ class Watchdog:
         return error
 
     def publish_error(self, error: BaseException) -> None:
-        """Tell the other ranks why this one stops. Only the first error counts."""
+        """Publish why this rank stops. Only the first error counts."""
         if self._published_error:
             return
         self._published_error = True
         record = {
             "message": f"rank {self._rank} raised {type(error).__name__}: {error}"[:4000],
             "mismatch": isinstance(error, CollectiveMismatch),
-            # An error that another rank's error caused passes that one on.
+            # An error that was caused by another rank's error passes the first error on.
             "passed_on": self._verdict is not None,
         }
         if self._verdict is not None:
@@ -246,7 +246,7 @@ class Watchdog:
         self._talk(lambda: self._store.set(f"error/{self._rank}", json.dumps(record)))
 
     def close(self) -> None:
-        """Say good-bye and end the watchdog's thread."""
+        """Publish that this rank leaves, and end the watchdog's thread."""
         if self._stop.is_set():
             return
         self._stop.set()
@@ -257,7 +257,7 @@ class Watchdog:
     def _run(self) -> None:
         while not self._stop.wait(self._patience_s):
             now = time.monotonic()
-            # Another thread may change the dict at any moment; copying it is one step.
+            # Another thread may change the dict at any moment; the copy is atomic.
             if self._verdict is None and any(
                 now - since > self._patience_s for since in dict(self._waits).values()
             ):
@@ -270,7 +270,7 @@ class Watchdog:
 
     def _look(self) -> None:
         own = self._publish_status()
-        # A rank publishes its error before it leaves, so that errors are read last.
+        # A rank publishes an error before leaving, so errors are read after the states.
         peers = self._read_statuses()
         verdict = self._read_error() or diagnose(
             self._rank, own, peers, certain=self._last == (own, peers)
@@ -344,7 +344,7 @@ class Watchdog:
             )
         if peer in seen and seen[peer].waiting:
             stream, index = seen[peer].waiting[0]
-            # Of a collective long ago it is not known any more what it was.
+            # The description of an old collective is no longer recorded.
             text = seen[peer].call(stream, index)
             reason += (
                 f"; rank {peer} was last seen waiting in collective {index} of its "
@@ -356,7 +356,10 @@ class Watchdog:
         )
 
     def _talk(self, ask: Callable[[], object]) -> None:
-        """Talk to the store for a bounded time, and never again if it does not answer: it may live in a rank that is dead or stopped."""
+        """Access the store for a bounded time, and never again after a timeout.
+
+        The store may live in a rank that is dead or stopped.
+        """
         if self._store_silent:
             return
 

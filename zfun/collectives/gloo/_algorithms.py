@@ -2,30 +2,29 @@
 
 [Note: collectives by direct exchange]
 
-``exchange(sends, recvs)`` sends ``sends[j]`` to rank j and fills ``recvs[j]`` with what rank j
-sent. Each payload crosses the wire once and goes where it is needed, where a library's
-reduce-scatter may be an all-reduce in disguise. Sums are taken by the receiver in rank order, so
-that every rank and every kind of group gets the same bits.
+``exchange(sends, recvs)`` sends ``sends[j]`` to rank j and receives from rank j into ``recvs[j]``.
+Each payload is sent once, directly to the rank that needs the payload; a library's reduce-scatter
+may be an all-reduce in disguise. The receiver adds the terms in rank order, so that every rank and
+every kind of group computes the same bits.
 
 The buffers of a collective, for N ranks and an input of n elements:
 
-* all-gather: receives straight into the slices of ``out``; the own shard is copied there unless it
-  already is that slice.
-* reduce-scatter: receives N - 1 chunks of n/N elements each, the first of them into ``out``, where
-  they are added to the own chunk.
-* all-reduce: a reduce-scatter into the own slice of ``out``, of which each piece is gathered in
-  place as soon as it is summed. That must not depend on when the caller waits: ranks that wait for
-  two such collectives in different orders would block each other. So its phases are to be run in
-  the background, each stream on its own. Two ranks send each other a short input, or one of odd
-  length, and both add it: the same bytes on the wire, half the latency, and no padding.
-* the others receive straight into ``out``.
+* all-gather: receives into the slices of ``out``. The own shard is copied unless the input already
+  is that slice.
+* reduce-scatter: receives N - 1 chunks of n/N elements each. The first of the chunks arrives in
+  ``out``, where the sum is taken.
+* all-reduce: a reduce-scatter into the own slice of ``out``, and an all-gather of each segment as
+  soon as the segment is summed. The phases run on a background thread of the stream, because ranks
+  that wait for two such collectives in different orders would otherwise block each other. Two ranks
+  exchange a short input, or an input of odd length, whole: the same bytes, half the latency, and no
+  padding.
+* the other collectives receive into ``out``.
 
-What is received only to be added goes into room that is used again. It comes in pieces, each a
-message of its own, so that a piece is added while the next ones are on their way. Pieces are long:
-to add one from memory costs less than to start and to end a message, with what two threads on both
-sides have to do for it, and to wait for the interpreter.
+Terms of a sum arrive in buffers of the pool, in segments. Each segment is a message, so that a rank
+adds one segment while the next is on its way. Segments are long, because starting and ending a
+message (two threads on both sides, and the interpreter's lock) costs more than the addition.
 
-An exchange of nothing is skipped on both sides, since ranks agree on lengths.
+Both sides skip empty messages, because the ranks agree on the lengths.
 """
 
 from __future__ import annotations
@@ -54,17 +53,17 @@ from zfun.ops._sums import sum_in_rank_order
 
 __all__ = ["Exchange", "Phase", "Started", "Transfer", "num_transfers", "start_exchange"]
 
-# Of what is added: the message of a piece costs little beside it.
+# Bytes of a segment: starting a message costs little beside adding this much.
 _PIECE_BYTES = 1 << 23
 _MOST_PIECES = 64
-# Pieces begin at multiples of so many elements, as vectors do.
+# Segments begin at multiples of this many elements, for vector instructions.
 _UNIT = 32
-# What two ranks may both add whole.
+# Up to this many bytes, two ranks exchange and add the whole input.
 _SHORT_BYTES = 1 << 20
 
 
 class Transfer(Protocol):
-    """Messages under way. It keeps the buffers alive that they use."""
+    """Messages under way. A transfer keeps the buffers of the messages alive."""
 
     def wait(self) -> None:
         """Return when everything has been sent and received."""
@@ -72,7 +71,7 @@ class Transfer(Protocol):
 
 
 class Exchange(Protocol):
-    """Send ``sends[j]`` to rank j and receive from rank j into ``recvs[j]``; None and the own place mean no message."""
+    """Send ``sends[j]`` to rank j, receive from rank j into ``recvs[j]``; None sends nothing."""
 
     def __call__(
         self, sends: Sequence[Tensor | None], recvs: Sequence[Tensor | None], /
@@ -80,7 +79,7 @@ class Exchange(Protocol):
 
 
 Phase = Callable[[], Transfer | None]
-"""What follows a transfer: it uses what came in, and may start another transfer."""
+"""The step after a transfer: uses the received data, and may start the next transfer."""
 
 
 class Started(NamedTuple):
@@ -88,10 +87,10 @@ class Started(NamedTuple):
 
     Attributes:
         transfer: the first transfer.
-        phases: what follows, in order: when a transfer is through, the next phase is called.
+        phases: the steps after the transfers, in order: one phase runs when a transfer is complete.
         in_background: whether a phase starts another transfer, and so must not wait for the caller.
-        meanwhile: what this rank has to do by itself. It comes before the wait and after what else
-            can be sent by then.
+        meanwhile: local work, such as copies. The work runs before the wait, and after the start of
+            all messages that can start by then.
     """
 
     transfer: Transfer
@@ -100,7 +99,7 @@ class Started(NamedTuple):
     meanwhile: Callable[[], None] | None = None
 
     def steps(self) -> Iterator[None]:
-        """Run everything that remains, one transfer at a time."""
+        """Run the remaining phases, one transfer at a time."""
         if self.meanwhile is not None:
             self.meanwhile()
         self.transfer.wait()
@@ -111,7 +110,7 @@ class Started(NamedTuple):
                 transfer.wait()
 
     def finish(self) -> None:
-        """Run everything that remains, at once."""
+        """Run all remaining phases."""
         for _ in self.steps():
             pass
 
@@ -143,13 +142,13 @@ def start_exchange(
     """Start a collective.
 
     Args:
-        call: what is done.
+        call: the collective.
         x: 1-D input.
         out: 1-D output of the right length.
         rank: this rank.
         size: the number of ranks.
         exchange: the primitive.
-        pool: where what is only added is received.
+        pool: buffers for the terms of a sum.
 
     Returns:
         The started collective. When it is finished, the result is in ``out``.
@@ -189,7 +188,7 @@ def start_exchange(
 
 
 class _Here(NamedTuple):
-    """This rank and its means; what :func:`start_exchange` is given."""
+    """This rank and the arguments of :func:`start_exchange`."""
 
     rank: int
     size: int
@@ -236,7 +235,7 @@ def _is_added_twice(numel: int, itemsize: int, size: int) -> bool:
 
 
 def _start_sum(here: _Here, chunks: Sequence[Tensor], out: Tensor) -> tuple[Transfer, list[Phase]]:
-    """Start to send each rank its chunk, and to receive and add what is this rank's."""
+    """Start to send each rank its chunk, and to receive the terms of the own chunk."""
     received = _rooms(here, chunks[here.rank], out)
     spans = _spans(out.numel(), out.dtype.itemsize)
     transfers = [here.exchange(_cut(chunks, span), _cut(received, span)) for span in spans]
@@ -251,7 +250,7 @@ def _cut(tensors: Sequence[Tensor], span: slice) -> list[Tensor]:
 
 
 class _Sum:
-    """The phases that add what has been received, a piece each; they return the transfer of the next piece."""
+    """The phases that add one segment each, and return the transfer of the next segment."""
 
     __slots__ = ("_out", "_terms")
 
@@ -267,7 +266,7 @@ class _Sum:
 
 
 class _Copy:
-    """The phase that moves a tensor to where the caller wants it."""
+    """The phase that copies a tensor into the caller's output."""
 
     __slots__ = ("_out", "_source")
 
@@ -277,13 +276,13 @@ class _Copy:
 
     def __call__(self) -> None:
         if not self._out.is_set_to(self._source):
-            # The sum of one term. What is long it writes past the caches, which belong to the
-            # computation beside it.
+            # The sum of one term. The kernel writes long results past the caches, which hold data
+            # of the computation.
             sum_in_rank_order([self._source], self._out)
 
 
 def _spans(numel: int, itemsize: int) -> list[slice]:
-    """Cut what is added into pieces; every rank cuts alike."""
+    """Cut a sum into segments, the same ones on every rank."""
     length = max(_PIECE_BYTES // itemsize, 1)
     if numel > length * _MOST_PIECES:
         length = -(-numel // (_MOST_PIECES * _UNIT)) * _UNIT
@@ -295,9 +294,9 @@ def _chunks(x: Tensor, size: int) -> list[Tensor]:
 
 
 def _rooms(here: _Here, own: Tensor, out: Tensor) -> list[Tensor]:
-    """Make room for a term of every rank.
+    """Return a buffer for the term of every rank.
 
-    The own term stands for itself, and the first of the others may come to where the sum goes.
+    The own term needs no buffer, and the first of the other terms may arrive in the output.
     """
     free: list[Tensor] = [] if own.is_set_to(out) else [out]
     return [

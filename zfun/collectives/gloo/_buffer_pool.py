@@ -1,7 +1,7 @@
-"""Room for what is sent and received, used again: fresh pages cost as much as a sum.
+"""Reused buffers for communication, because the first access to fresh pages costs as much as a sum.
 
-What is handed out comes back by itself, when the last view of it is gone. Hardly more is kept than
-has been in use at one time.
+A buffer returns to the pool when the last view dies. The pool keeps little more than the largest
+number of bytes that were in use at one time.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 
 __all__ = ["BufferPool"]
 
-# The allocator of the system uses smaller pieces again by itself.
+# The system's allocator reuses smaller blocks.
 _SMALL_BYTES = 1 << 18
 
 
 class BufferPool:
     """Hands out uninitialised tensors, to any thread.
 
-    A tensor lives as long as any view of it, whatever becomes of the pool.
+    A tensor lives as long as any view of the tensor, also after the pool is dropped.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class BufferPool:
         self._in_use = 0
         self._most_in_use = 0
         self._lock = threading.Lock()
-        # Filled by finalizers, which may run at any moment and in any thread.
+        # Finalizers append here, at any moment and in any thread.
         self._dropped: collections.deque[mmap.mmap] = collections.deque()
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -42,19 +42,19 @@ class BufferPool:
             return torch.empty(numel, dtype=dtype)
         with self._lock:
             block = self._take_block(nbytes)
-        # The storage holds on to this object, and so its end is the end of the storage.
+        # The storage holds this object, so the finalizer runs when the storage is freed.
         window = memoryview(block)[:nbytes]
         weakref.finalize(window, self._dropped.append, block)
         return torch.frombuffer(window, dtype=dtype)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are handed out or kept."""
+        """Bytes that are in use or kept for reuse."""
         return self._in_use + sum(map(len, self._free))
 
     def _take_block(self, nbytes: int) -> mmap.mmap:
         self._reclaim()
-        # The smallest that is large enough, unless most of it would lie idle.
+        # The smallest buffer that is large enough, unless most of the buffer would stay unused.
         fitting = [block for block in self._free if nbytes <= len(block) <= 2 * nbytes]
         if fitting:
             block = min(fitting, key=len)
@@ -63,8 +63,8 @@ class BufferPool:
             block = _pages(nbytes)
         self._in_use += len(block)
         self._most_in_use = max(self._most_in_use, self._in_use)
-        # Sizes differ a little from bucket to bucket: with no room to spare, each would drive out
-        # what the next one needs.
+        # Bucket sizes differ a little. Without slack, each buffer would evict the one that the next
+        # bucket needs.
         while self._free and self.nbytes > self._most_in_use + self._most_in_use // 8:
             self._free.pop(0)
         return block
@@ -77,10 +77,10 @@ class BufferPool:
 
 
 def _pages(nbytes: int) -> mmap.mmap:
-    # What is this process's own the system backs with huge pages where it does not so with shared
-    # memory, which is the default here.
+    # Private memory, because the system gives huge pages to private mappings but often not to
+    # shared ones, which are the default of mmap.
     block = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # Not needed: fewer faults and misses where the system has huge pages.
+    # Optional: huge pages mean fewer page faults and TLB misses.
     with contextlib.suppress(OSError, AttributeError):
         block.madvise(mmap.MADV_HUGEPAGE)
     return block

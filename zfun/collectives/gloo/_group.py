@@ -36,14 +36,14 @@ from zfun.errors import OptionError
 
 __all__ = ["ExchangeGroup", "HostsGroup"]
 
-# Gloo takes 31 bits of tag: the stream, the number of the transfer in its stream, and a checksum of
-# what the ranks must agree on. A message whose tag nobody expects is never delivered, so that
-# different collectives cannot read each other's data.
+# Gloo takes 31 bits of tag: the stream, the number of the transfer in the stream, and a checksum of
+# the text that the ranks must agree on. Gloo never delivers a message with an unexpected tag, so
+# different collectives cannot receive each other's data.
 _SEQUENCE_BITS = 13
 _CHECKSUM_BITS = 16
 _INTERRUPT_TAG = 0x7FFFFFFF
 
-# What is shorter takes less time than another thread needs to wake up.
+# Shorter inputs take less time than waking up another thread.
 _SHORT_BYTES = 1 << 16
 
 
@@ -72,13 +72,13 @@ class _Messages:
     def wait(self) -> None:
         deadline = time.monotonic() + self._timeout_s
         for peer, work in (*self._receives, *self._sends):
-            # Gloo takes 0 for "for ever".
+            # Gloo reads 0 as "no timeout".
             left = max(deadline - time.monotonic(), 0.001)
             try:
                 work.wait(timedelta(seconds=left))
             except RuntimeError as error:
-                # Gloo counts whole milliseconds, and so may give up just before this clock says
-                # that the time is over.
+                # Gloo counts whole milliseconds, and so may give up just before this clock reaches
+                # the timeout.
                 silent = time.monotonic() >= deadline - 0.01
                 raise TransportError(
                     peer, f"no answer within {self._timeout_s:g} s" if silent else first_line(error)
@@ -88,17 +88,17 @@ class _Messages:
         self._tensors = None
 
 
-# Starts a collective; going through what it returns ends it.
+# Starts a collective and returns an iterator over the remaining phases.
 _Job: TypeAlias = Callable[[], Iterator[None]]
 
 
 @final
 class _StreamThread:
-    """Starts and ends a stream's collectives, since nobody may have to wait for the caller to ask for a later phase.
+    """Runs the phases of a stream's collectives, so that no rank depends on a caller's ``wait``.
 
-    They are started as soon as possible, between the steps of those before them, and go on in their
-    order. A caller that computes is not held up: to hand a message over may mean to wait until gloo
-    has read another one.
+    The thread starts each collective as soon as possible, between the phases of earlier
+    collectives, and completes all in order. The caller's computation does not stop, although
+    sending a message may have to wait until gloo has read another one.
     """
 
     def __init__(self, stream: Stream) -> None:
@@ -117,8 +117,8 @@ class _StreamThread:
         self._jobs.put(None)
         self._thread.join(timeout=1.0)
 
-    # Inference and grad mode belong to threads. Tensors of either kind may be written in inference
-    # mode.
+    # Inference mode and grad mode are per thread. In inference mode the thread may write tensors of
+    # either kind.
     @torch.inference_mode()
     @interrupting_nobody()
     def _run(self) -> None:
@@ -138,7 +138,7 @@ class _StreamThread:
     def _start_jobs(
         self, under_way: collections.deque[tuple[Iterator[None], Future[None]]]
     ) -> bool:
-        """Start what has been submitted; if nothing is under way, wait for it.
+        """Start the submitted collectives; wait for one if none is under way.
 
         Return whether to go on.
         """
@@ -163,8 +163,8 @@ class ExchangeGroup(ProcessGroup):
         self._transfers = [0] * len(Stream)
         self._stream_threads: dict[Stream, _StreamThread] = {}
         self._buffer_pool = BufferPool()
-        # A message whose handle is dropped is never sent, so that the group itself holds what is
-        # under way.
+        # Gloo never sends a message whose handle was dropped, so the group holds all handles of
+        # messages under way.
         self._under_way: dict[tuple[Stream, int], Started] = {}
 
     def start(self, call: Collective, x: Tensor, out: Tensor | None = None) -> Work:
@@ -205,7 +205,7 @@ class ExchangeGroup(ProcessGroup):
         return self._allocate
 
     def _allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        # Fresh pages cost as much as a sum.
+        # The first access to fresh pages costs as much as a sum.
         return (
             self._buffer_pool.take(numel, dtype)
             if device.type == "cpu"
@@ -215,7 +215,7 @@ class ExchangeGroup(ProcessGroup):
     def _begin(
         self, call: Collective, text: str, index: int, x: Tensor, out: Tensor
     ) -> Callable[[], None]:
-        """Start a collective; return what ends it."""
+        """Start a collective; return an iterator over the remaining phases."""
         exchange = self._exchange(
             call.stream, text, num_transfers(call.op, x.numel(), x.dtype.itemsize, self.size)
         )
@@ -245,7 +245,7 @@ class ExchangeGroup(ProcessGroup):
     def _exchange(self, stream: Stream, text: str, transfers: int) -> Callable[..., _Messages]:
         """Return the exchange of one collective.
 
-        Its tags are taken now, since a later phase may start after a later collective.
+        The tags are taken now, since a later phase may start after a later collective.
         """
         tags = iter(self._tags(stream, text, transfers))
 
@@ -254,7 +254,7 @@ class ExchangeGroup(ProcessGroup):
             kept = (list(sends), list(recvs))
             receives: list[tuple[int, _Work]] = []
             outgoing: list[tuple[int, _Work]] = []
-            # Neighbours first, each rank its own, so that not all of them talk to rank 0 at once.
+            # Each rank begins with the next rank, so that not all ranks send to rank 0 at once.
             for step in range(1, self.size):
                 source, target = (self.rank - step) % self.size, (self.rank + step) % self.size
                 if (tensor := recvs[source]) is not None and tensor.numel():
@@ -268,9 +268,9 @@ class ExchangeGroup(ProcessGroup):
         return exchange
 
     def _interrupt(self) -> None:
-        # Nothing ends a wait of gloo but an error of its connections, and a receive that runs out
-        # of time breaks all of them. It does not where the connection is broken already: a peer may
-        # have left a moment ago.
+        # Only a connection error ends a wait of gloo. A receive that times out breaks all
+        # connections, except where the peer's connection is already broken because the peer has
+        # just left.
         for step in range(1, self.size):
             with contextlib.suppress(RuntimeError):
                 self._torch_group.recv(
@@ -285,7 +285,7 @@ class ExchangeGroup(ProcessGroup):
 
 @final
 class HostsGroup(ExchangeGroup):
-    """Processes of several hosts, which read each other's memory inside of one.
+    """Processes of several hosts, with shared memory inside each host.
 
     See [Note: collectives over hosts].
     """
@@ -347,7 +347,7 @@ class HostsGroup(ExchangeGroup):
 
 @final
 class _Column:
-    """Messages to the ranks with this rank's place on other hosts."""
+    """Messages to the ranks with this rank's position on other hosts."""
 
     def __init__(
         self, torch_group: Any, place: Place, tags: Sequence[int], timeout_s: float

@@ -1,16 +1,16 @@
-"""Collectives of ranks on several hosts: through memory inside a host, and by messages between hosts.
+"""Collectives over several hosts: shared memory within a host, messages between hosts.
 
 [Note: collectives over hosts]
 
-Ranks stand host by host, as many on each. The ranks of a host are a *row* and read each other's
-memory; the ranks with one place on their hosts are a *column* and send messages. Of what must
-cross, each byte crosses once to each host that needs it, and all ranks of a host share the work,
-each for the elements that are its column's.
+Ranks are numbered host by host, and every host has the same number of ranks. The ranks of a host
+are a *row* and use shared memory. The ranks with the same position on each host are a *column* and
+send messages. Each byte crosses once to each host that needs the byte, and the ranks of a host
+share the work: each rank handles the elements of one column.
 
-Sums keep the order of the ranks, so that their bits are those of every other group: the sum of a
-chunk travels from host to host, each of which adds the terms of its ranks in their order, and the
-last one sends it to the rank that it belongs to. Chunks travel behind each other, one for each
-host. Half types travel in float32, in which they are added, until the last host has rounded them.
+Sums keep the order of the ranks, and so the bits of every other group: the sum of a chunk travels
+from host to host, each host adds the terms of its ranks in order, and the last host sends the sum
+to the owner of the chunk. Chunks are pipelined, one for each host. Half-precision chunks travel in
+float32, the dtype of the addition, and the last host rounds.
 
 For H hosts with I ranks each and an input of n elements, a rank sends to other hosts:
 
@@ -21,7 +21,7 @@ For H hosts with I ranks each and an input of n elements, a rank sends to other 
 * all-reduce: a reduce-scatter and an all-gather of the result;
 * broadcast: the root sends to H - 1 ranks.
 
-Short inputs, and collectives in which every byte has one receiver, are exchanged directly.
+Short inputs, and collectives in which every byte has one receiver, use the direct exchange.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ __all__ = ["Column", "Place", "Row", "goes_over_hosts", "num_messages", "over_ho
 
 _SHORT_BYTES = 4096
 
-# Do a collective among the ranks of this host, from one tensor into another, and return when it is
-# done.
+# Runs a collective among the ranks of this host, from one tensor into another, and returns when the
+# result is complete.
 Row: TypeAlias = Callable[[Op, Tensor, Tensor], object]
 
 
 class Place(NamedTuple):
-    """Where a rank stands: rank ``host * size + rank`` of all.
+    """The position of a rank: rank ``host * size + rank`` of all.
 
     Attributes:
-        host: its host, from 0.
-        num_hosts: how many there are.
-        rank: its place on the host, from 0.
-        size: how many ranks each host has.
+        host: the number of the host, from 0.
+        num_hosts: the number of hosts.
+        rank: the position on the host, from 0.
+        size: the number of ranks on each host.
     """
 
     host: int
@@ -63,10 +63,10 @@ class Place(NamedTuple):
 
 
 class Column(Protocol):
-    """The ranks with one place on their hosts."""
+    """The ranks with the same position on each host."""
 
     def send(self, host: int, tensor: Tensor, number: int) -> Transfer:
-        """Start to send; both sides give the same number, and no two messages between two hosts have the same."""
+        """Start to send; the number identifies the message between two hosts on both sides."""
         ...
 
     def receive(self, host: int, tensor: Tensor, number: int) -> Transfer:
@@ -83,7 +83,7 @@ def goes_over_hosts(op: Op, x: Tensor) -> bool:
 
 
 def num_messages(place: Place) -> int:
-    """Return how many numbers a collective may give to its messages."""
+    """Return how many message numbers a collective may use."""
     return place.num_hosts + 2
 
 
@@ -94,9 +94,9 @@ def over_hosts(op: Op, x: Tensor, out: Tensor, place: Place, row: Row, column: C
         op: one that :func:`goes_over_hosts`.
         x: 1-D input.
         out: 1-D output.
-        place: where this rank stands.
-        row: the ranks of its host.
-        column: the ranks with its place on other hosts.
+        place: the position of this rank.
+        row: the ranks of the same host.
+        column: the ranks with the same position on other hosts.
     """
     match op:
         case AllGather():
@@ -107,7 +107,7 @@ def over_hosts(op: Op, x: Tensor, out: Tensor, place: Place, row: Row, column: C
             size = place.num_hosts * place.size
             padding = -x.numel() % size
             whole = torch.nn.functional.pad(x, (0, padding)) if padding else x
-            # Not into its place in ``out``, which may be the input that is still being read.
+            # Not into the slice of ``out``, which may be the input that peers still read.
             piece = x.new_empty(whole.numel() // size)
             _reduce_scatter(whole, piece, place, row, column)
             total = torch.empty_like(whole) if padding else out
@@ -145,7 +145,7 @@ def _reduce_scatter(x: Tensor, out: Tensor, place: Place, row: Row, column: Colu
             sums.append((room, column.receive(place.host - 1, room, host)))
     under_way = [column.receive(last, out, place.num_hosts)] if place.host < last else []
     terms = x.new_empty(x.numel() // place.num_hosts)
-    # The chunk of each host in turn, so that the next is added here while this one is on its way.
+    # One host's chunk after the other, so that this rank adds one chunk while another is sent.
     for host, chunk in enumerate(x.view(place.num_hosts, -1)):
         row(AllToAll(), chunk, terms)
         before: list[Tensor] = []

@@ -2,16 +2,16 @@
 
 [Note: threads take turns]
 
-A thread of gloo wakes up whenever more bytes have come. By default the scheduler lets such a thread
-interrupt the thread that computes, and so take its processor and its caches. Linux has a class of
-threads that get the same share but interrupt nobody (``SCHED_BATCH``). A thread gives its class to
-the threads that it starts.
+A thread of gloo wakes up whenever bytes arrive. By default the scheduler lets such a thread
+preempt the thread that computes, which loses the processor and the caches. Linux has a scheduling
+class of the same share but without preemption (``SCHED_BATCH``). Threads inherit the class of the
+thread that starts them.
 
 [Note: short sockets]
 
-A connection may hold megabytes that one side has written and the other side has not read. Over a
-network that keeps the wire busy. Within a host every byte has then left the cache before it is
-read, so connections within a host get short buffers.
+The socket buffers of a connection may hold megabytes that the receiver has not read. Over a network
+this keeps the link busy. Within a host every byte has then left the cache before the receiver reads
+the byte, so connections within a host get short buffers.
 """
 
 from __future__ import annotations
@@ -25,18 +25,17 @@ from pathlib import Path
 
 __all__ = ["holding_little", "interrupting_nobody"]
 
-# The system counts twice as much, for what it notes beside the data.
+# Linux doubles the value, for bookkeeping.
 _BYTES = 1 << 17
 _DESCRIPTORS = Path("/proc/self/fd")
 
 
 @contextlib.contextmanager
 def interrupting_nobody() -> Iterator[None]:
-    """Let this thread, and for good those that are started in here, take its turn without interrupting others; where a system can."""
+    """Let this thread, and threads started in this context for good, preempt no other thread."""
     with contextlib.ExitStack() as stack:
         if sys.platform == "linux":
-            # What has been chosen for this process is not changed, and where it may not be changed
-            # nothing is lost but some time.
+            # Keep a class that the user has chosen. Where the system refuses, only speed is lost.
             with contextlib.suppress(OSError):
                 if os.sched_getscheduler(0) == os.SCHED_OTHER:
                     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
@@ -46,12 +45,11 @@ def interrupting_nobody() -> Iterator[None]:
 
 @contextlib.contextmanager
 def holding_little() -> Iterator[None]:
-    """Let the connections within this host that are made in here hold little; where a system says which they are."""
+    """Give short buffers to the connections within this host that are made in this context."""
     before = _sockets()
     yield
     for name, descriptor in _sockets().items():
-        # It may have been closed meanwhile, or be none that can be set; nothing is lost then but
-        # some time.
+        # The socket may be closed by now, or not be a socket with buffers; then only speed is lost.
         if name not in before:
             with (
                 contextlib.suppress(OSError),
@@ -62,11 +60,11 @@ def holding_little() -> Iterator[None]:
 
 
 def _sockets() -> dict[str, int]:
-    """The descriptors of this process's sockets, by what is never the same for two of them."""
+    """The descriptors of this process's sockets, by an identity that no two sockets share."""
     found = {}
     with contextlib.suppress(OSError):
         for descriptor in _DESCRIPTORS.iterdir():
-            # That of the folder itself is closed again.
+            # The descriptor of the folder itself is closed again.
             with contextlib.suppress(OSError):
                 found[str(descriptor.readlink())] = int(descriptor.name)
     return {name: descriptor for name, descriptor in found.items() if name.startswith("socket:")}
