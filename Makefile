@@ -3,7 +3,7 @@
 #   make demo      train a small GPT under every composition, print the table, draw the picture
 #   make test      run the tests and the doctests, in minutes
 #   make test-all  the same with slow forms and more examples, as CI does
-#   make lint      check style and types          make format    rewrite the style
+#   make lint      check style, types and prose   make format    rewrite the style
 #   make words     count the words that make prose hard to follow
 #   make docs      build the site (docs/_build/html)
 #   make bench     a training step beside DDP and FSDP2 on two local ranks
@@ -57,7 +57,7 @@ test: $(VENV)/.test
 test-all: $(VENV)/.test
 	ZFUN_TESTS=all $(BIN)/python -m pytest --timeout 600 $(PYTEST_FLAGS)
 
-lint: $(VENV)/.test $(VENV)/.lint
+lint: $(VENV)/.test $(VENV)/.lint words
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/pyrefly check
@@ -67,7 +67,7 @@ format: $(VENV)/.lint
 	$(BIN)/ruff format $(CODE)
 
 words:
-	$(PYTHON) tools/words.py
+	@$(PYTHON) tools/words.py
 
 docs: $(VENV)/.docs
 	$(BIN)/sphinx-build -W --keep-going -b html docs docs/_build/html

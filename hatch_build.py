@@ -1,4 +1,4 @@
-"""Wheels carry ``examples/``, whose model and text the demo trains; a checkout has them at its root already."""
+"""Let wheels carry ``examples/``, whose model and text the demo trains, as a checkout does."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ import pytest
 
 from zfun.collectives import Workers
 
-# The modules of torch and of the tests that ranks use. One process imports them, and every rank
-# inherits them.
+# The modules of torch and of the tests that ranks use. One process imports the
+# modules, and every rank inherits the imports.
 _IMPORTED = [
     "numba",
     "torch._dynamo",

@@ -122,7 +122,7 @@ def branching(group: zf.Group) -> Any:
 
 
 def dies_in_a_row(group: zf.Group) -> None:
-    """Rank 3 is killed; its row and its column wait for it."""
+    """Rank 3 is killed while the ranks of its row and column wait."""
     mesh = zf.split(group, inner=2)
     barrier(mesh)
     if group.rank == 3:

@@ -353,7 +353,7 @@ def test_disagreement_is_the_same_error_on_all_ranks(two: Workers) -> None:
     assert two.run(_disagree) == [text, text]
 
 
-# What goes wrong.
+# Errors.
 
 
 def _loss(group: Group, x: Tensor | None = None) -> Tensor:

@@ -151,7 +151,7 @@ def test_modes_and_subclasses_see_the_operations_of_a_kernel() -> None:
 
 
 def test_a_kernel_gives_way_under_torch_func() -> None:
-    """The tensors of a transform look as if they had memory, and have none."""
+    """The tensors of a transform claim memory and have none."""
 
     def loss(x: torch.Tensor) -> torch.Tensor:
         return (x * ops.ravel([x.detach()], [1], 5, dtype=FP32, device=x.device)[1:]).sum()

@@ -213,7 +213,7 @@ def test_public_names_are_documented(name: str) -> None:
             assert inspect.getdoc(value), f"{name}.{key} has no docstring"
 
 
-# Their use takes a transform around them; the text of offload() shows it.
+# Their use takes a transform around them; the docstring of offload() has an example.
 WITHOUT_EXAMPLE = {"check_agreement", "offload_grads", "offload_loss", "offload_optimizer"}
 
 

@@ -1,4 +1,4 @@
-"""Ranks that must agree find out whether they do, and where they do not, before anything depends on it."""
+"""Compare values across ranks before anything depends on them: one gather of digests."""
 
 from __future__ import annotations
 
@@ -51,10 +51,12 @@ def check_same(entries: Sequence[LeafRecord], group: Group, what: str) -> None:
     Example:
         >>> from zfun.collectives import simulate
         >>> try:
-        ...     simulate(2, lambda group: check_same([LeafRecord("w", f"({group.rank + 3},) float32")], group, "params"))
+        ...     mine = lambda group: [LeafRecord("w", f"({group.rank + 3},) float32")]
+        ...     simulate(2, lambda group: check_same(mine(group), group, "params"))
         ... except SpecMismatch as error:
         ...     print(error)
-        all ranks must hold the same params; leaf w is (3,) float32 on rank 0 and (4,) float32 on rank 1
+        all ranks must hold the same params; leaf w is (3,) float32 on rank 0 and (4,) float32
+        on rank 1
     """
     text = json.dumps(
         [[entry.path, entry.description, str(entry.fingerprint)] for entry in entries]

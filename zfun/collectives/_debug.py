@@ -87,7 +87,9 @@ def _decoded(label: Tensor) -> str:
 
 
 def checked(group: Group) -> Group:
-    """Return a group that compares, at every collective, what the ranks start: its number, kind, name, part, length and dtype.
+    """Return a group that checks that all ranks start the same collective, every time.
+
+    Number, kind, name, part, length and dtype are compared.
 
     It costs one more small collective each, and catches what no transport can see: collectives of
     the same shape in another order.
@@ -104,7 +106,9 @@ def checked(group: Group) -> Group:
     Example:
         >>> import torch
         >>> from zfun.collectives import gather_values, simulate
-        >>> simulate(2, lambda group: gather_values(torch.tensor(group.rank), checked(group), "rank").tolist())
+        >>> def main(group):
+        ...     return gather_values(torch.tensor(group.rank), checked(group), "rank").tolist()
+        >>> simulate(2, main)
         [[0, 1], [0, 1]]
     """
     return _CheckedGroup(group)

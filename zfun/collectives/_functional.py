@@ -62,7 +62,7 @@ _T = TypeVar("_T")
 
 
 class _Replicated(torch.autograd.Function):
-    """The identity on what all ranks hold alike, as seen from one value that they share: its transpose is the sum."""
+    """The identity on a value that all ranks share; the transpose is the sum over the ranks."""
 
     @staticmethod
     def forward(x: Tensor, group: Group, name: str) -> Tensor:  # type: ignore[override]
@@ -110,7 +110,8 @@ def replicated(x: Tensor, group: Group, *, name: str = "") -> Tensor:
     Example:
         >>> from zfun.collectives import simulate
         >>> def main(group):
-        ...     return torch.func.grad(lambda x: (group.rank + 1) * replicated(x, group))(torch.tensor(5.0)).item()
+        ...     fn = lambda x: (group.rank + 1) * replicated(x, group)
+        ...     return torch.func.grad(fn)(torch.tensor(5.0)).item()
         >>> simulate(2, main)
         [3.0, 3.0]
     """
@@ -145,7 +146,8 @@ def all_reduce(
         >>> from zfun.collectives import simulate
         >>> simulate(4, lambda group: all_reduce(torch.tensor(group.rank + 1), group).item())
         [10, 10, 10, 10]
-        >>> simulate(2, lambda group: all_reduce({"loss": torch.tensor(0.5), "hits": torch.tensor(3)}, group))[0]
+        >>> found = {"loss": torch.tensor(0.5), "hits": torch.tensor(3)}
+        >>> simulate(2, lambda group: all_reduce(found, group))[0]
         {'loss': tensor(1.), 'hits': tensor(6)}
     """
     return alike(x, AllReduce()).run(group, name, part, stream)
@@ -401,7 +403,8 @@ def all_to_all(
 
     Example:
         >>> from zfun.collectives import simulate
-        >>> simulate(2, lambda group: all_to_all(torch.tensor([1, 2]) + 2 * group.rank, group).tolist())
+        >>> rows = torch.tensor([1, 2])
+        >>> simulate(2, lambda group: all_to_all(rows + 2 * group.rank, group).tolist())
         [[1, 3], [2, 4]]
     """
     return exchanged(x, group, split_dim, concat_dim).run(group, name, part, stream)

@@ -237,16 +237,16 @@ class Mesh(Group):
         return Work(wait)
 
     def reduce_scatter_inner(self, call: Collective, x: Tensor) -> Work:
-        """Start a sum over the mesh that is cut over the inner axis only: the columns send the shards of the sum."""
+        """Start a sum over the mesh, cut over the inner axis; columns send shards of it."""
         check_collective(call, x, None, self.inner.size)
         return self._launch(call.stream, _INNER_OUTER, self._reduce_scatter_inner(call, x.detach()))
 
     def sums_whole(self, nbytes: int) -> bool:
-        """Whether an all-reduce of so many bytes goes whole over one axis and then over the other."""
+        """Whether an all-reduce of ``nbytes`` goes whole over one axis, then over the other."""
         return 1 in (self.inner.size, self.outer.size) or nbytes <= _SHORT_BYTES
 
     def map_groups(self, fn: Callable[[Group, str], Group]) -> tuple[Group, Group, Group | None]:
-        """Call a function on the group of each axis and on that of all ranks, with the name of the axis; return what a mesh is made of."""
+        """Call ``fn(group, axis)`` on each axis and on the group of all ranks."""
         whole = None if self._whole is None else fn(self._whole, "")
         return fn(self._plain["inner"], "inner"), fn(self._plain["outer"], "outer"), whole
 
@@ -507,8 +507,8 @@ def start_reduce_scatter_over(
         >>> from zfun.collectives import simulate
         >>> def main(group):
         ...     mesh = split(group, inner=2)
-        ...     call = Collective(ReduceScatter(), "grads")
-        ...     return start_reduce_scatter_over(mesh.inner, call, torch.tensor([1, 10])).wait().item()
+        ...     call, x = Collective(ReduceScatter(), "grads"), torch.tensor([1, 10])
+        ...     return start_reduce_scatter_over(mesh.inner, call, x).wait().item()
         >>> simulate(4, main)
         [4, 40, 4, 40]
     """

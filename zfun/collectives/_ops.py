@@ -1,4 +1,4 @@
-"""Collectives as data: what is done (an op), for whom (a name and a part), and in which order (a stream)."""
+"""Collectives as data: an op, a name and a part for messages, and a stream that orders them."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class Broadcast(_Map):
 
 @dataclass(frozen=True, slots=True)
 class Reduce(_Map):
-    """``root`` receives the sum, the others zeros (which is what makes it the adjoint of a broadcast)."""
+    """``root`` receives the sum, the others zeros; so a reduce is the adjoint of a broadcast."""
 
     root: int = 0
     kind = "reduce"
@@ -222,10 +222,11 @@ class Collective:
 
 
 def describe(call: Collective, numel: int, dtype: torch.dtype) -> str:
-    """Say in words what a rank sends: all that ranks must agree on, and so what messages are compared by.
+    """Describe a collective in words; all ranks must start the same description.
 
     Example:
-        >>> describe(Collective(AllGather(), "params", "bucket 2", Stream.PARAMS), 64, torch.float32)
+        >>> call = Collective(AllGather(), "params", "bucket 2", Stream.PARAMS)
+        >>> describe(call, 64, torch.float32)
         "all_gather 'params' (bucket 2) of 64 float32 on stream PARAMS"
         >>> describe(Collective(Broadcast(1)), 1, torch.int64)
         'broadcast from rank 1 of 1 int64 on stream CONTROL'

@@ -49,7 +49,7 @@ class _Log:
     log: list[Record]
 
     def bytes_sent(self, name: str | None = None, *, axis: str | None = None) -> int:
-        """Return the bytes that this rank has sent: all of them, or those of the collectives of one name, or along one axis of a mesh."""
+        """Return the bytes that this rank has sent, in all, of one name, or along one axis."""
         return sum(
             entry.sent_bytes
             for entry in self.log
@@ -123,7 +123,9 @@ def record(group: Group) -> Recorder: ...
 
 
 def record(group: Group) -> Recorder | MeshRecorder:
-    """Return a group that does what ``group`` does and logs each collective: its kind, name, part, stream, bytes, and axis.
+    """Return a group that acts like ``group`` and logs each collective.
+
+    A log entry holds kind, name, part, stream, bytes and axis.
 
     Args:
         group: any group. Of a mesh every axis is recorded, into one log.

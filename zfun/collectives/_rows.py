@@ -104,7 +104,7 @@ class Runs(Protocol):
 
 
 class _Plan(NamedTuple):
-    """A collective of shaped tensors as one of rows: ``restore`` gives the result its shape, copying if need be."""
+    """A collective of shaped tensors as one of rows; ``restore`` gives the result its shape."""
 
     rows: Tensor
     op: Op
@@ -153,7 +153,7 @@ class _Bundle(NamedTuple):
 
 
 def _over_leaves(x: Any, plan_of: Callable[[Tensor], _Plan]) -> Runs:
-    """Plan a collective of a tensor, or of all leaves of a tree at once: chunks of one rank stand in one row, whatever leaf they are of."""
+    """Plan a collective of a tensor, or of a whole tree: one row holds the chunks of one rank."""
     if isinstance(x, Tensor):
         return plan_of(x)
     # A Flat is a node of trees, and the one that has a placement.
@@ -200,7 +200,7 @@ def _over_leaves(x: Any, plan_of: Callable[[Tensor], _Plan]) -> Runs:
 
 
 def alike(x: Any, op: Op) -> Runs:
-    """Plan a collective whose result has the shape of what is sent: all ranks are sent, or send, the whole."""
+    """Plan a collective whose result has the shape of the input."""
 
     def plan(leaf: Tensor) -> _Plan:
         return _Plan(leaf.reshape(1, leaf.numel()), op, lambda rows: rows.view(leaf.shape))

@@ -24,7 +24,8 @@ def gather_values(x: Tensor, group: Group, name: str) -> Tensor:
 
     Example:
         >>> from zfun.collectives import simulate
-        >>> simulate(2, lambda group: gather_values(torch.tensor(group.rank), group, "rank").tolist())
+        >>> rank_of = lambda group: torch.tensor(group.rank)
+        >>> simulate(2, lambda group: gather_values(rank_of(group), group, "rank").tolist())
         [[0, 1], [0, 1]]
     """
     return _sent(x, group, name, AllGather()).view(group.size, *x.shape)

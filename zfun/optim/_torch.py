@@ -31,8 +31,8 @@ from zfun.tree import Tree
 __all__ = ["TorchState", "from_torch"]
 
 # Torch's loops treat the last elements of a tensor in other instructions, which round otherwise,
-# and share long tensors out among threads. Pieces of a whole number of vectors, and no longer than
-# a thread's share, know nothing of where a leaf was cut.
+# and share long tensors out among threads. Therefore each piece is a whole number of vectors and no
+# longer than a thread's share, so that its bits do not depend on where a leaf was cut.
 _PIECE = 1 << 15
 _VECTORS = 64
 

@@ -1,4 +1,4 @@
-"""The meeting of the ranks that share memory: they pass each other the descriptors of their segments over Unix sockets.
+"""The rendezvous of ranks that share memory: they pass descriptors of segments over sockets.
 
 The sockets stay open: the end of a process closes its own, which is how a waiting rank learns at
 once that another has died.
@@ -109,7 +109,7 @@ def _unsupported() -> str:
 
 
 def host_name() -> str:
-    """Name what ranks must have in common to reach each other's memory: the running system, its network namespace and the user."""
+    """Name the running system, the network namespace and the user, which such ranks share."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         namespace = Path("/proc/self/ns/net").readlink()

@@ -91,7 +91,7 @@ class Segment:
     def allocate(self, nbytes: int) -> tuple[int, int]:
         """Return offset and length of a free piece.
 
-        Pieces of a page or more are whole pages. In a window the piece of rank r begins at r times
+        A piece of a page or more is whole pages. In a window the piece of rank r begins at r times
         its length. A large piece gets an offset that agrees modulo a huge page.
 
         Raises:

@@ -25,7 +25,7 @@ _Result = TypeVar("_Result")
 
 _SHAPES = ((7, 5), (5,), (), (4, 3, 3))
 _SCALES = (1.0, 1e-3, 10.0, 1e3)
-# Pieces that cut through leaves and join leaves, of lengths that no leaf has.
+# Cuts that go through leaves and join leaves, of lengths that no leaf has.
 _CUTS = (13, 1, 38, 25)
 _NUM_STEPS = 3
 _RTOL = 1e-9
