@@ -139,6 +139,7 @@ MODULES = [
         "testing",
         "typing",
         "compression",
+        "reductions",
     )
 ]
 FOREIGN = (

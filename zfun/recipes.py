@@ -14,7 +14,7 @@ from zfun import ops, stores, tree
 from zfun.collectives import Group, gather_values, global_ranks, is_symmetric, mesh_of
 from zfun.compression import Codec, Compression
 from zfun.errors import NonFiniteError, OptionError, checked_options
-from zfun.flat import Flat, call_site, consume, flats, global_norm, local_shards, ravel, unravel
+from zfun.flat import Flat, call_site, consume, flats, local_shards, ravel, unravel
 from zfun.layout import DEFAULT_BUCKET_BYTES
 from zfun.optim import (
     LossScale,
@@ -26,6 +26,7 @@ from zfun.optim import (
     with_master,
 )
 from zfun.placement import P, Placement, R
+from zfun.reductions import global_norm
 from zfun.stores import Offload, Store
 from zfun.transforms import (
     ScheduleOptions,

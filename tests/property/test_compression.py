@@ -532,7 +532,7 @@ def test_one_bit_is_the_papers(
     )
     for step in range(steps):
         terms = [term(rank, numel, seed + step, dtype).to(wide) for rank in range(size)]
-        mean, kept, answers = reference.one_bit(terms, kept, answers, zf.flat.global_norm)
+        mean, kept, answers = reference.one_bit(terms, kept, answers, zf.reductions.global_norm)
         for rank in range(size):
             assert_same_bits(
                 results[rank][step],

@@ -165,10 +165,10 @@ def test_a_norm_has_the_bits_of_any_way_to_a_value(
         value, same = (partial(params, group, bucket_bytes) for _ in range(2))
         expected = zf.redistribute(same, placement, group, donate=True)
         found = zf.redistribute(value, placement, group, donate=True)
-        assert_same_bits(zf.flat.global_norm(found), zf.flat.global_norm(expected))
+        assert_same_bits(zf.reductions.global_norm(found), zf.reductions.global_norm(expected))
         # A norm reads the current values.
         for flat in (found, expected):
             flat.buffers[0].mul_(2.0)
-        assert_same_bits(zf.flat.global_norm(found), zf.flat.global_norm(expected))
+        assert_same_bits(zf.reductions.global_norm(found), zf.reductions.global_norm(expected))
 
     zf.simulate(size, main)

@@ -915,7 +915,7 @@ def test_impossible_compositions() -> None:
             (lambda: zf.data_parallel(vg, other)(whole, x), "must be of one group; got two"),
             (lambda: zf.gather(terms), "got a Flat with placement P"),
             (lambda: zf.flat.unravel(shards), r"got a Flat with placement S; unshard\(\) it"),
-            (lambda: zf.flat.global_norm(terms), "got a Flat with placement P; redistribute"),
+            (lambda: zf.reductions.global_norm(terms), "got a Flat with placement P; redistribute"),
             (
                 lambda: zf.apply(optim.sgd(0.1), terms, (), terms),
                 "parameters are whole or sharded; got a Flat with placement P",

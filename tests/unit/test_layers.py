@@ -26,6 +26,7 @@ ORDER = [
     "layout",
     "collectives",
     "flat",
+    "reductions",
     "compression",
     "stores",
     "optim",

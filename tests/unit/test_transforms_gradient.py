@@ -446,9 +446,9 @@ def test_a_norm_counts_tied_leaves_once_in_every_form() -> None:
     def main(group: zf.Group, bucket_bytes: int) -> Any:
         whole = zf.replicate(grads, group, bucket_bytes=bucket_bytes)
         return (
-            zf.flat.global_norm(grads),
-            zf.flat.global_norm(whole),
-            zf.flat.global_norm(zf.redistribute(whole, zf.S, group)),
+            zf.reductions.global_norm(grads),
+            zf.reductions.global_norm(whole),
+            zf.reductions.global_norm(zf.redistribute(whole, zf.S, group)),
         )
 
     found = [

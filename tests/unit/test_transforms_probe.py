@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zfun import optim, tree
 from zfun.errors import NotElementwiseError
-from zfun.flat import global_norm
 from zfun.placement import S
+from zfun.reductions import global_norm
 from zfun.transforms import probe
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zfun import ops, tree
 from zfun.errors import LeafError, OptionError, checked_options
-from zfun.flat import Flat, leaf_spans, map_leaves
+from zfun.flat import Flat, leaf_spans
 from zfun.layout import LabelFn, layout_of
 from zfun.optim._base import (
     Optimizer,
@@ -30,6 +30,7 @@ from zfun.optim._rules import AdamState
 from zfun.optim._schedules import Schedule, check_decay, check_rate, decay_at, rate_at
 from zfun.optim._stepping import Into, assemble, no_steps, zeros_like
 from zfun.placement import S
+from zfun.reductions import gather_values, map_leaves
 from zfun.tree import Tree
 
 __all__ = ["MuonState", "lamb", "muon"]
@@ -140,7 +141,7 @@ def _layers(params: Tree) -> list[dict[str, Any]]:
             found.append({"segments": [(0, flat_view(value).numel())]})
             continue
         gather = (
-            functools.partial(value.gather_values, name="norm") if value.placement is S else None
+            functools.partial(gather_values, value, name="norm") if value.placement is S else None
         )
         spans = leaf_spans(value)
         found += (

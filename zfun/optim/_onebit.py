@@ -42,6 +42,7 @@ from zfun.optim._rules import AdamState
 from zfun.optim._schedules import Schedule, check_decay, check_rate, decay_at, rate_at
 from zfun.optim._stepping import Into, Kernel, assemble, elementwise, no_steps, zeros_like
 from zfun.placement import P, R, S
+from zfun.reductions import all_ranks, gather_values
 from zfun.tree import Tree
 
 __all__ = ["OneBitState", "onebit_adam"]
@@ -178,7 +179,7 @@ def onebit_adam(
         if before < freeze_step:
             return warm_up(grads, state, params, into)
         first = decay_at("b1", b1, before)
-        if isinstance(params, Flat) and params.mesh.size > 1:
+        if isinstance(params, Flat) and all_ranks(params).size > 1:
             if not isinstance(grads, Flat) or grads.placement is not P:
                 raise PlacementError(
                     f"from step {freeze_step} on onebit_adam() sums by itself, in one bit, and "
@@ -253,7 +254,7 @@ def _no_errors(params: Tree) -> tuple[Any, Any, Any]:
         # How many ranks there are a tree does not say.
         wide = tree.map(lambda p: torch.empty_like(p, dtype=ops.wide(p.dtype)), params)
         return zeros_like(wide), zeros_like(wide), None
-    group, layout = params.mesh, params.layout
+    group, layout = all_ranks(params), params.layout
     if group.size == 1:
         return None, None, None
     zeros = functools.partial(torch.zeros, device=layout.device)
@@ -352,7 +353,7 @@ def _whole_momentum(
     if params.placement is not S:
         return state.mu.buffers
     if is_first:
-        return [state.mu.gather_values(buffer, "momentum").view(-1) for buffer in state.mu.buffers]
+        return [gather_values(state.mu, buffer, "momentum").view(-1) for buffer in state.mu.buffers]
     assert state.answers is not None
     return [
         _read(packed, params.layout, bucket, size, worker.dtype, mu.dtype)

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from zfun import ops, tree
 from zfun.errors import OptionError, checked_options
-from zfun.flat import global_norm
 from zfun.optim._base import (
     InitFn,
     Optimizer,
@@ -33,6 +32,7 @@ from zfun.optim._labels import by_label
 from zfun.optim._rules import AdagradState, AdamState, LionState, SgdState, check_number
 from zfun.optim._schedules import Schedule, check_decay, check_rate, decay_at
 from zfun.optim._stepping import Kernel, elementwise
+from zfun.reductions import global_norm
 from zfun.tree import Tree
 
 __all__ = [

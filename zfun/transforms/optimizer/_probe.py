@@ -32,8 +32,9 @@ _RTOL = 1e-9
 
 _REMEDY = (
     "shards are 1-D pieces of many leaves, so write the update element by element; for a norm "
-    "over all parameters use zf.optim.clip_by_global_norm in a chain, or zf.flat.global_norm, "
-    "which know about shards; an optimizer that needs whole leaves runs without shard_optimizer"
+    "over all parameters use zf.optim.clip_by_global_norm in a chain, or "
+    "zf.reductions.global_norm: both know about shards; "
+    "an optimizer that needs whole leaves runs without shard_optimizer"
 )
 
 
