@@ -215,7 +215,7 @@ class ExchangeGroup(ProcessGroup):
     def _begin(
         self, call: Collective, text: str, index: int, x: Tensor, out: Tensor
     ) -> Callable[[], None]:
-        """Start a collective; return an iterator over the remaining phases."""
+        """Start a collective; return the function that completes the collective."""
         exchange = self._exchange(
             call.stream, text, num_transfers(call.op, x.numel(), x.dtype.itemsize, self.size)
         )
