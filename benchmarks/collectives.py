@@ -5,8 +5,8 @@
 ``bytes`` are those of a rank's input or output, the larger of the two, in float32. In each round
 every contender runs in turn on all ranks at once, ``memcpy`` (every rank copies that many bytes
 within its own memory) among them, so that a slow moment of the machine hits all of them. A time is
-that of the slowest rank. ``lent`` is shared memory with an input that lies in a buffer of the group
-already, and is not copied. Results are compared with each other before anything is timed.
+that of the slowest rank. ``symmetric`` is shared memory with an input that ``group.allocate`` made,
+which is not copied. Results are compared with each other before anything is timed.
 """
 
 from __future__ import annotations

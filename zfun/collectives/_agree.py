@@ -21,7 +21,7 @@ _SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class LeafRecord:
-    """What a rank says about one leaf.
+    """The record of one leaf on one rank.
 
     Args:
         path: its tree path.
@@ -41,9 +41,9 @@ def check_same(entries: Sequence[LeafRecord], group: Group, what: str) -> None:
     and both sides.
 
     Args:
-        entries: what this rank says, leaf by leaf; the order counts.
+        entries: the records of this rank, leaf by leaf; the order counts.
         group: the ranks.
-        what: what they should agree on, for the message.
+        what: the thing compared, for the message.
 
     Raises:
         SpecMismatch: on all ranks, if any two differ.

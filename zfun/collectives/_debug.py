@@ -1,4 +1,4 @@
-"""A group in which the ranks compare what they start."""
+"""A group whose ranks compare the collectives that they start."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class _CheckedGroup(Wrapper):
 
 
 def _encoded(text: str) -> Tensor:
-    # What is cut off still counts.
+    # The checksum covers the whole text.
     data = (
         f"{text.encode()[: _LABEL_BYTES - 16].decode(errors='ignore')} "
         f"#{zlib.crc32(text.encode()):08x}"
@@ -91,17 +91,17 @@ def checked(group: Group) -> Group:
 
     Number, kind, name, part, length and dtype are compared.
 
-    It costs one more small collective each, and catches what no transport can see: collectives of
-    the same shape in another order.
+    Each collective costs one more small collective. The check finds an error that no transport
+    sees: collectives of one shape in another order.
 
     Args:
         group: any group.
 
     Returns:
-        A group that does what ``group`` does; ``wait`` raises on all ranks if they differ.
+        A group that acts like ``group``; ``wait`` raises on all ranks if they differ.
 
     Raises:
-        CollectiveMismatch: from ``wait``, naming what each rank started.
+        CollectiveMismatch: from ``wait``, naming the collective that each rank started.
 
     Example:
         >>> import torch

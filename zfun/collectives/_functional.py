@@ -1,11 +1,11 @@
 """Collectives that can be differentiated, by every transform of torch.func.
 
-[Note: what the gradient of a collective is]
+[Note: the gradient of a collective]
 
 A collective is a linear map A from the tensors of all ranks to the tensors of all ranks. Its
 derivative is A itself; its transpose is the map A* with <A x, y> = <x, A* y>, where the inner
 product is summed over the ranks. So the gradient that a rank receives is that of the *sum over the
-ranks* of what each of them differentiates:
+ranks* of the values that they differentiate:
 
 ====================  ===================================
 collective            transpose
@@ -102,7 +102,7 @@ def replicated(x: Tensor, group: Group, *, name: str = "") -> Tensor:
     Args:
         x: a tensor, equal on all ranks.
         group: the ranks.
-        name: what is sent backward, for messages and logs.
+        name: a name of the gradient for messages and logs.
 
     Returns:
         The same tensor.
@@ -131,7 +131,7 @@ def all_reduce(
     Args:
         x: a tensor of the same shape on all ranks, or a tree of such.
         group: the ranks.
-        name: what is sent, for messages and logs.
+        name: a name for messages and logs.
         part: which part of it.
         stream: the order of collectives that it takes part in.
 
@@ -182,7 +182,7 @@ def all_gather(
         x: a shard, of the same shape on all ranks, or a tree of such; at least one dimension.
         group: the ranks.
         dim: the dimension that grows ``size`` times.
-        name: what is sent, for messages and logs.
+        name: a name for messages and logs.
         part: which part of it.
         stream: the order of collectives that it takes part in.
 
@@ -231,7 +231,7 @@ def reduce_scatter(
             divides ``dim``.
         group: the ranks.
         dim: the dimension that is cut into ``size`` pieces.
-        name: what is sent, for messages and logs.
+        name: a name for messages and logs.
         part: which part of it.
         stream: the order of collectives that it takes part in.
 
@@ -285,7 +285,7 @@ def broadcast(
             only.
         group: the ranks.
         root: the rank that is heard.
-        name: what is sent, for messages and logs.
+        name: a name for messages and logs.
         part: which part of it.
         stream: the order of collectives that it takes part in.
 
@@ -335,7 +335,7 @@ def permute(
         x: a tensor of the same shape on all ranks, or a tree of such.
         group: the ranks.
         destinations: for each rank the one that it sends to; each rank once.
-        name: what is sent, for messages and logs.
+        name: a name for messages and logs.
         part: which part of it.
         stream: the order of collectives that it takes part in.
 
@@ -376,7 +376,7 @@ def all_to_all(
     part: str = "",
     stream: Stream = Stream.CONTROL,
 ) -> _T:
-    """Cut along ``split_dim``, send piece j to rank j, join what arrives along ``concat_dim``.
+    """Cut along ``split_dim``, send piece j to rank j, join the pieces along ``concat_dim``.
 
     The transpose exchanges the two dims.
 
@@ -391,7 +391,7 @@ def all_to_all(
         group: the ranks.
         split_dim: the dimension that is cut into ``size`` pieces.
         concat_dim: the dimension along which the received pieces are joined, in rank order.
-        name: what is sent, for messages and logs.
+        name: a name for messages and logs.
         part: which part of it.
         stream: the order of collectives that it takes part in.
 

@@ -247,7 +247,7 @@ def is_checked(group: Group) -> bool:
 
 
 def global_ranks(group: Group) -> Sequence[int]:
-    """Return the number of each rank in the group that was split, which is what messages use.
+    """Return the number of each rank in the group that was split, for messages.
 
     Args:
         group: any group.

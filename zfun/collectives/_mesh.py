@@ -5,18 +5,16 @@
 A mesh is a group whose ranks stand in rows. A row is the *inner* axis: ranks that are near each
 other, of one host say. A column is the *outer* axis: one rank of every row. The i-th rank of the
 o-th row has rank ``i * outer.size + o`` in the mesh: so the shard of a rank of the inner axis is
-what the shards of its column make up, one after the other, and every change between the three
-(whole, cut over the inner axis, cut over the mesh) is one collective of one axis, with no copy in
-between.
+the shards of its column, one after the other, and every change between the three (whole, cut over
+the inner axis, cut over the mesh) is one collective of one axis, with no copy in between.
 
-A collective of the mesh goes axis by axis, so that what crosses between rows is never sent there
-twice:
+A collective of the mesh goes axis by axis, so that no byte crosses between rows twice:
 
 ==================  ===========================================================================
 all-gather          outer, then inner: each shard crosses once to each row
-reduce-scatter      inner, then outer: what crosses has been summed over the row
+reduce-scatter      inner, then outer: sums over a row cross
 all-reduce          reduce-scatter inner, all-reduce outer, all-gather inner
-all-to-all          inner, then outer: what goes to one row crosses as one message
+all-to-all          inner, then outer: one message for each row
 broadcast, reduce   along one row and all columns' ends, or the reverse
 ==================  ===========================================================================
 
@@ -26,10 +24,9 @@ or the group without one, associates the sum otherwise, and differs by rounding.
 
 A later phase starts when the result is waited for. Phases start in the order of the calls all the
 same: to wait for one brings those before it forward first, and so does a call that goes through the
-axes in another order. So ranks may wait in any order within a stream. And to wait for what the
-ranks tell each other brings the gathers of parameters forward: a rank that takes another branch may
-be waiting for their last phase. Nobody waits so before it has started all gathers that others may
-need by then.
+axes in another order. So ranks may wait in any order within a stream. And a wait for values of the
+ranks brings the gathers of parameters forward: a rank that takes another branch may be waiting for
+their last phase. Nobody waits so before it has started all gathers that others may need by then.
 """
 
 from __future__ import annotations
@@ -114,8 +111,7 @@ class _Running:
 class _Axis(Wrapper):
     """One axis of a mesh.
 
-    Beyond what its ranks do, it knows the mesh, and what of the mesh must come before its own
-    collectives.
+    An axis knows its mesh, and the phases of the mesh that come before its own collectives.
     """
 
     def __init__(self, group: Group, mesh: Mesh, axis: str, numbers: Sequence[int]) -> None:
@@ -145,8 +141,8 @@ class Mesh(Group):
             it.
 
     Attributes:
-        inner: the inner axis, as a group that the transforms take: what they shard over it is
-            replicated over the outer axis.
+        inner: the inner axis, as a group that the transforms take: values sharded over the inner
+            axis are replicated over the outer axis.
         outer: the outer axis.
 
     Example:
@@ -322,8 +318,8 @@ class Mesh(Group):
 
     def _reduce_scatter_inner(self, call: Collective, x: Tensor) -> _Phases:
         row = yield self._on("inner", ReduceScatter(), call, x)
-        # What was received is this rank's own, and may be summed in place; the caller's input may
-        # not.
+        # The received buffer belongs to this rank, so the sum may overwrite it; the caller's input
+        # may not be overwritten.
         total = yield self._on(
             "outer", AllReduce(), call, row, row if self.inner.size > 1 else None
         )
@@ -391,8 +387,8 @@ class Mesh(Group):
 def split(group: Group, inner: int) -> Mesh:
     """Put the ranks of a group in rows: ranks ``0 ... inner - 1`` in the first, and so on.
 
-    What is sharded over ``mesh.inner`` is replicated over ``mesh.outer``: hybrid sharding, where
-    only sums of gradients leave a row. What is sharded over the mesh itself is sharded over all
+    A value sharded over ``mesh.inner`` is replicated over ``mesh.outer``: hybrid sharding, where
+    only sums of gradients leave a row. A value sharded over the mesh itself is sharded over all
     ranks, with collectives that go axis by axis.
 
     Args:
@@ -472,8 +468,8 @@ def check_shardable(group: Group, what: str) -> None:
     """Refuse the outer axis of a mesh, whose shards would not be pieces of those of the mesh.
 
     Args:
-        group: what something is to be sharded over.
-        what: who shards, for the message.
+        group: the ranks to shard over.
+        what: the function that shards, for the message.
 
     Raises:
         PlacementError: it is one.

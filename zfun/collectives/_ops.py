@@ -65,7 +65,7 @@ class _Map:
         return numel // (size if self.splits_input else 1) * (size if self.splits_output else 1)
 
     def sent_bytes(self, nbytes: int, rank: int, size: int, itemsize: int = 1) -> int:
-        """Return what a rank sends of an input of so many bytes."""
+        """Return the bytes that a rank sends for an input of ``nbytes``."""
         raise NotImplementedError
 
     def __str__(self) -> str:
@@ -205,8 +205,8 @@ class Collective:
     """One collective as a rank asks for it.
 
     Args:
-        op: what is done.
-        name: what is sent ("params", "grads", "loss", ...). Ranks must agree on it.
+        op: the operation.
+        name: the name of the tensor ("params", "grads", "loss", ...). Ranks must agree on it.
         part: which bucket or leaves, for error messages. Ranks must agree on it.
         stream: the order in which the call takes part.
         zero_copy: the result of an all-gather may show the inputs of the ranks where they lie.
@@ -249,7 +249,7 @@ def _shortened(ranks: Iterable[int]) -> str:
 
 
 def check_collective(call: Collective, x: Tensor, out: Tensor | None, size: int) -> None:
-    """Refuse what no group can do, before anything is sent.
+    """Refuse an impossible collective before anything is sent.
 
     Raises:
         OptionError: the input is not 1-D and contiguous or does not divide, the output does not

@@ -1,4 +1,4 @@
-"""A group that writes down what it sends."""
+"""A group that logs its collectives."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Record:
     """One collective as one rank started it.
 
     Attributes:
-        kind: what was done.
-        name: what was sent.
+        kind: the operation.
+        name: the name of the tensor.
         part: which bucket or leaves.
         stream: the order in which it took part.
-        sent_bytes: what this rank sends.
+        sent_bytes: the bytes that this rank sends.
         numel: of its input.
         dtype: of its input.
         axis: ``"inner"`` or ``"outer"`` on an axis of a mesh, else ``""``.
@@ -44,7 +44,7 @@ class Record:
 
 
 class _Log:
-    """What has been sent, in order."""
+    """The log, in order."""
 
     log: list[Record]
 

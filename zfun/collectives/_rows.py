@@ -1,4 +1,4 @@
-"""The one autograd function of all collectives, and how tensors and trees become what it takes.
+"""The one autograd function of all collectives, and how tensors and trees become rows.
 
 It sees matrices of one row per chunk (``[1, m] -> [size, m]`` for an all-gather), so that a batched
 dimension fits between rows and columns without moving data. Shapes and dims are restored outside,
@@ -14,7 +14,7 @@ all_to_all, dims 0, 1   ``[8, 3]``       ``[4, 6]``       ``[4, 6]``
 ======================  ===============  ===============  ====================
 
 A tree of tensors goes as one message for each dtype, not one for each leaf: the rows of its leaves
-are put side by side, so that what different leaves send to one rank is one chunk.
+are put side by side, so that all leaves send one chunk to a rank.
 """
 
 from __future__ import annotations

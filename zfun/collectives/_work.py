@@ -46,7 +46,7 @@ class Work:
         Further calls return the same tensor, or raise the same error.
         """
         if self._finish is not None:
-            # The callable holds the buffers; letting go of it is what frees them.
+            # The callable holds the buffers; dropping the callable frees the buffers.
             finish, self._finish = self._finish, None
             try:
                 self._result = finish()

@@ -58,7 +58,7 @@ def process_group(
             where the ranks can (Linux on x86-64; the memory is anonymous, so the system frees the
             memory with the last process). True: raise if the ranks cannot. False: over gloo. All
             ranks pass the same value.
-        debug: compare what the ranks start before every collective (see :func:`checked`).
+        debug: compare the ranks before every collective (see :func:`checked`).
 
     Returns:
         The group that this process belongs to.

@@ -124,7 +124,7 @@ class SharedMemory:
         return out
 
     def release_for(self, x: Tensor) -> list[Sent]:
-        """Finish this rank's windows over a tensor; return what peers must finish."""
+        """Finish this rank's windows over a tensor; return the records that peers must finish."""
         return self._symmetric.release_for(x)
 
     def await_readers(self, sent: Sent) -> None:
@@ -236,7 +236,7 @@ class SharedMemory:
         return offset + (self.rank * out.nbytes if sent.call.op.splits_input else 0)
 
     def _input(self, sent: Sent, peer: int, out: Tensor) -> Tensor:
-        """Return what a peer sends to this rank, where it lies."""
+        """Return the input of a peer for this rank, in place."""
         if not out.numel():
             return out
         return self._peers[peer].view(self._place_of(sent, peer, out), out.numel(), out.dtype)

@@ -95,7 +95,7 @@ def meet(
 
 
 def _unsupported() -> str:
-    """Say what this process lacks, if anything."""
+    """Return the reason why this process cannot share memory, or an empty text."""
     if sys.platform != "linux":
         return f"it runs on {sys.platform}, not on Linux"
     if platform.machine() != "x86_64":
@@ -162,8 +162,8 @@ def _trade(
 ) -> dict[int, Peer]:
     """Send every other rank the descriptor of the own segment, and map theirs.
 
-    All listen already, so that nobody waits for another to connect; then what each sends fits the
-    sockets' buffers.
+    All ranks listen already, so no rank waits for another to connect; the messages fit the buffers
+    # of the sockets.
     """
     others = [peer for peer in range(len(names)) if peer != rank]
     with contextlib.ExitStack() as stack:

@@ -3,9 +3,9 @@
 [Note: when a block is free]
 
 A block is a piece of the segment: a buffer of ``allocate``, or the copy of an input. The block is
-free when no tensor of ``allocate`` and no window of this rank shows the block, and all readers
-have finished the collectives that sent the block. Finalizers only note that a tensor is gone; the
-next allocation takes back what is free.
+free when no tensor of ``allocate`` and no window of this rank shows the block, and all readers have
+finished the collectives that sent the block. Finalizers only note that a tensor is gone; the next
+allocation takes the room back.
 
 [Note: windows]
 
@@ -266,7 +266,7 @@ class Symmetric:
 
 
 def _watched(view: memoryview, then: Callable[[], None]) -> object:
-    """Call a function when a buffer is gone; not if what is returned goes before."""
+    """Call a function when a buffer is gone, unless the returned finalizer is gone first."""
     return weakref.ref(view, lambda _: then())
 
 
