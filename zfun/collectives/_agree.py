@@ -24,9 +24,9 @@ class LeafRecord:
     """The record of one leaf on one rank.
 
     Args:
-        path: its tree path.
-        description: its shape and dtype, in words.
-        fingerprint: a digest of its value, where the value must agree too.
+        path: the tree path.
+        description: shape and dtype, in words.
+        fingerprint: a digest of the value, where values must agree too.
     """
 
     path: str

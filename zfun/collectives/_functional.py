@@ -19,8 +19,8 @@ permute               the inverse permute
 replicated            all_reduce (of what is one value)
 ====================  ===================================
 
-If every rank computes the same loss from a replicated value, the sum counts it once per rank;
-divide where the loss is meant once.
+If every rank computes the same loss from a replicated value, the sum counts the loss once per rank;
+divide by the size where the loss is meant once.
 
 The backward pass is a program of collectives too: every rank must take the gradient, of a value
 that requires it.
@@ -97,7 +97,7 @@ def replicated(x: Tensor, group: Group, *, name: str = "") -> Tensor:
         rank             0  1          0  1
         gradient         1  2    ->    3  3
 
-    So the gradient of the sum over the ranks arrives on all of them, and they go on alike.
+    So the gradient of the sum over the ranks arrives on all ranks, which go on alike.
 
     Args:
         x: a tensor, equal on all ranks.
@@ -132,8 +132,8 @@ def all_reduce(
         x: a tensor of the same shape on all ranks, or a tree of such.
         group: the ranks.
         name: a name for messages and logs.
-        part: which part of it.
-        stream: the order of collectives that it takes part in.
+        part: the part of a value, such as a bucket.
+        stream: the queue of the collective.
 
     Returns:
         The sum over the ranks, in rank order; the shape of ``x``.
@@ -183,8 +183,8 @@ def all_gather(
         group: the ranks.
         dim: the dimension that grows ``size`` times.
         name: a name for messages and logs.
-        part: which part of it.
-        stream: the order of collectives that it takes part in.
+        part: the part of a value, such as a bucket.
+        stream: the queue of the collective.
 
     Returns:
         The shards of all ranks, joined.
@@ -232,8 +232,8 @@ def reduce_scatter(
         group: the ranks.
         dim: the dimension that is cut into ``size`` pieces.
         name: a name for messages and logs.
-        part: which part of it.
-        stream: the order of collectives that it takes part in.
+        part: the part of a value, such as a bucket.
+        stream: the queue of the collective.
 
     Returns:
         This rank's piece of the sum.
@@ -286,8 +286,8 @@ def broadcast(
         group: the ranks.
         root: the rank that is heard.
         name: a name for messages and logs.
-        part: which part of it.
-        stream: the order of collectives that it takes part in.
+        part: the part of a value, such as a bucket.
+        stream: the queue of the collective.
 
     Returns:
         The tensor of ``root``.
@@ -336,8 +336,8 @@ def permute(
         group: the ranks.
         destinations: for each rank the one that it sends to; each rank once.
         name: a name for messages and logs.
-        part: which part of it.
-        stream: the order of collectives that it takes part in.
+        part: the part of a value, such as a bucket.
+        stream: the queue of the collective.
 
     Returns:
         The tensor of the rank that sends to this one.
@@ -392,8 +392,8 @@ def all_to_all(
         split_dim: the dimension that is cut into ``size`` pieces.
         concat_dim: the dimension along which the received pieces are joined, in rank order.
         name: a name for messages and logs.
-        part: which part of it.
-        stream: the order of collectives that it takes part in.
+        part: the part of a value, such as a bucket.
+        stream: the queue of the collective.
 
     Returns:
         The joined pieces.

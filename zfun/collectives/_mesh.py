@@ -23,10 +23,10 @@ the collective: so all compositions over one mesh give the same bits. Another me
 or the group without one, associates the sum otherwise, and differs by rounding.
 
 A later phase starts when the result is waited for. Phases start in the order of the calls all the
-same: to wait for one brings those before it forward first, and so does a call that goes through the
-axes in another order. So ranks may wait in any order within a stream. And a wait for values of the
-ranks brings the gathers of parameters forward: a rank that takes another branch may be waiting for
-their last phase. Nobody waits so before it has started all gathers that others may need by then.
+same: a wait for one brings the earlier phases forward first, and so does a call that goes through
+the axes in another order. So ranks may wait in any order within a stream. And a wait for values of
+the ranks brings the gathers of parameters forward: a rank that takes another branch may be waiting
+for their last phase. A rank waits so only after starting all gathers that others may need by then.
 """
 
 from __future__ import annotations
@@ -61,8 +61,7 @@ __all__ = ["Mesh", "axis_of", "check_shardable", "mesh_of", "split", "start_redu
 # Up to here one message less is worth more than fewer bytes.
 _SHORT_BYTES = 4096
 
-# Yields the result of each phase once it is started, gets it back when it is there, and returns the
-# result of all.
+# Yields each phase once started, is sent the result of the phase, and returns the final result.
 _Phases: TypeAlias = Generator[Work, Tensor, Tensor]
 
 _OUTER_INNER, _INNER_OUTER, _INNER_OUTER_INNER, _FLAT = (
@@ -397,9 +396,9 @@ def split(group: Group, inner: int) -> Mesh:
             of one host.
 
     Returns:
-        A group of all the ranks with the groups ``inner`` and ``outer`` in it. They end with
-        ``group``. Its own ranks count along the columns: the rank of ``group`` that is the i-th in
-        row o has rank ``i * outer.size + o``.
+        A group of all the ranks with the groups ``inner`` and ``outer`` in it. The mesh ends with
+        ``group``. Ranks of the mesh count along the columns: the rank of ``group`` that is the i-th
+        in row o has rank ``i * outer.size + o``.
 
     Raises:
         OptionError: ``inner`` does not divide the number of ranks, or this kind of group cannot be
@@ -472,7 +471,7 @@ def check_shardable(group: Group, what: str) -> None:
         what: the function that shards, for the message.
 
     Raises:
-        PlacementError: it is one.
+        PlacementError: ``group`` is such an axis.
 
     Example:
         >>> from zfun.collectives import abstract_group

@@ -45,7 +45,7 @@ class _Map:
     """A linear map from one 1-D tensor per rank to one 1-D tensor per rank.
 
     Attributes:
-        kind: its name.
+        kind: the name of the operation.
         splits_input: whether a rank gives one chunk for each rank.
         splits_output: whether a rank receives one chunk from each rank.
     """
@@ -202,7 +202,7 @@ Op: TypeAlias = AllGather | ReduceScatter | AllReduce | Broadcast | Reduce | All
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One collective as a rank asks for it.
+    """One collective, as data.
 
     Args:
         op: the operation.

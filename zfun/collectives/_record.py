@@ -26,10 +26,10 @@ class Record:
         kind: the operation.
         name: the name of the tensor.
         part: which bucket or leaves.
-        stream: the order in which it took part.
+        stream: the queue.
         sent_bytes: the bytes that this rank sends.
-        numel: of its input.
-        dtype: of its input.
+        numel: of the input.
+        dtype: of the input.
         axis: ``"inner"`` or ``"outer"`` on an axis of a mesh, else ``""``.
     """
 

@@ -46,7 +46,7 @@ class _UnderWay:
 class _Collective(torch.autograd.Function):
     """``rows [a, m] -> rows [b, m]``, with a and b being 1 or the number of ranks.
 
-    Its transpose is itself with the dual op.
+    The transpose has the dual op.
     """
 
     @staticmethod
@@ -96,7 +96,7 @@ def _apply(rows: Tensor, group: Group, call: Collective, started: _UnderWay | No
 
 
 class Runs(Protocol):
-    """A collective that is ready to go: with all that it needs but the group."""
+    """A collective with everything but the group."""
 
     def run(self, group: Group, name: str, part: str, stream: Stream) -> Any: ...
 
@@ -116,7 +116,7 @@ class _Plan(NamedTuple):
     def start(self, group: Group, name: str, part: str, stream: Stream) -> Work:
         """Start the collective.
 
-        Its output is part of the graph at once, and holds its values once it has been waited for.
+        The output is part of the graph at once, and holds values after the wait.
         """
         started = _UnderWay()
         out = _apply(self.rows, group, Collective(self.op, name, part, stream), started)

@@ -69,7 +69,7 @@ class Segment:
             self.reserved = 0
             self._is_huge = True
             self._end = 0
-            # Free pieces below the end: where they begin, ascending, and where they end.
+            # Free pieces below the end: begins, ascending, and ends.
             self._begins: list[int] = []
             self._ends: list[int] = []
             self.allocate(CONTROL_BYTES)
@@ -221,7 +221,7 @@ class Peer:
 
 def _anonymous_file() -> int:
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-    # MFD_NOEXEC_SEAL: some systems refuse files without it, old ones do not know it.
+    # MFD_NOEXEC_SEAL: some systems require the flag, and old systems do not know the flag.
     try:
         return os.memfd_create("zfun", flags | 0x8)
     except OSError as error:
