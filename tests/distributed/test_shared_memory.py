@@ -741,6 +741,7 @@ def _reader_stops(group: Group) -> str:
     return "noticed"
 
 
+@pytest.mark.slow
 def test_a_reader_that_stops_is_noticed() -> None:
     # The rank that has stopped is killed at the end of the run.
     options = {"timeout_s": 12.0, "collective_timeout_s": 1.0, "shared_memory": True}

@@ -37,7 +37,7 @@ def test_a_part_gives_figures_and_output(tmp_path: Path) -> None:
     ("program", "failure"),
     [
         ("raise SystemExit('boom')", "exit status 1"),
-        ("import time; time.sleep(60)", "not done after 5 s"),
+        pytest.param("import time; time.sleep(60)", "not done after 5 s", marks=pytest.mark.slow),
     ],
 )
 def test_a_part_that_fails_or_hangs_is_on_the_page(
