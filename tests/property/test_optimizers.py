@@ -99,7 +99,7 @@ def test_every_composition_is_the_same_optimizer(
 def test_over_a_mesh_every_stage_is_the_same_optimizer(
     name: str, num_rows: int, inner: int
 ) -> None:
-    """Those that know leaves or ranks, over the mesh and over its inner axis, and near the same
+    """Rules that know leaves or ranks, over the mesh and over its inner axis, and near the same
     steps in one process.
     """
     first, *others = zf.simulate(num_rows * inner, over_a_mesh, inner, [name], slice(None))

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from zfun.planner._timeline import Span, Timeline
-from zfun.transforms import Noted, Notes, What, watching
+from zfun.transforms import EventKind, Noted, Notes, watching
 
 __all__ = ["Noted", "Profile", "profile"]
 
@@ -118,7 +118,7 @@ def _pieces(
         yield Span("compute", name, bucket, here, end)
 
 
-def _transfers(events: Sequence[Noted], begun: What, done: What) -> Iterator[Span]:
+def _transfers(events: Sequence[Noted], begun: EventKind, done: EventKind) -> Iterator[Span]:
     """Yield bars from the start of each collective to the end of the wait."""
     started: dict[int, list[Noted]] = {}
     for event in events:

@@ -12,7 +12,7 @@ a profile        ``_notes``, and the parameters and hooks that take notes, ``_wa
 """
 
 from zfun.transforms._cast import CastLoss, cast
-from zfun.transforms._notes import Noted, Notes, What, watching
+from zfun.transforms._notes import EventKind, Noted, Notes, watching
 from zfun.transforms._offload import (
     offload,
     offload_grads,
@@ -63,6 +63,7 @@ __all__ = [
     "CastLoss",
     "Description",
     "Event",
+    "EventKind",
     "GradientFunction",
     "Noted",
     "Notes",
@@ -75,7 +76,6 @@ __all__ = [
     "Trace",
     "TracedBucket",
     "WeightedMean",
-    "What",
     "accumulate",
     "apply",
     "cast",

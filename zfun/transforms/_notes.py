@@ -18,7 +18,7 @@ from zfun.transforms.params._schedule import Step
 
 __all__ = ["Noted", "Notes", "noted", "noting", "timed", "watching"]
 
-What: TypeAlias = Literal[
+EventKind: TypeAlias = Literal[
     "gather", "gathered", "use", "release", "reduce", "sum", "summed", "end", "pass", "update"
 ]
 When: TypeAlias = Literal["start", "forward", "backward", "update"]
@@ -79,7 +79,9 @@ class Notes:
         """Return the seconds since the profile began."""
         return time.perf_counter() - self._began
 
-    def note(self, kind: What, bucket: int, phase: When, start: float, change: int = 0) -> None:
+    def note(
+        self, kind: EventKind, bucket: int, phase: When, start: float, change: int = 0
+    ) -> None:
         """Write down an action that has just ended."""
         self._live += change
         self.events.append(Noted(kind, bucket, phase, start, self.now(), self._live))

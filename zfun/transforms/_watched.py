@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zfun.collectives import Work
 from zfun.layout import Layout
-from zfun.transforms._notes import Notes, What, When, timed, watching
+from zfun.transforms._notes import EventKind, Notes, When, timed, watching
 from zfun.transforms.grads._hooks import CommHook, Handle
 from zfun.transforms.params._gathered import GatheredParams
 from zfun.transforms.params._lazy import LazyLeaf
@@ -50,7 +50,7 @@ class _WatchedParams(GatheredParams):
         super().__init__(*args)
 
     def _note(
-        self, kind: What, bucket: int, start: float, change: int = 0, phase: When | None = None
+        self, kind: EventKind, bucket: int, start: float, change: int = 0, phase: When | None = None
     ) -> None:
         if self._first is None:
             self._first = self._profile.first_of(tuple(traced.label for traced in self._traced))

@@ -201,7 +201,7 @@ class Symmetric:
             return []
         for window in [window for window in self._windows.values() if window.block is block]:
             first, nbytes, _ = window.own
-            # Whoever writes through the window does not expect old values in it.
+            # A rank that writes through the window expects no old values there.
             if first <= begin < first + nbytes:
                 self._mailbox.finish(window.sent)
             else:
