@@ -1,15 +1,21 @@
 """zfun: functional sharding of training state for PyTorch."""
 
+from zfun import checkpoint as checkpoint
 from zfun import collectives as collectives
-from zfun import compression, optim, planner, policies, stores
+from zfun import compression as compression
 from zfun import errors as errors
+from zfun import optim, stores
+from zfun import planner as planner
+from zfun import policies as policies
+from zfun import sources as sources
+from zfun.checkpoint import load, save
 from zfun.collectives import Group, process_group, record, simulate, split
-from zfun.compression import Compression
 from zfun.errors import ZfunError
 from zfun.flat import Flat
+from zfun.modules import functional
 from zfun.placement import P, R, S
+from zfun.planner import plan
 from zfun.recipes import Precision, zero
-from zfun.stores import Offload
 from zfun.transforms import (
     ScheduleOptions,
     accumulate,
@@ -22,22 +28,22 @@ from zfun.transforms import (
     redistribute,
     remat,
     replicate,
-    scale_loss,
     shard,
     shard_grads,
     shard_optimizer,
     shard_params,
     unshard,
     value_and_grad,
+    vjp,
     weighted_mean,
 )
 from zfun.tree import combine, partition
 
+__version__ = "0.1.0"
+
 __all__ = [
-    "Compression",
     "Flat",
     "Group",
-    "Offload",
     "P",
     "Precision",
     "R",
@@ -48,21 +54,21 @@ __all__ = [
     "apply",
     "cast",
     "combine",
-    "compression",
     "data_parallel",
     "describe",
+    "functional",
     "gather",
+    "load",
     "offload",
     "optim",
     "partition",
-    "planner",
-    "policies",
+    "plan",
     "process_group",
     "record",
     "redistribute",
     "remat",
     "replicate",
-    "scale_loss",
+    "save",
     "shard",
     "shard_grads",
     "shard_optimizer",
@@ -72,6 +78,7 @@ __all__ = [
     "stores",
     "unshard",
     "value_and_grad",
+    "vjp",
     "weighted_mean",
     "zero",
 ]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
-import functools
-import inspect
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+import os
+from typing import Any
 
 __all__ = [
     "AliasChanged",
+    "CheckpointError",
     "CollectiveMismatch",
+    "ConfigError",
+    "CorruptCheckpoint",
     "DonatedStateError",
+    "ForkError",
     "LeafError",
     "NonFiniteError",
     "NotElementwiseError",
@@ -20,11 +21,9 @@ __all__ = [
     "PeerLost",
     "PlacementError",
     "SpecMismatch",
+    "UntrustedCheckpoint",
     "ZfunError",
 ]
-
-_Params = ParamSpec("_Params")
-_Result = TypeVar("_Result")
 
 
 class ZfunError(Exception):
@@ -34,7 +33,7 @@ class ZfunError(Exception):
         message: one sentence first: the rule, the value, the remedy.
         rank: the rank that raised, where known.
         step: the training step, where known.
-        leaf: the tree path of the leaf at fault.
+        leaf: the tree path of the leaf at fault, or the name of its bucket.
         collective: the collective at fault.
     """
 
@@ -74,8 +73,25 @@ class OptionError(ZfunError, TypeError, ValueError):
     """An option that does not exist, or a value out of range."""
 
 
+class ConfigError(OptionError):
+    """A configuration of another library that has mistakes; the message lists all of them.
+
+    Args:
+        message: the number of mistakes, and one line for each.
+        mistakes: one record for each, with ``path``, ``rule``, ``got`` and ``remedy``.
+    """
+
+    def __init__(self, message: str, *, mistakes: tuple[Any, ...] = ()) -> None:
+        super().__init__(message)
+        self.mistakes = mistakes
+
+
 class DonatedStateError(ZfunError):
     """A value whose buffers a later step has taken over was used again."""
+
+
+class ForkError(ZfunError):
+    """A fork used a group, or a value in shared memory, of the parent process."""
 
 
 class NotElementwiseError(ZfunError):
@@ -87,7 +103,52 @@ class NonFiniteError(ZfunError):
 
 
 class OffloadError(ZfunError):
-    """A store could not keep or return a part of the state."""
+    """A store could not keep or return a part of the state.
+
+    Args:
+        message: the rule, the problem, the remedy.
+        path: the file at fault, for a store on a disk.
+        errno: the number of the system's error, as in the module ``errno``.
+        where: ``rank``, ``step`` and ``leaf``, where known.
+    """
+
+    def __init__(
+        self, message: str, *, path: str | None = None, errno: int | None = None, **where: Any
+    ) -> None:
+        super().__init__(message, **where)
+        self.path = path
+        self.errno = errno
+
+    def __str__(self) -> str:
+        where = {"leaf": self.leaf, "rank": self.rank}
+        known = ", ".join(f"{key} {value}" for key, value in where.items() if value is not None)
+        return f"{super().__str__()}{known and f' [{known}]'}"
+
+
+class CheckpointError(ZfunError):
+    """A checkpoint could not be written, read or found.
+
+    Args:
+        message: the rule, the problem, the remedy.
+        path: the file or directory at fault.
+        errno: the number of the system's error, as in the module ``errno``.
+        where: ``rank``, ``step`` and ``leaf``, where known.
+    """
+
+    def __init__(
+        self, message: str, *, path: str | None = None, errno: int | None = None, **where: Any
+    ) -> None:
+        super().__init__(message, **where)
+        self.path = path
+        self.errno = errno
+
+
+class CorruptCheckpoint(CheckpointError):
+    """The bytes of a checkpoint are not those that were written, or break the format."""
+
+
+class UntrustedCheckpoint(CorruptCheckpoint):
+    """A checkpoint of another library asks for code to run, or for a file elsewhere."""
 
 
 class PeerLost(ZfunError):
@@ -98,35 +159,20 @@ class CollectiveMismatch(ZfunError):
     """Ranks issued different collectives at the same place."""
 
 
-def checked_options(fn: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
-    """Make ``fn`` answer an unknown keyword with the nearest name that exists.
+def check_process(maker: int, thing: str) -> None:
+    """Check that this process made a group or a value, and is not a fork of the maker.
 
     Args:
-        fn: a function with keyword options.
-
-    Returns:
-        The same function; unknown keywords raise before the call.
+        maker: the process that made the thing.
+        thing: the thing, for the message.
 
     Raises:
-        OptionError: from the returned function, for a keyword that ``fn`` does not take.
-
-    Example:
-        >>> @checked_options
-        ... def train(*, bucket_bytes=1): ...
-        >>> train(bucket_byte=2)
-        Traceback (most recent call last):
-        ...
-        zfun.errors.OptionError: train() has no option 'bucket_byte'; did you mean 'bucket_bytes'?
+        ForkError: this process is a fork.
     """
-    known = list(inspect.signature(fn).parameters)
-
-    @functools.wraps(fn)
-    def wrapper(*args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
-        for name in kwargs:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                remedy = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known)}"
-                raise OptionError(f"{fn.__name__}() has no option {name!r}; {remedy}")
-        return fn(*args, **kwargs)
-
-    return wrapper
+    process = os.getpid()
+    if process != maker:
+        raise ForkError(
+            f"{thing} belongs to the process that made it; got a use in process {process}, a fork "
+            f"of process {maker}; give a fork ordinary tensors, such as those of unshard(), or "
+            "start the process with the method 'spawn'"
+        )

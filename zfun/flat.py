@@ -16,19 +16,41 @@ moments of half parameters are float32), and views have the dtype of the buffer.
 
 from __future__ import annotations
 
+import copy
+import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Generic, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from zfun import ops, tree
-from zfun.collectives import Group, axis_of
-from zfun.errors import DonatedStateError, PlacementError, SpecMismatch
-from zfun.layout import Layout, unique_leaves
-from zfun.placement import Placement, R, S
+from zfun.collectives import Group, allocate, axis_of, is_symmetric, mesh_of
+from zfun.errors import (
+    DonatedStateError,
+    OptionError,
+    PlacementError,
+    SpecMismatch,
+    check_process,
+)
+from zfun.layout import LAYOUT, Layout, unique_leaves
+from zfun.options import (
+    ANY,
+    DTYPE,
+    GROUP,
+    TEXT,
+    each,
+    instance,
+    integer,
+    number,
+    one_of,
+    takes,
+)
+from zfun.placement import P, Placement, R, S
+from zfun.sources import Deferred
+from zfun.typing import Params
 
 __all__ = [
     "Flat",
@@ -52,14 +74,16 @@ class Life:
         buffers: one for each bucket; none after ``discard``.
         cached: tensors that transforms made from the buffers and keep while the value lives.
         consumed_by: the step that took the buffers over, if one did.
+        process: the process that made the value.
     """
 
-    __slots__ = ("buffers", "cached", "consumed_by")
+    __slots__ = ("buffers", "cached", "consumed_by", "process")
 
     def __init__(self, buffers: tuple[Any, ...], cached: dict[Any, Any] | None = None) -> None:
         self.buffers = buffers
         self.cached: dict[Any, Any] = {} if cached is None else cached
         self.consumed_by: str | None = None
+        self.process = os.getpid()
 
     def consume(self, consumed_by: str) -> None:
         """Give the buffers to a new value: any later use of the old one raises."""
@@ -89,16 +113,12 @@ def call_site() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def consume(values: Iterable[Flat], consumed_by: str) -> None:
-    """Mark values whose buffers a step has taken over, so that any later use raises."""
-    for flat in values:
-        flat.life.consume(consumed_by)
-
-
-class Flat:
+class Flat(Generic[Params]):
     """A tree of tensors as flat buffers with a placement.
 
-    A Flat never changes, except that a donating step takes the buffers over.
+    ``Flat[T]`` is the type of a value that :func:`zfun.unshard` returns as a ``T``. A Flat never
+    changes, except that a donating step takes the buffers over. ``copy.deepcopy`` copies the
+    buffers, and keeps the group.
 
     Args:
         buffers: one 1-D tensor for each bucket (or, when offloaded, one handle of a store).
@@ -128,6 +148,10 @@ class Flat:
         codec: Any = None,
         life: Life | None = None,
     ) -> None:
+        if not isinstance(placement, Placement):
+            raise PlacementError(
+                f"a placement is zf.R, zf.P or zf.S; got {placement!r}; pass one of the three"
+            )
         self._fix(life or Life(tuple(buffers)), placement, layout, group, codec)
 
     def _fix(self, *values: Any) -> None:
@@ -144,8 +168,11 @@ class Flat:
     @property
     def buffers(self) -> tuple[Any, ...]:
         """One 1-D tensor for each bucket."""
-        self.life.check()
-        return self.life.buffers
+        life = self.life
+        life.check()
+        if life.process != os.getpid() and is_symmetric(mesh_of(self.group)):
+            check_process(life.process, "a value in shared memory")
+        return life.buffers
 
     def with_buffers(
         self, buffers: Iterable[Any], placement: Placement | None = None, group: Group | None = None
@@ -160,6 +187,24 @@ class Flat:
             group or self.group,
             codec=codec,
             life=life,
+        )
+
+    def select(self, buckets: Sequence[int]) -> Flat:
+        """Return some of the buckets, given by ascending indices; the tree has holes for the rest.
+
+        Example:
+            >>> import zfun as zf
+            >>> params = {"w": torch.ones(3), "scale": torch.ones(1, dtype=torch.float64)}
+            >>> zf.simulate(1, lambda group: zf.unshard(zf.shard(params, group).select([1])))
+            [{'w': None, 'scale': tensor([1.], dtype=torch.float64)}]
+        """
+        held = self.buffers
+        return Flat(
+            (held[index] for index in buckets),
+            self.placement,
+            self.layout.select(buckets),
+            self.group,
+            codec=self.codec,
         )
 
     def shard_numel(self, bucket: int) -> int:
@@ -191,6 +236,26 @@ class Flat:
             f"{self.placement!r}; {remedy} to reach its leaves{wrap}"
         )
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Flat:
+        """Copy the buffers. The copy has the same layout and the same group."""
+        return self.with_buffers(
+            self._copy(buffer) if isinstance(buffer, Tensor) else copy.deepcopy(buffer, memo)
+            for buffer in self.buffers
+        )
+
+    def _copy(self, buffer: Tensor) -> Tensor:
+        if self.placement is not S:
+            return buffer.detach().clone()
+        copied = allocate(self.group, buffer.numel(), buffer.dtype, buffer.device)
+        return copied.copy_(buffer.detach())
+
+    def __reduce__(self) -> NoReturn:
+        raise OptionError(
+            "a Flat cannot be pickled or saved, because the group belongs to this process; got "
+            f"{self!r}; save it with zf.save(), which every rank calls, or make a copy in this "
+            "process with copy.deepcopy()"
+        )
+
     def __getitem__(self, key: object) -> NoReturn:
         self._refuse(f"[{key!r}]")
 
@@ -203,11 +268,20 @@ class Flat:
         self._refuse(f".{name}")
 
 
+FLAT = instance(Flat, "a Flat", "zf.shard(params, group)")
+
 tree.register(
     Flat,
     lambda flat: (flat.buffers, (flat.placement, flat.layout, flat.group)),
     lambda static, buffers: Flat(buffers, *static),
 )
+
+
+@takes(values=each(FLAT, "a list of Flats", "[flat]"), consumed_by=TEXT)
+def consume(values: Sequence[Flat], consumed_by: str) -> None:
+    """Mark values whose buffers a step has taken over, so that any later use raises."""
+    for flat in values:
+        flat.life.consume(consumed_by)
 
 
 def flats(value: tree.Tree) -> list[Flat]:
@@ -219,6 +293,7 @@ def flats(value: tree.Tree) -> list[Flat]:
     ]
 
 
+@takes(first=FLAT, second=FLAT, what=TEXT)
 def check_same_layout(first: Flat, second: Flat, what: str) -> None:
     """Raise :class:`SpecMismatch` if two flats do not lie alike."""
     if first.layout != second.layout:
@@ -230,6 +305,14 @@ def check_same_layout(first: Flat, second: Flat, what: str) -> None:
         )
 
 
+@takes(
+    params=ANY,
+    layout=LAYOUT,
+    group=GROUP,
+    placement=one_of(R, P),
+    scale=number(),
+    dtypes=each(DTYPE, "a sequence of dtypes", "[torch.float32]") | None,
+)
 def ravel(
     params: tree.Tree,
     layout: Layout,
@@ -273,12 +356,15 @@ def ravel_buckets(
     dtypes: Sequence[torch.dtype] | None = None,
 ) -> Iterator[Tensor]:
     """Copy a tree into new flat buffers, one after the other; see :func:`ravel`."""
-    values = [leaf.detach() for leaf in unique_leaves(params, layout, any_dtype=dtypes is not None)]
+    values = unique_leaves(params, layout, any_dtype=dtypes is not None)
     for bucket, dtype in zip(
         layout.buckets, dtypes or [bucket.dtype for bucket in layout.buckets], strict=True
     ):
         yield ops.ravel(
-            [values[i] for i in bucket.leaves],
+            [
+                leaf.load() if isinstance(leaf, Deferred) else leaf.detach()
+                for leaf in map(values.__getitem__, bucket.leaves)
+            ],
             [layout.leaves[i].offset for i in bucket.leaves],
             bucket.padded_numel,
             dtype=dtype,
@@ -287,6 +373,7 @@ def ravel_buckets(
         )
 
 
+@takes(flat=FLAT)
 def unravel(flat: Flat) -> tree.Tree:
     """View the whole buffers of a flat as a tree: zero-copy.
 
@@ -316,6 +403,7 @@ def unravel_buffers(buffers: Iterable[Tensor], layout: Layout) -> tree.Tree:
     return tree.unflatten(layout.spec, [views[position] for position in layout.positions])
 
 
+@takes(flat=FLAT, layout=LAYOUT)
 def change_layout(flat: Flat, layout: Layout) -> Flat:
     """Copy whole buffers into another layout of the same leaves.
 
@@ -363,6 +451,7 @@ class LeafSpan(NamedTuple):
     first: int
 
 
+@takes(flat=FLAT, rank=integer(0) | None)
 def leaf_spans(flat: Flat, rank: int | None = None) -> tuple[LeafSpan, ...]:
     """Return the elements of each leaf in a rank's buffers, for rules that work leaf by leaf.
 
@@ -384,6 +473,11 @@ def leaf_spans(flat: Flat, rank: int | None = None) -> tuple[LeafSpan, ...]:
         [('w', 0, 0, 4, 96), ('b', 0, 32, 40, 0)]
     """
     rank = flat.group.rank if rank is None else rank
+    if rank >= flat.group.size:
+        raise OptionError(
+            f"leaf_spans() takes a rank of the group; got rank {rank} of {flat.group.size} ranks; "
+            "leave rank out for this rank"
+        )
     spans = []
     for slot in flat.layout.leaves:
         begin, end = _range_of(flat, slot.bucket, rank)

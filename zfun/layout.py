@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from zfun import tree
-from zfun.errors import AliasChanged, LeafError, OptionError, SpecMismatch
+from zfun.errors import AliasChanged, LeafError, SpecMismatch
+from zfun.options import ANY, BOOL, DTYPE, NAMES, OF_LEAVES, instance, integer, takes
+from zfun.sources.deferred import Deferred, memory_of, spec_of
 
 __all__ = [
     "ALIGNMENT",
@@ -165,6 +167,9 @@ class Layout:
         return f"bucket {bucket}: {names[0]} … {names[-1]} ({len(names)} leaves)"
 
 
+LAYOUT = instance(Layout, "a layout", "zf.layout.layout_of(params, group.size)")
+
+
 @dataclass(frozen=True, slots=True)
 class _LeafKey:
     path: str
@@ -172,12 +177,21 @@ class _LeafKey:
     dtype: torch.dtype
 
 
+@takes(
+    params=ANY,
+    size=integer(1),
+    bucket_bytes=integer(1),
+    persistence=integer(0),
+    order=NAMES | None,
+    dtype=DTYPE | None,
+)
 def layout_of(
     params: tree.Tree,
     size: int = 1,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     persistence: int = 0,
     order: Sequence[str] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Layout:
     """Lay a tree of tensors out in flat buckets.
 
@@ -187,8 +201,8 @@ def layout_of(
     remaining leaves fit. A leaf is never cut.
 
     Args:
-        params: any tree of tensors. Leaves that are the same view of the same memory are tied and
-            share a slot.
+        params: any tree of tensors and deferred leaves (:class:`zfun.sources.Deferred`). Leaves
+            that are the same view of the same memory are tied and share a slot.
         size: number of ranks that share each bucket.
         bucket_bytes: size in bytes at which a bucket closes.
         persistence: leaves of at most this many elements lie in separate buckets, which
@@ -198,6 +212,7 @@ def layout_of(
             are reduced from the last bucket on, and a leaf without a gradient must not delay the
             others. Paths that are not in this tree are ignored, so that both parts of a partition
             can use one order.
+        dtype: the dtype of floating leaves in the buckets; by default that of each leaf.
 
     Returns:
         The layout. Equal arguments give the same object.
@@ -213,12 +228,6 @@ def layout_of(
         >>> [layout_of(params, 1, 1, order=["w", "head"]).label(bucket) for bucket in range(3)]
         ['bucket 0: unused', 'bucket 1: w', 'bucket 2: head']
     """
-    if bucket_bytes < 1:
-        raise OptionError(f"bucket_bytes must be at least 1; got {bucket_bytes}")
-    if type(persistence) is not int or persistence < 0:
-        raise OptionError(
-            f"persistence is a number of elements; got {persistence!r}; 0 keeps nothing gathered"
-        )
     values, spec = tree.flatten(params)
     paths = tree.paths(params)
     for path, leaf in zip(paths, values, strict=True):
@@ -229,7 +238,14 @@ def layout_of(
         raise LeafError(f"leaves of one tree must be on one device; got {where}; move them first")
     firsts, positions = _alias_sets(paths, values)
     turns = None if order is None else _turns(order, paths, positions)
-    keys = tuple(_LeafKey(paths[i], tuple(values[i].shape), values[i].dtype) for i in firsts)
+    keys = tuple(
+        _LeafKey(
+            paths[i],
+            tuple(values[i].shape),
+            values[i].dtype if dtype is None or not values[i].dtype.is_floating_point else dtype,
+        )
+        for i in firsts
+    )
     device = devices.pop() if devices else torch.device("cpu")
     return _layout(
         keys, tuple(positions), tuple(paths), spec, size, bucket_bytes, persistence, device, turns
@@ -240,11 +256,6 @@ def _turns(
     order: Sequence[str], paths: Sequence[str], positions: Sequence[int]
 ) -> tuple[int, ...] | None:
     """Return the slots in the order of the layout; ``None`` for the order of the tree."""
-    if isinstance(order, str) or not all(isinstance(path, str) for path in order):
-        raise OptionError(
-            f"order is a sequence of the paths of leaves; got {order!r}; "
-            "zf.planner.order_of_use() makes one"
-        )
     slots = dict(zip(paths, positions, strict=True))
     named = [slots[path] for path in order if path in slots]
     turns = tuple(dict.fromkeys([*(slot for slot in positions if slot not in set(named)), *named]))
@@ -360,6 +371,7 @@ def labels_of(layout: Layout, label: LabelFn) -> tuple[Hashable, ...]:
     )
 
 
+@takes(layout=LAYOUT, label=OF_LEAVES)
 @functools.lru_cache(maxsize=256)
 def split_by_label(layout: Layout, label: LabelFn) -> Layout:
     """Cut buckets so that each holds leaves of one label.
@@ -405,6 +417,7 @@ def _block_of(path: str) -> tuple[str, ...]:
 
 
 def _check_leaf(path: str, leaf: object) -> None:
+    leaf = spec_of(leaf)
     if not isinstance(leaf, Tensor):
         raise LeafError(
             f"every leaf must be a tensor; leaf {path!r} is {type(leaf).__name__}; keep other "
@@ -427,24 +440,20 @@ def _check_leaf(path: str, leaf: object) -> None:
         )
 
 
-def _alias_sets(paths: Sequence[str], values: Sequence[Tensor]) -> tuple[list[int], list[int]]:
+def _alias_sets(
+    paths: Sequence[str], values: Sequence[Tensor | Deferred]
+) -> tuple[list[int], list[int]]:
     """Group leaves that are the same view of the same memory; raise for partial overlaps."""
     seen: dict[object, int] = {}
     firsts: list[int] = []
     positions: list[int] = []
     spans: dict[int, list[tuple[int, int, int]]] = {}
     for i, leaf in enumerate(values):
-        # Identify memory by storage: empty tensors all have address 0, and fake tensors have none.
-        storage = leaf.untyped_storage()._cdata
-        key = (
-            (storage, leaf.storage_offset(), tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype)
-            if leaf.numel()
-            else i
-        )
+        key = memory_of(leaf) if leaf.numel() else i
         slot = seen.setdefault(key, len(firsts))
         if slot == len(firsts):
             firsts.append(i)
-            if leaf.numel():
+            if leaf.numel() and isinstance(leaf, Tensor):
                 start = int(leaf.storage_offset()) * leaf.element_size()
                 last = int(
                     sum(
@@ -452,14 +461,14 @@ def _alias_sets(paths: Sequence[str], values: Sequence[Tensor]) -> tuple[list[in
                         for dim, stride in zip(leaf.shape, leaf.stride(), strict=True)
                     )
                 )
-                spans.setdefault(storage, []).append(
+                spans.setdefault(leaf.untyped_storage()._cdata, []).append(
                     (start, start + (last + 1) * leaf.element_size(), i)
                 )
         positions.append(slot)
     for pieces in spans.values():
         pieces.sort()
         for (_, end, a), (start, _, b) in itertools.pairwise(pieces):
-            if start < end and _overlap([values[i] for _, _, i in pieces]):
+            if start < end and _overlap([spec_of(values[i]) for _, _, i in pieces]):
                 raise LeafError(
                     f"leaves may be tied (one view) or apart, not overlap; {paths[a]!r} and "
                     f"{paths[b]!r} share part of their memory; clone() one of them, or tie them "
@@ -485,6 +494,7 @@ def _overlap(views: Sequence[Tensor]) -> bool:
     return bool((counts > 1).any())
 
 
+@takes(params=ANY, layout=LAYOUT, any_dtype=BOOL)
 def unique_leaves(params: tree.Tree, layout: Layout, *, any_dtype: bool = False) -> list[Tensor]:
     """Return one tensor for each slot of a layout.
 
@@ -528,7 +538,9 @@ def unique_leaves(params: tree.Tree, layout: Layout, *, any_dtype: bool = False)
                     leaf=path,
                 )
             chosen[position] = leaf
-        elif leaf is not first and (leaf.numel() == 0 or leaf.data_ptr() != first.data_ptr()):
+        elif leaf is not first and (
+            not isinstance(leaf, Tensor) or leaf.numel() == 0 or leaf.data_ptr() != first.data_ptr()
+        ):
             raise AliasChanged(
                 f"tied leaves must stay tied; {slot.path!r} and {path!r} shared one tensor and "
                 "are now two; tie them again, or shard the new tree",

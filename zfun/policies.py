@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from zfun.options import FUNCTION, TEXT, takes
+
 __all__ = [
     "Policy",
     "Result",
@@ -138,6 +140,7 @@ def attention(op: Any, result: Result) -> bool:
     return _of(op).startswith("aten::_scaled_dot_product_")
 
 
+@takes(chosen=TEXT)
 def names(*chosen: str) -> Policy:
     """Keep the results of parts of the code that have one of some names; see :func:`named`.
 
@@ -157,6 +160,7 @@ def names(*chosen: str) -> Policy:
     return lambda op, result: result.name in chosen
 
 
+@takes(name=TEXT)
 @contextmanager
 def named(name: str) -> Iterator[None]:
     """Name a part of a block, so that policies see the name.
@@ -183,6 +187,7 @@ def named(name: str) -> Iterator[None]:
         _name.reset(token)
 
 
+@takes(policies=FUNCTION)
 def either(*policies: Policy) -> Policy:
     """Keep a result if any of several policies keeps the result.
 

@@ -5,20 +5,39 @@ An optimizer rule that looks at whole leaves or at a norm calls these, and needs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from zfun import collectives, ops, tree
-from zfun.collectives import Group, exchange_values, mesh_of
-from zfun.errors import PlacementError
-from zfun.flat import Flat, leaf_spans, local_shards
+from zfun import collectives, ops, stores, tree
+from zfun.collectives import Group, all_reduce, exchange_values, mesh_of
+from zfun.errors import LeafError, OptionError, PlacementError, SpecMismatch
+from zfun.flat import FLAT, Flat, leaf_spans, own_piece, ravel, unravel
+from zfun.layout import LabelFn, Layout, labels_of, layout_of, split_by_label
+from zfun.options import ANY, BOOL, FUNCTION, GROUP, ITERABLE, OF_LEAVES, TENSOR, TEXT, takes
 from zfun.placement import P, S
 
-__all__ = ["all_ranks", "gather_values", "global_norm", "map_leaves"]
+# ``rule(path, leaf)`` returns "mean", "rank 0" or "by rank"; None for a leaf that is no buffer. The
+# leaf may be a meta tensor.
+BufferRule: TypeAlias = Callable[[str, Any], str | None]
+
+__all__ = [
+    "BufferRule",
+    "all_ranks",
+    "any_rank",
+    "checked_rule",
+    "gather_values",
+    "global_norm",
+    "map_leaves",
+    "mean_metrics",
+    "merge_buffers",
+]
 
 
+@takes(flat=FLAT)
 def all_ranks(flat: Flat) -> Group:
     """Return the group of all ranks: the whole mesh if the group of a value is an axis of a mesh.
 
@@ -36,6 +55,7 @@ def all_ranks(flat: Flat) -> Group:
     return mesh_of(flat.group)
 
 
+@takes(flat=FLAT, x=TENSOR, name=TEXT)
 def gather_values(flat: Flat, x: Tensor, name: str = "values") -> Tensor:
     """Return a small tensor of every rank, stacked in rank order, for by-leaf rules.
 
@@ -58,6 +78,7 @@ def gather_values(flat: Flat, x: Tensor, name: str = "values") -> Tensor:
     return collectives.gather_values(x, flat.group, name)
 
 
+@takes(flat=FLAT, fn=FUNCTION, cost=FUNCTION)
 def map_leaves(
     flat: Flat, fn: Callable[[Tensor], Tensor], cost: Callable[[tuple[int, ...]], float]
 ) -> Flat:
@@ -176,7 +197,8 @@ def global_norm(value: tree.Tree) -> Tensor:
     sharded value and a plain tree, and for all sizes of buckets and group.
 
     Args:
-        value: a tree of tensors, or of flats with placement ``R`` or ``S``.
+        value: a tree of tensors, or of flats with placement ``R`` or ``S``. Of buffers in a
+            store, a few at a time are in memory.
 
     Returns:
         A 0-dim float64 tensor on the CPU, equal on all ranks. The host waits for the device once.
@@ -197,6 +219,11 @@ def global_norm(value: tree.Tree) -> Tensor:
     for leaf in {id(leaf): leaf for leaf in leaves}.values():
         if isinstance(leaf, Flat):
             rows.append(_squares(leaf))
+        elif not isinstance(leaf, Tensor):
+            raise LeafError(
+                f"a norm is that of tensors; got a leaf of class {type(leaf).__name__}; leave the "
+                "leaf out with zf.partition()"
+            )
         else:
             real = torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf
             rows.append(ops.squares_in_bins(real.reshape(-1))[None])
@@ -211,14 +238,196 @@ def _squares(flat: Flat) -> Tensor:
             "a norm needs the sum over the ranks; got a Flat with placement P; redistribute() it "
             "to R or S first"
         )
-    pieces = [ops.squares_in_bins(piece) for piece in local_shards(flat)]
-    pieces = pieces or [ops.squares_in_bins(torch.zeros(0, device=flat.layout.device))]
-    mine = torch.stack(pieces)
-    # One row for each rank: sums of bins, and a last column for infinities and NaNs.
-    row = torch.cat(
+    row = flat.life.cached.get(_squares)
+    if row is None:
+        row = _local_squares(flat)
+        if any(isinstance(buffer, stores.Stored) for buffer in flat.buffers):
+            # Stored tensors do not change, and to read the tensors once more costs time.
+            flat.life.cached[_squares] = row
+    return gather_values(flat, row, "norm")
+
+
+def _local_squares(flat: Flat) -> Tensor:
+    """Return the sums of bins, and a last element for infinities and NaNs, of this rank's part."""
+    device = flat.layout.device
+    pieces = [
+        ops.squares_in_bins(buffer if flat.placement is S else own_piece(buffer, flat.group)).to(
+            device
+        )
+        for buffer in stores.reading(flat)
+    ]
+    mine = torch.stack(pieces or [ops.squares_in_bins(torch.zeros(0, device=device))])
+    return torch.cat(
         [
             mine[:, :-1].sum(0),
             mine[:, -1].contiguous().view(torch.float64).sum().view(1).view(torch.int64),
         ]
     )
-    return gather_values(flat, row, "norm")
+
+
+@functools.lru_cache(maxsize=64)
+def checked_rule(rule: BufferRule) -> LabelFn:
+    """Return the rule of buffers by path and leaf, for leaves that are buffers."""
+
+    def checked(path: str, leaf: Any) -> str:
+        name = rule(path, leaf)
+        if name not in ("mean", "rank 0", "by rank"):
+            raise OptionError(
+                "a rule for buffers is 'mean', 'rank 0' or 'by rank', and None for a leaf that is "
+                f"no buffer; got {name!r} for leaf {path!r}; return one of these"
+            )
+        has_mean = leaf.is_floating_point() or leaf.is_complex()
+        return "rank 0" if name == "mean" and not has_mean else name
+
+    return checked
+
+
+def _bucket_rules(layout: Layout, rule: BufferRule) -> list[str]:
+    """Return the rule of each bucket of a layout whose buckets mix no rules."""
+    rules = labels_of(layout, checked_rule(rule))
+    return [str(rules[bucket.leaves[0]]) for bucket in layout.buckets]
+
+
+@takes(buffers=ANY, group=GROUP, rule=OF_LEAVES)
+def merge_buffers(buffers: tree.Tree, group: Group, rule: BufferRule) -> tree.Tree:
+    """Merge the buffers that the loss of each rank has left, by a rule for each leaf.
+
+    One all-reduce merges all leaves. Values with the rule ``"rank 0"`` keep all bits.
+
+    Args:
+        buffers: a tree of tensors, or a ``Flat`` with placement ``R``, alike on all ranks but for
+            the values.
+        group: the ranks; with a mesh, all of them.
+        rule: ``rule(path, leaf)`` returns ``"mean"`` for the mean over the ranks (of integers and
+            booleans, which have none, the values of rank 0), ``"rank 0"`` for the values of rank 0,
+            or ``"by rank"`` for the values of each rank.
+
+    Returns:
+        The merged buffers: new tensors, but for the leaves that each rank keeps.
+
+    Raises:
+        OptionError: another rule.
+
+    Example:
+        >>> import zfun as zf
+        >>> def main(group):
+        ...     found = {"mean": torch.tensor([2.0 * group.rank]), "seen": torch.tensor(7)}
+        ...     return merge_buffers(found, group, lambda path, leaf: "mean")
+        >>> zf.simulate(2, main)[1]
+        {'mean': tensor([1.]), 'seen': tensor(7)}
+    """
+    if not isinstance(buffers, Flat):
+        layout = split_by_label(layout_of(buffers), checked_rule(rule))
+        return unravel(merge_buffers(ravel(buffers, layout, group), group, rule))
+    rules = _bucket_rules(buffers.layout, rule)
+    merged, sent = list(buffers.buffers), dict[int, Tensor]()
+    for index, (buffer, name) in enumerate(zip(merged, rules, strict=True)):
+        if name == "mean":
+            sent[index] = buffer.to(torch.float64)
+        elif name == "rank 0":
+            # A sum of one integer and zeros is exact, whatever the bits stand for.
+            words = buffer.view(torch.int32).to(torch.float64)
+            sent[index] = words if group.rank == 0 else torch.zeros_like(words)
+    if not sent or group.size == 1:
+        return buffers
+    sums = all_reduce(torch.cat([*sent.values()]), group, name="buffers")
+    for index, total in zip(sent, sums.split([len(x) for x in sent.values()]), strict=True):
+        dtype = merged[index].dtype
+        merged[index] = (
+            (total / group.size).to(dtype)
+            if rules[index] == "mean"
+            else total.to(torch.int32).view(dtype)
+        )
+    return buffers.with_buffers(merged)
+
+
+@takes(metrics=ITERABLE, group=GROUP)
+def mean_metrics(metrics: Iterable[tuple[tree.Tree, float | Tensor]], group: Group) -> tree.Tree:
+    """Return the weighted mean of trees of metrics, over micro-batches and ranks.
+
+    One all-gather, of sums in float64 that are added in rank order, so the result has the same bits
+    on every rank.
+
+    Args:
+        metrics: pairs of a tree of numbers and tensors, and a weight, such as the number of
+            examples: one pair for each batch of this rank. Ranks may have different numbers of
+            batches, but at least one; a rank without data passes one with weight 0, whose values
+            do not count. A value is a mean over the batch, or a sum with weight 1.
+        group: the ranks; all must call.
+
+    Returns:
+        A tree like one of ``metrics``, of float64 tensors.
+
+    Raises:
+        OptionError: there are no metrics, or all weights of all ranks are 0.
+        SpecMismatch: trees differ in structure or shapes.
+
+    Example:
+        >>> import zfun as zf
+        >>> def main(group):
+        ...     batches = [({"accuracy": 1.0 - group.rank}, 3), ({"accuracy": 0.5}, 1)]
+        ...     return mean_metrics(batches, group)["accuracy"].item()
+        >>> zf.simulate(2, main)
+        [0.5, 0.5]
+    """
+    pairs = [*metrics]
+    for pair in pairs:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and _is_number(pair[1])):
+            raise OptionError(
+                "mean_metrics() takes pairs of metrics and a weight; got "
+                f"{type(pair).__name__}; write mean_metrics([(metrics, num_examples)], group)"
+            )
+    found = [(tree.flatten(values), float(weight)) for values, weight in pairs]
+    if not found:
+        raise OptionError(
+            "mean_metrics() takes at least one pair of metrics and weight from each rank; got "
+            "none; pass the metrics of any batch with weight 0"
+        )
+    (first, spec), _ = found[0]
+    shapes = [torch.as_tensor(value).shape for value in first]
+    tensors = (value for value in first if isinstance(value, Tensor))
+    device = next((x.device for x in tensors), torch.device("cpu"))
+    total = torch.zeros(
+        sum(shape.numel() for shape in shapes) + 1, dtype=torch.float64, device=device
+    )
+    for (values, its), weight in found:
+        if its != spec or [torch.as_tensor(value).shape for value in values] != shapes:
+            raise SpecMismatch(
+                f"metrics of all batches have one structure; got {its} after {spec}, or other "
+                "shapes; return the same metrics for every batch"
+            )
+        if weight:
+            parts = [torch.as_tensor(x, device=device).detach().double().view(-1) for x in values]
+            total += weight * torch.cat([*parts, total.new_ones(1)])
+    *sums, weight = (
+        collectives.gather_values(total, mesh_of(group), "metrics")
+        .sum(0)
+        .split([*(shape.numel() for shape in shapes), 1])
+    )
+    if not float(weight):
+        raise OptionError(
+            "metrics have a weight above 0 on some rank; got 0 on all; pass the number of examples"
+        )
+    means = (part.view(shape) / weight for part, shape in zip(sums, shapes, strict=True))
+    return tree.unflatten(spec, means)
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int | float) or (isinstance(x, Tensor) and x.numel() == 1)
+
+
+@takes(flag=BOOL, group=GROUP)
+def any_rank(flag: bool, group: Group) -> bool:
+    """Return whether the flag is set on any rank: the same answer on all, so that all stop alike.
+
+    Args:
+        flag: a decision of this rank, such as "the time is over".
+        group: the ranks; all must call.
+
+    Example:
+        >>> import zfun as zf
+        >>> zf.simulate(3, lambda group: any_rank(group.rank == 1, group))
+        [True, True, True]
+    """
+    mine = torch.tensor([flag], dtype=torch.uint8)
+    return bool(collectives.gather_values(mine, mesh_of(group), "flag").any())

@@ -7,11 +7,14 @@ with holes (see :func:`partition`) needs no special case.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 import optree
 import torch.utils._pytree as torch_pytree
+
+from zfun.options import ANY, FUNCTION, ITERABLE, OF_LEAVES, instance, takes
 
 __all__ = [
     "NAMESPACE",
@@ -33,6 +36,7 @@ __all__ = [
 NAMESPACE = "zfun"
 Tree: TypeAlias = Any
 Spec: TypeAlias = optree.PyTreeSpec
+_FIELDS: tuple[type[Any], ...] = (optree.NamedTupleEntry, optree.StructSequenceEntry)
 _IsLeaf: TypeAlias = Callable[[Any], bool] | None
 
 # Buckets should follow the order of use, which is usually the insertion order of dicts and not the
@@ -42,6 +46,10 @@ _insertion_order = optree.dict_insertion_ordered(True, namespace=NAMESPACE)
 _insertion_order.__enter__()
 
 
+SPEC = instance(optree.PyTreeSpec, "the structure of a tree", "zf.tree.structure(params)")
+
+
+@takes(tree=ANY, is_leaf=FUNCTION | None)
 def flatten(tree: Tree, is_leaf: _IsLeaf = None) -> tuple[list[Any], Spec]:
     """Split a tree into leaves and structure.
 
@@ -59,6 +67,7 @@ def flatten(tree: Tree, is_leaf: _IsLeaf = None) -> tuple[list[Any], Spec]:
     return optree.tree_flatten(tree, is_leaf=is_leaf, namespace=NAMESPACE)
 
 
+@takes(spec=SPEC, leaves=ITERABLE)
 def unflatten(spec: Spec, leaves: Iterable[Any]) -> Tree:
     """Build a tree from a structure and leaves: the inverse of :func:`flatten`.
 
@@ -70,16 +79,19 @@ def unflatten(spec: Spec, leaves: Iterable[Any]) -> Tree:
     return optree.tree_unflatten(spec, leaves)
 
 
+@takes(tree=ANY, is_leaf=FUNCTION | None)
 def leaves(tree: Tree, is_leaf: _IsLeaf = None) -> list[Any]:
     """Return the leaves of a tree in insertion order."""
     return optree.tree_leaves(tree, is_leaf=is_leaf, namespace=NAMESPACE)
 
 
+@takes(tree=ANY, is_leaf=FUNCTION | None)
 def structure(tree: Tree, is_leaf: _IsLeaf = None) -> Spec:
     """Return the structure of a tree, without leaves."""
     return optree.tree_structure(tree, is_leaf=is_leaf, namespace=NAMESPACE)
 
 
+@takes(spec=SPEC, tree=ANY)
 def leaves_like(spec: Spec, tree: Tree) -> list[Any] | None:
     """Return the leaves of a tree in the order of a structure, for any insertion order of dicts.
 
@@ -107,6 +119,7 @@ def leaves_like(spec: Spec, tree: Tree) -> list[Any] | None:
     )
 
 
+@takes(spec=SPEC, tree=ANY)
 def subtrees(spec: Spec, tree: Tree) -> list[Any] | None:
     """Return the parts of a tree at the leaves of a structure; ``None`` for a hole.
 
@@ -123,6 +136,7 @@ def subtrees(spec: Spec, tree: Tree) -> list[Any] | None:
         return None
 
 
+@takes(fn=FUNCTION, tree=ANY, rest=ANY, is_leaf=FUNCTION | None)
 def map(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: _IsLeaf = None) -> Tree:
     """Apply ``fn`` to every leaf of a tree, together with the leaves at the same place in the rest.
 
@@ -133,20 +147,35 @@ def map(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: _IsLeaf = None
     return optree.tree_map(fn, tree, *rest, is_leaf=is_leaf, namespace=NAMESPACE)
 
 
+@takes(tree=ANY, is_leaf=FUNCTION | None)
 def paths(tree: Tree, is_leaf: _IsLeaf = None) -> list[str]:
     """Return the path of every leaf, in the order of :func:`leaves`.
 
     Returns:
-        Dotted paths; a tree that is a single leaf has the path ``"."``.
+        Dotted paths of keys, of the names of fields (namedtuples and dataclasses), and of indices
+        (lists and tuples); a tree that is a single leaf has the path ``"."``.
 
     Example:
-        >>> paths({"h": [1, {"w": 2}], "out": 3})
-        ['h.0', 'h.1.w', 'out']
+        >>> from typing import NamedTuple
+        >>> class Block(NamedTuple):
+        ...     w: int
+        ...     b: int
+        >>> paths({"h": [Block(1, 2)], "out": 3})
+        ['h.0.w', 'h.0.b', 'out']
     """
     found = optree.tree_paths(tree, is_leaf=is_leaf, namespace=NAMESPACE)
-    return [".".join(str(entry) for entry in path) or "." for path in found]
+    if any(type(entry) is int for path in found for entry in path):
+        # Accessors tell fields of a namedtuple from indices of a list, but take longer.
+        accessors = optree.tree_accessors(tree, is_leaf=is_leaf, namespace=NAMESPACE)
+        found = [tuple(_name(entry) for entry in accessor) for accessor in accessors]
+    return [".".join(map(str, path)) or "." for path in found]
 
 
+def _name(entry: Any) -> Any:
+    return entry.field if isinstance(entry, _FIELDS) else entry.entry
+
+
+@takes(cls=instance(type, "a class", "Node"), to_children=FUNCTION, from_children=FUNCTION)
 def register(
     cls: type,
     to_children: Callable[[Any], tuple[Iterable[Any], Any]],
@@ -155,11 +184,23 @@ def register(
     """Make a class a tree node, for zfun and for ``torch.func``.
 
     Args:
-        cls: the class.
+        cls: the class. If every child of a dataclass is one of the fields, paths have the names
+            of these fields, else indices.
         to_children: a function from a node to (children, hashable static data).
         from_children: a function from (static data, children) to a node.
     """
-    optree.register_pytree_node(cls, to_children, from_children, namespace=NAMESPACE)
+
+    def flatten_with_names(node: Any) -> tuple[Any, ...]:
+        children, static = to_children(node)
+        children = tuple(children)
+        return children, static, _fields_of(node, children)
+
+    optree.register_pytree_node(
+        cls,
+        flatten_with_names if dataclasses.is_dataclass(cls) else to_children,
+        from_children,
+        namespace=NAMESPACE,
+    )
 
     def flatten_for_torch(node: Any) -> tuple[list[Any], Any]:
         children, static = to_children(node)
@@ -170,6 +211,20 @@ def register(
     )
 
 
+def _fields_of(node: Any, children: tuple[Any, ...]) -> tuple[str, ...] | None:
+    """Return the name of the field that holds each child; ``None`` if a child lies elsewhere."""
+    names = [field.name for field in dataclasses.fields(node)]
+    found: list[str] = []
+    for child in children:
+        name = next((name for name in names if getattr(node, name, None) is child), None)
+        if name is None:
+            return None
+        names.remove(name)
+        found.append(name)
+    return tuple(found)
+
+
+@takes(tree=ANY, predicate=OF_LEAVES)
 def partition(tree: Tree, predicate: Callable[[str, Any], bool]) -> tuple[Tree, Tree]:
     """Split a tree in two by a predicate; :func:`combine` joins the parts.
 

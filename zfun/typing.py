@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-__all__ = ["Gradient", "Loss"]
+from typing_extensions import TypeVar
+
+__all__ = ["Aux", "Gradient", "Loss", "Params"]
+
+# A type checker takes Any where a loss without annotations does not say.
+Params = TypeVar("Params", bound=Any, default=Any)
+Aux = TypeVar("Aux", bound=Any, default=Any)
 
 
 class Loss(Protocol):

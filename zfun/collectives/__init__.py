@@ -8,8 +8,8 @@ ranks before anything depends on their agreement (``_agree``).
 =================  ==================================================================
 groups             modules
 =================  ==================================================================
-of one process     ``backends/``: ``_local`` (one rank), ``_simulated`` (threads, the
-                   shortest group that sums), ``_abstract`` (nothing moves)
+of one process     ``backends/``: ``_local`` (one rank), ``_simulated`` (threads; the
+                   shortest group that sums), ``_abstract`` (sends nothing)
 of processes       ``backends/_init`` chooses: ``backends/_nccl``; ``gloo/``, messages
                    by direct exchange; ``shm/``, memory that ranks share;
                    ``gloo/_hierarchical``, both
@@ -55,6 +55,8 @@ from zfun.collectives._mesh import (
     split,
     start_reduce_scatter_over,
 )
+from zfun.collectives._ops import CALL as CALL
+from zfun.collectives._ops import STREAM as STREAM
 from zfun.collectives._ops import (
     AllGather,
     AllReduce,

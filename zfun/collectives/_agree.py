@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from torch import Tensor
 from zfun.collectives._group import Group, global_ranks
 from zfun.collectives._values import gather_values
 from zfun.errors import SpecMismatch
+from zfun.options import GROUP, TEXT, each, instance, takes
 
 __all__ = ["LeafRecord", "check_same"]
 
@@ -33,17 +36,40 @@ class LeafRecord:
     description: str
     fingerprint: str | int = ""
 
+    @classmethod
+    def of_option(cls, name: str, value: object) -> Self:
+        """Return the record of an option, without the addresses that ``repr`` shows.
 
-def check_same(entries: Sequence[LeafRecord], group: Group, what: str) -> None:
-    """Check that all ranks say the same, at the cost of one gather of 32 bytes per rank.
+        Example:
+            >>> LeafRecord.of_option("stage", 3).description
+            '3'
+        """
+        return cls(name, re.sub(r" at 0x[0-9a-f]+", "", str(value)))
 
-    Only if they differ is the whole text gathered, so that the error can name the leaves, the ranks
-    and both sides.
+
+@takes(
+    entries=each(
+        instance(LeafRecord, "a LeafRecord", "LeafRecord('w', '(2,)')"),
+        "a sequence of LeafRecords",
+        "[LeafRecord('w', '(2,)')]",
+    ),
+    group=GROUP,
+    what=TEXT,
+    kind=TEXT,
+)
+def check_same(
+    entries: Sequence[LeafRecord], group: Group, what: str, *, kind: str = "leaf"
+) -> None:
+    """Check that all ranks pass the same records, at the cost of one gather of 32 bytes per rank.
+
+    If the digests differ, the ranks gather the records themselves, so that the error can name the
+    leaves, the ranks and their records.
 
     Args:
         entries: the records of this rank, leaf by leaf; the order counts.
         group: the ranks.
-        what: the thing compared, for the message.
+        what: the things compared, for the message.
+        kind: a word for one of the things, for the message.
 
     Raises:
         SpecMismatch: on all ranks, if any two differ.
@@ -67,7 +93,7 @@ def check_same(entries: Sequence[LeafRecord], group: Group, what: str) -> None:
     lengths = gather_values(torch.tensor(len(text)), group, "digest lengths")
     padded = text.ljust(int(lengths.max()), b" ")
     texts = gather_values(_as_tensor(padded), group, "digest texts")
-    # Messages use the numbers of the group that was split.
+    # Messages name global ranks, in ascending order.
     known = global_ranks(group)
     order = sorted(range(group.size), key=known.__getitem__)
     numbers = [known[rank] for rank in order]
@@ -75,12 +101,14 @@ def check_same(entries: Sequence[LeafRecord], group: Group, what: str) -> None:
         [LeafRecord(*fields) for fields in json.loads(bytes(texts[rank].tolist()))]
         for rank in order
     ]
-    differences = _differences(sides, numbers)
+    differences = _differences(sides, numbers, kind)
     more = f" (and {len(differences) - _SHOWN} more)" if len(differences) > _SHOWN else ""
     first = differences[0][0] if differences else None
     listed = "; ".join(difference for _, difference in differences[:_SHOWN])
     raise SpecMismatch(
-        f"all ranks must hold the same {what}; {listed}{more}", rank=known[group.rank], leaf=first
+        f"all ranks must hold the same {what}; {listed}{more}",
+        rank=known[group.rank],
+        leaf=first if kind == "leaf" else None,
     )
 
 
@@ -89,7 +117,7 @@ def _as_tensor(data: bytes) -> Tensor:
 
 
 def _differences(
-    sides: Sequence[Sequence[LeafRecord]], numbers: Sequence[int]
+    sides: Sequence[Sequence[LeafRecord]], numbers: Sequence[int], kind: str
 ) -> list[tuple[str, str]]:
     """Return for each leaf that differs its path and a sentence."""
     by_path = [{entry.path: entry for entry in side} for side in sides]
@@ -101,7 +129,7 @@ def _differences(
             continue
         described = ["missing" if entry is None else entry.description for entry in entries]
         if len(set(described)) > 1:
-            found.append((path, f"leaf {path} is {_by_side(described, numbers)}"))
+            found.append((path, f"{kind} {path} is {_by_side(described, numbers)}"))
         else:
             prints = ["" if entry is None else str(entry.fingerprint) for entry in entries]
             found.append(

@@ -13,6 +13,7 @@ from zfun.collectives._group import Group, Wrapper
 from zfun.collectives._ops import AllGather, Collective, Stream, check_collective, describe
 from zfun.collectives._work import Work
 from zfun.errors import CollectiveMismatch
+from zfun.options import GROUP, takes
 
 __all__ = ["checked"]
 
@@ -36,8 +37,8 @@ class _CheckedGroup(Wrapper):
         check_collective(call, x, out, self.size)
         label = f"collective {self._counts[call.stream]}: {describe(call, x.numel(), x.dtype)}"
         self._counts[call.stream] += 1
-        # The labels travel in the stream of the call, ahead of it, and are read when it is waited
-        # for: comparing them here would make streams wait for each other.
+        # The labels go through the stream of the call, just before the call. wait() compares the
+        # labels, because comparing here would make streams wait for each other.
         labels = self.wrapped.start(
             Collective(AllGather(), "label", stream=call.stream), _encoded(label)
         )
@@ -74,7 +75,7 @@ class _CheckedGroup(Wrapper):
 
 
 def _encoded(text: str) -> Tensor:
-    # The checksum covers the whole text.
+    # A long text is cut off, so the label ends with a checksum of the whole text.
     data = (
         f"{text.encode()[: _LABEL_BYTES - 16].decode(errors='ignore')} "
         f"#{zlib.crc32(text.encode()):08x}"
@@ -86,13 +87,14 @@ def _decoded(label: Tensor) -> str:
     return bytes(label.tolist()).rstrip(b"\0").decode(errors="replace").rpartition(" #")[0]
 
 
+@takes(group=GROUP)
 def checked(group: Group) -> Group:
     """Return a group that checks that all ranks start the same collective, every time.
 
     Number, kind, name, part, length and dtype are compared.
 
-    Each collective costs one more small collective. The check finds an error that no transport
-    sees: collectives of one shape in another order.
+    Each collective costs one more small collective. The check finds collectives of one
+    shape in another order, which transports by messages do not notice.
 
     Args:
         group: any group.

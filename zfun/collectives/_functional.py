@@ -5,7 +5,7 @@
 A collective is a linear map A from the tensors of all ranks to the tensors of all ranks. Its
 derivative is A itself; its transpose is the map A* with <A x, y> = <x, A* y>, where the inner
 product is summed over the ranks. So the gradient that a rank receives is that of the *sum over the
-ranks* of the values that they differentiate:
+ranks* of the values that the ranks differentiate:
 
 ====================  ===================================
 collective            transpose
@@ -16,16 +16,16 @@ reduce_scatter        all_gather
 broadcast from root   reduce to root, zeros elsewhere
 all_to_all            all_to_all with the dims exchanged
 permute               the inverse permute
-replicated            all_reduce (of what is one value)
+replicated            all_reduce
 ====================  ===================================
 
 If every rank computes the same loss from a replicated value, the sum counts the loss once per rank;
-divide by the size where the loss is meant once.
+divide the loss by the number of ranks to count it once.
 
-The backward pass is a program of collectives too: every rank must take the gradient, of a value
-that requires it.
+The backward pass starts collectives too, so every rank must take the gradient, of a tensor that
+requires a gradient.
 
-How a collective of any shape, or of a tree, becomes one autograd function is told in ``_rows``.
+``_rows`` turns a collective of any shape, or of a tree, into one autograd function.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ import torch
 from torch import Tensor
 
 from zfun.collectives._group import Group
-from zfun.collectives._ops import AllReduce, Broadcast, Permute, Stream
+from zfun.collectives._ops import RANKS, STREAM, AllReduce, Broadcast, Permute, Stream
 from zfun.collectives._rows import alike, exchanged, gathered, scattered
 from zfun.collectives._work import Work
+from zfun.options import GROUP, TENSOR, TEXT, Kind, integer, takes
 
 __all__ = [
     "all_gather",
@@ -59,6 +60,9 @@ __all__ = [
 
 
 _T = TypeVar("_T")
+
+# The planning of a collective looks at the leaves, and names one that is no tensor.
+LEAVES = Kind(lambda x: x is not None, ("a tensor or a tree of tensors",), "torch.zeros(2)")
 
 
 class _Replicated(torch.autograd.Function):
@@ -87,8 +91,9 @@ class _Replicated(torch.autograd.Function):
         return replicated(x, group, name=name), in_dims[0]
 
 
+@takes(x=TENSOR, group=GROUP, name=TEXT)
 def replicated(x: Tensor, group: Group, *, name: str = "") -> Tensor:
-    """``R -> R``: use a value that all ranks hold alike.
+    """``R -> R``: use a value that is equal on all ranks.
 
     Nothing is sent; the transpose is an all-reduce.
 
@@ -97,7 +102,7 @@ def replicated(x: Tensor, group: Group, *, name: str = "") -> Tensor:
         rank             0  1          0  1
         gradient         1  2    ->    3  3
 
-    So the gradient of the sum over the ranks arrives on all ranks, which go on alike.
+    So every rank receives the gradient of the sum over the ranks.
 
     Args:
         x: a tensor, equal on all ranks.
@@ -118,6 +123,7 @@ def replicated(x: Tensor, group: Group, *, name: str = "") -> Tensor:
     return _Replicated.apply(x, group, name)  # type: ignore[no-any-return]
 
 
+@takes(x=LEAVES, group=GROUP, name=TEXT, part=TEXT, stream=STREAM)
 def all_reduce(
     x: _T, group: Group, *, name: str = "", part: str = "", stream: Stream = Stream.CONTROL
 ) -> _T:
@@ -140,7 +146,7 @@ def all_reduce(
 
     Raises:
         PeerLost: another rank did not take part.
-        CollectiveMismatch: another rank started something else.
+        CollectiveMismatch: another rank started another collective.
 
     Example:
         >>> from zfun.collectives import simulate
@@ -153,6 +159,7 @@ def all_reduce(
     return alike(x, AllReduce()).run(group, name, part, stream)
 
 
+@takes(x=LEAVES, group=GROUP, name=TEXT, part=TEXT, stream=STREAM)
 def start_all_reduce(
     x: Any, group: Group, *, name: str = "", part: str = "", stream: Stream = Stream.CONTROL
 ) -> Work:
@@ -160,6 +167,7 @@ def start_all_reduce(
     return alike(x, AllReduce()).start(group, name, part, stream)
 
 
+@takes(x=LEAVES, group=GROUP, dim=integer(), name=TEXT, part=TEXT, stream=STREAM)
 def all_gather(
     x: _T,
     group: Group,
@@ -197,6 +205,7 @@ def all_gather(
     return gathered(x, group, dim).run(group, name, part, stream)
 
 
+@takes(x=LEAVES, group=GROUP, dim=integer(), name=TEXT, part=TEXT, stream=STREAM)
 def start_all_gather(
     x: Any,
     group: Group,
@@ -210,6 +219,7 @@ def start_all_gather(
     return gathered(x, group, dim).start(group, name, part, stream)
 
 
+@takes(x=LEAVES, group=GROUP, dim=integer(), name=TEXT, part=TEXT, stream=STREAM)
 def reduce_scatter(
     x: _T,
     group: Group,
@@ -249,6 +259,7 @@ def reduce_scatter(
     return scattered(x, group, dim).run(group, name, part, stream)
 
 
+@takes(x=LEAVES, group=GROUP, dim=integer(), name=TEXT, part=TEXT, stream=STREAM)
 def start_reduce_scatter(
     x: Any,
     group: Group,
@@ -262,6 +273,7 @@ def start_reduce_scatter(
     return scattered(x, group, dim).start(group, name, part, stream)
 
 
+@takes(x=LEAVES, group=GROUP, root=integer(0), name=TEXT, part=TEXT, stream=STREAM)
 def broadcast(
     x: _T,
     group: Group,
@@ -281,10 +293,10 @@ def broadcast(
         x, root 1   1  2  3  4    ->    2  2  2  2
 
     Args:
-        x: a tensor of the same shape on all ranks, or a tree of such; its values count on ``root``
-            only.
+        x: a tensor of the same shape on all ranks, or a tree of such; only the values on ``root``
+            count.
         group: the ranks.
-        root: the rank that is heard.
+        root: the rank that sends.
         name: a name for messages and logs.
         part: the part of a value, such as a bucket.
         stream: the queue of the collective.
@@ -300,6 +312,7 @@ def broadcast(
     return alike(x, Broadcast(root)).run(group, name, part, stream)
 
 
+@takes(x=LEAVES, group=GROUP, root=integer(0), name=TEXT, part=TEXT, stream=STREAM)
 def start_broadcast(
     x: Any,
     group: Group,
@@ -313,6 +326,7 @@ def start_broadcast(
     return alike(x, Broadcast(root)).start(group, name, part, stream)
 
 
+@takes(x=LEAVES, group=GROUP, destinations=RANKS, name=TEXT, part=TEXT, stream=STREAM)
 def permute(
     x: _T,
     group: Group,
@@ -334,7 +348,7 @@ def permute(
     Args:
         x: a tensor of the same shape on all ranks, or a tree of such.
         group: the ranks.
-        destinations: for each rank the one that it sends to; each rank once.
+        destinations: for each rank the rank that receives its tensor; each rank once.
         name: a name for messages and logs.
         part: the part of a value, such as a bucket.
         stream: the queue of the collective.
@@ -353,6 +367,7 @@ def permute(
     return alike(x, Permute(tuple(destinations))).run(group, name, part, stream)
 
 
+@takes(x=LEAVES, group=GROUP, destinations=RANKS, name=TEXT, part=TEXT, stream=STREAM)
 def start_permute(
     x: Any,
     group: Group,
@@ -366,6 +381,15 @@ def start_permute(
     return alike(x, Permute(tuple(destinations))).start(group, name, part, stream)
 
 
+@takes(
+    x=LEAVES,
+    group=GROUP,
+    split_dim=integer(),
+    concat_dim=integer(),
+    name=TEXT,
+    part=TEXT,
+    stream=STREAM,
+)
 def all_to_all(
     x: _T,
     group: Group,
@@ -410,6 +434,15 @@ def all_to_all(
     return exchanged(x, group, split_dim, concat_dim).run(group, name, part, stream)
 
 
+@takes(
+    x=LEAVES,
+    group=GROUP,
+    split_dim=integer(),
+    concat_dim=integer(),
+    name=TEXT,
+    part=TEXT,
+    stream=STREAM,
+)
 def start_all_to_all(
     x: Any,
     group: Group,

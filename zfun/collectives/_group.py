@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeAlias, runtime_checkable
+from typing import Any, NoReturn, Protocol, Self, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from zfun.collectives._ops import Collective
 from zfun.collectives._work import Work
 from zfun.errors import OptionError
+from zfun.options import DEVICE, DTYPE, GROUP, ITERABLE, integer, takes
 
 __all__ = [
     "Allocate",
@@ -58,7 +59,7 @@ class Group(Protocol):
 
         Returns:
             A handle whose ``wait()`` returns ``out``, or else a fresh tensor that shares memory
-            with nobody, unless the collective is ``zero_copy``.
+            with no other, unless the collective is ``zero_copy``.
 
         Raises:
             OptionError: the tensors do not fit the collective.
@@ -91,12 +92,18 @@ class Group(Protocol):
 
     @property
     def allocate(self) -> Allocate | None:
-        """Makes tensors that this group sends best, or None where any tensor is as good.
+        """A function that makes symmetric buffers, or None for a group without shared memory.
 
-        Over shared memory such a tensor is a *symmetric buffer*: the other ranks read the tensor
-        where it lies. Call it as :func:`zfun.collectives.allocate`.
+        The other ranks read a *symmetric buffer* where it lies, without a copy.
+        :func:`zfun.collectives.allocate` calls this function.
         """
         return None
+
+    def __reduce__(self) -> NoReturn:
+        raise OptionError(
+            "a group cannot be pickled or copied, because the connections belong to this process; "
+            f"got {self!r}; make a group in each process with zf.process_group()"
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -159,10 +166,11 @@ def own_part(group: Group, parts: Sequence[Sequence[int]]) -> Sequence[int]:
     return next(part for part in parts if group.rank in part)
 
 
+@takes(group=GROUP, numel=integer(0), dtype=DTYPE, device=DEVICE)
 def allocate(
     group: Group, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """Return an uninitialised 1-D tensor that a group sends best: over shared memory, uncopied.
+    """Return an uninitialised 1-D tensor, a symmetric buffer if the group has shared memory.
 
     The tensor lives as long as any view of it. As an input of a collective the tensor may be read
     by other ranks after ``wait``: call :func:`await_readers` before writing to it again, or
@@ -188,11 +196,12 @@ def allocate(
     )
 
 
+@takes(group=GROUP, tensors=ITERABLE)
 def await_readers(group: Group, tensors: Iterable[Tensor]) -> None:
     """Wait until no other rank reads tensors that are about to be written in place.
 
     All ranks call before they write to symmetric buffers (:func:`allocate`), or to this rank's
-    pieces of zero-copy results. Views of such results that somebody holds keep the old values.
+    pieces of zero-copy results. Views of such results keep the old values.
     For tensors that no other rank can read, and for groups without shared memory, there is
     nothing to wait for.
 
@@ -212,6 +221,7 @@ def await_readers(group: Group, tensors: Iterable[Tensor]) -> None:
         wait([x for x in tensors if isinstance(x, Tensor) and x.is_cpu])
 
 
+@takes(group=GROUP)
 def is_symmetric(group: Group) -> bool:
     """Whether ranks read each other's memory, so that a zero-copy all-gather copies nothing.
 
@@ -229,8 +239,9 @@ def is_symmetric(group: Group) -> bool:
     return bool(_asked(group, "is_symmetric"))
 
 
+@takes(group=GROUP)
 def is_checked(group: Group) -> bool:
-    """Whether a group looks for mistakes at a price: made by :func:`zfun.collectives.checked`.
+    """Whether :func:`zfun.collectives.checked` made a group, or the group that it wraps.
 
     Args:
         group: any group.
@@ -246,6 +257,7 @@ def is_checked(group: Group) -> bool:
     return bool(_asked(group, "is_checked"))
 
 
+@takes(group=GROUP)
 def global_ranks(group: Group) -> Sequence[int]:
     """Return the number of each rank in the group that was split, for messages.
 
@@ -265,7 +277,7 @@ def global_ranks(group: Group) -> Sequence[int]:
 
 
 def _asked(group: Group, name: str) -> Any:
-    """Return an attribute of a group, or of the group that it wraps; None if nobody has one."""
+    """Return an attribute of a group, or of the group that it wraps, or None."""
     while not hasattr(group, name) and isinstance(group, Wrapper):
         group = group.wrapped
     return getattr(group, name, None)

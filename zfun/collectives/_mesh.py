@@ -1,32 +1,34 @@
-"""Two axes: ranks that are near each other, and ranks that stand for each other.
+"""Meshes: the ranks of a group in rows (the inner axis) and columns (the outer axis).
 
 [Note: two axes]
 
-A mesh is a group whose ranks stand in rows. A row is the *inner* axis: ranks that are near each
-other, of one host say. A column is the *outer* axis: one rank of every row. The i-th rank of the
-o-th row has rank ``i * outer.size + o`` in the mesh: so the shard of a rank of the inner axis is
-the shards of its column, one after the other, and every change between the three (whole, cut over
-the inner axis, cut over the mesh) is one collective of one axis, with no copy in between.
+A mesh is a group whose ranks are arranged in rows and columns. A row is the *inner* axis, for
+example the ranks of one host. A column is the *outer* axis: one rank of every row. The i-th rank of
+the o-th row has rank ``i * outer.size + o`` in the mesh. So a shard over the inner axis is the
+concatenation of the shards of one column, and every change between the three placements (whole,
+sharded over the inner axis, sharded over the mesh) is one collective of one axis, without a copy.
 
 A collective of the mesh goes axis by axis, so that no byte crosses between rows twice:
 
 ==================  ===========================================================================
 all-gather          outer, then inner: each shard crosses once to each row
-reduce-scatter      inner, then outer: sums over a row cross
+reduce-scatter      inner, then outer: only the sums of a row cross
 all-reduce          reduce-scatter inner, all-reduce outer, all-gather inner
 all-to-all          inner, then outer: one message for each row
-broadcast, reduce   along one row and all columns' ends, or the reverse
+broadcast           outer in the column of the root, then inner in every row
+reduce              inner in every row, then outer in the column of the root
 ==================  ===========================================================================
 
-**Sums are taken over the inner axis first, in rank order, and then over the outer one**, whatever
-the collective: so all compositions over one mesh give the same bits. Another mesh of as many ranks,
-or the group without one, associates the sum otherwise, and differs by rounding.
+**Sums are taken over the inner axis first, in rank order, and then over the outer one**, in every
+collective, so all compositions over one mesh give the same bits. Another mesh of as many ranks, or
+the group without a mesh, adds in another order, and differs by rounding.
 
-A later phase starts when the result is waited for. Phases start in the order of the calls all the
-same: a wait for one brings the earlier phases forward first, and so does a call that goes through
-the axes in another order. So ranks may wait in any order within a stream. And a wait for values of
-the ranks brings the gathers of parameters forward: a rank that takes another branch may be waiting
-for their last phase. A rank waits so only after starting all gathers that others may need by then.
+The second phase of a collective starts when a rank waits for the result. Phases still start in the
+order of the calls: a wait for one collective first starts the phases of the collectives before it,
+and so does a call that goes through the axes in another order. So ranks may wait in any order
+within a stream. A wait on the control stream also starts the last phases of the gathers of
+parameters, because a rank that takes another branch may be waiting for these phases. A rank waits
+on the control stream only after it has started all gathers that other ranks may need by then.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from torch import Tensor
 
 from zfun.collectives._group import Group, Wrapper, global_ranks, is_checked, is_symmetric
 from zfun.collectives._ops import (
+    CALL,
     AllGather,
     AllReduce,
     AllToAll,
@@ -54,11 +57,12 @@ from zfun.collectives._ops import (
     check_collective,
 )
 from zfun.collectives._work import Work
-from zfun.errors import OptionError, PlacementError, checked_options
+from zfun.errors import OptionError, PlacementError
+from zfun.options import GROUP, TENSOR, TEXT, integer, takes
 
 __all__ = ["Mesh", "axis_of", "check_shardable", "mesh_of", "split", "start_reduce_scatter_over"]
 
-# Up to here one message less is worth more than fewer bytes.
+# Up to this size, one message less saves more time than fewer bytes.
 _SHORT_BYTES = 4096
 
 # Yields each phase once started, is sent the result of the phase, and returns the final result.
@@ -110,7 +114,7 @@ class _Running:
 class _Axis(Wrapper):
     """One axis of a mesh.
 
-    An axis knows its mesh, and the phases of the mesh that come before its own collectives.
+    Before a collective of its own, the axis starts the phases of the mesh's earlier collectives.
     """
 
     def __init__(self, group: Group, mesh: Mesh, axis: str, numbers: Sequence[int]) -> None:
@@ -128,16 +132,17 @@ class _Axis(Wrapper):
         return f"<{self.axis} axis: rank {self.rank} of {self.size}>"
 
 
+@takes(inner=GROUP, outer=GROUP, whole=GROUP | None)
 class Mesh(Group):
-    """A group whose ranks stand in rows and columns.
+    """A group whose ranks are arranged in rows and columns.
 
     See [Note: two axes]; :func:`split` makes one of a group.
 
     Args:
-        inner: the ranks of this rank's row: near each other.
-        outer: the ranks of this rank's column: one of each row, all with this rank's place in it.
-        whole: the group of all ranks, row after row, if there is one; only :func:`permute` needs
-            it.
+        inner: the ranks of this rank's row.
+        outer: the ranks of this rank's column: one of each row, at this rank's place in the row.
+        whole: the group of all ranks, row after row, if there is one. Only :func:`permute` needs
+            this group.
 
     Attributes:
         inner: the inner axis, as a group that the transforms take: values sharded over the inner
@@ -193,7 +198,7 @@ class Mesh(Group):
 
     @property
     def is_checked(self) -> bool:
-        """Whether the axes look for mistakes."""
+        """Whether the axes compare the collectives that their ranks start."""
         return is_checked(self.inner)
 
     @property
@@ -232,7 +237,7 @@ class Mesh(Group):
         return Work(wait)
 
     def reduce_scatter_inner(self, call: Collective, x: Tensor) -> Work:
-        """Start a sum over the mesh, cut over the inner axis; columns send shards of it."""
+        """Start a sum over the mesh, sharded over the inner axis; columns send shards."""
         check_collective(call, x, None, self.inner.size)
         return self._launch(call.stream, _INNER_OUTER, self._reduce_scatter_inner(call, x.detach()))
 
@@ -268,8 +273,8 @@ class Mesh(Group):
 
     def _launch(self, stream: Stream, axes: tuple[str, ...], phases: _Phases) -> Work:
         queue = self._queues[stream]
-        # Phases of calls that go through the axes alike start in the order of the calls, whenever
-        # they do; others must not mix.
+        # Collectives that go through the same axes may have phases under way together, because
+        # these phases start in the order of the calls. Phases of other collectives must not mix.
         if len(axes) > 2 or any(before.axes != axes for before in queue):
             self._bring_forward(stream)
         running = _Running(axes, phases)
@@ -297,7 +302,8 @@ class Mesh(Group):
         """Start a phase; on an axis of one rank there is nothing to send."""
         group = self._plain[axis]
         if group.size > 1:
-            return group.start(Collective(op, call.name, call.part, call.stream), x, out)
+            phase = Collective(op, call.name, call.part, call.stream, zero_copy=True)
+            return group.start(phase, x, out)
         if out is None:
             return Work.done(x)
         if not out.is_set_to(x):
@@ -382,7 +388,7 @@ class Mesh(Group):
         )
 
 
-@checked_options
+@takes(group=GROUP, inner=integer(1))
 def split(group: Group, inner: int) -> Mesh:
     """Put the ranks of a group in rows: ranks ``0 ... inner - 1`` in the first, and so on.
 
@@ -392,8 +398,8 @@ def split(group: Group, inner: int) -> Mesh:
 
     Args:
         group: all the ranks. Every rank calls.
-        inner: how many ranks make a row; with a launcher that numbers the ranks host by host, those
-            of one host.
+        inner: how many ranks make a row; the ranks of one host, if the launcher numbers the ranks
+            host by host.
 
     Returns:
         A group of all the ranks with the groups ``inner`` and ``outer`` in it. The mesh ends with
@@ -413,21 +419,22 @@ def split(group: Group, inner: int) -> Mesh:
         >>> zf.simulate(6, main)[0]
         (2, 3, 96)
     """
-    if inner < 1 or group.size % inner:
+    if group.size % inner:
         raise OptionError(
-            f"split() puts as many ranks in every row; got {group.size} ranks and inner={inner}; "
+            f"split() makes rows of equal length; got {group.size} ranks and inner={inner}; "
             "use a divisor"
         )
     if mesh_of(group) is not group or isinstance(group, Mesh):
         raise OptionError(
-            f"split() takes a group without axes; got {group!r}; split the group that it was made "
-            "of"
+            f"split() takes a group without axes; got {group!r}; split the group "
+            "that the mesh was made of"
         )
     rows = [range(first, first + inner) for first in range(0, group.size, inner)]
     columns = [range(place, group.size, inner) for place in range(inner)]
     return Mesh(group.subgroup(rows, "inner"), group.subgroup(columns, "outer"), group)
 
 
+@takes(group=GROUP)
 def mesh_of(group: Group) -> Group:
     """Return the mesh that a group is an axis of, or else the group itself.
 
@@ -446,6 +453,7 @@ def mesh_of(group: Group) -> Group:
     return group.mesh if isinstance(group, _Axis) else group
 
 
+@takes(group=GROUP)
 def axis_of(group: Group) -> str:
     """Return the name of an axis of a mesh: ``"inner"``, ``"outer"``, or ``""`` for other groups.
 
@@ -463,8 +471,9 @@ def axis_of(group: Group) -> str:
     return group.axis if isinstance(group, _Axis) else ""
 
 
+@takes(group=GROUP, what=TEXT)
 def check_shardable(group: Group, what: str) -> None:
-    """Refuse the outer axis of a mesh, whose shards would not be pieces of those of the mesh.
+    """Refuse the outer axis of a mesh: its shards are not pieces of the shards of the mesh.
 
     Args:
         group: the ranks to shard over.
@@ -484,10 +493,11 @@ def check_shardable(group: Group, what: str) -> None:
         )
 
 
+@takes(group=GROUP, call=CALL, x=TENSOR, out=TENSOR | None)
 def start_reduce_scatter_over(
     group: Group, call: Collective, x: Tensor, out: Tensor | None = None
 ) -> Work:
-    """Start a sum over the mesh of a group, cut over the group: ``P -> S``.
+    """``P -> S``: start a sum over the mesh of a group, sharded over the group.
 
     Args:
         group: a group, a mesh, or the inner axis of one.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from zfun.errors import OptionError
+from zfun.options import BOOL, TEXT, each, instance, integer, takes
 
 __all__ = [
     "AllGather",
@@ -30,7 +31,7 @@ __all__ = [
 
 
 class Stream(enum.IntEnum):
-    """An order of collectives.
+    """An ordered queue of collectives.
 
     Within a stream every rank starts the same calls in the same order; streams are independent of
     each other.
@@ -106,8 +107,8 @@ class ReduceScatter(_Map):
 class AllReduce(_Map):
     """``P -> R``: every rank receives the sum.
 
-    It is a reduce-scatter and an all-gather of the input, padded to a multiple of the size; two
-    ranks send each other the whole.
+    The bytes are those of a reduce-scatter and an all-gather of the input, padded to a multiple of
+    the size; two ranks send each other the whole input.
     """
 
     kind = "all_reduce"
@@ -122,6 +123,10 @@ class AllReduce(_Map):
         return 2 * (size - 1) * -(-(nbytes // itemsize) // size) * itemsize
 
 
+RANKS = each(integer(0), "a sequence of ranks", "(1, 0)")
+
+
+@takes(root=integer(0))
 @dataclass(frozen=True, slots=True)
 class Broadcast(_Map):
     """Every rank receives the tensor of ``root``."""
@@ -140,6 +145,7 @@ class Broadcast(_Map):
         return f"broadcast from rank {self.root}"
 
 
+@takes(root=integer(0))
 @dataclass(frozen=True, slots=True)
 class Reduce(_Map):
     """``root`` receives the sum, the others zeros; so a reduce is the adjoint of a broadcast."""
@@ -174,6 +180,7 @@ class AllToAll(_Map):
         return nbytes // size * (size - 1)
 
 
+@takes(destinations=RANKS)
 @dataclass(frozen=True, slots=True)
 class Permute(_Map):
     """Rank ``destinations[r]`` receives the tensor of rank r."""
@@ -200,18 +207,29 @@ class Permute(_Map):
 Op: TypeAlias = AllGather | ReduceScatter | AllReduce | Broadcast | Reduce | AllToAll | Permute
 
 
+STREAM = instance(Stream, "a Stream", "Stream.CONTROL")
+
+
+@takes(
+    op=instance(_Map, "an operation", "AllReduce()"),
+    name=TEXT,
+    part=TEXT,
+    stream=STREAM,
+    zero_copy=BOOL,
+)
 @dataclass(frozen=True, slots=True)
 class Collective:
     """One collective, as data.
 
     Args:
         op: the operation.
-        name: the name of the tensor ("params", "grads", "loss", ...). Ranks must agree on it.
-        part: which bucket or leaves, for error messages. Ranks must agree on it.
-        stream: the order in which the call takes part.
-        zero_copy: the result of an all-gather may show the inputs of the ranks where they lie.
-            Nobody writes to the result, nor to an input before ``await_readers``. Groups without
-            shared memory return a fresh tensor. Ranks need not agree on it.
+        name: the name of the tensor ("params", "grads", "loss", ...). Ranks must agree on the name.
+        part: the bucket or the leaves, for error messages. Ranks must agree on ``part``.
+        stream: the queue of the collective.
+        zero_copy: the result may lie in shared memory, and the result of an all-gather may show
+            the inputs of the ranks where they lie. Such a result must not be written, nor an input
+            before ``await_readers``, and a fork of this process cannot read the result. Groups
+            without shared memory return a fresh tensor. Ranks may differ in ``zero_copy``.
     """
 
     op: Op
@@ -219,6 +237,9 @@ class Collective:
     part: str = ""
     stream: Stream = Stream.CONTROL
     zero_copy: bool = field(default=False, compare=False)
+
+
+CALL = instance(Collective, "a Collective", "Collective(AllReduce())")
 
 
 def describe(call: Collective, numel: int, dtype: torch.dtype) -> str:

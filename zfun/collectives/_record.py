@@ -14,6 +14,7 @@ from zfun.collectives._mesh import Mesh, axis_of
 from zfun.collectives._ops import Collective, Stream
 from zfun.collectives._work import Work
 from zfun.errors import OptionError
+from zfun.options import GROUP, takes
 
 __all__ = ["Record", "Recorder", "record"]
 
@@ -25,11 +26,11 @@ class Record:
     Attributes:
         kind: the operation.
         name: the name of the tensor.
-        part: which bucket or leaves.
+        part: the bucket or the leaves.
         stream: the queue.
         sent_bytes: the bytes that this rank sends.
-        numel: of the input.
-        dtype: of the input.
+        numel: the length of the input.
+        dtype: the dtype of the input.
         axis: ``"inner"`` or ``"outer"`` on an axis of a mesh, else ``""``.
     """
 
@@ -44,7 +45,7 @@ class Record:
 
 
 class _Log:
-    """The log, in order."""
+    """The records of a group, in the order of their collectives."""
 
     log: list[Record]
 
@@ -122,6 +123,7 @@ def record(group: Mesh) -> MeshRecorder: ...
 def record(group: Group) -> Recorder: ...
 
 
+@takes(group=GROUP)
 def record(group: Group) -> Recorder | MeshRecorder:
     """Return a group that acts like ``group`` and logs each collective.
 

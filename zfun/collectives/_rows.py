@@ -1,8 +1,8 @@
 """The one autograd function of all collectives, and how tensors and trees become rows.
 
-It sees matrices of one row per chunk (``[1, m] -> [size, m]`` for an all-gather), so that a batched
-dimension fits between rows and columns without moving data. Shapes and dims are restored outside,
-by ordinary views:
+The function takes matrices of one row per chunk (``[1, m] -> [size, m]`` for an all-gather), so
+that a batched dimension fits between rows and columns without moving data. The callers restore
+shapes and dims by ordinary views:
 
 ======================  ===============  ===============  ====================
 on 4 ranks              a leaf           rows sent        rows received
@@ -35,7 +35,7 @@ __all__ = ["Runs", "alike", "exchanged", "gathered", "scattered"]
 
 
 class _UnderWay:
-    """Where a started collective puts its handle. Not a list, since torch.func copies lists."""
+    """Holds the handle of a started collective. Not a list, because torch.func copies lists."""
 
     __slots__ = ("pending",)
 
@@ -156,7 +156,7 @@ def _over_leaves(x: Any, plan_of: Callable[[Tensor], _Plan]) -> Runs:
     """Plan a collective of a tensor, or of a whole tree: one row holds the chunks of one rank."""
     if isinstance(x, Tensor):
         return plan_of(x)
-    # A Flat is a node of trees, and the one that has a placement.
+    # A Flat is the only node of a tree that has a placement.
     if any(
         hasattr(part, "placement")
         for part in tree.leaves(x, is_leaf=lambda part: hasattr(part, "placement"))

@@ -1,4 +1,4 @@
-"""Small host values that ranks tell each other at once, on the stream for control."""
+"""Exchange small host values between ranks, on the control stream."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from torch import Tensor
 
 from zfun.collectives._group import Group
 from zfun.collectives._ops import AllGather, AllToAll, Collective, Op, Stream
+from zfun.options import GROUP, TENSOR, TEXT, takes
 
 __all__ = ["barrier", "exchange_values", "gather_values"]
 
 
+@takes(x=TENSOR, group=GROUP, name=TEXT)
 def gather_values(x: Tensor, group: Group, name: str) -> Tensor:
     """Gather a small tensor of any shape from every rank.
 
@@ -31,6 +33,7 @@ def gather_values(x: Tensor, group: Group, name: str) -> Tensor:
     return _sent(x, group, name, AllGather()).view(group.size, *x.shape)
 
 
+@takes(x=TENSOR, group=GROUP, name=TEXT)
 def exchange_values(x: Tensor, group: Group, name: str) -> Tensor:
     """Exchange rows: row j of rank i becomes row i of rank j.
 
@@ -51,8 +54,9 @@ def exchange_values(x: Tensor, group: Group, name: str) -> Tensor:
     return _sent(x, group, name, AllToAll()).view(group.size, -1)
 
 
+@takes(group=GROUP)
 def barrier(group: Group) -> None:
-    """Return when every rank has come here.
+    """Return when every rank has called this function.
 
     Args:
         group: the ranks.

@@ -1,4 +1,4 @@
-"""A collective that has been started: overlap as a value."""
+"""The handle of a started collective."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Work"]
 class Work:
     """A started collective.
 
-    It owns every buffer that the collective reads or writes until :meth:`wait` returns.
+    The handle owns every buffer that the collective reads or writes until :meth:`wait` returns.
 
     The input must not be written before :meth:`wait` has returned, and every pending collective
     must be waited for.
@@ -35,13 +35,13 @@ class Work:
 
     @classmethod
     def done(cls, tensor: Tensor) -> Work:
-        """Return a pending collective that is already there."""
+        """Return the handle of a collective that is complete already."""
         pending = cls(lambda: tensor)
         pending.wait()
         return pending
 
     def wait(self) -> Tensor:
-        """Return the result, once it is there.
+        """Wait for the collective and return the result.
 
         Further calls return the same tensor, or raise the same error.
         """

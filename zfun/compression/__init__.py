@@ -1,7 +1,8 @@
 """Compressed communication: codecs, collectives that use codecs, and error feedback."""
 
+from zfun.compression._codecs import CODEC as CODEC
 from zfun.compression._codecs import BlockCodec, Codec, Compression, int4, int8
-from zfun.compression._codecs import check_codec as check_codec
+from zfun.compression._codecs import check_repeatable as check_repeatable
 from zfun.compression._collectives import all_gather, all_reduce, reduce_scatter, start, start_over
 from zfun.compression._feedback import ErrorFeedback, error_feedback
 from zfun.compression._signs import answer_signs as answer_signs

@@ -1,4 +1,4 @@
-"""Codecs: how numbers are written as bytes to be sent."""
+"""Codecs: encodings of numbers as bytes, for sending."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from torch import Tensor
 
 from zfun import ops
 from zfun.compression._feedback import ErrorFeedback
-from zfun.errors import OptionError, checked_options
+from zfun.errors import OptionError
+from zfun.options import Kind, instance, integer, one_of, takes
 
-__all__ = ["BlockCodec", "Codec", "Compression", "check_codec", "int4", "int8"]
+__all__ = ["BlockCodec", "Codec", "Compression", "int4", "int8"]
 
 # One block is one tile of a GPU kernel.
 _MAX_BLOCK = 1 << 14
 
 
 class Codec(abc.ABC):
-    """A codec: how numbers are written as bytes to be sent, and read again.
+    """An encoding of numbers as bytes, for sending.
 
-    :func:`int8` and :func:`int4` make two. Another one is a subclass with the three methods below;
-    the collectives, the bytes that are recorded and error feedback follow from these.
-
+    :func:`int8` and :func:`int4` make codecs. A codec of your own is a subclass that implements
+    ``message_bytes``, ``encode`` and ``decode``; collectives, recorded bytes and error feedback use
+    these methods.
     """
 
     @property
@@ -53,7 +54,7 @@ class Codec(abc.ABC):
         Args:
             messages: uint8 ``[m, message_bytes(numel)]``.
             numel: the numbers in each message.
-            dtype: of the result.
+            dtype: the dtype of the result.
 
         Returns:
             ``[m, numel]``.
@@ -63,9 +64,9 @@ class Codec(abc.ABC):
         """Decode messages and add the numbers by rows, in float32 or float64, rounded once.
 
         Args:
-            messages: uint8 ``[m, message_bytes(numel)]``; at least one.
+            messages: uint8 ``[m, message_bytes(numel)]``; m is at least 1.
             numel: the numbers in each message.
-            dtype: of the result.
+            dtype: the dtype of the result.
 
         Returns:
             ``[numel]``.
@@ -73,6 +74,16 @@ class Codec(abc.ABC):
         return ops.sum_in_rank_order(list(self.decode(messages, numel, ops.wide(dtype)))).to(dtype)
 
 
+CODEC = instance(Codec, "a codec", "zf.compression.int8()")
+FEEDBACK = instance(ErrorFeedback, "an error feedback", "zf.compression.error_feedback()")
+BLOCK = Kind(
+    lambda x: integer(2, _MAX_BLOCK).accepts(x) and x % 2 == 0,
+    (f"an even integer from 2 to {_MAX_BLOCK}",),
+    "256",
+)
+
+
+@takes(bits=one_of(4, 8), block=BLOCK, feedback=FEEDBACK | None)
 @dataclass(frozen=True)
 class BlockCodec(Codec):
     """Numbers as small integers, in blocks with a float32 scale each.
@@ -80,7 +91,7 @@ class BlockCodec(Codec):
     Made by :func:`int8` and :func:`int4`.
 
     Attributes:
-        bits: of a number: 4 or 8.
+        bits: bits per number: 4 or 8.
         block: how many numbers share a scale; even.
         feedback: memory for the rounding errors of a message until the next; ``None`` drops the
             errors.
@@ -89,18 +100,6 @@ class BlockCodec(Codec):
     bits: int
     block: int
     feedback: ErrorFeedback | None = None
-
-    def __post_init__(self) -> None:
-        if type(self.bits) is not int or self.bits not in (4, 8):
-            raise OptionError(
-                f"a block codec has 4 or 8 bits a number; got {self.bits!r}; use "
-                "zf.compression.int4() or zf.compression.int8()"
-            )
-        if type(self.block) is not int or not 2 <= self.block <= _MAX_BLOCK or self.block % 2:
-            raise OptionError(
-                f"a block is an even number of elements from 2 to {_MAX_BLOCK}; got "
-                f"block={self.block!r}; 256 is usual"
-            )
 
     def message_bytes(self, numel: int) -> int:
         """Return the bytes of a message: ``4 ceil(numel / block) + 4 ceil(numel bits / 32)``."""
@@ -115,11 +114,11 @@ class BlockCodec(Codec):
         return ops.dequantise(messages, numel, bits=self.bits, block=self.block, dtype=dtype)
 
     def decode_sum(self, messages: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-        """Read messages and add them, in one pass."""
+        """Read and add messages in one pass."""
         return ops.sum_dequantised(messages, numel, bits=self.bits, block=self.block, dtype=dtype)
 
     def bound(self, largest: float) -> float:
-        """Return how far, at most, a number of a block comes back from where it was.
+        """Return the largest possible error of a decoded number of a block.
 
         Args:
             largest: the largest magnitude in the block.
@@ -130,24 +129,19 @@ class BlockCodec(Codec):
         return max(largest / ((1 << (self.bits - 1)) - 1), 2.0**-126) / 2 * (1 + 2.0**-15)
 
 
-def check_codec(codec: object, what: str, *, is_repeated: bool = False) -> None:
-    """Refuse an option that is no codec, and error feedback on values that are sent twice."""
-    if is_repeated and isinstance(codec, Codec) and codec.feedback is not None:
+def check_repeatable(codec: Codec | None, what: str) -> None:
+    """Refuse error feedback on values that are sent twice."""
+    if codec is not None and codec.feedback is not None:
         raise OptionError(
             f"{what} gathers parameters in forward and again in backward, and must get the same "
-            "numbers; got a codec with error feedback, which would add the loss of the first "
+            "numbers; got a codec with error feedback, which would add the error of the first "
             "message to the second; leave feedback to gradients, which are sent once"
         )
-    if not (codec is None or isinstance(codec, Codec)):
-        raise OptionError(
-            f"{what} takes a codec, or None to send exactly; got compression={codec!r}; "
-            "zf.compression.int8() makes one"
-        )
 
 
-@checked_options
+@takes(block=BLOCK, feedback=FEEDBACK | None)
 def int8(*, block: int = 256, feedback: ErrorFeedback | None = None) -> BlockCodec:
-    """Send 8 bits a number, and a float32 scale for each block: about a quarter of float32.
+    """Send 8 bits per number, and a float32 scale for each block: about a quarter of float32.
 
     A decoded number is within 1/254 of the largest magnitude in its block. A block with a number
     that is not finite comes back as NaN.
@@ -168,9 +162,9 @@ def int8(*, block: int = 256, feedback: ErrorFeedback | None = None) -> BlockCod
     return BlockCodec(8, block, feedback)
 
 
-@checked_options
+@takes(block=BLOCK, feedback=FEEDBACK | None)
 def int4(*, block: int = 128, feedback: ErrorFeedback | None = None) -> BlockCodec:
-    """Send 4 bits a number, and a float32 scale for each block: about an eighth of float32.
+    """Send 4 bits per number, and a float32 scale for each block: about an eighth of float32.
 
     A decoded number is within 1/14 of the largest magnitude in its block. A block with a number
     that is not finite comes back as NaN.
@@ -191,14 +185,15 @@ def int4(*, block: int = 128, feedback: ErrorFeedback | None = None) -> BlockCod
     return BlockCodec(4, block, feedback)
 
 
+@takes(params=CODEC | None, grads=CODEC | None)
 @dataclass(frozen=True, slots=True)
 class Compression:
     """Codecs for the traffic of a step; ``None`` sends exactly.
 
     Attributes:
-        params: with which parameters are gathered, such as :func:`zfun.compression.int8`; stage 3
-            only, whose shards stay exact.
-        grads: with which gradients are summed over the ranks, such as
+        params: the codec of gathered parameters, such as :func:`zfun.compression.int8`; for stage 3
+            only. Shards stay exact.
+        grads: the codec of sums of gradients over the ranks, such as
             :func:`zfun.compression.int4`.
 
     Example:

@@ -3,25 +3,25 @@
 [Note: messages]
 A codec writes numbers as bytes before they are sent: ``int8`` and ``int4`` in
 blocks of small integers with a scale each (``zfun/ops/_blocks.py`` has the arithmetic). The bytes
-go through the same collectives as everything else, so every kind of group sends, counts and checks
-the bytes.
+go through the same collectives as exact values, so every kind of group sends, counts and checks the
+bytes.
 
 * all-gather: every rank encodes its shard as one message and decodes all messages, including its
   own. So every rank has the same bits, and no rank keeps a better copy of its own shard.
 * reduce-scatter: codes cannot be added, so the collective is an all-to-all. Every rank encodes one
   message for each rank, and adds the messages that arrive in rank order, in float32 (float64 for
   float64 numbers), rounded once. Over a mesh the sum takes two hops, over the inner axis and then
-  over the outer one, and is encoded anew in between: the sum over a row crosses between rows.
-* all-reduce: a reduce-scatter and an all-gather of the sums, encoded anew.
+  over the outer one, and is encoded again before the second hop.
+* all-reduce: a reduce-scatter and an all-gather of the sums, which are encoded again.
 
-A rank releases a message as soon as the message is decoded. The numbers belong to the caller again
-as soon as the message is written.
+A rank releases a message as soon as the message is decoded. The caller may overwrite
+the numbers as soon as the message is encoded.
 
 With error feedback, the rounding error of one message is added to the next message of the same
 place.
 
 After Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training"
-(2023), who gather parameters in 8 bits and reduce gradients in 4; error feedback: Seide et al.,
+(2023): parameters gathered in 8 bits, gradients reduced in 4; error feedback: Seide et al.,
 "1-Bit Stochastic Gradient Descent" (2014); its slow form: Xie et al., "LoCo: Low-Bit Communication
 Adaptor for Large-scale Model Training" (2024).
 """
@@ -35,6 +35,8 @@ from torch import Tensor
 
 from zfun import collectives, ops
 from zfun.collectives import (
+    CALL,
+    STREAM,
     AllGather,
     AllReduce,
     AllToAll,
@@ -49,13 +51,14 @@ from zfun.collectives import (
     global_ranks,
     mesh_of,
 )
-from zfun.compression._codecs import Codec
-from zfun.errors import OptionError, checked_options
+from zfun.compression._codecs import CODEC, Codec
+from zfun.errors import OptionError
+from zfun.options import FLOATING, GROUP, TENSOR, TEXT, takes
 
 __all__ = ["all_gather", "all_reduce", "reduce_scatter", "start", "start_over"]
 
 
-@checked_options
+@takes(call=CALL, x=TENSOR, group=GROUP, codec=CODEC, dtype=FLOATING | None)
 def start(
     call: Collective, x: Tensor, group: Group, codec: Codec, *, dtype: torch.dtype | None = None
 ) -> Work:
@@ -73,11 +76,11 @@ def start(
     one order.
 
     Args:
-        call: which collective, for whom and in which order.
+        call: the collective, with its name, part and stream.
         x: 1-D, floating.
         group: the ranks.
         codec: how ``x`` is written.
-        dtype: of the result; by default that of ``x``.
+        dtype: the dtype of the result; by default the dtype of ``x``.
 
     Returns:
         The pending result: of an all-gather and an all-reduce the same bits on every rank.
@@ -133,11 +136,12 @@ def start(
             )
 
 
+@takes(call=CALL, x=TENSOR, group=GROUP, codec=CODEC)
 def start_over(call: Collective, x: Tensor, group: Group, codec: Codec) -> Work:
-    """Start a sum over the mesh of a group in few bits, cut over the group (``P -> S``).
+    """``P -> S``: start a compressed sum over the mesh of a group, sharded over the group.
 
-    Over a group or a mesh this is :func:`start`. Over the inner axis of a mesh the shards of the
-    sum over a row are summed over the outer axis too, by an all-reduce.
+    Over a group or a mesh this is :func:`start`. Over the inner axis of a mesh, an all-reduce over
+    the outer axis then adds the shards of the rows.
 
     Args:
         call: a reduce-scatter.
@@ -171,10 +175,8 @@ def _start_gather(
     message = _written(
         x.view(1, -1), group, codec, f"{call.name} {call.part} gather {axis_of(group)}".strip()
     )
-    pending, numel = (
-        group.start(Collective(AllGather(), call.name, call.part, call.stream), message.view(-1)),
-        x.numel(),
-    )
+    gather = Collective(AllGather(), call.name, call.part, call.stream, zero_copy=True)
+    pending, numel = group.start(gather, message.view(-1)), x.numel()
 
     def finish() -> Tensor:
         messages = pending.wait().view(group.size, -1)
@@ -197,14 +199,14 @@ def _start_sum(call: Collective, x: Tensor, group: Group, codec: Codec, dtype: t
 
 
 def _hops(group: Group) -> tuple[Group, ...]:
-    """The groups that a sum goes through, one after the other."""
+    """Return the groups over which a sum is taken, one after the other."""
     if isinstance(group, Mesh):
         return tuple(axis for axis in (group.inner, group.outer) if axis.size > 1)
     return (group,)
 
 
 def _number(group: Group) -> int:
-    """This rank in the group of all ranks."""
+    """Return the global rank of this rank."""
     return global_ranks(mesh_of(group))[mesh_of(group).rank]
 
 
@@ -225,9 +227,8 @@ def _start_hop(
         codec,
         f"{call.name} {call.part} hop {index} {axis_of(group)}".strip(),
     )
-    pending = hop.start(
-        Collective(AllToAll(), call.name, call.part, call.stream), messages.view(-1)
-    )
+    exchange = Collective(AllToAll(), call.name, call.part, call.stream, zero_copy=True)
+    pending = hop.start(exchange, messages.view(-1))
 
     def finish() -> Tensor:
         received = pending.wait().view(hop.size, -1)
@@ -298,6 +299,7 @@ def _exact(x: Tensor, group: Group, call: Collective, op: Op) -> Tensor:
     return _EXACT[op.kind](x, group, name=call.name, part=call.part, stream=call.stream)
 
 
+@takes(x=TENSOR, group=GROUP, codec=CODEC, name=TEXT, part=TEXT, stream=STREAM)
 def all_gather(
     x: Tensor,
     group: Group,
@@ -307,9 +309,9 @@ def all_gather(
     part: str = "",
     stream: Stream = Stream.CONTROL,
 ) -> Tensor:
-    """Gather shards in few bits (``S -> R``).
+    """``S -> R``: gather shards in few bits.
 
-    The derivative is that of the exact one: a reduce-scatter.
+    The derivative is the derivative of the exact all-gather: a reduce-scatter.
 
     Args:
         x: this rank's shard, 1-D, floating.
@@ -336,6 +338,7 @@ def all_gather(
     return _run(x, group, codec, Collective(AllGather(), name, part, stream))
 
 
+@takes(x=TENSOR, group=GROUP, codec=CODEC, name=TEXT, part=TEXT, stream=STREAM)
 def reduce_scatter(
     x: Tensor,
     group: Group,
@@ -345,9 +348,9 @@ def reduce_scatter(
     part: str = "",
     stream: Stream = Stream.CONTROL,
 ) -> Tensor:
-    """Sum over the ranks in few bits, each keeping its piece (``P -> S``).
+    """``P -> S``: sum over the ranks in few bits; each rank receives its piece.
 
-    The derivative is that of the exact one: an all-gather.
+    The derivative is the derivative of the exact reduce-scatter: an all-gather.
 
     Args:
         x: a term of the sum, 1-D, floating; the ranks divide its length.
@@ -361,7 +364,7 @@ def reduce_scatter(
         ``[n / size]``.
 
     Raises:
-        OptionError: ``x`` is not floating, or the ranks do not divide it.
+        OptionError: ``x`` is not floating, or the ranks do not divide its length.
 
     Example:
         >>> import zfun as zf
@@ -374,6 +377,7 @@ def reduce_scatter(
     return _run(x, group, codec, Collective(ReduceScatter(), name, part, stream))
 
 
+@takes(x=TENSOR, group=GROUP, codec=CODEC, name=TEXT, part=TEXT, stream=STREAM)
 def all_reduce(
     x: Tensor,
     group: Group,
@@ -383,9 +387,9 @@ def all_reduce(
     part: str = "",
     stream: Stream = Stream.CONTROL,
 ) -> Tensor:
-    """Sum over the ranks in few bits, every rank receiving the sum (``P -> R``).
+    """``P -> R``: sum over the ranks in few bits; every rank receives the sum.
 
-    The derivative is that of the exact one.
+    The derivative is the derivative of the exact all-reduce.
 
     Args:
         x: a term of the sum, 1-D, floating.

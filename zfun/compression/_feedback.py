@@ -8,18 +8,20 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from zfun.errors import OptionError, checked_options
+from zfun.errors import OptionError
+from zfun.options import integer, number, takes
 
 __all__ = ["ErrorFeedback", "error_feedback"]
 
 
+@takes(err_beta=number(0, below=1), reset=integer(0))
 class ErrorFeedback:
     """The errors of messages, kept by the sender until the next message of the same place.
 
     Made by :func:`error_feedback`.
 
-    These errors are the only state of a step outside of the values that go in and come out: like a
-    store, the object belongs to the caller. Each rank keeps its own errors; simulated ranks may
+    These errors are the only state of a step outside its arguments and results. As with a store,
+    the object belongs to the caller. Each rank keeps its own errors; simulated ranks may
     share one object.
 
     Attributes:
@@ -86,15 +88,15 @@ class ErrorFeedback:
             self._kept[rank, place] = (count, lost)
 
 
-@checked_options
+@takes(err_beta=number(0, below=1), reset=integer(0))
 def error_feedback(*, err_beta: float = 0.8, reset: int = 1024) -> ErrorFeedback:
     """Make error feedback: the rounding errors of messages are sent later.
 
     Before numbers x are encoded, the error e of the last message of the same place is added:
     ``c = x + e``. The receiver decodes q, and the sender keeps
     ``e' = e err_beta + (c - q) (1 - err_beta)``. With ``err_beta = 0``, q and the new error add up
-    to c, to the last bit: no gradient is lost, only late. A larger ``err_beta`` smooths the noise
-    of single steps. No direction is lost in the long run either, since the error grows by
+    to c, to the last bit: gradients arrive late, but completely. A larger ``err_beta`` smooths the
+    noise of single steps. The mean of many messages is then still right, because the error grows by
     ``(1 - err_beta) (x - q)`` in each step. Errors that are not finite are dropped.
 
     Error feedback costs the memory of a whole gradient on every rank, in the dtype of the
@@ -102,8 +104,8 @@ def error_feedback(*, err_beta: float = 0.8, reset: int = 1024) -> ErrorFeedback
 
     Args:
         err_beta: share of the old error that stays, from 0 to less than 1.
-        reset: after so many messages the errors are dropped, because the gradients that they belong
-            to are long past; 0 for never.
+        reset: after so many messages the errors are dropped, because they stem from gradients of
+            long ago; 0 for never.
 
     Returns:
         The ``feedback`` of ``int4(feedback=...)`` and ``int8(feedback=...)``.
@@ -124,11 +126,4 @@ def error_feedback(*, err_beta: float = 0.8, reset: int = 1024) -> ErrorFeedback
         >>> sums.mean()
         tensor(1.0000)
     """
-    if not 0 <= err_beta < 1:
-        raise OptionError(
-            f"err_beta is a number from 0 to less than 1; got {err_beta!r}; 0 keeps all that was "
-            "lost"
-        )
-    if type(reset) is not int or reset < 0:
-        raise OptionError(f"reset is a number of messages; got {reset!r}; 0 never forgets")
     return ErrorFeedback(err_beta, reset)

@@ -1,9 +1,9 @@
-"""A sum over the ranks in one bit a number.
+"""A mean over the ranks in one bit per number.
 
 [Note: one bit]
-With one bit a number, error feedback is a must: without it, the signs say nothing
-of small numbers. So ``compressed_all_reduce`` is not a codec but a function whose errors go in and
-come out. Three functions make it up, ``send_signs``, ``answer_signs`` and ``read_signs``, so that
+With one bit per number, error feedback is necessary: signs alone carry nothing about the size of
+small numbers. So ``compressed_all_reduce`` is not a codec but a function that takes and returns the
+errors. The function has three parts, ``send_signs``, ``answer_signs`` and ``read_signs``, so that
 several buffers share a message and the messages of several buckets are under way at once.
 """
 
@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from zfun import ops
-from zfun.collectives import AllGather, AllToAll, Collective, Group, Stream, Work
+from zfun.collectives import STREAM, AllGather, AllToAll, Collective, Group, Stream, Work
 from zfun.errors import OptionError
+from zfun.options import GROUP, TENSOR, TEXT, takes
 
 __all__ = [
     "answer_signs",
@@ -29,6 +30,15 @@ __all__ = [
 ]
 
 
+@takes(
+    x=TENSOR,
+    worker_error=TENSOR | None,
+    server_error=TENSOR | None,
+    group=GROUP,
+    name=TEXT,
+    part=TEXT,
+    stream=STREAM,
+)
 def compressed_all_reduce(
     x: Tensor,
     worker_error: Tensor | None,
@@ -39,20 +49,20 @@ def compressed_all_reduce(
     part: str = "",
     stream: Stream = Stream.CONTROL,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Average over the ranks in one bit a number with error feedback: ``P -> R``.
+    """``P -> R``: average over the ranks in one bit per number, with error feedback.
 
     The function has no derivative.
 
     Every rank adds its last error, ``c = x + worker_error``, and sends each rank the signs of a
     chunk of c, and one scale ``s = ‖c‖ / √n``. A number is decoded as s or -s (s for both zeros),
     and the new error is ``c - (±s)``. Every rank then averages the chunks that arrive, in rank
-    order, adds ``server_error``, and sends signs and scale of the result to all ranks, with the
-    rounding as the new error. So a message and the error add up to the number: the difference is
-    rounded once, and exact where a number is between half and twice the scale.
+    order, adds ``server_error``, and sends signs and scale of the result to all ranks; the rounding
+    error becomes the new ``server_error``. So a message and its error add up to the number, up to
+    one rounding, and exactly if the number is between half and twice the scale.
 
     The chunks are those of x padded to a multiple of ``8 size``, whole bytes for every rank;
-    padding counts in no scale and is never received. On one rank nothing is sent, and nothing is
-    lost.
+    padding counts in no scale and is never received. On one rank nothing is sent, and the result is
+    exact.
 
     Args:
         x: ``[n]``, floating, of one length on all ranks; half types are computed in float32.
@@ -61,11 +71,11 @@ def compressed_all_reduce(
         group: the ranks.
         name: the name of ``x`` in messages and logs.
         part: the part of ``x``, for the same use.
-        stream: the order of collectives.
+        stream: the queue of the collectives.
 
     Returns:
-        The mean ``[n]``, with the same bits on every rank, and the two errors for the next call. A
-        number that is not finite makes all of them so. Each rank sends
+        The mean ``[n]``, with the same bits on every rank, and the two errors for the next call. If
+        a number is not finite, no result is finite. Each rank sends
         ``2 (size - 1) (b + ceil(n / (8 size)))`` bytes, b being 4, or 8 for float64.
 
     Raises:
@@ -82,7 +92,7 @@ def compressed_all_reduce(
         ...         mean, *errors = zf.compression.compressed_all_reduce(x, *errors, group)
         ...         means.append(mean)
         ...     return means[0], torch.stack(means).mean(0).round(decimals=1)
-        >>> zf.simulate(2, main)[1]  # one message says little, many say all
+        >>> zf.simulate(2, main)[1]  # one mean is coarse, the mean of many is right
         (tensor([3.3541, 3.3541]), tensor([4.5000, 1.5000]))
     """
     if x.dim() != 1 or not x.is_floating_point():
@@ -102,8 +112,8 @@ def compressed_all_reduce(
         ):
             raise OptionError(
                 f"the {what}_error of {numel} numbers of {x.dtype} has {length} of {dtype} on "
-                f"this rank; got {error.dtype} of shape {tuple(error.shape)}; pass what the last "
-                "call for the same buffer returned, or None at first"
+                f"this rank; got {error.dtype} of shape {tuple(error.shape)}; pass the "
+                "error that the last call for the same buffer returned, or None at first"
             )
     worker = x.detach().to(dtype, copy=True)
     worker = worker if worker_error is None else worker.add_(worker_error)
@@ -117,7 +127,7 @@ def compressed_all_reduce(
 
 
 def own_chunk(numel: int, group: Group) -> slice:
-    """Return which of so many numbers this rank averages in :func:`compressed_all_reduce`."""
+    """Return the chunk of ``numel`` numbers that this rank averages."""
     chunk = 8 * _chunk_bytes(numel, group.size)
     return slice(min(group.rank * chunk, numel), min((group.rank + 1) * chunk, numel))
 
@@ -215,8 +225,8 @@ def read_signs(
         packed: the messages.
         numels: the lengths of the buffers.
         size: the number of ranks.
-        dtype: of the scales.
-        out: of the result; by default that of the scales.
+        dtype: the dtype of the scales.
+        out: the dtype of the result; by default the dtype of the scales.
 
     Returns:
         For each buffer its mean, ``[numel]``.
@@ -252,9 +262,9 @@ def _from_signs(signs: Tensor, numel: int, scales: Tensor, dtype: torch.dtype) -
 def _taken_apart(
     messages: Tensor, numels: Sequence[int], size: int, dtype: torch.dtype
 ) -> tuple[Tensor, list[Tensor]]:
-    """The scales of messages, one row for each rank, and for each buffer the signs."""
+    """Return the scales of messages, one row for each rank, and the signs of each buffer."""
     rows = messages.view(size, -1)
     widths = [len(numels) * dtype.itemsize, *(_chunk_bytes(numel, size) for numel in numels)]
     head, *parts = rows.split(widths, 1)
-    # A copy, because numbers of b bytes must lie at addresses that b divides.
+    # A copy, because view() needs aligned addresses.
     return head.clone(memory_format=torch.contiguous_format).view(dtype), parts

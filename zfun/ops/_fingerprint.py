@@ -10,10 +10,10 @@ from zfun.ops._tensors import is_abstract
 __all__ = ["fingerprint"]
 
 # Bytes that are hashed at a time: they stay in the cache.
-_CHUNK_BYTES = 1 << 21
+_CHUNK_BYTES = 1 << 18
 
 
-def fingerprint(x: Tensor) -> int:
+def fingerprint(x: Tensor, dtype: torch.dtype | None = None) -> int:
     """Reduce a tensor to one integer that differs, in all likelihood, when any bit does.
 
     It is meant to find accidents (ranks that start from different values), not adversaries. It runs
@@ -21,6 +21,7 @@ def fingerprint(x: Tensor) -> int:
 
     Args:
         x: any tensor.
+        dtype: the dtype to which the elements of a floating tensor are rounded first.
 
     Returns:
         A non-negative integer below 2**63; 0 for a tensor without numbers.
@@ -33,12 +34,16 @@ def fingerprint(x: Tensor) -> int:
     """
     if is_abstract(x):
         return 0
-    # A copy, because a tensor of one element counts as contiguous whatever its stride.
-    raw = x.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
-    raw = torch.view_as_real(raw.resolve_conj()).reshape(-1) if raw.is_complex() else raw
-    data = raw.view(torch.uint8)
+    raw = x.detach().resolve_conj().resolve_neg()
+    if not raw.is_contiguous() or raw.numel() == 1:
+        # A tensor of one element counts as contiguous whatever its stride.
+        raw = raw.clone(memory_format=torch.contiguous_format)
+    raw = (torch.view_as_real(raw) if raw.is_complex() else raw).reshape(-1)
+    rounded = dtype if dtype is not None and x.is_floating_point() else raw.dtype
     state = x.numel() * 0x9E3779B97F4A7C15 + 1
-    for chunk in data.split(_CHUNK_BYTES) if data.numel() else ():
+    # Piece by piece, so that no second copy of a large tensor exists.
+    for piece in raw.split(max(1, _CHUNK_BYTES // rounded.itemsize)) if raw.numel() else ():
+        chunk = piece.to(rounded).view(torch.uint8)
         tail = -chunk.numel() % 8
         words = (torch.cat([chunk, chunk.new_zeros(tail)]) if tail else chunk.clone()).view(
             torch.int64

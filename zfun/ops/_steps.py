@@ -11,6 +11,7 @@ from torch import Tensor
 
 from zfun.ops import reference
 from zfun.ops._dispatch import triton_for
+from zfun.ops._exact import LIMBS
 from zfun.ops._norm import total_of_bins
 from zfun.ops._tensors import compiled, is_abstract, is_plain
 
@@ -306,6 +307,10 @@ def lamb_step(
         tensor([1., 1., 1., 1.])
     """
     if is_abstract(param):
+        if gather is not None and segments:
+            # A plan counts the exchange of the norms.
+            squares = 2 * len(segments), LIMBS + 1
+            gather(torch.empty(squares, dtype=torch.int64, device=param.device))
         return
     constants = {
         "b1": b1,

@@ -9,7 +9,15 @@ from zfun.optim._base import (
     as_optimizer,
     optimizer,
 )
+from zfun.optim._base import PrepareInner as PrepareInner
+from zfun.optim._base import prepared as prepared
 from zfun.optim._chain import chain
+from zfun.optim._hyperparams import (
+    HyperparamsState,
+    hyperparams,
+    inject_hyperparams,
+    set_hyperparams,
+)
 from zfun.optim._labels import by_label
 from zfun.optim._leaves import MuonState, lamb, muon
 from zfun.optim._loss_scale import LossScale, LossScaleState, dynamic_loss_scale, static_loss_scale
@@ -57,6 +65,7 @@ from zfun.optim._transforms import (
 __all__ = [
     "AdagradState",
     "AdamState",
+    "HyperparamsState",
     "InitFn",
     "Kernel",
     "LionState",
@@ -85,6 +94,8 @@ __all__ = [
     "dynamic_loss_scale",
     "elementwise",
     "from_torch",
+    "hyperparams",
+    "inject_hyperparams",
     "join",
     "lamb",
     "linear",
@@ -102,6 +113,7 @@ __all__ = [
     "scale_by_learning_rate",
     "scale_by_lion",
     "scale_by_schedule",
+    "set_hyperparams",
     "sgd",
     "static_loss_scale",
     "trace",

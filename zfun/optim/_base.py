@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, ParamSpec, Protocol, TypeAlias
 
 import torch
@@ -13,12 +15,15 @@ from zfun import tree
 from zfun.errors import LeafError, OptionError, SpecMismatch
 from zfun.flat import flats
 from zfun.layout import LabelFn
+from zfun.optim._schedules import rate_at
+from zfun.options import ANY, BOOL, FUNCTION, takes
 from zfun.placement import Placement
 from zfun.tree import Tree
 
 __all__ = [
     "InitFn",
     "Optimizer",
+    "PrepareInner",
     "State",
     "UpdateFn",
     "aligned",
@@ -26,8 +31,11 @@ __all__ = [
     "as_optimizer",
     "check_trainable",
     "flat_view",
+    "itself",
+    "of_update",
     "optimizer",
     "own",
+    "prepared",
     "remembered",
     "step_count",
 ]
@@ -35,21 +43,39 @@ __all__ = [
 State: TypeAlias = Any
 InitFn: TypeAlias = Callable[[Tree], State]
 UpdateFn: TypeAlias = Callable[[Tree, State, Tree], tuple[Tree, State]]
+PrepareFn: TypeAlias = "Callable[[Tree | None, State, Tree], Optimizer | None]"
 
 
 _Params = ParamSpec("_Params")
 
 
 def remembered(make: Callable[_Params, Optimizer]) -> Callable[_Params, Optimizer]:
-    """Cache the results of a pure maker of optimizers, so that all ranks probe one value once."""
-    cached = functools.lru_cache(maxsize=64, typed=True)(make)
+    """Cache a pure maker of optimizers, so that all simulated ranks probe one optimizer.
+
+    The results know the name and the options of the maker (:meth:`Optimizer.description`).
+    """
+    signature = inspect.signature(make)
+
+    def named(*args: _Params.args, **kwargs: _Params.kwargs) -> Optimizer:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        options: dict[str, Any] = {}
+        for name, value in bound.arguments.items():
+            kind = signature.parameters[name].kind
+            options |= value if kind is inspect.Parameter.VAR_KEYWORD else {name: value}
+        return make(*args, **kwargs)._replace(
+            name=make.__name__.lstrip("_"),
+            options=tuple((name, x) for name, x in options.items() if not _are_rules(x)),
+        )
+
+    cached = functools.lru_cache(maxsize=64, typed=True)(named)
 
     @functools.wraps(make)
     def wrapper(*args: _Params.args, **kwargs: _Params.kwargs) -> Optimizer:
         try:
             hash((args, tuple(kwargs.values())))
         except TypeError:
-            return make(*args, **kwargs)
+            return named(*args, **kwargs)
         return cached(*args, **kwargs)
 
     return wrapper
@@ -71,18 +97,26 @@ class Optimizer(NamedTuple):
         update: ``update(grads, state, params) -> (updates, state)``; ``updates`` are to be added to
             the parameters.
         apply: ``apply(grads, state, params, *, donate=False) -> (params, state)``: ``update`` and
-            then add, with the same bits (with weight decay beside the gradient, within a rounding
-            where a parameter doubles, halves or changes sign). With ``donate=True``, ``apply`` may
+            then add, with the same bits. (With decoupled weight decay, a parameter that doubles,
+            halves or changes sign may differ by one rounding.) With ``donate=True``, ``apply`` may
             overwrite the buffers of ``state`` and ``params``, which must not be used again.
         placement: the placement of the computation; ``None`` follows the parameters.
         group: the group of that placement; ``None`` follows the parameters.
         labels: ``label(path, leaf)``, where leaves of different labels must lie in different
-            buckets; ``None`` where any may lie together.
+            buckets; ``None`` if a bucket may hold any leaves.
         by_leaf: whether the optimizer finds the leaves of a flat (:func:`zfun.flat.leaf_spans`),
             and so runs on shards without being element-wise.
         partial: ``partial(state)``: whether the next step takes each rank's own term of the
-            gradients (``P``), and sums by itself; ``None`` where no step does.
+            gradients (``P``), and sums the terms itself; ``None`` if no step does.
         parts: the optimizers of a composed optimizer. Each part is probed, and the whole is not.
+        prepare: ``prepare(grads, state, params)`` looks at all gradients before a step that goes
+            bucket by bucket, as :func:`zfun.offload` does, and returns the optimizer of this step,
+            whose ``apply`` may be called on one bucket after the other; ``None`` if there is none,
+            and then the step is taken at once. Buffers may be in a store. ``grads`` is ``None`` for
+            a later part of a chain, whose gradients are not known yet. By default the optimizer
+            itself, if a probe finds that leaves alone give the same steps.
+        name: the function that made the optimizer, for :meth:`description`.
+        options: the names and values that the function was given, except other optimizers.
 
     Example:
         >>> from zfun.optim import sgd
@@ -99,13 +133,86 @@ class Optimizer(NamedTuple):
     labels: LabelFn | None = None
     by_leaf: bool = False
     partial: Callable[[State], bool] | None = None
+    prepare: PrepareFn | None = None
     parts: tuple[Optimizer, ...] = ()
+    name: str = ""
+    options: tuple[tuple[str, Any], ...] = ()
 
     def takes_terms(self, state: State) -> bool:
         """Return whether the next step takes the rank's own term of the gradients, not the sum."""
         return self.partial is not None and self.partial(state)
 
+    def description(self, name: str = "optimizer") -> dict[str, str]:
+        """Describe the optimizer in words, which ranks compare.
 
+        Schedules are described by some of their values, and a user's pair of functions by the
+        structure of the state.
+
+        Args:
+            name: the name of this optimizer.
+
+        Returns:
+            By name, the maker and the options of the optimizer and of its parts.
+
+        Example:
+            >>> from zfun.optim import sgd
+            >>> list(sgd(0.5).description().items())[:2]
+            [('optimizer', 'sgd'), ('optimizer.learning_rate', '0.5')]
+        """
+        words = {name: self.name or repr(self.update)}
+        is_pair = self.name in ("", optimizer.__name__)
+        for option, value in self.options:
+            is_schedule = callable(value) and not is_pair and not isinstance(value, type)
+            words[f"{name}.{option}"] = repr(value) + (_values_of(value) if is_schedule else "")
+        for index, part in enumerate(self.parts):
+            words |= part.description(f"{name}.parts[{index}]")
+        # The init of a sharded optimizer communicates.
+        if is_pair and not self.parts and self.placement is None:
+            words[f"{name}.state"] = _structure_of(self.init)
+        return words
+
+    def learning_rate(self, state: State) -> float | None:
+        """Return the learning rate of the next step.
+
+        Args:
+            state: the state of this optimizer.
+
+        Returns:
+            The rate that the optimizer was given, as a number or a function of the steps taken, or
+            the rate in the state (:func:`zfun.optim.inject_hyperparams`); of a chain and of an
+            optimizer by label, the rate of the first part that has one; ``None`` if no part has
+            one.
+
+        Example:
+            >>> from zfun.optim import adamw, chain, clip_by_global_norm, linear
+            >>> falling = chain(clip_by_global_norm(1.0), adamw(linear(0.5, 0.0, 2)))
+            >>> params = {"w": torch.zeros(2)}
+            >>> state = falling.init(params)
+            >>> _, after = falling.apply({"w": torch.ones(2)}, state, params)
+            >>> falling.learning_rate(state), falling.learning_rate(after)
+            (0.5, 0.25)
+        """
+        # A Flat, which may be the state of a pair of functions, refuses names of leaves.
+        held = getattr(state, "hyperparams", {}) if isinstance(state, tuple) else {}
+        injected = held.get("learning_rate", held.get("lr"))
+        if injected is not None:
+            return float(injected)
+        options = dict(self.options)
+        rate = options.get("learning_rate", options.get("lr"))
+        if rate is not None:
+            # A constant rate needs no count; the state of scale_by_learning_rate() has none then.
+            return rate_at(rate, step_count(state.count) if callable(rate) else 0)
+        if isinstance(state, dict):
+            states = tuple(state.values())
+        elif isinstance(state, tuple):
+            states = (state.inner,) if hasattr(state, "inner") else state
+        else:
+            states = (state,)
+        found = (part.learning_rate(its) for part, its in zip(self.parts, states, strict=False))
+        return next((rate for rate in found if rate is not None), None)
+
+
+@takes(init=FUNCTION, update=FUNCTION)
 @remembered
 def optimizer(init: InitFn, update: UpdateFn) -> Optimizer:
     """Make an optimizer of a user's pair of functions, as in optax.
@@ -131,13 +238,48 @@ def optimizer(init: InitFn, update: UpdateFn) -> Optimizer:
         check_trainable(params)
         return init(params)
 
+    return of_update(init_fn, update)
+
+
+def of_update(init: InitFn, update: UpdateFn) -> Optimizer:
+    """Make an optimizer whose ``apply`` is ``update`` and then add."""
+
     def apply(
         grads: Tree, state: State, params: Tree, *, donate: bool = False
     ) -> tuple[Tree, State]:
         updates, state = update(grads, state, params)
         return apply_updates(params, updates, donate), state
 
-    return Optimizer(init_fn, update, apply)
+    return Optimizer(init, update, apply)
+
+
+def itself(optimizer: Optimizer) -> Optimizer:
+    """Return an optimizer that may go bucket by bucket, because no step mixes leaves."""
+    return optimizer._replace(prepare=lambda grads, state, params: itself(optimizer))
+
+
+def prepared(
+    optimizer: Optimizer, grads: Tree | None, state: State, params: Tree
+) -> Optimizer | None:
+    """Return the optimizer of one step that goes bucket by bucket; ``None`` if there is none."""
+    prepare = optimizer.prepare
+    if prepare is None:
+        return optimizer
+    ready = prepare(grads, state, params)
+    if ready is None or ready.prepare is not None or isinstance(prepare, PrepareInner):
+        return ready
+    # The function that prepared the step has promised that the step mixes no leaves.
+    return itself(ready)
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareInner:
+    """Prepares the optimizer inside of a transform, for values that are placed and in memory."""
+
+    inner: Optimizer
+
+    def __call__(self, grads: Tree | None, state: State, params: Tree) -> Optimizer | None:
+        return prepared(self.inner, grads, state, params)
 
 
 def as_optimizer(x: object) -> Optimizer:
@@ -163,8 +305,8 @@ def as_optimizer(x: object) -> Optimizer:
         init, update = x
         return optimizer(init, update)
     remedy = (
-        "use zf.optim.sgd, adam or adamw, or zf.optim.from_torch() of its class: it keeps its "
-        "parameters and its state in itself"
+        "use zf.optim.sgd, adam or adamw, or zf.optim.from_torch() of the class, because a torch "
+        "optimizer keeps parameters and state inside itself"
         if isinstance(x, torch.optim.Optimizer)
         else "use one of zf.optim, or zf.optim.optimizer(init, update)"
     )
@@ -174,6 +316,46 @@ def as_optimizer(x: object) -> Optimizer:
     )
 
 
+# A schedule is compared at these steps.
+_STEPS = (0, 1, 10, 100, 1_000, 10_000)
+
+
+def _are_rules(value: Any) -> bool:
+    """Whether an option holds optimizers, which are the parts of the result."""
+    if isinstance(value, Optimizer):
+        return True
+    return isinstance(value, tuple) and len(value) > 0 and all(map(_is_rule, value))
+
+
+def _is_rule(value: Any) -> bool:
+    return isinstance(value, tuple) or callable(value)
+
+
+def _values_of(schedule: Callable[[int], Any]) -> str:
+    try:
+        values = [float(schedule(step)) for step in _STEPS]
+    except Exception:  # noqa: BLE001, the function is for other steps, or no schedule
+        return ""
+    return f" with the values {values} at steps {list(_STEPS)}"
+
+
+def _structure_of(init: InitFn) -> str:
+    """Describe the state of a small tree: the dtype and shape of each leaf, by path."""
+    try:
+        state = init([torch.zeros(2)])
+    except Exception:  # noqa: BLE001, an init for particular trees
+        return "made for particular trees"
+    leaves = zip(tree.paths(state), tree.leaves(state), strict=True)
+    described = ", ".join(
+        f"{path}: {leaf.dtype} {tuple(leaf.shape)}"
+        if isinstance(leaf, Tensor)
+        else f"{path}: {type(leaf).__name__}"
+        for path, leaf in leaves
+    )
+    return described or "empty"
+
+
+@takes(params=ANY, updates=ANY, donate=BOOL)
 @torch.no_grad()
 def apply_updates(params: Tree, updates: Tree, donate: bool = False) -> Tree:
     """Add updates to parameters.
@@ -203,7 +385,7 @@ def apply_updates(params: Tree, updates: Tree, donate: bool = False) -> Tree:
 
 
 def check_trainable(params: Tree) -> None:
-    """Refuse leaves that no gradient can move.
+    """Refuse leaves that cannot have a gradient.
 
     Raises:
         LeafError: a leaf is not a tensor, or holds integers or booleans.
@@ -231,7 +413,7 @@ def _check_dtype(path: str, dtype: torch.dtype) -> None:
 
 
 def aligned(params: Tree, **others: Tree) -> list[tuple[Tensor, ...]]:
-    """Put the leaves of trees side by side.
+    """Return the leaves of several trees, row by row.
 
     Args:
         params: a tree of tensors.
@@ -255,6 +437,12 @@ def aligned(params: Tree, **others: Tree) -> list[tuple[Tensor, ...]]:
         _explain(params, others, error)
     names = tree.paths(params)
     for path, (p, *rest) in zip(names, rows, strict=True):
+        if not isinstance(p, Tensor):
+            raise LeafError(
+                f"parameters are tensors; leaf {path!r} is {type(p).__name__}; pass "
+                "torch.as_tensor(leaf), or leave the leaf out with zf.partition()",
+                leaf=path,
+            )
         for name, x in zip(others, rest, strict=True):
             if not isinstance(x, Tensor) or x.shape != p.shape:
                 got = (
@@ -296,8 +484,8 @@ def _explain(params: Tree, others: dict[str, Tree], error: Exception) -> NoRetur
 def own(leaves: Sequence[Tensor], donate: bool) -> list[Tensor]:
     """Return tensors that may be overwritten, contiguous and with the values of ``leaves``.
 
-    With ``donate`` a dense leaf is taken over; a tied leaf is not, because two steps would write
-    the same memory.
+    With ``donate`` a contiguous leaf is returned as it is. A second tie of a leaf is copied,
+    because two steps would write the same memory.
     """
     seen: set[int] = set()
     mine = []
@@ -326,5 +514,5 @@ def flat_view(x: Tensor) -> Tensor:
 
 
 def step_count(count: Tensor) -> int:
-    """Read how many steps a state has seen."""
+    """Return the number of steps that a state has taken."""
     return int(count)

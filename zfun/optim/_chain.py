@@ -6,7 +6,15 @@ from collections.abc import Sequence
 
 from zfun.errors import OptionError, PlacementError, SpecMismatch
 from zfun.layout import LabelFn
-from zfun.optim._base import InitFn, Optimizer, State, UpdateFn, as_optimizer, remembered
+from zfun.optim._base import (
+    InitFn,
+    Optimizer,
+    State,
+    UpdateFn,
+    as_optimizer,
+    prepared,
+    remembered,
+)
 from zfun.tree import Tree
 
 __all__ = ["chain"]
@@ -17,11 +25,11 @@ def chain(*optimizers: Optimizer | tuple[InitFn, UpdateFn]) -> Optimizer:
     """Give the updates of each optimizer to the next one as gradients.
 
     Args:
-        optimizers: at least one; the last takes the step, the others transform the gradients.
+        optimizers: at least one; the last one steps the parameters, the others transform gradients.
 
     Returns:
-        An optimizer whose state is the tuple of all states. ``apply`` is that of the last one,
-        after the updates of the others.
+        An optimizer whose state is the tuple of all states. ``apply`` is the ``apply`` of the
+        last optimizer, after the updates of the others.
 
     Raises:
         OptionError: there is none, or one is not an optimizer.
@@ -38,8 +46,8 @@ def chain(*optimizers: Optimizer | tuple[InitFn, UpdateFn]) -> Optimizer:
     """
     if not optimizers:
         raise OptionError(
-            "chain() takes at least one optimizer; got none; pass the one that takes the step, "
-            "as in chain(sgd(0.1))"
+            "chain() takes at least one optimizer; got none; pass the one that steps the "
+            "parameters, as in chain(sgd(0.1))"
         )
     parts = tuple(as_optimizer(part) for part in optimizers)
     placements = {part.placement for part in parts if part.placement is not None}
@@ -56,6 +64,10 @@ def chain(*optimizers: Optimizer | tuple[InitFn, UpdateFn]) -> Optimizer:
             "stands first in a chain, because a part in front would see terms and not the "
             "gradient; got one further back; put that one first"
         )
+    return _chained(parts)
+
+
+def _chained(parts: tuple[Optimizer, ...]) -> Optimizer:
     first = parts[0].partial
 
     def init(params: Tree) -> State:
@@ -81,15 +93,27 @@ def chain(*optimizers: Optimizer | tuple[InitFn, UpdateFn]) -> Optimizer:
         params, last = parts[-1].apply(grads, state[-1], params, donate=donate)
         return params, (*states, last)
 
+    def prepare(grads: Tree | None, state: State, params: Tree) -> Optimizer | None:
+        _check_states(state, len(parts))
+        ready = [
+            # The gradients of later parts are those that the parts before return.
+            prepared(part, None if index else grads, own_state, params)
+            for index, (part, own_state) in enumerate(zip(parts, state, strict=True))
+        ]
+        if any(part is None for part in ready):
+            return None
+        return _chained(tuple(part for part in ready if part is not None))
+
     return Optimizer(
         init,
         update,
         apply,
-        placement=next(iter(placements), None),
-        group=next(iter(groups.values()), None),
+        placement=next((part.placement for part in parts if part.placement is not None), None),
+        group=next((part.group for part in parts if part.group is not None), None),
         labels=_labels_of(parts),
         by_leaf=any(part.by_leaf for part in parts),
         partial=None if first is None else lambda state: first(state[0]),
+        prepare=prepare,
         parts=parts,
     )
 

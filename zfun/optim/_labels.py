@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zfun import tree
-from zfun.errors import OptionError, PlacementError, SpecMismatch, checked_options
+from zfun.errors import OptionError, PlacementError, SpecMismatch
 from zfun.flat import Flat, change_layout, check_same_layout
 from zfun.layout import LabelFn, labels_of, layout_of, split_by_label
 from zfun.optim._base import (
@@ -18,27 +18,32 @@ from zfun.optim._base import (
     aligned,
     as_optimizer,
     check_trainable,
+    prepared,
 )
+from zfun.options import OF_LEAVES, instance, takes
 from zfun.tree import Tree
 
 __all__ = ["by_label"]
 
 
-@checked_options
+@takes(
+    optimizers=instance(Mapping, "a dict of optimizers by label", "{'all': zf.optim.sgd(0.1)}"),
+    label=OF_LEAVES,
+)
 def by_label(
     optimizers: Mapping[str, Optimizer | tuple[InitFn, UpdateFn]], label: LabelFn
 ) -> Optimizer:
     """Step each leaf with the optimizer of a label: other weight decay, learning rate or rule.
 
-    Leaves of one label lie in buckets of their own, so that an optimizer still works on a few long
-    vectors. :func:`zfun.zero`, :func:`zfun.shard_optimizer` and :func:`zfun.data_parallel` see to
-    that by themselves; parameters that are sharded by hand are laid out so with
+    A bucket holds leaves of one label only, because an optimizer steps whole buckets.
+    :func:`zfun.zero`, :func:`zfun.shard_optimizer` and :func:`zfun.data_parallel` lay out buckets
+    accordingly; to shard parameters by hand, call
     ``shard(params, group, labels=optimizer.labels)``.
 
     Args:
-        optimizers: by label.
+        optimizers: the optimizer of each label.
         label: ``label(path, leaf)`` gives each leaf one of the labels, by path, shape and dtype.
-            The leaf may have no numbers.
+            The leaf may be a lazy leaf, without numbers.
 
     Returns:
         An optimizer whose state is a dict: by label, the state of the optimizer on the leaves of
@@ -79,8 +84,10 @@ def by_label(
                 "leaves"
             )
 
-    table = _Table(parts, label)
+    return _by_label(parts, _Table(parts, label))
 
+
+def _by_label(parts: dict[str, Optimizer], table: _Table) -> Optimizer:
     def init(params: Tree) -> State:
         check_trainable(params)
         pieces = table.split(table.laid_out(params))
@@ -92,13 +99,7 @@ def by_label(
     def run(
         method: str, grads: Tree, state: State, params: Tree, **options: Any
     ) -> tuple[Tree, State]:
-        if not isinstance(state, dict) or set(state) != set(parts):
-            got = ", ".join(map(repr, state)) if isinstance(state, dict) else type(state).__name__
-            raise SpecMismatch(
-                "the state of an optimizer by label is a dict with the labels "
-                f"{', '.join(map(repr, parts))}; got {got}; make it with the init of this very "
-                "optimizer"
-            )
+        _check_state(state, parts)
         whole = table.laid_out(params)
         values, gradients = table.split(whole), table.split(whole, table.laid_out(grads))
         found: dict[str, Tree] = {}
@@ -118,20 +119,41 @@ def by_label(
     ) -> tuple[Tree, State]:
         return run("apply", grads, state, params, donate=donate)
 
+    def prepare(grads: Tree | None, state: State, params: Tree) -> Optimizer | None:
+        _check_state(state, parts)
+        ready = dict(parts)
+        pieces = table.split(params)
+        gradients = {} if grads is None else table.split(params, grads)
+        for name, piece in pieces.items():
+            part = prepared(parts[name], gradients.get(name), state[name], piece)
+            if part is None:
+                return None
+            ready[name] = part
+        # The same table, because the labels of a layout are cached by the functions of the table.
+        return _by_label(ready, table)
+
     return Optimizer(
-        init, update, apply, labels=table.place, by_leaf=True, parts=tuple(parts.values())
+        init,
+        update,
+        apply,
+        labels=table.place,
+        by_leaf=True,
+        prepare=prepare,
+        parts=tuple(parts.values()),
+        name=by_label.__name__,
+        options=(("labels", tuple(parts)),),
     )
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Table:
-    """Which leaves are whose."""
+    """The assignment of leaves to optimizers."""
 
     parts: dict[str, Optimizer]
     label: LabelFn
 
     def name(self, path: str, leaf: Any) -> str:
-        """The label of a leaf."""
+        """Return the label of a leaf."""
         found = self.label(path, leaf)
         if found not in self.parts:
             raise OptionError(
@@ -142,7 +164,7 @@ class _Table:
         return str(found)
 
     def place(self, path: str, leaf: Any) -> Hashable:
-        """Return a key that the leaves of a bucket share: the label, and the label within."""
+        """Return the key that the leaves of a bucket share: the label, and the part's own label."""
         name = self.name(path, leaf)
         inner = self.parts[name].labels
         return (name, None if inner is None else inner(path, leaf))
@@ -155,15 +177,15 @@ class _Table:
         )
 
     def split(self, params: Tree, value: Tree = None) -> dict[str, Tree]:
-        """Take apart by label the parameters, or a value like the parameters."""
+        """Split the parameters, or a value like the parameters, by label."""
         value = params if value is None else value
         if isinstance(params, Flat):
             check_same_layout(params, value, "parameters and gradients")
             return {
-                name: _part(value, buckets) for name, buckets in self._buckets_of(params).items()
+                name: value.select(buckets) for name, buckets in self._buckets_of(params).items()
             }
         values = [leaf for _, leaf in aligned(params, gradients=value)]
-        # Tied leaves have one state and one label, that of the first.
+        # Tied leaves have one state and one label, the label of the first leaf.
         layout = layout_of(params)
         labels = labels_of(layout, self.name)
         names = [labels[position] for position in layout.positions]
@@ -178,7 +200,7 @@ class _Table:
         }
 
     def merge(self, found: dict[str, Tree], params: Tree) -> Tree:
-        """Put the parts together again."""
+        """Join the parts of all labels."""
         if not isinstance(params, Flat):
             return tree.combine(*found.values()) if found else params
         buffers: list[Any] = list(params.buffers)
@@ -195,10 +217,11 @@ class _Table:
         return {name: found[name] for name in self.parts if name in found}
 
 
-def _part(flat: Flat, buckets: list[int]) -> Flat:
-    return Flat(
-        (flat.buffers[index] for index in buckets),
-        flat.placement,
-        flat.layout.select(buckets),
-        flat.group,
-    )
+def _check_state(state: State, parts: dict[str, Optimizer]) -> None:
+    if not isinstance(state, dict) or set(state) != set(parts):
+        got = ", ".join(map(repr, state)) if isinstance(state, dict) else type(state).__name__
+        raise SpecMismatch(
+            "the state of an optimizer by label is a dict with the labels "
+            f"{', '.join(map(repr, parts))}; got {got}; make it with the init of this very "
+            "optimizer"
+        )

@@ -1,4 +1,4 @@
-"""Rules that know whole leaves: LAMB and Muon."""
+"""Rules that need whole leaves: LAMB and Muon."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zfun import ops, tree
-from zfun.errors import LeafError, OptionError, checked_options
+from zfun.errors import LeafError, OptionError
 from zfun.flat import Flat, leaf_spans
 from zfun.layout import LabelFn, layout_of
 from zfun.optim._base import (
@@ -21,26 +21,36 @@ from zfun.optim._base import (
     as_optimizer,
     check_trainable,
     flat_view,
+    itself,
     own,
     remembered,
     step_count,
 )
 from zfun.optim._labels import by_label
 from zfun.optim._rules import AdamState
-from zfun.optim._schedules import Schedule, check_decay, check_rate, decay_at, rate_at
+from zfun.optim._schedules import DECAY, EPS, RATE, SECOND_DECAY, Schedule, decay_at, rate_at
 from zfun.optim._stepping import Into, assemble, no_steps, zeros_like
+from zfun.options import ANY, BOOL, FLOATING, OF_LEAVES, integer, number, takes
 from zfun.placement import S
 from zfun.reductions import gather_values, map_leaves
 from zfun.tree import Tree
 
 __all__ = ["MuonState", "lamb", "muon"]
 
-# Muon's quintic: the slope at 0 is large, so five steps bring singular values from 1e-2 on to near
-# 1 (Jordan et al., 2024).
+# Muon's quintic: the slope at 0 is large, so five steps bring singular values above 1e-2 near 1
+# (Jordan et al., 2024).
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 
 
-@checked_options
+@takes(
+    learning_rate=RATE,
+    b1=DECAY,
+    b2=SECOND_DECAY,
+    eps=EPS,
+    weight_decay=number(0),
+    min_ratio=number(0),
+    max_ratio=number(0, infinite=True),
+)
 @remembered
 def lamb(
     learning_rate: float | Schedule,
@@ -52,13 +62,13 @@ def lamb(
     min_ratio: float = 0.01,
     max_ratio: float = 10.0,
 ) -> Optimizer:
-    """LAMB: Adam whose step is, for each leaf, in proportion to the size of the leaf.
+    """LAMB: Adam whose step for each leaf is in proportion to the norm of the leaf.
 
     ``m`` and ``v`` as in :func:`adam`, ``d = m / (√v + eps) + weight_decay p``, ``r = ‖p‖ / ‖d‖``
     within the bounds, or 1 where either norm is 0, and
-    ``p = p - learning_rate √(1 - b2ᵗ) / (1 - b1ᵗ) r d``. The norms are exact and those of whole
-    leaves, even where a rank holds only a part, so that shards give the same bits; a rank sends a
-    few hundred bytes for each leaf. "Large Batch Optimization for Deep Learning: Training BERT in
+    ``p = p - learning_rate √(1 - b2ᵗ) / (1 - b1ᵗ) r d``. The norms are exact norms of
+    whole leaves, so that shards give the same bits; on shards a rank sends a few hundred bytes for
+    each leaf. "Large Batch Optimization for Deep Learning: Training BERT in
     76 minutes", You et al., 2020.
 
     Args:
@@ -82,19 +92,9 @@ def lamb(
         >>> optimizer.apply(grads, optimizer.init(params), params)[0]
         {'w': tensor([1., 1., 1., 1.])}
     """
-    check_rate(learning_rate)
-    check_decay("b1", b1)
-    for name, value, below in (
-        ("b2", b2, 1.0),
-        ("eps", eps, math.inf),
-        ("weight_decay", weight_decay, math.inf),
-    ):
-        if not 0.0 <= value < below:
-            raise OptionError(f"{name} lies in [0, {below}); got {value}")
-    if not 0.0 <= min_ratio <= max_ratio:
+    if min_ratio > max_ratio:
         raise OptionError(
-            f"the ratio lies between min_ratio and max_ratio, which is not less; got {min_ratio} "
-            f"and {max_ratio}"
+            f"min_ratio lies in [0, max_ratio]; got min_ratio={min_ratio} and max_ratio={max_ratio}"
         )
 
     def init(params: Tree) -> AdamState:
@@ -130,7 +130,7 @@ def lamb(
         after = AdamState(state.count + 1, tree.unflatten(spec, mus), tree.unflatten(spec, nus))
         return tree.unflatten(spec, into.results(targets, changes)), after
 
-    return assemble(init, step)._replace(by_leaf=True)
+    return itself(assemble(init, step)._replace(by_leaf=True))
 
 
 def _layers(params: Tree) -> list[dict[str, Any]]:
@@ -172,7 +172,16 @@ def is_matrix(path: str, leaf: Any) -> bool:
     return leaf.ndim == 2 and not leaf.dtype.is_complex
 
 
-@checked_options
+@takes(
+    learning_rate=RATE,
+    rest=ANY,
+    matrices=OF_LEAVES,
+    momentum=SECOND_DECAY,
+    nesterov=BOOL,
+    weight_decay=number(0),
+    num_iterations=integer(1),
+    dtype=FLOATING | None,
+)
 def muon(
     learning_rate: float | Schedule,
     rest: Any,
@@ -184,32 +193,32 @@ def muon(
     num_iterations: int = 5,
     dtype: torch.dtype | None = None,
 ) -> Optimizer:
-    """Muon: matrices step by momentum with singular values near 1; other leaves by other rules.
+    """Muon: step matrices by orthogonalised momentum, and other leaves by another optimizer.
 
     ``m = momentum m + (1 - momentum) g``, ``d = momentum m + (1 - momentum) g`` after Nesterov or
     else ``m``, and ``p = p - learning_rate (√max(1, rows / columns) orthogonal(d) + weight_decay
     p)``. Here ``orthogonal`` divides by the norm and then iterates ``X = 3.4445 X - 4.7750 (X Xᵀ) X
     + 2.0315 (X Xᵀ)² X``.
 
-    Where matrices are cut over ranks, momentum is kept in shards as any state is. Each matrix is
-    then sent to one rank, which orthogonalises the matrix and sends a part to every rank; the ranks
-    share the matrices by cost. Whole matrices (stage 0) are orthogonalised by every rank. "Muon: An
+    If the parameters are sharded, the momentum is sharded too. Each matrix is then sent to one
+    rank, which orthogonalises the matrix and sends every rank its shard; the ranks divide the
+    matrices by cost. At stage 0 every rank orthogonalises all matrices. "Muon: An
     optimizer for hidden layers in neural networks", Jordan et al., 2024.
 
     Args:
         learning_rate: step size of matrices, or a function of the number of steps taken so far.
         rest: the optimizer of all other leaves, such as ``adamw(3e-4)``.
-        matrices: ``matrices(path, leaf)`` says which leaves are orthogonalised: all real matrices,
-            unless embeddings and the like are to be left out.
+        matrices: ``matrices(path, leaf)`` chooses the leaves to orthogonalise; by default all real
+            matrices. Leave embeddings out here.
         momentum: decay of the momentum, in [0, 1).
         nesterov: look ahead along the momentum.
-        weight_decay: share of a matrix that a step with learning rate 1 would take off.
-        num_iterations: of the quintic, at least 1.
-        dtype: in which to iterate; by default that of the parameters, and float32 for narrower
-            ones.
+        weight_decay: share of a matrix that a step with learning rate 1 would subtract.
+        num_iterations: iterations of the quintic, at least 1.
+        dtype: the dtype of the iteration; by default the dtype of the parameters, or float32 if
+            the parameters are narrower.
 
     Returns:
-        An optimizer by label, ``"matrices"`` with :class:`MuonState` and ``"rest"``.
+        An optimizer by label: ``"matrices"`` with :class:`MuonState` and ``"rest"``.
 
     Raises:
         OptionError: a value of an option is out of range.
@@ -241,12 +250,6 @@ def _muon(
     num_iterations: int,
     dtype: torch.dtype | None,
 ) -> Optimizer:
-    check_rate(learning_rate)
-    check_decay("momentum", momentum)
-    if not 0.0 <= weight_decay < math.inf:
-        raise OptionError(f"weight_decay lies in [0, inf); got {weight_decay}")
-    if num_iterations < 1:
-        raise OptionError(f"num_iterations must be at least 1; got {num_iterations}")
 
     def orthogonal(x: Tensor) -> Tensor:
         return _orthogonal(x, num_iterations, dtype)
@@ -292,7 +295,7 @@ def _muon(
         updates, after = update(grads, state, params)
         return apply_updates(params, updates, donate), after
 
-    return Optimizer(init, update, apply, by_leaf=True)
+    return itself(Optimizer(init, update, apply, by_leaf=True))
 
 
 def _leaves_of(params: Tree) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
@@ -312,8 +315,8 @@ def _orthogonal(x: Tensor, num_iterations: int, dtype: torch.dtype | None) -> Te
         return x
     scale = math.sqrt(max(1.0, x.shape[0] / x.shape[1]))
     y = x if dtype is None else x.to(dtype)
-    # The norm is exact, and so the same on every device and rank. The shorter side makes the
-    # smaller products.
+    # The norm is exact, and so the same on every device and rank. A tall matrix is transposed,
+    # because the products over the shorter side are smaller.
     y = y / max(math.sqrt(ops.total_of_bins(ops.squares_in_bins(y.reshape(-1))[None]).item()), 1e-7)
     tall = x.shape[0] > x.shape[1]
     y = y.T.contiguous() if tall else y

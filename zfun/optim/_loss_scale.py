@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from zfun.errors import NonFiniteError, OptionError, checked_options
+from zfun.errors import NonFiniteError
+from zfun.options import BOOL, integer, number, takes
 
 __all__ = ["LossScale", "LossScaleState", "dynamic_loss_scale", "static_loss_scale"]
 
@@ -19,7 +19,7 @@ class LossScaleState(NamedTuple):
 
     Attributes:
         scale: the factor of the next step's loss, float32.
-        hysteresis: how many more overflows until the scale shrinks, int64.
+        hysteresis: how many more overflows until the scale halves, int64.
         count: steps seen, skipped ones included, int64.
         last_overflow: the step of the last overflow, -1 before the first, int64.
     """
@@ -31,7 +31,7 @@ class LossScaleState(NamedTuple):
 
 
 class LossScale(NamedTuple):
-    """How the number that a loss is multiplied with goes on from step to step: pure functions.
+    """A loss scale as two pure functions: the first state, and the state of the next step.
 
     Attributes:
         init: ``init() -> state``.
@@ -49,7 +49,17 @@ class LossScale(NamedTuple):
     update: Callable[[LossScaleState, bool | Tensor], LossScaleState]
 
 
-@checked_options
+SCALE = number(above=0, example="2.0**16")
+
+
+@takes(
+    initial=SCALE,
+    window=integer(1),
+    hysteresis=integer(1),
+    min_scale=SCALE,
+    consecutive_hysteresis=BOOL,
+    raise_at_min=BOOL,
+)
 def dynamic_loss_scale(
     initial: float = 2.0**16,
     *,
@@ -59,21 +69,21 @@ def dynamic_loss_scale(
     consecutive_hysteresis: bool = False,
     raise_at_min: bool = False,
 ) -> LossScale:
-    """A loss scale that doubles after a while without overflow, and halves on overflow.
+    """A loss scale that doubles after steps without overflow, and halves on overflow.
 
-    Equal to DeepSpeed's ``DynamicLossScaler``. At a step that overflows, the scale halves if only
-    one overflow is left to tolerate; else one less is left. After ``window`` clean steps, and each
-    ``window`` after that, the scale doubles, and ``hysteresis`` overflows may come again. Since the
-    step after an overflow is number 0, the first growth needs ``window + 1`` clean steps.
+    Equal to DeepSpeed's ``DynamicLossScaler``. A count starts at ``hysteresis``. A step that
+    overflows halves the scale if the count is 1, and else lowers the count by one. After ``window``
+    clean steps, and each ``window`` after that, the scale doubles, and the count starts again.
+    Because the step after an overflow is number 0, the first growth needs ``window + 1`` clean
+    steps.
 
     Args:
         initial: the scale of the first step; powers of two change no bit.
-        window: clean steps to a doubling.
-        hysteresis: overflows to a halving; with 1 every overflow halves.
-        min_scale: the scale never falls below.
-        consecutive_hysteresis: let a clean step restore all the overflows to tolerate.
-        raise_at_min: raise where the scale would have to fall below ``min_scale``, instead of
-            staying there.
+        window: clean steps until the scale doubles.
+        hysteresis: overflows until the scale halves; with 1 every overflow halves the scale.
+        min_scale: the least scale.
+        consecutive_hysteresis: whether every clean step sets the count back to ``hysteresis``.
+        raise_at_min: raise instead of staying at ``min_scale`` when the scale would fall below.
 
     Returns:
         The loss scale. Without ``raise_at_min`` the host does not wait for ``finite``.
@@ -93,9 +103,7 @@ def dynamic_loss_scale(
 
     After Micikevicius et al., "Mixed Precision Training" (2018).
     """
-    initial, min_scale = _checked_scale(initial), _checked_scale(min_scale)
-    if window < 1 or hysteresis < 1:
-        raise OptionError(f"window and hysteresis are at least 1; got {window} and {hysteresis}")
+    initial, min_scale = float(initial), float(min_scale)
 
     def init() -> LossScaleState:
         return LossScaleState(
@@ -128,6 +136,7 @@ def dynamic_loss_scale(
     return LossScale(init, update)
 
 
+@takes(scale=SCALE)
 def static_loss_scale(scale: float) -> LossScale:
     """A constant loss scale.
 
@@ -145,7 +154,7 @@ def static_loss_scale(scale: float) -> LossScale:
         >>> rule.update(rule.init(), False).scale
         tensor(128.)
     """
-    scale = _checked_scale(scale)
+    scale = float(scale)
 
     def init() -> LossScaleState:
         return LossScaleState(
@@ -164,17 +173,3 @@ def static_loss_scale(scale: float) -> LossScale:
 
 def _integer(value: int) -> Tensor:
     return torch.tensor(value, dtype=torch.int64, device="cpu")
-
-
-def _checked_scale(scale: float) -> float:
-    if (
-        isinstance(scale, bool)
-        or not isinstance(scale, (int, float))
-        or not math.isfinite(scale)
-        or scale <= 0
-    ):
-        raise OptionError(
-            f"a loss scale is a finite number above 0; got {scale!r}; use 2.0**16, or "
-            "dynamic_loss_scale()"
-        )
-    return float(scale)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zfun import tree
-from zfun.errors import OptionError, PlacementError
+from zfun.errors import PlacementError
 from zfun.flat import Flat
 from zfun.optim._base import (
     InitFn,
@@ -19,8 +19,10 @@ from zfun.optim._base import (
     apply_updates,
     as_optimizer,
     check_trainable,
+    prepared,
     remembered,
 )
+from zfun.options import ANY, FLOATING, takes
 from zfun.tree import Tree
 
 __all__ = ["MasterState", "with_master"]
@@ -39,6 +41,7 @@ class MasterState(NamedTuple):
     inner: State
 
 
+@takes(optimizer=ANY, dtype=FLOATING)
 @remembered
 def with_master(
     optimizer: Optimizer | tuple[InitFn, UpdateFn], dtype: torch.dtype = torch.float32
@@ -47,25 +50,25 @@ def with_master(
 
     The parameters are the rounded copies.
 
-    A parameter in bfloat16 has 8 bits, so a change of less than 1/512 of the parameter is lost;
-    master weights add such changes up. Moments are made of the master weights, and so are as wide.
-    A parameter that is not narrower than ``dtype`` has no copy. "Mixed Precision Training",
+    A parameter in bfloat16 has 8 significant bits, so a change of less than 1/512 of the parameter
+    is lost; master weights add up such changes. Moments have the dtype of the master weights. A
+    parameter that is not narrower than ``dtype`` has no copy. "Mixed Precision Training",
     Micikevicius et al., 2018.
 
     ``with_master`` stands inside of ``shard_optimizer``, so that each rank keeps the master weights
     of its own part only: ``shard_optimizer(with_master(adamw(3e-4)), group)``. In a :func:`chain`
-    it stands last; a chain may stand inside.
+    ``with_master`` is the last part; the optimizer of the master weights may be a chain.
 
     Args:
         optimizer: an optimizer, or an ``(init, update)`` pair.
-        dtype: of the master weights.
+        dtype: the dtype of the master weights.
 
     Returns:
         An optimizer with :class:`MasterState`, for gradients of any dtype.
 
     Raises:
         OptionError: ``dtype`` is not a floating dtype.
-        PlacementError: the optimizer is sharded already, so that the master weights would not be.
+        PlacementError: the optimizer is sharded already; the master weights would not be sharded.
 
     Example:
         >>> from zfun.optim import sgd
@@ -77,10 +80,6 @@ def with_master(
         >>> params, state.master
         ({'w': tensor([0.9922], dtype=torch.bfloat16)}, {'w': tensor([0.9920])})
     """
-    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise OptionError(
-            f"master weights have a floating dtype; got {dtype!r}; torch.float32 is usual"
-        )
     inner = as_optimizer(optimizer)
     if inner.placement is not None:
         raise PlacementError(
@@ -88,10 +87,13 @@ def with_master(
             f"too; got an optimizer that computes in {inner.placement!r}; write "
             "shard_optimizer(with_master(optimizer), group)"
         )
+    return _with_master(inner, dtype)
 
+
+def _with_master(inner: Optimizer, dtype: torch.dtype) -> Optimizer:
     def init(params: Tree) -> MasterState:
         check_trainable(params)
-        # A copy: the values may be views of something larger that is let go after this.
+        # A copy, because the values may be views that would keep larger buffers alive.
         master = tree.map(Tensor.clone, _masters_of(params, params, dtype))
         return MasterState(master, inner.init(_widened(params, master, dtype)))
 
@@ -99,7 +101,7 @@ def with_master(
         before = _widened(params, state.master, dtype)
         updates, after = inner.update(grads, state.inner, before)
         wide = apply_updates(before, updates)
-        # Exact, so that adding the change gives the same parameters as apply.
+        # The changes are exact, so adding a change gives the same parameter as apply.
         changes = [
             new.to(p.dtype).to(_exact(p)) - p.detach().to(_exact(p))
             if _is_narrow(p, dtype)
@@ -126,12 +128,17 @@ def with_master(
             _masters_of(wide, params, dtype), after
         )
 
+    def prepare(grads: Tree | None, state: State, params: Tree) -> Optimizer | None:
+        ready = prepared(inner, grads, state.inner, params)
+        return None if ready is None else _with_master(ready, dtype)
+
     partial = inner.partial
     return inner._replace(
         init=init,
         update=update,
         apply=apply,
         partial=None if partial is None else lambda state: partial(state.inner),
+        prepare=prepare,
         parts=(inner,),
     )
 
@@ -166,7 +173,7 @@ def _rounded(wide: Tensor, param: Tensor, donate: bool) -> Tensor:
 
 
 def _masters_of(values: Tree, params: Tree, dtype: torch.dtype) -> Tree:
-    """Take the leaves of ``values`` at the places where ``params`` is narrow, in the wide dtype."""
+    """Return the leaves of ``values`` whose parameters are narrow, in the wide dtype."""
 
     def one(value: Any, param: Any) -> Any:
         if not isinstance(param, Flat):
@@ -182,12 +189,12 @@ def _masters_of(values: Tree, params: Tree, dtype: torch.dtype) -> Tree:
         )
 
     masters = tree.map(one, values, params, is_leaf=_is_flat)
-    # Nothing but holes looks alike for trees and for flats.
+    # A tree of holes only becomes None, so that trees and flats without masters have one form.
     return masters if tree.leaves(masters) else None
 
 
 def _widened(params: Tree, master: Tree, dtype: torch.dtype) -> Tree:
-    """Put the master weights in the places of narrow parameters."""
+    """Return the parameters with master weights in place of narrow parameters."""
     leaves, spec = tree.flatten(params, is_leaf=_is_flat)
     masters = tree.subtrees(spec, master) or [None] * len(leaves)
     return tree.unflatten(

@@ -1,17 +1,16 @@
-"""1-bit Adam: momentum that is summed over the ranks in one bit a number.
+"""1-bit Adam: momentum that is averaged over the ranks in one bit per number.
 
 [Note: the compressed sum]
-A rank sends its own gradient and the error of its last message. So from
-``freeze_step`` on this optimizer must be given the terms of the gradient (``P``), where other
-optimizers are given the sum. ``Optimizer.partial``, which is asked before each step, says so, and
-transforms that would sum leave the sum to the optimizer. Parameters and moments are ``R`` or ``S``
-as ever. The errors of messages are a term on every rank (``P``); the errors of answers belong to
-the rank that averages, each its chunk. Messages are made leaf by leaf of the whole momentum, and
-each rank takes its part of the mean, so that parameters have the same bits for every sharding and
-every layout of the buckets.
+A message holds the rank's own momentum and the error of its last message. So from ``freeze_step``
+on this optimizer takes the terms of the gradient (``P``), where other optimizers take the sum.
+``Optimizer.partial`` tells the transforms before each step whether to leave the sum to the
+optimizer. Parameters and moments are ``R`` or ``S`` as in other optimizers. The errors of messages
+are a term on every rank (``P``). The errors of answers are sharded: each rank keeps the errors of
+the chunk that it averages. Messages encode the whole momentum leaf by leaf, and each rank takes its
+shard of the mean, so parameters have the same bits for every sharding and every layout of buckets.
 
-A rank with a shard of the moments needs the whole momentum, to add its gradient. The last answers
-hold the whole momentum at one bit a number, so the state keeps the answers.
+A rank with a shard of the moments needs the whole momentum, because its gradient is whole. The last
+answers hold the whole momentum in one bit per number, so the state keeps the answers.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor
 
 from zfun import compression, ops, tree
-from zfun.errors import OptionError, PlacementError, checked_options
+from zfun.errors import PlacementError
 from zfun.flat import Flat, local_shards
 from zfun.layout import Layout
 from zfun.optim._base import (
@@ -39,8 +38,9 @@ from zfun.optim._base import (
     step_count,
 )
 from zfun.optim._rules import AdamState
-from zfun.optim._schedules import Schedule, check_decay, check_rate, decay_at, rate_at
+from zfun.optim._schedules import DECAY, EPS, RATE, SECOND_DECAY, Schedule, decay_at, rate_at
 from zfun.optim._stepping import Into, Kernel, assemble, elementwise, no_steps, zeros_like
+from zfun.options import BOOL, integer, number, takes
 from zfun.placement import P, R, S
 from zfun.reductions import all_ranks, gather_values
 from zfun.tree import Tree
@@ -58,9 +58,9 @@ class OneBitState(NamedTuple):
         worker_error: the errors of this rank's messages, a whole value on every rank; ``None`` on
             one rank.
         server_error: the errors of this rank's answers: for each bucket the chunks of the leaves,
-            one after the other. A tree like the parameters where these are a tree, and ``None`` on
-            one rank.
-        answers: for each bucket the last answers, where the moments are sharded; else ``None``.
+            one after the other. A tree like the parameters if the parameters are a tree, and
+            ``None`` on one rank.
+        answers: for each bucket the last answers if the moments are sharded; else ``None``.
     """
 
     count: Tensor
@@ -71,7 +71,15 @@ class OneBitState(NamedTuple):
     answers: tuple[Tensor, ...] | None
 
 
-@checked_options
+@takes(
+    learning_rate=RATE,
+    freeze_step=integer(1),
+    b1=DECAY,
+    b2=SECOND_DECAY,
+    eps=EPS,
+    weight_decay=number(0),
+    bias_correction=BOOL,
+)
 @remembered
 def onebit_adam(
     learning_rate: float | Schedule,
@@ -83,29 +91,29 @@ def onebit_adam(
     weight_decay: float = 0.0,
     bias_correction: bool = True,
 ) -> Optimizer:
-    """1-bit Adam: after a warm-up, frozen second moments and momentum sums in one bit a number.
+    """1-bit Adam: after a warm-up, second moments are constant and momentum is sent in one bit.
 
     The first T = ``freeze_step`` steps are those of :func:`adamw`, to the last bit. From then on,
     with the gradient gᵢ of rank i, ``m = compressed mean of (b1 m + (1 - b1) gᵢ)`` and ``p = p -
     learning_rate ((m / (1 - b1ᵗ)) / (√(v / (1 - b2ᵀ)) + eps) + weight_decay p)``. Each leaf is sent
-    by itself, by :func:`zfun.compression.compressed_all_reduce`: signs, a scale, and the loss of
-    the last messages. An element without gradient in the warm-up has no v to divide by, and does
-    not change.
+    by itself, as in :func:`zfun.compression.compressed_all_reduce`: the signs and one scale of the
+    momentum plus the error of the last message. An element without a gradient in the warm-up has
+    ``v = 0``, and stays unchanged.
 
     The compressed steps take the terms of the gradient (``P``), as :func:`zfun.data_parallel`
-    returns: stages 0 and 1, and ``zf.zero(2, ...)``, which leaves the sum out of backward then.
-    Every rank keeps a whole value of errors, and so stage 3 is refused, whose point is to hold
-    nothing whole. In a :func:`chain` 1-bit Adam stands first. "1-bit Adam: Communication Efficient
+    returns: at stages 0 and 1, and in ``zf.zero(2, ...)``, which then leaves the sum out of
+    backward. Stage 3 is refused, because every rank keeps the errors of whole parameters. In a
+    :func:`chain` 1-bit Adam is the first part. "1-bit Adam: Communication Efficient
     Large-Scale Training with Adam's Convergence Speed", Tang et al., 2021.
 
     Args:
         learning_rate: step size, or a function of the number of steps taken so far.
-        freeze_step: how many steps to warm up for: until v hardly changes, 15 to 20 % of all steps
-            in the paper.
+        freeze_step: the number of warm-up steps, after which v hardly changes: 15 to 20 % of all
+            steps in the paper.
         b1: decay of the first moment, in [0, 1), or a function of the number of steps taken so far.
         b2: decay of the second moment, in [0, 1).
         eps: added to the root mean square.
-        weight_decay: share of the parameter that a step with learning rate 1 would take off.
+        weight_decay: share of the parameter that a step with learning rate 1 would subtract.
         bias_correction: whether moments are divided by ``1 - bᵗ``. DeepSpeed's OneBitAdam does not.
 
     Returns:
@@ -113,7 +121,7 @@ def onebit_adam(
 
     Raises:
         OptionError: a value of an option is out of range.
-        PlacementError: from a compressed step, for gradients that are summed already.
+        PlacementError: from a compressed step, if the gradients are summed already.
 
     Example:
         >>> import zfun as zf
@@ -130,20 +138,6 @@ def onebit_adam(
         >>> zf.simulate(2, main)[0]
         [4096, 4096, 136, 136]
     """
-    check_rate(learning_rate)
-    check_decay("b1", b1)
-    for name, value, below in (
-        ("b2", b2, 1.0),
-        ("eps", eps, math.inf),
-        ("weight_decay", weight_decay, math.inf),
-    ):
-        if not 0.0 <= value < below:
-            raise OptionError(f"{name} lies in [0, {below}); got {value}")
-    if type(freeze_step) is not int or freeze_step < 1:
-        raise OptionError(
-            f"freeze_step is a number of steps, at least 1; got {freeze_step!r}; without a "
-            "warm-up there is no v to divide by"
-        )
 
     def kernel_at(before: int) -> Kernel:
         rate, first, frozen = (
@@ -223,19 +217,19 @@ def _stepped(
     kernel: Kernel,
     rest: Sequence[Any],
 ) -> tuple[Tree, OneBitState]:
-    """Step by momentum that is known: fresh tensors."""
+    """Step by the given momentum, in fresh tensors."""
     rows = aligned(params, nu=state.nu)
     spec = tree.structure(params)
     nus = own([nu for _, nu in rows], into.donate)
     targets, changes = into.targets([p for p, _ in rows])
     for mu, nu, target, change in zip(mus, nus, targets, changes, strict=True):
         flat_nu, flat_mu = flat_view(nu), flat_view(mu)
-        # Without a v there is no step; padding is such a place too.
+        # An element with v = 0 takes no step. Padding has v = 0 too.
         used = torch.where(flat_nu > 0, flat_mu.to(flat_nu.dtype), 0.0)
         kernel(
             flat_view(target), flat_mu, used, flat_nu, None if change is None else flat_view(change)
         )
-    # A view would keep the whole buffer alive.
+    # Clone views, because a view keeps the whole buffer alive.
     kept = [mu.clone() if mu.untyped_storage().nbytes() > mu.nbytes else mu for mu in mus]
     after = OneBitState(
         state.count + 1, tree.unflatten(spec, kept), tree.unflatten(spec, nus), *rest
@@ -244,14 +238,14 @@ def _stepped(
 
 
 def _kept(state: OneBitState, donate: bool) -> list[Any]:
-    """Return the parts of the state that no message has changed."""
+    """Return the errors and answers of a step without messages."""
     return [tree.map(lambda x: x if donate else x.clone(), part) for part in state[3:]]
 
 
 def _no_errors(params: Tree) -> tuple[Any, Any, Any]:
-    """Return the errors before the first message: zeros."""
+    """Return zeros as the errors and answers before the first message."""
     if not isinstance(params, Flat):
-        # How many ranks there are a tree does not say.
+        # A tree does not know the number of ranks, so both errors are whole.
         wide = tree.map(lambda p: torch.empty_like(p, dtype=ops.wide(p.dtype)), params)
         return zeros_like(wide), zeros_like(wide), None
     group, layout = all_ranks(params), params.layout
@@ -340,8 +334,8 @@ def _summed(
 
 def _compensated(worker: Tensor, momentum: Tensor, grad: Tensor, first: float, size: int) -> Tensor:
     """Add a rank's own momentum to the error of its last message, in place."""
-    # Times the size, because the ranks are averaged and gradients are terms of a sum. Never
-    # add_(alpha=), which may round once or twice.
+    # The gradient is multiplied by the size, because gradients are terms of a sum and messages are
+    # averaged. Not add_(alpha=), which may round once or twice.
     return worker.add_(
         momentum.to(worker.dtype).mul(first).add_(grad.to(worker.dtype).mul((1.0 - first) * size))
     )
@@ -366,7 +360,7 @@ def _whole_momentum(
 def _read(
     packed: Tensor, layout: Layout, bucket: int, size: int, dtype: torch.dtype, out: torch.dtype
 ) -> Tensor:
-    """A whole bucket of answers."""
+    """Decode the answers of a bucket into a whole buffer."""
     whole = torch.zeros(layout.buckets[bucket].padded_numel, dtype=out, device=packed.device)
     means = compression.read_signs(packed, _numels(layout, bucket), size, dtype, out)
     for view, mean in zip(_views(whole, layout, bucket), means, strict=True):

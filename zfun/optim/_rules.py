@@ -1,4 +1,4 @@
-"""Rules that work element by element: SGD, Adam, AdamW, Lion, Adagrad."""
+"""Element-wise rules: SGD, Adam, AdamW, Lion, Adagrad."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import NamedTuple
 from torch import Tensor
 
 from zfun import ops
-from zfun.errors import OptionError, checked_options
+from zfun.errors import OptionError
 from zfun.optim._base import Optimizer, remembered
-from zfun.optim._schedules import Schedule, check_decay, check_rate, decay_at, rate_at
+from zfun.optim._schedules import DECAY, EPS, RATE, SECOND_DECAY, Schedule, decay_at, rate_at
 from zfun.optim._stepping import Kernel, elementwise
+from zfun.options import BOOL, number, takes
 from zfun.tree import Tree
 
 __all__ = [
@@ -23,7 +24,6 @@ __all__ = [
     "adagrad",
     "adam",
     "adamw",
-    "check_number",
     "lion",
     "sgd",
 ]
@@ -79,7 +79,7 @@ class AdagradState(NamedTuple):
     total: Tree
 
 
-@checked_options
+@takes(learning_rate=RATE, momentum=DECAY, nesterov=BOOL, weight_decay=number(0))
 @remembered
 def sgd(
     learning_rate: float | Schedule,
@@ -88,9 +88,9 @@ def sgd(
     nesterov: bool = False,
     weight_decay: float = 0.0,
 ) -> Optimizer:
-    """Stochastic gradient descent, with momentum if asked for.
+    """Stochastic gradient descent, with or without momentum.
 
-    ``g = grad + weight_decay p``, ``b = momentum b + g``, ``p = p - learning_rate b``; after
+    ``g = grad + weight_decay p``, ``b = momentum b + g``, ``p = p - learning_rate b``; with
     Nesterov ``p = p - learning_rate (g + momentum b)``. Equal to ``torch.optim.SGD``. "On the
     importance of initialization and momentum in deep learning", Sutskever, Martens, Dahl and
     Hinton, 2013.
@@ -117,13 +117,10 @@ def sgd(
         >>> params, state.count
         ({'w': tensor([-0.2500])}, tensor(2))
     """
-    check_rate(learning_rate)
-    check_decay("momentum", momentum)
-    check_number("weight_decay", weight_decay)
     if nesterov and not momentum:
         raise OptionError(
-            "nesterov looks ahead along the velocity and needs a momentum; got momentum=0; set "
-            "it, 0.9 is usual"
+            "nesterov looks ahead along the velocity and needs a momentum; got momentum=0; 0.9 "
+            "is usual"
         )
 
     def kernel_at(before: int) -> Kernel:
@@ -147,7 +144,13 @@ def sgd(
     return elementwise(SgdState, ("velocity",) if momentum else (), kernel_at)
 
 
-@checked_options
+@takes(
+    learning_rate=RATE,
+    b1=DECAY,
+    b2=SECOND_DECAY,
+    eps=EPS,
+    weight_decay=number(0),
+)
 @remembered
 def adam(
     learning_rate: float | Schedule,
@@ -188,7 +191,13 @@ def adam(
     return _adam(learning_rate, b1, b2, eps, l2=weight_decay, decay=0.0)
 
 
-@checked_options
+@takes(
+    learning_rate=RATE,
+    b1=DECAY,
+    b2=SECOND_DECAY,
+    eps=EPS,
+    weight_decay=number(0),
+)
 @remembered
 def adamw(
     learning_rate: float | Schedule,
@@ -198,18 +207,18 @@ def adamw(
     eps: float = 1e-8,
     weight_decay: float = 0.01,
 ) -> Optimizer:
-    """Adam with weight decay beside the gradient.
+    """Adam with decoupled weight decay.
 
-    :func:`adam` without L2 penalty, and ``learning_rate weight_decay p`` is taken off in the same
-    step. Equal to ``torch.optim.AdamW``. "Decoupled weight decay regularization", Loshchilov and
-    Hutter, 2019.
+    :func:`adam` without L2 penalty, and each step also subtracts ``learning_rate weight_decay p``.
+    Equal to ``torch.optim.AdamW``. "Decoupled weight decay regularization", Loshchilov and Hutter,
+    2019.
 
     Args:
         learning_rate: step size, or a function of the number of steps taken so far.
         b1: decay of the first moment, in [0, 1), or a function of the number of steps taken so far.
         b2: decay of the second moment, in [0, 1).
         eps: added to the root mean square.
-        weight_decay: share of the parameter that a step with learning rate 1 would take off.
+        weight_decay: share of the parameter that a step with learning rate 1 would subtract.
 
     Returns:
         An optimizer with :class:`AdamState`.
@@ -237,11 +246,6 @@ def _adam(
     l2: float,
     decay: float,
 ) -> Optimizer:
-    check_rate(learning_rate)
-    check_decay("b1", b1)
-    check_number("b2", b2, 1.0)
-    check_number("eps", eps)
-    check_number("weight_decay", l2 + decay)
 
     def kernel_at(before: int) -> Kernel:
         rate, first = rate_at(learning_rate, before), decay_at("b1", b1, before)
@@ -259,7 +263,7 @@ def _adam(
     return elementwise(AdamState, ("mu", "nu"), kernel_at)
 
 
-@checked_options
+@takes(learning_rate=RATE, b1=DECAY, b2=SECOND_DECAY, weight_decay=number(0))
 @remembered
 def lion(
     learning_rate: float | Schedule,
@@ -271,16 +275,16 @@ def lion(
     """Lion: each element steps by the sign of the momentum, with half the state of Adam.
 
     ``p = p - learning_rate (sign(b1 m + (1 - b1) g) + weight_decay p)``, then ``m = b2 m + (1 - b2)
-    g``. Steps are larger than Adam's, so that a learning rate 3 to 10 times smaller is usual. Of a
-    complex number, the sign of each part. "Symbolic Discovery of Optimization Algorithms", Chen et
-    al., 2023.
+    g``. Steps are larger than Adam's, so a learning rate 3 to 10 times smaller is usual. The sign
+    of a complex number is taken part by part. "Symbolic Discovery of Optimization Algorithms", Chen
+    et al., 2023.
 
     Args:
         learning_rate: step size, or a function of the number of steps taken so far.
-        b1: how much of the momentum is in the step, in [0, 1), or a function of the number of steps
+        b1: share of the momentum in the step, in [0, 1), or a function of the number of steps
             taken so far.
         b2: decay of the momentum, in [0, 1).
-        weight_decay: share of the parameter that a step with learning rate 1 would take off.
+        weight_decay: share of the parameter that a step with learning rate 1 would subtract.
 
     Returns:
         An optimizer with :class:`LionState`.
@@ -296,10 +300,6 @@ def lion(
         >>> params
         {'w': tensor([-0.5000,  0.5000,  0.0000])}
     """
-    check_rate(learning_rate)
-    check_decay("b1", b1)
-    check_number("b2", b2, 1.0)
-    check_number("weight_decay", weight_decay)
 
     def kernel_at(before: int) -> Kernel:
         rate = rate_at(learning_rate, before)
@@ -314,7 +314,7 @@ def lion(
     return elementwise(LionState, ("mu",), kernel_at)
 
 
-@checked_options
+@takes(learning_rate=RATE, rate_decay=number(0), eps=EPS, weight_decay=number(0))
 @remembered
 def adagrad(
     learning_rate: float | Schedule,
@@ -331,7 +331,7 @@ def adagrad(
 
     Args:
         learning_rate: step size, or a function of the number of steps taken so far.
-        rate_decay: how fast the learning rate falls beside.
+        rate_decay: how fast the learning rate falls with the number of steps.
         eps: added to the root.
         weight_decay: L2 penalty, added to the gradient.
 
@@ -349,19 +349,9 @@ def adagrad(
         >>> params
         {'w': tensor([-0.5000,  0.5000])}
     """
-    check_rate(learning_rate)
-    check_number("rate_decay", rate_decay)
-    check_number("eps", eps)
-    check_number("weight_decay", weight_decay)
 
     def kernel_at(before: int) -> Kernel:
         rate = rate_at(learning_rate, before) / (1.0 + rate_decay * before)
         return functools.partial(ops.adagrad_step, learning_rate=rate, eps=eps, l2=weight_decay)
 
     return elementwise(AdagradState, ("total",), kernel_at)
-
-
-def check_number(name: str, value: float, below: float = math.inf) -> None:
-    """Refuse a number outside of [0, ``below``)."""
-    if not 0.0 <= value < below:
-        raise OptionError(f"{name} lies in [0, {below}); got {value}")

@@ -6,10 +6,10 @@ import bisect
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from numbers import Real
 from typing import TypeAlias
 
 from zfun.errors import OptionError
+from zfun.options import BOOL, each, function, integer, number, one_of, takes
 
 __all__ = [
     "Schedule",
@@ -27,6 +27,34 @@ __all__ = [
 Schedule: TypeAlias = Callable[[int], float]
 
 
+SCHEDULE = function("a function of the step", "zf.optim.constant(3e-4)")
+RATE = number(0, example="3e-4") | SCHEDULE
+DECAY = number(0, below=1, example="0.9") | SCHEDULE
+SECOND_DECAY = number(0, below=1, example="0.999")
+EPS = number(0, example="1e-8")
+SHAPE = one_of("linear", "log")
+
+_WARMUP_AND_FALL = {
+    "peak": number(),
+    "num_warmup": integer(0),
+    "num_steps": integer(1),
+    "end": number(),
+    "start": number(),
+    "shape": SHAPE,
+}
+_CYCLE = {
+    "low": number(),
+    "high": number(),
+    "num_up": integer(1),
+    "num_down": integer(1) | None,
+    "stairs_up": integer(0),
+    "stairs_down": integer(0) | None,
+    "decay_rate": number(0),
+    "decay_steps": integer(0),
+}
+
+
+@takes(value=number())
 def constant(value: float) -> Schedule:
     """Return the same value at every step.
 
@@ -43,6 +71,7 @@ def constant(value: float) -> Schedule:
     return lambda step: value
 
 
+@takes(start=number(), end=number(), num_steps=integer(1))
 def linear(start: float, end: float, num_steps: int) -> Schedule:
     """Go from one value to another in a straight line, and stay there.
 
@@ -51,7 +80,7 @@ def linear(start: float, end: float, num_steps: int) -> Schedule:
     Args:
         start: the value at step 0.
         end: the value from step ``num_steps`` on.
-        num_steps: length of the way, in steps, at least 1.
+        num_steps: steps from ``start`` to ``end``, at least 1.
 
     Returns:
         ``schedule(step) -> float``.
@@ -63,11 +92,6 @@ def linear(start: float, end: float, num_steps: int) -> Schedule:
         >>> [linear(1.0, 0.0, 4)(step) for step in range(6)]
         [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
     """
-    if num_steps < 1:
-        raise OptionError(
-            f"num_steps must be at least 1; got {num_steps}; use constant() for a value that does "
-            "not change"
-        )
 
     def schedule(step: int) -> float:
         return end if step >= num_steps else start + (end - start) * (max(step, 0) / num_steps)
@@ -75,18 +99,19 @@ def linear(start: float, end: float, num_steps: int) -> Schedule:
     return schedule
 
 
+@takes(peak=number(), num_warmup=integer(0), start=number(), shape=SHAPE)
 def warmup(peak: float, num_warmup: int, *, start: float = 0.0, shape: str = "linear") -> Schedule:
     """Rise to a peak, and stay there.
 
     ``start + (peak - start) w``, where ``w = step / num_warmup``, or
     ``ln(step + 1) / ln(num_warmup)`` with ``shape="log"``, and 1 from step ``num_warmup`` on.
-    DeepSpeed's WarmupLR, whose counter is 0 at the second step, not at the first:
-    ``lambda step: warmup(...)(step - 1)`` is a step behind as well. "Accurate, Large Minibatch SGD:
+    DeepSpeed's WarmupLR has a counter that is 0 at the second step;
+    ``lambda step: warmup(...)(step - 1)`` gives the same values. "Accurate, Large Minibatch SGD:
     Training ImageNet in 1 Hour", Goyal et al., 2017.
 
     Args:
         peak: the value from step ``num_warmup`` on.
-        num_warmup: steps from ``start`` to the peak; 0 starts there.
+        num_warmup: steps from ``start`` to the peak; 0 starts at the peak.
         start: the value at step 0 and before.
         shape: ``"linear"`` or ``"log"``.
 
@@ -100,10 +125,10 @@ def warmup(peak: float, num_warmup: int, *, start: float = 0.0, shape: str = "li
         >>> [round(warmup(1.0, 4, shape="log")(step), 4) for step in range(6)]
         [0.0, 0.5, 0.7925, 1.0, 1.0, 1.0]
     """
-    _check_whole("num_warmup", num_warmup, 0)
     return _warmup(peak, num_warmup, start, shape, constant(peak))
 
 
+@takes(**_WARMUP_AND_FALL)
 def warmup_linear(
     peak: float,
     num_warmup: int,
@@ -115,12 +140,12 @@ def warmup_linear(
 ) -> Schedule:
     """Rise to a peak as :func:`warmup` does, then fall in a straight line.
 
-    With ``shape="log"`` and ``start`` equal to ``end`` this is DeepSpeed's WarmupDecayLR, one step
-    ahead, as :func:`warmup` is.
+    With ``shape="log"`` and ``start`` equal to ``end``, called with ``step - 1``, this is
+    DeepSpeed's WarmupDecayLR.
 
     Args:
         peak: the value at step ``num_warmup``.
-        num_warmup: steps from ``start`` to the peak; 0 starts there.
+        num_warmup: steps from ``start`` to the peak; 0 starts at the peak.
         num_steps: all steps, those of the warm-up included.
         end: the value from step ``num_steps`` on.
         start: the value at step 0.
@@ -141,6 +166,7 @@ def warmup_linear(
     return _warmup(peak, num_warmup, start, shape, linear(peak, end, num_steps - num_warmup))
 
 
+@takes(**_WARMUP_AND_FALL)
 def warmup_cosine(
     peak: float,
     num_warmup: int,
@@ -158,7 +184,7 @@ def warmup_cosine(
 
     Args:
         peak: the value at step ``num_warmup``.
-        num_warmup: steps from ``start`` to the peak; 0 starts there.
+        num_warmup: steps from ``start`` to the peak; 0 starts at the peak.
         num_steps: all steps, those of the warm-up included.
         end: the value from step ``num_steps`` on.
         start: the value at step 0.
@@ -188,19 +214,20 @@ def warmup_cosine(
     return _warmup(peak, num_warmup, start, shape, fall)
 
 
+@takes(start=number(), num_steps=integer(1), rate=number(), staircase=BOOL)
 def lr_range_test(
     start: float, num_steps: int = 2000, rate: float = 1.0, *, staircase: bool = False
 ) -> Schedule:
     """Rise without end, to see from which learning rate on a loss diverges.
 
-    ``start (1 + rate q)`` with ``q = step / num_steps``, rounded down in a staircase. DeepSpeed's
+    ``start (1 + rate q)`` with ``q = step / num_steps``; a staircase rounds q down. DeepSpeed's
     LRRangeTest. "A disciplined approach to neural network hyper-parameters: Part 1", Smith, 2018.
 
     Args:
         start: the value at step 0.
         num_steps: steps in which the rate grows by ``rate start``, at least 1.
-        rate: how much of ``start`` is added in so many steps.
-        staircase: whether the rate grows at once, at the end of these steps.
+        rate: share of ``start`` that is added in ``num_steps`` steps.
+        staircase: whether the value grows at every ``num_steps``-th step only.
 
     Returns:
         ``schedule(step) -> float``.
@@ -214,7 +241,6 @@ def lr_range_test(
         >>> [lr_range_test(1.0, 2, staircase=True)(step) for step in range(5)]
         [1.0, 1.0, 2.0, 2.0, 3.0]
     """
-    _check_whole("num_steps", num_steps, 1)
 
     def schedule(step: int) -> float:
         before = max(step, 0)
@@ -223,6 +249,7 @@ def lr_range_test(
     return schedule
 
 
+@takes(**_CYCLE)
 def one_cycle(
     low: float,
     high: float,
@@ -237,7 +264,7 @@ def one_cycle(
     """Go up and down once in straight lines, then decay.
 
     In the cycle ``low + (high - low) s``, where ``s`` goes from 0 to 1 and back; ``d`` steps after
-    it ``low / (1 + decay_rate d / decay_steps)``. The learning rate of DeepSpeed's OneCycle;
+    the cycle ``low / (1 + decay_rate d / decay_steps)``. The learning rate of DeepSpeed's OneCycle;
     :func:`one_cycle_momentum` is its momentum. "Super-convergence: very fast training of neural
     networks using large learning rates", Smith and Topin, 2018.
 
@@ -245,9 +272,9 @@ def one_cycle(
         low: the value at step 0 and at the end of the cycle.
         high: the value at step ``num_up``.
         num_up: steps up, at least 1.
-        num_down: steps down, at least 1; by default as many.
+        num_down: steps down, at least 1; by default ``num_up``.
         stairs_up: the number of stairs up; 0 for a straight line.
-        stairs_down: the number of stairs down; by default as many.
+        stairs_down: the number of stairs down; by default ``stairs_up``.
         decay_rate: how fast the value decays after the cycle.
         decay_steps: steps in which ``1 / value`` grows by ``decay_rate / low``; 0 for no decay.
 
@@ -261,16 +288,11 @@ def one_cycle(
         >>> [one_cycle(0.0, 1.0, 4)(step) for step in range(10)]
         [0.0, 0.25, 0.5, 0.75, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
     """
-    height, length = _cycle(num_up, num_down, stairs_up, stairs_down, decay_steps)
-
-    def schedule(step: int) -> float:
-        if step <= length or not decay_steps:
-            return low + (high - low) * height(step)
-        return low / (1.0 + decay_rate * ((step - length) / decay_steps))
-
-    return schedule
+    cycle = _cycle(num_up, num_down, stairs_up, stairs_down)
+    return _cycled(low, high, cycle, decay_rate, decay_steps, lambda growth: low / growth)
 
 
+@takes(**_CYCLE)
 def one_cycle_momentum(
     low: float = 0.8,
     high: float = 0.9,
@@ -284,7 +306,7 @@ def one_cycle_momentum(
 ) -> Schedule:
     """Go down and up while :func:`one_cycle` with the same steps goes up and down.
 
-    In the cycle ``high - (high - low) s``; ``d`` steps after it
+    In the cycle ``high - (high - low) s``; ``d`` steps after the cycle
     ``high (1 + decay_rate d / decay_steps)``. Use this for a momentum, such as ``sgd(...,
     momentum=...)`` and ``adamw(..., b1=...)``, which must stay below 1. "A disciplined approach to
     neural network hyper-parameters: Part 1", Smith, 2018.
@@ -293,9 +315,9 @@ def one_cycle_momentum(
         low: the value at step ``num_up``.
         high: the value at step 0 and at the end of the cycle.
         num_up: steps down to ``low``, at least 1.
-        num_down: steps back to ``high``, at least 1; by default as many.
+        num_down: steps back to ``high``, at least 1; by default ``num_up``.
         stairs_up: the number of stairs in the first part; 0 for a straight line.
-        stairs_down: the number of stairs in the second part; by default as many.
+        stairs_down: the number of stairs in the second part; by default ``stairs_up``.
         decay_rate: how fast the value grows after the cycle.
         decay_steps: steps in which the value grows by ``decay_rate high``; 0 for no growth.
 
@@ -309,22 +331,21 @@ def one_cycle_momentum(
         >>> [one_cycle_momentum(0.5, 1.0, 2)(step) for step in range(6)]
         [1.0, 0.75, 0.5, 0.75, 1.0, 1.0]
     """
-    height, length = _cycle(num_up, num_down, stairs_up, stairs_down, decay_steps)
-
-    def schedule(step: int) -> float:
-        if step <= length or not decay_steps:
-            return high - (high - low) * height(step)
-        return high * (1.0 + decay_rate * ((step - length) / decay_steps))
-
-    return schedule
+    cycle = _cycle(num_up, num_down, stairs_up, stairs_down)
+    return _cycled(high, low, cycle, decay_rate, decay_steps, lambda growth: high * growth)
 
 
+@takes(
+    schedules=each(SCHEDULE, "a sequence of schedules", "[zf.optim.constant(0.1)]"),
+    boundaries=each(integer(1), "a sequence of ascending steps above 0", "[100]"),
+)
 def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
     """Follow one schedule after the other, each from step 0.
 
     Args:
         schedules: at least one.
-        boundaries: for each schedule but the first, the step that is its step 0, ascending.
+        boundaries: for each schedule but the first, the step at which the schedule starts;
+            ascending.
 
     Returns:
         ``schedule(step) -> float``.
@@ -357,13 +378,8 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
     return schedule
 
 
-def _check_whole(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise OptionError(f"{name} must be at least {least}; got {value}")
-
-
 def _check_shorter(num_warmup: int, num_steps: int) -> None:
-    if not 0 <= num_warmup < num_steps:
+    if num_warmup >= num_steps:
         raise OptionError(
             f"the warm-up must be shorter than the whole and not negative; got {num_warmup} of "
             f"{num_steps} steps; num_steps counts both"
@@ -371,13 +387,10 @@ def _check_shorter(num_warmup: int, num_steps: int) -> None:
 
 
 def _warmup(peak: float, num_warmup: int, start: float, shape: str, after: Schedule) -> Schedule:
-    if shape not in ("linear", "log"):
-        raise OptionError(f"the shape of a warm-up is 'linear' or 'log'; got {shape!r}")
-
     def rise(step: int) -> float:
         if shape == "linear":
             return step / num_warmup
-        # One step has no logarithm to rise along and stays at the start.
+        # ln(1) is 0, so a warm-up of one step stays at the start.
         return math.log(step + 1) / math.log(num_warmup) if num_warmup > 1 else 0.0
 
     def schedule(step: int) -> float:
@@ -391,19 +404,11 @@ def _warmup(peak: float, num_warmup: int, start: float, shape: str, after: Sched
 
 
 def _cycle(
-    num_up: int, num_down: int | None, stairs_up: int, stairs_down: int | None, decay_steps: int
+    num_up: int, num_down: int | None, stairs_up: int, stairs_down: int | None
 ) -> tuple[Callable[[int], float], int]:
     """Return the height of a cycle by step, from 0 to 1 and back, and the cycle's length."""
     num_down = num_up if num_down is None else num_down
     stairs_down = stairs_up if stairs_down is None else stairs_down
-    for name, value, least in (
-        ("num_up", num_up, 1),
-        ("num_down", num_down, 1),
-        ("stairs_up", stairs_up, 0),
-        ("stairs_down", stairs_down, 0),
-        ("decay_steps", decay_steps, 0),
-    ):
-        _check_whole(name, value, least)
 
     def height(step: int) -> float:
         here = min(max(step, 0), num_up + num_down)
@@ -412,37 +417,34 @@ def _cycle(
             if here <= num_up
             else (num_up + num_down - here, num_down, stairs_down)
         )
-        # Of whole numbers, so that no rounding loses a stair.
+        # Divide integers, so that no rounding loses a stair.
         return steps * stairs // length / stairs if stairs else steps / length
 
     return height, num_up + num_down
 
 
-def check_rate(learning_rate: object) -> None:
-    """Refuse a value that is neither a number nor a function of the step count."""
-    if callable(learning_rate):
-        return
-    if isinstance(learning_rate, bool) or not isinstance(learning_rate, Real):
-        raise OptionError(
-            "learning_rate is a number or a function of the step count; got "
-            f"{type(learning_rate).__name__}; pass a float or one of zf.optim's schedules"
-        )
-    if not 0 <= float(learning_rate) < math.inf:
-        raise OptionError(
-            f"learning_rate is finite and not negative; got {learning_rate}; updates already "
-            "point downhill"
-        )
+def _cycled(
+    start: float,
+    turn: float,
+    cycle: tuple[Callable[[int], float], int],
+    decay_rate: float,
+    decay_steps: int,
+    decayed: Callable[[float], float],
+) -> Schedule:
+    """Go from ``start`` to ``turn`` and back, then follow ``decayed(growth)``."""
+    height, length = cycle
+
+    def schedule(step: int) -> float:
+        if step <= length or not decay_steps:
+            return start + (turn - start) * height(step)
+        return decayed(1.0 + decay_rate * ((step - length) / decay_steps))
+
+    return schedule
 
 
 def rate_at(learning_rate: float | Schedule, step: int) -> float:
     """Return the learning rate of the step after ``step`` others."""
     return float(learning_rate(step) if callable(learning_rate) else learning_rate)
-
-
-def check_decay(name: str, value: float | Schedule) -> None:
-    """Refuse a constant decay of a moment that is not in [0, 1)."""
-    if not callable(value) and not 0.0 <= value < 1.0:
-        raise OptionError(f"{name} lies in [0, 1.0); got {value}")
 
 
 def decay_at(name: str, value: float | Schedule, step: int) -> float:

@@ -1,4 +1,4 @@
-"""The frame of element-wise rules: a loop over the buffers, in which a kernel steps each."""
+"""Element-wise rules: a loop that runs a kernel on each buffer."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from zfun import tree
+from zfun.errors import SpecMismatch
 from zfun.optim._base import (
     InitFn,
     Optimizer,
@@ -19,6 +20,7 @@ from zfun.optim._base import (
     own,
     step_count,
 )
+from zfun.options import FUNCTION, TEXT, each, function, shown, takes
 from zfun.tree import Tree
 
 __all__ = ["Into", "Kernel", "assemble", "elementwise", "no_steps", "zeros_like"]
@@ -47,7 +49,7 @@ class Into(NamedTuple):
 StepFn: TypeAlias = Callable[[Tree, State, Tree, Into], tuple[Tree, State]]
 
 
-# One step on flat buffers: ``kernel(param, grad, *moments, change)``, as those of ``zfun.ops``.
+# One step on flat buffers: ``kernel(param, grad, *moments, change)``, like the kernels of zfun.ops.
 Kernel: TypeAlias = Callable[..., None]
 
 
@@ -65,6 +67,11 @@ def assemble(init: InitFn, step: StepFn) -> Optimizer:
     return Optimizer(init, update, apply)
 
 
+@takes(
+    make_state=FUNCTION,
+    names=each(TEXT, "a sequence of names", "['mu']"),
+    kernel_at=function("a function of the step", "lambda step: kernel"),
+)
 def elementwise(
     make_state: Callable[..., Any], names: Sequence[str], kernel_at: Callable[[int], Kernel]
 ) -> Optimizer:
@@ -72,15 +79,15 @@ def elementwise(
 
     The kernel is ``kernel(param, grad, *moments, change)`` on 1-D tensors of one length: reads
     ``grad``, writes the moments, and writes the step to ``change``, or adds the step to ``param``
-    where ``change`` is None. Each element must be computed from the elements at its own place
-    alone, by the same roundings wherever the buffers are cut, and zeros must stay zeros.
+    where ``change`` is None. Each element must depend only on the elements at the same index,
+    with the same roundings wherever a buffer is cut, and zeros must stay zeros.
 
     Args:
         make_state: ``make_state(count, *trees)``: a state of the number of steps taken (0-dim int64
             on the CPU) and of one tree like the parameters for each name.
         names: the attributes of the state that hold these trees, in the order in which the kernel
             takes the trees; all begin as zeros.
-        kernel_at: ``kernel_at(count)`` returns the kernel of the step after ``count`` others.
+        kernel_at: ``kernel_at(count)`` returns the kernel of the step after ``count`` steps.
 
     Returns:
         An optimizer whose ``update`` and ``apply`` run the kernel.
@@ -102,6 +109,12 @@ def elementwise(
         return make_state(no_steps(), *(zeros_like(params) for _ in names))
 
     def step(grads: Tree, state: State, params: Tree, into: Into) -> tuple[Tree, State]:
+        for name in ("count", *names):
+            if not hasattr(state, name):
+                raise SpecMismatch(
+                    f"an optimizer takes the state that its init returned; got {shown(state)} "
+                    f"without {name!r}; pass optimizer.init(params) or the state of the last step"
+                )
         rows = aligned(params, gradients=grads, **{name: getattr(state, name) for name in names})
         kernel = kernel_at(step_count(state.count))
         held = [own([row[2 + place] for row in rows], into.donate) for place in range(len(names))]
@@ -123,7 +136,7 @@ def elementwise(
 
 def no_steps() -> Tensor:
     """Return the count of a new state."""
-    # Of a Python number, which tracing without numbers knows.
+    # Made from a Python number, whose value is known to traces of fake tensors too.
     return torch.tensor(0, dtype=torch.int64, device="cpu")
 
 

@@ -26,13 +26,14 @@ from zfun.optim._base import (
 )
 from zfun.optim._schedules import rate_at
 from zfun.optim._stepping import no_steps
+from zfun.options import Kind, takes
 from zfun.tree import Tree
 
 __all__ = ["TorchState", "from_torch"]
 
-# Torch's loops treat the last elements of a tensor in other instructions, which round otherwise,
-# and share long tensors out among threads. Therefore each piece is a whole number of vectors and no
-# longer than a thread's share, so that its bits do not depend on where a leaf was cut.
+# Torch's loops step the last elements of a tensor by other instructions, which round differently,
+# and divide long tensors among threads. Therefore each piece is a whole number of vectors and no
+# longer than a thread's share, so that bits do not depend on where a leaf was cut.
 _PIECE = 1 << 15
 _VECTORS = 64
 
@@ -40,7 +41,7 @@ _REFUSED = {
     "LBFGS": "searches along a line, over all parameters at once, and calls the loss again",
     "Adafactor": "keeps sums over rows and columns of a matrix",
     "Muon": (
-        "makes whole matrices orthogonal; use zf.optim.muon, which sends them to where that is done"
+        "makes whole matrices orthogonal; use zf.optim.muon, which sends each matrix to one rank"
     ),
     "SparseAdam": "takes sparse gradients",
 }
@@ -51,8 +52,8 @@ class TorchState(NamedTuple):
 
     Attributes:
         count: steps taken, 0-dim int64 on the CPU.
-        trees: by torch's name, the state of each element: trees like the parameters.
-        scalars: by torch's name, the state of each tensor, equal for all tensors: 0-dim tensors on
+        trees: the state of each element, by torch's names: trees like the parameters.
+        scalars: the state of each tensor, by torch's names, equal for all tensors: 0-dim tensors on
             the CPU.
     """
 
@@ -61,17 +62,23 @@ class TorchState(NamedTuple):
     scalars: dict[str, Tensor]
 
 
+def _is_torch_class(x: Any) -> bool:
+    return isinstance(x, type) and issubclass(x, torch.optim.Optimizer)
+
+
+@takes(make=Kind(_is_torch_class, ("a class of torch.optim",), "torch.optim.NAdam"))
 @remembered
 def from_torch(make: type[torch.optim.Optimizer], **options: Any) -> Optimizer:
     """Make a pure optimizer of an element-wise class of, or like, ``torch.optim``.
 
-    The state is taken out of torch's optimizer and put back at each step, in pieces of parameters,
-    and so may be sharded, offloaded and saved. That costs a copy of parameters, gradients and state
-    at each step: :func:`sgd`, :func:`adam`, :func:`adamw` and :func:`adagrad` do not.
+    Each step copies parameters, gradients and state in pieces to torch's optimizer and back, so the
+    state may be sharded, offloaded and saved. :func:`sgd`, :func:`adam`, :func:`adamw` and
+    :func:`adagrad` are faster, because they copy nothing.
 
     Args:
         make: the class, such as ``torch.optim.RMSprop``.
-        options: of the class. ``lr`` may also be a function of the number of steps taken so far.
+        options: the options of the class. ``lr`` may also be a function of the number of steps
+            taken so far.
 
     Returns:
         An optimizer with :class:`TorchState`.
@@ -88,11 +95,6 @@ def from_torch(make: type[torch.optim.Optimizer], **options: Any) -> Optimizer:
         >>> params, list(state.trees)
         ({'w': tensor([-1.0000,  1.0000])}, ['square_avg'])
     """
-    if not (isinstance(make, type) and issubclass(make, torch.optim.Optimizer)):
-        raise OptionError(
-            f"from_torch() takes a class of torch.optim; got {make!r}; write "
-            "from_torch(torch.optim.NAdam, lr=1e-3)"
-        )
     if make.__name__ in _REFUSED:
         raise NotElementwiseError(
             "from_torch() takes optimizers that work element by element; "
@@ -201,7 +203,7 @@ def _from_torch(make: type[torch.optim.Optimizer], options: dict[str, Any]) -> O
                 )
                 continue
             values, gradients, *rest = [_pieces(x) for x in row]
-            # The very first state is torch's own, which need not be zeros.
+            # Torch makes the first state itself, because that state need not be zeros.
             states = [
                 _restored(state, kept(values[0].dtype), held) if before else {}
                 for held in zip(*rest, strict=True)
@@ -230,7 +232,7 @@ def _from_torch(make: type[torch.optim.Optimizer], options: dict[str, Any]) -> O
 
     def update(grads: Tree, state: State, params: Tree) -> tuple[Tree, TorchState]:
         new, after = step(grads, state, params)
-        # In float64 the change of a narrower number is exact, so that adding the change gives
+        # In float64 the difference of narrower numbers is exact, so adding the change gives
         # torch's bits.
         changes = [
             n.to(_wide(n)) - p.detach().to(_wide(n))
@@ -269,7 +271,7 @@ def _same_for_all(
                 raise NotElementwiseError(
                     "an optimizer that runs on shards works element by element; "
                     f"torch.optim.{make.__name__} keeps {name!r}, which is one number for each "
-                    f"tensor, and it was {value.item():.6g} for one and {float(found[name]):.6g} "
+                    f"tensor; got {value.item():.6g} for one and {float(found[name]):.6g} "
                     "for another; use an optimizer that keeps a number for each element"
                 )
     return first
@@ -285,7 +287,7 @@ def _wide(x: Tensor) -> torch.dtype:
 
 def _pieces(x: Tensor) -> list[Tensor]:
     """Copy a leaf into pieces of real numbers, the last one filled up with zeros."""
-    # Copies, so that each piece begins at a boundary of a vector and of a cache line.
+    # Copies, because each piece must begin at a boundary of a vector and of a cache line.
     return [
         torch.nn.functional.pad(piece, (0, -piece.numel() % _VECTORS)).clone()
         for piece in flat_view(x).split(_PIECE)
@@ -293,7 +295,7 @@ def _pieces(x: Tensor) -> list[Tensor]:
 
 
 def _whole(pieces: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Put pieces together again, in the shape and dtype of a leaf."""
+    """Join pieces, in the shape and dtype of a leaf."""
     flat = torch.cat(list(pieces))[: flat_view(like).numel()].clone()
     return (
         torch.view_as_complex(flat.view(*like.shape, 2))

@@ -1,4 +1,4 @@
-"""The parts that rules are chained of: directions, decay, scales, clipping.
+"""Parts for chains of optimizers: directions, decay, scales, clipping.
 
 A part takes gradients, or the updates of the part before it, and returns updates. The last part of
 a chain is a negative scale, because updates are added to the parameters.
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from zfun import ops, tree
-from zfun.errors import OptionError, checked_options
 from zfun.optim._base import (
     InitFn,
     Optimizer,
@@ -24,14 +23,16 @@ from zfun.optim._base import (
     aligned,
     as_optimizer,
     flat_view,
+    of_update,
     optimizer,
     remembered,
     step_count,
 )
 from zfun.optim._labels import by_label
-from zfun.optim._rules import AdagradState, AdamState, LionState, SgdState, check_number
-from zfun.optim._schedules import Schedule, check_decay, check_rate, decay_at
+from zfun.optim._rules import AdagradState, AdamState, LionState, SgdState
+from zfun.optim._schedules import DECAY, EPS, RATE, SCHEDULE, SECOND_DECAY, Schedule, decay_at
 from zfun.optim._stepping import Kernel, elementwise
+from zfun.options import ANY, BOOL, OF_LEAVES, number, takes
 from zfun.reductions import global_norm
 from zfun.tree import Tree
 
@@ -60,19 +61,20 @@ class ScheduleState(NamedTuple):
     count: Tensor
 
 
+@takes(max_norm=number(above=0, infinite=True, example="1.0"))
 @remembered
 def clip_by_global_norm(max_norm: float) -> Optimizer:
     """Shrink gradients whose norm, over all leaves and ranks, is above a bound.
 
-    ``g / max(1, (‖grads‖ + 1e-6) / max_norm)``, the norm in float64 over every element once,
-    sharded or not. The host does not wait for it. "On the difficulty of training recurrent neural
-    networks", Pascanu, Mikolov and Bengio, 2013.
+    ``g / max(1, (‖grads‖ + 1e-6) / max_norm)``, with the norm in float64 over every element once,
+    sharded or not. The host does not wait for the norm. "On the difficulty of training recurrent
+    neural networks", Pascanu, Mikolov and Bengio, 2013.
 
     Args:
         max_norm: the bound, above 0.
 
     Returns:
-        An optimizer without state, to stand before others in a :func:`chain`.
+        An optimizer without state, for the front of a :func:`chain`.
 
     Raises:
         OptionError: ``max_norm`` is not above 0.
@@ -83,22 +85,29 @@ def clip_by_global_norm(max_norm: float) -> Optimizer:
         >>> clip.update(grads, clip.init(grads), grads)[0]
         {'w': tensor([0.6000]), 'b': tensor([0.8000])}
     """
-    if not max_norm > 0:
-        raise OptionError(
-            f"max_norm is above 0; got {max_norm}; leave clip_by_global_norm out of the chain to "
-            "not clip"
-        )
 
     def update(grads: Tree, state: State, params: Tree) -> tuple[Tree, State]:
-        with torch.no_grad():
-            # A norm that is not a number must reach the parameters, or the step that tests for it:
-            # clamp keeps it.
-            coefficient = torch.clamp((global_norm(grads) + 1e-6) / max_norm, min=1.0).reciprocal()
-        return _scaled(grads, coefficient), state
+        return _scaled(grads, _clipping(grads, max_norm)), state
 
-    return optimizer(_no_state, update)
+    def prepare(grads: Tree | None, state: State, params: Tree) -> Optimizer | None:
+        return None if grads is None else _times(_clipping(grads, max_norm))
+
+    return optimizer(_no_state, update)._replace(prepare=prepare)
 
 
+@torch.no_grad()
+def _clipping(grads: Tree, max_norm: float) -> Tensor:
+    """Return the factor that shrinks gradients to a norm."""
+    # clamp keeps NaN, so a norm that is NaN reaches the parameters, or the step that tests for NaN.
+    return torch.clamp((global_norm(grads) + 1e-6) / float(max_norm), min=1.0).reciprocal()
+
+
+def _times(factor: Tensor) -> Optimizer:
+    """Return the optimizer of one step that multiplies by a tensor."""
+    return of_update(_no_state, lambda grads, state, params: (_scaled(grads, factor), state))
+
+
+@takes(factor=number(example="-0.1"))
 @remembered
 def scale(factor: float) -> Optimizer:
     """Multiply by one number.
@@ -116,15 +125,14 @@ def scale(factor: float) -> Optimizer:
         >>> scale(-0.5).apply({"w": torch.ones(1)}, (), {"w": torch.ones(1)})[0]
         {'w': tensor([0.5000])}
     """
-    if not math.isfinite(factor):
-        raise OptionError(f"factor is finite; got {factor}")
 
     def update(grads: Tree, state: State, params: Tree) -> tuple[Tree, State]:
-        return _scaled(grads, factor), state
+        return _scaled(grads, float(factor)), state
 
     return optimizer(_no_state, update)
 
 
+@takes(schedule=SCHEDULE)
 @remembered
 def scale_by_schedule(schedule: Schedule) -> Optimizer:
     """Multiply by a function of the number of steps taken so far.
@@ -145,11 +153,6 @@ def scale_by_schedule(schedule: Schedule) -> Optimizer:
         >>> halving.update(updates, state, {"w": torch.ones(1)})[0]
         {'w': tensor([0.5000])}
     """
-    if not callable(schedule):
-        raise OptionError(
-            f"a schedule is a function of the step count; got {type(schedule).__name__}; use "
-            "scale() for a number"
-        )
 
     def init(params: Tree) -> ScheduleState:
         return ScheduleState(torch.zeros((), dtype=torch.int64, device="cpu"))
@@ -162,13 +165,13 @@ def scale_by_schedule(schedule: Schedule) -> Optimizer:
     return optimizer(init, update)
 
 
-@checked_options
+@takes(b1=DECAY, b2=SECOND_DECAY, eps=EPS)
 @remembered
 def scale_by_adam(*, b1: float | Schedule = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Optimizer:
     """Replace gradients by Adam's direction ``(m / (1 - b1ᵗ)) / (√(v / (1 - b2ᵗ)) + eps)``.
 
     :func:`adam` and :func:`adamw` take the same step in one pass over the memory. A chain takes one
-    pass for each part, and agrees to a few roundings in each step.
+    pass for each part, and differs by a few roundings in each step.
 
     Args:
         b1: decay of the first moment, in [0, 1), or a function of the number of steps taken so far.
@@ -187,9 +190,6 @@ def scale_by_adam(*, b1: float | Schedule = 0.9, b2: float = 0.999, eps: float =
         >>> adam.update(grads, adam.init(grads), grads)[0]
         {'w': tensor([ 1.0000, -1.0000])}
     """
-    check_decay("b1", b1)
-    check_number("b2", b2, 1.0)
-    check_number("eps", eps)
 
     def kernel_at(before: int) -> Kernel:
         first = decay_at("b1", b1, before)
@@ -206,7 +206,7 @@ def scale_by_adam(*, b1: float | Schedule = 0.9, b2: float = 0.999, eps: float =
     return elementwise(AdamState, ("mu", "nu"), kernel_at)
 
 
-@checked_options
+@takes(b1=DECAY, b2=SECOND_DECAY)
 @remembered
 def scale_by_lion(*, b1: float | Schedule = 0.9, b2: float = 0.99) -> Optimizer:
     """Replace gradients by Lion's direction ``sign(b1 m + (1 - b1) g)``.
@@ -228,8 +228,6 @@ def scale_by_lion(*, b1: float | Schedule = 0.9, b2: float = 0.99) -> Optimizer:
         >>> lion.update(grads, lion.init(grads), grads)[0]
         {'w': tensor([ 1., -1.,  0.])}
     """
-    check_decay("b1", b1)
-    check_number("b2", b2, 1.0)
 
     def kernel_at(before: int) -> Kernel:
         return functools.partial(
@@ -239,7 +237,7 @@ def scale_by_lion(*, b1: float | Schedule = 0.9, b2: float = 0.99) -> Optimizer:
     return elementwise(LionState, ("mu",), kernel_at)
 
 
-@checked_options
+@takes(eps=EPS)
 @remembered
 def scale_by_adagrad(*, eps: float = 1e-10) -> Optimizer:
     """Replace gradients by Adagrad's direction ``g / (√s + eps)``, where ``s`` sums all g² so far.
@@ -260,12 +258,11 @@ def scale_by_adagrad(*, eps: float = 1e-10) -> Optimizer:
         >>> adagrad.update(grads, state, grads)[0]
         {'w': tensor([ 0.7071, -0.7071])}
     """
-    check_number("eps", eps)
     kernel = functools.partial(ops.adagrad_step, learning_rate=-1.0, eps=eps)
     return elementwise(AdagradState, ("total",), lambda before: kernel)
 
 
-@checked_options
+@takes(decay=DECAY, nesterov=BOOL)
 @remembered
 def trace(decay: float | Schedule, *, nesterov: bool = False) -> Optimizer:
     """Replace gradients by their momentum ``b = decay b + g``, or ``g + decay b`` after Nesterov.
@@ -287,7 +284,6 @@ def trace(decay: float | Schedule, *, nesterov: bool = False) -> Optimizer:
         >>> momentum.update(grads, state, grads)[0]
         {'w': tensor([1.5000, 1.5000])}
     """
-    check_decay("decay", decay)
 
     def kernel_at(before: int) -> Kernel:
         now = decay_at("decay", decay, before)
@@ -296,7 +292,7 @@ def trace(decay: float | Schedule, *, nesterov: bool = False) -> Optimizer:
     return elementwise(SgdState, ("velocity",), kernel_at)
 
 
-@checked_options
+@takes(weight_decay=number(0), mask=OF_LEAVES | None)
 @remembered
 def add_decayed_weights(
     weight_decay: float, *, mask: Callable[[str, Any], bool] | None = None
@@ -323,13 +319,12 @@ def add_decayed_weights(
         >>> decay.update(grads, decay.init(params), params)[0]
         {'w': tensor([[0.5000, 0.5000]]), 'b': tensor([0., 0.])}
     """
-    check_number("weight_decay", weight_decay)
 
     @torch.no_grad()
     def update(grads: Tree, state: State, params: Tree) -> tuple[Tree, State]:
         rows = aligned(params, gradients=grads)
         return tree.unflatten(
-            tree.structure(params), [_decayed(g, p, weight_decay) for p, g in rows]
+            tree.structure(params), [_decayed(g, p, float(weight_decay)) for p, g in rows]
         ), state
 
     everywhere = optimizer(_no_state, update)
@@ -337,20 +332,21 @@ def add_decayed_weights(
 
 
 def _decayed(g: Tensor, p: Tensor, weight_decay: float) -> Tensor:
-    # Two roundings, never add(alpha=): the bits must not depend on where a shard was cut.
+    # Multiply and add round separately, not add(alpha=), because bits must not depend on where a
+    # shard was cut.
     wide = torch.promote_types(ops.wide(g.dtype), ops.wide(p.dtype))
     return p.detach().to(wide).mul(weight_decay).add_(g.detach()).to(g.dtype)
 
 
-@checked_options
+@takes(inner=ANY, mask=OF_LEAVES)
 def masked(
     inner: Optimizer | tuple[InitFn, UpdateFn], mask: Callable[[str, Any], bool]
 ) -> Optimizer:
     """Apply an optimizer to some leaves; the gradients of the others pass through unchanged.
 
     Args:
-        inner: the optimizer of the chosen leaves; the leaves of no other one have a state.
-        mask: ``mask(path, leaf)`` says which leaves are chosen, by path, shape and dtype.
+        inner: the optimizer of the chosen leaves. The other leaves have no state.
+        mask: ``mask(path, leaf)`` chooses leaves by path, shape and dtype.
 
     Returns:
         An optimizer by label (:func:`by_label`): ``"masked"`` for the chosen leaves, ``"rest"``.
@@ -365,15 +361,11 @@ def masked(
         >>> signs.update(grads, signs.init(grads), grads)[0]
         {'w': tensor([[1., 1.]]), 'b': tensor([7., 7.])}
     """
-    if not callable(mask):
-        raise OptionError(
-            f"a mask is a function mask(path, leaf) -> bool; got {type(mask).__name__}; "
-            "write masked(inner, lambda path, leaf: leaf.ndim > 1)"
-        )
     parts = {"masked": as_optimizer(inner), "rest": _unchanged()}
     return by_label(parts, lambda path, leaf: "masked" if mask(path, leaf) else "rest")
 
 
+@takes(learning_rate=RATE)
 @remembered
 def scale_by_learning_rate(learning_rate: float | Schedule) -> Optimizer:
     """Multiply by minus the learning rate: the last part of a chain, for descent.
@@ -394,7 +386,6 @@ def scale_by_learning_rate(learning_rate: float | Schedule) -> Optimizer:
         >>> adamw.apply(grads, adamw.init(params), params)[0]
         {'w': tensor([0.2500, 1.2500])}
     """
-    check_rate(learning_rate)
     if callable(learning_rate):
         schedule = learning_rate
         return scale_by_schedule(lambda step: -schedule(step))

@@ -6,11 +6,13 @@
 ``params``       stage 3: gathers where a loss uses its parameters, on a schedule
 ``optimizer``    the update on values of any placement, and sharded state
 ``remat``        recomputation of activations
-alone            ``_cast`` (mixed precision), ``_offload`` (stores; of all three types)
+alone            ``_cast`` (mixed precision), ``_offload`` (stores), ``_batches`` (any nodes),
+                 ``buffers`` (leaves that a loss writes)
 a profile        ``_notes``, and the parameters and hooks that take notes, ``_watched``
 ===============  ==================================================================================
 """
 
+from zfun.transforms._batches import MicroBatches, map_batch, split_batch
 from zfun.transforms._cast import CastLoss, cast
 from zfun.transforms._notes import EventKind, Noted, Notes, watching
 from zfun.transforms._offload import (
@@ -20,42 +22,36 @@ from zfun.transforms._offload import (
     offload_optimizer,
     offload_params,
 )
-from zfun.transforms.grads._accumulate import accumulate
+from zfun.transforms.grads._accumulate import accumulate, add_grads, scale_grads
 from zfun.transforms.grads._gradient import (
-    GradientFunction,
     data_parallel,
     scale_loss,
     value_and_grad,
+    vjp,
 )
+from zfun.transforms.grads._gradient_function import GradientFunction
+from zfun.transforms.grads._pullback import Pullback
 from zfun.transforms.grads._reducer import MAX_IN_FLIGHT
 from zfun.transforms.grads._sum_grads import replicate_grads, shard_grads
 from zfun.transforms.grads._value import WeightedMean, weighted_mean
 from zfun.transforms.optimizer._apply import apply
+from zfun.transforms.optimizer._plan import UPDATE as UPDATE
+from zfun.transforms.optimizer._plan import UpdatePlan, UpdateStep, plan_update
 from zfun.transforms.optimizer._probe import probe
 from zfun.transforms.optimizer._shard_optimizer import shard_optimizer
-from zfun.transforms.params._schedule import (
-    Event,
-    Phase,
-    Schedule,
-    ScheduleOptions,
-    Step,
-    Trace,
-    TracedBucket,
-    schedule,
-    secondary_of,
-)
+from zfun.transforms.optimizer._states import check_state, kind_of_state
+from zfun.transforms.params._schedule import SCHEDULE as SCHEDULE
+from zfun.transforms.params._schedule import Schedule, schedule
+from zfun.transforms.params._schedule_options import ScheduleOptions, secondary_of
 from zfun.transforms.params._shard_params import ShardedLoss, shard_params
+from zfun.transforms.params._trace import Event, Phase, Step, Trace, TracedBucket
 from zfun.transforms.remat import Remat, remat
+from zfun.transforms.values._agreement import check_agreement
+from zfun.transforms.values._communicate import MAX_UNDER_WAY
 from zfun.transforms.values._describe import Description, describe
-from zfun.transforms.values._redistribute import (
-    MAX_UNDER_WAY,
-    check_agreement,
-    gather,
-    redistribute,
-    replicate,
-    shard,
-    unshard,
-)
+from zfun.transforms.values._redistribute import redistribute
+from zfun.transforms.values._shard import replicate, shard
+from zfun.transforms.values._unshard import gather, unshard
 
 __all__ = [
     "MAX_IN_FLIGHT",
@@ -65,9 +61,11 @@ __all__ = [
     "Event",
     "EventKind",
     "GradientFunction",
+    "MicroBatches",
     "Noted",
     "Notes",
     "Phase",
+    "Pullback",
     "Remat",
     "Schedule",
     "ScheduleOptions",
@@ -75,24 +73,32 @@ __all__ = [
     "Step",
     "Trace",
     "TracedBucket",
+    "UpdatePlan",
+    "UpdateStep",
     "WeightedMean",
     "accumulate",
+    "add_grads",
     "apply",
     "cast",
     "check_agreement",
+    "check_state",
     "data_parallel",
     "describe",
     "gather",
+    "kind_of_state",
+    "map_batch",
     "offload",
     "offload_grads",
     "offload_loss",
     "offload_optimizer",
     "offload_params",
+    "plan_update",
     "probe",
     "redistribute",
     "remat",
     "replicate",
     "replicate_grads",
+    "scale_grads",
     "scale_loss",
     "schedule",
     "secondary_of",
@@ -100,8 +106,10 @@ __all__ = [
     "shard_grads",
     "shard_optimizer",
     "shard_params",
+    "split_batch",
     "unshard",
     "value_and_grad",
+    "vjp",
     "watching",
     "weighted_mean",
 ]

@@ -14,6 +14,7 @@ over the uses in the compute dtype, then cast once.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +22,11 @@ import torch
 from torch import Tensor
 
 from zfun import tree
-from zfun.errors import OptionError, checked_options
 from zfun.flat import Flat
+from zfun.options import BOOL, FLOATING, FUNCTION, takes
 from zfun.placement import S
+from zfun.transforms._batches import map_batch
+from zfun.transforms.grads._value import ZfunLoss, check_loss
 from zfun.transforms.params._call import BoundParams, call_of
 from zfun.transforms.params._lazy import LazyLeaf
 from zfun.typing import Loss
@@ -32,7 +35,7 @@ __all__ = ["CastLoss", "cast", "cast_leaves"]
 
 
 @dataclass(frozen=True, slots=True)
-class CastLoss:
+class CastLoss(ZfunLoss):
     """The loss that :func:`cast` returns, into which other transforms can look.
 
     Attributes:
@@ -48,14 +51,14 @@ class CastLoss:
     def __call__(self, params: tree.Tree, batch: Any) -> Any:
         """Return the loss of the cast parameters."""
         if self.batch:
-            batch = cast_leaves(batch, self.dtype)
+            batch = map_batch(_caster(self.dtype), batch)
         if not (isinstance(params, Flat) and params.placement is S):
             return self.loss(cast_leaves(params, self.dtype), batch)
         call = dataclasses.replace(call_of(params), compute_dtype=self.dtype)
         return self.loss(BoundParams(params, call), batch)
 
 
-@checked_options
+@takes(loss=FUNCTION, dtype=FLOATING, batch=BOOL)
 def cast(loss: Loss, dtype: torch.dtype, *, batch: bool = True) -> Loss:
     """Let a loss compute in another dtype than that of parameters and gradients.
 
@@ -67,7 +70,8 @@ def cast(loss: Loss, dtype: torch.dtype, *, batch: bool = True) -> Loss:
         loss: ``(params, batch) -> scalar`` or ``(scalar, aux)``.
         dtype: the new dtype of floating leaves of the parameters; complex and integer leaves are
             not cast.
-        batch: whether floating tensors of the batch are cast as well.
+        batch: whether floating tensors of the batch are cast as well, inside of mappings and
+            dataclasses too; a :class:`zfun.Flat` in the batch is not cast.
 
     Returns:
         A loss of the same parameters.
@@ -83,15 +87,16 @@ def cast(loss: Loss, dtype: torch.dtype, *, batch: bool = True) -> Loss:
 
     After Micikevicius et al., "Mixed Precision Training" (2018).
     """
-    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise OptionError(
-            f"cast() takes a floating dtype; got {dtype!r}; use torch.bfloat16 or torch.float16"
-        )
+    check_loss(loss, "cast()")
     return CastLoss(loss, dtype, batch)
 
 
 def cast_leaves(value: tree.Tree, dtype: torch.dtype) -> tree.Tree:
     """Cast the floating tensors of a tree, each once, so that tied leaves stay one tensor."""
+    return tree.map(_caster(dtype), value)
+
+
+def _caster(dtype: torch.dtype) -> Callable[[Any], Any]:
     done: dict[int, Tensor] = {}
 
     def one(leaf: Any) -> Any:
@@ -101,4 +106,4 @@ def cast_leaves(value: tree.Tree, dtype: torch.dtype) -> tree.Tree:
             done[id(leaf)] = leaf.recast(dtype) if isinstance(leaf, LazyLeaf) else leaf.to(dtype)
         return done[id(leaf)]
 
-    return tree.map(one, value)
+    return one

@@ -14,12 +14,26 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from zfun.collectives import Work
 from zfun.layout import Layout
-from zfun.transforms.params._schedule import Step
+from zfun.transforms.params._trace import Step
 
-__all__ = ["Noted", "Notes", "noted", "noting", "timed", "watching"]
+__all__ = ["Noted", "Notes", "noted", "noting", "noting_steps", "timed", "watching"]
 
 EventKind: TypeAlias = Literal[
-    "gather", "gathered", "use", "release", "reduce", "sum", "summed", "end", "pass", "update"
+    "gather",
+    "gathered",
+    "use",
+    "release",
+    "reduce",
+    "sum",
+    "summed",
+    "end",
+    "pass",
+    "update",
+    "read",
+    "wait",
+    "compute",
+    "write",
+    "commit",
 ]
 When: TypeAlias = Literal["start", "forward", "backward", "update"]
 
@@ -30,12 +44,15 @@ class Noted(NamedTuple):
     """One thing that a rank did in a step.
 
     Attributes:
-        kind: those of :class:`zfun.planner.Step`, where ``"gather"`` is the start of a gather and
-            ``"reduce"`` the moment at which a bucket's gradients are complete; ``"gathered"`` and
-            ``"summed"``, the time for which this rank waited for the gather or the sum; ``"sum"``,
+        kind: those of :class:`zfun.planner.Step`, where ``"read"`` and ``"gather"`` are the start
+            of a read or a gather and ``"reduce"`` the moment at which a bucket's gradients are
+            complete; ``"wait"``, ``"gathered"`` and ``"summed"``, the time for which this rank
+            waited for the read, the gather or the sum; ``"sum"``,
             the start of a sum of gradients; ``"end"`` of the forward or the backward pass;
             ``"pass"``, a whole pass over whole parameters; ``"update"``, the optimizer with the
-            gathers and sums of the update.
+            gathers and sums of the update. An update over stores has the steps of
+            :class:`zfun.planner.UpdateStep`, where a ``"write"`` lasts until the store has taken
+            the new values.
         bucket: index of the bucket; -1 for a pass and for the optimizer.
         phase: ``"start"``, ``"forward"``, ``"backward"``, or ``"update"`` for all that comes after.
         start: the begin of the action, in seconds since the profile began.
@@ -68,7 +85,7 @@ class Notes:
 
     def steps(self) -> tuple[Step, ...]:
         """Return the actions as steps, for a comparison with :func:`zfun.planner.schedule`."""
-        kinds = ("gather", "use", "release", "reduce")
+        kinds = ("read", "gather", "use", "release", "reduce")
         return tuple(
             Step(e.kind, e.bucket, e.phase)
             for e in self.events
@@ -149,3 +166,30 @@ def noting(phase: Literal["forward", "backward", "update"]) -> Iterator[None]:
     yield
     if phase == "update" or not any(event.kind == "use" for event in notes.events[before:]):
         notes.note("update" if phase == "update" else "pass", -1, phase, began)
+
+
+@contextlib.contextmanager
+def noting_steps(
+    labels: tuple[str, ...],
+) -> Iterator[Callable[[EventKind, int], contextlib.AbstractContextManager[None]]]:
+    """Note the steps of an update that goes bucket by bucket, instead of its collectives."""
+    notes = watching.get()
+    if notes is None:
+        yield lambda kind, bucket: contextlib.nullcontext()
+        return
+    known, first = notes, notes.first_of(labels)
+
+    @contextlib.contextmanager
+    def note(kind: EventKind, bucket: int) -> Iterator[None]:
+        began = known.now()
+        yield
+        index = bucket if bucket < 0 else first + bucket
+        if kind == "gather":
+            known.note("gather", index, "update", began)
+        known.note("gathered" if kind == "gather" else kind, index, "update", began)
+
+    token = watching.set(None)
+    try:
+        yield note
+    finally:
+        watching.reset(token)

@@ -3,38 +3,61 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from zfun import stores, tree
-from zfun.errors import PlacementError
+from zfun.collectives import Work
+from zfun.errors import OptionError, PlacementError
 from zfun.flat import Flat, flats
 from zfun.layout import Layout
-from zfun.optim import Optimizer, as_optimizer
+from zfun.optim import Optimizer, PrepareInner, as_optimizer
+from zfun.options import ANY, FRACTION, FUNCTION, STORE, takes
 from zfun.placement import S
 from zfun.stores import Store
-from zfun.transforms.grads._gradient import GradientFunction
+from zfun.transforms.grads._gradient_function import GradientFunction
+from zfun.transforms.grads._value import (
+    ZfunGradient,
+    ZfunLoss,
+    changed_grads,
+    check_gradient,
+    check_loss,
+)
+from zfun.transforms.optimizer._cut import last_of
+from zfun.transforms.optimizer.by_bucket import StateBuilder
 from zfun.typing import Gradient, Loss
 
 __all__ = ["offload", "offload_grads", "offload_loss", "offload_optimizer", "offload_params"]
 
 
-def offload(value: Any, store: Store) -> Any:
+@takes(value=ANY, store=STORE, fraction=FRACTION)
+def offload(value: Any, store: Store, *, fraction: float = 1.0) -> Any:
     """Keep a part of the state in a store; no bit of the results changes.
 
     The type of ``value`` chooses the part: the state of an optimizer (:func:`offload_optimizer`),
-    the gradients of a gradient function made by zfun (:func:`offload_grads`), the buffers of a
-    ``Flat`` (:func:`offload_params`). Any other function is a loss, which then takes parameters in
-    a store (:func:`offload_loss`).
+    the gradients of a gradient function (:func:`offload_grads`), the buffers of a ``Flat``
+    (:func:`offload_params`), the parameters that a loss takes (:func:`offload_loss`), or all values
+    of a state between two phases of a run (:func:`zfun.stores.offload_values`). A loss and a
+    gradient function are known by type, because transforms made them; for a function of your own,
+    call ``offload_loss`` or ``offload_grads``.
 
     Args:
-        value: an optimizer, a gradient function, a ``Flat``, or a loss.
+        value: an optimizer, a ``Flat``, a state, or a gradient function or a loss made by a
+            transform.
         store: the store.
+        fraction: of an optimizer, the share of the elements whose state is in the store; the rest
+            steps on the device.
 
     Returns:
         A value of the same type.
+
+    Raises:
+        OptionError: a function that no transform has made, or a fraction of another value than an
+            optimizer.
 
     Example:
         >>> import torch
@@ -44,20 +67,36 @@ def offload(value: Any, store: Store) -> Any:
         >>> optimizer.init({"w": torch.ones(2)}).mu["w"]
         Stored(state, 2 x torch.float32, host())
     """
+    is_state = not isinstance(value, (Flat, Optimizer)) and len(flats(value)) > 0
+    if isinstance(value, (Optimizer, tuple)) and not is_state:
+        return offload_optimizer(as_optimizer(value), store, fraction=fraction)
+    if fraction != 1:
+        raise OptionError(
+            "a fraction is for the state of an optimizer, of which a part may step on the device; "
+            f"got fraction={fraction} for {type(value).__name__}; leave fraction out"
+        )
+    if is_state:
+        return stores.offload_values(value, store)
     if isinstance(value, Flat):
         return offload_params(value, store)
-    if isinstance(value, (Optimizer, tuple)):
-        return offload_optimizer(as_optimizer(value), store)
-    if isinstance(value, GradientFunction):
+    if isinstance(value, ZfunGradient):
         return offload_grads(value, store)
-    if not callable(value):
-        raise PlacementError(
-            "offload() takes an optimizer, a gradient function, a loss or a Flat; got "
-            f"{type(value).__name__}"
+    if isinstance(value, ZfunLoss):
+        return offload_loss(value, store)
+    if callable(value):
+        raise OptionError(
+            "offload() knows a loss and a gradient function made by a transform; got the function "
+            f"{getattr(value, '__name__', type(value).__name__)!r}, which may be either; call "
+            "zf.transforms.offload_loss() for a loss, or zf.transforms.offload_grads() for a "
+            "gradient function"
         )
-    return offload_loss(value, store)
+    raise PlacementError(
+        "offload() takes an optimizer, a gradient function, a loss or a Flat; got "
+        f"{type(value).__name__}"
+    )
 
 
+@takes(params=ANY, store=STORE)
 def offload_params(params: Flat, store: Store) -> Flat:
     """Move the buffers of a ``Flat`` to a store.
 
@@ -82,12 +121,14 @@ def offload_params(params: Flat, store: Store) -> Flat:
             f"offload_params() takes a Flat; got {type(params).__name__}; make one with "
             "zf.shard() or zf.replicate()"
         )
-    return params.with_buffers(
-        buffer if isinstance(buffer, stores.Stored) else store.put(buffer, "params")
-        for buffer in params.buffers
+    kept = stores.located(
+        lambda x: x if isinstance(x, stores.Stored) else store.put(x, "params"), params
     )
+    stores.flush(kept)
+    return kept
 
 
+@takes(loss=FUNCTION, store=STORE)
 def offload_loss(loss: Loss, store: Store) -> Loss:
     """Let a loss take parameters that are kept in a store.
 
@@ -103,20 +144,31 @@ def offload_loss(loss: Loss, store: Store) -> Loss:
     Raises:
         PlacementError: from the returned function, for parameters that are not in ``store``.
     """
+    check_loss(loss, "offload_loss()")
+    return _OffloadedLoss(loss, store)
 
-    def offloaded(params: tree.Tree, batch: Any) -> Any:
+
+@dataclass(frozen=True, slots=True)
+class _OffloadedLoss(ZfunLoss):
+    """The loss that :func:`offload_loss` returns."""
+
+    loss: Loss
+    store: Store
+
+    def __call__(self, params: tree.Tree, batch: Any) -> Any:
+        """Return the loss of parameters in the store."""
         # value_and_grad() has already fetched replicated parameters and made a tree of views.
         for flat in flats(params):
-            if any(not isinstance(b, stores.Stored) or b.store is not store for b in flat.buffers):
+            if any(
+                not isinstance(b, stores.Stored) or b.store is not self.store for b in flat.buffers
+            ):
                 raise PlacementError(
                     "an offloaded loss takes parameters that are in its store; got some that are "
                     "not; move them with params = zf.offload(params, store)"
                 )
         if isinstance(params, Flat) and params.placement is not S:
             params = stores.resident(params)
-        return loss(params, batch)
-
-    return offloaded
+        return self.loss(params, batch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +190,11 @@ class _Put:
 
     def start(self, buffer: Any, layout: Layout, bucket: int) -> _Moved:
         """Hand a bucket to the store."""
-        del layout, bucket
-        return _Moved(self.store.put(buffer, "grads"))
+        with stores.locating(leaf=layout.label(bucket)):
+            return _Moved(self.store.put(buffer, "grads"))
 
 
+@takes(vg=FUNCTION, store=STORE)
 def offload_grads(vg: Gradient, store: Store) -> Gradient:
     """Move each bucket of gradients to a store when complete.
 
@@ -155,75 +208,150 @@ def offload_grads(vg: Gradient, store: Store) -> Gradient:
     Raises:
         PlacementError: gradients that are a tree of tensors.
     """
+    check_gradient(vg, "offload_grads()")
     if isinstance(vg, GradientFunction) and vg.group is not None:
         return dataclasses.replace(vg, hooks=(*vg.hooks, _Put(store)), _agreed=vg._agreed)
 
-    def offloaded(params: tree.Tree, batch: Any) -> tuple[Any, Any]:
-        loss, grads = vg(params, batch)
+    def offloaded(grads: Any) -> Flat:
         if not isinstance(grads, Flat):
             raise PlacementError(
                 f"offload_grads() takes flat gradients; got {type(grads).__name__} of whole "
                 "leaves; wrap them in data_parallel() first"
             )
-        return loss, grads.with_buffers(
-            b if isinstance(b, stores.Stored) else store.put(b, "grads") for b in grads.buffers
+        return stores.located(
+            lambda x: x if isinstance(x, stores.Stored) else store.put(x, "grads"), grads
         )
 
-    return offloaded
+    return changed_grads(vg, offloaded)
 
 
-def offload_optimizer(optimizer: Any, store: Store) -> Optimizer:
+@takes(optimizer=ANY, store=STORE, fraction=FRACTION)
+def offload_optimizer(optimizer: Any, store: Store, *, fraction: float = 1.0) -> Optimizer:
     """Keep an optimizer's state in a store, and take the step on the device of the store.
 
     Between the device and the store only gradients (down) and new parameters (up) cross, as in
-    ZeRO-Offload (Ren et al., 2021); the state never crosses.
+    ZeRO-Offload (Ren et al., 2021); the state never crosses. Flat parameters are stepped by
+    :func:`zfun.apply` bucket by bucket: while one bucket is computed, the next two are read and the
+    last is written, so that memory does not grow with the model. An optimizer that mixes buckets
+    (:func:`zfun.optim.onebit_adam`, a norm over all leaves in a pair of your own, clipping that is
+    not the first part of a chain) reads the whole state instead.
 
     Args:
         optimizer: an optimizer.
         store: the store of the state.
+        fraction: the share of the elements whose state is in the store, by whole buckets from the
+            last on, because their gradients are complete first; at least this share. The rest
+            steps on the device of the parameters (Twin-Flow).
 
     Returns:
         An optimizer with the same results. Scalars of the state do not move.
     """
     inner = as_optimizer(optimizer)
 
-    def put(state: Any) -> Any:
-        return tree.map(
-            lambda x: store.put(x, "state") if isinstance(x, Tensor) and x.ndim else x, state
-        )
-
-    def get(state: Any) -> Any:
-        return tree.map(
-            lambda x: stores.fetch(x, store.device) if isinstance(x, stores.Stored) else x, state
-        )
-
-    def down(value: tree.Tree, name: str) -> tree.Tree:
-        def move(x: Tensor) -> Tensor:
-            store.crossed("put", name, x.nbytes)
-            return x.to(store.device)
-
-        return tree.map(move, value)
-
-    def up(new: tree.Tree, like: tree.Tree) -> tree.Tree:
-        def move(x: Tensor, old: Tensor) -> Tensor:
-            store.crossed("get", "params", x.nbytes)
-            return x.to(old.device)
-
-        return tree.map(move, new, like)
+    def at_once(params: tree.Tree) -> Any:
+        state = inner.init(params)
+        return _put(store, state, _last(state, fraction).__contains__)
 
     def init(params: tree.Tree) -> Any:
-        return put(inner.init(stores.resident(params) if isinstance(params, Flat) else params))
+        if not isinstance(params, Flat):
+            return at_once(params)
+        layout, dtypes = params.layout, [buffer.dtype for buffer in params.buffers]
+        builder = StateBuilder(
+            inner, at_once, layout, dtypes, params.placement, params.group, store, fraction
+        )
+        for bucket, buffer in enumerate(stores.reading(params, layout.device)):
+            builder.add(bucket, params.select([bucket]).with_buffers([buffer]))
+        return builder.result()
 
     def update(grads: tree.Tree, state: Any, params: tree.Tree) -> tuple[Any, Any]:
-        updates, new = inner.update(down(grads, "grads"), get(state), down(params, "params"))
-        return up(updates, params), put(new)
+        updates, new = inner.update(
+            _down(store, grads, "grads"), _get(store, state), _down(store, params, "params")
+        )
+        return _up(store, updates, params), _put_like(store, new, state)
 
     def apply(
         grads: tree.Tree, state: Any, params: tree.Tree, *, donate: bool = False
     ) -> tuple[Any, Any]:
-        new, new_state = inner.apply(
-            down(grads, "grads"), get(state), down(params, "params"), donate=donate
+        held = _get(store, state)
+        # A step whose state the store cannot keep leaves the values in memory as they were.
+        copy = donate and any(
+            isinstance(x, stores.Stored) and x.can_fail for x in tree.leaves(state)
         )
-        return up(new, params), put(new_state)
+        if copy and fraction < 1:
+            held = tree.map(lambda x: x.clone() if isinstance(x, Tensor) else x, held)
+        new, new_state = inner.apply(
+            _down(store, grads, "grads"),
+            held,
+            _down(store, params, "params", copy=copy),
+            donate=donate,
+        )
+        return _up(store, new, params), _put_like(store, new_state, state)
 
-    return inner._replace(init=init, update=update, apply=apply)
+    return inner._replace(
+        init=init,
+        update=update,
+        apply=apply,
+        prepare=PrepareInner(inner),
+        # The probe runs what takes a step, and makes no transfers.
+        parts=inner.parts or (inner,),
+    )
+
+
+def _down(store: Store, value: tree.Tree, name: str, *, copy: bool = False) -> tree.Tree:
+    """Bring gradients or parameters to the device of a store."""
+
+    def move(x: Tensor) -> Tensor:
+        store.crossed("put", name, x.nbytes)
+        return x.to(store.device, copy=copy)
+
+    return tree.map(move, value)
+
+
+def _up(store: Store, new: tree.Tree, like: tree.Tree) -> tree.Tree:
+    """Bring new parameters or updates to the device of the old parameters."""
+
+    def move(x: Tensor, old: Tensor) -> Tensor:
+        store.crossed("get", "params", x.nbytes)
+        return x.to(old.device)
+
+    return tree.map(move, new, like)
+
+
+def _get(store: Store, state: Any) -> Any:
+    """Bring a whole state to the device of a store."""
+
+    def start(x: Any) -> Any:
+        if isinstance(x, stores.Stored):
+            return x.get(store.device)
+        return x.to(store.device) if isinstance(x, Tensor) and x.ndim else x
+
+    started = stores.located(start, state)
+    return stores.located(lambda x: x.wait() if isinstance(x, Work) else x, started)
+
+
+def _put(store: Store, state: Any, is_kept: Callable[[int], bool]) -> Any:
+    """Put those tensors of a state into a store whose places are kept there."""
+    places = itertools.count()
+
+    def move(x: Any) -> Any:
+        place = next(places)
+        return store.put(x, "state") if isinstance(x, Tensor) and x.ndim and is_kept(place) else x
+
+    kept = stores.located(move, state)
+    stores.flush(kept)
+    return kept
+
+
+def _put_like(store: Store, new: Any, old: Any) -> Any:
+    """Put those tensors of a new state into a store that were in the store before."""
+    before = tree.leaves(old)
+    if len(tree.leaves(new)) != len(before):
+        return _put(store, new, lambda place: True)
+    return _put(store, new, lambda place: isinstance(before[place], stores.Stored))
+
+
+def _last(state: Any, fraction: float) -> set[int]:
+    """Return the places of the last leaves of a state that hold a fraction of the elements."""
+    leaves = tree.leaves(state)
+    numels = [x.numel() if isinstance(x, Tensor) and x.ndim else 0 for x in leaves]
+    return set(last_of(numels, fraction))

@@ -19,7 +19,7 @@ from zfun.transforms._notes import EventKind, Notes, When, timed, watching
 from zfun.transforms.grads._hooks import CommHook, Handle
 from zfun.transforms.params._gathered import GatheredParams
 from zfun.transforms.params._lazy import LazyLeaf
-from zfun.transforms.params._schedule import Step
+from zfun.transforms.params._trace import Step
 
 __all__ = ["new_gathered", "watched"]
 
@@ -40,7 +40,7 @@ def watched(hooks: tuple[CommHook, ...], layout: Layout) -> tuple[CommHook, ...]
 
 
 class _WatchedParams(GatheredParams):
-    """Gathered parameters that note each gather, use and release."""
+    """Gathered parameters that note each read, gather, use and release."""
 
     def __init__(self, profile: Notes, *args: Any) -> None:
         self._profile = profile
@@ -54,12 +54,23 @@ class _WatchedParams(GatheredParams):
     ) -> None:
         if self._first is None:
             self._first = self._profile.first_of(tuple(traced.label for traced in self._traced))
-        if bucket in self._persistent and kind == "gather":
+        if bucket in self._persistent and kind in ("read", "gather"):
             phase = "start"
         now: When = "forward" if self._phase == "forward" else "backward"
         self._profile.note(
             kind, bucket + self._first if bucket >= 0 else bucket, phase or now, start, change
         )
+
+    def _start_read(self, step: Step) -> None:
+        shard, start = self._shards[step.bucket], self._profile.now()
+        before = shard.reading
+        super()._start_read(step)
+        if shard.reading is not None and shard.reading is not before:
+            bucket, phase = step.bucket, step.phase
+            self._note("read", bucket, start, phase=phase)
+            shard.reading = timed(
+                shard.reading, self._profile, lambda began: self._note("wait", bucket, began)
+            )
 
     def _start_gather(self, step: Step) -> Work:
         bucket, start = step.bucket, self._profile.now()

@@ -11,6 +11,7 @@ from zfun.collectives._group import Group, own_part
 from zfun.collectives._ops import Collective, check_collective
 from zfun.collectives._work import Work
 from zfun.errors import OptionError
+from zfun.options import integer, takes
 
 __all__ = ["abstract_group"]
 
@@ -39,6 +40,7 @@ class _AbstractGroup(Group):
         return f"abstract_group({self.size}, rank={self.rank})"
 
 
+@takes(size=integer(1), rank=integer(0))
 def abstract_group(size: int, rank: int = 0) -> Group:
     """Return one rank of a group of any size, in which no data moves.
 
@@ -59,6 +61,9 @@ def abstract_group(size: int, rank: int = 0) -> Group:
         >>> gather_values(torch.empty(3, device="meta"), abstract_group(4096), "params").shape
         torch.Size([4096, 3])
     """
-    if not 0 <= rank < size:
-        raise OptionError(f"abstract_group() needs 0 <= rank < size; got rank {rank}, size {size}")
+    if rank >= size:
+        raise OptionError(
+            f"abstract_group() needs 0 <= rank < size; got rank {rank}, size {size}; ranks count "
+            "from 0"
+        )
     return _AbstractGroup(rank, size)

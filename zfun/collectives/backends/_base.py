@@ -1,9 +1,26 @@
-"""The common part of process groups: watchdog, sub-groups, closing, and errors."""
+"""The common part of process groups: watchdog, sub-groups, closing, and errors.
+
+[Note: forks]
+
+A fork inherits the group, the exit hooks and the connections of its parent, but none of the
+threads. The group belongs to the process that made the group:
+
+* a collective in a fork raises, because each rank takes part once;
+* the exit and the errors of a fork are not published, because the parent goes on;
+* a fork keeps the objects of gloo and of the store until its end. Their destructors would wait for
+  threads that a fork does not have, and would take the parent's connections out of the epoll
+  instance, which a fork shares with the parent.
+
+Shared memory is not mapped in a fork (``shm/_pages``), so a fork that writes to a shard changes
+nothing in the parent.
+"""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
@@ -12,9 +29,11 @@ from typing import Any, Self, TypeAlias
 import torch.distributed as dist
 
 from zfun.collectives._group import Group, own_part
+from zfun.collectives._ops import Collective, Stream
+from zfun.collectives.backends._diagnosis import different
 from zfun.collectives.backends._local import single_group
-from zfun.collectives.backends._watchdog import Watchdog, different
-from zfun.errors import OptionError, ZfunError
+from zfun.collectives.backends._watchdog import Watchdog
+from zfun.errors import OptionError, ZfunError, check_process
 
 __all__ = [
     "MakePart",
@@ -22,11 +41,12 @@ __all__ = [
     "ProcessGroup",
     "TransportError",
     "first_line",
+    "keep_until_exit",
     "transport_errors",
 ]
 
-MakePart: TypeAlias = "Callable[[dist.Store, int, int, Sequence[int]], ProcessGroup]"
-"""Makes a sub-group from its store, this rank's position, the size, and the global ranks."""
+MakePart: TypeAlias = "Callable[[dist.Store, int, Sequence[int]], ProcessGroup]"
+"""Makes a sub-group from its store, this rank's position, and the global ranks."""
 
 
 class TransportError(Exception):
@@ -70,6 +90,7 @@ class ProcessGroup(Group):
         timeout_s: float,
         on_close: Callable[[], None] | None,
         numbers: Sequence[int] | None = None,
+        holder: int | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
@@ -82,10 +103,16 @@ class ProcessGroup(Group):
         self._num_subgroups = 0
         # Messages name the global ranks.
         self._watchdog = Watchdog(
-            store, self.global_ranks[rank], self.global_ranks, self._interrupt
+            store,
+            self.global_ranks[rank],
+            self.global_ranks,
+            self._interrupt,
+            lambda: self._number_of(self._broken_peer()),
+            holder,
         )
         self._failure: ZfunError | None = None
         self._closed = False
+        self._process = os.getpid()
         self._previous_hook = sys.excepthook
         self._hook = self._on_uncaught
         sys.excepthook = self._hook
@@ -113,13 +140,17 @@ class ProcessGroup(Group):
                 "together with zf.collectives.Mesh()"
             )
         return self.make_part(
-            store, ranks.index(self.rank), len(ranks), [self.global_ranks[rank] for rank in ranks]
+            store, ranks.index(self.rank), [self.global_ranks[rank] for rank in ranks]
         )
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
+        # See [Note: forks].
+        if self._is_fork():
+            keep_until_exit(self._torch_group, self._store, dist.group.WORLD)
+            return
         for group in reversed(self._subgroups):
             group.close()
         if sys.excepthook is self._hook:
@@ -127,7 +158,9 @@ class ProcessGroup(Group):
         atexit.unregister(self.close)
         self._watchdog.close()
         self._release()
+        # The last reference to a store closes the connection.
         self._torch_group = None
+        del self._store
         if self._on_close is not None:
             self._on_close()
 
@@ -144,7 +177,13 @@ class ProcessGroup(Group):
             self._publish_error(error)
         self.close()
 
+    def _is_fork(self) -> bool:
+        """Whether this process is a fork of the group's process. See [Note: forks]."""
+        return self._process != os.getpid()
+
     def _publish_error(self, error: BaseException) -> None:
+        if self._is_fork():
+            return
         for group in (*self._subgroups, self):
             group._watchdog.publish_error(error)
 
@@ -154,11 +193,16 @@ class ProcessGroup(Group):
     def _on_uncaught(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        self._watchdog.publish_error(error)
+        if not self._is_fork():
+            self._watchdog.publish_error(error)
         self._previous_hook(kind, error, trace)
 
     def _interrupt(self) -> None:
         """End every wait of this rank."""
+
+    def _broken_peer(self) -> int | None:
+        """Return a rank whose connection is broken, if any and if the transport can tell."""
+        return None
 
     def _release(self) -> None:
         """Release the resources of the transport."""
@@ -166,27 +210,35 @@ class ProcessGroup(Group):
     def _number_of(self, peer: int | None) -> int | None:
         return None if peer is None else self.global_ranks[peer]
 
+    def _check_process(self) -> None:
+        check_process(self._process, "a group")
+
     def _check_open(self) -> None:
+        self._check_process()
         if self._closed:
             raise OptionError(
                 "a closed group starts no collectives; make a new one with process_group()"
             )
         if self._failure is not None:
             failure = type(self._failure)(
-                str(self._failure), rank=self._failure.rank, collective=self._failure.collective
+                str(self._failure),
+                rank=self._failure.rank,
+                leaf=self._failure.leaf,
+                collective=self._failure.collective,
             )
             raise failure from self._failure
 
     @contextlib.contextmanager
-    def _explained(self, text: str, index: int) -> Iterator[None]:
+    def _explained(self, call: Collective, text: str, index: int) -> Iterator[None]:
+        """Turn an error of the transport into one that names the lost rank and the leaf."""
+        collective = f"collective {index} of its stream ({text})"
+        leaf = call.part if call.part and call.stream is not Stream.CONTROL else None
         try:
             yield
         except TransportError as error:
             if self._failure is None:
                 self._failure = self._watchdog.explain(
-                    self._number_of(error.peer),
-                    str(error),
-                    f"collective {index} of its stream ({text})",
+                    self._number_of(error.peer), str(error), collective, leaf
                 )
             raise self._failure from error
         except Mismatch as error:
@@ -196,9 +248,7 @@ class ProcessGroup(Group):
                     (self.global_ranks[self.rank], text),
                     (self.global_ranks[error.peer], error.text),
                 )
-                self._failure = self._watchdog.conclude(
-                    verdict, f"collective {index} of its stream ({text})"
-                )
+                self._failure = self._watchdog.conclude(verdict, collective, leaf)
             raise self._failure from error
         finally:
             # No other collective can complete either.
@@ -207,6 +257,12 @@ class ProcessGroup(Group):
 
     def _give_up(self) -> None:
         """End every other wait of this rank."""
+
+
+def keep_until_exit(*things: object) -> None:
+    """Let no destructor of these objects run in this process. See [Note: forks]."""
+    for thing in things:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 @contextlib.contextmanager

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import os
+import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -15,20 +17,42 @@ from torch.distributed.device_mesh import DeviceMesh
 from zfun.collectives._debug import checked
 from zfun.collectives._group import Group
 from zfun.collectives._ops import Stream
-from zfun.collectives.backends._base import ProcessGroup
+from zfun.collectives.backends._attempt import attempt_store, holder_of_store, never_came, try_for
+from zfun.collectives.backends._base import ProcessGroup, keep_until_exit
 from zfun.collectives.backends._local import single_group
 from zfun.collectives.backends._nccl import NativeGroup
+from zfun.collectives.backends._together import make_together
 from zfun.collectives.gloo._group import ExchangeGroup, HostsGroup
-from zfun.collectives.gloo._tuning import holding_little, interrupting_nobody
+from zfun.collectives.gloo._tuning import batch_scheduling, short_send_buffers
 from zfun.collectives.shm._group import SharedGroup
 from zfun.collectives.shm._memory import SharedMemory
-from zfun.collectives.shm._rendezvous import exchange_texts, host_name, meet
-from zfun.errors import OptionError, PeerLost, checked_options
+from zfun.collectives.shm._rendezvous import exchange_texts, host_name, rendezvous
+from zfun.errors import OptionError, PeerLost
+from zfun.options import BOOL, SECONDS, TEXT, Kind, takes
 
 __all__ = ["process_group"]
 
+_Hook: TypeAlias = Callable[..., Any]
 
-@checked_options
+
+def _is_torch_group(x: object) -> bool:
+    # torch gives an integer to a process that is not a rank of the group.
+    outside = dist.GroupMember.NON_GROUP_MEMBER
+    return isinstance(x, (dist.ProcessGroup, DeviceMesh)) or (type(x) is int and x == outside)
+
+
+@takes(
+    group=Kind(
+        _is_torch_group,
+        ("a torch process group, a DeviceMesh",),
+        "torch.distributed.group.WORLD",
+    )
+    | None,
+    axis=TEXT | None,
+    timeout_s=SECONDS,
+    shared_memory=BOOL | None,
+    debug=BOOL,
+)
 def process_group(
     group: dist.ProcessGroup | DeviceMesh | None = None,
     *,
@@ -77,13 +101,12 @@ def process_group(
         )
     if isinstance(group, DeviceMesh):
         group = _mesh_axis(group, axis)
-    started_here = False
+    on_close: Callable[[], None] | None = None
     if group is None:
         if not dist.is_initialized():
             if not _launched():
                 return single_group()
-            _init_from_launcher(timeout_s)
-            started_here = True
+            on_close = _init_from_launcher(timeout_s)
         group = dist.group.WORLD
     rank = dist.get_rank(group)
     if rank < 0 or group is None:
@@ -91,7 +114,6 @@ def process_group(
             "this process is not a rank of the given group; call process_group() on its ranks only"
         )
     size = dist.get_world_size(group)
-    on_close = _shut_down_torch if started_here else None
     if size == 1:
         made: Group = single_group()
         if on_close is not None:
@@ -114,29 +136,45 @@ def _made(
     shared_memory: bool | None,
     on_close: Callable[[], None] | None,
 ) -> Group:
-    store = _own_store(group, rank)
+    holder = holder_of_store(dist.get_process_group_ranks(group))
+    # Ranks that have ended may have left keys in the store.
+    store = attempt_store(group.get_group_store(), rank, size, timeout_s)
     backends = dist.get_backend_config(group)
     if "nccl" not in backends and "gloo" in backends:
-        return _made_over_gloo(store, rank, size, timeout_s, shared_memory, on_close)
+        return _made_over_gloo(store, rank, range(size), timeout_s, shared_memory, on_close, holder)
     if shared_memory:
         raise _no_shared_memory(
             f"this is for gloo on the CPU, and the backend is {dist.get_backend(group)}"
         )
     return (NativeGroup if "nccl" in backends else ExchangeGroup)(
-        group, store, rank, size, timeout_s, on_close
+        group, store, rank, size, timeout_s, on_close, None, holder
     )
 
 
 def _made_over_gloo(
     store: dist.Store,
     rank: int,
-    size: int,
+    numbers: Sequence[int],
     timeout_s: float,
     shared_memory: bool | None,
-    on_close: Callable[[], None] | None = None,
-    numbers: Sequence[int] | None = None,
+    on_close: Callable[[], None] | None,
+    holder: int | None,
 ) -> ProcessGroup:
-    memory = meet(store, rank, size, timeout_s, shared_memory)
+    size = len(numbers)
+    make = functools.partial(_transport, store, rank, size, timeout_s, shared_memory)
+    kind, *transport = make_together(store, rank, numbers, timeout_s, make, holder)
+    made = kind(*transport, store, rank, size, timeout_s, on_close, numbers, holder)
+    made.make_part = lambda store, rank, numbers: _made_over_gloo(
+        store, rank, numbers, timeout_s, shared_memory, None, holder
+    )
+    return made
+
+
+def _transport(
+    store: dist.Store, rank: int, size: int, timeout_s: float, shared_memory: bool | None
+) -> tuple[Any, ...]:
+    """Return the kind of group that the ranks can have, and the connections of this rank."""
+    memory = rendezvous(store, rank, size, timeout_s, shared_memory)
     if shared_memory and isinstance(memory, str):
         raise _no_shared_memory(memory)
     # Gloo has a thread that wakes up a hundred times a second in the middle of the computation,
@@ -146,26 +184,19 @@ def _made_over_gloo(
         if isinstance(memory, str)
         else None
     )
-    settings = (gloo, store, rank, size, timeout_s, on_close, numbers)
-    made: ProcessGroup
     if not isinstance(memory, str):
-        made = SharedGroup(memory, *settings)
-    elif (
+        return SharedGroup, memory, None
+    if (
         "on different hosts" in memory
         and (rows := _rows(dist.PrefixStore("rows", store), rank, size, timeout_s)) is not None
     ):
-        made = HostsGroup(rows, *settings)
-    else:
-        made = ExchangeGroup(*settings)
-    made.make_part = lambda store, rank, size, numbers: _made_over_gloo(
-        store, rank, size, timeout_s, shared_memory, numbers=numbers
-    )
-    return made
+        return HostsGroup, rows, gloo
+    return ExchangeGroup, gloo
 
 
 def _gloo(store: dist.Store, rank: int, size: int, timeout_s: float) -> Any:
     """Make an unregistered instance of gloo with own connections, tags and timeout."""
-    with interrupting_nobody(), holding_little():
+    with batch_scheduling(), short_send_buffers():
         return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
 
 
@@ -188,7 +219,7 @@ def _rows(
         return None
     place = dist.PrefixStore(f"{rank // per_host}", store)
     memories = {
-        stream: meet(
+        stream: rendezvous(
             dist.PrefixStore(stream.name, place), rank % per_host, per_host, timeout_s, None
         )
         for stream in Stream
@@ -237,36 +268,69 @@ def _launched() -> bool:
     return bool(present)
 
 
-def _init_from_launcher(timeout_s: float) -> None:
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
-    backend = "gloo"
+def _init_from_launcher(timeout_s: float) -> Callable[[], None]:
+    """Initialise ``torch.distributed``; return the function that takes that back."""
+    before = sys.excepthook
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    timeout = timedelta(seconds=timeout_s)
+    holder = holder_of_store(range(size))
+    store = _launcher_store(rank, timeout_s, holder)
+    store = attempt_store(store, rank, size, timeout_s)
+    start = functools.partial(
+        dist.init_process_group, store=store, rank=rank, world_size=size, timeout=timeout
+    )
     if torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks:
-        backend = "nccl"
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))
-    try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
-    except ValueError as error:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
+        start("nccl")
+    else:
+        make_together(store, rank, range(size), timeout_s, lambda: start("gloo"), holder)
+    return functools.partial(_shut_down_torch, os.getpid(), before, sys.excepthook)
+
+
+def _launcher_store(rank: int, timeout_s: float, holder: int | None) -> dist.Store:
+    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if not host or not port.isdecimal():
         raise OptionError(
-            f"the launcher's environment is incomplete: {error}; start the program with torchrun"
-        ) from error
+            f"a launcher sets MASTER_ADDR, and MASTER_PORT to a number; got {host!r} and {port!r}; "
+            "start the program with torchrun"
+        )
+    opened: list[dist.Store] = []
+
+    def open_store() -> None:
+        opened.append(
+            dist.TCPStore(
+                host,
+                int(port),
+                is_master=rank == holder,
+                timeout=timedelta(seconds=timeout_s),
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+        )
+
+    if holder is not None and rank != holder:
+        # A store in a stopped process never answers.
+        if not try_for(timeout_s + 1.0, open_store):
+            raise never_came([holder], rank, timeout_s)
+        return opened[0]
+    try:
+        open_store()
     except RuntimeError as error:
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise PeerLost(
-            f"the ranks did not meet at {where} within {timeout_s} s, or the port is taken: "
+            f"the ranks meet in a store at {host}:{port}; rank {rank} cannot use this address: "
             f"{error}; choose another MASTER_PORT",
-            rank=int(os.environ["RANK"]),
+            rank=rank,
         ) from error
+    return opened[0]
 
 
-def _shut_down_torch() -> None:
-    if dist.is_initialized():
+def _shut_down_torch(process: int, before: _Hook, hook: _Hook) -> None:
+    if process != os.getpid():
+        # See [Note: forks].
+        keep_until_exit(dist.group.WORLD)
+    elif dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _own_store(group: dist.ProcessGroup, rank: int) -> dist.Store:
-    """Return a part of the torch group's store for the next zfun group over the torch group.
-
-    Each rank counts alone, because all ranks make the groups in the same order.
-    """
-    store = group.get_group_store()
-    return dist.PrefixStore(f"zfun/{store.add(f'zfun/count/{rank}', 1)}", store)
+        # Torch leaves the hook that prints the number of the rank.
+        if sys.excepthook is hook:
+            sys.excepthook = before

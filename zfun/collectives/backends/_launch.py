@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -19,7 +20,8 @@ import torch.distributed as dist
 from zfun.collectives._group import Group
 from zfun.collectives._values import barrier
 from zfun.collectives.backends._init import process_group
-from zfun.errors import OptionError, PeerLost
+from zfun.errors import OptionError, PeerLost, check_process
+from zfun.options import ANY, BOOL, FUNCTION, SECONDS, instance, integer, number, takes
 
 if TYPE_CHECKING:  # not every system has fork servers
     from multiprocessing.context import (
@@ -35,6 +37,14 @@ _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
 
 
+@takes(
+    n=integer(1),
+    fn=FUNCTION,
+    args=ANY,
+    timeout_s=SECONDS,
+    collective_timeout_s=SECONDS | None,
+    shared_memory=BOOL | None,
+)
 def spawn(
     n: int,
     fn: Callable[..., _Result],
@@ -46,8 +56,9 @@ def spawn(
     """Call ``fn(group, *args)`` on n ranks, which are processes of this machine; return results.
 
     :func:`simulate` with real processes, one thread each, over shared memory or over gloo on the
-    loopback interface. ``fn``, ``args`` and results travel by pickle, so ``fn`` must be importable
-    by name. :class:`Workers` runs several functions on the same processes.
+    loopback interface, which other hosts cannot reach. ``fn``, ``args`` and results travel by
+    pickle, so ``fn`` must be importable by name. :class:`Workers` runs several functions on the
+    same processes.
 
     Args:
         n: the number of ranks.
@@ -83,6 +94,19 @@ class _Failure:
     order: int
 
 
+@takes(
+    n=integer(1),
+    timeout_s=SECONDS,
+    collective_timeout_s=SECONDS | None,
+    grace_s=number(0, below=1e9, example="5.0"),
+    shared_memory=BOOL | None,
+    context=instance(
+        multiprocessing.context.BaseContext,
+        "a context of multiprocessing",
+        "multiprocessing.get_context()",
+    )
+    | None,
+)
 class Workers:
     """A context manager with n processes, for several runs without starting processes again.
 
@@ -111,8 +135,6 @@ class Workers:
         shared_memory: bool | None = None,
         context: SpawnContext | ForkServerContext | None = None,
     ) -> None:
-        if n < 1:
-            raise OptionError(f"a run needs at least one rank; got {n}")
         self._n = n
         self._timeout_s = timeout_s
         self._collective_timeout_s = (
@@ -121,6 +143,7 @@ class Workers:
         self._grace_s = grace_s
         self._shared_memory = shared_memory
         self._context = context or multiprocessing.get_context("spawn")
+        self._process = os.getpid()
         self._store: dist.Store | None = None
         self._processes: list[SpawnProcess | ForkServerProcess] = []
         self._connections: list[Connection] = []
@@ -161,6 +184,8 @@ class Workers:
 
     def close(self) -> None:
         """End the processes."""
+        if self._process != os.getpid():
+            return
         for connection in self._connections:
             connection.close()
         deadline = time.monotonic() + 2.0
@@ -185,6 +210,7 @@ class Workers:
     def _outcomes(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[Any]:
+        check_process(self._process, "a Workers")
         job = _pickled_job(fn, args, kwargs)
         if not self._processes:
             self._start()
@@ -198,10 +224,8 @@ class Workers:
         return [outcomes[rank] for rank in range(self._n)]
 
     def _start(self) -> None:
-        # The store lives in this process, on a port that the system has chosen, so no other
-        # program can take the port in between, and the store outlives every rank.
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._store = store
+        # The store lives in this process and outlives every rank.
+        store = self._store = _loopback_store()
         for rank in range(self._n):
             ours, theirs = self._context.Pipe()
             process = self._context.Process(
@@ -273,6 +297,9 @@ class Workers:
         )
 
     def _kill(self) -> None:
+        # A fork leaves the processes to its parent.
+        if self._process != os.getpid():
+            return
         for process in self._processes:
             # A stopped process does not react to SIGTERM.
             process.kill()
@@ -284,6 +311,22 @@ class Workers:
         self._processes.clear()
         self._connections.clear()
         self._store = None
+
+
+def _loopback_store() -> dist.TCPStore:
+    """Return a store that other hosts cannot reach, on a port that the system has chosen.
+
+    A store that makes its own socket listens on all interfaces, and believes every message.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return dist.TCPStore(
+            "127.0.0.1",
+            server.getsockname()[1],
+            is_master=True,
+            wait_for_workers=False,
+            # The store closes this descriptor.
+            master_listen_fd=os.dup(server.fileno()),
+        )
 
 
 def _pickled_job(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
@@ -307,7 +350,7 @@ def _serve(
 ) -> None:
     """Run jobs from the connection until the connection closes or a run fails: a rank's main."""
     local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     # As under torchrun the store exists already, and no rank may open one.
     agent = {
         "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -315,7 +358,9 @@ def _serve(
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    os.environ.update({name: str(value) for name, value in {**local, **meeting, **agent}.items()})
+    os.environ.update(
+        {name: str(value) for name, value in {**local, **rendezvous, **agent}.items()}
+    )
     torch.set_num_threads(1)
     group: Group | None = None
     while True:

@@ -23,6 +23,7 @@ from zfun.collectives._ops import (
     check_collective,
     describe,
 )
+from zfun.collectives._ranges import with_ranges
 from zfun.collectives._work import Work
 from zfun.collectives.backends._base import ProcessGroup, transport_errors
 
@@ -57,6 +58,7 @@ class NativeGroup(ProcessGroup):
                 list(self._ranks), timeout=timeout, use_local_synchronization=local
             )
 
+    @with_ranges
     def start(self, call: Collective, x: Tensor, out: Tensor | None = None) -> Work:
         check_collective(call, x, out, self.size)
         self._check_open()
@@ -70,13 +72,14 @@ class NativeGroup(ProcessGroup):
         )
         text = describe(call, x.numel(), x.dtype)
         index = self._watchdog.note_start(call.stream, text)
-        with torch.no_grad(), self._explained(text, index), transport_errors(None):
+        with torch.no_grad(), self._explained(call, text, index), transport_errors(None):
             works = self._issue(call, sent, received)
 
         def wait() -> Tensor:
+            self._check_process()
             with (
                 torch.no_grad(),
-                self._explained(text, index),
+                self._explained(call, text, index),
                 self._watchdog.waiting(call.stream, index),
                 transport_errors(None),
             ):

@@ -1,9 +1,14 @@
-"""n ranks as threads of one process.
+"""n ranks as threads of one process, which take turns.
+
+One rank runs at a time: until a collective whose result is missing, or to the end. Then the next
+rank runs that can continue, in rank order, round and round. A simulation is therefore
+deterministic, and each rank has its own state of torch's default random generator, as a process
+has.
 
 The last rank to arrive at a collective computes it for all, by the definition of the op
-(:func:`evaluate`), and wakes the others: a collective of 64 ranks costs one evaluation and 64
-wake-ups, not 4032 messages. Process groups move the same values by messages, and tests compare
-their results with these, bit by bit.
+(:func:`evaluate`): a collective of 64 ranks costs one evaluation and 64 wake-ups, not 4032
+messages. Process groups move the same values by messages, and tests compare their results with
+these, bit by bit.
 """
 
 from __future__ import annotations
@@ -11,7 +16,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import contextvars
-import functools
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -37,9 +42,11 @@ from zfun.collectives._ops import (
     check_collective,
     describe,
 )
+from zfun.collectives._ranges import with_ranges
 from zfun.collectives._work import Work
-from zfun.errors import CollectiveMismatch, OptionError, PeerLost, ZfunError
+from zfun.errors import CollectiveMismatch, OptionError, PeerLost, ZfunError, check_process
 from zfun.ops._sums import sum_in_rank_order
+from zfun.options import ANY, FUNCTION, integer, takes
 
 __all__ = ["evaluate", "simulate"]
 
@@ -47,6 +54,7 @@ _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
 
 
+@takes(n=integer(1), fn=FUNCTION, args=ANY)
 def simulate(
     n: int,
     fn: Callable[Concatenate[Group, _Params], _Result],
@@ -55,11 +63,18 @@ def simulate(
 ) -> list[_Result]:
     """Call ``fn(group, *args)`` on n ranks, which are threads of this process; return results.
 
+    Ranks take turns: one runs until it waits for the others, then the next, in rank order, so a
+    program without threads and clocks of its own gives the same result every time. Each rank has
+    its own state of torch's default random generator, at first a copy of the caller's, whose state
+    does not change: ``torch.manual_seed``, ``torch.rand`` and dropout act as in processes. Python's
+    and numpy's generators are shared. Ranks wait for each other in collectives only: a rank that
+    waits for another rank in a lock or a queue of its own waits for ever.
+
     All ranks receive the same ``args`` objects, so every rank sees in-place changes of another.
-    The ranks share torch's global random generator, whose draws come in no fixed order; give each
-    rank a ``torch.Generator``. ``functional_call`` changes an ``nn.Module`` temporarily, so each
-    rank needs a module of its own, made inside ``fn``. Tensors must live on the CPU, since autograd
-    runs the backward pass of other devices on a thread that the ranks would share.
+    Ranks may share an ``nn.Module`` under :func:`zfun.functional`; ``functional_call`` changes the
+    module temporarily, so each rank would need a module of its own, made inside ``fn``. Tensors
+    must live on the CPU, since autograd runs the backward pass of other devices on a thread that
+    the ranks would share.
 
     Args:
         n: the number of ranks, one to some hundreds.
@@ -83,18 +98,12 @@ def simulate(
         >>> simulate(2, lambda group: all_reduce(torch.tensor(group.rank + 1), group).item())
         [3, 3]
     """
-    if n < 1:
-        raise OptionError(f"simulate() needs at least one rank; got {n}")
-    _know_the_processor()
     world = _World(n)
     outcomes: list[_Outcome[_Result]] = [_Outcome() for _ in range(n)]
     grad_mode = torch.is_grad_enabled()
-    # A thread needs the interpreter's lock twice to start, and the ranks that already run would
-    # compete for the lock.
-    all_started = threading.Event()
 
     def run(rank: int) -> None:
-        all_started.wait()
+        world.take_turn(rank)
         try:
             with torch.set_grad_enabled(grad_mode):
                 outcomes[rank].result.append(
@@ -103,7 +112,7 @@ def simulate(
         except BaseException as error:  # noqa: BLE001, the caller of simulate receives every error
             outcomes[rank].error = error
             world.fail(rank, error)
-        else:
+        finally:
             world.leave(rank)
 
     threads = [
@@ -115,34 +124,25 @@ def simulate(
         )
         for rank in range(n)
     ]
+    before = torch.get_rng_state()
     with _one_forward_ad_level():
         try:
             for thread in threads:
                 thread.start()
-            all_started.set()
+            world.begin()
             for thread in threads:
                 thread.join()
         except BaseException as error:
             # Only the main thread receives an interrupt. The ranks end at their next collective,
             # and the main thread does not wait for them.
             world.fail(None, error)
-            all_started.set()
             raise
+        finally:
+            torch.set_rng_state(before)
     if (error := world.original_error(outcomes)) is not None:
         raise error
     world.check_nothing_left()
     return [outcome.result[0] for outcome in outcomes]
-
-
-@functools.cache
-def _know_the_processor() -> None:
-    """Let MKL detect the processor before two ranks call a vector function at the same time.
-
-    The first call of a vector function (``exp``, ``tanh``, ...) detects the processor, and sets a
-    temporary value meanwhile. A second thread may read this value and use the code of another
-    processor, with other last bits.
-    """
-    torch.zeros(1, device="cpu").exp()
 
 
 def evaluate(op: Op, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> list[Tensor]:
@@ -210,6 +210,7 @@ class _SimulatedGroup(Group):
         self._channel = channel
         self._num_subgroups = 0
         self._thread = threading.get_ident()
+        self._process = os.getpid()
 
     def subgroup(self, parts: Sequence[Sequence[int]], name: str = "") -> Group:
         part = own_part(self, parts)
@@ -219,6 +220,7 @@ class _SimulatedGroup(Group):
             self._world_rank, self._world, members, (*self._channel, self._num_subgroups)
         )
 
+    @with_ranges
     def start(self, call: Collective, x: Tensor, out: Tensor | None = None) -> Work:
         check_collective(call, x, out, self.size)
         if x.device.type != "cpu":
@@ -226,6 +228,7 @@ class _SimulatedGroup(Group):
                 f"a simulated group moves CPU tensors only; {call.op.kind} got one on {x.device}; "
                 "move it to the CPU"
             )
+        check_process(self._process, "a simulated group")
         if threading.get_ident() != self._thread:
             raise OptionError(
                 f"a simulated group belongs to the thread of its rank; rank {self._world_rank}'s "
@@ -235,7 +238,7 @@ class _SimulatedGroup(Group):
             )
         # A copy, so that the sender may change the input after the start, as with a real message.
         sent = x.detach().clone()
-        meeting = self._world.arrive(
+        pending = self._world.arrive(
             self._world_rank,
             self._members,
             self._channel,
@@ -245,7 +248,7 @@ class _SimulatedGroup(Group):
         )
 
         def wait() -> Tensor:
-            result = self._world.wait(self._world_rank, meeting)
+            result = self._world.wait(self._world_rank, pending)
             return result if out is None else out
 
         return Work(wait)
@@ -255,7 +258,7 @@ class _SimulatedGroup(Group):
 
 
 @dataclass(slots=True, eq=False)
-class _Meeting:
+class _PendingCollective:
     """One collective in progress: the inputs so far, and the results."""
 
     stream: Stream
@@ -280,17 +283,27 @@ class _Outcome(Generic[_Result]):
 
 
 class _World:
-    """The state that the ranks of one simulation share, under one lock."""
+    """The state that the ranks of one simulation share; the rank whose turn it is changes it."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._lock = threading.Lock()
+        self._turns = [threading.Semaphore(0) for _ in range(size)]
+        self._generators = [torch.get_rng_state()] * size
         self._counts: collections.Counter[tuple[object, ...]] = collections.Counter()
-        self._meetings: dict[tuple[object, ...], _Meeting] = {}
-        self._blocked: dict[int, tuple[_Meeting, threading.Lock]] = {}
+        self._pending: dict[tuple[object, ...], _PendingCollective] = {}
+        self._blocked: dict[int, _PendingCollective] = {}
         self._left: set[int] = set()
         self._failure: Callable[[int], ZfunError] | None = None
         self._consequences: list[ZfunError] = []
+
+    def begin(self) -> None:
+        """Give rank 0 the first turn."""
+        self._turns[0].release()
+
+    def take_turn(self, rank: int) -> None:
+        """Block until it is a rank's turn."""
+        self._turns[rank].acquire()
+        torch.set_rng_state(self._generators[rank])
 
     def arrive(
         self,
@@ -300,69 +313,60 @@ class _World:
         call: Collective,
         x: Tensor,
         out: Tensor | None,
-    ) -> _Meeting:
+    ) -> _PendingCollective:
         """Add a rank's input to its next collective; the last rank computes all results."""
-        with self._lock:
+        if rank in self._left:
+            raise OptionError(
+                f"a simulated group ends with its simulation; got {call.op.kind} {call.name!r} of "
+                "a group that simulate() gave to another call; use the group inside that call only"
+            )
+        self._raise_failure(rank)
+        # Sub-groups of one call have disjoint ranks.
+        index = self._counts[rank, channel, call.stream]
+        self._counts[rank, channel, call.stream] += 1
+        place = (members[0], channel, call.stream, index)
+        pending = self._pending.setdefault(place, _PendingCollective(call.stream, index, members))
+        pending.calls[rank] = call
+        pending.texts[rank] = describe(call, x.numel(), x.dtype)
+        pending.inputs[rank] = x
+        pending.outs[rank] = out
+        first = next(iter(pending.texts))
+        if pending.texts[rank] != pending.texts[first]:
+            self._fail(_different(pending, *sorted((first, rank))))
             self._raise_failure(rank)
-            # Sub-groups of one call have disjoint ranks.
-            index = self._counts[rank, channel, call.stream]
-            self._counts[rank, channel, call.stream] += 1
-            place = (members[0], channel, call.stream, index)
-            meeting = self._meetings.setdefault(place, _Meeting(call.stream, index, members))
-            meeting.calls[rank] = call
-            meeting.texts[rank] = describe(call, x.numel(), x.dtype)
-            meeting.inputs[rank] = x
-            meeting.outs[rank] = out
-            first = next(iter(meeting.texts))
-            if meeting.texts[rank] != meeting.texts[first]:
-                self._fail(_different(meeting, *sorted((first, rank))))
-                self._raise_failure(rank)
-            if len(meeting.inputs) < len(members):
-                return meeting
-            del self._meetings[place]
-        try:
-            with torch.no_grad():
-                results = evaluate(
-                    call.op,
-                    [meeting.inputs[r] for r in members],
-                    [meeting.outs[r] for r in members],
-                )
-        except BaseException as error:
-            self.fail(rank, error)
-            raise
-        with self._lock:
-            meeting.results = dict(zip(members, results, strict=True))
-            meeting.inputs.clear()
-            meeting.outs.clear()
-            for waiter in [r for r, (where, _) in self._blocked.items() if where is meeting]:
-                self._blocked.pop(waiter)[1].release()
-        return meeting
+        if len(pending.inputs) < len(members):
+            return pending
+        del self._pending[place]
+        with torch.no_grad():
+            results = evaluate(
+                call.op,
+                [pending.inputs[r] for r in members],
+                [pending.outs[r] for r in members],
+            )
+        pending.results = dict(zip(members, results, strict=True))
+        pending.inputs.clear()
+        pending.outs.clear()
+        return pending
 
-    def wait(self, rank: int, meeting: _Meeting) -> Tensor:
-        """Block until every rank has started a collective."""
-        if meeting.results is None:
-            gate = threading.Lock()
-            gate.acquire()
-            with self._lock:
-                self._raise_failure(rank)
-                if meeting.results is None:
-                    self._blocked[rank] = (meeting, gate)
-                    self._check_progress()
-                else:
-                    gate.release()
-            gate.acquire()
-        if meeting.results is None:
-            with self._lock:
-                self._raise_failure(rank)
-        assert meeting.results is not None
-        return meeting.results.pop(rank)
+    def wait(self, rank: int, pending: _PendingCollective) -> Tensor:
+        """Let the other ranks run until every one of a collective has started it."""
+        if pending.results is None:
+            self._raise_failure(rank)
+            self._blocked[rank] = pending
+            self._check_progress()
+            self._pass_on(rank)
+            self.take_turn(rank)
+            del self._blocked[rank]
+        if pending.results is None:
+            self._raise_failure(rank)
+        assert pending.results is not None
+        return pending.results.pop(rank)
 
     def leave(self, rank: int) -> None:
-        """Note that a rank has returned."""
-        with self._lock:
-            self._left.add(rank)
-            if self._failure is None:
-                self._check_progress()
+        """End the last turn of a rank that has returned or failed."""
+        self._left.add(rank)
+        self._check_progress()
+        self._pass_on(rank)
 
     def fail(self, rank: int | None, error: BaseException) -> None:
         """End every rank after an error of one rank or of the main thread."""
@@ -374,8 +378,7 @@ class _World:
             self._consequences.append(lost)
             return lost
 
-        with self._lock:
-            self._fail(consequence)
+        self._fail(consequence)
 
     def original_error(self, outcomes: Sequence[_Outcome[_Result]]) -> BaseException | None:
         """Return the error of the lowest rank that did not fail because of another rank."""
@@ -390,31 +393,44 @@ class _World:
 
     def check_nothing_left(self) -> None:
         """Raise if a collective was started by some ranks only, even if no rank waited for it."""
-        for meeting in self._meetings.values():
-            missing = [rank for rank in meeting.members if rank not in meeting.texts]
+        for pending in self._pending.values():
+            missing = [rank for rank in pending.members if rank not in pending.texts]
             raise PeerLost(
                 f"every rank must take part in every collective; {_ranks(missing)} returned "
-                f"without {meeting.label}, which {_ranks(meeting.texts)} started",
-                rank=min(meeting.texts),
-                collective=meeting.label,
+                f"without {pending.label}, which {_ranks(pending.texts)} started",
+                rank=min(pending.texts),
+                collective=pending.label,
             )
 
+    def _pass_on(self, rank: int) -> None:
+        """Give the turn to the next rank that can continue; to none when all have left."""
+        self._generators[rank] = torch.get_rng_state()
+        for step in range(1, self.size + 1):
+            other = (rank + step) % self.size
+            if other not in self._left and self._can_run(other):
+                self._turns[other].release()
+                return
+
+    def _can_run(self, rank: int) -> bool:
+        pending = self._blocked.get(rank)
+        return pending is None or pending.results is not None or self._failure is not None
+
     def _check_progress(self) -> None:
-        """Raise if no rank can continue: a rank waits for one that has returned, or all wait."""
-        for rank, (meeting, _) in self._blocked.items() if self._left else ():
-            gone = [r for r in meeting.members if r in self._left and r not in meeting.texts]
+        """Note a failure if a rank waits for one that has returned, or if all ranks wait."""
+        waiting = {r: where for r, where in self._blocked.items() if where.results is None}
+        for rank, pending in waiting.items() if self._left else ():
+            gone = [r for r in pending.members if r in self._left and r not in pending.texts]
             if gone:
-                label = meeting.label
+                label = pending.label
                 text = (
                     f"every rank must take part in every collective; {_ranks(gone)} returned, "
                     f"while rank {rank} waits for it in {label}"
                 )
                 self._fail(lambda other: PeerLost(text, rank=other, collective=label))
                 return
-        if self._blocked and len(self._blocked) + len(self._left) == self.size:
+        if waiting and len(waiting) + len(self._left) == self.size:
             waits = "; ".join(
-                f"rank {rank} in {meeting.label}"
-                for rank, (meeting, _) in sorted(self._blocked.items())[:8]
+                f"rank {rank} in {pending.label}" for rank, pending in sorted(waiting.items())[:8]
             )
             text = f"the ranks wait for each other in different collectives: {waits}"
             self._fail(lambda other: CollectiveMismatch(text, rank=other))
@@ -422,23 +438,20 @@ class _World:
     def _fail(self, failure: Callable[[int], ZfunError]) -> None:
         if self._failure is None:
             self._failure = failure
-        for _, gate in self._blocked.values():
-            gate.release()
-        self._blocked.clear()
 
     def _raise_failure(self, rank: int) -> None:
         if self._failure is not None:
             raise self._failure(rank)
 
 
-def _different(meeting: _Meeting, low: int, high: int) -> Callable[[int], ZfunError]:
+def _different(pending: _PendingCollective, low: int, high: int) -> Callable[[int], ZfunError]:
     text = (
         "all ranks must start the same collectives in the same order; at collective "
-        f"{meeting.index} of its stream rank {low} started {meeting.texts[low]}, and rank {high} "
-        f"started {meeting.texts[high]}"
+        f"{pending.index} of its stream rank {low} started {pending.texts[low]}, and rank {high} "
+        f"started {pending.texts[high]}"
     )
     return lambda rank: CollectiveMismatch(
-        text, rank=rank, collective=meeting.texts.get(rank, meeting.texts[low])
+        text, rank=rank, collective=pending.texts.get(rank, pending.texts[low])
     )
 
 

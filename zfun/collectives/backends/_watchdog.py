@@ -6,11 +6,16 @@ A rank sees a collective that cannot complete only as a closed connection, or as
 is known on another rank, so the ranks of a process group use the store of the rendezvous:
 
 * a rank that raises publishes the error before leaving;
+* a rank whose wait is broken first publishes the rank that it suspects, because its own connections
+  break too, and others would suspect this rank;
 * a rank that has waited for ``patience_s`` publishes the collectives that the rank has started and
   waits for, and reads the records of the others. Waiting is pointless if another rank started a
   different collective at the same index, or has left, or if both wait for collectives that the
-  other has not started. The rank then records a verdict and breaks its own connections, which ends
-  the wait.
+  other has not started. The rank then publishes a verdict and breaks its own connections, which
+  ends the wait.
+
+The process of rank 0 may hold the store. Then a store that does not answer tells that rank 0 is
+lost. After an error this process lives on until the other ranks have read the error.
 
 Nothing is written or read while collectives complete quickly. Records are JSON, so that bytes from
 a peer cannot run code.
@@ -23,126 +28,27 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from torch.distributed import Store
 
 from zfun.collectives._ops import Stream
-from zfun.errors import CollectiveMismatch, PeerLost, ZfunError
+from zfun.collectives.backends._attempt import try_for
+from zfun.collectives.backends._diagnosis import (
+    HAS_LEFT,
+    Status,
+    Verdict,
+    diagnose,
+    end_of_suspicion,
+)
+from zfun.errors import CollectiveMismatch, ZfunError
 
-__all__ = ["Status", "Verdict", "Watchdog", "diagnose", "different"]
+__all__ = ["Watchdog"]
 
 _KEPT_CALLS = 32
-_POST_MORTEM_S = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class Status:
-    """The published state of a rank.
-
-    Attributes:
-        started: the number of collectives started in each stream.
-        recent: the last collectives: stream, then index, then description. JSON keys are strings.
-        waiting: stream and index of the collectives that the rank waits for.
-        left: whether the rank has closed the group.
-    """
-
-    started: tuple[int, ...] = (0,) * len(Stream)
-    recent: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    waiting: tuple[tuple[int, int], ...] = ()
-    left: bool = False
-
-    def call(self, stream: int, index: int) -> str | None:
-        """Return the description of a collective, if started and still recorded."""
-        return self.recent.get(str(stream), {}).get(str(index))
-
-    def has_started(self, stream: int, index: int) -> bool:
-        return self.started[stream] > index
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """The reason why a collective will not complete.
-
-    ``mismatch``: the ranks differ; otherwise a rank is lost.
-    """
-
-    message: str
-    mismatch: bool = False
-
-    def error(self, rank: int, collective: str | None) -> ZfunError:
-        kind = CollectiveMismatch if self.mismatch else PeerLost
-        return kind(self.message, rank=rank, collective=collective)
-
-
-def diagnose(
-    rank: int, own: Status, peers: Mapping[int, Status], *, certain: bool = True
-) -> Verdict | None:
-    """Say why the collectives that this rank waits for cannot complete, if the states tell.
-
-    Args:
-        rank: this rank.
-        own: the state of this rank.
-        peers: the published states of the other ranks.
-        certain: whether the states are the same as at the last look, so that ranks which wait for
-            each other will wait for ever.
-
-    Returns:
-        The verdict, or None if the others may only be slow.
-
-    Example:
-        >>> own = Status((1, 0, 0), {"0": {"0": "all_gather 'a'"}}, ((0, 0),))
-        >>> other = Status((1, 0, 0), {"0": {"0": "all_gather 'b'"}}, ((0, 0),))
-        >>> diagnose(0, own, {1: other}).mismatch
-        True
-    """
-    for stream, index in own.waiting:
-        text = own.call(stream, index)
-        for peer, status in sorted(peers.items()):
-            other = status.call(stream, index)
-            if text is not None and other is not None and text != other:
-                return different(index, (rank, text), (peer, other))
-            if status.has_started(stream, index):
-                continue
-            if status.left:
-                return Verdict(
-                    f"rank {rank} waits in collective {index} of its stream ({text}) for rank "
-                    f"{peer}, which has left the group"
-                )
-            circle = [
-                (theirs, at) for theirs, at in status.waiting if not own.has_started(theirs, at)
-            ]
-            if circle and certain:
-                theirs, at = circle[0]
-                (low, low_text), (high, high_text) = sorted(
-                    [
-                        (rank, f"collective {index} ({text})"),
-                        (peer, f"collective {at} ({status.call(theirs, at)})"),
-                    ]
-                )
-                return Verdict(
-                    f"the ranks wait for each other in different collectives: rank {low} in "
-                    f"{low_text}, rank {high} in {high_text}",
-                    mismatch=True,
-                )
-    return None
-
-
-def different(index: int, *sides: tuple[int, str]) -> Verdict:
-    """Return the verdict on two ranks that have started different collectives.
-
-    Args:
-        index: the number of the collective in its stream.
-        sides: for both ranks, the rank and the collective that the rank has started.
-    """
-    (low, low_text), (high, high_text) = sorted(sides)
-    return Verdict(
-        f"all ranks must start the same collectives in the same order; at collective {index} of "
-        f"its stream rank {low} started {low_text}, and rank {high} started {high_text}",
-        mismatch=True,
-    )
+_POST_MORTEM_S = 1.0
 
 
 class Watchdog:
@@ -155,6 +61,8 @@ class Watchdog:
         rank: this rank.
         ranks: all ranks, including this rank.
         interrupt: ends every wait for a message; called from the watchdog's thread.
+        broken_peer: returns a rank whose connection is broken, if any; called from that thread.
+        holder: the rank whose process holds the store, if a rank does.
         patience_s: how long a wait may last before the watchdog looks.
     """
 
@@ -164,12 +72,16 @@ class Watchdog:
         rank: int,
         ranks: Sequence[int],
         interrupt: Callable[[], None],
+        broken_peer: Callable[[], int | None],
+        holder: int | None = None,
         patience_s: float = 0.5,
     ) -> None:
         self._store = store
         self._rank = rank
         self._peers = [peer for peer in ranks if peer != rank]
         self._interrupt = interrupt
+        self._broken_peer = broken_peer
+        self._holder = holder
         self._patience_s = patience_s
         self._recent: list[collections.deque[tuple[int, str]]] = [
             collections.deque(maxlen=_KEPT_CALLS) for _ in Stream
@@ -203,30 +115,33 @@ class Watchdog:
         finally:
             del self._waits[stream, index]
 
-    def explain(self, peer: int | None, reason: str, collective: str) -> ZfunError:
+    def explain(
+        self, peer: int | None, reason: str, collective: str, leaf: str | None = None
+    ) -> ZfunError:
         """Turn a broken wait into an error with the cause; ask the other ranks for a bounded time.
 
         Args:
             peer: the rank whose message did not arrive, if known.
             reason: the transport's error.
             collective: the collective that this rank waited for.
+            leaf: the leaf of the collective, or the bucket.
         """
         # The watchdog's thread may be about to write the verdict that has broken this wait.
-        if self._looking.acquire(timeout=_POST_MORTEM_S):
+        if self._looking.acquire(timeout=1.5 * _POST_MORTEM_S):
             self._looking.release()
         else:
             self._store_silent = True
         if self._verdict is None:
-            self._verdict = self._post_mortem(peer, reason, collective)
-        error = self._verdict.error(self._rank, collective)
+            self._verdict = self._post_mortem(peer, reason)
+        error = self._verdict.error(self._rank, collective, leaf)
         self.publish_error(error)
         return error
 
-    def conclude(self, verdict: Verdict, collective: str) -> ZfunError:
+    def conclude(self, verdict: Verdict, collective: str, leaf: str | None = None) -> ZfunError:
         """Turn a verdict of the waiting thread into an error, and publish the error."""
         if self._verdict is None:
             self._verdict = verdict
-        error = self._verdict.error(self._rank, collective)
+        error = self._verdict.error(self._rank, collective, leaf)
         self.publish_error(error)
         return error
 
@@ -235,14 +150,10 @@ class Watchdog:
         if self._published_error:
             return
         self._published_error = True
-        record = {
-            "message": f"rank {self._rank} raised {type(error).__name__}: {error}"[:4000],
-            "mismatch": isinstance(error, CollectiveMismatch),
-            # An error that was caused by another rank's error passes the first error on.
-            "passed_on": self._verdict is not None,
-        }
-        if self._verdict is not None:
-            record |= asdict(self._verdict)
+        message = f"rank {self._rank} raised {type(error).__name__}: {error}"[:4000]
+        own = Verdict(message, isinstance(error, CollectiveMismatch), self._rank)
+        # An error that was caused by another rank's error passes the first error on.
+        record = asdict(self._verdict or own) | {"passed_on": self._verdict is not None}
         self._talk(lambda: self._store.set(f"error/{self._rank}", json.dumps(record)))
 
     def close(self) -> None:
@@ -253,6 +164,22 @@ class Watchdog:
         if self._thread is not None and not self._store_silent:
             self._thread.join(timeout=_POST_MORTEM_S)
         self._talk(lambda: self._publish_status(left=True))
+        if self._published_error and self._holder == self._rank:
+            self._talk(self._await_others)
+        # A thread that still waits for a silent store needs the reference.
+        if not self._store_silent:
+            self._store_silent = True
+            del self._store
+
+    def _await_others(self) -> None:
+        """Wait until the other ranks know the error, because this process holds the store."""
+        lost = None if self._verdict is None else self._verdict.lost
+        waiting = {peer for peer in self._peers if peer != lost}
+        deadline = time.monotonic() + 2 * _POST_MORTEM_S
+        while waiting and time.monotonic() < deadline:
+            time.sleep(0.02)
+            left = {peer for peer, status in self._read_statuses().items() if status.left}
+            waiting -= left | {peer for peer in waiting if self._read(f"error/{peer}")}
 
     def _run(self) -> None:
         while not self._stop.wait(self._patience_s):
@@ -266,6 +193,7 @@ class Watchdog:
                         self._look()
                     except RuntimeError:
                         self._store_silent = True
+                        self._break(self._without_store())
                         return
 
     def _look(self) -> None:
@@ -276,9 +204,27 @@ class Watchdog:
             self._rank, own, peers, certain=self._last == (own, peers)
         )
         self._last = (own, peers)
+        if verdict is None and (peer := self._broken_peer()) is not None:
+            verdict = self._post_mortem(peer, "the connection is closed")
+        if verdict is not None and not verdict.mismatch and verdict.lost is not None:
+            # Before the connections break, because others would suspect this rank.
+            self._store.set(f"suspect/{self._rank}", json.dumps({"rank": verdict.lost}))
+        self._break(verdict)
+
+    def _break(self, verdict: Verdict | None) -> None:
         if verdict is not None:
             self._verdict = verdict
             self._interrupt()
+
+    def _without_store(self) -> Verdict | None:
+        """Return the verdict on the rank that holds the store, if the store does not answer."""
+        if self._holder in (None, self._rank):
+            return None
+        return Verdict(
+            "its process holds the store of the rendezvous, which does not answer; it was killed, "
+            "stopped or has ended; read its output",
+            lost=self._holder,
+        )
 
     def _status(self, *, left: bool = False) -> Status:
         recent = {
@@ -312,64 +258,67 @@ class Watchdog:
         if not records:
             return None
         record = min(records, key=lambda entry: bool(entry["passed_on"]))
-        return Verdict(str(record["message"]), bool(record["mismatch"]))
+        lost: Any = record["lost"]
+        return Verdict(str(record["message"]), bool(record["mismatch"]), lost)
 
-    def _post_mortem(self, peer: int | None, reason: str, collective: str) -> Verdict:
+    def _post_mortem(self, peer: int | None, reason: str) -> Verdict:
         found: list[Verdict] = []
         seen: dict[int, Status] = {}
+        suspects: dict[int, int] = {}
 
         def ask() -> None:
             deadline = time.monotonic() + _POST_MORTEM_S
+            self._store.set(f"suspect/{self._rank}", json.dumps({"rank": peer}))
             while time.monotonic() < deadline:
                 seen.update(self._read_statuses())
+                suspects.update(self._read_suspects())
                 verdict = self._read_error()
                 if verdict is not None:
                     found.append(verdict)
                     return
-                if peer in seen and seen[peer].left:
+                end = end_of_suspicion(peer, suspects, self._rank)
+                if end in seen and seen[end].left and end not in suspects:
                     return
                 time.sleep(0.05)
 
-        self._talk(ask)
-        who = "a rank" if peer is None else f"rank {peer}"
-        start = f"rank {self._rank} lost {who} in {collective}: "
+        answered = self._talk(ask)
         if found:
-            return Verdict(
-                found[0].message if found[0].mismatch else start + found[0].message,
-                found[0].mismatch,
-            )
-        if peer in seen and seen[peer].left:
-            return Verdict(
-                f"{start}it has left the group; every rank must take part in every collective"
-            )
-        if peer in seen and seen[peer].waiting:
-            stream, index = seen[peer].waiting[0]
+            return found[0]
+        lost = end_of_suspicion(peer, suspects, self._rank)
+        if not answered and self._holder not in suspects:
+            without = self._without_store()
+            if without is not None:
+                return without
+        if lost in seen and seen[lost].left:
+            return Verdict(HAS_LEFT, lost=lost)
+        if lost in seen and seen[lost].waiting:
+            stream, index = seen[lost].waiting[0]
             # The description of an old collective is no longer recorded.
-            text = seen[peer].call(stream, index)
+            text = seen[lost].call(stream, index)
             reason += (
-                f"; rank {peer} was last seen waiting in collective {index} of its "
+                f"; rank {lost} was last seen waiting in collective {index} of its "
                 f"stream{'' if text is None else f' ({text})'}"
             )
         return Verdict(
-            f"{start}{reason}; it has published no error, so it was killed, stopped or is stuck; "
-            "read its output, and if it is only slow pass a larger timeout_s to process_group()"
+            f"{reason}; it has published no error, so it was killed, stopped or is stuck; "
+            "read its output, and if it is only slow pass a larger timeout_s to process_group()",
+            lost=lost,
         )
 
-    def _talk(self, ask: Callable[[], object]) -> None:
+    def _read_suspects(self) -> dict[int, int]:
+        """Return for each rank whose wait is broken the rank that it suspects, if known."""
+        suspects = {}
+        for peer in self._peers:
+            record: Any = self._read(f"suspect/{peer}")
+            if record is not None and record["rank"] is not None:
+                suspects[peer] = int(record["rank"])
+        return suspects
+
+    def _talk(self, ask: Callable[[], object]) -> bool:
         """Access the store for a bounded time, and never again after a timeout.
 
-        The store may live in a rank that is dead or stopped.
+        The store may live in a rank that is dead or stopped. Return whether the store answers.
         """
-        if self._store_silent:
-            return
-
-        def run() -> None:
-            try:
-                ask()
-            except RuntimeError:
-                self._store_silent = True
-
-        thread = threading.Thread(target=run, name="zfun store", daemon=True)
-        thread.start()
-        thread.join(timeout=_POST_MORTEM_S + 1.0)
-        self._store_silent |= thread.is_alive()
+        if not self._store_silent:
+            self._store_silent = not try_for(2 * _POST_MORTEM_S + 1.0, ask)
+        return not self._store_silent

@@ -121,11 +121,9 @@ def num_transfers(op: Op, numel: int, itemsize: int, size: int) -> int:
         case ReduceScatter():
             return len(_spans(numel // size, itemsize))
         case AllReduce():
-            return (
-                1
-                if _is_added_twice(numel, itemsize, size)
-                else 2 * len(_spans(-(-numel // size), itemsize))
-            )
+            if _is_added_twice(numel, itemsize, size):
+                return len(_spans(numel, itemsize))
+            return 2 * len(_spans(-(-numel // size), itemsize))
         case _:
             return 1
 
@@ -170,7 +168,7 @@ def start_exchange(
             sends, recvs = (others, nobody) if rank == root else (nobody, _only(root, out, size))
             return Started(exchange(sends, recvs), (_Copy(x, out),) if rank == root else ())
         case Reduce(root) if rank == root:
-            received = _rooms(here, x, out)
+            received = _receive_buffers(here, x, out)
             return Started(
                 exchange(nobody, received), (functools.partial(_Sum(received, out), slice(None)),)
             )
@@ -236,7 +234,7 @@ def _is_added_twice(numel: int, itemsize: int, size: int) -> bool:
 
 def _start_sum(here: _Here, chunks: Sequence[Tensor], out: Tensor) -> tuple[Transfer, list[Phase]]:
     """Start to send each rank its chunk, and to receive the terms of the own chunk."""
-    received = _rooms(here, chunks[here.rank], out)
+    received = _receive_buffers(here, chunks[here.rank], out)
     spans = _spans(out.numel(), out.dtype.itemsize)
     transfers = [here.exchange(_cut(chunks, span), _cut(received, span)) for span in spans]
     add = _Sum(received, out)
@@ -293,7 +291,7 @@ def _chunks(x: Tensor, size: int) -> list[Tensor]:
     return list(x.view(size, x.numel() // size).unbind())
 
 
-def _rooms(here: _Here, own: Tensor, out: Tensor) -> list[Tensor]:
+def _receive_buffers(here: _Here, own: Tensor, out: Tensor) -> list[Tensor]:
     """Return a buffer for the term of every rank.
 
     The own term needs no buffer, and the first of the other terms may arrive in the output.

@@ -10,15 +10,17 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from datetime import timedelta
 from typing import Any, Protocol, TypeAlias, final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from zfun.collectives._group import Allocate
 from zfun.collectives._ops import Collective, Op, Stream, check_collective, describe
+from zfun.collectives._ranges import with_ranges
 from zfun.collectives._work import Work
 from zfun.collectives.backends._base import (
     Mismatch,
@@ -30,7 +32,7 @@ from zfun.collectives.backends._base import (
 from zfun.collectives.gloo._algorithms import Started, num_transfers, start_exchange
 from zfun.collectives.gloo._buffer_pool import BufferPool
 from zfun.collectives.gloo._hierarchical import Place, goes_over_hosts, num_messages, over_hosts
-from zfun.collectives.gloo._tuning import interrupting_nobody
+from zfun.collectives.gloo._tuning import batch_scheduling
 from zfun.collectives.shm._memory import SharedMemory
 from zfun.errors import OptionError
 
@@ -103,6 +105,7 @@ class _StreamThread:
 
     def __init__(self, stream: Stream) -> None:
         self._jobs: queue.SimpleQueue[tuple[_Job, Future[None]] | None] = queue.SimpleQueue()
+        self._unsettled: set[Future[None]] = set()
         self._thread = threading.Thread(
             target=self._run, name=f"zfun {stream.name.lower()}", daemon=True
         )
@@ -110,8 +113,15 @@ class _StreamThread:
 
     def submit(self, job: _Job) -> Future[None]:
         future: Future[None] = Future()
+        self._unsettled.add(future)
+        future.add_done_callback(self._unsettled.discard)
         self._jobs.put((job, future))
         return future
+
+    def interrupt(self) -> None:
+        """End every wait of a caller; this thread may wait on."""
+        for future in list(self._unsettled):
+            _settle(future, TransportError(None, "the group is broken"))
 
     def close(self) -> None:
         self._jobs.put(None)
@@ -120,7 +130,7 @@ class _StreamThread:
     # Inference mode and grad mode are per thread. In inference mode the thread may write tensors of
     # either kind.
     @torch.inference_mode()
-    @interrupting_nobody()
+    @batch_scheduling()
     def _run(self) -> None:
         under_way: collections.deque[tuple[Iterator[None], Future[None]]] = collections.deque()
         while self._start_jobs(under_way):
@@ -129,10 +139,10 @@ class _StreamThread:
                 next(steps)
             except StopIteration:
                 under_way.popleft()
-                future.set_result(None)
+                _settle(future)
             except BaseException as error:  # noqa: BLE001, it is raised where the result is waited for
                 under_way.popleft()
-                future.set_exception(error)
+                _settle(future, error)
             del steps, future
 
     def _start_jobs(
@@ -150,9 +160,18 @@ class _StreamThread:
             try:
                 under_way.append((job(), future))
             except BaseException as error:  # noqa: BLE001, as above
-                future.set_exception(error)
+                _settle(future, error)
             del item, job, future
         return True
+
+
+def _settle(future: Future[None], error: BaseException | None = None) -> None:
+    # The watchdog may have interrupted the caller.
+    with contextlib.suppress(InvalidStateError):
+        if error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(error)
 
 
 class ExchangeGroup(ProcessGroup):
@@ -167,6 +186,7 @@ class ExchangeGroup(ProcessGroup):
         # messages under way.
         self._under_way: dict[tuple[Stream, int], Started] = {}
 
+    @with_ranges
     def start(self, call: Collective, x: Tensor, out: Tensor | None = None) -> Work:
         check_collective(call, x, out, self.size)
         if x.device.type != "cpu":
@@ -183,14 +203,15 @@ class ExchangeGroup(ProcessGroup):
         )
         text = describe(call, x.numel(), x.dtype)
         index = self._watchdog.note_start(call.stream, text)
-        with torch.no_grad(), self._explained(text, index):
+        with torch.no_grad(), self._explained(call, text, index):
             finish = self._begin(call, text, index, x, result.detach())
 
         def wait() -> Tensor:
+            self._check_process()
             try:
                 with (
                     torch.no_grad(),
-                    self._explained(text, index),
+                    self._explained(call, text, index),
                     self._watchdog.waiting(call.stream, index),
                 ):
                     finish()
@@ -205,6 +226,7 @@ class ExchangeGroup(ProcessGroup):
         return self._allocate
 
     def _allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        self._check_process()
         # The first access to fresh pages costs as much as a sum.
         return (
             self._buffer_pool.take(numel, dtype)
@@ -276,6 +298,21 @@ class ExchangeGroup(ProcessGroup):
                 self._torch_group.recv(
                     [torch.empty(1)], (self.rank + step) % self.size, _INTERRUPT_TAG
                 ).wait(timedelta(milliseconds=1))
+        for thread in list(self._stream_threads.values()):
+            thread.interrupt()
+
+    def _broken_peer(self) -> int | None:
+        # Gloo does not end the wait for a message of which a part has arrived when the connection
+        # breaks. A new receive over such a connection fails at once.
+        gloo: Any = self._torch_group
+        if type(gloo).__name__ != dist.ProcessGroupGloo.__name__:
+            return None
+        for peer in set(range(self.size)) - {self.rank}:
+            try:
+                gloo.recv([torch.empty(1)], peer, _INTERRUPT_TAG)
+            except RuntimeError:
+                return peer
+        return None
 
     def _release(self) -> None:
         for thread in self._stream_threads.values():

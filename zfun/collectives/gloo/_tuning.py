@@ -1,13 +1,13 @@
 """Two settings of the system that make gloo faster between ranks of one host.
 
-[Note: threads take turns]
+[Note: batch scheduling]
 
 A thread of gloo wakes up whenever bytes arrive. By default the scheduler lets such a thread
 preempt the thread that computes, which loses the processor and the caches. Linux has a scheduling
 class of the same share but without preemption (``SCHED_BATCH``). Threads inherit the class of the
 thread that starts them.
 
-[Note: short sockets]
+[Note: short send buffers]
 
 The socket buffers of a connection may hold megabytes that the receiver has not read. Over a network
 this keeps the link busy. Within a host every byte has then left the cache before the receiver reads
@@ -23,7 +23,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["holding_little", "interrupting_nobody"]
+__all__ = ["batch_scheduling", "short_send_buffers"]
 
 # Linux doubles the value, for bookkeeping.
 _BYTES = 1 << 17
@@ -31,7 +31,7 @@ _DESCRIPTORS = Path("/proc/self/fd")
 
 
 @contextlib.contextmanager
-def interrupting_nobody() -> Iterator[None]:
+def batch_scheduling() -> Iterator[None]:
     """Let this thread, and threads started in this context for good, preempt no other thread."""
     with contextlib.ExitStack() as stack:
         if sys.platform == "linux":
@@ -44,7 +44,7 @@ def interrupting_nobody() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def holding_little() -> Iterator[None]:
+def short_send_buffers() -> Iterator[None]:
     """Give short buffers to the connections within this host that are made in this context."""
     before = _sockets()
     yield

@@ -13,7 +13,7 @@ k-th record, compares the hashes, and then reads the inputs where they lie.
 
 * An input that ``allocate`` made lies in the segment already and is not copied. A small input is
   copied into the record, any other input into a block of the segment.
-* A zero-copy all-gather copies nothing. The result is a *window* (``_windows``): a fresh range of
+* A zero-copy all-gather copies nothing. The result is a *window* (``_symmetric``): a fresh range of
   addresses in which the pieces of the ranks stand one after the other. The window is unmapped
   when its last view dies, so a released bucket no longer counts as memory of this rank.
 * A reduction reads the terms of all ranks in rank order, which gives the bits of ``simulate``. An
@@ -26,12 +26,12 @@ when the window is dropped or detached. A block of the segment may be used again
 be written, when the finished words of its readers say so.
 
 Readers are waited for in one place, ``await_readers``, before an update writes to a buffer in
-place. The rank first detaches its own windows over the buffer, so that whoever still holds them
-keeps the old values, and then waits for the finished words of its peers. Neither ``start`` nor
+place. The rank first detaches its own windows over the buffer, so that their tensors keep the
+old values, and then waits for the finished words of its peers. Neither ``start`` nor
 ``wait`` waits for a peer to *finish* anything: the segment grows instead. Therefore ranks may
 wait for collectives in any order.
 
 The protocol needs no lock, because each word has one writer, and no fence, because x86-64 keeps
-the order of stores and of loads. Other processors are refused. Kernels that write past the caches
-end with a fence of their own.
+the order of stores and of loads. Other processors are refused. Kernels with non-temporal
+stores end with a fence of their own.
 """

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from zfun.collectives._group import Allocate
 from zfun.collectives._ops import Collective, check_collective, describe
+from zfun.collectives._ranges import with_ranges
 from zfun.collectives._work import Work
 from zfun.collectives.backends._base import Mismatch, ProcessGroup, TransportError
 from zfun.collectives.shm._memory import SharedMemory
@@ -29,6 +30,7 @@ class SharedGroup(ProcessGroup):
         self._memory = memory
         memory.watch(self._watchdog.waiting)
 
+    @with_ranges
     def start(self, call: Collective, x: Tensor, out: Tensor | None = None) -> Work:
         check_collective(call, x, out, self.size)
         if x.device.type != "cpu":
@@ -42,10 +44,11 @@ class SharedGroup(ProcessGroup):
         self._watchdog.note_start(call.stream, text)
 
         def wait() -> Tensor:
+            self._check_process()
             try:
                 found = self._memory.finish(sent)
             except (Mismatch, TransportError):
-                with self._explained(text, sent.index):
+                with self._explained(call, text, sent.index):
                     raise
             return found if out is None else out
 
@@ -56,15 +59,16 @@ class SharedGroup(ProcessGroup):
         return self._allocate
 
     def _allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        self._check_process()
         found = self._memory.allocate(numel, dtype) if device.type == "cpu" else None
         return torch.empty(numel, dtype=dtype, device=device) if found is None else found
 
     def await_readers(self, tensors: Sequence[Tensor]) -> None:
         """Do :func:`zfun.collectives.await_readers`."""
         self._check_open()
-        # All windows first, because the peers may be waiting for them.
+        # Release all windows before the first wait, because the peers may be waiting for them.
         for sent in [sent for x in tensors for sent in self._memory.release_for(x)]:
-            with self._explained(sent.text, sent.index):
+            with self._explained(sent.call, sent.text, sent.index):
                 self._memory.await_readers(sent)
 
     def _give_up(self) -> None:

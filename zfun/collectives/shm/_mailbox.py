@@ -109,7 +109,7 @@ class Mailbox:
         self._peers = peers
         self._timeout_s = timeout_s
         self._deadline: float | None = None
-        # To spin helps only where every rank has a core.
+        # Spinning helps only if every rank has a core.
         self._spin_s = _SPIN_S if len(os.sched_getaffinity(0)) > len(peers) else 0.0
         self._published = [0] * len(Stream)
         self._next = [_first_record(stream) for stream in Stream]
@@ -159,13 +159,13 @@ class Mailbox:
 
     def _free_record(self, stream: Stream) -> int:
         used = self._used[stream]
-        # The oldest is finished first, except for a window that somebody keeps.
+        # The oldest collective is finished first, unless its window is still in use.
         for _ in range(min(2, len(used))):
             if self.is_finished(used[0], self._peers):
                 return used.popleft().record
             used.rotate(-1)
         offset, _ = self._segment.allocate(_RECORD_BYTES)
-        # Earlier contents say nothing about collectives.
+        # The memory may hold earlier contents.
         self._segment.words[offset // 8 + _FINISHED] = 0
         return offset
 

@@ -30,9 +30,9 @@ from zfun.ops._sums import sum_in_rank_order
 
 __all__ = ["SharedMemory"]
 
-# To unmap less after a read is not worth a system call.
+# Below this size, unmapping after a read is not worth a system call.
 _UNMAPPED_BYTES = 1 << 18
-# To map less than this takes longer than to copy.
+# Below this size, mapping takes longer than copying.
 _WINDOW_BYTES = 1 << 15
 
 
@@ -116,8 +116,9 @@ class SharedMemory:
             if found is not None:
                 return found
             numel = sent.call.op.output_numel(x.numel(), self.size)
-            # Large results use touched pages again, and leave no holes between activations.
-            found = self.allocate(numel, x.dtype) if numel * x.dtype.itemsize >= PAGE else None
+            # A fork reads other results (see [Note: pages in a fork]).
+            is_large = numel * x.dtype.itemsize >= PAGE
+            found = self.allocate(numel, x.dtype) if sent.call.zero_copy and is_large else None
             out = x.new_empty(numel) if found is None else found
         self._compute(sent, x, out)
         self._mailbox.finish(sent)
@@ -137,7 +138,7 @@ class SharedMemory:
 
     @property
     def in_use(self) -> int:
-        """Bytes of the segment that hold something."""
+        """Bytes of the segment that are allocated."""
         self._symmetric.reclaim()
         return self._segment.in_use
 
@@ -147,7 +148,7 @@ class SharedMemory:
         return self._segment.reserved
 
     def close(self) -> None:
-        """Hang up and let go of the memory."""
+        """Close the connections and release the memory."""
         if self._peers:
             self._symmetric.close()
             self._segment.close()
@@ -174,7 +175,7 @@ class SharedMemory:
         self._symmetric.note_use(block, sent)
 
     def _stays(self, op: Op, x: Tensor, out: Tensor | None) -> bool:
-        """Whether an input keeps its values until all have read them: no output overlaps."""
+        """Whether an input keeps its values until all ranks have read them: no output overlaps."""
         if x.is_conj() or x.is_neg():
             return False
         if out is None or out.data_ptr() + out.nbytes <= x.data_ptr():
@@ -203,7 +204,7 @@ class SharedMemory:
             case ReduceScatter():
                 self._sum(sent, chunks(x, self.size)[self.rank], out)
             case AllReduce():
-                # The output may be the input, so the term is the one that the peers read.
+                # The output may be the input, so this rank too reads its term where the peers do.
                 place = sent.offset
                 self._sum(sent, self._segment.view(place, x.numel(), x.dtype) if place else x, out)
             case Reduce(root) if root == self.rank:

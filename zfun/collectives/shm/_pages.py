@@ -1,4 +1,4 @@
-"""Ranges of addresses over pages of files, by the system's own calls.
+"""Ranges of addresses that map pages of files, by direct system calls.
 
 Python's ``mmap`` can choose neither the address nor the alignment of a mapping.
 
@@ -9,6 +9,13 @@ The system maps a segment in pages of 2 MiB where it can (Linux 6.1 or later, wh
 a step for its gradients alone. A page of 2 MiB costs no more than a small one. A window shows
 huge pages only where its address and the offset in the file agree modulo 2 MiB, so the allocator
 chooses offsets that agree (``Segment.allocate``). Without huge pages everything works, slower.
+
+[Note: pages in a fork]
+
+A shared mapping would be one memory for a process and its forks, and a fork that writes to a shard
+would change the parameters of its parent. So the system maps no page of a file in a fork
+(``MADV_DONTFORK``): an access there is a segmentation fault. The fork may map something else at
+these addresses, so finalizers in a fork leave the addresses alone.
 """
 
 from __future__ import annotations
@@ -64,8 +71,8 @@ class Pages:
         for low, high in ((base, self.begin), (end, base + nbytes + HUGE_PAGE)):
             if low < high:
                 _libc.munmap(low, high - low)
-        finalizer: Any = weakref.finalize(self, _libc.munmap, self.begin, nbytes)
-        # Threads may still read at exit.
+        finalizer: Any = weakref.finalize(self, _unmap, os.getpid(), self.begin, nbytes)
+        # At exit, threads may still read the range.
         finalizer.atexit = False
 
     def show(
@@ -79,9 +86,11 @@ class Pages:
         protection = _READ_WRITE if writable else mmap.PROT_READ
         kind = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE | _MAP_NORESERVE
         _map(self.begin + at, nbytes, protection, kind | _MAP_FIXED, fd, offset)
+        # See [Note: pages in a fork].
+        self.advise(at, nbytes, mmap.MADV_DONTFORK)
 
     def view(self) -> memoryview:
-        """Return the range as a buffer. Whatever is made of the buffer keeps the range mapped."""
+        """Return the range as a buffer. Every view of the buffer keeps the range mapped."""
         held: Any = (_Byte * self.nbytes).from_address(self.begin)
         held.pages = self
         array: Any = np.frombuffer(held, np.uint8)
@@ -110,6 +119,11 @@ class Pages:
 
 class _Byte(ctypes.c_uint8):
     """A subclass, because arrays of the plain type take no attributes."""
+
+
+def _unmap(process: int, begin: int, nbytes: int) -> None:
+    if process == os.getpid():
+        _libc.munmap(begin, nbytes)
 
 
 def _map(

@@ -1,7 +1,7 @@
 """The rendezvous of ranks that share memory: they pass descriptors of segments over sockets.
 
-The sockets stay open: the end of a process closes its own, which is how a waiting rank learns at
-once that another has died.
+The sockets stay open. The system closes the sockets of a process that ends, so a waiting rank
+learns at once that another rank has died.
 """
 
 from __future__ import annotations
@@ -15,39 +15,38 @@ import socket
 import struct
 import sys
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 
 from torch.distributed import PrefixStore, Store
 
+from zfun.collectives.backends._attempt import await_keys
 from zfun.collectives.shm._memory import SharedMemory
 from zfun.collectives.shm._segment import Peer, Segment
-from zfun.errors import PeerLost
 
-__all__ = ["exchange_texts", "host_name", "meet"]
+__all__ = ["exchange_texts", "host_name", "rendezvous"]
 
 _RENDEZVOUS_S = 20.0
 
 
-def meet(
+def rendezvous(
     store: Store, rank: int, size: int, timeout_s: float, wanted: bool | None
 ) -> SharedMemory | str:
-    """Map the memory of all ranks, if all of them can; otherwise say why not.
+    """Map the segments of all ranks, or return the reason if a rank cannot.
 
-    All ranks come to the same answer.
+    All ranks return the same answer.
 
     Args:
         store: shared by the ranks of the group.
         rank: this rank.
         size: the number of ranks.
         timeout_s: how long a wait may last, in seconds.
-        wanted: False: this rank does not want it, and only says so.
+        wanted: False if this rank takes no shared memory, and only tells the others.
 
     Returns:
-        The memory, or why there is none.
+        The memory, or the reason why there is none.
 
     Raises:
-        PeerLost: a rank did not answer.
+        TimeoutError: a rank did not answer.
     """
     store = PrefixStore("shared", store)
     with contextlib.ExitStack() as stack:
@@ -81,7 +80,9 @@ def meet(
             return found or problem
         peers: dict[int, Peer] = {}
         try:
-            peers = _trade(segment, listener, [json.loads(offer)[2] for offer in offers], rank)
+            peers = _exchange_segments(
+                segment, listener, [json.loads(offer)[2] for offer in offers], rank
+            )
         except (OSError, ValueError, struct.error) as error:
             problem = f"rank {rank} cannot map the memory of the others: {error}"
         problems = exchange_texts(store, "mapped", rank, size, timeout_s, problem)
@@ -109,12 +110,12 @@ def _unsupported() -> str:
 
 
 def host_name() -> str:
-    """Name the running system, the network namespace and the user, which such ranks share."""
+    """Name the system, the network namespace and the user: equal if memory can be shared."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         namespace = Path("/proc/self/ns/net").readlink()
     except OSError:
-        # Then the socket finds out.
+        # Then the sockets of ranks on different hosts fail to connect.
         return ""
     return f"{boot} {namespace} {os.getuid()}"
 
@@ -143,27 +144,22 @@ def exchange_texts(
     *,
     answer: bool = True,
 ) -> list[str]:
-    try:
-        store.set(f"{key}/{rank}", text)
-        if not answer:
-            return []
-        keys = [f"{key}/{peer}" for peer in range(size)]
-        store.wait(keys, timedelta(seconds=timeout_s))
-        return [store.get(name).decode() for name in keys]
-    except RuntimeError as error:
-        raise PeerLost(
-            f"a rank did not come to the making of the group within {timeout_s:g} s: {error}",
-            rank=rank,
-        ) from error
+    store.set(f"{key}/{rank}", text)
+    if not answer:
+        return []
+    keys = [f"{key}/{peer}" for peer in range(size)]
+    if not await_keys(store, keys, timeout_s):
+        raise TimeoutError(f"a rank did not join the group within {timeout_s:g} s")
+    return [store.get(name).decode() for name in keys]
 
 
-def _trade(
+def _exchange_segments(
     segment: Segment, listener: socket.socket, names: Sequence[str], rank: int
 ) -> dict[int, Peer]:
-    """Send every other rank the descriptor of the own segment, and map theirs.
+    """Send every other rank the descriptor of this rank's segment, and map the segments of all.
 
-    All ranks listen already, so no rank waits for another to connect; the messages fit the buffers
-    # of the sockets.
+    All ranks listen already, and the messages fit the buffers of the sockets, so no rank waits for
+    another rank to connect.
     """
     others = [peer for peer in range(len(names)) if peer != rank]
     with contextlib.ExitStack() as stack:
@@ -178,14 +174,14 @@ def _trade(
         while len(answered) < len(others):
             connection = stack.enter_context(listener.accept()[0])
             connection.settimeout(_RENDEZVOUS_S)
-            # Names of this kind have no permissions: who is no other rank of this user gets
-            # nothing.
+            # Abstract names of sockets have no permissions, so processes of other users are
+            # refused here.
             if _credentials(connection)[1] != os.getuid():
                 connection.close()
                 continue
             (peer,) = struct.unpack("<q", connection.recv(8, socket.MSG_WAITALL))
             if peer not in others or peer in answered:
-                raise OSError("a stranger connected")
+                raise OSError("a process outside the group connected")
             socket.send_fds(connection, [b"\0"], [segment.fd])
             answered[peer] = connection
         peers: dict[int, Peer] = {}
@@ -203,7 +199,7 @@ def _trade(
 
 
 def _credentials(connection: socket.socket) -> tuple[int, int]:
-    """Return process and user at the other end, as the system knows them."""
+    """Return the process and the user at the other end of a socket."""
     pid, user, _ = struct.unpack(
         "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     )

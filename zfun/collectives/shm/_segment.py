@@ -34,7 +34,7 @@ _ADDRESS_SPACE_BYTES = 1 << 43
 # Reserved at a time, because a signal makes the system start the call again.
 _RESERVE_BYTES = 1 << 26
 _LINE = 128
-# To align a block on huge pages wastes at most a quarter of a block as large as this.
+# Aligning a block of this size on huge pages wastes at most a quarter of the block.
 _ALIGNED_BYTES = 4 * HUGE_PAGE
 
 
@@ -142,7 +142,7 @@ class Segment:
         return self._end - sum(self._ends) + sum(self._begins)
 
     def close(self) -> None:
-        """Let go of the memory; tensors in the segment keep it."""
+        """Release the memory; tensors in the segment keep the pages mapped."""
         os.close(self.fd)
         self.words.release()
         del self.memory, self._pages
@@ -161,7 +161,7 @@ class Segment:
 
 
 class Peer:
-    """The segment of another rank, mapped for reading, and the life of its process.
+    """The segment of another rank, mapped for reading, and whether its process lives.
 
     Args:
         fd: of the segment.
@@ -181,7 +181,8 @@ class Peer:
         self._pages.show(0, self._pages.nbytes, fd, 0, writable=False, shared=True)
         _advise(self._pages)
         self.fd = os.dup(fd)
-        # Torch warns of buffers that say they are read-only; no tensor of this one is handed out.
+        # Torch warns about buffers that are marked read-only, so tensors use the unmarked buffer.
+        # No such tensor leaves this package.
         self._bytes = self._pages.view()
         self.memory = self._bytes.toreadonly()
         self.words = self.memory.cast("q")
@@ -206,11 +207,14 @@ class Peer:
         self._pages.unmap(offset, nbytes)
 
     def is_gone(self) -> bool:
-        """Whether the peer's process has ended or closed the group: sockets carry no data."""
+        """Whether the peer's process has ended or closed the group: then a socket is readable."""
         return bool(self._poll.poll(0))
 
     def close(self) -> None:
         for connection in self._connections:
+            # A fork may hold the sockets open for longer.
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
             connection.close()
         if self._pidfd is not None:
             os.close(self._pidfd)

@@ -1,19 +1,19 @@
-"""The blocks of this rank's segment, and the windows in which this rank sees those of all ranks.
+"""The blocks of this rank's segment, and the windows that show the blocks of all ranks.
 
 [Note: when a block is free]
 
 A block is a piece of the segment: a buffer of ``allocate``, or the copy of an input. The block is
 free when no tensor of ``allocate`` and no window of this rank shows the block, and all readers have
 finished the collectives that sent the block. Finalizers only note that a tensor is gone; the next
-allocation takes the room back.
+allocation reclaims the block.
 
 [Note: windows]
 
 A window maps the pieces of all ranks one after the other. This rank's piece is shared, so a write
 to it is a write to the segment: an update may write through a window. The pieces of the peers are
-private, so a loss that writes in place harms nobody else. A window is *detached* when somebody
-still holds the window while this rank is about to write to its piece by another way: all pages
-become private copies at the same addresses, and the holder keeps the old values.
+private, so a loss that writes in place changes no memory of other ranks. Before this rank
+writes to its piece by another way, a window that is still in use is *detached*: all pages become
+private copies at the same addresses, and the tensors over the window keep the old values.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from __future__ import annotations
 import bisect
 import collections
 import functools
+import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -56,14 +57,14 @@ class Block:
 
 @dataclass(slots=True, eq=False)
 class _Window:
-    """A window that somebody looks at.
+    """A window that is in use.
 
     Attributes:
         sent: the all-gather.
-        pages: the mapping, as long as somebody looks at the window.
+        pages: the mapping, as long as the window is in use.
         begin: the first address.
         end: the address behind the last.
-        own: where this rank's piece begins, the length of the piece, and its offset.
+        own: the address, the length and the offset of this rank's piece.
         block: this rank's block.
         watch: tells when the window is gone.
     """
@@ -95,6 +96,7 @@ class Symmetric:
         self._mailbox = mailbox
         self._rank = rank
         self._size = len(peers) + 1
+        self._process = os.getpid()
         # Blocks by offset, ascending, and those that wait to be free.
         self._offsets: list[int] = []
         self._blocks: dict[int, Block] = {}
@@ -216,7 +218,7 @@ class Symmetric:
             self._retiring = [block for block in self._retiring if not self._free(block)]
 
     def close(self) -> None:
-        """Forget all windows; whoever looks at one keeps the window."""
+        """Forget all windows; their tensors keep the mappings."""
         for window in self._windows.values():
             window.watch = None
         self._windows.clear()
@@ -251,7 +253,9 @@ class Symmetric:
         return self._mailbox.is_finished(sent, sent.readers)
 
     def _drop(self, window: _Window) -> None:
-        # In a finalizer: one word and one entry of a queue.
+        # In a finalizer: one word and one entry of a queue. A fork has not mapped the word.
+        if self._process != os.getpid():
+            return
         self._mailbox.finish(window.sent)
         self._dropped.append(window)
 

@@ -3,9 +3,9 @@
 [Note: one call]
 The phases of a call are methods of the executor, in this order: ``attach`` the parameters of
 the loss; the loss runs; ``begin_backward``; ``contribute`` each time a bucket node fires;
-``finish``. An error ends the call with ``abandon`` instead. The executor owns the ``GradReducer``,
-and tells the attached parameters when a bucket's gradients are complete, because a gathered bucket
-is released then.
+``finish``. An error, or a pullback that is dropped, ends the call with ``abandon`` instead. The
+executor owns the ``GradReducer``, and tells the attached parameters when a bucket's gradients are
+complete, because a gathered bucket is released then.
 
 Between the end of forward and backward the host waits for the device once at most, in the
 divergence check of stage 3. The weight of a weighted mean is read when the first bucket of
@@ -24,9 +24,10 @@ from torch import Tensor
 from zfun.collectives import Work
 from zfun.errors import ZfunError
 from zfun.layout import LeafSlot
-from zfun.transforms.grads._reducer import GradReducer, check_unwritten
+from zfun.transforms.grads._reducer import GradReducer
+from zfun.transforms.grads._written import check_unwritten
 
-__all__ = ["CallParams", "Executor", "WholeParams"]
+__all__ = ["CallParams", "Executor", "WholeParams", "check_recomputed"]
 
 
 class CallParams(Protocol):
@@ -116,8 +117,8 @@ class Executor:
         """Put a bucket node behind views; return the views that the loss may use."""
         return self.reducer.open(bucket, views, self.contribute)
 
-    def begin_backward(self, total: Tensor, scale: Callable[[], float]) -> None:
-        """Forward has ended with this loss; gradients will be multiplied with a factor."""
+    def begin_backward(self, roots: Sequence[Tensor], scale: Callable[[], float]) -> None:
+        """Backward begins at these outputs; gradients will be multiplied with a factor."""
         self.reducer.scale = scale
         found = [params.diverged for params in self._params if params.diverged is not None]
         if any(found):
@@ -126,15 +127,33 @@ class Executor:
             self.reducer.max_in_flight = None
         for params in self._params:
             params.begin_backward()
-        if found and total.grad_fn is not None:
-            total.grad_fn.register_prehook(lambda grads: self.reducer.find_silent())
+        if found:
+            # The first node that autograd runs is the node of one of the roots.
+            for root in roots:
+                if root.grad_fn is not None:
+                    root.grad_fn.register_prehook(lambda grads: self.reducer.find_silent())
 
-    def backward(self, total: Tensor, seed: float) -> None:
-        """Run backward."""
-        if total.requires_grad and self.reducer.anchors:
-            torch.autograd.grad(
-                total, self.reducer.anchors, torch.full_like(total, seed), allow_unused=True
-            )
+    def backward(
+        self, roots: Sequence[Tensor], seeds: Sequence[Tensor], inputs: Sequence[Tensor] = ()
+    ) -> list[Tensor | None]:
+        """Run backward, and return the gradients of inputs.
+
+        Args:
+            roots: the outputs.
+            seeds: the gradients of the outputs.
+            inputs: other tensors than parameters.
+        """
+        live = [pair for pair in zip(roots, seeds, strict=True) if pair[0].requires_grad]
+        anchors = self.reducer.anchors
+        if not live or not (anchors or inputs):
+            return [None] * len(inputs)
+        found = torch.autograd.grad(
+            [root for root, _ in live],
+            [*anchors, *inputs],
+            [seed for _, seed in live],
+            allow_unused=True,
+        )
+        return list(found[len(anchors) :])
 
     def contribute(self, bucket: int, grads: Sequence[Tensor | None]) -> None:
         """Take the gradients of a bucket from one of the nodes."""
@@ -166,3 +185,29 @@ class Executor:
                 self.loss.wait()
         self.reducer.abandon()
         self._params.clear()
+
+
+def check_recomputed(roots: Sequence[Tensor], unused: Sequence[str]) -> None:
+    """Refuse a reentrant checkpoint, which ``torch.autograd.grad`` skips without an error.
+
+    Args:
+        roots: the loss, or the outputs.
+        unused: paths of the leaves without a gradient.
+    """
+    todo = [root.grad_fn for root in roots]
+    seen = set(todo)
+    while todo:
+        node = todo.pop()
+        if node is None:
+            continue
+        if node.name() == "CheckpointFunctionBackward":
+            raise ZfunError(
+                "torch.autograd.grad skips a checkpoint with use_reentrant=True whose input "
+                "depends on no trained leaf; got such a checkpoint and no gradient of "
+                f"{unused[0]!r} and {len(unused) - 1} other leaves; pass use_reentrant=False, or "
+                "freeze the leaves",
+                leaf=unused[0],
+            )
+        following = {node for node, _ in node.next_functions} - seen
+        seen |= following
+        todo += following

@@ -63,7 +63,7 @@ class SumHook:
         if mesh_of(group).size == 1:
             return Work.done(buffer)
         op = ReduceScatter() if self.placement is S else AllReduce()
-        call = Collective(op, "grads", layout.label(bucket), Stream.GRADS)
+        call = Collective(op, "grads", layout.label(bucket), Stream.GRADS, zero_copy=True)
         if self.codec is not None:
             return (start_over if self.placement is S else start)(call, buffer, group, self.codec)
         if self.placement is not S:

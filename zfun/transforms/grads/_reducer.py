@@ -35,7 +35,7 @@ from zfun.errors import ZfunError
 from zfun.layout import Layout, LeafSlot
 from zfun.transforms.grads._hooks import CommHook, Handle
 
-__all__ = ["MAX_IN_FLIGHT", "GradReducer", "check_unwritten", "is_bucket_view"]
+__all__ = ["MAX_IN_FLIGHT", "GradReducer", "is_bucket_view"]
 
 # Reductions in flight: one that runs while the next bucket is filled.
 MAX_IN_FLIGHT = 2
@@ -86,7 +86,7 @@ class GradReducer:
         self._fired = [0] * count
         self._nodes: list[list[Any]] = [[] for _ in range(count)]
         # Buckets that the loss has used on this rank, but whose nodes will not run.
-        self._silent: frozenset[int] = frozenset()
+        self._silent: frozenset[int] | None = None
         self._sums: list[list[Tensor | None] | None] = [None] * count
         self._ready: list[Tensor | None] = [None] * count
         self._next = count - 1
@@ -124,6 +124,8 @@ class GradReducer:
         the bucket in the middle of backward, and then start gathers that this rank needs. So the
         reducer sends the bucket in turn, and not at the end.
         """
+        if self._silent is not None:
+            return
         runs = torch._C._will_engine_execute_node
         self._silent = frozenset(
             b for b, nodes in enumerate(self._nodes) if nodes and not any(map(runs, nodes))
@@ -146,9 +148,8 @@ class GradReducer:
 
     def start_ready(self) -> None:
         """Start the reductions whose turn has come."""
-        while self._next >= 0 and (
-            self._ready[self._next] is not None or self._next in self._silent
-        ):
+        silent = self._silent or frozenset()
+        while self._next >= 0 and (self._ready[self._next] is not None or self._next in silent):
             bucket, self._next = self._next, self._next - 1
             if self._ready[bucket] is None:
                 self._ravel(bucket)
@@ -161,7 +162,7 @@ class GradReducer:
             del buffer
             # Do not wait for the reduction of a silent bucket: other ranks may reach this point
             # only after gathers that this rank has not started.
-            if self.max_in_flight is not None and bucket not in self._silent:
+            if self.max_in_flight is not None and bucket not in silent:
                 self._settle(self.max_in_flight)
 
     def finish(self) -> list[Any]:
@@ -229,22 +230,6 @@ def _leaves_of(layout: Layout, bucket: int) -> tuple[tuple[LeafSlot, ...], tuple
     """The leaves of a bucket, and the offset of each."""
     slots = tuple(layout.leaves[i] for i in layout.buckets[bucket].leaves)
     return slots, tuple(slot.offset for slot in slots)
-
-
-def check_unwritten(views: Sequence[Tensor], slots: Sequence[LeafSlot]) -> None:
-    """Refuse a loss that has written to parameters, which may be the memory of other ranks.
-
-    Raises:
-        ZfunError: names the leaf.
-    """
-    for view, slot in zip(views, slots, strict=True):
-        if view._version:
-            raise ZfunError(
-                f"a loss must not change its parameters in place; leaf {slot.path!r} was changed; "
-                "clone() it in the loss, return updated values as aux, and load the parameters "
-                "again, because the shards may have the change",
-                leaf=slot.path,
-            )
 
 
 def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:

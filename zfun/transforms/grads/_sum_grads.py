@@ -5,20 +5,21 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from zfun import tree
 from zfun.collectives import Group, axis_of, check_shardable, mesh_of
-from zfun.errors import PlacementError, checked_options
+from zfun.errors import PlacementError
 from zfun.flat import Flat
+from zfun.options import FUNCTION, GROUP, takes
 from zfun.placement import P, R, S
-from zfun.transforms.grads._gradient import GradientFunction
+from zfun.transforms.grads._gradient_function import GradientFunction
 from zfun.transforms.grads._hooks import SumHook
+from zfun.transforms.grads._value import changed_grads, check_gradient
 from zfun.transforms.values._redistribute import redistribute
 from zfun.typing import Gradient
 
 __all__ = ["replicate_grads", "shard_grads"]
 
 
-@checked_options
+@takes(vg=FUNCTION, group=GROUP)
 def shard_grads(vg: Gradient, group: Group) -> Gradient:
     """Sum gradients over the ranks and keep this rank's part: ZeRO-2 (``P -> S``).
 
@@ -54,7 +55,7 @@ def shard_grads(vg: Gradient, group: Group) -> Gradient:
     return _summed(vg, SumHook(group, S), "shard_grads()")
 
 
-@checked_options
+@takes(vg=FUNCTION, group=GROUP)
 def replicate_grads(vg: Gradient, group: Group) -> Gradient:
     """Sum gradients over the ranks inside backward and keep the whole sum (``P -> R``).
 
@@ -94,6 +95,7 @@ def replicate_grads(vg: Gradient, group: Group) -> Gradient:
 
 def _summed(vg: Gradient, hook: SumHook, name: str) -> Gradient:
     """Put a sum into backward; a function that zfun did not make is summed after each call."""
+    check_gradient(vg, name)
     group, placement = hook.group, hook.placement
     if isinstance(vg, GradientFunction) and vg.placement in (None, P):
         if vg.group is None:
@@ -113,15 +115,14 @@ def _summed(vg: Gradient, hook: SumHook, name: str) -> Gradient:
             vg, placement=placement, over=group, hooks=hooks, _agreed=vg._agreed
         )
 
-    def summed(params: tree.Tree, batch: Any) -> tuple[Any, Any]:
-        loss, grads = vg(params, batch)
+    def delivered(grads: Any) -> Flat:
         if not isinstance(grads, Flat):
             raise PlacementError(
                 f"{name} takes gradients with placement P; got {type(grads).__name__} of whole "
                 "leaves; wrap them in data_parallel() first"
             )
         if grads.placement is placement and grads.group is group:
-            return loss, grads
-        return loss, redistribute(grads, placement, group, name="grads")
+            return grads
+        return redistribute(grads, placement, group, name="grads")
 
-    return summed
+    return changed_grads(vg, delivered)

@@ -1,16 +1,115 @@
-"""The value of a loss: a scalar, or a sum and a weight, and an optional aux value."""
+"""Losses and gradient functions that zfun knows by type, and the value of a loss."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from zfun import ops
-from zfun.errors import ZfunError
+from zfun.errors import OptionError, ZfunError
+from zfun.options import SCALAR, number, takes
+from zfun.transforms.grads._pullback import Pullback
+from zfun.typing import Gradient, Loss
 
-__all__ = ["NO_AUX", "WeightedMean", "parse", "weighted_mean"]
+__all__ = [
+    "NO_AUX",
+    "ComposedGradient",
+    "WeightedMean",
+    "ZfunGradient",
+    "ZfunLoss",
+    "changed_grads",
+    "check_gradient",
+    "check_loss",
+    "parse",
+    "start_vjp",
+    "weighted_mean",
+]
+
+
+class ZfunLoss(Loss):
+    """A loss that a transform has returned."""
+
+    __slots__ = ()
+
+
+class ZfunGradient(Gradient):
+    """A gradient function that a transform has returned."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def vjp(self, params: Any, batch: Any) -> tuple[Any, Pullback]:
+        """Return the outputs of the function, and the pullback; see :func:`zfun.vjp`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ComposedGradient(ZfunGradient):
+    """A gradient function around another one, into which transforms cannot look.
+
+    Attributes:
+        call: the function.
+        forward: the function in two halves, ``(params, batch) -> (out, pullback)``.
+    """
+
+    call: Gradient
+    forward: Callable[[Any, Any], tuple[Any, Pullback]]
+
+    def __call__(self, params: Any, batch: Any) -> tuple[Any, Any]:
+        """Return the loss and the gradients."""
+        return self.call(params, batch)
+
+    def vjp(self, params: Any, batch: Any) -> tuple[Any, Pullback]:
+        """Return the outputs of the function, and the pullback; see :func:`zfun.vjp`."""
+        return self.forward(params, batch)
+
+
+def start_vjp(vg: Gradient, params: Any, batch: Any) -> tuple[Any, Pullback]:
+    """Run the first half of a gradient function that zfun made."""
+    if not isinstance(vg, ZfunGradient):
+        raise OptionError(
+            "vjp() divides a gradient function that zfun made; got the function "
+            f"{getattr(vg, '__name__', type(vg).__name__)!r} inside of transforms; make the "
+            "gradient function with value_and_grad()"
+        )
+    return vg.vjp(params, batch)
+
+
+def changed_grads(vg: Gradient, change: Callable[[Any], Any]) -> ComposedGradient:
+    """Return a gradient function whose gradients go through a function."""
+
+    def call(params: Any, batch: Any) -> tuple[Any, Any]:
+        value, grads = vg(params, batch)
+        return value, change(grads)
+
+    def forward(params: Any, batch: Any) -> tuple[Any, Pullback]:
+        out, pullback = start_vjp(vg, params, batch)
+        return out, pullback.then(change)
+
+    return ComposedGradient(call, forward)
+
+
+def check_loss(fn: Any, transform: str) -> None:
+    """Refuse a gradient function where a transform takes a loss."""
+    if isinstance(fn, ZfunGradient):
+        raise OptionError(
+            f"{transform} takes a loss; got a gradient function; apply the transforms of a loss "
+            "inside of value_and_grad()"
+        )
+
+
+def check_gradient(fn: Any, transform: str) -> None:
+    """Refuse a loss where a transform takes a gradient function."""
+    if isinstance(fn, ZfunLoss):
+        raise OptionError(
+            f"{transform} takes a gradient function; got a loss; wrap the loss in value_and_grad() "
+            "first"
+        )
 
 
 class WeightedMean(NamedTuple):
@@ -33,6 +132,7 @@ class WeightedMean(NamedTuple):
         return float(self.mean)
 
 
+@takes(total=SCALAR, weight=number(0) | SCALAR)
 def weighted_mean(total: Tensor, weight: Tensor | float) -> WeightedMean:
     """Return a loss that is averaged by weight over ranks and micro-batches, not rank by rank.
 
@@ -85,6 +185,10 @@ def parse(out: Any) -> tuple[Any, Tensor, Tensor | None, Any]:
         raise ZfunError(
             f"a loss must return a scalar tensor, (scalar, aux) or weighted_mean(...); got {got}; "
             "reduce it with mean() or sum()"
+        )
+    if total.is_complex():
+        raise ZfunError(
+            f"a loss must return a real scalar; got {total.dtype}; take its abs() or its real part"
         )
     # Sums over ranks and micro-batches, and loss scales, need more bits than a half type has.
     total = total.reshape(()).to(ops.wide(total.dtype))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,7 +10,15 @@ from torch import Tensor
 
 from zfun import stores, tree
 from zfun.collectives import await_readers
-from zfun.errors import AliasChanged, OptionError, PlacementError, SpecMismatch
+from zfun.errors import (
+    AliasChanged,
+    CollectiveMismatch,
+    OptionError,
+    PeerLost,
+    PlacementError,
+    SpecMismatch,
+    ZfunError,
+)
 from zfun.flat import (
     Flat,
     call_site,
@@ -22,15 +31,19 @@ from zfun.flat import (
 )
 from zfun.layout import Layout, LeafSlot, layout_of
 from zfun.optim import Optimizer, as_optimizer
+from zfun.options import ANY, BOOL, takes
 from zfun.placement import P, R, S
 from zfun.transforms._notes import noting
+from zfun.transforms.optimizer._agree import agree, can_fail
 from zfun.transforms.optimizer._placing import layout_for, lift, lower
 from zfun.transforms.optimizer._probe import probe
+from zfun.transforms.optimizer._stream import Update, streamed
 from zfun.transforms.values._redistribute import redistribute
 
-__all__ = ["apply"]
+__all__ = ["apply", "finish"]
 
 
+@takes(optimizer=ANY, grads=ANY, state=ANY, params=ANY, donate=BOOL)
 def apply(
     optimizer: Any, grads: tree.Tree, state: Any, params: tree.Tree, *, donate: bool = False
 ) -> tuple[tree.Tree, Any]:
@@ -81,21 +94,92 @@ def apply(
             "R or S first"
         )
     check_same_layout(params, grads, "parameters and gradients")
+    donated = [*flats(state), params] if donate else []
+    # Stores that can fail keep the old state until all ranks have the new one.
+    overwritten = [] if can_fail((state, params)) else donated
+    stepped = _apply_by_bucket(chosen, grads, state, params, donate, overwritten)
+    new, new_state = stepped or _apply_at_once(chosen, grads, state, params, donate, overwritten)
+    return _taken_over(new, new_state, donated)
+
+
+def finish(
+    update: Update, grads: Flat, state: Any, params: Flat, *, donate: bool = False
+) -> tuple[Flat, Any]:
+    """Finish a step that began in backward; the arguments are those of :func:`apply`."""
     with noting("update"):
-        placed = lower(chosen, grads, state, params)
-        if donate and chosen.group is None:
+        new, new_state = update.finish(grads)
+    return _taken_over(new, new_state, [*flats(state), params] if donate else [])
+
+
+def _taken_over(new: Flat, new_state: Any, donated: Sequence[Flat]) -> tuple[Flat, Any]:
+    """Mark old values as consumed."""
+    if donated:
+        # State that an optimizer returns unchanged must live on.
+        new_state = tree.map(_with_new_life, new_state, is_leaf=lambda x: isinstance(x, Flat))
+        consume(donated, f"zf.apply(..., donate=True) at {call_site()}")
+    return new, new_state
+
+
+def _apply_by_bucket(
+    optimizer: Optimizer,
+    grads: Flat,
+    state: Any,
+    params: Flat,
+    donate: bool,
+    overwritten: Sequence[Flat],
+) -> tuple[Flat, Any] | None:
+    """Step over stores; ``None`` if nothing is in a store, or the step must be taken at once."""
+    if not any(isinstance(leaf, stores.Stored) for leaf in tree.leaves((grads, state, params))):
+        return None
+    with noting("update"):
+        update = streamed(optimizer, grads, state, params)
+        with _ConsumedOnError(overwritten):
+            return None if update is None else update.run(donate=donate)
+
+
+def _apply_at_once(
+    optimizer: Optimizer,
+    grads: Flat,
+    state: Any,
+    params: Flat,
+    donate: bool,
+    overwritten: Sequence[Flat],
+) -> tuple[Flat, Any]:
+    with noting("update"):
+        placed = lower(optimizer, grads, state, params)
+        if donate and optimizer.group is None:
             # Peers may still read the shards. A sharded optimizer waits for the peers itself.
             await_readers(placed.params.group, placed.params.buffers)
-        new, new_state = chosen.apply(placed.grads, state, placed.params, donate=donate)
+        with _ConsumedOnError(overwritten):
+            new, new_state = optimizer.apply(placed.grads, state, placed.params, donate=donate)
     given_up = placed.present if donate else None
     # The gradients are not held while new parameters are gathered.
     del placed
-    new = lift(new, params, into=given_up)
-    if donate:
-        # State that an optimizer returns unchanged must live on.
-        new_state = tree.map(_with_new_life, new_state, is_leaf=lambda x: isinstance(x, Flat))
-        consume([*flats(state), params], f"zf.apply(..., donate=True) at {call_site()}")
+    with _ConsumedOnError(overwritten):
+        new = lift(new, params, into=given_up)
+    agree((new, new_state), params)
     return new, new_state
+
+
+class _ConsumedOnError:
+    """Let no one use values that an update has overwritten in part before the update failed."""
+
+    def __init__(self, values: Sequence[Flat]) -> None:
+        self._values = values
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        if kind is None:
+            return
+        # Other errors of zfun refuse the arguments before anything is written.
+        if not issubclass(kind, ZfunError) or issubclass(kind, (PeerLost, CollectiveMismatch)):
+            consume(
+                self._values,
+                f"zf.apply(..., donate=True) at {call_site()}, which failed half-way with "
+                f"{kind.__name__}",
+            )
 
 
 def _with_new_life(value: Any) -> Any:

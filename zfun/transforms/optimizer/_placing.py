@@ -14,14 +14,14 @@ from typing import NamedTuple
 from torch import Tensor
 
 from zfun import stores, tree
-from zfun.collectives import mesh_of
+from zfun.collectives import Group, mesh_of
 from zfun.flat import Flat, change_layout, check_same_layout, ravel
 from zfun.layout import Layout, split_by_label
 from zfun.optim import Optimizer
-from zfun.placement import S
+from zfun.placement import Placement, S
 from zfun.transforms.values._redistribute import redistribute
 
-__all__ = ["Placed", "is_placed", "layout_for", "lift", "lower"]
+__all__ = ["Placed", "deliver", "is_placed", "layout_for", "lift", "lower"]
 
 
 class Placed(NamedTuple):
@@ -53,6 +53,29 @@ def is_placed(optimizer: Optimizer, params: tree.Tree) -> bool:
         and params.layout == layout_for(optimizer, params.layout)
         and all(isinstance(buffer, Tensor) for buffer in params.buffers)
     )
+
+
+def deliver(grads: Flat, placement: Placement, group: Group, *, donate: bool = False) -> Flat:
+    """Bring gradients to the placement of an optimizer; stored ones bucket by bucket.
+
+    Args:
+        grads: gradients of any placement.
+        placement: the placement to reach.
+        group: the group of that placement.
+        donate: overwrite the gradients; they are dead afterwards.
+
+    Returns:
+        Gradients in memory or in the store, as before.
+    """
+
+    def move(flat: Flat) -> Flat:
+        return redistribute(flat, placement, group, name="grads", donate=donate)
+
+    if grads.placement is placement and grads.group is group:
+        return grads
+    if all(isinstance(buffer, Tensor) for buffer in grads.buffers):
+        return move(grads)
+    return stores.by_bucket(move, grads)
 
 
 def lower(optimizer: Optimizer, grads: tree.Tree, state: object, params: Flat) -> Placed:
@@ -102,7 +125,11 @@ def lift(new: Flat, params: Flat, into: Flat | None = None) -> Flat:
         new, params.placement, params.group, name="params", zero_copy=True, into=into
     )
     whole = change_layout(whole, params.layout)
-    return whole.with_buffers(
-        was.store.put(buffer, was.name) if isinstance(was, stores.Stored) else buffer
-        for buffer, was in zip(whole.buffers, params.buffers, strict=True)
-    )
+    old = iter(params.buffers)
+    kept = stores.located(lambda x: _put_like(x, next(old)), whole)
+    stores.flush(kept)
+    return kept
+
+
+def _put_like(new: Tensor, old: object) -> object:
+    return old.store.put(new, old.name) if isinstance(old, stores.Stored) else new

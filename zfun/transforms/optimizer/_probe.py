@@ -16,10 +16,12 @@ from zfun.errors import NotElementwiseError
 from zfun.flat import Flat, local_shards, ravel, ravel_buckets
 from zfun.layout import layout_of
 from zfun.optim import Optimizer, apply_updates
+from zfun.options import instance, takes
 from zfun.placement import S
+from zfun.stores import Stored
 from zfun.tree import Tree
 
-__all__ = ["probe"]
+__all__ = ["is_separable", "probe"]
 
 _Result = TypeVar("_Result")
 
@@ -38,6 +40,7 @@ _REMEDY = (
 )
 
 
+@takes(optimizer=instance(Optimizer, "an optimizer of zf.optim", "zf.optim.sgd(0.1)"))
 def probe(optimizer: Optimizer) -> None:
     """Find out whether an optimizer works element by element, and so may run on shards.
 
@@ -86,7 +89,46 @@ def _passed(optimizer: Optimizer) -> None:
     _probe(optimizer)
 
 
-def _probe(optimizer: Optimizer) -> None:
+def is_separable(optimizer: Optimizer) -> bool:
+    """Whether leaves alone get the same steps as together, so that buckets may go one by one.
+
+    An optimizer with ``prepare`` is trusted, because ``prepare`` is the promise. Another one is run
+    on all leaves and on each leaf alone; a norm over all leaves fails.
+    """
+    if optimizer.partial is not None or not all(map(is_separable, optimizer.parts)):
+        return False
+    if optimizer.prepare is not None:
+        return True
+    try:
+        hash(optimizer)
+    except TypeError:
+        return _separates(optimizer)
+    return _separates_cached(optimizer)
+
+
+def _separates(optimizer: Optimizer) -> bool:
+    with unset_fake_temporarily():
+        params, grads = _samples()
+        try:
+            whole = _run(optimizer, params, grads)
+            alone = [
+                _run(optimizer, [leaf], [[step[index]] for step in grads])
+                for index, leaf in enumerate(params)
+            ]
+        except Exception:  # noqa: BLE001, the user's code runs here and may raise anything
+            return False
+    joined = [
+        _Change(*([x for part in parts for x in part] for parts in zip(*changes, strict=True)))
+        for changes in zip(*alone, strict=True)
+    ]
+    return all(map(_same_bits, whole, joined))
+
+
+_separates_cached = functools.lru_cache(maxsize=64)(_separates)
+
+
+def _samples() -> tuple[list[Tensor], list[list[Tensor]]]:
+    """Return parameters, and the gradients of several steps."""
     generator = torch.Generator(device="cpu").manual_seed(0)
 
     def sample() -> list[Tensor]:
@@ -95,9 +137,13 @@ def _probe(optimizer: Optimizer) -> None:
             for shape, scale in zip(_SHAPES, _SCALES, strict=True)
         ]
 
+    return sample(), [sample() for _ in range(_NUM_STEPS)]
+
+
+def _probe(optimizer: Optimizer) -> None:
     # Under fake tensors, too, the probe needs numbers to compare.
     with unset_fake_temporarily():
-        params, grads = sample(), [sample() for _ in range(_NUM_STEPS)]
+        params, grads = _samples()
         whole = _attempt("on leaves of several shapes", lambda: _run(optimizer, params, grads))
         again = _attempt(
             "on leaves of several shapes, again", lambda: _run(optimizer, params, grads)
@@ -177,8 +223,10 @@ def _difference(after: Tree, before: Tree) -> _Change:
 
 
 def _kind_of(state: Tree) -> tuple[Any, ...]:
+    # A store may keep one tensor on a disk and the next one in host memory.
     kinds = [
-        (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else type(x) for x in tree.leaves(state)
+        (tuple(x.shape), x.dtype) if isinstance(x, (Tensor, Stored)) else type(x)
+        for x in tree.leaves(state)
     ]
     return tree.structure(state), kinds
 

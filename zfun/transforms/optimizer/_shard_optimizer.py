@@ -7,19 +7,21 @@ from typing import Any
 
 from zfun import stores, tree
 from zfun.collectives import Group, await_readers, check_shardable, mesh_of
-from zfun.errors import PlacementError, checked_options
+from zfun.errors import PlacementError
 from zfun.flat import Flat, change_layout, ravel, unravel
 from zfun.layout import DEFAULT_BUCKET_BYTES, layout_of
-from zfun.optim import Optimizer, as_optimizer
+from zfun.optim import Optimizer, PrepareInner, as_optimizer
+from zfun.options import ANY, GROUP, integer, takes
 from zfun.placement import S
 from zfun.transforms.optimizer._placing import is_placed, layout_for, lift, lower
 from zfun.transforms.optimizer._probe import probe
-from zfun.transforms.values._redistribute import check_agreement, redistribute
+from zfun.transforms.values._agreement import check_agreement
+from zfun.transforms.values._redistribute import redistribute
 
 __all__ = ["shard_optimizer"]
 
 
-@checked_options
+@takes(optimizer=ANY, group=GROUP, bucket_bytes=integer(1))
 def shard_optimizer(
     optimizer: Any, group: Group, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES
 ) -> Optimizer:
@@ -105,5 +107,7 @@ def shard_optimizer(
         apply=placed(apply_to_shards),
         placement=S,
         group=group,
+        # Values are placed before they are prepared, so the step needs no wrapper.
+        prepare=PrepareInner(inner),
     )
     return sharded

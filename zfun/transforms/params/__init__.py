@@ -2,5 +2,8 @@
 
 ``_shard_params`` is the transform. For each call of the loss, ``_gathered`` gives the loss
 ``_lazy`` leaves, gathers and views ``_buckets``, packs the views that autograd has ``_saved``,
-follows a ``_schedule`` with a ``_cursor``, and handles ``_divergence``.
+except inside ``_torch_func``, follows a ``_schedule`` with a ``_cursor``, and handles
+``_divergence``.
+
+A ``_schedule`` is data that ``_scheduler`` makes of a ``_trace`` and ``_schedule_options``.
 """

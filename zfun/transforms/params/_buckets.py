@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Iterable, Sequence
@@ -13,12 +14,13 @@ from torch import Tensor
 from zfun import ops, stores, tree
 from zfun.collectives import AllGather, Collective, Group, Stream, Work
 from zfun.compression import start
+from zfun.errors import ZfunError
 from zfun.flat import Flat
 from zfun.layout import Layout, LeafSlot
 from zfun.transforms._cast import cast_leaves
 from zfun.transforms.grads._executor import Executor
 from zfun.transforms.params._call import LossCall
-from zfun.transforms.params._schedule import TracedBucket
+from zfun.transforms.params._trace import TracedBucket
 
 try:
     # Most time of as_strided() goes into dispatch and view tracking; this call does neither.
@@ -50,9 +52,9 @@ class BucketForm:
     sent: torch.dtype
     numel: int
 
-    def traced(self, grad_itemsize: int) -> TracedBucket:
+    def traced(self, grad_itemsize: int, stored_itemsize: int) -> TracedBucket:
         """Return the bucket in the form that a schedule takes."""
-        return _traced(self, grad_itemsize)
+        return _traced(self, grad_itemsize, stored_itemsize)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -72,22 +74,38 @@ def _form(layout: Layout, index: int, compute_dtype: torch.dtype | None) -> Buck
 
 
 @functools.lru_cache(maxsize=4096)
-def _traced(form: BucketForm, grad_itemsize: int) -> TracedBucket:
+def _traced(form: BucketForm, grad_itemsize: int, stored_itemsize: int) -> TracedBucket:
     leaves = tuple((slot.path, slot.numel) for slot in form.slots)
     itemsizes = form.dtype.itemsize, form.sent.itemsize, grad_itemsize
-    return TracedBucket(form.label, leaves, form.numel, *itemsizes, form.dtype.is_floating_point)
+    is_floating = form.dtype.is_floating_point
+    return TracedBucket(form.label, leaves, form.numel, *itemsizes, is_floating, stored_itemsize)
 
 
 class BucketShard:
-    """This rank's shard of a bucket, with the rules for the gather."""
+    """This rank's shard of a bucket, with the rules for the read and the gather.
 
-    __slots__ = ("call", "dtype", "flat", "form", "index", "slots", "trained", "zero_copy")
+    Attributes:
+        reading: the read under way, of a shard in a store.
+    """
+
+    __slots__ = (
+        "call",
+        "dtype",
+        "flat",
+        "form",
+        "index",
+        "reading",
+        "slots",
+        "trained",
+        "zero_copy",
+    )
 
     def __init__(self, flat: Flat, index: int, call: LossCall, *, trained: bool) -> None:
         self.flat = flat
         self.call = call
         self.index = index
         self.trained = trained
+        self.reading: Work | None = None
         self.zero_copy = True
         self.form = _form(flat.layout, index, call.compute_dtype)
         self.slots = self.form.slots
@@ -108,12 +126,18 @@ class BucketShard:
         """Bytes of the gathered bucket."""
         return self.form.numel * self.dtype.itemsize
 
+    @property
+    def is_stored(self) -> bool:
+        """Whether the shard is in a store."""
+        return isinstance(self.flat.buffers[self.index], stores.Stored)
+
     def traced(self, executor: Executor | None) -> TracedBucket:
         """Return the bucket in the form that a schedule takes."""
         return self.form.traced(
             executor.reducer.dtypes[self.index].itemsize
             if executor is not None and self.trained
-            else 0
+            else 0,
+            self.flat.layout.buckets[self.index].dtype.itemsize if self.is_stored else 0,
         )
 
     def keep(self, gathered: Tensor) -> None:
@@ -137,10 +161,30 @@ class BucketShard:
             return Work.done(part)
         return group.start(Collective(AllGather(), "params", self.form.label, Stream.PARAMS), part)
 
+    def read(self) -> None:
+        """Start to read the shard from the store, unless a read is under way."""
+        if self.reading is None and self.is_stored:
+            with stores.locating(leaf=self.form.label):
+                self.reading = self.flat.buffers[self.index].get(self.flat.layout.device)
+
+    def drop_read(self) -> None:
+        """Wait for a read whose gather never came, and drop the shard."""
+        reading, self.reading = self.reading, None
+        if reading is not None:
+            with contextlib.suppress(ZfunError):
+                reading.wait()
+
+    def _shard(self) -> Tensor:
+        """Return the shard in memory; nobody but the gather holds a shard from a store."""
+        reading, self.reading = self.reading, None
+        with stores.locating(leaf=self.form.label):
+            if reading is not None:
+                return reading.wait()
+            return stores.fetch(self.flat.buffers[self.index], self.flat.layout.device)
+
     def start(self) -> Work:
-        """Start the gather."""
-        flat, group = self.flat, self.flat.group
-        shard = stores.fetch(flat.buffers[self.index], flat.layout.device)
+        """Start the gather, when the shard has been read."""
+        group, shard = self.flat.group, self._shard()
         call = Collective(
             AllGather(), "params", self.form.label, Stream.PARAMS, zero_copy=self.zero_copy
         )

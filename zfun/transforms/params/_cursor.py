@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from zfun.collectives import Broadcast, Collective, Group, Stream
-from zfun.transforms.params._schedule import Schedule, Step
+from zfun.transforms.params._schedule import Schedule
+from zfun.transforms.params._trace import Step
 
 __all__ = ["WINDOW", "Plan", "ScheduleCursor", "of_rank_0"]
 
@@ -50,20 +51,21 @@ class Plan:
         return self.schedule.steps[self.schedule.turn :]
 
 
-def of_rank_0(value: Any, group: Group, name: str) -> Any:
-    """Return the value of rank 0 on every rank."""
+def of_rank_0(value: Any, group: Group, name: str, *, abstract: bool) -> Any:
+    """Return the value of rank 0 on every rank; abstract ranks have the same value."""
     if group.size == 1:
         return value
-    text = json.dumps(value).encode() if group.rank == 0 else b""
+    text = json.dumps(value).encode() if group.rank == 0 or abstract else b""
     length = torch.tensor([len(text)], dtype=torch.int64)
     length = group.start(
         Collective(Broadcast(0), "schedule", f"length of {name}", Stream.CONTROL), length
     ).wait()
-    data = torch.zeros(int(length), dtype=torch.uint8)
-    if group.rank == 0:
+    # Fake tensors have no values to read.
+    data = torch.zeros(len(text) if abstract else int(length), dtype=torch.uint8)
+    if group.rank == 0 and not abstract:
         data.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
     data = group.start(Collective(Broadcast(0), "schedule", name, Stream.CONTROL), data).wait()
-    return json.loads(bytes(data.tolist()))
+    return value if abstract else json.loads(bytes(data.tolist()))
 
 
 class ScheduleCursor:
@@ -98,7 +100,8 @@ class ScheduleCursor:
     def advance_to_gather(self, bucket: int, ahead: int, *, again: bool) -> Sequence[Step]:
         """Return the gathers not started yet up to a gather of a bucket, and up to ``ahead`` more.
 
-        That is the next gather of the bucket with ``again``, and the last started one without.
+        That is the next gather of the bucket with ``again``, and the last started one without. The
+        reads between these gathers are returned too, and those after the last one.
         """
         gathers = [place for place, step in enumerate(self.steps) if step.kind == "gather"]
         mine = [
@@ -108,15 +111,15 @@ class ScheduleCursor:
         ]
         if not mine:
             return ()
-        chosen = [
-            place
-            for place in gathers[: (mine[0] if again else mine[-1]) + 1 + ahead]
-            if place >= self.place
-        ]
-        self.place = max([self.place, *(place + 1 for place in chosen)])
-        return [self.steps[place] for place in chosen]
+        turn = (mine[0] if again else mine[-1]) + ahead
+        here, end = self.place, gathers[min(turn, len(gathers) - 1)] + 1
+        while self.steps[end : end + 1] and self.steps[end].kind == "read":
+            end += 1
+        self.place = max(here, end)
+        return [step for step in self.steps[here:end] if step.kind in ("read", "gather")]
 
     def rest(self) -> Sequence[Step]:
-        """Return the steps that are left; after divergence, the gathers among these steps."""
+        """Return the steps left; after divergence, the reads and gathers among these steps."""
         here, self.place = self.place, len(self.steps)
-        return [step for step in self.steps[here:] if self.followed or step.kind == "gather"]
+        kinds = ("read", "gather")
+        return [step for step in self.steps[here:] if self.followed or step.kind in kinds]

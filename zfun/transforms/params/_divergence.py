@@ -12,9 +12,9 @@ released, or skip gathered buckets. Three rules keep every rank in step:
   rank enters a round at the end of forward, or earlier to ask; rounds go on until no rank asks.
   All ranks gather the buckets that were asked for, in ascending order.
 * In backward no rank may have to ask. So each rank reports in the last round whether the used
-  buckets, and the buckets kept for backward, match the schedule. If any rank has diverged, backward
-  gathers each bucket that forward has not gathered ahead once, in one order, and keeps all buckets
-  until no use can follow.
+  buckets, the buckets kept for backward, and the buckets that recomputed blocks will use match the
+  schedule. If any rank has diverged, backward gathers each bucket that forward has not gathered
+  ahead once, in one order, and keeps all buckets until no use can follow.
 
 The numbers of a round are facts of the host, so a round waits for no computation but that of the
 group's own stream. The host waits nowhere else between forward and backward.
@@ -27,7 +27,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zfun.collectives import AllGather, Collective, Group, Stream, global_ranks
+from zfun.collectives import AllGather, Collective, Group, Stream, Work, global_ranks
 from zfun.transforms.params._buckets import BucketShard
 
 __all__ = ["Divergence"]
@@ -44,15 +44,16 @@ class Divergence:
         callers: the ranks that call the loss together: ``group``, or the mesh of which ``group`` is
             an axis.
         shards: the buckets, which are gathered over ``group``.
-        alone: there is no other rank to ask, or no values to ask with (fake tensors).
+        abstract: words have no values (fake tensors); every rank takes the same branches.
     """
 
     def __init__(
-        self, group: Group, callers: Group, shards: Sequence[BucketShard], *, alone: bool
+        self, group: Group, callers: Group, shards: Sequence[BucketShard], *, abstract: bool
     ) -> None:
         self._callers = callers
         self._shards = shards
-        self._alone = alone
+        self._alone = group.size == 1
+        self._abstract = abstract
         # The places of this rank's group in a round.
         self._mine = (
             range(group.size)
@@ -76,8 +77,13 @@ class Divergence:
             words, _ = self._round(word)
         return _DIVERGED in words
 
-    def _round(self, word: int) -> tuple[list[int], dict[int, Tensor]]:
+    def _start(self, word: int) -> Work:
         call = Collective(AllGather(), "gather again", stream=Stream.CONTROL)
-        words = self._callers.start(call, torch.tensor([word])).wait().tolist()
+        return self._callers.start(call, torch.tensor([word]))
+
+    def _round(self, word: int) -> tuple[list[int], dict[int, Tensor]]:
+        out = self._start(word).wait()
+        # Abstract ranks send the word too, so that a plan has every message of a step.
+        words = [word] * self._callers.size if self._abstract else out.tolist()
         asked = sorted({words[place] for place in self._mine if words[place] >= 0})
         return words, {bucket: self._shards[bucket].start().wait() for bucket in asked}

@@ -1,7 +1,7 @@
 """The gathered parameters of one call of a loss: when each bucket is gathered, viewed and released.
 
 [Note: the life of a parameter]
-*shard* (the caller's ``Flat`` with placement S, 1/N of each bucket)
+*shard* (the caller's ``Flat`` with placement S, 1/N of each bucket, in memory or in a store)
 → *lazy leaf* (the loss receives metadata only) → *gathered bucket* (one fresh buffer,
 all-gathered ahead of the first use of a leaf) → *views* (the operations' inputs, outputs
 of the bucket node) → released. No reference keeps a gathered bucket alive past the release:
@@ -30,7 +30,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -40,14 +40,18 @@ from zfun import ops, tree
 from zfun.collectives import Group, Work
 from zfun.errors import PlacementError, ZfunError
 from zfun.flat import Flat
-from zfun.transforms.grads._reducer import check_unwritten
+from zfun.transforms.grads._written import check_unwritten, marks_of
 from zfun.transforms.params._buckets import BucketShard, view_of
 from zfun.transforms.params._call import LossCall
 from zfun.transforms.params._cursor import WINDOW, Plan, ScheduleCursor, of_rank_0
 from zfun.transforms.params._divergence import Divergence
 from zfun.transforms.params._lazy import LazyLeaf, LazyLeaves, is_held
 from zfun.transforms.params._saved import Packed, SavedViews
-from zfun.transforms.params._schedule import Event, ScheduleOptions, Step, Trace
+from zfun.transforms.params._schedule import schedule
+from zfun.transforms.params._schedule_options import ScheduleOptions
+from zfun.transforms.params._scheduler import with_reads
+from zfun.transforms.params._torch_func import saved_views_hooks
+from zfun.transforms.params._trace import Event, Phase, Step, Trace
 
 __all__ = ["GatheredParams"]
 
@@ -103,16 +107,15 @@ class GatheredParams:
         for bucket, source in enumerate(self._sources):
             source.load = functools.partial(self._load, bucket)
         self._traced = tuple(shard.traced(executor) for shard in self._shards)
+        self._alone = self._group.size == 1
         # Fake tensors have no values to read, and abstract ranks agree.
-        self._alone = self._group.size == 1 or ops.is_abstract(
-            torch.empty(0, device=flats[0].layout.device)
-        )
+        self._abstract = ops.is_abstract(torch.empty(0, device=flats[0].layout.device))
         callers = (
             self._group
             if executor is None or executor.reducer.group is None
             else executor.reducer.group
         )
-        self._divergence = Divergence(self._group, callers, shards, alone=self._alone)
+        self._divergence = Divergence(self._group, callers, shards, abstract=self._abstract)
         self._any_diverged: bool | None = None
         self._thread = threading.get_ident()
         self._makes_graph = torch.is_grad_enabled()
@@ -130,6 +133,7 @@ class GatheredParams:
         self._pending: dict[int, Work] = {}
         self._buffers: dict[int, Tensor] = {}
         self._views: dict[int, list[Tensor]] = {}
+        self._marks: dict[int, list[int]] = {}
         self._released: dict[int, list[Tensor]] = {}
         self._deferred: set[int] = set()
         # Matched gathers: this rank has kept the bucket, but other ranks need the gather.
@@ -165,19 +169,29 @@ class GatheredParams:
 
     def _forward_steps(self, there: set[int]) -> Iterable[Step]:
         if self._plan is None:
-            return [
-                Step("gather", b, "forward") for b in range(len(self._shards)) if b not in there
-            ]
+            return self._read_and_gather("forward", range(len(self._shards)), there)
         steps = self._plan.forward(trains=self._executor is not None)
         return [step for step in steps if step.phase != "start" or step.bucket not in there]
+
+    def _read_and_gather(
+        self, phase: Phase, buckets: Iterable[int], there: Set[int]
+    ) -> Iterable[Step]:
+        """Return steps for buckets without a schedule."""
+        gathers = [Step("gather", b, phase) for b in buckets if b not in there]
+        if self._secondary is not None and phase == "backward":
+            return gathers
+        stored = {b for b, shard in enumerate(self._shards) if shard.is_stored}
+        return with_reads(gathers, stored, self._options.read_ahead)
 
     def leaves(self) -> list[tree.Tree]:
         """Return the arguments of the loss: a tree of lazy leaves for each value."""
         return [leaves.tree() for leaves in self._lazy]
 
-    def hooks(self) -> Any:
+    @contextlib.contextmanager
+    def hooks(self) -> Iterator[None]:
         """The context of the loss: autograd saves the places of views, not the views."""
-        return torch.autograd.graph.saved_tensors_hooks(self._saved.pack, self._unpack)
+        with self._saved.current(self._set_aside), saved_views_hooks(self._saved, self._unpack):
+            yield
 
     def check_graph(self, out: Any) -> None:
         """Refuse a graph in which an ``autograd.Function`` lost the gradient of a lazy leaf."""
@@ -221,11 +235,13 @@ class GatheredParams:
             self._lazy, self._sources = (), ()
 
     def _has_diverged(self) -> bool:
-        """Whether this rank used, or kept for backward, buckets other than the plan says."""
+        """Whether this rank used, kept for backward, or will recompute with other buckets."""
         assert self._plan is not None
-        return not self._cursor.followed or self._plan.packed not in (
-            None,
-            tuple(self._saved.order),
+        # A rank that follows the schedule and then skips the rest has fewer uses.
+        return (
+            not self._cursor.followed
+            or len(self._events) != len(self._plan.schedule.trace.forward)
+            or self._plan.packed not in (None, tuple(self._saved.order))
         )
 
     def _learn_forward(self) -> bool:
@@ -233,13 +249,15 @@ class GatheredParams:
         used = [event.bucket for event in self._events]
         forward, leaves = self._agreed([used, list(self._first_uses)], "order of use")
         trace = Trace(self._traced, self._group.size, tuple(forward), leaves=tuple(leaves))
-        self._plan = Plan(self._options.schedule(trace))
+        self._plan = Plan(schedule(trace, self._options))
         self._learn(self._plan)
         self._cursor.followed = tuple(used) == self._plan.schedule.trace.forward
         return not self._cursor.followed
 
     def _close(self) -> None:
         self._phase = "closed"
+        for shard in self._shards:
+            shard.drop_read()
         for leaves in self._lazy:
             leaves.close()
         self._lazy, self._sources = (), ()
@@ -260,7 +278,7 @@ class GatheredParams:
         self._close()
 
     def _agreed(self, value: Any, what: str) -> Any:
-        return value if self._alone else of_rank_0(value, self._group, what)
+        return of_rank_0(value, self._group, what, abstract=self._abstract)
 
     def begin_backward(self) -> None:
         """Choose the steps of backward, at the latest at the first use of a leaf in backward."""
@@ -281,7 +299,7 @@ class GatheredParams:
         held = self._persistent | self._kept
         order = [*dict.fromkeys([*plan.schedule.trace.forward, *range(len(self._shards))])][::-1]
         self._cursor = ScheduleCursor(
-            (Step("gather", b, "backward") for b in order if b not in held), followed=False
+            self._read_and_gather("backward", order, held), followed=False
         )
 
     def finish_backward(self) -> None:
@@ -308,7 +326,7 @@ class GatheredParams:
                 buckets=self._traced,
                 backward=tuple(Event(kind, bucket) for kind, bucket in events),
             )
-            self._learn(Plan(self._options.schedule(trace), tuple(packed)))
+            self._learn(Plan(schedule(trace, self._options), tuple(packed)))
         self._close()
 
     def _drop(self, kept: set[int] | frozenset[int]) -> None:
@@ -323,7 +341,7 @@ class GatheredParams:
 
     def _forget_views(self) -> None:
         for bucket, views in self._views.items():
-            check_unwritten(views, self._shards[bucket].slots)
+            check_unwritten(views, self._shards[bucket].slots, self._marks.pop(bucket, None))
         self._views.clear()
         self._released.clear()
 
@@ -337,6 +355,8 @@ class GatheredParams:
                 leaf=leaf.path,
             )
         self._touch(bucket)
+        if self._saved.blocks:
+            self._saved.use(bucket)
         if self._plan is None:
             self._first_uses.setdefault(leaf.path)
         views = self._viewed(bucket)
@@ -354,6 +374,9 @@ class GatheredParams:
             views = shard.views(self._take(bucket))
             if shard.trained:
                 views = self._with_gradient(bucket, views)
+            elif self._plan is None:
+                # Frozen leaves are compared once, in the first call, because that takes time.
+                self._marks[bucket] = marks_of(views)
             self._views[bucket] = views
         return views
 
@@ -433,10 +456,15 @@ class GatheredParams:
 
     def _run(self, steps: Iterable[Step]) -> None:
         for step in steps:
-            if step.kind == "gather":
+            if step.kind == "read":
+                self._start_read(step)
+            elif step.kind == "gather":
                 self._start(step)
             elif step.kind == "release":
                 self._release(step.bucket)
+
+    def _start_read(self, step: Step) -> None:
+        self._shards[step.bucket].read()
 
     def _start_gather(self, step: Step) -> Work:
         bucket = step.bucket
@@ -472,7 +500,7 @@ class GatheredParams:
     def _release(self, bucket: int) -> None:
         views = self._views.get(bucket)
         if views is not None:
-            check_unwritten(views, self._shards[bucket].slots)
+            check_unwritten(views, self._shards[bucket].slots, self._marks.pop(bucket, None))
         if bucket == self._now:
             self._set_aside()
         if views is not None and self._in_loss and self._shards[bucket].trained:

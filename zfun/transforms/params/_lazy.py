@@ -11,12 +11,22 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from zfun import tree
 from zfun.errors import PlacementError, ZfunError
 from zfun.layout import Layout
 
-__all__ = ["LazyLeaf", "LazyLeaves", "Source", "is_held", "is_loading", "loading", "materialise"]
+__all__ = [
+    "LazyLeaf",
+    "LazyLeaves",
+    "Source",
+    "is_held",
+    "is_loading",
+    "loading",
+    "materialise",
+    "outside_inference_mode",
+]
 
 _loading: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "zfun_transforms_loading", default=False
@@ -278,5 +288,19 @@ def _load(leaf: LazyLeaf) -> Tensor:
     ready = source.ready
     if ready is not None and source.thread == threading.get_ident():
         return ready[leaf.place]
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        # [Note: torch.func in the loss]
+        with temporarily_clear_interpreter_stack():
+            return _load(leaf)
+    if torch.is_inference_mode_enabled():
+        with outside_inference_mode():
+            return _load(leaf)
     with loading():
         return source.load(leaf)
+
+
+@contextlib.contextmanager
+def outside_inference_mode() -> Iterator[None]:
+    """The context of buffers and views in inference mode, whose tensors count no writes."""
+    with torch.inference_mode(mode=False), torch.no_grad():
+        yield

@@ -14,29 +14,42 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+
 from zfun import tree
 from zfun.collectives import Group, check_shardable
-from zfun.compression import Codec, check_codec
-from zfun.errors import PlacementError, checked_options
-from zfun.flat import Flat
+from zfun.compression import CODEC, Codec, check_repeatable
+from zfun.errors import PlacementError
+from zfun.flat import FLAT, Flat
 from zfun.layout import Layout
+from zfun.options import FUNCTION, GROUP, takes
 from zfun.placement import S
 from zfun.transforms._cast import CastLoss
 from zfun.transforms._notes import watching
 from zfun.transforms._watched import new_gathered
 from zfun.transforms.grads._executor import Executor, WholeParams
+from zfun.transforms.grads._value import ZfunLoss, check_loss
 from zfun.transforms.params._buckets import BucketShard, shards_of, tree_of
 from zfun.transforms.params._call import call_of
 from zfun.transforms.params._cursor import Plan
-from zfun.transforms.params._schedule import Schedule, ScheduleOptions, secondary_of
+from zfun.transforms.params._lazy import outside_inference_mode
+from zfun.transforms.params._schedule import Schedule
+from zfun.transforms.params._schedule_options import OPTIONS, ScheduleOptions, secondary_of
 from zfun.transforms.remat import warn_of_whole_loss
-from zfun.transforms.values._redistribute import gather_for, needs_autograd
+from zfun.transforms.values._communicate import needs_autograd
+from zfun.transforms.values._unshard import gather_for
 from zfun.typing import Loss
 
 __all__ = ["ShardedLoss", "shard_params"]
 
 
-@checked_options
+@takes(
+    loss=FUNCTION,
+    group=GROUP,
+    frozen=FLAT | None,
+    schedule=OPTIONS | None,
+    compression=CODEC | None,
+)
 def shard_params(
     loss: Loss,
     group: Group,
@@ -89,8 +102,9 @@ def shard_params(
         [12.0, 12.0]
     """
     check_shardable(group, "shard_params()")
+    check_loss(loss, "shard_params()")
     warn_of_whole_loss(loss)
-    check_codec(compression, "shard_params()", is_repeated=True)
+    check_repeatable(compression, "shard_params()")
     options = schedule or ScheduleOptions()
     secondary_of(group, options)
     if isinstance(loss, CastLoss):
@@ -101,7 +115,7 @@ def shard_params(
     return ShardedLoss(loss, group, frozen, options, compression)
 
 
-class ShardedLoss:
+class ShardedLoss(ZfunLoss):
     """A loss of sharded parameters that remembers the order in which buckets are used.
 
     Attributes:
@@ -111,7 +125,10 @@ class ShardedLoss:
         options: of the schedules.
         secondary: the group over which backward gathers, if not ``group``.
         codec: of the gathers; ``None`` sends exact values.
+        learns: whether a call may teach the order of use.
     """
+
+    learns = True
 
     def __init__(
         self,
@@ -127,34 +144,48 @@ class ShardedLoss:
         self.options = options
         self.secondary = secondary_of(group, options)
         self.codec = codec
-        self._plans: dict[tuple[Layout, ...], Plan] = {}
+        self._plans: dict[tuple[tuple[Layout, ...], tuple[bool, ...]], Plan] = {}
 
     @property
     def schedules(self) -> list[Schedule]:
-        """One schedule for each layout of the parameters; complete after the first gradient."""
+        """One schedule for each layout of the parameters, in memory or in a store.
+
+        A schedule is complete after the first gradient.
+        """
         return [plan.schedule for plan in self._plans.values()]
 
     def __call__(self, params: tree.Tree, batch: Any) -> Any:
         """Return the loss of sharded parameters."""
+        if not torch.is_inference_mode_enabled():
+            return self._call(self.loss, params, batch)
+        with outside_inference_mode():
+            return self._call(torch.inference_mode()(self.loss), params, batch)
+
+    def _learn(self, key: Any, plan: Plan) -> None:
+        if self.learns:
+            self._plans[key] = plan
+
+    def _call(self, loss: Loss, params: tree.Tree, batch: Any) -> Any:
         flat = _check(params, self.group)
         call = dataclasses.replace(call_of(flat), codec=self.codec)
         flats = (flat,) if self.frozen is None else (flat, self.frozen)
         if call.executor is None and needs_autograd(flat.buffers):
-            return self.loss(
+            return loss(
                 tree.combine(*(gather_for(part, call.compute_dtype, call.codec) for part in flats)),
                 batch,
             )
-        layouts = tuple(part.layout for part in flats)
-        plan, shards = self._plans.get(layouts), shards_of(flats, call)
+        shards = shards_of(flats, call)
+        key = tuple(part.layout for part in flats), tuple(shard.is_stored for shard in shards)
+        plan = self._plans.get(key)
         learnt = plan is not None and plan.packed is not None
         if learnt and watching.get() is None and all(shard.is_whole for shard in shards):
             # One rank alone: there is nothing to gather or release.
-            return self.loss(tree.combine(*_views(flats, shards, call.executor)), batch)
-        learn = functools.partial(self._plans.__setitem__, layouts)
+            return loss(tree.combine(*_views(flats, shards, call.executor)), batch)
+        learn = functools.partial(self._learn, key)
         gathered = new_gathered(flats, shards, call, self.options, plan, learn, self.secondary)
         try:
             with gathered.hooks():
-                out = self.loss(tree.combine(*gathered.leaves()), batch)
+                out = loss(tree.combine(*gathered.leaves()), batch)
             gathered.check_graph(out)
             gathered.end_forward()
         except Exception:

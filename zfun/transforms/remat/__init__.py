@@ -25,8 +25,8 @@ Modules, each of which imports only modules above it:
 ``_remat``      :func:`remat`, which combines the modules above
 ==============  ====================================================================================
 
-Not optimal yet: transfers from a store or from other ranks start when backward needs the tensor,
-not earlier.
+Backward reads tensors from a store ahead; see [Note: reads of activations]. Parts of other ranks
+are gathered when backward needs the tensor.
 
 After Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016). Cutting activations into
 parts, optionally in host memory, is from Rajbhandari et al., "ZeRO: Memory Optimizations Toward

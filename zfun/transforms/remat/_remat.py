@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,13 +14,15 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from zfun import policies, tree
 from zfun.collectives import Group
-from zfun.errors import OptionError, PlacementError, checked_options
+from zfun.errors import PlacementError
 from zfun.flat import flats
+from zfun.options import FUNCTION, GROUP, STORE, each, function, instance, takes
 from zfun.policies import Policy
 from zfun.stores import Store
 from zfun.transforms.params._call import BoundParams
+from zfun.transforms.params._saved import noting_recomputation
 from zfun.transforms.remat._block import Block
-from zfun.transforms.remat._elsewhere import Elsewhere
+from zfun.transforms.remat._elsewhere import Agreed, Elsewhere
 from zfun.transforms.remat._inputs import moving_inputs
 from zfun.transforms.remat._results import keeping_results
 
@@ -44,9 +47,7 @@ class Remat:
     store: Store | None = None
     shard_over: Group | None = None
     generators: tuple[torch.Generator, ...] = ()
-    _agreed: set[tuple[torch.dtype, torch.Size]] = field(
-        default_factory=set, compare=False, repr=False
-    )
+    _agreed: Agreed = field(default_factory=set, compare=False, repr=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the result of ``fn``."""
@@ -65,8 +66,19 @@ class Remat:
         _check_flats((args, kwargs))
         leaves, spec = tree.flatten((args, kwargs))
         moves = self.store is not None or self.shard_over is not None
-        elsewhere = Elsewhere(self.store, self.shard_over, self._agreed) if moves else None
-        if self.policy is policies.everything:
+        runs_again = self.policy is not policies.everything
+        elsewhere = (
+            Elsewhere(
+                self.store,
+                self.shard_over,
+                self._agreed,
+                runs_again=runs_again,
+                name=getattr(self.fn, "__name__", type(self.fn).__name__),
+            )
+            if moves
+            else None
+        )
+        if not runs_again:
             with moving_inputs(elsewhere, leaves, results_too=True):
                 return self.fn(*args, **kwargs)
         inputs = moving_inputs(elsewhere, leaves, results_too=False)
@@ -79,7 +91,12 @@ class Remat:
             else functools.partial(keeping_results, self.policy, elsewhere)
         )
         with inputs:
-            return checkpoint(block, *tensors, use_reentrant=False, context_fn=modes)
+            return checkpoint(
+                block,
+                *tensors,
+                use_reentrant=False,
+                context_fn=functools.partial(_contexts, modes),
+            )
 
     def _compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return torch's own checkpointing, the only form that the compiler can trace."""
@@ -97,7 +114,17 @@ class Remat:
         return checkpoint(self.fn, *args, use_reentrant=False, **kwargs)
 
 
-@checked_options
+@takes(
+    fn=FUNCTION,
+    policy=function("a function of (op, result)", "zf.policies.matmuls"),
+    store=STORE | None,
+    shard_over=GROUP | None,
+    generators=each(
+        instance(torch.Generator, "a generator", "torch.Generator()"),
+        "a sequence of generators",
+        "[torch.Generator()]",
+    ),
+)
 def remat(
     fn: Callable[..., Any],
     *,
@@ -117,8 +144,9 @@ def remat(
             again. A module, a method or a function of a module is recomputed with the parameters
             that the module has during the call, also inside ``torch.func.functional_call``.
         policy: the results to keep besides the inputs; see :mod:`zfun.policies`. By default none.
-        store: the place for kept tensors until backward; ``zf.stores.host()`` moves activations to
-            host memory. By default kept tensors stay in place. Parameters are never moved.
+        store: the place for kept tensors until backward: ``zf.stores.host()``, ``zf.stores.nvme()``
+            or your own. Backward reads a few tensors ahead. By default kept tensors stay in place.
+            Parameters are never moved.
         shard_over: ranks that hold the same activations, such as a model-parallel axis. Each rank
             keeps one part (``R -> S``), and backward gathers the parts before recomputation. zfun
             compares the first tensor of each shape across these ranks, and every tensor with
@@ -134,6 +162,8 @@ def remat(
         PlacementError: from the returned function, if ``remat`` is around ``shard_params``.
         SpecMismatch: from the returned function, if ranks of ``shard_over`` hold different
             activations.
+        OffloadError: from the returned function or in backward, if the store does not keep a
+            tensor; ``leaf`` names the activation.
 
     Example:
         >>> import zfun as zf
@@ -145,17 +175,19 @@ def remat(
 
     After Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016).
     """
-    if not callable(fn):
-        raise OptionError(
-            f"remat() takes a function; got {type(fn).__name__}; pass the function that backward "
-            "should recompute"
-        )
-    if not callable(policy):
-        raise OptionError(
-            f"remat() takes a policy, which is a function of (op, result); got {policy!r}; "
-            "zf.policies has some"
-        )
     return Remat(fn, policy, store, shard_over, tuple(generators))
+
+
+@contextlib.contextmanager
+def _noting(inner: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+    with noting_recomputation(), inner:
+        yield
+
+
+def _contexts(modes: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
+    """Return the contexts of a block in forward and in recomputation; see [Note: divergence]."""
+    forward, again = modes()
+    return _noting(forward), again
 
 
 def warn_of_whole_loss(loss: Any) -> None:

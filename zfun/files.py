@@ -1,0 +1,118 @@
+"""Files on a disk as an object, so that a test can let any operation fail."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import stat
+import tempfile
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Files"]
+
+# The errors of a file system, or of a file open for direct transfers, that cannot reserve room.
+_CANNOT_RESERVE = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+class Files:
+    """The operations of zfun on files, each one call of the system.
+
+    Every operation raises ``OSError`` as the system does. A subclass that overrides an operation
+    lets the operation fail, or transfer fewer bytes than asked.
+
+    Example:
+        >>> with tempfile.TemporaryDirectory() as path:
+        ...     files = Files()
+        ...     made = files.make_directory(path, "run-")
+        ...     fd = files.open(f"{made}/data", os.O_RDWR | os.O_CREAT)
+        ...     files.write(fd, b"bytes", 0)
+        ...     files.close(fd)
+        5
+    """
+
+    def make_directory(self, path: str, prefix: str) -> str:
+        """Make a directory with a new name, for this user only, and return its path."""
+        return tempfile.mkdtemp(prefix=prefix, dir=path)
+
+    def open(self, path: str, flags: int) -> int:
+        """Open a file, for this user only, and return the descriptor."""
+        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+    def close(self, fd: int) -> None:
+        """Close a descriptor."""
+        os.close(fd)
+
+    def lock(self, fd: int) -> bool:
+        """Lock a file until every copy of the descriptor is closed; return False if locked."""
+        import fcntl
+
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def reserve(self, fd: int, offset: int, num_bytes: int) -> None:
+        """Grow a file, with room on the disk where the file system can reserve room."""
+        try:
+            os.posix_fallocate(fd, offset, num_bytes)
+        except (AttributeError, OSError) as error:
+            if isinstance(error, OSError) and error.errno not in _CANNOT_RESERVE:
+                raise
+            os.ftruncate(fd, offset + num_bytes)
+
+    def free_bytes(self, path: str) -> int:
+        """Return the room that the file system of a path has left for this user."""
+        return shutil.disk_usage(path).free
+
+    def read(self, fd: int, buffer: Any, offset: int) -> int:
+        """Read into a buffer, and return the number of bytes read."""
+        return os.preadv(fd, [buffer], offset)
+
+    def write(self, fd: int, buffer: Any, offset: int) -> int:
+        """Write a buffer, and return the number of bytes written."""
+        return os.pwrite(fd, buffer, offset)
+
+    def sync(self, fd: int) -> None:
+        """Wait until the system has written a file to the disk."""
+        os.fsync(fd)
+
+    def size(self, fd: int) -> int:
+        """Return the length of a regular file; refuse pipes, devices and directories."""
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file")
+        return found.st_size
+
+    def truncate(self, fd: int, num_bytes: int) -> None:
+        """Set the length of a file."""
+        os.ftruncate(fd, num_bytes)
+
+    def make(self, path: str) -> None:
+        """Make a directory, for this user only; raise ``FileExistsError`` if there is one."""
+        Path(path).mkdir(mode=0o700)
+
+    def names(self, path: str) -> list[str]:
+        """Return the names in a directory, sorted."""
+        return sorted(os.listdir(path))  # noqa: PTH208, names and not paths are asked for
+
+    def rename(self, old: str, new: str) -> None:
+        """Give a file or a directory another name, which no other directory may have."""
+        Path(old).rename(new)
+
+    def sync_directory(self, path: str) -> None:
+        """Wait until the system has written the names in a directory to the disk."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def remove(self, path: str) -> None:
+        """Remove a file, and the directory of the file when empty."""
+        Path(path).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            Path(path).parent.rmdir()

@@ -1,0 +1,112 @@
+"""The state of a run, the results of a step, and the functions of a training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar
+
+from torch import Tensor
+
+from zfun.errors import OptionError
+from zfun.flat import Flat
+from zfun.optim import LossScaleState
+from zfun.transforms import Pullback
+from zfun.typing import Aux, Params
+
+__all__ = ["StepInfo", "Zero", "ZeroState"]
+
+
+_Given_contra = TypeVar("_Given_contra", contravariant=True)
+
+
+class ZeroState(NamedTuple):
+    """The state of a training run between steps.
+
+    Attributes:
+        params: the trained parameters: placement ``R`` at stages 0 to 2, ``S`` at stage 3.
+        frozen: the leaves that are not trained, in the same placement; ``None`` if all leaves are
+            trained.
+        opt_state: the optimizer's state.
+        step: steps taken, skipped ones included.
+        num_skipped: how many of the last steps in a row were skipped.
+        loss_scale: the state of the loss scale; ``None`` without a loss scale.
+        buffers: the leaves that the loss writes, whole on every rank; ``None`` where there are
+            none. The values of those that are kept by rank differ from rank to rank.
+        num_applied: steps taken, skipped ones not included.
+    """
+
+    params: Flat
+    frozen: Flat | None
+    opt_state: Any
+    step: int
+    num_skipped: int
+    loss_scale: LossScaleState | None = None
+    buffers: Flat | None = None
+    num_applied: int = 0
+
+
+class StepInfo(NamedTuple, Generic[Aux]):
+    """The results of one step; equal on all ranks.
+
+    Attributes:
+        loss: the loss over all ranks, a scalar.
+        grad_norm: the norm of the gradient over all ranks, before any clipping, in float64. If the
+            optimizer sums the terms itself (:func:`zfun.optim.onebit_adam`), the sum of the norms
+            of the ranks' terms, which is an upper bound.
+        skipped: whether gradients were not finite, and the step was not taken.
+        bad_leaf: the first leaf with a gradient that is not finite, if the step was skipped.
+        aux: the second result of the loss, from this rank's batch.
+        loss_scale: the factor of the loss in backward; 1 without a loss scale.
+        learning_rate: of this step, from :meth:`zfun.optim.Optimizer.learning_rate`.
+        num_applied: steps taken so far, this one included and skipped ones not included.
+    """
+
+    loss: Tensor
+    grad_norm: Tensor
+    skipped: bool
+    bad_leaf: str | None
+    aux: Aux
+    loss_scale: float = 1.0
+    learning_rate: float | None = None
+    num_applied: int = 0
+
+
+class _Init(Protocol[_Given_contra]):
+    def __call__(self, params: _Given_contra, *, init: str = "check") -> ZeroState: ...
+
+
+def _no_halves(*args: Any, **kwargs: Any) -> NoReturn:
+    """Refuse a loop that was made without vjp and update."""
+    del args, kwargs
+    raise OptionError(
+        "vjp and update are the halves of a step of zf.zero(); got a Zero that was made of init, "
+        "step and params alone; make it with zf.zero()"
+    )
+
+
+class Zero(NamedTuple, Generic[Params, Aux]):
+    """A training loop's three functions.
+
+    Attributes:
+        init: ``init(params, init="check") -> state``: ``"check"`` compares the parameters across
+            ranks and raises :class:`zfun.errors.SpecMismatch` on a difference; ``"broadcast"``
+            takes rank 0's values. Both compare the options, the optimizer among them.
+        step: ``step(state, batch) -> (state, info)``.
+        params: ``params(state, select=None) -> the whole tree``; every rank must call. With
+            ``select(path, leaf)`` only the chosen leaves are gathered, as by
+            :func:`zfun.unshard`, and the tree has holes (``None``) for the others.
+        vjp: ``vjp(fn, state, batch, buffers=None) -> (out, pullback, buffers)``: the first half of
+            a step, for a loss that is computed outside of ``fn``. ``fn(params, batch)`` gets the
+            whole tree in place of the loss, and the result is that of :func:`zfun.vjp`. The
+            cotangents are those of the loss times ``state.loss_scale.scale``. The returned buffers
+            are those that ``fn`` has left on this rank, for the next call before the update.
+        update: ``update(state, grads, loss, buffers=None) -> (state, info)``: the second half of a
+            step, from the gradients of pullbacks (of micro-batches their mean) and the loss over
+            all ranks.
+    """
+
+    init: _Init[Params]
+    step: Callable[[ZeroState, Any], tuple[ZeroState, StepInfo[Aux]]]
+    params: Callable[..., Params]
+    vjp: Callable[..., tuple[Any, Pullback, Flat | None]] = _no_halves
+    update: Callable[..., tuple[ZeroState, StepInfo]] = _no_halves

@@ -1,0 +1,187 @@
+"""The parts of a step after backward: gradients, buffers and donated values."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from zfun import ops, stores, tree
+from zfun.collectives import Group, gather_values, global_ranks, mesh_of
+from zfun.errors import NonFiniteError
+from zfun.flat import Flat, call_site, consume, flats, unravel
+from zfun.optim import LossScale, Optimizer
+from zfun.placement import P, Placement, R
+from zfun.recipes._checks import check_used, first_bad_leaf
+from zfun.recipes._start import of_specs
+from zfun.recipes._state import StepInfo, ZeroState
+from zfun.reductions import BufferRule, global_norm, merge_buffers
+from zfun.transforms import apply
+from zfun.transforms.optimizer._apply import finish
+from zfun.transforms.optimizer._placing import deliver
+from zfun.transforms.optimizer._stream import Update as StreamedUpdate
+
+__all__ = ["Update", "scale_of", "split"]
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """The second half of a step, from gradients to a new state.
+
+    Attributes:
+        group: the ranks that share the state.
+        rule: the optimizer, sharded and offloaded.
+        scaler: adapts the loss scale; ``None`` without a loss scale.
+        buffers: the rule by which buffers are merged; ``None`` where there are none.
+        max_skipped: how many steps in a row may be skipped before an error.
+        donate: whether the buffers of the old state may be overwritten.
+        had_gradient: one entry for each call since the last update that gave a leaf a gradient on
+            this rank; an update empties the list.
+    """
+
+    group: Group
+    rule: Optimizer
+    scaler: LossScale | None
+    buffers: BufferRule | None
+    max_skipped: int
+    donate: bool
+    had_gradient: list[bool]
+
+    def takes_terms(self, state: ZeroState) -> bool:
+        """Whether the optimizer sums the ranks' terms of gradients, so that backward does not."""
+        return mesh_of(self.group).size > 1 and self.rule.takes_terms(state.opt_state)
+
+    def __call__(
+        self,
+        state: ZeroState,
+        grads: Flat,
+        loss: Any,
+        left: Flat | None,
+        aux: Any,
+        begun: StreamedUpdate | None = None,
+    ) -> tuple[ZeroState, StepInfo]:
+        """Return the new state.
+
+        Args:
+            state: the old state.
+            grads: the gradients, times the loss scale.
+            loss: over all ranks.
+            left: the buffers that the calls of the loss have left on this rank, if any.
+            aux: the second result of the loss.
+            begun: the update that began with this step and has stepped some buckets already.
+        """
+        group, rule, scale = self.group, self.rule, scale_of(state)
+        grads = _delivered(grads, P if self.takes_terms(state) else rule.placement or R, group)
+        # Unscale after the sum, because an unscaled gradient may be too small for float16.
+        grads = grads if scale == 1.0 else _unscaled(grads, scale)
+        norm = _norm(grads)
+        size = float(norm)
+        check_used(state, size, len(self.had_gradient), group)
+        self.had_gradient.clear()
+        skipped = not math.isfinite(size)
+        bad_leaf = self._bad_leaf(state, grads) if skipped else None
+        rate, num_applied = rule.learning_rate(state.opt_state), state.num_applied + (not skipped)
+        params, opt_state, kept = state.params, state.opt_state, state.buffers
+        if not skipped:
+            params, opt_state = (
+                apply(rule, grads, opt_state, params, donate=self.donate)
+                if begun is None
+                else finish(begun, grads, opt_state, params, donate=self.donate)
+            )
+            kept = kept if left is None or self.buffers is None else self._merged(left)
+        if self.donate:
+            params, opt_state = _handed_over(
+                state, params, opt_state, f"step {state.step} at {call_site()}"
+            )
+        after = (
+            None
+            if self.scaler is None or state.loss_scale is None
+            else self.scaler.update(state.loss_scale, not skipped)
+        )
+        new = ZeroState(
+            params,
+            state.frozen,
+            opt_state,
+            state.step + 1,
+            state.num_skipped + 1 if skipped else 0,
+            after,
+            kept,
+            num_applied,
+        )
+        return new, StepInfo(loss, norm, skipped, bad_leaf, aux, scale, rate, num_applied)
+
+    def _bad_leaf(self, state: ZeroState, grads: Flat) -> str | None:
+        bad_leaf, num_skipped = first_bad_leaf(grads), state.num_skipped + 1
+        if num_skipped >= self.max_skipped:
+            raise NonFiniteError(
+                f"gradients must be finite; {num_skipped} steps in a row had some that were not, "
+                f"now first in leaf {bad_leaf!r}; lower the learning rate, clip, or look at that "
+                "leaf; the state is as it was",
+                rank=global_ranks(self.group)[self.group.rank],
+                step=state.step,
+                leaf=bad_leaf,
+            )
+        return bad_leaf
+
+    def _merged(self, left: Flat) -> Flat:
+        """Merge the buffers that the loss of each rank left."""
+        assert self.buffers is not None
+        return merge_buffers(left, mesh_of(left.group), self.buffers)
+
+
+def scale_of(state: ZeroState) -> float:
+    """Return the factor of the loss in backward."""
+    return 1.0 if state.loss_scale is None else float(state.loss_scale.scale)
+
+
+def split(params: tree.Tree, rule: BufferRule | None) -> tuple[tree.Tree, tree.Tree]:
+    """Split the buffers from the parameters."""
+    if rule is None:
+        return None, params
+    is_buffer = of_specs(rule)
+    return tree.partition(params, lambda path, leaf: is_buffer(path, leaf) is not None)
+
+
+def _delivered(grads: Flat, placement: Placement, group: Group) -> Flat:
+    """Bring gradients to the placement of the optimizer."""
+    if placement is P:
+        return stores.resident(grads)
+    return deliver(grads, placement, group, donate=True)
+
+
+def _norm(grads: Flat) -> Tensor:
+    """Return the norm of gradients over all ranks; for terms (``P``) an upper bound."""
+    return (
+        gather_values(global_norm(unravel(grads)), grads.group, "norm").sum()
+        if grads.placement is P
+        else global_norm(grads)
+    )
+
+
+def _unscaled(grads: Flat, scale: float) -> Flat:
+    factor = 1.0 / scale
+
+    def divided(buffer: Any) -> Any:
+        wide = ops.wide(buffer.dtype)
+        if isinstance(buffer, stores.Stored):
+            # In the store the gradients stay as they are, and each read unscales a bucket.
+            return stores.derived(buffer, lambda x: x.to(wide) * factor, wide)
+        return buffer.to(wide).mul_(factor)
+
+    return grads.with_buffers(map(divided, grads.buffers))
+
+
+def _handed_over(
+    state: ZeroState, params: Flat, opt_state: Any, consumed_by: str
+) -> tuple[Flat, Any]:
+    """Give the buffers to new values, and mark the old values as consumed."""
+    params = params.with_buffers(params.buffers)
+    opt_state = tree.map(
+        lambda x: x.with_buffers(x.buffers) if isinstance(x, Flat) else x,
+        opt_state,
+        is_leaf=lambda x: isinstance(x, Flat),
+    )
+    consume([state.params, *flats(state.opt_state)], consumed_by)
+    return params, opt_state

@@ -1,0 +1,347 @@
+"""The gradient function as data: a loss, and the options of backward."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zfun import ops, stores, tree
+from zfun.collectives import AllReduce, Collective, Group, Stream, Work, is_checked, mesh_of
+from zfun.compression import Codec
+from zfun.errors import LeafError, OptionError, PlacementError, ZfunError
+from zfun.flat import Flat, flats, unravel_buffers
+from zfun.layout import DEFAULT_BUCKET_BYTES, Layout, layout_of, unique_leaves
+from zfun.placement import P, Placement, R, S
+from zfun.transforms._notes import noting
+from zfun.transforms._watched import watched
+from zfun.transforms.grads._executor import Executor, WholeParams, check_recomputed
+from zfun.transforms.grads._hooks import CommHook, SumHook
+from zfun.transforms.grads._pullback import (
+    Outputs,
+    Pullback,
+    Pulled,
+    start_backward,
+    start_forward,
+)
+from zfun.transforms.grads._reducer import GradReducer
+from zfun.transforms.grads._value import NO_AUX, WeightedMean, ZfunGradient, parse
+from zfun.transforms.params._buckets import tree_of, views_of
+from zfun.transforms.params._call import BoundParams, LossCall
+from zfun.transforms.values._agreement import check_agreement
+from zfun.typing import Loss
+
+__all__ = ["GradientFunction", "grad_dtypes"]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenCall:
+    """A call of a gradient function between forward and backward; see [Note: open calls].
+
+    Attributes:
+        params: of the call.
+        layout: of the parameters.
+        group: the ranks over which gradients are summed, if any.
+        executor: holds everything that forward has kept for backward.
+        tables: the addresses of gradients, by bucket.
+        is_first: whether no earlier call with this layout has ended.
+    """
+
+    params: tree.Tree
+    layout: Layout
+    group: Group | None
+    executor: Executor
+    tables: list[ops.AddressTable]
+    is_first: bool
+
+
+@dataclass(frozen=True)
+class GradientFunction(ZfunGradient):
+    """A gradient function as data, so that transforms can change the backward pass.
+
+    Attributes:
+        loss: the function to differentiate.
+        group: the ranks over which gradients are partial sums; ``None`` for gradients of this rank
+            alone.
+        reduce: ``"mean"`` or ``"sum"`` over the ranks.
+        bucket_bytes: where buckets close, for parameters that are not flat yet.
+        placement: of the gradients; ``None`` for gradients of this rank alone.
+        over: the ranks that share sharded gradients: ``group`` or the inner axis.
+        hooks: the steps of each complete bucket of gradients.
+        reduce_dtype: of flat gradients; ``None`` for that of the parameters, but float32 for half
+            types.
+        loss_scale: the factor of the loss in backward.
+        codec: of the partial sums; ``None`` sends exact values.
+        on_gradient: called after each call in which a leaf got a gradient on this rank, also a
+            gradient of zeros.
+    """
+
+    loss: Loss
+    group: Group | None = None
+    reduce: str = "mean"
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    placement: Placement | None = None
+    over: Group | None = None
+    hooks: tuple[CommHook, ...] = ()
+    reduce_dtype: torch.dtype | None = None
+    loss_scale: float = 1.0
+    codec: Codec | None = None
+    on_gradient: Callable[[], None] | None = None
+    _agreed: set[Layout] = dataclasses.field(default_factory=set, compare=False, repr=False)
+    _tables: dict[Layout, list[ops.AddressTable]] = dataclasses.field(
+        default_factory=dict, compare=False, repr=False
+    )
+
+    def __call__(self, params: tree.Tree, batch: Any) -> tuple[Any, Any]:
+        """Return the loss and the gradients."""
+        out, call = self._forward(params, batch)
+        executor = call.executor
+        try:
+            with torch.enable_grad():
+                value, total, weight, aux = parse(out)
+            executor.loss = loss = self._start_loss(total.detach(), weight)
+            seed = torch.full_like(total, self.loss_scale)
+            grads, _ = self._backward(call, [total], [seed], self._scale_of(loss, weight))
+        except Exception:
+            executor.abandon()
+            raise
+        value = self._value(loss.wait(), weight)
+        return (value if aux is NO_AUX else (value, aux)), grads
+
+    def vjp(self, params: tree.Tree, batch: Any) -> tuple[Any, Pullback]:
+        """Return the outputs of the function, and the pullback; see :func:`zfun.vjp`."""
+        group = self.group or (params.group if isinstance(params, Flat) else None)
+        number = start_forward(group)
+        out, call = self._forward(params, batch)
+        try:
+            outputs = Outputs(out)
+            values = outputs.values()
+        except Exception:
+            call.executor.abandon()
+            raise
+        # A name here would keep the graph alive.
+        del out
+
+        def pull(cotangents: Any, weight: Any, inputs: Sequence[Tensor]) -> Callable[[], Pulled]:
+            if isinstance(params, Flat):
+                params.life.check()
+            seeds = outputs.seeds(cotangents, self.loss_scale)
+            return lambda: self._pull(call, number, outputs.roots, seeds, weight, inputs)
+
+        return values, Pullback(pull, call.executor.abandon, outputs.paths)
+
+    def _pull(
+        self,
+        call: OpenCall,
+        number: int,
+        roots: Sequence[Any],
+        seeds: Sequence[Tensor | None],
+        weight: Any,
+        inputs: Sequence[Tensor],
+    ) -> Pulled:
+        """Run backward from outputs of any kind."""
+        executor = call.executor
+        summed = Work.done(torch.zeros(1))
+        if weight is not None:
+            weight = torch.as_tensor(weight, dtype=torch.float64, device=call.layout.device)
+        try:
+            start_backward(call.group, number)
+            if weight is not None:
+                executor.loss = summed = self._start_loss(torch.zeros_like(weight), weight)
+            used = [
+                (root, seed) for root, seed in zip(roots, seeds, strict=True) if seed is not None
+            ]
+            return self._backward(
+                call,
+                [root for root, _ in used],
+                [seed for _, seed in used],
+                self._scale_of(summed, weight),
+                inputs,
+            )
+        except Exception:
+            executor.abandon()
+            raise
+
+    def _forward(self, params: tree.Tree, batch: Any) -> tuple[Any, OpenCall]:
+        """Run the function; the executor stays open for backward."""
+        if torch.is_inference_mode_enabled():
+            raise ZfunError(
+                "a gradient takes autograd, which torch.inference_mode() turns off; got a call in "
+                "inference mode; take the step outside, or call the loss alone"
+            )
+        layout, group = self._layout(params)
+        # Threads may share one gradient function, so an open call owns the tables.
+        tables = self._tables.pop(layout, None)
+        is_first = tables is None
+        if tables is None:
+            tables = [ops.AddressTable() for _ in layout.buckets]
+        hooks = watched(self._hooks(params), layout)
+        executor = Executor(
+            GradReducer(layout, hooks, grad_dtypes(layout, group, self.reduce_dtype), group, tables)
+        )
+        try:
+            with torch.enable_grad(), noting("forward"):
+                out = self.loss(_open(params, layout, executor), batch)
+        except Exception:
+            executor.abandon()
+            raise
+        return out, OpenCall(params, layout, group, executor, tables, is_first)
+
+    def _backward(
+        self,
+        call: OpenCall,
+        roots: Sequence[Tensor],
+        seeds: Sequence[Tensor],
+        scale: Callable[[], float],
+        inputs: Sequence[Tensor] = (),
+    ) -> Pulled:
+        """Run backward and reduce the gradients."""
+        executor = call.executor
+        executor.begin_backward(roots, scale)
+        with noting("backward"):
+            found = executor.backward(roots, seeds, inputs)
+        results = executor.finish()
+        self._tables[call.layout] = call.tables
+        unused = executor.reducer.unused
+        if call.is_first and unused:
+            check_recomputed(roots, unused)
+        if self.on_gradient is not None and len(unused) < len(call.layout.leaves):
+            self.on_gradient()
+        if self.group is not None and is_checked(self.group) and unused:
+            warnings.warn(
+                f"rank {self.group.rank}: the loss does not depend on {', '.join(unused)}; such "
+                "leaves have zero gradients; freeze them if that is meant",
+                stacklevel=2,
+            )
+        return self._wrap(call.params, results, call.layout, call.group), found
+
+    def _layout(self, params: tree.Tree) -> tuple[Layout, Group | None]:
+        if isinstance(params, Flat):
+            if params.placement is P:
+                raise PlacementError(
+                    "parameters are whole or sharded; got a Flat with placement P; "
+                    "redistribute() it to R or S first"
+                )
+            if self.group is not None and mesh_of(params.group) is not self.group:
+                raise PlacementError(
+                    "parameters and gradients must be of one group; got two; pass the same group "
+                    "to shard() and data_parallel(), or the inner axis of a mesh and that mesh"
+                )
+            return _check_trainable(params.layout), self.group or params.group
+        if flats(params):
+            raise PlacementError(
+                "parameters are one Flat or a tree of tensors; got a Flat inside a tree; shard "
+                "the whole tree at once"
+            )
+        if self.group is None:
+            return _check_trainable(layout_of(params, 1, self.bucket_bytes)), None
+        try:
+            layout = layout_of(params, self.group.size, self.bucket_bytes)
+        except ZfunError:
+            if not self._agreed:
+                # Tell the other ranks, whose trees may be valid.
+                check_agreement(params, self.group, bucket_bytes=self.bucket_bytes)
+            raise
+        if layout not in self._agreed:
+            check_agreement(params, self.group, bucket_bytes=self.bucket_bytes)
+            self._agreed.add(layout)
+        return _check_trainable(layout), self.group
+
+    def _hooks(self, params: tree.Tree) -> tuple[CommHook, ...]:
+        hooks = self.hooks
+        # The derivative of a gather is a reduce-scatter: without a transform that says otherwise,
+        # sharded parameters have sharded gradients.
+        if self.group is None and isinstance(params, Flat) and params.placement is S:
+            hooks = (SumHook(params.group, S), *hooks)
+        return hooks
+
+    def _start_loss(self, total: Tensor, weight: Tensor | None) -> Work:
+        """Start one all-reduce of the loss and, if there is one, of the weight."""
+        parts = torch.stack([total] if weight is None else [total, weight])
+        if self.group is None:
+            return Work.done(parts)
+        if weight is not None and self.reduce != "mean":
+            raise OptionError(
+                "weighted_mean() is a mean; got data_parallel(reduce='sum'); use reduce='mean', "
+                "or return the sum itself as the loss"
+            )
+        return self.group.start(Collective(AllReduce(), "loss", "loss", Stream.CONTROL), parts)
+
+    def _value(self, summed: Tensor, weight: Tensor | None) -> Any:
+        """Return the loss for the caller."""
+        return (
+            summed[0] * self._rank_scale if weight is None else WeightedMean(summed[0], summed[1])
+        )
+
+    @property
+    def _rank_scale(self) -> float:
+        return 1.0 / self.group.size if self.group is not None and self.reduce == "mean" else 1.0
+
+    def _scale_of(self, summed: Work, weight: Tensor | None) -> Callable[[], float]:
+        """Return a function that gives the factor of all gradients."""
+        if weight is None or ops.is_abstract(weight):
+            return lambda: self._rank_scale
+        # A mean over no tokens has the gradient 0. The host reads the weight once, when the first
+        # bucket is complete, because the device computes backward meanwhile.
+        return functools.cache(lambda: 1.0 / (float(summed.wait()[1]) or 1.0))
+
+    def _wrap(
+        self, params: tree.Tree, results: list[Any], layout: Layout, group: Group | None
+    ) -> Any:
+        if group is None:
+            return unravel_buffers(results, layout)
+        placement = self.placement
+        if placement is None:
+            placement = S if isinstance(params, Flat) and params.placement is S else R
+        over = self.over or group if placement is S else group
+        return Flat(results, placement, layout, over, codec=self.codec if placement is P else None)
+
+
+def _open(params: tree.Tree, layout: Layout, executor: Executor) -> tree.Tree:
+    """Put bucket nodes behind whole parameters; bind sharded ones to the call."""
+    if isinstance(params, Flat) and params.placement is S:
+        return BoundParams(params, LossCall(executor))
+    if isinstance(params, Flat):
+        buffers = stores.resident(params).buffers
+        slots = [[layout.leaves[i] for i in bucket.leaves] for bucket in layout.buckets]
+        views = [views_of(buffer, leaves) for buffer, leaves in zip(buffers, slots, strict=True)]
+        executor.attach(WholeParams(views, slots))
+    else:
+        leaves = [leaf.detach() for leaf in unique_leaves(params, layout)]
+        views = [[leaves[i] for i in bucket.leaves] for bucket in layout.buckets]
+    return tree_of(layout, (executor.open(bucket, x) for bucket, x in enumerate(views)))
+
+
+def grad_dtypes(
+    layout: Layout, group: Group | None, chosen: torch.dtype | None
+) -> list[torch.dtype]:
+    """The dtypes of the buffers of gradients; without a group, those of the leaves."""
+    if group is None:
+        return [bucket.dtype for bucket in layout.buckets]
+    if chosen is None:
+        return [ops.wide(bucket.dtype) for bucket in layout.buckets]
+    for slot in layout.leaves:
+        if slot.dtype.is_complex and chosen is torch.bfloat16:
+            raise LeafError(
+                "there are no complex numbers in bfloat16; got reduce_dtype=torch.bfloat16 for "
+                f"leaf {slot.path!r}, which is {slot.dtype}; use torch.float32",
+                leaf=slot.path,
+            )
+    return [chosen] * len(layout.buckets)
+
+
+def _check_trainable(layout: Layout) -> Layout:
+    for slot in layout.leaves:
+        if not (slot.dtype.is_floating_point or slot.dtype.is_complex):
+            raise LeafError(
+                f"a trainable leaf must be floating or complex; leaf {slot.path!r} is "
+                f"{slot.dtype}; split the tree with zf.partition() and close over the rest",
+                leaf=slot.path,
+            )
+    return layout

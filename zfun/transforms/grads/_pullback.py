@@ -1,0 +1,271 @@
+"""The second half of a call: from cotangents of the outputs to gradients.
+
+[Note: open calls]
+Between :func:`zfun.vjp` and the pullback a call is *open*: autograd's graph, the gathered buckets
+that stay for backward and the gathers under way belong to the pullback. A pullback runs once, or is
+dropped: then this rank waits for the gathers under way, which all ranks have started in forward,
+and frees the buckets.
+
+Ranks must pull and drop the same calls, because backward has collectives of its own. Forward passes
+and pullbacks of a group are therefore numbered. Every pullback begins with one word from each rank,
+the number of the call. A forward pass sends such a word too while an earlier call of the group was
+not pulled, because only then another rank may be about to pull. If words differ, all ranks raise.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from zfun.collectives import Group, gather_values, global_ranks
+from zfun.errors import CollectiveMismatch, SpecMismatch, ZfunError
+from zfun.transforms._batches import open_batch
+
+__all__ = ["Outputs", "Pullback", "start_backward", "start_forward"]
+
+Pulled: TypeAlias = tuple[Any, list["Tensor | None"]]
+"""The gradients, and the cotangents of inputs."""
+
+# Checks cotangents, a weight and inputs, and returns backward.
+Pull: TypeAlias = Callable[[Any, "float | Tensor | None", Sequence[Tensor]], Callable[[], Pulled]]
+
+
+class Pullback:
+    """From cotangents of the outputs of a function to gradients of its parameters.
+
+    :func:`zfun.vjp` returns a pullback beside the outputs. It runs once. A pullback that is not
+    needed may be dropped, on all ranks or on none; :meth:`close` does so at once.
+
+    Args:
+        pull: checks the arguments, and returns a function that is called once.
+        close: called instead, if the pullback is dropped.
+        paths: see below.
+
+    Attributes:
+        paths: for each leaf of the outputs, in the order of :func:`zfun.transforms.map_batch`, the
+            path, or ``None`` for a leaf that takes no cotangent. A dict from paths is a tree of
+            cotangents too. Empty for micro-batches.
+    """
+
+    def __init__(
+        self, pull: Pull, close: Callable[[], None], paths: tuple[str | None, ...] = ()
+    ) -> None:
+        self.paths = paths
+        self._pull: Pull | None = pull
+        dropped: Any = weakref.finalize(self, close)
+        # At the end of the process other ranks may be gone.
+        dropped.atexit = False
+        self._dropped = dropped
+
+    def __call__(self, cotangents: Any, *, weight: float | Tensor | None = None) -> Any:
+        """Return the gradients; every rank must call.
+
+        Args:
+            cotangents: the derivative of a scalar of this rank with respect to each output: a tree
+                like the outputs. An output without a cotangent may be left out of a mapping, or be
+                ``None``.
+            weight: for cotangents of a sum of losses, the weight of this rank's batch, such as the
+                number of tokens: the gradients are then divided by the weight over all ranks, as
+                those of :func:`zfun.transforms.weighted_mean`, and not by the number of ranks.
+
+        Returns:
+            Gradients like those of the gradient function.
+
+        Raises:
+            SpecMismatch: a cotangent of no output, or of another shape.
+            CollectiveMismatch: on all ranks, if they do not pull the same call.
+            DonatedStateError: a later step has taken over the parameters.
+            ZfunError: the pullback has run already, or was closed.
+        """
+        return self.with_inputs(cotangents, (), weight=weight)[0]
+
+    def with_inputs(
+        self,
+        cotangents: Any,
+        inputs: Sequence[Tensor],
+        *,
+        weight: float | Tensor | None = None,
+    ) -> Pulled:
+        """Return the gradients, and the cotangents of tensors of the batch.
+
+        Args:
+            cotangents: as for a call.
+            inputs: tensors of the batch that required a gradient in the call of the function.
+            weight: as for a call.
+
+        Returns:
+            The gradients as in a call; and for each input this rank's own cotangent, not summed
+            over the ranks, or ``None`` if the outputs do not depend on the input.
+
+        Raises:
+            SpecMismatch: as for a call.
+            ZfunError: as for a call.
+        """
+        return self.checked(cotangents, weight, inputs)()
+
+    def checked(
+        self, cotangents: Any, weight: float | Tensor | None, inputs: Sequence[Tensor]
+    ) -> Callable[[], Pulled]:
+        """Check the arguments of :meth:`with_inputs`, and return the rest of the call.
+
+        An error leaves the pullback as it was.
+        """
+        if self._pull is None:
+            raise ZfunError(
+                "a pullback runs once, because backward frees the graph; got a second call, or a "
+                "call after close(); call vjp() again"
+            )
+        pull = self._pull(cotangents, weight, inputs)
+
+        def run() -> Pulled:
+            self._pull = None
+            self._dropped.detach()
+            return pull()
+
+        return run
+
+    def close(self) -> None:
+        """Drop the call: wait for gathers under way, and free everything that forward has kept."""
+        self._pull = None
+        self._dropped()
+
+    def then(self, change: Callable[[Any], Any]) -> Pullback:
+        """Return a pullback whose gradients go through a function; this one must not be used."""
+
+        def pull(*given: Any) -> Callable[[], Pulled]:
+            run = self.checked(*given)
+
+            def changed() -> Pulled:
+                grads, found = run()
+                return change(grads), found
+
+            return changed
+
+        return Pullback(pull, self.close, self.paths)
+
+
+class Outputs:
+    """The outputs of a function: the leaves with a graph, and detached ones for the caller.
+
+    Args:
+        out: a tree, in which mappings and dataclasses are nodes too.
+
+    Attributes:
+        roots: the leaves as the function made them.
+    """
+
+    def __init__(self, out: Any) -> None:
+        parts = open_batch(out)
+        self.roots: list[Any] = list(parts.leaves)
+        self._paths = parts.paths
+        self._rebuild: Any = parts.rebuild
+
+    def values(self) -> Any:
+        """Return the tree without a graph, once.
+
+        The caller may give the values a graph that leads to the pullback, which must not hold them.
+        """
+        rebuild, self._rebuild = self._rebuild, None
+        return rebuild([root.detach() if isinstance(root, Tensor) else root for root in self.roots])
+
+    @property
+    def paths(self) -> tuple[str | None, ...]:
+        """The path of each output with a graph; ``None`` for the others."""
+        return tuple(
+            path if isinstance(root, Tensor) and root.requires_grad else None
+            for path, root in zip(self._paths, self.roots, strict=True)
+        )
+
+    def seeds(self, cotangents: Any, scale: float) -> list[Tensor | None]:
+        """Return a cotangent for each root, times a factor.
+
+        Raises:
+            SpecMismatch: a cotangent of no output, or of another shape.
+        """
+        given = open_batch(cotangents)
+        by_path = dict(zip(given.paths, given.leaves, strict=True))
+        found: list[Tensor | None] = []
+        for path, root in zip(self._paths, self.roots, strict=True):
+            seed = by_path.pop(path, None)
+            if seed is None or not isinstance(root, Tensor) or not root.requires_grad:
+                found.append(None)
+                continue
+            if not isinstance(seed, Tensor) or seed.shape != root.shape:
+                got = (
+                    f"shape {tuple(seed.shape)}"
+                    if isinstance(seed, Tensor)
+                    else type(seed).__name__
+                )
+                raise SpecMismatch(
+                    f"a cotangent has the shape of its output; output {path!r} has "
+                    f"{tuple(root.shape)}, and the cotangent {got}; pass a derivative of a scalar "
+                    "with respect to the output, or None",
+                    leaf=path,
+                )
+            seed = seed.detach().to(root.dtype)
+            found.append(seed if scale == 1.0 else seed * scale)
+        for path, leaf in by_path.items():
+            if leaf is not None:
+                raise SpecMismatch(
+                    f"cotangents are a tree like the outputs; got a cotangent at {path!r}, and the "
+                    f"outputs are {self._paths}; leave it out",
+                    leaf=path,
+                )
+        return found
+
+
+@dataclass(slots=True)
+class _Calls:
+    """The calls of a group: how many began, and which of them were not pulled."""
+
+    count: int = 0
+    unpulled: set[int] = field(default_factory=set)
+
+
+_CALLS: weakref.WeakKeyDictionary[Group, _Calls] = weakref.WeakKeyDictionary()
+
+
+def start_forward(group: Group | None) -> int:
+    """Return the number of a new call; compare it across ranks if another rank may be pulling."""
+    if group is None or group.size == 1:
+        return 0
+    calls = _CALLS.setdefault(group, _Calls())
+    number = calls.count + 1
+    if calls.unpulled:
+        _compare(number, group)
+    calls.count = number
+    calls.unpulled.add(number)
+    return number
+
+
+def start_backward(group: Group | None, number: int) -> None:
+    """Check that all ranks pull this call."""
+    if group is None or group.size == 1:
+        return
+    _compare(-number, group)
+    _CALLS[group].unpulled.discard(number)
+
+
+def _compare(word: int, group: Group) -> None:
+    words = gather_values(torch.tensor([word]), group, "number of a call").flatten().tolist()
+    if words.count(word) == len(words):
+        return
+    known = global_ranks(group)
+    ranks_of: dict[int, list[int]] = {}
+    for rank, other in zip(known, words, strict=True):
+        ranks_of.setdefault(other, []).append(rank)
+    sides = "; ".join(
+        f"rank {', '.join(map(str, ranks[:8]))} "
+        + (f"began call {other}" if other > 0 else f"pulls call {-other}")
+        for other, ranks in ranks_of.items()
+    )
+    raise CollectiveMismatch(
+        f"all ranks must begin, pull and drop the same calls of vjp() in the same order; {sides}; "
+        "run backward on all ranks or on none",
+        rank=known[group.rank],
+    )

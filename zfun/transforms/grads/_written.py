@@ -1,0 +1,54 @@
+"""A loss must not write to its parameters, which may be the memory of other ranks."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from zfun import ops
+from zfun.errors import ZfunError
+from zfun.layout import LeafSlot
+
+__all__ = ["check_unwritten", "marks_of", "written"]
+
+
+def check_unwritten(
+    views: Sequence[Tensor], slots: Sequence[LeafSlot], marks: Sequence[int] | None = None
+) -> None:
+    """Refuse a loss that has written to parameters.
+
+    Args:
+        views: new tensors when the loss got them.
+        slots: the leaves.
+        marks: the :func:`marks_of` the views before the loss, to be compared too.
+
+    Raises:
+        ZfunError: names the leaf.
+    """
+    changed = [view._version for view in views]
+    if marks is not None:
+        changed = [*map(operator.or_, changed, map(operator.ne, marks_of(views), marks))]
+    for slot, is_changed in zip(slots, changed, strict=True):
+        if is_changed:
+            raise written(slot.path)
+
+
+def marks_of(leaves: Sequence[Tensor]) -> list[int]:
+    """Return an integer for the values of each vector, because a version does not tell all.
+
+    ``torch.batch_norm`` writes the running statistics, which are vectors, in kernels that leave the
+    versions of the tensors as they are.
+    """
+    return [ops.fingerprint(leaf) if leaf.ndim == 1 else 0 for leaf in leaves]
+
+
+def written(path: str) -> ZfunError:
+    """Return the error about a leaf that a loss has written."""
+    return ZfunError(
+        f"a loss must not change its parameters in place; leaf {path!r} was changed; clone() it "
+        "in the loss, or name the leaf in zf.zero(..., buffers=...), which keeps the values that "
+        "the loss leaves; load the parameters again, because the shards may have the change",
+        leaf=path,
+    )

@@ -1,0 +1,345 @@
+"""Step bucket by bucket over stores: read the next, compute this one, write the last.
+
+See [Note: the streamed update] in ``_plan.py``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zfun import ops, stores
+from zfun.collectives import Work, await_readers, is_symmetric, mesh_of
+from zfun.flat import Flat
+from zfun.optim import MasterState, Optimizer, prepared
+from zfun.placement import Placement, S
+from zfun.stores import Stored
+from zfun.transforms._notes import noting_steps
+from zfun.transforms.optimizer._agree import agree, can_fail
+from zfun.transforms.optimizer._cut import CutState, cut_state
+from zfun.transforms.optimizer._placing import deliver, layout_for
+from zfun.transforms.optimizer._plan import UpdateKind, UpdatePlan, UpdateStep, plan_update
+from zfun.transforms.optimizer._probe import is_separable
+from zfun.transforms.values._redistribute import redistribute
+
+__all__ = ["Update", "streamed"]
+
+
+def streamed(optimizer: Optimizer, grads: Flat | None, state: Any, params: Flat) -> Update | None:
+    """Prepare an update that goes bucket by bucket; ``None`` for one that must be taken at once.
+
+    Args:
+        optimizer: an optimizer, with or without a placement.
+        grads: gradients of any placement; ``None`` if backward has not made the gradients yet.
+        state: the state.
+        params: parameters with placement ``R`` or ``S``.
+
+    Returns:
+        The update, which has looked at all gradients. ``None`` if the optimizer mixes buckets, or
+        if layouts differ.
+    """
+    layout = params.layout
+    if not layout.buckets or optimizer.partial is not None:
+        return None
+    if layout_for(optimizer, layout) != layout or (grads is not None and grads.layout != layout):
+        return None
+    cut = cut_state(state, layout)
+    if cut is None:
+        return None
+    placement, group = optimizer.placement or params.placement, optimizer.group or params.group
+    grads = None if grads is None else deliver(grads, placement, group)
+    ready = prepared(optimizer, grads, state, params)
+    if ready is None or not is_separable(ready):
+        return None
+    masters = cut_state(state.master, layout) if isinstance(state, MasterState) else None
+    places = () if masters is None else masters.places
+    has_master = frozenset(bucket for place in places if place is not None for bucket in place)
+    return Update(ready, grads, params, cut, has_master, placement, group)
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """The values of one bucket on the way through an update.
+
+    Attributes:
+        device: computes the step.
+        store: of the state, if the state is in one.
+        grads: the gradients, on the way; ``None`` until backward has made these.
+        params: the parameters, on the way; ``None`` where the step makes them anew.
+        state: buffers by the index of the part, on the way.
+    """
+
+    device: torch.device
+    store: Any
+    grads: Work | Tensor | None
+    params: Work | Tensor | None
+    state: dict[int, Work | Tensor]
+
+
+@dataclass(slots=True)
+class Update:
+    """One update; each kind of step of the plan is a method."""
+
+    optimizer: Optimizer
+    grads: Flat | None
+    params: Flat
+    state: CutState
+    has_master: frozenset[int]
+    placement: Placement
+    group: Any
+    donate: bool = False
+    # Whether values in memory must not be overwritten yet.
+    is_late: bool = False
+    # Whether gradients go to a store after an update in backward, which counts the transfer.
+    stores_grads: bool = False
+    new_params: dict[int, Any] = field(default_factory=dict)
+    new_state: dict[tuple[int, int], Any] = field(default_factory=dict)
+    others: dict[int, Any] = field(default_factory=dict)
+    _left: deque[UpdateStep] = field(default_factory=deque)
+    _labels: tuple[str, ...] = ()
+    _read: dict[int, _Bucket] = field(default_factory=dict)
+    _computed: dict[int, tuple[Flat, dict[int, Tensor], Any]] = field(default_factory=dict)
+
+    def plan(self, *, in_backward: bool = False) -> UpdatePlan:
+        """Return the steps of the update."""
+        count = len(self.params.layout.buckets)
+        stored = [
+            bucket
+            for bucket in range(count)
+            if isinstance(self.params.buffers[bucket], Stored)
+            or any(isinstance(x, Stored) for x in self.state.buffers(bucket).values())
+        ]
+        return plan_update(
+            self.params.layout,
+            stored=stored,
+            late=self.is_late or in_backward,
+            reads_first=self.is_late and self.grads is not None and can_fail(self.grads),
+            in_backward=in_backward,
+        )
+
+    def run(self, *, donate: bool) -> tuple[Flat, Any]:
+        """Run the steps of the plan, and return new parameters and the new state."""
+        self.donate = donate
+        self.is_late = donate and can_fail((self.state.parts, self.params))
+        if donate and not self.is_late and self.grads is not None and can_fail(self.grads):
+            # Nothing in memory is overwritten before the last read that can fail.
+            self.grads = stores.resident(self.grads)
+        self._start(self.plan())
+        return self._finish()
+
+    def begin(self, *, donate: bool, stores_grads: bool) -> None:
+        """Start the first reads of an update in backward."""
+        self.donate = self.is_late = donate
+        self.stores_grads = stores_grads
+        self._start(self.plan(in_backward=True))
+        self._run_to("wait", "commit")
+
+    def take(self, bucket: int, grads: Tensor) -> None:
+        """Step a bucket whose gradients are complete, and start the next read."""
+        if self._left[0] == UpdateStep("wait", bucket):
+            self._read[bucket].grads = grads
+            self._run_to("wait", "commit")
+
+    def finish(self, grads: Flat) -> tuple[Flat, Any]:
+        """Step what is left, and return new parameters and the new state."""
+        self.grads = grads
+        for bucket, it in self._read.items():
+            with stores.locating(leaf=self._labels[bucket]):
+                it.grads = stores.start_read(grads.buffers[bucket], it.device)
+        return self._finish()
+
+    def _start(self, plan: UpdatePlan) -> None:
+        self._labels = plan.labels
+        self._left.extend(plan.steps)
+
+    def _run_to(self, *kinds: UpdateKind) -> None:
+        """Run at least one step, and stop before a step of one of these kinds."""
+        with noting_steps(self._labels) as note:
+            while self._left:
+                step = self._left.popleft()
+                label = None if step.bucket < 0 else self._labels[step.bucket]
+                with stores.locating(leaf=label), note(step.kind, step.bucket):
+                    getattr(self, step.kind)(step.bucket)
+                if self._left and self._left[0].kind in kinds:
+                    return
+
+    def _finish(self) -> tuple[Flat, Any]:
+        self._run_to()
+        params = self.params.with_buffers(
+            self.new_params[bucket] for bucket in range(len(self.params.layout.buckets))
+        )
+        return params, self.state.joined(self.new_state, self.others)
+
+    def read(self, bucket: int) -> None:
+        """Start the reads of a bucket."""
+        state = self.state.buffers(bucket)
+        old = self.params.buffers[bucket]
+        kept = next((x for x in state.values() if isinstance(x, Stored)), None)
+        if kept is None and not state and isinstance(old, Stored):
+            kept = old
+        device = self.params.layout.device if kept is None else kept.store.device
+        # Master weights make parameters anew, so the old ones are read only to be overwritten.
+        is_made = bucket in self.has_master and (
+            self.is_late or isinstance(old, Stored) or old.device != device
+        )
+        self._read[bucket] = _Bucket(
+            device,
+            None if kept is None else kept.store,
+            None if self.grads is None else stores.start_read(self.grads.buffers[bucket], device),
+            None if is_made else stores.start_read(old, device),
+            {index: stores.start_read(x, device) for index, x in state.items()},
+        )
+
+    def wait(self, bucket: int) -> None:
+        """Wait for the reads of a bucket."""
+        it = self._read[bucket]
+        it.grads = None if it.grads is None else _wait(it.grads)
+        it.params = None if it.params is None else _wait(it.params)
+        it.state = {index: _wait(x) for index, x in it.state.items()}
+
+    def compute(self, bucket: int) -> None:
+        """Step a bucket."""
+        it = self._read.pop(bucket)
+        old_state, old = self.state.buffers(bucket), self.params.buffers[bucket]
+        one = self.params.layout.select([bucket])
+        state = {
+            index: self._own(_wait(x).to(it.device), old_state[index])
+            for index, x in it.state.items()
+        }
+        params = self._lowered(it, bucket)
+        if isinstance(old, Tensor) and self.donate and not self.is_late:
+            # Peers may still read the shards.
+            await_readers(params.group, params.buffers)
+        moved = params.buffers[0]
+        if moved.device != it.device:
+            it.store.crossed("put", "params", moved.nbytes)
+            moved = moved.to(it.device)
+        if it.params is not None:
+            moved = self._own(moved, old)
+        assert it.grads is not None
+        grads = _wait(it.grads)
+        in_store = (
+            self.stores_grads
+            if self.grads is None
+            else isinstance(self.grads.buffers[bucket], Stored)
+        )
+        if it.store is not None and not in_store:
+            it.store.crossed("put", "grads", grads.nbytes)
+        new, after = self.optimizer.apply(
+            Flat([grads.to(it.device)], self.placement, one, self.group),
+            self.state.part(bucket, state),
+            Flat([moved], self.placement, one, self.group),
+            donate=self.donate,
+        )
+        parts = self.state.split(after)
+        for index, (part, place) in enumerate(zip(parts, self.state.places, strict=True)):
+            if place is None and part is not self.state.parts[index]:
+                # Counts advance once; a part by label returns the counts of other labels.
+                self.others.setdefault(index, part)
+        found = {index: parts[index].buffers[0] for index in old_state}
+        for index, kept in old_state.items():
+            if isinstance(kept, Tensor):
+                self.new_state[index, bucket] = found.pop(index).to(kept.device)
+        self._computed[bucket] = new, found, it.store
+
+    def write(self, bucket: int) -> None:
+        """Start the writes of a bucket."""
+        new, state, _ = self._computed[bucket]
+        for index, old in self.state.buffers(bucket).items():
+            if isinstance(old, Stored):
+                self.new_state[index, bucket] = old.store.put(state.pop(index), old.name)
+        old = self.params.buffers[bucket]
+        if isinstance(old, Stored):
+            is_placed = self.params.placement is self.placement and self.params.group is self.group
+            whole = new if is_placed else self._lifted(new)
+            self.new_params[bucket] = old.store.put(whole.buffers[0], old.name)
+            del self._computed[bucket]
+
+    def gather(self, bucket: int) -> None:
+        """Bring new parameters to the placement and the place of the old ones."""
+        if bucket in self.new_params:
+            return
+        new, _, store = self._computed.pop(bucket)
+        if store is not None:
+            store.crossed("get", "params", new.buffers[0].nbytes)
+        old = self.params.select([bucket])
+        new = new.with_buffers([new.buffers[0].to(self.params.layout.device)])
+        if self.donate and is_symmetric(mesh_of(self.params.group)):
+            target = self._placed_params(old.buffers[0], bucket)
+            if not _is_same_memory(target.buffers[0], new.buffers[0]):
+                # The step could not overwrite the old parameters, which now may go. Peers map the
+                # memory of the old ones, so the new ones go there.
+                await_readers(target.group, target.buffers)
+                target.buffers[0].copy_(new.buffers[0])
+                new = target
+        self.new_params[bucket] = self._lifted(new, old if self.donate else None).buffers[0]
+
+    def commit(self, bucket: int) -> None:
+        """Wait until the stores of all ranks keep the new values."""
+        del bucket
+        # From here on no read may fail, because values in memory are overwritten.
+        for started in self._read:
+            with stores.locating(leaf=self.params.layout.label(started)):
+                self.wait(started)
+        placed = [*((place, x) for (_, place), x in self.new_state.items())]
+        for place, value in (*placed, *self.new_params.items()):
+            with stores.locating(leaf=self.params.layout.label(place)):
+                stores.flush(value)
+        agree([value for _, value in (*placed, *self.new_params.items())], self.params)
+        self.is_late = False
+
+    def _lifted(self, new: Flat, into: Flat | None = None) -> Flat:
+        """Bring new parameters to the placement of the old ones."""
+        new = new.with_buffers([new.buffers[0].to(self.params.layout.device)])
+        return redistribute(
+            new,
+            self.params.placement,
+            self.params.group,
+            name="params",
+            zero_copy=True,
+            into=into,
+        )
+
+    def _placed_params(self, buffer: Tensor, bucket: int) -> Flat:
+        one = self.params.layout.select([bucket])
+        return redistribute(
+            Flat([buffer], self.params.placement, one, self.params.group),
+            self.placement,
+            self.group,
+            name="params",
+        )
+
+    def _lowered(self, it: _Bucket, bucket: int) -> Flat:
+        """Return the parameters of a bucket in the placement of the optimizer."""
+        if it.params is not None:
+            return self._placed_params(_wait(it.params), bucket)
+        layout = self.params.layout
+        share = self.group.size if self.placement is S else 1
+        slot = layout.buckets[bucket]
+        empty = torch.empty(slot.padded_numel // share, dtype=slot.dtype, device=it.device)
+        return Flat([empty], self.placement, layout.select([bucket]), self.group)
+
+    def _own(self, x: Tensor, old: Any) -> Tensor:
+        """Copy a value that the step would overwrite before the stores keep the new one."""
+        # A store that can fail returns a copy.
+        if not self.is_late or (isinstance(old, Stored) and old.can_fail):
+            return x
+        if not x.is_floating_point():
+            return x.clone()
+        # After clone(), OpenMP's threads would keep the cores busy for some milliseconds.
+        out = torch.empty_like(x)
+        ops.ravel_into(out, [x], [0])
+        return out
+
+
+def _is_same_memory(x: Tensor, y: Tensor) -> bool:
+    same_storage = x.untyped_storage()._cdata == y.untyped_storage()._cdata
+    return same_storage and x.storage_offset() == y.storage_offset()
+
+
+def _wait(x: Work | Tensor) -> Tensor:
+    return x if isinstance(x, Tensor) else x.wait()

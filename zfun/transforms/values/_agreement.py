@@ -1,0 +1,107 @@
+"""Compare a replicated tree across ranks."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zfun import ops, tree
+from zfun.collectives import Group, LeafRecord, check_same, mesh_of
+from zfun.errors import ZfunError
+from zfun.layout import DEFAULT_BUCKET_BYTES, Layout, layout_of
+from zfun.options import ANY, BOOL, FLOATING, GROUP, NAMES, integer, takes
+from zfun.sources import Deferred
+from zfun.transforms.values.building import is_on_meta
+
+__all__ = ["check_agreement"]
+
+
+@takes(
+    params=ANY,
+    group=GROUP,
+    bucket_bytes=integer(1),
+    persistence=integer(0),
+    order=NAMES | None,
+    values=BOOL,
+    dtype=FLOATING | None,
+    compared_as=FLOATING | None,
+)
+def check_agreement(
+    params: tree.Tree,
+    group: Group,
+    *,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    persistence: int = 0,
+    order: Sequence[str] | None = None,
+    values: bool = True,
+    dtype: torch.dtype | None = None,
+    compared_as: torch.dtype | None = None,
+) -> Layout:
+    """Compare a replicated tree across ranks with one all-gather, before any other collective.
+
+    Args:
+        params: a tree of tensors and deferred leaves. The values of deferred leaves are not
+            compared here, but while they are made.
+        group: the ranks that hold the tree; for an axis of a mesh, all ranks of the mesh.
+        bucket_bytes: where a bucket closes; compared too.
+        persistence: the largest leaves of separate buckets; compared too.
+        order: of the leaves in the buckets; compared too.
+        values: whether to compare the values as well.
+        dtype: the dtype of floating leaves in the layout; by default that of each leaf.
+        compared_as: the dtype to which floating values are rounded before they are compared.
+
+    Returns:
+        The layout of the tree for this group.
+
+    Raises:
+        SpecMismatch: names the leaves that differ, the ranks and both sides.
+    """
+    found = tree.leaves(params)
+    try:
+        layout: Layout | ZfunError = layout_of(
+            params, mesh_of(group).size, bucket_bytes, persistence, order, dtype
+        )
+    except ZfunError as error:
+        # Tell the other ranks before this rank raises, so that no rank waits.
+        layout = error
+    if mesh_of(group).size > 1:
+        entries = [
+            LeafRecord("(bucket_bytes)", str(bucket_bytes), ""),
+            LeafRecord("(persistence)", str(persistence), ""),
+        ]
+        entries.append(LeafRecord("(order)", _order_in_words(order), ""))
+        for path, leaf in zip(tree.paths(params), found, strict=True):
+            if isinstance(leaf, Tensor):
+                is_dense = leaf.layout == torch.strided and not leaf.is_quantized
+                entries.append(
+                    LeafRecord(
+                        path,
+                        f"{leaf.dtype} {tuple(leaf.shape)}{' on meta' * is_on_meta(leaf)}",
+                        str(ops.fingerprint(leaf, compared_as)) if values and is_dense else "",
+                    )
+                )
+            elif isinstance(leaf, Deferred):
+                # In a broadcast rank 0 may have tensors, and the others deferred leaves.
+                note = " (deferred)" if values else ""
+                entries.append(LeafRecord(path, f"{leaf.dtype} {tuple(leaf.shape)}{note}"))
+            else:
+                entries.append(LeafRecord(path, type(leaf).__name__, ""))
+        if isinstance(layout, Layout):
+            entries.append(LeafRecord("(ties)", str(layout.positions), ""))
+        check_same(entries, mesh_of(group), "parameters")
+    if isinstance(layout, ZfunError):
+        raise layout
+    return layout
+
+
+def _order_in_words(order: Sequence[str] | None) -> str:
+    """Name the first leaves, and add a checksum of all."""
+    return (
+        "that of the tree"
+        if order is None
+        else f"{', '.join(map(str, order[:4]))}, ... "
+        f"({zlib.crc32(repr(tuple(order)).encode()):08x})"
+    )

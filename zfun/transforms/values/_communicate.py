@@ -1,0 +1,156 @@
+"""Run the collective of a placement change on every bucket of a value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zfun import collectives, compression
+from zfun.collectives import (
+    AllGather,
+    AllReduce,
+    Collective,
+    Group,
+    Mesh,
+    Op,
+    ReduceScatter,
+    Stream,
+    Work,
+    allocate,
+    axis_of,
+    is_symmetric,
+    mesh_of,
+    start_reduce_scatter_over,
+)
+from zfun.flat import Flat, call_site
+from zfun.placement import Placement
+from zfun.transforms._notes import noted
+
+__all__ = ["MAX_UNDER_WAY", "communicate", "needs_autograd"]
+
+
+def needs_autograd(buffers: tuple[Any, ...]) -> bool:
+    """Whether autograd or a ``torch.func`` transform differentiates through these buffers."""
+    if torch._C._functorch.maybe_current_level() is not None:
+        return True
+    return torch.is_grad_enabled() and any(
+        isinstance(b, Tensor) and b.requires_grad for b in buffers
+    )
+
+
+# Collectives in flight: one that runs while the next starts.
+MAX_UNDER_WAY = 2
+
+_EXACT = {
+    "all_gather": collectives.all_gather,
+    "reduce_scatter": collectives.reduce_scatter,
+    "all_reduce": collectives.all_reduce,
+}
+_COMPRESSED = {
+    "all_gather": compression.all_gather,
+    "reduce_scatter": compression.reduce_scatter,
+    "all_reduce": compression.all_reduce,
+}
+
+
+def communicate(
+    value: Flat,
+    op: Op,
+    over: Group,
+    placement: Placement,
+    group: Group,
+    name: str,
+    *,
+    donate: bool,
+    zero_copy: bool = False,
+    into: Flat | None = None,
+) -> Flat:
+    """Run a collective over one group, and return the value with a placement over another group."""
+    layout = value.layout
+    if (mesh_of(over) if isinstance(op, ReduceScatter) else over).size == 1:
+        return value.with_buffers(value.buffers, placement, group)
+    if needs_autograd(value.buffers):
+        return value.with_buffers(
+            (_differentiable(op, buffer, over, value.codec) for buffer in value.buffers),
+            placement,
+            group,
+        )
+    stream = Stream.PARAMS if isinstance(op, AllGather) else Stream.GRADS
+    buffers = list(value.buffers)
+    if donate:
+        value.life.discard(f"redistribute({name!r}, donate=True) at {call_site()}")
+    # In shared memory peers may still read inputs and old values after this rank has the sum.
+    shares = is_symmetric(mesh_of(over))
+    in_place = donate and isinstance(op, AllReduce) and not shares
+    zero_copy = zero_copy and shares and over is group
+    reused = (
+        [None] * len(buffers)
+        if into is None or shares or into.layout != layout
+        else list(into.buffers)
+    )
+    out: list[Tensor] = []
+    pending: list[Work] = []
+
+    def settle(num_left: int) -> None:
+        while len(pending) > num_left:
+            out.append(pending.pop(0).wait())
+
+    for index in range(len(buffers)):
+        # Keep no reference, so that the input is freed as soon as the sum is there.
+        buffer, buffers[index] = buffers[index], None
+        # A sum of gradients may lie in shared memory. The result of unshard() may not.
+        shown = zero_copy or (donate and isinstance(op, AllReduce))
+        call = Collective(op, name, layout.label(index), stream, zero_copy=shown)
+        if value.codec is not None and buffer.is_floating_point():
+            pending.append(
+                (compression.start_over if isinstance(op, ReduceScatter) else compression.start)(
+                    call, buffer, over, value.codec
+                )
+            )
+        elif isinstance(op, ReduceScatter):
+            # Over an inner axis the buffer of the sum over the row receives the sum over the mesh.
+            target = (
+                None
+                if axis_of(over)
+                else allocate(over, buffer.numel() // over.size, buffer.dtype, buffer.device)
+            )
+            pending.append(start_reduce_scatter_over(over, call, buffer, target))
+        elif zero_copy:
+            pending.append(over.start(call, buffer))
+        else:
+            target = buffer if in_place else reused[index]
+            pending.append(
+                over.start(
+                    call,
+                    buffer,
+                    target if target is not None and target.dtype == buffer.dtype else None,
+                )
+            )
+        del buffer
+        pending[-1] = noted(
+            pending[-1], name, "gather" if isinstance(op, AllGather) else "sum", layout, index
+        )
+        # A reduce-scatter in shared memory runs inside wait(); a second one would only hold memory.
+        settle(0 if shares and isinstance(op, ReduceScatter) else MAX_UNDER_WAY)
+    settle(0)
+    return value.with_buffers(out, placement, group)
+
+
+def _differentiable(op: Op, buffer: Tensor, over: Group, form: compression.Codec | None) -> Tensor:
+    if form is None or not buffer.is_floating_point():
+        send = lambda kind, x, group: _EXACT[kind](x, group)
+    else:
+        send = lambda kind, x, group: _COMPRESSED[kind](x, group, form)
+    mesh = mesh_of(over)
+    if over is mesh or not isinstance(mesh, Mesh):
+        return send(op.kind, buffer, over)
+    if isinstance(op, ReduceScatter):
+        return send("all_reduce", send("reduce_scatter", buffer, over), mesh.outer)
+    # The rows hold one value in common, so the gradient is the sum over the rows.
+    return send(
+        "all_gather",
+        buffer if over is mesh.outer else collectives.replicated(buffer, mesh.outer),
+        over,
+    )

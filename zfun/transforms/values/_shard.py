@@ -1,0 +1,169 @@
+"""Lay a tree out in flat buffers, whole or in shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from zfun import tree
+from zfun.collectives import Group, allocate, check_shardable, mesh_of
+from zfun.errors import PlacementError
+from zfun.flat import Flat
+from zfun.layout import DEFAULT_BUCKET_BYTES, LabelFn, split_by_label
+from zfun.options import ANY, GROUP, NAMES, OF_LEAVES, integer, one_of, takes
+from zfun.placement import Placement, R, S
+from zfun.transforms.values._agreement import check_agreement
+from zfun.transforms.values._redistribute import piece_of, redistribute
+from zfun.transforms.values.building import Leaves, build
+from zfun.typing import Params
+
+__all__ = ["replicate", "shard"]
+
+
+INIT = one_of("check", "broadcast")
+
+
+@takes(
+    params=ANY,
+    group=GROUP,
+    bucket_bytes=integer(1),
+    persistence=integer(0),
+    init=INIT,
+    labels=OF_LEAVES | None,
+    order=NAMES | None,
+)
+def shard(
+    params: Params | Flat[Params],
+    group: Group,
+    *,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    persistence: int = 0,
+    init: str = "check",
+    labels: LabelFn | None = None,
+    order: Sequence[str] | None = None,
+) -> Flat[Params]:
+    """Keep this rank's part of a tree (``R -> S``).
+
+    Args:
+        params: a tree of tensors that every rank holds whole, or a ``Flat`` with placement ``R``.
+            Leaves may be deferred (:mod:`zfun.sources`): each is made, and dropped when this rank
+            has its part.
+        group: the ranks that share the value: a group, a mesh, or the inner axis of a mesh, whose
+            rows then hold the same.
+        bucket_bytes: where a bucket closes, in bytes; see :func:`zfun.layout.layout_of`.
+        persistence: leaves of at most this many elements lie in separate buckets; give
+            :func:`zfun.shard_params` the same number.
+        init: ``"check"`` compares tree, shapes, dtypes and values across ranks before any other
+            collective; ``"broadcast"`` compares all but the values and takes the values of rank 0.
+            The values of deferred leaves are compared when all are made.
+        labels: ``label(path, leaf)``: leaves of different labels go into different buckets, for
+            :func:`zfun.optim.by_label`.
+        order: paths of the leaves in the order of the buckets, such as the result of
+            :func:`zfun.planner.order_of_use`; by default the order of the tree. Ranks must agree on
+            the order; no bit of the result depends on the order.
+
+    Returns:
+        A ``Flat`` with placement ``S`` that shares no memory with ``params``.
+
+    Raises:
+        SpecMismatch: ranks hold different trees, shapes, dtypes or values.
+        LeafError: a leaf cannot be laid out.
+        PlacementError: the outer axis of a mesh.
+
+    Example:
+        >>> import torch
+        >>> import zfun as zf
+        >>> def main(group):
+        ...     params = zf.shard({"w": torch.arange(3.0)}, group)
+        ...     return params.placement, params.buffers[0].shape, zf.unshard(params)
+        >>> zf.simulate(2, main)[0]
+        (S, torch.Size([32]), {'w': tensor([0., 1., 2.])})
+    """
+    check_shardable(group, "shard()")
+    if isinstance(params, Flat):
+        flat = replicate(params, group)
+        return flat.with_buffers((_own(buffer, group) for buffer in flat.buffers), S)
+    return _placed(params, group, S, bucket_bytes, persistence, init, labels, order)
+
+
+@takes(
+    params=ANY,
+    group=GROUP,
+    bucket_bytes=integer(1),
+    init=INIT,
+    labels=OF_LEAVES | None,
+    order=NAMES | None,
+)
+def replicate(
+    params: Params | Flat[Params],
+    group: Group,
+    *,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    init: str = "check",
+    labels: LabelFn | None = None,
+    order: Sequence[str] | None = None,
+) -> Flat[Params]:
+    """Lay a tree out in flat buffers that every rank holds whole (``R -> R``).
+
+    Args:
+        params: a tree of tensors that every rank holds whole, and of deferred leaves.
+        group: the ranks that hold the value.
+        bucket_bytes: where a bucket closes, in bytes.
+        init: ``"check"`` or ``"broadcast"``, as in :func:`shard`.
+        labels: as in :func:`shard`.
+        order: as in :func:`shard`.
+
+    Returns:
+        A ``Flat`` with placement ``R`` that shares no memory with ``params``.
+
+    Raises:
+        SpecMismatch: ranks hold different trees, shapes, dtypes or values.
+
+    Example:
+        >>> import torch
+        >>> import zfun as zf
+        >>> zf.simulate(2, lambda group: zf.replicate({"w": torch.ones(2)}, group).placement)
+        [R, R]
+    """
+    if isinstance(params, Flat):
+        if mesh_of(params.group) is not mesh_of(group):
+            raise PlacementError(
+                "a Flat belongs to the group that it was made over; got another one; unshard() "
+                "it first"
+            )
+        return redistribute(params, R, group)
+    return _placed(params, group, R, bucket_bytes, 0, init, labels, order)
+
+
+def _placed(
+    params: tree.Tree,
+    group: Group,
+    placement: Placement,
+    bucket_bytes: int,
+    persistence: int,
+    init: str,
+    labels: LabelFn | None,
+    order: Sequence[str] | None,
+) -> Flat:
+    """Compare a replicated tree across ranks, and build the flat leaf by leaf."""
+    layout = check_agreement(
+        params,
+        group,
+        bucket_bytes=bucket_bytes,
+        persistence=persistence,
+        order=order,
+        values=init == "check",
+    )
+    if labels is not None:
+        layout = split_by_label(layout, labels)
+    leaves = Leaves(params, group, init)
+    flat = build(leaves, layout, group, placement)
+    leaves.check()
+    return flat
+
+
+def _own(buffer: Tensor, group: Group) -> Tensor:
+    """Copy this rank's piece of a whole buffer into a symmetric buffer."""
+    piece = piece_of(buffer, group)
+    return allocate(group, piece.numel(), piece.dtype, piece.device).copy_(piece)
