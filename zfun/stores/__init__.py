@@ -1,6 +1,47 @@
 """Stores: places that keep parts of the state between uses."""
 
-from zfun.stores._base import Crossing, Offload, Store, Stored, fetch, resident
+from zfun.stores._base import (
+    Crossing,
+    Offload,
+    Store,
+    Stored,
+    fetch,
+    flush,
+    located,
+    locating,
+    on_disk,
+    resident,
+)
+from zfun.stores._buffers import pages as pages
+from zfun.stores._clean import Cleaned, clean
 from zfun.stores._host import HostStore, host
+from zfun.stores._nvme import NvmeStore, nvme
+from zfun.stores._passes import READ_AHEAD as READ_AHEAD
+from zfun.stores._passes import Derived, by_bucket, derived, reading, start_read
+from zfun.stores._phases import offload_values, reload
 
-__all__ = ["Crossing", "HostStore", "Offload", "Store", "Stored", "fetch", "host", "resident"]
+__all__ = [
+    "Cleaned",
+    "Crossing",
+    "Derived",
+    "HostStore",
+    "NvmeStore",
+    "Offload",
+    "Store",
+    "Stored",
+    "by_bucket",
+    "clean",
+    "derived",
+    "fetch",
+    "flush",
+    "host",
+    "located",
+    "locating",
+    "nvme",
+    "offload_values",
+    "on_disk",
+    "reading",
+    "reload",
+    "resident",
+    "start_read",
+]

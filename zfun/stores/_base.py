@@ -3,17 +3,38 @@
 from __future__ import annotations
 
 import abc
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from zfun import tree
 from zfun.collectives import Work
-from zfun.errors import OffloadError
-from zfun.flat import Flat
+from zfun.errors import OffloadError, OptionError
+from zfun.flat import FLAT, Flat
+from zfun.options import ANY, FRACTION, FUNCTION, STORE, TEXT, instance, integer, takes
 
-__all__ = ["Crossing", "Offload", "Store", "Stored", "fetch", "resident"]
+__all__ = [
+    "Counts",
+    "Crossing",
+    "Offload",
+    "Store",
+    "Stored",
+    "fetch",
+    "flush",
+    "heard",
+    "located",
+    "locating",
+    "on_disk",
+    "resident",
+]
+
+# Hears of each tensor that is put on a disk, or read from there.
+_LISTENER: ContextVar[Callable[[str, Stored], None] | None] = ContextVar("listener", default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +52,40 @@ class Crossing:
     num_bytes: int
 
 
+class Counts:
+    """The count of transfers of a store.
+
+    Attributes:
+        log: the transfers between the device and the store, in order; ``None`` if not kept.
+    """
+
+    def __init__(self, *, log: bool) -> None:
+        self.log: list[Crossing] | None = [] if log else None
+        self._bytes: dict[tuple[str, str], int] = {}
+
+    def crossed(self, kind: str, name: str, num_bytes: int) -> None:
+        """Count a transfer, and append the transfer to the log if there is one."""
+        self._bytes[kind, name] = self._bytes.get((kind, name), 0) + num_bytes
+        if self.log is not None:
+            self.log.append(Crossing(kind, name, num_bytes))
+
+    def bytes_moved(self, kind: str | None = None, name: str | None = None) -> int:
+        """Return how many bytes were transferred since the store was made.
+
+        Args:
+            kind: count only ``"put"`` or only ``"get"``.
+            name: count only ``"params"``, ``"grads"`` or ``"state"``.
+
+        Returns:
+            Bytes.
+        """
+        return sum(
+            num_bytes
+            for (its_kind, its_name), num_bytes in list(self._bytes.items())
+            if kind in (None, its_kind) and name in (None, its_name)
+        )
+
+
 class Stored(abc.ABC):
     """A handle that stands for a tensor in a store.
 
@@ -42,19 +97,65 @@ class Stored(abc.ABC):
         name: the part of the state, for messages.
         dtype: dtype of the tensor.
         shape: shape of the tensor.
+        can_fail: whether ``put`` may raise, or ``flush``. Before a step writes a new state to such
+            a store, the step leaves the old state as it is.
     """
 
     store: Store
     name: str
     dtype: torch.dtype
     shape: torch.Size
+    can_fail: bool = False
 
     @abc.abstractmethod
     def get(self, device: torch.device) -> Work:
         """Start the transfer to a device."""
 
+    def prefetch(self) -> None:
+        """Start the transfer of the next ``get`` now, where a store takes time to read."""
+        return
+
+    def flush(self) -> None:
+        """Wait until the store keeps the tensor, which ``put`` may only have started.
+
+        Raises:
+            OffloadError: the store cannot keep the tensor.
+        """
+        return
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Stored:
+        """Copy the tensor into the same store."""
+        return self.store.put(self.get(self.store.device).wait().clone(), self.name)
+
     def __repr__(self) -> str:
         return f"Stored({self.name}, {self.shape.numel()} x {self.dtype}, {self.store!r})"
+
+
+@takes(listener=FUNCTION)
+@contextlib.contextmanager
+def on_disk(listener: Callable[[str, Stored], None]) -> Iterator[None]:
+    """Call ``listener("put" or "get", handle)`` for each transfer of this thread to or from a disk.
+
+    Example:
+        >>> from zfun.stores import host
+        >>> heard = []
+        >>> with on_disk(lambda kind, handle: heard.append(kind)):
+        ...     handle = host().put(torch.ones(2), "params")
+        >>> heard
+        []
+    """
+    token = _LISTENER.set(listener)
+    try:
+        yield
+    finally:
+        _LISTENER.reset(token)
+
+
+def heard(kind: str, handle: Stored) -> None:
+    """Tell the listener of this thread of a transfer."""
+    listener = _LISTENER.get()
+    if listener is not None:
+        listener(kind, handle)
 
 
 class Store(Protocol):
@@ -78,17 +179,94 @@ class Store(Protocol):
         ...
 
 
+@takes(leaf=TEXT | None, rank=integer(0) | None, step=integer(0) | None)
+@contextlib.contextmanager
+def locating(
+    *, leaf: str | None = None, rank: int | None = None, step: int | None = None
+) -> Iterator[None]:
+    """Say in an :class:`OffloadError` where the error arose: ``leaf``, ``rank`` or ``step``.
+
+    Example:
+        >>> with locating(rank=1):
+        ...     raise OffloadError("a store must keep tensors")
+        Traceback (most recent call last):
+        ...
+        zfun.errors.OffloadError: a store must keep tensors [rank 1]
+    """
+    try:
+        yield
+    except OffloadError as error:
+        error.leaf = leaf if error.leaf is None else error.leaf
+        error.rank = rank if error.rank is None else error.rank
+        error.step = step if error.step is None else error.step
+        raise
+
+
+@takes(fn=FUNCTION, value=ANY)
+def located(fn: Callable[[Any], Any], value: tree.Tree) -> tree.Tree:
+    """Map the leaves of a tree; an :class:`OffloadError` of ``fn`` gets the path of the leaf.
+
+    Example:
+        >>> from zfun.stores import host
+        >>> located(lambda x: host().put(x, "params"), {"w": torch.ones(2)})
+        {'w': Stored(params, 2 x torch.float32, host())}
+    """
+    leaves, spec = tree.flatten(value)
+    out = []
+    for position, leaf in enumerate(leaves):
+        try:
+            out.append(fn(leaf))
+        except OffloadError as error:
+            error.leaf = error.leaf or _label(value, position)
+            raise
+    return tree.unflatten(spec, out)
+
+
+def _label(value: tree.Tree, position: int) -> str:
+    """Name a leaf; a buffer of a flat by the leaves in the bucket."""
+    first = 0
+    for part in tree.leaves(value, is_leaf=lambda x: isinstance(x, Flat)):
+        count = len(part.buffers) if isinstance(part, Flat) else 1
+        if isinstance(part, Flat) and first <= position < first + count:
+            return part.layout.label(position - first)
+        first += count
+    return tree.paths(value)[position]
+
+
+@takes(value=ANY)
+def flush(value: tree.Tree) -> None:
+    """Wait until stores keep all tensors of a tree.
+
+    Args:
+        value: a tree of tensors, handles and flats.
+
+    Raises:
+        OffloadError: a store cannot keep a tensor; the error has the path of the leaf.
+
+    Example:
+        >>> from zfun.stores import host
+        >>> flush({"w": host().put(torch.ones(2), "params")})
+    """
+    located(lambda leaf: leaf.flush() if isinstance(leaf, Stored) else None, value)
+
+
+@takes(value=ANY, device=instance(torch.device, "a torch.device", "torch.device('cpu')"))
 def fetch(value: Any, device: torch.device) -> Tensor:
     """Return a tensor unchanged, or fetch the tensor of a handle to ``device``."""
     if isinstance(value, Tensor):
         return value
+    return _get(value, device).wait()
+
+
+def _get(value: Any, device: torch.device) -> Work:
     if not isinstance(value, Stored):
         raise OffloadError(
             f"a buffer must be a tensor or a handle of a store; got {type(value).__name__}"
         )
-    return value.get(device).wait()
+    return value.get(device)
 
 
+@takes(flat=FLAT, device=instance(torch.device, "a torch.device", "torch.device('cpu')") | None)
 def resident(flat: Flat, device: torch.device | None = None) -> Flat:
     """Fetch the buffers of a flat that are in a store.
 
@@ -101,9 +279,12 @@ def resident(flat: Flat, device: torch.device | None = None) -> Flat:
     """
     if all(isinstance(buffer, Tensor) for buffer in flat.buffers):
         return flat
-    return flat.with_buffers(fetch(buffer, device or flat.layout.device) for buffer in flat.buffers)
+    to = device or flat.layout.device
+    started = located(lambda b: b if isinstance(b, Tensor) else _get(b, to), flat)
+    return located(lambda b: b.wait() if isinstance(b, Work) else b, started)
 
 
+@takes(params=STORE | None, grads=STORE | None, optimizer=STORE | None, fraction=FRACTION)
 @dataclass(frozen=True, slots=True)
 class Offload:
     """Stores for the parts of the training state; ``None`` keeps a part on the device.
@@ -112,6 +293,8 @@ class Offload:
         params: for the parameters; stage 3 only.
         grads: for the gradients.
         optimizer: for the optimizer's state.
+        fraction: the share of the elements whose state is in the store of the optimizer; the rest
+            steps on the device (Twin-Flow). See :func:`zfun.transforms.offload_optimizer`.
 
     Example:
         >>> from zfun.stores import host
@@ -122,3 +305,11 @@ class Offload:
     params: Store | None = None
     grads: Store | None = None
     optimizer: Store | None = None
+    fraction: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.fraction != 1 and self.optimizer is None:
+            raise OptionError(
+                "fraction of Offload() is the share of the optimizer's state in a store; got "
+                f"fraction={self.fraction} without a store; pass optimizer=zf.stores.host()"
+            )

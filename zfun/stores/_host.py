@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from zfun.collectives import Work
-from zfun.stores._base import Crossing, Stored
+from zfun.options import BOOL, takes
+from zfun.stores._base import Counts, Stored
 
 __all__ = ["HostStore", "host"]
 
@@ -27,16 +28,13 @@ class _HostTensor(Stored):
         return Work.done(self.tensor.to(device, non_blocking=True))
 
 
-class HostStore:
-    """Keeps tensors in host memory, page-locked if there is a device to copy to.
+@takes(pin=BOOL, log=BOOL)
+class HostStore(Counts):
+    """Keeps tensors in host memory, page-locked if there is a device to copy to."""
 
-    Attributes:
-        log: the transfers between the device and the store, in order.
-    """
-
-    def __init__(self, *, pin: bool) -> None:
+    def __init__(self, *, pin: bool, log: bool = False) -> None:
+        super().__init__(log=log)
         self.pin = pin
-        self.log: list[Crossing] = []
 
     @property
     def device(self) -> torch.device:
@@ -48,24 +46,6 @@ class HostStore:
         self.crossed("put", name, tensor.nbytes)
         return _HostTensor(self, self._to_host(tensor.detach()), name)
 
-    def crossed(self, kind: str, name: str, num_bytes: int) -> None:
-        """Record a transfer."""
-        self.log.append(Crossing(kind, name, num_bytes))
-
-    def bytes_moved(self, kind: str | None = None, name: str | None = None) -> int:
-        """Sum the bytes of the log.
-
-        Args:
-            kind: count only ``"put"`` or only ``"get"``.
-            name: count only ``"params"``, ``"grads"`` or ``"state"``.
-
-        Returns:
-            Bytes.
-        """
-        return sum(
-            c.num_bytes for c in self.log if kind in (None, c.kind) and name in (None, c.name)
-        )
-
     def _to_host(self, tensor: Tensor) -> Tensor:
         if tensor.device.type == "cpu" and (tensor.is_pinned() or not self.pin):
             return tensor
@@ -76,11 +56,14 @@ class HostStore:
         return "host()"
 
 
-def host(*, pin: bool | None = None) -> HostStore:
+@takes(pin=BOOL | None, log=BOOL)
+def host(*, pin: bool | None = None, log: bool = False) -> HostStore:
     """Make a store in host memory.
 
     Args:
         pin: page-lock the memory, for faster copies; by default if CUDA is available.
+        log: keep a list of all transfers, ``store.log``, which grows with every step. The sums of
+            ``bytes_moved`` are always kept.
 
     Returns:
         The store. On a machine without a device nothing is copied, because host memory is the only
@@ -92,4 +75,4 @@ def host(*, pin: bool | None = None) -> HostStore:
         >>> handle.get(torch.device("cpu")).wait(), store.bytes_moved("put")
         (tensor([1., 1.]), 8)
     """
-    return HostStore(pin=torch.cuda.is_available() if pin is None else pin)
+    return HostStore(pin=torch.cuda.is_available() if pin is None else pin, log=log)
