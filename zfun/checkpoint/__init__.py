@@ -1,0 +1,65 @@
+"""Checkpoints: a state on a disk by logical leaf, for any composition to load.
+
+``save`` and ``load`` are at the top level, ``zf.save`` and ``zf.load``. See [Note: the format] in
+``_manifest`` and [Note: publication] in ``_save``.
+"""
+
+from zfun.checkpoint._background import Saved, check_saves
+from zfun.checkpoint._directory import SavedStep, latest, read_manifest, step_path, steps
+from zfun.checkpoint._fill import read_leaf
+from zfun.checkpoint._load import Loaded, load
+from zfun.checkpoint._save import save
+from zfun.checkpoint.format import (
+    FileEntry,
+    LeafEntry,
+    Manifest,
+    Payload,
+    Piece,
+    Want,
+    format_manifest,
+    parse_manifest,
+)
+from zfun.checkpoint.tools import (
+    Problem,
+    Pruned,
+    Verified,
+    convert,
+    export,
+    inspect,
+    leaves,
+    prune,
+    training_state,
+    verify,
+)
+
+__all__ = [
+    "FileEntry",
+    "LeafEntry",
+    "Loaded",
+    "Manifest",
+    "Payload",
+    "Piece",
+    "Problem",
+    "Pruned",
+    "Saved",
+    "SavedStep",
+    "Verified",
+    "Want",
+    "check_saves",
+    "convert",
+    "export",
+    "format_manifest",
+    "inspect",
+    "latest",
+    "leaves",
+    "load",
+    "parse_manifest",
+    "prune",
+    "read_leaf",
+    "read_manifest",
+    "save",
+    "step_path",
+    "steps",
+    "training_state",
+    "verify",
+]

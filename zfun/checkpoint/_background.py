@@ -1,0 +1,231 @@
+"""A save that goes on in a thread, and the handle of a save."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from zfun.checkpoint._together import agree, error_from, report_of
+from zfun.checkpoint.format import be_gentle, explaining
+from zfun.collectives import Group, barrier, mesh_of
+from zfun.errors import CheckpointError
+from zfun.options import GROUP, takes
+
+__all__ = ["Saved", "check_saves", "in_background", "settle"]
+
+_POLL_S = 0.01
+# After the end of the main thread, other ranks have this long to end their part.
+_AT_EXIT_S = 60.0
+
+
+class Saved:
+    """A checkpoint that was saved, or that is being saved in the background.
+
+    Attributes:
+        path: the directory of the checkpoint.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    @property
+    def done(self) -> bool:
+        """Whether the save has ended on this rank, by success or failure."""
+        return True
+
+    def wait(self) -> str:
+        """Wait until the checkpoint is there on all ranks, and return its path. All ranks call.
+
+        Raises:
+            CheckpointError: on all ranks, if the save failed on one.
+        """
+        return self.path
+
+    def __repr__(self) -> str:
+        return f"Saved({self.path!r}{'' if self.done else ', under way'})"
+
+
+# One save is under way at a time on each group.
+_UNDER_WAY: weakref.WeakKeyDictionary[Group, _Saving] = weakref.WeakKeyDictionary()
+
+
+def settle(group: Group) -> None:
+    """Wait for the save that is under way on a group, and raise its error. All ranks call."""
+    saving = _UNDER_WAY.get(group)
+    if saving is not None:
+        saving.wait()
+
+
+@takes(group=GROUP)
+def check_saves(group: Group) -> None:
+    """Raise the error of a save in the background that failed; do not wait.
+
+    Args:
+        group: the ranks, or an axis of their mesh.
+
+    Raises:
+        CheckpointError: the save failed. The error is raised once.
+
+    Example:
+        >>> from zfun.collectives import single_group
+        >>> check_saves(single_group())
+    """
+    whole = mesh_of(group)
+    saving = _UNDER_WAY.get(whole)
+    if saving is not None and saving.done and saving.error is not None:
+        del _UNDER_WAY[whole]
+        raise saving.error
+
+
+class _Saving(Saved):
+    """A save in the background."""
+
+    def __init__(self, job: Any, write: Callable[[], Any], timeout_s: float) -> None:
+        super().__init__(job.final)
+        self.error: Exception | None = None
+        self._group = weakref.ref(job.group)
+        self._thread = threading.Thread(
+            target=self._run, args=(job, write, timeout_s), name="zfun-save"
+        )
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self) -> str:
+        group = self._group()
+        if group is None:
+            # The caller has dropped the group, so no rank can be asked.
+            self._thread.join()
+        if group is None or _UNDER_WAY.get(group) is not self:
+            # Waited for already, or the error was raised by a step.
+            if self.error is not None:
+                raise self.error
+            return self.path
+        # All ranks have started their threads when all have come here.
+        barrier(group)
+        self._thread.join()
+        _UNDER_WAY.pop(group, None)
+        agree(group, self.error)
+        return self.path
+
+    def _run(self, job: Any, write: Callable[[], Any], timeout_s: float) -> None:
+        be_gentle()
+        try:
+            error, report = None, None
+            try:
+                report = write()
+            except Exception as caught:  # noqa: BLE001, reported to rank 0
+                error = caught
+            until = _Limit(timeout_s)
+            if job.group.rank == 0:
+                self._publish(job, error, report, until)
+            else:
+                _leave(_report_path(job, job.group.rank), [report_of(error), report])
+                _await_outcome(job, until)
+            if error is not None:
+                raise error
+        except BaseException as caught:  # noqa: BLE001, raised by wait(), by a step or by a save
+            self.error = caught if isinstance(caught, Exception) else _ended(job, caught)
+        finally:
+            job.release()
+
+    def _publish(self, job: Any, error: Exception | None, report: Any, until: _Limit) -> None:
+        try:
+            if error is not None:
+                raise error
+            reports = [report]
+            for rank in range(1, job.group.size):
+                problem, theirs = _read_report(job, rank, until)
+                if problem is not None:
+                    raise error_from(problem, rank)
+                reports.append(theirs)
+            with explaining(job.temporary, "removing the reports of the ranks"):
+                for rank in range(1, job.group.size):
+                    job.files.remove(_report_path(job, rank))
+            job.publish(reports)
+        except Exception as caught:
+            # The other ranks read why; the next save removes the directory.
+            _leave(f"{job.temporary}/failed.json", report_of(caught))
+            if job.group.size == 1:
+                job.abandon()
+            raise
+
+
+def in_background(job: Any, write: Callable[[], Any], timeout_s: float) -> Saved:
+    """Write and publish in a thread."""
+    saving = _Saving(job, write, timeout_s)
+    _UNDER_WAY[job.group] = saving
+    return saving
+
+
+def _report_path(job: Any, rank: int) -> str:
+    return f"{job.temporary}/report-{rank:05d}.json"
+
+
+def _leave(path: str, value: Any) -> None:
+    """Write JSON to a file that appears whole."""
+    part = Path(f"{path}.part")
+    try:
+        part.write_text(json.dumps(value), encoding="utf-8")
+        part.rename(path)
+    except OSError:
+        # The other ranks end by the time limit, or because the directory is gone.
+        return
+
+
+def _ended(job: Any, cause: BaseException) -> CheckpointError:
+    return CheckpointError(
+        f"a save in the background runs to its end; the thread for {job.final} was ended by "
+        f"{type(cause).__name__}; save again",
+        path=job.final,
+    )
+
+
+def _read_report(job: Any, rank: int, until: _Limit) -> Any:
+    path = Path(_report_path(job, rank))
+    while not path.exists():
+        until.pause(f"rank {rank} wrote its part of {job.final}")
+    with explaining(str(path), "reading the report of a rank"):
+        return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _await_outcome(job: Any, until: _Limit) -> None:
+    """Wait until rank 0 has published, or has given up."""
+    failed = Path(f"{job.temporary}/failed.json")
+    while not Path(job.final).exists():
+        if failed.exists():
+            raise error_from(json.loads(failed.read_text(encoding="utf-8")), 0)
+        if not os.path.lexists(job.temporary) and not Path(job.final).exists():
+            raise CheckpointError(
+                f"all ranks save together; rank 0 gave up {job.final}; see the error of rank 0",
+                path=job.final,
+            )
+        until.pause(f"rank 0 published {job.final}")
+
+
+class _Limit:
+    """A limit of time, which is shorter from the end of the main thread on."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._deadline = time.monotonic() + timeout_s
+        self._is_ending = False
+
+    def pause(self, sign: str) -> None:
+        """Sleep for a moment, or raise at the limit."""
+        if not self._is_ending and not threading.main_thread().is_alive():
+            self._is_ending = True
+            self._deadline = min(self._deadline, time.monotonic() + _AT_EXIT_S)
+        if time.monotonic() > self._deadline:
+            raise CheckpointError(
+                f"a save in the background ends in time; got no sign that {sign}; look at the "
+                "other ranks, or pass a larger timeout_s"
+            )
+        time.sleep(_POLL_S)

@@ -1,0 +1,306 @@
+"""The part of a state that one rank writes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zfun import ops, stores
+from zfun.checkpoint._parts import (
+    Part,
+    Slot,
+    check_part,
+    is_plain,
+    owned_range,
+    real_dtype,
+    share_of,
+    slots_of,
+    spans_of,
+    ties_of,
+)
+from zfun.checkpoint._together import gather_json
+from zfun.checkpoint.format import DTYPES, check_key, encode
+from zfun.collectives import Group, gather_values
+from zfun.errors import CheckpointError, SpecMismatch
+from zfun.flat import Flat
+from zfun.placement import P, R
+from zfun.stores import Stored
+
+__all__ = [
+    "Collected",
+    "Output",
+    "Source",
+    "bytes_of",
+    "collect",
+    "differing",
+    "kept_parts",
+    "records_of",
+    "snapshot",
+]
+
+# A tensor that all ranks hold is written by one of them, or in parts from this length on.
+_SPLIT_BYTES = 1 << 20
+
+
+class Output(NamedTuple):
+    """A range of a leaf that this rank writes.
+
+    Attributes:
+        slot: the leaf.
+        start: where the range begins in the source, in elements.
+        first: the first element of the range in the leaf.
+        numel: the number of elements.
+        by_rank: whether the value is this rank's own.
+    """
+
+    slot: Slot
+    start: int
+    first: int
+    numel: int
+    by_rank: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A tensor or handle, of which this rank writes some ranges.
+
+    Attributes:
+        value: a tensor or handle of a store.
+        dtype: the real dtype of the elements.
+        outputs: the ranges.
+    """
+
+    value: Any
+    dtype: torch.dtype
+    outputs: tuple[Output, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """All that one rank contributes to a checkpoint.
+
+    Attributes:
+        slots: the leaves that all ranks share.
+        own: the leaves whose values are this rank's own.
+        sources: the tensors that this rank writes, the widest elements first, because safetensors
+            aligns its tensors so.
+        ties: the keys that share the tensor of another key.
+        values: the plain values of the state that all ranks share, by key.
+        own_values: the plain values that are this rank's own.
+    """
+
+    slots: tuple[Slot, ...]
+    own: tuple[Slot, ...]
+    sources: tuple[Source, ...]
+    ties: dict[str, str]
+    values: dict[str, Any]
+    own_values: dict[str, Any]
+
+
+def kept_parts(parts: Sequence[Part]) -> list[Part]:
+    """Return the parts to save, without second ties, and check their keys.
+
+    Raises:
+        CheckpointError: a part that no checkpoint can hold.
+    """
+    ties = ties_of(parts)
+    kept = [part for part in parts if part.path not in ties or isinstance(part.value, Flat)]
+    _check_keys(kept)
+    return kept
+
+
+def collect(
+    parts: Sequence[Part], ties: dict[str, str], differing: set[str], group: Group
+) -> Collected:
+    """Find what this rank writes.
+
+    Args:
+        parts: the parts to save.
+        ties: the keys that share the tensor of another key.
+        differing: the names of the values that are not the same on all ranks.
+        group: all ranks.
+    """
+    slots: list[Slot] = []
+    own: list[Slot] = []
+    sources: list[Source] = []
+    values: dict[str, Any] = {}
+    own_values: dict[str, Any] = {}
+    for index, part in enumerate(parts):
+        if is_plain(part.value):
+            held = own_values if part.path in differing else values
+            held[part.path] = encode(part.value, f"the state at {part.path!r}")
+            continue
+        found = slots_of(part)
+        if isinstance(part.value, Flat):
+            for bucket, source in _sources_of(part, found, differing):
+                is_own = _is_own(part, bucket, differing)
+                (own if is_own else slots).extend(x for x in found if x.bucket == bucket)
+                sources.append(source)
+            continue
+        slot = found[0]
+        is_own = part.path in differing
+        (own if is_own else slots).append(slot)
+        low, high = (0, slot.numel) if is_own else _share(slot, index, group)
+        output = Output(slot, low, low, high - low, is_own)
+        dtype = real_dtype(slot.dtype)
+        sources.append(Source(part.value, dtype, (output,) if low < high else ()))
+    order = sorted((x for x in sources if x.outputs), key=lambda x: -x.dtype.itemsize)
+    return Collected(tuple(slots), tuple(own), tuple(order), ties, values, own_values)
+
+
+def _is_own(part: Part, bucket: int, differing: set[str]) -> bool:
+    return part.value.placement is P or f"{part.path}#{bucket}" in differing
+
+
+def _sources_of(
+    part: Part, slots: Sequence[Slot], differing: set[str]
+) -> Iterator[tuple[int, Source]]:
+    flat = part.value
+    for bucket, buffer in enumerate(flat.buffers):
+        is_own = _is_own(part, bucket, differing)
+        within = (
+            (0, flat.layout.buckets[bucket].padded_numel) if is_own else owned_range(flat, bucket)
+        )
+        outputs = tuple(
+            Output(span.slot, span.start, span.first, span.numel, is_own)
+            for span in spans_of(part, slots, bucket, within)
+        )
+        yield bucket, Source(buffer, buffer.dtype, outputs)
+
+
+def _share(slot: Slot, index: int, group: Group) -> tuple[int, int]:
+    if slot.numel * slot.dtype.itemsize >= _SPLIT_BYTES:
+        return share_of(0, slot.numel, group.rank, group.size)
+    return (0, slot.numel) if index % group.size == group.rank else (0, 0)
+
+
+def _check_keys(parts: Sequence[Part]) -> None:
+    seen: set[str] = set()
+    for part in parts:
+        check_part(part)
+        keys = [part.path] if is_plain(part.value) else [slot.key for slot in slots_of(part)]
+        for key in keys:
+
+            def refuse(problem: str, key: str = key) -> None:
+                raise CheckpointError(f"{problem}; rename the leaf", leaf=str(key)[:80])
+
+            check_key(key, refuse)
+            if key in seen:
+                refuse(f"every leaf of a state has a path of its own; got {key!r} twice")
+            seen.add(key)
+        if not is_plain(part.value):
+            for slot in slots_of(part):
+                if str(slot.dtype).removeprefix("torch.") not in DTYPES:
+                    refuse(f"leaf {slot.key!r} has a dtype of the format; got {slot.dtype}")
+
+
+def records_of(
+    parts: Sequence[Part], group: Group, by_rank: Callable[[str], bool]
+) -> dict[str, str]:
+    """Describe the values that may differ from rank to rank, by name.
+
+    A tensor that is no flat is described by its bits. A flat is replicated or sharded, and its bits
+    are read only where ``by_rank`` says so, because that reads all of it.
+    """
+    records: dict[str, str] = {}
+    for part in parts if group.size > 1 else ():
+        value = part.value
+        if is_plain(value):
+            records[part.path] = f"{type(value).__name__} {value!r}"
+        elif not isinstance(value, Flat):
+            records[part.path] = f"{value.dtype} {tuple(value.shape)} {_print_of(value)}"
+        else:
+            paths = "\n".join(value.layout.paths).encode()
+            records[f"{part.path}@"] = repr((value.placement, zlib.crc32(paths)))
+            if value.placement is R and by_rank(part.path):
+                for bucket, buffer in enumerate(value.buffers):
+                    records[f"{part.path}#{bucket}"] = str(_print_of(buffer))
+    return records
+
+
+def differing(records: dict[str, str], group: Group) -> set[str]:
+    """Return the names of the records that are not the same on all ranks. All ranks call.
+
+    Raises:
+        SpecMismatch: the ranks describe other things.
+    """
+    if group.size == 1:
+        return set()
+    digest = hashlib.sha256(json.dumps(records).encode()).digest()
+    digests = gather_values(
+        torch.frombuffer(bytearray(digest), dtype=torch.uint8), group, "checkpoint digest"
+    )
+    if bool((digests == digests[0]).all()):
+        return set()
+    found = gather_json(records, group, "checkpoint records")
+    for rank, other in enumerate(found):
+        if list(other) != list(found[0]):
+            name = next(iter(sorted(set(other) ^ set(found[0]))), "the order")
+            raise SpecMismatch(
+                f"all ranks must save one tree; rank {rank} and rank 0 differ at {name!r}; save "
+                "what belongs to one rank as loader= or rng=",
+                leaf=name,
+            )
+    return {name for name in records if len({x[name] for x in found}) > 1}
+
+
+def _print_of(value: Any) -> int:
+    return ops.fingerprint(stores.fetch(value, torch.device("cpu")))
+
+
+# Bytes.
+
+
+def snapshot(sources: Sequence[Source]) -> tuple[Source, ...]:
+    """Copy what this rank writes, so that steps may change the state while a thread writes.
+
+    A tensor on a disk is not copied, because no one overwrites it.
+    """
+    kept = []
+    for source in sources:
+        if isinstance(source.value, Stored) and source.value.can_fail:
+            kept.append(source)
+            continue
+        flat = _elements(source)
+        copies = [flat[x.start : x.start + x.numel].to("cpu", copy=True) for x in source.outputs]
+        starts = np.cumsum([0, *(x.numel for x in source.outputs)])
+        moved = tuple(
+            x._replace(start=int(at)) for x, at in zip(source.outputs, starts, strict=False)
+        )
+        kept.append(Source(copies, source.dtype, moved))
+    return tuple(kept)
+
+
+def bytes_of(sources: Sequence[Source]) -> Iterator[np.ndarray]:
+    """Yield the bytes of all ranges, one source in memory at a time."""
+    for source in sources:
+        if isinstance(source.value, list):
+            yield from map(_as_bytes, source.value)
+            continue
+        flat = _elements(source)
+        for output in source.outputs:
+            yield _as_bytes(flat[output.start : output.start + output.numel])
+
+
+def _elements(source: Source) -> Tensor:
+    """Return a tensor as a vector of real numbers."""
+    value = source.value
+    device = value.device if isinstance(value, Tensor) else torch.device("cpu")
+    held = stores.fetch(value, device).detach()
+    held = held.resolve_conj().resolve_neg()
+    return (torch.view_as_real(held) if held.is_complex() else held).reshape(-1)
+
+
+def _as_bytes(x: Tensor) -> np.ndarray:
+    x = x.cpu()
+    if x.numel() and x.stride(0) != 1:
+        x = x.clone(memory_format=torch.contiguous_format)
+    return x.view(torch.uint8).numpy()

@@ -1,0 +1,308 @@
+"""The directory of checkpoints: one sub-directory for each step, made visible by one rename."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import socket
+import stat
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from zfun.checkpoint.format import (
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    Manifest,
+    explaining,
+    parse_manifest,
+)
+from zfun.errors import CheckpointError, CorruptCheckpoint
+from zfun.files import Files
+from zfun.options import PATH, instance, integer, takes
+
+__all__ = ["SavedStep", "latest", "locked", "prune", "read_manifest", "step_path", "steps"]
+
+TEMPORARY = ".saving-"
+LOCK = ".lock"
+# A step that is saved again is another attempt, because no rename replaces a full directory.
+_STEP = re.compile(r"step-([0-9]{8,18})(?:\.([0-9]{1,6}))?", re.ASCII)
+
+FILES = instance(Files, "an object of zf.files.Files", "zf.files.Files()") | None
+
+
+class SavedStep(NamedTuple):
+    """A checkpoint in a directory of checkpoints.
+
+    Attributes:
+        step: the step.
+        path: the directory of the checkpoint.
+    """
+
+    step: int
+    path: str
+
+
+@takes(path=PATH, files=FILES)
+def steps(path: str | Path, *, files: Files | None = None) -> list[SavedStep]:
+    """Return the checkpoints in a directory, oldest step first.
+
+    A checkpoint is published by one rename, so a directory with the name of a step is whole.
+    Directories of saves that are under way, or that were killed, have other names.
+
+    Args:
+        path: the directory of checkpoints. No such directory means no checkpoints.
+        files: the operations on files, for tests that let some of them fail.
+
+    Returns:
+        The steps; where a step was saved twice, the newer save.
+
+    Raises:
+        CheckpointError: the directory cannot be read.
+
+    Example:
+        >>> steps("no such directory")
+        []
+    """
+    found: dict[int, tuple[int, str]] = {}
+    for step, attempt, name in _named(str(path), files or Files()):
+        if step not in found or attempt > found[step][0]:
+            found[step] = (attempt, name)
+    return [SavedStep(step, f"{path}/{found[step][1]}") for step in sorted(found)]
+
+
+def _named(path: str, files: Files) -> Iterator[tuple[int, int, str]]:
+    """Yield step, attempt and name of every directory that is named like a step."""
+    with explaining(path, "listing the checkpoints"):
+        try:
+            names = files.names(path)
+        except FileNotFoundError:
+            return
+        for name in names:
+            match = _STEP.fullmatch(name)
+            if match is not None and _is_directory(f"{path}/{name}"):
+                yield int(match[1]), int(match[2] or 0), name
+
+
+def all_saves(path: str, files: Files) -> list[SavedStep]:
+    """Return every checkpoint of a directory, older saves of a step included, oldest first."""
+    return [SavedStep(step, f"{path}/{name}") for step, _, name in sorted(_named(path, files))]
+
+
+def _is_directory(path: str) -> bool:
+    """Whether a path is a directory itself, and no link to one."""
+    try:
+        return stat.S_ISDIR(os.lstat(path).st_mode)
+    except FileNotFoundError:
+        return False
+
+
+@takes(path=PATH, files=FILES)
+def latest(path: str | Path, *, files: Files | None = None) -> SavedStep | None:
+    """Return the newest checkpoint whose manifest is good; ``None`` if there is none.
+
+    Args:
+        path: the directory of checkpoints.
+        files: the operations on files.
+
+    Returns:
+        The newest one. A newer one with a damaged manifest is skipped with a warning.
+
+    Example:
+        >>> latest("no such directory") is None
+        True
+    """
+    for step in reversed(steps(path, files=files)):
+        try:
+            read_manifest(step.path, files=files)
+        except CorruptCheckpoint as error:
+            warnings.warn(f"skipped a damaged checkpoint: {error}", stacklevel=2)
+            continue
+        return step
+    return None
+
+
+@takes(path=PATH, files=FILES)
+def read_manifest(path: str | Path, *, files: Files | None = None) -> Manifest:
+    """Read and check the manifest of one checkpoint.
+
+    Args:
+        path: the directory of the checkpoint, such as ``"runs/step-00000010"``.
+        files: the operations on files.
+
+    Returns:
+        The manifest, of which every name, number and range was checked.
+
+    Raises:
+        CorruptCheckpoint: the manifest is damaged, hostile, or missing.
+        CheckpointError: the disk refused.
+
+    Example:
+        >>> import tempfile, torch, zfun as zf
+        >>> with tempfile.TemporaryDirectory() as path:
+        ...     saved = zf.save(path, {"w": torch.ones(3)}, step=7)
+        ...     [leaf.key for leaf in read_manifest(saved.path).leaves]
+        ['w']
+    """
+    files = files or Files()
+    name = f"{path}/{MANIFEST}"
+    if not _is_directory(str(path)):
+        raise CorruptCheckpoint(
+            f"a checkpoint is a directory, and no link; got {path}; pass the path of one",
+            path=str(path),
+        )
+    with explaining(name, "reading the manifest"):
+        try:
+            fd = files.open(name, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        except FileNotFoundError:
+            raise CorruptCheckpoint(
+                f"{path} must have a manifest; got none: it is no checkpoint; pass the directory "
+                "of a step, or of checkpoints",
+                path=name,
+            ) from None
+        try:
+            num_bytes = files.size(fd)
+            if num_bytes > MAX_MANIFEST_BYTES:
+                raise CorruptCheckpoint(
+                    f"{name} must have at most {MAX_MANIFEST_BYTES >> 20} MiB; got "
+                    f"{num_bytes >> 20} MiB; load another checkpoint",
+                    path=name,
+                )
+            buffer = np.empty(num_bytes, np.uint8)
+            done = 0
+            while done < num_bytes:
+                count = files.read(fd, buffer[done:], done)
+                if not count:
+                    break
+                done += count
+        finally:
+            files.close(fd)
+    return parse_manifest(buffer[:done].tobytes(), name)
+
+
+@takes(path=PATH, step=integer(0) | None, files=FILES)
+def step_path(path: str | Path, step: int | None = None, *, files: Files | None = None) -> str:
+    """Return the directory of one checkpoint.
+
+    Args:
+        path: a directory of checkpoints, or the directory of one checkpoint.
+        step: the step; by default the newest.
+        files: the operations on files.
+
+    Returns:
+        The directory.
+
+    Raises:
+        CheckpointError: there is no such checkpoint.
+
+    Example:
+        >>> import tempfile, torch, zfun as zf
+        >>> with tempfile.TemporaryDirectory() as path:
+        ...     saved = zf.save(path, {"w": torch.ones(3)}, step=7)
+        ...     step_path(path).removeprefix(path)
+        '/step-00000007'
+    """
+    if step is None and _STEP.fullmatch(Path(path).name) and _is_directory(str(path)):
+        return str(path)
+    known = steps(path, files=files)
+    if step is None:
+        found = latest(path, files=files)
+    else:
+        found = next((one for one in known if one.step == step), None)
+    if found is None:
+        have = ", ".join(str(one.step) for one in known[-8:]) or "none"
+        raise CheckpointError(
+            f"{path} must have a checkpoint{'' if step is None else f' of step {step}'}; it has "
+            f"the steps {have}; pass another path or step",
+            path=str(path),
+        )
+    return found.path
+
+
+def name_for(path: str, step: int, files: Files) -> str:
+    """Return the name of a new checkpoint of a step, which no other directory has."""
+    attempts = [attempt for found, attempt, _ in _named(path, files) if found == step]
+    return f"step-{step:08d}" + (f".{max(attempts) + 1}" if attempts else "")
+
+
+def prune(path: str, keep: int | None, published: str, files: Files) -> None:
+    """Remove older saves of the published step, and all but the newest ``keep`` steps."""
+    published_step = _STEP.fullmatch(published)
+    assert published_step is not None
+    newest = {Path(one.path).name for one in steps(path, files=files)[-(keep or 0) or None :]}
+    for step, _, name in list(_named(path, files)):
+        is_again = step == int(published_step[1]) and name != published
+        is_old = keep is not None and name not in newest
+        if name != published and (is_again or is_old):
+            # Renamed first, so that no reader takes a directory with missing files for a step.
+            gone = f"{path}/{TEMPORARY}old-{name}"
+            with contextlib.suppress(OSError):
+                files.rename(f"{path}/{name}", gone)
+                remove_directory(gone, files)
+
+
+def remove_stale(path: str, files: Files) -> None:
+    """Remove directories of saves that did not end; the caller holds the lock."""
+    for name in files.names(path):
+        if name.startswith(TEMPORARY) and _is_directory(f"{path}/{name}"):
+            remove_directory(f"{path}/{name}", files)
+
+
+def remove_directory(path: str, files: Files) -> None:
+    """Remove a directory of plain files, as far as the system lets us."""
+    with contextlib.suppress(OSError):
+        for name in files.names(path):
+            with contextlib.suppress(OSError):
+                files.remove(f"{path}/{name}")
+    with contextlib.suppress(OSError):
+        Path(path).rmdir()
+
+
+@contextlib.contextmanager
+def locked(path: str, files: Files) -> Iterator[None]:
+    """Hold the lock of a directory of checkpoints, so that two jobs do not save to one path."""
+    name = f"{path}/{LOCK}"
+    with explaining(name, "the lock"):
+        fd = files.open(name, os.O_RDWR | os.O_CREAT)
+        try:
+            is_mine = True
+            try:
+                is_mine = files.lock(fd)
+            except OSError as error:
+                if error.errno not in (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS):
+                    raise
+            if not is_mine:
+                holder = np.zeros(256, np.uint8)
+                count = files.read(fd, holder, 0)
+                raise CheckpointError(
+                    f"one job saves to {path} at a time; got another one, "
+                    f"{holder[:count].tobytes().decode(errors='replace')!r}; save to another "
+                    "path, or end that job",
+                    path=path,
+                )
+            files.truncate(fd, 0)
+            files.write(fd, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        except BaseException:
+            files.close(fd)
+            raise
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            files.close(fd)
+
+
+def stale(path: str | Path, files: Files | None = None) -> Sequence[str]:
+    """Return the directories of saves that are under way or did not end."""
+    with contextlib.suppress(FileNotFoundError):
+        return [
+            f"{path}/{name}"
+            for name in (files or Files()).names(str(path))
+            if name.startswith(TEMPORARY)
+        ]
+    return []

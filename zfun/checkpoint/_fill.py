@@ -1,0 +1,276 @@
+"""Fill the buffers of a state from a checkpoint, one bucket at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zfun import tree
+from zfun.checkpoint._match import Match
+from zfun.checkpoint._parts import Part, Slot, Span, is_plain, map_parts, slots_of, spans_of
+from zfun.checkpoint.format import LeafEntry, Payload, Want
+from zfun.collectives import Group, await_readers, is_symmetric, mesh_of
+from zfun.flat import Flat, call_site
+from zfun.options import instance, takes
+from zfun.placement import R, S
+from zfun.sources.scratch import scratch
+from zfun.stores import Stored, locating
+from zfun.transforms import redistribute
+
+__all__ = ["fill", "read_leaf"]
+
+
+def fill(
+    like: tree.Tree, found: Match, payload: Payload, group: Group
+) -> tuple[tree.Tree, Exception | None]:
+    """Return a state like ``like`` with the values of a checkpoint. All ranks call.
+
+    A rank that cannot read goes on with the collectives, so that no rank waits, and returns the
+    error.
+
+    Returns:
+        The state, and the error of this rank; with an error the state is of no use.
+    """
+    filler = _Filler(found, payload)
+    del group
+    return map_parts(filler.part, like), filler.error
+
+
+@takes(
+    payload=instance(Payload, "a Payload", "zf.checkpoint.Payload(path, manifest)"),
+    entry=instance(LeafEntry, "a leaf of a manifest", "manifest.leaves[0]"),
+)
+def read_leaf(payload: Payload, entry: LeafEntry) -> Tensor:
+    """Read one whole leaf of a checkpoint, without a group.
+
+    Args:
+        payload: the payload files of the checkpoint.
+        entry: one of ``manifest.leaves``.
+
+    Returns:
+        A new tensor, on the CPU.
+
+    Raises:
+        CorruptCheckpoint: the files are not those that were written.
+        CheckpointError: the disk refused.
+
+    Example:
+        >>> import tempfile, zfun as zf
+        >>> with tempfile.TemporaryDirectory() as path:
+        ...     saved = zf.save(path, {"w": torch.ones(3)}, step=7)
+        ...     manifest = zf.checkpoint.read_manifest(saved.path)
+        ...     with zf.checkpoint.Payload(saved.path, manifest) as payload:
+        ...         read_leaf(payload, manifest.leaves[0])
+        tensor([1., 1., 1.])
+    """
+    flat = scratch((entry.numel,), entry.element, torch.device("cpu"))
+    payload.read(_wants(entry, 0, entry.numel, flat))
+    if entry.dtype.is_complex:
+        return torch.view_as_complex(flat.view(*entry.shape, 2))
+    return flat.view(entry.shape)
+
+
+class _Filler:
+    """Fills part by part, and remembers the first error."""
+
+    def __init__(self, found: Match, payload: Payload) -> None:
+        self.found, self.payload = found, payload
+        self.error: Exception | None = None
+        self._made: dict[int, Any] = {}
+
+    def part(self, part: Part) -> Any:
+        """Return the new value of a part."""
+        value = part.value
+        if is_plain(value):
+            return self.found.values.get(part.path, value)
+        if isinstance(value, Flat):
+            return self._flat(part)
+        # Tied tensors stay one tensor.
+        if id(value) not in self._made:
+            self._made[id(value)] = self._tensor(part)
+        return self._made[id(value)]
+
+    def _tensor(self, part: Part) -> Any:
+        (slot,) = slots_of(part)
+        if slot.key not in self.found.leaves:
+            return part.value
+        like = part.value
+        is_stored = isinstance(like, Stored)
+        device = torch.device("cpu") if is_stored else like.device
+        real = torch.zeros(slot.numel, dtype=_real(like.dtype), device=device)
+        self._read(real, [Span(slot, 0, 0, slot.numel)] if slot.numel else [])
+        shaped = (
+            torch.view_as_complex(real.view(*slot.shape, 2))
+            if slot.dtype.is_complex
+            else real.view(slot.shape)
+        )
+        if is_stored:
+            return self._put(like, shaped, slot.key)
+        return shaped.requires_grad_(like.requires_grad)
+
+    def _flat(self, part: Part) -> Flat:
+        flat: Flat = part.value
+        slots = slots_of(part)
+        buffers = list(flat.buffers)
+        # The old buffers are freed one by one, where they are not filled in place.
+        fresh = flat.with_buffers(())
+        flat.life.discard(f"load() at {call_site()}")
+        part = Part(part.path, fresh)
+        if self._in_place(part, slots, buffers):
+            return flat.with_buffers(buffers)
+        for bucket in range(len(buffers)):
+            mine = [slots[leaf] for leaf in flat.layout.buckets[bucket].leaves]
+            if any(slot.key in self.found.leaves for slot in mine):
+                buffers[bucket] = self._bucket(part, slots, mine, bucket, buffers[bucket])
+        return flat.with_buffers(buffers)
+
+    def _in_place(self, part: Part, slots: Sequence[Slot], buffers: Sequence[Any]) -> bool:
+        """Read all buckets at once, where no memory but the buffers is needed.
+
+        So the disk does not wait between buckets.
+        """
+        flat: Flat = part.value
+        found = self.found.leaves
+        if self.error is not None or (flat.placement is R and flat.group.size > 1):
+            return False
+        for slot in slots:
+            buffer = buffers[slot.bucket]
+            is_memory = isinstance(buffer, Tensor) and buffer.device.type == "cpu"
+            if not is_memory or (slot.key in found and found[slot.key].element != buffer.dtype):
+                return False
+        if is_symmetric(mesh_of(flat.group)):
+            await_readers(flat.group, buffers)
+        wants: list[Want] = []
+        for bucket, buffer in enumerate(buffers):
+            low = flat.group.rank * buffer.numel() if flat.placement is S else 0
+            for span in spans_of(part, slots, bucket, (low, low + buffer.numel())):
+                if span.slot.key in found:
+                    target = buffer[span.start : span.start + span.numel]
+                    wants += _wants(found[span.slot.key], span.first, span.numel, target)
+        try:
+            self.payload.read(wants)
+        except Exception as error:  # noqa: BLE001, raised on all ranks after the last collective
+            self.error = error
+        return True
+
+    def _bucket(
+        self, part: Part, slots: Sequence[Slot], mine: Sequence[Slot], bucket: int, buffer: Any
+    ) -> Any:
+        flat: Flat = part.value
+        by_rank = any(
+            slot.key in self.found.leaves and self.found.leaves[slot.key].rank is not None
+            for slot in mine
+        )
+        keeps_some = any(slot.key not in self.found.leaves for slot in mine)
+        if flat.placement is R and flat.group.size > 1 and not by_rank:
+            new = self._gathered(part, slots, bucket, buffer, keeps_some=keeps_some)
+        else:
+            new = self._memory_of(flat, bucket, buffer, keeps_some=keeps_some)
+            if is_symmetric(mesh_of(flat.group)):
+                await_readers(flat.group, [new])
+            low = flat.group.rank * new.numel() if flat.placement is S else 0
+            self._read(new, list(spans_of(part, slots, bucket, (low, low + new.numel()))))
+        if isinstance(buffer, Stored):
+            return self._put(buffer, new, flat.layout.label(bucket))
+        return new
+
+    def _memory_of(self, flat: Flat, bucket: int, buffer: Any, *, keeps_some: bool) -> Tensor:
+        """Return memory for a bucket: the buffer itself, or, of a store, memory of its own."""
+        if isinstance(buffer, Tensor):
+            return buffer
+        if keeps_some:
+            with locating(leaf=flat.layout.label(bucket)):
+                return buffer.get(torch.device("cpu")).wait().clone()
+        return torch.zeros(buffer.shape, dtype=buffer.dtype)
+
+    def _gathered(
+        self, part: Part, slots: Sequence[Slot], bucket: int, buffer: Any, *, keeps_some: bool
+    ) -> Tensor:
+        """Read this rank's part of a replicated bucket, and gather the bucket."""
+        flat: Flat = part.value
+        numel = buffer.shape.numel() // flat.group.size
+        low = flat.group.rank * numel
+        if isinstance(buffer, Stored) and not keeps_some:
+            piece = torch.zeros(numel, dtype=buffer.dtype)
+        else:
+            held = self._memory_of(flat, bucket, buffer, keeps_some=keeps_some)
+            piece = held[low : low + numel].clone()
+            del held
+        spans = [
+            span._replace(start=span.start - low)
+            for span in spans_of(part, slots, bucket, (low, low + numel))
+        ]
+        self._read(piece, spans)
+        layout = flat.layout.select([bucket])
+        shard = Flat([piece], S, layout, flat.group)
+        # Where ranks share memory the gather makes a new buffer, because the old one may show the
+        # memory of other ranks.
+        into = None
+        if not is_symmetric(mesh_of(flat.group)):
+            whole = (
+                buffer
+                if isinstance(buffer, Tensor)
+                else torch.empty(buffer.shape, dtype=piece.dtype)
+            )
+            into = Flat([whole], R, layout, flat.group)
+        return redistribute(shard, R, flat.group, name="load", into=into).buffers[0]
+
+    def _put(self, like: Stored, new: Tensor, label: str) -> Any:
+        try:
+            with locating(leaf=label):
+                handle = like.store.put(new, like.name)
+                handle.flush()
+                return handle
+        except Exception as error:  # noqa: BLE001, raised on all ranks after the last collective
+            self.error = self.error or error
+            return like
+
+    def _read(self, memory: Tensor, spans: Sequence[Span]) -> None:
+        """Read ranges into a vector, and convert where the dtypes differ."""
+        if self.error is not None:
+            return
+        try:
+            self._read_spans(memory, spans)
+        except Exception as error:  # noqa: BLE001, raised on all ranks after the last collective
+            self.error = error
+
+    def _read_spans(self, memory: Tensor, spans: Sequence[Span]) -> None:
+        wants: list[Want] = []
+        staged: list[tuple[Span, Tensor]] = []
+        is_plain_memory = memory.device.type == "cpu" and memory.is_contiguous()
+        for span in spans:
+            entry = self.found.leaves.get(span.slot.key)
+            if entry is None:
+                continue
+            if is_plain_memory and entry.element == memory.dtype:
+                target = memory[span.start : span.start + span.numel]
+            else:
+                target = torch.empty(span.numel, dtype=entry.element)
+                staged.append((span, target))
+            wants += _wants(entry, span.first, span.numel, target)
+        self.payload.read(wants)
+        for span, target in staged:
+            memory[span.start : span.start + span.numel].copy_(target)
+
+
+def _real(dtype: torch.dtype) -> torch.dtype:
+    return dtype.to_real() if dtype.is_complex else dtype
+
+
+def _wants(entry: LeafEntry, first: int, numel: int, target: Tensor) -> Iterator[Want]:
+    """Yield the ranges of files that hold a range of a leaf."""
+    size = entry.element.itemsize
+    memory: np.ndarray = target.view(torch.uint8).numpy() if numel else np.empty(0, np.uint8)
+    for piece in entry.pieces:
+        low = max(first, piece.first)
+        high = min(first + numel, piece.first + piece.numel)
+        if low < high:
+            yield Want(
+                piece.file,
+                piece.offset + (low - piece.first) * size,
+                memory[(low - first) * size : (high - first) * size],
+            )

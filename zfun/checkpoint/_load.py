@@ -1,0 +1,200 @@
+"""Load a checkpoint into a state of any composition.
+
+[Note: loading]
+``like`` says what is wanted: keys, shapes, dtypes, and the ranges that this rank holds. All of that
+is compared with the manifest before anything is read. Then each bucket is filled from the
+ranges of the files that overlap the bucket. A replicated bucket is read in parts, one by each rank,
+and gathered, so a checkpoint is read once and not once for each rank.
+
+The buffers of ``like`` are filled in place, so that no second state is in memory. A failure after
+that leaves ``like`` dead, and not half loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zfun import tree
+from zfun.checkpoint._background import settle
+from zfun.checkpoint._directory import FILES, read_manifest, step_path
+from zfun.checkpoint._fill import fill
+from zfun.checkpoint._match import Match, match
+from zfun.checkpoint._parts import Part, group_of, parts_of
+from zfun.checkpoint._random import set_random, use_loader
+from zfun.checkpoint._together import agree
+from zfun.checkpoint.format import Manifest, Payload, decode
+from zfun.collectives import Group
+from zfun.errors import AliasChanged, CheckpointError
+from zfun.files import Files
+from zfun.flat import Flat, call_site, consume, flats
+from zfun.options import ANY, BOOL, FUNCTION, GROUP, PATH, instance, integer, takes
+
+__all__ = ["Loaded", "load"]
+
+
+class Loaded(NamedTuple):
+    """The result of :func:`load`.
+
+    Attributes:
+        state: a state like ``like``, with the values of the checkpoint.
+        step: the step of the checkpoint.
+        data: the ``data=`` of the save.
+        loader: the position of this rank's data loader; of a rank that the save did not have,
+            ``None``.
+        path: the directory of the checkpoint.
+    """
+
+    state: Any
+    step: int
+    data: Any
+    loader: Any
+    path: str
+
+
+@takes(
+    path=PATH,
+    like=ANY,
+    step=integer(0) | None,
+    group=GROUP | None,
+    cast=BOOL,
+    reset=FUNCTION | None,
+    loader=ANY,
+    rng=instance(dict, "a dict of random generators", "{'augment': generator}") | BOOL | None,
+    files=FILES,
+)
+def load(
+    path: str | Path,
+    like: tree.Tree,
+    *,
+    step: int | None = None,
+    group: Group | None = None,
+    cast: bool = False,
+    reset: Any = None,
+    loader: Any = None,
+    rng: Mapping[str, Any] | bool | None = None,
+    files: Files | None = None,
+) -> Loaded:
+    """Load a checkpoint into a state of any composition. All ranks call.
+
+    Group size, stage, bucket size, mesh and store may differ from those of the save. So may the
+    precision, where no digit is lost: parameters become the rounded master weights, master weights
+    become the parameters, and narrow values become wide.
+
+    Args:
+        path: a directory of checkpoints, or the directory of one checkpoint.
+        like: a state of the new composition, such as ``zero.init(params)``. The buffers are
+            filled in place, so ``like`` must not be used again.
+        step: the step to load; by default the newest.
+        group: the ranks; by default those of the flats in ``like``.
+        cast: also convert where digits are lost.
+        reset: ``reset(key)``: whether a leaf keeps the value of ``like``, whatever the checkpoint
+            has there.
+        loader: a data loader with ``load_state_dict()``, which is set to the position of this rank.
+        rng: random generators by name, to be set beside torch's default generators; ``False`` sets
+            no generator. A rank that the save did not have keeps its generators.
+        files: the operations on files, for tests that let some of them fail.
+
+    Returns:
+        The state, the step, and the caller's data.
+
+    Raises:
+        SpecMismatch: leaves are missing, are unexpected, or have another shape or dtype. The error
+            lists the leaves, and ``like`` is unchanged.
+        AliasChanged: leaves that were tied are not, or the other way round; ``like`` is unchanged.
+        CorruptCheckpoint: on all ranks: the files are not those that were written.
+        CheckpointError: on all ranks: there is no checkpoint, or the disk refused.
+
+    Example:
+        >>> import tempfile, torch, zfun as zf
+        >>> loss = lambda params, batch: ((params["w"] - batch) ** 2).sum()
+        >>> directory = tempfile.TemporaryDirectory()
+        >>> def first(group):
+        ...     z = zf.zero(3, loss, zf.optim.adamw(0.1), group)
+        ...     state, _ = z.step(z.init({"w": torch.zeros(2)}), torch.ones(2))
+        ...     zf.save(directory.name, state, data={"seen": 8})
+        >>> _ = zf.simulate(4, first)
+        >>> def second(group):
+        ...     z = zf.zero(1, loss, zf.optim.adamw(0.1), group)
+        ...     state, step, data, *_ = zf.load(directory.name, z.init({"w": torch.zeros(2)}))
+        ...     return step, data, z.params(state)["w"]
+        >>> zf.simulate(2, second)[0]
+        (1, {'seen': 8}, tensor([0.1000, 0.1000]))
+        >>> directory.cleanup()
+    """
+    everyone = group_of(like, group)
+    settle(everyone)
+    files = files or Files()
+    error: Exception | None = None
+    found: _Found | None = None
+    try:
+        found = _find(str(path), like, step, everyone, cast, reset, files)
+    except Exception as caught:  # noqa: BLE001, raised below on all ranks
+        error = caught
+    chosen = agree(everyone, error, None if found is None else found.manifest.digest)
+    assert found is not None
+    if len(set(chosen)) > 1:
+        raise CheckpointError(
+            f"all ranks load one checkpoint; got several, on this rank {found.path}; pass step=, "
+            "or wait until no job saves to the path",
+            path=str(path),
+        )
+    rank_state = _of_rank(found.manifest, everyone)
+    with Payload(found.path, found.manifest, files) as payload:
+        state, error = fill(like, found.match, payload, everyone)
+    if error is None:
+        try:
+            if rng is not False and rank_state.rng is not None:
+                set_random(rank_state.rng, rng if isinstance(rng, Mapping) else None)
+            if loader is not None and rank_state.loader is not None:
+                use_loader(loader, rank_state.loader)
+        except Exception as caught:  # noqa: BLE001, raised below on all ranks
+            error = caught
+    consume(flats(like), f"load() at {call_site()}")
+    agree(everyone, error)
+    return Loaded(
+        state, found.manifest.step, decode(found.manifest.data), rank_state.loader, found.path
+    )
+
+
+class _Found(NamedTuple):
+    path: str
+    manifest: Manifest
+    match: Match
+
+
+def _find(
+    path: str, like: tree.Tree, step: int | None, group: Group, cast: bool, reset: Any, files: Files
+) -> _Found:
+    chosen = step_path(path, step, files=files)
+    manifest = read_manifest(chosen, files=files)
+    parts = parts_of(like)
+    _check_apart(parts)
+    return _Found(chosen, manifest, match(parts, manifest, group, cast=cast, reset=reset))
+
+
+def _check_apart(parts: Sequence[Part]) -> None:
+    """Refuse a flat that is in a state twice, because its buffers are filled once."""
+    seen: dict[int, str] = {}
+    for part in parts:
+        if isinstance(part.value, Flat):
+            first = seen.setdefault(id(part.value.life), part.path)
+            if first != part.path:
+                raise AliasChanged(
+                    "load() fills each flat of a state once; got one flat at "
+                    f"{first!r} and at {part.path!r}; pass copy.deepcopy() of one of the two",
+                    leaf=part.path,
+                )
+
+
+class _RankState(NamedTuple):
+    rng: Any
+    loader: Any
+
+
+def _of_rank(manifest: Manifest, group: Group) -> _RankState:
+    def mine(held: Any) -> Any:
+        return decode(held[group.rank]) if group.rank < len(held) else None
+
+    return _RankState(mine(manifest.rng), mine(manifest.loader))

@@ -1,0 +1,340 @@
+"""The logical leaves of a state, whatever its composition.
+
+[Note: logical leaves]
+A state is a tree of flats, tensors, handles of stores, and plain values. Its *parts* are these; a
+part has a path in the tree, and a tensor in a part has a *key*: the path of the part joined with
+the path of the leaf in the part. So ``params`` as a flat with the leaf ``h.0.w``, and ``params`` as
+a tree of tensors, both have the key ``params.h.0.w``.
+
+Two types of state depend on the precision, and so are seen through. The inner state of
+``with_master`` has the keys of the state without master weights. The fields of a loss scale are
+optional. A key of a master weight is linked to the key of the parameter, because with master
+weights the exact value of a parameter is its master weight.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zfun import tree
+from zfun.collectives import Group, Mesh, mesh_of, single_group
+from zfun.errors import CheckpointError, SpecMismatch
+from zfun.flat import Flat, flats
+from zfun.optim import LossScaleState, MasterState
+from zfun.placement import P, R, S
+from zfun.stores import Stored
+
+__all__ = [
+    "Part",
+    "Span",
+    "group_of",
+    "is_plain",
+    "join",
+    "map_parts",
+    "masters_of",
+    "parts_of",
+    "real_dtype",
+    "slots_of",
+    "spans_of",
+    "ties_of",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One flat, tensor, handle or plain value of a state.
+
+    Attributes:
+        path: the path in the state.
+        value: the part.
+        is_optional: whether the part belongs to a loss scale.
+        master: for master weights, the path of the tree of master weights; else empty.
+    """
+
+    path: str
+    value: Any
+    is_optional: bool = False
+    master: str = ""
+
+
+def join(prefix: str, path: str) -> str:
+    """Join paths; ``"."`` is the path of a tree that is one leaf.
+
+    Example:
+        >>> join("params", "h.0.w"), join("params", "."), join(".", "w")
+        ('params.h.0.w', 'params', 'w')
+    """
+    if path == ".":
+        return prefix
+    return path if prefix == "." else f"{prefix}.{path}"
+
+
+def _is_node(value: Any) -> bool:
+    return isinstance(value, (Flat, MasterState, LossScaleState))
+
+
+def map_parts(
+    fn: Callable[[Part], Any], state: tree.Tree, prefix: str = ".", like: Part | None = None
+) -> tree.Tree:
+    """Apply ``fn`` to every part of a state, in the order of the tree.
+
+    Args:
+        fn: ``fn(part) -> new value``.
+        state: any tree.
+        prefix: the path of the tree.
+        like: the marks that all parts inherit.
+
+    Returns:
+        The tree of the results.
+    """
+    like = like or Part("", None)
+    leaves, spec = tree.flatten(state, is_leaf=_is_node)
+    found: list[Any] = []
+    for path, leaf in zip(tree.paths(state, is_leaf=_is_node), leaves, strict=True):
+        here = join(prefix, path)
+        if isinstance(leaf, MasterState):
+            master = join(here, "master")
+            found.append(
+                MasterState(
+                    map_parts(fn, leaf.master, master, Part("", None, like.is_optional, master)),
+                    map_parts(fn, leaf.inner, here, like),
+                )
+            )
+        elif isinstance(leaf, LossScaleState):
+            held = (
+                fn(Part(join(here, name), x, True, like.master))
+                for name, x in leaf._asdict().items()
+            )
+            found.append(LossScaleState(*held))
+        else:
+            found.append(fn(Part(here, leaf, like.is_optional, like.master)))
+    return tree.unflatten(spec, found)
+
+
+def parts_of(state: tree.Tree) -> list[Part]:
+    """Return the parts of a state."""
+    found: list[Part] = []
+    map_parts(found.append, state)
+    return found
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is a number, a text or a truth value."""
+    return isinstance(value, (bool, int, float, str))
+
+
+def check_part(part: Part) -> None:
+    """Refuse a part that no checkpoint can hold."""
+    if not isinstance(part.value, (Flat, Tensor, Stored)) and not is_plain(part.value):
+        raise CheckpointError(
+            "a state is made of flats, tensors, numbers and text; got "
+            f"{type(part.value).__name__} at {part.path!r}; pass generators as rng=, a data loader "
+            "as loader=, and other values as data=",
+            leaf=part.path,
+        )
+
+
+@functools.cache
+def _alone() -> Group:
+    """Return one group for all states without flats, so that a save finds the one before."""
+    return single_group()
+
+
+def group_of(state: tree.Tree, group: Group | None) -> Group:
+    """Return all ranks that share a state: the whole mesh, if there is one."""
+    found = [mesh_of(flat.group) for flat in flats(state)]
+    if group is None:
+        group = found[0] if found else _alone()
+    for other in found:
+        if other is not mesh_of(group):
+            raise SpecMismatch(
+                "a state is shared by one group of ranks, or by axes of one mesh; got values "
+                f"over {other!r} and over {mesh_of(group)!r}; save them under two paths"
+            )
+    return mesh_of(group)
+
+
+class Slot(NamedTuple):
+    """One logical leaf in a part.
+
+    Attributes:
+        key: the key.
+        shape: the shape.
+        dtype: the dtype in the state, complex where the leaf is.
+        numel: the number of real elements.
+        bucket: the bucket of a flat; 0 in a tensor.
+        offset: the first element in the whole bucket; 0 in a tensor.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    numel: int
+    bucket: int
+    offset: int
+
+
+def real_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the real elements of a dtype."""
+    return dtype.to_real() if dtype.is_complex else dtype
+
+
+def slots_of(part: Part) -> list[Slot]:
+    """Return the logical leaves of a flat, a tensor or a handle."""
+    value = part.value
+    if not isinstance(value, Flat):
+        numel = value.shape.numel() * (2 if value.dtype.is_complex else 1)
+        return [Slot(part.path, tuple(value.shape), value.dtype, numel, 0, 0)]
+    found = []
+    for slot in value.layout.leaves:
+        dtype = value.buffers[slot.bucket].dtype
+        found.append(
+            Slot(
+                join(part.path, slot.path),
+                slot.shape,
+                dtype.to_complex() if slot.dtype.is_complex else dtype,
+                slot.numel,
+                slot.bucket,
+                slot.offset,
+            )
+        )
+    return found
+
+
+def ties_of(parts: Sequence[Part]) -> dict[str, str]:
+    """Return the keys that share the tensor of another key, and that key."""
+    ties: dict[str, str] = {}
+    seen: dict[Any, str] = {}
+    for part in parts:
+        value = part.value
+        if isinstance(value, Flat):
+            layout = value.layout
+            for path, position in zip(layout.paths, layout.positions, strict=True):
+                first = layout.leaves[position].path
+                if path != first:
+                    ties[join(part.path, path)] = join(part.path, first)
+        elif isinstance(value, (Tensor, Stored)):
+            first = seen.setdefault(_place_of(value), part.path)
+            if first != part.path:
+                ties[part.path] = first
+    return ties
+
+
+def _place_of(value: Any) -> Any:
+    if not isinstance(value, Tensor) or not value.numel():
+        return id(value)
+    storage = value.untyped_storage()._cdata
+    return storage, value.storage_offset(), value.shape, value.stride(), value.dtype
+
+
+class Span(NamedTuple):
+    """A range of the elements of a leaf, in a buffer of this rank.
+
+    Attributes:
+        slot: the leaf.
+        start: where the range begins in the buffer, in elements.
+        first: the first element of the range in the leaf.
+        numel: the number of elements.
+    """
+
+    slot: Slot
+    start: int
+    first: int
+    numel: int
+
+
+def held_range(flat: Flat, bucket: int) -> tuple[int, int]:
+    """Return the range of a whole bucket that this rank holds."""
+    numel = flat.layout.buckets[bucket].padded_numel
+    if flat.placement is not S:
+        return 0, numel
+    share = numel // flat.group.size
+    return flat.group.rank * share, (flat.group.rank + 1) * share
+
+
+def share_of(low: int, high: int, rank: int, size: int) -> tuple[int, int]:
+    """Return one rank's share of a range that several ranks hold."""
+    numel = high - low
+    return low + numel * rank // size, low + numel * (rank + 1) // size
+
+
+def owned_range(flat: Flat, bucket: int) -> tuple[int, int]:
+    """Return the range of a whole bucket that this rank writes.
+
+    Ranks that hold the same elements share the writing: all ranks under ``R``, and the rows of a
+    mesh under ``S`` over the inner axis.
+    """
+    low, high = held_range(flat, bucket)
+    mesh = mesh_of(flat.group)
+    if flat.placement is P or mesh.size == 1:
+        return low, high
+    if flat.placement is R:
+        return share_of(low, high, mesh.rank, mesh.size)
+    if flat.group is mesh or not isinstance(mesh, Mesh):
+        return low, high
+    return share_of(low, high, mesh.outer.rank, mesh.outer.size)
+
+
+def spans_of(
+    part: Part, slots: Sequence[Slot], bucket: int, within: tuple[int, int]
+) -> Iterator[Span]:
+    """Yield the parts of the leaves that lie in a range of a whole bucket.
+
+    Args:
+        part: a flat.
+        slots: the leaves of ``part``.
+        bucket: the bucket.
+        within: a range of the whole bucket. ``start`` counts from the beginning of the buffer of
+            this rank.
+    """
+    base, _ = held_range(part.value, bucket)
+    for index in part.value.layout.buckets[bucket].leaves:
+        slot = slots[index]
+        start = max(within[0], slot.offset)
+        stop = min(within[1], slot.offset + slot.numel)
+        if start < stop:
+            yield Span(slot, start - base, start - slot.offset, stop - start)
+
+
+def masters_of(parts: Sequence[Part]) -> dict[str, str]:
+    """Return for each parameter with a master weight the key of the master weight.
+
+    The master weights of a state at ``opt_state.master`` are those of the parameters beside it:
+    the part of the state, other than the optimizer's, that has all of these leaves.
+    """
+    found: dict[str, str] = {}
+    keys = {slot.key for part in parts if not is_plain(part.value) for slot in slots_of(part)}
+    groups: dict[str, list[str]] = {}
+    for part in parts:
+        if part.master and not is_plain(part.value):
+            for slot in slots_of(part):
+                path = slot.key[len(part.master) + 1 :] or "."
+                groups.setdefault(part.master, []).append(path)
+    for master, paths in groups.items():
+        params = _params_beside(master.split(".")[:-1], paths, keys)
+        if params is not None:
+            found |= {join(params, path): join(master, path) for path in paths}
+    return found
+
+
+def _params_beside(where: Sequence[str], paths: Sequence[str], keys: set[str]) -> str | None:
+    """Return the prefix of the parameters that have these paths: nearest to the optimizer state."""
+    for depth in reversed(range(len(where))):
+        above = ".".join(where[:depth])
+        rest = [
+            key[len(above) :].lstrip(".")
+            for key in keys
+            if not above or key.startswith(above + ".")
+        ]
+        names = dict.fromkeys(key.split(".")[0] for key in rest)
+        for name in sorted(names, key=lambda name: (name != "params", name)):
+            prefix = f"{above}.{name}".lstrip(".")
+            if name != where[depth] and all(join(prefix, path) in keys for path in paths):
+                return prefix
+    return None

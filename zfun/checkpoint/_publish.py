@@ -1,0 +1,204 @@
+"""The publication of a checkpoint by one rename.
+
+[Note: publication]
+1. The ranks agree on the tree, the step and the name. Rank 0 takes the lock of the directory and
+   makes a temporary directory.
+2. Each rank writes one payload file there, and waits until the disk has the file.
+3. Each rank reports to rank 0. Rank 0 looks for the files of all ranks, writes the manifest, and
+   waits until the disk has the manifest and the names.
+4. Rank 0 renames the temporary directory: the one moment in which the checkpoint comes to be.
+5. Rank 0 removes checkpoints that ``keep`` does not keep, and all ranks return or raise together.
+
+A process that dies before 4 leaves a temporary directory, which no reader takes for a checkpoint
+and the next save removes.
+
+In the background the ranks cannot use their group, which the steps use. There the reports of 3 and
+5 are files in the temporary directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from zfun.checkpoint._directory import (
+    TEMPORARY,
+    locked,
+    name_for,
+    prune,
+    remove_directory,
+    remove_stale,
+)
+from zfun.checkpoint._together import agree
+from zfun.checkpoint.format import (
+    DTYPES,
+    MANIFEST,
+    FileEntry,
+    LeafEntry,
+    Manifest,
+    Piece,
+    explaining,
+    format_manifest,
+    parse_manifest,
+)
+from zfun.collectives import Group
+from zfun.errors import CheckpointError
+from zfun.files import Files
+
+__all__ = ["Job"]
+
+
+class Job:
+    """One save: the names, and the steps that rank 0 takes for all.
+
+    Args:
+        path: the directory of checkpoints.
+        group: all ranks.
+        files: the operations on files.
+        keep: how many steps to keep.
+        chunk_bytes: bytes that are hashed at a time.
+        hash_name: the hash.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        group: Group,
+        files: Files,
+        keep: int | None,
+        chunk_bytes: int,
+        hash_name: str = "xxh64",
+    ) -> None:
+        self.path, self.group, self.files = path, group, files
+        self.keep, self.chunk_bytes, self.hash_name = keep, chunk_bytes, hash_name
+        self.temporary = ""
+        self.final = ""
+        self._lock = contextlib.ExitStack()
+
+    def begin(self, step: int) -> None:
+        """Make the temporary directory; every rank looks whether it is there."""
+        error: Exception | None = None
+        names = None
+        try:
+            if self.group.rank == 0:
+                names = self._made(step)
+        except Exception as caught:  # noqa: BLE001, raised below on all ranks
+            error = caught
+        temporary, final = self.agree(error, names)[0]
+        self.temporary, self.final = f"{self.path}/{temporary}", f"{self.path}/{final}"
+        if not Path(self.temporary).is_dir():
+            error = CheckpointError(
+                f"all ranks save to one directory, on a disk that they share; this rank does not "
+                f"see {self.temporary}, which rank 0 made; pass a path on a shared disk",
+                path=self.path,
+            )
+        self.agree(error)
+
+    def _made(self, step: int) -> list[str]:
+        with explaining(self.path, "the directory"):
+            Path(self.path).mkdir(parents=True, exist_ok=True)
+        self._lock.enter_context(locked(self.path, self.files))
+        with explaining(self.path, "the temporary directory"):
+            remove_stale(self.path, self.files)
+            final = name_for(self.path, step, self.files)
+            temporary = f"{TEMPORARY}{final}-{secrets.token_hex(4)}"
+            self.files.make(f"{self.path}/{temporary}")
+        return [temporary, final]
+
+    def agree(self, error: Exception | None, value: Any = None) -> list[Any]:
+        """Return the value of every rank, or end the save on all ranks; see :func:`agree`."""
+        try:
+            return agree(self.group, error, value)
+        except Exception:
+            self.abandon()
+            raise
+
+    def publish(self, reports: Sequence[dict[str, Any]]) -> None:
+        """Write the manifest and rename the directory; rank 0 only."""
+        manifest = _manifest_of(reports, self.chunk_bytes, self.hash_name)
+        self._check_visible(manifest)
+        text = format_manifest(manifest)
+        # A manifest that cannot be read is a mistake to find now.
+        parse_manifest(text)
+        name = f"{self.temporary}/{MANIFEST}"
+        with explaining(name, "the manifest"):
+            fd = self.files.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            try:
+                done = self.files.write(fd, text, 0)
+                if done != len(text):
+                    raise OSError(errno.ENOSPC, f"{done} of {len(text)} bytes were written")
+                self.files.sync(fd)
+            finally:
+                self.files.close(fd)
+        with explaining(self.final, "publishing the checkpoint"):
+            self.files.sync_directory(self.temporary)
+            self.files.rename(self.temporary, self.final)
+            self.files.sync_directory(self.path)
+        prune(self.path, self.keep, Path(self.final).name, self.files)
+
+    def _check_visible(self, manifest: Manifest) -> None:
+        with explaining(self.temporary, "listing the files of all ranks"):
+            seen = self.files.names(self.temporary)
+        for entry in manifest.files:
+            if entry.name not in seen:
+                raise CheckpointError(
+                    "all ranks save to one directory, on a disk that they share; rank 0 does not "
+                    f"see {entry.name} in {self.temporary}, which another rank wrote; pass a path "
+                    "on a shared disk",
+                    path=self.path,
+                )
+
+    def abandon(self) -> None:
+        """Remove the temporary directory of a save that failed; rank 0 only."""
+        if self.group.rank == 0 and self.temporary:
+            remove_directory(self.temporary, self.files)
+
+    def release(self) -> None:
+        """Release the lock."""
+        self._lock.close()
+
+
+def _manifest_of(reports: Sequence[dict[str, Any]], chunk_bytes: int, hash_name: str) -> Manifest:
+    """Join the reports of all ranks."""
+    shared = reports[0]["shared"]
+    files: list[FileEntry] = []
+    pieces: dict[tuple[str, int | None], list[Piece]] = {}
+    for rank, report in enumerate(reports):
+        for key, at, first, numel, is_own in report["pieces"]:
+            place = (key, rank if is_own else None)
+            pieces.setdefault(place, []).append(Piece(len(files), at, first, numel))
+        if report["file"] is not None:
+            name, num_bytes, start, chunks = report["file"]
+            files.append(FileEntry(name, num_bytes, start, tuple(chunks)))
+
+    def entry(described: list[Any], rank: int | None) -> LeafEntry:
+        key, dtype, shape = described
+        held = sorted(pieces.get((key, rank), ()), key=lambda piece: piece.first)
+        return LeafEntry(key, DTYPES[dtype], tuple(shape), rank, tuple(held))
+
+    leaves = [entry(described, None) for described in shared["leaves"]]
+    for index in range(len(reports[0]["own"])):
+        leaves += (entry(report["own"][index], rank) for rank, report in enumerate(reports))
+    own_values = [report["values"] for report in reports]
+    return Manifest(
+        step=shared["step"],
+        ranks=len(reports),
+        chunk_bytes=chunk_bytes,
+        hash=hash_name,
+        files=tuple(files),
+        leaves=tuple(leaves),
+        ties=shared["ties"],
+        masters=shared["masters"],
+        optional=shared["optional"],
+        values=shared["values"],
+        rank_values=own_values if any(own_values) else [],
+        rng=[report["rng"] for report in reports],
+        loader=[report["loader"] for report in reports],
+        data=shared["data"],
+        composition=shared["composition"],
+    )

@@ -1,0 +1,114 @@
+"""The random generators and the data loader of a rank."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from zfun.errors import CheckpointError
+
+__all__ = ["default_generators", "loader_position", "random_states", "set_random", "use_loader"]
+
+
+def default_generators() -> dict[str, Any]:
+    """Return torch's default generators, by device."""
+    names = ["torch"]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        names += [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    return {name: generator_of(name) for name in names}
+
+
+def random_states(rng: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the states of torch's default generators and of the caller's, by name."""
+    return {
+        "default": {name: state_of(one) for name, one in default_generators().items()},
+        "named": {str(name): state_of(one) for name, one in (rng or {}).items()},
+    }
+
+
+def set_random(states: Any, rng: Mapping[str, Any] | None) -> None:
+    """Set torch's default generators, and the caller's."""
+    here = default_generators()
+    named = states["named"]
+    for name in rng or {}:
+        if name not in named:
+            raise CheckpointError(
+                f"a checkpoint has the generators that were saved: {', '.join(named) or 'none'}; "
+                f"got rng= with {name!r}; leave the generator out"
+            )
+    for name, state in states["default"].items():
+        if name in here:
+            set_generator(here[name], state)
+    for name, generator in (rng or {}).items():
+        set_generator(generator, named[name])
+
+
+def loader_position(loader: Any) -> Any:
+    """Return the position of a data loader: its ``state_dict()``, or a plain value itself."""
+    return loader.state_dict() if callable(getattr(loader, "state_dict", None)) else loader
+
+
+def use_loader(loader: Any, position: Any) -> None:
+    """Set a data loader to a position."""
+    if not callable(getattr(loader, "load_state_dict", None)):
+        raise CheckpointError(
+            "loader= of load() takes a data loader with load_state_dict(), such as torchdata's "
+            f"StatefulDataLoader; got {type(loader).__name__}; read the position of other loaders "
+            "from the result of load()"
+        )
+    loader.load_state_dict(position)
+
+
+def state_of(generator: Any) -> Any:
+    """Return the state of a random generator as a plain value.
+
+    Args:
+        generator: a ``torch.Generator``, a ``random.Random``, or a ``Generator`` or ``RandomState``
+            of numpy.
+
+    Raises:
+        CheckpointError: another object.
+    """
+    match generator:
+        case torch.Generator():
+            return generator.get_state()
+        case random.Random():
+            return generator.getstate()
+        case np.random.Generator():
+            return generator.bit_generator.state
+        case np.random.RandomState():
+            return generator.get_state(legacy=False)
+    raise CheckpointError(
+        "rng= takes random generators by name: torch.Generator, random.Random, and Generator or "
+        f"RandomState of numpy; got {type(generator).__name__}; pass what it wraps"
+    )
+
+
+def set_generator(generator: Any, state: Any) -> None:
+    """Set the state of a random generator."""
+    try:
+        match generator:
+            case torch.Generator():
+                generator.set_state(state)
+            case random.Random():
+                generator.setstate(state)
+            case np.random.Generator():
+                generator.bit_generator.state = state
+            case _:
+                generator.set_state(state)
+    except (TypeError, ValueError, KeyError, RuntimeError, AttributeError) as error:
+        raise CheckpointError(
+            f"a generator takes the state of one of its kind; got another for "
+            f"{type(generator).__name__}: {error}; pass the generator that was saved"
+        ) from error
+
+
+def generator_of(name: str) -> Any:
+    """Return torch's default generator of a device."""
+    if name == "torch":
+        return torch.default_generator
+    return torch.cuda.default_generators[int(name.removeprefix("cuda:"))]

@@ -1,0 +1,75 @@
+"""Ranks that save or load together: all succeed, or all raise."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zfun.collectives import Group, gather_values, global_ranks
+from zfun.errors import CheckpointError, ZfunError
+
+__all__ = ["agree", "error_from", "gather_json", "report_of"]
+
+
+def gather_json(value: Any, group: Group, name: str) -> list[Any]:
+    """Return the JSON value of every rank, in rank order."""
+    if group.size == 1:
+        return [value]
+    text = json.dumps(value, separators=(",", ":")).encode()
+    lengths = gather_values(torch.tensor(len(text)), group, f"{name} lengths")
+    texts = gather_values(_as_tensor(text.ljust(int(lengths.max()))), group, name)
+    return [json.loads(row.numpy().tobytes()) for row in texts]
+
+
+def _as_tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def report_of(error: Exception | None) -> dict[str, Any] | None:
+    """Describe an error to the other ranks."""
+    if error is None:
+        return None
+    return {
+        "type": type(error).__name__,
+        "message": str(error)[:4000],
+        "path": getattr(error, "path", None),
+        "errno": getattr(error, "errno", None),
+        "leaf": getattr(error, "leaf", None),
+    }
+
+
+def error_from(report: dict[str, Any], rank: int) -> CheckpointError:
+    """Return the error that a rank raises because another rank failed."""
+    return CheckpointError(
+        f"all ranks save and load together, and rank {rank} failed: {report['message']}",
+        path=report["path"],
+        errno=report["errno"],
+        leaf=report["leaf"],
+        rank=rank,
+    )
+
+
+def agree(group: Group, error: Exception | None, value: Any = None) -> list[Any]:
+    """Raise on all ranks if one rank failed; else return the value of every rank.
+
+    Args:
+        group: all ranks, each of which calls.
+        error: the failure of this rank.
+        value: JSON of this rank.
+
+    Raises:
+        Exception: the error of this rank, or else of the lowest rank that failed.
+    """
+    # A failure that is no error of zfun, a KeyboardInterrupt, ends this process, and so the group.
+    found = gather_json([report_of(error), value if error is None else None], group, "checkpoint")
+    failed = [rank for rank, (report, _) in enumerate(found) if report is not None]
+    if not failed:
+        return [mine for _, mine in found]
+    if error is not None:
+        if isinstance(error, ZfunError) and error.rank is None:
+            error.rank = global_ranks(group)[group.rank]
+        raise error
+    raise error_from(found[failed[0]][0], global_ranks(group)[failed[0]])

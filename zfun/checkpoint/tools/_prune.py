@@ -1,0 +1,123 @@
+"""Remove old checkpoints, never the last good one."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import NamedTuple
+
+from zfun.checkpoint._directory import (
+    FILES,
+    TEMPORARY,
+    SavedStep,
+    all_saves,
+    locked,
+    read_manifest,
+    remove_directory,
+    steps,
+)
+from zfun.errors import CheckpointError, OptionError
+from zfun.files import Files
+from zfun.options import BOOL, PATH, integer, takes
+
+__all__ = ["Pruned", "prune"]
+
+
+class Pruned(NamedTuple):
+    """The result of :func:`prune`.
+
+    Attributes:
+        removed: the checkpoints that were removed, or would be in a dry run.
+        kept: the checkpoints that stay.
+        num_bytes: the bytes of the removed checkpoints.
+    """
+
+    removed: tuple[SavedStep, ...]
+    kept: tuple[SavedStep, ...]
+    num_bytes: int
+
+
+@takes(path=PATH, keep=integer(1) | None, every=integer(1) | None, dry_run=BOOL, files=FILES)
+def prune(
+    path: str | Path,
+    *,
+    keep: int | None = None,
+    every: int | None = None,
+    dry_run: bool = True,
+    files: Files | None = None,
+) -> Pruned:
+    """Remove old checkpoints of a directory, never the last good one.
+
+    Args:
+        path: the directory of checkpoints.
+        keep: keep the newest ``keep`` good ones. A checkpoint is good if its manifest is, and all
+            of its files have their lengths.
+        every: keep those whose step ``every`` divides, too.
+        dry_run: return what would be removed, and remove nothing.
+        files: the operations on files.
+
+    Returns:
+        The checkpoints that were removed, and those that stay. Damaged ones, and older saves of a
+        step that was saved twice, are removed too; if no checkpoint is good, none is removed.
+
+    Raises:
+        OptionError: neither ``keep`` nor ``every``.
+        CheckpointError: a job saves to the directory, or the disk refused.
+
+    Example:
+        >>> import tempfile, torch, zfun as zf
+        >>> with tempfile.TemporaryDirectory() as path:
+        ...     for step in (10, 20, 30, 40):
+        ...         saved = zf.save(path, {"w": torch.ones(3)}, step=step)
+        ...     pruned = zf.checkpoint.prune(path, keep=1, every=20, dry_run=False)
+        ...     [one.step for one in pruned.removed], [one.step for one in pruned.kept]
+        ([10, 30], [20, 40])
+    """
+    if keep is None and every is None:
+        raise OptionError(
+            "prune() keeps some checkpoints; got neither keep= nor every=; write keep=3 for the "
+            "newest three"
+        )
+    files = files or Files()
+    if not steps(path, files=files):
+        return Pruned((), (), 0)
+    if dry_run:
+        return _choose(str(path), keep, every, files)
+    with locked(str(path), files):
+        found = _choose(str(path), keep, every, files)
+        for one in found.removed:
+            # Renamed first, so that no reader takes a directory with missing files for a step.
+            gone = f"{path}/{TEMPORARY}old-{Path(one.path).name}"
+            files.rename(one.path, gone)
+            remove_directory(gone, files)
+    return found
+
+
+def _choose(path: str, keep: int | None, every: int | None, files: Files) -> Pruned:
+    good = [one for one in all_saves(path, files) if _is_good(one, files)]
+    # Of two good saves of a step, the newer one counts.
+    newest = {one.step: one for one in good}
+    by_step = [newest[step] for step in sorted(newest)]
+    kept = {*by_step[-(keep or 1) :], *(one for one in by_step if every and one.step % every == 0)}
+    everything = all_saves(path, files)
+    if not kept:
+        return Pruned((), tuple(everything), 0)
+    removed = tuple(one for one in everything if one not in kept)
+    num_bytes = sum(_num_bytes(one) for one in removed)
+    return Pruned(removed, tuple(one for one in everything if one in kept), num_bytes)
+
+
+def _is_good(one: SavedStep, files: Files) -> bool:
+    try:
+        manifest = read_manifest(one.path, files=files)
+        sizes = {file.name: file.num_bytes for file in manifest.files}
+        return all(Path(one.path, name).lstat().st_size == size for name, size in sizes.items())
+    except (CheckpointError, OSError):
+        return False
+
+
+def _num_bytes(one: SavedStep) -> int:
+    total = 0
+    with contextlib.suppress(OSError):
+        total = sum(file.lstat().st_size for file in Path(one.path).iterdir())
+    return total

@@ -1,0 +1,342 @@
+"""The files of a local folder in the format of safetensors, read leaf by leaf.
+
+The files come from strangers: sizes, offsets and names are checked before a byte is read, and the
+header of a file is at most as long as the format allows. Files are read, not mapped, because mapped
+pages count as memory of the process.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+import math
+import os
+import re
+import struct
+from collections.abc import Callable, Hashable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zfun import tree
+from zfun.errors import LeafError, OptionError
+from zfun.options import ANY, DEVICE, FLOATING, FUNCTION, PATH, shown, takes
+from zfun.sources.deferred import Deferred, memory_of
+from zfun.sources.scratch import scratch
+
+__all__ = ["safetensors"]
+
+ONE_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+# The limit of the format, for headers; an index lists the same names.
+_MAX_HEADER_BYTES = 100_000_000
+_CHUNK_BYTES = 1 << 22
+
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
+
+class _Entry(NamedTuple):
+    """One tensor of a file: where the bytes begin in the file, and what the bytes are."""
+
+    name: str
+    file: Path
+    start: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@takes(path=PATH, params=ANY, name_of=FUNCTION | None, dtype=FLOATING | None, device=DEVICE)
+def safetensors(
+    path: Path | str,
+    params: tree.Tree = None,
+    *,
+    name_of: Callable[[str], str] | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+) -> tree.Tree:
+    """Return a tree whose leaves are read from safetensors files, one at a time.
+
+    Args:
+        path: a folder with ``model.safetensors``, or with ``model.safetensors.index.json`` and
+            the files that the index names; or one file. The tensors must stay where they are until
+            the leaves have been made.
+        params: a tree of tensors, of which structure and shapes count, such as
+            ``zf.functional(model).params`` of a module on ``meta``. A file has tied leaves once,
+            under any of their paths. By default a dict of all tensors by name, ``h.2`` before
+            ``h.10``.
+        name_of: ``name_of(path)`` returns the name of a leaf in the files; by default the path.
+        dtype: the dtype of floating leaves; by default each has the dtype of its file.
+        device: the device of the state.
+
+    Returns:
+        A tree of :class:`Deferred` leaves; with ``params``, the tree of ``params``.
+
+    Raises:
+        LeafError: a leaf that no file has, or has with another shape, or that two files have; a
+            dtype that torch does not know; a file that is cut short.
+        OptionError: no such files, or a file that is no safetensors file.
+
+    Example:
+        >>> import tempfile
+        >>> import zfun as zf
+        >>> from safetensors.torch import save_file
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> save_file({"w": torch.arange(3.0)}, f"{folder.name}/model.safetensors")
+        >>> params = zf.sources.safetensors(folder.name)
+        >>> params
+        {'w': Deferred(w, torch.float32 (3,))}
+        >>> zf.simulate(2, lambda group: zf.unshard(zf.shard(params, group)))[0]
+        {'w': tensor([0., 1., 2.])}
+        >>> folder.cleanup()
+    """
+    entries = _entries(Path(path))
+    place = torch.device(device)
+
+    def deferred(leaf_path: str, entry: _Entry) -> Deferred:
+        kind = dtype if dtype is not None and entry.dtype.is_floating_point else entry.dtype
+        spec = torch.empty(entry.shape, dtype=kind, device="meta")
+        return Deferred(leaf_path, spec, functools.partial(_read, entry, kind, leaf_path), place)
+
+    if params is None:
+        # Blocks in the order of their numbers, because buckets should follow the order of use.
+        return {name: deferred(name, entries[name]) for name in sorted(entries, key=_by_number)}
+    leaves, structure = tree.flatten(params)
+    paths_of: dict[Hashable, list[str]] = {}
+    for leaf_path, leaf in zip(tree.paths(params), leaves, strict=True):
+        if not isinstance(leaf, Tensor):
+            raise LeafError(
+                f"params of safetensors() is a tree of tensors; leaf {leaf_path!r} is "
+                f"{type(leaf).__name__}; pass a meta tensor of the leaf's shape",
+                leaf=leaf_path,
+            )
+        paths_of.setdefault(memory_of(leaf), []).append(leaf_path)
+    found: dict[Hashable, Deferred] = {}
+    for leaf in leaves:
+        key = memory_of(leaf)
+        if key not in found:
+            entry = _chosen(entries, paths_of[key], name_of or str, path)
+            _check_spec(entry, leaf, paths_of[key][0])
+            found[key] = deferred(paths_of[key][0], entry)
+    return tree.unflatten(structure, [found[memory_of(leaf)] for leaf in leaves])
+
+
+def _by_number(name: str) -> list[tuple[int, str]]:
+    return [
+        (int(part), "") if part.isascii() and part.isdigit() else (-1, part)
+        for part in re.split(r"(\d+)", name)
+    ]
+
+
+def _chosen(
+    entries: Mapping[str, _Entry], paths: list[str], name_of: Callable[[str], str], folder: Any
+) -> _Entry:
+    """Return the entry of a leaf with these paths, of which files have one or more."""
+    names = [name_of(path) for path in paths]
+    name = next((name for name in names if name in entries), None)
+    if name is None:
+        near = difflib.get_close_matches(str(names[0]), entries, n=1)
+        raise LeafError(
+            f"every leaf must be in the files; leaf {paths[0]!r} is not in {folder} under "
+            f"{' or '.join(map(repr, names))}; "
+            + (f"did you mean {near[0]!r}? " if near else "")
+            + "name_of=lambda path: ... names a leaf in the files",
+            leaf=paths[0],
+        )
+    return entries[name]
+
+
+def _check_spec(entry: _Entry, leaf: Tensor, path: str) -> None:
+    if entry.shape != tuple(leaf.shape):
+        raise LeafError(
+            f"a leaf must have the shape of the model; leaf {path!r} is {tuple(leaf.shape)} in "
+            f"params and {entry.shape} as {entry.name!r} in {entry.file}; use the configuration "
+            "of the checkpoint",
+            leaf=path,
+        )
+    if entry.dtype.is_floating_point != leaf.dtype.is_floating_point:
+        raise LeafError(
+            f"a leaf must be floating where the model is; leaf {path!r} is {leaf.dtype} in params "
+            f"and {entry.dtype} as {entry.name!r} in {entry.file}; use files that are not "
+            "quantised, or convert the file",
+            leaf=path,
+        )
+
+
+def _entries(path: Path) -> dict[str, _Entry]:
+    """Return all tensors of a folder or of a file, by name."""
+    if path.is_file():
+        return _entries_of(path)
+    if (path / ONE_FILE).is_file():
+        return _entries_of(path / ONE_FILE)
+    if (path / INDEX).is_file():
+        return _entries_of_index(path)
+    raise OptionError(
+        f"path of safetensors() must be a folder with {ONE_FILE} or {INDEX}, or one file; got "
+        f"{str(path)!r}; download the model into a local folder first"
+    )
+
+
+def _entries_of_index(folder: Path) -> dict[str, _Entry]:
+    index = folder / INDEX
+    if index.stat().st_size > _MAX_HEADER_BYTES:
+        raise _broken(index, f"{index.stat().st_size} bytes", f"at most {_MAX_HEADER_BYTES} bytes")
+    files = _json(index, index.read_bytes())
+    places = files.get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(x, str) for x in places.values()):
+        raise _broken(index, "no weight_map", "a weight_map from names of tensors to files")
+    entries: dict[str, _Entry] = {}
+    for file in dict.fromkeys(places.values()):
+        # An index may not lead out of the folder.
+        if Path(file).name != file or file in ("", ".", ".."):
+            raise _broken(index, f"the file {file!r}", "names of files in this folder")
+        for name, entry in _entries_of(folder / file).items():
+            if name in entries:
+                raise LeafError(
+                    f"one file has each tensor; {name!r} is in {entries[name].file} and in "
+                    f"{entry.file}; remove one of them, and the index that names both",
+                    leaf=name,
+                )
+            entries[name] = entry
+    for name, file in places.items():
+        if name not in entries or entries[name].file.name != file:
+            raise LeafError(
+                f"a file must have the tensors that the index names; {name!r} is not in "
+                f"{folder / file}; download the folder again",
+                leaf=name,
+            )
+    return {name: entries[name] for name in places}
+
+
+def _entries_of(file: Path) -> dict[str, _Entry]:
+    """Return the tensors of one file, by name."""
+    try:
+        with file.open("rb", buffering=0) as stream:
+            size = os.fstat(stream.fileno()).st_size
+            head = stream.read(8)
+            length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
+            if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
+                raise _broken(file, f"a header of {length} bytes in {size}", "a shorter header")
+            text = stream.read(length)
+    except OSError as error:
+        raise OptionError(
+            f"a safetensors file must be readable; {file}: {error}; download the folder again"
+        ) from error
+    start = 8 + length
+    return {
+        name: _entry(file, start, size, name, fields)
+        for name, fields in _json(file, text).items()
+        if name != "__metadata__"
+    }
+
+
+def _entry(file: Path, start: int, size: int, name: str, fields: Any) -> _Entry:
+    fields = fields if isinstance(fields, dict) else {}
+    shape, span = _sizes(fields.get("shape")), _sizes(fields.get("data_offsets"))
+    kind = fields.get("dtype")
+    if shape is None or span is None or len(span) != 2:
+        raise _broken(file, f"{shown(fields)} for {name!r}", "shape and data_offsets", name)
+    dtype = DTYPES.get(kind) if isinstance(kind, str) else None
+    if dtype is None:
+        raise LeafError(
+            f"a tensor of a file has a dtype of torch; {name!r} in {file} is {kind!r}; convert "
+            f"the file to one of {', '.join(DTYPES)}",
+            leaf=name,
+        )
+    if span[1] - span[0] != math.prod(shape) * dtype.itemsize:
+        wanted = f"{math.prod(shape) * dtype.itemsize}"
+        raise _broken(file, f"{span[1] - span[0]} bytes for {name!r}", wanted, name)
+    if start + span[1] > size:
+        raise LeafError(
+            f"a file must have all bytes of its tensors; {name!r} ends at byte {start + span[1]} "
+            f"of {file}, which has {size}; download the file again",
+            leaf=name,
+        )
+    return _Entry(name, file, start + span[0], shape, dtype)
+
+
+def _sizes(values: Any) -> tuple[int, ...] | None:
+    """Return a list of sizes as a tuple; None for anything else."""
+    is_good = isinstance(values, list) and all(type(x) is int and 0 <= x < 2**62 for x in values)
+    return tuple(values) if is_good else None
+
+
+def _json(file: Path, text: bytes) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = dict(pairs)
+        if len(names) != len(pairs):
+            twice = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
+            raise _broken(file, f"{twice!r} twice", "each name once", twice)
+        return names
+
+    try:
+        found = json.loads(text, object_pairs_hook=unique)
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise _broken(file, f"{error}", "JSON") from error
+    if not isinstance(found, dict):
+        raise _broken(file, type(found).__name__, "a JSON object")
+    return found
+
+
+def _broken(file: Path, got: str, wanted: str, leaf: str | None = None) -> OptionError:
+    return OptionError(
+        f"a safetensors file must follow the format; {file} has {got} where the format has "
+        f"{wanted}; download the file again",
+        leaf=leaf,
+    )
+
+
+def _read(entry: _Entry, dtype: torch.dtype, path: str) -> Tensor:
+    """Read one tensor, and convert it in pieces of a few megabytes."""
+    numel = math.prod(entry.shape)
+    out = scratch((numel,), dtype, torch.device("cpu"))
+    is_converted = dtype != entry.dtype
+    step = max(1, _CHUNK_BYTES // entry.dtype.itemsize)
+    staging = torch.empty(min(step, numel) if is_converted else 0, dtype=entry.dtype, device="cpu")
+    try:
+        with entry.file.open("rb", buffering=0) as stream:
+            stream.seek(entry.start)
+            for at in range(0, numel, step):
+                piece = out[at : at + step]
+                target = staging[: piece.numel()] if is_converted else piece
+                _fill(stream, target, entry, path)
+                if is_converted:
+                    piece.copy_(target)
+    except OSError as error:
+        raise LeafError(
+            f"a leaf must be readable; leaf {path!r} of {entry.file}: {error}; download the file "
+            "again",
+            leaf=path,
+        ) from error
+    return out.view(entry.shape)
+
+
+def _fill(stream: Any, target: Tensor, entry: _Entry, path: str) -> None:
+    data: Any = target.view(torch.uint8).numpy()
+    done = 0
+    while done < len(data):
+        count = stream.readinto(data[done:])
+        if not count:
+            raise LeafError(
+                f"a file must have all bytes of its tensors; {entry.file} ends inside "
+                f"leaf {path!r}; download the file again",
+                leaf=path,
+            )
+        done += count
