@@ -1,0 +1,124 @@
+"""Checkpoints of an engine: a directory for each tag, and ``latest`` beside the directories."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zfun.checkpoint import latest, training_state
+from zfun.collectives import Group, barrier, broadcast
+from zfun.errors import CheckpointError
+
+__all__ = ["load", "save", "write_weights"]
+
+_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+_DEEPSPEED = "*model_states.pt"
+
+
+def save(
+    engine: Any,
+    save_dir: str | Path,
+    tag: str | None,
+    client_state: Mapping[str, Any] | None,
+    save_latest: bool,
+) -> bool:
+    """Save an engine; see :meth:`DeepSpeedEngine.save_checkpoint`."""
+    name = f"global_step{engine.global_steps}" if tag is None else str(tag)
+    scheduler = engine.lr_scheduler
+    engine._inner.engine.save(
+        str(Path(save_dir) / name),
+        extra={
+            "client_state": dict(client_state or {}),
+            "counters": {counter: getattr(engine, counter) for counter in _COUNTERS},
+            "lr_scheduler": None if scheduler is None else dict(scheduler.state_dict()),
+            "lr": engine.get_lr(),
+        },
+    )
+    if save_latest and engine._group.rank == 0:
+        _write(Path(save_dir) / "latest", name.encode())
+    barrier(engine._group)
+    return True
+
+
+def load(
+    engine: Any,
+    load_dir: str | Path,
+    tag: str | None,
+    strict: bool,
+    has_optimizer: bool,
+    has_scheduler: bool,
+) -> tuple[str | None, dict[str, Any] | None]:
+    """Load an engine; see :meth:`DeepSpeedEngine.load_checkpoint`."""
+    folder = Path(load_dir)
+    if tag is None:
+        named = folder / "latest"
+        if not named.is_file():
+            return None, None
+        tag = named.read_text(encoding="utf-8").strip()
+    path = folder / tag
+    if any(path.glob(_DEEPSPEED)):
+        raise CheckpointError(
+            f"load_checkpoint() loads what this engine saved; got {str(path)!r}, which DeepSpeed "
+            "wrote; convert it with zf.checkpoint.convert(zf.sources.deepspeed(path), new_path), "
+            f"with new_path {str(folder / 'converted' / tag)!r}, and load that"
+        )
+    if not path.is_dir() or latest(path) is None:
+        raise CheckpointError(
+            f"load_checkpoint() takes a directory of save_checkpoint() and a tag; got {str(path)!r}"
+            ", which has no checkpoint; pass the tag of one, or leave the tag out"
+        )
+    if not has_optimizer:
+        found = training_state(path)
+        weights = {name: leaf.load() for name, leaf in {**found.params, **found.buffers}.items()}
+        engine._inner.replace(weights, strict=strict)
+        engine.loaded_checkpoint_tag = tag
+        return str(path), {}
+    extra = engine._inner.engine.load(str(path)) or {}
+    engine._inner.refresh()
+    for counter, value in extra.get("counters", {}).items():
+        setattr(engine, counter, value)
+    for group, rate in zip(engine.optimizer.param_groups, extra.get("lr", ()), strict=False):
+        group["lr"] = rate
+    if has_scheduler and engine.lr_scheduler is not None and extra.get("lr_scheduler"):
+        engine.lr_scheduler.load_state_dict(extra["lr_scheduler"])
+    engine.loaded_checkpoint_tag = tag
+    return str(path), dict(extra.get("client_state", {}))
+
+
+def write_weights(weights: Mapping[str, Any], path: Path, group: Group) -> bool:
+    """Write weights on rank 0; the other ranks wait.
+
+    Raises:
+        CheckpointError: on all ranks, where rank 0 cannot write.
+    """
+    error: OSError | None = None
+    if group.rank == 0:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_name(f"{path.name}.part")
+            torch.save({name: value.cpu().clone() for name, value in weights.items()}, partial)
+            partial.replace(path)
+        except OSError as caught:
+            error = caught
+    failed = broadcast(torch.tensor([error is not None]), group, 0, name="save_16bit_model")
+    if bool(failed):
+        raise CheckpointError(
+            f"save_16bit_model() writes {str(path)!r} on rank 0; got {error or 'an error there'}; "
+            "pass a directory that rank 0 can write",
+            path=str(path),
+        )
+    return True
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a file that readers see whole or not at all."""
+    partial = path.with_name(f"{path.name}.part")
+    with partial.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)

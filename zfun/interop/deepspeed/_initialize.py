@@ -1,0 +1,167 @@
+"""``initialize`` and ``add_config_arguments``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from zfun.collectives import Group
+from zfun.errors import OptionError
+from zfun.interop.deepspeed._engine import DeepSpeedEngine
+from zfun.interop.deepspeed._ranks import group_of, init_from_launcher, local_device
+from zfun.interop.deepspeed._settings import config_of, settings_of
+from zfun.interop.ds_config import AutoValues
+from zfun.options import ANY, FUNCTION, PATH, instance, takes
+
+__all__ = ["add_config_arguments", "initialize"]
+
+_CONFIG = instance(Mapping, "a dict", '{"zero_optimization": {"stage": 3}}') | PATH | None
+
+
+@takes(
+    args=ANY,
+    model=instance(nn.Module, "an nn.Module", "torch.nn.Linear(2, 1)") | None,
+    optimizer=ANY,
+    model_parameters=ANY,
+    training_data=ANY,
+    lr_scheduler=ANY,
+    distributed_port=ANY,
+    mpu=ANY,
+    dist_init_required=ANY,
+    collate_fn=FUNCTION | None,
+    config=_CONFIG,
+    mesh_param=ANY,
+    config_params=_CONFIG,
+    auto=instance(AutoValues, "a zf.interop.AutoValues", "zf.interop.AutoValues(hidden_size=768)")
+    | None,
+)
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: Mapping[str, Any] | str | Path | None = None,
+    mesh_param: Any = None,
+    config_params: Mapping[str, Any] | str | Path | None = None,
+    *,
+    auto: AutoValues | None = None,
+) -> tuple[DeepSpeedEngine, torch.optim.Optimizer, Any, Any]:
+    """Make an engine of a model, an optimizer and a configuration of DeepSpeed. All ranks call.
+
+    Args:
+        args: an object that may have ``deepspeed_config``, the path of the configuration.
+        model: the model. Parameters have the values of rank 0.
+        optimizer: an optimizer of torch or of ``ops``, or a function from the parameters to one;
+            by default the configuration's.
+        model_parameters: parameters, or groups of parameters, for the configuration's optimizer;
+            by default all that require a gradient.
+        training_data: a dataset, of which each rank gets a share.
+        lr_scheduler: a scheduler, or a function from the optimizer to one; by default the
+            configuration's.
+        distributed_port: accepted and not used; the launcher names the port.
+        mpu: an object with ``get_data_parallel_group()``; by default all ranks.
+        dist_init_required: ``False`` for a script that initialises ``torch.distributed`` itself.
+        collate_fn: makes a batch of samples of ``training_data``.
+        config: the configuration, or its path.
+        mesh_param: only ``None``.
+        config_params: the same as ``config`` by an older name.
+        auto: values for ``"auto"`` in the configuration; the number of ranks, the hidden size of
+            ``model.config`` and the options of ``optimizer`` are known without.
+
+    Returns:
+        The engine, the optimizer, the loader of ``training_data``, and the scheduler.
+
+    Raises:
+        ConfigError: the configuration has mistakes; the message lists all of them.
+        OptionError: an argument that is missing, or that zfun does not have.
+
+    Example:
+        >>> config = {
+        ...     "train_micro_batch_size_per_gpu": 2,
+        ...     "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+        ...     "zero_optimization": {"stage": 2},
+        ... }
+        >>> model = nn.Linear(2, 1, bias=False)
+        >>> _ = nn.init.zeros_(model.weight)
+        >>> engine, optimizer, _, _ = initialize(model=model, config=config)
+        >>> loss = (engine(torch.eye(2)) - 1).square().sum()
+        >>> _ = engine.backward(loss)
+        >>> engine.step()
+        >>> engine.global_steps, engine.module.weight.shape
+        (1, torch.Size([1, 2]))
+    """
+    if model is None:
+        raise OptionError("initialize() takes a model; got none; pass model=, an nn.Module")
+    if mesh_param is not None:
+        raise OptionError(
+            f"initialize() has no tensor or sequence parallel ranks; got mesh_param={mesh_param!r}"
+            "; leave the argument out: stage 3 shards the parameters of every layer"
+        )
+    chosen = config_of(args, config, config_params)
+    ranks = None if mpu is None else mpu.get_data_parallel_group()
+    if ranks is None and dist_init_required is not False:
+        init_from_launcher()
+    group = group_of(ranks)
+    settings = settings_of(
+        model,
+        chosen,
+        group.size,
+        optimizer=optimizer,
+        model_parameters=model_parameters,
+        lr_scheduler=lr_scheduler,
+        auto=auto,
+    )
+    device = local_device()
+    engine = DeepSpeedEngine(model.to(device), settings, group, device=device)
+    if training_data is not None:
+        engine.training_dataloader = _loader(
+            training_data,
+            engine.train_micro_batch_size_per_gpu(),
+            group,
+            collate_fn,
+            settings.values["dataloader_drop_last"],
+        )
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _loader(
+    data: Any, batch_size: int, group: Group, collate_fn: Any, drop_last: bool
+) -> DataLoader[Any]:
+    """Return the loader of this rank's share, in a random order that the epoch chooses."""
+    sampler = None
+    if not isinstance(data, IterableDataset):
+        sampler = DistributedSampler(data, num_replicas=group.size, rank=group.rank)
+    return DataLoader(data, batch_size, sampler=sampler, collate_fn=collate_fn, drop_last=drop_last)
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add ``--deepspeed`` and ``--deepspeed_config`` to the command line of a script.
+
+    Args:
+        parser: the parser of the script.
+
+    Returns:
+        The same parser.
+
+    Example:
+        >>> parser = add_config_arguments(argparse.ArgumentParser())
+        >>> parser.parse_args(["--deepspeed", "--deepspeed_config", "ds.json"]).deepspeed_config
+        'ds.json'
+    """
+    group = parser.add_argument_group("DeepSpeed", "configuration of the engine")
+    group.add_argument("--deepspeed", action="store_true", help="use the engine")
+    group.add_argument("--deepspeed_config", help="path of a configuration of DeepSpeed")
+    return parser

@@ -1,0 +1,104 @@
+"""The methods of DeepSpeed's engine that return sizes and numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from zfun.collectives import Group
+from zfun.errors import OptionError
+from zfun.interop.deepspeed._inner import Inner
+from zfun.interop.deepspeed._settings import Settings
+
+__all__ = ["Numbers"]
+
+
+class Numbers(nn.Module):
+    """Sizes of a batch, rates, norms and the stage."""
+
+    optimizer: torch.optim.Optimizer
+    _settings: Settings
+    _inner: Inner
+    _group: Group
+    _grad_norm: float | None
+
+    def train_batch_size(self) -> int:
+        """Return the samples of one step, over all ranks."""
+        return self._batch().train
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Return the samples that a rank computes at a time."""
+        return self._batch().micro
+
+    def _batch(self) -> Any:
+        if self._settings.recipe.batch is None:
+            raise OptionError(
+                "the sizes of a batch come from the configuration; got one without any; write "
+                "train_micro_batch_size_per_gpu"
+            )
+        return self._settings.recipe.batch
+
+    def gradient_accumulation_steps(self) -> int:
+        """Return the micro-batches of one step of a rank."""
+        return self._settings.recipe.num_micro_batches
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Return the samples of a step, of a micro-batch, and the number of micro-batches."""
+        return self._batch()[:3]
+
+    def zero_optimization_stage(self) -> int:
+        """Return the stage."""
+        return self._settings.recipe.stage
+
+    def zero_optimization(self) -> bool:
+        """Return whether the stage is above 0."""
+        return self._settings.recipe.stage > 0
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        """Return whether the stage is at least 2."""
+        return self._settings.recipe.stage >= 2
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """Return whether the stage is 3."""
+        return self._settings.recipe.stage == 3
+
+    def gradient_clipping(self) -> float:
+        """Return the bound of the gradient's norm; 0 for none."""
+        return self._settings.recipe.max_grad_norm
+
+    def get_global_grad_norm(self) -> float | None:
+        """Return the norm of the last step's gradient, before clipping; ``None`` before a step."""
+        return self._grad_norm
+
+    def get_lr(self) -> list[float]:
+        """Return the learning rate of each parameter group for the next step."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def get_mom(self) -> list[Any]:
+        """Return the momentum, or the decays, of each parameter group."""
+        groups = self.optimizer.param_groups
+        return [group.get("betas", group.get("momentum", 0.0)) for group in groups]
+
+    def get_type(self) -> list[str]:
+        """Return the name of the optimizer for each parameter group."""
+        return [type(self.optimizer).__name__ for _ in self.optimizer.param_groups]
+
+    def loss_scale(self) -> float:
+        """Return the factor of the loss in backward; 1 without one."""
+        return self._inner.loss_scale()
+
+    @property
+    def cur_scale(self) -> float:
+        """The factor of the loss in backward; 1 without one."""
+        return self._inner.loss_scale()
+
+    def dynamic_loss_scale(self) -> bool:
+        """Return whether the factor of the loss changes."""
+        values = self._settings.values
+        return values["fp16.enabled"] and not values["fp16.loss_scale"]
+
+    def get_data_parallel_rank(self) -> int:
+        """Return the rank."""
+        return self._group.rank

@@ -1,0 +1,96 @@
+"""The ranks of a script: groups of ``torch.distributed`` as groups of zfun."""
+
+from __future__ import annotations
+
+import functools
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zfun.collectives import Group, process_group, single_group
+from zfun.options import GROUP
+
+__all__ = ["group_of", "init_distributed", "init_from_launcher", "local_device", "local_rank"]
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Initialise ``torch.distributed`` from the launcher; one rank where there is no launcher.
+
+    A second call does nothing.
+
+    Args:
+        dist_backend: ``"nccl"`` or ``"gloo"``; by default nccl where a CUDA device is present.
+        auto_mpi_discovery: accepted and not used; torchrun sets the variables of the environment.
+        distributed_port: accepted and not used; the launcher names the port.
+        verbose: accepted and not used.
+        timeout: how long a collective may take.
+        init_method: an URL for ``torch.distributed.init_process_group``.
+        dist_init_required: ``False`` for a script that initialises by itself.
+        config: accepted and not used.
+        rank: with ``init_method``, the rank.
+        world_size: with ``init_method``, the number of ranks.
+
+    Example:
+        >>> init_distributed(dist_init_required=False)
+    """
+    if dist_init_required is False or dist.is_initialized():
+        return
+    backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    if init_method is not None:
+        dist.init_process_group(
+            backend, init_method=init_method, rank=rank, world_size=world_size, **options
+        )
+    elif "RANK" in os.environ:
+        dist.init_process_group(backend, **options)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **options)
+
+
+def init_from_launcher() -> None:
+    """Initialise ``torch.distributed`` where a launcher has started this process."""
+    if "RANK" in os.environ:
+        init_distributed()
+
+
+def group_of(ranks: Any = None) -> Group:
+    """Return the group of zfun for a process group, a group of zfun, or all ranks.
+
+    Args:
+        ranks: ``None`` for all ranks of ``torch.distributed``, or one where there are none.
+    """
+    if GROUP.accepts(ranks):
+        return ranks
+    if ranks is None and not dist.is_initialized():
+        return single_group()
+    return _made(dist.group.WORLD if ranks is None else ranks)
+
+
+@functools.lru_cache(maxsize=16)
+def _made(ranks: Any) -> Group:
+    """Return one group for each process group, because a group has connections of its own."""
+    return process_group(ranks)
+
+
+def local_rank() -> int:
+    """Return the number of this process on the host, as the launcher gave it."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def local_device() -> torch.device:
+    """Return the device of this process: the CUDA device of the local rank, or the CPU."""
+    return torch.device("cuda", local_rank()) if torch.cuda.is_available() else torch.device("cpu")

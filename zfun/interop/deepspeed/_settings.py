@@ -1,0 +1,151 @@
+"""The arguments of ``initialize``: the configuration, the optimizer and the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zfun.errors import OptionError
+from zfun.interop.deepspeed._rules import configured, names_of, rule_of
+from zfun.interop.deepspeed.ops._described import Described
+from zfun.interop.deepspeed.runtime import lr_schedules
+from zfun.interop.ds_config import AutoValues, Recipe, from_ds_config
+from zfun.interop.ds_config._read import read
+from zfun.interop.ds_config._values import Values, values_of
+from zfun.interop.ds_config._walk import Walked, walk
+from zfun.interop.ds_config.table._optim import SCHEDULERS
+
+__all__ = ["Settings", "config_of", "settings_of"]
+
+_Config = Mapping[str, Any] | str | Path
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The parts that an engine is made of.
+
+    Attributes:
+        recipe: the options of ``zf.zero``.
+        values: the value of each key.
+        given: the values as written, by path.
+        optimizer: with the parameter groups.
+        scheduler: steps with the engine; ``None`` if there is none.
+        trained: the names of the parameters that the optimizer steps.
+    """
+
+    recipe: Recipe
+    values: Values
+    given: Mapping[str, Any]
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+    trained: frozenset[str]
+
+
+def config_of(args: Any, config: _Config | None, config_params: _Config | None) -> _Config:
+    """Return the configuration from the argument or from the command line.
+
+    Raises:
+        OptionError: there is none, or there are two.
+    """
+    found = config if config is not None else config_params
+    of_args = getattr(args, "deepspeed_config", None)
+    if found is not None and of_args is not None:
+        raise OptionError(
+            "initialize() takes one configuration; got config= and args.deepspeed_config; leave "
+            "one of the two out"
+        )
+    found = of_args if found is None else found
+    if found is None:
+        raise OptionError(
+            "initialize() takes a configuration; got none; pass config='ds_config.json', a dict, "
+            "or args with deepspeed_config"
+        )
+    return found
+
+
+def settings_of(
+    module: nn.Module,
+    config: _Config,
+    world_size: int,
+    *,
+    optimizer: Any = None,
+    model_parameters: Iterable[Any] | None = None,
+    lr_scheduler: Any = None,
+    auto: AutoValues | None = None,
+) -> Settings:
+    """Read a configuration for a module, an optimizer and a schedule of the script.
+
+    Args:
+        module: the model.
+        config: the configuration.
+        world_size: ranks.
+        optimizer: an optimizer, or a function from the parameters to one; the configuration's by
+            default.
+        model_parameters: parameters, or groups of parameters; all that are trained by default.
+        lr_scheduler: a scheduler, or a function from the optimizer to one.
+        auto: values for ``"auto"``; some are known without.
+
+    Raises:
+        ConfigError: the configuration has mistakes; the message lists all of them.
+        OptionError: there is no optimizer.
+    """
+    keys, name = read(config)
+    params = _trained(module) if model_parameters is None else list(model_parameters)
+    if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = optimizer(params)
+    known = _known(module, world_size, optimizer, auto or AutoValues())
+    # All mistakes are reported before anything is made.
+    from_ds_config(config, auto=known)
+    walked = walk(keys)
+    values, _ = values_of(walked, known)
+    made = configured(walked, values, params) if optimizer is None else optimizer
+    if made is None:
+        raise OptionError(
+            f"initialize() takes an optimizer; got none, and {name} has no section optimizer; "
+            "pass optimizer=, such as torch.optim.AdamW(model.parameters(), lr=3e-4)"
+        )
+    rates = float(made.param_groups[0]["lr"])
+    scheduler = _scheduler(walked, values, made, lr_scheduler)
+    names = names_of(module)
+    rule = rule_of(made, names)
+    if known.learning_rate is None:
+        known = replace(known, learning_rate=rates)
+    recipe = from_ds_config(config, auto=known, optimizer=lambda rate: rule)
+    if isinstance(made, Described):
+        made.is_attached = True
+    chosen = {id(p) for group in made.param_groups for p in group["params"] if p.requires_grad}
+    trained = frozenset(name for key, name in names.items() if key in chosen)
+    return Settings(recipe, values, walked.given, made, scheduler, trained)
+
+
+def _trained(module: nn.Module) -> list[nn.Parameter]:
+    return [param for param in module.parameters() if param.requires_grad]
+
+
+def _known(module: nn.Module, world_size: int, optimizer: Any, auto: AutoValues) -> AutoValues:
+    """Fill the values that need no telling."""
+    found: dict[str, Any] = {"world_size": world_size}
+    shape = getattr(module, "config", None)
+    hidden = getattr(shape, "hidden_size", None)
+    if isinstance(hidden, int):
+        found["hidden_size"] = hidden
+    if optimizer is not None and auto.learning_rate is None:
+        found["learning_rate"] = float(optimizer.param_groups[0]["lr"])
+    given = {field.name: getattr(auto, field.name) for field in fields(auto)}
+    return AutoValues(**{**found, **{k: v for k, v in given.items() if v is not None}})
+
+
+def _scheduler(walked: Walked, values: Values, optimizer: torch.optim.Optimizer, given: Any) -> Any:
+    if given is not None:
+        is_maker = callable(given) and not hasattr(given, "step")
+        return given(optimizer) if is_maker else given
+    name = str(walked.given.get("scheduler.type", "")).lower()
+    kind = next((one for one in SCHEDULERS if one.lower() == name), None)
+    if kind is None:
+        return None
+    return getattr(lr_schedules, kind).of_values(optimizer, values)

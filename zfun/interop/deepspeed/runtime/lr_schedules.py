@@ -1,0 +1,153 @@
+"""``deepspeed.runtime.lr_schedules``: schedules that write ``lr`` into parameter groups."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Self
+
+import torch
+
+from zfun.errors import OptionError
+from zfun.interop.deepspeed._absent import absent
+from zfun.interop.ds_config._auto import AutoValues
+from zfun.interop.ds_config._mistakes import error_of
+from zfun.interop.ds_config._optimizers import momentum_of, schedule_of
+from zfun.interop.ds_config._values import Values, values_of
+from zfun.interop.ds_config._walk import walk
+
+__all__ = ["LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR"]
+
+
+class Scheduled:
+    """A schedule over steps, by the keys that the configuration has for the type.
+
+    Args:
+        optimizer: with the parameter groups.
+        params: the keys of ``scheduler.params``, in DeepSpeed's order.
+        options: the keys by name.
+
+    Attributes:
+        last_batch_iteration: the number of the last step; -1 before the first.
+    """
+
+    order: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *params: Any, **options: Any) -> None:
+        kind = type(self).__name__
+        if len(params) > len(self.order):
+            raise OptionError(
+                f"{kind} takes {len(self.order)} arguments by position; got {len(params)}; pass "
+                "the others by name"
+            )
+        given = {**dict(zip(self.order, params, strict=False)), **options}
+        walked = walk({"scheduler": {"type": kind, "params": given}})
+        values, mistakes = values_of(walked, AutoValues())
+        found = [*walked.mistakes, *mistakes]
+        if found:
+            raise error_of(found, f"{kind}()")
+        self._begin(optimizer, values)
+
+    @classmethod
+    def of_values(cls, optimizer: torch.optim.Optimizer, values: Values) -> Self:
+        """Return the schedule of a configuration."""
+        made = cls.__new__(cls)
+        made._begin(optimizer, values)
+        return made
+
+    def _begin(self, optimizer: torch.optim.Optimizer, values: Values) -> None:
+        kind = type(self).__name__
+        self.last_batch_iteration = -1
+        self.optimizer = optimizer
+        # A schedule counts steps from the last_batch_iteration of the configuration.
+        self._rates = [
+            schedule_of(kind, values, float(group["lr"])) for group in optimizer.param_groups
+        ]
+        self._momentum = momentum_of(kind, values)
+        if self._momentum is not None:
+            for group in optimizer.param_groups:
+                group["max_momentum"] = values["scheduler.params.cycle_max_mom"]
+        self._write()
+
+    def _write(self) -> None:
+        """Write the values of the next step into the groups."""
+        taken = self.last_batch_iteration + 1
+        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate(taken)
+            if self._momentum is not None and "betas" in group:
+                group["betas"] = (self._momentum(taken), 0.99)
+        self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
+
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """Go to the next step, or to the given one."""
+        self.last_batch_iteration = (
+            self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
+        )
+        self._write()
+
+    def get_lr(self) -> list[float]:
+        """Return the learning rate of each group for the next step."""
+        return list(self._last_lr)
+
+    get_last_lr = get_lr
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the number of the last step."""
+        return {"last_batch_iteration": self.last_batch_iteration}
+
+    def load_state_dict(self, sd: dict[str, int]) -> None:
+        """Go to the step of :meth:`state_dict`."""
+        self.step(sd["last_batch_iteration"])
+
+
+class WarmupLR(Scheduled):
+    """A rise to ``warmup_max_lr``, then constant.
+
+    Example:
+        >>> optimizer = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=1.0)
+        >>> rise = WarmupLR(optimizer, 0.0, 0.5, warmup_num_steps=2, warmup_type="linear")
+        >>> rates = []
+        >>> for _ in range(4):
+        ...     rates.append(optimizer.param_groups[0]["lr"])
+        ...     rise.step()
+        >>> rates
+        [0.0, 0.0, 0.25, 0.5]
+    """
+
+    order = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type")
+
+
+class WarmupDecayLR(Scheduled):
+    """A rise to ``warmup_max_lr``, then a straight fall to 0 at ``total_num_steps``."""
+
+    order = ("total_num_steps", *WarmupLR.order)
+
+
+class WarmupCosineLR(Scheduled):
+    """A rise to the learning rate of each group, then half a cosine down."""
+
+    order = (
+        "total_num_steps",
+        "warmup_min_ratio",
+        "warmup_num_steps",
+        "cos_min_ratio",
+        "warmup_type",
+    )
+
+
+class OneCycle(Scheduled):
+    """A rise and a fall of the learning rate, and of the momentum the other way."""
+
+    order = ("cycle_min_lr", "cycle_max_lr")
+
+
+class LRRangeTest(Scheduled):
+    """A rise in steps, to find the largest learning rate that trains."""
+
+    order = (
+        "lr_range_test_min_lr",
+        "lr_range_test_step_size",
+        "lr_range_test_step_rate",
+        "lr_range_test_staircase",
+    )
+
+
+__getattr__ = absent("runtime.lr_schedules", globals())

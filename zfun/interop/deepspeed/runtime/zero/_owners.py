@@ -1,0 +1,186 @@
+"""Where the values of a partitioned parameter are.
+
+[Note: stand-ins]
+A partitioned parameter keeps its place in the module, and its shape: its data are one NaN, expanded
+to the shape. Code that reads the parameter outside of ``GatheredParameters`` gets NaN. An operation
+that writes raises, because all elements are one memory location. Torch lets a constant be written,
+which the next gather finds. DeepSpeed puts an empty tensor there, so writes are lost without a
+message.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from zfun.collectives import Group, all_gather, broadcast, global_ranks
+from zfun.errors import OptionError
+from zfun.sources import Deferred
+
+__all__ = [
+    "Owner",
+    "Pieces",
+    "ZeroParamStatus",
+    "check_unwritten",
+    "cut",
+    "deferred_of",
+    "is_partitioned",
+    "keep",
+    "owner_of",
+    "release",
+    "root_of",
+    "show",
+    "told",
+]
+
+_OWNER = "_zfun_owner"
+
+
+class ZeroParamStatus(enum.Enum):
+    """Whether the values of a partitioned parameter are there."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+class Owner(Protocol):
+    """Where values are.
+
+    Attributes:
+        group: the ranks that hold pieces.
+    """
+
+    group: Group
+
+    def gathered(self, params: Sequence[nn.Parameter]) -> list[Tensor]:
+        """Return the whole values; every rank must call."""
+        ...
+
+    def put(self, params: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
+        """Take new whole values, the same on every rank; every rank must call."""
+        ...
+
+
+class Pieces:
+    """The owner before ``initialize``: every rank has an equal piece of each parameter.
+
+    The pieces lie in the parameters' attributes ``ds_tensor``, one after the other by rank; the
+    last one has padding.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def gathered(self, params: Sequence[nn.Parameter]) -> list[Tensor]:
+        """Return the whole values; every rank must call."""
+        with torch.no_grad():
+            return [
+                all_gather(told(p).ds_tensor, self.group, name="zero.Init")[: p.numel()].view(
+                    p.shape
+                )
+                for p in params
+            ]
+
+    def put(self, params: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
+        """Keep this rank's piece of new values."""
+        for param, value in zip(params, values, strict=True):
+            told(param).ds_tensor = self._piece(value)
+
+    def _piece(self, whole: Tensor) -> Tensor:
+        size, rank = self.group.size, self.group.rank
+        share = -(-whole.numel() // size)
+        piece = torch.zeros(share, dtype=whole.dtype, device=whole.device)
+        own = whole.detach().reshape(-1)[rank * share : (rank + 1) * share]
+        piece[: own.numel()] = own
+        return piece
+
+
+def told(param: nn.Parameter) -> Any:
+    """Return a parameter as an object with any attributes."""
+    return param
+
+
+def is_partitioned(param: Any) -> bool:
+    """Return whether the values of a parameter are with an owner."""
+    return getattr(param, _OWNER, None) is not None
+
+
+def owner_of(param: nn.Parameter) -> Owner:
+    """Return the owner of a partitioned parameter."""
+    return getattr(param, _OWNER)
+
+
+def cut(param: nn.Parameter, owner: Pieces, dtype: torch.dtype | None) -> None:
+    """Keep a piece of a parameter, with the values of rank 0."""
+    with torch.no_grad():
+        whole = param.detach()
+        if dtype is not None and whole.is_floating_point():
+            whole = whole.to(dtype)
+        whole = broadcast(whole.contiguous(), owner.group, 0, name="zero.Init")
+    release(param, owner, whole)
+    owner.put([param], [whole])
+
+
+def release(param: nn.Parameter, owner: Owner | None, like: Tensor | None = None) -> None:
+    """Put the stand-in into a parameter; see [Note: stand-ins]. ``None`` keeps the owner."""
+    record = told(param)
+    like = param.detach() if like is None else like
+    if owner is not None:
+        setattr(param, _OWNER, owner)
+        record.ds_tensor = None
+        record.ds_shape, record.ds_numel = like.shape, like.numel()
+        record.ds_id = id(param)
+    record.ds_status = ZeroParamStatus.NOT_AVAILABLE
+    param.data = torch.full((), float("nan"), dtype=like.dtype, device=like.device).expand(
+        like.shape
+    )
+
+
+def keep(param: nn.Parameter) -> None:
+    """Forget the owner of a parameter that shows its values from now on."""
+    if is_partitioned(param):
+        setattr(param, _OWNER, None)
+        told(param).ds_tensor, told(param).ds_status = None, ZeroParamStatus.AVAILABLE
+
+
+def check_unwritten(params: Iterable[nn.Parameter]) -> None:
+    """Refuse parameters into whose stand-ins a constant was written.
+
+    Raises:
+        OptionError: a write would be lost.
+    """
+    for param in params:
+        if param.numel() and not param.detach().reshape(-1)[:1].isnan().item():
+            raise OptionError(
+                "partitioned parameters are written under zero.GatheredParameters; got one of "
+                f"shape {tuple(param.shape)} with new values, which only this rank would have; "
+                "write inside of `with zero.GatheredParameters(param, modifier_rank=0):`"
+            )
+
+
+def show(param: nn.Parameter, whole: Tensor) -> None:
+    """Put whole values into a parameter."""
+    told(param).ds_status = ZeroParamStatus.AVAILABLE
+    param.data = whole
+
+
+def deferred_of(name: str, param: nn.Parameter) -> Deferred:
+    """Return a partitioned parameter as a leaf that all ranks make together, one at a time."""
+    spec = torch.empty(param.shape, dtype=param.dtype, device="meta")
+    return Deferred(name, spec, lambda: owner_of(param).gathered([param])[0], param.device)
+
+
+def root_of(rank: int, group: Group) -> int:
+    """Return the place of a global rank in a group."""
+    ranks = list(global_ranks(group))
+    if rank not in ranks:
+        raise OptionError(
+            f"modifier_rank is one of the ranks that hold the parameters; got {rank}, and the "
+            f"ranks are {ranks}; pass one of these"
+        )
+    return ranks.index(rank)

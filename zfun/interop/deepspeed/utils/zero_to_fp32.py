@@ -1,0 +1,186 @@
+"""``deepspeed.utils.zero_to_fp32``: fp32 weights from a checkpoint, without a group.
+
+The functions read checkpoints of ``engine.save_checkpoint`` and those that DeepSpeed wrote.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from zfun.checkpoint import training_state
+from zfun.errors import CheckpointError, OptionError
+from zfun.interop.deepspeed._absent import absent
+from zfun.options import BOOL, PATH, TEXT, integer, takes
+from zfun.sources import Source, TrainingState, joined, write_safetensors
+from zfun.sources import deepspeed as deepspeed_source
+
+__all__ = [
+    "convert_zero_checkpoint_to_fp32_state_dict",
+    "get_fp32_state_dict_from_zero_checkpoint",
+    "load_state_dict_from_zero_checkpoint",
+]
+
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+@takes(
+    checkpoint_dir=PATH,
+    tag=TEXT | None,
+    exclude_frozen_parameters=BOOL,
+    lazy_mode=BOOL,
+)
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | Path,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    lazy_mode: bool = False,
+) -> dict[str, Tensor]:
+    """Return the weights of a checkpoint in float32, by the module's names.
+
+    Args:
+        checkpoint_dir: the directory given to ``save_checkpoint``.
+        tag: the tag given to ``save_checkpoint``; by default the one that ``latest`` names.
+        exclude_frozen_parameters: whether to leave out parameters that are not trained.
+        lazy_mode: accepted and not used; ``zf.sources.deepspeed`` reads one leaf at a time.
+
+    Returns:
+        The parameters, from the master weights where there are any, and the buffers.
+
+    Raises:
+        CheckpointError: there is no such checkpoint.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as run:  # written by DeepSpeed without ZeRO
+        ...     model = {"module": torch.nn.Linear(2, 1).state_dict(), "global_steps": 7}
+        ...     torch.save(model | {"skipped_steps": 0}, f"{run}/mp_rank_00_model_states.pt")
+        ...     list(get_fp32_state_dict_from_zero_checkpoint(run))
+        ['weight', 'bias']
+    """
+    source = _weights(checkpoint_dir, tag, exclude_frozen_parameters)
+    return {name: _wide(leaf.load()) for name, leaf in source.items()}
+
+
+@takes(
+    checkpoint_dir=PATH,
+    output_dir=PATH,
+    max_shard_size=TEXT | integer(1) | None,
+    safe_serialization=BOOL,
+    tag=TEXT | None,
+    exclude_frozen_parameters=BOOL,
+)
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | Path,
+    output_dir: str | Path,
+    max_shard_size: str | int | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Write the weights of a checkpoint in float32 as files that ``from_pretrained`` reads.
+
+    Args:
+        checkpoint_dir: the directory given to ``save_checkpoint``.
+        output_dir: the folder of the files; made if missing.
+        max_shard_size: the largest safetensors file, such as ``"5GB"``; ``None`` for one file.
+        safe_serialization: whether to write safetensors, and not one ``pytorch_model.bin``.
+        tag: the tag given to ``save_checkpoint``; by default the one that ``latest`` names.
+        exclude_frozen_parameters: whether to leave out parameters that are not trained.
+
+    Raises:
+        CheckpointError: there is no such checkpoint.
+        OptionError: ``max_shard_size`` is no size.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as run:
+        ...     model = {"module": torch.nn.Linear(2, 1).state_dict(), "global_steps": 7}
+        ...     torch.save(model | {"skipped_steps": 0}, f"{run}/mp_rank_00_model_states.pt")
+        ...     convert_zero_checkpoint_to_fp32_state_dict(run, f"{run}/out")
+        ...     sorted(torch.load(f"{run}/out/pytorch_model.bin"))
+        ['bias', 'weight']
+    """
+    size = _bytes_of(max_shard_size)
+    if not safe_serialization:
+        weights = get_fp32_state_dict_from_zero_checkpoint(
+            checkpoint_dir, tag, exclude_frozen_parameters
+        )
+        folder = Path(output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save(weights, folder / "pytorch_model.bin")
+        return
+    source = _weights(checkpoint_dir, tag, exclude_frozen_parameters)
+    write_safetensors(output_dir, source, dtype=torch.float32, max_shard_bytes=size)
+
+
+def load_state_dict_from_zero_checkpoint(
+    model: torch.nn.Module, checkpoint_dir: str | Path, tag: str | None = None
+) -> torch.nn.Module:
+    """Load the weights of a checkpoint into a module on the CPU.
+
+    Args:
+        model: the module.
+        checkpoint_dir: the directory given to ``save_checkpoint``.
+        tag: the tag given to ``save_checkpoint``; by default the one that ``latest`` names.
+
+    Returns:
+        The module.
+
+    Example:
+        >>> import tempfile
+        >>> layer = torch.nn.Linear(2, 1)
+        >>> with tempfile.TemporaryDirectory() as run:
+        ...     model = {"module": layer.state_dict(), "global_steps": 7}
+        ...     torch.save(model | {"skipped_steps": 0}, f"{run}/mp_rank_00_model_states.pt")
+        ...     loaded = load_state_dict_from_zero_checkpoint(torch.nn.Linear(2, 1), run)
+        >>> torch.equal(loaded.weight, layer.weight)
+        True
+    """
+    weights = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    model.cpu().load_state_dict(weights, strict=False)
+    return model
+
+
+def _weights(path: str | Path, tag: str | None, without_frozen: bool) -> Source:
+    found = _opened(Path(path), tag)
+    params = found.params
+    if without_frozen and found.moments:
+        trained = {name for slot in found.moments.values() for name in slot}
+        params = params.renamed(lambda name: name if name in trained else None)
+    return joined(params, found.buffers)
+
+
+def _opened(path: Path, tag: str | None) -> TrainingState:
+    latest = path / "latest"
+    if tag is None and latest.is_file():
+        tag = latest.read_text(encoding="utf-8").strip()
+    folder = path if tag is None else path / tag
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"checkpoint_dir is a directory of save_checkpoint(); got {str(folder)!r}, which does "
+            "not exist; pass the directory and the tag of a checkpoint"
+        )
+    if any(folder.glob("*model_states.pt")):
+        return deepspeed_source(folder)
+    return training_state(folder)
+
+
+def _wide(leaf: Tensor) -> Tensor:
+    return leaf.float() if leaf.is_floating_point() else leaf
+
+
+def _bytes_of(size: str | int | None) -> int:
+    if size is None:
+        return 2**62
+    if isinstance(size, int):
+        return size
+    unit = size[-2:].upper()
+    if unit not in _UNITS or not size[:-2].strip().isdigit():
+        raise OptionError(f"max_shard_size is a number of KB, MB or GB; got {size!r}; write '5GB'")
+    return int(size[:-2]) * _UNITS[unit]
+
+
+__getattr__ = absent("utils.zero_to_fp32", globals())

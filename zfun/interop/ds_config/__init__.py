@@ -1,0 +1,41 @@
+"""Configurations of DeepSpeed: a table of all keys, and the options that they make.
+
+=================  ===============================================================================
+``table``          the table: the default of each key, and the option that a key becomes
+``_read``          a file with comments
+``_walk``          the keys of a configuration, and the mistakes of single keys
+``_values``        the values of all keys; ``"auto"`` filled by the rules of the table
+``_rules``         the mistakes of keys that do not go together
+``_build``         the options of ``zf.zero``
+``_optimizers``    the optimizer and the schedule
+``_batch``         batch sizes, elastic ones too
+``_recipe``        the record of all options
+``_explain``       the account of what became of each key
+=================  ===============================================================================
+"""
+
+from zfun.interop.ds_config._auto import AutoValues, parse_auto_values
+from zfun.interop.ds_config._batch import Batch, ElasticBatch, batch_of, solve_batch
+from zfun.interop.ds_config._build import StoreChoice
+from zfun.interop.ds_config._explain import Entry
+from zfun.interop.ds_config._mistakes import Mistake
+from zfun.interop.ds_config._recipe import Recipe, from_ds_config
+from zfun.interop.ds_config.table import KEYS as KEYS
+from zfun.interop.ds_config.table._keys import Fill, Key
+
+__all__ = [
+    "KEYS",
+    "AutoValues",
+    "Batch",
+    "ElasticBatch",
+    "Entry",
+    "Fill",
+    "Key",
+    "Mistake",
+    "Recipe",
+    "StoreChoice",
+    "batch_of",
+    "from_ds_config",
+    "parse_auto_values",
+    "solve_batch",
+]

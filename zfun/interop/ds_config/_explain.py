@@ -1,0 +1,156 @@
+"""The account of a configuration: what became of each key, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from zfun.interop.ds_config._build import Notes
+from zfun.interop.ds_config._values import Values
+from zfun.interop.ds_config._walk import Walked
+from zfun.interop.ds_config.table._keys import Key
+from zfun.tables import html_table
+
+__all__ = ["Entry", "entries_of", "html_of", "text_of"]
+
+_Z = "zero_optimization"
+_HEADER = ("key", "value", "verdict", "becomes", "why")
+# Keys whose defaults matter although the configuration leaves them out.
+_NOTABLE = ("gradient_clipping", "communication_data_type", "gradient_accumulation_steps")
+_NOTABLE_AT_3 = tuple(
+    f"{_Z}.stage3_{name}"
+    for name in (
+        "prefetch_bucket_size",
+        "param_persistence_threshold",
+        "max_live_parameters",
+        "max_reuse_distance",
+    )
+)
+
+
+class Entry(NamedTuple):
+    """The fate of one key.
+
+    Attributes:
+        path: the key.
+        given: the value as written; ``None`` for a default.
+        verdict: ``"mapped"``, ``"ignored"``, ``"off"`` for a feature that zfun does not have and
+            that is switched off, or ``"default"`` for a key that is left out.
+        becomes: the option with its value.
+        why: the reason.
+    """
+
+    path: str
+    given: Any
+    verdict: str
+    becomes: str
+    why: str
+
+
+def entries_of(walked: Walked, values: Values, notes: Notes) -> tuple[Entry, ...]:
+    """Return the account of a configuration without mistakes, in the order of the table."""
+    notable = _NOTABLE + (_NOTABLE_AT_3 if values[f"{_Z}.stage"] == 3 else ())
+    found = []
+    for path, key in walked.keys.items():
+        if path in walked.given:
+            entry = _given(key, walked.given[path], values, notes)
+            written = walked.written.get(path, path)
+            if written != path:
+                entry = entry._replace(path=written, why=_joined(f"stands for {path}", entry.why))
+            found.append(entry)
+        elif path in notable and (path in notes or path in _NOTABLE_AT_3):
+            note = notes.get(path)
+            becomes = note.becomes if note else _with_value(key.becomes, values[path])
+            source = values.sources.get(path, "DeepSpeed's default")
+            found.append(
+                Entry(path, None, "default", becomes, note.why if note and note.why else source)
+            )
+    for name, value in walked.extra.items():
+        path = f"optimizer.params.{name}"
+        found.append(Entry(path, value, "mapped", f"zf.optim.from_torch({name}={value})", ""))
+    return tuple(found)
+
+
+def _given(key: Key, given: Any, values: Values, notes: Notes) -> Entry:
+    source = values.sources.get(key.path, "")
+    if key.verdict == "ignored":
+        return Entry(key.path, given, "ignored", "", key.why)
+    if key.verdict == "refused":
+        return Entry(key.path, given, "off", "", "is off")
+    reason = _unused(key.path, values)
+    if reason:
+        return Entry(key.path, given, "ignored", "", reason)
+    note = notes.get(key.path)
+    if note is None:
+        becomes = _with_value(key.becomes, values[key.path])
+        return Entry(key.path, given, "mapped", becomes, _joined(source, key.why))
+    return Entry(key.path, given, "mapped", note.becomes, _joined(source, note.why or key.why))
+
+
+def _joined(*parts: str) -> str:
+    return "; ".join(dict.fromkeys(part for part in parts if part))
+
+
+def _with_value(becomes: str, value: Any) -> str:
+    """Write a value into an option: "zf.zero(stage)" and 3 become "zf.zero(stage=3)"."""
+    if ": " in becomes and "(" not in becomes:
+        return f"{becomes}={value}"
+    if becomes.endswith("=)"):
+        return f"{becomes[:-1]}{value})"
+    if becomes.endswith(")") and becomes.count("(") == 1 and becomes[-2].isalpha():
+        return f"{becomes[:-1]}={value})"
+    return becomes
+
+
+def _unused(path: str, values: Values) -> str:
+    """Return why nothing reads a mapped key in this configuration."""
+    section, _, name = path.rpartition(".")
+    stage = values[f"{_Z}.stage"]
+    devices = {
+        part: values[f"{_Z}.{part}.device"] for part in ("offload_param", "offload_optimizer")
+    }
+    for half in ("fp16", "bf16"):
+        if section == half and name != "enabled" and not values[f"{half}.enabled"]:
+            return f"{half} is off"
+    if name.startswith("stage3_") and stage != 3:
+        return f"is for stage 3, and the stage is {stage}"
+    if name == "allgather_bucket_size" and stage not in (1, 2):
+        return f"is for stages 1 and 2, and the stage is {stage}"
+    if section == "aio" and "nvme" not in devices.values():
+        return "nothing is on a disk"
+    for part, device in devices.items():
+        if section == f"{_Z}.{part}" and name not in ("device", "pin_memory") and device != "nvme":
+            return "nothing of this section is on a disk"
+    if section == "elasticity" and not values["elasticity.enabled"]:
+        return "elasticity is off"
+    return ""
+
+
+def _rows(entries: Sequence[Entry]) -> list[list[str]]:
+    rows = []
+    for entry in entries:
+        given = "" if entry.verdict == "default" else _short(entry.given)
+        rows.append([entry.path, given, entry.verdict, entry.becomes, entry.why])
+    return rows
+
+
+def _short(value: Any) -> str:
+    text = str(value).lower() if isinstance(value, bool) else " ".join(str(value).split())
+    return text if len(text) <= 30 else f"{text[:27]}..."
+
+
+def text_of(entries: Sequence[Entry]) -> str:
+    """Return the account as lines of a terminal."""
+    rows = _rows(entries)
+    widths = [max([len(row[column]) for row in rows], default=0) for column in range(3)]
+    lines = []
+    for row in rows:
+        start = "  ".join(cell.ljust(width) for cell, width in zip(row[:3], widths, strict=True))
+        why = f"# {row[4]}" if row[4] else ""
+        lines.append("  ".join(part for part in (start, row[3], why) if part).rstrip())
+    return "\n".join(lines)
+
+
+def html_of(entries: Sequence[Entry]) -> str:
+    """Return the account as a table of a notebook."""
+    return html_table("configuration", _HEADER, _rows(entries))

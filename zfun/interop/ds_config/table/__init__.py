@@ -1,0 +1,40 @@
+"""The table of all keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from zfun.interop.ds_config.table._keys import Key
+from zfun.interop.ds_config.table._optim import OPTIM
+from zfun.interop.ds_config.table._run import RUN
+from zfun.interop.ds_config.table._zero import ZERO
+
+__all__ = ["KEYS", "SECTIONS", "keys_of"]
+
+KEYS: tuple[Key, ...] = (*RUN, *ZERO, *OPTIM)
+
+# Every path that is the beginning of another path, "optimizer.params" for example.
+SECTIONS = frozenset(
+    ".".join(parts[:length])
+    for parts in (key.path.split(".") for key in KEYS)
+    for length in range(1, len(parts))
+)
+
+
+def keys_of(optimizer: str | None, scheduler: str | None) -> Mapping[str, Key]:
+    """Return by path the keys that a configuration with these types may have.
+
+    Where a type is ``None``, the parameters of all types are known, and none is refused.
+    """
+    chosen = {"optimizer": optimizer, "scheduler": scheduler}
+    found = {}
+    for key in KEYS:
+        if not key.only:
+            found[key.path] = key
+            continue
+        kind = chosen[key.path.partition(".")[0]]
+        if kind is None:
+            found[key.path] = key._replace(verdict="ignored")
+        elif kind in key.only:
+            found[key.path] = key
+    return found

@@ -1,0 +1,281 @@
+"""Checkpoints of the strategy: a directory written by ``zf.save``, and one file made of it.
+
+Lightning's part of a checkpoint (loops, callbacks, schedulers, hyperparameters) is any picklable
+value. It lies as bytes in the caller's data of the checkpoint, so the whole appears by one rename.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zfun import checkpoint as zcheckpoint
+from zfun.checkpoint.format import decode
+from zfun.errors import CheckpointError
+from zfun.interop.engine import Engine
+from zfun.interop.lightning._optimizers import Groups
+from zfun.interop.lightning._runs import Run
+from zfun.options import BOOL, PATH, takes
+from zfun.sources import TrainingState
+
+__all__ = ["MARK", "collate", "is_directory", "load", "packed"]
+
+MARK = "zfun"
+"""The key of a checkpoint whose tensors are in the state already."""
+
+_FORMAT = 1
+# The names of states in zfun, and in torch.
+_MOMENTS = {"mu": "exp_avg", "nu": "exp_avg_sq", "velocity": "momentum_buffer", "total": "sum"}
+
+
+def is_directory(path: Any) -> bool:
+    """Whether a path leads to a checkpoint of the strategy, and not to a file of Lightning."""
+    return Path(path).is_dir()
+
+
+def names_of(
+    module: nn.Module, known: Collection[str], *, exclude_frozen: bool
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """Return what ``module.state_dict()`` holds: tensors of a state, and other values.
+
+    Args:
+        module: the module.
+        known: the names of the leaves of the state.
+        exclude_frozen: whether to leave out parameters that are not trained.
+
+    Returns:
+        For each key of a leaf of the state, the first of its names; and all other values by key.
+    """
+    first: dict[int, str] = {}
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        first.setdefault(id(tensor), name)
+    tensors: dict[str, str] = {}
+    others: dict[str, Any] = {}
+    for key, value in module.state_dict(keep_vars=True).items():
+        if exclude_frozen and isinstance(value, nn.Parameter) and not value.requires_grad:
+            continue
+        if first.get(id(value)) in known:
+            tensors[key] = first[id(value)]
+        else:
+            others[key] = value.detach() if isinstance(value, Tensor) else value
+    return tensors, others
+
+
+def packed(
+    checkpoint: Mapping[str, Any],
+    module: nn.Module,
+    engines: Sequence[Engine],
+    *,
+    exclude_frozen: bool,
+) -> dict[str, Any]:
+    """Return Lightning's part of a checkpoint as a plain value for ``zf.save``."""
+    known = {name for engine in engines for name in leaves_of(engine)}
+    tensors, others = names_of(module, known, exclude_frozen=exclude_frozen)
+    rest = {name: value for name, value in checkpoint.items() if name != "state_dict"}
+    buffer = io.BytesIO()
+    torch.save({"checkpoint": rest, "others": others}, buffer)
+    return {
+        "lightning": _FORMAT,
+        "engines": len(engines),
+        "names": tensors,
+        "pickle": buffer.getvalue(),
+    }
+
+
+def read_extra(path: str | Path) -> dict[str, Any]:
+    """Return the caller's data of a checkpoint of the strategy.
+
+    Raises:
+        CheckpointError: the directory has no checkpoint, or none that the strategy has saved.
+    """
+    found = zcheckpoint.read_manifest(zcheckpoint.step_path(path))
+    data = decode(found.data)
+    if not isinstance(data, dict) or data.get("lightning") != _FORMAT:
+        raise CheckpointError(
+            f"a directory for ckpt_path= is one that ZfunStrategy has saved; got {str(path)!r}, "
+            "which another program has saved; load the directory with zf.load()",
+            path=str(path),
+        )
+    return data
+
+
+def unpacked(
+    data: Mapping[str, Any], *, weights_only: bool | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return Lightning's checkpoint without tensors, and other values of ``state_dict()``."""
+    found = torch.load(
+        io.BytesIO(data["pickle"]), map_location="cpu", weights_only=bool(weights_only)
+    )
+    return found["checkpoint"], found["others"]
+
+
+def leaves_of(engine: Engine) -> list[str]:
+    """Return the names of the leaves of a state."""
+    parts = (engine.state.params, engine.state.frozen, engine.state.buffers)
+    return [path for part in parts if part is not None for path in part.layout.paths]
+
+
+def restart(engine: Engine, values: Mapping[str, Any]) -> None:
+    """Make a new state of an engine, of whole values.
+
+    Raises:
+        CheckpointError: a value is missing.
+    """
+    names = leaves_of(engine)
+    for name in names:
+        if name not in values:
+            raise CheckpointError(
+                f"a checkpoint has every parameter of the module; got one without {name!r}; load "
+                "the checkpoint into the module that was saved",
+                leaf=name,
+            )
+    engine.zero_grad()
+    engine.state = engine.recipe.init({name: values[name] for name in names})
+
+
+def states_of(path: str | Path, num_engines: int) -> list[TrainingState]:
+    """Open the training states of a checkpoint, without a group."""
+    if num_engines == 1:
+        return [zcheckpoint.training_state(path)]
+    return [zcheckpoint.training_state(path, params=f"{i}.params") for i in range(num_engines)]
+
+
+def load(
+    path: str,
+    module: nn.Module,
+    run: Run,
+    groups: Sequence[Groups],
+    *,
+    weights_only: bool | None = None,
+) -> dict[str, Any]:
+    """Load a directory into the engines of a run, and return Lightning's part.
+
+    Args:
+        path: the directory.
+        module: gets the values of ``state_dict()`` that are no tensors of the state.
+        run: the engines; those of a fit get the optimizer's state too.
+        groups: of the optimizers; none for an evaluation.
+        weights_only: as in ``torch.load``, for Lightning's part.
+
+    Raises:
+        CheckpointError: the checkpoint has another number of optimizers.
+    """
+    data = read_extra(path)
+    checkpoint, others = unpacked(data, weights_only=weights_only)
+    if groups:
+        if data["engines"] != len(run.engines):
+            raise CheckpointError(
+                "a fit goes on with the optimizers of its checkpoint; got "
+                f"{len(run.engines)} and a checkpoint with {data['engines']}; return the same "
+                "optimizers from configure_optimizers()",
+                path=path,
+            )
+        states = [engine.state for engine in run.engines]
+        like = states[0] if len(states) == 1 else {str(i): x for i, x in enumerate(states)}
+        found = zcheckpoint.load(path, like).state
+        for index, engine in enumerate(run.engines):
+            engine.state = found if len(states) == 1 else found[str(index)]
+        # A checkpoint of parameters alone has no groups; Lightning then refuses to go on.
+        for one, numbers in zip(groups, checkpoint.get("optimizer_states", ()), strict=False):
+            one.restore(numbers["param_groups"])
+    else:
+        leaves: dict[str, Any] = {x: y for x, y in others.items() if isinstance(y, Tensor)}
+        for state in states_of(path, data["engines"]):
+            leaves |= {**state.params, **state.buffers}
+        for engine in run.engines:
+            restart(engine, leaves)
+    if others:
+        module.load_state_dict(others, strict=False)
+    return {**checkpoint, "state_dict": {}, MARK: data["lightning"]}
+
+
+@takes(path=PATH, out=PATH, optimizer=BOOL)
+def collate(path: str | Path, out: str | Path, *, optimizer: bool = False) -> Path:
+    """Write a checkpoint directory of the strategy as one file that plain Lightning loads.
+
+    The file has the master weights, every buffer, and Lightning's own part: hyperparameters,
+    callbacks, loops and schedulers. ``LightningModule.load_from_checkpoint(out)`` and
+    ``Trainer.test(ckpt_path=out)`` read the file, without zfun. No group and no GPU is necessary,
+    and the directory may come from any number of ranks.
+
+    Args:
+        path: the directory, as ``ModelCheckpoint`` or ``Trainer.save_checkpoint`` names it.
+        out: the file to write.
+        optimizer: also write the state of the optimizers as torch has it, so that
+            ``Trainer.fit(ckpt_path=out)`` goes on under another strategy.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or none that the strategy has saved; or the state
+            of an optimizer has no form in torch.
+        CorruptCheckpoint: the files are not those that were written.
+
+    Example:
+        ``collate("checkpoints/last.ckpt", "model.ckpt")``
+    """
+    data = read_extra(path)
+    checkpoint, others = unpacked(data)
+    found = states_of(path, data["engines"])
+    values: dict[str, Any] = {}
+    for state in found:
+        values |= {**state.params, **state.buffers}
+    loaded: dict[str, Tensor] = {}
+    state_dict: dict[str, Any] = {}
+    for key, name in data["names"].items():
+        if name not in loaded:
+            loaded[name] = values[name].load()
+        state_dict[key] = loaded[name]
+    whole = {**checkpoint, "state_dict": {**state_dict, **others}}
+    if optimizer and "optimizer_states" not in checkpoint:
+        raise CheckpointError(
+            "collate(optimizer=True) writes the state of optimizers; got a checkpoint of "
+            "parameters alone; leave optimizer= out",
+            path=str(path),
+        )
+    if optimizer:
+        whole["optimizer_states"] = [
+            _torch_state(state, saved)
+            for state, saved in zip(found, checkpoint["optimizer_states"], strict=True)
+        ]
+    else:
+        # Lightning then says that the file has parameters only.
+        for key in ("optimizer_states", "lr_schedulers"):
+            whole.pop(key, None)
+    out = Path(out)
+    temporary = out.with_name(out.name + ".tmp")
+    torch.save(whole, temporary)
+    temporary.replace(out)
+    return out
+
+
+def _torch_state(state: TrainingState, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of an optimizer in torch's form."""
+    names = [name for group in saved["param_groups"] for name in group["names"]]
+    held: dict[int, dict[str, Any]] = {}
+    steps = torch.tensor(float(state.step or 0))
+    for slot, leaves in state.moments.items():
+        word = slot.rpartition(".")[2]
+        if word not in _MOMENTS:
+            raise CheckpointError(
+                "collate(optimizer=True) writes the states of Adam, AdamW, SGD and Adagrad; got a "
+                f"state with {slot!r}; leave optimizer= out"
+            )
+        for name, leaf in leaves.items():
+            entry = held.setdefault(names.index(name), {})
+            entry[_MOMENTS[word]] = leaf.load()
+            if word in ("mu", "total"):
+                entry["step"] = steps.clone()
+    groups, first = list[dict[str, Any]](), 0
+    for group in saved["param_groups"]:
+        size = len(group["names"])
+        rest = {name: value for name, value in group.items() if name != "names"}
+        groups.append({**rest, "params": list(range(first, first + size))})
+        first += size
+    return {"state": held, "param_groups": groups}

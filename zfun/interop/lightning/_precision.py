@@ -1,0 +1,91 @@
+"""Lightning's precision plugin of the strategy: the state has the dtypes, so no autocast runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.precision.utils import _convert_fp_tensor
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zfun.errors import OptionError
+from zfun.interop.lightning._options import dtype_of
+
+__all__ = ["ZfunPrecision"]
+
+
+class ZfunPrecision(Precision):
+    """The dtypes of a run, for the strategies ``zfun_stage_1`` to ``zfun_stage_3``.
+
+    Args:
+        precision: ``"32-true"``, or one of ``"bf16-true"``, ``"bf16-mixed"``, ``"16-true"`` and
+            ``"16-mixed"``. Both forms of a narrow dtype keep parameters in it beside float32
+            master weights, as DeepSpeed does.
+
+    Raises:
+        OptionError: another precision.
+    """
+
+    def __init__(self, precision: str) -> None:
+        self.precision: Any = precision
+        self.dtype = dtype_of(precision)
+        self.bounds: dict[int, float] = {}
+
+    def convert_input(self, data: Any) -> Any:
+        """Cast the floating tensors of a batch to the dtype of the parameters."""
+        if self.dtype is torch.float32:
+            return data
+        return apply_to_collection(
+            data, dtype=Tensor, function=_convert_fp_tensor, dst_type=self.dtype
+        )
+
+    def backward(
+        self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """Run the backward pass of the engine."""
+        if args or kwargs:
+            raise OptionError(
+                "backward through zfun takes the loss alone; got "
+                f"{[*args, *kwargs]}; call manual_backward(loss) once for each loss"
+            )
+        model.trainer.strategy.pull(tensor)
+
+    def optimizer_step(
+        self,
+        optimizer: Any,
+        model: LightningModule,
+        closure: Callable[[], Any],
+        **kwargs: Any,
+    ) -> Any:
+        """Run forward and backward, and the step of the engine."""
+        result = closure()
+        self._after_closure(model, optimizer)
+        if model.automatic_optimization and result is None:
+            raise OptionError(
+                "all ranks take every step, so training_step() returns a loss; got None; return "
+                "a loss of 0 times an output for a batch to skip"
+            )
+        model.trainer.strategy.step(optimizer)
+        return result
+
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        clip_val: int | float | None = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        """Note the bound of the norm for the next step, which clips the sharded gradients."""
+        if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
+            raise OptionError(
+                "gradients are clipped by norm, because each rank has a shard of them; got "
+                "gradient_clip_algorithm='value'; pass 'norm'"
+            )
+        if clip_val:
+            # Lightning passes the optimizer in its own class, or as the module has made it.
+            self.bounds[id(getattr(optimizer, "_optimizer", optimizer))] = float(clip_val)
