@@ -2,40 +2,84 @@
 
 ==============  ================================================================================
 before a step   ``_trace`` (the order of use), ``_explain`` with ``_price`` (messages) and
-                ``_timeline``; ``_memory``, which runs the step on tensors without numbers
-                (``_abstract``)
+                ``_timeline``; ``plans``, which run the step on tensors without numbers
+                (``_abstract``), and ``_meter``, which counts the memory of a step (``_buffers``)
 after a step    ``_profile``
+without a step  ``formulae``: closed forms of papers and of DeepSpeed
 ==============  ================================================================================
 """
 
-from zfun.planner._explain import Accumulation, Explanation, Message, explain
-from zfun.planner._memory import Held, Live, Meter, Moment, live_bytes
+from zfun.planner import formulae
+from zfun.planner._explain import Accumulation, Explanation, Message, Read, explain
+from zfun.planner._meter import Meter
+from zfun.planner._parts import Bytes, Instant, Live
 from zfun.planner._profile import Noted, Profile, profile
 from zfun.planner._timeline import Span, Timeline, timeline
 from zfun.planner._trace import order_of_use, trace
-from zfun.transforms import Event, Schedule, ScheduleOptions, Step, Trace, TracedBucket, schedule
+from zfun.planner.plans._advise import Advice, Candidate, Model, Rung, advise
+from zfun.planner.plans._compare import Comparison, compare
+from zfun.planner.plans._flops import Flops
+from zfun.planner.plans._hardware import Forecast, Hardware
+from zfun.planner.plans._huggingface import from_huggingface
+from zfun.planner.plans._kept import PathBytes
+from zfun.planner.plans._plan import Observer, live_bytes, plan
+from zfun.planner.plans._record import Moved, Plan, Sent
+from zfun.transforms import (
+    Event,
+    Schedule,
+    ScheduleOptions,
+    Step,
+    Trace,
+    TracedBucket,
+    UpdatePlan,
+    UpdateStep,
+    plan_update,
+    schedule,
+)
 
 __all__ = [
     "Accumulation",
+    "Advice",
+    "Bytes",
+    "Candidate",
+    "Comparison",
     "Event",
     "Explanation",
-    "Held",
+    "Flops",
+    "Forecast",
+    "Hardware",
+    "Instant",
     "Live",
     "Message",
     "Meter",
-    "Moment",
+    "Model",
+    "Moved",
     "Noted",
+    "Observer",
+    "PathBytes",
+    "Plan",
     "Profile",
+    "Read",
+    "Rung",
     "Schedule",
     "ScheduleOptions",
+    "Sent",
     "Span",
     "Step",
     "Timeline",
     "Trace",
     "TracedBucket",
+    "UpdatePlan",
+    "UpdateStep",
+    "advise",
+    "compare",
     "explain",
+    "formulae",
+    "from_huggingface",
     "live_bytes",
     "order_of_use",
+    "plan",
+    "plan_update",
     "profile",
     "schedule",
     "timeline",

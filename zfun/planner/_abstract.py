@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,12 +13,16 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zfun import ops, tree
+from zfun.sources.deferred import Deferred, memory_of
+from zfun.transforms import map_batch
 
-__all__ = ["abstract"]
+__all__ = ["abstract", "answered"]
 
 
 @contextlib.contextmanager
-def abstract(device: torch.device | str = "cpu") -> Iterator[Callable[[tree.Tree], tree.Tree]]:
+def abstract(
+    device: torch.device | str = "cpu", *, metered: bool = False
+) -> Iterator[Callable[[tree.Tree], tree.Tree]]:
     """Compute shapes only, as a context; yields the function that takes the numbers out of a tree.
 
     Code that reads a number which is not known (whether a norm is finite, whether two tensors are
@@ -25,6 +30,7 @@ def abstract(device: torch.device | str = "cpu") -> Iterator[Callable[[tree.Tree
 
     Args:
         device: where the tensors are said to be; ``"meta"`` stands for any accelerator.
+        metered: code runs under a :class:`Meter` only, which answers for unknown numbers too.
 
     Example:
         >>> with abstract() as fake:
@@ -32,34 +38,54 @@ def abstract(device: torch.device | str = "cpu") -> Iterator[Callable[[tree.Tree
         ...     bool(torch.isfinite(x).all()), x.shape
         (True, torch.Size([3]))
     """
-    with ops.fake_mode(allow_non_fake_inputs=True), _Answers():
+    answers = contextlib.nullcontext() if metered else _Answers()
+    with ops.fake_mode(allow_non_fake_inputs=True), answers, _taken_for_real():
         made: dict[Any, Tensor] = {}
 
         def fake(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            shape, stride, dtype = leaf.shape, leaf.stride(), leaf.dtype
-            # Tied leaves stay tied. Tensors without elements share no storage.
-            if leaf.numel():
-                storage = leaf.untyped_storage()._cdata
-                place: Any = storage, leaf.storage_offset(), shape, stride, dtype
+            if isinstance(leaf, Deferred):
+                shape, stride, dtype = leaf.shape, leaf.spec.stride(), leaf.dtype
+            elif isinstance(leaf, Tensor):
+                shape, stride, dtype = leaf.shape, leaf.stride(), leaf.dtype
             else:
-                place = id(leaf)
+                return leaf
+            # Tied leaves stay tied.
+            place = memory_of(leaf)
             if place not in made:
                 made[place] = torch.empty_strided(shape, stride, dtype=dtype, device=device)
             return made[place]
 
-        yield lambda value: tree.map(fake, value)
+        yield lambda value: map_batch(lambda leaf: tree.map(fake, leaf), value)
+
+
+@contextlib.contextmanager
+def _taken_for_real() -> Iterator[None]:
+    """Let models of transformers take the branches of real tensors, not those of a tracer."""
+    module: Any = sys.modules.get("transformers.utils.import_utils")
+    asked = getattr(module, "is_fake_tensor", None)
+    if asked is None:
+        yield
+        return
+    module.is_fake_tensor = lambda x: False
+    try:
+        yield
+    finally:
+        module.is_fake_tensor = asked
 
 
 class _Answers(TorchDispatchMode):
     """Answers questions about numbers that fake tensors do not have."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        try:
-            return func(*args, **(kwargs or {}))
-        except DataDependentOutputException:
-            if func is not torch.ops.aten._local_scalar_dense.default:
-                return True
-            dtype = args[0].dtype
-            return dtype is torch.bool or (1.0 if dtype.is_floating_point else 1)
+        return answered(func, args, kwargs or {})
+
+
+def answered(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call an operation; an unknown number is 1, and an unknown condition is true."""
+    try:
+        return func(*args, **kwargs)
+    except DataDependentOutputException:
+        if func is not torch.ops.aten._local_scalar_dense.default:
+            return True
+        dtype = args[0].dtype
+        return dtype is torch.bool or (1.0 if dtype.is_floating_point else 1)

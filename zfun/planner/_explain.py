@@ -1,4 +1,4 @@
-"""The messages of a schedule, their bytes, and the computation that each overlaps with."""
+"""The messages and reads of a schedule, their bytes, and the computation beside each."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import NamedTuple
 
 from zfun.collectives import Group, abstract_group, mesh_of
 from zfun.compression import Codec, Compression
-from zfun.errors import OptionError, checked_options
+from zfun.errors import OptionError
+from zfun.options import GROUP, instance, integer, takes
 from zfun.planner._price import Hop, price_of_gather, price_of_sum
-from zfun.transforms import MAX_IN_FLIGHT, Phase, Schedule, TracedBucket, secondary_of
+from zfun.transforms import MAX_IN_FLIGHT, SCHEDULE, Phase, Schedule, TracedBucket, secondary_of
 
-__all__ = ["Accumulation", "Explanation", "Message", "explain", "reductions_of"]
+__all__ = ["Accumulation", "Explanation", "Message", "Read", "explain", "reductions_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,26 @@ class Message:
     axis: str = ""
 
 
+class Read(NamedTuple):
+    """One read of this rank's shard from a store.
+
+    Attributes:
+        bucket: index of the bucket.
+        label: name of the bucket.
+        phase: as in :class:`Message`.
+        num_bytes: bytes of the shard in the store.
+        overlaps: the buckets whose use runs beside the read.
+        num_before: how many of the messages are started before the read.
+    """
+
+    bucket: int
+    label: str
+    phase: Phase
+    num_bytes: int
+    overlaps: tuple[int, ...]
+    num_before: int
+
+
 class Accumulation(NamedTuple):
     """Bytes of each rank in a step, for one order of accumulation and reduction.
 
@@ -67,6 +88,7 @@ class Explanation:
         peak_bytes: the largest number of bytes; the two maxima may be at different moments.
         accumulation: both orders of :func:`zfun.accumulate` and :func:`zfun.shard_grads`.
         num_micro_batches: the number that ``accumulation`` was computed for.
+        reads: of shards in a store, in order.
     """
 
     messages: tuple[Message, ...]
@@ -74,6 +96,12 @@ class Explanation:
     peak_bytes: int
     accumulation: tuple[Accumulation, ...]
     num_micro_batches: int
+    reads: tuple[Read, ...] = ()
+
+    @property
+    def bytes_read(self) -> int:
+        """The bytes that each rank reads from the store in a step of one batch."""
+        return sum(read.num_bytes for read in self.reads)
 
     def bytes_sent(self, name: str | None = None, *, axis: str | None = None) -> int:
         """Return the bytes that each rank sends in a step of one batch.
@@ -88,11 +116,15 @@ class Explanation:
 
     def __str__(self) -> str:
         rows = [("phase", "collective", "of", "bytes", "runs beside the use of")]
-        for m in self.messages:
-            beside = ", ".join(map(str, m.overlaps)) or "nothing"
-            rows.append(
-                (m.phase, f"{m.kind} {m.axis}".strip(), m.label, f"{m.sent_bytes:,}", beside)
-            )
+        for number, m in enumerate((*self.messages, None)):
+            rows += [
+                (r.phase, "read", r.label, f"{r.num_bytes:,}", _listed(r.overlaps))
+                for r in self.reads
+                if r.num_before == number
+            ]
+            if m is not None:
+                kind = f"{m.kind} {m.axis}".strip()
+                rows.append((m.phase, kind, m.label, f"{m.sent_bytes:,}", _listed(m.overlaps)))
         widths = [max(len(row[i]) for row in rows) for i in range(5)]
         lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -109,7 +141,21 @@ class Explanation:
         return "\n".join(lines)
 
 
-@checked_options
+def _listed(buckets: tuple[int, ...]) -> str:
+    return ", ".join(map(str, buckets)) or "nothing"
+
+
+@takes(
+    schedule=SCHEDULE,
+    num_micro_batches=integer(1),
+    group=GROUP | None,
+    compression=instance(
+        Compression,
+        "a zf.compression.Compression",
+        "zf.compression.Compression(grads=zf.compression.int8())",
+    )
+    | None,
+)
 def explain(
     schedule: Schedule,
     *,
@@ -128,9 +174,10 @@ def explain(
             takes them.
 
     Returns:
-        The messages of a step with one batch, and the bytes of both orders of accumulation. The
-        loss, the norm and the divergence check are not counted. Frozen persistent buckets are not
-        counted either, because they are gathered only once.
+        The messages of a step with one batch, the reads from a store (trace with the same
+        ``offload``), and the bytes of both orders of accumulation. The loss, the norm and the
+        divergence check are not counted. Frozen persistent buckets are not counted either, because
+        they are gathered only once.
 
     Raises:
         OptionError: there is no micro-batch, or the schedule is of another group.
@@ -154,30 +201,30 @@ def explain(
         2 micro-batches, shard_grads(accumulate(vg)): 63,360 bytes sent, 16,896 bytes of ...
         >>> mesh = zf.split(zf.collectives.abstract_group(4), inner=2)
         >>> made = zf.planner.schedule(trace, zf.ScheduleOptions(secondary=True))
-        >>> short = zf.Compression(params=zf.compression.int8())
+        >>> short = zf.compression.Compression(params=zf.compression.int8())
         >>> found = zf.planner.explain(made, group=mesh, compression=short)
         >>> found.bytes_sent("params", axis="outer"), found.bytes_sent("params", axis="inner")
         (1076, 10600)
     """
-    if num_micro_batches < 1:
-        raise OptionError(f"num_micro_batches must be at least 1; got {num_micro_batches}")
     trace = schedule.trace
     codecs = compression or Compression()
     group = abstract_group(trace.size) if group is None else group
     _check_group(schedule, group)
-    messages = tuple(
-        _messages(
-            schedule,
-            _Prices(group, secondary_of(group, schedule.options), codecs.params, codecs.grads),
-        )
-    )
+    prices = _Prices(group, secondary_of(group, schedule.options), codecs.params, codecs.grads)
+    messages: list[Message] = []
+    reads: list[Read] = []
+    for found in _transfers(schedule, prices):
+        if isinstance(found, Message):
+            messages.append(found)
+        else:
+            reads.append(found._replace(num_before=len(messages)))
     once = sum(m.sent_bytes for m in messages if m.phase == "start")
     each = sum(m.sent_bytes for m in messages if m.name == "params") - once
     grads = sum(m.sent_bytes for m in messages if m.name == "grads")
     whole = sum(bucket.numel * bucket.grad_itemsize for bucket in trace.buckets)
     n = num_micro_batches
     return Explanation(
-        messages,
+        tuple(messages),
         max(schedule.live(), default=0),
         max(schedule.live_bytes(), default=0),
         (
@@ -187,6 +234,7 @@ def explain(
             Accumulation("shard_grads(accumulate(vg))", once + n * each + grads, whole),
         ),
         n,
+        tuple(reads),
     )
 
 
@@ -225,11 +273,20 @@ class _Prices(NamedTuple):
         return price_of_sum(bucket.numel, bucket.grad_itemsize, self.group, self.codec_of_grads)
 
 
-def _messages(schedule: Schedule, prices: _Prices) -> Iterator[Message]:
+def _transfers(schedule: Schedule, prices: _Prices) -> Iterator[Message | Read]:
     trace, steps = schedule.trace, schedule.steps
     ends = reductions_of(schedule)
     for place, step in enumerate(steps):
         bucket = trace.buckets[step.bucket]
+        if step.kind == "read":
+            end = next(
+                i
+                for i in range(place, len(steps))
+                if (steps[i].kind, steps[i].bucket) == ("gather", step.bucket)
+            )
+            num_bytes = bucket.numel // trace.size * bucket.stored_itemsize
+            beside = _uses(schedule, place, end)
+            yield Read(step.bucket, bucket.label, step.phase, num_bytes, beside, 0)
         if step.kind == "gather" and not (step.phase == "start" and not bucket.grad_itemsize):
             end = next(
                 i

@@ -1,4 +1,4 @@
-"""The profile of a real step: gathers, uses, releases, sums and the optimizer, with times."""
+"""The profile of a real step: reads, gathers, uses, releases, sums and the optimizer."""
 
 from __future__ import annotations
 
@@ -26,14 +26,20 @@ class Profile(Notes):
     def timeline(self) -> Timeline:
         """Return the times as bars.
 
-        A gather or a sum lasts from the start until the end of this rank's wait; the result may
-        have been complete before. The time between two uses belongs to the first use, minus the
+        A read, a gather or a sum lasts from the start until the end of this rank's wait; the result
+        may have been complete before. The time between two uses belongs to the first use, minus the
         time in which the rank waited for collectives or started collectives.
         """
         spans = [
             *_computed(self.events),
             *_transfers(self.events, "gather", "gathered"),
             *_transfers(self.events, "sum", "summed"),
+            *_transfers(self.events, "read", "wait"),
+            *(
+                Span(event.kind, f"update {event.bucket}", event.bucket, event.start, event.end)
+                for event in self.events
+                if event.kind in ("compute", "write")
+            ),
         ]
         live = [(0.0, 0), *((event.end, event.live_bytes) for event in self.events)]
         changes = [
@@ -51,7 +57,7 @@ class Profile(Notes):
 
 @contextlib.contextmanager
 def profile() -> Iterator[Profile]:
-    """Record the gathers, uses, releases and sums of this rank with their times; as a context.
+    """Record the reads, gathers, uses, releases and sums of this rank with times; as a context.
 
     A step is a loss and its gradient, the optimizer, and the gathers of new parameters at stages 1
     and 2. :func:`zfun.planner.timeline` lays a planned step out in the same picture and the same
@@ -88,12 +94,13 @@ def profile() -> Iterator[Profile]:
 
 
 def _computed(events: Sequence[Noted]) -> Iterator[Span]:
-    """Yield bars of computation: uses, passes and the optimizer, minus the time of collectives."""
+    """Yield bars of uses, passes and the optimizer, without the bars that lie within these."""
     turns = [event for event in events if event.kind in ("use", "end")]
     busy = sorted(
         (event.start, event.end)
         for event in events
-        if event.kind in ("gather", "gathered", "sum", "summed")
+        if event.kind
+        in ("gather", "gathered", "sum", "summed", "wait", "write", "commit", "compute")
     )
     for event, following in itertools.pairwise(turns):
         if event.kind == "use":
@@ -119,12 +126,12 @@ def _pieces(
 
 
 def _transfers(events: Sequence[Noted], begun: EventKind, done: EventKind) -> Iterator[Span]:
-    """Yield bars from the start of each collective to the end of the wait."""
+    """Yield bars from the start of each collective or read to the end of the wait."""
     started: dict[int, list[Noted]] = {}
     for event in events:
         if event.kind == begun:
             started.setdefault(event.bucket, []).append(event)
         elif event.kind == done and started.get(event.bucket):
             first = started[event.bucket].pop(0)
-            lane = "gather" if begun == "gather" else "reduce"
+            lane = "reduce" if begun == "sum" else begun
             yield Span(lane, f"{first.phase} {event.bucket}", event.bucket, first.start, event.end)

@@ -1,43 +1,31 @@
-"""Schedules in time: bars of computation and collectives, and the bytes that are gathered."""
+"""Schedules in time: bars of computation, collectives and reads, and the gathered bytes."""
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import html
+import importlib.util
 import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from zfun.errors import OptionError, checked_options
+from zfun.errors import OptionError
+from zfun.options import number, takes
 from zfun.planner._explain import reductions_of
-from zfun.transforms import Schedule
+from zfun.planner._spans import Span
+from zfun.tables import html_table, in_bytes
+from zfun.transforms import SCHEDULE, UPDATE, Schedule, UpdatePlan
 
 __all__ = ["Span", "Timeline", "timeline"]
 
 
-class Span(NamedTuple):
-    """One bar of a timeline.
-
-    Attributes:
-        lane: ``"compute"``, ``"gather"`` or ``"reduce"``.
-        name: phase, and the bucket where there is one.
-        bucket: index of the bucket; -1 where the bar belongs to no single bucket.
-        start: time of the beginning.
-        end: time of the end.
-    """
-
-    lane: str
-    name: str
-    bucket: int
-    start: float
-    end: float
-
-
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Bars of computation and collectives in time, and the bytes that are gathered meanwhile.
+    """Bars of computation, collectives and reads, and the bytes that are gathered meanwhile.
 
     Attributes:
         spans: the bars.
@@ -55,6 +43,20 @@ class Timeline:
     def duration(self) -> float:
         """The time at which the last bar ends."""
         return max((span.end for span in self.spans), default=0.0)
+
+    def __repr__(self) -> str:
+        peak = in_bytes(max((nbytes for _, nbytes in self.live), default=0))
+        return (
+            f"Timeline({len(self.spans)} bars of {len(self.labels)} buckets, "
+            f"{self.duration:.4g} {self.unit}, at most {peak} gathered)"
+        )
+
+    def _repr_html_(self) -> str:
+        if importlib.util.find_spec("matplotlib") is None:
+            rows = [(s.lane, s.name, f"{s.start:.4g}", f"{s.end:.4g}") for s in self.spans]
+            return html_table(repr(self), ("lane", "bar", "start", "end"), rows)
+        picture = base64.b64encode(self.draw()._repr_png_()).decode()
+        return f'<img alt="{html.escape(repr(self))}" src="data:image/png;base64,{picture}">'
 
     def chrome_trace(self) -> dict[str, Any]:
         """Return the bars in the trace event format of Perfetto and ``chrome://tracing``.
@@ -98,78 +100,28 @@ class Timeline:
         path.write_text(json.dumps(self.chrome_trace()), encoding="utf-8")
         return path
 
-    def draw(self) -> Any:
-        """Draw the bars with matplotlib (``pip install "zfun[demo]"``), and return the figure."""
-        from matplotlib.figure import Figure
+    def draw(self, title: str | None = None) -> Any:
+        """Draw the bars with matplotlib (``pip install "zfun[demo]"``).
 
-        figure = Figure(figsize=(10, 4), layout="constrained")
-        bars, live = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-        rows = _rows(self.spans)
-        lanes = [
-            (lane, row)
-            for lane in ("gather", "compute", "reduce")
-            for row in range(len(rows))
-            if (lane, row) in rows
-        ]
-        colours = {
-            "gather": "#0072B2",
-            "compute": "#009E73",
-            "reduce": "#E69F00",
-            "update": "#CC79A7",
-        }
-        for span, row in zip(self.spans, rows, strict=True):
-            width = span.end - span.start
-            lane = "update" if (span.lane, span.name) == ("compute", "update") else span.lane
-            faint = 0.55 if span.name.startswith("backward") else 1.0
-            bars.barh(
-                lanes.index(row),
-                width,
-                0.7,
-                span.start,
-                color=colours[lane],
-                alpha=faint,
-                edgecolor="white",
+        Args:
+            title: stands above the bars.
+
+        Returns:
+            A ``matplotlib`` figure, which a notebook shows as a picture; ``savefig`` writes a file.
+
+        Raises:
+            OptionError: matplotlib is not installed.
+        """
+        if importlib.util.find_spec("matplotlib") is None:
+            raise OptionError(
+                "a picture needs matplotlib; matplotlib cannot be imported; install zfun[demo], or "
+                "write the bars for a viewer with save()"
             )
-            if span.bucket >= 0 and width > 0.012 * self.duration:
-                middle = span.start + width / 2
-                bars.text(
-                    middle,
-                    lanes.index(row),
-                    str(span.bucket),
-                    ha="center",
-                    va="center",
-                    color="white",
-                    fontsize=8,
-                )
-        bars.set_yticks(range(len(lanes)), [lane if row == 0 else "" for lane, row in lanes])
-        bars.invert_yaxis()
-        updated = (
-            ", pink: the optimizer" if any(span.name == "update" for span in self.spans) else ""
-        )
-        bars.set_title(
-            f"dark: forward, light: backward{updated}; numbers are those of the buckets",
-            loc="right",
-            fontsize=9,
-        )
-        times, held = [t for t, _ in self.live], [n / 2**20 for _, n in self.live]
-        live.fill_between(
-            [*times, self.duration],
-            [*held, held[-1] if held else 0.0],
-            step="post",
-            color="#0072B2",
-            alpha=0.35,
-        )
-        live.set_ylabel("gathered, MiB")
-        live.set_xlabel(
-            "seconds"
-            if self.unit == "s"
-            else "time, in units of computing forward through an element"
-        )
-        live.set_ylim(bottom=0)
-        live.set_xlim(0, self.duration or 1.0)
-        for axes in (bars, live):
-            axes.spines[["top", "right"]].set_visible(False)
-        return figure
+        from zfun.planner._picture import draw
+
+        kind, count = "measured" if self.unit == "s" else "planned", len(self.labels)
+        buckets = f"{count} bucket{'' if count == 1 else 's'}"
+        return draw(self, _rows(self.spans), title or f"One step of {buckets}, {kind}")
 
 
 def _rows(spans: Sequence[Span]) -> list[tuple[str, int]]:
@@ -186,25 +138,41 @@ def _rows(spans: Sequence[Span]) -> list[tuple[str, int]]:
     return rows
 
 
-@checked_options
+@takes(
+    schedule=SCHEDULE | UPDATE,
+    gather_cost=number(0),
+    reduce_cost=number(0),
+    backward_cost=number(0),
+    read_cost=number(0),
+    write_cost=number(0),
+)
 def timeline(
-    schedule: Schedule,
+    schedule: Schedule | UpdatePlan,
     *,
     gather_cost: float = 0.5,
     reduce_cost: float = 0.5,
     backward_cost: float = 2.0,
+    read_cost: float = 1.0,
+    write_cost: float = 1.0,
 ) -> Timeline:
-    """Lay a schedule out in time, under a model of the durations.
+    """Lay a schedule or the plan of an update out in time, under a model of the durations.
 
-    Gathers, reductions and computation are three queues that run beside each other. A gather starts
-    at the end of the computation that precedes the gather in the schedule; a use waits for the
-    gather of the bucket. The forward computation of a bucket takes one unit for each element.
+    Reads, gathers, reductions and computation are four queues that run beside each other. A read or
+    a gather starts at the end of the computation that precedes the read or the gather in the
+    schedule; a gather waits for the read of the bucket, and computation for a gather that cannot
+    start. A use waits for the gather of the bucket. The forward computation of a bucket takes one
+    unit for each element.
 
     Args:
-        schedule: made by :func:`zfun.planner.schedule`.
+        schedule: made by :func:`zfun.planner.schedule` or :func:`zfun.planner.plan_update`. Of an
+            update, reads, writes, gathers and computation are the queues, and the computation of a
+            bucket takes one unit for each element.
         gather_cost: time to gather an element, in units of the forward time of an element.
         reduce_cost: time to reduce an element.
         backward_cost: time of backward for an element.
+        read_cost: time to read an element of a bucket, where all ranks read their parts from one
+            store at the same time; of an update, to read the gradient, the state and the parameter.
+        write_cost: time to write the state and the parameter of an element.
 
     Returns:
         The timeline, in units of the model, not measured.
@@ -223,14 +191,33 @@ def timeline(
         >>> [duration(prefetch) for prefetch in (0, 1, 2)]
         [15.0, 12.5, 12.5]
     """
-    for name, cost in (
-        ("gather_cost", gather_cost),
-        ("reduce_cost", reduce_cost),
-        ("backward_cost", backward_cost),
-    ):
-        if cost < 0:
-            raise OptionError(f"{name} is a time for one element; got {cost}; 0 takes no time")
-    return _Clock(schedule, gather_cost, reduce_cost, backward_cost).run()
+    if isinstance(schedule, UpdatePlan):
+        costs = {"read": read_cost, "compute": 1.0, "write": write_cost, "gather": gather_cost}
+        return _of_update(schedule, costs)
+    return _Clock(schedule, gather_cost, reduce_cost, backward_cost, read_cost).run()
+
+
+def _of_update(plan: UpdatePlan, costs: dict[str, float]) -> Timeline:
+    """Walk through an update: reads and writes run beside the computation, gathers do not."""
+    spans: list[Span] = []
+    free = dict.fromkeys(costs, 0.0)
+    now = 0.0
+    read: dict[int, float] = {}
+    for kind, bucket in plan.steps:
+        if kind == "wait":
+            now = max(now, read.get(bucket, 0.0))
+        elif kind == "commit":
+            now = max(now, free["write"])
+        else:
+            start = max(now, free[kind])
+            free[kind] = start + plan.numels[bucket] * costs[kind]
+            if free[kind] > start:
+                spans.append(Span(kind, f"update {bucket}", bucket, start, free[kind]))
+            if kind == "read":
+                read[bucket] = free[kind]
+            elif kind != "write":
+                now = free[kind]
+    return Timeline(tuple(spans), (), "unit", plan.labels)
 
 
 @dataclass(slots=True)
@@ -241,11 +228,13 @@ class _Clock:
     gather_cost: float
     reduce_cost: float
     backward_cost: float
+    read_cost: float
     spans: list[Span] = dataclasses.field(default_factory=list)
 
     def run(self) -> Timeline:
         trace = self.schedule.trace
-        free = {"compute": 0.0, "gather": 0.0, "reduce": 0.0}
+        free = {"compute": 0.0, "gather": 0.0, "reduce": 0.0, "read": 0.0}
+        read: dict[int, float] = {}
         there: dict[int, float] = {}
         live: list[tuple[float, int]] = []
         used: set[tuple[str, int]] = set()
@@ -254,7 +243,14 @@ class _Clock:
             zip(self.schedule.steps, self.schedule.live_bytes(), strict=True)
         ):
             numel = trace.buckets[step.bucket].numel
-            if step.kind == "gather":
+            if step.kind == "read":
+                cost = numel * self.read_cost
+                read[step.bucket] = self._span(
+                    free, "read", step.phase, step.bucket, free["compute"], cost
+                )
+            elif step.kind == "gather":
+                # The host starts the gather when the shard is there, and computes nothing before.
+                free["compute"] = max(free["compute"], read.pop(step.bucket, 0.0))
                 there[step.bucket] = self._span(
                     free,
                     "gather",

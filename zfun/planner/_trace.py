@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,11 +10,13 @@ import torch
 
 from zfun import tree
 from zfun.collectives import Group, Mesh, abstract_group, check_shardable, mesh_of, split
-from zfun.errors import ZfunError, checked_options
+from zfun.errors import ZfunError
 from zfun.flat import Flat
 from zfun.layout import DEFAULT_BUCKET_BYTES, LabelFn, layout_of, split_by_label
+from zfun.options import ANY, FLOATING, FUNCTION, GROUP, NAMES, OF_LEAVES, instance, integer, takes
 from zfun.placement import S
 from zfun.planner._abstract import abstract
+from zfun.stores import Offload
 from zfun.transforms import (
     CastLoss,
     ShardedLoss,
@@ -27,7 +30,20 @@ from zfun.typing import Loss
 __all__ = ["order_of_use", "trace"]
 
 
-@checked_options
+@takes(
+    loss=FUNCTION,
+    params=ANY,
+    batch=ANY,
+    size=integer(1) | GROUP,
+    trainable=OF_LEAVES | None,
+    bucket_bytes=integer(1),
+    persistence=integer(0),
+    order=NAMES | None,
+    labels=OF_LEAVES | None,
+    reduce_dtype=FLOATING | None,
+    offload=instance(Offload, "a zf.stores.Offload", "zf.stores.Offload(params=zf.stores.host())")
+    | None,
+)
 def trace(
     loss: Loss,
     params: tree.Tree,
@@ -40,6 +56,7 @@ def trace(
     order: Sequence[str] | None = None,
     labels: LabelFn | None = None,
     reduce_dtype: torch.dtype | None = None,
+    offload: Offload | None = None,
 ) -> Trace:
     """Run a loss and the gradient on fake tensors, and return the buckets that they use, in order.
 
@@ -61,6 +78,7 @@ def trace(
             in :func:`zfun.shard`.
         reduce_dtype: of the gradients, as in :func:`zfun.data_parallel`; by default the dtype of
             the parameters, float32 for half types.
+        offload: the stores of :func:`zfun.zero`; of parameters in a store every gather has a read.
 
     Returns:
         The trace, which :func:`zfun.planner.schedule` takes.
@@ -90,14 +108,25 @@ def trace(
         frozen = placed(rest, None) if rest is not None and tree.leaves(rest) else None
         wrapped = shard_params(loss, group, frozen=frozen)
         vg = data_parallel(value_and_grad(wrapped), mesh_of(group), reduce_dtype=reduce_dtype)
-        vg(placed(chosen, labels), fake(batch))
+        trained = placed(chosen, labels)
+        vg(trained, fake(batch))
     inner = wrapped.loss if isinstance(wrapped, CastLoss) else wrapped
     if not isinstance(inner, ShardedLoss) or not inner.schedules:
         raise ZfunError(
             f"a loss of whole parameters can be traced; got {type(loss).__name__}, which was "
             "never called on them"
         )
-    return inner.schedules[0].trace
+    found = inner.schedules[0].trace
+    if offload is None or offload.params is None:
+        return found
+    shards = [*trained.buffers, *(() if frozen is None else frozen.buffers)]
+    return dataclasses.replace(
+        found,
+        buckets=tuple(
+            dataclasses.replace(bucket, stored_itemsize=shard.dtype.itemsize)
+            for bucket, shard in zip(found.buckets, shards, strict=True)
+        ),
+    )
 
 
 def _abstract_like(group: Group) -> Group:
@@ -110,6 +139,7 @@ def _abstract_like(group: Group) -> Group:
     return made if group is mesh else made.inner
 
 
+@takes(loss=FUNCTION, params=ANY, batch=ANY)
 def order_of_use(loss: Loss, params: tree.Tree, batch: Any) -> tuple[str, ...]:
     """Run a loss on fake tensors, and return the paths of the leaves in the order of first use.
 
@@ -145,5 +175,7 @@ def order_of_use(loss: Loss, params: tree.Tree, batch: Any) -> tuple[str, ...]:
         params,
         batch,
         1,
-        trainable=lambda path, leaf: leaf.is_floating_point() or leaf.is_complex(),
+        trainable=lambda path, leaf: (
+            not isinstance(leaf, torch.Tensor) or leaf.is_floating_point() or leaf.is_complex()
+        ),
     ).leaves

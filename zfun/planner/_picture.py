@@ -1,0 +1,193 @@
+"""The picture of a timeline, which matplotlib draws; imported when a picture is asked for."""
+
+from __future__ import annotations
+
+import io
+import math
+from typing import TYPE_CHECKING, Any
+
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import EngFormatter
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from matplotlib.axes import Axes
+
+    from zfun.planner._spans import Bars, Span
+
+# Okabe and Ito's palette, whose colours differ for colour-blind readers and in grey.
+_COLOURS = {
+    "gather": "#0072B2",
+    "compute": "#009E73",
+    "reduce": "#E69F00",
+    "optimizer": "#CC79A7",
+    "read": "#56B4E9",
+    "write": "#D55E00",
+}
+_LANES = ("read", "gather", "compute", "reduce", "write")
+_INK, _LIGHT = "#222222", 0.45
+_HIGH = 0.64  # of a bar, in rows
+_WIDTH = 11.0  # inches; of the bars 9.6
+_POINTS = 9.6 * 72
+_SIZES = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "bytes"))
+
+
+class Picture(Figure):
+    """A figure that a notebook and a page show without pyplot."""
+
+    def _repr_png_(self) -> bytes:
+        buffer = io.BytesIO()
+        self.savefig(buffer, format="png", dpi=120)
+        return buffer.getvalue()
+
+
+def draw(timeline: Bars, rows: Sequence[tuple[str, int]], title: str) -> Picture:
+    """Draw the bars of a timeline, and below the bytes that are gathered, if there are any.
+
+    Args:
+        timeline: the bars.
+        rows: the lane and the row of each bar.
+        title: stands above the bars.
+    """
+    shown = [
+        (lane, row)
+        for lane in _LANES
+        for row in range(1 + max((r for name, r in rows if name == lane), default=-1))
+    ]
+    is_live = any(nbytes for _, nbytes in timeline.live)
+    heights = [0.46 * max(len(shown), 1) + 0.1, *([1.1] if is_live else [])]
+    figure = Picture(figsize=(_WIDTH, sum(heights) + 1.35), layout="constrained")
+    axes = figure.subplots(
+        len(heights), 1, sharex=True, height_ratios=heights, squeeze=False
+    ).ravel()
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color=_INK)
+    _draw_bars(axes[0], timeline, rows, shown)
+    if is_live:
+        _draw_live(axes[1], timeline)
+    for panel in axes:
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.tick_params(colors=_INK)
+        panel.set_xlim(0, timeline.duration or 1.0)
+    if timeline.unit == "s":
+        axes[-1].xaxis.set_major_formatter(EngFormatter(unit="s"))
+        axes[-1].set_xlabel("time, measured on this rank")
+    else:
+        axes[-1].xaxis.set_major_formatter(EngFormatter())
+        is_update = all(span.name.startswith("update") for span in timeline.spans)
+        axes[-1].set_xlabel(
+            "time of the model; "
+            f"{'the step' if is_update else 'forward'} takes 1 for each element of a bucket"
+        )
+    figure.legend(
+        handles=_legend(timeline.spans),
+        loc="outside lower left",
+        ncols=6,
+        frameon=False,
+        fontsize=9,
+        handlelength=1.1,
+        handleheight=1.1,
+    )
+    return figure
+
+
+def _kind(span: Span) -> str:
+    return "optimizer" if (span.lane, span.name) == ("compute", "update") else span.lane
+
+
+def _is_light(span: Span) -> bool:
+    return span.lane != "reduce" and span.name.startswith("backward")
+
+
+def _draw_bars(
+    axes: Axes, timeline: Bars, rows: Sequence[tuple[str, int]], shown: list[tuple[str, int]]
+) -> None:
+    written: dict[int, float] = {}  # the end of the last number above each row
+    for span, row in zip(timeline.spans, rows, strict=True):
+        kind, width, height = _kind(span), span.end - span.start, shown.index(row)
+        axes.barh(
+            height,
+            width,
+            _HIGH,
+            span.start,
+            color=_COLOURS[kind],
+            alpha=_LIGHT if _is_light(span) else 1.0,
+            edgecolor="white",
+            linewidth=0.6,
+        )
+        _write(axes, span, height, _POINTS / (timeline.duration or 1.0), written)
+    lanes = {lane: [i for i, (name, _) in enumerate(shown) if name == lane] for lane in _LANES}
+    ticks = {lane: sum(places) / len(places) for lane, places in lanes.items() if places}
+    axes.set_yticks(list(ticks.values()), list(ticks))
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(len(shown) - 0.5, -0.62)
+
+
+def _write(axes: Axes, span: Span, height: int, scale: float, written: dict[int, float]) -> None:
+    """Write the bucket into the bar, or above a narrow bar where no other number stands."""
+    text, middle = str(span.bucket), (span.start + span.end) / 2
+    width = (span.end - span.start) * scale
+    is_inside = width >= 8
+    if span.bucket < 0 or width < 1:
+        return
+    if not is_inside:
+        half = 2.1 * len(text) / scale
+        if middle - half < written.get(height, -math.inf):
+            return
+        written[height] = middle + half
+    is_dark = _kind(span) in ("gather", "compute") and not _is_light(span)
+    axes.text(
+        middle,
+        height if is_inside else height - _HIGH / 2 - 0.02,
+        text,
+        ha="center",
+        va="center" if is_inside else "bottom",
+        rotation=90 if is_inside and width < 5.5 * len(text) + 1 else 0,
+        color="white" if is_inside and is_dark else _INK,
+        fontsize=8 if is_inside else 6.5,
+    )
+
+
+def _draw_live(axes: Axes, timeline: Bars) -> None:
+    peak = max(nbytes for _, nbytes in timeline.live)
+    size, unit = next((size, unit) for size, unit in _SIZES if peak >= size)
+    # A release and a gather at one moment are one change.
+    changes = dict(timeline.live)
+    times, held = list(changes), [n / size for n in changes.values()]
+    axes.fill_between(
+        [*times, timeline.duration],
+        [*held, held[-1]],
+        step="post",
+        color=_COLOURS["gather"],
+        alpha=0.35,
+        linewidth=0,
+    )
+    axes.set_ylabel(f"gathered,\n{unit}", color=_INK)
+    top = peak / size
+    axes.set_ylim(0, 1.3 * top)
+    axes.axhline(top, color=_COLOURS["gather"], linewidth=0.8, linestyle=":")
+    digits = max(0, 2 - math.floor(math.log10(top)))
+    axes.annotate(
+        f"at most {top:.{digits}f} {unit}",
+        (1, top),
+        (-2, 2),
+        xycoords=("axes fraction", "data"),
+        textcoords="offset points",
+        ha="right",
+        va="bottom",
+        fontsize=8.5,
+        color=_INK,
+    )
+
+
+def _legend(spans: Sequence[Span]) -> list[Any]:
+    kinds = {_kind(span) for span in spans}
+    handles = [
+        Patch(color=colour, label=kind) for kind, colour in _COLOURS.items() if kind in kinds
+    ]
+    if any(_is_light(span) for span in spans):
+        handles.append(Patch(color="#555555", alpha=_LIGHT, label="light: for backward"))
+    if any(span.bucket >= 0 for span in spans):
+        handles.append(Patch(color="none", label="numbers: buckets"))
+    return handles

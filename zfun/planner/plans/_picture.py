@@ -1,0 +1,94 @@
+"""The picture of a plan, which matplotlib draws; imported when a picture is asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from zfun.planner._parts import Bytes, Instant
+from zfun.planner._picture import Picture
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from matplotlib.axes import Axes
+
+__all__ = ["COLOURS", "INK", "SIZES", "draw"]
+
+# Okabe and Ito's palette, whose colours differ for colour-blind readers and in grey.
+COLOURS = {
+    "params": "#0072B2",
+    "masters": "#004A73",
+    "moments": "#009E73",
+    "grads": "#E69F00",
+    "gathered": "#56B4E9",
+    "communication": "#D55E00",
+    "activations": "#CC79A7",
+    "staging": "#F0E442",
+    "work": "#999999",
+}
+INK = "#222222"
+SIZES = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "bytes"))
+
+
+def draw(instants: Sequence[Instant], title: str) -> Picture:
+    """Draw the bytes by category over the moments of a step, on the device and below on the host.
+
+    Args:
+        instants: the moments.
+        title: stands above the picture.
+    """
+    places = {"on the device": [instant.device for instant in instants]}
+    if any(instant.host.total for instant in instants):
+        places["in host memory"] = [instant.host for instant in instants]
+    figure = Picture(figsize=(11.0, 1.2 + 2.6 * len(places)), layout="constrained")
+    axes = figure.subplots(len(places), 1, sharex=True, squeeze=False).ravel()
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color=INK)
+    for panel, (place, held) in zip(axes, places.items(), strict=True):
+        _draw_place(panel, place, held)
+    axes[-1].set_xlabel("moments of a step: each time that a buffer is made", color=INK)
+    shown = {label: handle for panel in axes for handle, label in zip(*_legend(panel), strict=True)}
+    figure.legend(
+        handles=list(shown.values()),
+        labels=list(shown),
+        loc="outside lower left",
+        ncols=6,
+        frameon=False,
+        fontsize=9,
+        handlelength=1.1,
+    )
+    return figure
+
+
+def _legend(panel: Axes) -> tuple[list[object], list[str]]:
+    handles, labels = panel.get_legend_handles_labels()
+    return list(handles), list(labels)
+
+
+def _draw_place(panel: Axes, place: str, held: Sequence[Bytes]) -> None:
+    peak = max(one.total for one in held)
+    size, unit = next((size, unit) for size, unit in SIZES if peak >= size or size == 1)
+    fields = [name for name in Bytes._fields if any(getattr(one, name) for one in held)]
+    panel.stackplot(
+        range(len(held)),
+        [[getattr(one, name) / size for one in held] for name in fields],
+        labels=fields,
+        colors=[COLOURS[name] for name in fields],
+        step="post",
+        linewidth=0,
+    )
+    at = max(range(len(held)), key=lambda number: held[number].total)
+    panel.axhline(peak / size, color=INK, linewidth=0.8, linestyle=":")
+    panel.annotate(
+        f"at most {peak / size:.3g} {unit}",
+        (at, peak / size),
+        (0, 2),
+        textcoords="offset points",
+        ha="right" if at > len(held) / 2 else "left",
+        fontsize=8.5,
+        color=INK,
+    )
+    panel.set_ylabel(f"{place},\n{unit}", color=INK)
+    panel.set_ylim(0, 1.15 * max(peak / size, 1e-9))
+    panel.set_xlim(0, max(len(held) - 1, 1))
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.tick_params(colors=INK)

@@ -1,0 +1,190 @@
+"""A plan as data: memory, traffic and operations of one rank's step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from zfun.options import ANY, takes
+from zfun.planner._parts import PLACES, Live
+from zfun.planner.plans._flops import Flops
+from zfun.planner.plans._hardware import HARDWARE, Forecast, Hardware
+from zfun.planner.plans._kept import PathBytes
+from zfun.tables import html_table, in_bytes, in_columns
+
+__all__ = ["Moved", "Plan", "Sent"]
+
+
+class Sent(NamedTuple):
+    """The collectives of a step with one kind, one name and one axis.
+
+    Attributes:
+        kind: such as ``"all_gather"``.
+        name: of the value: ``"params"``, ``"grads"``, ``"norm"`` and others.
+        axis: ``"inner"`` or ``"outer"`` of a mesh; else ``""``.
+        num_messages: the number of collectives.
+        num_bytes: the bytes that the rank sends.
+    """
+
+    kind: str
+    name: str
+    axis: str
+    num_messages: int
+    num_bytes: int
+
+
+class Moved(NamedTuple):
+    """Bytes that a step moves between the memories of one rank.
+
+    Attributes:
+        to_host: from the device to host memory.
+        to_device: from host memory to the device.
+        to_disk: written to a disk.
+        from_disk: read from a disk.
+    """
+
+    to_host: int = 0
+    to_device: int = 0
+    to_disk: int = 0
+    from_disk: int = 0
+
+
+@dataclass(frozen=True)
+class Plan(Live):
+    """The memory, the traffic and the operations of one rank's step, made by :func:`plan`.
+
+    ``print`` shows tables, ``draw`` a picture.
+
+    Attributes:
+        instants: the bytes between steps, and each time that the step makes a buffer.
+        size: the number of ranks.
+        rank: the rank.
+        by_path: bytes kept between steps, by the first part of the path, wherever they lie.
+        sent: the collectives.
+        moved: bytes between the device, host memory and the disk.
+        flops: floating-point operations.
+    """
+
+    size: int
+    rank: int
+    by_path: tuple[PathBytes, ...]
+    sent: tuple[Sent, ...]
+    moved: Moved
+    flops: Flops
+
+    def bytes_sent(self, name: str | None = None, *, axis: str | None = None) -> int:
+        """Return the bytes that the rank sends in a step, of one name or along one axis."""
+        return sum(
+            sent.num_bytes
+            for sent in self.sent
+            if name in (None, sent.name) and axis in (None, sent.axis)
+        )
+
+    @takes(self=ANY, hardware=HARDWARE)
+    def on(self, hardware: Hardware) -> Forecast:
+        """Forecast the time of a step on a machine, from the work of each of its parts.
+
+        Example:
+            >>> import torch, zfun as zf
+            >>> empty = lambda *shape: torch.empty(shape, device="meta")
+            >>> loss = lambda p, x: torch.tanh(x @ p["w"]).sum()
+            >>> make = lambda group: zf.zero(3, loss, zf.optim.sgd(0.1), group)
+            >>> found = zf.plan(make, {"w": empty(512, 512)}, empty(64, 512), 8)
+            >>> slow = zf.planner.Hardware(flops_per_s=1e12, network=1e9)
+            >>> found.on(slow).bottleneck
+            'network'
+        """
+        moved, held = self.moved, self.steady
+        on_device, elsewhere = (
+            4 * sum(place.masters + place.moments for place in places)
+            for places in ((held.device,), (held.host, held.disk))
+        )
+        num_messages = sum(sent.num_messages for sent in self.sent)
+        return Forecast(
+            self.flops.total / hardware.flops_per_s,
+            self.bytes_sent() / hardware.network + num_messages * hardware.latency_s,
+            max(moved.to_host, moved.to_device) / hardware.host_link,
+            (moved.to_disk + moved.from_disk) / hardware.disk,
+            on_device / hardware.memory + elsewhere / hardware.host_memory,
+        )
+
+    @takes(self=ANY, hardware=HARDWARE)
+    def excess(self, hardware: Hardware) -> dict[str, float]:
+        """Return the bytes that the step needs beyond each memory of a machine; empty if it fits.
+
+        Example:
+            >>> import torch, zfun as zf
+            >>> loss = lambda p, x: (p["w"] * x).sum()
+            >>> recipe = lambda group: zf.zero(0, loss, zf.optim.sgd(0.1), group)
+            >>> found = zf.plan(recipe, {"w": torch.empty(512)}, torch.empty(512), 1)
+            >>> found.excess(zf.planner.Hardware(flops_per_s=1e12, device_bytes=2048))
+            {'device': 4096}
+        """
+        sizes = zip(
+            PLACES, (hardware.device_bytes, hardware.host_bytes, hardware.disk_bytes), strict=True
+        )
+        needed = {place: getattr(self.peak_of(place), place).total - size for place, size in sizes}
+        return {place: num_bytes for place, num_bytes in needed.items() if num_bytes > 0}
+
+    def draw(self, title: str | None = None) -> Any:
+        """Draw the bytes by category over the moments of a step.
+
+        Args:
+            title: stands above the picture.
+
+        Returns:
+            A matplotlib figure, which a notebook shows.
+
+        Raises:
+            ImportError: matplotlib is missing; ``pip install zfun[plot]``.
+        """
+        from zfun.planner.plans._picture import draw
+
+        return draw(
+            self.instants, title or f"The memory of rank {self.rank} of {self.size} in a step"
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"Plan(rank {self.rank} of {self.size}: "
+            f"{in_bytes(self.steady.device.total)} between steps, "
+            f"at most {in_bytes(self.peak.device.total)} on the device, "
+            f"{in_bytes(self.bytes_sent())} sent, {self.flops.total:.3g} operations)"
+        )
+
+    def __str__(self) -> str:
+        return "\n\n".join(in_columns(table) for table in self._tables())
+
+    def _repr_html_(self) -> str:
+        return "".join(
+            html_table(repr(self) if number == 0 else "", rows[0], rows[1:])
+            for number, rows in enumerate(self._tables())
+        )
+
+    def _tables(self) -> Iterator[list[tuple[str, ...]]]:
+        yield self.rows()
+        yield [
+            ("collective", "of", "messages", "bytes sent"),
+            *(
+                (f"{s.kind} {s.axis}".strip(), s.name, f"{s.num_messages:,}", f"{s.num_bytes:,}")
+                for s in self.sent
+            ),
+        ]
+        names = [part for part in ("params", "masters", "moments") if any(self._kept(part))]
+        yield [
+            ("kept for", *names),
+            *((row.path, *(f"{getattr(row, part):,}" for part in names)) for row in self.by_path),
+        ]
+        yield [
+            ("operations", *Flops._fields, "total"),
+            ("", *(f"{n:,}" for n in (*self.flops, self.flops.total))),
+        ]
+        if any(self.moved):
+            yield [
+                ("moved", *(field.replace("_", " ") for field in Moved._fields)),
+                ("", *(f"{n:,}" for n in self.moved)),
+            ]
+
+    def _kept(self, part: str) -> list[int]:
+        return [getattr(row, part) for row in self.by_path]
