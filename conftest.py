@@ -1,5 +1,9 @@
-"""Collect the examples of Triton kernels only where Triton is installed."""
+"""Collect nothing from files that import packages which the tests do not need."""
 
 import importlib.util
 
-collect_ignore = [] if importlib.util.find_spec("triton") else ["zfun/ops/_triton"]
+collect_ignore = ["tests/fixtures"]
+if not (importlib.util.find_spec("transformers") and importlib.util.find_spec("accelerate")):
+    collect_ignore.append("zfun/interop/transformers")
+if not importlib.util.find_spec("triton"):
+    collect_ignore.append("zfun/ops/_triton")

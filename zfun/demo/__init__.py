@@ -1,5 +1,8 @@
-"""``zfun demo``: one model under every composition, and the cost of each."""
+"""``zfun demo``: one model under every composition; and the commands that measure and plan."""
 
+from zfun.demo._hw_bench import hw_bench, measure_hardware
+from zfun.demo._io_bench import io_bench
+from zfun.demo._plan import plan
 from zfun.demo._run import run
 
-__all__ = ["run"]
+__all__ = ["hw_bench", "io_bench", "measure_hardware", "plan", "run"]

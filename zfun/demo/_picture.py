@@ -11,7 +11,7 @@ from zfun.demo._table import MB, Result, headline
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's palette, which stays distinct with any kind of colour vision, and in grey.
+# Okabe and Ito's palette, whose colours differ for colour-blind readers and in grey.
 PARTS = {"params": "#0072B2", "grads": "#E69F00", "optimizer": "#009E73"}
 SENT = "#56B4E9"
 INK = "#222222"
@@ -70,7 +70,7 @@ def _draw_memory(axes: Axes, results: Sequence[Result]) -> None:
     axes.set_yticks(rows, [result.composition.name for result in results])
     axes.set_xlim(0, 1.16 * max(*left, *(result.peak_bytes / MB for result in results)))
     axes.set_ylim(len(results) - 0.5, -0.5)
-    _dress(axes, "Memory of each rank, MB (peak: with activations)", "x")
+    dress(axes, "Memory of each rank, MB (peak: with activations)", "x")
     parts = [Patch(color=colour, label=part) for part, colour in PARTS.items()]
     hosted = Patch(facecolor="white", edgecolor=FAINT, hatch="///", label="in host memory")
     # A legend fills columns from top to bottom, so the parts stand in the first row.
@@ -103,7 +103,7 @@ def _draw_traffic(axes: Axes, results: Sequence[Result]) -> None:
     axes.set_yticks(range(len(results)), [])
     axes.set_xlim(0, 1.2 * max(1e-3, *(result.ranks[0].theory_bytes / MB for result in results)))
     axes.set_ylim(len(results) - 0.5, -0.5)
-    _dress(axes, "Sent by each rank in a step, MB", "x")
+    dress(axes, "Sent by each rank in a step, MB", "x")
     axes.legend(
         frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=2, handlelength=1.4
     )
@@ -131,12 +131,12 @@ def _draw_losses(axes: Axes, results: Sequence[Result], *, equal: bool) -> None:
             label=result.composition.name,
         )
     agreement = "equal to the last bit" if equal else "NOT equal"
-    _dress(axes, f"Loss: {len(results)} curves, {agreement}", "y")
+    dress(axes, f"Loss: {len(results)} curves, {agreement}", "y")
     axes.set_xlabel("step", color=INK)
     axes.legend(frameon=False, loc="upper right", handlelength=2.2)
 
 
-def _dress(axes: Axes, title: str, grid: Literal["x", "y"]) -> None:
+def dress(axes: Axes, title: str, grid: Literal["x", "y"]) -> None:
     axes.set_title(title, loc="left", fontsize=11.5, color=INK)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(FAINT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import tempfile
 from pathlib import Path
 
 import zfun as zf
@@ -31,7 +32,8 @@ def run(
         The exit status: 0 if all compositions agree to the last bit, 1 if not.
 
     Raises:
-        OptionError: no such preset, or a package of the extra ``demo`` is missing.
+        OptionError: no such preset, a folder that cannot be written, or a package of the extra
+            ``demo`` is missing.
     """
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
@@ -51,11 +53,12 @@ def run(
             f"the preset must be one of {', '.join(presets)}; got {preset!r}; choose one of them"
         )
     config = presets[preset]
+    _check_folder(out)
     print(
         f"A byte-level GPT ({config.num_blocks} blocks of width {config.width}) on the source "
         f"text of Python's standard library:\n{steps} steps of {config.batch_size} x "
         f"{config.length} bytes a rank, on {ranks} local process{'' if ranks == 1 else 'es'}, "
-        "fresh ones for each composition.\n",
+        "new ones for each composition.\n",
         flush=True,
     )
     job = Job(preset, steps)
@@ -70,3 +73,16 @@ def run(
     print(f"\n{table(results)}\n\n{LEGEND.format(offloaded=', * in host memory')}\n")
     print(f"{verdict(results, found)}\n{headline(results)}.\nPicture: {picture}")
     return 1 if found else 0
+
+
+def _check_folder(out: Path) -> None:
+    """Make the folder of the picture, and write a file, because training takes minutes."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise OptionError(
+            f"the demo writes a picture into a folder; got {str(out)!r}, where no file can be "
+            f"written ({error.strerror}); name another folder with --out"
+        ) from error

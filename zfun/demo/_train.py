@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from zfun.collectives import Group
 
 MODEL_STATE = ("params", "grads")
-# About one matrix of the preset "demo", so that the few gathered buckets are a small part of the
-# model.
+# About one matrix of the preset "demo", so that the gathered buckets are a small part of the model.
 BUCKET_BYTES = 2 * 2**20
 
 
@@ -158,10 +157,12 @@ def _run(
     )
 
 
-def _stores(composition: Composition) -> zf.Offload | None:
+def _stores(composition: Composition) -> zf.stores.Offload | None:
     if not composition.offload:
         return None
-    return zf.Offload(params=zf.stores.host(), grads=zf.stores.host(), optimizer=zf.stores.host())
+    return zf.stores.Offload(
+        params=zf.stores.host(), grads=zf.stores.host(), optimizer=zf.stores.host()
+    )
 
 
 def _nbytes(value: Any) -> int:

@@ -1,4 +1,4 @@
-"""Hypothesis strategies: trees of tensors, bucket sizes, compositions."""
+"""Hypothesis strategies: trees, layouts, group sizes, compositions, schedules, splits."""
 
 from __future__ import annotations
 
@@ -11,11 +11,23 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from zfun import tree
+from zfun.layout import Layout, layout_of
+from zfun.options import BOOL, FUNCTION, each, instance, integer, takes
 from zfun.testing._compositions import Composition, all_compositions
+from zfun.transforms import ScheduleOptions
 
-__all__ = ["bucket_sizes", "compositions", "tensors", "trees"]
+__all__ = [
+    "bucket_sizes",
+    "compositions",
+    "group_sizes",
+    "layouts",
+    "micro_batch_splits",
+    "schedules",
+    "tensors",
+    "trees",
+]
 
-# Empty, scalar, primes, fewer elements than ranks, and one that is longer than a padded piece.
+# Zero, one, primes, lengths below the number of ranks, and a length above a padded piece.
 _SIDES = (0, 1, 2, 3, 5, 7, 13, 31)
 
 
@@ -65,6 +77,12 @@ def _dict(children: list[Any]) -> Any:
 _NODES: tuple[Callable[[list[Any]], Any], ...] = (_dict, list, tuple)
 
 
+@takes(
+    leaves=instance(st.SearchStrategy, "a strategy", "tensors()") | None,
+    nodes=each(FUNCTION, "a sequence of functions", "(list, tuple)"),
+    max_leaves=integer(1),
+    ties=BOOL,
+)
 @st.composite
 def trees(
     draw: st.DrawFn,
@@ -124,11 +142,12 @@ def bucket_sizes() -> st.SearchStrategy[int]:
     return st.one_of(st.sampled_from([1, 256, 2**24]), st.integers(1, 2**14))
 
 
+@takes(num_micro_batches=integer(1))
 def compositions(*, num_micro_batches: int = 1) -> st.SearchStrategy[Composition]:
     """Draw compositions, some with ``remat``, some with ``replicate_grads`` for ``shard_grads``.
 
     Args:
-        num_micro_batches: with more than one, ``"accumulate"`` takes every place.
+        num_micro_batches: with more than one, every composition has ``"accumulate"``.
 
     Example:
         >>> import dataclasses
@@ -151,3 +170,84 @@ def compositions(*, num_micro_batches: int = 1) -> st.SearchStrategy[Composition
 def _varied(composition: Composition, remat: bool, sums: str) -> Composition:
     grads = tuple(sums if name == "shard_grads" else name for name in composition.grads)
     return dataclasses.replace(composition, remat=remat, grads=grads)
+
+
+def group_sizes() -> st.SearchStrategy[int]:
+    """Draw numbers of ranks: one, powers of two, primes.
+
+    Example:
+        >>> from hypothesis import given, settings
+        >>> @settings(max_examples=3, database=None)
+        ... @given(group_sizes())
+        ... def test(size):
+        ...     assert 1 <= size <= 8
+        >>> test()
+    """
+    return st.sampled_from([1, 2, 3, 4, 5, 7, 8])
+
+
+@takes(params=instance(st.SearchStrategy, "a strategy", "trees()") | None)
+def layouts(params: st.SearchStrategy[Any] | None = None) -> st.SearchStrategy[Layout]:
+    """Draw layouts of trees, for any number of ranks and any size of buckets.
+
+    Args:
+        params: a strategy of trees; by default :func:`trees`.
+
+    Returns:
+        A strategy.
+
+    Example:
+        >>> from hypothesis import given, settings
+        >>> @settings(max_examples=3, database=None)
+        ... @given(layouts())
+        ... def test(layout):
+        ...     assert all(bucket.padded_numel % layout.size == 0 for bucket in layout.buckets)
+        >>> test()
+    """
+    return st.builds(
+        layout_of, trees() if params is None else params, group_sizes(), bucket_sizes()
+    )
+
+
+def schedules() -> st.SearchStrategy[ScheduleOptions]:
+    """Draw schedules of stage 3: how far ahead to gather, and how much to keep.
+
+    Example:
+        >>> from hypothesis import given, settings
+        >>> @settings(max_examples=3, database=None)
+        ... @given(schedules())
+        ... def test(schedule):
+        ...     assert schedule.prefetch >= 0
+        >>> test()
+    """
+    lengths = st.sampled_from([0, 1, 100, 10**6])
+    return st.builds(
+        ScheduleOptions,
+        prefetch=st.integers(0, 3),
+        # A bound holds the largest bucket and all that persist, in any small model.
+        max_live=st.sampled_from([None, 10**6, 10**7]),
+        reuse_distance=st.none() | lengths,
+        persistence=lengths,
+        read_ahead=st.integers(0, 2),
+    )
+
+
+@takes(rows=integer(1))
+def micro_batch_splits(rows: int) -> st.SearchStrategy[int]:
+    """Draw numbers of micro-batches that divide a rank's batch.
+
+    Args:
+        rows: the number of rows of the batch.
+
+    Returns:
+        A strategy.
+
+    Example:
+        >>> from hypothesis import given, settings
+        >>> @settings(max_examples=3, database=None)
+        ... @given(micro_batch_splits(12))
+        ... def test(num_micro_batches):
+        ...     assert 12 % num_micro_batches == 0
+        >>> test()
+    """
+    return st.sampled_from([count for count in range(1, rows + 1) if rows % count == 0])

@@ -10,19 +10,21 @@ from torch import Tensor
 
 from zfun import stores, tree
 from zfun.collectives import Group, gather_values, mesh_of, simulate
-from zfun.flat import Flat, flats, ravel, unravel
+from zfun.flat import FLAT, Flat, flats, ravel, unravel
 from zfun.layout import DEFAULT_BUCKET_BYTES, layout_of, unique_leaves
+from zfun.options import ANY, FUNCTION, GROUP, TEXT, each, instance, integer, takes
 from zfun.placement import Placement, R, S
-from zfun.testing._compositions import Composition, Run, all_compositions, train
+from zfun.testing._compositions import BATCHES, COMPOSITION, Composition, all_compositions
+from zfun.testing._train import Run, train
 from zfun.transforms import redistribute, shard, unshard
 from zfun.typing import Loss
 
 __all__ = [
+    "assert_padding",
+    "assert_redistribution",
+    "assert_round_trip",
     "assert_same_bits",
-    "check_compositions",
-    "check_padding",
-    "check_redistribution",
-    "check_round_trip",
+    "assert_same_runs",
     "same_bits",
 ]
 
@@ -39,6 +41,7 @@ def same_bits(first: tree.Tree, second: tree.Tree) -> bool:
     return not _differences(first, second)
 
 
+@takes(first=ANY, second=ANY, what=TEXT)
 def assert_same_bits(first: tree.Tree, second: tree.Tree, what: str = "the trees") -> None:
     """Raise unless two trees of tensors and numbers are equal to the last bit.
 
@@ -95,7 +98,8 @@ def _bits(x: Tensor) -> Tensor:
     )
 
 
-def check_round_trip(
+@takes(params=ANY, group=GROUP, bucket_bytes=integer(1))
+def assert_round_trip(
     params: tree.Tree, group: Group, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES
 ) -> None:
     """Check law 1: ravel and unravel are inverses, shards are pieces, and padding is zero.
@@ -109,7 +113,7 @@ def check_round_trip(
         AssertionError: the law is broken; the message names the part.
 
     Example:
-        >>> _ = simulate(3, lambda group: check_round_trip({"w": torch.arange(5.0)}, group))
+        >>> _ = simulate(3, lambda group: assert_round_trip({"w": torch.arange(5.0)}, group))
     """
     layout = layout_of(params, mesh_of(group).size, bucket_bytes)
     whole = ravel(params, layout, group)
@@ -127,11 +131,11 @@ def check_round_trip(
             gathered, buffer, f"shards, one after the other, and {layout.label(index)}"
         )
     assert_same_bits(unshard(shards), params, "a tree and unshard(shard(tree))")
-    check_padding(whole)
-    check_padding(shards)
+    assert_padding(whole)
+    assert_padding(shards)
 
 
-def check_padding(value: tree.Tree) -> None:
+def assert_padding(value: tree.Tree) -> None:
     """Check that the padding in all buffers of flats is zero.
 
     Args:
@@ -142,7 +146,7 @@ def check_padding(value: tree.Tree) -> None:
 
     Example:
         >>> import zfun as zf
-        >>> _ = zf.simulate(2, lambda group: check_padding(zf.shard({"w": torch.ones(5)}, group)))
+        >>> _ = zf.simulate(2, lambda group: assert_padding(zf.shard({"w": torch.ones(5)}, group)))
     """
     for flat in flats(value):
         whole = redistribute(stores.resident(flat), R, flat.group)
@@ -162,7 +166,16 @@ def _first_nonzero(x: Tensor) -> int:
     return int(torch.nonzero(x)[0]) if x.any() else -1
 
 
-def check_redistribution(value: Flat, path: Sequence[Placement]) -> None:
+@takes(
+    value=FLAT,
+    path=each(
+        instance(Placement, "a placement", "zf.R"),
+        "a sequence of placements",
+        "[zf.R, zf.S]",
+        least=1,
+    ),
+)
+def assert_redistribution(value: Flat, path: Sequence[Placement]) -> None:
     """Check law 3: a chain of placements gives the same value as the last placement alone.
 
     Args:
@@ -176,7 +189,7 @@ def check_redistribution(value: Flat, path: Sequence[Placement]) -> None:
         >>> import zfun as zf
         >>> params = {"w": torch.arange(5.0)}
         >>> def main(group):
-        ...     check_redistribution(zf.shard(params, group), [zf.R, zf.P, zf.S])
+        ...     assert_redistribution(zf.shard(params, group), [zf.R, zf.P, zf.S])
         >>> _ = zf.simulate(3, main)
     """
     there = value
@@ -199,7 +212,16 @@ def check_redistribution(value: Flat, path: Sequence[Placement]) -> None:
         )
 
 
-def check_compositions(
+@takes(
+    loss_fn=FUNCTION,
+    optimizer=ANY,
+    params=ANY,
+    batches=BATCHES,
+    compositions=each(COMPOSITION, "a sequence of compositions", "[Composition()]", least=1) | None,
+    num_micro_batches=integer(1),
+    bucket_bytes=each(integer(1), "a sequence of sizes in bytes", "(1024,)", least=1),
+)
+def assert_same_runs(
     loss_fn: Loss,
     optimizer: Any,
     params: tree.Tree,
@@ -232,9 +254,11 @@ def check_compositions(
         >>> batches = [[torch.tensor(1.0), torch.tensor(2.0)]] * 2
         >>> loss_fn = lambda params, batch: (params["w"] * batch).square().sum()
         >>> some, params = all_compositions()[::20], {"w": torch.ones(3)}
-        >>> check_compositions(loss_fn, zf.optim.sgd(0.1), params, batches, some).losses
+        >>> assert_same_runs(loss_fn, zf.optim.sgd(0.1), params, batches, some).losses
         (7.5, 1.875)
     """
+    # A leaf that is no tensor is named here.
+    layout_of(params)
     size = len(batches[0])
     before = tree.map(torch.clone, params)
     first: dict[bool, tuple[Composition, Run]] = {}
@@ -254,7 +278,7 @@ def check_compositions(
                 num_micro_batches=num_micro_batches,
                 bucket_bytes=bucket,
             )
-            check_padding(run.final)
+            assert_padding(run.final)
             return run
 
         runs = simulate(size, main)

@@ -1,0 +1,186 @@
+"""The command ``zfun hw-bench``: the rates of this machine, measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from zfun import ops, stores
+from zfun.collectives import (
+    AllGather,
+    AllReduce,
+    Collective,
+    Group,
+    Workers,
+    barrier,
+)
+from zfun.errors import OptionError
+from zfun.options import PATH, integer, takes
+from zfun.planner import Hardware
+
+__all__ = ["MEASUREMENTS", "hw_bench", "measure_hardware"]
+
+MEASUREMENTS = ("flops_per_s", "memory", "host_memory", "host_link", "network", "disk")
+_ROUNDS = 5
+
+
+class _Network(NamedTuple):
+    bytes_per_s: float
+    latency_s: float
+
+
+def measure_hardware(
+    path: str | Path,
+    *,
+    ranks: int,
+    mib: int,
+    progress: Callable[[], object] = lambda: None,
+) -> Hardware:
+    """Measure the rates of this machine; medians of a few rounds.
+
+    Processes share the cores, as ranks of the CPU do: computation and updates are measured on all
+    ranks at the same time.
+
+    Args:
+        path: a directory on the disk to measure.
+        ranks: the processes.
+        mib: MiB of the largest buffer.
+        progress: called after each measurement.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as path:
+        ...     found = measure_hardware(path, ranks=1, mib=1)
+        >>> found.flops_per_s > 0 and found.disk > 0
+        True
+    """
+    has_device = torch.cuda.is_available()
+    device = torch.device("cuda" if has_device else "cpu")
+    with Workers(ranks) as workers:
+        flops = statistics.median(workers.run(_flops, device))
+        progress()
+        memory = statistics.median(workers.run(_update, device, mib))
+        progress()
+        host = statistics.median(workers.run(_update, torch.device("cpu"), mib))
+        progress()
+        link = _copies(device, mib) if has_device else float("inf")
+        progress()
+        sent = workers.run(_exchange, mib)[0]
+        progress()
+    disk = _disk(path, mib)
+    progress()
+    rates = {"network": sent.bytes_per_s, "latency_s": sent.latency_s} if ranks > 1 else {}
+    limit = float(torch.cuda.mem_get_info()[1]) if has_device else float("inf")
+    return Hardware(
+        flops,
+        host_link=link,
+        disk=disk,
+        memory=memory,
+        host_memory=host,
+        device_bytes=limit,
+        **rates,
+    )
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Return the median time of a call, the first not counted."""
+    found = []
+    for _ in range(1 + _ROUNDS):
+        begin = time.perf_counter()
+        run()
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        found.append(time.perf_counter() - begin)
+    return statistics.median(found[1:])
+
+
+def _flops(group: Group, device: torch.device) -> float:
+    side = 8192 if device.type != "cpu" else 1024
+    dtype = torch.bfloat16 if device.type != "cpu" else torch.float32
+    if device.type == "cpu":
+        torch.set_num_threads(max(1, torch.get_num_threads() // group.size))
+    x = torch.ones(side, side, dtype=dtype, device=device)
+    barrier(group)
+    return 2 * side**3 / _seconds(lambda: x @ x, device)
+
+
+def _update(group: Group, device: torch.device, mib: int) -> float:
+    """Return the bytes per second that a step of AdamW reads and writes."""
+    numel = mib * 2**20 // 16
+    param, grad, first, second = (torch.zeros(numel, device=device) for _ in range(4))
+
+    def step() -> None:
+        ops.adam_step(param, grad, first, second, None, b1=0.9, b2=0.95, step_size=1e-4, eps=1e-8)
+
+    barrier(group)
+    # The parameters and both moments are read and written, the gradients read.
+    return 7 * param.nbytes / _seconds(step, device)
+
+
+def _copies(device: torch.device, mib: int) -> float:
+    pinned = torch.empty(mib * 2**20, dtype=torch.uint8, pin_memory=True)
+    return pinned.nbytes / _seconds(lambda: pinned.to(device, non_blocking=True), device)
+
+
+def _exchange(group: Group, mib: int) -> _Network:
+    """Return the bytes per second that a rank sends in gathers, and the time of a small message."""
+    if group.size == 1:
+        return _Network(float("inf"), 0.0)
+    cpu = torch.device("cpu")
+    small, large = torch.ones(1), torch.ones(mib * 2**18 // group.size)
+    latency_s = _seconds(lambda: group.start(Collective(AllReduce(), "loss"), small).wait(), cpu)
+    gather = lambda: group.start(Collective(AllGather(), "params"), large).wait()
+    return _Network((group.size - 1) * large.nbytes / _seconds(gather, cpu), latency_s)
+
+
+def _disk(path: str | Path, mib: int) -> float:
+    store = stores.nvme(path)
+    try:
+        x = torch.zeros(mib * 2**20, dtype=torch.uint8)
+
+        def there_and_back() -> None:
+            handle = store.put(x, "state")
+            store.flush()
+            handle.get(torch.device("cpu")).wait()
+
+        return 2 * x.nbytes / _seconds(there_and_back, torch.device("cpu"))
+    finally:
+        store.close()
+
+
+@takes(path=PATH, ranks=integer(1), out=PATH, mib=integer(1))
+def hw_bench(
+    path: str | Path, *, ranks: int = 2, out: str | Path = "hardware.json", mib: int = 256
+) -> int:
+    """Measure the rates of this machine, print a table, and write a file for ``zfun plan``.
+
+    Args:
+        path: a directory on the disk to measure.
+        ranks: the local processes that exchange messages; on a host with devices, one for each.
+        out: the file.
+        mib: MiB of the largest buffer.
+
+    Returns:
+        The exit status, 0.
+
+    Raises:
+        OptionError: tqdm is missing, or ``path`` is no directory.
+    """
+    if importlib.util.find_spec("tqdm") is None:
+        raise OptionError("hw-bench shows its progress by tqdm; got none; install zfun[demo]")
+    from tqdm import tqdm
+
+    with tqdm(total=len(MEASUREMENTS), desc="hw-bench", unit="rate") as bar:
+        found = measure_hardware(path, ranks=ranks, mib=mib, progress=bar.update)
+    found.save(out)
+    for name, value in dataclasses.asdict(found).items():
+        print(f"{name:14}{value:12.4g}")
+    print(f"\nwritten: {out}")
+    return 0

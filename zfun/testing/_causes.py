@@ -1,0 +1,82 @@
+"""The likely cause of a difference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from zfun.errors import ZfunError
+from zfun.testing._evidence import Evidence
+from zfun.testing._marks import lost_tail, no_gradient, own_norm, rounding, skips_alone
+from zfun.testing._mistakes import (
+    lost_part,
+    lost_state,
+    lost_tie,
+    not_reduced,
+    stale,
+    wrong_dual,
+    wrong_factor,
+    wrong_mean,
+)
+
+__all__ = ["likely_cause"]
+
+_CAUSES: tuple[Callable[[Evidence], str], ...] = (
+    wrong_mean,
+    skips_alone,
+    lost_tail,
+    stale,
+    lost_tie,
+    not_reduced,
+    wrong_dual,
+    lost_part,
+    wrong_factor,
+    rounding,
+    own_norm,
+    lost_state,
+    no_gradient,
+)
+
+
+def likely_cause(evidence: Evidence) -> str:
+    """Return the likely cause, and the place to look at."""
+    if evidence.difference.kind == "padding":
+        return (
+            "padding must be zero and stay zero, because norms and sums count whole buffers; "
+            f"{evidence.difference.text}; multiply, or add to the spans of zfun.flat.leaf_spans()"
+        )
+    for cause in _CAUSES:
+        try:
+            found = cause(evidence)
+        except ZfunError:  # a batch that cannot be split further
+            continue
+        if found:
+            return found
+    return _by_elimination(evidence)
+
+
+def _by_elimination(evidence: Evidence) -> str:
+    composition, kind = evidence.case.composition, evidence.difference.kind
+    if kind == "ranks":
+        return (
+            "the ranks hold different parameters; reduce what they update with, and take sums in "
+            "one order on all ranks"
+        )
+    if kind == "loss":
+        return "the parameters agree, so look at the value that is returned as the loss"
+    if kind == "parameters" and evidence.seen.grads is not None and composition is not None:
+        return (
+            "an optimizer that mixes elements: the gradients agree, and the update of shards is "
+            "not that of whole leaves; compute each element from the elements at the same place, "
+            "or sum over the ranks (see zfun.transforms.probe)"
+        )
+    if kind == "gradients" and evidence.problem.transform is not None:
+        return (
+            "transform= computes something else on this rank's buffers than on whole leaves; "
+            "sums over elements go over the ranks (zfun.reductions)"
+        )
+    if evidence.case.size == 1:
+        return "one rank fails too, so look at the step itself, not at collectives"
+    return (
+        "no known mistake gives these numbers; compare the collectives in zf.record(group).log "
+        "with those of the stage, and test your own with zfun.testing.assert_adjoint()"
+    )

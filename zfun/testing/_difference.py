@@ -1,0 +1,114 @@
+"""The first difference between the runs of a case and the plain loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from zfun.testing._case import Trace
+from zfun.testing._laws import same_bits
+from zfun.testing._plain import Leaves, PlainStep
+
+__all__ = ["Difference", "Failure", "compare", "error_of", "scales"]
+
+
+class Difference(NamedTuple):
+    """The first step in which a rank differs.
+
+    Attributes:
+        step: the step.
+        kind: ``"gradients"``, ``"parameters"``, ``"loss"``, ``"ranks"`` or ``"padding"``.
+        rank: the first rank that differs.
+        ranks: all ranks that differ.
+        leaves: the places of the leaves that differ, in tree order.
+        trace: the run of that rank.
+        text: a message about padding.
+    """
+
+    step: int
+    kind: str
+    rank: int
+    ranks: list[int]
+    leaves: list[int]
+    trace: Trace
+    text: str = ""
+
+
+class Failure(NamedTuple):
+    """An error that a case raised, in place of a difference."""
+
+    error: Exception
+    step: int = 0
+
+
+def compare(
+    plain: Sequence[PlainStep], traces: Sequence[Trace], tolerance: float
+) -> Difference | None:
+    """Return the first difference, if there is one."""
+    for step in range(len(traces[0].steps)):
+        found = [_difference_at(step, plain[step], trace, tolerance) for trace in traces]
+        ranks = [rank for rank, one in enumerate(found) if one is not None]
+        if ranks:
+            first = found[ranks[0]]
+            assert first is not None
+            kind, leaves = first
+            return Difference(step, kind, ranks[0], ranks, leaves, traces[ranks[0]])
+        for rank, trace in enumerate(traces):
+            mine, other = trace.steps[step].params, traces[0].steps[step].params
+            if not same_bits(mine, other):
+                leaves = [i for i, pair in enumerate(zip(mine, other)) if not same_bits(*pair)]  # noqa: B905
+                return Difference(step, "ranks", rank, [rank], leaves, trace)
+    for rank, trace in enumerate(traces):
+        if trace.padding:
+            last = len(trace.steps) - 1
+            leaves = list(range(len(plain[0].before)))
+            return Difference(last, "padding", rank, [rank], leaves, trace, trace.padding)
+    return None
+
+
+def _difference_at(
+    step: int, right: PlainStep, trace: Trace, tolerance: float
+) -> tuple[str, list[int]] | None:
+    seen = trace.steps[step]
+    changes = [after - before for after, before in zip(right.after, right.before, strict=True)]
+    least = [1e-6 * float(torch.linalg.vector_norm(x)) for x in right.before]
+    in_params = _differing(seen.params, right.after, scales(changes, least), tolerance)
+    in_grads: list[int] = []
+    if seen.grads is not None:
+        in_grads = _differing(seen.grads, right.grads, scales(right.grads), tolerance)
+    if in_grads:
+        return "gradients", in_grads
+    if in_params:
+        return "parameters", in_params
+    if not abs(seen.loss - right.loss) <= tolerance * max(abs(right.loss), 1.0):
+        return "loss", []
+    return None
+
+
+def scales(values: Leaves, least: Sequence[float] = ()) -> list[float]:
+    """Return the size of each leaf that errors are compared with.
+
+    A tenth of the norm over all leaves is the least, because a leaf whose gradient is zero in exact
+    arithmetic has nothing but rounding errors.
+    """
+    norms = [float(torch.linalg.vector_norm(x)) for x in values]
+    whole = sum(norm * norm for norm in norms) ** 0.5
+    floors = least or [0.0] * len(norms)
+    return [max(norm, 0.1 * whole, floor) for norm, floor in zip(norms, floors, strict=True)]
+
+
+def error_of(found: torch.Tensor, right: torch.Tensor) -> float:
+    """Return the norm of the difference; infinity for other shapes."""
+    if found.shape != right.shape:
+        return float("inf")
+    return float(torch.linalg.vector_norm(found.to(right.dtype) - right))
+
+
+def _differing(found: Leaves, right: Leaves, sizes: Sequence[float], tolerance: float) -> list[int]:
+    return [
+        index
+        for index, (x, y, size) in enumerate(zip(found, right, sizes, strict=True))
+        if not error_of(x, y) <= tolerance * size
+    ]

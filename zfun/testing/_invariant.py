@@ -1,0 +1,258 @@
+"""The law of laws: a composition on ranks trains like a plain loop in one process."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zfun import tree
+from zfun.collectives import Group
+from zfun.errors import OptionError
+from zfun.layout import DEFAULT_BUCKET_BYTES, layout_of
+from zfun.optim import as_optimizer
+from zfun.options import ANY, FLOATING, FUNCTION, NAMES, OF_LEAVES, each, integer, number, takes
+from zfun.recipes import Zero
+from zfun.testing._case import STANDARD, Case, Seams, feasible
+from zfun.testing._compositions import COMPOSITION, Composition
+from zfun.testing._difference import Failure
+from zfun.testing._laws import assert_same_bits
+from zfun.testing._plain import (
+    PlainStep,
+    Problem,
+    cast_floats,
+    mapped,
+    plain_loop,
+    rows_of,
+    split_rows,
+)
+from zfun.testing._search import Search
+from zfun.typing import Gradient, Loss
+
+__all__ = ["assert_invariant"]
+
+
+@takes(
+    loss_fn=FUNCTION,
+    params=ANY,
+    batch=ANY,
+    optimizer=ANY,
+    make=FUNCTION | None,
+    transform=FUNCTION | None,
+    wrap_group=FUNCTION | None,
+    compositions=each(COMPOSITION, "a sequence of compositions", "[Composition()]", least=1) | None,
+    sizes=each(integer(1), "a sequence of numbers of ranks", "(1, 2, 4)", least=1) | None,
+    num_micro_batches=each(integer(1), "a sequence of numbers", "(1, 2)", least=1),
+    num_steps=integer(1),
+    split=FUNCTION | None,
+    trainable=OF_LEAVES | None,
+    unmoved=NAMES,
+    dtype=FLOATING | None,
+    tolerance=number(0) | None,
+)
+def assert_invariant(
+    loss_fn: Loss,
+    params: tree.Tree,
+    batch: Any,
+    optimizer: Any,
+    make: Callable[[Group], Zero] | None = None,
+    *,
+    transform: Callable[[Gradient], Gradient] | None = None,
+    wrap_group: Callable[[Group], Group] | None = None,
+    compositions: Sequence[Composition] | None = None,
+    sizes: Sequence[int] | None = None,
+    num_micro_batches: Sequence[int] = (1, 2),
+    num_steps: int = 3,
+    split: Callable[[Any, int], Sequence[Any]] | None = None,
+    trainable: Callable[[str, Any], bool] | None = None,
+    unmoved: Collection[str] = (),
+    dtype: torch.dtype | None = torch.float64,
+    tolerance: float | None = None,
+) -> tree.Tree:
+    """Assert that training on any number of ranks, in any composition, is training in one process.
+
+    The plain loop knows nothing of ranks: autograd on the whole batch, and the optimizer on the
+    whole tree, in float64. Every composition runs on simulated ranks, each with a part of the
+    batch, and must have the same loss, gradients and parameters in every step. A case that fails is
+    reduced to a smaller one that fails too. Then known mistakes are made in the plain loop on
+    purpose, and one that gives the same wrong numbers is the likely cause.
+
+    Args:
+        loss_fn: ``(params, batch) -> scalar``, or with aux, or :func:`zfun.weighted_mean`.
+        params: a tree of tensors.
+        batch: the batch of all ranks together, or a function of the step that returns the batch.
+        optimizer: an optimizer, or an ``(init, update)`` pair.
+        make: ``make(group)`` returns the ``init``, ``step`` and ``params`` of a whole loop, such as
+            ``zf.zero(...)`` or a :class:`zfun.recipes.Zero` of your own, in place of compositions.
+        transform: your transform of gradient functions, ``gradient_fn -> gradient_fn``: outermost
+            in every composition, and around plain autograd.
+        wrap_group: ``group -> group``, your own group around the simulated one.
+        compositions: by default the stages of ZeRO, with donation, offload and recomputation.
+        sizes: numbers of ranks; by default those of 1, 2, 3 and 4 that divide the batch.
+        num_micro_batches: numbers of micro-batches, which the compositions take in turn.
+        num_steps: number of steps; a stale value shows from the second on.
+        split: ``split(batch, n)`` returns the batches of n ranks; by default parts of the rows.
+        trainable: which leaves are trained, by path and leaf; by default floating and complex ones.
+        unmoved: paths of trained leaves that may keep their values.
+        dtype: of floating leaves and batches in all runs; None keeps theirs, and then the plain
+            loop alone computes in float64.
+        tolerance: the largest error of a leaf, relative to the size of its gradient or change; by
+            default 1e-9, and without ``dtype`` what the leaves' dtype can hold.
+
+    Returns:
+        The parameters of the plain loop after the last step.
+
+    Raises:
+        AssertionError: a run differs. The message has the smallest case, the first leaf that
+            differs, and the likely cause.
+        OptionError: a batch without enough rows.
+
+    Example:
+        >>> import zfun as zf
+        >>> loss_fn = lambda params, batch: ((params["w"] - batch) ** 2).mean()
+        >>> params, batch = {"w": torch.zeros(1)}, torch.tensor([1.0, 3.0, 1.0, 3.0])
+        >>> assert_invariant(loss_fn, params, batch, zf.optim.sgd(0.25), num_steps=2)
+        {'w': tensor([1.5000], dtype=torch.float64)}
+    """
+    layout_of(tree.partition(params, _is_trained(None))[0])  # names a leaf that is no tensor
+    exact = _problem(
+        loss_fn, params, batch, optimizer, transform, trainable, num_steps, split, torch.float64
+    )
+    plain = plain_loop(exact)
+    _check_plain(exact, plain, plain_loop(exact), unmoved)
+    problem = (
+        exact
+        if dtype == torch.float64
+        else _problem(
+            loss_fn, params, batch, optimizer, transform, trainable, num_steps, split, dtype
+        )
+    )
+    if tolerance is None:
+        tolerance = _tolerance(problem)
+    search = Search(problem, exact, plain, Seams(make, wrap_group), tolerance)
+    for case in _cases(problem, make is not None, compositions, sizes, num_micro_batches):
+        found = search.find(case)
+        if found is not None:
+            case, found = search.shrink(case, found)
+            text = search.message(case, found)
+            cause = found.error if isinstance(found, Failure) else None
+            raise AssertionError(text) from cause
+    return exact.unflatten(plain[-1].after)
+
+
+def _is_trained(
+    trainable: Callable[[str, Any], bool] | None,
+) -> Callable[[str, Any], bool]:
+    def chosen(path: str, leaf: Any) -> bool:
+        if trainable is not None:
+            return trainable(path, leaf)
+        return not isinstance(leaf, Tensor) or leaf.is_floating_point() or leaf.is_complex()
+
+    return chosen
+
+
+def _problem(
+    loss_fn: Loss,
+    params: tree.Tree,
+    batch: Any,
+    optimizer: Any,
+    transform: Callable[[Gradient], Gradient] | None,
+    trainable: Callable[[str, Any], bool] | None,
+    num_steps: int,
+    split: Callable[[Any, int], Sequence[Any]] | None,
+    dtype: torch.dtype | None,
+) -> Problem:
+    def cast(x: Tensor) -> Tensor:
+        return x.detach().to(dtype) if dtype and x.is_floating_point() else x.detach()
+
+    trained, rest = tree.partition(mapped(cast, params), _is_trained(trainable))
+    frozen = (rest,) if tree.leaves(rest) else ()
+    batches = [batch(step) if callable(batch) else batch for step in range(num_steps)]
+    if dtype is not None:
+        batches = [cast_floats(one, dtype) for one in batches]
+    loss = (lambda params, batch: loss_fn(tree.combine(params, *frozen), batch)) if frozen else None
+    rule = as_optimizer(optimizer)
+    return Problem(loss or loss_fn, trained, frozen, rule, transform, batches, split or split_rows)
+
+
+def _tolerance(problem: Problem) -> float:
+    dtypes = {leaf.dtype for leaf in tree.leaves(problem.params)}
+    worst = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
+    return 1e-9 if worst < 1e-12 else min(0.1, 1000 * worst)
+
+
+def _check_plain(
+    problem: Problem,
+    plain: Sequence[PlainStep],
+    again: Sequence[PlainStep],
+    unmoved: Collection[str],
+) -> None:
+    """Refuse a loss that is no function, that is not finite, or that does not use a leaf."""
+    for step, (one, other) in enumerate(zip(plain, again, strict=True)):
+        names = dict(zip(problem.paths, one.grads, strict=True))
+        bad = [f"of leaf {path!r}" for path, g in names.items() if not torch.isfinite(g).all()]
+        if bad or not math.isfinite(one.loss):
+            raise AssertionError(
+                f"the plain loop is finite; in step {step} the loss is {one.loss:.6g}, and "
+                f"{len(bad)} gradients are not finite{f', first that {bad[0]}' if bad else ''}; "
+                "lower the learning rate, or pass another batch"
+            )
+        assert_same_bits(
+            ({"loss": one.loss}, names),
+            ({"loss": other.loss}, dict(zip(problem.paths, other.grads, strict=True))),
+            "two runs of the plain loop (a loss that reads a clock or draws random numbers, as "
+            "dropout does, or a module whose buffers change, is not a function of parameters and "
+            f"batch; turn that off) in step {step}:",
+        )
+    for path, old, new in zip(problem.paths, plain[0].before, plain[-1].after, strict=True):
+        if old.numel() and path not in unmoved and torch.equal(old, new):
+            raise AssertionError(
+                f"training changes every trained leaf; leaf {path!r} kept its values; let the "
+                f"loss use that leaf, or pass unmoved=[{path!r}]"
+            )
+
+
+def _cases(
+    problem: Problem,
+    is_made: bool,
+    compositions: Sequence[Composition] | None,
+    sizes: Sequence[int] | None,
+    num_micro_batches: Sequence[int],
+) -> Iterator[Case]:
+    """Yield the cases, small groups first; micro-batches and bucket sizes take turns."""
+    chosen: Sequence[Composition | None] = compositions or STANDARD
+    if is_made:
+        chosen = [None]
+    elif compositions is None and problem.transform is not None:
+        # A transform outside of offload would see handles of a store in place of tensors.
+        chosen = [one for one in STANDARD if "offload" not in one.grads]
+    smallest = min(leaf.numel() * leaf.itemsize for leaf in tree.leaves(problem.params))
+    buckets = (DEFAULT_BUCKET_BYTES, max(1, smallest))
+    counts = (1,) if is_made else num_micro_batches
+    num_steps = len(problem.batches)
+    for size in _sizes(problem, sizes):
+        turns = itertools.cycle(itertools.product(buckets, counts))
+        for composition in chosen:
+            bucket, count = next(turns)
+            case = Case(composition, size, num_steps, count, bucket)
+            yield case if feasible(problem, case) else replace(case, num_micro_batches=1)
+
+
+def _sizes(problem: Problem, sizes: Sequence[int] | None) -> Sequence[int]:
+    rows = rows_of(problem.batches[0])
+    if sizes is not None:
+        for size in sizes:
+            problem.split(problem.batches[0], size)  # refuses a batch that is too short
+        return sizes
+    found = [size for size in (1, 2, 3, 4) if rows is None or rows % size == 0]
+    if found == [1]:
+        raise OptionError(
+            f"the batch is divided among the ranks; got {rows} rows, which 2, 3 and 4 do not "
+            "divide; pass a batch of 12 rows, or sizes="
+        )
+    return found
