@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import collections
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,6 +10,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 
+from tests import left_over
+
 # One thread for each tensor operation: the ranks of a simulation are threads already.
 torch.set_num_threads(1)
 torch.set_printoptions(threshold=8, edgeitems=2)
@@ -15,13 +19,17 @@ torch.set_printoptions(threshold=8, edgeitems=2)
 # How much is run: "everyday" is `make test`, "all" is `make test-all`, and "search" looks for
 # failures for hours.
 FORM = os.environ.get("ZFUN_TESTS", "everyday")
-_SCALES = {"everyday": 0.5, "all": 3, "search": 50}
+# A test with more cases than this is thinned in `make test`.
+_MANY = 6
+_SCALES = {"everyday": 0.125, "all": 3, "search": 50}
 if FORM not in _SCALES:
     raise pytest.UsageError(f"ZFUN_TESTS is one of {', '.join(_SCALES)}; got {FORM!r}")
 
 
 def examples(count: int) -> int:
-    """Scale the examples of a property, of which ``count`` say enough, to the form that is run."""
+    """Scale the number of examples of a property to the form that is run; ``count`` is for every
+    day.
+    """
     return max(2, round(count * _SCALES[FORM]))
 
 
@@ -34,8 +42,8 @@ _COMMON = settings(
         HealthCheck.function_scoped_fixture,
     ],
 )
-# Shrinking trains hundreds of models: without shrinking a failure is told within the time limit of
-# a test.
+# Shrinking trains hundreds of models; without shrinking, a failure is reported within the time
+# limit of a test.
 _REPEATABLE = settings(
     _COMMON, derandomize=True, database=None, phases=[Phase.explicit, Phase.generate]
 )
@@ -45,19 +53,24 @@ settings.register_profile("search", _COMMON)
 settings.load_profile(FORM)
 
 
+def _number() -> int:
+    """Return a number that differs between the processes of pytest-xdist."""
+    name = os.environ.get("PYTEST_XDIST_WORKER", "")
+    return int(name.removeprefix("gw")) if name else os.getpid()
+
+
 @contextmanager
 def on_one_core() -> Iterator[None]:
     """Keep this thread, and threads started by this one, on one core.
 
-    Simulated ranks hand the interpreter's lock to each other at every operation. Between two cores
-    the hand-over takes several times as long as the arithmetic of the tests. A search does use all
-    cores, so that ranks meet in every order.
+    Simulated ranks take turns. Handing the turn to a thread on another core takes several times as
+    long as the arithmetic of the tests. A search uses all cores.
     """
     if not hasattr(os, "sched_setaffinity") or FORM == "search":
         yield
         return
     cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {sorted(cores)[os.getpid() % len(cores)]})
+    os.sched_setaffinity(0, {sorted(cores)[_number() % len(cores)]})
     try:
         yield
     finally:
@@ -73,12 +86,51 @@ def _on_one_core(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _nothing_is_left_over() -> Iterator[None]:
+    """After the last test, no process of the tests runs, and no file of the tests is left."""
+    left_over.mark_session()
+    before = left_over.files()
+    yield
+    assert left_over.ended() == []
+    assert sorted(left_over.files() - before) == []
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _modules_are_no_garbage() -> None:
+    """Let collections of garbage leave out all that earlier tests and imports have made.
+
+    A collection that looks through the modules of torch, triton and transformers takes a second.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    # The destructors of nanobind's objects run at the end of the process.
+    gc.unfreeze()
+
+
+def _thinned(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Leave the first and every third case of a test with many cases, which are much alike."""
+    seen: collections.Counter[tuple[str, str]] = collections.Counter()
+    name = lambda item: (str(item.path), getattr(item, "originalname", item.name))
+    counts = collections.Counter(map(name, items))
+    kept = []
+    for item in items:
+        if counts[name(item)] <= _MANY or seen[name(item)] % 3 == 0:
+            kept.append(item)
+        seen[name(item)] += 1
+    return kept
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     # A test that is named on the command line runs in any form.
     if FORM == "everyday" and not any("::" in argument for argument in config.args):
-        slow = [item for item in items if item.get_closest_marker("slow")]
-        items[:] = [item for item in items if not item.get_closest_marker("slow")]
-        config.hook.pytest_deselected(items=slow)
+        left = _thinned([item for item in items if not item.get_closest_marker("slow")])
+        kept = set(map(id, left))
+        config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
+        items[:] = left
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("cuda"):

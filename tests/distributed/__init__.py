@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import multiprocessing
+import os
 import platform
+import signal
+import subprocess
 import sys
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from zfun.collectives import Workers
 
@@ -19,12 +24,15 @@ _IMPORTED = [
     "torch._dynamo",
     "torch.distributed.device_mesh",
     "tests.distributed.bodies",
+    "tests.distributed.dtensors",
+    "tests.distributed.test_restarts",
     "tests.distributed.test_shared_memory",
 ]
 
 
 @functools.cache
-def _server() -> Any:
+def fork_server() -> Any:
+    """A context whose processes start fast, because torch is imported before the fork."""
     if sys.platform == "win32":
         return None
     context = multiprocessing.get_context("forkserver")
@@ -33,10 +41,43 @@ def _server() -> Any:
 
 
 def processes(size: int, **options: Any) -> Workers:
-    """Processes that start fast, because torch is imported before they fork; the tests of ``spawn``
+    """Processes that start fast, because torch is imported before the fork. The tests of ``spawn``
     cover processes that import torch themselves.
     """
-    return Workers(size, context=_server(), **options)
+    return Workers(size, context=fork_server(), **options)
+
+
+def run_program(program: str, *, timeout_s: float) -> list[tuple[int, str, str]]:
+    """Run a program on two ranks of a launcher; return codes, outputs and errors by rank."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=timeout_s) for rank in ranks]
+    finally:
+        # The forks of a rank too.
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(rank.pid, signal.SIGKILL)
+    return [(rank.returncode, *texts) for rank, texts in zip(ranks, outputs, strict=True)]
 
 
 needs_shared_memory = pytest.mark.skipif(

@@ -5,6 +5,8 @@ Each program takes a group and returns a tree of tensors and numbers with the sa
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,16 +21,17 @@ from zfun.collectives import Collective, ReduceScatter, Stream
 from zfun.errors import (
     AliasChanged,
     DonatedStateError,
+    LeafError,
     NonFiniteError,
     PlacementError,
     SpecMismatch,
 )
 from zfun.testing import (
     Composition,
+    assert_padding,
+    assert_redistribution,
+    assert_round_trip,
     assert_same_bits,
-    check_padding,
-    check_redistribution,
-    check_round_trip,
     same_bits,
     train,
 )
@@ -73,7 +76,7 @@ def compositions_agree(group: zf.Group) -> Any:
             batches,
             bucket_bytes=bucket_bytes,
         )
-        check_padding(run.final)
+        assert_padding(run.final)
         first = run[:2] if first is None else first
         assert_same_bits(run[:2], first, f"{composition} and {COMPOSITIONS[0]}")
     return first
@@ -126,9 +129,9 @@ def mixed_tree() -> Any:
 
 
 def any_dtype_and_shape(group: zf.Group) -> Any:
-    check_round_trip(mixed_tree(), group, bucket_bytes=64)
+    assert_round_trip(mixed_tree(), group, bucket_bytes=64)
     flat = zf.shard(mixed_tree(), group, bucket_bytes=64)
-    check_redistribution(flat, [zf.R, zf.P, zf.S, zf.P, zf.R])
+    assert_redistribution(flat, [zf.R, zf.P, zf.S, zf.P, zf.R])
     batches = models.tree_batches(2, group.size, 3)
     runs = [
         train(
@@ -161,14 +164,14 @@ def compressed(group: zf.Group) -> Any:
             optim.adamw(0.05),
             group,
             bucket_bytes=300,
-            compression=zf.Compression(grads=grads, params=params),
+            compression=zf.compression.Compression(grads=grads, params=params),
         )
         state = z.init(models.mlp())
         for batches in models.mlp_batches(4, group.size):
             state, _ = z.step(state, batches[group.rank])
         kept = feedback.kept(group.rank)
         assert len(kept) > 2
-        # The keys are the same on all ranks, but every rank keeps errors of its own messages.
+        # The keys are the same on all ranks; the errors differ from rank to rank.
         mine = torch.cat([kept[place].double().view(-1) for place in sorted(kept)])
         found.append((z.params(state), sorted(kept), zf.collectives.all_reduce(mine, group)))
     x = torch.linspace(-1, 1, 64 * group.size) * (group.rank + 1)
@@ -408,6 +411,25 @@ def recomputed(group: zf.Group) -> Any:
     return expected
 
 
+def random_numbers(group: zf.Group) -> Any:
+    """The default generator belongs to the rank: initial weights, dropout and draws agree."""
+    torch.manual_seed(7)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 4))
+
+    def loss_fn(params: Any, x: Tensor) -> Tensor:
+        return torch.func.functional_call(model, params, (x,)).pow(2).mean()
+
+    torch.manual_seed(group.rank)
+    trained = []
+    for stage in (0, 3):
+        z = zf.zero(stage, loss_fn, optim.adamw(0.05), group, bucket_bytes=64)
+        state = z.init({name: leaf.detach() for name, leaf in model.named_parameters()})
+        for _ in range(2):
+            state, info = z.step(state, torch.rand(3, 4))
+        trained.append((z.params(state), info.loss))
+    return trained, torch.rand(2)
+
+
 def values_differ(group: zf.Group) -> Any:
     params = models.mlp()
     if group.rank == 1:
@@ -496,9 +518,64 @@ def goes_on_after_an_error(group: zf.Group) -> Any:
     return found[0]
 
 
+def offloaded_to_a_disk(group: zf.Group) -> Any:
+    """Each rank keeps all parts in a file of its own, in blocks smaller than a bucket."""
+
+    def run(offload: zf.stores.Offload | None) -> Any:
+        z = zf.zero(
+            3,
+            models.mlp_loss,
+            optim.adamw(0.05),
+            group,
+            bucket_bytes=9000,
+            num_micro_batches=2,
+            offload=offload,
+        )
+        state = z.init(models.mlp())
+        for batches in models.mlp_batches(3, group.size, rows=4):
+            state, _ = z.step(state, batches[group.rank])
+        return z.params(state)
+
+    with tempfile.TemporaryDirectory() as path:
+        store = zf.stores.nvme(path, block_size=4096, queue_depth=1, num_threads=2)
+        found = run(zf.stores.Offload(params=store, grads=store, optimizer=store))
+        assert len(list(Path(path).iterdir())) == 1
+        store.close()
+    assert_same_bits(found, run(None))
+    return found
+
+
+def starts_leaf_by_leaf(group: zf.Group) -> Any:
+    """Start from deferred leaves, and from ones that a rank cannot make; move the state around."""
+    params = models.mlp()
+    values = dict(zip(tree.paths(params), tree.leaves(params), strict=True))
+    lazy = zf.sources.initialised(params, lambda path, spec: values[path].clone())
+    found = []
+    for stage in range(4):
+        z = zf.zero(stage, models.mlp_loss, optim.adamw(0.05), group, bucket_bytes=300)
+        for init in ("check", "broadcast"):
+            state = z.init(lazy, init=init)
+            store = zf.stores.host()
+            state = zf.stores.reload(zf.offload(state, store), store)
+            for batches in models.mlp_batches(2, group.size):
+                state, _ = z.step(state, batches[group.rank])
+            found.append(z.params(state))
+            some = z.params(state, lambda path, leaf: path == "out")
+            assert_same_bits(some["out"], found[-1]["out"])
+        is_bad = lambda path: path == "out" and group.rank == 1
+        bad = zf.sources.initialised(
+            params, lambda path, spec: torch.ones(1) if is_bad(path) else values[path].clone()
+        )
+        with pytest.raises((LeafError, SpecMismatch)):
+            z.init(bad)
+    return found
+
+
 BODIES = [
+    starts_leaf_by_leaf,
     compositions_agree,
     micro_batches,
+    offloaded_to_a_disk,
     stages_agree,
     any_dtype_and_shape,
     frozen_leaves,
@@ -511,6 +588,7 @@ BODIES = [
     nan_on_one_rank,
     functional_derivatives,
     recomputed,
+    random_numbers,
     values_differ,
     errors_are_local,
     goes_on_after_an_error,

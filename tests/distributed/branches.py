@@ -134,6 +134,73 @@ def skipped_layers(group: zf.Group) -> Any:
     return every_stage(group, open_layers, models.mlp(), batches, num_micro=2)
 
 
+def _chained(layer: Any, x: Tensor) -> Tensor:
+    return torch.tanh(x @ layer["w"]) @ layer["v"]
+
+
+def _joined(layer: Any, x: Tensor) -> Tensor:
+    return x @ layer["w"] + x @ layer["v"]
+
+
+def _last_saves_nothing(layer: Any, x: Tensor) -> Tensor:
+    """Recomputation stops before the last weight."""
+    return x @ layer["w"] + layer["v"].sum(0)
+
+
+def _sums(layer: Any, x: Tensor) -> Tensor:
+    return x * layer["w"].sum() + layer["v"].sum()
+
+
+def _reads(layer: Any, x: Tensor) -> Tensor:
+    """The last weight gets no gradient."""
+    y = x @ layer["w"]
+    with torch.no_grad():
+        z = x @ layer["v"]
+    return y + z
+
+
+def _skips(layer: Any, x: Tensor) -> Tensor:
+    del layer
+    return x
+
+
+# All but the last use the same buckets in the same order.
+WAYS = (_chained, _joined, _last_saves_nothing, _sums, _reads, _skips)
+
+
+def recomputed(
+    group: zf.Group,
+    first: Callable[..., Tensor] = _last_saves_nothing,
+    other: Callable[..., Tensor] = _chained,
+    options: dict[str, Any] | None = None,
+) -> Any:
+    """Rank 0 takes one way through recomputed blocks, the other ranks another in the third step.
+
+    Stage 3 gives the bits of stage 0.
+    """
+    params = models.mlp(num_layers=3)
+    params["h"] = [{"w": layer["w"], "v": layer["w"].T.contiguous()} for layer in params["h"]]
+
+    def loss_fn(params: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, ways = batch
+        block = zf.remat(other if ways[0, 0] else first, **(options or {}))
+        for layer in params["h"]:
+            x = block(layer, torch.tanh(x))
+        return (x @ params["out"]).pow(2).mean()
+
+    batches = batches_of(4, group.size, lambda step, rank, _: (rank > 0 and step >= 2,))
+    found = []
+    for stage in (0, 3):
+        z = zf.zero(stage, loss_fn, optim.sgd(0.01), group, bucket_bytes=1)
+        state, losses = z.init(params), []
+        for step in batches:
+            state, info = z.step(state, step[group.rank])
+            losses.append(float(info.loss))
+        found.append((z.params(state), losses))
+    assert_same_bits(found[0], found[1])
+    return found[0]
+
+
 def returning_layers(params: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
     """Use all layers, and open layers twice, so that gradients of several uses are added."""
     x, ways = batch
@@ -169,7 +236,9 @@ def shifted_layers(params: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def gathered_for_nothing(group: zf.Group) -> Any:
-    """All ranks gather a block, and some have no gradient for it, unknown before backward."""
+    """All ranks gather a block, and some ranks have no gradient for the block, which shows in
+    backward only.
+    """
     params = models.mlp(num_layers=6)
     params["h"] = [{"w": layer["w"], "shift": layer["w"].repeat(9, 1)} for layer in params["h"]]
     batches = batches_of(
@@ -251,6 +320,7 @@ BODIES = [
     early_exit,
     skipped_layers,
     returning,
+    recomputed,
     gathered_for_nothing,
     one_expert_a_token,
     two_experts_a_token,

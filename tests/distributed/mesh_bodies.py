@@ -1,5 +1,5 @@
-"""Programs of a rank on a mesh of two rows, run alike on simulated ranks and on real processes,
-which import this module.
+"""Programs of a rank on a mesh of two rows, for simulated ranks and for real processes, which
+import this module.
 """
 
 from __future__ import annotations
@@ -37,9 +37,7 @@ from zfun.testing import assert_same_bits
 
 
 def collectives(group: zf.Group) -> Any:
-    """Every collective, all of them started before the first is waited for, which ranks do in
-    different orders.
-    """
+    """Start every collective before the first wait; each rank waits in a different order."""
     mesh = zf.split(group, inner=2)
     rotation = tuple((rank + 1) % mesh.size for rank in range(mesh.size))
     ops = [
@@ -92,7 +90,7 @@ def trained(group: zf.Group) -> Any:
 
 
 def branching(group: zf.Group) -> Any:
-    """Ranks of a mesh branch, so that some ask for buckets while others still wait for theirs."""
+    """Ranks of a mesh branch, so that some ranks ask for buckets while others still wait."""
     found: list[Any] = []
     mesh = zf.split(group, inner=2)
     batches = branches.batches_of(
@@ -122,7 +120,7 @@ def branching(group: zf.Group) -> Any:
 
 
 def dies_in_a_row(group: zf.Group) -> None:
-    """Rank 3 is killed while the ranks of its row and column wait."""
+    """Rank 3 is killed while the other ranks of row 1 and column 1 wait."""
     mesh = zf.split(group, inner=2)
     barrier(mesh)
     if group.rank == 3:
@@ -131,9 +129,7 @@ def dies_in_a_row(group: zf.Group) -> None:
 
 
 def _on_two_hosts(group: zf.Group) -> zf.Group:
-    """A group of the same ranks, which believe that the first two are on one host and the others on
-    another.
-    """
+    """A group of the same ranks on two pretended hosts: the first two ranks, and the others."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (rendezvous, process):
             patch.setattr(module, "host_name", lambda: f"host {group.rank // 2}")
@@ -141,8 +137,8 @@ def _on_two_hosts(group: zf.Group) -> zf.Group:
 
 
 def over_two_hosts(group: zf.Group) -> Any:
-    """Collectives long and short, in all streams at once, waited for in different orders; training;
-    a mesh whose rows are the hosts.
+    """Run collectives of many and few elements in all streams at once, waited for in different
+    orders; train; and make a mesh whose rows are the hosts.
     """
     simulated = not dist.is_initialized()
     made = group if simulated else _on_two_hosts(group)
@@ -184,7 +180,7 @@ def over_two_hosts(group: zf.Group) -> Any:
 
 
 def dies_on_a_host(group: zf.Group) -> None:
-    """Rank 3 is killed while all are in a collective that goes over hosts."""
+    """Rank 3 is killed while all ranks are in a hierarchical collective."""
     made = _on_two_hosts(group)
     barrier(made)
     if group.rank == 3:
@@ -193,7 +189,7 @@ def dies_on_a_host(group: zf.Group) -> None:
 
 
 def starts_something_else(group: zf.Group) -> str:
-    """Rank 2 gives its collective another name."""
+    """Rank 2 starts a collective under another name."""
     made = _on_two_hosts(group)
     try:
         made.start(

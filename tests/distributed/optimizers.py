@@ -1,8 +1,7 @@
 """Every optimizer at every stage, over a group and over a mesh: the same bits, and the numbers of
 one process.
 
-Programs of a rank that run alike on simulated ranks and on real processes, which import this
-module.
+Programs of a rank, for simulated ranks and for real processes, which import this module.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ OPTIMIZERS: dict[str, optim.Optimizer] = {
 
 
 def in_one_process(name: str, size: int) -> dict[str, Tensor]:
-    """The same steps on one rank, with the batches of all."""
+    """Take the same steps on one rank, with the batches of all ranks."""
     params, steps = models.mlp(num_layers=2), models.mlp_batches(STEPS, size)
     loss = lambda flat, batch: models.mlp_loss(models.unflat_dict(flat, params), batch)
     flat, state = models.flat_dict(params), {}
@@ -75,7 +74,7 @@ def trained(
     return z.params(state)
 
 
-def check_near(found: Any, expected: dict[str, Tensor], what: str) -> None:
+def check_near(found: Any, expected: dict[str, Tensor], label: str) -> None:
     before = models.flat_dict(models.mlp(num_layers=2))
     for path, leaf in models.flat_dict(found).items():
         torch.testing.assert_close(
@@ -83,7 +82,7 @@ def check_near(found: Any, expected: dict[str, Tensor], what: str) -> None:
             expected[path] - before[path],
             rtol=1e-9,
             atol=1e-11,
-            msg=lambda m: f"{what}: {m}",
+            msg=lambda m: f"{label}: {m}",
         )
         assert not torch.equal(leaf, before[path])
 
@@ -105,7 +104,7 @@ def every_optimizer(group: zf.Group) -> Any:
 
 
 def places_of(name: str, mesh: zf.collectives.Mesh) -> list[tuple[int, zf.Group, dict[str, Any]]]:
-    """Stages over the mesh and over its inner axis."""
+    """Stages over the whole mesh and over the inner axis."""
     places: list[tuple[int, zf.Group, dict[str, Any]]] = [
         (0, mesh, {}),
         (1, mesh.inner, {}),
@@ -126,7 +125,7 @@ def places_of(name: str, mesh: zf.collectives.Mesh) -> list[tuple[int, zf.Group,
 
 
 def over_a_mesh(group: zf.Group, inner: int, names: Sequence[str], chosen: slice) -> Any:
-    """Rows that share all of the state, a part of it, or nothing."""
+    """Let rows share all of the state, a part, or nothing."""
     found, mesh = {}, zf.split(group, inner=inner)
     for name in names:
         places = places_of(name, mesh)[chosen]
@@ -151,7 +150,7 @@ def over_a_mesh(group: zf.Group, inner: int, names: Sequence[str], chosen: slice
 
 
 def every_optimizer_over_a_mesh(group: zf.Group) -> Any:
-    """Over the inner axis and over all, of the last of :func:`places_of`."""
+    """Train over the inner axis and over the mesh, with the last entry of :func:`places_of`."""
     return over_a_mesh(group, 2, list(OPTIMIZERS), slice(-2, None))
 
 

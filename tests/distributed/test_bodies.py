@@ -11,12 +11,12 @@ import pytest
 
 import zfun as zf
 from tests.conftest import on_one_core
-from tests.distributed import bodies, branches, optimizers, processes
+from tests.distributed import bodies, branches, optimizers, processes, pullbacks
 from zfun.collectives import Workers
 from zfun.errors import CollectiveMismatch, PeerLost
 from zfun.testing import assert_same_bits
 
-# torch itself warns when it first imports its formulas for forward-mode derivatives.
+# torch warns at the first import of the formulas for forward-mode derivatives.
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.timeout(90),
@@ -24,10 +24,10 @@ pytestmark = [
 ]
 
 
-# Three ranks over gloo send all that two do.
+# Over gloo, three ranks send every message that two ranks send.
 TWO_OVER_GLOO = pytest.param((2, False), marks=pytest.mark.slow, id="2 over gloo")
-OVER_GLOO = pytest.param((3, False), id="3 over gloo")
-AS_CHOSEN = pytest.param((2, None), id="2 over what is chosen")
+OVER_GLOO = pytest.param((3, False), marks=pytest.mark.slow, id="3 over gloo")
+AS_CHOSEN = pytest.param((2, None), id="2 over the default transport")
 
 
 @pytest.fixture(scope="module", params=[TWO_OVER_GLOO, OVER_GLOO, AS_CHOSEN])
@@ -45,11 +45,20 @@ def simulated(size: int, body: Callable[[zf.Group], Any]) -> list[Any]:
         return zf.simulate(size, body)
 
 
-BODIES = [*bodies.BODIES, *branches.BODIES, *optimizers.BODIES]
+BODIES = [*bodies.BODIES, *branches.BODIES, *optimizers.BODIES, *pullbacks.BODIES]
 
 
-@pytest.mark.parametrize("body", BODIES, ids=[body.__name__ for body in BODIES])
-def test_processes_do_what_the_simulation_does(
+LONG = (bodies.starts_leaf_by_leaf, optimizers.every_optimizer)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(body, id=body.__name__, marks=pytest.mark.slow if body in LONG else ())
+        for body in BODIES
+    ],
+)
+def test_processes_have_the_results_of_the_simulation(
     ranks: tuple[int, Workers], body: Callable[[zf.Group], Any]
 ) -> None:
     size, workers = ranks
@@ -59,19 +68,22 @@ def test_processes_do_what_the_simulation_does(
         assert_same_bits(found[rank], expected[rank], f"rank {rank} in its process and simulated")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [TWO_OVER_GLOO, AS_CHOSEN], indirect=True)
-def test_two_hundred_steps_that_branch_at_random(ranks: tuple[int, Workers]) -> None:
-    test_processes_do_what_the_simulation_does(ranks, branches.two_hundred_steps)
+def test_two_hundred_steps_that_branch_at_random_have_equal_bits(
+    ranks: tuple[int, Workers],
+) -> None:
+    test_processes_have_the_results_of_the_simulation(ranks, branches.two_hundred_steps)
 
 
 @pytest.mark.parametrize("ranks", [AS_CHOSEN], indirect=True)
-def test_compiled_blocks_on_processes(ranks: tuple[int, Workers]) -> None:
+def test_compiled_blocks_run_on_processes(ranks: tuple[int, Workers]) -> None:
     _, workers = ranks
     first, second = workers.run(bodies.compiled)
     assert_same_bits(first, second)
 
 
-def test_a_rank_that_raises_in_the_loss() -> None:
+def test_a_rank_that_raises_in_the_loss_is_named() -> None:
     started = time.monotonic()
     with processes(2, timeout_s=40.0, collective_timeout_s=20.0) as workers:
         waiting, raised = workers.outcomes(bodies.raises_in_the_loss)
@@ -84,7 +96,7 @@ def test_a_rank_that_raises_in_the_loss() -> None:
         zf.simulate(2, bodies.raises_in_the_loss)
 
 
-def test_a_rank_that_starts_another_collective() -> None:
+def test_a_rank_that_starts_another_collective_is_named() -> None:
     with processes(2, timeout_s=40.0, collective_timeout_s=20.0) as workers:
         outcomes = workers.outcomes(bodies.starts_another_collective)
     for outcome in outcomes:

@@ -1,5 +1,5 @@
-"""Meshes of real processes: the bits of the simulation, and a rank that dies is noticed in its row
-and in its column.
+"""Meshes of real processes: the bits of the simulation, and a dead rank is noticed in the row and
+in the column.
 """
 
 from __future__ import annotations
@@ -35,8 +35,17 @@ BODIES = [
 ]
 
 
-@pytest.mark.parametrize("body", BODIES, ids=[body.__name__ for body in BODIES])
-def test_processes_do_what_the_simulation_does(
+LONG = (optimizers.every_optimizer_over_a_mesh,)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(body, id=body.__name__, marks=pytest.mark.slow if body in LONG else ())
+        for body in BODIES
+    ],
+)
+def test_processes_have_the_results_of_the_simulation(
     four: Workers, body: Callable[[zf.Group], Any]
 ) -> None:
     with on_one_core():
@@ -45,32 +54,33 @@ def test_processes_do_what_the_simulation_does(
         assert_same_bits(found, expected[rank], f"rank {rank} in its process and simulated")
 
 
-def test_ranks_of_two_hosts_that_start_different_collectives(four: Workers) -> None:
+def test_ranks_of_two_hosts_that_start_different_collectives_are_named(four: Workers) -> None:
     started = time.monotonic()
     for text in four.run(mesh_bodies.starts_something_else):
         assert "'same'" in text
         assert "'other'" in text
-    # Not after the 20 s that a collective may take.
+    # The error comes before the timeout of 20 s.
     assert time.monotonic() - started < 15
 
 
-def test_a_rank_that_dies_on_one_of_two_hosts(four: Workers) -> None:
+def test_a_rank_that_dies_on_one_of_two_hosts_is_named_on_both(four: Workers) -> None:
     started = time.monotonic()
     outcomes = four.outcomes(mesh_bodies.dies_on_a_host)
     for outcome in outcomes[:3]:
         assert isinstance(outcome, PeerLost), outcome
         assert "all_reduce 'after'" in str(outcome)
-    # The first to find out tells the others.
+    # The first rank that notices tells the others.
     assert any("lost rank 3" in str(outcome) for outcome in outcomes[:3])
     assert time.monotonic() - started < 40
 
 
-def test_a_rank_that_dies_is_named_by_its_number_in_the_whole_group(four: Workers) -> None:
+def test_a_rank_that_dies_is_named_by_the_global_rank(four: Workers) -> None:
     started = time.monotonic()
     first, second, third, dead = four.outcomes(mesh_bodies.dies_in_a_row)
     for outcome in (first, second, third, dead):
         assert isinstance(outcome, PeerLost)
-    # Rank 1 is in its column and rank 2 in its row; rank 0 hears it from either.
+    # Rank 1 shares a column with rank 3, and rank 2 a row; rank 0 learns the cause from rank 1 or
+    # 2.
     assert "rank 1 lost rank 3" in str(second)
     assert "rank 2 lost rank 3" in str(third)
     assert "lost rank 3" in str(first)

@@ -1,5 +1,5 @@
 """Real processes, over gloo and through shared memory: the bits of the simulation, and errors that
-say what happened.
+name the cause.
 
 The programs of the ranks are functions of this module, which the processes import.
 """
@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -56,7 +57,11 @@ RUN_S = 40.0
 
 @pytest.fixture(
     scope="module",
-    params=[(2, False), (3, False), pytest.param((3, True), marks=needs_shared_memory)],
+    params=[
+        pytest.param((2, False), marks=pytest.mark.slow),
+        (3, False),
+        pytest.param((3, True), marks=needs_shared_memory),
+    ],
     ids=["2", "3", "3 shared"],
 )
 def workers(request: pytest.FixtureRequest) -> Iterator[Workers]:
@@ -111,7 +116,7 @@ def _every_collective(group: Group) -> list[Tensor]:
                 out = torch.empty_like(results[-1])
                 assert group.start(Collective(op, "x"), x, out).wait() is out
                 results.append(out)
-        # In place, and a shard that lies in the mapping that receives the gather.
+        # The input lies in the buffer that receives the gather.
         whole = torch.zeros(5 * size, dtype=dtype)
         shard = whole.view(size, 5)[group.rank]
         shard.copy_(_values(group, 5, dtype))
@@ -142,8 +147,7 @@ def _skips_leaves(group: Group, stage: int) -> tuple[list[float], list[Tensor]]:
         "w": [torch.randn(640, 640, generator=generator) / 20 for _ in range(4)],
         "b": torch.zeros(640),
     }
-    # Two of the large leaves fit in a bucket, but not what is left after them: so there are
-    # several.
+    # A bucket has room for two of the large leaves, so there are several buckets.
     z = zf.zero(stage, loss_fn, zf.optim.adamw(1e-2), group, bucket_bytes=2 * 4 * 640 * 640 + 640)
     state, losses = z.init(params), []
     for number in range(3):
@@ -154,26 +158,26 @@ def _skips_leaves(group: Group, stage: int) -> tuple[list[float], list[Tensor]]:
 
 
 @pytest.mark.parametrize("how", ["plainly", "remat", "checkpoint", "frozen", "persistent"])
-@pytest.mark.parametrize("strays", [False, True])
+@pytest.mark.parametrize("diverges", [False, True])
 def test_ranks_that_take_other_branches_have_the_bits_of_the_simulation(
-    two: Workers, how: str, strays: bool
+    two: Workers, how: str, diverges: bool
 ) -> None:
     for (losses, params), (expected, theirs) in zip(
-        two.run(_branches, how, strays), simulate(2, _branches, how, strays), strict=True
+        two.run(_branches, how, diverges), simulate(2, _branches, how, diverges), strict=True
     ):
         assert len(set(losses)) == len(losses)
         assert losses == expected
         assert all(torch.equal(a, b) for a, b in zip(params, theirs, strict=True))
 
 
-def _branches(group: Group, how: str, strays: bool) -> tuple[list[float], list[Tensor]]:
+def _branches(group: Group, how: str, diverges: bool) -> tuple[list[float], list[Tensor]]:
     def block(w: Tensor, x: Tensor) -> Tensor:
         return x + torch.tanh(x @ w)
 
     def loss_fn(params: Any, batch: tuple[int, Tensor]) -> Tensor:
         number, x = batch
         order = [0, 1, 2, 3]
-        if strays and number % 2:
+        if diverges and number % 2:
             order = [[0, 2, 3], [2, 1, 0, 2, 3]][group.rank]
         for i in order:
             if how == "remat":
@@ -219,7 +223,7 @@ def test_ranks_that_skip_leaves_have_the_bits_of_the_simulation(
 
 
 def _overlapped(group: Group) -> list[Tensor]:
-    """Both streams at once, started and waited for in an order that depends on the rank."""
+    """Start collectives in both streams at once, and wait in an order that depends on the rank."""
     streams = [Stream.PARAMS, Stream.GRADS] if group.rank % 2 else [Stream.GRADS, Stream.PARAMS]
     pending = {}
     for stream in streams:
@@ -234,7 +238,7 @@ def _overlapped(group: Group) -> list[Tensor]:
     return [results[key] for key in sorted(results)]
 
 
-def test_lanes_do_not_wait_for_each_other(workers: Workers) -> None:
+def test_streams_do_not_wait_for_each_other(workers: Workers) -> None:
     real = workers.run(_overlapped)
     for mine, theirs in zip(real, simulate(len(real), _overlapped), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
@@ -266,8 +270,8 @@ def test_debug_changes_nothing(workers: Workers) -> None:
 
 
 def _torch_groups(group: Group) -> list[tuple[int, int, float]]:
-    """Groups from torch groups and meshes; each has its own connections, so their collectives do
-    not mix.
+    """Groups from torch groups and meshes. Each group has separate connections, so the collectives
+    of two groups do not mix.
     """
     mesh = init_device_mesh("cpu", (1, group.size), mesh_dim_names=("replica", "shard"))
     subgroup: Any = dist.new_group([0, 1])
@@ -305,8 +309,8 @@ def test_groups_come_from_torch_groups_and_meshes(workers: Workers) -> None:
 
 
 def _native(group: Group) -> list[Tensor]:
-    """The group that nccl uses, over gloo's native collectives: small integers, since its sums have
-    another order.
+    """The group of nccl, over gloo's native collectives. Inputs are small integers, because gloo
+    adds in another order.
     """
     world = dist.group.WORLD
     assert world is not None
@@ -335,7 +339,7 @@ def _native(group: Group) -> list[Tensor]:
         return results
 
 
-def test_native_collectives_mean_the_same(workers: Workers) -> None:
+def test_native_collectives_have_the_same_values(workers: Workers) -> None:
     workers.run(_native)
 
 
@@ -345,7 +349,7 @@ def _disagree(group: Group) -> str:
     return str(caught.value)
 
 
-def test_disagreement_is_the_same_error_on_all_ranks(two: Workers) -> None:
+def test_a_disagreement_is_the_same_error_on_all_ranks(two: Workers) -> None:
     text = (
         "all ranks must hold the same params; leaf h.0.w is (3,) float32 on rank 0 and (4,) "
         "float32 on rank 1"
@@ -469,6 +473,33 @@ def test_a_dead_rank_is_named(two: Workers) -> None:
     assert "'loss' (step 3)" in str(waiting)
 
 
+def _broadcast_for_ever(group: Group, started: list[float]) -> None:
+    x = torch.ones(1 << 24)
+    while True:
+        started[:] = [time.monotonic()]
+        group.start(Collective(Broadcast(1), "large"), x).wait()
+
+
+def _dies_in_a_message(group: Group, delay_s: float) -> float:
+    if group.rank == 1:
+        threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    started: list[float] = []
+    with pytest.raises(PeerLost, match="rank 0 lost rank 1"):
+        _broadcast_for_ever(group, started)
+    return time.monotonic() - started[0]
+
+
+@pytest.mark.parametrize(
+    "delay_s",
+    [0.05, *(pytest.param(delay_s, marks=pytest.mark.slow) for delay_s in (0.03, 0.07))],
+)
+def test_a_rank_that_dies_in_the_middle_of_a_message_is_noticed(delay_s: float) -> None:
+    with processes(2, timeout_s=RUN_S, collective_timeout_s=15.0, shared_memory=False) as workers:
+        waited_s, _ = workers.outcomes(_dies_in_a_message, delay_s)
+    assert isinstance(waited_s, float), waited_s
+    assert waited_s < 8.0
+
+
 def _leaves(group: Group) -> None:
     if group.rank == 1:
         group.close()
@@ -495,7 +526,7 @@ def _fails_twice(group: Group) -> str:
     return "done"
 
 
-def test_a_broken_group_says_so_again(two: Workers) -> None:
+def test_a_broken_group_raises_the_same_error_again(two: Workers) -> None:
     assert two.outcomes(_fails_twice)[0] == "done"
 
 
@@ -505,11 +536,11 @@ def _fails_in_debug(group: Group) -> str:
             raise ValueError("inside the context")
         with pytest.raises(PeerLost, match="rank 1 raised ValueError: inside the context"):
             _loss(own)
-    return "told"
+    return "reported"
 
 
-def test_a_context_that_fails_tells_the_others_through_wrappers(two: Workers) -> None:
-    assert two.outcomes(_fails_in_debug)[0] == "told"
+def test_an_error_inside_a_wrapped_group_reaches_the_other_ranks(two: Workers) -> None:
+    assert two.outcomes(_fails_in_debug)[0] == "reported"
 
 
 def _stops(group: Group) -> None:
@@ -518,8 +549,11 @@ def _stops(group: Group) -> None:
     _loss(group)
 
 
-@pytest.mark.parametrize("shared_memory", [False, pytest.param(True, marks=needs_shared_memory)])
-def test_a_stopped_rank_is_given_up_after_the_timeout(shared_memory: bool) -> None:
+@pytest.mark.parametrize(
+    "shared_memory",
+    [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=needs_shared_memory)],
+)
+def test_a_stopped_rank_is_an_error_after_the_timeout(shared_memory: bool) -> None:
     with processes(
         2, timeout_s=RUN_S, collective_timeout_s=2.0, grace_s=0.5, shared_memory=shared_memory
     ) as workers:
@@ -544,9 +578,9 @@ def test_functions_must_be_importable() -> None:
         spawn(2, lambda group: None)
 
 
-def test_a_program_under_a_launcher_ends_with_its_error_and_no_warning(tmp_path: object) -> None:
-    """Uncaught errors are published by the exception hook; exit codes are not zero; nothing is left
-    over to warn about.
+def test_a_program_under_a_launcher_ends_with_the_error_and_no_warning(tmp_path: object) -> None:
+    """The exception hook publishes uncaught errors; exit codes are not zero; no resource is left to
+    warn about.
     """
     program = textwrap.dedent(
         """

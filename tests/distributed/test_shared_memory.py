@@ -1,5 +1,5 @@
-"""Collectives through shared memory: the bits of the simulation, no order of waits that blocks, and
-nothing left over.
+"""Collectives through shared memory: the bits of the simulation, no deadlock in any order of waits,
+and no shared memory left behind.
 
 Errors between ranks are tested for both transports in ``test_processes``.
 """
@@ -7,6 +7,7 @@ Errors between ranks are tested for both transports in ``test_processes``.
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import gc
 import hashlib
@@ -51,19 +52,22 @@ from zfun.errors import CollectiveMismatch, OptionError, PeerLost
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(90), needs_shared_memory]
 
+SLOW = pytest.mark.slow
 RUN_S = 60.0
 DTYPES = [
     *[torch.float32, torch.bfloat16, torch.float16, torch.float64],
     *[torch.int64, torch.uint8, torch.bool, torch.complex64],
 ]
-# No element, an input within the record, and one just too large for a record.
+# No element, an input that fits in a record, and an input just too large for a record.
 LENGTHS = [0, 1, 7, 895, 897]
 LARGE = {torch.float32: 70_001, torch.bfloat16: 140_001}
 # Elements of a piece that lies in whole pages.
 PIECE = 3 * 4096
 
 
-@pytest.fixture(scope="module", params=[2, 3, 4])
+@pytest.fixture(
+    scope="module", params=[pytest.param(2, marks=SLOW), 3, pytest.param(4, marks=SLOW)]
+)
 def workers(request: pytest.FixtureRequest) -> Iterator[Workers]:
     with processes(request.param, timeout_s=RUN_S, shared_memory=True) as held:
         yield held
@@ -84,7 +88,7 @@ def _values(rank: int, numel: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def _symmetric(group: Group, x: Tensor) -> Tensor:
-    """Copy a tensor to where other ranks read it in place."""
+    """Copy a tensor to a symmetric buffer, which other ranks read in place."""
     return allocate(group, x.numel(), x.dtype).copy_(x)
 
 
@@ -98,13 +102,13 @@ def _gather(group: Group, x: Tensor, *, zero_copy: bool = True) -> Tensor:
 
 
 def _fingerprint(x: Tensor) -> bytes:
-    # The tensors themselves would take longer to travel than to compute.
+    # Ranks return hashes, because sending the tensors would take longer than the steps.
     data = x.contiguous().view(torch.uint8).numpy().tobytes()
     return f"{x.dtype} {x.numel()} ".encode() + hashlib.sha1(data).digest()
 
 
 def _shared_bytes() -> int:
-    """Shared memory that counts as this process's own, as often as the process maps the pages."""
+    """Return the shared memory that counts as this process's own, once for each mapped page."""
     found, is_shared = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if not line.split()[0].endswith(":"):
@@ -155,7 +159,7 @@ def test_every_collective_has_the_bits_of_the_simulation(workers: Workers) -> No
 
 
 def _random_program(group: Group, seed: int, num_calls: int, largest: int) -> list[bytes]:
-    """Start the same collectives on all ranks; wait for them as each rank likes."""
+    """Start the same collectives on all ranks, and wait in another order on each rank."""
     common, own = random.Random(seed), random.Random(f"{seed} {group.rank}")
     pending: list[tuple[int, Any]] = []
     kept: list[Tensor] = []
@@ -194,7 +198,7 @@ def _random_program(group: Group, seed: int, num_calls: int, largest: int) -> li
     return [digests[number] for number in range(num_calls)]
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_any_program_with_any_order_of_waits_has_the_bits_of_the_simulation(
     workers: Workers, seed: int
 ) -> None:
@@ -208,8 +212,8 @@ def _size(group: Group) -> int:
     return group.size
 
 
-def _ahead(group: Group) -> list[float]:
-    """Rank 0 finishes a sum when the other ranks have gone on."""
+def _finishes_late(group: Group) -> list[float]:
+    """Rank 0 finishes a sum after the other ranks have gone on."""
     first = group.start(
         Collective(AllReduce(), "x", "first"), torch.full((5000,), 1.0 + group.rank)
     )
@@ -225,17 +229,17 @@ def _ahead(group: Group) -> list[float]:
     return values
 
 
-def test_a_late_rank_finds_everything(workers: Workers) -> None:
-    results = workers.run(_ahead)
+def test_a_late_rank_receives_every_result(workers: Workers) -> None:
+    results = workers.run(_finishes_late)
     total = sum(range(1, len(results) + 1))
     assert results == [[total, total]] * len(results)
 
 
-# Memory is used again.
+# Reuse of memory.
 
 
 def _many_pending(group: Group) -> tuple[list[float], int]:
-    """500 collectives under way; one rank waits backwards and the other forwards."""
+    """Start 500 collectives; one rank waits backwards and the other forwards."""
     taken = []
     for _ in range(4):
         calls = [Collective(AllReduce(), "x", str(i), Stream.GRADS) for i in range(500)]
@@ -257,7 +261,7 @@ def test_a_stream_takes_any_number_of_collectives(two: Workers) -> None:
 
 
 def _steps(group: Group) -> int:
-    """Collectives of 50 steps, beside a window that is kept all the time."""
+    """Run the collectives of 50 steps, while a zero-copy result stays alive."""
     kept = _gather(group, _filled(group, PIECE, 1.0))
     taken = []
     for step in range(50):
@@ -271,14 +275,14 @@ def _steps(group: Group) -> int:
     return max(taken[10:]) - max(taken[:10])
 
 
-def test_memory_is_used_again(two: Workers) -> None:
+def test_shared_memory_is_reused(two: Workers) -> None:
     for growth in two.run(_steps):
         # In pages of 2 MiB; without reuse the growth would be 100 MiB.
         assert growth < 6 << 20
 
 
 def _frees_while_read(group: Group) -> list[float]:
-    """Rank 0 lets go of a buffer before rank 1 has read the buffer."""
+    """Rank 0 frees a buffer before rank 1 has read the buffer."""
     x = _filled(group, 10_000, 7.0)
     pending = group.start(Collective(Broadcast(0), "x", stream=Stream.PARAMS), x)
     del x
@@ -292,22 +296,22 @@ def _frees_while_read(group: Group) -> list[float]:
     return pending.wait().unique().tolist()
 
 
-def test_a_freed_buffer_waits_for_its_readers(two: Workers) -> None:
+def test_a_freed_buffer_waits_for_readers(two: Workers) -> None:
     assert two.run(_frees_while_read) == [[0.0], [7.0]]
 
 
-# Windows.
+# Zero-copy results.
 
 
-def _shows(group: Group) -> None:
+def _gathers_zero_copy(group: Group) -> None:
     """Zero-copy results have the bits of copies, and are the very memory of a symmetric buffer."""
     for step in range(3):
         x = _symmetric(group, _values(group.rank, PIECE, torch.float32, step))
-        window = _gather(group, x)
-        assert torch.equal(window, _gather(group, x, zero_copy=False))
-        assert torch.equal(window, _gather(group, x.clone()))
+        gathered = _gather(group, x)
+        assert torch.equal(gathered, _gather(group, x, zero_copy=False))
+        assert torch.equal(gathered, _gather(group, x.clone()))
         barrier(group)
-        own = window.view(group.size, PIECE)[group.rank]
+        own = gathered.view(group.size, PIECE)[group.rank]
         x[0] = own[1] = 99.0 + step
         assert own[0] == x[1] == 99.0 + step
         # Pieces that are no whole pages are copied.
@@ -315,16 +319,16 @@ def _shows(group: Group) -> None:
         barrier(group)
 
 
-def test_a_window_shows_the_memory_of_the_ranks(workers: Workers) -> None:
-    workers.run(_shows)
+def test_a_zero_copy_gather_shows_the_memory_of_the_ranks(workers: Workers) -> None:
+    workers.run(_gathers_zero_copy)
 
 
-def _keeps(group: Group) -> list[float]:
+def _keeps_a_view(group: Group) -> list[float]:
     x = _filled(group, PIECE, 1.0 + group.rank)
-    window = _gather(group, x)
-    kept = window[PIECE - 1 : PIECE + 1]
+    gathered = _gather(group, x)
+    kept = gathered[PIECE - 1 : PIECE + 1]
     time.sleep(0.0 if group.rank else 0.1)
-    assert window.sum() == PIECE * sum(range(1, group.size + 1))
+    assert gathered.sum() == PIECE * sum(range(1, group.size + 1))
     await_readers(group, [x])
     x += 10
     barrier(group)
@@ -333,21 +337,21 @@ def _keeps(group: Group) -> list[float]:
     return kept.tolist()
 
 
-def test_a_view_that_is_kept_keeps_its_values(workers: Workers) -> None:
-    results = workers.run(_keeps)
+def test_the_values_of_a_kept_view_do_not_change(workers: Workers) -> None:
+    results = workers.run(_keeps_a_view)
     assert results == [[1.0, 2.0]] * len(results)
 
 
-def _updates(group: Group, door: str) -> None:
-    """A donated update of symmetric shards waits for the ranks that still read them."""
+def _updates(group: Group, update: str) -> None:
+    """A donated update of symmetric shards waits for the ranks that still read the shards."""
     params = zf.shard({"w": torch.ones(group.size * PIECE)}, group)
     optimizer = zf.shard_optimizer(zf.optim.sgd(1.0), group)
     state = optimizer.init(params)
     grads = params.with_buffers(torch.ones_like(shard) for shard in params.buffers)
-    window = _gather(group, params.buffers[0])
+    gathered = _gather(group, params.buffers[0])
     time.sleep(0.1 if group.rank else 0.0)
-    assert window.sum() == group.size * PIECE
-    if door == "apply":
+    assert gathered.sum() == group.size * PIECE
+    if update == "apply":
         new, _ = zf.apply(optimizer, grads, state, params, donate=True)
     else:
         new, _ = optimizer.apply(grads, state, params, donate=True)
@@ -355,66 +359,66 @@ def _updates(group: Group, door: str) -> None:
     assert new.buffers[0].sum() == 0
 
 
-@pytest.mark.parametrize("door", ["apply", "shard_optimizer"])
-def test_a_donated_update_waits_for_readers(workers: Workers, door: str) -> None:
-    workers.run(_updates, door)
+@pytest.mark.parametrize("update", ["apply", "shard_optimizer"])
+def test_a_donated_update_waits_for_readers(workers: Workers, update: str) -> None:
+    workers.run(_updates, update)
 
 
 def _writes_through(group: Group) -> None:
-    """An update writes to this rank's piece of a window, step after step."""
-    window = _gather(group, torch.full((PIECE,), float(group.rank)))
+    """An update writes to this rank's piece of a zero-copy result, step after step."""
+    gathered = _gather(group, torch.full((PIECE,), float(group.rank)))
     for step in range(3):
-        own = window.view(group.size, PIECE)[group.rank]
+        own = gathered.view(group.size, PIECE)[group.rank]
         await_readers(group, [own])
         own += 1
         time.sleep(0.02 * group.rank)
-        window = _gather(group, own)
-        assert window[::PIECE].tolist() == [step + 1.0 + rank for rank in range(group.size)]
+        gathered = _gather(group, own)
+        assert gathered[::PIECE].tolist() == [step + 1.0 + rank for rank in range(group.size)]
 
 
-def test_an_own_piece_is_written_where_it_lies(workers: Workers) -> None:
+def test_an_update_writes_this_ranks_piece_in_place(workers: Workers) -> None:
     workers.run(_writes_through)
 
 
 def _writes_all(group: Group) -> list[float]:
-    """A window that is written as a whole becomes memory of this rank alone."""
+    """Writing to a whole zero-copy result makes the result private to this rank."""
     x = _filled(group, PIECE, 1.0 + group.rank)
-    window = _gather(group, x)
-    await_readers(group, [window])
-    window += 10.0 * (1 + group.rank)
+    gathered = _gather(group, x)
+    await_readers(group, [gathered])
+    gathered += 10.0 * (1 + group.rank)
     barrier(group)
-    return [*window[::PIECE].tolist(), *x[:1].tolist()]
+    return [*gathered[::PIECE].tolist(), *x[:1].tolist()]
 
 
-def test_a_window_that_is_written_is_of_this_rank_alone(two: Workers) -> None:
+def test_a_zero_copy_result_that_is_written_becomes_private(two: Workers) -> None:
     assert two.run(_writes_all) == [[11.0, 12.0, 1.0], [21.0, 22.0, 2.0]]
 
 
 def _in_place(group: Group) -> list[float]:
-    """A loss that writes to a window by mistake changes no other rank's memory."""
+    """A loss that writes to a zero-copy result by mistake changes no other rank's memory."""
     x = _filled(group, PIECE, 1.0 + group.rank)
-    window = _gather(group, x)
+    gathered = _gather(group, x)
     barrier(group)
-    window.view(group.size, PIECE)[1 - group.rank] = 50.0
+    gathered.view(group.size, PIECE)[1 - group.rank] = 50.0
     barrier(group)
     return x[:1].tolist()
 
 
-def test_pieces_of_peers_are_private(two: Workers) -> None:
+def test_writing_to_a_peers_piece_changes_no_memory_of_the_peer(two: Workers) -> None:
     assert two.run(_in_place) == [[1.0], [2.0]]
 
 
-def _lets_go(group: Group) -> dict[str, int]:
-    """Return the shared memory that a rank has mapped, beyond that of its own buffers."""
+def _drops_results(group: Group) -> dict[str, int]:
+    """Return the shared memory that a rank has mapped, beyond the rank's own buffers."""
     numel, found = 1 << 21, {}
     x = _filled(group, numel, 1.0 + group.rank)
     barrier(group)
     before = _shared_bytes()
-    window = _gather(group, x)
-    assert window.sum() == 3 * numel
-    kept = window.view(2, -1)[:, 0]
+    gathered = _gather(group, x)
+    assert gathered.sum() == 3 * numel
+    kept = gathered.view(2, -1)[:, 0]
     found["held"] = _shared_bytes() - before
-    del window
+    del gathered
     assert kept.tolist() == [1.0, 2.0]
     found["held by a view"] = _shared_bytes() - before
     del kept
@@ -426,10 +430,10 @@ def _lets_go(group: Group) -> dict[str, int]:
     return found
 
 
-def test_a_dropped_window_is_no_memory_of_this_rank(two: Workers) -> None:
+def test_a_dropped_zero_copy_result_is_unmapped(two: Workers) -> None:
     slack = 1 << 19
-    for found in two.run(_lets_go):
-        # The peer's piece, and this rank's own a second time.
+    for found in two.run(_drops_results):
+        # The peer's piece, and a second mapping of this rank's piece.
         assert abs(found["held"] - (16 << 20)) < slack
         assert abs(found["held by a view"] - (16 << 20)) < slack
         assert found["dropped"] < slack
@@ -460,8 +464,8 @@ def test_pieces_that_cannot_be_mapped_are_copied(two: Workers) -> None:
 def _outlive(group: Group) -> list[float]:
     own = process_group(dist.group.WORLD, shared_memory=True)
     x = _filled(own, PIECE, 2.0 + group.rank)
-    window = _gather(own, x)
-    kept = window[PIECE - 1 : PIECE + 1]
+    gathered = _gather(own, x)
+    kept = gathered[PIECE - 1 : PIECE + 1]
     barrier(own)
     pending = own.start(Collective(AllGather()), torch.ones(5000))
     barrier(own)
@@ -473,25 +477,25 @@ def _outlive(group: Group) -> list[float]:
         await_readers(own, [x])
     with pytest.raises(OptionError, match="closed group"):
         pending.wait()
-    del own, window
+    del own, gathered
     return [*kept.tolist(), *x[:1].tolist()]
 
 
 def _num_mapped(group: Group) -> int:
-    # An error that a test has caught holds the variables of the test.
+    # A caught error keeps the variables of the test alive.
     gc.collect()
     lines = Path("/proc/self/maps").read_text().splitlines()
     return sum("memfd:zfun" in line for line in lines)
 
 
-def test_tensors_outlive_the_group_and_nothing_else_does(two: Workers) -> None:
+def test_only_tensors_outlive_the_group(two: Workers) -> None:
     before = two.run(_num_mapped)
     assert two.run(_outlive) == [[2.0, 3.0, 2.0], [2.0, 3.0, 3.0]]
     assert two.run(_num_mapped) == before
 
 
 def _names() -> set[str]:
-    """Names of shared memory and sockets of zfun that no process outside this run has open."""
+    """Return zfun's names of shared memory and sockets that no process of another run has open."""
     sockets = {
         line.split()[6]: line.split()[-1]
         for line in Path("/proc/net/unix").read_text().splitlines()
@@ -515,13 +519,13 @@ def _sockets_of(process: int) -> set[str]:
 
 
 def _all_die(group: Group) -> None:
-    window = _gather(group, _filled(group, PIECE, 1.0))
-    assert window.sum() == window.numel()
+    gathered = _gather(group, _filled(group, PIECE, 1.0))
+    assert gathered.sum() == gathered.numel()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("program", [_size, _all_die])
-def test_nothing_is_left(program: Callable[[Group], Any]) -> None:
+def test_no_shared_memory_names_remain_after_the_processes(program: Callable[[Group], Any]) -> None:
     before = _names()
     with processes(2, timeout_s=RUN_S, shared_memory=True) as workers:
         workers.outcomes(program)
@@ -545,7 +549,7 @@ def _params() -> dict[str, Tensor]:
 
 
 def _aux_steps(group: Group, stage: int) -> list[bytes]:
-    """Steps whose results somebody keeps; at stage 3 aux is a view of gathered parameters."""
+    """Take steps and keep the results; at stage 3 aux is a view of gathered parameters."""
 
     def loss(params: dict[str, Tensor], batch: Tensor) -> tuple[Tensor, Tensor]:
         part = params["w"][:200]
@@ -557,7 +561,7 @@ def _aux_steps(group: Group, stage: int) -> list[bytes]:
         state, info = z.step(state, torch.full((400,), 1.0 + group.rank + step))
         kept += [info.aux, *z.params(state).values()]
         time.sleep(0.02 * group.rank)
-    # The loss sees in a step the parameters that the step before has left.
+    # The loss of a step sees the parameters that the previous step left.
     assert torch.equal(kept[3], kept[1][:200])
     return [_fingerprint(x) for x in kept]
 
@@ -566,12 +570,12 @@ def _aux_steps(group: Group, stage: int) -> list[bytes]:
 def test_steps_have_the_bits_of_the_simulation(two: Workers, stage: int) -> None:
     found = two.run(_aux_steps, stage)
     assert found == simulate(2, _aux_steps, stage)
-    # The other 3 of 12 are parts of parameters that are kept too.
+    # The other 3 of the 12 share memory with kept parameters.
     assert len(set(found[0])) == 12
 
 
 def _mixed_steps(group: Group, stage: int) -> list[bytes]:
-    """Buckets with windows between buckets that are copied."""
+    """Train with zero-copy buckets between buckets that are copied."""
     lengths = (4096, 768, 16384, 3072, 65536) * 2
     params = {f"w{i}": torch.arange(n, dtype=torch.float32) + i for i, n in enumerate(lengths)}
     loss = lambda params, batch: sum(((x - batch * x[1]) ** 2).mean() for x in params.values())
@@ -584,7 +588,7 @@ def _mixed_steps(group: Group, stage: int) -> list[bytes]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_windows_and_copies_go_together(two: Workers, stage: int) -> None:
+def test_zero_copy_gathers_and_copies_may_alternate(two: Workers, stage: int) -> None:
     assert two.run(_mixed_steps, stage) == simulate(2, _mixed_steps, stage)
 
 
@@ -607,8 +611,27 @@ def test_old_values_never_change(two: Workers, stage: int) -> None:
     assert two.run(_pure_steps, stage) == simulate(2, _pure_steps, stage)
 
 
+def _copied_steps(group: Group, stage: int) -> list[bytes]:
+    """A copy of a state keeps the values, and trains on."""
+    z = zf.zero(stage, _loss, zf.optim.adamw(0.1), group)
+    step = lambda state, number: z.step(state, torch.full((400,), 1.0 + group.rank + number))[0]
+    prints = lambda state: [_fingerprint(leaf) for leaf in z.params(state).values()]
+    state = step(z.init(_params()), 0)
+    copied, before = copy.deepcopy(state), prints(state)
+    state = step(step(state, 1), 2)
+    assert prints(copied) == before
+    found = prints(step(step(copied, 1), 2))
+    assert found == prints(state) != before
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_copy_of_a_state_trains_on(two: Workers, stage: int) -> None:
+    assert two.run(_copied_steps, stage) == simulate(2, _copied_steps, stage)
+
+
 def _two_models(group: Group, stages: tuple[int, int]) -> list[bytes]:
-    """Two models take turns, so that one is updated while windows of the other are held."""
+    """Two models take turns: one is updated while gathered buckets of the other are alive."""
     models = [zf.zero(stage, _loss, zf.optim.adamw(0.1), group) for stage in stages]
     states = [z.init(_params()) for z in models]
     for step in range(6):
@@ -621,12 +644,12 @@ def _two_models(group: Group, stages: tuple[int, int]) -> list[bytes]:
 
 
 @pytest.mark.parametrize("stages", [(1, 1), (3, 1), (2, 3)])
-def test_two_models_take_turns(two: Workers, stages: tuple[int, int]) -> None:
+def test_two_models_may_take_turns(two: Workers, stages: tuple[int, int]) -> None:
     assert two.run(_two_models, stages) == simulate(2, _two_models, stages)
 
 
-def _in_other_hands(group: Group, stage: int) -> list[bytes]:
-    """An optimizer takes over whole parameters that ``zero`` made; one rank is late."""
+def _changes_optimizer(group: Group, stage: int) -> list[bytes]:
+    """Another optimizer takes over whole parameters that ``zero`` made; one rank is late."""
     loss = lambda params, batch: ((params["w"] - batch) ** 2).sum()
     z, rule = zf.zero(stage, loss, zf.optim.adamw(0.1), group), zf.optim.adamw(0.1)
     weights = {"w": torch.arange(1 << 20, dtype=torch.float32) % 7}
@@ -643,8 +666,8 @@ def _in_other_hands(group: Group, stage: int) -> list[bytes]:
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_whole_parameters_change_hands(two: Workers, stage: int) -> None:
-    assert two.run(_in_other_hands, stage) == simulate(2, _in_other_hands, stage)
+def test_another_optimizer_may_take_over_whole_parameters(two: Workers, stage: int) -> None:
+    assert two.run(_changes_optimizer, stage) == simulate(2, _changes_optimizer, stage)
 
 
 def _resident_steps(group: Group) -> tuple[list[int], list[int]]:
@@ -667,15 +690,16 @@ def _resident_steps(group: Group) -> tuple[list[int], list[int]]:
     return layers, steps
 
 
-def test_a_loss_has_mapped_the_buckets_that_it_uses(two: Workers) -> None:
+@pytest.mark.slow
+def test_a_loss_maps_only_the_buckets_in_use(two: Workers) -> None:
     for layers, steps in two.run(_resident_steps):
-        # Of 8 buckets of 2 MiB a loss has no more at the end than at the second.
+        # At the end of the loss no more of the 8 buckets of 2 MiB are mapped than after the second.
         assert layers[-1] - layers[2] < 3 << 20
         assert max(steps[4:]) - max(steps[:4]) < 6 << 20
 
 
-def _forgets(group: Group) -> None:
-    """An ``autograd.Function`` is given a lazy leaf in a step whose order of use is known."""
+def _uses_an_autograd_function(group: Group) -> None:
+    """Give an ``autograd.Function`` a lazy leaf in a step whose order of use is known."""
 
     def loss(params: dict[str, Tensor], step: int) -> Tensor:
         w = params["w"] * 2 if step < 2 else _Twice.apply(params["w"])
@@ -701,14 +725,14 @@ def test_a_lazy_leaf_in_an_autograd_function_is_an_error_in_later_steps(two: Wor
     with pytest.raises(
         zf.errors.PlacementError, match=r"takes whole tensors; got the lazy leaf .*w.*"
     ):
-        two.run(_forgets)
+        two.run(_uses_an_autograd_function)
 
 
 # Faults.
 
 
 def _dies_and_leaves_a_child(group: Group) -> str:
-    """A process that the dead rank has forked holds the connections of the rank open."""
+    """A child of the dead rank keeps the rank's connections open."""
     barrier(group)
     if group.rank == 1:
         if os.fork() == 0:
@@ -722,6 +746,7 @@ def _dies_and_leaves_a_child(group: Group) -> str:
     return "noticed"
 
 
+@pytest.mark.slow
 def test_a_dead_rank_is_noticed_at_once(two: Workers) -> None:
     assert two.outcomes(_dies_and_leaves_a_child)[0] == "noticed"
 
@@ -743,7 +768,7 @@ def _reader_stops(group: Group) -> str:
 
 @pytest.mark.slow
 def test_a_reader_that_stops_is_noticed() -> None:
-    # The rank that has stopped is killed at the end of the run.
+    # The stopped rank is killed at the end of the run.
     options = {"timeout_s": 12.0, "collective_timeout_s": 1.0, "shared_memory": True}
     with processes(2, **options) as workers:
         assert workers.outcomes(_reader_stops)[0] == "noticed"
@@ -754,7 +779,7 @@ def _two_roots(group: Group) -> None:
         group.start(Collective(Broadcast(group.rank), "x", str(i)), torch.ones(1)).wait()
 
 
-def test_two_roots_are_a_mismatch(two: Workers) -> None:
+def test_broadcasts_from_two_roots_are_a_mismatch(two: Workers) -> None:
     for outcome in two.outcomes(_two_roots):
         assert isinstance(outcome, CollectiveMismatch), outcome
         assert "rank 0 started broadcast from rank 0 'x' (0)" in str(outcome)
@@ -777,17 +802,17 @@ def _mismatch_with_others_pending(held: Group) -> str:
         barrier(group)
     assert time.monotonic() - started < 5
     group.close()
-    return "told"
+    return "reported"
 
 
-def test_a_broken_group_waits_for_nothing(two: Workers) -> None:
-    assert two.run(_mismatch_with_others_pending) == ["told"] * 2
+def test_a_broken_group_raises_without_a_wait(two: Workers) -> None:
+    assert two.run(_mismatch_with_others_pending) == ["reported"] * 2
 
 
-# Whether there is shared memory.
+# Choice of the transport.
 
 
-def _made(group: Group, options: list[bool | None]) -> bool | str:
+def _uses_shared_memory(group: Group, options: list[bool | None]) -> bool | str:
     try:
         with process_group(dist.group.WORLD, shared_memory=options[group.rank]) as own:
             barrier(own)
@@ -796,20 +821,20 @@ def _made(group: Group, options: list[bool | None]) -> bool | str:
         return str(error)
 
 
-def test_ranks_agree_on_it(workers: Workers) -> None:
+def test_ranks_use_shared_memory_only_if_all_of_them_can(workers: Workers) -> None:
     size = len(workers.run(_size))
-    assert workers.run(_made, [None] * size) == [True] * size
-    assert workers.run(_made, [False] * size) == [False] * size
-    assert workers.run(_made, [None] * (size - 1) + [False]) == [False] * size
-    assert workers.run(_made, [True] * (size - 1) + [None]) == [True] * size
+    assert workers.run(_uses_shared_memory, [None] * size) == [True] * size
+    assert workers.run(_uses_shared_memory, [False] * size) == [False] * size
+    assert workers.run(_uses_shared_memory, [None] * (size - 1) + [False]) == [False] * size
+    assert workers.run(_uses_shared_memory, [True] * (size - 1) + [None]) == [True] * size
 
 
-def _cannot(group: Group, missing: str, option: bool | None) -> bool | str:
+def _lacks(group: Group, missing: str, option: bool | None) -> bool | str:
     with pytest.MonkeyPatch.context() as patch:
         if group.rank == 1:
             match missing:
                 case "memory":
-                    patch.setattr(os, "posix_fallocate", _full)
+                    patch.setattr(os, "posix_fallocate", _no_space)
                 case "machine":
                     patch.setattr(platform, "machine", lambda: "aarch64")
                 case "host":
@@ -817,10 +842,10 @@ def _cannot(group: Group, missing: str, option: bool | None) -> bool | str:
                 case "socket":
                     patch.setattr(rendezvous, "_credentials", lambda _: (0, os.getuid() + 1))
         patch.setattr(rendezvous, "_RENDEZVOUS_S", 1.0)
-        return _made(group, [option] * group.size)
+        return _uses_shared_memory(group, [option] * group.size)
 
 
-def _full(*args: int) -> None:
+def _no_space(*args: int) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
@@ -833,27 +858,29 @@ def _full(*args: int) -> None:
         ("socket", "cannot map the memory of the others"),
     ],
 )
-def test_gloo_takes_over_where_it_cannot_be(two: Workers, missing: str, why: str) -> None:
-    assert two.run(_cannot, missing, None) == [False] * 2
+def test_gloo_takes_over_where_ranks_cannot_share_memory(
+    two: Workers, missing: str, why: str
+) -> None:
+    assert two.run(_lacks, missing, None) == [False] * 2
     expected = f"shared_memory=True needs ranks that can share memory; .*{why}"
-    for text in two.run(_cannot, missing, True):
+    for text in two.run(_lacks, missing, True):
         with pytest.raises(OptionError, match=expected):
             raise OptionError(str(text))
 
 
-def _runs_out(group: Group) -> float:
+def _lacks_memory(group: Group) -> float:
     with process_group(dist.group.WORLD, shared_memory=True) as own:
         barrier(own)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(os, "posix_fallocate", _full)
-            # A buffer then comes from elsewhere.
+            patch.setattr(os, "posix_fallocate", _no_space)
+            # allocate() then falls back to memory that is not shared.
             assert allocate(own, 10 << 20, torch.uint8).numel() == 10 << 20
             expected = r"no shared memory for 41943040 bytes .*pass shared_memory=False"
             with pytest.raises(OptionError, match=expected):
                 own.start(Collective(AllReduce()), torch.ones(10 << 20))
-        # Nothing was sent, so that the group still works.
+        # No message was sent, so the group still works.
         return own.start(Collective(AllReduce()), torch.ones(10 << 20)).wait()[-1].item()
 
 
-def test_no_memory_is_an_error_at_the_start(two: Workers) -> None:
-    assert two.run(_runs_out) == [2.0, 2.0]
+def test_missing_shared_memory_is_an_error_at_the_start(two: Workers) -> None:
+    assert two.run(_lacks_memory) == [2.0, 2.0]

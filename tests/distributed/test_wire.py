@@ -12,6 +12,7 @@ from tests import loopback
 
 pytestmark = [
     pytest.mark.processes,
+    pytest.mark.slow,
     pytest.mark.timeout(180),
     pytest.mark.skipif(sys.platform != "linux", reason="network namespaces are Linux's"),
 ]

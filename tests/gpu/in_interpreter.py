@@ -1,7 +1,5 @@
-"""Every Triton kernel against its readable form, on a GPU, or on the CPU in Triton's interpreter
-(``TRITON_INTERPRET=1``).
-
-Bit for bit.
+"""Every Triton kernel against the readable form, bit for bit: on a GPU, or on the CPU in Triton's
+interpreter (``TRITON_INTERPRET=1``).
 """
 
 from __future__ import annotations
@@ -121,7 +119,7 @@ def check_ravel(device: str) -> None:
 def check_squares(device: str) -> None:
     for dtype in HALVES:
         for numel in (1, 31, 4096, 9001):
-            # Wide in range, and with numbers whose squares only float64 has.
+            # The range is wide, and some squares are representable in float64 only.
             x = (
                 (numbers(numel, 3) * 10.0 ** (4 * numbers(numel, 4)))
                 .to(dtype)
@@ -197,9 +195,9 @@ def check_steps(device: str) -> None:
 
 
 def round_once(builder: Any, x: Any, y: Any, z: Any) -> Any:
-    """``x y + z`` as a GPU has it.
+    """``x y + z`` with one rounding, as on a GPU.
 
-    The interpreter of Triton 3.6, which is that of torch 2.11, rounds the product too.
+    The interpreter of Triton 3.6, which torch 2.11 installs, also rounds the product.
     """
     del builder
     x, y, z = (

@@ -50,7 +50,7 @@ def test_stages_agree_on_the_gpu(stage: int) -> None:
 
 def test_offload_moves_the_state_to_host_memory() -> None:
     kept = zf.stores.host()
-    stores = zf.Offload(params=kept, grads=zf.stores.host(), optimizer=zf.stores.host())
+    stores = zf.stores.Offload(params=kept, grads=zf.stores.host(), optimizer=zf.stores.host())
     there, losses = train(3, "cuda", offload=stores)
     here, expected = train(3, "cuda")
     assert losses == pytest.approx(expected, rel=1e-9)

@@ -24,7 +24,7 @@ FLOATS = st.sampled_from([torch.float32, torch.float64, torch.float16, torch.bfl
 
 @st.composite
 def tensors(draw: st.DrawFn, *, max_rows: int = 3, max_numel: int = 300) -> Tensor:
-    """Numbers of every kind: zeros of both signs, subnormal ones, infinities and NaN among them."""
+    """Numbers of every kind, with zeros of both signs, subnormal numbers, infinities and NaN."""
     shape = (draw(st.integers(1, max_rows)), draw(st.integers(0, max_numel)))
     values = draw(
         hnp.arrays(np.float32, shape, elements=st.floats(width=32), fill=st.floats(-4, 4, width=32))
@@ -35,7 +35,7 @@ def tensors(draw: st.DrawFn, *, max_rows: int = 3, max_numel: int = 300) -> Tens
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Cut small rows over threads, as large ones are."""
+    """Split small rows between threads, as large rows are."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -67,7 +67,7 @@ def test_signs_are_those_of_a_comparison_and_both_forms_agree(x: Tensor, num_thr
     st.floats(0, 2**14, width=16) | st.just(math.nan) | st.just(math.inf),
     FLOATS,
 )
-def test_a_scale_comes_back_with_the_signs(x: Tensor, scale: float, dtype: torch.dtype) -> None:
+def test_signs_are_decoded_with_the_scale(x: Tensor, scale: float, dtype: torch.dtype) -> None:
     packed = ops.pack_signs(x)
     out = ops.unpack_signs(packed, x.shape[1], scale=torch.tensor([scale]), dtype=dtype)
     rounded = torch.tensor(scale, dtype=dtype)
@@ -114,7 +114,7 @@ def test_both_forms_of_block_codes_agree_to_the_last_bit(
 
 
 @given(tensors(), BITS, BLOCKS)
-def test_a_number_comes_back_to_within_half_a_step_and_what_is_lost_is_exact(
+def test_decoding_is_within_half_a_step_and_the_error_is_exact(
     x: Tensor, bits: int, block: int
 ) -> None:
     numel, q = x.shape[1], 127 if bits == 8 else 7
@@ -126,8 +126,8 @@ def test_a_number_comes_back_to_within_half_a_step_and_what_is_lost_is_exact(
                 assert result.isnan().all()
                 continue
             peak = float(numbers.abs().max()) if numbers.numel() else 0.0
-            # Half a step of the scale, which float32 has rounded, and the product is rounded once
-            # more.
+            # Half a step of the scale. The scale is rounded to float32, and the product is rounded
+            # once more.
             bound = max(peak / q, 2.0**-126) / 2 * (1 + 2.0**-15)
             assert bool((result[numbers == 0] == 0).all())
             if peak < 2.0**127:
@@ -147,9 +147,7 @@ def test_codes_are_rounded_to_the_nearest_and_ties_to_even(bits: int) -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("bits", [8, 4])
-def test_a_block_that_is_not_finite_stays_so_and_its_neighbours_are_as_they_were(
-    bits: int, bad: float
-) -> None:
+def test_a_block_that_is_not_finite_does_not_change_other_blocks(bits: int, bad: float) -> None:
     x = torch.ones(1, 12)
     x[0, 5] = bad
     back = ops.dequantise(ops.quantise(x, bits=bits, block=4), 12, bits=bits, block=4)[0]

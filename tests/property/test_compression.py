@@ -104,10 +104,12 @@ def test_a_sum_sends_by_formula_and_is_within_the_bound(
 
 
 @given(st.sampled_from([4, 8]), st.integers(1, 4), st.integers(0, 99), FLOATS)
-def test_what_is_sent_and_what_is_kept_make_up_the_input(
+def test_sent_values_and_feedback_add_up_to_the_input(
     bits: int, num_steps: int, seed: int, dtype: torch.dtype
 ) -> None:
-    """Over any number of steps, to the last bit where nothing is rounded in between."""
+    """Over any number of steps the equality holds to the last bit, because nothing is rounded
+    between.
+    """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
 
     def main(group: zf.Group) -> None:
@@ -117,7 +119,8 @@ def test_what_is_sent_and_what_is_kept_make_up_the_input(
         for step in range(num_steps):
             x = term(0, 96, seed + step, dtype)
             full = carried + x
-            # One rank of two gathers its own message, so the message comes back decoded.
+            # One rank of two gathers the rank's own message too, so the message is returned
+            # decoded.
             sent = zf.compression.all_gather(x.to(wide), group, codec, name="x")[:96]
             (kept,) = [
                 value
@@ -131,9 +134,9 @@ def test_what_is_sent_and_what_is_kept_make_up_the_input(
     zf.simulate(2, main)
 
 
-def test_slow_feedback_loses_no_direction() -> None:
+def test_slow_error_feedback_keeps_the_mean_of_many_sums() -> None:
     """Error feedback keeps (1 - err_beta) times the error so far, so the mean of many sums is near
-    the exact one.
+    the exact sum.
     """
     steps, beta = 60, 0.8
 
@@ -158,7 +161,7 @@ def test_slow_feedback_loses_no_direction() -> None:
     assert with_feedback < without / 5
 
 
-def test_feedback_is_forgotten_after_so_many_messages_and_not_kept_where_it_is_not_finite() -> None:
+def test_feedback_is_reset_after_a_number_of_messages_and_in_blocks_that_are_not_finite() -> None:
     def main(group: zf.Group) -> list[Tensor]:
         codec = zf.compression.int4(
             block=64, feedback=zf.compression.error_feedback(err_beta=0.0, reset=3)
@@ -176,10 +179,10 @@ def test_feedback_is_forgotten_after_so_many_messages_and_not_kept_where_it_is_n
         assert not torch.equal(out[0], out[1])
     assert bool(second[6].isnan().all())
     assert bool(first[6].isfinite().all())
-    assert torch.equal(second[7], second[0])  # nothing of the bad block was kept
+    assert torch.equal(second[7], second[0])  # The feedback of the bad block was dropped.
 
 
-def test_what_is_kept_can_be_saved_and_restored() -> None:
+def test_feedback_can_be_saved_and_restored() -> None:
     def main(group: zf.Group) -> None:
         first, x = zf.compression.error_feedback(reset=5), term(group.rank, 64, 2)
         for _ in range(3):
@@ -216,9 +219,9 @@ def train(
 
 
 @pytest.mark.parametrize(("stage", "bits", "near"), [(0, 8, 0.03), (0, 4, 0.1), (3, 4, 0.1)])
-def test_a_model_learns_as_it_does_exactly(stage: int, bits: int, near: float) -> None:
+def test_a_model_learns_with_a_codec_as_without(stage: int, bits: int, near: float) -> None:
     def main(group: zf.Group) -> tuple[list[float], list[float], Any]:
-        compression = zf.Compression(
+        compression = zf.compression.Compression(
             zf.compression.int8(block=64) if stage == 3 else None,
             BlockCodec(bits, 64, zf.compression.error_feedback()),
         )
@@ -229,7 +232,7 @@ def test_a_model_learns_as_it_does_exactly(stage: int, bits: int, near: float) -
     for exact, losses, params in results:
         assert_same_bits((losses, params), results[0][1:], "ranks")
         assert losses != exact
-        assert losses[-1] < exact[0] / 4  # it learns,
+        assert losses[-1] < exact[0] / 4  # The model learns,
         for a, b in zip(losses, exact, strict=True):  # and stays near the exact run.
             assert abs(a - b) < near * exact[0]
 
@@ -241,7 +244,10 @@ def test_a_step_sends_by_formula(stage: int) -> None:
         layout = zf.layout.layout_of(models.mlp(8, dtype=torch.float32), group.size, 300)
         pieces = [layout.shard_numel(bucket) for bucket in range(len(layout.buckets))]
         _, _, sent = train(
-            group, stage, 2, compression=zf.Compression(params if stage == 3 else None, grads)
+            group,
+            stage,
+            2,
+            compression=zf.compression.Compression(params if stage == 3 else None, grads),
         )
         assert len(pieces) > 2
         hops = 2 if stage == 0 else 1
@@ -263,12 +269,14 @@ def test_a_step_sends_by_formula(stage: int) -> None:
 
 
 def test_every_composition_with_one_codec_has_the_same_bits() -> None:
-    """The sum over the ranks is taken once, in one format, whoever asks for it."""
+    """Every stage takes the sum over the ranks once and in one format."""
     codec = zf.compression.int4(block=64)
 
     def main(group: zf.Group) -> None:
         found = [
-            train(group, stage, 3, torch.float64, compression=zf.Compression(grads=codec))[:2]
+            train(
+                group, stage, 3, torch.float64, compression=zf.compression.Compression(grads=codec)
+            )[:2]
             for stage in (1, 2, 3)
         ]
         assert_same_bits(found[1], found[0], "stages 2 and 1")
@@ -279,11 +287,11 @@ def test_every_composition_with_one_codec_has_the_same_bits() -> None:
 
 @given(st.sampled_from([(2, 2), (3, 2), (2, 3), (1, 2), (2, 1)]), CODECS, st.integers(0, 99))
 @settings(max_examples=15)
-def test_over_a_mesh_a_sum_goes_in_two_hops(
+def test_over_a_mesh_a_compressed_sum_takes_two_hops(
     axes: tuple[int, int], codec: BlockCodec, seed: int
 ) -> None:
-    """Rows exchange pieces of the sums over a row, encoded again; the result lies in the places of
-    the exact one.
+    """Rows exchange pieces of the row sums, encoded again; the result has the layout of the exact
+    result.
     """
     (inner, outer), numel = axes, 60 * math.prod(axes)
 
@@ -318,7 +326,7 @@ def test_a_model_learns_over_a_mesh() -> None:
         mesh = zf.split(group, inner=2)
         found = []
         for over, secondary in ((mesh, True), (mesh.inner, False)):
-            codecs = zf.Compression(
+            codecs = zf.compression.Compression(
                 grads=BlockCodec(4, 64, zf.compression.error_feedback()),
                 params=zf.compression.int8(),
             )
@@ -345,8 +353,8 @@ def test_a_model_learns_over_a_mesh() -> None:
         assert_same_bits(other, results[0])
 
 
-def test_micro_batches_are_sent_in_few_bits_too() -> None:
-    """Their sum is still to be sent as the terms of it were."""
+def test_gradients_of_micro_batches_are_compressed() -> None:
+    """The sum of the micro-batches is sent in the codec of one micro-batch."""
 
     def main(group: zf.Group) -> list[int]:
         group, found = zf.record(group), []
@@ -370,7 +378,7 @@ def test_micro_batches_are_sent_in_few_bits_too() -> None:
 
 @pytest.mark.parametrize("is_kept", [False, True], ids=["gathered twice", "with a secondary shard"])
 def test_backward_sees_the_numbers_of_forward(is_kept: bool) -> None:
-    """A secondary shard is a part of the decoded bucket of forward, and is sent exactly, within a
+    """A secondary shard is a part of the bucket that forward decoded, and is sent exactly within a
     row.
     """
     generator = torch.Generator().manual_seed(0)
@@ -414,9 +422,9 @@ def test_backward_sees_the_numbers_of_forward(is_kept: bool) -> None:
     zf.simulate(4, main)
 
 
-def test_one_rank_sends_nothing_and_loses_nothing() -> None:
+def test_one_rank_sends_nothing_and_rounds_nothing() -> None:
     group = zf.process_group()
-    codecs = zf.Compression(grads=zf.compression.int4(), params=zf.compression.int8())
+    codecs = zf.compression.Compression(grads=zf.compression.int4(), params=zf.compression.int8())
     assert_same_bits(
         train(group, 3, 4, compression=codecs)[:2],
         train(group, 3, 4)[:2],
@@ -428,7 +436,9 @@ def test_one_rank_sends_nothing_and_loses_nothing() -> None:
 
 def test_micro_batches_and_casts_go_through_a_codec() -> None:
     def main(group: zf.Group) -> Any:
-        codecs = zf.Compression(grads=zf.compression.int8(), params=zf.compression.int8())
+        codecs = zf.compression.Compression(
+            grads=zf.compression.int8(), params=zf.compression.int8()
+        )
         losses, params, sent = train(
             group, 3, 12, precision=torch.bfloat16, compression=codecs, num_micro_batches=2
         )
@@ -446,7 +456,7 @@ def test_micro_batches_and_casts_go_through_a_codec() -> None:
     assert losses[-1] < losses[0]
 
 
-# torch itself warns when it first imports its formulas for forward-mode derivatives.
+# torch warns at the first import of the formulas for forward-mode derivatives.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 def test_the_derivative_is_that_of_the_exact_collective() -> None:
     codec = zf.compression.int4(block=2)
@@ -471,7 +481,9 @@ def test_the_derivative_is_that_of_the_exact_collective() -> None:
 
 
 def test_sharded_parameters_with_a_codec_under_torch_func() -> None:
-    """``torch.func`` takes another way to the gathered parameters; the values are the same."""
+    """Under ``torch.func`` the parameters are gathered by another function; the values are the
+    same.
+    """
 
     def main(group: zf.Group) -> None:
         loss = zf.shard_params(models.mlp_loss, group, compression=zf.compression.int8())
@@ -490,10 +502,12 @@ def test_sharded_parameters_with_a_codec_under_torch_func() -> None:
 
 @given(SIZES, st.integers(0, 200), FLOATS, st.integers(0, 99), st.booleans())
 @settings(max_examples=examples(20))
-def test_one_bit_is_the_papers(
+def test_one_bit_all_reduce_follows_the_paper(
     size: int, numel: int, dtype: torch.dtype, seed: int, on_a_mesh: bool
 ) -> None:
-    """Packed and in two hops, to the last bit, on any group; and nothing is lost but late."""
+    """The packed exchange in two hops has the bits of the paper's on any group, and error feedback
+    sends every rounding error later.
+    """
     size, steps = 4 if on_a_mesh else size, 5
     wide = torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -516,7 +530,7 @@ def test_one_bit_is_the_papers(
                     ("all_gather", hop),
                 ]
             assert_same_bits(
-                x, term(group.rank, numel, seed + step, dtype), "what is sent is only read"
+                x, term(group.rank, numel, seed + step, dtype), "an input must not change"
             )
         return group.rank, found
 
@@ -552,13 +566,13 @@ def test_one_bit_is_the_papers(
     assert numel < 2 or not torch.equal(came_out, given_in)
 
 
-def test_one_bit_keeps_what_it_does_not_send() -> None:
-    """With a scale that has few digits nothing is rounded: sent and kept make up the input to the
-    last bit.
+def test_one_bit_all_reduce_keeps_the_rounding_error() -> None:
+    """Nothing is rounded if the scale has few digits: sent and kept numbers add up to the input to
+    the last bit.
     """
 
     def main(group: zf.Group) -> None:
-        x = torch.tensor([1.0, 7.0, -7.0, -1.0])  # of norm 10
+        x = torch.tensor([1.0, 7.0, -7.0, -1.0])  # The norm is 10.
         mean, worker, server = zf.compression.compressed_all_reduce(x, None, None, group)
         assert_same_bits(mean, torch.tensor([5.0, 5.0, -5.0, -5.0]))
         assert_same_bits(worker, x - mean)
@@ -571,7 +585,7 @@ def test_one_bit_keeps_what_it_does_not_send() -> None:
     zf.simulate(3, main)
 
 
-def test_one_bit_on_one_rank_and_of_what_is_not_finite() -> None:
+def test_one_bit_all_reduce_on_one_rank_is_exact_and_nan_reaches_all_ranks() -> None:
     x = torch.tensor([1.0, 0.3, -2.0])
     one = zf.simulate(
         1,
@@ -589,7 +603,7 @@ def test_one_bit_on_one_rank_and_of_what_is_not_finite() -> None:
     assert all(bool(mean.isnan().all()) for mean in zf.simulate(2, main))
 
 
-def test_shapes_and_bytes_without_numbers() -> None:
+def test_compressed_collectives_take_meta_tensors() -> None:
     group = zf.record(zf.collectives.abstract_group(64))
     codec = zf.compression.int4()
     for op, length in ((AllGather(), 64 * 640), (ReduceScatter(), 10), (AllReduce(), 640)):
@@ -600,15 +614,13 @@ def test_shapes_and_bytes_without_numbers() -> None:
     assert group.log[1].sent_bytes == 63 * codec.message_bytes(10)
 
 
-def test_refusals() -> None:
+def test_wrong_options_are_refused() -> None:
     group = zf.collectives.abstract_group(2)
-    with pytest.raises(
-        OptionError, match=r"a block is an even number of elements from 2 to 16384; got block=3"
-    ):
+    with pytest.raises(OptionError, match=r"must be an even integer from 2 to 16384; got 3"):
         zf.compression.int8(block=3)
     with pytest.raises(OptionError, match=r"int8\(\) has no option 'blocks'; did you mean 'block'"):
         zf.compression.int8(blocks=2)  # type: ignore[call-arg]
-    with pytest.raises(OptionError, match=r"4 or 8 bits a number; got 3"):
+    with pytest.raises(OptionError, match=r"bits of BlockCodec\(\) must be 4 or 8; got 3"):
         BlockCodec(3, 32)
     with pytest.raises(
         OptionError, match=r"for floating numbers; got all_gather of torch.int64; send it exactly"
@@ -626,10 +638,10 @@ def test_refusals() -> None:
         zf.compression.start(Collective(AllToAll()), torch.zeros(4), group, zf.compression.int8())
     with pytest.raises(
         OptionError,
-        match=r"data_parallel\(\) takes a codec, or None to send exactly; got compression='int8'",
+        match=r"compression of data_parallel\(\) must be a codec or None; got 'int8'",
     ):
         zf.data_parallel(zf.value_and_grad(models.mlp_loss), group, compression="int8")  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match=r"shard_params\(\) takes a codec"):
+    with pytest.raises(OptionError, match=r"compression of shard_params\(\) must be a codec"):
         zf.shard_params(models.mlp_loss, group, compression=8)  # type: ignore[arg-type]
     with pytest.raises(
         OptionError,
@@ -650,9 +662,9 @@ def test_refusals() -> None:
             models.mlp_loss,
             zf.optim.sgd(0.1),
             group,
-            compression=zf.Compression(params=zf.compression.int8()),
+            compression=zf.compression.Compression(params=zf.compression.int8()),
         )
-    with pytest.raises(OptionError, match=r"err_beta is a number from 0 to less than 1; got 1"):
+    with pytest.raises(OptionError, match=r"must be a number of at least 0, below 1; got 1"):
         zf.compression.error_feedback(err_beta=1)
     with pytest.raises(
         OptionError, match=r"takes a 1-D floating tensor; got torch.int64 of shape \(4,\)"

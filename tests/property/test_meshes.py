@@ -28,7 +28,7 @@ from zfun.collectives import (
     ReduceScatter,
     gather_values,
 )
-from zfun.testing import assert_same_bits, check_padding, check_round_trip
+from zfun.testing import assert_padding, assert_round_trip, assert_same_bits
 
 # (number of rows, ranks per row)
 MESHES = [(2, 2), (2, 3), (3, 2)]
@@ -86,7 +86,7 @@ def the_ops(size: int, pick: int) -> list[Op]:
     orders_differ=st.booleans(),
 )
 @settings(max_examples=examples(25))
-def test_collectives(
+def test_collectives_over_a_mesh_equal_those_of_the_group(
     num_rows: int, inner: int, length: int, pick: int, order: list[int], *, orders_differ: bool
 ) -> None:
     """Start all collectives before the first wait, and wait in a different order on each rank."""
@@ -114,7 +114,7 @@ def test_collectives(
 
 
 @pytest.mark.parametrize(("num_rows", "inner"), MESHES)
-def test_duals(num_rows: int, inner: int) -> None:
+def test_dual_ops_over_a_mesh_are_adjoint(num_rows: int, inner: int) -> None:
     """Check <A x, y> = <x, A* y> exactly, in integers, also with results over the input."""
 
     def main(group: zf.Group) -> None:
@@ -169,7 +169,7 @@ def run(
     vg = zf.data_parallel(zf.value_and_grad(loss), mesh, bucket_bytes=bucket_bytes)
     if places.grads:
         vg = zf.shard_grads(vg, named[places.grads])
-    # Not Adam, which would hide a norm or a mean that is wrong by a factor.
+    # SGD, because Adam would hide a norm or a mean that is wrong by a factor.
     optimizer = optim.chain(optim.clip_by_global_norm(0.1), optim.sgd(0.05, momentum=0.8))
     if places.optimizer:
         optimizer = zf.shard_optimizer(
@@ -180,7 +180,7 @@ def run(
         value, grads = vg(params, step[group.rank])
         losses.append(float(value))
         params, state = zf.apply(optimizer, grads, state, params)
-    check_padding((params, state))
+    assert_padding((params, state))
     return (zf.unshard(params) if isinstance(params, zf.Flat) else params), losses
 
 
@@ -201,7 +201,7 @@ def all_places() -> list[Places]:
 
 
 @pytest.mark.parametrize(("num_rows", "inner"), MESHES)
-def test_compositions(num_rows: int, inner: int) -> None:
+def test_all_compositions_over_a_mesh_have_equal_bits(num_rows: int, inner: int) -> None:
     """Law 5 on two axes: the same bits on one mesh, and the group's result up to rounding."""
     size = num_rows * inner
     batches = models.mlp_batches(2, size)
@@ -247,7 +247,9 @@ def test_a_mesh_of_one_axis_is_the_group(inner: int) -> None:
     )
 )
 @settings(max_examples=examples(15))
-def test_redistribution(path: list[tuple[zf.placement.Placement, str]]) -> None:
+def test_redistribution_over_a_mesh_keeps_values(
+    path: list[tuple[zf.placement.Placement, str]],
+) -> None:
     """Law 3 on two axes: no chain of placements and groups changes a value."""
 
     def main(group: zf.Group) -> None:
@@ -264,7 +266,7 @@ def test_redistribution(path: list[tuple[zf.placement.Placement, str]]) -> None:
             shards = zf.redistribute(value, zf.S, axis)
             assert_same_bits(shards.buffers, zf.shard(params, axis).buffers, name)
             assert shards.buffers[0].numel() * axis.size == whole.buffers[0].numel()
-            check_round_trip(params, axis)
+            assert_round_trip(params, axis)
 
     zf.simulate(6, main)
 
@@ -272,7 +274,7 @@ def test_redistribution(path: list[tuple[zf.placement.Placement, str]]) -> None:
 # torch triggers this warning at the first import for forward-mode derivatives.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("axis", ["inner", "all"])
-def test_functional_derivatives(axis: str) -> None:
+def test_functional_derivatives_over_a_mesh_equal_those_of_one_process(axis: str) -> None:
     """Compare torch.func through a gather with the same loss over all ranks' batches."""
     batches = torch.cat(models.mlp_batches(1, 4)[0])
 

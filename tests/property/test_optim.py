@@ -126,8 +126,8 @@ def test_cutting_changes_no_bits(
 ) -> None:
     numel = sum(x.numel() for x in values(shapes, 0, dtype))
     cuts = sorted(data.draw(st.lists(st.integers(0, numel), max_size=3)))
-    # Every element sees the norm, and the rounding of the norm depends on the pieces, so clipping
-    # stands apart.
+    # Clipping is tested separately: every element depends on the norm, and the rounding of the norm
+    # depends on the pieces.
     sizes = [b - a for a, b in zip([0, *cuts], [*cuts, numel], strict=True)]
 
     def recut(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -166,11 +166,11 @@ def test_a_chain_of_parts_is_the_rule(
     dtype: torch.dtype,
     seed: int,
 ) -> None:
-    """The moments have the same bits; a parameter is off by at most eight roundings of its largest
-    term in each step.
+    """The moments have the same bits; a parameter differs in each step by at most eight roundings
+    of the largest term of the step.
 
-    A decay in front of Adam is given to the rule too, since Adam would enlarge its rounding where a
-    gradient and the decay cancel.
+    For Adam the rule receives the decayed gradient too, because Adam would enlarge the rounding
+    error where a gradient and the decay cancel.
     """
     b1, b2, eps, weight_decay = options
     decay, descend = optim.add_decayed_weights(weight_decay), optim.scale_by_learning_rate(rate)
@@ -272,7 +272,7 @@ def test_changes_equal_those_of_torch(
     st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
     st.integers(0, 2**20),
 )
-def test_a_place_in_memory_changes_no_bits(
+def test_alignment_of_memory_changes_no_bits(
     numel: int, offset: int, dtype: torch.dtype, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)

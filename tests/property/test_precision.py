@@ -16,10 +16,10 @@ from tests.conftest import examples
 from zfun import optim, tree
 from zfun.testing import (
     Composition,
+    assert_padding,
     assert_same_bits,
+    assert_same_runs,
     bucket_sizes,
-    check_compositions,
-    check_padding,
     compositions,
     same_bits,
     tensors,
@@ -70,7 +70,7 @@ def run(
             group.clear()
         state, info = z.step(state, batches[group.rank])
         infos.append((info.loss, info.grad_norm, info.skipped, info.loss_scale))
-    check_padding((state.params, state.opt_state))
+    assert_padding((state.params, state.opt_state))
     sent = {name: group.bytes_sent(name) for name in ("params", "grads")}
     return (
         (z.params(state), infos),
@@ -95,13 +95,13 @@ def test_all_stages_are_the_same_function(name: str, size: int) -> None:
             for stage in range(4)
         ]
         for stage, result in enumerate(results):
-            # Stages 2 and 3 reduce before they accumulate, which differs by rounding.
+            # Stages 2 and 3 reduce each micro-batch before the sum, which rounds differently.
             expected = results[2 if num_micro_batches > 1 and stage >= 2 else 0][0][0]
             for found, _, _ in result:
                 assert_same_bits(found, expected, f"stage {stage} and the first")
 
 
-def test_half_as_many_bytes_are_gathered() -> None:
+def test_half_precision_gathers_half_as_many_bytes() -> None:
     for stage in (1, 2, 3):
         plain, half = (zf.simulate(3, run, stage, precision)[0][1:] for precision in (None, BF16))
         assert half[0]["params"] * 2 == plain[0]["params"] > 0
@@ -142,8 +142,8 @@ def test_the_loss_curve_is_that_of_float32() -> None:
 def test_a_power_of_two_changes_no_bit(stage: int) -> None:
     plain = zf.simulate(2, run, stage, zf.Precision())
     for scale in (2.0**-7, 2.0**12):
-        # A window of 2 doubles the scale on the way: the gradient is divided by the scale that
-        # multiplied it.
+        # With a window of 2 the scale doubles between steps, and each gradient must be divided by
+        # the scale that multiplied the loss of the same step.
         for rule in (scale, optim.dynamic_loss_scale(scale, window=2, min_scale=2.0**-10)):
             scaled = zf.simulate(2, run, stage, zf.Precision(loss_scale=rule))
             for mine, theirs in zip(scaled, plain, strict=True):
@@ -224,7 +224,7 @@ RULES = [
     seed=st.integers(0, 99),
     data=st.data(),
 )
-def test_any_tree(
+def test_any_tree_trains(
     params: Any,
     size: int,
     rule: Any,
@@ -239,7 +239,7 @@ def test_any_tree(
         st.lists(compositions(num_micro_batches=num_micro_batches), min_size=3, max_size=4)
     )
     batches = models.tree_batches(2, size, 4, seed)
-    found = check_compositions(
+    found = assert_same_runs(
         loss,
         rule,
         params,

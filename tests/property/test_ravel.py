@@ -20,7 +20,7 @@ from tests.conftest import FORM, examples
 from zfun import ops
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-# A kernel for each pair is compiled: all sixteen only in a long run.
+# Each pair of dtypes compiles a kernel, so only a long run takes all sixteen.
 PAIRS = [
     (torch.float32, torch.float32),
     (torch.float32, torch.bfloat16),
@@ -52,8 +52,8 @@ SPECIAL = [
 def leaves(
     draw: st.DrawFn, dtypes: list[torch.dtype]
 ) -> tuple[list[Tensor | None], list[int], int]:
-    """Tensors of a few shapes with any values in any place, gaps between them, and the length of a
-    buffer.
+    """Tensors of a few shapes with any values at any offset, gaps between the tensors, and the
+    length of a buffer.
     """
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**30)))
     tensors: list[Tensor | None] = []
@@ -87,7 +87,9 @@ def leaves(
 
 
 def same_bits(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors are equal in every bit, NaNs aside: torch itself writes several."""
+    """Whether two tensors are equal in every bit, except that any NaN equals any NaN: torch itself
+    writes several.
+    """
     nan = torch.isnan(x)
     raw = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.dtype.itemsize]
     return (
@@ -187,12 +189,12 @@ def test_compiled_and_plain_sums_agree_in_every_bit(
         for _ in range(count)
     ]
     for index, (at, value) in enumerate(special if numel else ()):
-        # A double that is too large for the dtype is an infinity there.
+        # A float64 number that is too large for the dtype becomes an infinity.
         terms[index % count][at % numel] = torch.tensor(value, dtype=torch.float64).to(dtype)
     expected = functools.reduce(torch.add, [term.to(ops.wide(dtype)) for term in terms]).to(dtype)
     for kernels in ("reference", "compiled"):
         given = [term.clone() for term in terms]
-        # The sum may take the place of any term.
+        # The sum may overwrite any term.
         out = given[place] if 0 <= place < count else torch.full_like(expected, 7.0)
         version = out._version
         with ops.use(kernels):
@@ -208,7 +210,7 @@ def test_compiled_and_plain_sums_agree_in_every_bit(
     st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
     st.integers(0, 2**20),
 )
-def test_the_norm_of_pieces_is_that_of_the_whole(
+def test_norms_of_pieces_combine_to_the_norm_of_the_whole(
     numel: int, cuts: list[int], dtype: torch.dtype, seed: int
 ) -> None:
     x = (
@@ -244,7 +246,7 @@ def test_the_norm_of_pieces_is_that_of_the_whole(
 def test_the_sum_of_squares_is_exact_however_wide_the_range(
     runs: list[tuple[int, int, int]], dtype: torch.dtype, num_cuts: int, seed: int
 ) -> None:
-    # Runs of numbers around a power of ten, spread over so many powers of ten below it.
+    # Draw runs of numbers below a power of ten, spread over several powers of ten.
     generator = torch.Generator().manual_seed(seed)
     pieces = []
     for numel, power, spread in runs:
@@ -263,7 +265,7 @@ def test_the_sum_of_squares_is_exact_however_wide_the_range(
     assert ops.total_of_bins(torch.stack(rows)).item() == expected
     with ops.use("reference"):
         assert ops.total_of_bins(ops.squares_in_bins(x)[None]).item() == expected
-    # On the way into a buffer, from one tensor or from several.
+    # Measure during the copy into a buffer, from one tensor or from several.
     for offsets in ([0], places[:-1]):
         out = torch.empty(x.numel(), dtype=dtype)
         source = (
@@ -277,7 +279,7 @@ def test_the_sum_of_squares_is_exact_however_wide_the_range(
         assert ops.total_of_bins(found.squares[None]).item() == expected
 
 
-def test_a_table_follows_tensors_that_moved_changed_or_went() -> None:
+def test_an_address_table_follows_tensors_that_moved_changed_or_died() -> None:
     table, offsets = ops.AddressTable(), (0, 64)
 
     def check(*tensors: Tensor | None) -> None:
@@ -302,7 +304,7 @@ def test_a_table_follows_tensors_that_moved_changed_or_went() -> None:
             check(torch.nn.Parameter(base), base)
 
 
-def test_a_table_trusts_a_tuple_and_its_buffer_only() -> None:
+def test_an_address_table_is_reused_only_for_the_same_tuple_and_buffer() -> None:
     table, offsets, tensors = ops.AddressTable(), (0, 64), [torch.ones(64), torch.ones(64)]
     out = torch.empty(128)
     for value in (1.0, 2.0):
@@ -316,7 +318,7 @@ def test_a_table_trusts_a_tuple_and_its_buffer_only() -> None:
 
 
 @pytest.mark.parametrize("kernels", ["compiled", "reference"])
-def test_what_autograd_records_is_refused(kernels: str) -> None:
+def test_a_tensor_that_autograd_records_is_refused(kernels: str) -> None:
     w, table = torch.ones(3, requires_grad=True), ops.AddressTable()
     with ops.use(kernels):
         with torch.no_grad():
@@ -349,14 +351,14 @@ def test_a_number_whose_square_is_too_large_is_finite() -> None:
 
 
 def whole_number(squares: Tensor) -> int:
-    """The limbs as the one number that they are, to the last bit."""
+    """Return the one exact integer that the limbs represent."""
     return sum(limb << 32 * place for place, limb in enumerate(squares[:-1].tolist()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_threads_change_no_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     numel = 3 * (1 << 18) + 77
-    # So wide in range that sums of a unit are rounded, and another order would show.
+    # The range is so wide that sums of a unit are rounded, and another order would show.
     x = torch.randn(numel) * torch.exp2(torch.randint(-30, 30, (numel,)))
     offsets, tensors = (5, numel // 2 + 20), (x[: numel // 2 - 50].clone(), x[numel // 2 :].clone())
     results: list[Any] = []

@@ -14,7 +14,7 @@ from tests import models
 from tests.conftest import examples
 from zfun import tree
 from zfun.errors import PlacementError
-from zfun.testing import assert_same_bits, bucket_sizes, check_redistribution, tensors, trees
+from zfun.testing import assert_redistribution, assert_same_bits, bucket_sizes, tensors, trees
 
 SIZES = st.sampled_from([1, 2, 3, 4, 7, 16])
 PLACEMENTS = st.sampled_from(list(zf.placement.Placement))
@@ -45,19 +45,19 @@ def partial(params: Any, group: zf.Group, bucket_bytes: int) -> zf.Flat:
 
 @settings(max_examples=examples(60))
 @given(TREES, SIZES, bucket_sizes(), PLACEMENTS, st.lists(PLACEMENTS, min_size=1, max_size=5))
-def test_through_any_placements_is_the_same_as_at_once(
+def test_redistribution_through_any_placements_equals_redistribution_at_once(
     params: Any, size: int, bucket_bytes: int, start: Any, path: Any
 ) -> None:
     def main(group: zf.Group) -> None:
         value = partial(params, group, bucket_bytes)
-        check_redistribution(zf.redistribute(value, start, group), path)
+        assert_redistribution(zf.redistribute(value, start, group), path)
 
     zf.simulate(size, main)
 
 
 @settings(max_examples=examples(30))
 @given(TREES, SIZES, bucket_sizes())
-def test_a_partial_value_is_the_sum_of_its_terms(params: Any, size: int, bucket_bytes: int) -> None:
+def test_a_partial_value_is_the_sum_of_the_terms(params: Any, size: int, bucket_bytes: int) -> None:
     def main(group: zf.Group) -> tuple[Any, Any]:
         value = partial(params, group, bucket_bytes)
         return zf.flat.unravel(value), zf.unshard(zf.redistribute(value, zf.S, group))
@@ -76,7 +76,7 @@ def test_a_partial_value_is_the_sum_of_its_terms(params: Any, size: int, bucket_
 
 
 @pytest.mark.parametrize("size", [2, 3, 7])
-def test_what_is_sent(size: int) -> None:
+def test_redistribution_sends_the_bytes_of_the_placements(size: int) -> None:
     params = models.mlp(dtype=torch.float32)
 
     def main(group: zf.Group) -> None:
@@ -158,7 +158,7 @@ def test_only_flats_have_a_placement() -> None:
 
 @settings(max_examples=examples(20))
 @given(TREES, st.sampled_from([2, 3, 4]), bucket_sizes(), st.sampled_from([zf.R, zf.S]))
-def test_a_norm_has_the_bits_of_any_way_to_a_value(
+def test_norms_of_values_reached_in_two_ways_have_equal_bits(
     params: Any, size: int, bucket_bytes: int, placement: Any
 ) -> None:
     def main(group: zf.Group) -> None:

@@ -70,7 +70,7 @@ def loss_of(run: Any) -> Any:
     seed=st.integers(0, 99),
     data=st.data(),
 )
-def test_any_tree_policy_store_and_composition(
+def test_remat_is_right_for_any_tree_policy_store_and_composition(
     params: Any,
     size: int,
     policy: Any,
@@ -104,7 +104,7 @@ def test_any_tree_policy_store_and_composition(
     frozen=st.booleans(),
     partial=st.booleans(),
 )
-def test_any_stage_and_precision(
+def test_remat_is_right_for_any_stage_and_precision(
     size: int, stage: int, policy: Any, stored: bool, compute: Any, frozen: bool, partial: bool
 ) -> None:
     """Combine frozen leaves, a compute dtype, offload, and activations in parts."""
@@ -166,7 +166,9 @@ def strided(draw: st.DrawFn) -> Tensor:
 
 @settings(max_examples=examples(150))
 @given(strided(), st.booleans())
-def test_what_is_kept_comes_back_as_it_lay(x: Tensor, stored: bool) -> None:
+def test_a_saved_activation_is_restored_with_values_strides_and_alignment(
+    x: Tensor, stored: bool
+) -> None:
     """Values, strides and alignment return; an empty or overlapping tensor stays in place."""
     elsewhere, vector = Elsewhere(zf.stores.host() if stored else None, None), vector_of(x)
     found = elsewhere.restore(elsewhere.keep(x))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 from typing import Any
 
@@ -75,7 +76,7 @@ def replay(schedule: Schedule) -> list[int]:
     persistence=st.sampled_from([0, 32, 96, 1000]),
     max_persistent=st.one_of(st.none(), st.integers(0, 300)),
 )
-def test_a_schedule_keeps_its_word(
+def test_a_schedule_stays_within_the_bounds(
     trace: Trace,
     prefetch: int,
     extra: int | None,
@@ -130,8 +131,40 @@ def test_a_schedule_keeps_its_word(
 
 
 @settings(max_examples=examples(60))
+@given(trace=traces(), stored=st.sets(st.integers(0, 5)), ahead=st.integers(0, 3), data=st.data())
+def test_reads_precede_gathers_and_change_no_other_step(
+    trace: Trace, stored: set[int], ahead: int, data: st.DataObject
+) -> None:
+    made = data.draw(schedule_options())
+    buckets = tuple(
+        dataclasses.replace(bucket, stored_itemsize=4 if i in stored else 0)
+        for i, bucket in enumerate(trace.buckets)
+    )
+    total = sum(bucket.numel for bucket in buckets)
+    made["max_live"] = None if made["max_live"] is None else made["max_live"] * total
+    options = zf.ScheduleOptions(**made, read_ahead=ahead)
+    plain = zf.planner.schedule(trace, options)
+    reading = zf.planner.schedule(dataclasses.replace(trace, buckets=buckets), options)
+    assert [step for step in reading.steps if step.kind != "read"] == list(plain.steps)
+    under_way: list[int] = []
+    for step in reading.steps:
+        if step.kind == "read":
+            under_way.append(step.bucket)
+            assert len(under_way) <= max(1, ahead)
+        elif step.kind == "gather" and step.bucket in stored:
+            assert under_way.pop(0) == step.bucket
+    assert not under_way
+    # Without backward, the reads of a pass belong to the gathers of the same pass.
+    for phase in ("start", "forward", "backward"):
+        read = [step.bucket for step in reading.steps if step[::2] == ("read", phase)]
+        assert read == [bucket for bucket in reading.order(phase) if bucket in stored]
+
+
+@settings(max_examples=examples(60))
 @given(trace=traces(), prefetch=st.integers(0, 3))
-def test_the_window_is_prefetch_and_two(trace: Trace, prefetch: int) -> None:
+def test_only_the_bucket_in_use_and_prefetched_buckets_are_live(
+    trace: Trace, prefetch: int
+) -> None:
     """If no bucket is used twice in a pass, only the bucket in use and the prefetched ones are
     live.
     """
@@ -151,7 +184,9 @@ def test_the_window_is_prefetch_and_two(trace: Trace, prefetch: int) -> None:
 
 @settings(max_examples=examples(60))
 @given(trace=traces(), prefetch=st.integers(0, 3))
-def test_what_backward_begins_with_is_gathered_before_the_turn(trace: Trace, prefetch: int) -> None:
+def test_the_first_buckets_of_backward_are_gathered_before_the_end_of_forward(
+    trace: Trace, prefetch: int
+) -> None:
     once = Trace(trace.buckets, 2, tuple(dict.fromkeys(trace.forward)))
     made = zf.planner.schedule(once, zf.ScheduleOptions(prefetch=prefetch))
     held = set[int]()
@@ -176,7 +211,7 @@ def test_what_backward_begins_with_is_gathered_before_the_turn(trace: Trace, pre
 
 @settings(max_examples=examples(60))
 @given(trace=traces(), distance=st.integers(0, 900))
-def test_reuse_distance_is_a_distance(trace: Trace, distance: int) -> None:
+def test_a_bucket_is_regathered_only_beyond_the_reuse_distance(trace: Trace, distance: int) -> None:
     """A bucket is regathered exactly where at least ``reuse_distance`` elements lie between two
     uses, or where the gradients were complete at the last use.
     """
@@ -213,7 +248,7 @@ def test_with_a_large_reuse_distance_nothing_is_gathered_twice(trace: Trace, pre
     )
 
 
-def knobs() -> st.SearchStrategy[dict[str, Any]]:
+def schedule_options() -> st.SearchStrategy[dict[str, Any]]:
     return st.fixed_dictionaries(
         {
             "prefetch": st.integers(0, 4),
@@ -239,8 +274,8 @@ def in_bound(options: dict[str, Any], params: Any, size: int, bucket_bytes: int)
     }
 
 
-def again_and_again(params: Any, x: Tensor) -> Tensor:
-    """Uses each block several times, early and late, twice in one operation, behind a detach and in
+def uses_repeatedly(params: Any, x: Tensor) -> Tensor:
+    """Use each block several times: early and late, twice in one operation, behind a detach, and in
     a recomputed block.
     """
     h = params["h"]
@@ -252,7 +287,7 @@ def again_and_again(params: Any, x: Tensor) -> Tensor:
     return (x @ params["out"]).pow(2).mean() + h[0]["w"].pow(3).sum()
 
 
-LOSSES = {"chain": models.mlp_loss, "again and again": again_and_again}
+LOSSES = {"chain": models.mlp_loss, "again and again": uses_repeatedly}
 
 
 def trained(
@@ -277,7 +312,7 @@ def trained(
 
 @settings(max_examples=examples(10))
 @given(
-    options=knobs(),
+    options=schedule_options(),
     size=st.sampled_from([1, 2, 3]),
     bucket_bytes=st.sampled_from([1, 300, 700, 2**20]),
     name=st.sampled_from(sorted(LOSSES)),
@@ -285,7 +320,7 @@ def trained(
     donate=st.booleans(),
     num_micro_batches=st.sampled_from([1, 1, 2]),
 )
-def test_no_knob_changes_a_bit_and_what_is_sent_is_what_is_explained(
+def test_schedule_options_change_no_bit_and_steps_send_the_explained_bytes(
     options: dict[str, Any],
     size: int,
     bucket_bytes: int,
@@ -401,14 +436,14 @@ def test_no_order_changes_a_bit(order: list[str], stage: int, size: int, bucket_
         [layout.leaves[leaf].path for bucket in layout.buckets for leaf in bucket.leaves]
         for layout in found[0][1:]
     ]
-    # Two buffers of float64 and one of float32, which the leaf without a use is in.
+    # Two buffers of float64, and one of float32 for the unused leaf.
     assert [path for path in lying[0] if path != "unused"] == [
         path for path in order if path not in ("b.1", "unused")
     ]
     assert lying[1] == ["b.1"]
 
 
-def test_buckets_in_the_order_of_use_are_fewer_at_once() -> None:
+def test_the_order_of_use_needs_fewer_buckets_at_once() -> None:
     x, params = torch.ones(2, 5, dtype=torch.float64), by_kind(models.mlp())
     order = zf.planner.order_of_use(by_kind_loss, params, x)
     assert order == IN_ORDER
@@ -474,9 +509,9 @@ def with_table(params: Any, x: Tensor) -> Tensor:
     compute=st.sampled_from([None, torch.float32]),
     half=st.booleans(),
     bucket_bytes=st.sampled_from([1, 300, 2**20]),
-    options=knobs(),
+    options=schedule_options(),
 )
-def test_what_is_explained_is_sent_on_every_axis(
+def test_steps_send_the_explained_bytes_on_every_axis(
     shape: tuple[int, int],
     over: str,
     codecs: Any,
@@ -505,7 +540,7 @@ def test_what_is_explained_is_sent_on_every_axis(
     _, group = where(abstract if over == "group" else zf.split(abstract, inner))
     options = in_bound({**options, "max_live": None}, params, mesh_of(group).size, bucket_bytes)
     schedule = zf.ScheduleOptions(**options, secondary=over == "secondary")
-    compression = zf.Compression(*codecs)
+    compression = zf.compression.Compression(*codecs)
     precision = zf.Precision(compute=compute)
     loss = with_table if compute is None else zf.cast(with_table, compute)
     layout: dict[str, Any] = {"bucket_bytes": bucket_bytes, "persistence": options["persistence"]}
@@ -558,7 +593,7 @@ def test_what_is_explained_is_sent_on_every_axis(
                 ]
 
 
-def test_a_schedule_is_priced_for_the_group_that_it_was_traced_for() -> None:
+def test_a_schedule_is_priced_for_the_traced_group() -> None:
     x, mesh = (
         torch.ones(2, 5, dtype=torch.float64),
         zf.split(zf.collectives.abstract_group(6), inner=3),
@@ -588,7 +623,7 @@ def test_a_schedule_is_priced_for_the_group_that_it_was_traced_for() -> None:
 
 
 def check_events(found: Profile) -> None:
-    """Every use lies between the end of the gather and the release; every gather is waited for."""
+    """Every use lies between the end of the gather and the release; every gather ends in a wait."""
     there: set[int] = set()
     gathering: dict[int, int] = {}
     summing: list[int] = []
@@ -616,12 +651,12 @@ def check_events(found: Profile) -> None:
 
 @settings(max_examples=examples(5))
 @given(
-    options=knobs(),
+    options=schedule_options(),
     bucket_bytes=st.sampled_from([1, 300]),
     name=st.sampled_from(sorted(LOSSES)),
     frozen=st.booleans(),
 )
-def test_what_happens_is_what_was_planned(
+def test_a_profiled_step_follows_the_schedule(
     options: dict[str, Any], bucket_bytes: int, name: str, frozen: bool
 ) -> None:
     options = in_bound(options, models.mlp(), 2, bucket_bytes)
@@ -681,7 +716,7 @@ def test_what_happens_is_what_was_planned(
                 entry for entry in planned if entry[0].phase != "start"
             ]
         else:
-            # An operation that uses two buckets keeps the first to the end.
+            # An operation that uses two buckets keeps the first bucket until the operation ends.
             assert sorted(step for step, _ in held) == sorted(step for step, _ in planned)
         picture = found.timeline()
         assert max(n for _, n in picture.live) == max(n for _, n in held)
@@ -703,7 +738,7 @@ def test_what_happens_is_what_was_planned(
 Kinds = ("gather", "use", "release", "reduce")
 
 
-def test_time_is_the_computation_of_who_used_last_less_that_of_collectives() -> None:
+def test_a_timeline_subtracts_collectives_from_the_computation_of_each_bucket() -> None:
     found = Profile(labels=["a", "b"])
     found.events = [
         Noted("gather", 0, "forward", 0.0, 1.0, 8),
@@ -730,7 +765,7 @@ def test_time_is_the_computation_of_who_used_last_less_that_of_collectives() -> 
     }
     assert picture.live == ((0.0, 0), (1.0, 8), (2.0, 16), (9.5, 8))
     assert (picture.duration, picture.unit) == (13.0, "s")
-    # Gathers that are under way together lie in two rows, and computation in one.
+    # Overlapping gathers are drawn in two rows, and computation in one.
     rows = {
         event["tid"]: event["args"]["name"]
         for event in picture.chrome_trace()["traceEvents"]
@@ -764,7 +799,7 @@ ONE_BY_ONE = [
     "summed 4",
 ]
 GATHERS = [text.replace("summed", "gathered").replace("sum", "gather") for text in ONE_BY_ONE]
-# The notes of a step from forward to update, without those inside the loss.
+# The notes of a step from forward to update, without the notes inside the loss.
 WATCHED = {
     0: ["pass forward", *SUMS[:-2], "pass backward", *SUMS[-2:], "update"],
     1: ["pass forward", "pass backward", *ONE_BY_ONE, "update", *GATHERS],
@@ -774,7 +809,7 @@ WATCHED = {
 
 
 @pytest.mark.parametrize("stage", WATCHED)
-def test_a_whole_step_is_watched(stage: int) -> None:
+def test_a_profile_covers_the_whole_step(stage: int) -> None:
     def main(group: zf.Group) -> tuple[list[str], Any]:
         z = zf.zero(stage, models.mlp_loss, optim.sgd(0.1), group, bucket_bytes=300)
         state, batch = z.init(models.mlp()), models.mlp_batches(1, 1)[0][0]
@@ -819,7 +854,7 @@ KNOBS: list[dict[str, Any]] = [
 def branching_training(
     group: zf.Group, options: dict[str, Any], kind: str, frozen: bool, stage: int = 3
 ) -> Any:
-    """Three steps; from the second on the last rank takes another branch."""
+    """Take three steps; from the second step on the last rank takes another branch."""
 
     def loss_fn(params: Any, x: Tensor) -> Tensor:
         layers = [*params["h"], params["h"][0]]
@@ -853,7 +888,7 @@ def branching_training(
 
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("kind", ["skips", "another order", "detached", "touches only", "nothing"])
-def test_ranks_may_branch_under_any_knobs(kind: str, frozen: bool) -> None:
+def test_ranks_may_branch_under_any_schedule_options(kind: str, frozen: bool) -> None:
     expected = zf.simulate(3, branching_training, {}, kind, frozen, 2)
     for options in KNOBS:
         found = zf.simulate(
@@ -915,9 +950,9 @@ def test_leaves_that_persist_are_gathered_once_after_each_update() -> None:
             recorder.clear()
             assert same_bits(loss(state.params, models.mlp_batches(1, 1)[0][0]), first)
         assert not [entry for entry in recorder.log if entry.part in small]
-        # Optimizer state is sharded like all other.
+        # The optimizer state of persistent buckets is sharded too.
         assert state.opt_state.mu.placement is zf.S
-        # A write to the shards is visible in the next gather.
+        # A write to the shards shows in the next gather.
         for buffer in state.params.buffers:
             buffer.add_(0.5)
         with torch.no_grad():
@@ -926,9 +961,9 @@ def test_leaves_that_persist_are_gathered_once_after_each_update() -> None:
     zf.simulate(2, main)
 
 
-def test_what_the_loss_holds_on_to_is_not_taken_away() -> None:
-    """gather() and to() return the gathered leaf itself, which stays valid while other buckets
-    come and go.
+def test_a_leaf_that_the_loss_holds_stays_valid() -> None:
+    """gather() and to() return the gathered leaf itself, which stays valid while other buckets are
+    gathered and freed.
     """
 
     def loss_fn(params: Any, x: Tensor) -> Tensor:
@@ -958,8 +993,8 @@ def test_what_the_loss_holds_on_to_is_not_taken_away() -> None:
         assert_same_bits(zf.simulate(2, main, 3, **options), expected, f"{options} and stage 2")
 
 
-def test_gathered_elements_stay_in_bound() -> None:
-    """Counted in storages that are alive, from the second step on."""
+def test_gathered_elements_stay_below_max_live() -> None:
+    """From the second step on, count the elements in storages that are alive."""
     width, num_layers, bucket_bytes = 32, 6, 1
 
     def loss_fn(params: Any, x: Tensor) -> Tensor:
@@ -987,11 +1022,11 @@ def test_gathered_elements_stay_in_bound() -> None:
         return tracked.peak
 
     bucket = width * width
-    # the tied one, the one in use and two ahead
+    # the tied bucket, the bucket in use and two ahead
     assert set(zf.simulate(2, main, None)) == {4 * bucket}
     for count in (1, 2, 3):
-        # An operation holds an operand to the end, though the schedule has released the bucket:
-        # no more than one bucket.
+        # An operation holds an operand until the operation ends, although the schedule has released
+        # the bucket: at most one bucket.
         assert all(
             count * bucket <= peak <= (count + 1) * bucket
             for peak in zf.simulate(2, main, count * bucket)
@@ -1019,33 +1054,18 @@ class Tracked(zf.Group):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"prefetch": -1},
-            "prefetch is a number of buckets; got -1; 0 gathers each when it is used",
-        ),
-        ({"prefetch": 0.5}, "prefetch is a number of buckets; got 0.5"),
-        ({"max_live": -5}, "max_live is a number of elements; got -5; None sets no bound"),
-        ({"max_live": 1e9}, "max_live is a number of elements; got 1000000000.0"),
-        (
-            {"reuse_distance": -1},
-            "reuse_distance is a number of elements; got -1; 0 releases a bucket after each use",
-        ),
-        (
-            {"persistence": -1},
-            "persistence is a number of elements; got -1; 0 keeps nothing gathered",
-        ),
-        ({"persistence": None}, "persistence is a number of elements; got None"),
-        (
-            {"max_persistent": -1},
-            "max_persistent is a number of elements; got -1; None sets no bound",
-        ),
-        (
-            {"secondary": "inner"},
-            "secondary is True or False; got 'inner'; the inner axis is that of the mesh itself",
-        ),
+        ({"prefetch": -1}, "an integer of at least 0, below .*; got -1; write prefetch=0"),
+        ({"prefetch": 0.5}, "an integer of at least 0, below .*; got 0.5"),
+        ({"max_live": -5}, "an integer of at least 0, below .* or None; got -5"),
+        ({"max_live": 1e9}, "an integer of at least 0, below .* or None; got 1000000000.0"),
+        ({"reuse_distance": -1}, "an integer of at least 0, below .* or None; got -1"),
+        ({"persistence": -1}, "an integer of at least 0, below .*; got -1"),
+        ({"persistence": None}, "an integer of at least 0, below .*; got None"),
+        ({"max_persistent": -1}, "an integer of at least 0, below .* or None; got -1"),
+        ({"secondary": "inner"}, "True or False; got 'inner'; write secondary=True"),
     ],
 )
-def test_knobs_are_checked_at_once(options: dict[str, Any], message: str) -> None:
+def test_schedule_options_are_checked_at_once(options: dict[str, Any], message: str) -> None:
     with pytest.raises(zf.errors.OptionError, match=message):
         zf.simulate(
             1,

@@ -1,5 +1,5 @@
-"""Laws of the steps of optimizers over flat buffers: compiled and readable agree, AdamW is torch's,
-and no place in memory matters.
+"""Laws of the steps of optimizers over flat buffers: compiled and readable kernels agree, AdamW is
+torch's, and alignment of memory changes no bit.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ STEPS = [adam, adam_l2, adamw, sgd, nesterov, plain_sgd, lion, adagrad, lamb]
 def buffers(
     numel: int, seed: int, dtype: torch.dtype, grad_dtype: torch.dtype, offset: int = 0
 ) -> list[Tensor]:
-    """Parameters, gradients and two moments, none of which begins where memory is aligned."""
+    """Parameters, gradients and two moments, each at an unaligned address."""
     generator = torch.Generator().manual_seed(seed)
     p, g, m, v = torch.randn(4, numel, generator=generator, dtype=FP64) * 10.0 ** torch.randint(
         -4, 3, (4, 1), generator=generator
@@ -110,7 +110,7 @@ def buffers(
 
 
 def bits(x: Tensor) -> Tensor:
-    """The bits of a tensor, those of every NaN the same."""
+    """The bits of a tensor, with one pattern for every NaN."""
     raw = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.dtype.itemsize]
     return torch.where(torch.isnan(x), -1, x.contiguous().view(raw))
 
@@ -166,7 +166,7 @@ def test_compiled_and_readable_steps_agree_in_every_bit(
     st.sampled_from([FP32, FP64]),
     st.integers(0, 2**20),
 )
-def test_adam_has_the_bits_of_torch_s_fused_kernel(
+def test_adam_has_the_bits_of_the_fused_kernel_of_torch(
     numel: int,
     b1: float,
     b2: float,
@@ -205,8 +205,9 @@ def test_adam_has_the_bits_of_torch_s_fused_kernel(
         assert torch.equal(bits(mine), bits(theirs))
 
 
-def test_a_hundred_steps_change_what_torch_s_change() -> None:
-    # 16 elements fill a vector register, and torch computes a tail otherwise: this length has one.
+def test_a_hundred_steps_stay_near_those_of_torch() -> None:
+    # torch computes the tail after whole vectors of 16 elements differently, and this length has a
+    # tail.
     numel = 1003
     p, _, m, v = buffers(numel, 0, FP32, FP32)
     p.normal_(generator=torch.Generator().manual_seed(0))
@@ -238,14 +239,14 @@ def test_a_hundred_steps_change_what_torch_s_change() -> None:
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_cuts_and_places_change_no_bits(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_and_alignment_change_no_bits(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zfun.ops.numba._compile._MIN_PER_THREAD", 1024)
     for kernels in ("reference", "compiled"):
         with ops.use(kernels):
             whole = buffers(10_000, 3, FP32, FP32)
             step(*whole, None)
             cut = buffers(10_000, 3, FP32, FP32, offset=5)
-            # LAMB's norms are of whole segments, which may not be cut anywhere.
+            # The norms of LAMB cover whole segments, so chunks must not split a segment.
             for begin, end in (
                 ((0, 37), (37, 4133), (4133, 10_000)) if step is not lamb else ((0, 10_000),)
             ):
@@ -265,7 +266,9 @@ def test_cuts_and_places_change_no_bits(step: Step, monkeypatch: pytest.MonkeyPa
 @given(
     st.integers(1, 40), st.lists(st.integers(0, 40), min_size=1, max_size=3), st.integers(0, 2**20)
 )
-def test_lamb_is_the_textbook_s_and_knows_no_cuts(units: int, cuts: list[int], seed: int) -> None:
+def test_lamb_follows_the_paper_and_chunks_change_no_bits(
+    units: int, cuts: list[int], seed: int
+) -> None:
     first = 32 * units
     sizes = [first, 77]
     numel = sum(sizes)
@@ -289,8 +292,8 @@ def test_lamb_is_the_textbook_s_and_knows_no_cuts(units: int, cuts: list[int], s
         whole[0], whole[1], whole[2], whole[3], None, segments=[(0, first), (first, numel)], **rule
     )
     torch.testing.assert_close(whole[0] - p, torch.cat(expected), rtol=1e-9, atol=1e-12)
-    # Each rank has a piece of the buffer; a layer of which it has nothing is an empty segment
-    # there.
+    # Each rank has a piece of the buffer. A layer outside the piece is an empty segment on that
+    # rank.
     places = sorted({0, numel, *(32 * cut for cut in cuts if 32 * cut < numel)})
     gathered: list[Tensor] = []
     for final in (False, True):

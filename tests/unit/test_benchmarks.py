@@ -1,5 +1,5 @@
-"""The run on a GPU reports a part that fails or hangs, keeps the others, and says so where there is
-no GPU.
+"""The run on a GPU reports a part that fails or hangs, keeps the other parts, and says so where
+there is no GPU.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def test_all_parts_together_end_within_8_minutes() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_without_a_gpu_it_says_so() -> None:
+def test_without_a_gpu_the_benchmark_says_so() -> None:
     done = subprocess.run(
         [sys.executable, "benchmarks/gpu.py"],
         cwd=ROOT,

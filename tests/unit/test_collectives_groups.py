@@ -1,4 +1,4 @@
-"""Calls, and the groups that wrap or stand in for others."""
+"""Collectives as values, and groups that wrap or replace other groups."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ from zfun.collectives import (
     single_group,
     split,
 )
+from zfun.collectives.backends._diagnosis import Status, diagnose
 from zfun.collectives.backends._init import _gloo
-from zfun.collectives.backends._watchdog import Status, diagnose
 from zfun.collectives.gloo._buffer_pool import BufferPool
 from zfun.collectives.gloo._group import _StreamThread
-from zfun.collectives.gloo._tuning import holding_little, interrupting_nobody
+from zfun.collectives.gloo._tuning import batch_scheduling, short_send_buffers
 from zfun.errors import CollectiveMismatch, OptionError, SpecMismatch
 
 pytestmark = pytest.mark.timeout(30)
@@ -82,12 +82,12 @@ def test_the_dual_of_the_dual_is_the_op(op: Op) -> None:
     ],
     ids=lambda value: getattr(value, "kind", ""),
 )
-def test_sent_bytes(op: Op, expected: list[int]) -> None:
+def test_sent_bytes_follow_the_formula(op: Op, expected: list[int]) -> None:
     assert [op.sent_bytes(40, rank, 3, 4) for rank in range(3)] == expected
 
 
 @pytest.mark.parametrize("op", [ReduceScatter(), AllToAll()], ids=lambda op: op.kind)
-def test_sent_bytes_of_what_is_split(op: Op) -> None:
+def test_sent_bytes_of_an_op_that_splits_the_input(op: Op) -> None:
     assert op.sent_bytes(48, 0, 3, 4) == 32
 
 
@@ -128,7 +128,7 @@ def test_impossible_calls_are_refused(
         abstract_group(3).start(Collective(op, "grads"), x, out)
 
 
-def test_pending_waits_once() -> None:
+def test_work_waits_once() -> None:
     calls: list[int] = []
 
     def finish() -> torch.Tensor:
@@ -140,7 +140,7 @@ def test_pending_waits_once() -> None:
     assert len(calls) == 1
 
 
-def test_pending_keeps_its_error() -> None:
+def test_work_raises_the_same_error_again() -> None:
     def finish() -> torch.Tensor:
         raise ValueError("lost")
 
@@ -181,8 +181,16 @@ def test_half_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         process_group()
 
 
+def test_an_incomplete_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "any"}
+    for name, value in names.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(OptionError, match=r"got '127\.0\.0\.1' and 'any'"):
+        process_group()
+
+
 def test_options_are_checked() -> None:
-    with pytest.raises(OptionError, match="did you mean 'timeout_s'"):
+    with pytest.raises(OptionError, match="has no option 'timeout'; write timeout_s"):
         process_group(timeout=3)  # type: ignore[call-arg]
     with pytest.raises(OptionError, match="got no mesh"):
         process_group(axis="data")
@@ -227,9 +235,9 @@ def test_debug_compares_labels() -> None:
     ) == [2.0, 2.0]
 
 
-class _Deaf:
-    """A transport that cannot see a mismatch: the other rank always sends its own label, and
-    anything goes as data.
+class _Unchecked(Group):
+    """A transport that cannot see a mismatch: the other rank always sends the same label, and
+    accepts any data.
     """
 
     rank, size = 0, 2
@@ -245,13 +253,13 @@ class _Deaf:
 
 
 def test_debug_names_both_sides() -> None:
-    group = checked(_Deaf("'paral'"))  # type: ignore[arg-type]
+    group = checked(_Unchecked("'paral'"))
     with pytest.raises(
         CollectiveMismatch,
         match=r"rank 0 started collective 0: all_reduce 'grads'.*; rank 1 started .*'paral'",
     ):
         group.start(Collective(AllReduce(), "grads"), torch.ones(1)).wait()
-    checked(_Deaf("'grads'")).start(Collective(AllReduce(), "grads"), torch.ones(1)).wait()  # type: ignore[arg-type]
+    checked(_Unchecked("'grads'")).start(Collective(AllReduce(), "grads"), torch.ones(1)).wait()
 
 
 def test_agreement_costs_one_small_gather() -> None:
@@ -322,7 +330,7 @@ def _status(
     ("own", "peer", "message"),
     [
         (_status(), _status("b", waiting=False), "rank 0 started a, and rank 1 started b"),
-        (_status(), Status(left=True), "rank 1, which has left the group"),
+        (_status(), Status(left=True), "rank 0 lost rank 1 in collective 0: it has left the group"),
         (
             _status(),
             _status("b", stream=1),
@@ -330,27 +338,27 @@ def _status(
         ),
     ],
 )
-def test_a_diagnosis_is_made_from_what_ranks_publish(
+def test_diagnosis_compares_the_status_that_ranks_publish(
     own: Status, peer: Status, message: str
 ) -> None:
     verdict = diagnose(0, own, {1: peer})
     assert verdict is not None
-    with pytest.raises(type(verdict.error(0, None)), match=message):
-        raise verdict.error(0, None)
+    with pytest.raises(type(verdict.error(0, "collective 0")), match=message):
+        raise verdict.error(0, "collective 0")
 
 
 @pytest.mark.parametrize(
     "peer", [Status(), _status(), _status("b", stream=1, waiting=False), _status(left=True)]
 )
-def test_a_slow_peer_is_no_verdict(peer: Status) -> None:
+def test_a_slow_peer_gets_no_diagnosis(peer: Status) -> None:
     assert diagnose(0, _status(), {1: peer}) is None
 
 
-def test_a_circle_counts_only_when_nothing_moves() -> None:
+def test_a_circle_of_waits_is_an_error_only_when_certain() -> None:
     assert diagnose(0, _status(), {1: _status("b", stream=1)}, certain=False) is None
 
 
-def test_room_is_used_again_when_the_last_view_of_it_is_gone() -> None:
+def test_buffer_pool_reuses_a_buffer_after_the_last_view_is_gone() -> None:
     pool = BufferPool()
     first = pool.take(1 << 17, torch.float32)
     place, view = first.data_ptr(), first[5:10].fill_(3.0)
@@ -364,27 +372,27 @@ def test_room_is_used_again_when_the_last_view_of_it_is_gone() -> None:
     assert pool.nbytes == 2 << 19
 
 
-def test_a_small_piece_does_not_drive_out_a_large_one() -> None:
+def test_buffer_pool_keeps_a_large_buffer_beside_small_ones() -> None:
     pool = BufferPool()
     for numel in (1 << 22, 1 << 18, 1 << 22, 1 << 18):
         pool.take(numel, torch.uint8)
     assert pool.nbytes == (1 << 22) + (1 << 18)
 
 
-def test_hardly_more_room_is_kept_than_was_in_use_at_once() -> None:
+def test_buffer_pool_keeps_no_more_than_was_in_use_at_once() -> None:
     pool = BufferPool()
     for numel in (1 << 20, 1 << 18, 1 << 22):
         assert pool.take(numel, torch.uint8).numel() == numel
         assert pool.nbytes <= numel * 9 // 8
     held = [pool.take(1 << 18, torch.uint8) for _ in range(3)]
-    # The largest was let go of for them.
+    # The pool has dropped the largest buffer.
     assert pool.nbytes == 3 << 18
     del pool
     assert [x.fill_(7).sum().item() for x in held] == [7 << 18] * 3
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such class of threads")
-def test_threads_that_carry_data_interrupt_nobody() -> None:
+def test_stream_threads_and_gloo_threads_run_under_sched_batch() -> None:
     found: list[int] = []
 
     def note() -> Iterator[None]:
@@ -405,12 +413,12 @@ def test_threads_that_carry_data_interrupt_nobody() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such class of threads")
-def test_a_class_that_was_chosen_for_a_thread_stays() -> None:
+def test_a_scheduling_class_that_the_user_chose_stays() -> None:
     found: list[int] = []
 
     def run() -> None:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-        with interrupting_nobody():
+        with batch_scheduling():
             found.append(os.sched_getscheduler(0))
         found.append(os.sched_getscheduler(0))
 
@@ -423,14 +431,14 @@ def test_a_class_that_was_chosen_for_a_thread_stays() -> None:
 @pytest.mark.skipif(
     sys.platform != "linux", reason="other systems do not say which connections there are"
 )
-def test_connections_within_a_host_hold_little_and_only_those_that_are_made_so() -> None:
+def test_connections_within_a_host_get_short_buffers_and_other_connections_do_not() -> None:
     room = lambda connection: connection.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         socket.create_connection(server.getsockname()) as older,
     ):
         usual = room(older)
-        with holding_little():
+        with short_send_buffers():
             made = [socket.create_connection(server.getsockname())]
             server.accept()[0].close()
             made.append(server.accept()[0])

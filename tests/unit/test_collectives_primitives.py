@@ -1,8 +1,7 @@
 """Differentiable collectives under every transform, against the same program on one process.
 
 The oracle is a loop: a collective as a function of the list of all ranks' tensors. The program of a
-rank is ``y = A(x)``, ``loss = f(y, r)``; what the ranks together compute is the sum of their
-losses.
+rank is ``y = A(x)``, ``loss = f(y, r)``; together the ranks compute the sum of their losses.
 """
 
 from __future__ import annotations
@@ -100,7 +99,7 @@ def _inputs(n: int, *lead: int, seed: int = 0) -> Tensor:
 
 
 def _loss(y: Tensor, rank: int) -> Tensor:
-    """Not linear and not the same on all ranks, so that nothing cancels."""
+    """A function that is not linear and differs between ranks, so that no terms cancel."""
     weights = torch.linspace(0.5, 1.5, y.numel(), dtype=y.dtype).view(y.shape)
     return ((rank + 1) * weights * y.sin() * y).sum()
 
@@ -115,14 +114,18 @@ def _close(actual: list[Tensor], expected: Tensor) -> None:
 
 @both
 @sizes
-def test_values(program: Program, oracle: Oracle, n: int) -> None:
+def test_primitives_have_the_values_of_the_definition(
+    program: Program, oracle: Oracle, n: int
+) -> None:
     xs = _inputs(n)
     _close(simulate(n, lambda g: program(xs[g.rank], g)), torch.stack(oracle(list(xs))))
 
 
 @both
 @sizes
-def test_backward_and_double_backward(program: Program, oracle: Oracle, n: int) -> None:
+def test_backward_and_double_backward_equal_those_of_one_process(
+    program: Program, oracle: Oracle, n: int
+) -> None:
     xs = _inputs(n)
 
     def rank_program(group: Group) -> tuple[Tensor, Tensor]:
@@ -138,7 +141,9 @@ def test_backward_and_double_backward(program: Program, oracle: Oracle, n: int) 
 
 @both
 @sizes
-def test_func_grad_and_grad_of_grad(program: Program, oracle: Oracle, n: int) -> None:
+def test_func_grad_and_grad_of_grad_equal_those_of_one_process(
+    program: Program, oracle: Oracle, n: int
+) -> None:
     xs = _inputs(n)
 
     def rank_program(group: Group) -> tuple[Tensor, Tensor]:
@@ -152,7 +157,7 @@ def test_func_grad_and_grad_of_grad(program: Program, oracle: Oracle, n: int) ->
 
 @both
 @sizes
-def test_jvp(program: Program, oracle: Oracle, n: int) -> None:
+def test_jvp_equals_that_of_one_process(program: Program, oracle: Oracle, n: int) -> None:
     xs, ts = _inputs(n), _inputs(n, seed=1)
     tangents = simulate(
         n, lambda g: jvp(lambda x: program(x, g).sin(), (xs[g.rank],), (ts[g.rank],))[1]
@@ -162,7 +167,7 @@ def test_jvp(program: Program, oracle: Oracle, n: int) -> None:
 
 @both
 @sizes
-def test_jvp_of_grad(program: Program, oracle: Oracle, n: int) -> None:
+def test_jvp_of_grad_equals_that_of_one_process(program: Program, oracle: Oracle, n: int) -> None:
     xs, ts = _inputs(n), _inputs(n, seed=1)
 
     def rank_program(group: Group) -> Tensor:
@@ -178,7 +183,9 @@ def test_jvp_of_grad(program: Program, oracle: Oracle, n: int) -> None:
 @both
 @sizes
 @pytest.mark.parametrize("in_dim", [0, 2])
-def test_vmap_of_grad(program: Program, oracle: Oracle, n: int, in_dim: int) -> None:
+def test_vmap_of_grad_equals_that_of_one_process(
+    program: Program, oracle: Oracle, n: int, in_dim: int
+) -> None:
     xs = _inputs(n, 2)
     per_sample = vmap(grad(lambda u: _total(oracle, u)), in_dims=1, out_dims=1)(xs)
 
@@ -191,9 +198,9 @@ def test_vmap_of_grad(program: Program, oracle: Oracle, n: int, in_dim: int) -> 
 
 @both
 @sizes
-def test_jacrev(program: Program, oracle: Oracle, n: int) -> None:
-    """The reverse Jacobian on a rank is that of the sum over the ranks of the same output: the
-    batch dim goes through the transpose.
+def test_jacrev_equals_that_of_one_process(program: Program, oracle: Oracle, n: int) -> None:
+    """The reverse Jacobian on a rank is that of the sum of the same output over the ranks: the
+    batch dim passes through the dual.
     """
     xs = _inputs(n)
 
@@ -209,7 +216,9 @@ def test_jacrev(program: Program, oracle: Oracle, n: int) -> None:
 
 @both
 @sizes
-def test_jacfwd_and_hessian(program: Program, oracle: Oracle, n: int) -> None:
+def test_jacfwd_and_hessian_equal_those_of_one_process(
+    program: Program, oracle: Oracle, n: int
+) -> None:
     """Forward mode moves all ranks at once, each in the direction of the same basis vector."""
     xs = _inputs(n)
     origin = torch.zeros(SHAPE, dtype=torch.float64)
@@ -243,7 +252,7 @@ BLOCKING |= {"broadcast": broadcast, "all_to_all": CASES["all_to_all 0 1"][0]}
 
 @pytest.mark.parametrize("kind", STARTS)
 def test_started_forms_overlap_and_agree_bitwise(kind: str) -> None:
-    """Two are under way at once, inside a transform too."""
+    """Two collectives are in flight at once, inside a transform too."""
     xs = _inputs(3, 2)
 
     def program(group: Group) -> list[Tensor]:
@@ -267,7 +276,7 @@ def test_started_forms_overlap_and_agree_bitwise(kind: str) -> None:
             assert torch.equal(started, blocking)
 
 
-def test_the_backward_pass_sends_what_the_transpose_says() -> None:
+def test_backward_sends_the_bytes_of_the_dual() -> None:
     def program(group: Group) -> list[tuple[str, str, int]]:
         recorder = record(group)
         x = torch.ones(6, 2, requires_grad=True)
@@ -284,7 +293,7 @@ def test_the_backward_pass_sends_what_the_transpose_says() -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (2, 0, 3)])
-def test_small_shapes(shape: tuple[int, ...]) -> None:
+def test_collectives_take_small_shapes(shape: tuple[int, ...]) -> None:
     results = simulate(2, lambda g: all_reduce(torch.ones(shape), g))
     assert all(torch.equal(result, torch.full(shape, 2.0)) for result in results)
     if shape:
@@ -293,7 +302,7 @@ def test_small_shapes(shape: tuple[int, ...]) -> None:
         )
 
 
-def test_other_dtypes_go_through() -> None:
+def test_bool_and_complex_tensors_are_sent() -> None:
     assert (
         simulate(2, lambda g: all_gather(torch.tensor([True, False]), g).tolist())
         == [[True, False, True, False]] * 2
@@ -301,7 +310,7 @@ def test_other_dtypes_go_through() -> None:
     assert simulate(2, lambda g: all_reduce(torch.tensor([1 + 2j]), g).tolist()) == [[2 + 4j]] * 2
 
 
-def test_a_module_under_functional_call() -> None:
+def test_a_module_works_under_functional_call() -> None:
     model = torch.nn.Linear(4, 4).double()
     weight = model.weight.detach()
 
@@ -330,7 +339,7 @@ def test_a_module_under_functional_call() -> None:
     )
 
 
-def test_wrong_dims_are_refused() -> None:
+def test_a_wrong_dim_is_refused() -> None:
     group = abstract_group(2)
     with pytest.raises(OptionError, match="dim 1 of shape"):
         all_gather(torch.ones(3), group, 1)

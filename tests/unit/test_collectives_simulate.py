@@ -30,7 +30,7 @@ from zfun.ops import sum_in_rank_order
 pytestmark = pytest.mark.timeout(30)
 
 
-def test_results_come_in_rank_order() -> None:
+def test_results_are_in_rank_order() -> None:
     assert simulate(4, lambda group, factor: group.rank * factor, 10) == [0, 10, 20, 30]
 
 
@@ -47,7 +47,7 @@ def test_results_come_in_rank_order() -> None:
     ],
 )
 @pytest.mark.parametrize("given_out", [False, True])
-def test_every_op_does_what_it_says(
+def test_every_op_has_the_expected_result(
     op: AllGather, expected: list[list[int]], given_out: bool
 ) -> None:
     def program(group: Group) -> list[int]:
@@ -65,7 +65,7 @@ def test_half_types_are_rounded_once() -> None:
     terms = [torch.tensor([256.0], dtype=torch.bfloat16)] + [
         torch.tensor([0.75], dtype=torch.bfloat16)
     ] * 2
-    assert sum_in_rank_order(terms).item() == 258.0  # added in bfloat16 it stays at 256
+    assert sum_in_rank_order(terms).item() == 258.0  # a sum in bfloat16 stays at 256
 
 
 def test_the_sum_is_in_rank_order() -> None:
@@ -77,7 +77,7 @@ def test_the_sum_is_in_rank_order() -> None:
     assert all(torch.equal(result, expected) for result in results)
 
 
-def test_lanes_are_independent() -> None:
+def test_streams_are_independent() -> None:
     def program(group: Group) -> tuple[float, float]:
         streams = [Stream.PARAMS, Stream.GRADS]
         order = streams if group.rank else streams[::-1]
@@ -92,7 +92,7 @@ def test_lanes_are_independent() -> None:
     assert simulate(2, program) == [(4.0, 2.0)] * 2
 
 
-def test_the_sender_may_change_its_tensor_afterwards() -> None:
+def test_the_sender_may_change_the_tensor_after_the_start() -> None:
     def program(group: Group) -> list[int]:
         x = torch.tensor([group.rank])
         pending = group.start(Collective(AllGather()), x)
@@ -102,7 +102,7 @@ def test_the_sender_may_change_its_tensor_afterwards() -> None:
     assert simulate(3, program) == [[0, 1, 2]] * 3
 
 
-def test_an_error_ends_all_and_comes_back_with_its_rank() -> None:
+def test_an_error_ends_all_ranks_and_names_the_rank() -> None:
     def program(group: Group) -> None:
         if group.rank == 2:
             raise ValueError("bad batch")
@@ -113,7 +113,7 @@ def test_an_error_ends_all_and_comes_back_with_its_rank() -> None:
     assert caught.value.__notes__ == ["raised on rank 2 of 4 simulated ranks"]
 
 
-def test_the_lowest_original_error_wins_over_its_consequences() -> None:
+def test_the_original_error_of_the_lowest_rank_is_raised() -> None:
     def program(group: Group) -> None:
         if group.rank == 0:
             try:
@@ -126,7 +126,7 @@ def test_the_lowest_original_error_wins_over_its_consequences() -> None:
         simulate(3, program)
 
 
-def test_the_other_ranks_see_who_failed() -> None:
+def test_the_other_ranks_learn_which_rank_failed() -> None:
     seen: list[str] = []
 
     def program(group: Group) -> None:
@@ -152,7 +152,9 @@ def test_the_other_ranks_see_who_failed() -> None:
         (Collective(Broadcast(0)), Collective(Broadcast(1))),
     ],
 )
-def test_different_calls_are_named_on_all_ranks(first: Collective, second: Collective) -> None:
+def test_different_collectives_are_named_on_all_ranks(
+    first: Collective, second: Collective
+) -> None:
     messages: list[str] = []
 
     def program(group: Group) -> None:
@@ -188,7 +190,7 @@ def test_a_rank_that_returns_early_is_an_error() -> None:
         simulate(2, lambda group: None if group.rank else barrier(group))
 
 
-def test_a_collective_that_not_all_join_is_an_error_even_if_nobody_waits() -> None:
+def test_a_collective_that_a_rank_misses_is_an_error_without_any_wait() -> None:
     def program(group: Group) -> None:
         if group.rank == 0:
             group.start(Collective(AllReduce(), "loss"), torch.ones(1))
@@ -251,7 +253,49 @@ def test_ranks_inherit_grad_mode_and_context() -> None:
         )
 
 
-def test_many_ranks() -> None:
+def test_ranks_take_turns_in_rank_order() -> None:
+    log: list[tuple[int, int]] = []
+
+    def program(group: Group) -> None:
+        for turn in range(3):
+            log.append((turn, group.rank))
+            time.sleep(0.002 * (3 - group.rank))
+            barrier(group)
+
+    simulate(3, program)
+    # The last rank to arrive at a barrier goes on at once.
+    assert log == [(0, 0), (0, 1), (0, 2), (1, 2), (1, 0), (1, 1), (2, 1), (2, 2), (2, 0)]
+
+
+def test_each_rank_has_a_default_generator_of_its_own() -> None:
+    def program(group: Group, seed: bool) -> list[float]:
+        if seed:
+            torch.manual_seed(group.rank)
+        drawn = []
+        for _ in range(3):
+            drawn.append(torch.rand(()).item())
+            barrier(group)
+        return [*drawn, *torch.nn.functional.dropout(torch.ones(4), 0.5).tolist()]
+
+    def alone(seed: int) -> list[float]:
+        torch.manual_seed(seed)
+        return [torch.rand(()).item() for _ in range(3)] + torch.nn.functional.dropout(
+            torch.ones(4), 0.5
+        ).tolist()
+
+    with torch.random.fork_rng():
+        assert simulate(3, program, True) == [alone(seed) for seed in range(3)]
+        torch.manual_seed(5)
+        unseeded = simulate(3, program, False)
+        assert unseeded == [alone(5)] * 3
+        torch.manual_seed(5)
+        simulate(3, program, True)
+        first = torch.rand(())
+        torch.manual_seed(5)
+        assert torch.equal(first, torch.rand(()))  # the caller's generator was not used
+
+
+def test_a_simulation_may_have_many_ranks() -> None:
     assert (
         simulate(
             128,
@@ -263,8 +307,8 @@ def test_many_ranks() -> None:
     )
 
 
-def test_no_ranks_are_refused() -> None:
-    with pytest.raises(OptionError, match="at least one rank"):
+def test_a_simulation_of_no_ranks_is_refused() -> None:
+    with pytest.raises(OptionError, match="integer of at least 1"):
         simulate(0, lambda group: None)
 
 

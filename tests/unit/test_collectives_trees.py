@@ -41,10 +41,10 @@ def _small_tree(rank: int) -> dict[str, Any]:
     ],
     ids=["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"],
 )
-def test_a_tree_goes_as_one_message_for_each_dtype(
+def test_a_tree_is_sent_as_one_message_for_each_dtype(
     collective: Any, started: Any, size: int
 ) -> None:
-    """What comes back, and its derivative, is what the leaves give one by one."""
+    """The values and derivatives of a tree equal those of a collective for each leaf."""
 
     def main(group: zf.Group) -> None:
         group = zf.record(group)
@@ -55,7 +55,7 @@ def test_a_tree_goes_as_one_message_for_each_dtype(
         assert_same_bits(together, apart)
         assert_same_bits(later, apart)
         for leaf in tree.leaves(together):
-            leaf.zero_()  # it is nobody else's
+            leaf.zero_()  # no other rank shares this memory
         assert_same_bits(x, _small_tree(group.rank))
         weigh = lambda values: sum(
             (i + 1.0 + group.rank) * value.square().sum() for i, value in enumerate(values)
@@ -69,7 +69,7 @@ def test_a_tree_goes_as_one_message_for_each_dtype(
     zf.simulate(size, main)
 
 
-def test_trees_that_cannot_be_sent() -> None:
+def test_trees_that_cannot_be_sent_are_refused() -> None:
     def main(group: zf.Group) -> None:
         with pytest.raises(LeafError, match="leaf 'b' is int"):
             zf.collectives.all_reduce({"a": torch.ones(1), "b": 3}, group)

@@ -78,7 +78,7 @@ def test_the_table_has_a_row_for_each_composition_and_straight_columns() -> None
     ]
 
 
-def test_equal_results_are_said_to_be_equal() -> None:
+def test_the_verdict_of_equal_results_says_equal() -> None:
     assert differences(RESULTS) == []
     assert "Equal to the last bit under all 5 compositions" in verdict(RESULTS, [])
     assert (
@@ -121,7 +121,7 @@ def test_the_picture_is_a_png(tmp_path) -> None:
 
 def test_the_peak_counts_memory_that_is_free_again() -> None:
     baseline = forget_peak()
-    # mmap, because malloc may return memory that is resident already, which moves no peak.
+    # mmap, because malloc may return resident memory, which does not change the peak.
     with mmap.mmap(-1, 64 * 2**20) as block:
         block[:: 2**12] = bytes(len(block) // 2**12)  # touch every page
     assert peak_bytes() - baseline >= 60 * 2**20
@@ -129,7 +129,7 @@ def test_the_peak_counts_memory_that_is_free_again() -> None:
 
 @pytest.fixture
 def quick_start(monkeypatch) -> Iterator[None]:
-    """Read the text and collect garbage once, and not at the start of every composition."""
+    """Read the text and collect garbage once instead of once for each composition."""
     text = load_example("text")
     monkeypatch.setattr(text, "stdlib_bytes", functools.cache(text.stdlib_bytes))
     gc.collect()
@@ -170,7 +170,7 @@ def run_the_demo(tmp_path, capfd) -> None:
     assert all(composition.name in printed.err for composition in COMPOSITIONS)  # the progress bars
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.usefixtures("quick_start")
 def test_the_demo_agrees_on_any_number_of_ranks(ranks: int, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(
@@ -181,7 +181,7 @@ def test_the_demo_agrees_on_any_number_of_ranks(ranks: int, tmp_path, monkeypatc
 
 
 @pytest.mark.usefixtures("quick_start")
-def test_recorded_bytes_and_held_bytes_are_those_of_the_formulae() -> None:
+def test_recorded_bytes_and_held_bytes_follow_the_formulas() -> None:
     for composition in COMPOSITIONS:
         for measured in zf.simulate(2, train, Job("tiny", 2), composition):
             assert measured.sent_bytes == measured.theory_bytes
@@ -198,14 +198,27 @@ def test_demo_that_finds_a_difference_exits_with_1(tmp_path, monkeypatch, capsys
     assert "NOT agree" in capsys.readouterr().out
 
 
-def test_an_unknown_preset_is_refused_with_the_presets_there_are(capsys) -> None:
+def test_an_unknown_preset_is_refused_with_the_known_presets(capsys) -> None:
     with pytest.raises(OptionError, match="tiny, demo, small, medium"):
         demo.run(preset="big")
     assert cli.main(["demo", "--preset", "big"]) == 2
     assert "zfun: the preset must be one of" in capsys.readouterr().err
 
 
-def test_a_missing_package_is_named_with_its_remedy(monkeypatch) -> None:
+@pytest.mark.parametrize("place", ["a file", "a file/below"])
+def test_an_impossible_folder_is_refused_before_training(
+    place: str, tmp_path, monkeypatch, capsys
+) -> None:
+    monkeypatch.setattr(zf.collectives, "spawn", lambda *args, **limits: pytest.fail("trained"))
+    (tmp_path / "a file").write_text("")
+    assert cli.main(["demo", "--out", str(tmp_path / place)]) == 2
+    said = capsys.readouterr()
+    assert "where no file can be written" in said.err
+    assert "name another folder with --out" in said.err
+    assert said.out == ""
+
+
+def test_a_missing_package_is_named_with_a_remedy(monkeypatch) -> None:
     monkeypatch.setattr("zfun.demo._run.NEEDED", ("matplotlib", "surely_not_installed"))
     with pytest.raises(
         OptionError, match=r"surely_not_installed cannot be imported; install zfun\[demo\]"
@@ -213,7 +226,7 @@ def test_a_missing_package_is_named_with_its_remedy(monkeypatch) -> None:
         demo.run()
 
 
-def test_version_and_help(capsys) -> None:
+def test_version_and_help_are_printed(capsys) -> None:
     with pytest.raises(SystemExit, match="0"):
         cli.main(["--version"])
     assert capsys.readouterr().out.startswith("zfun 0")
@@ -223,7 +236,7 @@ def test_version_and_help(capsys) -> None:
 
 
 @pytest.mark.parametrize("value", ["0", "-3", "two"])
-def test_a_count_that_is_no_count_is_refused(value: str, capsys) -> None:
+def test_a_wrong_number_of_ranks_is_refused(value: str, capsys) -> None:
     with pytest.raises(SystemExit, match="2"):
         cli.main(["demo", "--ranks", value])
     assert "--ranks" in capsys.readouterr().err

@@ -15,7 +15,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import zfun as zf
+from tests.slow_store import SlowStore
 from zfun.collectives import Collective, Group, Work
+from zfun.evaluation import bound
 from zfun.testing import assert_same_bits, same_bits
 
 transformers = pytest.importorskip("transformers")
@@ -65,10 +67,8 @@ def tokens(step: int, rank: int) -> Tensor:
 
 
 def loss_of(model: nn.Module) -> Callable[[Any, Tensor], Tensor]:
-    def loss_fn(params: Any, ids: Tensor) -> Tensor:
-        return functional_call(model, params, (), {"input_ids": ids, "labels": ids}).loss
-
-    return loss_fn
+    apply = zf.functional(model)
+    return lambda params, ids: apply(params, input_ids=ids, labels=ids).loss
 
 
 def plain_gradients(model: Any, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -153,7 +153,7 @@ def plain_training(model: Any, num_steps: int, size: int) -> tuple[list[float], 
     return losses, {name: p.detach() for name, p in mine.named_parameters()}
 
 
-def test_loss_curve_on_three_ranks(model: Any) -> None:
+def test_the_loss_curve_on_three_ranks_is_that_of_plain_torch(model: Any) -> None:
     num_steps = 4
     plain_losses, plain_params = plain_training(model, num_steps, 3)
     stage0 = zf.simulate(3, train, model, 0, num_steps)
@@ -178,7 +178,7 @@ def test_half_precision_is_equal_across_stages(model: Any) -> None:
     assert {leaf.dtype for leaf in runs[0][1].values()} == {torch.bfloat16}
 
 
-class GatherSpy(Group):
+class GatherTracker(Group):
     """A group that keeps weak references to the storage of every gathered bucket."""
 
     def __init__(self, group: Group) -> None:
@@ -212,75 +212,81 @@ class GatherSpy(Group):
 
 def test_nothing_gathered_stays_alive(model: Any) -> None:
     def main(group: Group) -> None:
-        spy = GatherSpy(group)
+        tracker = GatherTracker(group)
         after_forward: list[int] = []
-        flat = zf.shard(dict(model.named_parameters()), spy, bucket_bytes=BUCKET_BYTES)
+        flat = zf.shard(dict(model.named_parameters()), tracker, bucket_bytes=BUCKET_BYTES)
         num_buckets = len(flat.buffers)
-        inner = zf.shard_params(loss_of(copy.deepcopy(model)), spy)
+        inner = zf.shard_params(loss_of(copy.deepcopy(model)), tracker)
 
         def loss_fn(params: Any, ids: Tensor) -> Tensor:
             out = inner(params, ids)
-            after_forward.append(spy.settled())
+            after_forward.append(tracker.settled())
             return out
 
-        spy.gathered.clear()
-        vg = zf.data_parallel(zf.value_and_grad(loss_fn), spy)
+        tracker.gathered.clear()
+        vg = zf.data_parallel(zf.value_and_grad(loss_fn), tracker)
         for step in range(3):
-            spy.peak = 0
+            tracker.peak = 0
             _, grads = vg(flat, tokens(step, group.rank))
             assert grads.placement is zf.P
             # The loss and the autograd graph are alive here, but no gathered bucket is.
             assert after_forward[step] == 0
-            assert spy.settled() == 0
-            assert len(spy.gathered) >= 2 * num_buckets * (step + 1) - num_buckets
+            assert tracker.settled() == 0
+            assert len(tracker.gathered) >= 2 * num_buckets * (step + 1) - num_buckets
             if step:
                 # The tied embedding, the bucket in use, and the previous bucket.
-                assert spy.peak < num_buckets, num_buckets
+                assert tracker.peak < num_buckets, num_buckets
 
     zf.simulate(2, main)
 
 
-def test_the_spy_sees_a_bucket_that_is_kept() -> None:
+def test_the_check_for_gathered_memory_finds_a_bucket_that_is_kept() -> None:
     kept: list[Tensor] = []
 
     def main(group: Group) -> int:
-        spy = GatherSpy(group)
-        flat = zf.shard({"w": torch.ones(40)}, spy)
+        tracker = GatherTracker(group)
+        flat = zf.shard({"w": torch.ones(40)}, tracker)
 
         def loss_fn(params: Any, batch: Tensor) -> Tensor:
             if group.rank == 0:
                 kept.append(params["w"].detach())
             return (params["w"] * batch).sum()
 
-        zf.value_and_grad(zf.shard_params(loss_fn, spy))(flat, torch.ones(()))
-        return spy.settled()
+        zf.value_and_grad(zf.shard_params(loss_fn, tracker))(flat, torch.ones(()))
+        return tracker.settled()
 
     assert zf.simulate(2, main) == [1, 0]
 
 
 def test_a_whole_step_keeps_nothing_gathered(model: Any) -> None:
     def main(group: Group) -> None:
-        spy = GatherSpy(group)
+        tracker = GatherTracker(group)
         z = zf.zero(
-            3, loss_of(copy.deepcopy(model)), zf.optim.adamw(1e-3), spy, bucket_bytes=BUCKET_BYTES
+            3,
+            loss_of(copy.deepcopy(model)),
+            zf.optim.adamw(1e-3),
+            tracker,
+            bucket_bytes=BUCKET_BYTES,
         )
         state = z.init(dict(model.named_parameters()))
         for step in range(2):
             state, _ = z.step(state, tokens(step, group.rank))
-            assert spy.settled() == 0
-        assert spy.gathered
+            assert tracker.settled() == 0
+        assert tracker.gathered
 
     zf.simulate(2, main)
 
 
 def test_checkpointing_of_whole_blocks_gives_the_same_bits() -> None:
-    """Call a block with its parameters inside the checkpoint, so that recomputation does too."""
+    """Call a block with parameters inside the checkpoint, so that recomputation receives the same
+    ones.
+    """
     ids = tokens(0, 0)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         mine = gpt2().train()
     blocks = mine.transformer.h
-    # Differ from the model's own values, so that recomputation with the model's values would show.
+    # These values differ from those of the model, so a recomputation with the latter would show.
     params = {name: p.detach() * 1.5 + 0.01 for name, p in mine.named_parameters()}
     calls: list[int] = []
     blocks[0].register_forward_pre_hook(lambda *_: calls.append(0))
@@ -306,12 +312,12 @@ def test_checkpointing_of_whole_blocks_gives_the_same_bits() -> None:
         return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
 
     def main(group: Group, checkpointed: bool) -> Any:
-        spy = GatherSpy(group)
-        flat = zf.shard(params, spy, bucket_bytes=BUCKET_BYTES)
-        vg = zf.value_and_grad(zf.shard_params(loss_fn, spy))
+        tracker = GatherTracker(group)
+        flat = zf.shard(params, tracker, bucket_bytes=BUCKET_BYTES)
+        vg = zf.value_and_grad(zf.shard_params(loss_fn, tracker))
         for _ in range(2):
             loss, grads = vg(flat, (ids, checkpointed))
-        assert spy.settled() == 0
+        assert tracker.settled() == 0
         return loss, zf.unshard(grads)
 
     plain, remat = (zf.simulate(1, main, checkpointed) for checkpointed in (False, True))
@@ -328,7 +334,73 @@ def test_checkpointing_of_whole_blocks_gives_the_same_bits() -> None:
     )
 
 
-def test_the_switch_of_a_model_with_remat_behind_it(model: Any) -> None:
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_generation_from_sharded_parameters(model: Any, mode: Callable[[], Any]) -> None:
+    """The ranks generate sequences of different lengths."""
+    mine = copy.deepcopy(model).eval()
+    apply = zf.functional(mine)
+    params = {name: leaf.clone() for name, leaf in apply.params.items()}
+    options = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+
+    def ids(rank: int) -> tuple[Tensor, int]:
+        return tokens(0, rank)[:, : 5 + rank], 4 + 3 * rank
+
+    expected = [
+        mine.generate(ids(rank)[0], max_new_tokens=ids(rank)[1], **options) for rank in range(2)
+    ]
+    for parameter in mine.parameters():
+        parameter.data.fill_(float("nan"))
+
+    def main(group: Group) -> None:
+        def generate(params: Any, batch: tuple[Tensor, int]) -> Tensor:
+            return apply.bind(params).generate(batch[0], max_new_tokens=batch[1], **options)
+
+        flat = zf.shard(params, group, bucket_bytes=BUCKET_BYTES)
+        sharded = zf.shard_params(generate, group)
+        for _ in range(2):
+            with mode():
+                assert_same_bits(sharded(flat, ids(group.rank)).clone(), expected[group.rank])
+
+    zf.simulate(2, main)
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+def test_the_checkpointing_switch_of_a_model(model: Any) -> None:
+    ids = tokens(0, 0)
+    expected, grads = plain_gradients(model, ids)
+    mine = copy.deepcopy(model)
+    params = {name: leaf.detach().clone() for name, leaf in model.named_parameters()}
+    runs: list[int] = []
+    first = next(
+        module
+        for module in mine.modules()
+        if type(module).__name__.endswith(("Block", "DecoderLayer"))
+    )
+    first.mlp.register_forward_pre_hook(lambda *_: runs.append(1))
+    for parameter in mine.parameters():
+        parameter.data.fill_(float("nan"))
+    mine.gradient_checkpointing_enable()
+
+    def main(group: Group, stage: int) -> None:
+        loss_fn = loss_of(mine)
+        vg = zf.value_and_grad(zf.shard_params(loss_fn, group) if stage == 3 else loss_fn)
+        value = zf.shard(params, group, bucket_bytes=BUCKET_BYTES) if stage == 3 else params
+        for _ in range(2):
+            loss, found = vg(value, ids)
+            assert_same_bits(loss, expected)
+            assert_same_bits(zf.unshard(found) if stage == 3 else found, grads)
+
+    for stage in (0, 3):
+        zf.simulate(1, main, stage)
+    assert len(runs) == 2 * 4
+    again = copy.deepcopy(model)
+    again.gradient_checkpointing_enable()
+    without = zf.simulate(2, train, model, 0, 2)[0]
+    for stage in (0, 2, 3):
+        assert_same_bits(zf.simulate(2, train, again, stage, 2), [without] * 2)
+
+
+def test_remat_may_stand_behind_the_checkpointing_switch_of_a_model(model: Any) -> None:
     """Use ``remat`` behind the model's own checkpointing switch."""
     ids = tokens(0, 0)
     expected, grads = plain_gradients(model, ids)
@@ -362,7 +434,7 @@ def test_the_switch_of_a_model_with_remat_behind_it(model: Any) -> None:
 
 
 def test_dropout_is_the_same_under_every_stage() -> None:
-    """Run on one rank, because simulated ranks share the global generator."""
+    """Run on one rank, because simulated ranks would share the module."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         mine = gpt2(dropout=0.1).train()
@@ -378,3 +450,36 @@ def test_dropout_is_the_same_under_every_stage() -> None:
         torch.manual_seed(6)
         other = zf.simulate(1, train, mine, 0, 3)[0]
     assert other[0] != runs[0][0]
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_parameters_in_a_store_generate_the_tokens_of_plain_torch(
+    model: Any, use_cache: bool
+) -> None:
+    """Each rank generates from its own prompt, and a number of tokens of its own."""
+    plain = copy.deepcopy(model).eval()
+
+    def generated(net: Any, rank: int) -> Tensor:
+        fixed = {"do_sample": False, "pad_token_id": 0, "use_cache": use_cache}
+        return net.generate(tokens(0, rank)[:, :4], max_new_tokens=3 + 4 * rank, **fixed)
+
+    def main(group: Group) -> Tensor:
+        store = SlowStore()
+        z = zf.zero(
+            3,
+            loss_of(model),
+            zf.optim.sgd(0.1),
+            group,
+            bucket_bytes=BUCKET_BYTES,
+            offload=zf.stores.Offload(params=store),
+        )
+        state = z.init(dict(model.named_parameters()))
+        with bound(zf.functional(copy.deepcopy(model).eval()), state, group) as net:
+            found = generated(net, group.rank)
+        assert store.under_way == 0
+        # The bucket in use, the one gathered ahead, the one that is read, and the tied embedding.
+        assert store.most_living <= 4 < len(state.params.buffers)
+        return found
+
+    found = zf.simulate(2, main)
+    assert all(torch.equal(found[rank], generated(plain, rank)) for rank in range(2))

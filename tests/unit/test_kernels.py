@@ -1,4 +1,4 @@
-"""Compiled kernels: vector code, kept where that is possible, and one line for long compilation."""
+"""Compiled kernels: vector code, a cache on disk if possible, one line for long compilation."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def has_vectors() -> bool:
 
 
 def instructions(kernel: Any, *arguments: Any) -> str:
-    """The machine code of a kernel for arguments of such types, compiled anew, because code from a
-    cache has no listing.
+    """Return the machine code of a kernel for the types of some arguments. The kernel is compiled
+    anew, because code from a cache has no listing.
     """
     import numba
 
@@ -87,7 +87,7 @@ def test_casts_and_norms_are_vector_code() -> None:
         assert re.search(rf"\b{instruction}q?\b.*%[yz]mm", code), instruction
 
 
-def test_half_numbers_convert_as_torch_s_do() -> None:
+def test_half_types_convert_as_in_torch() -> None:
     every = torch.arange(-(2**15), 2**15).to(torch.int16)
     for half in (BF16, torch.float16):
         wide = torch.empty(2**16)
@@ -95,7 +95,7 @@ def test_half_numbers_convert_as_torch_s_do() -> None:
         assert torch.equal(
             torch.nan_to_num(wide, 7.0), torch.nan_to_num(every.view(half).float(), 7.0)
         )
-        # Every number between two neighbours that a tie, or one place beside it, could be.
+        # Every float32 number between two neighbours that may be a tie, or next to a tie.
         bits = (
             wide.view(torch.int32)[:, None]
             + torch.tensor([0, 1, 2**11, 2**12 - 1, 2**12, 2**12 + 1, 2**15 - 1, 2**15, 2**15 + 1])
@@ -109,8 +109,8 @@ def test_half_numbers_convert_as_torch_s_do() -> None:
         assert torch.equal(out.view(torch.int16)[~nan], expected.view(torch.int16)[~nan])
 
 
-class Watched(torch.Tensor):
-    """A tensor that notes the operations on it."""
+class RecordingTensor(torch.Tensor):
+    """A tensor that records the operations on the tensor."""
 
     seen: ClassVar[list[str]] = []
 
@@ -120,8 +120,8 @@ class Watched(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-class Watching(TorchDispatchMode):
-    """Notes the operations on any tensor."""
+class RecordingMode(TorchDispatchMode):
+    """Records the operations on any tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,26 +132,26 @@ class Watching(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_modes_and_subclasses_see_the_operations_of_a_kernel() -> None:
-    """Compiled code would pass by a class of tensors or a mode, and may not read their memory."""
+def test_dispatch_modes_and_subclasses_see_the_operations_of_a_kernel() -> None:
+    """Compiled code would bypass a tensor subclass or a mode, whose memory may not be readable."""
     x = torch.arange(4.0)
     out, step = torch.empty(4), {"learning_rate": 0.5}
-    Watched.seen.clear()
-    ops.ravel_into(out, [x.as_subclass(Watched)], [0])
-    assert any("copy" in name for name in Watched.seen)
+    RecordingTensor.seen.clear()
+    ops.ravel_into(out, [x.as_subclass(RecordingTensor)], [0])
+    assert any("copy" in name for name in RecordingTensor.seen)
     for run, wanted in (
         (lambda: ops.ravel_into(out, [x], [0]), "copy"),
         (lambda: ops.unravel_from(out, [torch.empty(4)], [0]), "copy"),
         (lambda: ops.sgd_step(torch.ones(4), x, None, None, **step), "mul"),
         (lambda: ops.squares_in_bins(x), "mul"),
     ):
-        with Watching() as mode:
+        with RecordingMode() as mode:
             run()
         assert any(wanted in name for name in mode.seen), mode.seen
 
 
-def test_a_kernel_gives_way_under_torch_func() -> None:
-    """The tensors of a transform claim memory and have none."""
+def test_under_torch_func_the_readable_form_runs() -> None:
+    """Tensors inside a transform report an address but have no memory."""
 
     def loss(x: torch.Tensor) -> torch.Tensor:
         return (x * ops.ravel([x.detach()], [1], 5, dtype=FP32, device=x.device)[1:]).sum()
@@ -160,8 +160,9 @@ def test_a_kernel_gives_way_under_torch_func() -> None:
     assert torch.equal(torch.func.grad(loss)(x), x)
 
 
-def test_kernels_run_where_nothing_can_be_written(tmp_path: Path) -> None:
-    # A file in the place of a cache folder stops root too, who may write to read-only folders.
+@pytest.mark.slow
+def test_kernels_run_without_a_writable_cache(tmp_path: Path) -> None:
+    # A file in the place of a cache folder also stops root, who may write to read-only folders.
     package = tmp_path / "site" / "zfun"
     shutil.copytree(
         Path(zfun.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__")
@@ -217,8 +218,11 @@ if __name__ == "__main__":
 """
 
 
-def test_long_compilation_is_told_once_for_all_ranks(tmp_path: Path) -> None:
-    """Ranks as threads or as processes, with no machine code on disk: one line from one rank."""
+@pytest.mark.slow
+def test_long_compilation_is_reported_once_for_all_ranks(tmp_path: Path) -> None:
+    """Start ranks as threads or as processes, with no machine code on disk: one rank prints one
+    line.
+    """
     script = tmp_path / "program.py"
     script.write_text(TWO_RANKS, encoding="utf-8")
     for kind in ("threads", "processes"):
@@ -238,8 +242,8 @@ def test_long_compilation_is_told_once_for_all_ranks(tmp_path: Path) -> None:
         assert done.stderr.count("compiling CPU kernels") == 1, (kind, done.stderr)
 
 
-def test_machine_code_is_kept_until_a_helper_changes(tmp_path: Path) -> None:
-    """Numba compares the file of a kernel alone, so it would go on with a helper of before."""
+def test_cached_machine_code_is_valid_until_a_helper_changes(tmp_path: Path) -> None:
+    """Numba compares only the file of the kernel, so the code of an old helper would be reused."""
     from zfun.ops.numba import _compile
 
     source = "def twice(x):\n    for i in range(x.size):\n        x[i] = 2 * x[i]\n"

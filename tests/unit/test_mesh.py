@@ -1,4 +1,4 @@
-"""Meshes: what each axis sends, to the byte; every rank skips together; errors."""
+"""Meshes: the exact bytes that each axis sends, steps that all ranks skip together, errors."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ SIZE = INNER * OUTER
 def recorded_step(
     group: zf.Group, stage: int, axis: str, *, secondary: bool, num_steps: int = 3
 ) -> Any:
-    """Return the bytes of the parameters and what the last step sent, by axis, kind and name:
-    messages and bytes.
+    """Return the bytes of the parameters, and the messages and bytes of the last step by axis, kind
+    and name.
     """
     mesh = zf.record(zf.split(group, inner=INNER))
     z = zf.zero(
@@ -71,7 +71,7 @@ def test_a_secondary_shard_keeps_the_gathers_of_backward_inside_a_row() -> None:
         }
 
 
-def test_without_one_they_cross_twice() -> None:
+def test_without_a_secondary_shard_gathers_cross_rows_twice() -> None:
     for psi, buckets, sent in zf.simulate(SIZE, recorded_step, 3, "all", secondary=False):
         assert sent["outer", "all_gather", "params"] == (
             2 * buckets,
@@ -84,7 +84,9 @@ def test_without_one_they_cross_twice() -> None:
 
 
 @pytest.mark.parametrize(("stage", "axis"), [(1, "inner"), (2, "inner"), (2, "all")])
-def test_stages_without_sharded_parameters(stage: int, axis: str) -> None:
+def test_stages_1_and_2_gather_updated_parameters_over_each_axis_once(
+    stage: int, axis: str
+) -> None:
     for psi, buckets, sent in zf.simulate(SIZE, recorded_step, stage, axis, secondary=False):
         once, shard = psi * (INNER - 1) // INNER, psi // INNER
         assert sent["inner", "reduce_scatter", "grads"] == (buckets, once)
@@ -138,7 +140,7 @@ def test_a_root_sends_once_to_every_row() -> None:
         assert kinds == (across if rank % INNER == 1 else across[1:3])
 
 
-def test_a_group_that_is_recorded_records_its_parts() -> None:
+def test_subgroups_of_a_recorded_group_are_recorded() -> None:
     def main(group: zf.Group) -> None:
         recorded = zf.record(group)
         mesh = zf.split(recorded, inner=INNER)
@@ -163,7 +165,7 @@ def test_the_secondary_shard_is_kept_for_backward_only() -> None:
         vg = zf.shard_grads(zf.data_parallel(zf.value_and_grad(loss), mesh), mesh)
         batch = models.mlp_batches(1, 4)[0][group.rank]
         expected = vg(params, batch)
-        # Other parameters in a later call: what was kept of the first ones is gone.
+        # With other parameters in a later call, no gathered value of the first parameters remains.
         other = zf.shard(models.mlp(seed=2), mesh, bucket_bytes=300)
         plain = zf.shard_grads(
             zf.data_parallel(zf.value_and_grad(zf.shard_params(models.mlp_loss, mesh)), mesh), mesh
@@ -221,7 +223,7 @@ def test_weighted_means_are_over_the_mesh() -> None:
     zf.simulate(4, main)
 
 
-def test_what_differs_is_found_on_the_whole_mesh() -> None:
+def test_parameters_that_differ_between_rows_are_found() -> None:
     def main(group: zf.Group, make: Any) -> None:
         mesh = zf.split(group, inner=2)
         # The two ranks of the second row agree with each other; only the columns see a difference.
@@ -236,7 +238,7 @@ def test_what_differs_is_found_on_the_whole_mesh() -> None:
         zf.simulate(4, main, make)
 
 
-def test_what_values_say_of_themselves() -> None:
+def test_repr_and_describe_name_the_axis_and_the_rank() -> None:
     def main(group: zf.Group) -> tuple[str, str, str]:
         mesh = zf.split(group, inner=2)
         params = zf.shard({"w": torch.ones(200)}, mesh.inner)
@@ -251,7 +253,7 @@ def test_what_values_say_of_themselves() -> None:
     assert mesh == "<mesh: rank 3 of 4, 2 inner x 2 outer>"
 
 
-def test_planning_needs_no_ranks() -> None:
+def test_an_abstract_mesh_records_bytes_without_ranks() -> None:
     mesh = zf.record(zf.split(zf.collectives.abstract_group(4096, rank=17), inner=8))
     assert (mesh.rank, mesh.inner.size, mesh.outer.size) == (1 * 512 + 2, 8, 512)
     mesh.start(Collective(AllGather(), "params"), torch.empty(10, device="meta")).wait()
@@ -259,7 +261,7 @@ def test_planning_needs_no_ranks() -> None:
     assert mesh.bytes_sent(axis="inner") == 40 * 512 * 7
 
 
-def test_an_end_in_one_row_ends_the_others() -> None:
+def test_an_error_in_one_row_ends_the_other_rows() -> None:
     def main(group: zf.Group) -> None:
         mesh = zf.split(group, inner=2)
         if group.rank == 3:
@@ -350,12 +352,12 @@ def on_a_mesh(call: Any) -> Any:
         ),
     ],
 )
-def test_errors(call: Any, error: type[Exception], text: str) -> None:
+def test_wrong_uses_of_a_mesh_are_refused(call: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         on_a_mesh(call)
 
 
-def test_errors_of_groups() -> None:
+def test_wrong_groups_of_a_mesh_are_refused() -> None:
     with pytest.raises(OptionError, match="got 4 ranks and inner=3; use a divisor"):
         zf.simulate(4, zf.split, 3)
     with pytest.raises(
@@ -391,11 +393,11 @@ def test_errors_of_groups() -> None:
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 5])
 @pytest.mark.parametrize("is_secondary", [False, True])
-def test_ranks_of_a_mesh_may_stray_where_forward_gathers_ahead_for_backward(
+def test_ranks_of_a_mesh_may_diverge_while_forward_gathers_for_backward(
     prefetch: int, is_secondary: bool
 ) -> None:
-    """A rank that has skipped a bucket keeps its part of it all the same, before backward is
-    gathered from parts.
+    """A rank that has skipped a bucket still keeps a part of the bucket, because backward gathers
+    from the parts of all ranks.
     """
 
     def main(group: zf.Group, *, sharded: bool) -> list[Any]:

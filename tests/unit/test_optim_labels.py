@@ -29,8 +29,8 @@ def train(optimizer: optim.Optimizer, params: Any, num_steps: int = 3) -> Any:
 
 def test_each_leaf_has_the_changes_of_torch() -> None:
     params, (ours, _) = models.mlp(), train(optim.by_label(RULES, kind), models.mlp())
-    twins = tree.map(lambda x: torch.nn.Parameter(x.clone()), params)
-    leaves = tree.leaves(twins)
+    parameters = tree.map(lambda x: torch.nn.Parameter(x.clone()), params)
+    leaves = tree.leaves(parameters)
     oracles = [
         torch.optim.AdamW([x for x in leaves if x.ndim == 2], lr=0.05, weight_decay=0.3),
         torch.optim.SGD([x for x in leaves if x.ndim != 2], lr=0.05, momentum=0.9),
@@ -38,7 +38,7 @@ def test_each_leaf_has_the_changes_of_torch() -> None:
     for step in models.mlp_batches(3, 1):
         for oracle in oracles:
             oracle.zero_grad()
-        models.mlp_loss(twins, step[0]).backward()
+        models.mlp_loss(parameters, step[0]).backward()
         for oracle in oracles:
             oracle.step()
     for mine, theirs, before in zip(tree.leaves(ours), leaves, tree.leaves(params), strict=True):
@@ -46,7 +46,7 @@ def test_each_leaf_has_the_changes_of_torch() -> None:
         torch.testing.assert_close(mine - before, theirs.detach() - before, rtol=1e-12, atol=1e-14)
 
 
-def test_a_state_is_made_for_the_leaves_of_its_label_only() -> None:
+def test_each_optimizer_has_state_for_the_leaves_of_one_label() -> None:
     _, state = train(optim.by_label(RULES, kind), models.mlp(num_layers=2))
     assert tree.paths(state["matrix"].mu) == ["h.0.w", "h.1.w"]
     assert tree.paths(state["rest"].velocity) == ["h.0.b", "h.1.b", "out"]
@@ -61,14 +61,14 @@ def test_a_state_is_made_for_the_leaves_of_its_label_only() -> None:
     zf.simulate(2, main)
 
 
-def test_a_label_that_no_leaf_has() -> None:
+def test_an_optimizer_whose_label_no_leaf_has_stays_unused() -> None:
     optimizer = optim.by_label({**RULES, "none": optim.adamw(1.0)}, kind)
     whole, state = train(optimizer, models.mlp())
     assert state["none"] is None
     assert same_bits(whole, train(optim.by_label(RULES, kind), models.mlp())[0])
 
 
-def test_labels_within_labels() -> None:
+def test_labels_may_be_nested() -> None:
     inner = optim.by_label(
         {"first": optim.sgd(0.01), "later": optim.sgd(0.1)},
         lambda path, leaf: "first" if "h.0" in path else "later",
@@ -159,7 +159,7 @@ def test_sharded_buckets_that_mix_labels_are_refused() -> None:
     zf.simulate(2, main)
 
 
-def test_what_does_not_go_together_is_refused() -> None:
+def test_labels_states_and_gradients_that_do_not_fit_are_refused() -> None:
     optimizer, params = optim.by_label(RULES, kind), {"w": torch.ones(2, 2), "b": torch.ones(2)}
     with pytest.raises(
         OptionError,
@@ -192,7 +192,7 @@ def test_what_does_not_go_together_is_refused() -> None:
     zf.simulate(2, main)
 
 
-def test_labels_see_shapes_and_dtypes_and_no_numbers() -> None:
+def test_label_functions_receive_leaves_without_numbers() -> None:
     seen: list[Tensor] = []
 
     def label(path: str, leaf: Tensor) -> str:

@@ -72,7 +72,7 @@ def test_lamb_takes_a_buffer_without_elements() -> None:
     assert not same_bits(stepped["w"], params["w"])
 
 
-def test_muon_equals_its_polynomial_of_the_singular_values() -> None:
+def test_muon_equals_the_polynomial_of_the_singular_values() -> None:
     changes(
         optim.muon(0.05, optim.sgd(1.0), weight_decay=0.2),
         lambda p, g, s: reference.muon(p, g, s, 0.05, 0.2, 0.95),
@@ -80,7 +80,7 @@ def test_muon_equals_its_polynomial_of_the_singular_values() -> None:
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_muon_is_that_of_torch_in_its_dtype(nesterov: bool) -> None:
+def test_muon_equals_that_of_torch_in_the_same_dtype(nesterov: bool) -> None:
     start = {name: x.float() for name, x in draw(0).items()}
     twins = {name: torch.nn.Parameter(x.clone()) for name, x in start.items()}
     oracle = torch.optim.Muon(list(twins.values()), lr=0.05, weight_decay=0.1, nesterov=nesterov)
@@ -97,12 +97,12 @@ def test_muon_is_that_of_torch_in_its_dtype(nesterov: bool) -> None:
     for name, twin in twins.items():
         change, expected = params[name] - start[name], twin.detach() - start[name]
         assert expected.abs().max() > 0.01
-        # Products of bfloat16 are good to two places.
+        # Products in bfloat16 are accurate to two digits.
         assert (change - expected).norm() <= 0.05 * expected.norm()
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_each_matrix_is_sent_to_one_rank_and_back(stage: int) -> None:
+def test_muon_sends_each_matrix_to_one_rank_and_back(stage: int) -> None:
     def main(group: zf.Group) -> Any:
         recorded = zf.record(group)
         z = zf.zero(
@@ -129,7 +129,7 @@ def main_of_stage_0(group: zf.Group) -> Any:
     return z.params(state)
 
 
-def test_work_is_shared_out_by_cost() -> None:
+def test_muon_assigns_matrices_to_ranks_by_cost() -> None:
     costs = [8.0, 1.0, 1.0, 5.0, 3.0, 4.0, 2.0]
     owners = _shared_out(costs, 3)
     loads = [
@@ -160,14 +160,20 @@ def test_options_are_checked() -> None:
             {"w": torch.ones(2, 2), "b": torch.ones(2)}
         )
     for make, message in (
-        (lambda: optim.lamb(0.1, b2=1.0), "b2 lies in"),
-        (lambda: optim.lamb(0.1, eps=-1.0), "eps lies in"),
-        (lambda: optim.lamb(0.1, min_ratio=2.0, max_ratio=1.0), "between min_ratio and max_ratio"),
-        (lambda: optim.muon(0.1, optim.sgd(0.1), momentum=1.0), "momentum lies in"),
-        (lambda: optim.muon(0.1, optim.sgd(0.1), weight_decay=-1.0), "weight_decay lies in"),
+        (lambda: optim.lamb(0.1, b2=1.0), "a number of at least 0, below 1"),
+        (lambda: optim.lamb(0.1, eps=-1.0), "at least 0; got -1.0"),
+        (lambda: optim.lamb(0.1, min_ratio=2.0, max_ratio=1.0), r"min_ratio lies in \[0"),
+        (
+            lambda: optim.muon(0.1, optim.sgd(0.1), momentum=1.0),
+            "at least 0, below 1; got 1.0",
+        ),
+        (
+            lambda: optim.muon(0.1, optim.sgd(0.1), weight_decay=-1.0),
+            "at least 0; got -1.0",
+        ),
         (
             lambda: optim.muon(0.1, optim.sgd(0.1), num_iterations=0),
-            "num_iterations must be at least 1",
+            "an integer of at least 1",
         ),
     ):
         with pytest.raises(OptionError, match=message):

@@ -11,7 +11,7 @@ from zfun.errors import OptionError
 
 
 def test_warmup_cosine_has_the_values_of_deepspeed() -> None:
-    # DeepSpeed counts from the step before: its k = 10 is step 11 here. Warm-up 10, total 20,
+    # DeepSpeed counts from the previous step: k = 10 there is step 11 here. Warm-up 10, total 20,
     # cos_min_ratio 1e-4.
     schedule = optim.warmup_cosine(1.0, 10, 20, end=1e-4)
     expected = [0.9755, 0.9045, 0.7939, 0.6545, 0.5, 0.3456, 0.2062, 0.0956, 0.0246, 0.0001]
@@ -60,8 +60,8 @@ def test_ends_are_exact() -> None:
     assert optim.constant(0.2)(12345) == 0.2
 
 
-# The counter of DeepSpeed's schedulers is 0 at the second step. Warm-ups are functions of it as
-# they stand; the others of the step.
+# The counter of DeepSpeed's schedulers is 0 at the second step. Warm-ups are functions of this
+# counter, and the other schedules of the step.
 
 
 def test_warmup_has_the_values_of_deepspeed() -> None:
@@ -84,7 +84,7 @@ def test_warmup_has_the_values_of_deepspeed() -> None:
         3.0,
     ]
     assert optim.warmup(3.0, 0)(0) == 3.0
-    # A step behind, as DeepSpeed's first two steps are.
+    # One step late, as DeepSpeed's first two steps are.
     assert [round(optim.warmup(1.0, 10, shape="log")(step - 1), 4) for step in range(3)] == [
         0.0,
         0.0,
@@ -138,7 +138,7 @@ def test_one_cycle_has_the_values_of_deepspeed() -> None:
         )
 
 
-def test_one_cycle_in_stairs() -> None:
+def test_one_cycle_may_move_in_stairs() -> None:
     assert [optim.one_cycle(0.0, 1.0, 6, stairs_up=2)(step) for step in range(13)] == [
         0,
         0,
@@ -190,7 +190,7 @@ def test_schedules_equal_those_of_torch() -> None:
     schedulers = torch.optim.lr_scheduler
 
     def one_cycle(optimizer: Any) -> Any:
-        # The step of the peak is the last of its first part.
+        # The peak is the last step of the first part.
         return schedulers.OneCycleLR(
             optimizer,
             0.5,
@@ -267,16 +267,19 @@ def test_a_momentum_may_be_a_function_of_the_steps_taken(rule: str) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: optim.warmup(1.0, -1), "num_warmup must be at least 0; got -1"),
+        (lambda: optim.warmup(1.0, -1), "must be an integer of at least 0, .*; got -1"),
         (lambda: optim.warmup(1.0, 3, shape="cosine"), "'linear' or 'log'; got 'cosine'"),
-        (lambda: optim.lr_range_test(1.0, 0), "num_steps must be at least 1"),
-        (lambda: optim.one_cycle(0.0, 1.0, 0), "num_up must be at least 1"),
-        (lambda: optim.one_cycle(0.0, 1.0, 3, 0), "num_down must be at least 1"),
+        (lambda: optim.lr_range_test(1.0, 0), "an integer of at least 1, "),
+        (lambda: optim.one_cycle(0.0, 1.0, 0), "an integer of at least 1, "),
+        (lambda: optim.one_cycle(0.0, 1.0, 3, 0), "an integer of at least 1, "),
         (
             lambda: optim.one_cycle_momentum(0.0, 1.0, 3, stairs_up=-1),
-            "stairs_up must be at least 0",
+            "an integer of at least 0, ",
         ),
-        (lambda: optim.one_cycle(0.0, 1.0, 3, decay_steps=-1), "decay_steps must be at least 0"),
+        (
+            lambda: optim.one_cycle(0.0, 1.0, 3, decay_steps=-1),
+            "an integer of at least 0, ",
+        ),
         (lambda: optim.join([float, float], []), "2 schedules, 0 boundaries"),
         (
             lambda: optim.join([float, float, float], [5, 5]),

@@ -33,7 +33,9 @@ CLASSES: list[tuple[Any, dict[str, Any], set[str]]] = [
 
 
 class PerTensor(torch.optim.Optimizer):
-    """A step of one length for each tensor, or with a record, of a length per tensor."""
+    """A step of equal length for each tensor; with ``record``, the state also keeps the largest
+    gradient.
+    """
 
     def __init__(self, params: Any, lr: float = 0.1, *, record: bool = False) -> None:
         super().__init__(params, {"lr": lr, "record": record})
@@ -81,55 +83,57 @@ def leaves(seed: int) -> dict[str, Tensor]:
 def test_changes_equal_those_of_torch(make: Any, options: Any, names: set[str]) -> None:
     start, optimizer = leaves(0), optim.from_torch(make, **options)
     params, state = start, optimizer.init(start)
-    twins = [torch.nn.Parameter(x.clone()) for x in start.values()]
-    oracle = make(twins, **options)
+    parameters = [torch.nn.Parameter(x.clone()) for x in start.values()]
+    oracle = make(parameters, **options)
     kind = tree.structure(state)
     for step in range(1, 5):
         grads = leaves(step)
         params, state = optimizer.apply(grads, state, params)
         assert tree.structure(state) == kind
-        for twin, grad in zip(twins, grads.values(), strict=True):
-            twin.grad = grad.clone()
+        for parameter, grad in zip(parameters, grads.values(), strict=True):
+            parameter.grad = grad.clone()
         oracle.step()
     assert set(state.trees) == names
-    for p, twin, before in zip(params.values(), twins, start.values(), strict=True):
-        assert p.numel() == 0 or (twin.detach() - before).abs().mean() > 1e-3
-        torch.testing.assert_close(p - before, twin.detach() - before, rtol=1e-12, atol=1e-14)
+    for p, parameter, before in zip(params.values(), parameters, start.values(), strict=True):
+        assert p.numel() == 0 or (parameter.detach() - before).abs().mean() > 1e-3
+        torch.testing.assert_close(p - before, parameter.detach() - before, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_narrow_parameters_have_the_bits_of_torch(dtype: torch.dtype) -> None:
     for make, options, _ in CLASSES:
-        twin = torch.nn.Parameter(
+        parameter = torch.nn.Parameter(
             torch.randn(64, generator=torch.Generator().manual_seed(1)).to(dtype)
         )
-        params = {"w": twin.detach().clone()}
-        optimizer, oracle = optim.from_torch(make, **options), make([twin], **options)
+        params = {"w": parameter.detach().clone()}
+        optimizer, oracle = optim.from_torch(make, **options), make([parameter], **options)
         state = optimizer.init(params)
         for step in range(3):
-            twin.grad = torch.randn(64, generator=torch.Generator().manual_seed(2 + step)).to(dtype)
-            params, state = optimizer.apply({"w": twin.grad}, state, params)
+            parameter.grad = torch.randn(64, generator=torch.Generator().manual_seed(2 + step)).to(
+                dtype
+            )
+            params, state = optimizer.apply({"w": parameter.grad}, state, params)
             oracle.step()
-        assert torch.equal(params["w"], twin.detach()), make
+        assert torch.equal(params["w"], parameter.detach()), make
 
 
 def test_the_learning_rate_may_be_a_function_of_the_steps_taken() -> None:
-    twin = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+    parameter = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
     optimizer, oracle = (
         optim.from_torch(torch.optim.NAdam, lr=optim.linear(0.1, 0.01, 3)),
-        torch.optim.NAdam([twin]),
+        torch.optim.NAdam([parameter]),
     )
     params = {"w": torch.ones(3, dtype=torch.float64)}
     state = optimizer.init(params)
     for step in range(5):
-        twin.grad = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+        parameter.grad = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
         oracle.param_groups[0]["lr"] = optim.linear(0.1, 0.01, 3)(step)
-        params, state = optimizer.apply({"w": twin.grad}, state, params)
+        params, state = optimizer.apply({"w": parameter.grad}, state, params)
         oracle.step()
-    torch.testing.assert_close(params["w"] - 1, twin.detach() - 1, rtol=1e-12, atol=0)
+    torch.testing.assert_close(params["w"] - 1, parameter.detach() - 1, rtol=1e-12, atol=0)
 
 
-def test_numbers_come_back_as_they_were() -> None:
+def test_scalar_state_of_a_rule_of_torch_is_kept_between_steps() -> None:
     optimizer, params = optim.from_torch(Counting, lr=0.5), {"w": torch.zeros(2)}
     state = optimizer.init(params)
     for _ in range(3):
@@ -138,7 +142,7 @@ def test_numbers_come_back_as_they_were() -> None:
     assert (int(state.scalars["step"]), state.scalars["step"].dtype) == (3, torch.int64)
 
 
-def test_arguments_stay_as_they_were() -> None:
+def test_update_does_not_change_the_arguments() -> None:
     optimizer, params, grads = optim.from_torch(torch.optim.Adam), leaves(0), leaves(1)
     state = optimizer.init(params)
     for _ in range(2):
@@ -148,7 +152,7 @@ def test_arguments_stay_as_they_were() -> None:
         params, state = optimizer.apply(grads, state, params)
 
 
-def test_it_runs_as_a_stage() -> None:
+def test_a_rule_of_torch_runs_at_every_stage() -> None:
     def main(group: zf.Group) -> Any:
         found = []
         for stage in (0, 3):
@@ -177,7 +181,7 @@ def test_it_runs_as_a_stage() -> None:
         (PerTensor, "works element by element; .* changed by"),
     ],
 )
-def test_those_that_mix_elements_are_refused(make: Any, message: str) -> None:
+def test_rules_of_torch_that_mix_elements_are_refused(make: Any, message: str) -> None:
     with pytest.raises(NotElementwiseError, match=message):
         optim.from_torch(make, lr=0.1)
 
@@ -194,7 +198,7 @@ def test_options_are_checked() -> None:
         OptionError, match=r"torch\.optim\.RMSprop has no option 'alhpa'; did you mean 'alpha'"
     ):
         optim.from_torch(torch.optim.RMSprop, alhpa=0.9)
-    with pytest.raises(OptionError, match=r"takes a class of torch\.optim; got"):
+    with pytest.raises(OptionError, match=r"must be a class of torch\.optim; got"):
         optim.from_torch(torch.optim.Adam([torch.nn.Parameter(torch.ones(1))]))  # type: ignore[arg-type]
     with pytest.raises(
         OptionError, match=r"use zf\.optim\.sgd, adam or adamw, or zf\.optim\.from_torch"

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import zfun as zf
 from tests import models
+from tests.distributed import branches
 from tests.unit import test_memory
 from tests.unit.test_memory import Live
 from zfun import policies, tree
@@ -86,14 +87,14 @@ BY_POLICY = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 @SIZES
 @BY_POLICY
 @pytest.mark.parametrize("stored", [False, True], ids=["here", "stored"])
-def test_no_bit_changes(size: int, policy: Any, stored: bool) -> None:
+def test_remat_changes_no_bit_of_the_gradients(size: int, policy: Any, stored: bool) -> None:
     expected = gradients(size, loss_of(block), sharded=False)
     run = zf.remat(block, policy=policy, store=zf.stores.host() if stored else None)
     for sharded in (False, True):
         assert_same_bits(gradients(size, loss_of(run), sharded=sharded, calls=3), expected)
 
 
-# Bytes that are kept.
+# Bytes that are saved for backward.
 
 
 def kept_after_forward(run: Callable[..., Any]) -> int:
@@ -111,7 +112,7 @@ def kept_after_forward(run: Callable[..., Any]) -> int:
 HEAD = ACTIVATION + ROWS * 8
 
 
-def test_how_much_is_kept_exactly() -> None:
+def test_each_policy_keeps_exactly_the_expected_bytes() -> None:
     # Each block keeps the input, tanh, sin and exp; the first input is data.
     assert kept_after_forward(block) == (4 * LAYERS - 1) * ACTIVATION + HEAD
     assert kept_after_forward(zf.remat(block)) == (LAYERS - 1) * ACTIVATION + HEAD
@@ -141,7 +142,7 @@ def test_how_much_is_kept_exactly() -> None:
 
 
 def test_the_peak_of_a_step_of_stage_3() -> None:
-    """A step adds one input per block, and the results inside one block, to its memory."""
+    """The peak grows by one input per block, and by the results inside one block."""
     rows = 64
 
     def wide(layer: Any, x: Tensor) -> Tensor:
@@ -177,7 +178,7 @@ def test_the_peak_of_a_step_of_stage_3() -> None:
     assert 2 * less < plain
 
 
-class Vault:
+class ByteStore:
     """A store that keeps bytes instead of tensors, and checks that the tensors are freed."""
 
     def __init__(self) -> None:
@@ -193,14 +194,14 @@ class Vault:
         assert name == "activations"
         self.given.append(StorageWeakRef(tensor.untyped_storage()))
         self.num_bytes += tensor.nbytes
-        return _InVault(self, tensor)
+        return _StoredBytes(self, tensor)
 
     def crossed(self, kind: str, name: str, num_bytes: int) -> None:
         raise AssertionError("nothing crosses on behalf of this store")
 
 
-class _InVault(Stored):
-    def __init__(self, store: Vault, tensor: Tensor) -> None:
+class _StoredBytes(Stored):
+    def __init__(self, store: ByteStore, tensor: Tensor) -> None:
         self.store, self.name, self.dtype, self.shape = (
             store,
             "activations",
@@ -218,8 +219,8 @@ class _InVault(Stored):
 
 
 @pytest.mark.parametrize("policy", [policies.nothing, policies.matmuls])
-def test_what_is_kept_lives_in_the_store(policy: Any) -> None:
-    vault = Vault()
+def test_saved_activations_live_in_the_store(policy: Any) -> None:
+    vault = ByteStore()
     kept = kept_after_forward(zf.remat(block, policy=policy, store=vault))
     count = LAYERS - 1 + (LAYERS if policy is policies.matmuls else 0)
     assert kept == HEAD
@@ -228,8 +229,8 @@ def test_what_is_kept_lives_in_the_store(policy: Any) -> None:
     assert vault.num_gets == count
 
 
-def test_everything_in_a_store_computes_nothing_again() -> None:
-    calls, vault = [], Vault()
+def test_policy_everything_with_a_store_recomputes_nothing() -> None:
+    calls, vault = [], ByteStore()
 
     def counted(layer: Any, x: Tensor) -> Tensor:
         calls.append(1)
@@ -249,7 +250,7 @@ def test_parameters_are_not_moved_to_a_store() -> None:
     for wrap in (lambda run: run, lambda run: lambda layer, x: run(zf.gather(layer), x)):
         for cast in (False, True):
             for sharded in (False, True):
-                vault = Vault()
+                vault = ByteStore()
                 loss = loss_of(wrap(zf.remat(block, store=vault)))
                 loss = zf.cast(loss, torch.float32) if cast else loss
                 gradients(1, loss, sharded=sharded, calls=1)
@@ -266,7 +267,7 @@ def drop(layer: Any, x: Tensor) -> Tensor:
 
 @BY_POLICY
 @pytest.mark.parametrize("sharded", [False, True])
-def test_dropout(policy: Any, sharded: bool) -> None:
+def test_recomputation_draws_the_same_dropout_masks(policy: Any, sharded: bool) -> None:
     found = []
     for run in (drop, zf.remat(drop, policy=policy)):
         torch.manual_seed(5)
@@ -286,7 +287,9 @@ def noisy(layer: Any, x: Tensor, generator: torch.Generator) -> Tensor:
 @SIZES
 @BY_POLICY
 @pytest.mark.parametrize("closed", [False, True], ids=["argument", "closed over"])
-def test_a_generator_of_its_own(size: int, policy: Any, closed: bool) -> None:
+def test_recomputation_restores_a_generator_of_the_user(
+    size: int, policy: Any, closed: bool
+) -> None:
     def main(group: zf.Group, remat: bool) -> Any:
         generator = torch.Generator().manual_seed(group.rank)
         options: Any = {"policy": policy, "generators": [generator] if closed else []}
@@ -304,7 +307,7 @@ def test_a_generator_of_its_own(size: int, policy: Any, closed: bool) -> None:
 # Arguments and results of a block.
 
 
-def test_trees_options_and_aux() -> None:
+def test_remat_takes_trees_options_and_aux() -> None:
     def odd(state: Any, scale: float, *rest: Any, mode: str, mask: Any = None) -> Any:
         assert (mode, rest[0], mask) == ("up", None, {"x": None})
         x = torch.tanh(state["x"][0] @ state["layer"]["w"]) * scale
@@ -338,7 +341,7 @@ def test_trees_options_and_aux() -> None:
 
 
 @SIZES
-def test_leaves_as_arguments_and_closed_over(size: int) -> None:
+def test_leaves_may_be_arguments_or_closed_over(size: int) -> None:
     expected = gradients(size, loss_of(block), sharded=False)
     forms: dict[str, Any] = {
         "closed over": lambda layer, x: zf.remat(lambda x: block(layer, x))(x),
@@ -361,7 +364,7 @@ def test_leaves_as_arguments_and_closed_over(size: int) -> None:
 
 
 @pytest.mark.parametrize("around", [zf.remat, functools.partial(zf.remat, policy=policies.matmuls)])
-def test_around_a_whole_loss_it_is_right_and_says_that_it_saves_nothing(around: Any) -> None:
+def test_remat_around_a_whole_loss_is_right_and_warns_that_no_memory_is_saved(around: Any) -> None:
     expected = gradients(2, loss_of(block), sharded=False)
     for sharded in (False, True):
         with pytest.warns(
@@ -374,7 +377,7 @@ def test_around_a_whole_loss_it_is_right_and_says_that_it_saves_nothing(around: 
     zf.value_and_grad(zf.remat(loss_of(block), policy=policies.everything))
 
 
-def test_outside_of_shard_params_is_refused() -> None:
+def test_remat_outside_of_shard_params_is_refused() -> None:
     def main(group: zf.Group) -> None:
         loss = zf.remat(zf.shard_params(loss_of(block), group), policy=policies.matmuls)
         with pytest.warns(UserWarning, match="whole loss"):
@@ -389,7 +392,7 @@ def test_outside_of_shard_params_is_refused() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_ranks_that_take_other_branches(size: int) -> None:
+def test_remat_allows_ranks_that_take_other_branches(size: int) -> None:
     def loss_of_rank(run: Any) -> Any:
         def loss_fn(params: Any, batch: Any) -> Tensor:
             x, rank = batch
@@ -417,7 +420,52 @@ def test_ranks_that_take_other_branches(size: int) -> None:
             )
 
 
-def test_the_bytes_of_a_step_stay() -> None:
+def nested(layer: Any, x: Tensor) -> Tensor:
+    """A recomputed block in a recomputed block."""
+    inner = zf.remat(lambda x: torch.tanh(x @ layer["v"]))
+    return inner(x @ layer["w"]) + layer["v"].sum(0)
+
+
+OTHER_WAYS = (*branches.WAYS, nested)
+# Without gradients on any rank a step raises, so the way without parameters is never the first.
+SKIPS = branches.WAYS[-1]
+
+
+@pytest.mark.parametrize("first", [way for way in OTHER_WAYS if way is not SKIPS])
+def test_ranks_take_other_ways_through_a_recomputed_block(first: Callable[..., Tensor]) -> None:
+    for other in OTHER_WAYS:
+        zf.simulate(2, branches.recomputed, first, other)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    "options", [{"policy": policies.matmuls}, {"store": zf.stores.host()}], ids=["policy", "store"]
+)
+def test_ranks_take_other_ways_and_keep_results(size: int, options: dict[str, Any]) -> None:
+    zf.simulate(size, branches.recomputed, options=options)
+
+
+def test_a_rank_that_skips_the_rest_of_the_schedule_has_diverged() -> None:
+    """The rank uses nothing, and autograd keeps no views of buckets on any rank."""
+    layers = [{"w": torch.eye(WIDTH).double(), "v": torch.eye(WIDTH).double()} for _ in range(2)]
+
+    def loss_fn(layers: Any, batch: tuple[Tensor, bool]) -> Tensor:
+        x, uses = batch
+        for layer in layers if uses else ():
+            x = torch.tanh(x) * layer["w"].sum() + layer["v"].sum()
+        return x.square().mean()
+
+    def main(group: zf.Group, stage: int) -> Any:
+        z = zf.zero(stage, loss_fn, zf.optim.sgd(1e-4), group, bucket_bytes=1)
+        state = z.init(layers)
+        for step in range(4):
+            state, _ = z.step(state, (X, group.rank == 0 or step < 2))
+        return z.params(state)
+
+    assert_same_bits(zf.simulate(2, main, 3), zf.simulate(2, main, 0))
+
+
+def test_remat_does_not_change_the_bytes_of_a_step() -> None:
     """Each bucket is gathered twice: in forward and for the recomputation."""
 
     def main(group: zf.Group, run: Any) -> list[int]:
@@ -482,7 +530,7 @@ def steps_of_net(way: str, sharded: bool | None, options: dict[str, Any]) -> Any
     torch.manual_seed(3)
     net = Net(way, options)
     whole = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
-    # Fill the module's own parameters with wrong numbers, so that using them shows.
+    # Fill the parameters of the module with wrong numbers, so that any use shows.
     for parameter in net.parameters():
         parameter.data.fill_(float("nan"))
 
@@ -501,7 +549,7 @@ def steps_of_net(way: str, sharded: bool | None, options: dict[str, Any]) -> Any
 
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("way", list(WAYS)[1:])
-def test_modules_in_functional_call(way: str, sharded: bool) -> None:
+def test_remat_takes_modules_in_functional_call(way: str, sharded: bool) -> None:
     """Recompute with the parameters of the call; statistics advance once; dropout repeats."""
     expected = steps_of_net("plain", False, {})
     for options in ({}, {"policy": policies.matmuls}, {"store": zf.stores.host()}):
@@ -529,8 +577,8 @@ def same_everywhere(
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("policy", [policies.nothing, policies.matmuls, policies.everything])
 @pytest.mark.parametrize("stored", [False, True], ids=["here", "stored"])
-def test_each_rank_keeps_its_part(size: int, policy: Any, stored: bool) -> None:
-    stores = [Vault() if stored else None for _ in range(size)]
+def test_each_rank_saves_a_part_of_the_activations(size: int, policy: Any, stored: bool) -> None:
+    stores = [ByteStore() if stored else None for _ in range(size)]
     groups: list[Any] = [None] * size
 
     def watch(group: zf.Group) -> zf.Group:
@@ -553,7 +601,7 @@ def test_each_rank_keeps_its_part(size: int, policy: Any, stored: bool) -> None:
             assert store is None or store.num_bytes == count * part
 
 
-def test_the_part_of_a_rank_is_all_it_keeps() -> None:
+def test_a_rank_saves_no_more_than_a_part_of_the_activations() -> None:
     def main(group: zf.Group) -> int:
         run = zf.remat(block, shard_over=group)
         # warm up: the comparison of activations may still hold tensors on another rank
@@ -563,7 +611,7 @@ def test_the_part_of_a_rank_is_all_it_keeps() -> None:
     assert zf.simulate(3, main) == [(LAYERS - 1) * ACTIVATION // 3 + HEAD] * 3
 
 
-def test_ranks_with_batches_of_their_own_are_told() -> None:
+def test_shard_over_with_a_batch_for_each_rank_is_an_error() -> None:
     def main(group: zf.Group) -> Any:
         vg = zf.data_parallel(zf.value_and_grad(loss_of(zf.remat(block, shard_over=group))), group)
         return vg(params(), X + group.rank)
@@ -576,7 +624,7 @@ def test_ranks_with_batches_of_their_own_are_told() -> None:
         zf.simulate(2, main)
 
 
-def test_the_first_of_each_shape_is_compared_and_with_debug_all() -> None:
+def test_shard_over_compares_the_first_activation_of_each_shape_and_with_debug_all() -> None:
     class Debug(Wrapper):
         is_checked = True
 
@@ -597,7 +645,7 @@ def test_the_first_of_each_shape_is_compared_and_with_debug_all() -> None:
 # Derivatives.
 
 
-def test_double_backward_and_two_backwards() -> None:
+def test_remat_allows_double_backward_and_two_backwards() -> None:
     def penalty(run: Any) -> Any:
         value, x = (
             tree.map(lambda leaf: leaf.requires_grad_(), params()),
@@ -616,7 +664,7 @@ def test_double_backward_and_two_backwards() -> None:
             assert_same_bits(penalty(zf.remat(block, policy=policy, store=store)), expected)
 
 
-def test_under_torch_func_it_is_right_and_says_that_it_saves_nothing() -> None:
+def test_remat_under_torch_func_is_right_and_warns_that_no_memory_is_saved() -> None:
     plain = loss_of(block)
     for run in (zf.remat(block), zf.remat(block, policy=policies.matmuls, store=zf.stores.host())):
         loss = loss_of(run)
@@ -637,7 +685,7 @@ def test_under_torch_func_it_is_right_and_says_that_it_saves_nothing() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
-def test_forward_derivatives() -> None:
+def test_remat_allows_forward_derivatives() -> None:
     with pytest.warns(UserWarning, match="under torch.func"):
         found = jvp(
             lambda p: loss_of(zf.remat(block))(p, X),
@@ -650,8 +698,8 @@ def test_forward_derivatives() -> None:
     )
 
 
-def test_without_gradients_nothing_is_kept() -> None:
-    vault = Vault()
+def test_without_gradients_remat_saves_nothing() -> None:
+    vault = ByteStore()
     with torch.no_grad():
         found = loss_of(zf.remat(block, policy=policies.matmuls, store=vault))(params(), X)
     assert_same_bits(found, loss_of(block)(params(), X))
@@ -665,7 +713,7 @@ def backward(run: Any) -> None:
     loss_of(run)(tree.map(lambda leaf: leaf.requires_grad_(), params()), X).backward()
 
 
-def test_what_is_kept_must_not_be_written_to() -> None:
+def test_writing_to_a_saved_activation_is_an_error() -> None:
     def two(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         product = x @ layer["w"]
         return product, product.exp()
@@ -696,7 +744,7 @@ def test_what_is_kept_must_not_be_written_to() -> None:
     )
 
 
-def test_a_block_that_does_something_else_the_second_time() -> None:
+def test_a_block_that_differs_when_recomputed_is_an_error() -> None:
     turns: list[int] = []
 
     def fickle(layer: Any, x: Tensor) -> Tensor:
@@ -715,20 +763,20 @@ def test_a_block_that_does_something_else_the_second_time() -> None:
         backward(zf.remat(fickle, policy=policies.matmuls))
 
 
-def test_wrong_options() -> None:
-    with pytest.raises(zf.errors.OptionError, match=r"remat\(\) takes a function; got int"):
+def test_wrong_options_of_remat_are_refused() -> None:
+    with pytest.raises(zf.errors.OptionError, match=r"fn of remat\(\) must be a function; got 3"):
         zf.remat(3)  # pyrefly: ignore[bad-argument-type]
     with pytest.raises(
         zf.errors.OptionError,
-        match=r"remat\(\) takes a policy, which is a function of \(op, result\); got 'dots'; "
-        r"zf.policies",
+        match=r"policy of remat\(\) must be a function of \(op, result\); got 'dots'; "
+        r"write policy=zf.policies",
     ):
         zf.remat(block, policy="dots")  # pyrefly: ignore[bad-argument-type]
     with pytest.raises(zf.errors.OptionError, match="did you mean 'shard_over'"):
         zf.remat(block, shard_ove=None)  # pyrefly: ignore[unexpected-keyword]
 
 
-def test_policies_see_what_was_computed() -> None:
+def test_policies_see_operations_and_results() -> None:
     seen: list[Any] = []
 
     def look(op: Any, result: policies.Result) -> bool:

@@ -1,4 +1,4 @@
-"""The allocator of shared memory: blocks are apart, aligned, and used again."""
+"""The allocator of shared memory: blocks are apart, aligned, and reused."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ SIZES = st.one_of(
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.tuples(SIZES, st.integers(0, 9)), max_size=40), st.integers(0, 3))
-def test_blocks_are_apart_and_aligned_and_used_again(
-    program: list[tuple[int, int]], rank: int
-) -> None:
+def test_blocks_are_apart_and_aligned_and_reused(program: list[tuple[int, int]], rank: int) -> None:
     segment = Segment(rank, 4)
     taken: list[tuple[int, int]] = []
     for nbytes, place in program:
@@ -30,7 +28,7 @@ def test_blocks_are_apart_and_aligned_and_used_again(
         assert begin % (PAGE if nbytes >= PAGE else 128) == 0
         assert begin >= CONTROL_BYTES
         if nbytes >= 4 * HUGE_PAGE:
-            # So that a window shows huge pages: see [Note: huge pages].
+            # So that a zero-copy gather can map huge pages: see [Note: huge pages].
             assert (begin - rank * length) % HUGE_PAGE == 0
         assert all(begin + length <= other or end <= begin for other, end in taken)
         assert begin + length <= segment.reserved
@@ -42,7 +40,7 @@ def test_blocks_are_apart_and_aligned_and_used_again(
     for begin, end in taken:
         segment.release(begin, end - begin)
     assert segment.in_use == CONTROL_BYTES
-    # The free pieces have become one again, of which alignment may waste a huge page.
+    # The free pieces have merged, and alignment may waste a huge page.
     before = segment.reserved
     segment.allocate(max(before - CONTROL_BYTES - 2 * HUGE_PAGE, PAGE))
     assert segment.reserved == before

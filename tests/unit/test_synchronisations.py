@@ -1,10 +1,10 @@
 """The host waits for the device at one place of a step; counted on simulated ranks of the CPU.
 
-The host waits where it reads a number that the device computes (``item()``, ``bool()``,
-``tolist()``), where the shape of a result depends on values (``nonzero()``), and where it copies a
-number to the device from memory that is not pinned (``torch.tensor(x, device=...)``). On a CPU the
-same calls are made, and can be counted. Not counted are kernels that have a form of their own for
-devices, and the transport of the simulated ranks, which on devices is nccl.
+A wait of the host is a read of a number that the device computes (``item()``, ``bool()``,
+``tolist()``), a result whose shape depends on values (``nonzero()``), or a copy to the device from
+memory that is not pinned (``torch.tensor(x, device=...)``). On a CPU the same calls are made, and
+can be counted. Two parts are not counted: kernels with a separate form for devices, and the
+transport of the simulated ranks, which on devices is nccl.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import zfun as zf
 from zfun import tree
 
 ROOT = Path(zf.__file__).parent
-# Kernels with a form for devices; on CPUs their other forms read arrays.
+# Kernels with a form for devices; the forms for CPUs read arrays.
 KERNELS = {
     "adagrad_step",
     "adam_step",
@@ -49,15 +49,15 @@ READS = {
     torch.ops.aten.nonzero.default,
     torch.ops.aten.unique_dim.default,
 }
-# Backward begins with the end of the loss, and the norm with the end of backward.
+# The end of the loss begins backward, and the end of backward begins the norm.
 PHASES = ("before", "forward", "backward", "norm", "update")
-# Numbers that are kept on the host.
+# Functions that read numbers of the host.
 ON_THE_HOST = {"step_count"}
 PARAMS = {f"layer{i}": {"w": (6, 6), "b": (6,)} for i in range(4)}
 
 
 def place_of_read() -> str | None:
-    """The line of zfun that waits; ``None`` for a call that does not wait on a device."""
+    """Return the line of zfun that waits, or ``None`` for a call that does not wait on a device."""
     frame: Any = sys._getframe(2)
     place = None
     while frame is not None:
@@ -102,8 +102,8 @@ class Recorder(TorchDispatchMode):
 
 
 def mark_local(x: Any) -> Any:
-    """Say that on a device this tensor would be on the host all the same: a copy for the host, or
-    made from one.
+    """Mark a tensor that would be in host memory with a device too: a copy for the host, or a
+    result of such copies.
     """
     if isinstance(x, Tensor):
         x._is_local = True  # pyrefly: ignore[missing-attribute]
@@ -116,7 +116,7 @@ def is_local(x: Any) -> bool:
 
 @pytest.fixture
 def recorders(monkeypatch: pytest.MonkeyPatch) -> dict[int, Recorder]:
-    """The recorders by thread, with hooks in place where a dispatch mode sees nothing."""
+    """Return the recorders by thread, and hook the calls that a dispatch mode does not see."""
     found: dict[int, Recorder] = {}
 
     def telling(owner: Any, name: str, waits: Callable[..., bool]) -> None:
@@ -132,13 +132,13 @@ def recorders(monkeypatch: pytest.MonkeyPatch) -> dict[int, Recorder]:
             out = original(*args, **kwargs)
             if name == "tensor":
                 return out if waited else mark_local(out)
-            # A copy, so that the tensor of the device is told from that of the host.
+            # A copy, because the tensor of the device must stay unmarked.
             return mark_local(out.clone()) if name == "cpu" else out
 
         monkeypatch.setattr(owner, name, call)
 
     def uploads(*args: Any, device: Any = None, **kwargs: Any) -> bool:
-        # The device that is named may be the host, where the caller has tensors of the host only.
+        # The named device is the host if the caller has tensors of the host only.
         tensors = [x for x in sys._getframe(2).f_locals.values() if isinstance(x, Tensor)]
         return device is not None and not (tensors and all(is_local(x) for x in tensors))
 
@@ -156,7 +156,7 @@ def recorders(monkeypatch: pytest.MonkeyPatch) -> dict[int, Recorder]:
             return grad(*args, **kwargs)
         finally:
             depth[threading.get_ident()] -= 1
-            # A block that is recomputed calls this within backward.
+            # The recomputation of a block calls this function within backward.
             if not depth[threading.get_ident()]:
                 recorder.phase = "norm"
 
@@ -212,7 +212,7 @@ def waits_of_a_step(
     return zf.simulate(2, main)[0]
 
 
-# The host waits once, to read the norm. Which ranks have diverged is told in tensors of the host.
+# The host waits once, to read the norm. The divergence check reads tensors of the host.
 NORM = {"norm": 1}
 STAGES = range(4)
 
@@ -223,7 +223,7 @@ def check(found: dict[str, list[str]], bounds: dict[str, int]) -> None:
         assert len(places) <= bounds.get(phase, 0), (
             f"in phase {phase!r} the host waits for the device at {places}"
         )
-    # The skip test is one: a recorder that sees nothing would find none.
+    # The read of the norm must be found, or the recorder sees nothing.
     assert found["norm"]
 
 
@@ -238,12 +238,12 @@ def test_a_step_waits_for_the_norm(
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_micro_batches_wait_once_too(recorders: dict[int, Recorder], stage: int) -> None:
+def test_a_step_with_micro_batches_waits_once(recorders: dict[int, Recorder], stage: int) -> None:
     check(waits_of_a_step(recorders, stage, num_micro_batches=2), NORM)
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_weighted_mean_waits_for_the_weight(recorders: dict[int, Recorder], stage: int) -> None:
-    # The weight is read in backward, which the device has begun to compute by then.
+    # Backward reads the weight, which the device computes at the end of forward.
     bounds = {"backward": 1, **NORM}
     check(waits_of_a_step(recorders, stage, weighted=True), bounds)

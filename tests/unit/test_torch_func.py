@@ -65,7 +65,7 @@ def run(size: int, form: Any, program: Callable[[zf.Group, Loss, zf.Flat], Any])
 
 @SIZES
 @FORMS
-def test_grad(size: int, form: Any) -> None:
+def test_func_grad_of_a_gathered_loss(size: int, form: Any) -> None:
     def program(group: zf.Group, loss: Loss, flat: zf.Flat) -> Any:
         found, value = grad_and_value(loss)(flat, X)
         assert found.placement is zf.S
@@ -78,7 +78,7 @@ def test_grad(size: int, form: Any) -> None:
 
 @SIZES
 @FORMS
-def test_plain_autograd(size: int, form: Any) -> None:
+def test_plain_autograd_of_a_gathered_loss(size: int, form: Any) -> None:
     """``torch.autograd`` alone, without a transform of zfun, gives buffers their gradients."""
 
     def program(group: zf.Group, loss: Loss, flat: zf.Flat) -> Any:
@@ -92,7 +92,7 @@ def test_plain_autograd(size: int, form: Any) -> None:
 
 @SIZES
 @FORMS
-def test_per_sample_gradients(size: int, form: Any) -> None:
+def test_per_sample_gradients_equal_those_of_one_process(size: int, form: Any) -> None:
     def program(group: zf.Group, loss: Loss, flat: zf.Flat) -> Any:
         per_sample = vmap(grad(loss), in_dims=(None, 0))(flat, X[:, None])
         assert all(buffer.shape[0] == len(X) for buffer in per_sample.buffers)
@@ -119,7 +119,9 @@ def unsharded_hvp() -> Any:
 
 @SIZES
 @FORMS
-def test_hessian_vector_product_forward_over_reverse(size: int, form: Any) -> None:
+def test_hessian_vector_products_forward_over_reverse_equal_those_of_one_process(
+    size: int, form: Any
+) -> None:
     def program(group: zf.Group, loss: Loss, flat: zf.Flat) -> Any:
         tangent = zf.shard(direction(), group, bucket_bytes=300)
         _, product = jvp(lambda p: grad(loss)(p, X), (flat,), (tangent,))  # pyrefly: ignore[bad-unpacking]
@@ -131,7 +133,9 @@ def test_hessian_vector_product_forward_over_reverse(size: int, form: Any) -> No
 
 @SIZES
 @FORMS
-def test_hessian_vector_product_reverse_over_reverse(size: int, form: Any) -> None:
+def test_hessian_vector_products_reverse_over_reverse_equal_those_of_one_process(
+    size: int, form: Any
+) -> None:
     def program(group: zf.Group, loss: Loss, flat: zf.Flat) -> Any:
         tangent = zf.shard(direction(), group, bucket_bytes=300)
 
@@ -150,7 +154,7 @@ def test_hessian_vector_product_reverse_over_reverse(size: int, form: Any) -> No
 
 @SIZES
 @FORMS
-def test_jvp(size: int, form: Any) -> None:
+def test_jvp_equals_that_of_one_process(size: int, form: Any) -> None:
     def program(group: zf.Group, loss: Loss, flat: zf.Flat) -> Any:
         return tuple(
             out * group.size
@@ -173,7 +177,7 @@ def outputs(params: Any, x: Tensor) -> Tensor:
 
 @SIZES
 @pytest.mark.parametrize("sharded", [False, True])
-def test_jacrev_and_vjp(size: int, sharded: bool) -> None:
+def test_jacrev_and_vjp_equal_those_of_one_process(size: int, sharded: bool) -> None:
     expected = jacrev(outputs)(mlp(), X)
     cotangent = torch.arange(1.0, 5.0, dtype=torch.float64)
 
@@ -198,7 +202,7 @@ def test_jacrev_and_vjp(size: int, sharded: bool) -> None:
 
 
 @SIZES
-def test_hessian_of_a_small_model(size: int) -> None:
+def test_the_hessian_of_a_small_model_equals_that_of_one_process(size: int) -> None:
     w = torch.randn(6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
     def cubes(w: Tensor) -> Tensor:
@@ -255,7 +259,7 @@ def test_a_gradient_function_of_the_user_goes_through_the_transforms() -> None:
             )
 
 
-def test_a_user_gradient_with_aux() -> None:
+def test_a_gradient_function_of_the_user_may_return_aux() -> None:
     def main(group: zf.Group) -> Any:
         vg = zf.shard_grads(
             zf.data_parallel(lambda p, x: ((p["w"] * x, "aux"), {"w": x.clone()}), group), group
@@ -264,6 +268,72 @@ def test_a_user_gradient_with_aux() -> None:
         return loss.item(), aux, zf.unshard(grads)["w"].item()
 
     assert zf.simulate(2, main) == [(1.0, "aux", 0.5)] * 2
+
+
+# Transforms inside of the loss.
+
+
+def scalar(p: Any, x: Tensor) -> Tensor:
+    return (torch.tanh(outputs(p, x)) * p["out"].sum()).sum()
+
+
+def squares(value: Any) -> Tensor:
+    return torch.stack([leaf.square().sum() for leaf in tree.leaves(value)]).sum()
+
+
+def adapted(p: Any, x: Tensor) -> Tensor:
+    """One step of gradient descent inside of the loss, as in meta-learning."""
+    slopes = grad(scalar)(p, x[:2])
+    return scalar(tree.map(lambda leaf, slope: leaf - 0.1 * slope, p, slopes), x[2:])
+
+
+def experts(p: Any, x: Tensor) -> Tensor:
+    """A leaf whose first dimension is mapped over."""
+    return vmap(lambda row: torch.sin(row) * x.sum())(p["h"][0]["w"]).sum()
+
+
+INSIDE: dict[str, Loss] = {
+    "a penalty on the gradient": lambda p, x: (
+        scalar(p, x) + squares(grad(lambda x: scalar(p, x))(x))
+    ),
+    "gradients of parameters": lambda p, x: squares(grad(scalar)(p, x)),
+    "gradients by example": lambda p, x: squares(
+        vmap(grad(scalar), in_dims=(None, 0))(p, x[:, None])
+    ),
+    "one step inside": adapted,
+    "a vjp": lambda p, x: squares(vjp(lambda x: outputs(p, x), x)[1](torch.ones(4).double())),
+    "a vjp of parameters": lambda p, x: squares(
+        vjp(lambda p: outputs(p, x), p)[1](torch.ones(4).double())
+    ),
+    "a jacobian": lambda p, x: squares(jacrev(lambda x: outputs(p, x))(x)),
+    "a jvp": lambda p, x: squares(jvp(lambda x: outputs(p, x), (x,), (x + 1,))),
+    "a jvp of parameters": lambda p, x: squares(jvp(lambda p: outputs(p, x), (p,), (p,))),
+    "a hessian": lambda p, x: squares(hessian(lambda x: scalar(p, x))(x[:2])),
+    "a map over examples": lambda p, x: squares(vmap(lambda x: outputs(p, x))(x)),
+    "a map over a leaf": experts,
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+@pytest.mark.parametrize("gathered", [False, True])
+def test_a_transform_inside_of_the_loss(name: str, gathered: bool) -> None:
+    inner = INSIDE[name]
+    loss_fn = (lambda p, x: inner(zf.gather(p), x)) if gathered else inner
+    refused = torch._functorch.eager_transforms.grad_and_value_impl
+
+    def main(group: zf.Group, stage: int) -> Any:
+        z = zf.zero(stage, loss_fn, zf.optim.adamw(0.05), group, bucket_bytes=300)
+        state, losses = z.init(mlp()), []
+        for _ in range(3):
+            state, info = z.step(state, X + group.rank)
+            losses.append(info.loss)
+        return z.params(state), losses
+
+    for size in (1, 2):
+        expected, *others = [run for stage in (0, 3) for run in zf.simulate(size, main, stage)]
+        for found in others:
+            assert_same_bits(found, expected)
+    assert torch._functorch.eager_transforms.grad_and_value_impl is refused
 
 
 # torch.compile.
@@ -282,7 +352,7 @@ def block(layer: Any, x: Tensor) -> Tensor:
 @pytest.mark.timeout(180)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.slow
-def test_a_compiled_block() -> None:
+def test_a_compiled_block_has_equal_bits_at_every_stage() -> None:
     torch.compiler.reset()
     compiled = torch.compile(block, fullgraph=True)
 
@@ -307,8 +377,7 @@ def test_a_compiled_block() -> None:
         return loss, zf.unshard(grads)
 
     close(zf.simulate(1, main, compiled), zf.simulate(1, main, block))
-    # The first stage is the reference, because compiled code may round differently from plain code.
-    # Ranks that are threads must not compile at the same time.
+    # Stage 0 is the reference, because compiled code may round differently from plain code.
     first = zf.simulate(2, trained, 0, lambda layer, x: compiled(zf.gather(layer), x))
     for stage in (1, 2, 3):
         assert_same_bits(
@@ -335,7 +404,7 @@ def trained(group: zf.Group, stage: int, run: Any) -> Any:
 @pytest.mark.parametrize(
     ("size", "stages"),
     [
-        (2, (0, 3)),
+        pytest.param(2, (0, 3), marks=pytest.mark.slow),
         pytest.param(1, (0, 1, 2, 3), marks=pytest.mark.slow),
         pytest.param(2, (1, 2), marks=pytest.mark.slow),
     ],
@@ -351,11 +420,11 @@ def test_a_block_traced_as_one_graph_at_every_stage_and_with_remat(
     store = zf.stores.host()
     forms = {
         "compiled": run,
-        "remat around it": zf.remat(run),
+        "remat around": zf.remat(run),
         "with a policy": zf.remat(run, policy=zf.policies.matmuls),
         "with a store": zf.remat(run, store=store),
         "kept in a store": zf.remat(run, store=store, policy=zf.policies.everything),
-        "remat inside of it": lambda layer, x: inside(zf.gather(layer), x),
+        "remat inside": lambda layer, x: inside(zf.gather(layer), x),
     }
     # Every call has new threads, so guards unrelated to the block may fail and recompile.
     with torch._dynamo.config.patch(recompile_limit=256):
@@ -368,7 +437,7 @@ def test_a_block_traced_as_one_graph_at_every_stage_and_with_remat(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_kernels_give_way_to_the_compiler() -> None:
+def test_inside_compiled_code_the_readable_form_runs() -> None:
     """Under tracing zfun uses torch's operations, because tracing cannot look into Numba code."""
     torch.compiler.reset()
     place = lambda x: ops.ravel([2 * x], [1], 6, dtype=x.dtype, device=x.device)
@@ -389,7 +458,7 @@ def test_remat_inside_of_compiled_code_takes_no_options() -> None:
 @needs_compiler
 @pytest.mark.timeout(180)
 @pytest.mark.filterwarnings("ignore")
-def test_a_compiled_block_without_gather_says_what_to_do() -> None:
+def test_a_compiled_block_without_gather_is_an_error_with_a_remedy() -> None:
     torch.compiler.reset()
     compiled = torch.compile(block, fullgraph=True, backend="eager")
 

@@ -13,7 +13,7 @@ from torch import Tensor
 import zfun as zf
 from tests import models
 from zfun import ops, tree
-from zfun.collectives import barrier, checked, gather_values
+from zfun.collectives import checked, gather_values, single_group
 from zfun.errors import OptionError, ZfunError
 from zfun.testing import assert_same_bits
 
@@ -38,37 +38,41 @@ def test_value_and_grad_is_plain_autograd() -> None:
     assert not any(leaf.requires_grad for leaf in tree.leaves(grads))
 
 
-def test_ranks_that_share_a_gradient_function_do_not_share_tables_of_addresses(
+def test_threads_that_share_a_gradient_function_do_not_share_tables_of_addresses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     vg = zf.value_and_grad(models.mlp_loss)
     batches = models.mlp_batches(1, 2)[0]
     both_know, point_at = threading.Barrier(2, timeout=20.0), ops.AddressTable.point_at
+    plainly = zf.data_parallel(zf.value_and_grad(models.mlp_loss), single_group())
+    expected = [plainly(models.mlp(), batch) for batch in batches]
+    found: dict[int, Any] = {}
 
     def point_and_wait(*args: Any) -> bool:
-        """No rank copies from the addresses before the other rank has written."""
-        found = point_at(*args)
+        """Delay each thread's copy until the other thread has written the addresses."""
+        changed = point_at(*args)
         both_know.wait()
-        return found
+        return changed
 
-    def main(group: zf.Group) -> Any:
-        gradient, own = (
-            zf.data_parallel(fn, group) for fn in (vg, zf.value_and_grad(models.mlp_loss))
-        )
-        expected = own(models.mlp(), batches[group.rank])
-        # From now on there is a table that both could take.
-        gradient(models.mlp(), batches[group.rank])
-        barrier(group)
-        if group.rank == 0:
-            monkeypatch.setattr(ops.AddressTable, "point_at", point_and_wait)
-        barrier(group)
-        return expected, gradient(models.mlp(), batches[group.rank])
+    def main(index: int) -> None:
+        gradient = zf.data_parallel(vg, single_group())
+        # After this call a table exists that both threads could use.
+        gradient(models.mlp(), batches[index])
+        both_know.wait()
+        monkeypatch.setattr(ops.AddressTable, "point_at", point_and_wait)
+        both_know.wait()
+        found[index] = gradient(models.mlp(), batches[index])
 
-    for expected, found in zf.simulate(2, main):
-        assert_same_bits(found, expected)
+    threads = [threading.Thread(target=main, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for index in range(2):
+        assert_same_bits(found[index], expected[index])
 
 
-def test_gradients_are_ones_own() -> None:
+def test_a_later_call_does_not_change_earlier_gradients() -> None:
     vg = zf.value_and_grad(models.mlp_loss)
     _, first = vg(models.mlp(), X)
     kept = tree.map(torch.clone, first)
@@ -83,7 +87,7 @@ def test_parameters_that_require_gradients_are_not_touched() -> None:
     assert_same_bits(grads, plain(models.mlp_loss, models.mlp(), X)[1])
 
 
-def test_it_works_without_grad_mode() -> None:
+def test_value_and_grad_works_without_grad_mode() -> None:
     with torch.no_grad():
         _, grads = zf.value_and_grad(models.mlp_loss)(models.mlp(), X)
         assert not torch.is_grad_enabled()
@@ -91,7 +95,7 @@ def test_it_works_without_grad_mode() -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_aux_comes_back_as_it_is(stage: int) -> None:
+def test_aux_is_returned_unchanged(stage: int) -> None:
     def loss_fn(params: Any, x: Tensor) -> Any:
         return models.mlp_loss(params, x), {
             "rows": len(x),
@@ -132,7 +136,7 @@ def test_tied_leaves_of_a_plain_tree_get_the_sum() -> None:
     assert new["h"][0]["w"] is new["h"][3]["w"]
 
 
-def test_what_is_not_used_has_gradient_zero() -> None:
+def test_an_unused_leaf_has_gradient_zero() -> None:
     params = {**models.mlp(), "unused": torch.ones(3), "empty": torch.zeros(0)}
     _, grads = zf.value_and_grad(models.mlp_loss)(params, X)
     assert_same_bits((grads["unused"], grads["empty"]), (torch.zeros(3), torch.zeros(0)))
@@ -195,7 +199,7 @@ def test_a_sum_starts_inside_backward(transform: Any) -> None:
     events: list[str] = []
 
     def main(group: zf.Group) -> None:
-        class Spy(zf.collectives.Group):
+        class Watched(zf.collectives.Group):
             rank, size = group.rank, group.size
 
             def start(self, call: Any, x: Tensor, out: Any = None) -> Any:
@@ -219,8 +223,10 @@ def test_a_sum_starts_inside_backward(transform: Any) -> None:
                 x = torch.tanh((Mark.apply(x) if i == 1 else x) @ layer["w"] + layer["b"])
             return (x @ params["out"]).pow(2).mean()
 
-        spy = Spy()
-        vg = transform(zf.data_parallel(zf.value_and_grad(loss_fn), spy, bucket_bytes=300), spy)
+        watched = Watched()
+        vg = transform(
+            zf.data_parallel(zf.value_and_grad(loss_fn), watched, bucket_bytes=300), watched
+        )
         vg(models.mlp(), X)
 
     zf.simulate(2, main)
@@ -248,7 +254,7 @@ def test_replicated_gradients_are_the_sum_of_the_terms() -> None:
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
 
 
-def test_gradients_that_are_summed_are_not_summed_again() -> None:
+def test_reduced_gradients_are_not_reduced_again() -> None:
     batches = models.mlp_batches(1, 2)[0]
 
     def main(group: zf.Group) -> None:
@@ -333,7 +339,7 @@ def test_weighted_mean_is_the_mean_over_tokens(
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_weighted_mean_under_zero(stage: int) -> None:
+def test_zero_takes_weighted_means(stage: int) -> None:
     def main(group: zf.Group) -> Any:
         z = zf.zero(stage, token_loss, zf.optim.sgd(1.0), group, num_micro_batches=2)
         state, info = z.step(z.init(W), token_batches(group.size)[group.rank])
@@ -345,7 +351,7 @@ def test_weighted_mean_under_zero(stage: int) -> None:
         torch.testing.assert_close(w - W["w"], -grad, rtol=1e-12, atol=1e-14)
 
 
-def test_weighted_mean_with_a_rank_without_tokens() -> None:
+def test_a_weighted_mean_allows_a_rank_without_tokens() -> None:
     def main(group: zf.Group) -> Any:
         x, mask = token_batches(2)[group.rank]
         loss, grads = zf.data_parallel(zf.value_and_grad(token_loss), group)(

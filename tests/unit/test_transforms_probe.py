@@ -113,7 +113,9 @@ def newton_schulz(g: Tensor, p: Tensor) -> Tensor:
         ),
     ],
 )
-def test_others_are_refused_with_a_reason(optimizer: optim.Optimizer, message: str) -> None:
+def test_optimizers_that_are_not_elementwise_are_refused_with_a_reason(
+    optimizer: optim.Optimizer, message: str
+) -> None:
     for _ in range(2):
         with pytest.raises(NotElementwiseError, match=message):
             probe(optimizer)
@@ -158,13 +160,13 @@ def test_a_sharded_optimizer_is_not_probed_again() -> None:
         lambda bad: optim.with_master(optim.masked(bad, lambda path, leaf: leaf.ndim == 2)),
     ],
 )
-def test_every_part_is_probed(made_of: Any) -> None:
+def test_every_part_of_a_chain_is_probed(made_of: Any) -> None:
     probe(made_of(optim.adamw(0.1)))
     with pytest.raises(NotElementwiseError, match="changed by"):
         probe(made_of(stateless(lambda g, p: -0.1 * (g - g.mean()))))
 
 
-def test_the_probe_has_numbers_under_fake_tensors() -> None:
+def test_the_probe_uses_real_numbers_under_fake_tensors() -> None:
     with FakeTensorMode():
         probe(optim.adamw(0.123))
         with pytest.raises(NotElementwiseError, match="changed by"):

@@ -57,14 +57,14 @@ def blocks(params: Any, x: Tensor, use_reentrant: bool | None) -> Tensor:
 
 
 @SIZES
-def test_activation_checkpointing(size: int) -> None:
+def test_activation_checkpointing_changes_no_bit(size: int) -> None:
     expected = gradients(size, lambda p, x: blocks(p, x, None), sharded=False)
     for calls in (1, 2, 3):
         assert_same_bits(gradients(size, lambda p, x: blocks(p, x, False), calls=calls), expected)
 
 
 @SIZES
-def test_nested_checkpoints(size: int) -> None:
+def test_nested_checkpoints_change_no_bit(size: int) -> None:
     def loss_fn(params: Any, x: Tensor) -> Tensor:
         whole = lambda x: blocks(params, x, False)
         return checkpoint(whole, x, use_reentrant=False)
@@ -174,11 +174,11 @@ class _Cube(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("use", list(USES))
-def test_any_use_of_a_leaf(use: str) -> None:
+def test_any_use_of_a_leaf_equals_the_unsharded_use(use: str) -> None:
     same_as_unsharded(3, USES[use])
 
 
-def test_a_module_by_functional_call() -> None:
+def test_a_module_runs_by_functional_call() -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         net = torch.nn.Sequential(
@@ -261,7 +261,7 @@ def test_aux_of_lazy_leaves_must_be_cloned() -> None:
     assert_same_bits(zf.simulate(2, main), [models.mlp()["out"]] * 2)
 
 
-def test_two_models_in_one_loop() -> None:
+def test_two_models_may_train_in_one_loop() -> None:
     """A loss over two trees that are trained by turns, as in a GAN: each has a transform, and
     closes over the other's values.
     """
@@ -391,8 +391,8 @@ def test_prefetch_changes_no_bit_and_no_byte(prefetch: int) -> None:
     assert all(change.abs().max() > 1e-3 for change in changes)
 
 
-def test_prefetch_is_a_number_of_buckets() -> None:
-    with pytest.raises(zf.errors.OptionError, match="prefetch is a number of buckets; got -1"):
+def test_a_negative_prefetch_is_refused() -> None:
+    with pytest.raises(zf.errors.OptionError, match=r"an integer of at least 0, .*; got -1"):
         zf.simulate(
             1,
             lambda group: zf.shard_params(
@@ -403,7 +403,7 @@ def test_prefetch_is_a_number_of_buckets() -> None:
 
 @pytest.mark.parametrize("when", ["forward", "backward"])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_loss_must_not_write_to_its_parameters(stage: int, when: str) -> None:
+def test_a_loss_must_not_write_to_parameters(stage: int, when: str) -> None:
     def loss_fn(params: Any, x: Tensor) -> Tensor:
         def write(grad: Tensor | None = None) -> None:
             with torch.no_grad():
@@ -427,7 +427,7 @@ def test_a_loss_must_not_write_to_its_parameters(stage: int, when: str) -> None:
         zf.simulate(2, main)
 
 
-def test_what_stays_gathered_is_of_these_buffers() -> None:
+def test_persistent_buckets_are_gathered_again_for_other_buffers() -> None:
     def main(group: zf.Group) -> list[float]:
         loss = zf.shard_params(
             lambda p, x: (p["w"] * x).sum(), group, schedule=zf.ScheduleOptions(persistence=1 << 20)
@@ -444,8 +444,8 @@ def test_what_stays_gathered_is_of_these_buffers() -> None:
     assert zf.simulate(2, main) == [[64.0, 64.0, 128.0]] * 2
 
 
-def test_a_shard_that_is_a_part_of_something_is_copied() -> None:
-    """Offsets of leaves count from the begin of the storage."""
+def test_a_shard_that_is_part_of_a_larger_tensor_is_copied() -> None:
+    """Offsets of leaves count from the beginning of the storage."""
 
     def main(group: zf.Group) -> float:
         params = zf.shard({"w": torch.arange(64.0), "v": torch.arange(64.0)}, group)
@@ -459,7 +459,7 @@ def test_a_shard_that_is_a_part_of_something_is_copied() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_alone_a_rank_keeps_what_it_has(size: int) -> None:
+def test_one_rank_alone_gathers_nothing_twice(size: int) -> None:
     """On one rank the gathered bucket is the shard: autograd may keep the views, and no regather
     follows.
     """
@@ -490,7 +490,7 @@ def test_alone_a_rank_keeps_what_it_has(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_alone_a_rank_gives_the_loss_what_it_has(size: int) -> None:
+def test_one_rank_alone_gives_the_loss_plain_tensors(size: int) -> None:
     """From the second step on, because the first step learns the order of use."""
 
     def main(group: zf.Group) -> list[set[type]]:
@@ -522,8 +522,10 @@ def test_alone_a_rank_gives_the_loss_what_it_has(size: int) -> None:
 
 
 @SIZES
-def test_without_torchs_own_way_to_make_a_view(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The function is private: zfun also runs on a torch without this function."""
+def test_steps_work_without_the_private_view_function_of_torch(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """zfun also runs on a torch without this private function."""
 
     def main(group: zf.Group) -> list[Any]:
         zero = zf.zero(3, models.mlp_loss, zf.optim.adamw(0.1), group, bucket_bytes=1000)
@@ -563,8 +565,8 @@ def test_a_function_of_two_sharded_losses_has_their_gradient(size: int) -> None:
 
 
 @SIZES
-def test_a_loss_called_with_other_parameters_is_no_part_of_the_call(size: int) -> None:
-    """A teacher whose loss runs inside the loss of a student neither gets nor takes gradients."""
+def test_a_loss_called_with_other_parameters_is_independent_of_the_call(size: int) -> None:
+    """A teacher whose loss runs inside a student's loss neither gives nor receives gradients."""
 
     def main(group: zf.Group) -> Any:
         fn = lambda p, x: blocks(p, x, None)
@@ -603,7 +605,7 @@ def test_a_loss_called_with_other_parameters_is_no_part_of_the_call(size: int) -
         assert_same_bits(found, expected)
 
 
-def test_a_flat_does_not_change() -> None:
+def test_a_flat_is_immutable() -> None:
     def main(group: zf.Group) -> None:
         params = zf.shard({"w": torch.ones(4)}, group)
         with pytest.raises(

@@ -1,4 +1,4 @@
-"""The counter of words reads prose, and nothing else."""
+"""The counter of words reads prose only."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ what = it
         ("a.md", MARKDOWN, {"what": 1, "it/its/they/them": 1}),
     ],
 )
-def test_code_is_no_prose(name: str, text: str, counts: dict[str, int], tmp_path: Path) -> None:
+def test_code_does_not_count_as_prose(
+    name: str, text: str, counts: dict[str, int], tmp_path: Path
+) -> None:
     (tmp_path / name).write_text(text)
     assert dict(words.count(tmp_path / name).counts) == counts
 

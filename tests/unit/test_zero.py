@@ -19,7 +19,7 @@ PLACEMENTS = {0: (zf.R, zf.R), 1: (zf.R, zf.S), 2: (zf.R, zf.S), 3: (zf.S, zf.S)
 
 
 @EACH_STAGE
-def test_placements_of_a_stage(stage: int) -> None:
+def test_each_stage_has_the_documented_placements(stage: int) -> None:
     def main(group: zf.Group) -> None:
         z = zf.zero(stage, models.mlp_loss, optim.adamw(0.1), group, bucket_bytes=300)
         state = z.init(models.mlp())
@@ -33,7 +33,7 @@ def test_placements_of_a_stage(stage: int) -> None:
 
 
 @EACH_STAGE
-def test_bytes_of_the_state(stage: int) -> None:
+def test_the_state_has_the_documented_bytes(stage: int) -> None:
     size = 4
 
     def main(group: zf.Group) -> None:
@@ -48,7 +48,7 @@ def test_bytes_of_the_state(stage: int) -> None:
 
 
 @EACH_STAGE
-def test_what_a_step_says(stage: int) -> None:
+def test_step_info_has_the_loss_norm_and_skipped_steps(stage: int) -> None:
     size = 3
     batches = models.mlp_batches(1, size)[0]
     loss, grads = reference.gradients(
@@ -81,7 +81,7 @@ def test_what_a_step_says(stage: int) -> None:
 
 @EACH_STAGE
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_it_trains_as_torch_does(stage: int, size: int) -> None:
+def test_every_stage_trains_as_torch_does(stage: int, size: int) -> None:
     leaves, spec = tree.flatten(models.mlp())
     plain = [leaf.clone().requires_grad_() for leaf in leaves]
     optimizer = torch.optim.AdamW(plain, lr=0.05, weight_decay=0.1, eps=1e-4)
@@ -116,7 +116,7 @@ def test_it_trains_as_torch_does(stage: int, size: int) -> None:
 
 
 @EACH_STAGE
-def test_params_are_whole_and_ones_own(stage: int) -> None:
+def test_params_returns_whole_new_leaves(stage: int) -> None:
     def main(group: zf.Group) -> None:
         z = zf.zero(stage, models.mlp_loss, optim.sgd(0.1), group)
         state = z.init(models.mlp())
@@ -136,7 +136,7 @@ def test_donation_reuses_memory(stage: int) -> None:
         batch = models.mlp_batches(1, group.size)[0][group.rank]
         state, _ = z.step(state, batch)
         before = [addresses(state.opt_state), addresses(state.params)]
-        kept = state  # so that nobody else gets the same memory by chance
+        kept = state  # so that no other tensor gets the same memory by chance
         state, _ = z.step(state, batch)
         del kept
         return tuple(
@@ -167,7 +167,7 @@ def test_donation_reuses_memory(stage: int) -> None:
     ],
     ids=["a tensor", "a list", "nodes of the user"],
 )
-def test_any_tree(stage: int, params: Any) -> None:
+def test_any_tree_trains(stage: int, params: Any) -> None:
     def main(group: zf.Group) -> Any:
         z = zf.zero(stage, models.tree_loss, optim.sgd(0.1), group)
         state, _ = z.step(z.init(params), torch.ones(2))
@@ -224,7 +224,7 @@ def test_a_scheduled_rate_does_not_count_skipped_steps(stage: int) -> None:
     assert [steps for _, steps in with_skip + without] == [4, 4, 3, 3]
 
 
-def test_two_runs_in_one_loop_do_not_meet() -> None:
+def test_two_runs_in_one_loop_are_independent() -> None:
     def main(group: zf.Group, together: bool) -> Any:
         zs = [
             zf.zero(stage, models.mlp_loss, optim.adamw(0.1), group, bucket_bytes=300)
@@ -301,28 +301,28 @@ def test_ranks_beyond_the_elements_take_part(stage: int) -> None:
 
 
 def counting(plain: zf.Group, waits: list[int]) -> zf.Group:
-    """A group that notes for how many tensors each wait for readers is."""
+    """Return a group that records the number of tensors of each wait for readers."""
     group = record(plain)
     vars(group)["await_readers"] = lambda tensors: waits.append(len(tensors))
     return group
 
 
 @pytest.mark.parametrize(
-    "door", [zf.apply, lambda optimizer, *args, **kw: optimizer.apply(*args, **kw)]
+    "apply", [zf.apply, lambda optimizer, *args, **kw: optimizer.apply(*args, **kw)]
 )
 @pytest.mark.parametrize(
     "wrap", [lambda x: x, lambda x: optim.chain(optim.clip_by_global_norm(1.0), x)]
 )
-def test_a_donated_update_waits_once_for_the_readers_of_each_shard(door: Any, wrap: Any) -> None:
+def test_a_donated_update_waits_once_for_the_readers_of_each_shard(apply: Any, wrap: Any) -> None:
     def main(plain: zf.Group) -> None:
         waits: list[int] = []
         group = counting(plain, waits)
         params = zf.shard(models.mlp(), group, bucket_bytes=300)
         optimizer = wrap(zf.shard_optimizer(optim.adamw(0.1), group))
         grads = params.with_buffers(torch.ones_like(shard) for shard in params.buffers)
-        params, state = door(optimizer, grads, optimizer.init(params), params)
+        params, state = apply(optimizer, grads, optimizer.init(params), params)
         assert not waits
-        params, _ = door(optimizer, grads, state, params, donate=True)
+        params, _ = apply(optimizer, grads, state, params, donate=True)
         assert waits == [len(params.buffers)]
 
     zf.simulate(2, main)

@@ -1,0 +1,173 @@
+"""Lightning on two processes: plain torch on the joined batch is the oracle."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed import processes
+from zfun.collectives import Group, Workers
+from zfun.testing import assert_same_bits
+
+pytest.importorskip("lightning")
+pytest.importorskip("transformers")
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+]
+ROOT = Path(__file__).parents[2]
+STAGES = ["zfun_stage_1", "zfun_stage_2", "zfun_stage_3", "zfun_stage_3_offload"]
+
+
+def call(group: Group, name: str, *args: Any) -> Any:
+    """Call a function of ``tests.lightnings``, which only the ranks import."""
+    from tests import lightnings
+
+    return getattr(lightnings, name)(group, *args)
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Workers]:
+    with processes(2, timeout_s=250.0) as held:
+        yield held
+
+
+@pytest.fixture(scope="module")
+def fits(workers: Workers, tmp_path_factory: Any) -> dict[str, tuple[list[Any], str]]:
+    """The results of the ranks under each strategy, and the folder of the checkpoints."""
+    found = {}
+    for name in STAGES:
+        folder = str(tmp_path_factory.mktemp(name))
+        found[name] = workers.run(call, "fit", name, folder), folder
+    return found
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def settled(params: dict[str, Any]) -> dict[str, Any]:
+    """Leave out biases of GPT-2's keys, whose gradients are rounding errors that Adam enlarges."""
+    return {path: leaf for path, leaf in params.items() if not path.endswith("c_attn.bias")}
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", STAGES)
+def test_a_fit_is_that_of_plain_torch_on_the_joined_batch(name: str, fits: Any) -> None:
+    from tests import lightnings
+
+    ranks, _ = fits[name]
+    expected = lightnings.in_torch(2)
+    close = {"rtol": 0.0, "atol": 1e-5}
+    losses = [sum(pair) / 2 for pair in zip(*(rank["losses"] for rank in ranks), strict=True)]
+    assert len(ranks[0]["norms"]) == lightnings.STEPS
+    torch.testing.assert_close(losses, expected["losses"], **close)
+    for rank in ranks:
+        torch.testing.assert_close(rank["rates"], expected["rates"], **close)
+        torch.testing.assert_close(rank["norms"], expected["norms"], **close)
+        torch.testing.assert_close(
+            settled(rank["params"]), settled(expected["params"]), rtol=0.0, atol=1e-4
+        )
+
+
+@pytest.mark.parametrize("name", STAGES[1:])
+def test_the_stages_have_the_same_bits(name: str, fits: Any) -> None:
+    assert_same_bits(fits[name][0], fits["zfun_stage_1"][0])
+
+
+@pytest.mark.parametrize("name", ["zfun_stage_2", "zfun_stage_3_offload"])
+def test_resuming_in_the_middle_has_the_same_bits(
+    name: str, fits: Any, workers: Workers, tmp_path: Path
+) -> None:
+    from tests import lightnings
+
+    whole, folder = fits[name]
+    middle = f"{folder}/epoch=0.ckpt"
+    found = workers.run(call, "fit", name, str(tmp_path), lightnings.STEPS, middle)
+    for rank, other in zip(found, whole, strict=True):
+        half = len(other["losses"]) // 2
+        assert rank["count"] == half
+        assert rank["losses"] == other["losses"][half:]
+        assert rank["norms"] == other["norms"][half // lightnings.ACCUMULATE :]
+        assert_same_bits(rank["params"], other["params"])
+
+
+def test_a_collated_checkpoint_loads_in_plain_lightning(fits: Any, tmp_path: Path) -> None:
+    from tests import lightnings
+    from zfun.interop.lightning import collate
+
+    ranks, folder = fits["zfun_stage_3"]
+    file = collate(f"{folder}/epoch=1.ckpt", tmp_path / "model.ckpt")
+    model = lightnings.Gpt2.load_from_checkpoint(file)
+    assert_same_bits(dict(model.state_dict()), ranks[0]["params"])
+
+
+def test_an_evaluation_of_a_checkpoint(fits: Any, workers: Workers, tmp_path: Path) -> None:
+    from tests import lightnings
+
+    ranks, folder = fits["zfun_stage_3"]
+    path = f"{folder}/epoch=1.ckpt"
+    found = workers.run(call, "evaluated", "zfun_stage_3", str(tmp_path), path)
+    model = lightnings.Gpt2()
+    model.load_state_dict(ranks[0]["params"])
+    tokens = lightnings.lines(2, 2)
+    with torch.no_grad():
+        expected = float(model.net(input_ids=tokens, labels=tokens).loss)
+        predicted = model.net(input_ids=tokens).logits.argmax(-1)
+    for number, rank in enumerate(found):
+        assert rank["val_loss"] == pytest.approx(expected, abs=1e-5)
+        assert rank["test_loss"] == pytest.approx(expected, abs=1e-5)
+        assert torch.equal(torch.cat(rank["predicted"]), predicted[number::2])
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_manual_optimization_with_two_optimizers(workers: Workers, tmp_path: Path) -> None:
+    from tests import lightnings
+
+    expected = lightnings.gan_in_torch(2)
+    runs = {
+        name: workers.run(call, "fit_gan", name, str(tmp_path / name))
+        for name in ("zfun_stage_1", "zfun_stage_3")
+    }
+    assert_same_bits(runs["zfun_stage_1"], runs["zfun_stage_3"])
+    first, second = runs["zfun_stage_3"]
+    losses = [sum(pair) / 2 for pair in zip(first["losses"], second["losses"], strict=True)]
+    torch.testing.assert_close(losses, expected["losses"], rtol=0.0, atol=1e-5)
+    torch.testing.assert_close(first["params"], expected["params"], rtol=0.0, atol=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-true"])
+def test_narrow_precisions_train(precision: str, workers: Workers, tmp_path: Path) -> None:
+    args = ("zfun_stage_3", str(tmp_path), 8, None, 0, precision)
+    found = workers.run(call, "fit", *args)
+    assert found[0]["losses"][-1] < found[0]["losses"][0]
+    assert_same_bits(found[0]["params"], found[1]["params"])
+    assert found[0]["params"]["net.transformer.wte.weight"].dtype is torch.float32
+
+
+def test_the_example_is_a_program(tmp_path: Path) -> None:
+    program = str(ROOT / "examples" / "lightning_fit.py")
+    done = subprocess.run(
+        [sys.executable, program, "--devices", "2", "--lines", "32", "--out", str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "val_loss" in done.stdout
+    assert "parameters in model.ckpt" in done.stdout

@@ -1,0 +1,259 @@
+"""LightningModules and trainers for tests of ``zfun.interop.lightning``, and plain torch beside."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import zfun.interop.lightning  # noqa: F401, registers the strategies
+from zfun.collectives import Group
+
+LENGTH, BATCH, ACCUMULATE, STEPS, WARM_UP, CLIP = 12, 2, 2, 20, 6, 0.6
+VOCAB = 41
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "n_positions": LENGTH, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    dropout = dict.fromkeys(["resid_pdrop", "embd_pdrop", "attn_pdrop"], 0.0)
+    return GPT2LMHeadModel(
+        GPT2Config(**sizes, **dropout, bos_token_id=0, eos_token_id=0, use_cache=False)
+    )
+
+
+def lines(num_ranks: int, num_steps: int = STEPS) -> Tensor:
+    """The tokens of all steps, in the order in which ranks take them."""
+    generator = torch.Generator().manual_seed(1)
+    shape = (num_ranks * BATCH * ACCUMULATE * num_steps, LENGTH)
+    return torch.randint(VOCAB, shape, generator=generator)
+
+
+class Gpt2(L.LightningModule):
+    """A GPT-2 with AdamW in two param groups and a warm-up."""
+
+    def __init__(self, learning_rate: float = 3e-3) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.learning_rate = learning_rate
+        self.net = gpt2()
+        self.losses: list[float] = []
+        self.count = 0
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        loss = self.net(input_ids=batch[0], labels=batch[0]).loss
+        self.log("loss", loss)
+        self.losses.append(float(loss.detach()))
+        self.count += 1
+        return {"loss": loss, "index": batch_idx}
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.net(input_ids=batch[0], labels=batch[0]).loss, sync_dist=True)
+
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("test_loss", self.net(input_ids=batch[0], labels=batch[0]).loss, sync_dist=True)
+
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.net(input_ids=batch[0]).logits.argmax(-1)
+
+    def configure_optimizers(self) -> Any:
+        optimizer, warm_up = optimizer_of(self.net, self.learning_rate)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": warm_up, "interval": "step"},
+        }
+
+
+def optimizer_of(net: nn.Module, learning_rate: float) -> Any:
+    matrices = [param for param in net.parameters() if param.ndim > 1]
+    vectors = [param for param in net.parameters() if param.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, learning_rate)
+    warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=WARM_UP)
+    return optimizer, warm_up
+
+
+class Steps(Callback):
+    """Notes learning rates and norms of gradients."""
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+        self.norms: list[float] = []
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.rates.append(optimizer.param_groups[0]["lr"])
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if len(self.rates) > len(self.norms):
+            self.norms.append(float(trainer.strategy.last_step.grad_norm))
+
+
+def trainer_of(strategy: Any, size: int, folder: str | Path, **options: Any) -> L.Trainer:
+    quiet = dict.fromkeys(["enable_progress_bar", "enable_model_summary"], False)
+    defaults = {"max_epochs": 1, "num_sanity_val_steps": 0, "use_distributed_sampler": False}
+    return L.Trainer(
+        accelerator="cpu",
+        devices=size,
+        strategy=strategy,
+        default_root_dir=folder,
+        **{"logger": False, **defaults, **quiet, **options},
+    )
+
+
+def as_rank(group: Group) -> None:
+    """Let Lightning take this process for a rank that was started already."""
+    os.environ["LOCAL_RANK"] = str(group.rank)
+    os.environ["NODE_RANK"] = "0"
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+
+
+def fit(
+    group: Group,
+    strategy: Any,
+    folder: str,
+    num_steps: int = STEPS,
+    resume: str | None = None,
+    stop: int = 0,
+    precision: str = "32-true",
+) -> dict[str, Any]:
+    """Fit a GPT-2 in two epochs of half of the steps; return what a run can be compared by."""
+    as_rank(group)
+    data = loader(TensorDataset(lines(group.size, num_steps // 2)), group, BATCH)
+    steps, model = Steps(), Gpt2()
+    checkpoints = ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1)
+    trainer = trainer_of(
+        strategy,
+        group.size,
+        folder,
+        max_epochs=stop or 2,
+        accumulate_grad_batches=ACCUMULATE,
+        gradient_clip_val=CLIP,
+        callbacks=[steps, checkpoints],
+        precision=precision,
+    )
+    trainer.fit(model, data, ckpt_path=resume)
+    return {
+        "losses": model.losses,
+        "rates": steps.rates,
+        "norms": steps.norms,
+        "count": model.count,
+        "params": {name: x.detach().clone() for name, x in model.state_dict().items()},
+    }
+
+
+def in_torch(size: int, num_steps: int = STEPS) -> dict[str, Any]:
+    """The same in plain torch, on the joined batches."""
+    net = gpt2()
+    optimizer, warm_up = optimizer_of(net, 3e-3)
+    found: dict[str, Any] = {"losses": [], "rates": [], "norms": []}
+    data = lines(size, num_steps // 2)
+    for _ in range(2):
+        for micro in data.chunk(num_steps // 2):
+            optimizer.zero_grad()
+            for tokens in micro.chunk(ACCUMULATE):
+                loss = net(input_ids=tokens, labels=tokens).loss
+                (loss / ACCUMULATE).backward()
+                found["losses"].append(float(loss.detach()))
+            norm = torch.nn.utils.clip_grad_norm_(net.parameters(), CLIP)
+            found["rates"].append(optimizer.param_groups[0]["lr"])
+            found["norms"].append(float(norm))
+            optimizer.step()
+            warm_up.step()
+    return {**found, "params": {f"net.{name}": x for name, x in net.state_dict().items()}}
+
+
+class Gan(L.LightningModule):
+    """Two optimizers in manual optimization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        torch.manual_seed(0)
+        self.generator = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        self.discriminator = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.losses: list[float] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        real, noise = batch
+        g_optimizer, d_optimizer = self.optimizers()
+        self.toggle_optimizer(d_optimizer)
+        fake = self.generator(noise).detach()
+        loss = F.softplus(-self.discriminator(real)) + F.softplus(self.discriminator(fake))
+        d_optimizer.zero_grad()
+        self.manual_backward(loss.mean())
+        d_optimizer.step()
+        self.untoggle_optimizer(d_optimizer)
+        g_loss = F.softplus(-self.discriminator(self.generator(noise))).mean()
+        g_optimizer.zero_grad()
+        self.manual_backward(g_loss)
+        self.clip_gradients(g_optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+        g_optimizer.step()
+        self.losses += [float(x.detach()) for x in (loss.mean(), g_loss)]
+
+    def configure_optimizers(self) -> Any:
+        return [
+            torch.optim.Adam(self.generator.parameters(), 1e-2, betas=(0.5, 0.999)),
+            torch.optim.SGD(self.discriminator.parameters(), 1e-1, momentum=0.9),
+        ], []
+
+
+def loader(data: TensorDataset, group: Group, batch_size: int) -> DataLoader[Any]:
+    """The data of a rank, in order."""
+    sampler = DistributedSampler(data, group.size, group.rank, shuffle=False)
+    return DataLoader(data, batch_size=batch_size, sampler=sampler)
+
+
+def gan_data(size: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(3)
+    shape = (size * 4 * 6,)
+    return TensorDataset(
+        torch.randn(*shape, 2, generator=generator), torch.randn(*shape, 4, generator=generator)
+    )
+
+
+def fit_gan(group: Group, strategy: Any, folder: str) -> dict[str, Any]:
+    as_rank(group)
+    model = Gan()
+    trainer = trainer_of(strategy, group.size, folder, enable_checkpointing=False)
+    trainer.fit(model, loader(gan_data(group.size), group, 4))
+    return {"losses": model.losses, "params": dict(model.state_dict())}
+
+
+def gan_in_torch(size: int) -> dict[str, Any]:
+    model, losses = Gan(), []
+    (g_optimizer, d_optimizer), _ = model.configure_optimizers()
+    for real, noise in DataLoader(gan_data(size), batch_size=4 * size):
+        fake = model.generator(noise).detach()
+        loss = F.softplus(-model.discriminator(real)) + F.softplus(model.discriminator(fake))
+        d_optimizer.zero_grad()
+        loss.mean().backward()
+        d_optimizer.step()
+        g_loss = F.softplus(-model.discriminator(model.generator(noise))).mean()
+        g_optimizer.zero_grad()
+        g_loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.generator.parameters(), 0.1)
+        g_optimizer.step()
+        losses += [float(x.detach()) for x in (loss.mean(), g_loss)]
+    return {"losses": losses, "params": dict(model.state_dict())}
+
+
+def evaluated(group: Group, strategy: Any, folder: str, path: str) -> dict[str, Any]:
+    """Validate, test and predict with the parameters of a checkpoint."""
+    as_rank(group)
+    data = loader(TensorDataset(lines(group.size, 2)), group, BATCH)
+    trainer = trainer_of(strategy, group.size, folder)
+    [validated] = trainer.validate(Gpt2(), data, ckpt_path=path, verbose=False)
+    [tested] = trainer.test(Gpt2(), data, ckpt_path=path, verbose=False)
+    predicted = trainer.predict(Gpt2(), data, ckpt_path=path)
+    return {**validated, **tested, "predicted": predicted}
