@@ -2,10 +2,10 @@
 
     python benchmarks/cold_start.py
 
-Each run trains a toy model for two steps (stage 3, AdamW, two ranks), in processes of its own, with
-an empty folder for Numba's machine code: once with ranks as threads, once with ranks as processes,
-and once more over the folder that the processes filled. A line has the seconds that the slowest
-process compiled, loaded or waited for kernels, and the wall time of its two steps.
+Each run trains a toy model for two steps (stage 3, AdamW, two ranks), in new processes, with an
+empty folder for Numba's machine code: once with ranks as threads, once with ranks as processes, and
+once more over the folder that the processes filled. A line has the seconds that the slowest process
+compiled, loaded or waited for kernels, and the wall time of the two steps of that process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import zfun as zf
 
 
 def train(group: zf.Group) -> tuple[float, dict[str, float]]:
-    """Take two steps; return their wall time and the seconds that each kernel was compiled for."""
+    """Take two steps; return the wall time and the seconds that each kernel was compiled for."""
     from zfun.ops import numba
 
     generator = torch.Generator().manual_seed(0)

@@ -3,10 +3,11 @@
     python benchmarks/collectives.py --ranks 2 --rounds 7
 
 ``bytes`` are those of a rank's input or output, the larger of the two, in float32. In each round
-every contender runs in turn on all ranks at once, ``memcpy`` (every rank copies that many bytes
-within its own memory) among them, so that a slow moment of the machine hits all of them. A time is
-that of the slowest rank. ``symmetric`` is shared memory with an input that ``group.allocate`` made,
-which is not copied. Results are compared with each other before anything is timed.
+every contender runs in turn on all ranks at once, so that a slow moment of the machine hits all
+contenders. One of these is ``memcpy``: every rank copies the same number of bytes within private
+memory. A time is that of the slowest rank. ``symmetric`` is shared memory with an input that
+``group.allocate`` made, which is not copied. Results are compared with each other before anything
+is timed.
 """
 
 from __future__ import annotations
@@ -130,8 +131,8 @@ def measure(
         for kind in kinds:
             for nbytes in sizes:
                 runs = contenders(ops(direct.size)[kind], nbytes, shared, direct)
-                # The first rounds warm up, and find how often a call must be repeated to take a
-                # while; ranks must agree on that.
+                # The first rounds warm up, and find how often a call must be repeated to take long
+                # enough to measure; ranks must agree on that number.
                 once = {
                     name: min(time_of(run, 1, shared) for _ in range(2))
                     for name, run in runs.items()

@@ -3,7 +3,7 @@
     python benchmarks/compile.py --preset small --stage 3 --rounds 6
 
 One rank and one thread. Every contender has the same weights, data and optimizer; in each round
-each takes a few steps in turn, so that a slow moment of the machine hits all of them. The loss
+each takes a few steps in turn, so that a slow moment of the machine hits all contenders. The loss
 curves must agree to rounding, or the script fails.
 """
 
@@ -28,7 +28,7 @@ from benchmarks import pages
 
 
 class Sizes(NamedTuple):
-    """Of a stack of blocks: width, number of blocks, examples, their length, heads."""
+    """The sizes of a stack of blocks: width, number of blocks, examples, sequence length, heads."""
 
     width: int
     num_layers: int

@@ -1,4 +1,4 @@
-"""The models that ``step.py`` trains, and one function per contender, as users would write it."""
+"""The models that ``step.py`` trains, and one function per contender, as a user writes one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LEARNING_RATE = 3e-4
 
 
 class Many(nn.Module):
-    """502 tiny tensors, which show the cost of a step beside arithmetic."""
+    """502 tiny tensors, which show the fixed cost of a step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ def adamw(params: Any) -> torch.optim.AdamW:
 def torch_step(
     module: nn.Module, optimizer: torch.optim.Optimizer, setting: Setting, *, autocast: bool = True
 ) -> Step:
-    """The loop of torch's users; in bfloat16 by autocast, unless the module does that."""
+    """The usual training loop of torch; in bfloat16 by autocast, unless the module casts itself."""
 
     def step(batch: Any) -> Tensor:
         with setting.autocast() if autocast else contextlib.nullcontext():
@@ -144,7 +144,7 @@ def plain(setting: Setting) -> Step:
 
 
 def functional(setting: Setting) -> Step:
-    """The same with ``functional_call``: the cost of a pure loss without zfun."""
+    """The same loop with ``functional_call``: the cost of a pure loss without zfun."""
     params = {
         name: weight.detach().requires_grad_() for name, weight in setting.module.named_parameters()
     }
@@ -199,7 +199,7 @@ def fsdp2(setting: Setting) -> Step:
 def zfun_stage(stage: int) -> Callable[[Setting], Step]:
     def make(setting: Setting) -> Step:
         params = {name: weight.detach() for name, weight in setting.module.named_parameters()}
-        # The module only says how to compute: the numbers are in params.
+        # The module defines the computation only: the numbers are in ``params``.
         skeleton = setting.module.to("meta")
 
         def loss_fn(params: Any, batch: Any) -> Tensor:

@@ -109,8 +109,8 @@ def waits_section(figures: Any, output: str) -> str:
 
 
 def tests_command() -> list[str]:
-    # Without pytest-timeout its setting in pyproject.toml is unknown, and strictness would end the
-    # run.
+    # Without pytest-timeout the ``timeout`` setting of pyproject.toml is unknown, and strict pytest
+    # would end the run.
     lenient = (
         []
         if importlib.util.find_spec("pytest_timeout")
@@ -206,13 +206,13 @@ def run(part: Part, folder: Path, *, dry_run: bool) -> Outcome:
 
 
 def environment(device: str) -> str:
-    from benchmarks.pages import commit, told
+    from benchmarks.pages import commit, output_of
 
     if device == "cpu":
         hardware = f"a dry run on the CPU ({platform.machine()}): no figure below means anything"
     else:
         gpu = torch.cuda.get_device_properties(0)
-        driver = told(
+        driver = output_of(
             "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
         ).splitlines()
         hardware = (

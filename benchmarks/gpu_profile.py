@@ -45,7 +45,7 @@ Rows = list[dict[str, Any]]
 
 
 class Phases:
-    """The phase that a step is in, also as marks in the profile."""
+    """The phase of the current step, also marked in the profile."""
 
     def __init__(self) -> None:
         self.now = ""
@@ -173,7 +173,7 @@ def profiled(
         elif event.name in SYNCHRONISATIONS:
             counts[phase] += 1
     span = max(e.time_range.end for e in on_host) - begin["before"]
-    # The one at the end of the step is this function's own.
+    # The synchronisation at the end of the step belongs to this function.
     counts["update"] -= device == "cuda"
     return counts, {
         "kernels": len(kernels),

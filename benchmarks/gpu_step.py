@@ -4,11 +4,11 @@
     python benchmarks/gpu_step.py --preset many --trace traces    # profiles, for chrome://tracing
     python benchmarks/gpu_step.py --device cpu --preset tiny --rounds 1    # to see that it runs
 
-The contenders take their steps in interleaved rounds. One rank has nobody to communicate with. So
-the time that a contender takes beyond plain torch's, for the same arithmetic, is overhead of the
-contender: ``own us`` for each step, and for each tensor. ``issue us`` is how long the host is busy
-with a step until the host could issue the next, without waiting for the device at the end. Each
-contender has the same weights, data and AdamW; the loss curves must agree, or the script fails.
+The contenders take their steps in interleaved rounds. One rank sends nothing, so the time that a
+contender takes beyond plain torch's, for the same arithmetic, is overhead of the contender: ``own
+us`` for each step, and for each tensor. ``issue us`` is how long the host is busy with a step until
+the host could issue the next, without waiting for the device at the end. Each contender has the
+same weights, data and AdamW; the loss curves must agree, or the script fails.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from benchmarks.contenders import CONTENDERS, ONE_PROCESS, Setting, Step, model_
 
 NAMES = [ONE_PROCESS, "functional", "ddp", "fsdp2", "zfun-0", "zfun-1", "zfun-2", "zfun-3"]
 WARM_STEPS = 5
-# How far losses may be apart where the same sums are taken in another order.
+# The largest distance of losses whose sums are taken in another order.
 ALLOWED = {"fp32": 1e-3, "bf16": 2e-2}
 
 
@@ -56,7 +56,7 @@ class Contender:
         """Take some steps: the batches are on the device before the clock starts."""
         batches = [placed(next(self.data), self.device) for _ in range(count)]
         synchronize(self.device)
-        # Memory of the other contenders is there all the time: the growth above that counts.
+        # The memory of the other contenders is allocated all the time, so only the growth counts.
         before = allocated(self.device)
         if self.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -87,9 +87,7 @@ def placed(batch: Any, device: str) -> Any:
 
 @contextlib.contextmanager
 def one_rank(device: str) -> Iterator[zf.Group]:
-    """DDP and FSDP2 want a process group, of one rank here; zfun's group of one rank talks to
-    nobody.
-    """
+    """Give DDP and FSDP2 a process group of one rank; zfun's group of one rank sends nothing."""
     backend: dict[str, Any] = (
         {"backend": "nccl", "device_id": torch.device("cuda", 0)}
         if device == "cuda"
@@ -110,7 +108,7 @@ def make(name: str, args: argparse.Namespace, group: zf.Group) -> Contender:
     )
     contender = Contender(step, iter(model.batches(0, 1)), args.device, 0)
     contender.take(WARM_STEPS, timed=False)
-    # Optimizers make their state in the first step.
+    # Optimizers make the state in the first step.
     contender.held_bytes = allocated(args.device) - before
     contender.peak_bytes = 0
     return contender

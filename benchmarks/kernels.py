@@ -2,12 +2,12 @@
 
     python benchmarks/kernels.py --threads 1 --numel 32000000 --rounds 9
 
-The limit of a kernel is a loop that reads and writes the same arrays and computes next to nothing;
-it runs before and after the kernel in every round, and ``of limit`` is the median over rounds of
-its mean time over that of the kernel. Torch's contender is the fused or ``_foreach`` form that does
-the same; where it needs several calls (a cast, a copy in fewer bits), all of them count.
-DeepSpeed's Adam takes part where it is installed; it compiles itself when it is first made, with
-the ninja beside python:
+The limit of a kernel is a loop that reads and writes the same arrays and computes next to nothing.
+The loop runs before and after the kernel in every round. ``of limit`` is the median over rounds of
+the mean time of the loop divided by the time of the kernel. Torch's contender is the fused or
+``_foreach`` form of the same update; where torch needs several calls (a cast, a copy in fewer
+bits), the times are added. DeepSpeed's Adam takes part where DeepSpeed is installed; the first use
+compiles the kernel, with the ninja beside python:
 
     make bench-deepspeed BENCH_FLAGS="--preset many --rounds 1"    # makes the environment
     PATH="$PWD/.venv-deepspeed/bin:$PATH" python benchmarks/kernels.py --only adamw
@@ -106,7 +106,7 @@ def _limit_of_sum(x: Any, y: Any, out: Any, begin: Any, end: Any) -> None:
 
 
 def limit(kernel: Any, *tensors: Tensor | None) -> Run:
-    """Run a limit over copies, because its sums soon grow beyond the numbers of an optimizer."""
+    """Run a limit over copies, because the sums soon grow beyond the numbers of an optimizer."""
     arrays = [np.zeros(0, np.uint16) if x is None else as_array(x.clone()) for x in tensors]
     length = arrays[0].size
     return lambda: in_parts(length, lambda begin, end: kernel(*arrays, begin, end))
@@ -160,7 +160,7 @@ def optimizer_cases(numel: int, only: str) -> Iterator[Case]:
             return {
                 "DeepSpeedCPUAdam": DeepSpeedCPUAdam([parameter], lr=1e-6, weight_decay=0.1).step
             }
-        except Exception as error:  # noqa: BLE001 - it compiles itself, and may fail in any way
+        except Exception as error:  # noqa: BLE001 - the compilation may fail in any way
             print(f"without DeepSpeedCPUAdam: {type(error).__name__}", file=sys.stderr)
             return {}
 
@@ -299,8 +299,8 @@ def _with_casts(
 
 
 def ravel_cases() -> Iterator[Case]:
-    """Tensors as those of a transformer, and many tiny ones; to one buffer and factor, norm and
-    finite test in the same breath.
+    """Copy tensors as those of a transformer, and many tiny ones, into one buffer, with a factor, a
+    norm and a finite test in the same pass.
     """
     shapes = [(1024, 1024), (1024,), (512, 1024), (512,), (11,), (33, 77)] * 50
     large = tuple(torch.randn(shape) for shape in shapes[:291])

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
 
-def told(*command: str) -> str:
+def output_of(*command: str) -> str:
     """The output of a command; empty where the command fails."""
     try:
         return subprocess.run(
@@ -25,10 +25,10 @@ def told(*command: str) -> str:
 
 
 def commit() -> str:
-    head = told("git", "rev-parse", "--short", "HEAD") or "an unknown commit"
+    head = output_of("git", "rev-parse", "--short", "HEAD") or "an unknown commit"
     return (
         f"{head}, with changes"
-        if told("git", "status", "--porcelain", "--untracked-files=no")
+        if output_of("git", "status", "--porcelain", "--untracked-files=no")
         else head
     )
 

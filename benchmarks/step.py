@@ -6,7 +6,7 @@
     python benchmarks/step.py --no-shared-memory --dtype bf16
     python benchmarks/step.py --rounds 60 --write    # the table into benchmarks/results/step.md
 
-Every contender has processes of its own, and the same weights, data and AdamW, on two ranks with
+Every contender runs in separate processes with the same weights, data and AdamW, on two ranks with
 one thread each (``one process`` has all threads and the whole batch). In each round every contender
 takes a few steps, in turn, so that a slow moment of the machine hits all. The medians are compared
 as ratios; the loss curves must agree, or the script fails: with each other, and in bfloat16 with
@@ -95,7 +95,8 @@ def prepare(group: zf.Group, job: Job) -> Steps:
     """Make a contender, and take the first steps."""
     torch.set_num_threads(job.threads)
     torch.manual_seed(0)
-    # Libraries are loaded and kernels compiled by a tiny model, so that memory is that of training.
+    # A tiny model loads libraries and compiles kernels, so that the measured memory is that of
+    # training.
     tiny = model_of("tiny")
     warm = CONTENDERS[job.name](Setting(tiny, tiny.build(), group, job.half))
     warm(next(tiny.batches(group.rank, group.size)))
@@ -378,7 +379,7 @@ def main() -> None:
     if os.environ.get("ZFUN_OWN_NETWORK"):
         loopback.switch_on()
     elif loopback.can_have_own_network():
-        # There is no name service in there, of which torch would warn.
+        # torch would warn that the namespace has no name service.
         environment = {**os.environ, "ZFUN_OWN_NETWORK": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         os.execvpe(
             loopback.OWN_NETWORK[0], [*loopback.OWN_NETWORK, sys.executable, *sys.argv], environment
