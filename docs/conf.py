@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import functools
 import importlib
-import importlib.metadata
 import os
 import re
 import shutil
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from docutils import nodes
+from sphinx.errors import ExtensionError
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -26,28 +26,40 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 project = "zfun"
 author = "the zfun authors"
 copyright = author
-try:
-    release = version = importlib.metadata.version("zfun")
-except (
-    importlib.metadata.PackageNotFoundError
-):  # zfun is not installed: a build from a bare checkout
-    release = version = ""
+release = version = importlib.import_module("zfun").__version__
 
 extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
+    "sphinx_copybutton",
 ]
 exclude_patterns = ["_build", "jupyter_execute"]
 nitpicky = True
 # Types in signatures that have no page: the standard library's, and aliases of a few literals.
 nitpick_ignore = [
-    ("py:class", name) for name in ("SpawnContext", "ForkServerContext", "When")
+    ("py:class", name)
+    for name in (
+        "SpawnContext",
+        "argparse.ArgumentParser",
+        "zfun.interop.deepspeed._settings.Settings",
+        "ForkServerContext",
+        "When",
+        "Path",
+        "np.ndarray",
+        "Fraction",
+        "fractions.Fraction",
+        "PrepareFn",
+        "UpdateKind",
+        "Form",
+        "zfun.interop.ds_config.table._keys.Form",
+        "Verdict",
+    )
 ]
 
 html_theme = "furo"
-html_title = "zfun"
+html_title = f"zfun {release}"
 html_static_path = ["_static"]
 html_css_files = ["zfun.css"]
 html_theme_options = {
@@ -57,7 +69,8 @@ html_theme_options = {
     }
 }
 
-myst_enable_extensions = ["colon_fence", "deflist"]
+myst_enable_extensions = ["colon_fence", "deflist", "substitution"]
+myst_substitutions = {"release": release}
 myst_heading_anchors = 3
 nb_execution_mode = "force"
 nb_execution_raise_on_error = True
@@ -116,6 +129,8 @@ def resolve(app: Any, env: Any, node: Any, contnode: nodes.Node) -> nodes.Node |
         _same_object(target),
         f"zfun.{short}",
         *(f"{module}.{short}" for module in MODULES),
+        # A member of a class: Functional.params.
+        *(name for name in domain.objects if name.endswith(f".{target}")),
     ):
         if name in domain.objects:
             found = domain.resolve_xref(
@@ -139,11 +154,14 @@ MODULES = [
         "testing",
         "typing",
         "compression",
+        "evaluation",
         "reductions",
     )
 ]
 FOREIGN = (
     "torch.",
+    "lightning.",
+    "datetime.",
     "optree.",
     "collections.",
     "typing.",
@@ -174,7 +192,7 @@ PLAIN = frozenset(
         *("Self", "Sequence", "TracebackType", "TypeAlias", *vars(builtins)),
         *("DeviceMesh", "Module", "ProcessGroup", "SearchStrategy", "Tensor"),
         *("ApplyFn", "Kind", "LabelFn", "Phase", "Row"),
-        *("CommHook", "Life"),
+        *("Aux", "CommHook", "Life", "Params"),
     ]
 )
 
@@ -201,7 +219,30 @@ def skip_aliases(
     )
 
 
+DRAWS = re.compile(r"\.draw\(.*\)$|^_ = figures\.", re.MULTILINE)
+
+
+def check_pictures(app: Any, doctree: nodes.document, docname: str) -> None:
+    """Stop the build at a cell that draws a picture and shows none.
+
+    Raises:
+        ExtensionError: the output of such a cell has no image.
+    """
+    for cell in doctree.findall(nodes.container):
+        if cell.get("nb_element") != "cell_code":
+            continue
+        source = next(
+            (block.astext() for block in cell.findall(nodes.literal_block)), ""
+        )
+        if DRAWS.search(source) and not any(cell.findall(nodes.image)):
+            raise ExtensionError(
+                f"{docname}: a cell that draws must show a picture; this one shows "
+                f"none:\n{source}"
+            )
+
+
 def setup(app: Any) -> None:
     copy_notebooks()
+    app.connect("doctree-resolved", check_pictures)
     app.connect("autodoc-skip-member", skip_aliases)
     app.connect("missing-reference", resolve)

@@ -1,22 +1,26 @@
 """Draw the pictures of the README and of the site: ``python docs/figures.py [directory]``.
 
-Every number comes from the formulae below, not from a measurement. The files are committed, because
+Every number comes from formulae and plans, not from a measurement. The files are committed, because
 readers see the README before any build.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
+import torch
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
+from torch import Tensor
 
-from zfun import optim
+from zfun import Group, optim, planner, remat, zero
 from zfun.optim import Schedule
 
 # Okabe and Ito's palette, which stays distinct with any kind of colour vision.
@@ -500,7 +504,32 @@ def schedules() -> Figure:
     return figure
 
 
+def plan() -> Figure:
+    """Draw the memory of a step of stage 3 with recomputed blocks, as planned."""
+    empty = functools.partial(torch.empty, device="meta")
+    blocks = [{"up": empty(256, 1024), "down": empty(1024, 256)} for _ in range(6)]
+
+    def block(layer: dict[str, Tensor], x: Tensor) -> Tensor:
+        return x + torch.nn.functional.gelu(x @ layer["up"]) @ layer["down"]
+
+    def loss(params: Any, tokens: Tensor) -> Tensor:
+        x = params["embed"][tokens]
+        for layer in params["h"]:
+            x = remat(block)(layer, x)
+        logits = x @ params["embed"].T
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+    def make(group: Group) -> Any:
+        half, rule = torch.bfloat16, optim.adamw(1e-3)
+        return zero(3, loss, rule, group, precision=half, bucket_bytes=2**20)
+
+    params = {"embed": empty(1000, 256), "h": blocks}
+    tokens = empty(8, 64, dtype=torch.int64)
+    return planner.plan(make, params, tokens, 8).draw()
+
+
 FIGURES = {
+    "plan": plan,
     "schedules": schedules,
     "tradeoff": tradeoff,
     "placements": placements,

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn import functional as F
+
+import zfun as zf
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -58,11 +59,13 @@ class Block(nn.Module):
             for part in self.qkv(x).chunk(3, dim=2)
         )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(mixed.transpose(1, 2).flatten(2))
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return out
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm_attention(x))
-        return x + self.down(F.gelu(self.up(self.norm_mlp(x))))
+        mlp: Tensor = self.down(F.gelu(self.up(self.norm_mlp(x))))
+        return x + mlp
 
 
 class GPT(nn.Module):
@@ -81,7 +84,8 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         places = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.blocks(self.embed(tokens) + self.position(places))
-        return self.head(self.norm(x))
+        logits: Tensor = self.head(self.norm(x))
+        return logits
 
 
 def make_loss(model: nn.Module) -> Callable[[Params, Batch], Tensor]:
@@ -92,9 +96,11 @@ def make_loss(model: nn.Module) -> Callable[[Params, Batch], Tensor]:
     ``zf.shard_params``.
     """
 
+    apply = zf.functional(model)
+
     def loss_fn(params: Params, batch: Batch) -> Tensor:
         tokens, targets = batch
-        logits = functional_call(model, dict(params), (tokens,))
+        logits = apply(params, tokens)
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     return loss_fn
@@ -104,7 +110,7 @@ def init(
     config: GPTConfig, seed: int = 0
 ) -> tuple[Callable[[Params, Batch], Tensor], dict[str, Tensor]]:
     """Return the loss and initial parameters; equal seeds give equal parameters on every rank."""
-    # functional_call passes the parameters, so the module needs no numbers
+    # every call passes the parameters, so the module needs no numbers
     with torch.device("meta"):
         model = GPT(config)
     generator = torch.Generator().manual_seed(seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sysconfig
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,7 +52,13 @@ def _read(path: Path) -> bytes:
 
 
 def batches(
-    text: Tensor, batch_size: int, length: int, rank: int = 0, size: int = 1, seed: int = 0
+    text: Tensor,
+    batch_size: int,
+    length: int,
+    rank: int = 0,
+    size: int = 1,
+    seed: int = 0,
+    first: int = 1,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Draw random pieces of a text, without end.
 
@@ -65,6 +72,7 @@ def batches(
         rank: the part of the batch to return.
         size: number of ranks.
         seed: seed of the random pieces.
+        first: the step of the first batch to return; the batches before are skipped.
 
     Yields:
         Tokens and next tokens, two int64 tensors ``[batch_size / size, length]``.
@@ -77,7 +85,9 @@ def batches(
     generator = torch.Generator().manual_seed(seed)
     share = batch_size // size
     offsets = torch.arange(length + 1)
-    while True:
+    for step in itertools.count(1):
         starts = torch.randint(len(text) - length, (batch_size,), generator=generator)
+        if step < first:
+            continue
         mine = text[starts[rank * share : (rank + 1) * share, None] + offsets].long()
         yield mine[:, :-1], mine[:, 1:]

@@ -3,15 +3,21 @@
     python examples/train.py                                  # one rank
     torchrun --nproc-per-node 2 examples/train.py             # two ranks, on GPUs if present
     torchrun --nproc-per-node 2 examples/train.py --shard optimizer grads --offload
+    torchrun --nproc-per-node 2 --max-restarts 3 examples/train.py --checkpoints runs/gpt
 
-You may leave out any of the four transforms, and the loop gives the same numbers.
+You may leave out any of the four transforms, and the loop gives the same numbers. With
+``--checkpoints`` the loop goes on from the newest checkpoint, on any number of ranks: after a rank
+was killed, or after SIGTERM, on which all ranks save at the end of the step and exit.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
+import threading
 import time
+from typing import Any
 
 import torch
 from gpt import PRESETS, init
@@ -45,6 +51,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--offload", action="store_true", help="keep the optimizer state in host memory"
     )
+    parser.add_argument("--checkpoints", help="directory of checkpoints (default: none are saved)")
+    parser.add_argument(
+        "--save-every",
+        type=int,
+        default=20,
+        help="steps between checkpoints (default: %(default)s)",
+    )
     return parser.parse_args()
 
 
@@ -56,17 +69,22 @@ def local_device() -> torch.device:
     return device
 
 
+def any_rank(flag: bool, group: zf.Group, device: torch.device) -> bool:
+    flags = torch.tensor([int(flag)], device=device)
+    return bool(zf.collectives.gather_values(flags, group, "flags").any())
+
+
 def main() -> None:
     args = parse_args()
+    terminated = threading.Event()
+    if args.checkpoints:
+        signal.signal(signal.SIGTERM, lambda *_: terminated.set())
     device = local_device()
     group = zf.process_group()  # torchrun's ranks; one rank where there is no launcher
 
     config = PRESETS[args.preset]
-    loss_fn, params = init(config)  # loss_fn(params, batch) is pure, plain PyTorch
-    params = {name: weight.to(device) for name, weight in params.items()}
-    data = batches(
-        stdlib_bytes(), config.batch_size * group.size, config.length, group.rank, group.size
-    )
+    loss_fn, weights = init(config)  # loss_fn(params, batch) is pure, plain PyTorch
+    params: Any = {name: weight.to(device) for name, weight in weights.items()}
     optimizer = zf.optim.adamw(args.lr)
 
     if "params" in args.shard:  # ZeRO-3: gather at use, free, gather again
@@ -81,18 +99,39 @@ def main() -> None:
     if args.offload:  # ZeRO-Offload
         optimizer = zf.offload(optimizer, zf.stores.host())
 
-    opt_state = optimizer.init(params)
+    opt_state, first = optimizer.init(params), 1
+    if args.checkpoints and zf.checkpoint.latest(args.checkpoints):
+        (params, opt_state), step, *_ = zf.load(args.checkpoints, (params, opt_state), group=group)
+        first = step + 1
+
+    # a batch depends on the seed and the step only, so the step is the position in the data
+    data = batches(
+        stdlib_bytes(),
+        config.batch_size * group.size,
+        config.length,
+        group.rank,
+        group.size,
+        first=first,
+    )
     began = time.perf_counter()
-    for step in range(1, args.steps + 1):
+    for step in range(first, args.steps + 1):
         tokens, targets = next(data)
         loss, grads = vg(params, (tokens.to(device), targets.to(device)))
         params, opt_state = zf.apply(optimizer, grads, opt_state, params)
         if group.rank == 0 and (step % 10 == 0 or step in (1, args.steps)):
             print(
                 f"step {step:4d}  loss {float(loss):.6f}  "
-                f"{(time.perf_counter() - began) / step:.3f} s a step",
+                f"{(time.perf_counter() - began) / (step - first + 1):.3f} s a step",
                 flush=True,
             )
+        if not args.checkpoints:
+            continue
+        # SIGTERM reaches the ranks in different steps, and all ranks must end after the same one
+        end = step == args.steps or any_rank(terminated.is_set(), group, device)
+        if end or step % args.save_every == 0:
+            zf.save(args.checkpoints, (params, opt_state), step=step, group=group, keep=2)
+        if end:
+            break
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ ROOT = next(
 sys.path += [str(ROOT / "examples"), str(ROOT / "notebooks")]
 
 import figures
-from gpt import GPT, GPTConfig, init, make_loss
+from gpt import GPTConfig, init
 from text import batches, stdlib_bytes
 
 import zfun as zf
@@ -52,20 +52,14 @@ figures.plt.rcParams["figure.dpi"] = 150
 # The model is a byte-level GPT in plain PyTorch that contains no code for sharding. The training
 # text is the source of Python's standard library.
 #
-# `zf.simulate(8, fn)` calls `fn(group)` on 8 ranks, which are threads of this process. Each rank
-# makes its own module, because `functional_call` puts parameters into the module during the call.
+# `zf.simulate(8, fn)` calls `fn(group)` on 8 ranks, which are threads of this process. The ranks
+# share one module, because `zf.functional` passes parameters to a module and never changes it.
 
 # %%
 RANKS = 8
 CONFIG = GPTConfig(width=64, num_blocks=4, num_heads=4, length=32, batch_size=1)
 TEXT = stdlib_bytes(200_000)
-PARAMS = init(CONFIG)[1]
-
-
-def make_loss_fn():
-    with torch.device("meta"):  # functional_call passes the parameters
-        return make_loss(GPT(CONFIG))
-
+LOSS_FN, PARAMS = init(CONFIG)
 
 print(
     f"{sum(p.numel() for p in PARAMS.values()):,} parameters in {len(PARAMS)} tensors"
@@ -110,7 +104,7 @@ class Measured:
 
 def train(group, transforms=(), num_steps=3):
     group = zf.record(group)
-    loss_fn, optimizer = make_loss_fn(), zf.optim.adamw(1e-3)
+    loss_fn, optimizer = LOSS_FN, zf.optim.adamw(1e-3)
     if "params" in transforms:
         loss_fn = zf.shard_params(loss_fn, group)
     vg = zf.data_parallel(zf.value_and_grad(loss_fn), group)

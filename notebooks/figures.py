@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -165,12 +166,13 @@ def timeline(logs: Mapping[str, Sequence[Any]]) -> Figure:
 def against_ranks(
     curves: Mapping[str, tuple[Sequence[float], Sequence[float]]],
     points: Mapping[str, tuple[Sequence[int], Sequence[float]]],
+    made: str = "measured",
 ) -> Figure:
     """Draw the memory of a rank by number of ranks: formulae as lines, measurements as points."""
     colours = ["#222222", "#0072B2", "#E69F00", "#009E73"]
     figure, axes = plt.subplots(figsize=(8.2, 3.9))
     figure.subplots_adjust(left=0.09, right=0.8, top=0.88, bottom=0.14)
-    for (name, (sizes, held)), colour in zip(curves.items(), colours, strict=True):
+    for (name, (sizes, held)), colour in zip(curves.items(), colours, strict=False):
         axes.plot(sizes, held, color=colour, linewidth=2)
         axes.plot(
             *points[name], "o", color=colour, markersize=6.5, markeredgecolor="white"
@@ -185,13 +187,136 @@ def against_ranks(
             fontweight="bold",
         )
     axes.set_xscale("log", base=2)
-    ticks = [2**i for i in range(7)]
+    last = round(math.log2(max(max(sizes) for sizes, _ in curves.values())))
+    ticks = [2**i for i in range(0, last + 1, 1 if last < 7 else 2)]
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.set_ylim(0)
     axes.set_xlabel("ranks", color=INK)
     dress(
-        axes, "training state of each rank, bytes per parameter (points: measured)", "y"
+        axes, f"training state of each rank, bytes per parameter (points: {made})", "y"
     )
+    return figure
+
+
+def errors_by_leaf(table: Mapping[int, Mapping[str, float]], title: str) -> Figure:
+    """Draw relative errors as a table of shades.
+
+    Args:
+        table: by number of ranks, the error of each leaf.
+        title: of the figure.
+    """
+    leaves = list(next(iter(table.values())))
+    cells = [[row[leaf] for row in table.values()] for leaf in leaves]
+    figure, axes = plt.subplots(figsize=(7.0, 0.6 * len(leaves) + 1.5))
+    figure.subplots_adjust(left=0.13, right=0.98, top=0.8, bottom=0.24)
+    axes.imshow(cells, cmap="Oranges", vmin=0, vmax=1, aspect="auto")
+    for y, row in enumerate(cells):
+        for x, error in enumerate(row):
+            axes.annotate(
+                f"{error:.2f}" if error > 1e-9 else "0",
+                (x, y),
+                ha="center",
+                va="center",
+                color="white" if error > 0.6 else INK,
+            )
+    axes.set_xticks(range(len(table)), list(map(str, table)))
+    axes.set_yticks(range(len(leaves)), leaves)
+    axes.set_xlabel("ranks", color=INK)
+    dress(axes, title, None)
+    return figure
+
+
+def drawn_cases(cases: Sequence[tuple[int, int]]) -> Figure:
+    """Draw the cases that were tried.
+
+    Args:
+        cases: number of ranks and number of elements of each case.
+    """
+    figure, axes = plt.subplots(figsize=(7.0, 3.0))
+    figure.subplots_adjust(left=0.1, right=0.98, top=0.86, bottom=0.19)
+    axes.scatter(
+        [size for size, _ in cases],
+        [numel for _, numel in cases],
+        s=36,
+        alpha=0.6,
+        color=PARTS["params"],
+        linewidths=0,
+    )
+    axes.set_yscale("symlog", linthresh=1)
+    axes.set_ylim(bottom=-0.3)
+    axes.set_xlabel("ranks", color=INK)
+    dress(axes, "cases that were drawn: elements of the tree", "both")
+    return figure
+
+
+def owned(rows: Sequence[Mapping[str, int]], share: float) -> Figure:
+    """Draw the leaves of each rank as blocks, and the padding.
+
+    Args:
+        rows: for each rank the number of elements of its leaves, by path.
+        share: the elements of each rank under an equal cut.
+    """
+    longest = max(sum(row.values()) for row in rows)
+    figure, axes = plt.subplots(figsize=(9.0, 0.5 * len(rows) + 1.5))
+    figure.subplots_adjust(left=0.09, right=0.98, top=0.82, bottom=0.2)
+    for y, row in enumerate(rows):
+        left = 0
+        for path, numel in row.items():
+            axes.barh(
+                y,
+                numel,
+                0.62,
+                left,
+                color=PARTS["params"],
+                edgecolor="white",
+                linewidth=1,
+            )
+            if numel > 0.08 * longest:
+                axes.annotate(
+                    path,
+                    (left + numel / 2, y),
+                    ha="center",
+                    va="center",
+                    color="white",
+                    fontsize=8,
+                )
+            left += numel
+        axes.barh(
+            y, longest - left, 0.62, left, color="white", edgecolor=FAINT, hatch="////"
+        )
+    axes.axvline(share, color=INK, linewidth=2)
+    axes.set_yticks(range(len(rows)), [f"rank {rank}" for rank in range(len(rows))])
+    axes.invert_yaxis()
+    dress(axes, "elements owned by each rank (hatched: padding)", "x")
+    return figure
+
+
+def bytes_by_size(
+    sizes: Sequence[int], measured: Mapping[str, Sequence[int]]
+) -> Figure:
+    """Draw the bytes that a rank sends in a step, against the number of ranks.
+
+    Args:
+        sizes: numbers of ranks.
+        measured: by name of a strategy, the bytes for each size.
+    """
+    figure, axes = plt.subplots(figsize=(7.0, 3.2))
+    figure.subplots_adjust(left=0.1, right=0.8, top=0.87, bottom=0.17)
+    colours = (PARTS["params"], KINDS["reduce_scatter"])
+    for colour, (name, counts) in zip(colours, measured.items(), strict=False):
+        heights = [count / KB for count in counts]
+        axes.plot(sizes, heights, "o-", color=colour, linewidth=2)
+        axes.annotate(
+            name,
+            (sizes[-1], heights[-1]),
+            (8, 0),
+            textcoords="offset points",
+            va="center",
+            color=colour,
+        )
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("ranks", color=INK)
+    dress(axes, "sent by a rank in a step, KiB", "y")
     return figure
 
 
@@ -203,3 +328,206 @@ def dress(axes: Axes, title: str, grid: Any) -> None:
     axes.set_axisbelow(True)
     if grid:
         axes.grid(axis=grid, color="#e2e2e2", linewidth=0.8)
+
+
+def trade(rows: Mapping[str, tuple[int, int]]) -> Figure:
+    """Draw bars of the bytes held at most and of the bytes sent in a step, by name."""
+    figure, panels = plt.subplots(
+        1, 2, figsize=(10.5, 0.45 * len(rows) + 1.1), sharey=True
+    )
+    figure.subplots_adjust(left=0.2, right=0.98, top=0.84, bottom=0.12, wspace=0.06)
+    titles = "gathered parameters held at most, KiB", "sent by each rank in a step, KiB"
+    for column, (axes, title) in enumerate(zip(panels, titles, strict=True)):
+        counts = [row[column] / KB for row in rows.values()]
+        colour = tuple(PARTS.values())[column]
+        axes.barh(range(len(rows)), counts, 0.6, color=colour)
+        for y, count in enumerate(counts):
+            axes.annotate(
+                f"{count:,.0f}",
+                (count, y),
+                (5, 0),
+                textcoords="offset points",
+                va="center",
+                color=INK,
+            )
+        axes.set_xlim(0, 1.14 * max(counts))
+        dress(axes, title, "x")
+    panels[0].set_yticks(range(len(rows)), list(rows))
+    panels[0].invert_yaxis()
+    return figure
+
+
+TIERS = {"device": "#0072B2", "host memory": "#E69F00", "disk": "#999999"}
+
+
+def tiers(rows: Mapping[str, Sequence[int]], peaks: Mapping[str, int]) -> Figure:
+    """Draw the bytes of each tier as stacked bars, with a mark at the device's peak in a step.
+
+    Args:
+        rows: by name, the bytes on the device, in host memory and on the disk between steps.
+        peaks: by name, the most bytes on the device within a step.
+    """
+    figure, axes = plt.subplots(figsize=(9.5, 0.55 * len(rows) + 1.7))
+    figure.subplots_adjust(left=0.23, right=0.97, top=0.84, bottom=0.24)
+    for y, (name, held) in enumerate(rows.items()):
+        left = 0.0
+        for count, colour in zip(held, TIERS.values(), strict=True):
+            axes.barh(
+                y, count / KB, 0.6, left, color=colour, edgecolor="white", linewidth=1
+            )
+            left += count / KB
+        axes.plot(
+            [peaks[name] / KB] * 2,
+            [y - 0.4, y + 0.4],
+            color=INK,
+            linewidth=2,
+            solid_capstyle="butt",
+        )
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.invert_yaxis()
+    dress(axes, "bytes of a rank between steps, KiB", "x")
+    handles: list[Any] = [
+        Patch(color=colour, label=name) for name, colour in TIERS.items()
+    ]
+    handles.append(
+        plt.Line2D(
+            [],
+            [],
+            color=INK,
+            linewidth=0,
+            marker="|",
+            markersize=13,
+            markeredgewidth=2,
+            label="most on the device within a step",
+        )
+    )
+    figure.legend(
+        handles=handles,
+        frameon=False,
+        loc="lower left",
+        bbox_to_anchor=(0.2, -0.01),
+        ncols=len(handles),
+        handlelength=1.1,
+        handleheight=1.1,
+    )
+    return figure
+
+
+def efficiency(
+    bandwidths: Sequence[float],
+    curves: Mapping[str, Sequence[float]],
+    links: Mapping[str, float],
+) -> Figure:
+    """Draw the share of a device's speed against bandwidth; links are vertical lines."""
+    figure, axes = plt.subplots(figsize=(8.6, 4.1))
+    figure.subplots_adjust(left=0.09, right=0.74, top=0.88, bottom=0.15)
+    colours = ["#0072B2", "#56B4E9", "#009E73", "#E69F00"]
+    for (name, shares), colour in zip(curves.items(), colours, strict=False):
+        axes.plot(
+            [b / 1e9 for b in bandwidths], shares, color=colour, linewidth=2, label=name
+        )
+    for name, bandwidth in links.items():
+        axes.axvline(bandwidth / 1e9, color=FAINT, linewidth=1, linestyle=":")
+        axes.annotate(
+            name,
+            (bandwidth / 1e9, 0.02),
+            (3, 0),
+            textcoords="offset points",
+            color=FAINT,
+            fontsize=9,
+        )
+    axes.set_xscale("log")
+    axes.set_ylim(0, 1.02)
+    axes.set_xlabel("bandwidth of a rank, GB/s", color=INK)
+    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    dress(axes, "share of the device's own speed", "y")
+    return figure
+
+
+def losses(curves: Mapping[str, Sequence[float]], smooth: int = 10) -> Figure:
+    """Draw the losses of runs, each the mean of the last ``smooth`` steps."""
+    figure, axes = plt.subplots(figsize=(8.6, 4.1))
+    figure.subplots_adjust(left=0.08, right=0.7, top=0.88, bottom=0.13)
+    colours = [
+        "#222222",
+        "#0072B2",
+        "#56B4E9",
+        "#D55E00",
+        "#E69F00",
+        "#009E73",
+        "#CC79A7",
+    ]
+    for (name, values), colour in zip(curves.items(), colours, strict=False):
+        means = [
+            sum(values[max(0, i - smooth + 1) : i + 1]) / min(i + 1, smooth)
+            for i in range(len(values))
+        ]
+        axes.plot(means, color=colour, linewidth=2, label=name)
+    axes.set_xlabel("step", color=INK)
+    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    dress(axes, f"loss, mean of {smooth} steps", "y")
+    return figure
+
+
+def scatter(points: Sequence[Sequence[float]], title: str) -> Figure:
+    """Draw points of the plane, and the unit circle."""
+    figure, axes = plt.subplots(figsize=(4.4, 4.4))
+    axes.add_patch(plt.Circle((0, 0), 1, fill=False, color=FAINT, linewidth=1.5))
+    axes.scatter(*zip(*points, strict=True), s=8, color="#0072B2", alpha=0.5)
+    axes.set_aspect("equal")
+    axes.set_xlim(-1.6, 1.6)
+    axes.set_ylim(-1.6, 1.6)
+    dress(axes, title, None)
+    return figure
+
+
+def peaks(rows: Mapping[str, Any]) -> Figure:
+    """Draw bytes by category as stacked bars, in GiB; rows are named tuples of bytes."""
+    colours = [
+        "#0072B2",
+        "#56B4E9",
+        "#009E73",
+        "#E69F00",
+        "#D55E00",
+        "#CC79A7",
+        "#F0E442",
+    ]
+    figure, axes = plt.subplots(figsize=(9.5, 0.55 * len(rows) + 1.7))
+    figure.subplots_adjust(left=0.1, right=0.97, top=0.84, bottom=0.26)
+    fields = next(iter(rows.values()))._fields
+    shown = [
+        field for field in fields if any(getattr(row, field) for row in rows.values())
+    ]
+    for y, row in enumerate(rows.values()):
+        left = 0.0
+        for field, colour in zip(shown, colours, strict=False):
+            width = getattr(row, field) / 2**30
+            axes.barh(y, width, 0.6, left, color=colour, edgecolor="white", linewidth=1)
+            left += width
+        axes.annotate(
+            f"{left:,.1f}",
+            (left, y),
+            (6, 0),
+            textcoords="offset points",
+            va="center",
+            color=INK,
+        )
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.invert_yaxis()
+    dress(
+        axes, "the most bytes of a rank at once, GiB: each category at that moment", "x"
+    )
+    figure.legend(
+        handles=[
+            Patch(color=colour, label=field)
+            for field, colour in zip(shown, colours, strict=False)
+        ],
+        frameon=False,
+        loc="lower left",
+        bbox_to_anchor=(0.08, -0.01),
+        ncols=len(shown),
+        handlelength=1.1,
+        handleheight=1.1,
+        fontsize=9,
+    )
+    return figure
