@@ -8,6 +8,7 @@
 #   make docs      build the site (docs/_build/html)
 #   make bench     a training step beside DDP and FSDP2 on two local ranks
 #   make bench-deepspeed    the same beside DeepSpeed, in an environment of its own; it compiles C++, so the first run takes minutes
+#   make bench-facade       one DeepSpeed script with DeepSpeed and with zfun's names for it, in the same environment
 #   make gpu       tests, kernels, steps and waits on one GPU in at most 8 minutes, and a page of results; PYTHON runs everything
 #                  as it is, nothing is installed
 #   make clean     remove the environments and what was built
@@ -41,8 +42,15 @@ DEEPSPEED_VENV := $(VENV)-deepspeed
 DEEPSPEED_PIP := $(DEEPSPEED_VENV)/bin/python -m pip --disable-pip-version-check
 CODE := benchmarks conftest.py docs examples hatch_build.py notebooks tests tools zfun
 
+# A test in one process keeps one core busy, so such tests run side by side, a file in one process.
+# Tests that start processes have all cores, one test after the other.
+SIDE_BY_SIDE := --numprocesses logical --maxprocesses 8 --dist loadfile
+pytest = $(if $(PYTEST_FLAGS),$(BIN)/python -m pytest $(1),\
+	$(BIN)/python -m pytest -m "not processes" $(SIDE_BY_SIDE) $(1); first=$$?; \
+	$(BIN)/python -m pytest -m processes $(1) tests && exit $$first)
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format words docs bench bench-deepspeed gpu clean
+.PHONY: help demo test test-all lint format words docs bench bench-deepspeed bench-facade gpu clean
 
 help:
 	@sed -n '3,/^$$/s/^# \{0,1\}//p' Makefile
@@ -51,16 +59,19 @@ demo: $(VENV)/.base
 	$(BIN)/zfun demo $(DEMO_FLAGS)
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+	$(call pytest,$(PYTEST_FLAGS))
 
 # Slow forms are longer than the time limit of pyproject.toml, which is for those of `make test`.
+test-all: export ZFUN_TESTS = all
 test-all: $(VENV)/.test
-	ZFUN_TESTS=all $(BIN)/python -m pytest --timeout 600 $(PYTEST_FLAGS)
+	$(call pytest,--timeout 600 $(PYTEST_FLAGS))
 
-lint: $(VENV)/.test $(VENV)/.lint words
+# The types of tools/notebooks.py and of docs/conf.py need what the documentation needs.
+lint: $(VENV)/.test $(VENV)/.docs $(VENV)/.lint words
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/pyrefly check
+	$(BIN)/mypy examples
 
 format: $(VENV)/.lint
 	$(BIN)/ruff check --fix $(CODE)
@@ -80,11 +91,14 @@ bench-deepspeed: $(DEEPSPEED_VENV)/.made
 	PATH="$(abspath $(DEEPSPEED_VENV))/bin:$$PATH" $(DEEPSPEED_VENV)/bin/python benchmarks/step.py \
 		--only ddp fsdp2 zfun-1 zfun-2 zfun-3 deepspeed-1 deepspeed-2 deepspeed-3 $(BENCH_FLAGS)
 
+bench-facade: $(DEEPSPEED_VENV)/.made
+	PATH="$(abspath $(DEEPSPEED_VENV))/bin:$$PATH" $(DEEPSPEED_VENV)/bin/python benchmarks/deepspeed_facade.py $(BENCH_FLAGS)
+
 gpu:
 	@$(PYTHON) benchmarks/gpu.py $(GPU_FLAGS)
 
 clean:
-	rm -rf $(VENV) $(DEEPSPEED_VENV) build dist docs/_build docs/jupyter_execute docs/notebooks zfun-demo
+	rm -rf $(VENV) $(DEEPSPEED_VENV) build dist docs/_build docs/jupyter_execute docs/notebooks hf-trainer zfun-demo zfun-io
 
 # torch comes first and alone, so that what else is installed takes the build chosen here.
 $(VENV)/.base: pyproject.toml
