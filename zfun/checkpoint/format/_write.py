@@ -303,4 +303,4 @@ class _Writer:
 
 def chunk_of(num_bytes: int) -> np.ndarray:
     """Return memory for one chunk, which begins at a page."""
-    return np.frombuffer(pages(num_bytes), np.uint8)
+    return np.frombuffer(pages(num_bytes), np.uint8, num_bytes)
