@@ -86,27 +86,7 @@ def memory_and_traffic(rows: Mapping[str, Any]) -> Figure:
                 label="in host memory",
             )
         )
-    handles.append(
-        plt.Line2D(
-            [],
-            [],
-            color=INK,
-            linewidth=0,
-            marker="|",
-            markersize=13,
-            markeredgewidth=2,
-            label="formula",
-        )
-    )
-    figure.legend(
-        handles=handles,
-        frameon=False,
-        loc="lower left",
-        bbox_to_anchor=(0.16, -0.01),
-        ncols=len(handles),
-        handlelength=1.1,
-        handleheight=1.1,
-    )
+    legend_with_mark(figure, handles, "formula", left=0.16)
     return figure
 
 
@@ -330,6 +310,31 @@ def dress(axes: Axes, title: str, grid: Any) -> None:
         axes.grid(axis=grid, color="#e2e2e2", linewidth=0.8)
 
 
+def legend_with_mark(
+    figure: Figure, handles: list[Any], label: str, left: float
+) -> None:
+    """Put a legend below the axes: ``handles``, and the line of ink that stands for ``label``."""
+    mark = plt.Line2D(
+        [],
+        [],
+        color=INK,
+        linewidth=0,
+        marker="|",
+        markersize=13,
+        markeredgewidth=2,
+        label=label,
+    )
+    figure.legend(
+        handles=[*handles, mark],
+        frameon=False,
+        loc="lower left",
+        bbox_to_anchor=(left, -0.01),
+        ncols=len(handles) + 1,
+        handlelength=1.1,
+        handleheight=1.1,
+    )
+
+
 def trade(rows: Mapping[str, tuple[int, int]]) -> Figure:
     """Draw bars of the bytes held at most and of the bytes sent in a step, by name."""
     figure, panels = plt.subplots(
@@ -389,27 +394,7 @@ def tiers(rows: Mapping[str, Sequence[int]], peaks: Mapping[str, int]) -> Figure
     handles: list[Any] = [
         Patch(color=colour, label=name) for name, colour in TIERS.items()
     ]
-    handles.append(
-        plt.Line2D(
-            [],
-            [],
-            color=INK,
-            linewidth=0,
-            marker="|",
-            markersize=13,
-            markeredgewidth=2,
-            label="most on the device within a step",
-        )
-    )
-    figure.legend(
-        handles=handles,
-        frameon=False,
-        loc="lower left",
-        bbox_to_anchor=(0.2, -0.01),
-        ncols=len(handles),
-        handlelength=1.1,
-        handleheight=1.1,
-    )
+    legend_with_mark(figure, handles, "most on the device within a step", left=0.2)
     return figure
 
 

@@ -42,8 +42,8 @@ PUBLIC = [
     "zfun.interop.transformers",
     "zfun.testing",
 ]
-# Pages that need a package, and run as a program.
-AS_PROGRAMS = {"lightning.md": "lightning"}
+# Pages that run as a program: the package that they need, and the number of ranks.
+AS_PROGRAMS = {"from-fsdp.md": ("torch", 2), "lightning.md": ("lightning", 1)}
 # Functions whose example would be too long for a docstring. A page of docs/ or a test has one.
 WITHOUT_EXAMPLE = {"zfun.collectives.spawn", "zfun.stores.fetch", "zfun.stores.resident"}
 
@@ -148,11 +148,14 @@ def test_the_version_is_written_once() -> None:
 @pytest.mark.parametrize("name", sorted(AS_PROGRAMS))
 def test_code_on_a_page_is_a_program(name: str, tmp_path: Path) -> None:
     """Run the blocks in a process, because the code changes settings of its process."""
-    pytest.importorskip(AS_PROGRAMS[name])
+    package, size = AS_PROGRAMS[name]
+    pytest.importorskip(package)
     text = (DOCS / name).read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    (tmp_path / "page.py").write_text("\n".join(blocks), encoding="utf-8")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
     done = subprocess.run(
-        [sys.executable, "-c", "\n".join(blocks)],
+        [sys.executable, *(launcher if size > 1 else []), "page.py"],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         cwd=tmp_path,
         capture_output=True,
