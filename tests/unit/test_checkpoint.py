@@ -375,6 +375,14 @@ def test_a_save_may_be_waited_for_when_its_group_is_gone(tmp_path: Path) -> None
     assert saving.wait() == str(tmp_path / "step-00000001")
 
 
+def test_a_state_without_tensors_is_saved_in_the_background(tmp_path: Path) -> None:
+    def main(group: Any) -> Any:
+        zf.save(tmp_path, {"tokens": 7}, step=1, group=group, background=True).wait()
+        return zf.load(tmp_path, {"tokens": 0}, group=group).state["tokens"]
+
+    assert zf.simulate(2, main) == [7, 7]
+
+
 def test_an_error_in_the_background_surfaces_at_the_next_step(tmp_path: Path) -> None:
     z = compose(zf.process_group(), Case(1, 0), str(tmp_path))
     state = z.init(params_of(1))

@@ -149,7 +149,8 @@ class _Saving(Saved):
                 reports.append(theirs)
             with explaining(job.temporary, "removing the reports of the ranks"):
                 for rank in range(1, job.group.size):
-                    job.files.remove(_report_path(job, rank))
+                    # Not files.remove(), which removes a directory that is empty then.
+                    Path(_report_path(job, rank)).unlink()
             job.publish(reports)
         except Exception as caught:
             # The other ranks read why; the next save removes the directory.
