@@ -375,6 +375,18 @@ def test_a_save_may_be_waited_for_when_its_group_is_gone(tmp_path: Path) -> None
     assert saving.wait() == str(tmp_path / "step-00000001")
 
 
+def test_an_error_in_the_background_names_the_rank_that_failed(tmp_path: Path) -> None:
+    def main(group: Any) -> None:
+        files = FaultyFiles(0 if group.rank == 1 else None, errno.ENOSPC, ("sync",))
+        state = {"w": zf.shard(weights(), group)}
+        with pytest.raises(CheckpointError, match=r"the end of the file failed") as caught:
+            zf.save(tmp_path, state, step=1, background=True, files=files).wait()
+        assert (caught.value.rank, caught.value.errno) == (1, errno.ENOSPC)
+        assert str(caught.value).count("all ranks save and load") == (group.rank != 1)
+
+    zf.simulate(3, main)
+
+
 def test_a_state_without_tensors_is_saved_in_the_background(tmp_path: Path) -> None:
     def main(group: Any) -> Any:
         zf.save(tmp_path, {"tokens": 7}, step=1, group=group, background=True).wait()

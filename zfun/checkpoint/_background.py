@@ -13,7 +13,7 @@ from typing import Any
 
 from zfun.checkpoint._together import agree, error_from, report_of
 from zfun.checkpoint.format import be_gentle, explaining
-from zfun.collectives import Group, barrier, mesh_of
+from zfun.collectives import Group, barrier, global_ranks, mesh_of
 from zfun.errors import CheckpointError
 from zfun.options import GROUP, takes
 
@@ -129,15 +129,16 @@ class _Saving(Saved):
                 self._publish(job, error, report, until)
             else:
                 _leave(_report_path(job, job.group.rank), [report_of(error), report])
+                if error is not None:
+                    raise error
                 _await_outcome(job, until)
-            if error is not None:
-                raise error
         except BaseException as caught:  # noqa: BLE001, raised by wait(), by a step or by a save
             self.error = caught if isinstance(caught, Exception) else _ended(job, caught)
         finally:
             job.release()
 
     def _publish(self, job: Any, error: Exception | None, report: Any, until: _Limit) -> None:
+        failed: list[Any] = []
         try:
             if error is not None:
                 raise error
@@ -145,7 +146,8 @@ class _Saving(Saved):
             for rank in range(1, job.group.size):
                 problem, theirs = _read_report(job, rank, until)
                 if problem is not None:
-                    raise error_from(problem, rank)
+                    failed = [global_ranks(job.group)[rank], problem]
+                    raise error_from(problem, failed[0])
                 reports.append(theirs)
             with explaining(job.temporary, "removing the reports of the ranks"):
                 for rank in range(1, job.group.size):
@@ -154,7 +156,8 @@ class _Saving(Saved):
             job.publish(reports)
         except Exception as caught:
             # The other ranks read why; the next save removes the directory.
-            _leave(f"{job.temporary}/failed.json", report_of(caught))
+            failed = failed or [global_ranks(job.group)[0], report_of(caught)]
+            _leave(f"{job.temporary}/failed.json", failed)
             if job.group.size == 1:
                 job.abandon()
             raise
@@ -203,7 +206,8 @@ def _await_outcome(job: Any, until: _Limit) -> None:
     failed = Path(f"{job.temporary}/failed.json")
     while not Path(job.final).exists():
         if failed.exists():
-            raise error_from(json.loads(failed.read_text(encoding="utf-8")), 0)
+            rank, problem = json.loads(failed.read_text(encoding="utf-8"))
+            raise error_from(problem, rank)
         if not os.path.lexists(job.temporary) and not Path(job.final).exists():
             raise CheckpointError(
                 f"all ranks save together; rank 0 gave up {job.final}; see the error of rank 0",
