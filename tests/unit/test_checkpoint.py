@@ -275,6 +275,12 @@ def test_one_job_saves_to_a_path(tmp_path: Path) -> None:
     zf.save(tmp_path, weights(), step=1)
 
 
+def test_chunks_are_whole_pages(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=r"chunk_bytes .*a multiple of 4096"):
+        zf.save(tmp_path, weights(), step=1, chunk_bytes=5000)
+    assert not steps(tmp_path)
+
+
 def test_a_rank_that_fails_lets_all_ranks_raise(tmp_path: Path) -> None:
     def main(group: zf.Group) -> str:
         state = {"w": zf.shard(torch.ones(50), group)}

@@ -31,10 +31,29 @@ from zfun.collectives import Group
 from zfun.errors import OptionError
 from zfun.files import Files
 from zfun.flat import Flat
-from zfun.options import ANY, BOOL, FUNCTION, GROUP, PATH, SECONDS, instance, integer, one_of, takes
+from zfun.options import (
+    ANY,
+    BOOL,
+    FUNCTION,
+    GROUP,
+    PATH,
+    SECONDS,
+    Kind,
+    instance,
+    integer,
+    one_of,
+    takes,
+)
 from zfun.stores import Stored
 
 __all__ = ["save"]
+
+
+_CHUNK = Kind(
+    lambda x: integer(4096, 1 << 26).accepts(x) and x % 4096 == 0,
+    ("a multiple of 4096 from 4096 to 2**26",),
+    "2**20",
+)
 
 
 def has_buffers(path: str) -> bool:
@@ -54,7 +73,7 @@ def has_buffers(path: str) -> bool:
     rng=instance(dict, "a dict of random generators", "{'augment': generator}") | None,
     by_rank=FUNCTION | None,
     checksum=one_of("xxh64", "sha256"),
-    chunk_bytes=integer(4096, 1 << 26),
+    chunk_bytes=_CHUNK,
     timeout_s=SECONDS,
     files=FILES,
 )
@@ -100,7 +119,7 @@ def save(
             values that differ from rank to rank; by default the flats under ``buffers``.
         checksum: the hash of every chunk. ``"xxh64"`` finds accidents at the speed of memory;
             ``"sha256"`` also finds intent, for those who keep the digest of the manifest elsewhere.
-        chunk_bytes: bytes that are hashed and written at a time.
+        chunk_bytes: bytes that are hashed and written at a time, a multiple of 4096.
         timeout_s: seconds that the ranks wait for each other in the background.
         files: the operations on files, for tests that let some of them fail.
 
