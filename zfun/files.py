@@ -46,7 +46,7 @@ class Files:
         os.close(fd)
 
     def lock(self, fd: int) -> bool:
-        """Lock a file until every copy of the descriptor is closed; return False if locked."""
+        """Lock a file until ``unlock``, or the last copy is closed; return False if locked."""
         import fcntl
 
         try:
@@ -54,6 +54,12 @@ class Files:
         except BlockingIOError:
             return False
         return True
+
+    def unlock(self, fd: int) -> None:
+        """Unlock a file, also where another process has a copy of the descriptor."""
+        import fcntl
+
+        fcntl.flock(fd, fcntl.LOCK_UN)
 
     def reserve(self, fd: int, offset: int, num_bytes: int) -> None:
         """Grow a file, with room on the disk where the file system can reserve room."""

@@ -7,6 +7,7 @@ import errno
 import gc
 import os
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -273,6 +274,20 @@ def test_one_job_saves_to_a_path(tmp_path: Path) -> None:
     ):
         zf.save(tmp_path, weights(), step=1)
     zf.save(tmp_path, weights(), step=1)
+
+
+def test_a_fork_does_not_keep_the_lock(tmp_path: Path) -> None:
+    with locked(str(tmp_path), Files()):
+        # The fork has the open file of the lock, as a worker of a DataLoader has.
+        child = os.fork()
+        if not child:
+            time.sleep(30)
+            os._exit(0)
+    try:
+        zf.save(tmp_path, weights(), step=1)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_chunks_are_whole_pages(tmp_path: Path) -> None:

@@ -290,9 +290,15 @@ def locked(path: str, files: Files) -> Iterator[None]:
         except BaseException:
             files.close(fd)
             raise
+    pid = os.getpid()
     try:
         yield
     finally:
+        with contextlib.suppress(OSError):
+            # A fork, such as a worker of a DataLoader, keeps a copy of the descriptor, and with the
+            # copy the lock.
+            if os.getpid() == pid:
+                files.unlock(fd)
         with contextlib.suppress(OSError):
             files.close(fd)
 
