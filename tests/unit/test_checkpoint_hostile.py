@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,7 +17,7 @@ import zfun as zf
 from tests import fuzz_manifest
 from tests.faulty_files import FaultyFiles
 from zfun.checkpoint import parse_manifest, step_path
-from zfun.errors import CorruptCheckpoint
+from zfun.errors import CheckpointError, CorruptCheckpoint
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -205,6 +206,57 @@ def test_hostile_data_of_the_caller_is_refused(directory: Path, tmp_path: Path, 
     (target / "00000.safetensors").write_bytes((directory / "00000.safetensors").read_bytes())
     with pytest.raises(CorruptCheckpoint):
         zf.load(target, state_of(2.0))
+
+
+def forged_with(directory: Path, to: Path, **changes: Any) -> Path:
+    target = to / "step-00000001"
+    target.mkdir()
+    (target / "manifest.json").write_bytes(written({**body_of(directory), **changes}))
+    for file in directory.glob("*.safetensors"):
+        (target / file.name).write_bytes(file.read_bytes())
+    return target
+
+
+@pytest.mark.parametrize(
+    "value",
+    [5, "text", {}, {"named": {}}, {"default": [1], "named": {}}, {"default": {"torch": 1}}],
+    ids=str,
+)
+def test_hostile_states_of_generators_are_refused(
+    directory: Path, tmp_path: Path, value: Any
+) -> None:
+    target = forged_with(directory, tmp_path, rng=[value])
+    with pytest.raises(CorruptCheckpoint, match=r"random generators of a checkpoint are kept by"):
+        zf.load(target, state_of(2.0))
+
+
+def test_a_generator_takes_no_number_that_is_too_large(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    saved = Path(zf.save(tmp_path / "good", {}, step=1, rng={"mine": generator}).path)
+    rng = body_of(saved)["rng"]
+    rng[0]["named"]["mine"]["state"]["state"] = 10**60
+    with pytest.raises(CheckpointError, match=r"a generator takes the state of one of its kind"):
+        zf.load(forged_with(saved, tmp_path, rng=rng), {}, rng={"mine": generator})
+
+
+@pytest.mark.parametrize("part", ["rng", "loader"])
+def test_what_belongs_to_one_rank_is_refused_on_all(tmp_path: Path, part: str) -> None:
+    def first(group: Any) -> str:
+        state = {"w": zf.replicate({"x": torch.ones(50)}, group)}
+        return zf.save(tmp_path / "good", state, step=1).path
+
+    saved = Path(zf.simulate(2, first)[0])
+    held = body_of(saved)[part]
+    held[1] = {"$code": "import os"}
+    target = forged_with(saved, tmp_path, **{part: held})
+
+    def second(group: Any) -> None:
+        like = {"w": zf.replicate({"x": torch.zeros(50)}, group)}
+        with pytest.raises(CheckpointError, match=r"a plain value has a known form"):
+            zf.load(target, like)
+        assert torch.equal(zf.unshard(like["w"])["x"], torch.zeros(50))
+
+    zf.simulate(2, second)
 
 
 def test_random_manifests_are_read_or_refused() -> None:

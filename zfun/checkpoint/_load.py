@@ -140,28 +140,39 @@ def load(
             "or wait until no job saves to the path",
             path=str(path),
         )
-    rank_state = _of_rank(found.manifest, everyone)
     with Payload(found.path, found.manifest, files) as payload:
         state, error = fill(like, found.match, payload, everyone)
     if error is None:
         try:
-            if rng is not False and rank_state.rng is not None:
-                set_random(rank_state.rng, rng if isinstance(rng, Mapping) else None)
-            if loader is not None and rank_state.loader is not None:
-                use_loader(loader, rank_state.loader)
+            if rng is not False and found.rng is not None:
+                set_random(found.rng, rng if isinstance(rng, Mapping) else None)
+            if loader is not None and found.loader is not None:
+                use_loader(loader, found.loader)
         except Exception as caught:  # noqa: BLE001, raised below on all ranks
             error = caught
     consume(flats(like), f"load() at {call_site()}")
     agree(everyone, error)
-    return Loaded(
-        state, found.manifest.step, decode(found.manifest.data), rank_state.loader, found.path
-    )
+    return Loaded(state, found.manifest.step, found.data, found.loader, found.path)
 
 
 class _Found(NamedTuple):
+    """A checkpoint, decoded as far as that needs no payload.
+
+    Attributes:
+        path: the directory.
+        manifest: the manifest.
+        match: the leaves that fill the state.
+        data: the caller's data.
+        rng: the random generators of this rank; ``None`` for a rank that the save did not have.
+        loader: the position of the data loader of this rank, or ``None``.
+    """
+
     path: str
     manifest: Manifest
     match: Match
+    data: Any
+    rng: Any
+    loader: Any
 
 
 def _find(
@@ -171,7 +182,14 @@ def _find(
     manifest = read_manifest(chosen, files=files)
     parts = parts_of(like)
     _check_apart(parts)
-    return _Found(chosen, manifest, match(parts, manifest, group, cast=cast, reset=reset))
+    found = match(parts, manifest, group, cast=cast, reset=reset)
+
+    def mine(held: Sequence[Any]) -> Any:
+        return decode(held[group.rank]) if group.rank < len(held) else None
+
+    return _Found(
+        chosen, manifest, found, decode(manifest.data), mine(manifest.rng), mine(manifest.loader)
+    )
 
 
 def _check_apart(parts: Sequence[Part]) -> None:
@@ -186,15 +204,3 @@ def _check_apart(parts: Sequence[Part]) -> None:
                     f"{first!r} and at {part.path!r}; pass copy.deepcopy() of one of the two",
                     leaf=part.path,
                 )
-
-
-class _RankState(NamedTuple):
-    rng: Any
-    loader: Any
-
-
-def _of_rank(manifest: Manifest, group: Group) -> _RankState:
-    def mine(held: Any) -> Any:
-        return decode(held[group.rank]) if group.rank < len(held) else None
-
-    return _RankState(mine(manifest.rng), mine(manifest.loader))

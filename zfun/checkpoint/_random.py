@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from zfun.errors import CheckpointError
+from zfun.errors import CheckpointError, CorruptCheckpoint
 
 __all__ = ["default_generators", "loader_position", "random_states", "set_random", "use_loader"]
 
@@ -33,14 +33,20 @@ def random_states(rng: Mapping[str, Any] | None) -> dict[str, Any]:
 def set_random(states: Any, rng: Mapping[str, Any] | None) -> None:
     """Set torch's default generators, and the caller's."""
     here = default_generators()
-    named = states["named"]
+    try:
+        default, named = dict(states["default"]), dict(states["named"])
+    except (TypeError, ValueError, LookupError) as error:
+        raise CorruptCheckpoint(
+            "the random generators of a checkpoint are kept by name; got "
+            f"{str(states)[:60]!r}; load another checkpoint, or pass rng=False"
+        ) from error
     for name in rng or {}:
         if name not in named:
             raise CheckpointError(
                 f"a checkpoint has the generators that were saved: {', '.join(named) or 'none'}; "
                 f"got rng= with {name!r}; leave the generator out"
             )
-    for name, state in states["default"].items():
+    for name, state in default.items():
         if name in here:
             set_generator(here[name], state)
     for name, generator in (rng or {}).items():
@@ -100,7 +106,7 @@ def set_generator(generator: Any, state: Any) -> None:
                 generator.bit_generator.state = state
             case _:
                 generator.set_state(state)
-    except (TypeError, ValueError, KeyError, RuntimeError, AttributeError) as error:
+    except (TypeError, ValueError, KeyError, OverflowError, RuntimeError, AttributeError) as error:
         raise CheckpointError(
             f"a generator takes the state of one of its kind; got another for "
             f"{type(generator).__name__}: {error}; pass the generator that was saved"
