@@ -164,6 +164,15 @@ def test_a_read_that_fails_is_an_error_and_hands_nothing_out(base: Path, fault: 
     assert loaded(base) == 1
 
 
+def test_paths_that_cannot_be_read_are_errors_of_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("text")
+    with pytest.raises(CorruptCheckpoint, match=r"a checkpoint is a directory"):
+        read_manifest(tmp_path / "file" / "step-00000001")
+    with pytest.raises(CheckpointError, match=r"looking for a directory failed") as caught:
+        read_manifest(tmp_path / ("x" * 5000))
+    assert caught.value.errno == errno.ENAMETOOLONG
+
+
 def test_a_full_disk_leaves_no_rubbish(base: Path) -> None:
     files = FaultyFiles(1, errno.ENOSPC, ("write",))
     with pytest.raises(CheckpointError, match=r"free room on the disk") as caught:

@@ -96,10 +96,11 @@ def all_saves(path: str, files: Files) -> list[SavedStep]:
 
 def _is_directory(path: str) -> bool:
     """Whether a path is a directory itself, and no link to one."""
-    try:
-        return stat.S_ISDIR(os.lstat(path).st_mode)
-    except FileNotFoundError:
-        return False
+    with explaining(path, "looking for a directory"):
+        try:
+            return stat.S_ISDIR(os.lstat(path).st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
 
 
 @takes(path=PATH, files=FILES)
