@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -386,6 +387,13 @@ def test_prune_waits_for_no_job_and_cleans_what_it_could_not_remove(tmp_path: Pa
     ):
         checkpoint.prune(tmp_path, keep=1, dry_run=False)
 
+    class Refusing(Files):
+        def rename(self, old: str, new: str) -> None:
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+
+    with pytest.raises(CheckpointError, match=r"removing the checkpoint failed"):
+        checkpoint.prune(tmp_path, keep=1, dry_run=False, files=Refusing())
+
     class Failing(Files):
         def remove(self, path: str) -> None:
             raise OSError(5, "input/output error")
@@ -429,6 +437,19 @@ def test_a_run_of_deepspeed_goes_on_with_its_moments(name: str, size: int, tmp_p
         optimizer.step()
         torch.testing.assert_close(after[key], leaf.detach(), rtol=1e-6, atol=1e-6)
         assert not torch.allclose(after[key], values[key], rtol=1e-6, atol=1e-6)
+
+
+def test_a_conversion_that_fails_keeps_no_lock(tmp_path: Path) -> None:
+    class Full(Files):
+        def make(self, path: str) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    leaves = sources.tensors({"w": torch.ones(2)})
+    found = sources.TrainingState(leaves, sources.tensors({}), {}, 7, {})
+    with pytest.raises(CheckpointError, match=r"free room on the disk") as held:
+        checkpoint.convert(found, tmp_path, files=Full())
+    assert held.value.errno == errno.ENOSPC
+    checkpoint.convert(found, tmp_path)
 
 
 def test_convert_says_what_is_missing(tmp_path: Path) -> None:

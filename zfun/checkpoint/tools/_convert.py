@@ -98,8 +98,8 @@ def convert(
     if count is not None and found.moments:
         leaves = joined(leaves, tensors({count: torch.tensor(found.step or step)}))
     job = Job(str(path), single_group(), files or Files(), None, CHUNK_BYTES, _HASH)
-    job.begin(step)
     try:
+        job.begin(step)
         report = _written(job, leaves)
         report["shared"] = {
             "step": step,

@@ -16,6 +16,7 @@ from zfun.checkpoint._directory import (
     remove_directory,
     steps,
 )
+from zfun.checkpoint.format import explaining
 from zfun.errors import CheckpointError, OptionError
 from zfun.files import Files
 from zfun.options import BOOL, PATH, integer, takes
@@ -88,7 +89,8 @@ def prune(
         for one in found.removed:
             # Renamed first, so that no reader takes a directory with missing files for a step.
             gone = f"{path}/{TEMPORARY}old-{Path(one.path).name}"
-            files.rename(one.path, gone)
+            with explaining(one.path, "removing the checkpoint"):
+                files.rename(one.path, gone)
             remove_directory(gone, files)
     return found
 
