@@ -284,7 +284,8 @@ def _explaining(problem: str, path: str) -> Any:
 
 
 def _grow(files: Files, fd: int, path: str, offset: int, num_bytes: int) -> None:
-    free = files.free_bytes(path)
+    with _explaining("the free room is not known", path):
+        free = files.free_bytes(path)
     if free < num_bytes:
         problem = f"{num_bytes} more bytes are needed, and {free} are free"
         raise failure("tensors", problem, path, errno.ENOSPC)
