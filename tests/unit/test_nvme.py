@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -412,6 +413,36 @@ def test_an_error_of_a_write_belongs_to_the_handle(tmp_path: Path) -> None:
     assert_same_bits(get(good), torch.ones(5))
     del bad, use
     assert_same_bits(get(store.put(torch.zeros(5), "state")), torch.zeros(5))
+
+
+def test_free_room_that_is_not_known_is_an_error_of_the_store(tmp_path: Path) -> None:
+    class Lost(Files):
+        def free_bytes(self, path: str) -> int:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    store = nvme(tmp_path, **SMALL, files=Lost())
+    with pytest.raises(OffloadError, match=r"the free room is not known") as hit:
+        store.put(torch.ones(5), "state")
+    assert (hit.value.errno, hit.value.path) == (errno.EIO, store.file)
+
+
+def test_a_put_waits_for_a_write_no_longer_than_the_time_limit(tmp_path: Path) -> None:
+    gate = threading.Event()
+
+    class Stuck(Files):
+        def write(self, fd: int, buffer: Any, offset: int) -> int:
+            if threading.current_thread() is not threading.main_thread():
+                gate.wait(20)
+            return super().write(fd, buffer, offset)
+
+    store = nvme(tmp_path, **SMALL, buffer_count=1, timeout_s=1.0, files=Stuck())
+    handle = store.put(torch.ones(5), "state")
+    start = time.monotonic()
+    with pytest.raises(OffloadError, match=r"the disk did not answer in 1 s"):
+        store.put(torch.ones(5), "state")
+    assert time.monotonic() - start < 1.8
+    gate.set()
+    assert_same_bits(get(handle), torch.ones(5))
 
 
 def test_a_disk_that_does_not_answer_is_an_error(tmp_path: Path) -> None:

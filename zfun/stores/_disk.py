@@ -112,12 +112,16 @@ class Disk:
 
     def wait(self, transfers: Sequence[Future[None]], name: str) -> None:
         """Wait for all transfers, and raise the first error."""
+        self.settle(transfers, name)
+        for transfer in transfers:
+            transfer.result()
+
+    def settle(self, transfers: Sequence[Future[None]], name: str) -> None:
+        """Wait for the end of all transfers, by success or failure."""
         if concurrent.futures.wait(transfers, self.timeout_s).not_done:
             raise failure(
                 name, f"the disk did not answer in {self.timeout_s:g} s", self.path, errno.ETIMEDOUT
             )
-        for transfer in transfers:
-            transfer.result()
 
     def sync(self, name: str) -> None:
         """Wait for the system's own buffers; direct transfers have none."""

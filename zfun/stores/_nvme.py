@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import concurrent.futures
 import functools
 import os
 import threading
@@ -272,9 +271,7 @@ class NvmeStore(Counts):
             except IndexError:  # another thread has waited
                 return
             # A write that failed is an error of the handle.
-            pending = [write for write in writes if not write.done()]
-            if concurrent.futures.wait(pending, disk.timeout_s).not_done:
-                disk.wait(pending, name)
+            disk.settle(writes, name)
 
     def _bytes_of(self, tensor: Tensor) -> tuple[Tensor, Any]:
         """Return the bytes of a tensor in host memory, and a function that waits for them."""
