@@ -122,6 +122,24 @@ def test_memory_to_read_into_is_used_again(tmp_path: Path) -> None:
     assert_same_bits(second, torch.ones(5000))
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc of Linux")
+def test_few_buffers_are_kept(tmp_path: Path) -> None:
+    def resident_bytes() -> int:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGESIZE")
+
+    store = nvme(tmp_path, buffer_count=2, pin_memory=False)
+    handles = [store.put(torch.ones(1 << 21), "state") for _ in range(20)]
+    store.flush()
+    before = resident_bytes()
+    found = [get(handle) for handle in handles]
+    assert resident_bytes() - before > 19 << 23
+    del found
+    assert resident_bytes() - before < 4 << 23
+    get(handles[0])
+    assert resident_bytes() - before < 4 << 23
+
+
 def test_tensors_of_max_in_cpu_elements_stay_in_memory(tmp_path: Path) -> None:
     store = nvme(tmp_path, **SMALL, max_in_cpu=100)
     first = store.put(torch.ones(60), "state")

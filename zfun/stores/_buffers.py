@@ -26,7 +26,7 @@ def aligned(num_bytes: int) -> int:
 
 
 def pages(num_bytes: int) -> mmap.mmap:
-    """Return fresh memory of at least ``num_bytes``, which begins at a page; large pages, if large."""
+    """Return fresh memory of at least ``num_bytes``, from 1 MiB on in whole large pages."""
     if num_bytes >= _LARGE_PAGE // 2:
         num_bytes = -(-num_bytes // _LARGE_PAGE) * _LARGE_PAGE
     block = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -56,8 +56,8 @@ class Buffers:
         self._max_free = max_free
         self._lock = threading.Lock()
         self._free: list[mmap.mmap] = []
-        # Finalizers append here, at any moment and in any thread.
-        self._dropped: collections.deque[mmap.mmap] = collections.deque()
+        # Finalizers append here, at any moment and in any thread; the oldest go.
+        self._dropped: collections.deque[mmap.mmap] = collections.deque(maxlen=max_free)
 
     def take(self, num_bytes: int, *, keep: bool = True) -> Tensor:
         """Return bytes of whole pages; ``keep`` says whether they are kept for reuse later."""
@@ -79,11 +79,11 @@ class Buffers:
         with self._lock:
             while self._dropped:
                 self._free.append(self._dropped.popleft())
+            del self._free[: max(0, len(self._free) - self._max_free)]
             # Not a much larger buffer, most of which would stay unused.
             fitting = [block for block in self._free if length <= len(block) <= 2 * length]
             if fitting:
                 block = min(fitting, key=len)
                 self._free.remove(block)
                 return block
-            del self._free[: max(0, len(self._free) - self._max_free)]
         return pages(length)
