@@ -209,6 +209,26 @@ def test_few_tensors_are_on_the_way_to_the_disk(tmp_path: Path) -> None:
         assert_same_bits(get(handle), torch.full((3000,), float(i)))
 
 
+def test_transfers_of_several_threads_are_counted() -> None:
+    store = zf.stores.host()
+
+    def count() -> None:
+        for _ in range(100_000):
+            store.crossed("put", "state", 1)
+
+    threads = [threading.Thread(target=count) for _ in range(4)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert store.bytes_moved() == 400_000
+
+
 def test_transfers_are_counted(tmp_path: Path) -> None:
     store = nvme(tmp_path, **SMALL, log=True)
     handle = store.put(torch.ones(3), "state")

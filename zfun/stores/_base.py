@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -35,6 +36,9 @@ __all__ = [
 
 # Hears of each tensor that is put on a disk, or read from there.
 _LISTENER: ContextVar[Callable[[str, Stored], None] | None] = ContextVar("listener", default=None)
+# Threads share a store: simulated ranks, and a save in the background. One lock for all stores,
+# because a store is pickled.
+_COUNTING = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +69,8 @@ class Counts:
 
     def crossed(self, kind: str, name: str, num_bytes: int) -> None:
         """Count a transfer, and append the transfer to the log if there is one."""
-        self._bytes[kind, name] = self._bytes.get((kind, name), 0) + num_bytes
+        with _COUNTING:
+            self._bytes[kind, name] = self._bytes.get((kind, name), 0) + num_bytes
         if self.log is not None:
             self.log.append(Crossing(kind, name, num_bytes))
 
