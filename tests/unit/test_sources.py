@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -94,6 +95,7 @@ HEADERS: dict[str, tuple[Any, str]] = {
     "a negative size": (entry(shape=[-2]), r"shape and data_offsets"),
     "a size that is no number": (entry(shape=["2"]), r"shape and data_offsets"),
     "a huge size": (entry(shape=[2**63]), r"shape and data_offsets"),
+    "a size of many digits": (b'{"w": {"shape": [' + b"1" * 5000 + b"]}}", r"the format has JSON"),
     "a size of a bool": (entry(shape=[True, 2]), r"shape and data_offsets"),
     "sizes and bytes that differ": (entry(shape=[2**40]), r"8 bytes for 'w' where the format has"),
     "offsets backwards": (entry(data_offsets=[8, 0]), r"-8 bytes for 'w'"),
@@ -198,6 +200,12 @@ SPLITS: dict[str, tuple[Any, type[Exception], str]] = {
         OptionError,
         r"has the file '../a.safetensors' where the format has names of files in this folder",
     ),
+    "a name with a zero": (
+        {"weight_map": {"w": "a\0.safetensors"}},
+        OptionError,
+        r"where the format has names of files in this folder",
+    ),
+    "a long name": ({"weight_map": {"w": "x" * 5000}}, OptionError, r"download the folder again"),
     "no map": ({}, OptionError, r"no weight_map"),
     "a map of numbers": ({"weight_map": {"w": 3}}, OptionError, r"no weight_map"),
 }
@@ -209,6 +217,14 @@ def test_an_index_that_is_wrong_is_refused(case: str, tmp_path: Path) -> None:
     w = torch.ones(2)
     folder = folder_of_splits(tmp_path, index, a={"w": w}, b={"v": w, "w": w.clone()})
     with pytest.raises(kind, match=message):
+        zf.sources.safetensors(folder)
+
+
+@pytest.mark.timeout(10)
+def test_a_pipe_is_not_opened(tmp_path: Path) -> None:
+    folder = folder_of_splits(tmp_path, {"weight_map": {"w": "pipe"}})
+    os.mkfifo(folder / "pipe")
+    with pytest.raises(OptionError, match=r"where the format has a regular file"):
         zf.sources.safetensors(folder)
 
 

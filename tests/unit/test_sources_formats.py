@@ -383,6 +383,14 @@ def test_pipes_and_devices_are_not_opened(tmp_path: Path) -> None:
         loaded(sources.dcp(path))
 
 
+def test_a_state_dict_inside_of_itself_is_refused(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"w": torch.ones(2)}
+    state["again"] = state
+    torch.save(state, tmp_path / "model.pt")
+    with pytest.raises(CorruptCheckpoint, match=r"a dict inside of itself"):
+        sources.state_dict(tmp_path / "model.pt")
+
+
 def test_an_index_of_pickles_names_files_of_its_folder(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "a.bin")
     torch.save({"b": torch.zeros(2)}, tmp_path / "b.bin")
@@ -392,7 +400,7 @@ def test_an_index_of_pickles_names_files_of_its_folder(tmp_path: Path) -> None:
     index.write_text(json.dumps({"weight_map": {"w": "a.bin", "c": "b.bin"}}))
     with pytest.raises(CorruptCheckpoint, match=r"'c' is missing from b\.bin"):
         sources.huggingface(tmp_path)
-    for name in ("../a.bin", "/etc/passwd", "", "..", "a\0", "x" * 5000, 3, None):
+    for name in ("../a.bin", "/etc/passwd", "", "..", "a\0", "x" * 5000, 3, None, ["a.bin"]):
         index.write_text(json.dumps({"weight_map": {"w": name}}))
         with pytest.raises(UntrustedCheckpoint, match="names files of its own directory"):
             sources.huggingface(tmp_path)

@@ -205,7 +205,7 @@ def _entries_of_index(folder: Path) -> dict[str, _Entry]:
     entries: dict[str, _Entry] = {}
     for file in dict.fromkeys(places.values()):
         # An index may not lead out of the folder.
-        if Path(file).name != file or file in ("", ".", ".."):
+        if Path(file).name != file or file in ("", ".", "..") or "\0" in file:
             raise _broken(index, f"the file {file!r}", "names of files in this folder")
         for name, entry in _entries_of(folder / file).items():
             if name in entries:
@@ -228,6 +228,9 @@ def _entries_of_index(folder: Path) -> dict[str, _Entry]:
 def _entries_of(file: Path) -> dict[str, _Entry]:
     """Return the tensors of one file, by name."""
     try:
+        # To open a pipe would wait for a writer.
+        if file.exists() and not file.is_file():
+            raise _broken(file, "a pipe, a device or a folder", "a regular file")
         with file.open("rb", buffering=0) as stream:
             size = os.fstat(stream.fileno()).st_size
             head = stream.read(8)
@@ -280,15 +283,18 @@ def _sizes(values: Any) -> tuple[int, ...] | None:
 
 def _json(file: Path, text: bytes) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = dict(pairs)
-        if len(names) != len(pairs):
-            twice = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
-            raise _broken(file, f"{twice!r} twice", "each name once", twice)
+        names: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in names:
+                raise _broken(file, f"{name!r} twice", "each name once", name)
+            names[name] = value
         return names
 
     try:
         found = json.loads(text, object_pairs_hook=unique)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except OptionError:  # a ValueError too
+        raise
+    except (ValueError, RecursionError) as error:
         raise _broken(file, f"{error}", "JSON") from error
     if not isinstance(found, dict):
         raise _broken(file, type(found).__name__, "a JSON object")

@@ -56,7 +56,14 @@ def state_dict(path: str | Path) -> Source:
     if path.suffix == ".safetensors":
         return Source(safetensors(path), str(path))
     found: dict[str, Stored] = {}
-    _collect(load(path), "", found)
+    try:
+        _collect(load(path), "", found)
+    except RecursionError:
+        raise CorruptCheckpoint(
+            f"a state dict is at most a few levels deep; got a deeper one, or a dict inside of "
+            f"itself, in {path}; save the state dict alone",
+            path=str(path),
+        ) from None
     return named(found, str(path))
 
 
@@ -112,7 +119,7 @@ def huggingface(path: str | Path) -> Source:
     places = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(places, dict):
         raise CorruptCheckpoint(f"an index has a weight_map; got {index} without; copy it again")
-    files = [entry(folder, name, str(index)) for name in dict.fromkeys(places.values())]
+    files = dict.fromkeys(entry(folder, name, str(index)) for name in places.values())
     found = joined(*map(state_dict, files))
     lost = [name for name in places if name not in found]
     if lost:
