@@ -570,6 +570,14 @@ def test_onebit_errors_are_not_dropped_in_silence(tmp_path: Path) -> None:
     assert zf.simulate(3, run, 3) == [4, 4, 4]
 
 
+def test_a_dtype_that_the_format_lacks_is_refused_by_name(tmp_path: Path) -> None:
+    narrow = torch.zeros(3, dtype=torch.float8_e8m0fnu)
+    state = {"p": zf.shard({"a": narrow, "z": torch.ones(3)}, zf.process_group())}
+    with pytest.raises(CheckpointError, match=r"leaf 'p.a' has a dtype of the format") as caught:
+        zf.save(tmp_path, state, step=1)
+    assert caught.value.leaf == "p.a"
+
+
 def test_a_state_has_plain_names_and_plain_parts(tmp_path: Path) -> None:
     for key in ("a\0b", "../a", "/a", "x" * 5000):
         with pytest.raises(CheckpointError, match=r"rename the leaf"):

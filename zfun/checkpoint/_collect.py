@@ -186,8 +186,8 @@ def _check_keys(parts: Sequence[Part]) -> None:
     seen: set[str] = set()
     for part in parts:
         check_part(part)
-        keys = [part.path] if is_plain(part.value) else [slot.key for slot in slots_of(part)]
-        for key in keys:
+        slots = [] if is_plain(part.value) else slots_of(part)
+        for key in [part.path] if is_plain(part.value) else [slot.key for slot in slots]:
 
             def refuse(problem: str, key: str = key) -> None:
                 raise CheckpointError(f"{problem}; rename the leaf", leaf=str(key)[:80])
@@ -196,10 +196,13 @@ def _check_keys(parts: Sequence[Part]) -> None:
             if key in seen:
                 refuse(f"every leaf of a state has a path of its own; got {key!r} twice")
             seen.add(key)
-        if not is_plain(part.value):
-            for slot in slots_of(part):
-                if str(slot.dtype).removeprefix("torch.") not in DTYPES:
-                    refuse(f"leaf {slot.key!r} has a dtype of the format; got {slot.dtype}")
+        for slot in slots:
+            if str(slot.dtype).removeprefix("torch.") not in DTYPES:
+                raise CheckpointError(
+                    f"leaf {slot.key!r} has a dtype of the format; got {slot.dtype}; convert the "
+                    "leaf",
+                    leaf=slot.key,
+                )
 
 
 def records_of(
