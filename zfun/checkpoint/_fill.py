@@ -13,7 +13,7 @@ from zfun import tree
 from zfun.checkpoint._match import Match
 from zfun.checkpoint._parts import Part, Slot, Span, is_plain, map_parts, slots_of, spans_of
 from zfun.checkpoint.format import LeafEntry, Payload, Want
-from zfun.collectives import Group, await_readers, is_symmetric, mesh_of
+from zfun.collectives import await_readers, is_symmetric, mesh_of
 from zfun.flat import Flat, call_site
 from zfun.options import instance, takes
 from zfun.placement import R, S
@@ -24,9 +24,7 @@ from zfun.transforms import redistribute
 __all__ = ["fill", "read_leaf"]
 
 
-def fill(
-    like: tree.Tree, found: Match, payload: Payload, group: Group
-) -> tuple[tree.Tree, Exception | None]:
+def fill(like: tree.Tree, found: Match, payload: Payload) -> tuple[tree.Tree, Exception | None]:
     """Return a state like ``like`` with the values of a checkpoint. All ranks call.
 
     A rank that cannot read goes on with the collectives, so that no rank waits, and returns the
@@ -36,7 +34,6 @@ def fill(
         The state, and the error of this rank; with an error the state is of no use.
     """
     filler = _Filler(found, payload)
-    del group
     return map_parts(filler.part, like), filler.error
 
 

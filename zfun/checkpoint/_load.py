@@ -141,7 +141,7 @@ def load(
             path=str(path),
         )
     with Payload(found.path, found.manifest, files) as payload:
-        state, error = fill(like, found.match, payload, everyone)
+        state, error = fill(like, found.match, payload)
     if error is None:
         try:
             if rng is not False and found.rng is not None:

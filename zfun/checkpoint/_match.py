@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,24 +159,23 @@ class _Matcher:
         if self.reset(key):
             self.used.add(here)
             return None
-        for source, may_round in self._sources(slot):
-            found = self._chosen(part, slot, source)
-            if found is None:
-                return None
-            if self._fits(slot, found, may_round):
-                return found
+        chosen = self._source(slot)
+        if chosen is None:
+            if not part.is_optional:
+                self.missing.append(key)
             return None
-        if not part.is_optional:
-            self.missing.append(key)
-        return None
+        source, may_round = chosen
+        found = self._chosen(part, slot, source)
+        return found if found is not None and self._fits(slot, found, may_round) else None
 
     def _resolved(self, key: str) -> str:
         return self.manifest.ties.get(key, key)
 
-    def _sources(self, slot: Slot) -> Iterable[tuple[str, bool]]:
-        """Yield the keys of the checkpoint that give this leaf, the best first.
+    def _source(self, slot: Slot) -> tuple[str, bool] | None:
+        """Return the key of the checkpoint that gives this leaf, if there is one.
 
-        With each comes whether the value may be rounded, because the exact value is kept elsewhere.
+        With the key comes whether the value may be rounded, because the exact value is kept
+        elsewhere.
         """
         key = self._resolved(slot.key)
         kept = self.manifest.masters.get(key)
@@ -185,21 +184,19 @@ class _Matcher:
             exact = self.entries[kept][0].element
             if is_exact(exact, real_dtype(slot.dtype)):
                 self.used |= {key, kept}
-                yield kept, False
-                return
+                return kept, False
         if slot.key in self.masters and kept is not None and key in self.entries:
             same = self.entries[key][0].element == real_dtype(slot.dtype)
             self.used.add(key)
-            yield (key if same else kept), True
-            return
+            return (key if same else kept), True
         if key in self.entries:
             self.used.add(key)
-            yield key, slot.key in self.masters
-            return
+            return key, slot.key in self.masters
         param = self.param_of.get(slot.key)
         if param is not None and self._resolved(param) in self.entries:
             self.used.add(self._resolved(param))
-            yield self._resolved(param), False
+            return self._resolved(param), False
+        return None
 
     def _chosen(self, part: Part, slot: Slot, source: str) -> LeafEntry | None:
         """Return the leaf for this rank, which matters for values that are kept by rank."""
