@@ -32,6 +32,7 @@ from zfun.errors import (
     AliasChanged,
     CheckpointError,
     DonatedStateError,
+    OffloadError,
     OptionError,
     SpecMismatch,
 )
@@ -536,6 +537,29 @@ def test_ties_must_agree(tmp_path: Path) -> None:
     zero = torch.zeros(3)
     with pytest.raises(AliasChanged, match=r"one tensor here and two there"):
         zf.load(tmp_path / "apart", {"a": zero, "b": zero})
+
+
+def test_a_store_that_cannot_read_on_one_rank_lets_all_ranks_raise(tmp_path: Path) -> None:
+    state = {"a": torch.ones(40), "b": torch.ones(40)}
+    loss = lambda params, batch: (params["a"] * params["b"] * batch).sum()
+
+    def first(group: Any) -> None:
+        zf.save(tmp_path, zf.zero(0, loss, optim.adamw(0.1), group).init(state), step=1)
+
+    def second(group: Any) -> None:
+        files = FaultyFiles(0 if group.rank == 1 else None, kinds=("read",))
+        store = zf.stores.nvme(tmp_path, files=files)
+        offload = zf.stores.Offload(optimizer=store)
+        like = zf.zero(0, loss, optim.adamw(0.1), group, offload=offload).init(state)
+        # The bucket keeps the leaf of the store, which this load must read.
+        kind = OffloadError if group.rank == 1 else CheckpointError
+        with pytest.raises(kind, match=r"a read of .* failed") as caught:
+            zf.load(tmp_path, like, reset=lambda key: key == "opt_state.mu.b")
+        assert caught.value.rank == 1
+        store.close()
+
+    zf.simulate(2, first)
+    zf.simulate(2, second)
 
 
 def test_a_flat_is_filled_once(tmp_path: Path) -> None:

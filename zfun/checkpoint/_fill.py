@@ -179,9 +179,12 @@ class _Filler:
         """Return memory for a bucket: the buffer itself, or, of a store, memory of its own."""
         if isinstance(buffer, Tensor):
             return buffer
-        if keeps_some:
-            with locating(leaf=flat.layout.label(bucket)):
-                return buffer.get(torch.device("cpu")).wait().clone()
+        if keeps_some and self.error is None:
+            try:
+                with locating(leaf=flat.layout.label(bucket)):
+                    return buffer.get(torch.device("cpu")).wait().clone()
+            except Exception as error:  # noqa: BLE001, raised on all ranks after the last collective
+                self.error = error
         return torch.zeros(buffer.shape, dtype=buffer.dtype)
 
     def _gathered(
