@@ -11,13 +11,14 @@ from zfun.stores._base import (
     locating,
     on_disk,
     resident,
+    start_read,
 )
 from zfun.stores._buffers import pages as pages
 from zfun.stores._clean import Cleaned, clean
 from zfun.stores._host import HostStore, host
 from zfun.stores._nvme import NvmeStore, nvme
 from zfun.stores._passes import READ_AHEAD as READ_AHEAD
-from zfun.stores._passes import Derived, by_bucket, derived, reading, start_read
+from zfun.stores._passes import Derived, by_bucket, derived, reading
 from zfun.stores._phases import offload_values, reload
 
 __all__ = [

@@ -26,12 +26,14 @@ __all__ = [
     "Store",
     "Stored",
     "fetch",
+    "finished",
     "flush",
     "heard",
     "located",
     "locating",
     "on_disk",
     "resident",
+    "start_read",
 ]
 
 # Hears of each tensor that is put on a disk, or read from there.
@@ -258,17 +260,29 @@ def flush(value: tree.Tree) -> None:
 @takes(value=ANY, device=instance(torch.device, "a torch.device", "torch.device('cpu')"))
 def fetch(value: Any, device: torch.device) -> Tensor:
     """Return a tensor unchanged, or fetch the tensor of a handle to ``device``."""
-    if isinstance(value, Tensor):
-        return value
-    return _get(value, device).wait()
+    return finished(start_read(value, device))
 
 
-def _get(value: Any, device: torch.device) -> Work:
-    if not isinstance(value, Stored):
+@takes(buffer=ANY, device=instance(torch.device, "a torch.device", "torch.device('cpu')"))
+def start_read(buffer: Any, device: torch.device) -> Work | Tensor:
+    """Return a tensor unchanged, or start to fetch the tensor of a handle to ``device``.
+
+    Example:
+        >>> start_read(torch.ones(2), torch.device("cpu"))
+        tensor([1., 1.])
+    """
+    if isinstance(buffer, Tensor):
+        return buffer
+    if not isinstance(buffer, Stored):
         raise OffloadError(
-            f"a buffer must be a tensor or a handle of a store; got {type(value).__name__}"
+            f"a buffer must be a tensor or a handle of a store; got {type(buffer).__name__}"
         )
-    return value.get(device)
+    return buffer.get(device)
+
+
+def finished(started: Work | Tensor) -> Tensor:
+    """Return the result of ``start_read``; wait for a read."""
+    return started if isinstance(started, Tensor) else started.wait()
 
 
 @takes(flat=FLAT, device=instance(torch.device, "a torch.device", "torch.device('cpu')") | None)
@@ -285,8 +299,7 @@ def resident(flat: Flat, device: torch.device | None = None) -> Flat:
     if all(isinstance(buffer, Tensor) for buffer in flat.buffers):
         return flat
     to = device or flat.layout.device
-    started = located(lambda b: b if isinstance(b, Tensor) else _get(b, to), flat)
-    return located(lambda b: b.wait() if isinstance(b, Work) else b, started)
+    return located(finished, located(lambda buffer: start_read(buffer, to), flat))
 
 
 @takes(params=STORE | None, grads=STORE | None, optimizer=STORE | None, fraction=FRACTION)

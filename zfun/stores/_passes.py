@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from zfun.collectives import Work
-from zfun.errors import OffloadError
 from zfun.flat import FLAT, Flat
-from zfun.options import ANY, DTYPE, FUNCTION, instance, takes
-from zfun.stores._base import Stored, locating
+from zfun.options import DTYPE, FUNCTION, instance, takes
+from zfun.stores._base import Stored, finished, locating, start_read
 
-__all__ = ["READ_AHEAD", "Derived", "by_bucket", "derived", "reading", "start_read"]
+__all__ = ["READ_AHEAD", "Derived", "by_bucket", "derived", "reading"]
 
 # Reads that are under way while a bucket is in use: one to hide the time of a read, and one more
 # because reads and computations vary.
@@ -70,23 +69,6 @@ def derived(source: Stored, fn: Callable[[Tensor], Tensor], dtype: torch.dtype) 
     return Derived(source, fn, dtype)
 
 
-@takes(buffer=ANY, device=instance(torch.device, "a torch.device", "torch.device('cpu')"))
-def start_read(buffer: Any, device: torch.device) -> Work | Tensor:
-    """Return a tensor unchanged, or start to fetch the tensor of a handle to ``device``.
-
-    Example:
-        >>> start_read(torch.ones(2), torch.device("cpu"))
-        tensor([1., 1.])
-    """
-    if isinstance(buffer, Tensor):
-        return buffer
-    if not isinstance(buffer, Stored):
-        raise OffloadError(
-            f"a buffer must be a tensor or a handle of a store; got {type(buffer).__name__}"
-        )
-    return buffer.get(device)
-
-
 @takes(flat=FLAT, device=instance(torch.device, "a torch.device", "torch.device('cpu')") | None)
 def reading(flat: Flat, device: torch.device | None = None) -> Iterator[Tensor]:
     """Yield the buffers of a flat one after the other, and read the next two meanwhile.
@@ -120,12 +102,8 @@ def _reading(flat: Flat, device: torch.device | None) -> Iterator[Tensor]:
         if index >= READ_AHEAD:
             # No name refers to the tensor here, so the caller may free the tensor.
             with locating(leaf=label(index - READ_AHEAD)):
-                started[0] = _finished(started[0])
+                started[0] = finished(started[0])
             yield started.popleft()  # type: ignore[misc]
-
-
-def _finished(x: Work | Tensor) -> Tensor:
-    return x if isinstance(x, Tensor) else x.wait()
 
 
 @takes(
