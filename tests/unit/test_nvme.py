@@ -619,6 +619,24 @@ def test_clean_removes_the_files_of_dead_processes_only(tmp_path: Path) -> None:
     assert_same_bits(get(handle), torch.ones(5000))
 
 
+def test_clean_may_come_between_a_new_file_and_the_lock(tmp_path: Path) -> None:
+    class Slow(Files):
+        num_locks = 0
+
+        def lock(self, fd: int) -> bool:
+            self.num_locks += 1
+            # clean() has the lock of the first file, and removes the file in a moment.
+            return self.num_locks > 1 and super().lock(fd)
+
+    store = nvme(tmp_path, **SMALL, files=Slow())
+    handle = store.put(torch.ones(5), "state")
+    assert store.file is not None
+    cleaned = clean(tmp_path)
+    assert len(cleaned.removed) == 1
+    assert cleaned.in_use == (str(Path(store.file).parent),)
+    assert_same_bits(get(handle), torch.ones(5))
+
+
 def test_a_file_system_without_locks_works(tmp_path: Path) -> None:
     store = nvme(tmp_path, **SMALL, files=NoLocks())
     assert_same_bits(get(store.put(torch.ones(5), "state")), torch.ones(5))

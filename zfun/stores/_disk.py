@@ -241,9 +241,10 @@ def _create(files: Files, path: str) -> tuple[str, int, bool]:
                 with contextlib.suppress(OSError):
                     files.remove(data)
                 raise
+            is_mine = True
             with contextlib.suppress(OSError):  # a file system without locks
-                files.lock(fd)
-            if Path(data).exists():
+                is_mine = files.lock(fd)
+            if is_mine and Path(data).exists():
                 break
             files.close(fd)
         else:
