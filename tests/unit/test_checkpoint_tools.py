@@ -439,6 +439,15 @@ def test_a_run_of_deepspeed_goes_on_with_its_moments(name: str, size: int, tmp_p
         assert not torch.allclose(after[key], values[key], rtol=1e-6, atol=1e-6)
 
 
+def test_a_conversion_keeps_a_count_of_no_steps(tmp_path: Path) -> None:
+    leaves = sources.tensors({"w": torch.ones(2)})
+    moments = {"exp_avg": leaves, "exp_avg_sq": leaves}
+    found = sources.TrainingState(leaves, sources.tensors({}), moments, 0, {})
+    path = checkpoint.convert(found, tmp_path, step=5)
+    assert checkpoint.leaves(path)["opt_state.count"].load() == 0
+    assert checkpoint.training_state(path).step == 0
+
+
 def test_a_conversion_that_fails_keeps_no_lock(tmp_path: Path) -> None:
     class Full(Files):
         def make(self, path: str) -> None:

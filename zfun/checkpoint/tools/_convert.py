@@ -94,9 +94,10 @@ def convert(
             f"moments= of convert() names a path for each moment; got none for {homeless[0]!r}; "
             f"write moments={{{homeless[0]!r}: 'opt_state...', ...}}, or remove the moment"
         )
+    num_applied = step if found.step is None else found.step
     leaves, ties = _keyed(found, moments)
     if count is not None and found.moments:
-        leaves = joined(leaves, tensors({count: torch.tensor(found.step or step)}))
+        leaves = joined(leaves, tensors({count: torch.tensor(num_applied)}))
     job = Job(str(path), single_group(), files or Files(), None, CHUNK_BYTES, _HASH)
     try:
         job.begin(step)
@@ -110,7 +111,7 @@ def convert(
             "ties": ties,
             "masters": dict[str, str](),
             "optional": list[str](),
-            "values": {"step": step, "num_skipped": 0, "num_applied": found.step or step},
+            "values": {"step": step, "num_skipped": 0, "num_applied": num_applied},
             "data": encode(data, "data="),
             "composition": {"ranks": 1, "converted_from": found.params.origin},
         }
