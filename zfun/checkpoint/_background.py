@@ -70,7 +70,7 @@ def check_saves(group: Group) -> None:
         group: the ranks, or an axis of their mesh.
 
     Raises:
-        CheckpointError: the save failed. The error is raised once.
+        CheckpointError: the save failed, as far as this rank has heard. The error is raised once.
 
     Example:
         >>> from zfun.collectives import single_group
