@@ -23,7 +23,13 @@ from torch import Tensor, nn
 import zfun as zf
 from tests.conftest import examples
 from zfun import sources
-from zfun.errors import CorruptCheckpoint, OptionError, SpecMismatch, UntrustedCheckpoint
+from zfun.errors import (
+    CorruptCheckpoint,
+    LeafError,
+    OptionError,
+    SpecMismatch,
+    UntrustedCheckpoint,
+)
 from zfun.sources.deferred import memory_of
 from zfun.testing import assert_same_bits
 
@@ -430,6 +436,24 @@ def test_a_folder_of_transformers_has_the_values_of_the_model(tmp_path: Path) ->
         assert_same_bits({name: leaf.load() for name, leaf in placed.tree.items()}, wanted)
         assert placed.missing == placed.unexpected == ()
     assert source.ties == {"lm_head.weight": "transformer.wte.weight"}
+
+
+def test_conjugate_views_are_written_with_their_values(tmp_path: Path) -> None:
+    leaf = torch.tensor([1 + 2j, 3 - 4j])
+    views = {"w": leaf.conj(), "i": leaf.conj().imag}
+    values = {"w": leaf.conj().resolve_conj(), "i": torch.tensor([-2.0, 4.0])}
+    found = sources.tensors(views)
+    assert sources.compare(found, sources.tensors(values)).is_same
+    sources.write_safetensors(tmp_path / "safe", found)
+    assert sources.compare(sources.huggingface(tmp_path / "safe"), found).is_same
+    held = sources.TrainingState(found, sources.tensors({}), {}, 1, {})
+    path = zf.checkpoint.convert(held, tmp_path / "run")
+    assert sources.compare(zf.checkpoint.leaves(path).under("params."), found).is_same
+
+
+def test_the_name_of_notes_is_no_name_of_a_leaf(tmp_path: Path) -> None:
+    with pytest.raises(LeafError, match=r"rename the leaf with renamed\(\)"):
+        sources.write_safetensors(tmp_path, sources.tensors({"__metadata__": torch.ones(2)}))
 
 
 def test_place_lists_every_difference() -> None:

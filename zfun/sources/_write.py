@@ -69,7 +69,7 @@ def write_safetensors(
 
     Raises:
         OptionError: the folder has such files already.
-        LeafError: a leaf of a dtype that safetensors does not have.
+        LeafError: a leaf of a dtype that safetensors does not have, or named ``__metadata__``.
 
     Example:
         >>> import tempfile
@@ -116,6 +116,12 @@ def write_safetensors(
 
 
 def _dtype(name: str, leaf: Deferred, dtype: torch.dtype | None) -> torch.dtype:
+    if name == "__metadata__":
+        raise LeafError(
+            f"safetensors has notes under the name {name!r}; got a leaf of that name; rename the "
+            "leaf with renamed()",
+            leaf=name,
+        )
     found = leaf.dtype if dtype is None or not leaf.dtype.is_floating_point else dtype
     if found not in DTYPES.values():
         raise LeafError(

@@ -88,7 +88,7 @@ class Deferred:
                 "spec.shape and spec.dtype",
                 leaf=self.path,
             )
-        return made.detach()
+        return made.detach().resolve_conj().resolve_neg()
 
     def __repr__(self) -> str:
         return f"Deferred({self.path}, {self.dtype} {tuple(self.shape)})"
