@@ -637,6 +637,24 @@ def test_clean_may_come_between_a_new_file_and_the_lock(tmp_path: Path) -> None:
     assert_same_bits(get(handle), torch.ones(5))
 
 
+@pytest.mark.filterwarnings("ignore:the file system of")
+def test_a_closed_store_syncs_no_file(tmp_path: Path) -> None:
+    # The next file that the process opens may have the number of the closed one.
+    synced: list[int] = []
+
+    class Buffered(RefusedFlag):
+        def sync(self, fd: int) -> None:
+            synced.append(fd)
+
+    store = nvme(tmp_path, **SMALL, files=Buffered())
+    handle = store.put(torch.ones(5), "state")
+    store.close()
+    for flush in (store.flush, handle.flush):
+        with pytest.raises(OffloadError, match=r"got a use of a closed store"):
+            flush()
+    assert not synced
+
+
 def test_a_file_system_without_locks_works(tmp_path: Path) -> None:
     store = nvme(tmp_path, **SMALL, files=NoLocks())
     assert_same_bits(get(store.put(torch.ones(5), "state")), torch.ones(5))

@@ -128,6 +128,7 @@ class Disk:
         with self._syncing:
             if not self._unsynced:
                 return
+            self._check_open()
             self._unsynced = False
             try:
                 self.files.sync(self._fd)
@@ -143,12 +144,15 @@ class Disk:
 
     def _start(self, fn: Callable[..., None], *args: Any) -> Future[None]:
         check_process(self.pid, "a store on a disk")
+        self._check_open()
+        return self._threads.submit(fn, *args)
+
+    def _check_open(self) -> None:
         if not self._remove.alive:
             raise OffloadError(
                 "a store keeps tensors until close(); got a use of a closed store; make a new one",
                 path=self.path,
             )
-        return self._threads.submit(fn, *args)
 
     def _write(
         self,
