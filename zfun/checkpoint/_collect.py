@@ -186,7 +186,7 @@ def _check_keys(parts: Sequence[Part]) -> None:
     seen: set[str] = set()
     for part in parts:
         check_part(part)
-        slots = [] if is_plain(part.value) else slots_of(part)
+        slots: list[Slot] = [] if is_plain(part.value) else slots_of(part)
         for key in [part.path] if is_plain(part.value) else [slot.key for slot in slots]:
 
             def refuse(problem: str, key: str = key) -> None:
