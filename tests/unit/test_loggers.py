@@ -88,6 +88,15 @@ def test_a_file_goes_on_after_a_restart(tmp_path: Path) -> None:
     ]
 
 
+def test_an_empty_file_gets_the_columns(tmp_path: Path) -> None:
+    file = tmp_path / "log.csv"
+    file.touch()
+    sink = to_csv(file)
+    for step in (1, 2):
+        sink(step, {"loss": 0.5})
+    assert file.read_text() == "step,loss\n1,0.5\n2,0.5\n"
+
+
 def test_a_number_without_a_column_is_refused_and_the_file_stays(tmp_path: Path) -> None:
     path = tmp_path / "log.csv"
     sink = to_csv(path)

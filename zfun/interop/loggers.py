@@ -146,16 +146,16 @@ def to_csv(path: str | Path) -> Sink:
     file = Path(path)
 
     def sink(step: int, numbers: Mapping[str, float]) -> None:
-        columns = _columns_of(file) or ["step", *numbers]
+        known = _columns_of(file)
+        columns = known or ["step", *numbers]
         if unknown := [name for name in numbers if name not in columns]:
             raise OptionError(
                 f"every row of {file} has the columns {', '.join(columns)}; got {unknown} at step "
                 f"{step}; write these numbers to a file of their own"
             )
-        is_new = not file.exists()
         with file.open("a", newline="", encoding="utf-8") as out:
             writer = csv.DictWriter(out, columns, lineterminator="\n")
-            if is_new:
+            if not known:
                 writer.writeheader()
             writer.writerow({"step": step, **numbers})
 
