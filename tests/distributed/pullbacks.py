@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import time
 from typing import Any
 
 import torch
 from torch import nn
 
 import zfun as zf
+import zfun.interop.deepspeed as deepspeed
 from tests import models, vjps
+from tests.deepspeed_runs import ranks
 from zfun import tree
 from zfun.errors import CollectiveMismatch
 from zfun.interop import Engine
@@ -106,4 +109,39 @@ def engines(group: zf.Group) -> Any:
     return first
 
 
-BODIES = [losses_outside, ranks_that_differ, engines]
+class Reader(nn.Module):
+    """A module whose last rank is slow to read the parameters."""
+
+    def __init__(self, delay_s: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2**14))
+        self.delay_s = delay_s
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.delay_s)
+        return (self.weight * x).sum()
+
+
+def values_for_a_rank_that_reads(group: zf.Group) -> Any:
+    """Load weights while another rank computes with the old ones, in memory that ranks share."""
+    found = []
+    for stage in (1, 3):
+        engine, *_ = deepspeed.initialize(
+            model=Reader(0.3 if group.rank == group.size - 1 else 0.0),
+            mpu=ranks(group),
+            config={
+                "train_micro_batch_size_per_gpu": 1,
+                "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
+                "zero_optimization": {"stage": stage},
+            },
+        )
+        engine.backward(engine(torch.ones(1)))
+        engine.step()
+        engine.eval()
+        before = engine(torch.ones(1))
+        engine.load_module_state_dict({"weight": torch.full((2**14,), 7.0)})
+        found += [before, engine(torch.ones(1))]
+    return found
+
+
+BODIES = [losses_outside, ranks_that_differ, engines, values_for_a_rank_that_reads]

@@ -361,7 +361,7 @@ def test_weights_leave_and_enter_an_engine(tmp_path: Path) -> None:
         torch.testing.assert_close(other.module.scale, net(seed=3).scale)
         with pytest.raises(SpecMismatch, match=r"unknown are \['nope'\]"):
             other.load_module_state_dict({**net().state_dict(), "nope": torch.ones(1)})
-        with pytest.raises(SpecMismatch, match=r"got \(4,\) for 'scale' of shape \(3,\)"):
+        with pytest.raises(SpecMismatch, match=r"'scale' has \(3,\); got \(4,\)"):
             other.load_module_state_dict({"scale": torch.ones(4)}, strict=False)
         return values
 

@@ -266,7 +266,7 @@ def test_eval_uses_the_state_and_keeps_nothing(stage: int) -> None:
             assert_same_bits(module.state_dict(), plain.state_dict())
             weight = module.get_parameter("out.weight")
             assert module.get_parameter("back.weight") is weight
-        assert not module.get_parameter("out.weight").equal(weight)
+        assert not engine.module.get_parameter("out.weight").equal(weight)
         assert engine.train().training
         with torch.no_grad():
             assert not engine(x).logits.requires_grad
@@ -396,6 +396,51 @@ def test_values_go_out_and_in(stage: int, tmp_path: Path) -> None:
         assert frozen.state.step == 2
         assert_same_bits(frozen.state_dict()["weight"], torch.eye(2))
 
+    zf.simulate(RANKS, main)
+
+
+class Counting(nn.Module):
+    """A module with a value that is no tensor in its state dict, and a buffer that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 1)
+        self.register_buffer("scratch", torch.zeros(1), persistent=False)
+        self.count = 0
+
+    def get_extra_state(self) -> int:
+        return self.count
+
+    def set_extra_state(self, state: int) -> None:
+        self.count = state
+
+
+def test_extra_state_of_the_module_goes_out_and_in() -> None:
+    def main(group: zf.Group) -> None:
+        engine = Engine(Counting(), optim.sgd(0.5), group=group, init="broadcast")
+        values = engine.state_dict()
+        assert list(values) == ["_extra_state", "inner.weight", "inner.bias"]
+        engine.load_state_dict({**values, "_extra_state": 3})
+        assert engine.module.count == engine.state_dict()["_extra_state"] == 3
+        with pytest.raises(SpecMismatch, match=r"missing are \['_extra_state'\]"):
+            engine.load_state_dict({k: x for k, x in values.items() if k != "_extra_state"})
+
+    zf.simulate(RANKS, main)
+
+
+def test_a_bound_module_is_a_copy() -> None:
+    """Simulated ranks may share a module, and a write to a copy does not reach the state."""
+
+    def main(group: zf.Group) -> None:
+        engine = Engine(shared, optim.sgd(0.5), zero=3, group=group)
+        before = engine.state_dict()
+        with engine.bound() as module:
+            assert isinstance(module.weight, nn.Parameter)
+            module.weight.zero_()
+        assert_same_bits(engine.state_dict(), before)
+        assert_same_bits(shared.state_dict(), before)
+
+    shared = linear()
     zf.simulate(RANKS, main)
 
 

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from zfun import tree
-from zfun.collectives import Group, barrier, broadcast
-from zfun.errors import OptionError, SpecMismatch
+from zfun.collectives import Group, broadcast
+from zfun.errors import OptionError
 from zfun.flat import Flat, unravel
 from zfun.interop import Engine
+from zfun.interop._named import with_values
 from zfun.interop.deepspeed._settings import Settings
-from zfun.interop.deepspeed._values import whole_values, with_values
+from zfun.interop.deepspeed._values import whole_values
 from zfun.interop.deepspeed.runtime.zero._owners import (
     check_unwritten,
     deferred_of,
@@ -32,8 +33,8 @@ __all__ = ["Inner"]
 class Inner:
     """An engine of zfun, and the parameters of the module that it was made of.
 
-    At stages 0 to 2 the parameters of the module are views of the state, so a script reads and
-    writes the weights in place. At stage 3 they are stand-ins, and this object is their owner.
+    At stages 0 to 2 the parameters of the module are views of the state, in memory that ranks of
+    one host may share. At stage 3 the parameters are stand-ins, and this object is their owner.
 
     Args:
         module: the model.
@@ -109,27 +110,8 @@ class Inner:
         Raises:
             SpecMismatch: names or shapes differ.
         """
-        own = {**_all_names(self._module), **dict(self._module.named_buffers())}
-        first = {name: self._names[id(tensor)] for name, tensor in own.items()}
-        unknown = sorted(set(values) - set(own))
-        known = {first[name] for name in values if name in first}
-        missing = sorted({first[name] for name in self._module.state_dict(keep_vars=True)} - known)
-        if strict and (unknown or missing):
-            raise SpecMismatch(
-                f"weights have the names of the module; unknown are {unknown[:5]}, missing are "
-                f"{missing[:5]}; pass strict=False to take those that are there"
-            )
-        found: dict[str, Tensor] = {}
-        for name in own.keys() & values.keys():
-            if own[name].shape != values[name].shape:
-                raise SpecMismatch(
-                    f"weights have the shapes of the module; got {tuple(values[name].shape)} for "
-                    f"{name!r} of shape {tuple(own[name].shape)}; pass weights of this model",
-                    leaf=name,
-                )
-            found[first[name]] = values[name].detach()
-        self.engine.state = with_values(self.engine.state, found)
-        barrier(self.group)
+        state = self.engine.state
+        self.engine.state = with_values(self._module, state, values, strict=strict)
         self.refresh()
 
     # Other uses
@@ -146,8 +128,8 @@ class Inner:
 
         @functools.wraps(found)
         def bound(*args: Any, **kwargs: Any) -> Any:
-            with self.engine.bound():
-                return found(*args, **kwargs)
+            with self.engine.bound() as module:
+                return getattr(module, name)(*args, **kwargs)
 
         return bound
 
@@ -155,11 +137,6 @@ class Inner:
         """Return the factor of the loss in backward; 1 without one."""
         scale = self.engine.state.loss_scale
         return 1.0 if scale is None else float(scale.scale)
-
-
-def _all_names(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters by all of their names, tied ones too."""
-    return dict(module.named_parameters(remove_duplicate=False))
 
 
 def _attach(param: nn.Parameter, inner: weakref.ref[Inner], name: str) -> None:

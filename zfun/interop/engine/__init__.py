@@ -3,7 +3,6 @@
 ============  ====================================================================
 ``_engine``   the class; see [Note: the engine]
 ``_calls``    a forward pass in autograd's graph
-``_values``   values of a state by the names of a module
 ============  ====================================================================
 """
 

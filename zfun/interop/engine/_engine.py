@@ -23,14 +23,15 @@ import torch
 from torch import Tensor, nn
 
 import zfun.recipes as recipes
-from zfun import checkpoint, optim
+from zfun import checkpoint, optim, stores, tree
 from zfun.collectives import Group, all_reduce, mesh_of, process_group
 from zfun.errors import OptionError, ZfunError
 from zfun.evaluation import bound, evaluate
-from zfun.flat import Flat
+from zfun.flat import Flat, leaf_spans, unravel
+from zfun.interop._named import state_dict_of, with_values
 from zfun.interop.engine._calls import Call, CallNode
-from zfun.interop.engine._values import holding, named_values, views, with_values
 from zfun.modules import functional
+from zfun.placement import S
 from zfun.recipes import StepInfo, Zero, ZeroState
 from zfun.transforms import WeightedMean, add_grads, map_batch, scale_grads
 
@@ -315,13 +316,20 @@ class Engine:
 
     @contextlib.contextmanager
     def bound(self) -> Iterator[nn.Module]:
-        """Put the whole values of the state into the module, as a context; every rank must enter.
+        """Make a copy of the module with the whole values of the state; every rank must enter.
 
         Returns:
-            The module, for code that needs a plain one. Changes to values are lost at the end.
+            A context whose value is the copy, for code that needs a plain module. Changes to the
+            values do not reach the state.
         """
-        with holding(self.module, self.recipe.params(self.state)):
-            yield self.module
+        trained = self._apply.params
+        values = self.recipe.params(self.state)
+        yield self._apply.bind(
+            {
+                name: nn.Parameter(x, requires_grad=False) if name in trained else x
+                for name, x in values.items()
+            }
+        )
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield names and detached values of the trained parameters: views of the state.
@@ -329,7 +337,12 @@ class Engine:
         Below stage 3 whole parameters; at stage 3 this rank's elements, as vectors, which may be
         empty. A view is valid until the next step.
         """
-        return views(self.state.params)
+        held = stores.resident(self.state.params)
+        if held.placement is not S:
+            yield from zip(held.layout.paths, tree.leaves(unravel(held)), strict=True)
+            return
+        for span in leaf_spans(held):
+            yield span.path, held.buffers[span.bucket][span.start : span.stop]
 
     def parameters(self) -> Iterator[Tensor]:
         """Yield the tensors of :meth:`named_parameters`."""
@@ -337,10 +350,12 @@ class Engine:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return whole values by the module's own names, on every rank; every rank must call."""
-        return named_values(self.module, self.recipe.params(self.state))
+        return state_dict_of(self.module, self.recipe.params(self.state))
 
     def load_state_dict(self, values: Mapping[str, Tensor]) -> None:
-        """Take whole values by the module's own names; the rest of the state stays.
+        """Take whole values by the module's own names; every rank must call.
+
+        Moments and counts stay. Gradients since the last step are dropped.
 
         Args:
             values: as :meth:`state_dict` returns, the same on every rank.
@@ -348,7 +363,7 @@ class Engine:
         Raises:
             SpecMismatch: names are missing or unknown, or a shape differs.
         """
-        self.state = with_values(self.module, self.recipe, self.state, values)
+        self.state = with_values(self.module, self.state, values)
         self._left = None
         self._calls.clear()
         self.zero_grad()

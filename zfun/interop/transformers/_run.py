@@ -13,6 +13,7 @@ from zfun import checkpoint, optim, stores, tree
 from zfun.collectives import Group
 from zfun.evaluation import bound
 from zfun.flat import unravel
+from zfun.interop._named import state_dict_of
 from zfun.interop.transformers._optimizers import ParamGroups
 from zfun.modules import functional
 from zfun.optim import Optimizer
@@ -92,15 +93,8 @@ class Run:
         Args:
             keep: whether this rank wants the values; another rank helps to gather, and gets none.
         """
-        names = {id(p): name for name, p in self.module.named_parameters()}
-        own = self.module.state_dict(keep_vars=True)
         values = dict(self._values(keep))
-        if not keep:
-            return {}
-        return {
-            key: values[names.get(id(x), key)] if names.get(id(x), key) in values else x.detach()
-            for key, x in own.items()
-        }
+        return state_dict_of(self.module, values) if keep else {}
 
     def gather(self) -> None:
         """Give the module's own parameters the values of the state, whole on every rank."""

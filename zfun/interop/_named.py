@@ -1,0 +1,133 @@
+"""Values of a state by the names of a module, for the loops that hold a module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zfun.collectives import barrier, mesh_of
+from zfun.errors import SpecMismatch
+from zfun.flat import Flat, leaf_spans
+from zfun.optim import MasterState
+from zfun.recipes import ZeroState
+from zfun.stores import Stored, fetch
+
+__all__ = ["first_names", "masters_of", "state_dict_of", "with_values"]
+
+
+def first_names(module: nn.Module) -> dict[int, str]:
+    """Return the names of tensors in the state by identity; tied tensors have the first name."""
+    return {
+        id(x): name
+        for named in (module.named_buffers(), module.named_parameters())
+        for name, x in named
+    }
+
+
+def state_dict_of(module: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return ``module.state_dict()`` with the values of a state; other values are the module's.
+
+    Args:
+        module: the module.
+        values: by the names of :func:`first_names`; names may be missing.
+    """
+    names = first_names(module)
+    return {
+        key: values[name]
+        if (name := names.get(id(x))) in values
+        else x.detach()
+        if isinstance(x, Tensor)
+        else x
+        for key, x in module.state_dict(keep_vars=True).items()
+    }
+
+
+def with_values(
+    module: nn.Module, state: ZeroState, values: Mapping[str, Any], *, strict: bool = True
+) -> ZeroState:
+    """Return a state with new values of some leaves, in the buffers of the old state.
+
+    Master weights take the values too; moments and counts stay. Extra state goes to the module.
+
+    Args:
+        module: the module.
+        state: of a run; not to be used again.
+        values: whole values by any names of the module, the same on every rank. Of tied parameters
+            one name is enough.
+        strict: whether each name of ``module.state_dict()`` must be there, and no other.
+
+    Raises:
+        SpecMismatch: names are missing or unknown, or a shape differs.
+    """
+    names, own = first_names(module), module.state_dict(keep_vars=True)
+    # Buffers that are not saved may be given too.
+    tensors = {**dict(module.named_buffers()), **{k: x for k, x in own.items() if id(x) in names}}
+    given = {names[id(tensors[key])] for key in values if key in tensors}
+    missing = [key for key, x in own.items() if names.get(id(x), key) not in {*given, *values}]
+    unknown = [key for key in values if key not in tensors and key not in own]
+    if strict and (missing or unknown):
+        raise SpecMismatch(
+            f"values are named as in the module; missing are {missing[:3]}, unknown are "
+            f"{unknown[:3]}; pass what state_dict() returns",
+            leaf=(missing or unknown)[0],
+        )
+    found: dict[str, Tensor] = {}
+    for key in values.keys() & tensors.keys():
+        old, value = tensors[key], values[key]
+        if value.shape != old.shape:
+            raise SpecMismatch(
+                f"a value has the shape of its parameter; {key!r} has {tuple(old.shape)}; got "
+                f"{tuple(value.shape)}; load the values into the module they were saved from",
+                leaf=key,
+            )
+        found[names[id(old)]] = value.detach()
+    if extra := {key: values[key] for key in own.keys() - tensors.keys() if key in values}:
+        module.load_state_dict(extra, strict=False)
+    ranks = mesh_of(state.params.group)
+    # Ranks of one host may share the buffers of whole parameters.
+    barrier(ranks)
+    for master in masters_of(state.opt_state):
+        _write(master, found)
+    params, frozen, buffers = (
+        None if flat is None else _write(flat, found)
+        for flat in (state.params, state.frozen, state.buffers)
+    )
+    barrier(ranks)
+    return state._replace(params=params, frozen=frozen, buffers=buffers)
+
+
+def masters_of(state: Any) -> Iterator[Flat]:
+    """Yield the master weights of every optimizer in a state."""
+    if isinstance(state, MasterState):
+        if isinstance(state.master, Flat):
+            yield state.master
+        yield from masters_of(state.inner)
+    elif isinstance(state, Mapping):
+        yield from masters_of([*state.values()])
+    elif isinstance(state, (tuple, list)):
+        for part in state:
+            yield from masters_of(part)
+
+
+@torch.no_grad()
+def _write(flat: Flat, values: Mapping[str, Tensor]) -> Flat:
+    """Write the elements of this rank into the buffers, in place; a store puts a buffer again."""
+    buffers = list(flat.buffers)
+    loaded: dict[int, Tensor] = {}
+    for span in leaf_spans(flat):
+        value = values.get(span.path)
+        if value is None or span.start == span.stop:
+            continue
+        if span.bucket not in loaded:
+            loaded[span.bucket] = fetch(buffers[span.bucket], flat.layout.device)
+        real = torch.view_as_real(value) if value.is_complex() else value
+        piece = real.reshape(-1)[span.first : span.first + span.stop - span.start]
+        loaded[span.bucket][span.start : span.stop].copy_(piece)
+    for bucket, buffer in loaded.items():
+        old = buffers[bucket]
+        if isinstance(old, Stored):
+            buffers[bucket] = old.store.put(buffer, old.name)
+    return flat.with_buffers(buffers)
