@@ -63,8 +63,12 @@ def with_values(
         SpecMismatch: names are missing or unknown, or a shape differs.
     """
     names, own = first_names(module), module.state_dict(keep_vars=True)
-    # Buffers that are not saved may be given too.
-    tensors = {**dict(module.named_buffers()), **{k: x for k, x in own.items() if id(x) in names}}
+    tensors: dict[str, Tensor] = {
+        # Tensors that the module does not save may be given too.
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+        **{key: x for key, x in own.items() if id(x) in names},
+    }
     given = {names[id(tensors[key])] for key in values if key in tensors}
     missing = [key for key, x in own.items() if names.get(id(x), key) not in {*given, *values}]
     unknown = [key for key in values if key not in tensors and key not in own]
