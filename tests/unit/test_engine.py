@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import threading
@@ -344,6 +345,29 @@ def test_weighted_means_are_those_of_zero(stage: int, micro: int) -> None:
     zf.simulate(RANKS, main)
 
 
+@pytest.mark.parametrize("count", [2, 3])
+def test_weighted_means_of_one_step_need_no_number_of_calls(count: int) -> None:
+    """The mean over all tokens, also where no_sync() or a boundary ends the step."""
+    mean = lambda logits, y: zf.weighted_mean(F.cross_entropy(logits, y, reduction="sum"), len(y))
+
+    def main(group: zf.Group) -> None:
+        cut = [(x[: 1 + 2 * i], y[: 1 + 2 * i]) for i, (x, y) in enumerate(batches(1, 3)[0])]
+        engines = [
+            Engine(linear(5), optim.sgd(0.5), group=group, accumulate=n) for n in (count, 1, 8)
+        ]
+        for engine in engines:
+            with engine.no_sync() if engine.accumulate == 1 else contextlib.nullcontext():
+                for x, y in cut[: count - 1]:
+                    engine.backward(mean(engine(x), y))
+            engine.backward(mean(engine(cut[count - 1][0]), cut[count - 1][1]))
+        infos = [engine.step(boundary=True) for engine in engines]
+        assert_same_bits([info.loss for info in infos if info], [infos[0].loss] * 3)
+        for engine in engines[1:]:
+            assert_same_bits(engine.state_dict(), engines[0].state_dict())
+
+    zf.simulate(RANKS, main)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @EACH_STAGE
 def test_half_precision_has_the_bits_of_zero(stage: int, dtype: torch.dtype) -> None:
@@ -479,8 +503,26 @@ def test_a_recipe_that_is_made_already() -> None:
         engine.backward(engine(torch.ones(1, 2)).sum())
         engine.step()
         torch.testing.assert_close(engine.state_dict()["weight"], before["weight"] - 0.5)
-        with pytest.raises(OptionError, match=r"options of zf.zero\(\).*made already"):
-            Engine(nn.Linear(2, 1), None, zero=zero, clip_norm=1.0)
+        beside: list[dict[str, Any]] = [
+            {"optimizer": optim.sgd(0.5)},
+            *[{"group": group}, {"buffers": "mean"}, {"clip_norm": 1.0}, {"trainable": bool}],
+        ]
+        for options in beside:
+            with pytest.raises(OptionError, match=rf"{next(iter(options))} .*made already"):
+                Engine(nn.Linear(2, 1), **{"optimizer": None, **options}, zero=zero)
+
+    zf.simulate(RANKS, main)
+
+
+def test_options_of_a_dict_stand_once() -> None:
+    def main(group: zf.Group) -> None:
+        make = lambda zero, **options: Engine(linear(), optim.sgd(0.5), zero=zero, **options)
+        assert make({"stage": 2, "group": group}).state.params.group is group
+        half = {"stage": 2, "precision": torch.bfloat16}
+        with pytest.raises(OptionError, match=r"got precision in zero= too"):
+            make(half, group=group, precision=torch.float16)
+        with pytest.raises(OptionError, match=r"got num_micro_batches in zero=.*accumulate="):
+            make({"stage": 2, "num_micro_batches": 4}, group=group)
 
     zf.simulate(RANKS, main)
 
@@ -541,6 +583,19 @@ def test_a_dropped_forward_pass_keeps_no_graph() -> None:
             del out
             assert [ref() for ref in module.seen] == [None, None]
             module.seen.clear()
+
+    zf.simulate(RANKS, main)
+
+
+def test_a_loss_that_is_kept_keeps_no_inputs() -> None:
+    def main(group: zf.Group) -> None:
+        engine, kept = Engine(linear(), optim.sgd(0.5), zero=3, group=group), []
+        x = torch.ones(3, 5, requires_grad=True) * 2
+        memory = weakref.ref(x.untyped_storage())
+        kept.append(engine(x).sum())
+        engine.backward(kept[0])
+        del x
+        assert memory() is None
 
     zf.simulate(RANKS, main)
 

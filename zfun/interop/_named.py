@@ -79,8 +79,10 @@ def with_values(
             leaf=(missing or unknown)[0],
         )
     found: dict[str, Tensor] = {}
-    for key in values.keys() & tensors.keys():
-        old, value = tensors[key], values[key]
+    for key, value in values.items():
+        if key not in tensors:
+            continue
+        old = tensors[key]
         if value.shape != old.shape:
             raise SpecMismatch(
                 f"a value has the shape of its parameter; {key!r} has {tuple(old.shape)}; got "

@@ -30,7 +30,9 @@ class Call:
         """Run the pullback, and return the cotangents of the inputs."""
         paths = [path for path in self._pullback.paths if path is not None]
         given = {path: x for path, x in zip(paths, cotangents, strict=True) if x is not None}
-        grads, into = self._pullback.with_inputs(given, self._inputs, weight=self.weight)
+        # A loss that the caller keeps leads here, and must not keep the inputs.
+        inputs, self._inputs = self._inputs, []
+        grads, into = self._pullback.with_inputs(given, inputs, weight=self.weight)
         if self.is_wanted:
             self.grads = grads
         return into

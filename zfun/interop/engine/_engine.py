@@ -44,7 +44,7 @@ class Engine:
     Args:
         module: any module; its parameters are the initial values. The module itself does not
             change.
-        optimizer: as for :func:`zfun.zero`.
+        optimizer: as for :func:`zfun.zero`; ``None`` beside what :func:`zfun.zero` returned.
         zero: the stage; or the options of :func:`zfun.zero` as a dict with ``"stage"``; or what
             :func:`zfun.zero` returned, whose loss the engine does not call.
         group: the ranks; by default those of the process.
@@ -65,7 +65,8 @@ class Engine:
         grad_norm: of the last step, before clipping; ``None`` before the first.
 
     Raises:
-        OptionError: as for :func:`zfun.zero`; or options beside a recipe that is made already.
+        OptionError: as for :func:`zfun.zero`; or an option that stands twice, or beside what
+            :func:`zfun.zero` returned.
 
     Example:
         >>> import zfun as zf
@@ -98,40 +99,46 @@ class Engine:
         self.grad_norm: float | None = None
         self._apply = apply
         self._fn = lambda params, call: apply(params, *call[0], **call[1])
+        chosen = {"group": group, "precision": precision, "trainable": trainable}
+        chosen = {name: value for name, value in chosen.items() if value is not None}
         if isinstance(zero, Zero):
-            if (clip_norm, precision, trainable) != (None, None, None):
+            own = [(optimizer, None, "optimizer"), (clip_norm, None, "clip_norm")]
+            own += [(buffers, "rank 0", "buffers")]
+            if beside := [*chosen, *(name for value, default, name in own if value != default)]:
                 raise OptionError(
-                    "clip_norm, precision and trainable are options of zf.zero(); got some beside "
-                    "a recipe that is made already; pass them to zf.zero()"
+                    "a recipe has the options of zf.zero(); got "
+                    f"{', '.join(beside)} beside a recipe that is made already; pass them to "
+                    "zf.zero()"
                 )
             self.recipe: Zero = zero
         else:
             options = dict(zero) if isinstance(zero, Mapping) else {"stage": zero}
+            if twice := [name for name in (*chosen, "num_micro_batches") if name in options]:
+                raise OptionError(
+                    f"an option of an engine stands once; got {', '.join(twice)} in zero= too; "
+                    "remove it there, and pass accumulate= for num_micro_batches"
+                )
             rule = optim.as_optimizer(optimizer)
             if clip_norm is not None:
                 rule = optim.chain(optim.clip_by_global_norm(clip_norm), rule)
             trained = {name for name, x in module.named_parameters() if x.requires_grad}
             given: dict[str, Any] = {
-                "precision": precision,
-                "trainable": trainable or (lambda name, _: name in trained),
+                "trainable": lambda name, _: name in trained,
                 "buffers": (lambda name, _: buffers if name in written else None)
                 if written
                 else None,
                 "num_micro_batches": accumulate,
+                **chosen,
+                **options,
             }
-            self.recipe = recipes.zero(
-                loss_fn=self._fn,
-                optimizer=rule,
-                group=process_group() if group is None else group,
-                **{**given, **options},
-            )
+            if "group" not in given:
+                given["group"] = process_group()
+            self.recipe = recipes.zero(loss_fn=self._fn, optimizer=rule, **given)
         self.state: ZeroState = self.recipe.init({**apply.params, **written}, init=init)
         self._group = self.state.params.group
         self._evaluation = evaluate(self._fn, self._group)
-        self._calls: list[weakref.ref[Call]] = []
-        self._left: Flat | None = None
         self._defers = False
-        self.zero_grad()
+        self._begin()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on the state's parameters; every rank must call equally often.
@@ -169,6 +176,9 @@ class Engine:
             loss: a scalar of outputs of this engine, or :func:`zfun.transforms.weighted_mean`.
             scale: the weight of this loss in the sum over the calls of a step; by default
                 ``1 / accumulate``.
+
+        Gradients of weighted means are the mean over the weights of all calls of a step, also where
+        there are more or fewer calls than ``accumulate``.
 
         Raises:
             ZfunError: the loss does not depend on outputs of this engine in train mode.
@@ -226,12 +236,17 @@ class Engine:
         for call in ran:
             grads, call.grads = add_grads(grads, call.grads), None
         pair = torch.stack([total * scale, total.new_ones(()) if weight is None else weight])
-        if weight is not None and self.accumulate > 1:
-            mesh = mesh_of(self._group)
-            grads = scale_grads(grads, float(all_reduce(pair, mesh)[1]))
+        if weight is not None and self._losses:
+            # The gradients of one call are a mean, and those of several calls a sum.
+            if len(self._losses) == 1:
+                self._grads = self._weighted(self._grads, self._losses[0])
+            grads = self._weighted(grads, pair)
         self._grads = add_grads(self._grads, grads)
         self._losses.append(pair)
         self._is_boundary = not self._defers and len(self._losses) >= self.accumulate
+
+    def _weighted(self, grads: Any, pair: Tensor) -> Any:
+        return scale_grads(grads, float(all_reduce(pair, mesh_of(self._group))[1]))
 
     @property
     def is_boundary(self) -> bool:
@@ -266,14 +281,18 @@ class Engine:
         if not is_plain:
             weight = float(summed[:, 1].sum()) or 1.0
             loss = summed[:, 0].sum() / weight
-            factor = 1.0 / weight if self.accumulate > 1 else 1.0
+            factor = 1.0 / weight if len(self._losses) > 1 else 1.0
         grads = scale_grads(self._grads, factor)
         self.state, info = self.recipe.update(self.state, grads, loss, self._left)
         self.grad_norm = float(info.grad_norm)
-        self._left = None
-        self._calls.clear()
-        self.zero_grad()
+        self._begin()
         return info
+
+    def _begin(self) -> None:
+        """Begin the calls of a step."""
+        self._calls: list[weakref.ref[Call]] = []
+        self._left: Flat | None = None
+        self.zero_grad()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients since the last step."""
@@ -364,9 +383,7 @@ class Engine:
             SpecMismatch: names are missing or unknown, or a shape differs.
         """
         self.state = with_values(self.module, self.state, values)
-        self._left = None
-        self._calls.clear()
-        self.zero_grad()
+        self._begin()
 
     def save(self, path: str | Path, extra: Any = None) -> checkpoint.Saved:
         """Save the state and plain values of the caller; see :func:`zfun.save`."""
@@ -383,9 +400,8 @@ class Engine:
             The plain values of the caller.
         """
         loaded = checkpoint.load(path, self.state, **options)
-        self.state, self._left = loaded.state, None
-        self._calls.clear()
-        self.zero_grad()
+        self.state = loaded.state
+        self._begin()
         return loaded.data
 
     @property

@@ -117,7 +117,7 @@ def engine_of(
             return out, pullback, left
         return out, pullback.then(lambda grads: redistribute(grads, S, group)), left
 
-    return Engine(module, rule, zero=composed._replace(init=start, vjp=vjp))
+    return Engine(module, None, zero=composed._replace(init=start, vjp=vjp))
 
 
 def values_of(module: nn.Module, device: torch.device, seed: int) -> dict[str, Any]:
