@@ -360,6 +360,29 @@ def test_a_second_call_of_train_goes_on_with_the_state(tmp_path: Path) -> None:
     assert_close_histories(ours, theirs)
 
 
+class Interrupt(transformers.TrainerCallback):
+    """Raises once, between two micro-batches of the first step."""
+
+    is_over = False
+
+    def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
+        if not self.is_over:
+            self.is_over = True
+            raise KeyboardInterrupt
+
+
+def test_a_call_of_train_after_an_interrupted_one_begins_a_new_step(tmp_path: Path) -> None:
+    made = []
+    for cls, more in ((Trainer, {"zero": 2}), (transformers.Trainer, {})):
+        folder = str(tmp_path / cls.__module__)
+        trainer = trainers.make(cls, folder, options=SHORT, callbacks=[Interrupt()], **more)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+        trainer.train()
+        made.append(trainer)
+    assert_close_histories(*made)
+
+
 def test_a_frozen_model_is_refused(tmp_path: Path) -> None:
     net = trainers.model().requires_grad_(False)
     trainer = trainers.make(Trainer, str(tmp_path), options=SHORT, model=net, zero=2)

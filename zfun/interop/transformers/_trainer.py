@@ -121,9 +121,10 @@ class Trainer(transformers.Trainer):
             return super()._wrap_model(model, training, dataloader)
         if not training:
             return self._bound
+        # An earlier train() may have ended with an error between two steps.
+        self._micro_batches.clear()
         if isinstance(model, _Held) and self._run is not None and self._run.module is self.model:
             return model
-        self._micro_batches.clear()
         self._run = Run(
             self.model,
             self.optimizer,
