@@ -262,6 +262,9 @@ def _torch_state(state: TrainingState, saved: Mapping[str, Any]) -> dict[str, An
     steps = torch.tensor(float(state.step or 0))
     for slot, leaves in state.moments.items():
         word = slot.rpartition(".")[2]
+        if word == "master":
+            # The parameters in the file.
+            continue
         if word not in _MOMENTS:
             raise CheckpointError(
                 "collate(optimizer=True) writes the states of Adam, AdamW, SGD and Adagrad; got a "

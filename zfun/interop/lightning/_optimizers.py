@@ -161,7 +161,17 @@ class ConfiguredGroups(Groups):
         return self._recipe.optimizer
 
     def hyperparams(self, max_norm: float | None = None) -> dict[str, float]:
-        """Return nothing, because the schedule is a part of the optimizer."""
+        """Return nothing, because schedule and clipping are parts of the optimizer.
+
+        Raises:
+            OptionError: another bound than that of the configuration.
+        """
+        if (max_norm or 0.0) != self._recipe.max_grad_norm:
+            raise OptionError(
+                "the optimizer of a configuration clips by gradient_clipping, "
+                f"{self._recipe.max_grad_norm}; got clip_gradients({max_norm}); write the bound "
+                "into the configuration"
+            )
         return {}
 
     def stepped(self, learning_rate: float | None) -> None:

@@ -176,6 +176,12 @@ class ZfunStrategy(DDPStrategy):
     def _make_groups(self, trainer: Trainer, module: LightningModule) -> list[Groups]:
         assert self.recipe is not None
         if self.recipe.optimizer is None:
+            if self.recipe.learning_rate is not None:
+                raise OptionError(
+                    "a schedule of a configuration is for the optimizer of the configuration; got "
+                    "a scheduler without an optimizer; write the optimizer too, or return the "
+                    "scheduler from configure_optimizers()"
+                )
             self.setup_optimizers(trainer)
             return groups_of(self.optimizers, module)
         # As in DeepSpeed, the optimizer of a configuration goes before the module's.
