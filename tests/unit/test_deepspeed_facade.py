@@ -37,6 +37,7 @@ from tests.deepspeed_runs import (
 )
 from tests.ds_configs import FILES, auto_of
 from zfun.errors import CheckpointError, ConfigError, OptionError, SpecMismatch
+from zfun.interop import from_ds_config
 from zfun.interop.deepspeed._absent import ABSENT
 
 STEPS = 6
@@ -120,26 +121,32 @@ def test_a_step_with_an_overflow_counts_and_does_nothing_else() -> None:
     zf.simulate(2, main)
 
 
+def falling(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
+def cycling(optimizer: torch.optim.Optimizer) -> Any:
+    """A schedule of the learning rate and of the momentum."""
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=4)
+
+
 @pytest.mark.parametrize(
-    "make",
+    ("make", "scheduler"),
     [
-        lambda params: torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1),
-        lambda params: torch.optim.Adam(params, lr=1e-2, weight_decay=0.1),
-        lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True),
-        lambda params: torch.optim.RMSprop(params, lr=1e-2),
+        (lambda params: torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1), falling),
+        (lambda params: torch.optim.Adam(params, lr=1e-2, weight_decay=0.1), cycling),
+        (lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True), cycling),
+        (lambda params: torch.optim.RMSprop(params, lr=1e-2), falling),
     ],
     ids=["AdamW", "Adam", "SGD", "RMSprop"],
 )
-def test_an_optimizer_of_torch_with_groups_and_a_scheduler(make: Any) -> None:
-    """The engine reads the learning rate that a scheduler of torch writes, group by group."""
+def test_an_optimizer_of_torch_with_groups_and_a_scheduler(make: Any, scheduler: Any) -> None:
+    """The engine reads the numbers that a scheduler of torch writes, group by group."""
 
     def groups(model: nn.Module) -> list[dict[str, Any]]:
         thin = [p for p in model.parameters() if p.ndim < 2]
         wide = [p for p in model.parameters() if p.ndim > 1]
         return [{"params": thin, "weight_decay": 0.0, "lr": 5e-3}, {"params": wide}]
-
-    def falling(optimizer: torch.optim.Optimizer) -> Any:
-        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 
     def main(group: zf.Group) -> Any:
         model = net()
@@ -147,7 +154,7 @@ def test_an_optimizer_of_torch_with_groups_and_a_scheduler(make: Any) -> None:
         engine, returned, _, _ = deepspeed.initialize(
             model=model,
             optimizer=optimizer,
-            lr_scheduler=falling,
+            lr_scheduler=scheduler,
             config=config(3, gradient_clipping=0),
             mpu=ranks(group),
         )
@@ -157,7 +164,7 @@ def test_an_optimizer_of_torch_with_groups_and_a_scheduler(make: Any) -> None:
 
     model = net()
     optimizer = make(groups(model))
-    schedule = falling(optimizer)
+    schedule = scheduler(optimizer)
     for step in range(3):
         for micro in range(step * MICRO_BATCHES, (step + 1) * MICRO_BATCHES):
             x, y = batch(micro, 0, 1)
@@ -169,6 +176,45 @@ def test_an_optimizer_of_torch_with_groups_and_a_scheduler(make: Any) -> None:
     found = zf.simulate(1, main)[0]
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value.detach(), **CLOSE)
+
+
+def test_a_scheduler_that_cycles_constant_decays_is_refused() -> None:
+    model = net()
+    with pytest.raises(OptionError, match=r"NAdam has constant decays.*cycle_momentum=False"):
+        deepspeed.initialize(
+            model=model,
+            optimizer=torch.optim.NAdam(model.parameters()),
+            lr_scheduler=cycling,
+            config=config(2),
+        )
+
+
+@pytest.mark.parametrize("kind", ["Lamb", "RMSprop", "Adam"])
+def test_a_configured_optimizer_in_a_cycle_is_that_of_the_recipe(kind: str) -> None:
+    cycle = {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-1, "cycle_first_step_size": 2}
+    made_of = config(
+        2,
+        optimizer={"type": kind, "params": {"lr": 1e-2}},
+        scheduler={"type": "OneCycle", "params": cycle},
+        gradient_accumulation_steps=1,
+    )
+
+    def main(group: zf.Group) -> None:
+        engine, *_ = deepspeed.initialize(model=net(), config=made_of, mpu=ranks(group))
+        apply = zf.functional(net())
+        loss_fn = lambda params, batch: (apply(params, batch[0]) - batch[1]).square().mean()
+        zero = from_ds_config(made_of).zero(loss_fn, group)
+        state = zero.init(apply.params)
+        for step in range(5):
+            x, y = batch(step, 0, 1)
+            engine.backward((engine(x) - y).square().mean())
+            engine.step()
+            state, _ = zero.step(state, (x, y))
+        found = weights(engine)
+        for name, value in zero.params(state).items():
+            torch.testing.assert_close(found[name], value, **CLOSE)
+
+    zf.simulate(1, main)
 
 
 def test_a_learning_rate_set_by_hand_counts_at_the_next_step() -> None:

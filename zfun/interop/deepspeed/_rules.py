@@ -134,7 +134,13 @@ def rule_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Optim
 def _rule_of_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Optimizer:
     rate = Live(group, "lr")
     kind, options = _kind_of(optimizer, group)
+    decays = _cycled(group)
     if kind is None:
+        if decays:
+            raise OptionError(
+                f"{type(optimizer).__name__} has constant decays; got a scheduler that cycles the "
+                "momentum; pass cycle_momentum=False to the scheduler"
+            )
         return optim.from_torch(type(optimizer), lr=rate, **options)
     params = {**options, "lr": float(group["lr"])}
     walked = walk({"optimizer": {"type": kind, "params": params}})
@@ -142,22 +148,17 @@ def _rule_of_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -
     found = [*walked.mistakes, *mistakes]
     if found:
         raise error_of(found, f"a parameter group of {type(optimizer).__name__}")
+    return optimizer_of(kind, values, walked.given, walked.extra, rate, decays)
+
+
+def _cycled(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the decays of a group that a scheduler changes."""
     # Schedulers that cycle the momentum leave this mark in a group.
-    if "max_momentum" in group and kind in ("Adam", "AdamW"):
-        return _adam(kind, values, rate, group)
-    return optimizer_of(kind, values, walked.given, walked.extra, rate, None)
-
-
-def _adam(kind: str, values: Values, rate: Live, group: Mapping[str, Any]) -> Optimizer:
-    """Return Adam with a first decay that a cycle may change."""
-    make = optim.adam if kind == "Adam" and not values[f"{_O}.adam_w_mode"] else optim.adamw
-    return make(
-        rate,
-        b1=Live(group, "betas", 0),
-        b2=float(group["betas"][1]),
-        eps=values[f"{_O}.eps"],
-        weight_decay=values[f"{_O}.weight_decay"],
-    )
+    if "max_momentum" not in group:
+        return {}
+    if "betas" in group:
+        return {"b1": Live(group, "betas", 0), "b2": float(group["betas"][1])}
+    return {"momentum": Live(group, "momentum")} if group.get("momentum") else {}
 
 
 def _kind_of(
@@ -166,11 +167,17 @@ def _kind_of(
     """Return the type in a configuration, or ``None``, and the options of a group."""
     if isinstance(optimizer, Described):
         kind = optimizer.of_kind if isinstance(optimizer, Configured) else optimizer.kind
-        known = walk({"optimizer": {"type": kind}}).keys
+        known = {path.removeprefix(f"{_O}.") for path in walk({"optimizer": {"type": kind}}).keys}
+        if kind in TORCH_OPTIMIZERS:
+            # Schedulers of torch add numbers of their own to a group.
+            known |= {
+                *optimizer.defaults,
+                *inspect.signature(getattr(torch.optim, kind)).parameters,
+            }
         return kind, {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in group.items()
-            if f"{_O}.{name}" in known or (kind in TORCH_OPTIMIZERS and name != "params")
+            if name in known and name != "params"
         }
     make = type(optimizer)
     if not group.get("amsgrad") and not group.get("maximize"):

@@ -26,21 +26,30 @@ def optimizer_of(
     given: Mapping[str, Any],
     extra: Mapping[str, Any],
     rate: float | Schedule,
-    momentum: Schedule | None,
+    decays: Mapping[str, Any],
 ) -> Optimizer:
-    """Return the optimizer of a type; ``momentum`` is the schedule of OneCycle for ``b1``."""
+    """Return the optimizer of a type.
+
+    Args:
+        kind: the type.
+        v: the values of all keys.
+        given: the values as written, by path.
+        extra: parameters for a class of ``torch.optim``.
+        rate: the learning rate.
+        decays: ``b1`` and ``b2``, or ``momentum``, where a schedule changes them.
+    """
     if kind in TORCH_OPTIMIZERS:
         return _from_torch(kind, rate, extra)
     decay = {"weight_decay": v[f"{_O}.weight_decay"]}
     if kind == "SGD":
-        return optim.sgd(rate, momentum=v[f"{_O}.momentum"], nesterov=v[f"{_O}.nesterov"], **decay)
+        momentum = decays.get("momentum", v[f"{_O}.momentum"])
+        return optim.sgd(rate, momentum=momentum, nesterov=v[f"{_O}.nesterov"], **decay)
     if kind == "Adagrad":
         options = {"rate_decay": v[f"{_O}.lr_decay"], "eps": v[f"{_O}.eps"]}
         return optim.adagrad(rate, **options, **decay)
     first, second = v[f"{_O}.betas"]
     betas: dict[str, Any] = {"b1": first, "b2": second}
-    if momentum is not None:
-        betas = {"b1": momentum, "b2": 0.99}
+    betas |= {name: decays[name] for name in betas if name in decays}
     if kind == "Lion":
         return optim.lion(rate, **betas, **decay)
     options = {**betas, "eps": v[f"{_O}.eps"], **decay}

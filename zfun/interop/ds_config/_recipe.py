@@ -338,7 +338,8 @@ def _rule(
         return _clipped(make(rate), clip)
     if kind is None or rate is None:
         return None
-    made = optimizer_of(kind, v, walked.given, walked.extra, rate, momentum)
+    decays = {} if momentum is None else {"b1": momentum, "b2": 0.99}
+    made = optimizer_of(kind, v, walked.given, walked.extra, rate, decays)
     notes["optimizer.type"] = Note(f"zf.optim.{_name_of(made)}")
     return _clipped(made, clip)
 
