@@ -315,6 +315,31 @@ def test_gathered_parameters_of_an_engine() -> None:
     zf.simulate(2, main)
 
 
+def test_integers_of_a_module_are_frozen_parameters(tmp_path: Path) -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+            self.codes = nn.Parameter(torch.tensor([0, 2, 1]), requires_grad=False)
+            self.mask = nn.Parameter(torch.tensor([True, False, True]), requires_grad=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x)[..., self.codes] * self.mask
+
+    def main(group: zf.Group, stage: int) -> Any:
+        torch.manual_seed(0)
+        engine, *_ = made(group, stage, Masked())
+        for _ in range(MICRO_BATCHES):
+            engine.backward(engine(torch.ones(3)).sum())
+            engine.step()
+        with deepspeed.zero.GatheredParameters(engine.module.parameters()):
+            return {name: x.detach().clone() for name, x in engine.module.named_parameters()}
+
+    first = zf.simulate(1, partial(main, stage=2))[0]
+    assert first["codes"].tolist() == [0, 2, 1]
+    torch.testing.assert_close(zf.simulate(1, partial(main, stage=3))[0], first)
+
+
 def test_the_module_shows_the_state_below_stage_3() -> None:
     def main(group: zf.Group, stage: int) -> None:
         engine, *_ = made(group, stage)
@@ -385,6 +410,19 @@ def test_a_checkpoint_goes_on_bitwise_and_at_another_stage(tmp_path: Path) -> No
         ):
             assert rows == wanted[-len(rows) :]
             torch.testing.assert_close(values, final, rtol=0, atol=0)
+
+
+def test_all_ranks_are_told_that_rank_0_cannot_name_the_latest(tmp_path: Path) -> None:
+    def main(group: zf.Group) -> str:
+        engine, *_ = made(group, 3)
+        with pytest.raises(CheckpointError, match="rank 0 can write") as error:
+            engine.save_checkpoint(tmp_path)
+        return str(error.value)
+
+    (tmp_path / "latest").mkdir()
+    first, second = zf.simulate(2, main)
+    assert "directory" in first.lower()
+    assert "an error there" in second
 
 
 def test_weights_leave_and_enter_an_engine(tmp_path: Path) -> None:
@@ -493,6 +531,13 @@ def test_training_data_are_shared_among_the_ranks() -> None:
 
     first, second = zf.simulate(2, main)
     assert sorted(first + second) == list(range(12))
+
+
+def test_activations_are_partitioned_over_ranks_only() -> None:
+    checkpointing = deepspeed.checkpointing
+    with pytest.raises(OptionError, match=r"got True without ranks; call configure\(mpu"):
+        checkpointing.partition_activations_in_checkpoint(True)
+    assert not checkpointing.is_configured()
 
 
 def test_recomputation_gives_the_same_numbers() -> None:

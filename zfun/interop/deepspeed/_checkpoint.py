@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from zfun.checkpoint import latest, training_state
-from zfun.collectives import Group, barrier, broadcast
+from zfun.collectives import Group, broadcast
 from zfun.errors import CheckpointError
 
 __all__ = ["load", "save", "write_weights"]
@@ -38,9 +38,9 @@ def save(
             "lr": engine.get_lr(),
         },
     )
-    if save_latest and engine._group.rank == 0:
-        _write(Path(save_dir) / "latest", name.encode())
-    barrier(engine._group)
+    if save_latest:
+        latest_path = Path(save_dir) / "latest"
+        write_on_rank_0(engine._group, latest_path, lambda path: _write(path, name.encode()))
     return True
 
 
@@ -95,30 +95,37 @@ def write_weights(weights: Mapping[str, Any], path: Path, group: Group) -> bool:
     Raises:
         CheckpointError: on all ranks, where rank 0 cannot write.
     """
+    whole = lambda: {name: value.cpu().clone() for name, value in weights.items()}
+    write_on_rank_0(group, path, lambda partial: torch.save(whole(), partial))
+    return True
+
+
+def write_on_rank_0(group: Group, path: Path, write: Callable[[Path], None]) -> None:
+    """Write a file that readers see whole or not at all; the other ranks wait.
+
+    Raises:
+        CheckpointError: on all ranks, where rank 0 cannot write.
+    """
     error: OSError | None = None
     if group.rank == 0:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             partial = path.with_name(f"{path.name}.part")
-            torch.save({name: value.cpu().clone() for name, value in weights.items()}, partial)
+            write(partial)
             partial.replace(path)
         except OSError as caught:
             error = caught
-    failed = broadcast(torch.tensor([error is not None]), group, 0, name="save_16bit_model")
+    failed = broadcast(torch.tensor([error is not None]), group, 0, name=path.name)
     if bool(failed):
         raise CheckpointError(
-            f"save_16bit_model() writes {str(path)!r} on rank 0; got {error or 'an error there'}; "
-            "pass a directory that rank 0 can write",
+            f"rank 0 writes {str(path)!r}; got {error or 'an error there'}; pass a directory that "
+            "rank 0 can write",
             path=str(path),
         )
-    return True
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write a file that readers see whole or not at all."""
-    partial = path.with_name(f"{path.name}.part")
-    with partial.open("wb") as file:
+    with path.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    partial.replace(path)

@@ -11,6 +11,7 @@ import torch
 
 from zfun import stores
 from zfun.collectives import Group
+from zfun.errors import OptionError
 from zfun.interop.deepspeed._absent import absent
 from zfun.interop.deepspeed._ranks import group_of
 from zfun.interop.ds_config._read import read
@@ -128,13 +129,21 @@ non_reentrant_checkpoint = checkpoint
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """Refuse to partition without ranks; :func:`configure` takes them.
+    """Refuse to partition without model parallel ranks, which :func:`configure` takes.
+
+    Raises:
+        OptionError: ``True``, and :func:`configure` was not called with ranks.
 
     Example:
         >>> partition_activations_in_checkpoint(False)
     """
-    if partition_activation:
-        configure(partition_activations=True)
+    if not partition_activation:
+        _CHOICES.shard_over = None
+    elif _CHOICES.shard_over is None:
+        raise OptionError(
+            "inputs of blocks are partitioned over model parallel ranks; got True without ranks; "
+            "call configure(mpu, partition_activations=True)"
+        )
 
 
 def set_num_layers(nlayers: int) -> None:

@@ -1,11 +1,11 @@
 """Where the values of a partitioned parameter are.
 
 [Note: stand-ins]
-A partitioned parameter keeps its place in the module, and its shape: its data are one NaN, expanded
-to the shape. Code that reads the parameter outside of ``GatheredParameters`` gets NaN. An operation
-that writes raises, because all elements are one memory location. Torch lets a constant be written,
-which the next gather finds. DeepSpeed puts an empty tensor there, so writes are lost without a
-message.
+A partitioned parameter keeps its place in the module, and its shape: its data are one NaN (of
+integers the least one), expanded to the shape. Code that reads the parameter outside of
+``GatheredParameters`` gets NaN. An operation that writes raises, because all elements are one
+memory location. Torch lets a constant be written, which the next gather finds. DeepSpeed puts an
+empty tensor there, so writes are lost without a message.
 """
 
 from __future__ import annotations
@@ -136,9 +136,15 @@ def release(param: nn.Parameter, owner: Owner | None, like: Tensor | None = None
         record.ds_shape, record.ds_numel = like.shape, like.numel()
         record.ds_id = id(param)
     record.ds_status = ZeroParamStatus.NOT_AVAILABLE
-    param.data = torch.full((), float("nan"), dtype=like.dtype, device=like.device).expand(
-        like.shape
-    )
+    value = _stand_in(like)
+    param.data = torch.full((), value, dtype=like.dtype, device=like.device).expand(like.shape)
+
+
+def _stand_in(like: Tensor) -> float:
+    """Return the value of a stand-in: no number, or the least integer."""
+    if like.is_floating_point() or like.is_complex():
+        return float("nan")
+    return False if like.dtype is torch.bool else torch.iinfo(like.dtype).min
 
 
 def keep(param: nn.Parameter) -> None:
@@ -155,7 +161,8 @@ def check_unwritten(params: Iterable[nn.Parameter]) -> None:
         OptionError: a write would be lost.
     """
     for param in params:
-        if param.numel() and not param.detach().reshape(-1)[:1].isnan().item():
+        first = param.detach().reshape(-1)[:1]
+        if param.numel() and not (first.isnan() | (first == _stand_in(first))).item():
             raise OptionError(
                 "partitioned parameters are written under zero.GatheredParameters; got one of "
                 f"shape {tuple(param.shape)} with new values, which only this rank would have; "
