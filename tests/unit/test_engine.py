@@ -360,8 +360,8 @@ def test_weighted_means_of_one_step_need_no_number_of_calls(count: int) -> None:
                 for x, y in cut[: count - 1]:
                     engine.backward(mean(engine(x), y))
             engine.backward(mean(engine(cut[count - 1][0]), cut[count - 1][1]))
-        infos = [engine.step(boundary=True) for engine in engines]
-        assert_same_bits([info.loss for info in infos if info], [infos[0].loss] * 3)
+        losses = [info.loss for engine in engines if (info := engine.step(boundary=True))]
+        assert_same_bits(losses, losses[:1] * 3)
         for engine in engines[1:]:
             assert_same_bits(engine.state_dict(), engines[0].state_dict())
 
@@ -503,13 +503,11 @@ def test_a_recipe_that_is_made_already() -> None:
         engine.backward(engine(torch.ones(1, 2)).sum())
         engine.step()
         torch.testing.assert_close(engine.state_dict()["weight"], before["weight"] - 0.5)
-        beside: list[dict[str, Any]] = [
-            {"optimizer": optim.sgd(0.5)},
-            *[{"group": group}, {"buffers": "mean"}, {"clip_norm": 1.0}, {"trainable": bool}],
-        ]
-        for options in beside:
-            with pytest.raises(OptionError, match=rf"{next(iter(options))} .*made already"):
-                Engine(nn.Linear(2, 1), **{"optimizer": None, **options}, zero=zero)
+        beside: dict[str, Any] = {"group": group, "buffers": "mean", "clip_norm": 1.0}
+        for name, value in {**beside, "trainable": bool, "optimizer": optim.sgd(0.5)}.items():
+            options: dict[str, Any] = {"optimizer": None, name: value}
+            with pytest.raises(OptionError, match=rf"{name} beside .*made already"):
+                Engine(nn.Linear(2, 1), **options, zero=zero)
 
     zf.simulate(RANKS, main)
 

@@ -69,8 +69,8 @@ def with_values(
         **dict(module.named_buffers(remove_duplicate=False)),
         **{key: x for key, x in own.items() if id(x) in names},
     }
-    given = {names[id(tensors[key])] for key in values if key in tensors}
-    missing = [key for key, x in own.items() if names.get(id(x), key) not in {*given, *values}]
+    given = {*values, *(names[id(tensors[key])] for key in values if key in tensors)}
+    missing = [key for key, x in own.items() if names.get(id(x), key) not in given]
     unknown = [key for key in values if key not in tensors and key not in own]
     if strict and (missing or unknown):
         raise SpecMismatch(
@@ -97,9 +97,9 @@ def with_values(
     barrier(ranks)
     for master in masters_of(state.opt_state):
         _write(master, found)
-    params, frozen, buffers = (
-        None if flat is None else _write(flat, found)
-        for flat in (state.params, state.frozen, state.buffers)
+    params = _write(state.params, found)
+    frozen, buffers = (
+        None if flat is None else _write(flat, found) for flat in (state.frozen, state.buffers)
     )
     barrier(ranks)
     return state._replace(params=params, frozen=frozen, buffers=buffers)

@@ -31,7 +31,7 @@ class Call:
         paths = [path for path in self._pullback.paths if path is not None]
         given = {path: x for path, x in zip(paths, cotangents, strict=True) if x is not None}
         # A loss that the caller keeps leads here, and must not keep the inputs.
-        inputs, self._inputs = self._inputs, []
+        inputs, self._inputs = self._inputs, list[Tensor]()
         grads, into = self._pullback.with_inputs(given, inputs, weight=self.weight)
         if self.is_wanted:
             self.grads = grads

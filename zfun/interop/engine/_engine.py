@@ -172,13 +172,14 @@ class Engine:
     def backward(self, loss: Tensor | WeightedMean, *, scale: float | None = None) -> None:
         """Add the gradients of a loss to those of the next step.
 
+        Gradients go to the trained parameters of this engine alone: no tensor gets a ``.grad``, so
+        a parameter of the loss belongs into the module. Gradients of weighted means are the mean
+        over the weights of all calls of a step, whatever their number.
+
         Args:
             loss: a scalar of outputs of this engine, or :func:`zfun.transforms.weighted_mean`.
             scale: the weight of this loss in the sum over the calls of a step; by default
                 ``1 / accumulate``.
-
-        Gradients of weighted means are the mean over the weights of all calls of a step, also where
-        there are more or fewer calls than ``accumulate``.
 
         Raises:
             ZfunError: the loss does not depend on outputs of this engine in train mode.
@@ -367,11 +368,14 @@ class Engine:
         """Yield the tensors of :meth:`named_parameters`."""
         return (value for _, value in self.named_parameters())
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return whole values by the module's own names, on every rank; every rank must call."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return whole values by the module's own names, on every rank; every rank must call.
+
+        As in ``module.state_dict()``, a value may be extra state that is no tensor.
+        """
         return state_dict_of(self.module, self.recipe.params(self.state))
 
-    def load_state_dict(self, values: Mapping[str, Tensor]) -> None:
+    def load_state_dict(self, values: Mapping[str, Any]) -> None:
         """Take whole values by the module's own names; every rank must call.
 
         Moments and counts stay. Gradients since the last step are dropped.
