@@ -7,26 +7,20 @@ numbers of its groups become hyperparameters of the state.
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer as TorchOptimizer
 
 from zfun import optim
-from zfun.errors import NotElementwiseError, OptionError
+from zfun.errors import OptionError
+from zfun.interop._torch_rules import rule_of
 from zfun.interop.ds_config import Recipe
 from zfun.optim import Optimizer
 
 __all__ = ["ConfiguredGroups", "Groups", "groups_of"]
 
-_Rule = tuple[Callable[..., Optimizer], dict[str, Any]]
-
-# Options that choose an implementation of torch, and not a result.
-_IMPLEMENTATIONS = frozenset(["foreach", "fused", "capturable", "differentiable"])
 _UNBOUNDED = 3e38
 
 
@@ -74,7 +68,7 @@ class Groups:
         parts = {
             str(index): optim.inject_hyperparams(make)(**options)
             for index, (make, options) in enumerate(
-                _rule_of(self.optimizer, group) for group in self.optimizer.param_groups
+                rule_of(type(self.optimizer), group) for group in self.optimizer.param_groups
             )
         }
         used = {label: parts[label] for label in sorted(set(self._labels.values()), key=int)}
@@ -93,7 +87,7 @@ class Groups:
             f"{index}.{name}": float(value)
             for index, group in enumerate(self.optimizer.param_groups)
             if str(index) in used
-            for name, value in _rule_of(self.optimizer, group)[1].items()
+            for name, value in rule_of(type(self.optimizer), group)[1].items()
             if isinstance(value, (int, float, Tensor)) and not isinstance(value, bool)
         }
 
@@ -201,70 +195,3 @@ def groups_of(optimizers: list[TorchOptimizer], module: nn.Module) -> list[Group
                 )
             seen[name] = index
     return found
-
-
-def _rule_of(optimizer: TorchOptimizer, group: Mapping[str, Any]) -> _Rule:
-    """Return the function of zfun that makes an optimizer, and the options of a group."""
-    cls = type(optimizer)
-    group = {name: _number(value) for name, value in group.items()}
-    native = _NATIVE.get(cls)
-    rule = None if native is None else native(group)
-    if rule is not None:
-        return rule
-    if cls is torch.optim.LBFGS:
-        raise NotElementwiseError(
-            "ZfunStrategy takes optimizers that work element by element; torch.optim.LBFGS "
-            "searches along a line, and calls the loss again; use another optimizer"
-        )
-    known = set(inspect.signature(cls).parameters) - {"params"} - _IMPLEMENTATIONS
-    options = {name: value for name, value in group.items() if name in known}
-    return functools.partial(optim.from_torch, cls), options
-
-
-def _number(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-
-
-def _adam(make: Callable[..., Optimizer], decays: bool, group: Mapping[str, Any]) -> _Rule | None:
-    if group.get("amsgrad") or group.get("maximize"):
-        return None
-    if group.get("decoupled_weight_decay", decays) != decays:
-        make = optim.adamw if group["decoupled_weight_decay"] else optim.adam
-    b1, b2 = map(_number, group["betas"])
-    return make, {
-        "learning_rate": group["lr"],
-        "b1": b1,
-        "b2": b2,
-        "eps": group["eps"],
-        "weight_decay": group["weight_decay"],
-    }
-
-
-def _sgd(group: Mapping[str, Any]) -> _Rule | None:
-    if group.get("dampening") or group.get("maximize"):
-        return None
-    return optim.sgd, {
-        "learning_rate": group["lr"],
-        "momentum": group["momentum"],
-        "nesterov": group["nesterov"],
-        "weight_decay": group["weight_decay"],
-    }
-
-
-def _adagrad(group: Mapping[str, Any]) -> _Rule | None:
-    if group.get("initial_accumulator_value") or group.get("maximize"):
-        return None
-    return optim.adagrad, {
-        "learning_rate": group["lr"],
-        "rate_decay": group["lr_decay"],
-        "eps": group["eps"],
-        "weight_decay": group["weight_decay"],
-    }
-
-
-_NATIVE: dict[type, Callable[[Mapping[str, Any]], _Rule | None]] = {
-    torch.optim.Adam: functools.partial(_adam, optim.adam, False),
-    torch.optim.AdamW: functools.partial(_adam, optim.adamw, True),
-    torch.optim.SGD: _sgd,
-    torch.optim.Adagrad: _adagrad,
-}

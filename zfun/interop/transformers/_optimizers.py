@@ -2,63 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from zfun import optim
 from zfun.errors import OptionError
+from zfun.interop._torch_rules import Rule, rule_of
 from zfun.optim import Optimizer
 
 __all__ = ["ParamGroups"]
 
 _NO_GROUP = "no group"
-# Options of torch that choose an implementation, and no arithmetic.
-_IMPLEMENTATION = ("params", "fused", "foreach", "capturable", "differentiable")
-
-
-class _Rule(NamedTuple):
-    """A rule of ``zf.optim`` for a class of torch.
-
-    Attributes:
-        make: the rule.
-        options: the arguments of the rule, from a parameter group.
-        zero: options of torch that the rule does not have, and that must be 0 or False.
-    """
-
-    make: Callable[..., Optimizer]
-    options: Callable[[Mapping[str, Any]], dict[str, Any]]
-    zero: tuple[str, ...]
-
-
-def _adam(group: Mapping[str, Any]) -> dict[str, Any]:
-    b1, b2 = map(float, group["betas"])
-    return {**_common(group), "b1": b1, "b2": b2, "eps": float(group["eps"])}
-
-
-def _sgd(group: Mapping[str, Any]) -> dict[str, Any]:
-    own = {"momentum": float(group["momentum"]), "nesterov": bool(group["nesterov"])}
-    return {**_common(group), **own}
-
-
-def _adagrad(group: Mapping[str, Any]) -> dict[str, Any]:
-    own = {"rate_decay": float(group["lr_decay"]), "eps": float(group["eps"])}
-    return {**_common(group), **own}
-
-
-def _common(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {"learning_rate": float(group["lr"]), "weight_decay": float(group["weight_decay"])}
-
-
-_RULES: dict[type[torch.optim.Optimizer], _Rule] = {
-    torch.optim.AdamW: _Rule(optim.adamw, _adam, ("amsgrad", "maximize")),
-    torch.optim.Adam: _Rule(optim.adam, _adam, ("amsgrad", "maximize", "decoupled_weight_decay")),
-    torch.optim.SGD: _Rule(optim.sgd, _sgd, ("dampening", "maximize")),
-    torch.optim.Adagrad: _Rule(optim.adagrad, _adagrad, ("initial_accumulator_value", "maximize")),
-}
 
 
 class ParamGroups:
@@ -94,8 +50,8 @@ class ParamGroups:
     def pure(self) -> Optimizer:
         """Return the optimizer as a pure one, by label if there are several groups."""
         rules = {
-            label: optim.inject_hyperparams(make)(*args, **options)
-            for label, (make, args, options) in self._made().items()
+            label: optim.inject_hyperparams(make)(**options)
+            for label, (make, options) in self._made().items()
         }
         if self._is_one_group():
             return next(iter(rules.values()))
@@ -109,7 +65,7 @@ class ParamGroups:
         is_one, known = self._is_one_group(), optim.hyperparams(state)
         values = {
             key: value
-            for label, (_, _, options) in self._made().items()
+            for label, (_, options) in self._made().items()
             for name, value in options.items()
             if (key := name if is_one else f"{label}.{name}") in known
         }
@@ -118,25 +74,11 @@ class ParamGroups:
     def _is_one_group(self) -> bool:
         return len(set(self.labels.values())) == 1
 
-    def _made(self) -> dict[str, tuple[Callable[..., Optimizer], tuple[Any, ...], dict[str, Any]]]:
+    def _made(self) -> dict[str, Rule]:
         """Return for each group with trained parameters the maker of the rule and the arguments."""
         used = set(self.labels.values())
         return {
-            str(index): self._arguments(group)
+            str(index): rule_of(self._cls, group)
             for index, group in enumerate(self.optimizer.param_groups)
             if str(index) in used
         }
-
-    def _arguments(
-        self, group: Mapping[str, Any]
-    ) -> tuple[Callable[..., Optimizer], tuple[Any, ...], dict[str, Any]]:
-        rule = _RULES.get(self._cls)
-        if rule is not None and not any(group.get(name) for name in rule.zero):
-            return rule.make, (), rule.options(group)
-        known = inspect.signature(self._cls).parameters
-        options = {
-            name: float(value) if name == "lr" else value
-            for name, value in group.items()
-            if name in known and name not in _IMPLEMENTATION
-        }
-        return optim.from_torch, (self._cls,), options
