@@ -44,7 +44,7 @@ def from_dtensor(params: tree.Tree, keep: Sequence[str] = ()) -> tree.Tree:
 
     Raises:
         OptionError: a mesh has no axis of this name.
-        LeafError: a leaf is not cut in equal chunks along a kept axis.
+        LeafError: along a kept axis a leaf is neither whole nor cut in chunks of ``torch.chunk``.
 
     Example:
         >>> import torch
@@ -85,7 +85,7 @@ def to_dtensor(value: Flat | tree.Tree, like: tree.Tree, keep: Sequence[str] = (
     Raises:
         SpecMismatch: ``value`` has other leaves, shapes or dtypes than ``like``.
         OptionError: a mesh has no axis of this name.
-        LeafError: a leaf is not cut in equal chunks along a kept axis.
+        LeafError: along a kept axis a leaf is neither whole nor cut in chunks of ``torch.chunk``.
 
     Example:
         >>> import torch
