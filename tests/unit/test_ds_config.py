@@ -366,6 +366,9 @@ def test_meshes_and_codecs_of_zero_plus_plus() -> None:
     assert losses == [losses[0]] * 4
     mics = from_ds_config({ZERO: {"stage": 3, "mics_shard_size": 2}})
     assert (mics.rows, mics.secondary) == (2, False)
+    without = from_ds_config({ZERO: {"stage": 3, "zeropp_loco_param": loco}})
+    assert without.compression.grads is None
+    assert "gradients are not quantised" in str(without)
 
 
 @pytest.mark.parametrize(

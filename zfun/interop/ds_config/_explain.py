@@ -121,6 +121,8 @@ def _unused(path: str, values: Values) -> str:
     for part, device in devices.items():
         if section == f"{_Z}.{part}" and name not in ("device", "pin_memory") and device != "nvme":
             return "nothing of this section is on a disk"
+    if section == f"{_Z}.zeropp_loco_param" and not values[f"{_Z}.zero_quantized_gradients"]:
+        return "gradients are not quantised"
     if section == "elasticity" and not values["elasticity.enabled"]:
         return "elasticity is off"
     return ""
