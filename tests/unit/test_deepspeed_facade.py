@@ -412,6 +412,26 @@ def test_a_checkpoint_goes_on_bitwise_and_at_another_stage(tmp_path: Path) -> No
             torch.testing.assert_close(values, final, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+def test_frozen_parameters_are_left_out_of_fp32_weights(momentum: float, tmp_path: Path) -> None:
+    def main(group: zf.Group) -> None:
+        model = net()
+        model.scale.requires_grad_(False)
+        rule = {"type": "SGD", "params": {"lr": 0.1, "momentum": momentum}}
+        engine, *_ = made(group, 3, model, config={"optimizer": rule})
+        trained(engine, group, 0, 1)
+        engine.save_checkpoint(tmp_path)
+
+    zf.simulate(2, main)
+    read = deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint
+    if momentum:
+        found = read(tmp_path, exclude_frozen_parameters=True)
+        assert set(read(tmp_path)) - set(found) == {"scale"}
+    else:
+        with pytest.raises(OptionError, match=r"without any moments.*pass False"):
+            read(tmp_path, exclude_frozen_parameters=True)
+
+
 def test_all_ranks_are_told_that_rank_0_cannot_name_the_latest(tmp_path: Path) -> None:
     def main(group: zf.Group) -> str:
         engine, *_ = made(group, 3)

@@ -43,7 +43,8 @@ def get_fp32_state_dict_from_zero_checkpoint(
     Args:
         checkpoint_dir: the directory given to ``save_checkpoint``.
         tag: the tag given to ``save_checkpoint``; by default the one that ``latest`` names.
-        exclude_frozen_parameters: whether to leave out parameters that are not trained.
+        exclude_frozen_parameters: whether to leave out parameters that are not trained, which are
+            those without moments of the optimizer.
         lazy_mode: accepted and not used; ``zf.sources.deepspeed`` reads one leaf at a time.
 
     Returns:
@@ -51,6 +52,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
     Raises:
         CheckpointError: there is no such checkpoint.
+        OptionError: frozen parameters of a checkpoint without moments.
 
     Example:
         >>> import tempfile
@@ -88,11 +90,13 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         max_shard_size: the largest safetensors file, such as ``"5GB"``; ``None`` for one file.
         safe_serialization: whether to write safetensors, and not one ``pytorch_model.bin``.
         tag: the tag given to ``save_checkpoint``; by default the one that ``latest`` names.
-        exclude_frozen_parameters: whether to leave out parameters that are not trained.
+        exclude_frozen_parameters: whether to leave out parameters that are not trained, which are
+            those without moments of the optimizer.
 
     Raises:
         CheckpointError: there is no such checkpoint.
-        OptionError: ``max_shard_size`` is no size.
+        OptionError: ``max_shard_size`` is no size; or frozen parameters of a checkpoint without
+            moments.
 
     Example:
         >>> import tempfile
@@ -147,7 +151,12 @@ def load_state_dict_from_zero_checkpoint(
 def _weights(path: str | Path, tag: str | None, without_frozen: bool) -> Source:
     found = _opened(Path(path), tag)
     params = found.params
-    if without_frozen and found.moments:
+    if without_frozen:
+        if not found.moments:
+            raise OptionError(
+                "exclude_frozen_parameters=True leaves out the parameters without moments; got a "
+                f"checkpoint without any moments, {str(path)!r}; pass False"
+            )
         trained = {name for slot in found.moments.values() for name in slot}
         params = params.renamed(lambda name: name if name in trained else None)
     return joined(params, found.buffers)
