@@ -15,6 +15,7 @@ from torch import nn
 from zfun import optim
 from zfun.collectives import Group, split
 from zfun.errors import OptionError
+from zfun.interop._named import first_names
 from zfun.interop.ds_config import Recipe
 from zfun.interop.engine import Engine
 from zfun.interop.lightning._module import Holder, Shell, hollow
@@ -135,7 +136,7 @@ def values_of(module: nn.Module, device: torch.device, seed: int) -> dict[str, A
         OptionError: a module with values on ``meta`` has no ``reset_parameters``.
     """
     found: dict[str, Any] = {}
-    names = {id(x): name for name, x in [*module.named_parameters(), *module.named_buffers()][::-1]}
+    names = first_names(module)
     for prefix, owner in module.named_modules():
         for key, x in [*owner._parameters.items(), *owner._buffers.items()]:
             if x is None or names[id(x)] in found:

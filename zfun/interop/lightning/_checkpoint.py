@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from zfun import checkpoint as zcheckpoint
 from zfun.checkpoint.format import decode
 from zfun.errors import CheckpointError
+from zfun.interop._named import first_names
 from zfun.interop.engine import Engine
 from zfun.interop.lightning._optimizers import Groups
 from zfun.interop.lightning._runs import Run
@@ -51,9 +52,7 @@ def names_of(
     Returns:
         For each key of a leaf of the state, the first of its names; and all other values by key.
     """
-    first: dict[int, str] = {}
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        first.setdefault(id(tensor), name)
+    first = first_names(module)
     tensors: dict[str, str] = {}
     others: dict[str, Any] = {}
     for key, value in module.state_dict(keep_vars=True).items():
