@@ -1124,3 +1124,15 @@ def test_a_bound_that_cannot_be_kept_is_refused() -> None:
                     schedule=zf.ScheduleOptions(max_live=10**6),
                 ),
             )
+
+
+def test_a_persistent_bucket_without_uses_is_priced() -> None:
+    used, unused = (TracedBucket(name, ((name, 64),), 64, 4, 4, 4) for name in ("a", "b"))
+    made = zf.planner.schedule(Trace((used, unused), 2, (0,)), zf.ScheduleOptions(persistence=64))
+    messages = zf.planner.explain(made).messages
+    assert [(m.phase, m.name, m.bucket) for m in messages] == [
+        ("start", "params", 0),
+        ("start", "params", 1),
+        ("backward", "grads", 1),
+        ("backward", "grads", 0),
+    ]

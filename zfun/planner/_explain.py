@@ -288,11 +288,13 @@ def _transfers(schedule: Schedule, prices: _Prices) -> Iterator[Message | Read]:
             beside = _uses(schedule, place, end)
             yield Read(step.bucket, bucket.label, step.phase, num_bytes, beside, 0)
         if step.kind == "gather" and not (step.phase == "start" and not bucket.grad_itemsize):
-            end = next(
+            ends_gather = (
                 i
                 for i in range(place, len(steps))
                 if steps[i].bucket == step.bucket and steps[i].kind in ("use", "release")
             )
+            # No step ends the gather of a persistent bucket that the loss does not use.
+            end = next(ends_gather, len(steps))
             beside = _uses(schedule, place, end)
             yield from _hops(
                 prices.gather(bucket, step.phase),
