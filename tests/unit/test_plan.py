@@ -428,3 +428,10 @@ def test_a_plan_is_shown_as_tables_and_a_picture() -> None:
     assert {"params", "moments", "grads", "gathered", "activations"} <= labels
     assert "masters" not in labels
     assert plan.draw("Mine").get_suptitle() == "Mine"
+
+
+def test_a_number_of_ranks_may_be_of_numpy() -> None:
+    numpy = pytest.importorskip("numpy")
+    recipe = lambda group: zf.zero(3, lambda p, x: (p["w"] * x).sum(), zf.optim.sgd(0.1), group)
+    found = zf.plan(recipe, {"w": torch.ones(64)}, torch.ones(64), numpy.int64(2))
+    assert found.size == 2

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterator
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -169,7 +170,7 @@ def plan(
     After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
     (2020).
     """
-    ranks = abstract_group(group) if isinstance(group, int) else group
+    ranks = abstract_group(group) if isinstance(group, Integral) else group
     observer = Observer(abstract_group(ranks.size, ranks.rank), device)
     # Outside of the context, because optimizers are probed with numbers.
     run = recipe(observer.group)
