@@ -435,3 +435,39 @@ def test_a_number_of_ranks_may_be_of_numpy() -> None:
     recipe = lambda group: zf.zero(3, lambda p, x: (p["w"] * x).sum(), zf.optim.sgd(0.1), group)
     found = zf.plan(recipe, {"w": torch.ones(64)}, torch.ones(64), numpy.int64(2))
     assert found.size == 2
+
+
+@dataclasses.dataclass(frozen=True)
+class _State:
+    params: Any
+    opt_state: Any
+
+
+zf.tree.register(_State, lambda x: ((x.params, x.opt_state), None), lambda _, parts: _State(*parts))
+
+
+class _Loop:
+    """A loop whose state is a dataclass."""
+
+    def __init__(self, group: zf.Group) -> None:
+        loss = lambda p, x: torch.tanh(x @ p["w"]).sum()
+        self._zero = zf.zero(1, loss, zf.optim.adamw(0.1), group)
+        self._inner: Any = None
+
+    def init(self, params: Any) -> _State:
+        return self._shown(self._zero.init(params))
+
+    def step(self, state: _State, batch: Any) -> tuple[_State, Any]:
+        inner = self._inner._replace(params=state.params, opt_state=state.opt_state)
+        inner, info = self._zero.step(inner, batch)
+        return self._shown(inner), info
+
+    def _shown(self, inner: Any) -> _State:
+        self._inner = inner
+        return _State(inner.params, inner.opt_state)
+
+
+def test_the_moments_of_any_state_are_counted_once() -> None:
+    found = zf.plan(_Loop, {"w": torch.ones(32, 32)}, torch.ones(2, 32), 2)
+    (row,) = found.by_path
+    assert (row.params, row.moments) == (found.steady.device.params, found.steady.device.moments)

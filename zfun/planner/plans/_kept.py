@@ -45,8 +45,8 @@ def _parts(state: Any) -> Iterator[tuple[str, tree.Tree]]:
     moments = tree.map(without_masters, rest, is_leaf=_is_master)
     yield "masters", masters
     yield "moments", moments
-    others = state._replace(opt_state=None) if hasattr(state, "_replace") else state
-    yield "params", others
+    of_optimizer = {id(flat) for flat in flats(rest)}
+    yield "params", [flat for flat in flats(state) if id(flat) not in of_optimizer]
 
 
 def _is_master(x: Any) -> bool:
