@@ -1136,3 +1136,13 @@ def test_a_persistent_bucket_without_uses_is_priced() -> None:
         ("backward", "grads", 1),
         ("backward", "grads", 0),
     ]
+
+
+def test_the_order_of_use_leaves_deferred_integers_out() -> None:
+    spec = torch.empty(3, dtype=torch.int64, device="meta")
+    params = {
+        "count": zf.sources.Deferred("count", spec, lambda: torch.zeros_like(spec, device="cpu")),
+        "w": torch.ones(3),
+    }
+    loss = lambda p, x: (p["w"] * x).sum()
+    assert zf.planner.order_of_use(loss, params, torch.ones(3)) == ("w",)

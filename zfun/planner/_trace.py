@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from zfun import tree
 from zfun.collectives import Group, Mesh, abstract_group, check_shardable, mesh_of, split
@@ -16,6 +17,7 @@ from zfun.layout import DEFAULT_BUCKET_BYTES, LabelFn, layout_of, split_by_label
 from zfun.options import ANY, FLOATING, FUNCTION, GROUP, NAMES, OF_LEAVES, instance, integer, takes
 from zfun.placement import S
 from zfun.planner._abstract import abstract
+from zfun.sources import Deferred
 from zfun.stores import Offload
 from zfun.transforms import (
     CastLoss,
@@ -176,6 +178,8 @@ def order_of_use(loss: Loss, params: tree.Tree, batch: Any) -> tuple[str, ...]:
         batch,
         1,
         trainable=lambda path, leaf: (
-            not isinstance(leaf, torch.Tensor) or leaf.is_floating_point() or leaf.is_complex()
+            not isinstance(leaf, (Tensor, Deferred))
+            or leaf.dtype.is_floating_point
+            or leaf.dtype.is_complex
         ),
     ).leaves
