@@ -14,7 +14,13 @@ from torch import Tensor, nn
 import zfun as zf
 from tests import models, vjps
 from zfun import tree
-from zfun.errors import CollectiveMismatch, DonatedStateError, SpecMismatch, ZfunError
+from zfun.errors import (
+    CollectiveMismatch,
+    DonatedStateError,
+    PlacementError,
+    SpecMismatch,
+    ZfunError,
+)
 from zfun.testing import assert_same_bits
 
 X = models.mlp_batches(1, 1)[0][0]
@@ -289,3 +295,14 @@ def test_cotangents_of_micro_batches_are_a_list() -> None:
         pullback(out[:1])
     with pytest.raises(ZfunError, match=r"weights and inputs of their own.*add_grads\(\)"):
         pullback(out, weight=3)
+
+
+def test_gradients_of_two_placements_are_not_added() -> None:
+    def main(group: zf.Group) -> str:
+        whole = zf.replicate({"w": torch.ones(4)}, group)
+        terms = zf.redistribute(whole, zf.P, group)
+        with pytest.raises(PlacementError, match="one placement and one group") as caught:
+            zf.transforms.add_grads(terms, whole)
+        return str(caught.value)
+
+    assert "Flat(P" in zf.simulate(2, main)[0]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from zfun import stores, tree
-from zfun.errors import OptionError, SpecMismatch
-from zfun.flat import Flat
+from zfun.errors import OptionError, PlacementError, SpecMismatch
+from zfun.flat import Flat, check_same_layout
 from zfun.options import ANY, BOOL, FUNCTION, integer, number, takes
 from zfun.transforms._batches import split_batch
 from zfun.transforms.grads._pullback import Pullback, Pulled
@@ -177,6 +177,10 @@ def add_grads(total: tree.Tree, grads: tree.Tree, *, owned: bool = True) -> tree
     Returns:
         The sum.
 
+    Raises:
+        PlacementError: flats of two placements or groups.
+        SpecMismatch: values of two types or layouts.
+
     Example:
         >>> grads = {"w": torch.tensor([1.0, 2.0])}
         >>> add_grads(add_grads(None, grads), {"w": torch.tensor([10.0, 10.0])})
@@ -192,6 +196,12 @@ def add_grads(total: tree.Tree, grads: tree.Tree, *, owned: bool = True) -> tree
             f"{type(total).__name__} and {type(grads).__name__}; add gradients of one function"
         )
     if isinstance(total, Flat):
+        if (total.placement, total.group) != (grads.placement, grads.group):
+            raise PlacementError(
+                f"a sum and the gradients to add have one placement and one group; got {total!r} "
+                f"and {grads!r}; add gradients of one function, or redistribute() them first"
+            )
+        check_same_layout(total, grads, "a sum and the gradients to add")
         return _map_buffers(lambda x, y: x.add_(y), total, grads)
     return tree.map(lambda x, y: x.add_(y) if owned else x + y, total, grads)
 
