@@ -70,7 +70,7 @@ class Comparison:
             A matplotlib figure, which a notebook shows.
 
         Raises:
-            ImportError: matplotlib is missing; ``pip install zfun[plot]``.
+            ImportError: matplotlib is missing; ``pip install zfun[demo]``.
         """
         from zfun.planner.plans._bars import draw_bars
 

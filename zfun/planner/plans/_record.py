@@ -137,7 +137,7 @@ class Plan(Live):
             A matplotlib figure, which a notebook shows.
 
         Raises:
-            ImportError: matplotlib is missing; ``pip install zfun[plot]``.
+            ImportError: matplotlib is missing; ``pip install zfun[demo]``.
         """
         from zfun.planner.plans._picture import draw
 
