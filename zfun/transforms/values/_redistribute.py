@@ -17,12 +17,12 @@ from zfun.collectives import (
     mesh_of,
 )
 from zfun.errors import PlacementError
-from zfun.flat import FLAT, Flat, call_site
+from zfun.flat import FLAT, Flat, call_site, own_piece
 from zfun.options import ANY, BOOL, GROUP, TEXT, instance, takes
 from zfun.placement import P, Placement, R, S
 from zfun.transforms.values._communicate import communicate
 
-__all__ = ["piece_of", "redistribute"]
+__all__ = ["redistribute"]
 
 
 @takes(
@@ -107,7 +107,7 @@ def redistribute(
             return value if here is group else value.with_buffers(value.buffers, group=group)
         case Placement.REPLICATED, Placement.SHARDED:
             return value.with_buffers(
-                (piece_of(buffer, group) for buffer in value.buffers), S, group
+                (own_piece(buffer, group) for buffer in value.buffers), S, group
             )
         case Placement.REPLICATED, Placement.PARTIAL:
             return value.with_buffers(
@@ -135,7 +135,7 @@ def redistribute(
             if here is mesh:
                 return communicate(value, AllGather(), mesh.outer, S, group, name, donate=donate)
             return value.with_buffers(
-                (piece_of(buffer, mesh.outer) for buffer in value.buffers), S, group
+                (own_piece(buffer, mesh.outer) for buffer in value.buffers), S, group
             )
         case _:
             return communicate(
@@ -168,11 +168,6 @@ def _check_target(value: Flat, placement: Placement, group: Group) -> None:
         raise PlacementError(
             f"a value is partial over a whole mesh; got its {axis_of(group)} axis; pass the mesh"
         )
-
-
-def piece_of(buffer: Tensor, group: Group) -> Tensor:
-    numel = buffer.numel() // group.size
-    return buffer.narrow(0, group.rank * numel, numel)
 
 
 def _embed(shard: Tensor, group: Group) -> Tensor:

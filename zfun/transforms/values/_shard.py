@@ -9,12 +9,12 @@ from torch import Tensor
 from zfun import tree
 from zfun.collectives import Group, allocate, check_shardable, mesh_of
 from zfun.errors import PlacementError
-from zfun.flat import Flat
+from zfun.flat import Flat, own_piece
 from zfun.layout import DEFAULT_BUCKET_BYTES, LabelFn, split_by_label
 from zfun.options import ANY, GROUP, NAMES, OF_LEAVES, integer, one_of, takes
 from zfun.placement import Placement, R, S
 from zfun.transforms.values._agreement import check_agreement
-from zfun.transforms.values._redistribute import piece_of, redistribute
+from zfun.transforms.values._redistribute import redistribute
 from zfun.transforms.values.building import Leaves, build
 from zfun.typing import Params
 
@@ -165,5 +165,5 @@ def _placed(
 
 def _own(buffer: Tensor, group: Group) -> Tensor:
     """Copy this rank's piece of a whole buffer into a symmetric buffer."""
-    piece = piece_of(buffer, group)
+    piece = own_piece(buffer, group)
     return allocate(group, piece.numel(), piece.dtype, piece.device).copy_(piece)
