@@ -306,3 +306,14 @@ def test_gradients_of_two_placements_are_not_added() -> None:
         return str(caught.value)
 
     assert "Flat(P" in zf.simulate(2, main)[0]
+
+
+def test_a_weight_goes_over_the_ranks_that_share_parameters() -> None:
+    def main(group: zf.Group) -> float:
+        fn = zf.shard_params(lambda params, x: (params["w"] * x).sum(), group)
+        params = zf.shard({"w": torch.ones(1)}, group)
+        _, pullback = zf.vjp(fn, params, torch.tensor(group.rank + 1.0))
+        grads = pullback(torch.tensor(1.0), weight=1.0 + 2.0 * group.rank)
+        return float(zf.unshard(grads)["w"])
+
+    assert zf.simulate(2, main) == [0.75, 0.75]

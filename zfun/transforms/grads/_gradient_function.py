@@ -105,7 +105,7 @@ class GradientFunction(ZfunGradient):
         try:
             with torch.enable_grad():
                 value, total, weight, aux = parse(out)
-            executor.loss = loss = self._start_loss(total.detach(), weight)
+            executor.loss = loss = self._start_loss(total.detach(), weight, self.group)
             seed = torch.full_like(total, self.loss_scale)
             grads, _ = self._backward(call, [total], [seed], self._scale_of(loss, weight))
         except Exception:
@@ -153,7 +153,11 @@ class GradientFunction(ZfunGradient):
         try:
             start_backward(call.group, number)
             if weight is not None:
-                executor.loss = summed = self._start_loss(torch.zeros_like(weight), weight)
+                group = self.group
+                if group is None and _is_sharded(call.params):
+                    # The gradients are summed over these ranks; see _hooks().
+                    group = mesh_of(call.params.group)
+                executor.loss = summed = self._start_loss(torch.zeros_like(weight), weight, group)
             used = [
                 (root, seed) for root, seed in zip(roots, seeds, strict=True) if seed is not None
             ]
@@ -257,21 +261,21 @@ class GradientFunction(ZfunGradient):
         hooks = self.hooks
         # The derivative of a gather is a reduce-scatter: without a transform that says otherwise,
         # sharded parameters have sharded gradients.
-        if self.group is None and isinstance(params, Flat) and params.placement is S:
+        if self.group is None and _is_sharded(params):
             hooks = (SumHook(params.group, S), *hooks)
         return hooks
 
-    def _start_loss(self, total: Tensor, weight: Tensor | None) -> Work:
+    def _start_loss(self, total: Tensor, weight: Tensor | None, group: Group | None) -> Work:
         """Start one all-reduce of the loss and, if there is one, of the weight."""
         parts = torch.stack([total] if weight is None else [total, weight])
-        if self.group is None:
+        if group is None:
             return Work.done(parts)
         if weight is not None and self.reduce != "mean":
             raise OptionError(
                 "weighted_mean() is a mean; got data_parallel(reduce='sum'); use reduce='mean', "
                 "or return the sum itself as the loss"
             )
-        return self.group.start(Collective(AllReduce(), "loss", "loss", Stream.CONTROL), parts)
+        return group.start(Collective(AllReduce(), "loss", "loss", Stream.CONTROL), parts)
 
     def _value(self, summed: Tensor, weight: Tensor | None) -> Any:
         """Return the loss for the caller."""
@@ -298,14 +302,18 @@ class GradientFunction(ZfunGradient):
             return unravel_buffers(results, layout)
         placement = self.placement
         if placement is None:
-            placement = S if isinstance(params, Flat) and params.placement is S else R
+            placement = S if _is_sharded(params) else R
         over = self.over or group if placement is S else group
         return Flat(results, placement, layout, over, codec=self.codec if placement is P else None)
 
 
+def _is_sharded(params: tree.Tree) -> bool:
+    return isinstance(params, Flat) and params.placement is S
+
+
 def _open(params: tree.Tree, layout: Layout, executor: Executor) -> tree.Tree:
     """Put bucket nodes behind whole parameters; bind sharded ones to the call."""
-    if isinstance(params, Flat) and params.placement is S:
+    if _is_sharded(params):
         return BoundParams(params, LossCall(executor))
     if isinstance(params, Flat):
         buffers = stores.resident(params).buffers
