@@ -170,7 +170,7 @@ def plan(
     After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
     (2020).
     """
-    ranks = abstract_group(group) if isinstance(group, Integral) else group
+    ranks = abstract_group(group) if isinstance(group, (int, Integral)) else group
     observer = Observer(abstract_group(ranks.size, ranks.rank), device)
     # Outside of the context, because optimizers are probed with numbers.
     run = recipe(observer.group)
