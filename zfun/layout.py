@@ -258,7 +258,8 @@ def _turns(
     """Return the slots in the order of the layout; ``None`` for the order of the tree."""
     slots = dict(zip(paths, positions, strict=True))
     named = [slots[path] for path in order if path in slots]
-    turns = tuple(dict.fromkeys([*(slot for slot in positions if slot not in set(named)), *named]))
+    used = set(named)
+    turns = tuple(dict.fromkeys([*(slot for slot in positions if slot not in used), *named]))
     return None if turns == tuple(range(len(turns))) else turns
 
 
@@ -539,7 +540,7 @@ def unique_leaves(params: tree.Tree, layout: Layout, *, any_dtype: bool = False)
                 )
             chosen[position] = leaf
         elif leaf is not first and (
-            not isinstance(leaf, Tensor) or leaf.numel() == 0 or leaf.data_ptr() != first.data_ptr()
+            not isinstance(leaf, Tensor) or memory_of(leaf) != memory_of(first)
         ):
             raise AliasChanged(
                 f"tied leaves must stay tied; {slot.path!r} and {path!r} shared one tensor and "

@@ -309,6 +309,11 @@ def test_a_tree_that_does_not_fit_is_named() -> None:
     ) as caught:
         unique_leaves({"a": w, "b": w.clone(), "c": torch.ones(3)}, layout)
     assert caught.value.leaf == "b"
+    square = torch.arange(4.0).view(2, 2)
+    tied = zf.layout.layout_of({"a": square, "b": square})
+    for other in (square.T, square[:1]):  # the same address, other values
+        with pytest.raises(AliasChanged, match=r"are now two"):
+            unique_leaves({"a": square, "b": other}, tied)
     with pytest.raises(SpecMismatch, match=r"missing \['b'\], unexpected \['d'\]"):
         unique_leaves({"a": w, "d": w, "c": torch.ones(3)}, layout)
     with pytest.raises(
