@@ -24,6 +24,7 @@ import zfun as zf
 from tests.conftest import examples
 from zfun import sources
 from zfun.errors import (
+    CheckpointError,
     CorruptCheckpoint,
     LeafError,
     OptionError,
@@ -394,6 +395,39 @@ def test_a_state_dict_inside_of_itself_is_refused(tmp_path: Path) -> None:
     state["again"] = state
     torch.save(state, tmp_path / "model.pt")
     with pytest.raises(CorruptCheckpoint, match=r"a dict inside of itself"):
+        sources.state_dict(tmp_path / "model.pt")
+
+
+def test_lists_that_repeat_are_refused_before_they_are_walked(tmp_path: Path) -> None:
+    repeated: list[Any] = []
+    for _ in range(60):
+        repeated = [repeated, repeated]
+    torch.save({"w": torch.ones(2), "repeated": repeated}, tmp_path / "model.pt")
+    with pytest.raises(CorruptCheckpoint, match=r"values in lists that repeat"):
+        sources.state_dict(tmp_path / "model.pt")
+    path = shutil.copytree(FIXTURES / "deepspeed" / "stage2-bf16", tmp_path / "run")
+    (model,) = path.glob("*/mp_rank_00_model_states.pt")
+    content = torch.load(model, weights_only=False)
+    torch.save(content | {"repeated": repeated}, model)
+    with pytest.raises(CorruptCheckpoint, match=r"values in lists that repeat"):
+        sources.deepspeed(path)
+
+
+def test_a_step_that_is_no_whole_number_is_refused(tmp_path: Path) -> None:
+    leaves = {"model.w": torch.ones(2), "optim.state.w.step": torch.tensor(float("nan"))}
+    sources.write_dcp(tmp_path / "dcp", sources.tensors(leaves))
+    with pytest.raises(CorruptCheckpoint, match=r"step of an optimizer is a whole number; got nan"):
+        sources.dcp(tmp_path / "dcp", params="model.", moments="optim.state.")
+
+
+def test_a_file_without_permission_is_named(tmp_path: Path, monkeypatch: Any) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "model.pt")
+
+    def refuse(path: Any, *args: Any) -> int:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("os.open", refuse)  # root may read every file
+    with pytest.raises(CheckpointError, match=r"change the permissions of model\.pt"):
         sources.state_dict(tmp_path / "model.pt")
 
 

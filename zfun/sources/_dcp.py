@@ -95,11 +95,17 @@ def dcp(
         param, _, slot = name.rpartition(".")
         slots.setdefault(slot, {})[param] = leaf
     steps = [leaf for leaf in slots.pop("step", {}).values() if leaf.numel() == 1]
+    step = steps[0].load().item() if steps else None
+    if isinstance(step, float) and not step.is_integer():
+        raise CorruptCheckpoint(
+            f"the step of an optimizer is a whole number; got {step}; copy the directory again",
+            path=str(folder),
+        )
     return TrainingState(
         found,
         Source({}, str(folder)),
         {slot: Source(leaves, str(folder)) for slot, leaves in slots.items()},
-        int(steps[0].load().item()) if steps else None,
+        None if step is None else int(step),
         _Values(others),
     )
 

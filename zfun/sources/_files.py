@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zfun.errors import CorruptCheckpoint, UntrustedCheckpoint
+from zfun.errors import CheckpointError, CorruptCheckpoint, UntrustedCheckpoint
 from zfun.sources.scratch import scratch
 
 __all__ = [
@@ -100,7 +100,14 @@ def _open(path: Path) -> int:
             f"a checkpoint consists of regular files; got {path}, which is something else; load "
             "checkpoints of trusted origin only"
         )
-    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise CheckpointError(
+            f"the files of a checkpoint must be readable; got {error}; change the permissions of "
+            f"{path.name}",
+            path=str(path),
+        ) from None
 
 
 def read_into(path: Path, offset: int, into: Tensor) -> None:

@@ -14,6 +14,7 @@ against the directory of the zip archive.
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import re
 import struct
@@ -36,6 +37,8 @@ __all__ = ["Inert", "as_shape", "load", "load_metadata"]
 
 # torch keeps one table of allowed classes for the process.
 _TABLE = threading.Lock()
+# A list that contains another list twice doubles the values, so 60 small lists make 2**60.
+_MAX_VALUES = 1 << 24
 _ZIP_MAGIC = b"PK\x03\x04"
 _LOCAL_HEADER_BYTES = 30
 
@@ -106,9 +109,14 @@ def load(path: Path, *, inert: str = "", offset: int = 0, num_bytes: int | None 
         return made[key]
 
     try:
-        return _plain(found, to_stored, {})
-    except RecursionError as error:
+        plain = _plain(found, to_stored, {})
+        if _num_values(plain, {}) > _MAX_VALUES:
+            raise ValueError(
+                f"more than {_MAX_VALUES} values in lists that repeat, or a dict inside of itself"
+            )
+    except (RecursionError, ValueError) as error:
         raise _damaged(path, error) from None
+    return plain
 
 
 def _unknown(view: View, inert: str) -> list[str]:
@@ -222,6 +230,17 @@ def _plain(value: Any, to_stored: Callable[[Tensor], Stored], done: dict[int, An
     else:
         made = value
     return made
+
+
+def _num_values(value: Any, done: dict[int, float]) -> float:
+    """Count the values in containers as often as a walk meets them; a cycle has no end."""
+    if not isinstance(value, (dict, list, tuple)):
+        return 1
+    if id(value) not in done:
+        done[id(value)] = math.inf
+        inner = value.values() if isinstance(value, dict) else value
+        done[id(value)] = 1 + sum(_num_values(x, done) for x in inner)
+    return done[id(value)]
 
 
 class _Restricted(pickle._Unpickler):  # type: ignore[misc, name-defined]

@@ -56,14 +56,7 @@ def state_dict(path: str | Path) -> Source:
     if path.suffix == ".safetensors":
         return Source(safetensors(path), str(path))
     found: dict[str, Stored] = {}
-    try:
-        _collect(load(path), "", found)
-    except RecursionError:
-        raise CorruptCheckpoint(
-            f"a state dict is at most a few levels deep; got a deeper one, or a dict inside of "
-            f"itself, in {path}; save the state dict alone",
-            path=str(path),
-        ) from None
+    _collect(load(path), "", found)
     return named(found, str(path))
 
 
