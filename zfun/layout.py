@@ -248,7 +248,15 @@ def layout_of(
     )
     device = devices.pop() if devices else torch.device("cpu")
     return _layout(
-        keys, tuple(positions), tuple(paths), spec, size, bucket_bytes, persistence, device, turns
+        keys,
+        tuple(positions),
+        tuple(paths),
+        spec,
+        int(size),  # of numpy too, which would stay in the cached layout
+        bucket_bytes,
+        persistence,
+        device,
+        turns,
     )
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -298,6 +299,15 @@ def test_empty_trees_have_a_layout() -> None:
             3, lambda group, params=params: zf.unshard(zf.shard(params, group))
         ):
             assert_same_bits(found, params)
+
+
+def test_a_number_of_ranks_of_numpy_leaves_plain_integers_in_a_layout() -> None:
+    one: Any = np.int64(1)
+    layout = zf.layout.layout_of({"only in this test": torch.ones(7)}, one + one)
+    assert type(layout.size) is int
+    assert all(type(bucket.padded_numel) is int for bucket in layout.buckets)
+    group = zf.collectives.abstract_group(one + one, one)
+    assert (type(group.size), type(group.rank)) == (int, int)
 
 
 def test_a_tree_that_does_not_fit_is_named() -> None:

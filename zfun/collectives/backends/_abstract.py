@@ -66,4 +66,5 @@ def abstract_group(size: int, rank: int = 0) -> Group:
             f"abstract_group() needs 0 <= rank < size; got rank {rank}, size {size}; ranks count "
             "from 0"
         )
-    return _AbstractGroup(rank, size)
+    # Integers of numpy would stay in layouts, which are cached for all groups of that size.
+    return _AbstractGroup(int(rank), int(size))
