@@ -2,7 +2,8 @@
 #
 #   make demo      train a small GPT under every composition, print the table, draw the picture
 #   make test      run the tests and the doctests, in minutes
-#   make test-all  the same with slow forms and more examples, as CI does
+#   make test-all  the same with slow forms and more examples, as CI does; installs DeepSpeed to compare with,
+#                  in an environment of its own
 #   make lint      check style, types and prose   make format    rewrite the style
 #   make words     count the words that make prose hard to follow
 #   make docs      build the site (docs/_build/html)
@@ -62,8 +63,10 @@ test: $(VENV)/.test
 	$(call pytest,$(PYTEST_FLAGS))
 
 # Slow forms are longer than the time limit of pyproject.toml, which is for those of `make test`.
+# DeepSpeed runs the script that the page "From DeepSpeed" shows first.
 test-all: export ZFUN_TESTS = all
-test-all: $(VENV)/.test
+test-all: export ZFUN_DEEPSPEED_PYTHON = $(abspath $(DEEPSPEED_VENV))/bin/python
+test-all: $(VENV)/.test $(DEEPSPEED_VENV)/.made
 	$(call pytest,--timeout 600 $(PYTEST_FLAGS))
 
 # The types of tools/notebooks.py and of docs/conf.py need what the documentation needs.
@@ -117,7 +120,7 @@ $(VENV)/.test $(VENV)/.docs $(VENV)/.lint: $(VENV)/.%: $(VENV)/.base
 $(DEEPSPEED_VENV)/.made: pyproject.toml
 	$(PYTHON) -m venv $(DEEPSPEED_VENV)
 	$(DEEPSPEED_PIP) install $(TORCH_FLAGS) "$(TORCH)"
-	$(DEEPSPEED_PIP) install ninja setuptools wheel
-	$(DEEPSPEED_PIP) install --no-build-isolation "$(DEEPSPEED)"
-	$(DEEPSPEED_PIP) install --editable .
+	$(DEEPSPEED_PIP) install --quiet ninja setuptools wheel
+	$(DEEPSPEED_PIP) install --quiet --no-build-isolation "$(DEEPSPEED)"
+	$(DEEPSPEED_PIP) install --quiet --editable .
 	@touch $@

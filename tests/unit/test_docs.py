@@ -10,6 +10,7 @@ import json
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -44,6 +45,8 @@ PUBLIC = [
 ]
 # Pages that run as a program: the package that they need, and the number of ranks.
 AS_PROGRAMS = {"from-fsdp.md": ("torch", 2), "lightning.md": ("lightning", 1)}
+# The one line that differs in the scripts of from-deepspeed.md, before and after.
+DEEPSPEED, FACADE = "import deepspeed", "import zfun.interop.deepspeed as deepspeed"
 # Functions whose example would be too long for a docstring. A page of docs/ or a test has one.
 WITHOUT_EXAMPLE = {"zfun.collectives.spawn", "zfun.stores.fetch", "zfun.stores.resident"}
 
@@ -180,6 +183,8 @@ def test_code_on_a_page_runs(page: Path) -> None:
     for match in re.finditer(r"^```(python|pycon)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
         kind, code = match.groups()
         line = text.count("\n", 0, match.start(2))
+        if code.startswith(f"{DEEPSPEED}\n"):
+            continue  # The test below runs this block where DeepSpeed is.
         if kind == "python":
             exec(compile("\n" * line + code, str(page), "exec"), namespace)
             continue
@@ -189,6 +194,47 @@ def test_code_on_a_page_runs(page: Path) -> None:
             clear_globs=False,
         )
         assert runner.failures == 0, f"{page.name}, line {line}"
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_the_script_of_deepspeed_trains_alike_before_and_after(tmp_path: Path) -> None:
+    """``make test-all`` installs DeepSpeed, in an environment of its own, and names its python."""
+    python = os.environ.get("ZFUN_DEEPSPEED_PYTHON")
+    if not python:
+        pytest.skip("ZFUN_DEEPSPEED_PYTHON must name a python that has DeepSpeed")
+    if shutil.which("c++") is None:
+        pytest.skip("DeepSpeed compiles C++ when it starts")
+    text = (DOCS / "from-deepspeed.md").read_text(encoding="utf-8")
+    common, before, after = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[:3]
+    assert before.replace(DEEPSPEED, FACADE, 1) == after
+    found = []
+    for name, interpreter, script in (("before", python, before), ("after", sys.executable, after)):
+        losses = tmp_path / f"{name}.json"
+        ends = "if deepspeed.comm.get_rank() == 0:\n    Path(sys.argv[1]).write_text(str(losses))"
+        lines = [common, script, "import sys", "from pathlib import Path", ends]
+        (tmp_path / f"{name}.py").write_text("\n".join(lines), encoding="utf-8")
+        launcher = [interpreter, "-m", "torch.distributed.run", "--standalone"]
+        done = subprocess.run(
+            [*launcher, "--nproc-per-node", "2", f"{name}.py", str(losses)],
+            env={
+                **os.environ,
+                "PYTHONPATH": str(ROOT),
+                # DeepSpeed finds ninja there.
+                "PATH": os.pathsep.join([str(Path(interpreter).parent), os.environ["PATH"]]),
+                "OMP_NUM_THREADS": "1",
+                "DS_ACCELERATOR": "cpu",
+            },
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        found.append(json.loads(losses.read_text(encoding="utf-8")))
+    assert len(found[0]) == 40
+    assert found[1] == pytest.approx(found[0], rel=0, abs=1e-5)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
