@@ -14,7 +14,10 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import os
 import resource
+import subprocess
+import sys
 import time
 import zlib
 
@@ -36,8 +39,16 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--blocks", type=int, default=48, help="(default: %(default)s)")
     parser.add_argument("--width", type=int, default=768, help="(default: %(default)s)")
     parser.add_argument("--steps", type=int, default=8, help="(default: %(default)s)")
-    parser.add_argument("--limit-mib", type=int, default=640, help="(default: %(default)s)")
+    parser.add_argument("--limit-mib", type=int, default=640, help="0: none (default: %(default)s)")
     return parser.parse_args()
+
+
+def compile_kernels(path: str) -> None:
+    """Train a tiny model in another process, because the compiler keeps more than 100 MB."""
+    command = [sys.executable, __file__, "--path", path, "--blocks", "1", "--width", "64"]
+    alone = {name: os.environ[name] for name in os.environ if name not in ("RANK", "WORLD_SIZE")}
+    alone["TQDM_DISABLE"] = "1"
+    subprocess.run([*command, "--steps", "1", "--limit-mib", "0"], env=alone, check=True)
 
 
 def limit_memory(num_bytes: int) -> None:
@@ -100,11 +111,13 @@ def train(group: zf.Group, config: GPTConfig, path: str, num_steps: int) -> tupl
 
 def main() -> None:
     args = parse_args()
-    limit_memory(args.limit_mib * 2**20)
+    if args.limit_mib:
+        compile_kernels(args.path)
+        limit_memory(args.limit_mib * 2**20)
     config = GPTConfig(args.width, args.blocks, args.width // 64, length=64, batch_size=2)
     group = zf.process_group()
     losses, num_params = train(group, config, args.path, args.steps)
-    if group.rank == 0:
+    if group.rank == 0 and args.limit_mib:
         limit, state = args.limit_mib * 2**20, STATE_BYTES * num_params
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         print(

@@ -425,6 +425,30 @@ assert kept.get(torch.device("cpu")).wait().sum() == 2000
     assert "ulimit -f" in printed
 
 
+def test_too_little_memory_is_an_error_with_a_remedy(tmp_path: Path) -> None:
+    """The system refuses the memory to read into; the tensor stays on the disk."""
+    program = f"""
+import resource, torch, zfun as zf
+store = zf.stores.nvme({str(tmp_path)!r})
+kept = store.put(torch.ones(2**26), "state")
+kept.flush()
+no_limit = resource.getrlimit(resource.RLIMIT_DATA)
+resource.setrlimit(resource.RLIMIT_DATA, (2**20, no_limit[1]))
+try:
+    with zf.stores.locating(leaf="blocks.0.w", rank=0):
+        kept.get(torch.device("cpu"))
+except zf.errors.OffloadError as error:
+    found = str(error)
+resource.setrlimit(resource.RLIMIT_DATA, no_limit)
+print(found)
+assert kept.get(torch.device("cpu")).wait().sum() == 2**26
+"""
+    printed = python(program)
+    assert "keep state on the disk; there is no memory to read 268435456 bytes into" in printed
+    assert "lower bucket_bytes or buffer_count" in printed
+    assert "[leaf blocks.0.w, rank 0]" in printed
+
+
 def test_other_bytes_than_those_written_are_found(tmp_path: Path) -> None:
     store = nvme(tmp_path, **SMALL, checksum=True)
     handle = store.put(torch.ones(5000), "params")

@@ -38,6 +38,7 @@ def failure(name: str, problem: str, path: str, number: int | None) -> OffloadEr
         errno.ENOSPC: "free room on the disk, or choose another path",
         errno.EDQUOT: "free room in your quota, or choose another path",
         errno.EFBIG: "raise the limit on the size of files (ulimit -f), or choose another path",
+        errno.ENOMEM: "lower bucket_bytes or buffer_count, or raise the limit on the memory",
     }.get(number or 0, "look at the disk and the log of the system, or choose another path")
     return OffloadError(
         f"a store must keep {name} on the disk; {problem} ({path}); {remedy}",
@@ -174,7 +175,7 @@ class Disk:
             self._transfer("write", self.files.write, chunk[:whole], region.start + at, name)
         if whole < len(chunk):
             rest = len(chunk) - whole
-            staged = self._staging()[: aligned(rest)]
+            staged = self._staging(name)[: aligned(rest)]
             staged[:rest] = chunk[whole:]
             staged[rest:] = 0
             self._transfer("write", self.files.write, staged, region.start + at + whole, name)
@@ -222,10 +223,14 @@ class Disk:
             problem = f"a {kind} of {len(chunk)} bytes at {offset} transferred {done}"
             raise failure(name, problem, self.path, errno.EIO)
 
-    def _staging(self) -> np.ndarray:
+    def _staging(self, name: str) -> np.ndarray:
         """Return memory of this thread for one chunk."""
         if not hasattr(self._local, "staging"):
-            self._local.staging = np.frombuffer(pages(aligned(self.chunk_bytes)), np.uint8)
+            num_bytes = aligned(self.chunk_bytes)
+            with _explaining(
+                f"there is no memory for a chunk of {num_bytes} bytes", self.path, name
+            ):
+                self._local.staging = np.frombuffer(pages(num_bytes), np.uint8)
         return self._local.staging
 
 
@@ -285,11 +290,11 @@ def _open(files: Files, path: str) -> tuple[int, bool]:
 
 
 @contextlib.contextmanager
-def _explaining(problem: str, path: str) -> Any:
+def _explaining(problem: str, path: str, name: str = "tensors") -> Any:
     try:
         yield
     except OSError as error:
-        raise failure("tensors", f"{problem}: {error}", path, error.errno) from error
+        raise failure(name, f"{problem}: {error}", path, error.errno) from error
 
 
 def _grow(files: Files, fd: int, path: str, offset: int, num_bytes: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import errno
 import functools
 import os
 import threading
@@ -22,7 +23,7 @@ from zfun.files import Files
 from zfun.options import BOOL, PATH, SECONDS, Kind, instance, integer, takes
 from zfun.stores._base import Counts, Stored, heard
 from zfun.stores._buffers import ALIGNMENT, Buffers, aligned
-from zfun.stores._disk import Disk
+from zfun.stores._disk import Disk, failure
 from zfun.stores._regions import Region
 
 __all__ = ["NvmeStore", "nvme"]
@@ -76,9 +77,12 @@ class _DiskTensor(Stored):
         num_bytes = self.shape.numel() * self.dtype.itemsize
         self.store.crossed("get", self.name, num_bytes)
         heard("get", self)
-        buffer = self.store.buffers.take(
-            num_bytes, keep=self.shape.numel() <= self.store.buffer_size
-        )
+        keep = self.shape.numel() <= self.store.buffer_size
+        try:
+            buffer = self.store.buffers.take(num_bytes, keep=keep)
+        except (OSError, RuntimeError) as error:  # of the system, or of CUDA
+            problem = f"there is no memory to read {num_bytes} bytes into: {error}"
+            raise failure(self.name, problem, self.disk.path, errno.ENOMEM) from error
         disk, name, dtype, shape = self.disk, self.name, self.dtype, self.shape
         reads = (
             disk.read(self.region, buffer, num_bytes, self.sums, self.writes, name)
