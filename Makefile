@@ -24,7 +24,7 @@
 #   DEMO_FLAGS    flags for `zfun demo`, e.g. DEMO_FLAGS="--ranks 4 --steps 20"
 #   PYTEST_FLAGS  flags for pytest, e.g. PYTEST_FLAGS="-k layout"
 #   BENCH_FLAGS   flags for benchmarks/step.py, e.g. BENCH_FLAGS="--preset many --rounds 10"
-#   GPU_FLAGS     flags for benchmarks/gpu.py, e.g. GPU_FLAGS="--only kernels waits"
+#   GPU_FLAGS     flags for benchmarks/gpu/report.py, e.g. GPU_FLAGS="--only kernels waits"
 #   DEEPSPEED     the DeepSpeed to install: deepspeed==0.19.8
 
 PYTHON ?= python3
@@ -98,7 +98,7 @@ bench-facade: $(DEEPSPEED_VENV)/.made
 	PATH="$(abspath $(DEEPSPEED_VENV))/bin:$$PATH" $(DEEPSPEED_VENV)/bin/python benchmarks/deepspeed_facade.py $(BENCH_FLAGS)
 
 gpu:
-	@$(PYTHON) benchmarks/gpu.py $(GPU_FLAGS)
+	@$(PYTHON) benchmarks/gpu/report.py $(GPU_FLAGS)
 
 clean:
 	rm -rf $(VENV) $(DEEPSPEED_VENV) build dist docs/_build docs/jupyter_execute docs/notebooks hf-trainer zfun-demo zfun-io

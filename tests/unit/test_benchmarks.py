@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu
+from benchmarks.gpu import report
 
 ROOT = Path(__file__).parents[2]
 
 
-def part(program: str) -> gpu.Part:
-    return gpu.Part(
+def part(program: str) -> report.Part:
+    return report.Part(
         "A part",
         ["-c", program, "{json}"],
         [],
@@ -28,7 +28,7 @@ def part(program: str) -> gpu.Part:
 
 def test_a_part_gives_figures_and_output(tmp_path: Path) -> None:
     program = "import sys, pathlib; pathlib.Path(sys.argv[1]).write_text('[3]'); print('done')"
-    outcome = gpu.run(part(program), tmp_path, dry_run=True)
+    outcome = report.run(part(program), tmp_path, dry_run=True)
     assert outcome.failure is None
     assert outcome.section == "[3] and done"
 
@@ -43,21 +43,21 @@ def test_a_part_gives_figures_and_output(tmp_path: Path) -> None:
 def test_a_part_that_fails_or_hangs_is_on_the_page(
     program: str, failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu, "PARTS", {"bad": part(program), "good": part("print('fine')")})
-    outcomes = {name: gpu.run(one, tmp_path, dry_run=True) for name, one in gpu.PARTS.items()}
-    written = gpu.page("cpu", outcomes)
+    monkeypatch.setattr(report, "PARTS", {"bad": part(program), "good": part("print('fine')")})
+    outcomes = {name: report.run(one, tmp_path, dry_run=True) for name, one in report.PARTS.items()}
+    written = report.page("cpu", outcomes)
     assert f"**Failed: A part**, {failure}" in written
     assert "None and fine" in written
 
 
 def test_all_parts_together_end_within_8_minutes() -> None:
-    assert sum(part.seconds for part in gpu.PARTS.values()) < 8 * 60
+    assert sum(part.seconds for part in report.PARTS.values()) < 8 * 60
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_gpu_the_benchmark_says_so() -> None:
     done = subprocess.run(
-        [sys.executable, "benchmarks/gpu.py"],
+        [sys.executable, "benchmarks/gpu/report.py"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -74,7 +74,7 @@ def test_without_a_gpu_the_benchmark_says_so() -> None:
 def test_every_part_runs_in_small_on_a_cpu(tmp_path: Path) -> None:
     command = [
         sys.executable,
-        "benchmarks/gpu.py",
+        "benchmarks/gpu/report.py",
         "--device",
         "cpu",
         "--dry-run",
@@ -87,5 +87,5 @@ def test_every_part_runs_in_small_on_a_cpu(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-3000:]
     written = (tmp_path / "gpu.md").read_text(encoding="utf-8")
     assert "No part failed." in written
-    assert all(f"## {part.title}" in written for part in gpu.PARTS.values())
+    assert all(f"## {part.title}" in written for part in report.PARTS.values())
     assert "| zfun-3 |" in written

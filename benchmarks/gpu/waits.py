@@ -1,8 +1,8 @@
 """Where a step of each stage waits for the GPU, by phase, and the profile of the step.
 
-    python benchmarks/gpu_profile.py --preset small
-    python benchmarks/gpu_profile.py --trace traces        # the profiles too, for chrome://tracing
-    python benchmarks/gpu_profile.py --device cpu --preset tiny    # the same program in small
+    python benchmarks/gpu/waits.py --preset small
+    python benchmarks/gpu/waits.py --trace traces        # the profiles too, for chrome://tracing
+    python benchmarks/gpu/waits.py --device cpu --preset tiny    # the same program in small
 
 A wait is a call that torch's synchronisation debug mode warns of: a number that the host reads, a
 result whose shape depends on values, a copy from memory that is not pinned. Debug mode does not see
@@ -29,9 +29,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import zfun as zf
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.contenders import LEARNING_RATE, model_of
-from benchmarks.gpu_step import one_rank, placed, synchronize
+from benchmarks.gpu.step import one_rank, placed, synchronize
 
 LIBRARY = str(Path(zf.__file__).parent)
 PHASES = ("before", "forward", "turn", "backward", "norm", "update")

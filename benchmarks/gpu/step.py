@@ -1,8 +1,8 @@
 """A training step of one rank on a CUDA GPU: plain torch, DDP, FSDP2 and zfun's stages.
 
-    python benchmarks/gpu_step.py --preset small --rounds 8
-    python benchmarks/gpu_step.py --preset many --trace traces    # profiles, for chrome://tracing
-    python benchmarks/gpu_step.py --device cpu --preset tiny --rounds 1    # to see that it runs
+    python benchmarks/gpu/step.py --preset small --rounds 8
+    python benchmarks/gpu/step.py --preset many --trace traces    # profiles, for chrome://tracing
+    python benchmarks/gpu/step.py --device cpu --preset tiny --rounds 1    # to see that it runs
 
 The contenders take their steps in interleaved rounds. One rank sends nothing, so the time that a
 contender takes beyond plain torch's, for the same arithmetic, is overhead of the contender: ``own
@@ -30,7 +30,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import zfun as zf
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.contenders import CONTENDERS, ONE_PROCESS, Setting, Step, model_of
 
 NAMES = [ONE_PROCESS, "functional", "ddp", "fsdp2", "zfun-0", "zfun-1", "zfun-2", "zfun-3"]
@@ -175,8 +175,8 @@ def parsed() -> argparse.Namespace:
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.exit(
             2,
-            f"gpu_step.py measures on a CUDA GPU; torch {torch.__version__} finds none here; on "
-            "CPUs use benchmarks/step.py\n",
+            f"benchmarks/gpu/step.py measures on a CUDA GPU; torch {torch.__version__} finds none "
+            "here; on CPUs use benchmarks/step.py\n",
         )
     if ONE_PROCESS not in args.only:
         args.only = [ONE_PROCESS, *args.only]

@@ -2,8 +2,8 @@
 steps, waits for the device.
 
     make gpu PYTHON=python                             # in an environment with torch for CUDA
-    python benchmarks/gpu.py --only kernels waits
-    python benchmarks/gpu.py --device cpu --dry-run    # the same program in small, on the CPU
+    python benchmarks/gpu/report.py --only kernels waits
+    python benchmarks/gpu/report.py --device cpu --dry-run    # the same in small, on the CPU
 
 Each part is a process with a time limit, so that a part which fails or hangs is reported, and the
 others are not lost. The page is benchmarks/results/gpu.md; the exit status is 1
@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "benchmarks" / "results" / "gpu.md"
 sys.path.insert(0, str(ROOT))
 
@@ -66,7 +66,7 @@ def tests_section(figures: Any, output: str) -> str:
 
 def kernels_section(figures: Any, output: str) -> str:
     del output
-    from benchmarks.gpu_kernels import line_of
+    from benchmarks.gpu.kernels import line_of
 
     lines = [
         "`of limit`: a copy of as many bytes, by the kernel; 1 is the memory's speed.",
@@ -98,7 +98,7 @@ def step_section(figures: Any, output: str) -> str:
 
 def waits_section(figures: Any, output: str) -> str:
     del output
-    from benchmarks.gpu_profile import table
+    from benchmarks.gpu.waits import table
 
     return (
         "Waits of the host in one step, by torch's debug mode / by the profile. `turn` is "
@@ -119,10 +119,10 @@ def tests_command() -> list[str]:
     return ["-m", "pytest", "-m", "cuda", "-q", "-p", "no:cacheprovider", *lenient, "tests"]
 
 
-STEP, CPU = ["benchmarks/gpu_step.py", "--json", "{json}"], ["--device", "cpu"]
+STEP, CPU = ["benchmarks/gpu/step.py", "--json", "{json}"], ["--device", "cpu"]
 TINY = [*CPU, "--preset", "tiny", "--rounds", "1", "--steps", "1"]
-KERNELS = ["benchmarks/gpu_kernels.py", "--json", "{json}"]
-WAITS = ["benchmarks/gpu_profile.py", "--json", "{json}"]
+KERNELS = ["benchmarks/gpu/kernels.py", "--json", "{json}"]
+WAITS = ["benchmarks/gpu/waits.py", "--json", "{json}"]
 PARTS = {
     "tests": Part("Tests marked `cuda`", tests_command(), ["--collect-only"], 120, tests_section),
     "kernels": Part(

@@ -1,8 +1,8 @@
 """Every kernel that has a form for GPUs, beside a copy of as many bytes, and beside the operations
 of torch that do the same.
 
-    python benchmarks/gpu_kernels.py --numel 32000000
-    python benchmarks/gpu_kernels.py --device cpu --numel 100000    # the same program in small
+    python benchmarks/gpu/kernels.py --numel 32000000
+    python benchmarks/gpu/kernels.py --device cpu --numel 100000    # the same program in small
 
 ``of limit``: the time of a copy that moves the same number of bytes, by that of the kernel; 1 is
 the memory's speed. The two run in turn. Torch has no exact norm and no sums of codes: where a
