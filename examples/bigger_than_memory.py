@@ -18,6 +18,7 @@ import os
 import resource
 import subprocess
 import sys
+import threading
 import time
 import zlib
 
@@ -58,6 +59,7 @@ def limit_memory(num_bytes: int) -> None:
     mallopt = ctypes.CDLL(None).mallopt
     mallopt(-3, 2**17)
     mallopt(-8, 1)
+    threading.stack_size(2**20)  # the limit counts whole stacks, of 8 MiB each by default
     resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, num_bytes))
     try:
         torch.empty(num_bytes, dtype=torch.uint8)
