@@ -68,8 +68,10 @@ class Evidence:
         return self._explains(self.seen.params, after, self.right.after)
 
     def _explains(self, found: Leaves, guess: Leaves, right: Leaves) -> bool:
-        start = self.right.before if right is self.right.after else None
-        changes = guess if start is None else [x - y for x, y in zip(guess, start, strict=True)]
+        changes = guess
+        if right is self.right.after:
+            # The guess may be that nothing changes, so the right change says how much counts.
+            changes = [x - y for x, y in zip(right, self.right.before, strict=True)]
         sizes = scales(changes, [1e-12] * len(guess))
         for x, y, size in zip(found, guess, sizes, strict=True):
             if not error_of(x, y) <= 4 * self.tolerance * size:
