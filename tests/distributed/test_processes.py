@@ -123,6 +123,12 @@ def _every_collective(group: Group) -> list[Tensor]:
         results.append(group.start(Collective(AllGather(), "x"), shard, whole).wait())
         x = _values(group, 9, dtype)
         results.append(group.start(Collective(AllReduce(), "x"), x, x).wait())
+    for op in ops:
+        numel = 7 * size if op.splits_input else 7
+        lazy = _values(group, numel, torch.complex64).conj()
+        inputs = lazy, torch._neg_view(_values(group, numel, torch.float32))
+        found = [group.start(Collective(op, "x"), x).wait() for x in inputs]
+        results += [x.resolve_conj().resolve_neg() for x in found]
     return results
 
 

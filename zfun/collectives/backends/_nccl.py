@@ -63,7 +63,7 @@ class NativeGroup(ProcessGroup):
         check_collective(call, x, out, self.size)
         self._check_open()
         # Control values may live on the CPU; they are copied to the device and back.
-        sent = x.detach().to(self._device)
+        sent = x.detach().resolve_conj().resolve_neg().to(self._device)
         numel = call.op.output_numel(x.numel(), self.size)
         received = (
             out.detach()

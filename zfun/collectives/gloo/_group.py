@@ -194,7 +194,8 @@ class ExchangeGroup(ProcessGroup):
                 f"a gloo or mpi group moves CPU tensors only; {call.op.kind} got one on "
                 f"{x.device}; use nccl"
             )
-        x = x.detach()
+        # Messages are raw memory, which a lazy conjugate or negative shares with the original.
+        x = x.detach().resolve_conj().resolve_neg()
         self._check_open()
         result = (
             self._buffer_pool.take(call.op.output_numel(x.numel(), self.size), x.dtype)
