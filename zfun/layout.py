@@ -152,7 +152,11 @@ class Layout:
             >>> layout.select([1]).paths
             ('scale',)
         """
-        return self if len(buckets) == len(self.buckets) else _select(self, tuple(buckets))
+        return (
+            self
+            if len(buckets) == len(self.buckets)
+            else _select(self, tuple(buckets), self.device)
+        )
 
     def label(self, bucket: int) -> str:
         """Name a bucket after the leaves, for messages.
@@ -344,7 +348,8 @@ def _padded(numel: int, dtype: torch.dtype, size: int) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def _select(layout: Layout, buckets: tuple[int, ...]) -> Layout:
+def _select(layout: Layout, buckets: tuple[int, ...], device: torch.device) -> Layout:
+    # Layouts that differ in the device alone are equal, so the cache has the device too.
     kept = [i for i, slot in enumerate(layout.leaves) if slot.bucket in buckets]
     place = {old: new for new, old in enumerate(kept)}
     slots = tuple(
@@ -368,7 +373,7 @@ def _select(layout: Layout, buckets: tuple[int, ...]) -> Layout:
         for path, position in zip(layout.paths, layout.positions, strict=True)
         if position in place
     )
-    return Layout(slots, chosen, layout.size, spec, positions, paths, layout.device)
+    return Layout(slots, chosen, layout.size, spec, positions, paths, device)
 
 
 @functools.lru_cache(maxsize=256)
@@ -381,7 +386,6 @@ def labels_of(layout: Layout, label: LabelFn) -> tuple[Hashable, ...]:
 
 
 @takes(layout=LAYOUT, label=OF_LEAVES)
-@functools.lru_cache(maxsize=256)
 def split_by_label(layout: Layout, label: LabelFn) -> Layout:
     """Cut buckets so that each holds leaves of one label.
 
@@ -398,6 +402,11 @@ def split_by_label(layout: Layout, label: LabelFn) -> Layout:
         >>> [bucket.leaves for bucket in layout.buckets]
         [(0, 2), (1,)]
     """
+    return _split_by_label(layout, label, layout.device)
+
+
+@functools.lru_cache(maxsize=256)
+def _split_by_label(layout: Layout, label: LabelFn, device: torch.device) -> Layout:
     labels = labels_of(layout, label)
     slots = list(layout.leaves)
     buckets: list[BucketSlot] = []
@@ -413,7 +422,7 @@ def split_by_label(layout: Layout, label: LabelFn) -> Layout:
             buckets.append(BucketSlot(bucket.dtype, members, numel, -(-end // unit) * unit))
     if len(buckets) == len(layout.buckets):
         return layout
-    return dataclasses.replace(layout, leaves=tuple(slots), buckets=tuple(buckets))
+    return dataclasses.replace(layout, leaves=tuple(slots), buckets=tuple(buckets), device=device)
 
 
 def _block_of(path: str) -> tuple[str, ...]:

@@ -211,6 +211,21 @@ def test_buckets_close_at_blocks_and_keep_the_order_of_use() -> None:
     assert len(zf.layout.layout_of(params, 2, bucket_bytes=1).buckets) == 8
 
 
+def test_a_layout_keeps_the_device_beside_an_equal_one_of_another() -> None:
+    params = {"w": torch.ones(4, 4), "b": torch.ones(4)}
+    planned = {name: leaf.to("meta") for name, leaf in params.items()}
+
+    def num_dims(path: str, leaf: Any) -> int:
+        return leaf.ndim
+
+    for leaves, device in ((planned, "meta"), (params, "cpu")):
+        layout = zf.layout.layout_of(leaves)
+        split = zf.layout.split_by_label(layout, num_dims)
+        assert len(split.buckets) == 2
+        for found in (layout, split, split.select([1])):
+            assert found.device.type == device
+
+
 def test_an_order_names_leaves_by_path() -> None:
     w = torch.ones(3)
     params = {"in": w, "b": torch.ones(2), "out": w}
