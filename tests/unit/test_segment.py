@@ -54,3 +54,15 @@ def test_tensors_keep_the_memory_of_a_closed_segment() -> None:
     x[:3] = b"abc"
     segment.close()
     assert bytes(x[:3]) == b"abc"
+
+
+def test_a_free_piece_is_kept_where_there_is_no_memory_for_more() -> None:
+    segment = Segment(0, 1)
+    begin, length = segment.allocate(1 << 20)
+    segment.release(begin, length)
+    before = segment.in_use
+    with pytest.raises(OSError, match="full"):
+        segment.allocate(segment.capacity)
+    assert segment.in_use == before
+    assert segment.allocate(1 << 20) == (begin, length)
+    segment.close()

@@ -101,18 +101,22 @@ class Segment:
         unit, phase = PAGE if nbytes >= PAGE else _LINE, 0
         if nbytes >= _ALIGNED_BYTES:
             unit, phase = HUGE_PAGE, self._rank * nbytes % HUGE_PAGE
-        for place, (begin, end) in enumerate(zip(self._begins, self._ends, strict=True)):
+        place = 0
+        for begin, end in zip(self._begins, self._ends, strict=True):
             start = begin + (phase - begin) % unit
             # A free piece at the end of the segment is made longer.
             if start + nbytes <= end or end == self._end:
-                del self._begins[place], self._ends[place]
                 break
+            place += 1
         else:
             begin = end = self._end
             start = begin + (phase - begin) % unit
         if start + nbytes > self._end:
+            # The free piece stays in the list if there is no memory.
             self._reserve(start + nbytes)
             self._end = end = start + nbytes
+        if place < len(self._begins):
+            del self._begins[place], self._ends[place]
         if begin < start:
             self.release(begin, start - begin)
         if start + nbytes < end:
