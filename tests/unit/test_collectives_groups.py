@@ -189,6 +189,24 @@ def test_an_incomplete_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         process_group()
 
 
+@pytest.mark.parametrize(
+    ("rank", "size", "match"),
+    [
+        ("x", "2", "sets RANK to a number; got 'x'"),
+        ("0", "-1", "sets WORLD_SIZE to a number; got '-1'"),
+        ("2", "2", "RANK must be less than WORLD_SIZE; got 2 and 2"),
+    ],
+)
+def test_a_wrong_rank_of_a_launcher_is_refused(
+    rank: str, size: str, match: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "any"}
+    for name, value in names.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(OptionError, match=match):
+        process_group()
+
+
 def test_options_are_checked() -> None:
     with pytest.raises(OptionError, match="has no option 'timeout'; write timeout_s"):
         process_group(timeout=3)  # type: ignore[call-arg]

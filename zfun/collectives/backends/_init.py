@@ -271,8 +271,13 @@ def _launched() -> bool:
 def _init_from_launcher(timeout_s: float) -> Callable[[], None]:
     """Initialise ``torch.distributed``; return the function that takes that back."""
     before = sys.excepthook
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    rank, size = _number("RANK"), _number("WORLD_SIZE")
+    local_ranks = _number("LOCAL_WORLD_SIZE", size)
+    if rank >= size:
+        raise OptionError(
+            f"RANK must be less than WORLD_SIZE; got {rank} and {size}; start the program with "
+            "torchrun"
+        )
     timeout = timedelta(seconds=timeout_s)
     holder = holder_of_store(range(size))
     store = _launcher_store(rank, timeout_s, holder)
@@ -281,11 +286,21 @@ def _init_from_launcher(timeout_s: float) -> Callable[[], None]:
         dist.init_process_group, store=store, rank=rank, world_size=size, timeout=timeout
     )
     if torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
+        torch.cuda.set_device(_number("LOCAL_RANK", rank))
         start("nccl")
     else:
         make_together(store, rank, range(size), timeout_s, lambda: start("gloo"), holder)
     return functools.partial(_shut_down_torch, os.getpid(), before, sys.excepthook)
+
+
+def _number(name: str, default: int | None = None) -> int:
+    """Return a variable of the environment that a launcher sets to a number."""
+    text = os.environ.get(name, "" if default is None else str(default))
+    if not text.isdecimal():
+        raise OptionError(
+            f"a launcher sets {name} to a number; got {text!r}; start the program with torchrun"
+        )
+    return int(text)
 
 
 def _launcher_store(rank: int, timeout_s: float, holder: int | None) -> dist.Store:
