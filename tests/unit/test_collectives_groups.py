@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,6 +45,7 @@ from zfun.collectives import (
     simulate,
     single_group,
     split,
+    start_reduce_scatter_over,
 )
 from zfun.collectives.backends._diagnosis import Status, diagnose
 from zfun.collectives.backends._init import _gloo
@@ -251,6 +253,21 @@ def test_debug_compares_labels() -> None:
             checked(group).start(Collective(AllReduce(), "a"), torch.ones(1)).wait().item()
         ),
     ) == [2.0, 2.0]
+
+
+def test_an_axis_alone_is_not_checked() -> None:
+    """The wrapper would not be an axis, so sums over rows would go over one row only."""
+
+    def main(group: Group) -> None:
+        with pytest.raises(OptionError, match=r"got its inner axis alone; call .*split\(checked"):
+            checked(split(group, inner=2).inner)
+        mesh = split(checked(group), inner=2)
+        call, x = Collective(ReduceScatter(), "grads"), torch.tensor([1, 10])
+        found.append(start_reduce_scatter_over(mesh.inner, call, x).wait().item())
+
+    found: list[Any] = []
+    simulate(4, main)
+    assert sorted(found) == [4, 4, 40, 40]
 
 
 class _Unchecked(Group):

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from zfun.collectives._group import Group, Wrapper
+from zfun.collectives._mesh import axis_of
 from zfun.collectives._ops import AllGather, Collective, Stream, check_collective, describe
 from zfun.collectives._work import Work
-from zfun.errors import CollectiveMismatch
+from zfun.errors import CollectiveMismatch, OptionError
 from zfun.options import GROUP, takes
 
 __all__ = ["checked"]
@@ -97,13 +98,14 @@ def checked(group: Group) -> Group:
     shape in another order, which transports by messages do not notice.
 
     Args:
-        group: any group.
+        group: any group but an axis of a mesh.
 
     Returns:
         A group that acts like ``group``; ``wait`` raises on all ranks if they differ.
 
     Raises:
         CollectiveMismatch: from ``wait``, naming the collective that each rank started.
+        OptionError: an axis of a mesh.
 
     Example:
         >>> import torch
@@ -113,4 +115,9 @@ def checked(group: Group) -> Group:
         >>> simulate(2, main)
         [[0, 1], [0, 1]]
     """
+    if axis := axis_of(group):
+        raise OptionError(
+            f"a mesh is made of groups that are checked; got its {axis} axis alone; call "
+            "split(checked(group), inner=...)"
+        )
     return _CheckedGroup(group)
