@@ -106,7 +106,8 @@ def _every_collective(group: Group) -> list[Tensor]:
         Reduce(size - 1),
         AllToAll(),
     ]
-    ops += [Permute(tuple((rank + 1) % size for rank in range(size))), Permute(tuple(range(size)))]
+    same: Any = [*range(size)]  # a list, which callers without types pass
+    ops += [Permute(tuple((rank + 1) % size for rank in range(size))), Permute(same)]
     results = []
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.float64, torch.complex64):
         for numel in (0, 1, 1025) if dtype == torch.float32 else (7,):

@@ -188,6 +188,10 @@ class Permute(_Map):
     destinations: tuple[int, ...]
     kind = "permute"
 
+    def __post_init__(self) -> None:
+        # Caches hash the operation, which a list would not allow.
+        object.__setattr__(self, "destinations", tuple(self.destinations))
+
     @property
     def sources(self) -> tuple[int, ...]:
         """The rank that each rank receives from."""
