@@ -146,6 +146,28 @@ def test_the_version_is_written_once() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+", zfun.__version__)
 
 
+def run_script(script: Path, num_ranks: int, *arguments: str, python: str = sys.executable) -> None:
+    """Run a program on local ranks, in its folder."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    done = subprocess.run(
+        [python, *(launcher if num_ranks > 1 else []), script.name, *arguments],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            # DeepSpeed finds ninja beside python.
+            "PATH": os.pathsep.join([str(Path(python).parent), os.environ["PATH"]]),
+            "DS_ACCELERATOR": "cpu",
+            "OMP_NUM_THREADS": "1",
+        },
+        cwd=script.parent,
+        capture_output=True,
+        text=True,
+        timeout=110 if python == sys.executable else 400,  # DeepSpeed compiles
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("name", sorted(AS_PROGRAMS))
@@ -156,17 +178,7 @@ def test_code_on_a_page_is_a_program(name: str, tmp_path: Path) -> None:
     text = (DOCS / name).read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     (tmp_path / "page.py").write_text("\n".join(blocks), encoding="utf-8")
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-    done = subprocess.run(
-        [sys.executable, *(launcher if size > 1 else []), "page.py"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_script(tmp_path / "page.py", size)
 
 
 # torch.compile triggers this warning while tracing.
@@ -214,24 +226,7 @@ def test_the_script_of_deepspeed_trains_alike_before_and_after(tmp_path: Path) -
         ends = "if deepspeed.comm.get_rank() == 0:\n    Path(sys.argv[1]).write_text(str(losses))"
         lines = [common, script, "import sys", "from pathlib import Path", ends]
         (tmp_path / f"{name}.py").write_text("\n".join(lines), encoding="utf-8")
-        launcher = [interpreter, "-m", "torch.distributed.run", "--standalone"]
-        done = subprocess.run(
-            [*launcher, "--nproc-per-node", "2", f"{name}.py", str(losses)],
-            env={
-                **os.environ,
-                "PYTHONPATH": str(ROOT),
-                # DeepSpeed finds ninja there.
-                "PATH": os.pathsep.join([str(Path(interpreter).parent), os.environ["PATH"]]),
-                "OMP_NUM_THREADS": "1",
-                "DS_ACCELERATOR": "cpu",
-            },
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=280,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
+        run_script(tmp_path / f"{name}.py", 2, str(losses), python=interpreter)
         found.append(json.loads(losses.read_text(encoding="utf-8")))
     assert len(found[0]) == 40
     assert found[1] == pytest.approx(found[0], rel=0, abs=1e-5)
