@@ -13,17 +13,13 @@ private memory beyond ``RLIMIT_DATA``, Python, torch and the stacks of threads i
 from __future__ import annotations
 
 import argparse
-import ctypes
-import os
 import resource
-import subprocess
-import sys
-import threading
 import time
 import zlib
 
 import torch
 from gpt import GPT, GPTConfig, make_loss
+from limits import limit_memory, run_alone
 from text import batches, stdlib_bytes
 from torch import Tensor
 from tqdm import tqdm
@@ -42,30 +38,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=8, help="(default: %(default)s)")
     parser.add_argument("--limit-mib", type=int, default=640, help="0: none (default: %(default)s)")
     return parser.parse_args()
-
-
-def compile_kernels(path: str) -> None:
-    """Train a tiny model in another process, because the compiler keeps more than 100 MB."""
-    command = [sys.executable, __file__, "--path", path, "--blocks", "1", "--width", "64"]
-    alone = {name: os.environ[name] for name in os.environ if name not in ("RANK", "WORLD_SIZE")}
-    alone["TQDM_DISABLE"] = "1"
-    subprocess.run([*command, "--steps", "1", "--limit-mib", "0"], env=alone, check=True)
-
-
-def limit_memory(num_bytes: int) -> None:
-    """Let the system refuse private memory beyond ``num_bytes``, and try that once."""
-    # The allocator of C keeps freed memory in pieces that fit no other tensor: return large ones
-    # (M_MMAP_THRESHOLD) to the system at once, and keep one heap for all threads (M_ARENA_MAX).
-    mallopt = ctypes.CDLL(None).mallopt
-    mallopt(-3, 2**17)
-    mallopt(-8, 1)
-    threading.stack_size(2**20)  # the limit counts whole stacks, of 8 MiB each by default
-    resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, num_bytes))
-    try:
-        torch.empty(num_bytes, dtype=torch.uint8)
-    except RuntimeError:
-        return
-    raise OSError("this system does not enforce RLIMIT_DATA; use Linux 4.7 or later")
 
 
 def make_model(config: GPTConfig, store: zf.stores.Store) -> GPT:
@@ -114,7 +86,9 @@ def train(group: zf.Group, config: GPTConfig, path: str, num_steps: int) -> tupl
 def main() -> None:
     args = parse_args()
     if args.limit_mib:
-        compile_kernels(args.path)
+        # Another process compiles the kernels, because the compiler keeps more than 100 MB.
+        tiny = ["--blocks", "1", "--width", "64", "--steps", "1", "--limit-mib", "0"]
+        run_alone([__file__, "--path", args.path, *tiny])
         limit_memory(args.limit_mib * 2**20)
     config = GPTConfig(args.width, args.blocks, args.width // 64, length=64, batch_size=2)
     group = zf.process_group()
