@@ -23,8 +23,8 @@ _IMPORTED = [
     "numba",
     "torch._dynamo",
     "torch.distributed.device_mesh",
-    "tests.distributed.bodies",
-    "tests.distributed.dtensors",
+    "tests.distributed.programs.bodies",
+    "tests.distributed.programs.dtensors",
     "tests.distributed.test_restarts",
     "tests.distributed.test_shared_memory",
 ]

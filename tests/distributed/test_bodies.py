@@ -11,7 +11,8 @@ import pytest
 
 import zfun as zf
 from tests.conftest import on_one_core
-from tests.distributed import bodies, branches, optimizers, processes, pullbacks
+from tests.distributed import processes
+from tests.distributed.programs import bodies, branches, optimizers, pullbacks
 from zfun.collectives import Workers
 from zfun.errors import CollectiveMismatch, PeerLost
 from zfun.testing import assert_same_bits

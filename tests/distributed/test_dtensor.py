@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 import zfun as zf
-from tests.distributed import dtensors, processes
+from tests.distributed import processes
+from tests.distributed.programs import dtensors
 from zfun.collectives import Workers
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(90)]

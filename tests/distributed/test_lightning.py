@@ -29,8 +29,8 @@ STAGES = ["zfun_stage_1", "zfun_stage_2", "zfun_stage_3", "zfun_stage_3_offload"
 
 
 def call(group: Group, name: str, *args: Any) -> Any:
-    """Call a function of ``tests.lightnings``, which only the ranks import."""
-    from tests import lightnings
+    """Call a function of ``tests.interop.lightnings``, which only the ranks import."""
+    from tests.interop import lightnings
 
     return getattr(lightnings, name)(group, *args)
 
@@ -67,7 +67,7 @@ def settled(params: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", STAGES)
 def test_a_fit_is_that_of_plain_torch_on_the_joined_batch(name: str, fits: Any) -> None:
-    from tests import lightnings
+    from tests.interop import lightnings
 
     ranks, _ = fits[name]
     expected = lightnings.in_torch(2)
@@ -92,7 +92,7 @@ def test_the_stages_have_the_same_bits(name: str, fits: Any) -> None:
 def test_resuming_in_the_middle_has_the_same_bits(
     name: str, fits: Any, workers: Workers, tmp_path: Path
 ) -> None:
-    from tests import lightnings
+    from tests.interop import lightnings
 
     whole, folder = fits[name]
     middle = f"{folder}/epoch=0.ckpt"
@@ -106,7 +106,7 @@ def test_resuming_in_the_middle_has_the_same_bits(
 
 
 def test_a_collated_checkpoint_loads_in_plain_lightning(fits: Any, tmp_path: Path) -> None:
-    from tests import lightnings
+    from tests.interop import lightnings
     from zfun.interop.lightning import collate
 
     ranks, folder = fits["zfun_stage_3"]
@@ -116,7 +116,7 @@ def test_a_collated_checkpoint_loads_in_plain_lightning(fits: Any, tmp_path: Pat
 
 
 def test_an_evaluation_of_a_checkpoint(fits: Any, workers: Workers, tmp_path: Path) -> None:
-    from tests import lightnings
+    from tests.interop import lightnings
 
     ranks, folder = fits["zfun_stage_3"]
     path = f"{folder}/epoch=1.ckpt"
@@ -135,7 +135,7 @@ def test_an_evaluation_of_a_checkpoint(fits: Any, workers: Workers, tmp_path: Pa
 
 @pytest.mark.usefixtures("one_thread")
 def test_manual_optimization_with_two_optimizers(workers: Workers, tmp_path: Path) -> None:
-    from tests import lightnings
+    from tests.interop import lightnings
 
     expected = lightnings.gan_in_torch(2)
     runs = {

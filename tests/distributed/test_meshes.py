@@ -12,7 +12,8 @@ import pytest
 
 import zfun as zf
 from tests.conftest import on_one_core
-from tests.distributed import mesh_bodies, needs_shared_memory, optimizers, processes
+from tests.distributed import needs_shared_memory, processes
+from tests.distributed.programs import mesh_bodies, optimizers
 from zfun.collectives import Workers
 from zfun.errors import PeerLost
 from zfun.testing import assert_same_bits

@@ -28,7 +28,7 @@ def test_every_restart_by_torchrun_succeeds(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     command += ["--max-restarts", str(restarts)]
-    command += ["-m", "tests.distributed.restarting", str(tmp_path), "0"]
+    command += ["-m", "tests.distributed.programs.restarting", str(tmp_path), "0"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=290, check=False

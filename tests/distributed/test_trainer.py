@@ -16,7 +16,7 @@ from zfun.testing import assert_same_bits
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from tests import trainers
+from tests.interop import trainers
 
 # The start of two processes that import transformers takes most of the time.
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(300)]

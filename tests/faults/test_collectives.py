@@ -13,7 +13,7 @@ from torch import Tensor
 import zfun as zf
 from tests import models
 from tests.distributed import needs_shared_memory, processes
-from tests.faults.faulty_groups import DIFFERS, FAILS, LATE, FaultyGroup, Injected
+from tests.faults.programs.faulty_groups import DIFFERS, FAILS, LATE, FaultyGroup, Injected
 from zfun import optim
 from zfun.collectives import Group
 from zfun.errors import CollectiveMismatch, DonatedStateError, PeerLost, SpecMismatch, ZfunError

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import zfun as zf
 from tests import models
-from tests.faults.small import STAGES, batch_of, fresh
+from tests.faults.programs.small import STAGES, batch_of, fresh
 from zfun import optim, tree
 from zfun.errors import (
     SpecMismatch,

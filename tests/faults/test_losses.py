@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.distributed import needs_shared_memory
-from tests.faults import losses
+from tests.faults.programs import losses
 
 pytestmark = [
     pytest.mark.processes,
@@ -39,7 +39,7 @@ def test_the_others_name_a_lost_rank_in_time(seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_others_name_a_lost_rank_in_time_in_many_cases() -> None:
-    """`python -m tests.faults.losses 0 100` runs more."""
+    """`python -m tests.faults.programs.losses 0 100` runs more."""
     broken = [(case, found) for case, found in losses.run_all(range(100, 130)) if found]
     # Two cases run at a time and may wait for each other, so a case that is late runs again alone.
     assert not [(case, found) for case, _ in broken if (found := losses.run(case))]

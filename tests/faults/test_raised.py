@@ -11,7 +11,7 @@ from torch import Tensor
 
 import zfun as zf
 from tests import models
-from tests.faults.small import EACH_STAGE, STAGES, batch_of, fresh
+from tests.faults.programs.small import EACH_STAGE, STAGES, batch_of, fresh
 from zfun import optim
 from zfun.errors import (
     PeerLost,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.runs import (
+from tests.faults.programs.runs import (
     EXAMPLES,
     PARTS,
     Event,

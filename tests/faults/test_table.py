@@ -28,7 +28,7 @@ ROWS: dict[int, dict[str, list[str]]] = {
         f"{REAL}/test_processes.py": ["test_a_dead_rank_is_named"],
     },
     2: {
-        f"{UNIT}/test_checkpoint_faults.py": [
+        f"{UNIT}/checkpoint/test_faults.py": [
             "test_a_process_killed_at_any_operation_loses_no_checkpoint",
             "test_a_process_that_kills_itself_loses_no_checkpoint",
         ],
@@ -37,28 +37,28 @@ ROWS: dict[int, dict[str, list[str]]] = {
         ],
     },
     3: {
-        f"{UNIT}/test_checkpoint.py": [
+        f"{UNIT}/checkpoint/test_checkpoint.py": [
             "test_an_error_in_the_background_surfaces_at_the_next_step",
             "test_steps_go_on_during_a_save",
         ]
     },
     4: {
-        f"{UNIT}/test_checkpoint_faults.py": [
+        f"{UNIT}/checkpoint/test_faults.py": [
             "test_an_operation_that_fails_is_an_error_on_all_ranks",
             "test_a_full_disk_leaves_no_rubbish",
         ]
     },
     5: {
-        f"{UNIT}/test_nvme.py": [
+        f"{UNIT}/stores/test_nvme.py": [
             "test_a_step_that_fails_leaves_the_state_wherever_the_fault_is",
             "test_no_rank_commits_a_step_that_fails_on_another",
             "test_too_little_room_is_refused_at_init",
         ]
     },
-    6: {f"{UNIT}/test_checkpoint_faults.py": ["test_a_file_cut_at_any_place_is_found"]},
+    6: {f"{UNIT}/checkpoint/test_faults.py": ["test_a_file_cut_at_any_place_is_found"]},
     7: {
-        f"{UNIT}/test_checkpoint_faults.py": ["test_a_thousand_flipped_bits_are_found"],
-        f"{UNIT}/test_checkpoint_tools.py": ["test_verify_names_file_offset_and_leaf"],
+        f"{UNIT}/checkpoint/test_faults.py": ["test_a_thousand_flipped_bits_are_found"],
+        f"{UNIT}/checkpoint/test_tools.py": ["test_verify_names_file_offset_and_leaf"],
     },
     8: {
         f"{LAWS}/test_checkpoint.py": [
@@ -67,13 +67,13 @@ ROWS: dict[int, dict[str, list[str]]] = {
         ]
     },
     9: {
-        f"{UNIT}/test_checkpoint.py": [
+        f"{UNIT}/checkpoint/test_checkpoint.py": [
             "test_trees_that_differ_are_listed_with_the_nearest_names",
             "test_another_optimizer_is_refused_before_anything_changes",
         ]
     },
     10: {
-        f"{UNIT}/test_checkpoint.py": [
+        f"{UNIT}/checkpoint/test_checkpoint.py": [
             "test_trees_that_differ_are_listed_with_the_nearest_names",
             "test_digits_are_lost_only_where_asked",
         ]
@@ -110,7 +110,7 @@ ROWS: dict[int, dict[str, list[str]]] = {
     },
     17: {
         f"{FAULTS}/test_leaves.py": ["test_leaves_of_any_kind_train_as_in_plain_torch"],
-        f"{UNIT}/test_zero.py": ["test_ranks_beyond_the_elements_take_part"],
+        f"{UNIT}/recipes/test_zero.py": ["test_ranks_beyond_the_elements_take_part"],
     },
     18: {
         f"{FAULTS}/test_leaves.py": [
@@ -156,8 +156,8 @@ ROWS: dict[int, dict[str, list[str]]] = {
         ],
     },
     24: {
-        f"{UNIT}/test_checkpoint_hostile.py": ["test_a_hostile_manifest_is_refused"],
-        f"{UNIT}/test_checkpoint_faults.py": [
+        f"{UNIT}/checkpoint/test_hostile.py": ["test_a_hostile_manifest_is_refused"],
+        f"{UNIT}/checkpoint/test_faults.py": [
             "test_files_that_are_no_files_are_refused",
             "test_reading_opens_only_files_of_the_checkpoint",
         ],
@@ -168,7 +168,7 @@ ROWS: dict[int, dict[str, list[str]]] = {
             "test_two_jobs_of_one_machine_choose_free_ports",
         ],
         f"{REAL}/test_restarts.py": ["test_keys_of_ranks_that_have_ended_are_not_read"],
-        f"{UNIT}/test_checkpoint.py": ["test_one_job_saves_to_a_path"],
+        f"{UNIT}/checkpoint/test_checkpoint.py": ["test_one_job_saves_to_a_path"],
     },
 }
 

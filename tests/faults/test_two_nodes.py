@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import zfun as zf
-from tests.faults import two_nodes
+from tests.faults.programs import two_nodes
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(240)]
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import examples
-from tests.ds_configs import FILES, auto_of
+from tests.interop.ds_configs import FILES, auto_of
 from zfun.errors import ConfigError
 from zfun.interop import Recipe, from_ds_config
 from zfun.interop.ds_config._read import read

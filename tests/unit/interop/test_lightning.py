@@ -1,0 +1,396 @@
+"""The strategy for Lightning: options, optimizers, and the refusal of what cannot hold.
+
+``tests/distributed/test_lightning.py`` fits on two processes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import zfun as zf
+from zfun.errors import CheckpointError, NotElementwiseError, OptionError, ZfunError
+from zfun.testing import assert_same_bits
+
+L = pytest.importorskip("lightning")
+torchmetrics = pytest.importorskip("torchmetrics")
+
+from tests.interop import lightnings  # noqa: E402, needs Lightning
+from zfun.interop.lightning import ZfunStrategy, collate  # noqa: E402
+from zfun.interop.lightning._optimizers import groups_of  # noqa: E402
+
+# Lightning warns of few workers, of folders that exist, and of torch's own deprecations.
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.processes]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank() -> Iterator[None]:
+    """Take away the process group and the variables that trainers leave."""
+    before = dict(os.environ)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("offload", ["", "_offload"])
+def test_every_name_makes_its_strategy(stage: int, offload: str, tmp_path: Path) -> None:
+    trainer = lightnings.trainer_of(f"zfun_stage_{stage}{offload}", 1, tmp_path)
+    strategy: Any = trainer.strategy
+    assert isinstance(strategy, ZfunStrategy)
+    trainer.predict(Tiny(), data())
+    recipe: Any = strategy.recipe
+    assert recipe.stage == stage
+    assert (recipe.optimizer_store is not None) is bool(offload)
+    assert (recipe.params_store is not None) is (offload != "" and stage == 3)
+
+
+class Tiny(L.LightningModule):
+    """A module whose gradients are easy to know."""
+
+    def __init__(self, make: Callable[[Any], Any] | None = None) -> None:
+        super().__init__()
+        self.net: Any = nn.Linear(2, 1)
+        self.make = make or (lambda params: torch.optim.SGD(params, 0.1))
+        self.seen: list[int] = []
+        self.last = -1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.last = batch_idx
+        self.seen.append(batch_idx)
+        return self.forward(batch).square().mean()
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("bias", self.net.bias.sum())
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.forward(batch)
+
+    def configure_optimizers(self) -> Any:
+        return self.make(self.parameters())
+
+
+def data() -> Any:
+    rows = torch.linspace(-1, 1, 16).view(8, 2)
+    return torch.utils.data.DataLoader(rows, batch_size=2)  # pyrefly: ignore[bad-argument-type]
+
+
+def fitted(model: Any, tmp_path: Path, strategy: Any = "zfun_stage_3", **options: Any) -> Any:
+    trainer = lightnings.trainer_of(strategy, 1, tmp_path, enable_checkpointing=False, **options)
+    trainer.fit(model, data())
+    return trainer
+
+
+def test_a_hook_sets_attributes_of_the_module_itself(tmp_path: Path) -> None:
+    model = Tiny()
+    fitted(model, tmp_path)
+    assert (model.last, model.seen) == (3, [0, 1, 2, 3])
+
+
+def test_the_module_has_values_after_fit_and_in_bound_only(tmp_path: Path) -> None:
+    found: list[Tensor] = []
+
+    class Reads(L.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+            found.append(pl_module.net.bias.detach().clone())
+            with trainer.strategy.bound() as module:
+                found.append(module.net.bias.detach().clone())
+
+    model = Tiny()
+    trainer = fitted(model, tmp_path, callbacks=[Reads()])
+    assert found[-2].isnan().all()
+    assert torch.equal(found[-1], model.net.bias)
+    predicted = trainer.predict(model, data())
+    assert torch.equal(torch.cat(predicted), model(torch.cat([*data()])))
+
+
+class Deep(Tiny):
+    """Running statistics, a metric, and a recomputed block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+        self.mean = torchmetrics.MeanMetric()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        # Not the statistics, which plain torch would update once more in backward.
+        inner = self.net[:2](batch)
+        out = checkpoint(self.net[2], inner, use_reentrant=False)
+        loss = out.square().mean()
+        self.mean(loss.detach())
+        self.log("mean", self.mean, on_epoch=True, on_step=False)
+        return loss
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_buffers_metrics_and_recomputation_are_those_of_plain_lightning(
+    stage: int, tmp_path: Path
+) -> None:
+    plain, sharded = Deep(), Deep()
+    first = fitted(plain, tmp_path, "auto", max_epochs=2)
+    second = fitted(sharded, tmp_path, f"zfun_stage_{stage}", max_epochs=2)
+    torch.testing.assert_close(dict(sharded.state_dict()), dict(plain.state_dict()))
+    assert sharded.net[1].num_batches_tracked == 8
+    torch.testing.assert_close(second.callback_metrics["mean"], first.callback_metrics["mean"])
+
+
+def test_configure_model_makes_values_one_module_at_a_time(tmp_path: Path) -> None:
+    devices: list[str] = []
+
+    class Late(Tiny):
+        def configure_model(self) -> None:
+            self.net = nn.Linear(2, 1)
+            devices.append(self.net.weight.device.type)
+
+    model = Late()
+    fitted(model, tmp_path, ZfunStrategy(stage=3, remote_device="meta"))
+    assert devices == ["meta"]
+    assert model.net.weight.isfinite().all()
+    assert float(model.net.weight.detach().abs().max()) <= 1.0
+    assert isinstance(model.net.weight, nn.Parameter)
+
+
+def test_a_module_on_meta_needs_its_own_initialisation(tmp_path: Path) -> None:
+    class Bare(Tiny):
+        def configure_model(self) -> None:
+            self.scale = nn.Parameter(torch.ones(1))
+
+    with pytest.raises(OptionError, match="leaf 'scale' belongs to Bare, which has no such"):
+        fitted(Bare(), tmp_path, ZfunStrategy(stage=3, remote_device="meta"))
+
+
+def test_a_file_of_plain_lightning_is_loaded(tmp_path: Path) -> None:
+    plain = Tiny()
+    trainer = lightnings.trainer_of("auto", 1, tmp_path, max_epochs=1)
+    trainer.fit(plain, data())
+    trainer.save_checkpoint(tmp_path / "plain.ckpt")
+    loaded = lightnings.trainer_of("zfun_stage_3", 1, tmp_path)
+    [metrics] = loaded.test(Tiny(), data(), ckpt_path=tmp_path / "plain.ckpt", verbose=False)
+    assert metrics["bias"] == pytest.approx(float(plain.net.bias))
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_checkpoint_becomes_one_file(precision: str, tmp_path: Path) -> None:
+    model = Tiny(lambda params: torch.optim.Adam(params, 0.1))
+    trainer = fitted(model, tmp_path, precision=precision)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    assert (tmp_path / "a.ckpt").is_dir()
+    file = collate(tmp_path / "a.ckpt", tmp_path / "b.ckpt", optimizer=True)
+    again = Tiny.load_from_checkpoint(file)
+    if precision == "32-true":
+        assert_same_bits(dict(again.state_dict()), dict(model.state_dict()))
+    plain = Tiny(lambda params: torch.optim.Adam(params, 0.1))
+    both = {"max_epochs": 2, "enable_checkpointing": False}
+    lightnings.trainer_of("auto", 1, tmp_path, **both).fit(plain, data(), ckpt_path=file)
+    other = Tiny(lambda params: torch.optim.Adam(params, 0.1))
+    whole = lightnings.trainer_of("zfun_stage_2", 1, tmp_path, **both)
+    whole.fit(other, data(), ckpt_path=tmp_path / "a.ckpt")
+    assert not torch.equal(plain.net.weight, model.net.weight)
+    torch.testing.assert_close(dict(plain.state_dict()), dict(other.state_dict()))
+
+
+def test_frozen_parameters_keep_their_values_and_may_be_left_out(tmp_path: Path) -> None:
+    model = Tiny()
+    model.net.bias.requires_grad_(False)
+    before = model.net.bias.detach().clone()
+    strategy = ZfunStrategy(stage=3, exclude_frozen_parameters=True)
+    trainer = fitted(model, tmp_path, strategy)
+    assert torch.equal(model.net.bias, before)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    file = collate(tmp_path / "a.ckpt", tmp_path / "b.ckpt")
+    assert list(torch.load(file, weights_only=False)["state_dict"]) == ["net.weight"]
+
+
+def test_manual_optimization_with_two_optimizers_saves_both(tmp_path: Path) -> None:
+    model = lightnings.Gan()
+    trainer = lightnings.trainer_of("zfun_stage_3", 1, tmp_path, enable_checkpointing=False)
+    loader = torch.utils.data.DataLoader(lightnings.gan_data(1), batch_size=4)
+    trainer.fit(model, loader)
+    expected = lightnings.gan_in_torch(1)
+    torch.testing.assert_close(model.losses, expected["losses"])
+    torch.testing.assert_close(dict(model.state_dict()), expected["params"])
+    trainer.save_checkpoint(tmp_path / "gan.ckpt")
+    file = collate(tmp_path / "gan.ckpt", tmp_path / "one.ckpt", optimizer=True)
+    again = lightnings.Gan.load_from_checkpoint(file)
+    assert_same_bits(dict(again.state_dict()), dict(model.state_dict()))
+    states = torch.load(file, weights_only=False)["optimizer_states"]
+    assert [len(state["state"]) for state in states] == [4, 4]
+    assert set(states[0]["state"][0]) == {"exp_avg", "exp_avg_sq", "step"}
+    other = lightnings.trainer_of("zfun_stage_1", 1, tmp_path, enable_checkpointing=False)
+    fresh = lightnings.Gan()
+    other.fit(fresh, loader, ckpt_path=tmp_path / "gan.ckpt")
+    assert_same_bits(dict(fresh.state_dict()), dict(model.state_dict()))
+
+
+def test_a_directory_of_another_program_is_refused(tmp_path: Path) -> None:
+    zf.save(tmp_path, {"w": torch.ones(1)}, step=1)
+    with pytest.raises(CheckpointError, match="one that ZfunStrategy has saved; got"):
+        collate(tmp_path, tmp_path / "out.ckpt")
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adam": lambda params: torch.optim.Adam(params, 0.1, betas=(0.8, 0.9), weight_decay=0.1),
+    "adamw": lambda params: torch.optim.AdamW(params, 0.1),
+    "amsgrad": lambda params: torch.optim.AdamW(params, 0.1, amsgrad=True),
+    "sgd": lambda params: torch.optim.SGD(params, 0.1, momentum=0.9, nesterov=True),
+    "dampening": lambda params: torch.optim.SGD(params, 0.1, momentum=0.9, dampening=0.5),
+    "adagrad": lambda params: torch.optim.Adagrad(params, 0.1, lr_decay=0.1),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, 0.1),
+    "nadam": lambda params: torch.optim.NAdam(params, 0.1),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_steps_as_in_torch(name: str) -> None:
+    torch.manual_seed(0)
+    module = nn.Linear(3, 2)
+    params = {name: param.detach().clone() for name, param in module.named_parameters()}
+    optimizer = OPTIMIZERS[name](module.parameters())
+    [groups] = groups_of([optimizer], module)
+    pure = groups.pure()
+    state = pure.init(params)
+    for step in range(3):
+        optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
+        grads = {name: torch.randn_like(param) for name, param in params.items()}
+        state = zf.optim.set_hyperparams(state, groups.hyperparams(1.5))
+        params, state = pure.apply(grads, state, params)
+        for path, param in module.named_parameters():
+            param.grad = grads[path].clone()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.5)
+        optimizer.step()
+        torch.testing.assert_close(params, dict(module.named_parameters()))
+
+
+class WithBackward(Tiny):
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+
+class WithoutLoss(Tiny):
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        pass
+
+
+def twice(params: Any) -> Any:
+    params = list(params)
+    return [torch.optim.SGD(params, 0.1), torch.optim.SGD(params, 0.1)]
+
+
+def manual(make: Callable[[Any], Any]) -> Tiny:
+    model = Tiny(make)
+    model.automatic_optimization = False
+    return model
+
+
+class Clipping(Tiny):
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.clip_gradients(optimizer, 0.5, "norm")
+
+
+def configured(**sections: Any) -> dict[str, Any]:
+    return {"strategy": ZfunStrategy(config={"zero_optimization": {"stage": 2}, **sections})}
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
+    "clipping by value": (
+        Tiny,
+        {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"},
+        "clipped by norm.*got.*'value'.*pass gradient_clip_algorithm='norm'",
+    ),
+    "an average of weights": (
+        Tiny,
+        {"callbacks": [L.pytorch.callbacks.StochasticWeightAveraging(0.1)]},
+        "sharded state.*got StochasticWeightAveraging; remove the callback",
+    ),
+    "a backward": (WithBackward, {}, r"got WithBackward.backward\(\); remove the method"),
+    "no loss": (WithoutLoss, {}, "returns a loss.*got None"),
+    "lbfgs": (
+        lambda: Tiny(torch.optim.LBFGS),
+        {},
+        "element by element; torch.optim.LBFGS",
+    ),
+    "a foreign tensor": (
+        lambda: Tiny(lambda params: torch.optim.SGD([torch.zeros(3, requires_grad=True)], 0.1)),
+        {},
+        r"shape \(3,\) that is none of them; assign it to the module",
+    ),
+    "a parameter twice": (
+        lambda: manual(twice),
+        {},
+        "one optimizer.*leaf 'net.bias' is in the optimizers 0 and 1",
+    ),
+    "manual float16": (lambda: manual(OPTIMIZERS["sgd"]), {"precision": "16-true"}, "pass prec"),
+    "a schedule alone": (
+        Tiny,
+        configured(scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 0.1}}),
+        r"got a scheduler without an optimizer; write the optimizer too",
+    ),
+    "another bound than the configuration's": (
+        Clipping,
+        configured(optimizer={"type": "SGD", "params": {"lr": 0.1}}, gradient_clipping=1.0),
+        r"by gradient_clipping, 1.0; got clip_gradients\(0.5\); write the bound into",
+    ),
+    "float64": (Tiny, {"precision": "64-true"}, "got '64-true'; pass one of these"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_an_option_that_cannot_hold_is_refused(case: str, tmp_path: Path) -> None:
+    make, options, words = REFUSED[case]
+    with pytest.raises(ZfunError, match=words) as caught:
+        fitted(make(), tmp_path, **options)
+    assert isinstance(caught.value, NotElementwiseError if case == "lbfgs" else OptionError)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"stge": 3}, "got 'stge'; did you mean 'stage'"),
+        ({"remote_device": "tape"}, "got 'tape'; pass 'meta'"),
+    ],
+)
+def test_an_argument_that_does_not_exist_is_refused(options: Any, words: str) -> None:
+    with pytest.raises(OptionError, match=words):
+        ZfunStrategy(**options)
+
+
+def test_a_configuration_gives_stage_optimizer_and_schedule(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    config = {
+        "optimizer": {"type": "SGD", "params": {"lr": 0.2}},
+        "zero_optimization": {"stage": 1},
+        "gradient_clipping": 0.0,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setenv("PL_DEEPSPEED_CONFIG_PATH", str(tmp_path / "config.json"))
+    torch.manual_seed(0)
+    model = Tiny()
+    before = model.net.bias.item()
+    trainer = fitted(model, tmp_path, "zfun", limit_train_batches=1)
+    assert trainer.strategy.recipe.stage == 1
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.2
+    norm = float(trainer.strategy.last_step.grad_norm)
+    assert abs(model.net.bias.item() - before) <= 0.2 * norm
+    assert model.net.bias.item() != before
+
+
+def test_accumulation_in_a_configuration_is_refused(tmp_path: Path) -> None:
+    strategy = ZfunStrategy(config={"gradient_accumulation_steps": 4})
+    with pytest.raises(OptionError, match="write Trainer\\(accumulate_grad_batches"):
+        fitted(Tiny(), tmp_path, strategy)

@@ -1,0 +1,351 @@
+"""The documentation: code runs, every public name has an entry, and links point to files."""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import importlib
+import inspect
+import json
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import tomllib
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zfun
+
+ROOT = Path(__file__).parents[3]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("[!_]*/*.md"))]
+PUBLIC = [
+    "zfun",
+    "zfun.errors",
+    "zfun.optim",
+    "zfun.policies",
+    "zfun.stores",
+    "zfun.sources",
+    "zfun.collectives",
+    "zfun.compression",
+    "zfun.checkpoint",
+    "zfun.interop",
+    "zfun.interop.ds_config",
+    "zfun.interop.lightning",
+    "zfun.interop.dtensor",
+    "zfun.interop.loggers",
+    "zfun.interop.transformers",
+    "zfun.testing",
+]
+# Pages that run as a program: the package that they need, and the number of ranks.
+AS_PROGRAMS = {"from-fsdp.md": ("torch", 2), "lightning.md": ("lightning", 1)}
+# The one line that differs in the scripts of from-deepspeed.md, before and after.
+DEEPSPEED, FACADE = "import deepspeed", "import zfun.interop.deepspeed as deepspeed"
+# Functions whose example would be too long for a docstring. A page of docs/ or a test has one.
+WITHOUT_EXAMPLE = {"zfun.collectives.spawn", "zfun.stores.fetch", "zfun.stores.resident"}
+
+
+def public_names(module: str) -> dict[str, Any]:
+    found = importlib.import_module(module)
+    names = getattr(found, "__all__", None) or [
+        name for name in vars(found) if not name.startswith("_")
+    ]
+    return {
+        name: value
+        for name in names
+        if not isinstance(value := getattr(found, name), types.ModuleType)
+    }
+
+
+def documented() -> tuple[set[str], set[int]]:
+    """Return the names in the API pages, and the ids of the named objects."""
+    names: set[str] = set()
+    for page in (DOCS / "api").glob("*.rst"):
+        text = page.read_text(encoding="utf-8")
+        names.update(
+            re.findall(
+                r"^\.\. (?:auto(?:function|class|exception)|py:data)::\s+(\S+)", text, re.MULTILINE
+            )
+        )
+        for module in re.findall(r"^\.\. automodule::\s+(\S+)", text, re.MULTILINE):
+            names.update(f"{module}.{name}" for name in public_names(module))
+    objects = set()
+    for name in names:
+        module, _, attribute = name.rpartition(".")
+        objects.add(id(getattr(importlib.import_module(module), attribute)))
+    return names, objects
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_every_public_name_is_documented(module: str) -> None:
+    names, objects = documented()
+    missing = [
+        name
+        for name, value in public_names(module).items()
+        if f"{module}.{name}" not in names and id(value) not in objects
+    ]
+    assert not missing, f"add {missing} of {module} to a page of docs/api"
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_every_public_function_and_class_has_a_docstring_and_every_function_an_example(
+    module: str,
+) -> None:
+    for name, value in public_names(module).items():
+        if not (inspect.isfunction(value) or inspect.isclass(value)):
+            continue
+        text = value.__doc__ or ""
+        assert len(text) > 20, f"{module}.{name} has no docstring"
+        blocking = name.removeprefix("start_")  # the blocking form documents the started form
+        if (
+            inspect.isfunction(value)
+            and f"{module}.{name}" not in WITHOUT_EXAMPLE
+            and f"zfun.{name}" not in WITHOUT_EXAMPLE
+        ):
+            assert "Example:" in text or (blocking != name and f":func:`{blocking}`" in text), (
+                f"{module}.{name} has no example"
+            )
+
+
+def test_every_error_has_a_remedy_in_the_docs() -> None:
+    page = (DOCS / "errors.md").read_text(encoding="utf-8")
+    errors = [name for name in public_names("zfun.errors") if name != "ZfunError"]
+    assert [name for name in errors if f"{{class}}`zfun.errors.{name}`" not in page] == []
+
+
+def test_every_dependency_has_a_reason() -> None:
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    extras = config["project"]["optional-dependencies"].values()
+    wanted = [*config["build-system"]["requires"], *config["project"]["dependencies"]]
+    for packages in [*extras, *config["dependency-groups"].values()]:
+        wanted += [package for package in packages if isinstance(package, str)]
+    page = (DOCS / "dependencies.md").read_text(encoding="utf-8")
+    names = {re.split(r"[<>=!~ \[;]", package)[0] for package in wanted}
+    assert sorted(name for name in names if f"`{name}`" not in page) == []
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/install.md"])
+def test_every_extra_has_a_line_that_installs_it(page: str) -> None:
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    text = (ROOT / page).read_text(encoding="utf-8")
+    lines = ["pip install .", "pip install torch"]
+    lines += [f'pip install ".[{extra}]"' for extra in config["project"]["optional-dependencies"]]
+    assert [line for line in lines if line not in text] == []
+
+
+def test_the_version_is_written_once() -> None:
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert "version" in config["project"]["dynamic"]
+    assert ROOT / config["tool"]["hatch"]["version"]["path"] == ROOT / "zfun" / "__init__.py"
+    assert re.fullmatch(r"\d+\.\d+\.\d+", zfun.__version__)
+
+
+def run_script(script: Path, num_ranks: int, *arguments: str, python: str = sys.executable) -> None:
+    """Run a program on local ranks, in its folder."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    done = subprocess.run(
+        [python, *(launcher if num_ranks > 1 else []), script.name, *arguments],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            # DeepSpeed finds ninja beside python.
+            "PATH": os.pathsep.join([str(Path(python).parent), os.environ["PATH"]]),
+            "DS_ACCELERATOR": "cpu",
+            "OMP_NUM_THREADS": "1",
+        },
+        cwd=script.parent,
+        capture_output=True,
+        text=True,
+        timeout=110 if python == sys.executable else 400,  # DeepSpeed compiles
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("name", sorted(AS_PROGRAMS))
+def test_code_on_a_page_is_a_program(name: str, tmp_path: Path) -> None:
+    """Run the blocks in a process, because the code changes settings of its process."""
+    package, size = AS_PROGRAMS[name]
+    pytest.importorskip(package)
+    text = (DOCS / name).read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    (tmp_path / "page.py").write_text("\n".join(blocks), encoding="utf-8")
+    run_script(tmp_path / "page.py", size)
+
+
+# torch.compile triggers this warning while tracing.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if page.name not in AS_PROGRAMS],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
+def test_code_on_a_page_runs(page: Path) -> None:
+    """Run python blocks one after the other in one namespace, and pycon blocks as doctests."""
+    namespace: dict[str, Any] = {"__name__": page.stem}
+    text = page.read_text(encoding="utf-8")
+    for match in re.finditer(r"^```(python|pycon)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        kind, code = match.groups()
+        line = text.count("\n", 0, match.start(2))
+        if code.startswith(f"{DEEPSPEED}\n"):
+            continue  # The test below runs this block where DeepSpeed is.
+        if kind == "python":
+            exec(compile("\n" * line + code, str(page), "exec"), namespace)
+            continue
+        runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
+        runner.run(
+            doctest.DocTestParser().get_doctest(code, namespace, page.name, str(page), line),
+            clear_globs=False,
+        )
+        assert runner.failures == 0, f"{page.name}, line {line}"
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_the_script_of_deepspeed_trains_alike_before_and_after(tmp_path: Path) -> None:
+    """``make test-all`` installs DeepSpeed, in an environment of its own, and names its python."""
+    python = os.environ.get("ZFUN_DEEPSPEED_PYTHON")
+    if not python:
+        pytest.skip("ZFUN_DEEPSPEED_PYTHON must name a python that has DeepSpeed")
+    if shutil.which("c++") is None:
+        pytest.skip("DeepSpeed compiles C++ when it starts")
+    text = (DOCS / "from-deepspeed.md").read_text(encoding="utf-8")
+    common, before, after = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[:3]
+    assert before.replace(DEEPSPEED, FACADE, 1) == after
+    found = []
+    for name, interpreter, script in (("before", python, before), ("after", sys.executable, after)):
+        losses = tmp_path / f"{name}.json"
+        ends = "if deepspeed.comm.get_rank() == 0:\n    Path(sys.argv[1]).write_text(str(losses))"
+        lines = [common, script, "import sys", "from pathlib import Path", ends]
+        (tmp_path / f"{name}.py").write_text("\n".join(lines), encoding="utf-8")
+        run_script(tmp_path / f"{name}.py", 2, str(losses), python=interpreter)
+        found.append(json.loads(losses.read_text(encoding="utf-8")))
+    assert len(found[0]) == 40
+    assert found[1] == pytest.approx(found[0], rel=0, abs=1e-5)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_to_files_exist(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for link in re.findall(r"\]\(([^)#\s]+)", text):
+        if not link.startswith("http"):
+            # The build of the site copies the notebooks into docs/.
+            beside = page.parent / link
+            assert beside.exists() or (ROOT / link).exists(), f"{page.name} links to {link}"
+
+
+# The last words that each notebook prints, after its own checks.
+NOTEBOOKS = {
+    "01_stages": "all equal to the last bit",
+    "02_tradeoffs": "network  25 GB/s, stage 3",
+    "03_inside_a_step": "bytes as planned, parameters equal to the last bit",
+    "04_tiers": "choices of tiers, all equal to the last bit",
+    "05_compression": "stages 1, 2 and 3 with 8-bit gradients: parameters equal",
+    "06_property_tests": "the repaired transform agrees with plain autograd",
+    "07_loops": "EMA: stages 0 to 3 equal to the last bit",
+    "08_fine_tune": "resumed at stage 3: 20 losses equal to the last bit",
+    "09_own_strategy": "equal to plain autograd on 1, 2, 3 and 4 ranks",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(NOTEBOOKS))
+def test_a_notebook_runs(name: str, tmp_path: Path) -> None:
+    environment = {
+        **os.environ,
+        "MPLBACKEND": "Agg",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "MPLCONFIGDIR": str(tmp_path),
+    }
+    command = [sys.executable, str(ROOT / "notebooks" / f"{name}.py")]
+    done = subprocess.run(
+        command,
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert NOTEBOOKS[name] in done.stdout
+
+
+def test_every_notebook_has_its_line() -> None:
+    found = {path.stem for path in (ROOT / "notebooks").glob("*.ipynb")}
+    assert found == set(NOTEBOOKS)
+
+
+def test_a_notebook_and_the_script_beside_it_are_equal() -> None:
+    for path in (ROOT / "notebooks").glob("*.ipynb"):
+        script = path.with_suffix(".py").read_text(encoding="utf-8")
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        assert script.count("\n# %%") == len(cells), (
+            f"run: jupytext --to ipynb --update {path.with_suffix('.py').name}"
+        )
+        for cell in cells:
+            source = "".join(cell["source"])
+            lines = [f"# {line}".rstrip() for line in source.splitlines()]
+            expected = "\n".join(lines) if cell["cell_type"] == "markdown" else source
+            assert expected in script, (
+                f"{path.name} differs from its script in the cell that begins {source[:60]!r}"
+            )
+        # Outputs are stored, because readers see a notebook before they run the notebook.
+        outputs = [output for cell in cells for output in cell.get("outputs", ())]
+        sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+        drawn = [text for text in sources if "_ = figures." in text or text.endswith(".draw()")]
+        assert sum("image/png" in output.get("data", {}) for output in outputs) == len(drawn), (
+            "run: python tools/notebooks.py"
+        )
+        assert not [output for output in outputs if output.get("name") == "stderr"]
+
+
+@pytest.mark.parametrize(
+    ("word", "page"),
+    [("inference", "evaluate"), ("DataLoader", "start"), ("resume", "evaluate")],
+)
+def test_the_search_finds_words_of_a_training_script(word: str, page: str) -> None:
+    assert word in (DOCS / f"{page}.md").read_text(encoding="utf-8")
+
+
+def test_the_first_page_shows_code_and_where_bits_are_equal() -> None:
+    for page in (ROOT / "README.md", DOCS / "index.md"):
+        text = page.read_text(encoding="utf-8")
+        assert "pip install" in text
+        assert "zf.zero(3, loss_fn" in text
+        first = text[: text.index("last\nbit") if "last\nbit" in text else text.index("last bit")]
+        assert "On CPUs" in first
+
+
+def test_pictures_are_drawn_and_used(tmp_path: Path) -> None:
+    runpy.run_path(str(DOCS / "figures.py"))["draw"](tmp_path)
+    drawn = sorted(path.name for path in tmp_path.glob("*.svg"))
+    assert drawn == sorted(path.name for path in (DOCS / "_static").glob("*.svg"))
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    assert [name for name in drawn if f"_static/{name}" not in text] == []
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_the_site_is_not_built_without_an_expected_picture(shown: bool, monkeypatch) -> None:
+    nodes = pytest.importorskip("docutils.nodes")
+    error = pytest.importorskip("sphinx.errors").ExtensionError
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    conf = runpy.run_path(str(DOCS / "conf.py"))
+    page = importlib.import_module("docutils.utils").new_document("page")
+    cell = nodes.container(nb_element="cell_code")
+    cell += nodes.literal_block("", "found = plan()\nfound.draw()")
+    cell += nodes.image(uri="a.png") if shown else nodes.literal_block("", "<Figure size 10x4>")
+    page += cell
+    expected = contextlib.nullcontext() if shown else pytest.raises(error, match="shows none")
+    with expected:
+        conf["check_pictures"](None, page, "page")
