@@ -156,7 +156,9 @@ class NvmeStore(Counts):
         self.path = path
         self.buffer_count = options["buffer_count"]
         self.buffer_size = options["buffer_size"]
-        self.buffers = Buffers(max_free=self.buffer_count, pin=options["pin_memory"])
+        # An update reads as many tensors ahead as are on the way back to the disk. Fresh memory for
+        # some of these in every step would cost more than the transfers.
+        self.buffers = Buffers(max_free=2 * self.buffer_count, pin=options["pin_memory"])
         self._max_in_cpu = options["max_in_cpu"]
         self._in_cpu = 0
         self._left_cpu: collections.deque[int] = collections.deque()
@@ -347,8 +349,8 @@ def nvme(
         block_size: bytes of one request to the disk, a multiple of 4096.
         queue_depth: requests that a thread hands over at a time, in one call of the system.
         num_threads: threads that transfer, each with ``queue_depth`` requests in flight.
-        buffer_count: tensors that may be on the way to the disk at one time, and buffers that are
-            kept for the next reads.
+        buffer_count: tensors that may be on the way to the disk at one time. Twice as many buffers
+            are kept for the next reads.
         buffer_size: elements of the largest buffer that is kept. A tensor with more elements has
             memory of its own, which the system gets back.
         max_in_cpu: elements that stay in host memory, in all, instead of going to the disk.

@@ -123,7 +123,7 @@ def test_memory_to_read_into_is_used_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc of Linux")
-def test_few_buffers_are_kept(tmp_path: Path) -> None:
+def test_twice_buffer_count_buffers_are_kept(tmp_path: Path) -> None:
     def resident_bytes() -> int:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGESIZE")
@@ -135,9 +135,9 @@ def test_few_buffers_are_kept(tmp_path: Path) -> None:
     found = [get(handle) for handle in handles]
     assert resident_bytes() - before > 19 << 23
     del found
-    assert resident_bytes() - before < 4 << 23
+    assert 3 << 23 < resident_bytes() - before < 5 << 23
     get(handles[0])
-    assert resident_bytes() - before < 4 << 23
+    assert 3 << 23 < resident_bytes() - before < 5 << 23
 
 
 def test_tensors_of_max_in_cpu_elements_stay_in_memory(tmp_path: Path) -> None:
