@@ -20,13 +20,10 @@ from zfun.ops._table import AddressTable
 from zfun.ops._tensors import as_array, number, wide
 from zfun.ops.numba._compile import entry, in_parts, jit
 from zfun.ops.numba._float_bits import narrow, widen, widened
-from zfun.ops.numba._simd import STRIDE, place, pointer, will_use
+from zfun.ops.numba._simd import pointer
 from zfun.ops.numba._squares import BLOCK, add_block, exact_row, new_row
 
 __all__ = ["ravel_into", "unravel_from"]
-
-# Below this there is no memory to ask for ahead.
-_SHORT = 1 << 9
 
 _NO_ROW = np.zeros(0, np.int64)
 
@@ -37,15 +34,9 @@ def _copy(source: Any, target: Any, scale: Any, exact: Any) -> None:
     if exact:
         for i in range(target.size):
             target[i] = source[i]
-    elif target.size < _SHORT:
+    else:
         for i in range(target.size):
             target[i] = narrow(widen(source[i], scale) * scale, target)
-    else:
-        for at in range(0, target.size, STRIDE):
-            will_use(source, at)
-            will_use(target, at)
-            for i in range(place(at), place(min(at + STRIDE, target.size))):
-                target[i] = narrow(widen(source[i], scale) * scale, target)
 
 
 @jit

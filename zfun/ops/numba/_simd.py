@@ -1,10 +1,7 @@
-"""Four operations that Numba has no name for, as LLVM's own; the kernels are plain loops otherwise.
+"""Three operations that Numba has no name for, as LLVM's own; the rest of a kernel is plain loops.
 
 ==============  ================================================================================
 ``fma``         Adam and LAMB have the bits of torch's fused kernels, which round once there.
-``prefetch``    ``will_use`` asks for memory 512 elements ahead, or it idles while numbers are
-                computed: Adam, 0.97 of its limit instead of 0.90; ``ravel`` to bfloat16, 0.97
-                instead of 0.76.
 ``pointer``     ``ravel``, ``unravel`` and ``add_up`` reach many tensors by their addresses.
 ``add_unit``    The norm: LLVM makes no vector code of the sums over 32 elements by itself.
 ==============  ================================================================================
@@ -17,20 +14,13 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np import arrayobj
 
-from zfun.ops.numba._compile import jit
+__all__ = ["add_unit", "fma", "place", "pointer"]
 
-__all__ = ["STRIDE", "add_unit", "fma", "place", "pointer", "will_use"]
-
-# Loops go over so many elements between two calls of `will_use`, which asks for as many.
-STRIDE = 64
-_AHEAD = 512
-_LINE_BYTES = 64
-
-# Places in such loops are unsigned: none counts from the end, so LLVM makes vector code.
+# Places in loops over a part of a buffer are unsigned: none counts from the end, so LLVM makes
+# vector code.
 place = np.uint64
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
@@ -40,25 +30,6 @@ _I32, _I64 = ir.IntType(32), ir.IntType(64)
 def _fma(typing: Any, x: Any, y: Any, z: Any) -> Any:
     """``fma(x, y, z)``: ``x y + z``, rounded once."""
     return x(x, x, x), lambda context, builder, signature, args: builder.fma(*args)
-
-
-@intrinsic
-def _prefetch(typing: Any, array: Any, at: Any) -> Any:
-    """``prefetch(array, at)``: ask for the memory of an element, which need not be there."""
-
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        address = builder.bitcast(
-            _address(context, builder, array, *args), ir.IntType(8).as_pointer()
-        )
-        # To read, into the second cache, data.
-        arguments = [address, _I32(0), _I32(2), _I32(1)]
-        kind = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
-        builder.call(
-            cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0"), arguments
-        )
-        return context.get_dummy_value()
-
-    return types.none(array, at), emit
 
 
 @intrinsic
@@ -107,13 +78,5 @@ def _address(context: Any, builder: Any, kind: Any, array: Any, at: Any) -> Any:
 
 # All but the first parameter is an argument of a call in compiled code.
 fma: Any = _fma
-prefetch: Any = _prefetch
 pointer: Any = _pointer
 add_unit: Any = _add_unit
-
-
-@jit
-def will_use(x: Any, at: Any) -> None:
-    """Ask for the memory of the ``STRIDE`` elements that lie 512 elements after a place."""
-    for i in range(at + _AHEAD, at + _AHEAD + STRIDE, _LINE_BYTES // x.itemsize):
-        prefetch(x, i)

@@ -22,12 +22,12 @@ from zfun.ops._exact import LIMBS, LOWEST, SUMS, UNIT
 from zfun.ops._tensors import as_array
 from zfun.ops.numba._compile import entry, in_parts, jit
 from zfun.ops.numba._float_bits import widened
-from zfun.ops.numba._simd import STRIDE, add_unit, will_use
+from zfun.ops.numba._simd import add_unit
 
 __all__ = ["BLOCK", "add_block", "exact_row", "new_row", "squares_in_bins"]
 
-# Elements of a block: with its sums, the block stays in the first cache.
-BLOCK = 1 << 11
+# Elements of a block: source, target, widened elements and sums take a third of the first cache.
+BLOCK = 1 << 10
 
 _BIAS = 1023
 _NO_SIGN = (1 << 63) - 1
@@ -111,8 +111,6 @@ def _add_squares(x: Any, begin: Any, end: Any, one: Any, row: Any) -> None:
     """Add the squares of a part of ``x``; ``one`` has the type in which elements are read."""
     sums, spare = np.empty(BLOCK // 4, np.float64), np.empty(BLOCK, type(one))
     for at in range(begin, end, BLOCK):
-        for ahead in range(at, at + BLOCK, STRIDE):
-            will_use(x, ahead)
         add_block(widened(x[at : min(at + BLOCK, end)], spare), sums, row)
 
 

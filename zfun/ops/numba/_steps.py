@@ -1,13 +1,13 @@
 """Compiled: the rules of optimizers; see [Note: one arithmetic].
 
 Each rule is written for one element, and a kernel is loops over it: one where the change is added
-to the parameters, one where it is written for somebody else to add. The loops go over 64 elements
-at a time, because each then asks for the memory of elements to come. A choice that is the same for
+to the parameters, one where it is written for somebody else to add. A choice that is the same for
 all elements is a conditional expression, which costs next to nothing. ``fma`` stands where torch's
-fused kernels have it, so that their bits come out.
+fused kernels have ``fma``, so the bits are those of torch.
 
 LLVM makes vector code of a loop only if few pairs of arrays could overlap, so the copy of the
-parameters has a loop of its own, and so has Adam's change.
+parameters has a loop of its own, and so has Adam's change. The loops go over a chunk that stays in
+the first cache until the second loop reads the chunk.
 
 All kernels but LAMB's, which needs norms on the way, are called alike: the buffers, first the
 parameters, the gradients and whatever else the rule keeps, then the change and the copy (of length
@@ -29,12 +29,15 @@ from torch import Tensor
 from zfun.ops._tensors import as_array, compiled, is_plain, number, wide
 from zfun.ops.numba._compile import entry, in_parts, jit
 from zfun.ops.numba._float_bits import narrow, rounded, widen
-from zfun.ops.numba._simd import STRIDE, fma, place, will_use
+from zfun.ops.numba._simd import fma, place
 from zfun.ops.numba._squares import BLOCK, add_block, exact_row, new_row
 
 __all__ = ["lamb_apply", "lamb_moments", "step"]
 
 _NO_COPY = np.zeros(0, np.uint16)
+
+# Elements of a chunk.
+_CHUNK = 1 << 10
 
 
 @jit
@@ -87,12 +90,8 @@ def adam(
     constants: Any,
 ) -> None:
     means, rule, l2 = constants[:4], constants[4:9], constants[9]
-    for at in range(begin, end, STRIDE):
-        stop = min(at + STRIDE, end)
-        will_use(g, at)
-        will_use(m, at)
-        will_use(v, at)
-        will_use(p, at)
+    for at in range(begin, end, _CHUNK):
+        stop = min(at + _CHUNK, end)
         if change.size == 0:
             for i in range(place(at), place(stop)):
                 old = widen(p[i], scale)
@@ -160,12 +159,8 @@ def _lamb_moments(
         low, high = _within(begin, end, segments[k, 0], segments[k, 1])
         for first in range(low, high, BLOCK):
             last = min(first + BLOCK, high)
-            for at in range(first, last, STRIDE):
-                stop = min(at + STRIDE, last)
-                will_use(g, at)
-                will_use(m, at)
-                will_use(v, at)
-                will_use(p, at)
+            for at in range(first, last, _CHUNK):
+                stop = min(at + _CHUNK, last)
                 for i in range(place(at), place(stop)):
                     _moments(i, g, p[i], m, v, zero, scale, constants[:4])
                 for i in range(place(at), place(stop)):
@@ -191,11 +186,8 @@ def _lamb_apply(
     for k in range(segments.shape[0]):
         low, high = _within(begin, end, segments[k, 0], segments[k, 1])
         factor = factors[k]
-        for at in range(low, high, STRIDE):
-            stop = min(at + STRIDE, high)
-            will_use(m, at)
-            will_use(v, at)
-            will_use(p, at)
+        for at in range(low, high, _CHUNK):
+            stop = min(at + _CHUNK, high)
             if change.size:
                 for i in range(place(at), place(stop)):
                     change[i] = _direction(p[i], m[i], v[i], constants) * factor
@@ -217,10 +209,8 @@ def _plain_sgd(i: Any, p: Any, g: Any, scale: Any, constants: Any) -> Any:
 def plain_sgd(
     p: Any, g: Any, change: Any, out: Any, begin: Any, end: Any, scale: Any, constants: Any
 ) -> None:
-    for at in range(begin, end, STRIDE):
-        stop = min(at + STRIDE, end)
-        will_use(g, at)
-        will_use(p, at)
+    for at in range(begin, end, _CHUNK):
+        stop = min(at + _CHUNK, end)
         if change.size:
             for i in range(place(at), place(stop)):
                 change[i] = narrow(_plain_sgd(i, p, g, scale, constants), change)
@@ -244,11 +234,8 @@ def _sgd(i: Any, p: Any, g: Any, b: Any, scale: Any, constants: Any) -> Any:
 def sgd(
     p: Any, g: Any, b: Any, change: Any, out: Any, begin: Any, end: Any, scale: Any, constants: Any
 ) -> None:
-    for at in range(begin, end, STRIDE):
-        stop = min(at + STRIDE, end)
-        will_use(g, at)
-        will_use(b, at)
-        will_use(p, at)
+    for at in range(begin, end, _CHUNK):
+        stop = min(at + _CHUNK, end)
         if change.size:
             for i in range(place(at), place(stop)):
                 change[i] = narrow(_sgd(i, p, g, b, scale, constants), change)
@@ -273,11 +260,8 @@ def _lion(i: Any, p: Any, g: Any, m: Any, scale: Any, constants: Any) -> Any:
 def lion(
     p: Any, g: Any, m: Any, change: Any, out: Any, begin: Any, end: Any, scale: Any, constants: Any
 ) -> None:
-    for at in range(begin, end, STRIDE):
-        stop = min(at + STRIDE, end)
-        will_use(g, at)
-        will_use(m, at)
-        will_use(p, at)
+    for at in range(begin, end, _CHUNK):
+        stop = min(at + _CHUNK, end)
         if change.size:
             for i in range(place(at), place(stop)):
                 change[i] = narrow(_lion(i, p, g, m, scale, constants), change)
@@ -301,11 +285,8 @@ def _adagrad(i: Any, p: Any, g: Any, s: Any, scale: Any, constants: Any) -> Any:
 def adagrad(
     p: Any, g: Any, s: Any, change: Any, out: Any, begin: Any, end: Any, scale: Any, constants: Any
 ) -> None:
-    for at in range(begin, end, STRIDE):
-        stop = min(at + STRIDE, end)
-        will_use(g, at)
-        will_use(s, at)
-        will_use(p, at)
+    for at in range(begin, end, _CHUNK):
+        stop = min(at + _CHUNK, end)
         if change.size:
             for i in range(place(at), place(stop)):
                 change[i] = narrow(_adagrad(i, p, g, s, scale, constants), change)

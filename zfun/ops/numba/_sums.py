@@ -13,7 +13,7 @@ from torch import Tensor
 from zfun.ops._tensors import as_array, number, wide
 from zfun.ops.numba._compile import entry, in_parts, jit
 from zfun.ops.numba._float_bits import narrow, widen
-from zfun.ops.numba._simd import STRIDE, place, pointer, will_use
+from zfun.ops.numba._simd import pointer
 
 __all__ = ["sum_in_rank_order"]
 
@@ -38,20 +38,15 @@ def _add_up(addresses: Any, out: Any, begin: Any, end: Any, one: Any) -> None:
         size = min(_CHUNK, end - at)
         for k in range(addresses.size):
             term = carray(pointer(addresses[k] + at * out.itemsize, out), (size,))
-            for first in range(0, size, STRIDE):
-                will_use(term, first)
-                stop = min(first + STRIDE, size)
-                if k == 0:
-                    for i in range(place(first), place(stop)):
-                        total[i] = widen(term[i], one)
-                else:
-                    for i in range(place(first), place(stop)):
-                        total[i] += widen(term[i], one)
+            if k == 0:
+                for i in range(term.size):
+                    total[i] = widen(term[i], one)
+            else:
+                for i in range(term.size):
+                    total[i] += widen(term[i], one)
         target = out[at : at + size]
-        for first in range(0, size, STRIDE):
-            will_use(target, first)
-            for i in range(place(first), place(min(first + STRIDE, size))):
-                target[i] = narrow(total[i], out)
+        for i in range(target.size):
+            target[i] = narrow(total[i], out)
 
 
 def sum_in_rank_order(terms: Sequence[Tensor], out: Tensor) -> None:
