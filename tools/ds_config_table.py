@@ -11,7 +11,7 @@ import torch
 
 from zfun.interop.ds_config import KEYS, Key
 
-PAGE = Path(__file__).parents[1] / "docs" / "deepspeed-config.md"
+PAGE = Path(__file__).parents[1] / "docs" / "migrate" / "deepspeed-config.md"
 START, END = "<!-- table of keys -->\n", "<!-- end of the table -->\n"
 
 

@@ -1,4 +1,4 @@
-"""docs/faults.md promises no more than the tests show."""
+"""docs/reference/faults.md promises no more than the tests show."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import zfun as zf
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "faults.md"
+PAGE = ROOT / "docs" / "reference" / "faults.md"
 FAULTS, UNIT, LAWS, REAL = "tests/faults", "tests/unit", "tests/property", "tests/distributed"
 
 # The tests of each row: a file, and functions in the file.

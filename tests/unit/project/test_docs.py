@@ -114,7 +114,7 @@ def test_every_public_function_and_class_has_a_docstring_and_every_function_an_e
 
 
 def test_every_error_has_a_remedy_in_the_docs() -> None:
-    page = (DOCS / "errors.md").read_text(encoding="utf-8")
+    page = (DOCS / "reference" / "errors.md").read_text(encoding="utf-8")
     errors = [name for name in public_names("zfun.errors") if name != "ZfunError"]
     assert [name for name in errors if f"{{class}}`zfun.errors.{name}`" not in page] == []
 
@@ -125,7 +125,7 @@ def test_every_dependency_has_a_reason() -> None:
     wanted = [*config["build-system"]["requires"], *config["project"]["dependencies"]]
     for packages in [*extras, *config["dependency-groups"].values()]:
         wanted += [package for package in packages if isinstance(package, str)]
-    page = (DOCS / "dependencies.md").read_text(encoding="utf-8")
+    page = (DOCS / "reference" / "dependencies.md").read_text(encoding="utf-8")
     names = {re.split(r"[<>=!~ \[;]", package)[0] for package in wanted}
     assert sorted(name for name in names if f"`{name}`" not in page) == []
 
@@ -217,7 +217,7 @@ def test_the_script_of_deepspeed_trains_alike_before_and_after(tmp_path: Path) -
         pytest.skip("ZFUN_DEEPSPEED_PYTHON must name a python that has DeepSpeed")
     if shutil.which("c++") is None:
         pytest.skip("DeepSpeed compiles C++ when it starts")
-    text = (DOCS / "from-deepspeed.md").read_text(encoding="utf-8")
+    text = (DOCS / "migrate" / "from-deepspeed.md").read_text(encoding="utf-8")
     common, before, after = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[:3]
     assert before.replace(DEEPSPEED, FACADE, 1) == after
     found = []
@@ -311,7 +311,7 @@ def test_a_notebook_and_the_script_beside_it_are_equal() -> None:
 
 @pytest.mark.parametrize(
     ("word", "page"),
-    [("inference", "evaluate"), ("DataLoader", "start"), ("resume", "evaluate")],
+    [("inference", "guides/evaluate"), ("DataLoader", "start"), ("resume", "guides/evaluate")],
 )
 def test_the_search_finds_words_of_a_training_script(word: str, page: str) -> None:
     assert word in (DOCS / f"{page}.md").read_text(encoding="utf-8")
