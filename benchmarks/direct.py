@@ -16,7 +16,7 @@ from pathlib import Path
 
 MIB = 2**20
 
-__all__ = ["MIB", "mixed", "rates"]
+__all__ = ["MIB", "both_ways", "mixed", "rates"]
 
 
 def rates(
@@ -62,20 +62,28 @@ def rates(
 
 def mixed(path: Path, num_bytes: int) -> float:
     """Write one half of a file and read the other at once, from 64 MiB of memory a thread; GB/s."""
-    buffers, quarter = _buffers(4, 64 * MIB), num_bytes // 4
-    places = [range(thread * quarter, (thread + 1) * quarter, MIB) for thread in range(4)]
-    with ThreadPoolExecutor(4) as pool, _file(path, num_bytes) as fd:
-        for is_first in (True, False):
-            begin = time.perf_counter()
-            list(
-                pool.map(
-                    lambda thread, write=is_first: _move(
-                        fd, buffers[thread], MIB, places[thread], write or thread < 2
-                    ),
-                    range(4),
-                )
-            )
+    with both_ways(path, num_bytes) as start:
+        begin = time.perf_counter()
+        start()()
         return num_bytes / (time.perf_counter() - begin) / 1e9
+
+
+@contextlib.contextmanager
+def both_ways(path: Path, num_bytes: int) -> Iterator[Callable[[], Callable[[], None]]]:
+    """Yield a function that starts what :func:`mixed` times, and returns a function that waits."""
+    buffers, quarter = _buffers(4, 64 * MIB), num_bytes // 4 // MIB * MIB
+    places = [range(thread * quarter, (thread + 1) * quarter, MIB) for thread in range(4)]
+
+    def start(*, writes: int = 2) -> Callable[[], None]:
+        moves = [
+            pool.submit(_move, fd, buffers[thread], MIB, places[thread], thread < writes)
+            for thread in range(4)
+        ]
+        return lambda: [move.result() for move in moves] and None
+
+    with ThreadPoolExecutor(4) as pool, _file(path, num_bytes) as fd:
+        start(writes=4)()  # the first write gives the file its blocks on the disk
+        yield start
 
 
 def _move(fd: int, buffer: memoryview, block: int, places: range, is_write: bool) -> None:
