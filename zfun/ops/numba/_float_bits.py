@@ -114,13 +114,13 @@ def _rounded(x: Any, array: Any) -> Any:
 
 
 def widened(x: Any, spare: Any) -> Any:
-    """Return an array whose elements are floating: ``x`` itself, or ``spare`` with its numbers."""
+    """Return an array that ``add_unit`` can read: ``x``, or ``spare`` with the numbers of ``x``."""
     raise NotImplementedError
 
 
 @overload(widened, strict=False)
 def _widened(x: Any, spare: Any) -> Any:
-    if x.dtype == spare.dtype:
+    if x.dtype in (spare.dtype, types.uint16):
         return lambda x, spare: x
 
     def convert(x: Any, spare: Any) -> Any:

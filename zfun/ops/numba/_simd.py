@@ -53,6 +53,7 @@ def _add_unit(typing: Any, x: Any, at: Any, sums: Any, to: Any) -> Any:
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         source = ir.VectorType(context.get_data_type(x.dtype), 8)
+        words, floats = ir.VectorType(_I32, 8), ir.VectorType(ir.FloatType(), 8)
 
         def squares(first: int) -> Any:
             place = builder.add(args[1], _I64(first))
@@ -60,6 +61,9 @@ def _add_unit(typing: Any, x: Any, at: Any, sums: Any, to: Any) -> Any:
                 _address(context, builder, x, args[0], place), source.as_pointer()
             )
             value = builder.load(address, align=x.dtype.bitwidth // 8)
+            if x.dtype == types.uint16:  # bfloat16 has the upper half of the bits of float32
+                half = builder.zext(value, words)
+                value = builder.bitcast(builder.shl(half, words([16] * 8)), floats)
             value = value if x.dtype == types.float64 else builder.fpext(value, numbers)
             return builder.fmul(value, value)
 
