@@ -52,7 +52,8 @@ class ErrorFeedback:
         with self._lock:
             mine = {place: entry for (owner, place), entry in self._kept.items() if owner == rank}
         return {place: kept for place, (_, kept) in mine.items()} | {
-            f"{place} count": torch.tensor(count) for place, (count, _) in mine.items()
+            f"{place} count": torch.tensor(count, device="cpu")
+            for place, (count, _) in mine.items()
         }
 
     def restore(self, kept: Mapping[str, Tensor], rank: int = 0) -> None:

@@ -60,7 +60,7 @@ def total_of_bins(rows: Tensor) -> Tensor:
         tensor(400., dtype=torch.float64)
     """
     if is_abstract(rows):
-        return torch.empty((), dtype=torch.float64)
+        return torch.empty((), dtype=torch.float64, device="cpu")
     read = rows.tolist()
     special = sum(struct.unpack("d", struct.pack("q", row[-1]))[0] for row in read)
     # Python's integers have no end, and its division rounds once.
@@ -69,4 +69,4 @@ def total_of_bins(rows: Tensor) -> Tensor:
         total = exact / (1 << -LOWEST)
     except OverflowError:
         total = float("inf")
-    return torch.tensor(total + special, dtype=torch.float64)
+    return torch.tensor(total + special, dtype=torch.float64, device="cpu")

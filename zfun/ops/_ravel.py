@@ -127,7 +127,8 @@ def ravel_into(
             squares, is_finite = squares_in_bins(out) if measure else None, False
         if squares is None:
             return None
-        return Measures(squares, torch.tensor(True) if is_finite else torch.isfinite(out).all())
+        finite = out.new_ones((), dtype=torch.bool) if is_finite else torch.isfinite(out).all()
+        return Measures(squares, finite)
 
 
 def unravel_from(

@@ -109,6 +109,40 @@ def test_half_types_convert_as_in_torch() -> None:
         assert torch.equal(out.view(torch.int16)[~nan], expected.view(torch.int16)[~nan])
 
 
+def test_kernels_ignore_the_default_dtype_and_the_default_device_of_torch() -> None:
+    x = torch.arange(-8.0, 56).view(1, 64)
+
+    def results() -> list[torch.Tensor]:
+        packed, messages = ops.pack_signs(x), ops.quantise(x, bits=8, block=32)
+        found = ops.ravel_into(torch.empty_like(x[0]), [x], [0], measure=True)
+        assert found is not None
+        p, mu, nu = x[0].clone(), torch.zeros_like(x[0]), torch.zeros_like(x[0])
+        rule = {"b1": 0.5, "b2": 0.5, "learning_rate": 0.5, "eps": 1e-8}
+        ops.lamb_step(p, x[0], mu, nu, None, segments=[(0, 64)], **rule)
+        return [
+            packed,
+            ops.unpack_signs(packed, 64, dtype=BF16),
+            ops.dequantise(messages, 64, bits=8, block=32, dtype=BF16),
+            ops.sum_dequantised(messages.repeat(3, 1), 64, bits=8, block=32, dtype=BF16),
+            ops.total_of_bins(found.squares[None]),
+            found.finite,
+            p,
+        ]
+
+    expected, before = results(), torch.get_default_dtype()
+    for dtype in (torch.float64, BF16):
+        torch.set_default_dtype(dtype)
+        try:
+            # Stands for a program that makes its tensors on an accelerator.
+            with torch.device("meta"):
+                found = results()
+        finally:
+            torch.set_default_dtype(before)
+        for one, other in zip(found, expected, strict=True):
+            assert one.dtype == other.dtype
+            assert one.tolist() == other.tolist()
+
+
 class RecordingTensor(torch.Tensor):
     """A tensor that records the operations on the tensor."""
 

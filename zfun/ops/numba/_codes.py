@@ -38,7 +38,7 @@ def _native(x: Tensor) -> Tensor:
 
 def pack_signs(x: Tensor) -> Tensor:
     numel = x.shape[-1]
-    out = torch.zeros((*x.shape[:-1], -(-numel // 8)), dtype=torch.uint8)
+    out = x.new_zeros((*x.shape[:-1], -(-numel // 8)), dtype=torch.uint8)
     if x.numel() == 0:
         return out
     for row, bits in zip(x.reshape(-1, numel), out.view(-1, out.shape[-1]), strict=True):
@@ -67,7 +67,7 @@ def _pack(x: Any, out: Any) -> None:
 
 
 def unpack_signs(packed: Tensor, numel: int, scales: Tensor) -> Tensor:
-    out = torch.empty((*packed.shape[:-1], numel), dtype=scales.dtype)
+    out = scales.new_empty((*packed.shape[:-1], numel))
     if out.numel() == 0:
         return out
     integers = _INTEGERS[scales.dtype.itemsize]
@@ -188,9 +188,8 @@ def sum_dequantised(messages: Tensor, out: Tensor, *, bits: int, block: int) -> 
         # A piece stays in the cache while the messages are added: each is read once, and the sum is
         # written once.
         piece = out[start:end]
-        total = (
-            piece if piece.dtype in (torch.float32, torch.float64) else torch.empty(piece.numel())
-        )
+        is_wide = piece.dtype in (torch.float32, torch.float64)
+        total = piece if is_wide else torch.empty_like(piece, dtype=torch.float32)
         for index, (scales, codes) in enumerate(parts):
             arrays = (total.numpy(), scales[start // block :], codes[start * bits // 8 :])
             entry(_read8 if bits == 8 else _read4)(*arrays, block, index > 0)
