@@ -4,8 +4,8 @@
 torch, which is the reference and runs anywhere; for CPUs with Numba; for CUDA devices with Triton,
 where that is installed (torch's CUDA wheels bring it; see [Note: Triton kernels]). All give the
 same bits, save where a docstring says otherwise. The device chooses. The reference runs for tensors
-that are not plain memory (abstract tensors, views with a negation pending, tensors that autograd
-records) and where ``use("reference")`` says so.
+that are not plain memory (abstract tensors, zeros without memory, views with a negation pending,
+tensors that autograd records) and where ``use("reference")`` says so.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def codes_for(x: Tensor) -> Any:
 
     if not compiled() or is_abstract(x):
         return reference
-    if x.device.type == "cpu" and type(x) is Tensor and not x.is_neg():
+    if x.device.type == "cpu":
+        if type(x) is not Tensor or x.is_neg() or x._is_zerotensor():
+            return reference
         from zfun.ops import numba
 
         return numba

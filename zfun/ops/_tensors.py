@@ -91,6 +91,7 @@ def is_plain(*tensors: Tensor) -> bool:
         and x.layout is torch.strided
         and x.is_contiguous()
         and not x.is_neg()
+        and not x._is_zerotensor()
         for x in tensors
     )
 

@@ -184,6 +184,26 @@ def test_dispatch_modes_and_subclasses_see_the_operations_of_a_kernel() -> None:
         assert any(wanted in name for name in mode.seen), mode.seen
 
 
+def test_a_tensor_of_zeros_without_memory_is_read_as_zeros() -> None:
+    """Such tangents of forward-mode derivatives report the address 0."""
+    zeros = torch._efficientzerotensor(9000)
+    out, target = torch.ones(9001), torch.ones(9000)
+    found = ops.ravel_into(out, [zeros], [1], measure=True)
+    assert found is not None
+    assert not out.any()
+    ops.unravel_from(zeros, [target], [0])
+    assert not target.any()
+    assert ops.total_of_bins(ops.squares_in_bins(zeros)[None]) == 0
+    assert not ops.sum_in_rank_order([zeros, zeros, zeros]).any()
+    assert torch.equal(ops.pack_signs(zeros), ops.pack_signs(target))
+    assert torch.equal(
+        ops.quantise(zeros[None], bits=8, block=32), ops.quantise(target[None], bits=8, block=32)
+    )
+    p = torch.ones(9000)
+    ops.sgd_step(p, zeros, None, None, learning_rate=0.5, l2=0.5)
+    assert torch.equal(p, torch.full((9000,), 0.75))
+
+
 def test_under_torch_func_the_readable_form_runs() -> None:
     """Tensors inside a transform report an address but have no memory."""
 

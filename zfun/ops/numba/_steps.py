@@ -448,4 +448,4 @@ def _takes(param: Tensor, *others: Tensor) -> bool:
 
 
 def _readable(grad: Tensor, dtype: torch.dtype) -> Tensor:
-    return grad if is_plain(grad) else grad.to(dtype).resolve_neg().contiguous()
+    return grad if is_plain(grad) else grad.new_empty(grad.shape, dtype=dtype).copy_(grad)

@@ -19,7 +19,11 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 def takes(*tensors: Tensor) -> bool:
     """Whether all of some tensors are contiguous and of a dtype that the kernels know."""
     return all(
-        x.dtype in _FLOATS and x.layout == torch.strided and x.is_contiguous() and not x.is_neg()
+        x.dtype in _FLOATS
+        and x.layout == torch.strided
+        and x.is_contiguous()
+        and not x.is_neg()
+        and not x._is_zerotensor()
         for x in tensors
     )
 
