@@ -204,6 +204,17 @@ def test_a_tensor_of_zeros_without_memory_is_read_as_zeros() -> None:
     assert torch.equal(p, torch.full((9000,), 0.75))
 
 
+@pytest.mark.parametrize("kernels", ["reference", "compiled"])
+def test_a_step_of_lion_along_zero_has_one_sign(kernels: str) -> None:
+    p, change = torch.tensor([0.0, -0.0, 1.0]), torch.empty(3)
+    rule = {"b1": 0.5, "b2": 0.5, "learning_rate": 0.5}
+    with ops.use(kernels):
+        ops.lion_step(p, torch.zeros(3), torch.zeros(3), change, **rule)
+        ops.lion_step(p, torch.zeros(3), torch.zeros(3), None, **rule)
+    assert torch.signbit(change).tolist() == [True] * 3
+    assert torch.signbit(p).tolist() == [False, True, False]
+
+
 def test_under_torch_func_the_readable_form_runs() -> None:
     """Tensors inside a transform report an address but have no memory."""
 

@@ -250,7 +250,7 @@ def _lion(i: Any, p: Any, g: Any, m: Any, scale: Any, constants: Any) -> Any:
     b1, c1, b2, c2, step, decay = constants
     x, mean = widen(g[i], scale) * scale, widen(m[i], scale)
     towards = mean * b1 + x * c1
-    nothing = step - step
+    nothing = (step - step) * step  # zero with the sign of the step, as in torch
     u = step if towards > 0 else (-step if towards < 0 else nothing)
     m[i] = narrow(mean * b2 + x * c2, m)
     return u + widen(p[i], scale) * decay if decay != 0 else u
