@@ -215,6 +215,41 @@ def test_a_step_of_lion_along_zero_has_one_sign(kernels: str) -> None:
     assert torch.signbit(p).tolist() == [False, True, False]
 
 
+SEVERAL_THREADS = """
+import atexit, os, signal, sys, threading, torch
+from zfun import ops
+
+torch.set_num_threads(2)
+x = torch.ones(1 << 20)
+norm = lambda: ops.total_of_bins(ops.squares_in_bins(x)[None]).item()
+expected = norm()
+if sys.argv[1] == "fork":
+    child = os.fork()
+    if child:
+        assert os.waitpid(child, 0)[1] == 0
+    else:
+        signal.alarm(20)
+        os._exit(0 if norm() == expected else 1)
+else:
+    atexit.register(lambda: print("at the end", norm() == expected))
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("when", ["fork"])
+def test_kernels_with_several_threads_run_after_a_fork_and_at_the_end(when: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", SEVERAL_THREADS, when],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(Path(zfun.__file__).parents[1])},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == ("at the end True" if when == "exit" else "")
+
+
 def test_under_torch_func_the_readable_form_runs() -> None:
     """Tensors inside a transform report an address but have no memory."""
 

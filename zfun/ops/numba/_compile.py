@@ -33,7 +33,8 @@ _compiled: dict[str, float] = {}
 
 
 @functools.cache
-def _pool(num_threads: int) -> ThreadPoolExecutor:
+def _pool(num_threads: int, process: int) -> ThreadPoolExecutor:
+    # A pool belongs to one process, because the child of a fork has none of the threads.
     return ThreadPoolExecutor(num_threads, thread_name_prefix="zfun kernel")
 
 
@@ -50,7 +51,8 @@ def in_parts(length: int, work: Callable[[int, int], None]) -> None:
         return
     step = -(-length // num_threads // 1024) * 1024
     spans = [(begin, min(begin + step, length)) for begin in range(step, length, step)]
-    waiting = [_pool(num_threads).submit(work, *span) for span in spans]
+    pool = _pool(num_threads, os.getpid())
+    waiting = [pool.submit(work, *span) for span in spans]
     work(0, step)
     for future in waiting:
         future.result()
