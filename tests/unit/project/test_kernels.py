@@ -236,7 +236,7 @@ else:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("when", ["fork"])
+@pytest.mark.parametrize("when", ["fork", "exit"])
 def test_kernels_with_several_threads_run_after_a_fork_and_at_the_end(when: str) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore::DeprecationWarning", "-c", SEVERAL_THREADS, when],

@@ -45,7 +45,8 @@ def in_parts(length: int, work: Callable[[int, int], None]) -> None:
     those at once, and ranks may be threads.
     """
     num_threads = min(torch.get_num_threads(), length // _MIN_PER_THREAD)
-    if num_threads < 2:
+    # After the end of the main thread, Python starts no work on other threads.
+    if num_threads < 2 or not threading.main_thread().is_alive():
         if length:
             work(0, length)
         return
