@@ -57,7 +57,7 @@ def unpack_signs(
     """
     if is_abstract(packed):
         return packed.new_empty((*packed.shape[:-1], numel), dtype=dtype)
-    scales = torch.as_tensor(scale, device=packed.device).to(dtype).expand(packed.shape[:-1])
+    scales = torch.as_tensor(scale, dtype=dtype, device=packed.device).expand(packed.shape[:-1])
     readable = dtype.is_floating_point and reads(packed, dtype)
     kernels = codes_for(packed) if readable else reference
     return kernels.unpack_signs(packed, numel, scales)

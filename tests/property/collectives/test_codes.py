@@ -80,6 +80,14 @@ def test_signs_are_decoded_with_the_scale(x: Tensor, scale: float, dtype: torch.
     torch.testing.assert_close(out[0], again, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("kernels", ["reference", "compiled"])
+def test_a_scale_keeps_the_digits_of_the_result(kernels: str) -> None:
+    packed = torch.tensor([0b01], dtype=torch.uint8)
+    with ops.use(kernels):
+        out = ops.unpack_signs(packed, 2, scale=0.1, dtype=torch.float64)
+    assert out.tolist() == [0.1, -0.1]
+
+
 def test_bits_behind_the_end_are_zero_and_bytes_are_filled_from_below() -> None:
     assert ops.pack_signs(torch.tensor([-1.0, 1.0, 1.0])).tolist() == [0b110]
     assert ops.pack_signs(torch.tensor([-1, 0, 3, -4, 5, 6, 7, 8, -9])).tolist() == [0b11110110, 0]
