@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from zfun import ops
 from zfun.errors import OptionError
 from zfun.options import integer, number, takes
 
@@ -29,12 +30,14 @@ class ErrorFeedback:
         reset: after so many messages of a place the error is dropped; 0 for never.
     """
 
-    __slots__ = ("_kept", "_lock", "err_beta", "reset")
+    __slots__ = ("_kept", "_lock", "_planned", "err_beta", "reset")
 
     def __init__(self, err_beta: float, reset: int) -> None:
         self.err_beta = err_beta
         self.reset = reset
+        # The errors of real steps, and those of plans, which have shapes and no numbers.
         self._kept: dict[tuple[int, str], tuple[int, Tensor]] = {}
+        self._planned: dict[tuple[int, str], tuple[int, Tensor]] = {}
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -74,7 +77,10 @@ class ErrorFeedback:
     def _take(self, rank: int, place: str, rows: Tensor) -> tuple[int, Tensor | None]:
         """Return the number of messages of a place, and the error of the last one."""
         with self._lock:
-            count, kept = self._kept.get((rank, place), (0, None))
+            entries = self._planned if ops.is_abstract(rows) else self._kept
+            count, kept = entries.get((rank, place), (0, None))
+        if getattr(kept, "fake_mode", None) is not getattr(rows, "fake_mode", None):
+            return 0, None  # The errors are those of an earlier plan.
         if kept is not None and kept.shape != rows.shape:
             raise OptionError(
                 f"an error feedback is for the gradients of one layout; got {rows.numel()} "
@@ -86,7 +92,8 @@ class ErrorFeedback:
 
     def _keep(self, rank: int, place: str, count: int, lost: Tensor) -> None:
         with self._lock:
-            self._kept[rank, place] = (count, lost)
+            entries = self._planned if ops.is_abstract(lost) else self._kept
+            entries[rank, place] = (count, lost)
 
 
 @takes(err_beta=number(0, below=1), reset=integer(0))

@@ -182,6 +182,40 @@ def test_feedback_is_reset_after_a_number_of_messages_and_in_blocks_that_are_not
     assert torch.equal(second[7], second[0])  # The feedback of the bad block was dropped.
 
 
+def test_a_plan_leaves_the_errors_of_real_steps_alone() -> None:
+    feedback = zf.compression.error_feedback(reset=0)
+    compression = zf.compression.Compression(grads=zf.compression.int4(feedback=feedback))
+    batches = models.mlp_batches(1, 2, rows=6, width=8, dtype=torch.float32)[0]
+
+    def recipe(group: zf.Group, bucket_bytes: int) -> zf.recipes.Zero:
+        return zf.zero(
+            2,
+            models.mlp_loss,
+            zf.optim.adamw(0.02),
+            group,
+            bucket_bytes=bucket_bytes,
+            compression=compression,
+        )
+
+    def plan(bucket_bytes: int) -> None:
+        zf.planner.plan(
+            lambda group: recipe(group, bucket_bytes), models.mlp(8), batches[0], group=2
+        )
+
+    def main(group: zf.Group) -> dict[str, Tensor]:
+        zero = recipe(group, 300)
+        zero.step(zero.init(models.mlp(8, dtype=torch.float32)), batches[group.rank])
+        return feedback.kept(group.rank)
+
+    plan(300)
+    assert not feedback.kept(0)
+    plan(100)  # The plan of another layout has errors of other shapes.
+    before = zf.simulate(2, main)[0]
+    assert before
+    plan(300)
+    assert_same_bits(feedback.kept(0), before)
+
+
 def test_feedback_can_be_saved_and_restored() -> None:
     def main(group: zf.Group) -> None:
         first, x = zf.compression.error_feedback(reset=5), term(group.rank, 64, 2)
