@@ -48,6 +48,7 @@ from zfun.collectives import (
     Stream,
     Work,
     axis_of,
+    check_shardable,
     global_ranks,
     mesh_of,
 )
@@ -109,6 +110,11 @@ def start(
             f"{call.op.kind} with a codec takes a 1-D tensor that the {size} ranks divide; got "
             f"shape {tuple(x.shape)}; pad it"
         )
+    if not isinstance(call.op, AllGather | ReduceScatter | AllReduce):
+        raise OptionError(
+            f"a codec is for all_gather, reduce_scatter and all_reduce; got {call.op.kind}; "
+            "send it exactly"
+        )
     x, dtype = x.detach().contiguous(), dtype or x.dtype
     if size == 1:
         return Work.done(x.to(dtype, copy=True))
@@ -117,7 +123,7 @@ def start(
             return _start_gather(call, x, group, codec, dtype)
         case ReduceScatter():
             return _start_sum(call, x, group, codec, dtype)
-        case AllReduce():
+        case _:
             padding = -numel % size
             scattered = _start_sum(
                 call,
@@ -128,11 +134,6 @@ def start(
             )
             return Work(
                 lambda: _start_gather(call, scattered.wait(), group, codec, dtype).wait()[:numel]
-            )
-        case _:
-            raise OptionError(
-                f"a codec is for all_gather, reduce_scatter and all_reduce; got {call.op.kind}; "
-                "send it exactly"
             )
 
 
@@ -152,6 +153,10 @@ def start_over(call: Collective, x: Tensor, group: Group, codec: Codec) -> Work:
     Returns:
         The pending piece of this rank.
 
+    Raises:
+        OptionError: another collective, or an ``x`` that :func:`start` refuses.
+        PlacementError: ``group`` is the outer axis of a mesh.
+
     Example:
         >>> import zfun as zf
         >>> def main(group):
@@ -161,6 +166,12 @@ def start_over(call: Collective, x: Tensor, group: Group, codec: Codec) -> Work:
         >>> zf.simulate(4, main)
         [508.0, 1016.0, 508.0, 1016.0]
     """
+    check_shardable(group, "start_over()")
+    if not isinstance(call.op, ReduceScatter):
+        raise OptionError(
+            f"start_over() is for reduce_scatter; got {call.op.kind}; pass another collective to "
+            "start()"
+        )
     mesh = mesh_of(group)
     if group is mesh or not isinstance(mesh, Mesh):
         return start(call, x, group, codec)

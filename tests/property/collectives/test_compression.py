@@ -19,7 +19,7 @@ from tests.conftest import examples
 from zfun import tree
 from zfun.collectives import AllGather, AllReduce, AllToAll, Collective, Op, ReduceScatter
 from zfun.compression import BlockCodec
-from zfun.errors import OptionError
+from zfun.errors import OptionError, PlacementError
 from zfun.testing import assert_same_bits
 
 SIZES = st.integers(2, 5)
@@ -715,6 +715,22 @@ def test_wrong_options_are_refused() -> None:
     with pytest.raises(OptionError, match=r"no vmap rule"):
         torch.vmap(lambda x: zf.compression.all_gather(x, group, zf.compression.int8()))(
             torch.zeros(2, 4)
+        )
+    with pytest.raises(
+        OptionError, match=r"is for all_gather, reduce_scatter and all_reduce; got all_to_all"
+    ):
+        zf.compression.start(
+            Collective(AllToAll()), torch.zeros(4), zf.process_group(), zf.compression.int8()
+        )
+    mesh = zf.split(zf.collectives.abstract_group(4), inner=2)
+    for over in (mesh, mesh.inner):
+        with pytest.raises(OptionError, match=r"is for reduce_scatter; got all_gather"):
+            zf.compression.start_over(
+                Collective(AllGather()), torch.zeros(4), over, zf.compression.int8()
+            )
+    with pytest.raises(PlacementError, match=r"over a mesh or its inner axis; got its outer"):
+        zf.compression.start_over(
+            Collective(ReduceScatter()), torch.zeros(4), mesh.outer, zf.compression.int8()
         )
     feedback = zf.compression.error_feedback()
     zf.compression.all_gather(torch.zeros(4), group, zf.compression.int8(feedback=feedback))
