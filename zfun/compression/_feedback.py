@@ -65,7 +65,16 @@ class ErrorFeedback:
         Args:
             kept: the errors by place.
             rank: the rank.
+
+        Raises:
+            OptionError: a number of messages is missing.
         """
+        for place in kept:
+            if not place.endswith(" count") and f"{place} count" not in kept:
+                raise OptionError(
+                    f"restore() takes what kept() returned; got {place!r} without "
+                    f"'{place} count'; save all entries"
+                )
         fresh = {
             (rank, place): (int(kept[f"{place} count"]), tensor.clone())
             for place, tensor in kept.items()

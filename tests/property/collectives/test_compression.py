@@ -733,6 +733,10 @@ def test_wrong_options_are_refused() -> None:
             Collective(ReduceScatter()), torch.zeros(4), mesh.outer, zf.compression.int8()
         )
     feedback = zf.compression.error_feedback()
+    with pytest.raises(
+        OptionError, match=r"restore\(\) takes what kept\(\) returned; got 'x' without 'x count'"
+    ):
+        feedback.restore({"x": torch.zeros(4)})
     zf.compression.all_gather(torch.zeros(4), group, zf.compression.int8(feedback=feedback))
     with pytest.raises(
         OptionError,
