@@ -11,7 +11,7 @@ from torch import Tensor
 from zfun import ops
 from zfun.compression._feedback import ErrorFeedback
 from zfun.errors import OptionError
-from zfun.options import Kind, instance, integer, one_of, takes
+from zfun.options import Kind, instance, integer, one_of, shown, takes
 
 __all__ = ["BlockCodec", "Codec", "Compression", "int4", "int8"]
 
@@ -107,15 +107,36 @@ class BlockCodec(Codec):
 
     def encode(self, rows: Tensor) -> Tensor:
         """Write each row as scales and codes."""
+        if rows.dim() != 2 or not rows.is_floating_point():
+            raise OptionError(
+                f"a codec encodes floating rows, [m, n]; got {shown(rows)}; pass x.view(1, -1) of "
+                "a floating tensor"
+            )
         return ops.quantise(rows, bits=self.bits, block=self.block)
 
     def decode(self, messages: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         """Read messages: codes times scales."""
+        self._check(messages, numel)
         return ops.dequantise(messages, numel, bits=self.bits, block=self.block, dtype=dtype)
 
     def decode_sum(self, messages: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         """Read and add messages in one pass."""
+        self._check(messages, numel)
+        if not len(messages):
+            raise OptionError(
+                f"decode_sum() adds at least one message; got {shown(messages)}; pass the messages "
+                "of all ranks"
+            )
         return ops.sum_dequantised(messages, numel, bits=self.bits, block=self.block, dtype=dtype)
+
+    def _check(self, messages: Tensor, numel: int) -> None:
+        """Refuse messages of another form, because kernels read memory without checks."""
+        nbytes = self.message_bytes(numel)
+        if messages.dtype != torch.uint8 or messages.dim() != 2 or messages.shape[1] != nbytes:
+            raise OptionError(
+                f"messages of {numel} numbers are torch.uint8 of shape [m, {nbytes}]; got "
+                f"{shown(messages)}; pass what encode() returned, and its number of numbers"
+            )
 
     def bound(self, largest: float) -> float:
         """Return the largest possible error of a decoded number of a block.

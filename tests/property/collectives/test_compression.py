@@ -648,6 +648,29 @@ def test_compressed_collectives_take_meta_tensors() -> None:
     assert group.log[1].sent_bytes == 63 * codec.message_bytes(10)
 
 
+def test_a_codec_refuses_rows_and_messages_of_another_form() -> None:
+    codec = zf.compression.int8()
+    for rows in (torch.zeros(4), torch.zeros(1, 4, dtype=torch.int64)):
+        with pytest.raises(
+            OptionError, match=r"a codec encodes floating rows, \[m, n\]; got a tens"
+        ):
+            codec.encode(rows)
+    for messages in (
+        torch.zeros(1, 8, dtype=torch.uint8),
+        torch.zeros(8, dtype=torch.uint8),
+        torch.zeros(1, codec.message_bytes(1000)),
+    ):
+        for read in (codec.decode, codec.decode_sum):
+            with pytest.raises(
+                OptionError, match=r"1000 numbers are torch.uint8 of shape \[m, 1016\]; got a tens"
+            ):
+                read(messages, 1000, torch.float32)
+    with pytest.raises(
+        OptionError, match=r"at least one message; got a tensor of shape \(0, 1016\)"
+    ):
+        codec.decode_sum(torch.zeros(0, 1016, dtype=torch.uint8), 1000, torch.float32)
+
+
 def test_wrong_options_are_refused() -> None:
     group = zf.collectives.abstract_group(2)
     with pytest.raises(OptionError, match=r"must be an even integer from 2 to 16384; got 3"):
