@@ -30,7 +30,7 @@ KERNELS: dict[str, list[Any]] = {
     "_unpack": [P8, P32, P32, I, I, 1024, False],
     "_quantise": [P32, P32, P8, I, I, I, 256, 128, 4, False],
     "_sum_codes": [P32, "*i8", P16, I, I, I, I, 4, 1024, 4, True],
-    "_squares": [P16, I64, "*fp64", I, F, 128, 78, True, True],
+    "_squares": [P16, I64, "*fp64", I, 128, 78, True],
     "_ravel": [I64, I64, P16, F, 1024, True, False, True, P32],
     "_unravel": [I64, I64, P32, 1024, False, True, P16],
     "_adam": [P32, P16, P32, P32, None, P16, P32, I, *[F] * 9, 1024, True, False, True, True, True],

@@ -16,26 +16,13 @@ _UNITS = 128  # of 32 elements
 
 
 @triton.jit
-def _squares(
-    x,
-    row,
-    special,
-    numel,
-    scale,
-    UNITS: tl.constexpr,
-    LIFT: tl.constexpr,
-    SCALED: tl.constexpr,
-    BF16: tl.constexpr,
-):
+def _squares(x, row, special, numel, UNITS: tl.constexpr, LIFT: tl.constexpr, BF16: tl.constexpr):
     # Eight sums of the squares of 32 elements, as [Note: exact sums] has them, are cut in digits of
     # 32 bits, which are added as integers.
     unit = tl.program_id(0).to(tl.int64) * UNITS + tl.arange(0, UNITS)
     i = unit[:, None] * 32 + tl.arange(0, 8)[None, :]
-    a, b = _square(x, i, numel, scale, SCALED, BF16), _square(x, i + 8, numel, scale, SCALED, BF16)
-    c, d = (
-        _square(x, i + 16, numel, scale, SCALED, BF16),
-        _square(x, i + 24, numel, scale, SCALED, BF16),
-    )
+    a, b = _square(x, i, numel, BF16), _square(x, i + 8, numel, BF16)
+    c, d = _square(x, i + 16, numel, BF16), _square(x, i + 24, numel, BF16)
     total = (a + c) + (b + d)
     raw = total.to(tl.int64, bitcast=True) & 0x7FFFFFFFFFFFFFFF
     exponent = raw >> 52
@@ -64,21 +51,16 @@ def _squares(
 
 
 @triton.jit
-def _square(x, i, numel, scale, SCALED: tl.constexpr, BF16: tl.constexpr):
+def _square(x, i, numel, BF16: tl.constexpr):
     value = load_wide(x, i, i < numel, BF16)
-    if SCALED:
-        value = value * scale
     return value.to(tl.float64) * value.to(tl.float64)
 
 
-def squares_in_bins(x: Tensor, scale: float = 1.0) -> Tensor:
-    """Sum the squares of a vector exactly, each element times a factor in float32.
-
-    All elements are finite where the last entry is 0.
-    """
+def squares_in_bins(x: Tensor) -> Tensor:
+    """Sum the squares of a vector exactly; the last entry is 0 if all elements are finite."""
     row = torch.zeros(LIMBS + 1, dtype=torch.int64, device=x.device)
-    args = (as_pointer(x), row, row[LIMBS:].view(torch.float64), x.numel(), scale)
-    flags = {"UNITS": _UNITS, "LIFT": -1075 - LOWEST, "SCALED": scale != 1.0, "BF16": is_bf16(x)}
+    args = (as_pointer(x), row, row[LIMBS:].view(torch.float64), x.numel())
+    flags = {"UNITS": _UNITS, "LIFT": -1075 - LOWEST, "BF16": is_bf16(x)}
     if x.numel():
         launch(_squares, (triton.cdiv(x.numel(), 32 * _UNITS),), x.device, *args, **flags)
     return row
