@@ -336,7 +336,7 @@ def all_gather(
         ``[size * n]``, the same bits on every rank.
 
     Raises:
-        OptionError: ``x`` is not floating.
+        OptionError: ``x`` is not 1-D and floating.
 
     Example:
         >>> import zfun as zf
@@ -375,7 +375,7 @@ def reduce_scatter(
         ``[n / size]``.
 
     Raises:
-        OptionError: ``x`` is not floating, or the ranks do not divide its length.
+        OptionError: ``x`` is not 1-D and floating, or the ranks do not divide its length.
 
     Example:
         >>> import zfun as zf
@@ -414,7 +414,7 @@ def all_reduce(
         ``[n]``, the same bits on every rank.
 
     Raises:
-        OptionError: ``x`` is not floating.
+        OptionError: ``x`` is not 1-D and floating.
 
     Example:
         >>> import zfun as zf

@@ -24,8 +24,9 @@ def fake_mode(*, allow_non_fake_inputs: bool = False) -> FakeTensorMode:
 
 
 class _CpuMode(FakeTensorMode):
-    # For devices that are not there torch puts a stand-in where the whole process finds it, and it
-    # goes with the thread that did so. Ranks are threads, and the next one to come would crash.
+    # For a device that is absent, torch registers a substitute for the whole process, and the
+    # substitute ends with the thread that registered it. Ranks are threads, so the next rank would
+    # crash.
     @property
     def avoid_device_init(self) -> bool:
         return False

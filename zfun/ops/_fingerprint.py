@@ -49,8 +49,8 @@ def fingerprint(x: Tensor, dtype: torch.dtype | None = None) -> int:
             torch.int64
         )
         places = torch.arange(1, 2 * words.numel(), 2, dtype=torch.int64, device=x.device)
-        # Two sums with wrap-around: the plain one and one that knows the places; the high bits are
-        # folded down so that they count.
+        # Two sums with wrap-around: of the words, and of the words times their places. The high
+        # bits are folded into the low ones, because a product carries bits only upwards.
         mixed = (words ^ (words >> 29)) * places
         first, second = words.sum().item(), (mixed ^ (mixed >> 31)).sum().item()
         state = ((state ^ int(first)) * 0xBF58476D1CE4E5B9 + int(second)) & ((1 << 64) - 1)

@@ -45,7 +45,7 @@ def sum_in_rank_order(terms: Sequence[Tensor], out: Tensor | None = None) -> Ten
 def _is_compiled(terms: Sequence[Tensor], out: Tensor) -> bool:
     if len(terms) < 2 or out.numel() < _FEW or not compiled() or not is_plain(out, *terms):
         return False
-    # Torch itself adds tensors that autograd records.
+    # Tensors that autograd records are added, or refused, by torch itself.
     return not (torch.is_grad_enabled() and any(x.requires_grad for x in (out, *terms))) and {
         x.dtype for x in terms
     } == {out.dtype}

@@ -15,13 +15,13 @@ __all__ = ["AddressTable"]
 
 
 class AddressTable:
-    """Addresses of the tensors of one buffer, kept between calls, so that many cost little.
+    """Addresses of the tensors of one buffer, kept between calls to save time.
 
     Make one for each bucket of a layout and pass it to every :func:`ravel_into` or
     :func:`unravel_from` of that bucket. Tensors are checked and their addresses read again at each
-    call, unless ``tensors`` is the very tuple of the last call: then the table trusts the addresses
-    it has. So pass a tuple twice only if no tensor in it was given other memory in between
-    (``.data =``, ``set_``, ``resize_``). A table holds references to the tensors of the last call;
+    call, unless ``tensors`` is the very tuple of the last call: then the table keeps the addresses.
+    So pass a tuple twice only if no tensor in it was given other memory in between (``.data =``,
+    ``set_``, ``resize_``). A table holds references to the tensors of the last call;
     :meth:`clear` drops them. One thread may use a table at a time.
 
     Example:
@@ -37,7 +37,7 @@ class AddressTable:
     __slots__ = ("_guards", "_kept", "_key", "_tensors", "dtype", "like", "needs_grad", "pieces")
 
     def __init__(self, *, kept: bool = True) -> None:
-        """Make an empty table; unless ``kept``, it does not prepare for a second call."""
+        """Make an empty table; without ``kept``, no call prepares for the next one."""
         self._kept = kept
         self.clear()
 

@@ -148,8 +148,8 @@ def _scales(x: Any, word: Any, scales: Any, block: Any, largest_code: Any) -> No
 
 @jit
 def _codes8(x: Any, scales: Any, codes: Any, block: Any) -> None:
-    # Added to a number of less than 2**22, it leaves no room for a fraction: the sum is rounded to
-    # an integer, ties to even.
+    # Its sum with a number below 2**22 has no bits for a fraction, so the sum is rounded to an
+    # integer, ties to even.
     magic = np.float32(12582912.0)
     for b in range(scales.size):
         start, end, scale = b * block, min((b + 1) * block, x.size), scales[b]

@@ -22,7 +22,7 @@ __all__ = ["entry", "in_parts", "jit", "seconds_compiled"]
 # Below this a second thread costs more than it saves.
 _MIN_PER_THREAD = 1 << 18
 
-# Compiling for longer than this is worth a word.
+# Compilation that takes longer is logged.
 _LONG_S = 1.0
 
 _LOG = logging.getLogger("zfun")
@@ -66,7 +66,7 @@ def seconds_compiled() -> dict[str, float]:
 
 
 def entry(kernel: Any) -> Callable[..., None]:
-    """Make a kernel callable from Python, compiled by one process of a host, and told of once.
+    """Make a kernel callable from Python, compiled by one process of a host, and logged once.
 
     The first process that calls a kernel holds a lock on a file beside the machine code; the other
     processes of the host wait, and then load the code. Only the process of local rank 0 logs, and
@@ -79,7 +79,7 @@ def entry(kernel: Any) -> Callable[..., None]:
             return
         start = time.perf_counter()
         with _lock_file(kernel):
-            is_new = not kernel.overloads  # another thread may have been here meanwhile
+            is_new = not kernel.overloads  # another thread may have compiled the kernel meanwhile
             kernel(*args)
         if is_new:
             _note(kernel.py_func.__name__, time.perf_counter() - start)

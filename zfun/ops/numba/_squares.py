@@ -2,12 +2,12 @@
 
 [Note: exact sums] The squares of 32 elements, a unit, are added in float64 to eight sums, in one
 fixed order. Those are then added without any rounding, so that nothing depends on how a buffer is
-cut. To a sum ``|x| < m / 3``, where ``m`` is 1.5 times a power of two, ``m`` is added: of ``x`` a
-multiple of the last place of ``m`` stays, and the bits of the result, less those of ``m``, are that
-multiple. Such integers are added as integers. The part that was cut off is exact, and goes the same
-way with another ``m``, of 52 bits less, until nothing is left: two or three turns, since a sum has
-53 bits. (The idea is that of Demmel and Nguyen's reproducible sums, 2013, which keep the first few
-turns.)
+cut. For a sum ``|x| < m / 3``, where ``m`` is 1.5 times a power of two, ``x + m`` rounds ``x`` to a
+multiple of the last place of ``m``, and the bits of ``x + m``, less the bits of ``m``, are that
+multiple as an integer. The integers of all sums are added exactly. The remainder of ``x`` is exact,
+and takes another turn with an ``m`` that is 52 bits smaller, until nothing is left: two or three
+turns, because a sum has 53 bits. (The idea is that of Demmel and Nguyen's reproducible sums, 2013,
+which keep the first few turns.)
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Compiled: the rules of optimizers; see [Note: one arithmetic].
 
-Each rule is written for one element, and a kernel is loops over it: one where the change is added
-to the parameters, one where it is written for somebody else to add. A choice that is the same for
-all elements is a conditional expression, which costs next to nothing. ``fma`` stands where torch's
-fused kernels have ``fma``, so the bits are those of torch.
+Each rule is written for one element, and a kernel is loops over the rule: one where the change is
+added to the parameters, one where the change is written for the caller to add. A choice that is the
+same for all elements is a conditional expression, which costs next to nothing. ``fma`` stands where
+torch's fused kernels have ``fma``, so the bits are those of torch.
 
 LLVM makes vector code of a loop only if few pairs of arrays could overlap, so the copy of the
 parameters has a loop of its own, and so has Adam's change. The loops go over a chunk that stays in
@@ -97,7 +97,7 @@ def adam(
                 old = widen(p[i], scale)
                 mean, square = _moments(i, g, old, m, v, l2, scale, means)
                 p[i] = narrow(_adam(mean, square, old, p, rule)[0], p)
-        elif p.itemsize < 4:  # of half types the moments that were written are not these
+        elif p.itemsize < 4:  # the moments of half types are rounded when they are written
             for i in range(place(at), place(stop)):
                 old = widen(p[i], scale)
                 mean, square = _moments(i, g, old, m, v, l2, scale, means)
@@ -182,7 +182,7 @@ def _lamb_apply(
     segments: Any,
     factors: Any,
 ) -> None:
-    """Go along each segment's direction, which costs less to compute again than to keep."""
+    """Go along each segment's direction, computed again, which costs less than to keep it."""
     for k in range(segments.shape[0]):
         low, high = _within(begin, end, segments[k, 0], segments[k, 1])
         factor = factors[k]
@@ -378,8 +378,8 @@ def lamb_moments(
         The squares of the parameters of each segment and then those of their directions, as
         ``squares_in_bins`` returns them; None where there is no kernel for such tensors.
     """
-    # Directions are computed again from the moments that were written: those of half types are
-    # rounded, and would give another direction.
+    # lamb_apply() computes the directions again from the written moments. The moments of half types
+    # are rounded when they are written, and would give another direction.
     if param.dtype != wide(param.dtype) or not _takes(param, mu, nu):
         return None
     run, kind = entry(_lamb_moments), number(param.dtype)

@@ -30,7 +30,7 @@ def sum_in_rank_order(terms: Sequence[Tensor], out: Tensor) -> None:
         out.copy_(total)
     else:
         second, *others = rest
-        # The sum starts where it goes, and would overwrite another term before its turn.
+        # ``out`` holds the partial sums, and may be the memory of a later term.
         if others and not is_abstract(out):
             others = [term.clone() if term.is_set_to(out) else term for term in others]
         torch.add(first, second, out=out)

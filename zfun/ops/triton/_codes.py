@@ -42,8 +42,8 @@ def _unpack(packed, scales, out, numel, num_bytes, TILE: tl.constexpr, BF16: tl.
 
 @triton.jit
 def _code(x, scale, finite):
-    # Added to a number of less than 2**22, it leaves no room for a fraction: the sum is rounded to
-    # an integer, ties to even.
+    # The sum of 12582912 and a number below 2**22 has no bits for a fraction, so the sum is rounded
+    # to an integer, ties to even.
     rounded = (tl.div_rn(x, scale) + 12582912.0) - 12582912.0
     return tl.where(finite, rounded, 0.0).to(tl.int32)
 
