@@ -97,6 +97,7 @@ def dequantise(
     Returns:
         ``[m, numel]``.
     """
+    messages = messages.contiguous()
     out = messages.new_empty(messages.shape[0], numel, dtype=dtype)
     if numel == 0 or is_abstract(messages):
         return out
@@ -124,6 +125,7 @@ def sum_dequantised(
         >>> sum_dequantised(messages, 2, bits=8, block=32)
         tensor([254.,   3.])
     """
+    messages = messages.contiguous()
     out = messages.new_empty(numel, dtype=dtype)
     if numel and not is_abstract(messages):
         _reader(messages, dtype).sum_dequantised(messages, out, bits=bits, block=block)

@@ -163,6 +163,16 @@ def test_a_block_that_is_not_finite_does_not_change_other_blocks(bits: int, bad:
     assert back[:4].tolist() == back[8:].tolist() == pytest.approx([1.0] * 4)
 
 
+@pytest.mark.parametrize("kernels", ["reference", "compiled"])
+def test_messages_may_lie_in_memory_in_any_order(kernels: str) -> None:
+    messages = ops.quantise(torch.arange(24.0).view(3, 8), bits=8, block=8)
+    columns = messages.t().contiguous().t()
+    with ops.use(kernels):
+        for read in (ops.dequantise, ops.sum_dequantised):
+            found, expected = (read(x, 8, bits=8, block=8) for x in (columns, messages))
+            assert torch.equal(found, expected)
+
+
 def test_float64_beyond_float32_does_not_turn_finite() -> None:
     x = torch.tensor([[1e300, 1.0]], dtype=torch.float64)
     assert bool(ops.dequantise(ops.quantise(x, bits=8, block=2), 2, bits=8, block=2).isnan().all())

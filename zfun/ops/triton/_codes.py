@@ -189,7 +189,7 @@ def _read(
 ) -> None:
     if not out.numel():
         return
-    messages, numel = messages.contiguous(), out.numel() // num_parts
+    numel = out.numel() // num_parts
     args = (
         messages.view(torch.float32),
         messages.view(torch.int8),
