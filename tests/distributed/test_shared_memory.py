@@ -118,6 +118,17 @@ def _shared_bytes() -> int:
     return found
 
 
+def _reserved_bytes() -> int:
+    """Return the memory of all segments that this process has open, mapped or not."""
+    found = 0
+    for fd in Path("/proc/self/fd").iterdir():
+        # The descriptor of the folder itself is closed again.
+        with contextlib.suppress(FileNotFoundError):
+            if "memfd:zfun" in str(fd.readlink()):
+                found += 512 * fd.stat().st_blocks
+    return found
+
+
 # Bits and order.
 
 
@@ -278,6 +289,27 @@ def _steps(group: Group) -> int:
 def test_shared_memory_is_reused(two: Workers) -> None:
     for growth in two.run(_steps):
         # In pages of 2 MiB; without reuse the growth would be 100 MiB.
+        assert growth < 6 << 20
+
+
+def _drops_before_wait(group: Group) -> int:
+    """Drop each zero-copy result between the start of the next gather and the wait for it."""
+    taken = []
+    gathered: Tensor | None = None
+    for step in range(60):
+        x = _symmetric(group, torch.full((1 << 16,), float(step)))
+        call = Collective(AllGather(), "params", stream=Stream.PARAMS, zero_copy=True)
+        pending = group.start(call, x)
+        gathered = None
+        gathered = pending.wait()
+        assert gathered[:: 1 << 15].tolist() == [float(step)] * 2 * group.size
+        taken.append(_reserved_bytes())
+    return max(taken[20:]) - max(taken[:20])
+
+
+def test_shared_memory_is_reused_if_a_result_dies_before_the_next_wait(two: Workers) -> None:
+    for growth in two.run(_drops_before_wait):
+        # Both segments grow by 2 MiB at a time; without reuse the growth would be 20 MiB.
         assert growth < 6 << 20
 
 

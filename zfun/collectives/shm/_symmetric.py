@@ -101,7 +101,8 @@ class Symmetric:
         self._offsets: list[int] = []
         self._blocks: dict[int, Block] = {}
         self._retiring: list[Block] = []
-        self._windows: dict[int, _Window] = {}
+        # A set: a new window may have the addresses of one that is gone and not collected yet.
+        self._windows: set[_Window] = set()
         # Filled by finalizers.
         self._dropped: collections.deque[Block | _Window] = collections.deque()
 
@@ -137,7 +138,7 @@ class Symmetric:
         offset = self._segment.offset_of(address)
         if offset is not None:
             return self.block_at(offset), offset
-        for window in self._windows.values():
+        for window in self._windows:
             begin, nbytes, first = window.own
             if begin <= address and address + x.nbytes <= begin + nbytes:
                 return window.block, first + address - begin
@@ -177,7 +178,7 @@ class Symmetric:
             sent, weakref.ref(pages), pages.begin, pages.begin + pages.nbytes, own, block
         )
         window.watch = _watched(view, functools.partial(self._drop, window))
-        self._windows[window.begin] = window
+        self._windows.add(window)
         block.num_windows += 1
         return torch.frombuffer(view, dtype=dtype)
 
@@ -193,7 +194,7 @@ class Symmetric:
         """
         self._collect()
         begin, end = x.data_ptr(), x.data_ptr() + x.nbytes
-        for window in list(self._windows.values()):
+        for window in list(self._windows):
             first, nbytes, _ = window.own
             is_own = first <= begin and end <= first + nbytes
             if window.begin <= begin < window.end and not is_own:
@@ -201,7 +202,7 @@ class Symmetric:
         block, _ = self.find(x)
         if block is None:
             return []
-        for window in [window for window in self._windows.values() if window.block is block]:
+        for window in [window for window in self._windows if window.block is block]:
             first, nbytes, _ = window.own
             # A rank that writes through the window expects no old values there.
             if first <= begin < first + nbytes:
@@ -219,7 +220,7 @@ class Symmetric:
 
     def close(self) -> None:
         """Forget all windows; their tensors keep the mappings."""
-        for window in self._windows.values():
+        for window in self._windows:
             window.watch = None
         self._windows.clear()
 
@@ -234,9 +235,9 @@ class Symmetric:
                 if gone.num_windows:
                     # This rank sees the block through windows from here on.
                     self._segment.unmap(gone.offset, gone.nbytes)
-            elif self._windows.get(gone.begin) is gone:
+            elif gone in self._windows:
                 gone.watch = None
-                del self._windows[gone.begin]
+                self._windows.remove(gone)
                 gone.block.num_windows -= 1
 
     def _free(self, block: Block) -> bool:
@@ -264,7 +265,7 @@ class Symmetric:
         if pages is not None:
             pages.detach()
         window.watch = None
-        del self._windows[window.begin]
+        self._windows.remove(window)
         window.block.num_windows -= 1
         self._mailbox.finish(window.sent)
 
