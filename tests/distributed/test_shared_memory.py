@@ -916,3 +916,25 @@ def _lacks_memory(group: Group) -> float:
 
 def test_missing_shared_memory_is_an_error_at_the_start(two: Workers) -> None:
     assert two.run(_lacks_memory) == [2.0, 2.0]
+
+
+def _lacks_a_record(group: Group) -> float:
+    with process_group(dist.group.WORLD, shared_memory=True) as own:
+        barrier(own)
+        x = _filled(own, PIECE, 1.0)
+        call = Collective(AllReduce(), "x", stream=Stream.PARAMS)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "posix_fallocate", _no_space)
+            # These fill the segment, so that the record of a collective has no page.
+            held = [allocate(own, 4096, torch.uint8) for _ in range(1024)]
+            with pytest.raises(OptionError, match="no shared memory for 49152 bytes"):
+                own.start(call, x)
+            del held
+        own.start(call, x).wait()
+        await_readers(own, [x])
+        x += 1
+        return own.start(call, x).wait()[-1].item()
+
+
+def test_a_collective_that_could_not_start_leaves_no_reader(two: Workers) -> None:
+    assert two.run(_lacks_a_record) == [4.0, 4.0]

@@ -24,7 +24,7 @@ from zfun.collectives._ops import (
 from zfun.collectives.shm._mailbox import INLINE_BYTES, Mailbox, Sent
 from zfun.collectives.shm._pages import PAGE
 from zfun.collectives.shm._segment import Peer, Segment
-from zfun.collectives.shm._symmetric import Symmetric, chunks
+from zfun.collectives.shm._symmetric import Block, Symmetric, chunks
 from zfun.errors import OptionError
 from zfun.ops._sums import sum_in_rank_order
 
@@ -89,13 +89,15 @@ class SharedMemory:
         readers = _readers(call.op, self.rank, self.size)
         sent = self._mailbox.prepare(call, text, readers, x, out)
         try:
-            self._place(sent, x, out)
+            block = self._place(sent, x, out)
             self._mailbox.publish(sent)
         except OSError as error:
             raise OptionError(
                 f"the system has no shared memory for {x.nbytes} bytes ({error}); pass "
                 "shared_memory=False"
             ) from error
+        if block is not None:
+            self._symmetric.note_use(block, sent)
         return sent
 
     def finish(self, sent: Sent) -> Tensor:
@@ -158,21 +160,24 @@ class SharedMemory:
 
     # Inputs.
 
-    def _place(self, sent: Sent, x: Tensor, out: Tensor | None) -> None:
-        """Find or make the place in the segment where the readers find an input."""
+    def _place(self, sent: Sent, x: Tensor, out: Tensor | None) -> Block | None:
+        """Find or make the place in the segment where the readers find an input.
+
+        Return the block of the place, unless the place is the record itself.
+        """
         if not sent.readers or not x.numel():
-            return
+            return None
         block, sent.offset = self._symmetric.find(x)
         if block is None or not self._stays(sent.call.op, x, out):
             if x.nbytes <= INLINE_BYTES:
                 sent.offset = self._mailbox.inline(sent)
                 self._segment.view(sent.offset, x.numel(), x.dtype).copy_(x)
-                return
+                return None
             block = self._symmetric.allocate(x.nbytes)
             sent.offset = block.offset
             self._segment.view(sent.offset, x.numel(), x.dtype).copy_(x)
             self._symmetric.retire(block)
-        self._symmetric.note_use(block, sent)
+        return block
 
     def _stays(self, op: Op, x: Tensor, out: Tensor | None) -> bool:
         """Whether an input keeps its values until all ranks have read them: no output overlaps."""
