@@ -330,14 +330,16 @@ def ravel(
         group: the ranks that share the flat.
         placement: of the leaves: ``R`` or ``P``.
         scale: factor applied to every element.
-        dtypes: dtypes of the buffers, to which leaves of any are cast; by default those of the
-            layout, which the leaves must have.
+        dtypes: one dtype for each bucket, to which leaves of any dtype are cast; by default those
+            of the layout, which the leaves must have.
 
     Returns:
         A flat that shares no memory with ``params``.
 
     Raises:
         SpecMismatch: the tree does not fit the layout.
+        LeafError: a leaf is not a tensor.
+        OptionError: ``dtypes`` has more or fewer dtypes than the layout has buckets.
 
     Example:
         >>> import zfun as zf
@@ -345,6 +347,11 @@ def ravel(
         >>> zf.simulate(1, lambda group: unravel(ravel(w, zf.layout.layout_of(w), group)))
         [{'w': tensor([1., 1.])}]
     """
+    if dtypes is not None and len(dtypes) != len(layout.buckets):
+        raise OptionError(
+            f"ravel() takes one dtype for each bucket of the layout; got {len(dtypes)} dtypes for "
+            f"{len(layout.buckets)} buckets; leave dtypes out for those of the layout"
+        )
     return Flat(ravel_buckets(params, layout, scale=scale, dtypes=dtypes), placement, layout, group)
 
 
@@ -358,7 +365,9 @@ def ravel_buckets(
     """Copy a tree into new flat buffers, one after the other; see :func:`ravel`."""
     values = unique_leaves(params, layout, any_dtype=dtypes is not None)
     for bucket, dtype in zip(
-        layout.buckets, dtypes or [bucket.dtype for bucket in layout.buckets], strict=True
+        layout.buckets,
+        [bucket.dtype for bucket in layout.buckets] if dtypes is None else dtypes,
+        strict=True,
     ):
         yield ops.ravel(
             [

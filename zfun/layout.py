@@ -437,11 +437,7 @@ def _block_of(path: str) -> tuple[str, ...]:
 def _check_leaf(path: str, leaf: object) -> None:
     leaf = spec_of(leaf)
     if not isinstance(leaf, Tensor):
-        raise LeafError(
-            f"every leaf must be a tensor; leaf {path!r} is {type(leaf).__name__}; keep other "
-            "values in the batch or in a closure",
-            leaf=path,
-        )
+        raise _no_tensor(path, leaf)
     if leaf.layout != torch.strided or leaf.is_quantized:
         raise LeafError(
             f"every leaf must be a dense tensor; leaf {path!r} is {leaf.layout}; convert it with "
@@ -456,6 +452,14 @@ def _check_leaf(path: str, leaf: object) -> None:
             f"{tuple(leaf.stride())}); call clone() on it first",
             leaf=path,
         )
+
+
+def _no_tensor(path: str, leaf: object) -> LeafError:
+    return LeafError(
+        f"every leaf must be a tensor; leaf {path!r} is {type(leaf).__name__}; keep other values "
+        "in the batch or in a closure",
+        leaf=path,
+    )
 
 
 def _alias_sets(
@@ -527,6 +531,7 @@ def unique_leaves(params: tree.Tree, layout: Layout, *, any_dtype: bool = False)
 
     Raises:
         SpecMismatch: the tree has another structure, or a leaf another shape or dtype.
+        LeafError: a leaf is not a tensor.
         AliasChanged: leaves that are tied in the layout are now different tensors.
 
     Example:
@@ -548,6 +553,8 @@ def unique_leaves(params: tree.Tree, layout: Layout, *, any_dtype: bool = False)
         slot = layout.leaves[position]
         first = chosen[position]
         if first is None:
+            if not isinstance(spec_of(leaf), Tensor):
+                raise _no_tensor(path, leaf)
             if tuple(leaf.shape) != slot.shape or not (any_dtype or leaf.dtype == slot.dtype):
                 raise SpecMismatch(
                     f"a leaf must keep its shape and dtype; leaf {path!r} was laid out as "

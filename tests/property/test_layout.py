@@ -17,7 +17,7 @@ from tests import models
 from tests.conftest import examples
 from zfun import tree
 from zfun.errors import AliasChanged, LeafError, OptionError, SpecMismatch
-from zfun.flat import leaf_spans
+from zfun.flat import leaf_spans, ravel
 from zfun.layout import ALIGNMENT, DEFAULT_BUCKET_BYTES, unique_leaves
 from zfun.testing import (
     Composition,
@@ -351,6 +351,28 @@ def test_a_tree_that_does_not_fit_is_named() -> None:
         match=r"leaf 'c' was laid out as torch.float32 \(3,\) and is now torch.float64 \(3,\)",
     ):
         unique_leaves({"a": w, "b": w, "c": torch.ones(3, dtype=torch.float64)}, layout)
+
+
+@pytest.mark.parametrize("dtypes", [None, [torch.float64]])
+def test_a_leaf_that_is_no_tensor_does_not_fit_a_layout(dtypes: Any) -> None:
+    group = zf.collectives.single_group()
+    layout = zf.layout.layout_of({"w": torch.ones(2), "b": torch.ones(1)})
+    for leaf in (3.0, "name", np.ones(1, dtype=np.float32)):
+        with pytest.raises(LeafError, match=r"every leaf must be a tensor; leaf 'b' is") as caught:
+            ravel({"w": torch.ones(2), "b": leaf}, layout, group, dtypes=dtypes)
+        assert caught.value.leaf == "b"
+
+
+def test_ravel_takes_one_dtype_for_each_bucket() -> None:
+    group = zf.collectives.single_group()
+    params = {"w": torch.ones(2), "scale": torch.ones(1, dtype=torch.float64)}
+    layout = zf.layout.layout_of(params)
+    flat = ravel(params, layout, group, dtypes=[torch.float64, torch.float32])
+    assert [buffer.dtype for buffer in flat.buffers] == [torch.float64, torch.float32]
+    for count in (0, 1, 3):
+        expected = f"one dtype for each bucket .* got {count} dtypes for 2 buckets; leave dtypes"
+        with pytest.raises(OptionError, match=expected):
+            ravel(params, layout, group, dtypes=[torch.float64] * count)
 
 
 def test_the_default_bucket_holds_some_megabytes() -> None:
