@@ -303,6 +303,8 @@ def _torch_groups(group: Group) -> list[tuple[int, int, float]]:
         process_group(mesh)
     with pytest.raises(OptionError, match="no axis 'model'; it has replica, shard"):
         process_group(mesh, axis="model")
+    with pytest.raises(OptionError, match=r"axis='shard' .* got a torch process group, which has"):
+        process_group(dist.group.WORLD, axis="shard")
     return seen
 
 

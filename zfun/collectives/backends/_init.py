@@ -88,19 +88,22 @@ def process_group(
         The group that this process belongs to.
 
     Raises:
-        OptionError: the mesh has no such axis, this process is not in the group, the launcher's
-            environment is incomplete, or ``shared_memory`` is True and the ranks cannot share any.
+        OptionError: the mesh has no such axis, ``axis`` comes without a mesh, this process is not
+            in the group, the launcher's environment is incomplete, or ``shared_memory`` is True and
+            the ranks cannot share any.
 
     Example:
         >>> process_group().size
         1
     """
-    if group is None and axis is not None:
-        raise OptionError(
-            f"axis={axis!r} names an axis of a mesh; got no mesh; pass it as the first argument"
-        )
     if isinstance(group, DeviceMesh):
         group = _mesh_axis(group, axis)
+    elif axis is not None:
+        given = "no mesh" if group is None else "a torch process group, which has no axes"
+        raise OptionError(
+            f"axis={axis!r} names an axis of a mesh; got {given}; pass the mesh as the first "
+            "argument, or leave axis out"
+        )
     on_close: Callable[[], None] | None = None
     if group is None:
         if not dist.is_initialized():
