@@ -106,7 +106,8 @@ class Life:
 
 def call_site() -> str:
     """Name the innermost line outside zfun that led here."""
-    package = str(Path(__file__).parent)
+    # With the separator, because the path of another folder may begin like that of the package.
+    package = f"{Path(__file__).parent}{os.sep}"
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
         frame = frame.f_back

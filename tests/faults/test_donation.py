@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -95,6 +96,13 @@ def test_apply_may_donate() -> None:
         zf.apply(optimizer, vg(new, batch_of(group))[1], new_state, new)
 
     zf.simulate(2, main)
+
+
+def test_a_line_of_a_folder_whose_path_begins_like_the_package_is_named() -> None:
+    name = str(Path(f"{Path(zf.__file__).parent}_models", "train.py"))
+    values: dict[str, Any] = {"call_site": zf.flat.call_site}
+    exec(compile("found = call_site()", name, "exec"), values)
+    assert values["found"] == f"{name}:1"
 
 
 def test_only_flat_values_can_be_donated() -> None:
