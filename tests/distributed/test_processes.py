@@ -6,6 +6,8 @@ The programs of the ranks are functions of this module, which the processes impo
 
 from __future__ import annotations
 
+import errno
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -580,6 +582,25 @@ def _add(group: Group, value: int) -> int:
 
 def test_spawn_returns_results_in_rank_order() -> None:
     assert spawn(2, _add, 10, timeout_s=RUN_S) == [21, 21]
+
+
+def test_no_process_is_left_after_a_start_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    process, started = multiprocessing.process.BaseProcess, []
+    start = process.start
+
+    def start_one(self: Any) -> None:
+        if started:
+            raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+        start(self)
+        started.append(self)
+
+    with processes(2, timeout_s=60.0) as workers:
+        monkeypatch.setattr(process, "start", start_one)
+        with pytest.raises(OSError, match="temporarily unavailable"):
+            workers.run(_add, 1)
+        assert not set(started) & set(multiprocessing.active_children())
+        monkeypatch.undo()
+        assert workers.run(_add, 1) == [3, 3]
 
 
 def test_functions_must_be_importable() -> None:

@@ -212,9 +212,9 @@ class Workers:
     ) -> list[Any]:
         check_process(self._process, "a Workers")
         job = _pickled_job(fn, args, kwargs)
-        if not self._processes:
-            self._start()
         try:
+            if not self._processes:
+                self._start()
             outcomes = self._collect(job)
         except BaseException:
             self._kill()
