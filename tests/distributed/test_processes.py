@@ -7,15 +7,18 @@ The programs of the ranks are functions of this module, which the processes impo
 from __future__ import annotations
 
 import errno
+import gc
 import multiprocessing
 import os
 import signal
+import struct
 import subprocess
 import sys
 import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -482,6 +485,20 @@ def test_a_dead_rank_is_named(two: Workers) -> None:
     assert isinstance(waiting, PeerLost)
     assert "rank 0 lost rank 1" in str(waiting)
     assert "'loss' (step 3)" in str(waiting)
+
+
+def _dies_in_its_answer(group: Group) -> None:
+    if group.rank == 1:
+        for thing in gc.get_objects():
+            if type(thing) is Connection and not thing.closed:
+                # The length of an answer, and the first of its bytes.
+                os.write(thing.fileno(), struct.pack("!ix", 100))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_rank_that_dies_while_it_sends_its_answer_is_named(two: Workers) -> None:
+    with pytest.raises(PeerLost, match="rank 1 of 2 was killed by signal 9 in the middle of a run"):
+        two.run(_dies_in_its_answer)
 
 
 def _broadcast_for_ever(group: Group, started: list[float]) -> None:

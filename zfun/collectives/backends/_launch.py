@@ -277,9 +277,11 @@ class Workers:
             for connection in answered:
                 rank = waiting[connection]  # type: ignore[index]
                 try:
-                    outcomes[rank] = _unpickled_answer(connection.recv_bytes(), rank, self._n)  # type: ignore[union-attr]
-                except (EOFError, ConnectionError):
+                    answer = connection.recv_bytes()  # type: ignore[union-attr]
+                except (EOFError, OSError):
                     outcomes[rank] = self._died(rank)
+                else:
+                    outcomes[rank] = _unpickled_answer(answer, rank, self._n)
                 if isinstance(outcomes[rank], _Failure):
                     deadline = min(deadline, time.monotonic() + self._grace_s)
         return outcomes
