@@ -48,6 +48,8 @@ from zfun.collectives import (
 )
 from zfun.collectives.shm import _pages as pages
 from zfun.collectives.shm import _rendezvous as rendezvous
+from zfun.collectives.shm import _segment as segments
+from zfun.collectives.shm._rendezvous import exchange_texts
 from zfun.errors import CollectiveMismatch, OptionError, PeerLost
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(90), needs_shared_memory]
@@ -898,6 +900,59 @@ def test_gloo_takes_over_where_ranks_cannot_share_memory(
     for text in two.run(_lacks, missing, True):
         with pytest.raises(OptionError, match=expected):
             raise OptionError(str(text))
+
+
+def _fails_to_meet(group: Group, fault: str) -> tuple[str, int]:
+    """Return the error of a rendezvous, and how many descriptors stay open."""
+    before, text = _num_descriptors(), ""
+    with pytest.MonkeyPatch.context() as patch:
+        if group.rank == 0:
+            match fault:
+                case "unmapped":
+                    patch.setattr(rendezvous, "Peer", _but_not_rank_2)
+                case "foreign":
+                    patch.setattr(segments, "_MAGIC", 1)
+                case "silent":
+                    patch.setattr(rendezvous, "exchange_texts", _but_not_mapped)
+        try:
+            process_group(dist.group.WORLD, shared_memory=True, timeout_s=2.0)
+        except (OptionError, PeerLost) as error:
+            text = str(error)
+    return text, _num_descriptors() - before
+
+
+def _num_descriptors() -> int:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+def _but_not_rank_2(fd: int, rank: int, *args: Any) -> segments.Peer:
+    if rank == 2:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+    return segments.Peer(fd, rank, *args)
+
+
+def _but_not_mapped(store: Any, key: str, *args: Any, **kwargs: Any) -> list[str]:
+    if key == "mapped":
+        raise TimeoutError("a rank did not join the group")
+    return exchange_texts(store, key, *args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        ("unmapped", "rank 0 cannot map the memory of the others"),
+        ("foreign", "another program answered"),
+        ("silent", "every rank makes the group; rank . lost rank"),
+    ],
+)
+def test_a_rendezvous_that_fails_leaves_no_descriptor(fault: str, why: str) -> None:
+    with processes(3, timeout_s=RUN_S, shared_memory=False) as workers:
+        workers.run(_fails_to_meet, fault)
+        for text, left in workers.run(_fails_to_meet, fault):
+            with pytest.raises(OptionError, match=why):
+                raise OptionError(text)
+            assert left == 0
 
 
 def _lacks_memory(group: Group) -> float:

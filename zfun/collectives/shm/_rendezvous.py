@@ -85,10 +85,10 @@ def rendezvous(
             )
         except (OSError, ValueError, struct.error) as error:
             problem = f"rank {rank} cannot map the memory of the others: {error}"
+        for peer in peers.values():
+            stack.callback(peer.close)
         problems = exchange_texts(store, "mapped", rank, size, timeout_s, problem)
         if any(problems):
-            for peer in peers.values():
-                peer.close()
             return next(filter(None, problems))
         listener.close()
         stack.pop_all()
@@ -192,6 +192,7 @@ def _exchange_segments(
                 if user != os.getuid():
                     raise OSError("another user answered")
                 peers[peer] = Peer(fd, peer, len(names), (connection, answered[peer]), pid)
+                stack.callback(peers[peer].close)
             finally:
                 os.close(fd)
         stack.pop_all()

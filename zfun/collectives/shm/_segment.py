@@ -184,7 +184,6 @@ class Peer:
         self._pages = Pages(os.fstat(fd).st_size)
         self._pages.show(0, self._pages.nbytes, fd, 0, writable=False, shared=True)
         _advise(self._pages)
-        self.fd = os.dup(fd)
         # Torch warns about buffers that are marked read-only, so tensors use the unmarked buffer.
         # No such tensor leaves this package.
         self._bytes = self._pages.view()
@@ -192,6 +191,7 @@ class Peer:
         self.words = self.memory.cast("q")
         if self.words[:3].tolist() != [_MAGIC, rank, size]:
             raise OSError("another program answered")
+        self.fd = os.dup(fd)
         self._connections = list(connections)
         self._poll = select.poll()
         for connection in connections:
