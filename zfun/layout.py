@@ -222,7 +222,8 @@ def layout_of(
         The layout. Equal arguments give the same object.
 
     Raises:
-        LeafError: a leaf is not a tensor, is expanded (stride 0), or overlaps another leaf.
+        LeafError: a leaf is not a tensor, shows an element twice (as after ``expand``), or overlaps
+            another leaf.
 
     Example:
         >>> layout = layout_of({"w": torch.zeros(5, 3), "b": torch.zeros(3)}, size=2)
@@ -444,14 +445,25 @@ def _check_leaf(path: str, leaf: object) -> None:
             "to_dense()",
             leaf=path,
         )
-    if leaf.numel() > 1 and any(
-        stride == 0 and dim > 1 for stride, dim in zip(leaf.stride(), leaf.shape, strict=True)
-    ):
+    if leaf.numel() > 1 and not leaf.is_contiguous() and _repeats(leaf):
         raise LeafError(
-            f"a leaf must own each of its elements; leaf {path!r} is expanded (strides "
-            f"{tuple(leaf.stride())}); call clone() on it first",
+            f"a leaf must own each of its elements; leaf {path!r} shows an element twice, as after "
+            f"expand() or unfold() (strides {tuple(leaf.stride())}); call clone() on it first",
             leaf=path,
         )
+
+
+def _repeats(view: Tensor) -> bool:
+    """Whether a view shows an element of its storage more than once."""
+    last = 0
+    for stride, dim in sorted(zip(view.stride(), view.shape, strict=True)):
+        if dim == 1:
+            continue
+        if stride <= last:
+            # The steps along this dim are shorter than the dims before it. Only a count can tell.
+            return stride == 0 or _overlap([view])
+        last += (dim - 1) * stride
+    return False
 
 
 def _no_tensor(path: str, leaf: object) -> LeafError:

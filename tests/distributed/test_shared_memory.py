@@ -923,7 +923,7 @@ def _fails_to_meet(group: Group, fault: str) -> tuple[str, int]:
 
 def _num_descriptors() -> int:
     gc.collect()
-    return len(os.listdir("/proc/self/fd"))
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def _but_not_rank_2(fd: int, rank: int, *args: Any) -> segments.Peer:

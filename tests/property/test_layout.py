@@ -265,6 +265,14 @@ def test_interleaved_views_are_not_tied() -> None:
     assert layout.positions == (0, 1)
 
 
+def test_a_view_that_shows_each_element_once_has_a_layout() -> None:
+    base = torch.arange(12.0)
+    for view in (base.view(3, 4).T, base[1::2], base.unfold(0, 3, 3), base.view(1, 12)):
+        assert zf.layout.layout_of({"w": view}).leaves[0].numel == view.numel()
+    # The dims interleave: elements 0, 2, 4 and 3, 5, 7.
+    assert zf.layout.layout_of({"w": base.as_strided((2, 3), (3, 2))}).leaves[0].numel == 6
+
+
 def test_one_view_twice_is_a_tie() -> None:
     base = torch.arange(12.0)
     assert zf.layout.layout_of({"a": base[:6], "b": base[:6], "c": base[6:]}).positions == (0, 0, 1)
@@ -276,8 +284,13 @@ def test_one_view_twice_is_a_tie() -> None:
 @pytest.mark.parametrize(
     ("leaf", "message"),
     [
-        (torch.ones(1).expand(3), r"leaf 'h\.0\.w' is expanded .strides .0,..; call clone"),
-        (torch.ones(2, 1).expand(2, 3), r"leaf 'h\.0\.w' is expanded"),
+        (
+            torch.ones(1).expand(3),
+            r"leaf 'h\.0\.w' shows an element twice, .*expand.*strides .0,..; call clone",
+        ),
+        (torch.ones(2, 1).expand(2, 3), r"leaf 'h\.0\.w' shows an element twice"),
+        (torch.ones(5).unfold(0, 3, 1), r"leaf 'h\.0\.w' shows an element twice, .*strides .1, 1..; call"),
+        (torch.ones(13).as_strided((3, 3), (4, 2)), r"leaf 'h\.0\.w' shows an element twice"),
         (3.0, r"leaf 'h\.0\.w' is float"),
         ("name", r"leaf 'h\.0\.w' is str"),
         (
@@ -285,7 +298,7 @@ def test_one_view_twice_is_a_tie() -> None:
             r"leaf 'h\.0\.w' is torch.sparse_coo; convert it with to_dense",
         ),
     ],
-    ids=["expanded", "expanded dim", "float", "str", "sparse"],
+    ids=["expanded", "expanded dim", "unfolded", "strided", "float", "str", "sparse"],
 )
 def test_leaves_that_cannot_be_laid_out_are_named(leaf: Any, message: str) -> None:
     with pytest.raises(LeafError, match=message) as caught:
