@@ -558,6 +558,22 @@ def test_a_broken_group_raises_the_same_error_again(two: Workers) -> None:
     assert two.outcomes(_fails_twice)[0] == "done"
 
 
+def _differs_in_a_part(group: Group) -> int | None:
+    size = group.size
+    part = checked(group).subgroup([[0], list(range(1, size))])
+    if group.rank:
+        expected = r"rank 1 started .* of 1 float32.*; rank 2 started .* of 2 float32"
+        with pytest.raises(CollectiveMismatch, match=expected) as caught:
+            part.start(Collective(AllReduce()), torch.ones(group.rank)).wait()
+        return caught.value.rank
+    return None
+
+
+def test_a_checked_part_names_the_ranks_of_the_whole_group() -> None:
+    with processes(3, timeout_s=RUN_S) as workers:
+        assert workers.run(_differs_in_a_part) == [None, 1, 2]
+
+
 def _fails_in_debug(group: Group) -> str:
     with process_group(dist.group.WORLD, debug=True) as own:
         if group.rank == 1:

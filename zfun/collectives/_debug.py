@@ -9,7 +9,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from zfun.collectives._group import Group, Wrapper
+from zfun.collectives._group import Group, Wrapper, global_ranks
 from zfun.collectives._mesh import axis_of
 from zfun.collectives._ops import AllGather, Collective, Stream, check_collective, describe
 from zfun.collectives._work import Work
@@ -61,8 +61,10 @@ class _CheckedGroup(Wrapper):
         if bool((labels == labels[0]).all()):
             return
         texts = [_decoded(label) for label in labels]
+        # Messages name the global ranks.
+        known = global_ranks(self)
         ranks_of: dict[str, list[int]] = {}
-        for rank, text in enumerate(texts):
+        for rank, text in zip(known, texts, strict=True):
             ranks_of.setdefault(text, []).append(rank)
         sides = "; ".join(
             f"rank {', '.join(map(str, ranks[:8]))} started {text}"
@@ -70,7 +72,7 @@ class _CheckedGroup(Wrapper):
         )
         raise CollectiveMismatch(
             f"all ranks must start the same collectives in the same order; {sides}",
-            rank=self.rank,
+            rank=known[self.rank],
             collective=texts[self.rank],
         )
 
