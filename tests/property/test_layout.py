@@ -289,7 +289,10 @@ def test_one_view_twice_is_a_tie() -> None:
             r"leaf 'h\.0\.w' shows an element twice, .*expand.*strides .0,..; call clone",
         ),
         (torch.ones(2, 1).expand(2, 3), r"leaf 'h\.0\.w' shows an element twice"),
-        (torch.ones(5).unfold(0, 3, 1), r"leaf 'h\.0\.w' shows an element twice, .*strides .1, 1..; call"),
+        (
+            torch.ones(5).unfold(0, 3, 1),
+            r"leaf 'h\.0\.w' shows an element twice, .*strides .1, 1..; call",
+        ),
         (torch.ones(13).as_strided((3, 3), (4, 2)), r"leaf 'h\.0\.w' shows an element twice"),
         (3.0, r"leaf 'h\.0\.w' is float"),
         ("name", r"leaf 'h\.0\.w' is str"),

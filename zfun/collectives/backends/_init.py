@@ -208,7 +208,8 @@ def _rows(
 ) -> dict[Stream, SharedMemory] | None:
     """Return the shared memories of this host's ranks, one per stream.
 
-    Only if ranks are numbered host by host, equally many on each.
+    Return None if a host cannot share memory, or if the ranks are not numbered host by host with
+    equally many ranks on each.
     """
     hosts = exchange_texts(store, "host", rank, size, timeout_s, host_name())
     per_host = hosts.count(hosts[0])

@@ -47,7 +47,7 @@ def make_together(
         rank: this rank.
         numbers: the number of each rank in messages.
         timeout_s: how long the ranks may take, in seconds.
-        make: what each rank does, in a thread of its own.
+        make: makes this rank's connections; runs in a thread of its own.
         holder: the number of the rank whose process holds the store, if a rank does.
 
     Raises:

@@ -67,7 +67,7 @@ class Sent:
         readers: the ranks that read the input of this rank.
         record: the offset of this rank's record.
         x: the input, until this rank has finished.
-        out: the caller's output, if any, until then.
+        out: the caller's output, if any, until this rank has finished.
         offset: of the input in the segment, where ranks read the input.
         peers: for each peer the offsets of its record and of its input, once known.
     """
@@ -114,8 +114,8 @@ class Mailbox:
         self._published = [0] * len(Stream)
         self._next = [_first_record(stream) for stream in Stream]
         self._used: list[collections.deque[Sent]] = [collections.deque() for _ in Stream]
-        # For each peer and stream: records that this rank has walked over and not read yet, and
-        # the index and the place of the record behind them.
+        # For each peer and stream: the places of records that this rank has walked over and not
+        # read yet, by index, and then the index and the place of the first record after these.
         self._walked: dict[tuple[int, Stream], dict[int, int]] = {}
         self._ahead: dict[tuple[int, Stream], tuple[int, int]] = {}
         for peer in peers:

@@ -118,7 +118,8 @@ class SharedMemory:
             if found is not None:
                 return found
             numel = sent.call.op.output_numel(x.numel(), self.size)
-            # A fork reads other results (see [Note: pages in a fork]).
+            # Only large zero-copy results lie in the segment, because a fork cannot read the
+            # segment (see [Note: pages in a fork]).
             is_large = numel * x.dtype.itemsize >= PAGE
             found = self.allocate(numel, x.dtype) if sent.call.zero_copy and is_large else None
             out = x.new_empty(numel) if found is None else found
@@ -180,7 +181,8 @@ class SharedMemory:
         return block
 
     def _stays(self, op: Op, x: Tensor, out: Tensor | None) -> bool:
-        """Whether an input keeps its values until all ranks have read them: no output overlaps."""
+        """Whether readers may read an input in place, because no output overwrites the input."""
+        # Peers read raw memory, which a lazy conjugate or negative shares with the original.
         if x.is_conj() or x.is_neg():
             return False
         if out is None or out.data_ptr() + out.nbytes <= x.data_ptr():

@@ -5,10 +5,11 @@ Python's ``mmap`` can choose neither the address nor the alignment of a mapping.
 [Note: huge pages]
 
 The system maps a segment in pages of 2 MiB where it can (Linux 6.1 or later, when asked with
-``MADV_COLLAPSE``). To map or unmap a page of 4 KiB costs 0.1 us, which adds up to a hundredth of
-a step for its gradients alone. A page of 2 MiB costs no more than a small one. A window shows
-huge pages only where its address and the offset in the file agree modulo 2 MiB, so the allocator
-chooses offsets that agree (``Segment.allocate``). Without huge pages everything works, slower.
+``MADV_COLLAPSE``). Mapping or unmapping a page of 4 KiB costs 0.1 us, and for the gradients alone
+this adds up to a hundredth of a step. A page of 2 MiB costs no more than a small one. A window
+shows huge pages only where its address and the offset in the file agree modulo 2 MiB, so the
+allocator chooses offsets that agree (``Segment.allocate``). Without huge pages everything works,
+slower.
 
 [Note: pages in a fork]
 

@@ -144,6 +144,13 @@ def exchange_texts(
     *,
     answer: bool = True,
 ) -> list[str]:
+    """Publish a text in the store and return the texts of all ranks, in rank order.
+
+    With ``answer=False`` this rank does not wait for the others and returns no texts.
+
+    Raises:
+        TimeoutError: a rank did not publish a text in time.
+    """
     store.set(f"{key}/{rank}", text)
     if not answer:
         return []

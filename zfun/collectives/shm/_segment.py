@@ -92,7 +92,8 @@ class Segment:
         """Return offset and length of a free piece.
 
         A piece of a page or more is whole pages. In a window the piece of rank r begins at r times
-        its length. A large piece gets an offset that agrees modulo a huge page.
+        the length of a piece. So a large piece of rank r gets an offset that agrees with this place
+        modulo a huge page.
 
         Raises:
             OSError: there is no memory.

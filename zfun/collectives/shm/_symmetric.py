@@ -131,7 +131,10 @@ class Symmetric:
         self._retiring.append(block)
 
     def find(self, x: Tensor) -> tuple[Block | None, int]:
-        """Return the block of a tensor, and the tensor's offset; a window's own piece counts."""
+        """Return the block and the offset of a tensor in the segment; ``(None, 0)`` elsewhere.
+
+        This rank's piece of a window lies in the segment too.
+        """
         # The addresses of a window that is gone may be those of another tensor now.
         self._collect()
         address = x.data_ptr()
@@ -186,8 +189,8 @@ class Symmetric:
         """Finish this rank's windows over a tensor that is about to be written.
 
         Args:
-            x: a buffer, or a part of a window. A window of which ``x`` shows more than the own
-                piece becomes memory of this rank alone.
+            x: a buffer, or a part of a window. If ``x`` reaches beyond this rank's piece of the
+                window, the window becomes memory of this rank alone.
 
         Returns:
             The collectives that the peers must finish before the tensor may be written.
