@@ -139,17 +139,6 @@ class SharedMemory:
         """
         self._mailbox.await_finished(sent)
 
-    @property
-    def in_use(self) -> int:
-        """Bytes of the segment that are allocated."""
-        self._symmetric.reclaim()
-        return self._segment.in_use
-
-    @property
-    def reserved(self) -> int:
-        """Bytes that the segment has taken from the system."""
-        return self._segment.reserved
-
     def close(self) -> None:
         """Close the connections and release the memory."""
         if self._peers:
