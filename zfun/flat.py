@@ -427,9 +427,15 @@ def change_layout(flat: Flat, layout: Layout) -> Flat:
 
     Raises:
         PlacementError: the flat is sharded, so every rank would need shards of other ranks.
+        SpecMismatch: the layout has other leaves.
     """
     if flat.layout == layout:
         return flat
+    if len(flat.layout.leaves) != len(layout.leaves):
+        raise SpecMismatch(
+            f"change_layout() keeps the leaves; got a layout of {len(layout.leaves)} leaves for a "
+            f"Flat with {len(flat.layout.leaves)}; make the layout with split_by_label()"
+        )
     if flat.placement is S:
         raise PlacementError(
             "an optimizer by label takes sharded values whose buckets have one label each; got a "

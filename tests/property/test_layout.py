@@ -17,7 +17,7 @@ from tests import models
 from tests.conftest import examples
 from zfun import tree
 from zfun.errors import AliasChanged, LeafError, OptionError, SpecMismatch
-from zfun.flat import leaf_spans, ravel
+from zfun.flat import change_layout, leaf_spans, ravel
 from zfun.layout import ALIGNMENT, DEFAULT_BUCKET_BYTES, unique_leaves
 from zfun.testing import (
     Composition,
@@ -389,6 +389,14 @@ def test_ravel_takes_one_dtype_for_each_bucket() -> None:
         expected = f"one dtype for each bucket .* got {count} dtypes for 2 buckets; leave dtypes"
         with pytest.raises(OptionError, match=expected):
             ravel(params, layout, group, dtypes=[torch.float64] * count)
+
+
+def test_a_layout_of_more_leaves_takes_no_flat() -> None:
+    params = {"w": torch.ones(2)}
+    flat = ravel(params, zf.layout.layout_of(params), zf.collectives.single_group())
+    more = zf.layout.layout_of({**params, "b": torch.ones(1)}, bucket_bytes=1)
+    with pytest.raises(SpecMismatch, match="got a layout of 2 leaves for a Flat with 1; make"):
+        change_layout(flat, more)
 
 
 def test_the_default_bucket_holds_some_megabytes() -> None:
