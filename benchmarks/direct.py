@@ -79,7 +79,12 @@ def both_ways(path: Path, num_bytes: int) -> Iterator[Callable[[], Callable[[], 
             pool.submit(_move, fd, buffers[thread], MIB, places[thread], thread < writes)
             for thread in range(4)
         ]
-        return lambda: [move.result() for move in moves] and None
+
+        def wait() -> None:
+            for move in moves:
+                move.result()
+
+        return wait
 
     with ThreadPoolExecutor(4) as pool, _file(path, num_bytes) as fd:
         start(writes=4)()  # the first write gives the file its blocks on the disk

@@ -508,6 +508,10 @@ def start_reduce_scatter_over(
     Returns:
         The pending piece of this rank.
 
+    Raises:
+        OptionError: another collective.
+        PlacementError: ``group`` is the outer axis of a mesh.
+
     Example:
         >>> from zfun.collectives import simulate
         >>> def main(group):
@@ -517,6 +521,12 @@ def start_reduce_scatter_over(
         >>> simulate(4, main)
         [4, 40, 4, 40]
     """
+    check_shardable(group, "start_reduce_scatter_over()")
+    if not isinstance(call.op, ReduceScatter):
+        raise OptionError(
+            f"start_reduce_scatter_over() is for reduce_scatter; got {call.op.kind}; pass another "
+            "collective to group.start()"
+        )
     mesh = mesh_of(group)
     if group is not mesh and isinstance(mesh, Mesh):
         return mesh.reduce_scatter_inner(call, x)

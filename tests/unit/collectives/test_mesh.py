@@ -13,7 +13,17 @@ from torch import Tensor
 import zfun as zf
 from tests import models
 from zfun import optim
-from zfun.collectives import AllGather, AllReduce, Broadcast, Collective, Permute, Reduce, barrier
+from zfun.collectives import (
+    AllGather,
+    AllReduce,
+    Broadcast,
+    Collective,
+    Permute,
+    Reduce,
+    ReduceScatter,
+    barrier,
+    start_reduce_scatter_over,
+)
 from zfun.errors import OptionError, PeerLost, PlacementError, SpecMismatch
 from zfun.testing import assert_same_bits
 
@@ -430,3 +440,14 @@ def test_ranks_of_a_mesh_may_diverge_while_forward_gathers_for_backward(
         zf.simulate(4, functools.partial(main, sharded=True)),
         zf.simulate(4, functools.partial(main, sharded=False)),
     )
+
+
+def test_a_sum_over_the_mesh_of_a_group_refuses_the_outer_axis_and_other_collectives() -> None:
+    def main(group: zf.Group) -> None:
+        mesh, x = zf.split(group, inner=2), torch.ones(4)
+        with pytest.raises(PlacementError, match=r"got its outer axis.*pass mesh\.inner"):
+            start_reduce_scatter_over(mesh.outer, Collective(ReduceScatter(), "grads"), x)
+        with pytest.raises(OptionError, match="is for reduce_scatter; got all_gather"):
+            start_reduce_scatter_over(mesh.inner, Collective(AllGather(), "grads"), x)
+
+    zf.simulate(4, main)
