@@ -413,7 +413,9 @@ def efficiency(
         )
     for name, bandwidth in links.items():
         axes.axvline(bandwidth / 1e9, color=FAINT, linewidth=1, linestyle=":")
-        place = min(range(len(bandwidths)), key=lambda i: abs(bandwidths[i] - bandwidth))
+        place = min(
+            range(len(bandwidths)), key=lambda i: abs(bandwidths[i] - bandwidth)
+        )
         is_above = max(shares[place] for shares in curves.values()) < 0.85
         axes.annotate(
             name,
