@@ -369,7 +369,9 @@ def apply_updates(params: Tree, updates: Tree, donate: bool = False) -> Tree:
         The new parameters, in the dtypes of the old ones.
 
     Raises:
-        SpecMismatch: the trees or shapes differ.
+        LeafError: a parameter holds integers or booleans.
+        SpecMismatch: the trees or shapes differ, or an update is complex where the parameter is
+            real.
 
     Example:
         >>> apply_updates({"w": torch.ones(2)}, {"w": torch.tensor([0.5, -0.5])})
@@ -423,7 +425,9 @@ def aligned(params: Tree, **others: Tree) -> list[tuple[Tensor, ...]]:
         For each leaf of ``params`` the leaf and its counterparts.
 
     Raises:
-        SpecMismatch: a tree has another structure or a leaf another shape; the message names both.
+        LeafError: a parameter is no tensor, or holds integers or booleans.
+        SpecMismatch: a tree has another structure, or a leaf another shape, is sparse, or is
+            complex where the parameter is real; the message names both.
     """
     rows: list[tuple[Tensor, ...]] = []
 
@@ -443,6 +447,7 @@ def aligned(params: Tree, **others: Tree) -> list[tuple[Tensor, ...]]:
                 "torch.as_tensor(leaf), or leave the leaf out with zf.partition()",
                 leaf=path,
             )
+        _check_dtype(path, p.dtype)
         for name, x in zip(others, rest, strict=True):
             if not isinstance(x, Tensor) or x.shape != p.shape:
                 got = (
@@ -456,6 +461,14 @@ def aligned(params: Tree, **others: Tree) -> list[tuple[Tensor, ...]]:
                     f"{name} must have the shapes of the parameters; leaf {path!r} is "
                     f"{tuple(p.shape)} in params and {got} in {name}; pass what belongs to these "
                     "very parameters, zeros for one without gradient",
+                    leaf=path,
+                )
+            if x.is_complex() is not p.is_complex() or x.layout is not torch.strided:
+                kind = x.dtype if x.layout is torch.strided else f"a {x.layout} tensor"
+                raise SpecMismatch(
+                    f"{name} must be dense, and complex where the parameters are complex; leaf "
+                    f"{path!r} is {p.dtype} in params and {kind} in {name}; pass values of the "
+                    "parameter's own kind, to_dense() of a sparse tensor",
                     leaf=path,
                 )
     return rows

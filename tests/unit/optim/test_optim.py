@@ -521,6 +521,25 @@ def test_trees_that_do_not_fit_are_refused_by_name(make: Any) -> None:
     assert optimizer.update(reordered, state, params)[0]["a"].shape == (2,)
 
 
+@pytest.mark.parametrize("make", [optim.sgd, optim.adam, optim.lamb, optim.lion, optim.adagrad])
+def test_gradients_are_dense_and_complex_where_the_parameters_are(make: Any) -> None:
+    optimizer, real, imaginary = make(0.1), {"w": torch.ones(2)}, {"w": torch.ones(2) * 1j}
+    for params, grads, message in [
+        (real, imaginary, r"leaf 'w' is torch\.float32 in params and torch\.complex64 in"),
+        (imaginary, real, r"leaf 'w' is torch\.complex64 in params and torch\.float32 in"),
+        (real, {"w": torch.ones(2).to_sparse()}, r"a torch\.sparse_coo tensor in .*to_dense"),
+    ]:
+        with pytest.raises(SpecMismatch, match=message):
+            optimizer.apply(grads, optimizer.init(params), params)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_integers_take_no_updates(donate: bool) -> None:
+    params, updates = {"n": torch.ones(2, dtype=torch.int64)}, {"n": torch.full((2,), 0.7)}
+    with pytest.raises(LeafError, match=r"leaf 'n' has torch\.int64; keep it in a tree"):
+        optim.apply_updates(params, updates, donate)
+
+
 def test_updates_that_do_not_fit_are_refused() -> None:
     broken = optim.optimizer(
         lambda params: (), lambda grads, state, params: (tree.map(lambda g: g.sum(), grads), state)
