@@ -16,7 +16,7 @@ from zfun.errors import LeafError, OptionError, SpecMismatch
 from zfun.flat import flats
 from zfun.layout import LabelFn
 from zfun.optim._schedules import rate_at
-from zfun.options import ANY, BOOL, FUNCTION, takes
+from zfun.options import ANY, BOOL, FUNCTION, shown, takes
 from zfun.placement import Placement
 from zfun.tree import Tree
 
@@ -29,6 +29,7 @@ __all__ = [
     "aligned",
     "apply_updates",
     "as_optimizer",
+    "check_fields",
     "check_trainable",
     "flat_view",
     "itself",
@@ -201,6 +202,8 @@ class Optimizer(NamedTuple):
         rate = options.get("learning_rate", options.get("lr"))
         if rate is not None:
             # A constant rate needs no count; the state of scale_by_learning_rate() has none then.
+            if callable(rate):
+                check_fields(state, "count")
             return rate_at(rate, step_count(state.count) if callable(rate) else 0)
         if isinstance(state, dict):
             states = tuple(state.values())
@@ -412,6 +415,21 @@ def _check_dtype(path: str, dtype: torch.dtype) -> None:
             "it in a tree of its own with partition()",
             leaf=path,
         )
+
+
+def check_fields(state: State, *names: str) -> None:
+    """Refuse a state without some attributes, which is the state of another optimizer.
+
+    Raises:
+        SpecMismatch: an attribute is missing, or ``count`` is no tensor; plain tuples have a method
+            of this name.
+    """
+    for name in names:
+        if not hasattr(state, name) or (name == "count" and not isinstance(state.count, Tensor)):
+            raise SpecMismatch(
+                f"an optimizer takes the state that its init returned; got {shown(state)} "
+                f"without {name!r}; pass optimizer.init(params) or the state of the last step"
+            )
 
 
 def aligned(params: Tree, **others: Tree) -> list[tuple[Tensor, ...]]:

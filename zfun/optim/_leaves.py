@@ -19,6 +19,7 @@ from zfun.optim._base import (
     aligned,
     apply_updates,
     as_optimizer,
+    check_fields,
     check_trainable,
     flat_view,
     itself,
@@ -102,6 +103,7 @@ def lamb(
         return AdamState(no_steps(), zeros_like(params), zeros_like(params))
 
     def step(grads: Tree, state: State, params: Tree, into: Into) -> tuple[Tree, AdamState]:
+        check_fields(state, "count", "mu", "nu")
         rows = aligned(params, gradients=grads, mu=state.mu, nu=state.nu)
         before = step_count(state.count)
         first = decay_at("b1", b1, before)
@@ -267,6 +269,7 @@ def _muon(
 
     @torch.no_grad()
     def update(grads: Tree, state: State, params: Tree) -> tuple[Tree, MuonState]:
+        check_fields(state, "count", "mu")
         rows = aligned(params, gradients=grads, mu=state.mu)
         rate = rate_at(learning_rate, step_count(state.count))
         spec = tree.structure(params)

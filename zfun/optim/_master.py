@@ -18,6 +18,7 @@ from zfun.optim._base import (
     UpdateFn,
     apply_updates,
     as_optimizer,
+    check_fields,
     check_trainable,
     prepared,
     remembered,
@@ -98,6 +99,7 @@ def _with_master(inner: Optimizer, dtype: torch.dtype) -> Optimizer:
         return MasterState(master, inner.init(_widened(params, master, dtype)))
 
     def update(grads: Tree, state: State, params: Tree) -> tuple[Tree, MasterState]:
+        check_fields(state, *MasterState._fields)
         before = _widened(params, state.master, dtype)
         updates, after = inner.update(grads, state.inner, before)
         wide = apply_updates(before, updates)
@@ -117,6 +119,7 @@ def _with_master(inner: Optimizer, dtype: torch.dtype) -> Optimizer:
     def apply(
         grads: Tree, state: State, params: Tree, *, donate: bool = False
     ) -> tuple[Tree, MasterState]:
+        check_fields(state, *MasterState._fields)
         wide, after = inner.apply(
             grads, state.inner, _widened(params, state.master, dtype), donate=donate
         )
@@ -129,6 +132,7 @@ def _with_master(inner: Optimizer, dtype: torch.dtype) -> Optimizer:
         )
 
     def prepare(grads: Tree | None, state: State, params: Tree) -> Optimizer | None:
+        check_fields(state, *MasterState._fields)
         ready = prepared(inner, grads, state.inner, params)
         return None if ready is None else _with_master(ready, dtype)
 

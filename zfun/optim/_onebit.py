@@ -31,6 +31,7 @@ from zfun.optim._base import (
     Optimizer,
     State,
     aligned,
+    check_fields,
     check_trainable,
     flat_view,
     own,
@@ -169,6 +170,7 @@ def onebit_adam(
         return new, OneBitState(*after, *_kept(state, into.donate))
 
     def step(grads: Tree, state: State, params: Tree, into: Into) -> tuple[Tree, OneBitState]:
+        check_fields(state, *OneBitState._fields)
         before = step_count(state.count)
         if before < freeze_step:
             return warm_up(grads, state, params, into)
@@ -204,6 +206,7 @@ def onebit_adam(
         return _stepped(mus, state, params, into, kernel_at(before), rest)
 
     def is_frozen(state: OneBitState) -> bool:
+        check_fields(state, "count")
         return step_count(state.count) >= freeze_step
 
     return assemble(init, step)._replace(by_leaf=True, partial=is_frozen)

@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 from zfun import tree
-from zfun.errors import SpecMismatch
 from zfun.optim._base import (
     InitFn,
     Optimizer,
     State,
     aligned,
+    check_fields,
     check_trainable,
     flat_view,
     own,
     step_count,
 )
-from zfun.options import FUNCTION, TEXT, each, function, shown, takes
+from zfun.options import FUNCTION, TEXT, each, function, takes
 from zfun.tree import Tree
 
 __all__ = ["Into", "Kernel", "assemble", "elementwise", "no_steps", "zeros_like"]
@@ -109,12 +109,7 @@ def elementwise(
         return make_state(no_steps(), *(zeros_like(params) for _ in names))
 
     def step(grads: Tree, state: State, params: Tree, into: Into) -> tuple[Tree, State]:
-        for name in ("count", *names):
-            if not hasattr(state, name):
-                raise SpecMismatch(
-                    f"an optimizer takes the state that its init returned; got {shown(state)} "
-                    f"without {name!r}; pass optimizer.init(params) or the state of the last step"
-                )
+        check_fields(state, "count", *names)
         rows = aligned(params, gradients=grads, **{name: getattr(state, name) for name in names})
         kernel = kernel_at(step_count(state.count))
         held = [own([row[2 + place] for row in rows], into.donate) for place in range(len(names))]

@@ -13,11 +13,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from zfun import tree
-from zfun.errors import NotElementwiseError, OptionError
+from zfun.errors import NotElementwiseError, OptionError, SpecMismatch
 from zfun.optim._base import (
     Optimizer,
     State,
     aligned,
+    check_fields,
     check_trainable,
     flat_view,
     optimizer,
@@ -189,6 +190,14 @@ def _from_torch(make: type[torch.optim.Optimizer], options: dict[str, Any]) -> O
 
     @torch.no_grad()
     def step(grads: Tree, state: State, params: Tree) -> tuple[list[Tensor], TorchState]:
+        check_fields(state, *TorchState._fields)
+        names = {name for p in tree.leaves(params) for name in kept(_real(p.dtype))}
+        if names != {*state.trees, *state.scalars}:
+            raise SpecMismatch(
+                f"a state of from_torch() is of one class; got {[*state.trees, *state.scalars]} "
+                f"where torch.optim.{make.__name__} keeps {sorted(names)}; pass "
+                "optimizer.init(params) or the state of the last step"
+            )
         rows = aligned(params, gradients=grads, **state.trees)
         before = step_count(state.count)
         scalars: dict[str, Tensor] = {}

@@ -22,6 +22,7 @@ from zfun.optim._base import (
     UpdateFn,
     aligned,
     as_optimizer,
+    check_fields,
     flat_view,
     of_update,
     optimizer,
@@ -158,6 +159,7 @@ def scale_by_schedule(schedule: Schedule) -> Optimizer:
         return ScheduleState(torch.zeros((), dtype=torch.int64, device="cpu"))
 
     def update(grads: Tree, state: State, params: Tree) -> tuple[Tree, State]:
+        check_fields(state, "count")
         return _scaled(grads, float(schedule(step_count(state.count)))), ScheduleState(
             state.count + 1
         )

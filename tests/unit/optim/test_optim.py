@@ -470,6 +470,37 @@ def test_chain_refuses_the_state_of_another() -> None:
         optim.chain()
 
 
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optim.sgd(0.1),
+        optim.lamb(0.1),
+        optim.muon(0.1, optim.sgd(0.1)),
+        optim.with_master(optim.sgd(0.1)),
+        optim.onebit_adam(0.1),
+        optim.from_torch(torch.optim.RMSprop),
+        optim.scale_by_schedule(optim.constant(0.1)),
+        optim.scale_by_learning_rate(optim.constant(0.1)),
+    ],
+    ids=lambda optimizer: optimizer.name,
+)
+def test_the_state_of_another_optimizer_is_refused(optimizer: optim.Optimizer) -> None:
+    params = {"w": torch.ones(2, 2)}
+    others = [
+        optim.chain(optim.scale(1.0)).init(params),
+        optim.inject_hyperparams(optim.sgd)(0.1).init(params),
+        {"matrices": (), "rest": ()},
+        None,
+    ]
+    for state in others:
+        with pytest.raises(SpecMismatch, match=r"takes the state that its init returned|by label"):
+            optimizer.apply(params, state, params)
+        with pytest.raises(SpecMismatch, match=r"takes the state that its init returned|by label"):
+            optimizer.update(params, state, params)
+    with pytest.raises(SpecMismatch, match=r"init returned; got None without 'count'"):
+        optim.adamw(optim.constant(0.1)).learning_rate(None)
+
+
 def test_as_optimizer_takes_pairs_of_functions() -> None:
     def init(params: Any) -> Any:
         return ()

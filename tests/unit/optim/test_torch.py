@@ -9,7 +9,7 @@ from torch import Tensor
 import zfun as zf
 from tests import models
 from zfun import optim, tree
-from zfun.errors import NotElementwiseError, OptionError
+from zfun.errors import NotElementwiseError, OptionError, SpecMismatch
 from zfun.testing import same_bits
 
 CLASSES: list[tuple[Any, dict[str, Any], set[str]]] = [
@@ -204,3 +204,12 @@ def test_options_are_checked() -> None:
         OptionError, match=r"use zf\.optim\.sgd, adam or adamw, or zf\.optim\.from_torch"
     ):
         optim.as_optimizer(torch.optim.Adam([torch.nn.Parameter(torch.ones(1))]))
+
+
+def test_the_state_of_another_class_is_refused() -> None:
+    params = {"w": torch.ones(2)}
+    first, second = optim.from_torch(torch.optim.RMSprop), optim.from_torch(torch.optim.NAdam)
+    with pytest.raises(SpecMismatch, match=r"of one class; got \['exp_avg', .*RMSprop keeps"):
+        first.apply(params, second.init(params), params)
+    with pytest.raises(SpecMismatch, match=r"of one class; got \['square_avg', .*NAdam keeps"):
+        second.apply(params, first.init(params), params)
