@@ -181,8 +181,8 @@ class Optimizer(NamedTuple):
         Returns:
             The rate that the optimizer was given, as a number or a function of the steps taken, or
             the rate in the state (:func:`zfun.optim.inject_hyperparams`); of a chain and of an
-            optimizer by label, the rate of the first part that has one; ``None`` if no part has
-            one.
+            optimizer by label, the rate of the first part that has one and, by label, has leaves;
+            ``None`` if no part has one.
 
         Example:
             >>> from zfun.optim import adamw, chain, clip_by_global_norm, linear
@@ -211,7 +211,11 @@ class Optimizer(NamedTuple):
             states = (state.inner,) if hasattr(state, "inner") else state
         else:
             states = (state,)
-        found = (part.learning_rate(its) for part, its in zip(self.parts, states, strict=False))
+        found = (
+            part.learning_rate(its)
+            for part, its in zip(self.parts, states, strict=False)
+            if its is not None  # the state of a label without leaves
+        )
         return next((rate for rate in found if rate is not None), None)
 
 

@@ -68,6 +68,17 @@ def test_an_optimizer_whose_label_no_leaf_has_stays_unused() -> None:
     assert same_bits(whole, train(optim.by_label(RULES, kind), models.mlp())[0])
 
 
+def test_the_learning_rate_is_that_of_a_label_with_leaves() -> None:
+    params = {"b": torch.ones(2)}
+    for rule in (
+        optim.muon(optim.linear(1.0, 0.0, 4), optim.adamw(0.05)),
+        optim.by_label({"none": optim.sgd(0.5), "all": optim.sgd(0.05)}, lambda path, leaf: "all"),
+    ):
+        zero = zf.zero(0, lambda p, batch: (p["b"] * batch).sum(), rule, zf.process_group())
+        _, info = zero.step(zero.init(params), torch.ones(2))
+        assert info.learning_rate == 0.05
+
+
 def test_labels_may_be_nested() -> None:
     inner = optim.by_label(
         {"first": optim.sgd(0.01), "later": optim.sgd(0.1)},
