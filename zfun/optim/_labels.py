@@ -50,7 +50,8 @@ def by_label(
         that label; ``None`` for a label without leaves.
 
     Raises:
-        OptionError: there is no optimizer, or a leaf has a label without an optimizer.
+        OptionError: there is no optimizer, a label is no string, or a leaf has a label without an
+            optimizer.
         PlacementError: an optimizer is sharded already, so that it would be sharded twice, or sums
             the terms of gradients by itself.
 
@@ -71,6 +72,11 @@ def by_label(
             "by_label({'all': sgd(0.1)}, label)"
         )
     for name, part in parts.items():
+        if not isinstance(name, str):
+            raise OptionError(
+                f"the labels of by_label() are strings; got {name!r}; write {str(name)!r}, and let "
+                "label() return strings too"
+            )
         if part.placement is not None:
             raise PlacementError(
                 "by_label() stands inside of shard_optimizer(), which shards all states; got an "
@@ -155,13 +161,13 @@ class _Table:
     def name(self, path: str, leaf: Any) -> str:
         """Return the label of a leaf."""
         found = self.label(path, leaf)
-        if found not in self.parts:
+        if not isinstance(found, str) or found not in self.parts:
             raise OptionError(
                 f"label() gives every leaf one of the labels {', '.join(map(repr, self.parts))}; "
                 f"leaf {path!r} got {found!r}; add an optimizer for it",
                 leaf=path,
             )
-        return str(found)
+        return found
 
     def place(self, path: str, leaf: Any) -> Hashable:
         """Return the key that the leaves of a bucket share: the label, and the part's own label."""

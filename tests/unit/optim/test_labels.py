@@ -181,6 +181,12 @@ def test_labels_states_and_gradients_that_do_not_fit_are_refused() -> None:
     with pytest.raises(OptionError, match="at least one optimizer"):
         optim.by_label({}, kind)
     with pytest.raises(
+        OptionError, match=r"labels of by_label.* are strings; got True; write 'True"
+    ):
+        optim.by_label({True: optim.sgd(0.1)}, lambda path, leaf: leaf.ndim > 1)  # type: ignore[dict-item]
+    with pytest.raises(OptionError, match=r"leaf 'w' got \['rest'\]; add an optimizer"):
+        optim.by_label(RULES, lambda path, leaf: ["rest"]).init(params)  # type: ignore[arg-type,return-value]
+    with pytest.raises(
         SpecMismatch, match=r"a dict with the labels 'matrix', 'rest'; got AdamState"
     ):
         optimizer.update(params, optim.adamw(0.1).init(params), params)
