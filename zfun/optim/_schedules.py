@@ -6,10 +6,12 @@ import bisect
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
+
+from torch import Tensor
 
 from zfun.errors import OptionError
-from zfun.options import BOOL, each, function, integer, number, one_of, takes
+from zfun.options import BOOL, Kind, each, function, integer, number, one_of, shown, takes
 
 __all__ = [
     "Schedule",
@@ -28,7 +30,9 @@ Schedule: TypeAlias = Callable[[int], float]
 
 
 SCHEDULE = function("a function of the step", "zf.optim.constant(3e-4)")
-RATE = number(0, example="3e-4") | SCHEDULE
+FINITE = number()
+_RATE = number(0, example="3e-4")
+RATE = _RATE | SCHEDULE
 DECAY = number(0, below=1, example="0.9") | SCHEDULE
 SECOND_DECAY = number(0, below=1, example="0.999")
 EPS = number(0, example="1e-8")
@@ -363,7 +367,8 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
     if len(parts) != len(starts):
         raise OptionError(
             f"join() takes one boundary for each schedule but the first; got {len(parts)} "
-            f"schedules, {len(starts) - 1} boundaries"
+            f"schedules, {len(starts) - 1} boundaries; a boundary is the step at which the next "
+            "schedule starts"
         )
     if any(not before < after for before, after in itertools.pairwise(starts)):
         raise OptionError(
@@ -442,14 +447,29 @@ def _cycled(
     return schedule
 
 
+def value_at(name: str, value: float | Schedule, step: int, kind: Kind) -> float:
+    """Return an option at the step after ``step`` others.
+
+    Raises:
+        OptionError: the schedule returned no number of the kind.
+    """
+    if not callable(value):
+        return float(value)
+    found: Any = value(step)
+    now = found.item() if isinstance(found, Tensor) and found.numel() == 1 else found
+    if not kind.accepts(now):
+        raise OptionError(
+            f"{name} is {kind} at every step; its schedule gave {shown(found)} at step {step}; "
+            "let the schedule return such a number, and stay at its last value after its end"
+        )
+    return float(now)
+
+
 def rate_at(learning_rate: float | Schedule, step: int) -> float:
     """Return the learning rate of the step after ``step`` others."""
-    return float(learning_rate(step) if callable(learning_rate) else learning_rate)
+    return value_at("learning_rate", learning_rate, step, _RATE)
 
 
 def decay_at(name: str, value: float | Schedule, step: int) -> float:
     """Return the decay of a moment at the step after ``step`` others."""
-    now = float(value(step) if callable(value) else value)
-    if not 0.0 <= now < 1.0:
-        raise OptionError(f"{name} lies in [0, 1.0); its schedule gave {now} at step {step}")
-    return now
+    return value_at(name, value, step, SECOND_DECAY)

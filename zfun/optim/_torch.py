@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from zfun import tree
-from zfun.errors import NotElementwiseError, OptionError, SpecMismatch
+from zfun.errors import NotElementwiseError, OptionError, SpecMismatch, ZfunError
 from zfun.optim._base import (
     Optimizer,
     State,
@@ -131,7 +131,7 @@ def _check_elementwise(pure: Optimizer, name: str) -> None:
         ]
         try:
             one, other = changes([48]), changes([13, 1, 34])
-        except NotElementwiseError:
+        except ZfunError:
             raise
         except Exception as error:  # the code of any class runs here and may raise anything
             raise NotElementwiseError(

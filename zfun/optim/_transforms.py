@@ -31,7 +31,18 @@ from zfun.optim._base import (
 )
 from zfun.optim._labels import by_label
 from zfun.optim._rules import AdagradState, AdamState, LionState, SgdState
-from zfun.optim._schedules import DECAY, EPS, RATE, SCHEDULE, SECOND_DECAY, Schedule, decay_at
+from zfun.optim._schedules import (
+    DECAY,
+    EPS,
+    FINITE,
+    RATE,
+    SCHEDULE,
+    SECOND_DECAY,
+    Schedule,
+    decay_at,
+    rate_at,
+    value_at,
+)
 from zfun.optim._stepping import Kernel, elementwise
 from zfun.options import ANY, BOOL, OF_LEAVES, number, takes
 from zfun.reductions import global_norm
@@ -160,9 +171,8 @@ def scale_by_schedule(schedule: Schedule) -> Optimizer:
 
     def update(grads: Tree, state: State, params: Tree) -> tuple[Tree, State]:
         check_fields(state, "count")
-        return _scaled(grads, float(schedule(step_count(state.count)))), ScheduleState(
-            state.count + 1
-        )
+        factor = value_at("the factor", schedule, step_count(state.count), FINITE)
+        return _scaled(grads, factor), ScheduleState(state.count + 1)
 
     return optimizer(init, update)
 
@@ -390,7 +400,7 @@ def scale_by_learning_rate(learning_rate: float | Schedule) -> Optimizer:
     """
     if callable(learning_rate):
         schedule = learning_rate
-        return scale_by_schedule(lambda step: -schedule(step))
+        return scale_by_schedule(lambda step: -rate_at(schedule, step))
     return scale(-float(learning_rate))
 
 

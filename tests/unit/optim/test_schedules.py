@@ -256,12 +256,43 @@ def test_a_momentum_may_be_a_function_of_the_steps_taken(rule: str) -> None:
         p.grad = grad
         theirs.step()
         torch.testing.assert_close(params["w"] - 1, p.detach() - 1, rtol=1e-12, atol=0)
-    with pytest.raises(OptionError, match=r"lies in \[0, 1.0\); its schedule gave 1.5 at step 0"):
+    with pytest.raises(
+        OptionError, match=r"below 1 at every step; its schedule gave 1.5 at step 0"
+    ):
         (
             optim.sgd(0.1, momentum=optim.constant(1.5))
             if rule == "sgd"
             else optim.adam(0.1, b1=optim.constant(1.5))
         ).update(params, ours.init(params), params)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        optim.sgd,
+        optim.muon,
+        optim.scale_by_schedule,
+        optim.scale_by_learning_rate,
+        lambda schedule: optim.from_torch(torch.optim.RMSprop, lr=schedule),
+        lambda schedule: optim.adam(0.1, b1=schedule),
+    ],
+)
+def test_the_values_of_a_schedule_are_checked(make: Any) -> None:
+    def changed(value: Any) -> torch.Tensor:
+        options = (optim.sgd(0.1),) if make is optim.muon else ()
+        optimizer, params = make(lambda step: value, *options), {"w": torch.ones(2, 2)}
+        return optimizer.apply(params, optimizer.init(params), params)[0]["w"]
+
+    for bad in (None, "0.1", 1j, math.nan, math.inf, torch.ones(2)):
+        with pytest.raises(
+            OptionError, match=r"number.* at every step; its schedule gave .* 0; let"
+        ):
+            changed(bad)
+    if make is not optim.scale_by_schedule:
+        with pytest.raises(OptionError, match=r"at least 0.* its schedule gave -0.25 at step 0"):
+            changed(-0.25)
+    for good in (torch.tensor(0.25), torch.tensor([0.25])):
+        assert torch.equal(changed(good), changed(0.25))
 
 
 @pytest.mark.parametrize(
@@ -280,7 +311,7 @@ def test_a_momentum_may_be_a_function_of_the_steps_taken(rule: str) -> None:
             lambda: optim.one_cycle(0.0, 1.0, 3, decay_steps=-1),
             "an integer of at least 0, ",
         ),
-        (lambda: optim.join([float, float], []), "2 schedules, 0 boundaries"),
+        (lambda: optim.join([float, float], []), "2 schedules, 0 boundaries; a boundary is"),
         (
             lambda: optim.join([float, float, float], [5, 5]),
             r"boundaries ascend and are above 0; got \[5, 5\]",
