@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, ParamSpec, Protocol, TypeAlias
 
@@ -18,6 +18,7 @@ from zfun.layout import LabelFn
 from zfun.optim._schedules import rate_at
 from zfun.options import ANY, BOOL, FUNCTION, shown, takes
 from zfun.placement import Placement
+from zfun.sources.deferred import memory_of
 from zfun.tree import Tree
 
 __all__ = [
@@ -522,7 +523,7 @@ def own(leaves: Sequence[Tensor], donate: bool) -> list[Tensor]:
     With ``donate`` a contiguous leaf is returned as it is. A second tie of a leaf is copied,
     because two steps would write the same memory.
     """
-    seen: set[int] = set()
+    seen: set[Hashable] = set()
     mine = []
     for leaf in leaves:
         take = (
@@ -530,9 +531,10 @@ def own(leaves: Sequence[Tensor], donate: bool) -> list[Tensor]:
             and leaf.is_contiguous()
             and not leaf.is_conj()
             and not leaf.is_neg()
-            and id(leaf) not in seen
+            and memory_of(leaf) not in seen
         )
-        seen.add(id(leaf))
+        if take:
+            seen.add(memory_of(leaf))
         mine.append(leaf if take else _dense(leaf).clone(memory_format=torch.contiguous_format))
     return mine
 

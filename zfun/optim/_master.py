@@ -20,6 +20,7 @@ from zfun.optim._base import (
     as_optimizer,
     check_fields,
     check_trainable,
+    own,
     prepared,
     remembered,
 )
@@ -123,9 +124,11 @@ def _with_master(inner: Optimizer, dtype: torch.dtype) -> Optimizer:
         wide, after = inner.apply(
             grads, state.inner, _widened(params, state.master, dtype), donate=donate
         )
+        rows = list(zip(tree.leaves(params), tree.leaves(wide), strict=True))
+        kept = iter(own([p for p, _ in rows if _is_narrow(p, dtype)], donate) if donate else ())
         rounded = [
-            _rounded(new, p, donate) if _is_narrow(p, dtype) else new
-            for p, new in zip(tree.leaves(params), tree.leaves(wide), strict=True)
+            _rounded(new, p.dtype, next(kept, None)) if _is_narrow(p, dtype) else new
+            for p, new in rows
         ]
         return tree.unflatten(tree.structure(params), rounded), MasterState(
             _masters_of(wide, params, dtype), after
@@ -172,8 +175,8 @@ def _exact(x: Tensor) -> torch.dtype:
 
 
 @torch.no_grad()
-def _rounded(wide: Tensor, param: Tensor, donate: bool) -> Tensor:
-    return param.copy_(wide) if donate and param.is_contiguous() else wide.to(param.dtype)
+def _rounded(wide: Tensor, dtype: torch.dtype, into: Tensor | None) -> Tensor:
+    return wide.to(dtype) if into is None else into.copy_(wide)
 
 
 def _masters_of(values: Tree, params: Tree, dtype: torch.dtype) -> Tree:
@@ -202,7 +205,7 @@ def _widened(params: Tree, master: Tree, dtype: torch.dtype) -> Tree:
     leaves, spec = tree.flatten(params, is_leaf=_is_flat)
     masters = tree.subtrees(spec, master) or [None] * len(leaves)
     return tree.unflatten(
-        spec, [_put(param, own, dtype) for param, own in zip(leaves, masters, strict=True)]
+        spec, [_put(param, held, dtype) for param, held in zip(leaves, masters, strict=True)]
     )
 
 

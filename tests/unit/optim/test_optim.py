@@ -240,25 +240,21 @@ def test_donate_works_in_place_and_never_on_gradients() -> None:
     assert bits(grads) == before
 
 
-def test_tied_leaves_are_updated_once_when_donated() -> None:
-    w = torch.ones(3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tie", [lambda w: w, lambda w: w.detach()])
+def test_tied_leaves_are_updated_once_when_donated(tie: Any, dtype: torch.dtype) -> None:
+    w = torch.ones(3, dtype=dtype)
+    grads = {"a": torch.ones(3), "b": torch.full((3,), 3.0)}
     for optimizer in (
         optim.sgd(0.5),
         optim.as_optimizer((optim.scale(-0.5).init, optim.scale(-0.5).update)),
+        optim.with_master(optim.sgd(0.5)),
     ):
-        params, _ = optimizer.apply(
-            {"a": torch.ones(3), "b": torch.ones(3)},
-            optimizer.init({"a": w, "b": w}),
-            {"a": w.clone(), "b": w.clone()},
-        )
+        state = optimizer.init({"a": w, "b": w})
+        params, _ = optimizer.apply(grads, state, {"a": w.clone(), "b": w.clone()})
         tied = w.clone()
-        donated, _ = optimizer.apply(
-            {"a": torch.ones(3), "b": torch.ones(3)},
-            optimizer.init({"a": w, "b": w}),
-            {"a": tied, "b": tied},
-            donate=True,
-        )
-        assert bits(params["b"]) == bits(donated["b"])
+        donated, _ = optimizer.apply(grads, state, {"a": tied, "b": tie(tied)}, donate=True)
+        assert bits(params) == bits(donated)
 
 
 @pytest.mark.parametrize("donate", [False, True])
