@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from zfun import tree
-from zfun.errors import PlacementError
+from zfun.errors import PlacementError, SpecMismatch
 from zfun.flat import Flat
 from zfun.optim._base import (
     InitFn,
     Optimizer,
     State,
     UpdateFn,
+    aligned,
     apply_updates,
     as_optimizer,
     check_fields,
@@ -28,6 +28,8 @@ from zfun.options import ANY, FLOATING, takes
 from zfun.tree import Tree
 
 __all__ = ["MasterState", "with_master"]
+
+_REMEDY = "pass optimizer.init(params) or the state of the last step"
 
 
 class MasterState(NamedTuple):
@@ -109,9 +111,7 @@ def _with_master(inner: Optimizer, dtype: torch.dtype) -> Optimizer:
             new.to(p.dtype).to(_exact(p)) - p.detach().to(_exact(p))
             if _is_narrow(p, dtype)
             else change
-            for p, new, change in zip(
-                tree.leaves(params), tree.leaves(wide), tree.leaves(updates), strict=True
-            )
+            for p, new, change in aligned(params, masters=wide, updates=updates)
         ]
         return tree.unflatten(tree.structure(params), changes), MasterState(
             _masters_of(wide, params, dtype), after
@@ -203,17 +203,32 @@ def _masters_of(values: Tree, params: Tree, dtype: torch.dtype) -> Tree:
 def _widened(params: Tree, master: Tree, dtype: torch.dtype) -> Tree:
     """Return the parameters with master weights in place of narrow parameters."""
     leaves, spec = tree.flatten(params, is_leaf=_is_flat)
-    masters = tree.subtrees(spec, master) or [None] * len(leaves)
+    masters = [None] * len(leaves) if master is None else tree.subtrees(spec, master)
+    if masters is None:
+        raise SpecMismatch(
+            "master weights have the tree of the parameters; got masters of "
+            f"{tree.paths(master)[:3]} for parameters {tree.paths(params)[:3]}; {_REMEDY}"
+        )
+    names = tree.paths(params, is_leaf=_is_flat)
     return tree.unflatten(
-        spec, [_put(param, held, dtype) for param, held in zip(leaves, masters, strict=True)]
+        spec, [_put(*row, dtype) for row in zip(names, leaves, masters, strict=True)]
     )
 
 
-def _put(param: Any, master: Any, dtype: torch.dtype) -> Any:
-    if not isinstance(param, Flat):
-        return param if master is None else master
-    rest: Iterator[Tensor] = iter(master.buffers if master is not None else ())
-    narrow = set(_narrow_buckets(param, dtype))
+def _put(path: str, param: Any, master: Any, dtype: torch.dtype) -> Any:
+    """Return the master weights of one leaf or flat, and the parameter itself where it is wide."""
+    is_flat = isinstance(param, Flat)
+    narrow = _narrow_buckets(param, dtype) if is_flat else [0] * _is_narrow(param, dtype)
+    held = () if master is None else master.buffers if isinstance(master, Flat) else (master,)
+    if len(held) != len(narrow):
+        raise SpecMismatch(
+            f"a parameter narrower than {dtype} has master weights, and no other parameter has; "
+            f"got {len(held)} for the {len(narrow)} narrow buffers of {path!r}; {_REMEDY}",
+            leaf=path,
+        )
+    if not is_flat:
+        return held[0] if held else param
+    rest = iter(held)
     return param.with_buffers(
         next(rest) if i in narrow else buffer for i, buffer in enumerate(param.buffers)
     )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import zfun as zf
 from tests import reference
 from zfun import ops, optim, tree
 from zfun.errors import LeafError, OptionError, PlacementError, SpecMismatch
@@ -464,6 +465,33 @@ def test_chain_refuses_the_state_of_another() -> None:
         )
     with pytest.raises(OptionError, match="at least one"):
         optim.chain()
+
+
+def test_master_weights_take_updates_in_any_order() -> None:
+    def update(grads: Any, state: Any, params: Any) -> Any:
+        return {name: -grads[name] for name in sorted(grads)}, state
+
+    optimizer = optim.with_master((lambda params: (), update))
+    params = {"z": torch.zeros(2), "a": torch.zeros(2, dtype=torch.bfloat16)}
+    grads = {"z": torch.ones(2), "a": torch.full((2,), 4.0)}
+    updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    assert {name: x.tolist() for name, x in updates.items()} == {"z": [-1, -1], "a": [-4, -4]}
+
+
+def test_master_weights_of_other_parameters_are_refused() -> None:
+    optimizer, narrow = optim.with_master(optim.sgd(0.1)), torch.ones(2, dtype=torch.bfloat16)
+    for made, params, message in [
+        ({"b": narrow}, {"a": narrow}, r"got masters of \['b'\] for parameters \['a'\]"),
+        ({"a": narrow.float()}, {"a": narrow}, "got 0 for the 1 narrow buffers of 'a'; pass"),
+        ({"a": narrow}, {"a": narrow.float()}, "got 1 for the 0 narrow buffers of 'a'; pass"),
+        (
+            zf.replicate({"a": narrow.float()}, zf.process_group()),
+            zf.replicate({"a": narrow}, zf.process_group()),
+            "got 0 for the 1 narrow buffers of '.'; pass",
+        ),
+    ]:
+        with pytest.raises(SpecMismatch, match=message):
+            optimizer.apply(params, optimizer.init(made), params)
 
 
 @pytest.mark.parametrize(
