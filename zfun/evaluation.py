@@ -15,7 +15,7 @@ from zfun.flat import Flat, unravel
 from zfun.modules import Functional
 from zfun.options import FUNCTION, GROUP, instance, takes
 from zfun.placement import S
-from zfun.recipes import ZeroState
+from zfun.recipes import ZeroState, check_is_state
 from zfun.transforms import ScheduleOptions, ShardedLoss, shard_params
 
 __all__ = ["Evaluation", "bound", "evaluate"]
@@ -81,6 +81,7 @@ class Evaluation(Generic[_Out]):
 
     def __call__(self, state: ZeroState, batch: Any) -> _Out:
         """Return ``fn(params, batch)``; at stage 3 every rank calls equally often."""
+        check_is_state(state)
         with torch.no_grad():
             self._buffers = _whole(state.buffers, copy=True)
             if state.params.placement is S:
@@ -113,6 +114,7 @@ class Evaluation(Generic[_Out]):
             >>> zf.simulate(2, main)
             [[1.0], [1.0, 1.0]]
         """
+        check_is_state(state)
         if state.params.placement is not S:
             yield functools.partial(self, state)
             return

@@ -31,12 +31,15 @@ from zfun.stores import Offload
 from zfun.transforms import ScheduleOptions
 
 __all__ = [
+    "check_is_flat",
+    "check_is_state",
     "check_options",
     "check_order",
     "check_same_options",
     "check_used",
     "first_bad_leaf",
     "in_words",
+    "naming_the_rank",
     "naming_the_step",
 ]
 
@@ -126,6 +129,14 @@ def check_is_state(state: Any) -> None:
     raise SpecMismatch(
         f"the state must be a ZeroState; got a value of type {type(state).__name__}; {remedy}"
     )
+
+
+def check_is_flat(name: str, value: Any, remedy: str, *, optional: bool = False) -> None:
+    """Raise :class:`SpecMismatch` if an argument of ``vjp`` or ``update`` is no flat value."""
+    if not (isinstance(value, Flat) or (optional and value is None)):
+        raise SpecMismatch(
+            f"{name} must be a Flat; got a value of type {type(value).__name__}; pass {remedy}"
+        )
 
 
 def check_used(state: ZeroState, norm: float, num_gradients: int, group: Group) -> None:

@@ -30,6 +30,7 @@ from zfun.options import (
     takes,
 )
 from zfun.recipes._checks import (
+    check_is_flat,
     check_is_state,
     check_options,
     check_order,
@@ -234,7 +235,10 @@ def zero(
 
     def start(params: tree.Tree, *, init: str = "check") -> ZeroState:
         if init not in ("check", "broadcast"):
-            raise OptionError(f"init must be 'check' or 'broadcast'; got {init!r}")
+            raise OptionError(
+                f"init must be 'check' or 'broadcast'; got {init!r}; 'broadcast' takes rank 0's "
+                "values"
+            )
         check_order(order, params)
         params = whole_tree(params)
         check_same_options(
@@ -298,6 +302,8 @@ def zero(
     def forward(
         state: ZeroState, fn: Callable[..., Any], batch: Any, left: Flat | None
     ) -> tuple[Any, Pullback, Flat | None]:
+        check_is_state(state)
+        check_is_flat("buffers", left, "the buffers that vjp() returned", optional=True)
         known.check(state)
         vg = gradient_of(fn, state.frozen, 1 if updated.takes_terms(state) else stage)
         with running(state.buffers if left is None else left) as after:
@@ -307,6 +313,9 @@ def zero(
     def update(
         state: ZeroState, grads: Flat, loss: Tensor, left: Flat | None
     ) -> tuple[ZeroState, StepInfo]:
+        check_is_state(state)
+        check_is_flat("grads", grads, "the gradients that a pullback returned")
+        check_is_flat("buffers", left, "the buffers that vjp() returned", optional=True)
         known.check(state)
         check_saves(group)
         return updated(state, grads, loss, left, None)

@@ -13,6 +13,7 @@ import zfun as zf
 from zfun import optim
 from zfun.collectives import Group
 from zfun.errors import SpecMismatch
+from zfun.evaluation import evaluate
 from zfun.testing import assert_same_bits
 
 PARAMS = {"a": torch.linspace(-1, 1, 40).reshape(8, 5), "b": torch.ones(5), "c": torch.ones(70)}
@@ -224,3 +225,32 @@ def test_a_value_that_is_no_state_is_refused_with_the_remedy(tmp_path: Path) -> 
             zero.params(zero.step(loaded.state, torch.ones(4)))  # type: ignore[arg-type]
 
     zf.simulate(2, main)
+
+
+@EACH_STAGE
+def test_values_that_are_no_state_and_no_flat_are_refused(stage: int) -> None:
+    group = zf.process_group()
+    zero, evaluation = make(group, stage), evaluate(loss_fn, group)
+    state, batch = zero.init(PARAMS), BATCH
+    out, pullback, _ = zero.vjp(loss_fn, state, batch)
+    grads = pullback(torch.ones_like(out))
+    calls: list[Any] = [
+        lambda x: zero.vjp(loss_fn, x, batch),
+        lambda x: zero.update(x, grads, out),
+        lambda x: evaluation(x, batch),
+        lambda x: evaluation.uneven(x).__enter__(),
+    ]
+    for call in calls:
+        for bad in (PARAMS, (state, None), None):
+            with pytest.raises(SpecMismatch, match=r"must be a ZeroState; got a value of type "):
+                call(bad)
+    with pytest.raises(SpecMismatch, match=r"grads must be a Flat; got a value of type dict; pass"):
+        zero.update(state, PARAMS, out)
+    with pytest.raises(SpecMismatch, match=r"grads must be a Flat; got a value of type NoneType"):
+        zero.update(state, None, out)
+    with pytest.raises(SpecMismatch, match=r"buffers must be a Flat; got a value of type dict"):
+        zero.vjp(loss_fn, state, batch, PARAMS)
+    with pytest.raises(SpecMismatch, match=r"buffers must be a Flat; got a value of type dict"):
+        zero.update(state, grads, out, PARAMS)
+    state, info = zero.update(state, grads, out)
+    assert info.num_applied == 1
