@@ -49,7 +49,11 @@ class LossScale(NamedTuple):
     update: Callable[[LossScaleState, bool | Tensor], LossScaleState]
 
 
-SCALE = number(above=0, example="2.0**16")
+# The normal numbers of float32, because the scale lies in a tensor of float32.
+SCALE = number(2.0**-126, below=2.0**128, example="2.0**16")
+
+
+_LARGEST = 2.0**127
 
 
 @takes(
@@ -123,7 +127,9 @@ def dynamic_loss_scale(
         grows = clean & (since > 0) & (since % window == 0)
         shrinks = ~clean & exhausted
         halved = torch.clamp(state.scale / 2.0, min=min_scale)
-        scale = torch.where(grows, state.scale * 2.0, torch.where(shrinks, halved, state.scale))
+        # Infinity could not be halved again.
+        doubled = torch.clamp(state.scale * 2.0, max=_LARGEST)
+        scale = torch.where(grows, doubled, torch.where(shrinks, halved, state.scale))
         restored = grows | clean if consecutive_hysteresis else grows
         left = torch.where(~clean & ~exhausted, state.hysteresis - 1, state.hysteresis)
         return LossScaleState(

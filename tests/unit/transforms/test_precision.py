@@ -111,12 +111,26 @@ def test_a_static_scale_stays_and_counts_skipped_steps() -> None:
     assert int(rule.update(rule.init(), torch.tensor(True)).count) == 1
 
 
-@pytest.mark.parametrize("bad", [True, 0.0, -1.0, float("inf"), float("nan"), "dynamic"])
-def test_a_scale_is_a_finite_number_above_zero(bad: Any) -> None:
-    with pytest.raises(OptionError, match="finite number above 0"):
-        optim.static_loss_scale(bad)
-    with pytest.raises(OptionError, match="finite number above 0"):
-        optim.dynamic_loss_scale(bad)
+@pytest.mark.parametrize(
+    "bad", [True, 0.0, -1.0, 1e-50, 1e39, 2.0**128, float("inf"), float("nan"), "dynamic"]
+)
+def test_a_scale_is_a_number_of_float32_above_zero(bad: Any) -> None:
+    for make in (
+        optim.static_loss_scale,
+        optim.dynamic_loss_scale,
+        lambda scale: optim.dynamic_loss_scale(min_scale=scale),
+    ):
+        with pytest.raises(OptionError, match=r"number of at least 1\.1.*e-38, below 3\.4.*e\+38"):
+            make(bad)
+
+
+def test_a_scale_does_not_grow_to_infinity() -> None:
+    rule = optim.dynamic_loss_scale(2.0**126, window=1, hysteresis=1)
+    state = rule.init()
+    for _ in range(4):
+        state = rule.update(state, True)
+    assert state.scale == 2.0**127
+    assert rule.update(state, False).scale == 2.0**126
 
 
 def test_scale_loss_scales_gradients_and_not_the_loss() -> None:
