@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 import zfun as zf
 from zfun import tree
@@ -97,6 +96,8 @@ def _run(
     *,
     bar: bool,
 ) -> RankReport:
+    from tqdm import tqdm
+
     recorder = zf.record(group)
     config = gpt.PRESETS[job.preset]
     data = text.batches(

@@ -5,6 +5,7 @@ import functools
 import gc
 import mmap
 import runpy
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -216,6 +217,15 @@ def test_an_impossible_folder_is_refused_before_training(
     assert "where no file can be written" in said.err
     assert "name another folder with --out" in said.err
     assert said.out == ""
+
+
+@pytest.mark.parametrize("name", ["tqdm", "matplotlib"])
+def test_the_command_names_a_missing_package(name: str) -> None:
+    program = f"import sys; sys.modules[{name!r}] = None; from zfun import cli; cli.main(['demo'])"
+    said = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert f"{name} cannot be imported; install zfun[demo]" in said.stderr
 
 
 def test_a_missing_package_is_named_with_a_remedy(monkeypatch) -> None:
