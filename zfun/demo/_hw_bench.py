@@ -21,6 +21,7 @@ from zfun.collectives import (
     Workers,
     barrier,
 )
+from zfun.demo._picture import check_folder
 from zfun.errors import OptionError
 from zfun.options import PATH, integer, takes
 from zfun.planner import Hardware
@@ -171,12 +172,14 @@ def hw_bench(
         The exit status, 0.
 
     Raises:
-        OptionError: tqdm is missing, or ``path`` is no directory.
+        OptionError: tqdm is missing, ``path`` is no directory, or the folder of ``out`` cannot be
+            written.
     """
     if importlib.util.find_spec("tqdm") is None:
         raise OptionError("hw-bench shows its progress by tqdm; got none; install zfun[demo]")
     from tqdm import tqdm
 
+    check_folder(Path(out).parent)
     with tqdm(total=len(MEASUREMENTS), desc="hw-bench", unit="rate") as bar:
         found = measure_hardware(path, ranks=ranks, mib=mib, progress=bar.update)
     found.save(out)

@@ -14,7 +14,7 @@ import torch
 
 from zfun import stores
 from zfun.collectives import Work
-from zfun.demo._picture import FAINT, INK, dress
+from zfun.demo._picture import FAINT, INK, check_folder, dress
 from zfun.errors import OptionError
 from zfun.options import PATH, integer, takes
 
@@ -229,7 +229,8 @@ def io_bench(
         The exit status, 0.
 
     Raises:
-        OptionError: a package of the extra ``demo`` is missing, or ``path`` is no directory.
+        OptionError: a package of the extra ``demo`` is missing, ``path`` is no directory, or
+            ``out`` cannot be written.
         OffloadError: the disk has too little room, or fails.
     """
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
@@ -240,10 +241,12 @@ def io_bench(
         )
     from tqdm import tqdm
 
+    stores.nvme(path).close()  # refuses a path that is no directory
+    folder = check_folder(out)
     with tqdm(total=rounds * len(GRID), desc=f"io-bench {path}", unit="run") as bar:
         rates = sweep(path, num_bytes=num_bytes, rounds=rounds, grid=GRID, progress=bar.update)
     chosen = best(rates)
-    picture = draw_rates(rates, Path(out) / "io.png")
+    picture = draw_rates(rates, folder / "io.png")
     print(
         f"\n{rates_table(rates)}\n\nPicture: {picture}\nFastest settings:\n\n"
         f"    zf.stores.nvme({str(path)!r}, {chosen.setting})"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from zfun.demo._table import MB, Result, headline
+from zfun.errors import OptionError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,6 +18,21 @@ PARTS = {"params": "#0072B2", "grads": "#E69F00", "optimizer": "#009E73"}
 SENT = "#56B4E9"
 INK = "#222222"
 FAINT = "#8a8a8a"
+
+
+def check_folder(out: str | Path) -> Path:
+    """Make a folder and write a file there, before measurements that take minutes."""
+    out = Path(out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise OptionError(
+            f"results go into a folder that can be written; got {str(out)!r}, where no file can be "
+            f"written ({error.strerror}); name another folder with --out"
+        ) from error
+    return out
 
 
 def draw(results: Sequence[Result], path: Path, *, equal: bool) -> Path:

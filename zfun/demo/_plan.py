@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from zfun.demo._picture import check_folder
 from zfun.options import PATH, integer, number, one_of, takes
 from zfun.planner import Candidate, Comparison, Hardware, advise, compare, from_huggingface
 from zfun.recipes import Precision
@@ -57,7 +58,7 @@ def plan(
         The exit status: 0 if a composition fits, else 1.
 
     Raises:
-        OptionError: a package is missing, or a file cannot be read.
+        OptionError: a package is missing, a file cannot be read, or ``out`` cannot be written.
     """
     model = from_huggingface(path, rows, length)
     model = dataclasses.replace(model, precision=torch.bfloat16 if dtype == "bf16" else None)
@@ -98,7 +99,6 @@ def _shown(precision: torch.dtype | Precision | None) -> list[Candidate]:
 
 
 def _draw(found: Comparison, machine: Hardware, out: Path) -> Path:
-    out.mkdir(parents=True, exist_ok=True)
-    picture = out / "plan.png"
+    picture = check_folder(out) / "plan.png"
     found.draw(device_bytes=machine.device_bytes).savefig(picture, dpi=150)
     return picture

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import tempfile
 from pathlib import Path
 
 import zfun as zf
 from zfun.errors import OptionError
+from zfun.options import PATH, TEXT, integer, takes
 
 NEEDED = ("matplotlib", "tqdm")
 LEGEND = """\
@@ -17,8 +17,9 @@ parameters and gradients sent by each rank in a step. theory: 2 Ψ (N-1)/N, and 
 ZeRO-3, where Ψ is the bytes of all parameters and N the number of ranks."""
 
 
+@takes(ranks=integer(1), steps=integer(1), preset=TEXT, out=PATH)
 def run(
-    ranks: int = 2, steps: int = 60, preset: str = "demo", out: Path = Path("zfun-demo")
+    ranks: int = 2, steps: int = 60, preset: str = "demo", out: str | Path = "zfun-demo"
 ) -> int:
     """Train under every composition, print the table and the verdict, and draw the tradeoff.
 
@@ -32,8 +33,8 @@ def run(
         The exit status: 0 if all compositions agree to the last bit, 1 if not.
 
     Raises:
-        OptionError: no such preset, a folder that cannot be written, or a package of the extra
-            ``demo`` is missing.
+        OptionError: a number below 1, no such preset, a folder that cannot be written, or a package
+            of the extra ``demo`` is missing.
     """
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
@@ -43,7 +44,7 @@ def run(
         )
 
     from zfun.demo._examples import load_example
-    from zfun.demo._picture import draw
+    from zfun.demo._picture import check_folder, draw
     from zfun.demo._table import Result, differences, headline, table, verdict
     from zfun.demo._train import COMPOSITIONS, Job, train
 
@@ -53,7 +54,7 @@ def run(
             f"the preset must be one of {', '.join(presets)}; got {preset!r}; choose one of them"
         )
     config = presets[preset]
-    _check_folder(out)
+    out = check_folder(out)
     print(
         f"A byte-level GPT ({config.num_blocks} blocks of width {config.width}) on the source "
         f"text of Python's standard library:\n{steps} steps of {config.batch_size} x "
@@ -73,16 +74,3 @@ def run(
     print(f"\n{table(results)}\n\n{LEGEND.format(offloaded=', * in host memory')}\n")
     print(f"{verdict(results, found)}\n{headline(results)}.\nPicture: {picture}")
     return 1 if found else 0
-
-
-def _check_folder(out: Path) -> None:
-    """Make the folder of the picture, and write a file, because training takes minutes."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):
-            pass
-    except OSError as error:
-        raise OptionError(
-            f"the demo writes a picture into a folder; got {str(out)!r}, where no file can be "
-            f"written ({error.strerror}); name another folder with --out"
-        ) from error

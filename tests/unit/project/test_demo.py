@@ -228,6 +228,13 @@ def test_the_command_names_a_missing_package(name: str) -> None:
     assert f"{name} cannot be imported; install zfun[demo]" in said.stderr
 
 
+@pytest.mark.parametrize("options", [{"ranks": 0}, {"steps": 0}, {"preset": 3}, {"out": None}])
+def test_wrong_options_are_refused_before_training(options: Any, monkeypatch) -> None:
+    monkeypatch.setattr(zf.collectives, "spawn", lambda *args, **limits: pytest.fail("trained"))
+    with pytest.raises(OptionError, match=rf"{next(iter(options))} of run\(\) must be"):
+        demo.run(**options)
+
+
 def test_a_missing_package_is_named_with_a_remedy(monkeypatch) -> None:
     monkeypatch.setattr("zfun.demo._run.NEEDED", ("matplotlib", "surely_not_installed"))
     with pytest.raises(

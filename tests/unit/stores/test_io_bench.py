@@ -62,6 +62,10 @@ def test_a_sweep_without_the_extra_or_the_directory_says_so(
 ) -> None:
     assert cli.main(["io-bench", str(tmp_path / "missing")]) == 2
     assert "must be a directory that you may write to" in capsys.readouterr().err
+    monkeypatch.setattr(_io_bench, "sweep", lambda *args, **options: pytest.fail("measured"))
+    (tmp_path / "file").write_text("")
+    assert cli.main(["io-bench", str(tmp_path), "--out", str(tmp_path / "file")]) == 2
+    assert "where no file can be written" in capsys.readouterr().err
     monkeypatch.setattr(_io_bench, "NEEDED", ("matplotlib", "surely_not_installed"))
     with pytest.raises(OptionError, match=r"surely_not_installed cannot .*install zfun\[demo\]"):
         zf.demo.io_bench(tmp_path)
