@@ -27,7 +27,7 @@ from zfun.optim._base import (
 )
 from zfun.optim._schedules import rate_at
 from zfun.optim._stepping import no_steps
-from zfun.options import Kind, takes
+from zfun.options import Kind, shown, takes
 from zfun.tree import Tree
 
 __all__ = ["TorchState", "from_torch"]
@@ -107,9 +107,26 @@ def from_torch(make: type[torch.optim.Optimizer], **options: Any) -> Optimizer:
             near = difflib.get_close_matches(name, known, n=1)
             remedy = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known)}"
             raise OptionError(f"torch.optim.{make.__name__} has no option {name!r}; {remedy}")
+    _check_takes(make, options)
     pure = _from_torch(make, options)
     _check_elementwise(pure, make.__name__)
     return pure
+
+
+def _check_takes(make: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
+    """Refuse options that torch refuses, by torch's own words."""
+    rate, given = options.get("lr"), dict(options)
+    if callable(rate):
+        given["lr"] = rate_at(rate, 0)
+    with unset_fake_temporarily():
+        try:
+            make([torch.nn.Parameter(torch.zeros(1, device="cpu"))], **given)
+        except Exception as error:  # the code of any class runs here and may raise anything
+            raise OptionError(
+                f"from_torch() gives its options to the class; got {shown(options)} for "
+                f"torch.optim.{make.__name__}, which raised {type(error).__name__}: {error}; pass "
+                "the options of the class"
+            ) from error
 
 
 def _check_elementwise(pure: Optimizer, name: str) -> None:

@@ -198,6 +198,12 @@ def test_options_are_checked() -> None:
         OptionError, match=r"torch\.optim\.RMSprop has no option 'alhpa'; did you mean 'alpha'"
     ):
         optim.from_torch(torch.optim.RMSprop, alhpa=0.9)
+    with pytest.raises(
+        OptionError, match=r"RMSprop, which raised ValueError: Invalid learning rate"
+    ):
+        optim.from_torch(torch.optim.RMSprop, lr=-1.0)
+    with pytest.raises(OptionError, match=r"Optimizer, which raised TypeError: .*'defaults'"):
+        optim.from_torch(torch.optim.Optimizer)
     with pytest.raises(OptionError, match=r"must be a class of torch\.optim; got"):
         optim.from_torch(torch.optim.Adam([torch.nn.Parameter(torch.ones(1))]))  # type: ignore[arg-type]
     with pytest.raises(
