@@ -236,7 +236,10 @@ def muon(
         (tensor([-0.1000, -0.1000]), tensor([[-1.,  0.],
                 [ 0.,  1.]]), ['matrices', 'rest'])
     """
-    core = _muon(learning_rate, momentum, nesterov, weight_decay, num_iterations, dtype)
+    # Numbers of any class, as Fraction, multiply tensors here.
+    core = _muon(
+        learning_rate, float(momentum), nesterov, float(weight_decay), num_iterations, dtype
+    )
     return by_label(
         {"matrices": core, "rest": as_optimizer(rest)},
         lambda path, leaf: "matrices" if matrices(path, leaf) else "rest",

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import zfun as zf
 from tests import models, reference
@@ -178,3 +180,13 @@ def test_options_are_checked() -> None:
     ):
         with pytest.raises(OptionError, match=message):
             make()
+
+
+def test_options_of_muon_may_be_numbers_of_any_class() -> None:
+    params = {"w": torch.eye(2)}
+
+    def changed(half: Any) -> Tensor:
+        optimizer = optim.muon(0.1, optim.sgd(0.1), momentum=half, weight_decay=half)
+        return optimizer.apply(params, optimizer.init(params), params)[0]["w"]
+
+    assert torch.equal(changed(Fraction(1, 2)), changed(0.5))
