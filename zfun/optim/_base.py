@@ -246,7 +246,16 @@ def optimizer(init: InitFn, update: UpdateFn) -> Optimizer:
         check_trainable(params)
         return init(params)
 
-    return of_update(init_fn, update)
+    def update_fn(grads: Tree, state: State, params: Tree) -> tuple[Tree, State]:
+        found = update(grads, state, params)
+        if not isinstance(found, (tuple, list)) or len(found) != 2:
+            raise OptionError(
+                "update of an optimizer returns (updates, state); got a value of type "
+                f"{type(found).__name__}; return both, () for an optimizer without state"
+            )
+        return found[0], found[1]
+
+    return of_update(init_fn, update_fn)
 
 
 def of_update(init: InitFn, update: UpdateFn) -> Optimizer:

@@ -540,6 +540,11 @@ def test_as_optimizer_takes_pairs_of_functions() -> None:
     for wrong in ("adam", (init,), (init, 3), None):
         with pytest.raises(OptionError, match=r"pair of functions \(init, update\)"):
             optim.as_optimizer(wrong)
+    params = {"w": torch.ones(2), "b": torch.ones(2)}
+    for result in (None, params, (params,)):
+        alone = optim.as_optimizer((init, lambda grads, state, params, result=result: result))
+        with pytest.raises(OptionError, match=r"returns \(updates, state\); got a value of type "):
+            alone.apply(params, (), params)
 
 
 def test_equal_arguments_make_one_value() -> None:
