@@ -9,8 +9,9 @@ refer to each other as the originals do, and the given tensors take the places o
 closure that keeps a layer keeps the layer's copy, so backward reads the tensors of the call, and
 threads may share the module.
 
-References to modules and parameters are replaced in attributes, hooks, containers, bound methods,
-``functools.partial`` objects and closures. Other objects are shared with the original module.
+References to modules and parameters are replaced in attributes, hooks, lists, tuples, named tuples,
+dicts, deques, bound methods, ``functools.partial`` objects and closures. Other objects are shared
+with the original module.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import dataclasses
 import difflib
 import functools
 import types
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
@@ -267,7 +268,11 @@ class _Copies:
         if replace is None:
             if isinstance(value, nn.Module):
                 return self._modules.get(id(value), value)
-            return self._tensors.get(id(value), value) if isinstance(value, Tensor) else value
+            if isinstance(value, Tensor):
+                return self._tensors.get(id(value), value)
+            if not (isinstance(value, tuple) and hasattr(value, "_make")):
+                return value
+            replace = _Copies._named_tuple
         done = self._done.get(id(value))
         if done is None:
             # A value inside itself is found here.
@@ -282,11 +287,22 @@ class _Copies:
         new = self._all(value)
         return type(value)(new) if any(map(_differ, new, value)) else value
 
+    def _named_tuple(self, value: Any) -> Any:
+        new = self._all(value)
+        return value._make(new) if any(map(_differ, new, value)) else value
+
+    def _deque(self, value: Any) -> Any:
+        new = self._all(value)
+        return deque(new, value.maxlen) if any(map(_differ, new, value)) else value
+
     def _dict(self, value: Any) -> Any:
         new = self._all(value.values())
         if not any(map(_differ, new, value.values())):
             return value
-        return type(value)(zip(value, new, strict=True))
+        # A copy keeps what a defaultdict makes of missing keys.
+        found = value.copy()
+        found.update(zip(value, new, strict=True))
+        return found
 
     def _method(self, value: types.MethodType) -> Any:
         owner, fn = self._all([value.__self__, value.__func__])
@@ -374,6 +390,8 @@ _REPLACE: dict[type, Callable[[_Copies, Any], Any]] = {
     tuple: _Copies._sequence,
     dict: _Copies._dict,
     OrderedDict: _Copies._dict,
+    defaultdict: _Copies._dict,
+    deque: _Copies._deque,
     types.MethodType: _Copies._method,
     types.FunctionType: _Copies._function,
     functools.partial: _Copies._partial,

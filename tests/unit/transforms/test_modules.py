@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -107,6 +108,28 @@ class Methods(nn.Module):
         return self.recursive(self.steps["c"][0](x) @ self.alias[0], 2)
 
 
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+class Containers(nn.Module):
+    """References to layers and parameters in containers of many classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Linear(8, 8) for _ in range(4))
+        self.named = Pair(self.a, "a")
+        self.default = defaultdict(list, b=[self.b])
+        self.ordered = OrderedDict(c=self.c.weight)
+        self.recent = deque([self.d], maxlen=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.named.first(x) + len(self.default["missing"])
+        x = self.default["b"][0](x) @ self.ordered["c"] + self.c.bias
+        return self.recent[0](x)
+
+
 class Recurrent(nn.Module):
     """An LSTM, which keeps a second list of the parameters."""
 
@@ -129,6 +152,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "tied modules": TiedModules,
     "tied parameters": TiedParameters,
     "references in attributes": Methods,
+    "containers": Containers,
     "an LSTM": Recurrent,
     "a parametrization": parametrized,
 }
