@@ -43,7 +43,7 @@ from zfun.optim._schedules import (
     rate_at,
     value_at,
 )
-from zfun.optim._stepping import Kernel, elementwise
+from zfun.optim._stepping import Kernel, elementwise, no_steps
 from zfun.options import ANY, BOOL, OF_LEAVES, number, takes
 from zfun.reductions import global_norm
 from zfun.tree import Tree
@@ -167,7 +167,7 @@ def scale_by_schedule(schedule: Schedule) -> Optimizer:
     """
 
     def init(params: Tree) -> ScheduleState:
-        return ScheduleState(torch.zeros((), dtype=torch.int64, device="cpu"))
+        return ScheduleState(no_steps())
 
     def update(grads: Tree, state: State, params: Tree) -> tuple[Tree, State]:
         check_fields(state, "count")

@@ -352,6 +352,7 @@ def test_fake_tensors_need_no_numbers() -> None:
             optim.sgd(0.1, momentum=0.9),
             optim.chain(optim.clip_by_global_norm(1.0), optim.lamb(0.1)),
             optim.chain(optim.scale(0.5), optim.adam(0.1)),
+            optim.chain(optim.scale_by_adam(), optim.scale_by_learning_rate(optim.constant(0.1))),
         ):
             params = {"w": torch.empty(10**11)}
             state = optimizer.init(params)
