@@ -275,7 +275,7 @@ class _Copies:
             replace = _Copies._named_tuple
         done = self._done.get(id(value))
         if done is None:
-            # A value inside itself is found here.
+            # A container that contains itself finds this entry, so the search ends.
             self._done[id(value)] = value
             done = self._done[id(value)] = replace(self, value)
         return done

@@ -491,8 +491,8 @@ def aligned(params: Tree, **others: Tree) -> list[tuple[Tensor, ...]]:
                 )
                 raise SpecMismatch(
                     f"{name} must have the shapes of the parameters; leaf {path!r} is "
-                    f"{tuple(p.shape)} in params and {got} in {name}; pass what belongs to these "
-                    "very parameters, zeros for one without gradient",
+                    f"{tuple(p.shape)} in params and {got} in {name}; pass {name} of these "
+                    "parameters, and zeros for a leaf without a gradient",
                     leaf=path,
                 )
             if x.is_complex() is not p.is_complex() or x.layout is not torch.strided:
@@ -515,7 +515,7 @@ def _explain(params: Tree, others: dict[str, Tree], error: Exception) -> NoRetur
         if missing or extra:
             raise SpecMismatch(
                 f"{name} must have the tree of the parameters; missing {missing[:3]}, unexpected "
-                f"{extra[:3]}; pass what belongs to these very parameters, zeros for one without "
+                f"{extra[:3]}; pass {name} of these parameters, and zeros for a leaf without a "
                 "gradient",
                 leaf=(missing or extra)[0],
             ) from error

@@ -62,7 +62,8 @@ def chain(*optimizers: Optimizer | tuple[InitFn, UpdateFn]) -> Optimizer:
         raise PlacementError(
             "an optimizer that sums the terms of gradients by itself, as onebit_adam() does, "
             "stands first in a chain, because a part in front would see terms and not the "
-            "gradient; got one further back; put that one first"
+            f"gradient; got {', '.join(part.name or 'a pair' for part in parts)}; put the "
+            "optimizer that sums in front"
         )
     return _chained(parts)
 
@@ -135,6 +136,6 @@ def _check_states(state: State, count: int) -> None:
     if not isinstance(state, tuple) or len(state) != count:
         got = f"a tuple of {len(state)}" if isinstance(state, tuple) else type(state).__name__
         raise SpecMismatch(
-            f"the state of a chain of {count} is a tuple of {count} states; got {got}; make it "
-            "with the init of this very chain"
+            f"the state of a chain of {count} is a tuple of {count} states; got {got}; pass "
+            "the init(params) of this chain, or the state of the last step"
         )

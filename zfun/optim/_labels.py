@@ -85,9 +85,9 @@ def by_label(
             )
         if part.partial is not None:
             raise PlacementError(
-                "by_label() gives all of its optimizers the sum of the gradients; got one for "
-                f"{name!r} that sums their terms by itself, as onebit_adam() does; use it for all "
-                "leaves"
+                "by_label() gives all of its optimizers the sum of the gradients; got an optimizer "
+                f"for {name!r} that sums the terms of the gradients by itself, as onebit_adam() "
+                "does; use that optimizer without by_label(), for all leaves"
             )
 
     return _by_label(parts, _Table(parts, label))
@@ -176,6 +176,7 @@ class _Table:
         return (name, None if inner is None else inner(path, leaf))
 
     def laid_out(self, value: Tree) -> Tree:
+        """Cut the buckets of a flat value so that each holds leaves of one label."""
         return (
             change_layout(value, split_by_label(value.layout, self.place))
             if isinstance(value, Flat)
@@ -228,6 +229,6 @@ def _check_state(state: State, parts: dict[str, Optimizer]) -> None:
         got = ", ".join(map(repr, state)) if isinstance(state, dict) else type(state).__name__
         raise SpecMismatch(
             "the state of an optimizer by label is a dict with the labels "
-            f"{', '.join(map(repr, parts))}; got {got}; make it with the init of this very "
-            "optimizer"
+            f"{', '.join(map(repr, parts))}; got {got}; pass optimizer.init(params) or the "
+            "state of the last step"
         )

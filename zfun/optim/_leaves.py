@@ -95,7 +95,8 @@ def lamb(
     """
     if min_ratio > max_ratio:
         raise OptionError(
-            f"min_ratio lies in [0, max_ratio]; got min_ratio={min_ratio} and max_ratio={max_ratio}"
+            f"min_ratio lies in [0, max_ratio]; got min_ratio={min_ratio} and "
+            f"max_ratio={max_ratio}; exchange the two, or raise max_ratio"
         )
 
     def init(params: Tree) -> AdamState:

@@ -27,12 +27,18 @@ __all__ = ["Into", "Kernel", "assemble", "elementwise", "no_steps", "zeros_like"
 
 
 class Into(NamedTuple):
-    """The target of a step: new updates, copies of the parameters, or the parameters."""
+    """The target of a step: new updates, copies of the parameters, or the parameters.
+
+    Attributes:
+        updates: whether the step returns updates; else the step returns new parameters.
+        donate: whether the step may overwrite parameters and state.
+    """
 
     updates: bool
     donate: bool
 
     def targets(self, params: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor] | list[None]]:
+        """Return the parameters for a kernel, and a tensor for each update, or ``None``."""
         if self.updates:
             return list(params), [
                 torch.empty_like(p, memory_format=torch.contiguous_format, requires_grad=False)
@@ -43,6 +49,7 @@ class Into(NamedTuple):
     def results(
         self, targets: list[Tensor], changes: list[Tensor] | list[None]
     ) -> Sequence[Tensor | None]:
+        """Return the tensors of :meth:`targets` that the kernels have written."""
         return changes if self.updates else targets
 
 
