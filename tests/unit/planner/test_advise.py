@@ -140,3 +140,16 @@ def test_the_command_measures_this_machine(tmp_path: Any, capsys: Any) -> None:
     assert {"flops_per_s", "memory", "host_memory", "network", "disk", "latency_s"} <= set(found)
     assert all(value > 0 for value in found.values())
     assert "written" in capsys.readouterr().out
+
+
+def test_an_impossible_folder_is_refused_before_measuring(
+    tmp_path: Any, monkeypatch: Any, capsys: Any
+) -> None:
+    pytest.importorskip("tqdm")
+    monkeypatch.setattr(
+        "zfun.demo._hw_bench.measure_hardware", lambda *args, **options: pytest.fail("measured")
+    )
+    (tmp_path / "file").write_text("")
+    out = tmp_path / "file" / "hardware.json"
+    assert cli.main(["hw-bench", str(tmp_path), "--out", str(out)]) == 2
+    assert "where no file can be written" in capsys.readouterr().err
