@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -111,8 +112,9 @@ def _buffers(threads: int, span: int) -> list[memoryview]:
 
 @contextlib.contextmanager
 def _file(path: Path, num_bytes: int) -> Iterator[int]:
-    file = path / f"direct-{os.getpid()}"
-    fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+    with tempfile.NamedTemporaryFile(dir=path, prefix="direct-", delete=False) as made:
+        file = Path(made.name)
+    fd = os.open(file, os.O_RDWR | os.O_DIRECT)
     try:
         os.posix_fallocate(fd, 0, num_bytes)
         yield fd
