@@ -175,7 +175,7 @@ def test_code_on_a_page_is_a_program(name: str, tmp_path: Path) -> None:
     """Run the blocks in a process, because the code changes settings of its process."""
     package, size = AS_PROGRAMS[name]
     pytest.importorskip(package)
-    text = (DOCS / name).read_text(encoding="utf-8")
+    text = (DOCS / "migrate" / name).read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     (tmp_path / "page.py").write_text("\n".join(blocks), encoding="utf-8")
     run_script(tmp_path / "page.py", size)
