@@ -229,7 +229,8 @@ def test_transfers_run_beside_forward_and_backward(clip: bool, stage: int, tmp_p
     if clip:
         assert seen["put"] == 0
     else:
-        assert seen["put"] >= num_bytes // 2
+        # One rank waits for nobody, so all layers but the first are stepped.
+        assert seen["put"] == num_bytes * (NUM_BUCKETS - 1) // NUM_BUCKETS
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from zfun import ops
-from zfun.collectives import Group, allocate
+from zfun.collectives import Group, allocate, mesh_of
 from zfun.errors import ZfunError
 from zfun.layout import Layout, LeafSlot
 from zfun.transforms.grads._hooks import CommHook, Handle
@@ -78,7 +78,9 @@ class GradReducer:
         self.anchors: list[Tensor] = []
         self.scale: Callable[[], float] = lambda: 1.0
         self.unused: list[str] = []
-        self.max_in_flight: int | None = MAX_IN_FLIGHT
+        # One rank waits for nobody, so a bucket goes through all hooks as soon as it is complete.
+        is_alone = group is None or mesh_of(group).size == 1
+        self.max_in_flight: int | None = 0 if is_alone else MAX_IN_FLIGHT
         self._hooks = tuple(hooks)
         self._tables = tables
         count = len(layout.buckets)
@@ -189,7 +191,7 @@ class GradReducer:
     def _fill(self, bucket: int) -> None:
         """Wait until one more reduction may be in flight, and copy the gradients of a bucket."""
         if self.max_in_flight is not None:
-            self._settle(self.max_in_flight - 1)
+            self._settle(max(0, self.max_in_flight - 1))
         self._ravel(bucket)
 
     def _ravel(self, bucket: int) -> None:
