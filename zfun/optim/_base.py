@@ -471,39 +471,51 @@ def aligned(params: Tree, **others: Tree) -> list[tuple[Tensor, ...]]:
         tree.map(collect, params, *others.values())
     except (TypeError, ValueError) as error:
         _explain(params, others, error)
-    names = tree.paths(params)
-    for path, (p, *rest) in zip(names, rows, strict=True):
-        if not isinstance(p, Tensor):
-            raise LeafError(
-                f"parameters are tensors; leaf {path!r} is {type(p).__name__}; pass "
-                "torch.as_tensor(leaf), or leave the leaf out with zf.partition()",
-                leaf=path,
-            )
-        _check_dtype(path, p.dtype)
-        for name, x in zip(others, rest, strict=True):
-            if not isinstance(x, Tensor) or x.shape != p.shape:
-                got = (
-                    tuple(x.shape)
-                    if isinstance(x, Tensor)
-                    else None
-                    if x is None
-                    else type(x).__name__
-                )
-                raise SpecMismatch(
-                    f"{name} must have the shapes of the parameters; leaf {path!r} is "
-                    f"{tuple(p.shape)} in params and {got} in {name}; pass {name} of these "
-                    "parameters, and zeros for a leaf without a gradient",
-                    leaf=path,
-                )
-            if x.is_complex() is not p.is_complex() or x.layout is not torch.strided:
-                kind = x.dtype if x.layout is torch.strided else f"a {x.layout} tensor"
-                raise SpecMismatch(
-                    f"{name} must be dense, and complex where the parameters are complex; leaf "
-                    f"{path!r} is {p.dtype} in params and {kind} in {name}; pass values of the "
-                    "parameter's own kind, to_dense() of a sparse tensor",
-                    leaf=path,
-                )
+    for place, (p, *rest) in enumerate(rows):
+        # The paths take longer than the rest of the check, and only a message shows them.
+        if not (_is_trainable(p) and all(_is_like(p, x) for x in rest)):
+            _refuse_row(tree.paths(params)[place], p, dict(zip(others, rest, strict=True)))
     return rows
+
+
+def _is_trainable(p: Any) -> bool:
+    return isinstance(p, Tensor) and (p.is_floating_point() or p.is_complex())
+
+
+def _is_like(p: Tensor, x: Any) -> bool:
+    return (
+        isinstance(x, Tensor)
+        and x.shape == p.shape
+        and x.is_complex() is p.is_complex()
+        and x.layout is torch.strided
+    )
+
+
+def _refuse_row(path: str, p: Any, others: dict[str, Any]) -> NoReturn:
+    """Say why a parameter, or the counterparts of a parameter, are refused."""
+    if not isinstance(p, Tensor):
+        raise LeafError(
+            f"parameters are tensors; leaf {path!r} is {type(p).__name__}; pass "
+            "torch.as_tensor(leaf), or leave the leaf out with zf.partition()",
+            leaf=path,
+        )
+    _check_dtype(path, p.dtype)
+    name, x = next((name, x) for name, x in others.items() if not _is_like(p, x))
+    if not isinstance(x, Tensor) or x.shape != p.shape:
+        got = tuple(x.shape) if isinstance(x, Tensor) else None if x is None else type(x).__name__
+        raise SpecMismatch(
+            f"{name} must have the shapes of the parameters; leaf {path!r} is "
+            f"{tuple(p.shape)} in params and {got} in {name}; pass {name} of these "
+            "parameters, and zeros for a leaf without a gradient",
+            leaf=path,
+        )
+    kind = x.dtype if x.layout is torch.strided else f"a {x.layout} tensor"
+    raise SpecMismatch(
+        f"{name} must be dense, and complex where the parameters are complex; leaf "
+        f"{path!r} is {p.dtype} in params and {kind} in {name}; pass values of the "
+        "parameter's own kind, to_dense() of a sparse tensor",
+        leaf=path,
+    )
 
 
 def _explain(params: Tree, others: dict[str, Tree], error: Exception) -> NoReturn:

@@ -9,7 +9,7 @@ from zfun.collectives import gather_values
 from zfun.flat import Flat
 from zfun.stores import Stored
 
-__all__ = ["agree", "can_fail"]
+__all__ = ["agree", "await_ranks", "can_fail"]
 
 
 def can_fail(value: tree.Tree) -> bool:
@@ -20,6 +20,11 @@ def can_fail(value: tree.Tree) -> bool:
 def agree(value: tree.Tree, like: Flat) -> None:
     """Wait until the stores of all ranks keep the new values in a tree."""
     stores.flush(value)
+    await_ranks(value, like)
+
+
+def await_ranks(value: tree.Tree, like: Flat) -> None:
+    """Wait until all ranks are here, if a store of a tensor in a tree may fail on one of them."""
     if can_fail(value):
         # No rank gives up the old state before the stores of all ranks keep the new one.
         gather_values(torch.zeros(1, device=like.layout.device), like.group, "offload")

@@ -19,7 +19,7 @@ from zfun.optim import MasterState, Optimizer, prepared
 from zfun.placement import Placement, S
 from zfun.stores import Stored
 from zfun.transforms._notes import noting_steps
-from zfun.transforms.optimizer._agree import agree, can_fail
+from zfun.transforms.optimizer._agree import await_ranks, can_fail
 from zfun.transforms.optimizer._cut import CutState, cut_state
 from zfun.transforms.optimizer._placing import deliver, layout_for
 from zfun.transforms.optimizer._plan import UpdateKind, UpdatePlan, UpdateStep, plan_update
@@ -254,8 +254,7 @@ class Update:
                 self.new_state[index, bucket] = old.store.put(state.pop(index), old.name)
         old = self.params.buffers[bucket]
         if isinstance(old, Stored):
-            is_placed = self.params.placement is self.placement and self.params.group is self.group
-            whole = new if is_placed else self._lifted(new)
+            whole = new if self._is_placed else self._lifted(new)
             self.new_params[bucket] = old.store.put(whole.buffers[0], old.name)
             del self._computed[bucket]
 
@@ -267,7 +266,7 @@ class Update:
         if store is not None:
             store.crossed("get", "params", new.buffers[0].nbytes)
         old = self.params.select([bucket])
-        new = new.with_buffers([new.buffers[0].to(self.params.layout.device)])
+        new = self._on_device(new)
         if self.donate and is_symmetric(mesh_of(self.params.group)):
             target = self._placed_params(old.buffers[0], bucket)
             if not _is_same_memory(target.buffers[0], new.buffers[0]):
@@ -276,27 +275,40 @@ class Update:
                 await_readers(target.group, target.buffers)
                 target.buffers[0].copy_(new.buffers[0])
                 new = target
-        self.new_params[bucket] = self._lifted(new, old if self.donate else None).buffers[0]
+        if not self._is_placed:
+            new = self._lifted(new, old if self.donate else None)
+        self.new_params[bucket] = new.buffers[0]
 
     def commit(self, bucket: int) -> None:
         """Wait until the stores of all ranks keep the new values."""
         del bucket
         # From here on no read may fail, because values in memory are overwritten.
         for started in self._read:
-            with stores.locating(leaf=self.params.layout.label(started)):
+            with stores.locating(leaf=self._labels[started]):
                 self.wait(started)
-        placed = [*((place, x) for (_, place), x in self.new_state.items())]
-        for place, value in (*placed, *self.new_params.items()):
-            with stores.locating(leaf=self.params.layout.label(place)):
-                stores.flush(value)
-        agree([value for _, value in (*placed, *self.new_params.items())], self.params)
+        put = [
+            *((place, x) for (_, place), x in self.new_state.items() if isinstance(x, Stored)),
+            *((place, x) for place, x in self.new_params.items() if isinstance(x, Stored)),
+        ]
+        for place, handle in put:
+            with stores.locating(leaf=self._labels[place]):
+                handle.flush()
+        await_ranks([handle for _, handle in put], self.params)
         self.is_late = False
+
+    @property
+    def _is_placed(self) -> bool:
+        """Whether the optimizer computes in the placement of the parameters."""
+        return self.params.placement is self.placement and self.params.group is self.group
+
+    def _on_device(self, new: Flat) -> Flat:
+        buffer, device = new.buffers[0], self.params.layout.device
+        return new if buffer.device == device else new.with_buffers([buffer.to(device)])
 
     def _lifted(self, new: Flat, into: Flat | None = None) -> Flat:
         """Bring new parameters to the placement of the old ones."""
-        new = new.with_buffers([new.buffers[0].to(self.params.layout.device)])
         return redistribute(
-            new,
+            self._on_device(new),
             self.params.placement,
             self.params.group,
             name="params",
@@ -306,12 +318,10 @@ class Update:
 
     def _placed_params(self, buffer: Tensor, bucket: int) -> Flat:
         one = self.params.layout.select([bucket])
-        return redistribute(
-            Flat([buffer], self.params.placement, one, self.params.group),
-            self.placement,
-            self.group,
-            name="params",
-        )
+        placed = Flat([buffer], self.params.placement, one, self.params.group)
+        if self._is_placed:
+            return placed
+        return redistribute(placed, self.placement, self.group, name="params")
 
     def _lowered(self, it: _Bucket, bucket: int) -> Flat:
         """Return the parameters of a bucket in the placement of the optimizer."""
