@@ -121,7 +121,9 @@ def run(path: Path, num_layers: int, rows: int, seconds: float) -> list[tuple[st
             )
             rates.append((max(writes), max(reads)))
             # In another order each round, because a step finds the memory that the last one left.
-            losses = {one.step(batch) for one in order.sample([*contenders.values()], len(contenders))}
+            losses = {
+                one.step(batch) for one in order.sample([*contenders.values()], len(contenders))
+            }
             assert len(losses) == 1, "a store changed a bit"
     moved = {x: (disk.bytes_moved(x, "state") - before[x]) / len(rates) for x in before}
     assert moved == {"put": state_bytes, "get": state_bytes}

@@ -123,6 +123,8 @@ STEP = zf.recipes.StepInfo(torch.tensor(0.5), torch.tensor(2.0), False, None, No
 CASES: dict[str, Case] = {}
 CLASSES = (
     zf.stores.Offload,
+    zf.stores.locating,
+    zf.reductions.Spent,
     zf.compression.Compression,
     zf.ScheduleOptions,
     zf.Precision,
@@ -1052,6 +1054,7 @@ case("flat.flats", lambda g: {"value": sharded(g)}, same, 2)
 case("flat.leaf_spans", lambda g: {"flat": sharded(g)}, same, 2, rank=("zero",))
 case("flat.call_site", lambda g: {}, lambda g, text: None)
 case("reductions.all_ranks", lambda g: {"flat": sharded(g)}, lambda g, x: x.size, 2)
+case("reductions.Spent", lambda g: {"squares": WEIGHTS})
 case("reductions.gather_values", lambda g: {"flat": sharded(g), "x": WEIGHTS}, same, 2)
 case("reductions.global_norm", lambda g: {"value": sharded(g)}, same, 2)
 case("reductions.any_rank", lambda g: {"flag": g.rank == 1, "group": g}, same, 2)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -26,6 +27,7 @@ BufferRule: TypeAlias = Callable[[str, Any], str | None]
 
 __all__ = [
     "BufferRule",
+    "Spent",
     "all_ranks",
     "any_rank",
     "checked_rule",
@@ -189,6 +191,30 @@ def _shared_out(costs: Sequence[float], size: int) -> list[int]:
     return owners
 
 
+@takes(squares=TENSOR)
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """The place of a bucket of finite gradients whose memory holds other values by now.
+
+    A step that begins in backward gives the memory of gradients to new parameters. Such a bucket
+    has a norm, and no values to read.
+
+    Attributes:
+        squares: the sums of squares of this rank's part, from ``zfun.ops.squares_in_bins``.
+
+    Example:
+        >>> import zfun as zf
+        >>> def main(group):
+        ...     grads = zf.shard({"w": torch.tensor([3.0, 4.0])}, group)
+        ...     spent = Spent(zf.ops.squares_in_bins(grads.buffers[0]))
+        ...     return global_norm(grads.with_buffers([spent])).item()
+        >>> zf.simulate(2, main)
+        [5.0, 5.0]
+    """
+
+    squares: Tensor
+
+
 def global_norm(value: tree.Tree) -> Tensor:
     """Return the L2 norm of a whole tree over all ranks.
 
@@ -250,11 +276,17 @@ def _squares(flat: Flat) -> Tensor:
 def _local_squares(flat: Flat) -> Tensor:
     """Return the sums of bins, and a last element for infinities and NaNs, of this rank's part."""
     device = flat.layout.device
+    spent = [buffer.squares for buffer in flat.buffers if isinstance(buffer, Spent)]
+    left = [i for i, buffer in enumerate(flat.buffers) if not isinstance(buffer, Spent)]
+    kept = flat.select(left) if spent else flat
     pieces = [
-        ops.squares_in_bins(buffer if flat.placement is S else own_piece(buffer, flat.group)).to(
-            device
-        )
-        for buffer in stores.reading(flat)
+        *(squares.to(device) for squares in spent),
+        *(
+            ops.squares_in_bins(
+                buffer if flat.placement is S else own_piece(buffer, flat.group)
+            ).to(device)
+            for buffer in stores.reading(kept)
+        ),
     ]
     mine = torch.stack(pieces or [ops.squares_in_bins(torch.zeros(0, device=device))])
     return torch.cat(

@@ -26,6 +26,7 @@ from zfun.optim import LossScale
 from zfun.placement import P, S
 from zfun.recipes._precision import Precision
 from zfun.recipes._state import ZeroState
+from zfun.reductions import Spent
 from zfun.sources.deferred import spec_of
 from zfun.stores import Offload
 from zfun.transforms import ScheduleOptions
@@ -192,7 +193,9 @@ def first_bad_leaf(grads: Flat) -> str | None:
     group, layout = grads.group, grads.layout
     first = len(layout.leaves)
     whole = grads.placement is P
-    for index, buffer in enumerate(stores.reading(grads)):
+    # The gradients of a bucket that a step has spent were finite.
+    left = [i for i, buffer in enumerate(grads.buffers) if not isinstance(buffer, Spent)]
+    for index, buffer in zip(left, stores.reading(grads.select(left)), strict=True):
         is_piece = whole or grads.placement is S
         piece = buffer if is_piece else own_piece(buffer, group)
         bad = torch.nonzero(~torch.isfinite(piece)).view(-1) + (

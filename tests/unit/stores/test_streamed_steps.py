@@ -233,6 +233,68 @@ def test_transfers_run_beside_forward_and_backward(clip: bool, stage: int, tmp_p
         assert seen["put"] == num_bytes * (NUM_BUCKETS - 1) // NUM_BUCKETS
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_new_parameters_take_the_memory_of_gradients(size: int, tmp_path: Path) -> None:
+    """Memory grows by old and new parameters with each bucket, and not by gradients too."""
+
+    def peak(num_buckets: int) -> int:
+        params = [torch.empty(64, 64) for _ in range(num_buckets)]
+        offload = zf.stores.Offload(optimizer=nvme(tmp_path, **SMALL))
+
+        def make(group: zf.Group) -> Any:
+            return zf.zero(3, chain_loss, optim.adamw(0.1), group, bucket_bytes=1, offload=offload)
+
+        live = zf.planner.live_bytes(make, params, torch.empty(1, 64), size, steps=2)
+        return live.peak.device.total
+
+    shard, activations = 64 * 64 * 4 // size, 4 * 64 * 4
+    assert 2 * shard <= (peak(16) - peak(8)) / 8 <= 2 * shard + activations
+
+
+def train_chain(rule: Any, path: Path | None, is_bad: Callable[[int], bool]) -> Any:
+    """Train, and let one layer in the middle have bad gradients in some steps."""
+
+    def main(group: zf.Group) -> Any:
+        offload = None if path is None else zf.stores.Offload(optimizer=nvme(path, **SMALL))
+        steps: list[int] = []
+
+        def loss(params: Any, batch: Tensor) -> Tensor:
+            middle = params[4] * 1.0
+            if middle.requires_grad and is_bad(len(steps)):
+                middle.register_hook(lambda grad: grad * float("inf"))
+            steps.append(0)
+            return chain_loss([*params[:4], middle, *params[5:]], batch)
+
+        z = zf.zero(3, loss, rule, group, bucket_bytes=1, offload=offload)
+        state, found = z.init(CHAIN), []
+        for _ in range(4):
+            state, info = z.step(state, BATCH)
+            found.append((repr(info.grad_norm.item()), info.skipped, info.bad_leaf))
+        return z.params(state), found
+
+    return zf.simulate(1, main)[0]
+
+
+def test_the_bad_leaf_is_named_after_gradients_were_spent(tmp_path: Path) -> None:
+    values, infos = train_chain(optim.adamw(0.1), tmp_path, lambda step: step == 2)
+    expected = train_chain(optim.adamw(0.1), None, lambda step: step == 2)
+    assert_same_bits(values, expected[0])
+    assert infos == expected[1]
+    assert [leaf for _, _, leaf in infos] == [None, None, "4", None]
+
+
+def test_a_state_may_keep_the_gradients(tmp_path: Path) -> None:
+    """The memory of gradients is not spent where the optimizer returns them as its state."""
+
+    def update(grads: Any, state: Any, params: Any) -> Any:
+        return tree.map(lambda g, last: -0.1 * (g + last), grads, state), grads
+
+    values, infos = train_chain((zeros, update), tmp_path, lambda step: False)
+    expected = train_chain((zeros, update), None, lambda step: False)
+    assert_same_bits(values, expected[0])
+    assert infos == expected[1]
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_step_that_is_skipped_or_raises_drops_the_new_state(stage: int, tmp_path: Path) -> None:
     def train(group: zf.Group, store: Any) -> Any:

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zfun import ops, stores
+from zfun import ops, stores, tree
 from zfun.collectives import Work, await_readers, is_symmetric, mesh_of
 from zfun.flat import Flat
 from zfun.optim import MasterState, Optimizer, prepared
 from zfun.placement import Placement, S
+from zfun.reductions import Spent
 from zfun.stores import Stored
 from zfun.transforms._notes import noting_steps
 from zfun.transforms.optimizer._agree import await_ranks, can_fail
@@ -103,6 +104,10 @@ class Update:
     _labels: tuple[str, ...] = ()
     _read: dict[int, _Bucket] = field(default_factory=dict)
     _computed: dict[int, tuple[Flat, dict[int, Tensor], Any]] = field(default_factory=dict)
+    # Whether the last step returned the memory of its gradients, in a state of last gradients, say.
+    _keeps_grads: bool = False
+    # The memory of the gradients of the last bucket, for the new parameters of the next.
+    _spare: Tensor | None = None
 
     def plan(self, *, in_backward: bool = False) -> UpdatePlan:
         """Return the steps of the update."""
@@ -138,11 +143,21 @@ class Update:
         self._start(self.plan(in_backward=True))
         self._run_to("wait", "commit")
 
-    def take(self, bucket: int, grads: Tensor) -> None:
-        """Step a bucket whose gradients are complete, and start the next read."""
-        if self._left[0] == UpdateStep("wait", bucket):
-            self._read[bucket].grads = grads
-            self._run_to("wait", "commit")
+    def take(self, bucket: int, grads: Tensor) -> Tensor | Spent:
+        """Step a bucket whose gradients are complete, and start the next read.
+
+        Returns:
+            The gradients, or their place, because the next step may write to their memory.
+        """
+        if self._left[0] != UpdateStep("wait", bucket):
+            return grads
+        squares = self._squares_to_spend(grads)
+        self._read[bucket].grads = grads
+        self._run_to("wait", "commit")
+        if squares is None or self._keeps_grads:
+            return grads
+        self._spare = grads
+        return Spent(squares)
 
     def finish(self, grads: Flat) -> tuple[Flat, Any]:
         """Step what is left, and return new parameters and the new state."""
@@ -235,6 +250,9 @@ class Update:
             Flat([moved], self.placement, one, self.group),
             donate=self.donate,
         )
+        self._keeps_grads = any(
+            isinstance(x, Tensor) and _share_storage(x, grads) for x in tree.leaves((new, after))
+        )
         parts = self.state.split(after)
         for index, (part, place) in enumerate(zip(parts, self.state.places, strict=True)):
             if place is None and part is not self.state.parts[index]:
@@ -269,7 +287,7 @@ class Update:
         new = self._on_device(new)
         if self.donate and is_symmetric(mesh_of(self.params.group)):
             target = self._placed_params(old.buffers[0], bucket)
-            if not _is_same_memory(target.buffers[0], new.buffers[0]):
+            if not _share_storage(target.buffers[0], new.buffers[0]):
                 # The step could not overwrite the old parameters, which now may go. Peers map the
                 # memory of the old ones, so the new ones go there.
                 await_readers(target.group, target.buffers)
@@ -294,7 +312,7 @@ class Update:
             with stores.locating(leaf=self._labels[place]):
                 handle.flush()
         await_ranks([handle for _, handle in put], self.params)
-        self.is_late = False
+        self.is_late, self._spare = False, None
 
     @property
     def _is_placed(self) -> bool:
@@ -333,22 +351,38 @@ class Update:
         empty = torch.empty(slot.padded_numel // share, dtype=slot.dtype, device=it.device)
         return Flat([empty], self.placement, layout.select([bucket]), self.group)
 
+    def _squares_to_spend(self, grads: Tensor) -> Tensor | None:
+        """Return the squares of gradients whose memory new parameters may have after the step.
+
+        Gradients that are not finite stay, because an error names the first bad leaf. The host
+        knows the squares at once only on a CPU; from a device, the parameters are copied anyway.
+        """
+        is_private = grads.untyped_storage().nbytes() == grads.nbytes and not is_symmetric(
+            mesh_of(self.params.group)
+        )
+        if not self.is_late or self.stores_grads or not is_private or grads.device.type != "cpu":
+            return None
+        squares = ops.squares_in_bins(grads)
+        return squares if ops.is_abstract(grads) or int(squares[-1]) == 0 else None
+
     def _own(self, x: Tensor, old: Any) -> Tensor:
         """Copy a value that the step would overwrite before the stores keep the new one."""
-        # A store that can fail returns a copy.
-        if not self.is_late or (isinstance(old, Stored) and old.can_fail):
+        # A store that can fail returns a copy, and so does a change of device or placement.
+        is_copy = old.can_fail if isinstance(old, Stored) else not _share_storage(x, old)
+        if not self.is_late or is_copy:
             return x
         if not x.is_floating_point():
             return x.clone()
+        spare, self._spare = self._spare, None
+        fits = spare is not None and spare.dtype == x.dtype and spare.shape == x.shape
+        out = spare if fits and spare is not None else torch.empty_like(x)
         # After clone(), OpenMP's threads would keep the cores busy for some milliseconds.
-        out = torch.empty_like(x)
         ops.ravel_into(out, [x], [0])
         return out
 
 
-def _is_same_memory(x: Tensor, y: Tensor) -> bool:
-    same_storage = x.untyped_storage()._cdata == y.untyped_storage()._cdata
-    return same_storage and x.storage_offset() == y.storage_offset()
+def _share_storage(x: Tensor, y: Tensor) -> bool:
+    return x.untyped_storage()._cdata == y.untyped_storage()._cdata
 
 
 def _wait(x: Work | Tensor) -> Tensor:

@@ -11,11 +11,12 @@ from typing import Any
 from torch import Tensor
 
 from zfun import stores
-from zfun.collectives import Work
 from zfun.flat import Flat
 from zfun.layout import Layout
 from zfun.optim import Optimizer, PrepareInner
+from zfun.reductions import Spent
 from zfun.stores import Stored
+from zfun.transforms.grads._hooks import Handle
 from zfun.transforms.optimizer._agree import can_fail
 from zfun.transforms.optimizer._cut import cut_state
 from zfun.transforms.optimizer._stream import Update, streamed
@@ -33,12 +34,21 @@ class UpdateHook:
 
     update: Update | None = None
 
-    def start(self, buffer: Tensor, layout: Layout, bucket: int) -> Work:
-        """Step a bucket, and pass the gradients on."""
+    def start(self, buffer: Tensor, layout: Layout, bucket: int) -> Handle:
+        """Step a bucket, and pass on the gradients, or their place if the step has spent them."""
         del layout
-        if self.update is not None:
-            self.update.take(bucket, buffer)
-        return Work.done(buffer)
+        return _Taken(buffer if self.update is None else self.update.take(bucket, buffer))
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """A bucket that the update has seen."""
+
+    grads: Tensor | Spent
+
+    def wait(self) -> Tensor | Spent:
+        """Return the gradients, or their place."""
+        return self.grads
 
 
 def begin(
