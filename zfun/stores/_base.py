@@ -106,6 +106,7 @@ class Stored(abc.ABC):
         shape: shape of the tensor.
         can_fail: whether ``put`` may raise, or ``flush``. Before a step writes a new state to such
             a store, the step leaves the old state as it is.
+        device: where the tensor is, if ``get`` to this device copies nothing; else ``None``.
     """
 
     store: Store
@@ -113,6 +114,7 @@ class Stored(abc.ABC):
     dtype: torch.dtype
     shape: torch.Size
     can_fail: bool = False
+    device: torch.device | None = None
 
     @abc.abstractmethod
     def get(self, device: torch.device) -> Work:

@@ -21,6 +21,7 @@ class _HostTensor(Stored):
         self.name = name
         self.dtype = tensor.dtype
         self.shape = tensor.shape
+        self.device = tensor.device
 
     def get(self, device: torch.device) -> Work:
         """Start the copy to a device; for the CPU, nothing is copied."""

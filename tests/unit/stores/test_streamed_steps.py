@@ -331,6 +331,27 @@ def test_a_step_that_is_skipped_or_raises_drops_the_new_state(stage: int, tmp_pa
     assert store.file_bytes <= 3 * 2 * NUM_BUCKETS * 4096
 
 
+@pytest.mark.parametrize(("size", "num_reads"), [(1, 2), (2, 3)])
+def test_one_rank_computes_with_host_memory_in_place(size: int, num_reads: int) -> None:
+    """On a CPU, one rank has nothing to gather: the loss and the update read a bucket once each."""
+    stores: list[Any] = [zf.stores.host() for _ in range(size)]
+
+    def main(group: zf.Group) -> list[float]:
+        store = stores[group.rank]
+        offload = zf.stores.Offload(params=store)
+        z = zf.zero(3, loss_fn, optim.adamw(0.1), group, bucket_bytes=1, offload=offload)
+        state, found = z.init(PARAMS), []
+        num_bytes = sum(buffer.shape.numel() * 4 for buffer in state.params.buffers)
+        for _ in range(3):
+            before = store.bytes_moved("get", "params")
+            state, _ = z.step(state, BATCH)
+            found.append((store.bytes_moved("get", "params") - before) / num_bytes)
+        return found
+
+    # The first step learns the order of use.
+    assert zf.simulate(size, main) == [[3, num_reads, num_reads]] * size
+
+
 def test_reads_and_writes_run_beside_the_computation() -> None:
     plan = zf.planner.plan_update(state_layout(PARAMS))
     numel = plan.numels[0]

@@ -119,7 +119,11 @@ class BucketShard:
     def is_whole(self) -> bool:
         """Whether the shard is the whole bucket in the dtype of the loss: one rank, in memory."""
         shard = self.flat.buffers[self.index]
-        return self.flat.group.size == 1 and isinstance(shard, Tensor) and shard.dtype == self.dtype
+        return (
+            self.flat.group.size == 1
+            and (isinstance(shard, Tensor) or shard.device == self.flat.layout.device)
+            and shard.dtype == self.dtype
+        )
 
     @property
     def nbytes(self) -> int:
@@ -174,7 +178,7 @@ class BucketShard:
             with contextlib.suppress(ZfunError):
                 reading.wait()
 
-    def _shard(self) -> Tensor:
+    def fetch(self) -> Tensor:
         """Return the shard in memory; nobody but the gather holds a shard from a store."""
         reading, self.reading = self.reading, None
         with stores.locating(leaf=self.form.label):
@@ -184,7 +188,7 @@ class BucketShard:
 
     def start(self) -> Work:
         """Start the gather, when the shard has been read."""
-        group, shard = self.flat.group, self._shard()
+        group, shard = self.flat.group, self.fetch()
         call = Collective(
             AllGather(), "params", self.form.label, Stream.PARAMS, zero_copy=self.zero_copy
         )

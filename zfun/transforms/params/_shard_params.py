@@ -198,7 +198,7 @@ def _views(
     flats: Sequence[Flat], shards: Sequence[BucketShard], executor: Executor | None
 ) -> Iterator[tree.Tree]:
     """View the parameters of a single rank as trees, with bucket nodes behind trained ones."""
-    views = [shard.views(shard.flat.buffers[shard.index]) for shard in shards]
+    views = [shard.views(shard.fetch()) for shard in shards]
     outputs = iter(views)
     if executor is not None:
         executor.attach(WholeParams(views, [shard.slots for shard in shards]))
