@@ -19,7 +19,7 @@ from zfun.recipes._start import of_specs
 from zfun.recipes._state import StepInfo, ZeroState
 from zfun.reductions import BufferRule, global_norm, merge_buffers
 from zfun.transforms import apply
-from zfun.transforms.optimizer._apply import finish
+from zfun.transforms.optimizer._apply import apply_spending, finish
 from zfun.transforms.optimizer._placing import deliver
 from zfun.transforms.optimizer._stream import Update as StreamedUpdate
 
@@ -61,6 +61,8 @@ class Update:
         left: Flat | None,
         aux: Any,
         begun: StreamedUpdate | None = None,
+        *,
+        spends: bool = False,
     ) -> tuple[ZeroState, StepInfo]:
         """Return the new state.
 
@@ -71,6 +73,7 @@ class Update:
             left: the buffers that the calls of the loss have left on this rank, if any.
             aux: the second result of the loss.
             begun: the update that began with this step and has stepped some buckets already.
+            spends: whether the step may write to the memory of the gradients.
         """
         group, rule, scale = self.group, self.rule, scale_of(state)
         grads = _delivered(grads, P if self.takes_terms(state) else rule.placement or R, group)
@@ -85,11 +88,11 @@ class Update:
         rate, num_applied = rule.learning_rate(state.opt_state), state.num_applied + (not skipped)
         params, opt_state, kept = state.params, state.opt_state, state.buffers
         if not skipped:
-            params, opt_state = (
-                apply(rule, grads, opt_state, params, donate=self.donate)
-                if begun is None
-                else finish(begun, grads, opt_state, params, donate=self.donate)
-            )
+            if begun is not None:
+                params, opt_state = finish(begun, grads, opt_state, params, donate=self.donate)
+            else:
+                take = apply_spending if spends else apply
+                params, opt_state = take(rule, grads, opt_state, params, donate=self.donate)
             kept = kept if left is None or self.buffers is None else self._merged(left)
         if self.donate:
             params, opt_state = _handed_over(

@@ -297,7 +297,7 @@ def zero(
             hook.update = None
         loss, aux = value if type(value) is tuple else (value, None)
         loss = loss.mean if isinstance(loss, WeightedMean) else loss
-        return updated(state, grads, loss, left(), aux, begun)
+        return updated(state, grads, loss, left(), aux, begun, spends=True)
 
     def forward(
         state: ZeroState, fn: Callable[..., Any], batch: Any, left: Flat | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import zfun as zf
 from tests.faulty_files import FaultyFiles
 from zfun import optim, tree
 from zfun.errors import OffloadError, OptionError
+from zfun.files import Files
 from zfun.stores import READ_AHEAD, Crossing, Stored, nvme
 from zfun.testing import assert_same_bits
 
@@ -233,8 +235,14 @@ def test_transfers_run_beside_forward_and_backward(clip: bool, stage: int, tmp_p
         assert seen["put"] == num_bytes * (NUM_BUCKETS - 1) // NUM_BUCKETS
 
 
+CLIPPED = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(0.1))
+
+
+@pytest.mark.parametrize("rule", [optim.adamw(0.1), CLIPPED], ids=["adamw", "clip"])
 @pytest.mark.parametrize("size", [1, 2])
-def test_new_parameters_take_the_memory_of_gradients(size: int, tmp_path: Path) -> None:
+def test_new_parameters_take_the_memory_of_gradients(
+    size: int, rule: optim.Optimizer, tmp_path: Path
+) -> None:
     """Memory grows by old and new parameters with each bucket, and not by gradients too."""
 
     def peak(num_buckets: int) -> int:
@@ -251,11 +259,20 @@ def test_new_parameters_take_the_memory_of_gradients(size: int, tmp_path: Path) 
     assert 2 * shard <= (peak(16) - peak(8)) / 8 <= 2 * shard + activations
 
 
-def train_chain(rule: Any, path: Path | None, is_bad: Callable[[int], bool]) -> Any:
+class SlowFiles(Files):
+    """Writes that are under way when the next bucket is computed."""
+
+    def write(self, fd: int, data: Any, offset: int) -> int:
+        time.sleep(0.003)
+        return super().write(fd, data, offset)
+
+
+def train_chain(rule: Any, path: Path | None, is_bad: Callable[[int], bool], **options: Any) -> Any:
     """Train, and let one layer in the middle have bad gradients in some steps."""
 
     def main(group: zf.Group) -> Any:
-        offload = None if path is None else zf.stores.Offload(optimizer=nvme(path, **SMALL))
+        store = None if path is None else nvme(path, files=SlowFiles(), **SMALL)
+        offload = None if store is None else zf.stores.Offload(optimizer=store)
         steps: list[int] = []
 
         def loss(params: Any, batch: Tensor) -> Tensor:
@@ -265,7 +282,7 @@ def train_chain(rule: Any, path: Path | None, is_bad: Callable[[int], bool]) -> 
             steps.append(0)
             return chain_loss([*params[:4], middle, *params[5:]], batch)
 
-        z = zf.zero(3, loss, rule, group, bucket_bytes=1, offload=offload)
+        z = zf.zero(3, loss, rule, group, bucket_bytes=1, offload=offload, **options)
         state, found = z.init(CHAIN), []
         for _ in range(4):
             state, info = z.step(state, BATCH)
@@ -283,14 +300,31 @@ def test_the_bad_leaf_is_named_after_gradients_were_spent(tmp_path: Path) -> Non
     assert [leaf for _, _, leaf in infos] == [None, None, "4", None]
 
 
-def test_a_state_may_keep_the_gradients(tmp_path: Path) -> None:
+def test_the_gradients_of_a_caller_are_not_spent(tmp_path: Path) -> None:
+    def main(group: zf.Group) -> None:
+        offload = zf.stores.Offload(optimizer=nvme(tmp_path, **SMALL))
+        z = zf.zero(3, chain_loss, optim.adamw(0.1), group, bucket_bytes=1, offload=offload)
+        state = z.init(CHAIN)
+        value, pullback, _ = z.vjp(chain_loss, state, BATCH)
+        grads = pullback(torch.ones(()))
+        before = [buffer.clone() for buffer in grads.buffers]
+        z.update(state, grads, value)
+        assert_same_bits(list(grads.buffers), before)
+
+    zf.simulate(1, main)
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_a_state_may_keep_the_gradients(num_micro_batches: int, tmp_path: Path) -> None:
     """The memory of gradients is not spent where the optimizer returns them as its state."""
 
     def update(grads: Any, state: Any, params: Any) -> Any:
         return tree.map(lambda g, last: -0.1 * (g + last), grads, state), grads
 
-    values, infos = train_chain((zeros, update), tmp_path, lambda step: False)
-    expected = train_chain((zeros, update), None, lambda step: False)
+    # With micro-batches, the update begins after backward.
+    options = {"num_micro_batches": num_micro_batches}
+    values, infos = train_chain((zeros, update), tmp_path, lambda step: False, **options)
+    expected = train_chain((zeros, update), None, lambda step: False, **options)
     assert_same_bits(values, expected[0])
     assert infos == expected[1]
 

@@ -40,7 +40,7 @@ from zfun.transforms.optimizer._probe import probe
 from zfun.transforms.optimizer._stream import Update, streamed
 from zfun.transforms.values._redistribute import redistribute
 
-__all__ = ["apply", "finish"]
+__all__ = ["apply", "apply_spending", "finish"]
 
 
 @takes(optimizer=ANY, grads=ANY, state=ANY, params=ANY, donate=BOOL)
@@ -77,7 +77,25 @@ def apply(
         >>> zf.apply(optimizer, {"w": torch.ones(2)}, optimizer.init(params), params)[0]
         {'w': tensor([0.5000, 1.5000])}
     """
-    chosen = as_optimizer(optimizer)
+    return _apply(as_optimizer(optimizer), grads, state, params, donate=donate, spends=False)
+
+
+def apply_spending(
+    optimizer: Optimizer, grads: Flat, state: Any, params: Flat, *, donate: bool
+) -> tuple[Flat, Any]:
+    """Take a step like :func:`apply`, which may write to the memory of the gradients."""
+    return _apply(optimizer, grads, state, params, donate=donate, spends=True)
+
+
+def _apply(
+    chosen: Optimizer,
+    grads: tree.Tree,
+    state: Any,
+    params: tree.Tree,
+    *,
+    donate: bool,
+    spends: bool,
+) -> tuple[Any, Any]:
     if not isinstance(grads, Flat) and not isinstance(params, Flat):
         return _apply_to_trees(chosen, grads, state, params, donate)
     probe(chosen)
@@ -97,7 +115,7 @@ def apply(
     donated = [*flats(state), params] if donate else []
     # Stores that can fail keep the old state until all ranks have the new one.
     overwritten = [] if can_fail((state, params)) else donated
-    stepped = _apply_by_bucket(chosen, grads, state, params, donate, overwritten)
+    stepped = _apply_by_bucket(chosen, grads, state, params, donate, spends, overwritten)
     new, new_state = stepped or _apply_at_once(chosen, grads, state, params, donate, overwritten)
     return _taken_over(new, new_state, donated)
 
@@ -126,6 +144,7 @@ def _apply_by_bucket(
     state: Any,
     params: Flat,
     donate: bool,
+    spends: bool,
     overwritten: Sequence[Flat],
 ) -> tuple[Flat, Any] | None:
     """Step over stores; ``None`` if nothing is in a store, or the step must be taken at once."""
@@ -134,7 +153,7 @@ def _apply_by_bucket(
     with noting("update"):
         update = streamed(optimizer, grads, state, params)
         with _ConsumedOnError(overwritten):
-            return None if update is None else update.run(donate=donate)
+            return None if update is None else update.run(donate=donate, spends=spends)
 
 
 def _apply_at_once(

@@ -9,9 +9,11 @@ the plan.
 Where the optimizer needs no look at all gradients, and the store may fail, the update runs in
 backward (``in_backward.py``): the reads begin before forward, and each bucket is stepped when the
 gradients of the bucket are complete, from the last bucket on. No old value is overwritten, in
-memory or in a store, so a step that is skipped or fails drops the new values. On a CPU the gradients
-of a bucket are spent by then: the new parameters of the next bucket go to their memory, and their
-squares are kept for the norm.
+memory or in a store, so a step that is skipped or fails drops the new values.
+
+Old parameters in memory stay until the stores keep the new state. On a CPU, the new parameters of a
+bucket go to the memory of the gradients of the bucket before, which are spent by then; in backward
+the squares of spent gradients are kept for the norm.
 """
 
 from __future__ import annotations

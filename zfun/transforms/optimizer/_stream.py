@@ -95,6 +95,8 @@ class Update:
     donate: bool = False
     # Whether values in memory must not be overwritten yet.
     is_late: bool = False
+    # Whether a step may write to the memory of the gradients of the bucket before.
+    spends: bool = False
     # Whether gradients go to a store after an update in backward, which counts the transfer.
     stores_grads: bool = False
     new_params: dict[int, Any] = field(default_factory=dict)
@@ -104,8 +106,6 @@ class Update:
     _labels: tuple[str, ...] = ()
     _read: dict[int, _Bucket] = field(default_factory=dict)
     _computed: dict[int, tuple[Flat, dict[int, Tensor], Any]] = field(default_factory=dict)
-    # Whether the last step returned the memory of its gradients, in a state of last gradients, say.
-    _keeps_grads: bool = False
     # The memory of the gradients of the last bucket, for the new parameters of the next.
     _spare: Tensor | None = None
 
@@ -126,9 +126,9 @@ class Update:
             in_backward=in_backward,
         )
 
-    def run(self, *, donate: bool) -> tuple[Flat, Any]:
+    def run(self, *, donate: bool, spends: bool) -> tuple[Flat, Any]:
         """Run the steps of the plan, and return new parameters and the new state."""
-        self.donate = donate
+        self.donate, self.spends = donate, spends
         self.is_late = donate and can_fail((self.state.parts, self.params))
         if donate and not self.is_late and self.grads is not None and can_fail(self.grads):
             # Nothing in memory is overwritten before the last read that can fail.
@@ -151,13 +151,13 @@ class Update:
         """
         if self._left[0] != UpdateStep("wait", bucket):
             return grads
-        squares = self._squares_to_spend(grads)
+        # Gradients that are not finite stay, because an error names the first bad leaf. The host
+        # knows this at once only on a CPU, as it must for memory to be spent.
+        squares = ops.squares_in_bins(grads) if self._may_spend(grads) else None
+        self.spends = squares is not None and (ops.is_abstract(grads) or int(squares[-1]) == 0)
         self._read[bucket].grads = grads
         self._run_to("wait", "commit")
-        if squares is None or self._keeps_grads:
-            return grads
-        self._spare = grads
-        return Spent(squares)
+        return Spent(squares) if squares is not None and self._spare is grads else grads
 
     def finish(self, grads: Flat) -> tuple[Flat, Any]:
         """Step what is left, and return new parameters and the new state."""
@@ -250,9 +250,17 @@ class Update:
             Flat([moved], self.placement, one, self.group),
             donate=self.donate,
         )
-        self._keeps_grads = any(
-            isinstance(x, Tensor) and _share_storage(x, grads) for x in tree.leaves((new, after))
-        )
+        # An optimizer may return the gradients as its state.
+        if (
+            self.spends
+            and not in_store
+            and self._may_spend(grads)
+            and not any(
+                isinstance(x, Tensor) and _share_storage(x, grads)
+                for x in tree.leaves((new, after))
+            )
+        ):
+            self._spare = grads
         parts = self.state.split(after)
         for index, (part, place) in enumerate(zip(parts, self.state.places, strict=True)):
             if place is None and part is not self.state.parts[index]:
@@ -351,19 +359,16 @@ class Update:
         empty = torch.empty(slot.padded_numel // share, dtype=slot.dtype, device=it.device)
         return Flat([empty], self.placement, layout.select([bucket]), self.group)
 
-    def _squares_to_spend(self, grads: Tensor) -> Tensor | None:
-        """Return the squares of gradients whose memory new parameters may have after the step.
-
-        Gradients that are not finite stay, because an error names the first bad leaf. The host
-        knows the squares at once only on a CPU; from a device, the parameters are copied anyway.
-        """
-        is_private = grads.untyped_storage().nbytes() == grads.nbytes and not is_symmetric(
-            mesh_of(self.params.group)
+    def _may_spend(self, grads: Tensor) -> bool:
+        """Whether new parameters may go to the memory of gradients that no one else needs."""
+        # From another device, or to shared memory, the parameters are copied anyway.
+        return (
+            self.is_late
+            and not self.stores_grads
+            and grads.device.type == "cpu"
+            and grads.untyped_storage().nbytes() == grads.nbytes
+            and not is_symmetric(mesh_of(self.params.group))
         )
-        if not self.is_late or self.stores_grads or not is_private or grads.device.type != "cpu":
-            return None
-        squares = ops.squares_in_bins(grads)
-        return squares if ops.is_abstract(grads) or int(squares[-1]) == 0 else None
 
     def _own(self, x: Tensor, old: Any) -> Tensor:
         """Copy a value that the step would overwrite before the stores keep the new one."""
