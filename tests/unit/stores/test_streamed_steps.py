@@ -262,9 +262,9 @@ def test_new_parameters_take_the_memory_of_gradients(
 class SlowFiles(Files):
     """Writes that are under way when the next bucket is computed."""
 
-    def write(self, fd: int, data: Any, offset: int) -> int:
+    def write(self, fd: int, buffer: Any, offset: int) -> int:
         time.sleep(0.003)
-        return super().write(fd, data, offset)
+        return super().write(fd, buffer, offset)
 
 
 def train_chain(rule: Any, path: Path | None, is_bad: Callable[[int], bool], **options: Any) -> Any:
