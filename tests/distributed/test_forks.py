@@ -239,7 +239,8 @@ for end in ("return", "exit", "raise"):
         with group:
             sys.exit(3) if end == "exit" else 1 / 0
     if child is not None:
-        print(end, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        # The next fork would write what is left in the buffer once more.
+        print(end, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 else:
     for _ in range(2):
         state, info = z.step(state, torch.tensor(1.0 + group.rank))
