@@ -3,12 +3,12 @@
     python benchmarks/io_steps.py /local_nvme
     python benchmarks/io_steps.py /local_nvme --write    # into benchmarks/results/io.md
 
-One rank trains a chain of square matrices with AdamW in float32. Each contender is a process of its
-own, as a training run is, so that none finds the memory that another has freed. The contenders take
-a step each in turn, round after round, because a shared machine changes speed; each round also
+One rank trains a chain of square matrices with AdamW in float32. Each contender is a separate
+process, as a training run is, so that none finds the memory that another has freed. The contenders
+take a step each in turn, round after round, because a shared machine changes speed; each round also
 writes and reads a file with plain direct transfers. A step with the state on the disk needs at
-least the time of its bytes at the best of these speeds, and the time of the step in memory; the bar
-of the project is 1.25 x the larger of the two.
+least the time of the state's bytes at the best of these speeds, and the time of the step in memory;
+the bar of the project is 1.25 x the larger of the two.
 
 No program reaches that bound where transfers take memory bandwidth, or cores, from the step. So
 one contender takes the step in memory while plain loops transfer as many bytes, which depend on
@@ -56,7 +56,7 @@ MEMORY, BESIDE, HOST, DISK = NAMES = (
 
 
 def contend(pipe: Connection, name: str, path: Path, num_layers: int, rows: int) -> None:
-    """Train in a process of its own: a step for each message, until the message is False.
+    """Train in a separate process: a step for each message, until the message is False.
 
     Answers with seconds and the loss, and in the end with the bytes of the state that were put and
     got in all steps.

@@ -598,8 +598,8 @@ def _stops(group: Group) -> None:
     [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=needs_shared_memory)],
 )
 def test_a_stopped_rank_is_an_error_after_the_timeout(shared_memory: bool) -> None:
-    # The watchdog looks every half second. At the moment at which gloo gives up, it might find the
-    # connection that gloo has closed, and say that.
+    # The watchdog looks every half second. Just when gloo gives up, the watchdog might find the
+    # connection that gloo has closed, and report that.
     with processes(
         2, timeout_s=RUN_S, collective_timeout_s=1.75, grace_s=0.5, shared_memory=shared_memory
     ) as workers:

@@ -316,7 +316,7 @@ def test_the_gradients_of_a_caller_are_not_spent(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 def test_a_state_may_keep_the_gradients(num_micro_batches: int, tmp_path: Path) -> None:
-    """The memory of gradients is not spent where the optimizer returns them as its state."""
+    """The memory of gradients is not spent where the optimizer returns gradients as the state."""
 
     def update(grads: Any, state: Any, params: Any) -> Any:
         return tree.map(lambda g, last: -0.1 * (g + last), grads, state), grads

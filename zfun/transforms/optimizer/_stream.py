@@ -147,12 +147,12 @@ class Update:
         """Step a bucket whose gradients are complete, and start the next read.
 
         Returns:
-            The gradients, or their place, because the next step may write to their memory.
+            The gradients, or a :class:`Spent` where the next step may write to the memory.
         """
         if self._left[0] != UpdateStep("wait", bucket):
             return grads
         # Gradients that are not finite stay, because an error names the first bad leaf. The host
-        # knows this at once only on a CPU, as it must for memory to be spent.
+        # knows this at once only on a CPU.
         squares = ops.squares_in_bins(grads) if self._may_spend(grads) else None
         self.spends = squares is not None and (ops.is_abstract(grads) or int(squares[-1]) == 0)
         self._read[bucket].grads = grads
@@ -250,7 +250,7 @@ class Update:
             Flat([moved], self.placement, one, self.group),
             donate=self.donate,
         )
-        # An optimizer may return the gradients as its state.
+        # An optimizer may return the gradients as the state.
         if (
             self.spends
             and not in_store

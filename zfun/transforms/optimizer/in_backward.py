@@ -35,7 +35,7 @@ class UpdateHook:
     update: Update | None = None
 
     def start(self, buffer: Tensor, layout: Layout, bucket: int) -> Handle:
-        """Step a bucket, and pass on the gradients, or their place if the step has spent them."""
+        """Step a bucket, and pass on the gradients, or a Spent if the memory may be written."""
         del layout
         return _Taken(buffer if self.update is None else self.update.take(bucket, buffer))
 
@@ -47,7 +47,7 @@ class _Taken:
     grads: Tensor | Spent
 
     def wait(self) -> Tensor | Spent:
-        """Return the gradients, or their place."""
+        """Return the gradients, or a Spent."""
         return self.grads
 
 
