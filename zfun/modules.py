@@ -270,6 +270,8 @@ class _Copies:
                 return self._modules.get(id(value), value)
             if isinstance(value, Tensor):
                 return self._tensors.get(id(value), value)
+            if hasattr(type(value), "of_copy"):
+                return value.of_copy(self._replaced)
             if not (isinstance(value, tuple) and hasattr(value, "_make")):
                 return value
             replace = _Copies._named_tuple

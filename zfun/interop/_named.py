@@ -15,7 +15,7 @@ from zfun.optim import MasterState
 from zfun.recipes import ZeroState
 from zfun.stores import Stored, fetch
 
-__all__ = ["first_names", "masters_of", "state_dict_of", "with_values"]
+__all__ = ["first_names", "masters_of", "state_dict_of", "with_values", "write_leaves"]
 
 
 def first_names(module: nn.Module) -> dict[int, str]:
@@ -96,10 +96,10 @@ def with_values(
     # Ranks of one host may share the buffers of whole parameters.
     barrier(ranks)
     for master in masters_of(state.opt_state):
-        _write(master, found)
-    params = _write(state.params, found)
+        write_leaves(master, found)
+    params = write_leaves(state.params, found)
     frozen, buffers = (
-        None if flat is None else _write(flat, found) for flat in (state.frozen, state.buffers)
+        None if flat is None else write_leaves(flat, found) for flat in (state.frozen, state.buffers)
     )
     barrier(ranks)
     return state._replace(params=params, frozen=frozen, buffers=buffers)
@@ -119,7 +119,7 @@ def masters_of(state: Any) -> Iterator[Flat]:
 
 
 @torch.no_grad()
-def _write(flat: Flat, values: Mapping[str, Tensor]) -> Flat:
+def write_leaves(flat: Flat, values: Mapping[str, Tensor]) -> Flat:
     """Write the elements of this rank into the buffers, in place; a store puts a buffer again."""
     buffers = list(flat.buffers)
     loaded: dict[int, Tensor] = {}

@@ -10,7 +10,7 @@ from torch import Tensor
 from zfun.errors import OptionError
 from zfun.flat import Flat
 from zfun.optim import LossScaleState
-from zfun.transforms import Pullback
+from zfun.transforms import Pullback, Tape
 from zfun.typing import Aux, Params
 
 __all__ = ["StepInfo", "Zero", "ZeroState"]
@@ -100,6 +100,8 @@ class Zero(NamedTuple, Generic[Params, Aux]):
             whole tree in place of the loss, and the result is that of :func:`zfun.vjp`. The
             cotangents are those of the loss times ``state.loss_scale.scale``. The returned buffers
             are those that ``fn`` has left on this rank, for the next call before the update.
+        record: ``record(fn, state, batch) -> (out, tape)``: as ``vjp``, but the outputs keep their
+            graph, and the backward passes are the caller's: the tape delivers the gradients.
         update: ``update(state, grads, loss, buffers=None) -> (state, info)``: the second half of a
             step, from the gradients of pullbacks (of micro-batches their mean) and the loss over
             all ranks.
@@ -110,3 +112,4 @@ class Zero(NamedTuple, Generic[Params, Aux]):
     params: Callable[..., Params]
     vjp: Callable[..., tuple[Any, Pullback, Flat | None]] = _no_halves
     update: Callable[..., tuple[ZeroState, StepInfo]] = _no_halves
+    record: Callable[..., tuple[Any, Tape]] = _no_halves

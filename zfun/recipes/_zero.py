@@ -48,9 +48,11 @@ from zfun.recipes._update import Update, scale_of, split
 from zfun.reductions import BufferRule
 from zfun.stores import Offload
 from zfun.transforms import (
+    GradientFunction,
     MicroBatches,
     Pullback,
     ScheduleOptions,
+    Tape,
     WeightedMean,
     accumulate,
     cast,
@@ -310,6 +312,13 @@ def zero(
             out, pullback = vjp(vg, state.params, batch)
         return out, pullback, after()
 
+    def record(state: ZeroState, fn: Callable[..., Any], batch: Any) -> tuple[Any, Tape]:
+        check_is_state(state)
+        known.check(state)
+        vg = gradient_of(fn, state.frozen, 1 if updated.takes_terms(state) else stage)
+        assert isinstance(vg, GradientFunction)
+        return vg.record(state.params, batch)
+
     def update(
         state: ZeroState, grads: Flat, loss: Tensor, left: Flat | None
     ) -> tuple[ZeroState, StepInfo]:
@@ -328,13 +337,14 @@ def zero(
     def named(fn: Callable[..., Any]) -> Callable[..., Any]:
         return naming_the_step(naming_the_rank(fn, group))
 
-    first_half, second_half = named(forward), named(update)
+    first_half, second_half, recorded = named(forward), named(update), named(record)
     return Zero(
         naming_the_rank(start, group),
         named(step),
         whole,
         lambda fn, state, batch, buffers=None: first_half(state, fn, batch, buffers),
         lambda state, grads, loss, buffers=None: second_half(state, grads, loss, buffers),
+        lambda fn, state, batch: recorded(state, fn, batch),
     )
 
 

@@ -33,6 +33,7 @@ from zfun.transforms.grads._gradient_function import GradientFunction
 from zfun.transforms.grads._pullback import Pullback
 from zfun.transforms.grads._reducer import MAX_IN_FLIGHT
 from zfun.transforms.grads._sum_grads import replicate_grads, shard_grads
+from zfun.transforms.grads._tape import Tape
 from zfun.transforms.grads._value import WeightedMean, weighted_mean
 from zfun.transforms.optimizer._apply import apply
 from zfun.transforms.optimizer._plan import UPDATE as UPDATE
@@ -71,6 +72,7 @@ __all__ = [
     "ScheduleOptions",
     "ShardedLoss",
     "Step",
+    "Tape",
     "Trace",
     "TracedBucket",
     "UpdatePlan",

@@ -124,7 +124,8 @@ def test_a_loop_has_the_bits_of_zero(stage: int, micro: int) -> None:
         apply = zf.functional(net())
         written = apply.buffers
         zero = zf.zero(
-            stage,
+            # An engine sums each backward pass over the ranks, as stages 2 and 3 do.
+            max(stage, 2),
             lambda p, batch: criterion(apply(p, batch[0], power=0.5), batch[1]),
             optim.chain(optim.clip_by_global_norm(0.5), rule()),
             group,
@@ -143,7 +144,7 @@ def test_a_loop_has_the_bits_of_zero(stage: int, micro: int) -> None:
         assert_same_bits({name: values[name] for name in expected}, expected)
         changed = {name for name, value in values.items() if not value.equal(first[name])}
         assert set(values) - changed == {"scale"}
-        assert_same_bits(module.state_dict(), first)
+        assert_same_bits(module.state_dict(), values)
 
     zf.simulate(RANKS, main)
 
@@ -249,7 +250,7 @@ def test_buffers_are_merged_by_rule(rule_of_buffers: str) -> None:
 
 
 @EACH_STAGE
-def test_eval_uses_the_state_and_keeps_nothing(stage: int) -> None:
+def test_no_grad_uses_the_state_and_keeps_nothing(stage: int) -> None:
     def main(group: zf.Group) -> None:
         engine = engine_of(group, stage)
         loop(engine, group, batches(2, group.size))
@@ -257,20 +258,21 @@ def test_eval_uses_the_state_and_keeps_nothing(stage: int) -> None:
         plain = net()
         plain.load_state_dict(engine.state_dict())
         assert not engine.eval().training
-        out, expected = engine(x), plain.eval()(x)
-        assert not out.logits.requires_grad
-        torch.testing.assert_close(out.logits, expected.logits)
+        with torch.no_grad():
+            for module in (engine, engine.module):
+                out, expected = module(x), plain.eval()(x)
+                assert not out.logits.requires_grad
+                torch.testing.assert_close(out.logits, expected.logits)
         torch.testing.assert_close(
             engine.generate(x, 2 + group.rank), plain.generate(x, 2 + group.rank)
         )
         with engine.bound() as module:
+            assert module is engine.module
             assert_same_bits(module.state_dict(), plain.state_dict())
-            weight = module.get_parameter("out.weight")
-            assert module.get_parameter("back.weight") is weight
-        assert not engine.module.get_parameter("out.weight").equal(weight)
+            assert type(module.get_parameter("out.weight")) is nn.Parameter
+            assert module.get_parameter("back.weight") is module.get_parameter("out.weight")
         assert engine.train().training
-        with torch.no_grad():
-            assert not engine(x).logits.requires_grad
+        assert engine(x).logits.requires_grad
 
     zf.simulate(RANKS, main)
 
@@ -375,7 +377,7 @@ def test_half_precision_has_the_bits_of_zero(stage: int, dtype: torch.dtype) -> 
         module = mlp()
         options = {"precision": dtype}
         engine = Engine(module, rule(), zero=stage, group=group, **options)
-        apply = zf.functional(module)
+        apply = zf.functional(mlp())
         loss_fn = lambda p, batch: F.cross_entropy(apply(p, batch[0]).float(), batch[1])
         zero = zf.zero(stage, loss_fn, rule(), group, **options)
         state, skips = zero.init(apply.params), 0
@@ -458,19 +460,15 @@ def test_extra_state_of_the_module_goes_out_and_in() -> None:
     zf.simulate(RANKS, main)
 
 
-def test_a_bound_module_is_a_copy() -> None:
-    """Simulated ranks may share a module, and a write to a copy does not reach the state."""
-
+def test_a_module_has_one_engine() -> None:
     def main(group: zf.Group) -> None:
-        engine = Engine(shared, optim.sgd(0.5), zero=3, group=group)
-        before = engine.state_dict()
-        with engine.bound() as module:
-            assert isinstance(module.weight, nn.Parameter)
-            module.weight.zero_()
-        assert_same_bits(engine.state_dict(), before)
-        assert_same_bits(shared.state_dict(), before)
+        module = linear()
+        engine = Engine(module, optim.sgd(0.5), zero=3, group=group)
+        with pytest.raises(OptionError, match=r"got a Linear that another engine holds.*deepcopy"):
+            Engine(module, optim.sgd(0.5), zero=3, group=group)
+        other = Engine(copy.deepcopy(module), optim.sgd(0.5), zero=3, group=group)
+        assert_same_bits(other.state_dict(), engine.state_dict())
 
-    shared = linear()
     zf.simulate(RANKS, main)
 
 
@@ -540,9 +538,7 @@ def test_forward_passes_may_be_dropped_or_share_a_loss(stage: int) -> None:
         mean = torch.stack([b[0].sum(0) for b in batches(1, group.size)[0]]).mean(0)
         expected = weight - 0.5 * 3 * mean
         torch.testing.assert_close(engine.state_dict()["weight"], expected)
-        with pytest.raises(
-            ZfunError, match=r"outputs that this engine has returned.*since the last"
-        ):
+        with pytest.raises(ZfunError, match=r"since the last step; got outputs of an earlier"):
             engine.backward(kept.sum())
 
     zf.simulate(RANKS, main)
@@ -600,10 +596,8 @@ def test_a_loss_that_is_kept_keeps_no_inputs() -> None:
 
 WRONG: list[tuple[Callable[[Engine, Tensor], Any], str]] = [
     (lambda e, x: e.step(), r"step\(\) takes the gradients of backward\(\); got none"),
-    (lambda e, x: e(x).sum().backward(), r"got loss.backward\(\).*call engine.backward\(loss\)"),
     (lambda e, x: e.backward(e(x)), r"takes a scalar loss; got Tensor; reduce it with mean"),
     (lambda e, x: e.backward(x.sum()), "since the last step; got a loss of none"),
-    (lambda e, x: e.eval().backward(e(x).sum()), "has returned in train mode"),
     (
         lambda e, x: [e(x), e.backward(x.clone().requires_grad_().sum())],
         "depends on none of them",

@@ -2,20 +2,23 @@
 
 [Note: the engine]
 The engine holds a state of :func:`zfun.zero` for its user, and adds nothing to the functional core.
-A call of the engine is the first half of a step (``recipe.vjp``), ``backward`` runs pullbacks, and
-``step`` is the second half (``recipe.update``).
+A call is the first half of a step (``recipe.record``), backward passes are the user's or those of
+:meth:`Engine.backward`, and ``step`` is the second half (``recipe.update``). The module is the
+user's own; see [Note: live modules].
 
-Each call puts one node into autograd's graph. The node's inputs are an anchor and those arguments
-of the call that require a gradient; backward of the node runs the pullback. So a loss may go
-through several engines, as in a GAN: the gradients go to the engine whose ``backward`` is called,
-and the other engines pass cotangents on.
+The outputs of a call keep their graph, so a loss may go through several engines, as in a GAN, and
+through tensors that hooks have caught. ``engine.backward`` gives gradients to its own engine, and
+the other engines pass cotangents on; ``loss.backward()`` gives gradients to all, as in torch.
+
+Gradients are summed over the ranks in each backward pass, at stages 1 and 0 too, so that all stages
+add in one order and have the same bits.
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,27 +27,44 @@ from torch import Tensor, nn
 
 import zfun.recipes as recipes
 from zfun import checkpoint, optim, stores, tree
-from zfun.collectives import Group, all_reduce, mesh_of, process_group
+from zfun.collectives import Group, broadcast, mesh_of, process_group
 from zfun.errors import OptionError, ZfunError
-from zfun.evaluation import bound, evaluate
+from zfun.evaluation import evaluate
 from zfun.flat import Flat, leaf_spans, unravel
 from zfun.interop._named import state_dict_of, with_values
-from zfun.interop.engine._calls import Call, CallNode
-from zfun.modules import functional
+from zfun.interop.engine._grad_sum import GradSum
+from zfun.interop.engine._groups import ParamGroups
+from zfun.interop.engine._live import Live, RootForward, check_free
+from zfun.interop.engine._values import (
+    Buffers,
+    carried,
+    leaves_of,
+    named_leaves,
+    whole_values,
+)
 from zfun.placement import S
 from zfun.recipes import StepInfo, Zero, ZeroState
-from zfun.transforms import WeightedMean, add_grads, map_batch, scale_grads
+from zfun.sources import Deferred
+from zfun.transforms import Tape, WeightedMean
 
 __all__ = ["Engine"]
+
+# The engine whose backward() runs, for the hooks of autograd, also on other threads.
+_RUNNING = "zfun.interop.engine"
 
 
 class Engine:
     """A module whose parameters are a state of :func:`zfun.zero`, for imperative loops.
 
+    The module is yours, and live: a call of the module is a call of the engine. Below stage 3 its
+    parameters are the values of the state. At stage 3 a parameter is gathered where the module
+    reads it, and an operation on a parameter outside of a call gathers too, on all ranks.
+
     Args:
-        module: any module; its parameters are the initial values. The module itself does not
-            change.
-        optimizer: as for :func:`zfun.zero`; ``None`` beside what :func:`zfun.zero` returned.
+        module: any module; its parameters are the initial values.
+        optimizer: as for :func:`zfun.zero`; or an optimizer of torch, whose parameter groups you
+            and your schedulers may change between steps; ``None`` beside what :func:`zfun.zero`
+            returned.
         zero: the stage; or the options of :func:`zfun.zero` as a dict with ``"stage"``; or what
             :func:`zfun.zero` returned, whose loss the engine does not call.
         group: the ranks; by default those of the process.
@@ -52,21 +72,23 @@ class Engine:
         clip_norm: clip gradients to this norm over all ranks and leaves.
         precision: as for :func:`zfun.zero`.
         trainable: which parameters are trained, by name and tensor; by default those that require
-            a gradient.
+            a gradient, and are in a group of the optimizer if there are groups.
         buffers: how the module's buffers are merged over the ranks at each step: ``"rank 0"``,
             ``"mean"`` or ``"by rank"``; see :func:`zfun.zero`.
         init: ``"check"`` that all ranks have the same values, or ``"broadcast"`` those of rank 0.
+        values: first values by name in place of the module's own, such as
+            :class:`zfun.sources.Deferred`.
 
     Attributes:
         module: the module.
         recipe: what :func:`zfun.zero` returned.
-        state: the state.
         accumulate: as above.
+        clip_norm: as above; with an optimizer of torch it may change between steps.
         grad_norm: of the last step, before clipping; ``None`` before the first.
 
     Raises:
         OptionError: as for :func:`zfun.zero`; or an option that stands twice, or beside what
-            :func:`zfun.zero` returned.
+            :func:`zfun.zero` returned; or a module that another engine holds.
 
     Example:
         >>> import zfun as zf
@@ -92,15 +114,15 @@ class Engine:
         trainable: Any = None,
         buffers: str = "rank 0",
         init: str = "check",
+        values: Mapping[str, Any] | None = None,
     ) -> None:
-        apply = functional(module)
-        written = apply.buffers
-        self.module, self.accumulate = module, accumulate
+        check_free(module)
+        self.module, self.accumulate, self.clip_norm = module, accumulate, clip_norm
         self.grad_norm: float | None = None
-        self._apply = apply
-        self._fn = lambda params, call: apply(params, *call[0], **call[1])
+        self._params = named_leaves(module)
         chosen = {"group": group, "precision": precision, "trainable": trainable}
         chosen = {name: value for name, value in chosen.items() if value is not None}
+        self._groups: ParamGroups | None = None
         if isinstance(zero, Zero):
             own = [(optimizer, None, "optimizer"), (clip_norm, None, "clip_norm")]
             own += [(buffers, "rank 0", "buffers")]
@@ -110,6 +132,7 @@ class Engine:
                     f"{', '.join(beside)} beside a recipe that is made already; pass them to "
                     "zf.zero()"
                 )
+            self._options: dict[str, Any] | None = None
             self.recipe: Zero = zero
         else:
             options = dict(zero) if isinstance(zero, Mapping) else {"stage": zero}
@@ -118,141 +141,278 @@ class Engine:
                     f"an option of an engine stands once; got {', '.join(twice)} in zero= too; "
                     "remove it there, and pass accumulate= for num_micro_batches"
                 )
-            rule = optim.as_optimizer(optimizer)
-            if clip_norm is not None:
-                rule = optim.chain(optim.clip_by_global_norm(clip_norm), rule)
-            trained = {name for name, x in module.named_parameters() if x.requires_grad}
-            given: dict[str, Any] = {
-                "trainable": lambda name, _: name in trained,
-                "buffers": (lambda name, _: buffers if name in written else None)
-                if written
-                else None,
-                "num_micro_batches": accumulate,
-                **chosen,
-                **options,
-            }
-            if "group" not in given:
-                given["group"] = process_group()
-            self.recipe = recipes.zero(loss_fn=self._fn, optimizer=rule, **given)
-        self.state: ZeroState = self.recipe.init({**apply.params, **written}, init=init)
-        self._group = self.state.params.group
-        self._evaluation = evaluate(self._fn, self._group)
+            self._options = {"group": None, **options, **chosen}
+            if self._options["group"] is None:
+                self._options["group"] = process_group()
+            if isinstance(optimizer, ParamGroups):
+                self._groups = optimizer
+            elif isinstance(optimizer, torch.optim.Optimizer):
+                self._groups = ParamGroups(optimizer, self._params)
+            self._optimizer = optimizer
+            self.recipe = self._composed()
+        given = values or {}
+        first = {name: given.get(name, x.detach()) for name, x in self._params.items()}
+        self._state: ZeroState = self.recipe.init(first, init=init)
+        self._group = self._state.params.group
+        self._buffers = Buffers(module, buffers, self._group, init, given)
+        self._is_sharded = self._state.params.placement is S
+        self._live = Live(module, self._params, self)
+        self._evaluation = evaluate(self._within, self._group)
+        self._uneven: Callable[[Any], Any] | None = None
         self._defers = False
+        self._tapes: list[weakref.ref[Tape]] = []
+        self._is_bound = False
+        if self._is_sharded:
+            self._live.shard(leaves_of(self._state))
+        module.forward = RootForward(module, self.run)
+        self._show()
         self._begin()
 
+    def _composed(self) -> Zero:
+        """Compose the recipe for the leaves that are trained now."""
+        assert self._options is not None
+        if self._groups is None:
+            rule = optim.as_optimizer(self._optimizer)
+            if self.clip_norm is not None:
+                rule = optim.chain(optim.clip_by_global_norm(self.clip_norm), rule)
+            trained = {name for name, x in self._params.items() if x.requires_grad}
+        else:
+            rule = self._groups.pure(self.clip_norm)
+            trained = set(self._groups.labels)
+        options = {"trainable": lambda name, _: name in trained, **self._options}
+        # Stage 1 sums in backward too; see [Note: the engine].
+        options["stage"] = 2 if options["stage"] == 1 else options["stage"]
+        return recipes.zero(loss_fn=self._within, optimizer=rule, **options)
+
+    @property
+    def state(self) -> ZeroState:
+        """The state; assign to go on from another one."""
+        return self._state._replace(buffers=self._buffers.flat)
+
+    @state.setter
+    def state(self, state: ZeroState) -> None:
+        self._buffers.take(state.buffers)
+        self._state = state._replace(buffers=None)
+        self._show()
+
+    def _show(self) -> None:
+        """Let the module's parameters be the values of the state, below stage 3 and in bound()."""
+        if self._is_sharded:
+            if self._is_bound:
+                self._live.show(whole_values(self._state, frozenset(self._params)))
+            return
+        for flat in (self._state.params, self._state.frozen):
+            if flat is not None:
+                values = unravel(stores.resident(flat))
+                self._live.show(dict(zip(tree.paths(values), tree.leaves(values), strict=True)))
+
+    # Calls.
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module on the state's parameters; every rank must call equally often.
+        """Call the module; every rank must call equally often.
 
-        In train mode, and where gradients are enabled, the outputs take part in autograd, and
-        buffers of the module change in the state. In eval mode nothing is kept for backward.
+        Where gradients are enabled, the outputs take part in autograd.
         """
-        if not (self.training and torch.is_grad_enabled()):
-            return self._evaluation(self.state, (args, kwargs))
-        own: list[Tensor] = []
-        inputs: list[Tensor] = []
+        return self.module(*args, **kwargs)
 
-        def cut(leaf: Any) -> Any:
-            if not (isinstance(leaf, Tensor) and leaf.requires_grad):
-                return leaf
-            own.append(leaf)
-            inputs.append(leaf.detach().requires_grad_())
-            return inputs[-1]
+    def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a function that uses the module, as one call: a step of a loop, a loss.
 
-        batch = map_batch(cut, (args, kwargs))
-        out, pullback, self._left = self.recipe.vjp(self._fn, self.state, batch, self._left)
-        call = Call(pullback, inputs, self.state.params.layout.device)
-        paths, values = iter(pullback.paths), list[Tensor]()
-        map_batch(lambda leaf: values.append(leaf) if next(paths) is not None else None, out)
-        if not values:
+        Parameters are gathered where the module reads them, and outputs take part in autograd where
+        gradients are enabled. Inside of a call the function just runs.
+
+        Args:
+            fn: any function; every rank must run it equally often.
+            args: of the function.
+            kwargs: of the function.
+
+        Returns:
+            The result of the function.
+        """
+        if self._live.bound is not None:
+            return fn(*args, **kwargs)
+        call = (fn, args, kwargs)
+        if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+            self._prepare()
+            out, tape = self.recipe.record(self._within, self._state, call)
+            tape.mark_late(self._live.read_without_gradient)
+            take = weakref.WeakMethod(self._take)
+            tape.deliver = lambda grads: None if (found := take()) is None else found(grads)
+            check = weakref.WeakMethod(self._check_pass)
+            tape.check = lambda: None if (found := check()) is None else found()
+            self._tapes = [ref for ref in self._tapes if ref() is not None] + [weakref.ref(tape)]
             return out
-        self._calls = [ref for ref in self._calls if ref() is not None] + [weakref.ref(call)]
-        nodes, paths = iter(CallNode.apply(call, values, call.anchor, *own)), iter(pullback.paths)
-        return map_batch(lambda leaf: leaf if next(paths) is None else next(nodes), out)
+        if not self._is_sharded:
+            return fn(*args, **kwargs)
+        return self._evaluation(self._state, call) if self._uneven is None else self._uneven(call)
 
-    def backward(self, loss: Tensor | WeightedMean, *, scale: float | None = None) -> None:
+    def _within(self, params: Any, call: Any) -> Any:
+        fn, args, kwargs = call
+        with self._live.lending(params, keeps=torch.is_grad_enabled()):
+            return fn(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def uneven(self) -> Iterator[nn.Module]:
+        """Let the ranks call the module different numbers of times, without gradients.
+
+        At the end of the context the ranks wait for each other; see
+        :meth:`zfun.evaluation.Evaluation.uneven`. A call of the module is then the unit in which
+        ranks gather, whatever encloses the call.
+
+        Returns:
+            A context whose value is the module.
+        """
+        if not self._is_sharded or self._uneven is not None:
+            yield self.module
+            return
+        with self._evaluation.uneven(self._state) as self._uneven:
+            try:
+                yield self.module
+            finally:
+                self._uneven = None
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Call ``module.generate`` without gradients; ranks may generate different lengths."""
+        with self.uneven() as module, torch.no_grad():
+            return module.generate(*args, **kwargs)
+
+    # Backward.
+
+    def backward(
+        self,
+        loss: Tensor | WeightedMean,
+        *,
+        scale: float | None = None,
+        retain_graph: bool = False,
+    ) -> None:
         """Add the gradients of a loss to those of the next step.
 
-        Gradients go to the trained parameters of this engine alone: no tensor gets a ``.grad``, so
-        a parameter of the loss belongs into the module. Gradients of weighted means are the mean
-        over the weights of all calls of a step, whatever their number.
+        Gradients go to the trained parameters of this engine, and to leaf tensors that are no
+        parameters of an engine, as in torch. Gradients of weighted means are the mean over the
+        weights of all calls of a step, whatever their number.
 
         Args:
             loss: a scalar of outputs of this engine, or :func:`zfun.transforms.weighted_mean`.
             scale: the weight of this loss in the sum over the calls of a step; by default
                 ``1 / accumulate``.
+            retain_graph: keep the graph for another backward pass.
 
         Raises:
-            ZfunError: the loss does not depend on outputs of this engine in train mode.
+            ZfunError: the loss does not depend on outputs of this engine.
             OptionError: weights of different kinds in the calls of a step.
         """
         total, weight = loss if isinstance(loss, WeightedMean) else (loss, None)
-        kind = (scale is None, weight is None)
-        if scale is not None and weight is not None:
-            raise OptionError("a weighted mean has a weight; got scale= too; leave scale out")
-        if self._kinds - {kind}:
-            raise OptionError(
-                "the losses of a step have weights of one kind; got a weighted mean, scale= or "
-                "neither after another kind; pass the same to each call of backward()"
-            )
+        self._sum.check(scale, weight)
         if not isinstance(total, Tensor) or total.numel() != 1:
             raise ZfunError(
                 f"backward() takes a scalar loss; got {type(total).__name__}; reduce it with mean()"
             )
-        calls = [call for ref in self._calls if (call := ref()) is not None]
-        if not calls or not total.requires_grad:
+        self._settle()
+        tapes = self._open_tapes()
+        if not total.requires_grad:
             raise ZfunError(
-                "backward() takes a loss of outputs that this engine has returned in train mode "
-                "since the last step; got a loss of none; call the engine first, outside of "
-                "torch.no_grad()"
+                "backward() takes a loss of outputs that this engine has returned since the last "
+                "step; got a loss of none; call the engine first, outside of torch.no_grad()"
             )
         total = total.reshape(())
         total = total.float() if total.dtype in (torch.float16, torch.bfloat16) else total
-        by = self.state.loss_scale
-        seed = (1.0 if by is None else float(by.scale)) * (1.0 if scale is None else scale)
-        for call in calls:
-            call.is_wanted, call.weight = True, weight
+        seed = self.loss_scale * (1.0 if scale is None else scale)
+        for tape in tapes:
+            tape.weight = weight
+        self._sum.begin(weighted=weight is not None)
+        torch._C._stash_obj_in_tls(_RUNNING, self)
         try:
-            torch.autograd.grad(
-                total,
-                [call.anchor for call in calls],
-                torch.full_like(total, seed),
-                allow_unused=True,
-            )
+            torch.autograd.backward(total, torch.full_like(total, seed), retain_graph=retain_graph)
+            self._settle()
+        except BaseException:
+            for tape in tapes:
+                tape.close()
+            raise
         finally:
-            for call in calls:
-                call.is_wanted = False
-        ran = [call for call in calls if call.grads is not None]
-        if not ran:
+            torch._C._stash_obj_in_tls(_RUNNING, None)
+            for tape in tapes:
+                tape.weight = None
+        if not self._sum.has_run and not self._strays():
             raise ZfunError(
-                "backward() takes a loss of outputs of this engine; got a loss that depends on "
-                "none of them; call backward() of the engine that made the outputs"
+                "backward() takes a loss of outputs of this engine since its last step; got a loss "
+                "that depends on none of them; call backward() of the engine that made the outputs"
             )
-        self._take(ran, total.detach(), weight, 1.0 if scale is None else scale)
-        self._kinds.add(kind)
+        self._sum.count(total.detach(), weight, 1.0 if scale is None else scale)
+        self._is_boundary = not self._defers and self._sum.num_passes >= self.accumulate
 
-    def _take(self, ran: list[Call], total: Tensor, weight: Tensor | None, scale: float) -> None:
-        """Add the gradients of calls to those of the step."""
-        self._calls = [ref for ref in self._calls if ref() is not None and ref() not in ran]
-        grads: Any = None
-        for call in ran:
-            grads, call.grads = add_grads(grads, call.grads), None
-        pair = torch.stack([total * scale, total.new_ones(()) if weight is None else weight])
-        if weight is not None and self._losses:
-            # The gradients of one call are a mean, and those of several calls a sum.
-            if len(self._losses) == 1:
-                self._grads = self._weighted(self._grads, self._losses[0])
-            grads = self._weighted(grads, pair)
-        self._grads = add_grads(self._grads, grads)
-        self._losses.append(pair)
-        self._is_boundary = not self._defers and len(self._losses) >= self.accumulate
+    @property
+    def loss_scale(self) -> float:
+        """The factor of the loss in backward; 1 without a loss scale."""
+        scale = self._state.loss_scale
+        return 1.0 if scale is None else float(scale.scale)
 
-    def _weighted(self, grads: Any, pair: Tensor) -> Any:
-        return scale_grads(grads, float(all_reduce(pair, mesh_of(self._group))[1]))
+    def _open_tapes(self) -> list[Tape]:
+        return [tape for ref in self._tapes if (tape := ref()) is not None]
+
+    def _check_pass(self) -> None:
+        """Check a backward pass that has come to outputs of this engine."""
+        if _running() is None and self.loss_scale != 1.0:
+            raise ZfunError(
+                "with a loss scale, backward begins with the scaled loss; got loss.backward(); "
+                "call engine.backward(loss), and run the forward pass again"
+            )
+        if _running() is None and self._last_pass != torch._C._current_graph_task_id():
+            self._last_pass = torch._C._current_graph_task_id()
+            self._sum.check(1.0, None)
+            self._sum.begin(weighted=False)
+            device = self._state.params.layout.device
+            self._sum.count(torch.full((), torch.nan, device=device), None, 1.0)
+            self._is_boundary = not self._defers and self._sum.num_passes >= self.accumulate
+
+    def _take(self, grads: Flat) -> None:
+        """Add the gradients of a backward pass."""
+        running = _running()
+        if running is not None and running is not self:
+            return
+        self._sum.add(grads)
+
+    def _settle(self) -> None:
+        """End backward passes that autograd has ended."""
+        for tape in self._open_tapes():
+            tape.finish()
 
     @property
     def is_boundary(self) -> bool:
         """Whether the next call of :meth:`step` changes the parameters."""
         return self._is_boundary
+
+    # Steps.
+
+    def _prepare(self) -> None:
+        """Get ready for a call: end backward passes, and look for changes of the trained leaves."""
+        self._settle()
+        self._live.check_dropped()
+        if self._groups is None or not self._groups.refresh():
+            return
+        if self._sum.num_passes:
+            raise OptionError(
+                "trained parameters change between steps; got a change between the micro-batches "
+                "of a step; unfreeze parameters, or add a group, after engine.step()"
+            )
+        self._retrain()
+
+    def _retrain(self) -> None:
+        """Go on with another set of trained leaves, or of groups."""
+        old, specs = self._state, leaves_of(self._state)
+        device = old.params.layout.device
+        values = {
+            name: Deferred(
+                name,
+                torch.empty(param.shape, dtype=specs[name], device="meta"),
+                lambda name=name: whole_values(old, {name}, masters=True)[name],
+                device,
+            )
+            for name, param in self._params.items()
+        }
+        self.recipe = self._composed()
+        self._state = carried(old, self.recipe.init(values))
+        self._evaluation = evaluate(self._within, self._group)
+        self._show()
 
     def step(self, *, boundary: bool | None = None) -> StepInfo | None:
         """Update the parameters, if ``accumulate`` calls of backward have been made.
@@ -262,46 +422,60 @@ class Engine:
                 calls are divided by ``accumulate`` too.
 
         Returns:
-            The results of the step, equal on all ranks; ``None`` if there was no update.
+            The results of the step, equal on all ranks; ``None`` if there was no update. The loss
+            is NaN where a backward pass was ``loss.backward()``, which tells no loss.
 
         Raises:
             ZfunError: no gradients since the last step.
         """
-        if self._grads is None:
+        self._settle()
+        strays = self._strays()
+        if self._sum.grads is None and not strays:
             raise ZfunError(
                 "step() takes the gradients of backward(); got none since the last step; call "
-                "engine.backward(loss) first, and not loss.backward()"
+                "engine.backward(loss) first"
             )
         if not (self._is_boundary if boundary is None else boundary):
             return None
-        mesh = mesh_of(self._group)
-        summed = all_reduce(torch.stack(self._losses).view(-1), mesh).view(-1, 2)
-        is_mean, is_plain = next(iter(self._kinds))
-        count = self.accumulate if is_mean and is_plain else 1
-        loss, factor = (summed[:, 0] * (1.0 / mesh.size)).sum() / count, 1.0 / count
-        if not is_plain:
-            weight = float(summed[:, 1].sum()) or 1.0
-            loss = summed[:, 0].sum() / weight
-            factor = 1.0 / weight if len(self._losses) > 1 else 1.0
-        grads = scale_grads(self._grads, factor)
-        self.state, info = self.recipe.update(self.state, grads, loss, self._left)
+        # One message tells the losses, and whether any rank has stray gradients or new buffers.
+        told = self._sum.told([bool(strays), *self._buffers.changed()])
+        if told.flags[0]:
+            self._sum.add_strays(strays, self._state.params)
+        grads, loss = self._sum.result(told, self.accumulate)
+        if self._groups is not None:
+            opt_state = self._groups.set_in(self._state.opt_state, self.clip_norm)
+            self._state = self._state._replace(opt_state=opt_state)
+        self._state, info = self.recipe.update(self._state, grads, loss)
+        self._buffers.merge(told.flags[1:])
+        if self._groups is not None:
+            self._groups.stepped()
         self.grad_norm = float(info.grad_norm)
+        self._show()
         self._begin()
         return info
 
+    def _strays(self) -> dict[str, Tensor]:
+        """Return gradients that backward has left in parameters, by name."""
+        is_hidden = self._is_sharded and not self._is_bound
+        own = self._live.strays if is_hidden else self._params
+        return {name: x.grad for name, x in own.items() if x.grad is not None}
+
     def _begin(self) -> None:
         """Begin the calls of a step."""
-        self._calls: list[weakref.ref[Call]] = []
-        self._left: Flat | None = None
+        for tape in self._open_tapes():
+            tape.close()
+        self._tapes = []
+        self._live.end()
         self.zero_grad()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients since the last step."""
         del set_to_none
-        self._grads: Any = None
-        self._losses: list[Tensor] = []
-        self._kinds: set[tuple[bool, bool]] = set()
+        for x in (*self._params.values(), *self._live.strays.values()):
+            x.grad = None
+        self._sum = GradSum(self._group)
         self._is_boundary = False
+        self._last_pass = -1
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -323,33 +497,37 @@ class Engine:
         return self
 
     def eval(self) -> Self:
-        """Set the module to eval mode, in which calls keep nothing for backward."""
+        """Set the module to eval mode."""
         return self.train(False)
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Call ``module.generate`` on the state's parameters, without gradients.
+    # Values.
 
-        Parameters are gathered where a layer uses them; ranks may call different numbers of layers.
-        """
-        with bound(self._apply, self.state, self._group) as module:
-            return module.generate(*args, **kwargs)
+    def gathered(self, name: str) -> Tensor:
+        """Return the whole value of a leaf; every rank must call."""
+        return whole_values(self._state, {name})[name]
+
+    def write(self, name: str, value: Tensor) -> None:
+        """Take a whole value of a leaf from rank 0; every rank must call."""
+        value = broadcast(value.detach().contiguous(), mesh_of(self._group), 0, name="written")
+        self._replace({name: value}, strict=False)
 
     @contextlib.contextmanager
     def bound(self) -> Iterator[nn.Module]:
-        """Make a copy of the module with the whole values of the state; every rank must enter.
+        """Let the module have whole plain parameters, as a context; every rank must enter.
+
+        Inside, a loss without a call leaves its gradients in ``.grad``, and :meth:`step` sums them.
 
         Returns:
-            A context whose value is the copy, for code that needs a plain module. Changes to the
-            values do not reach the state.
+            A context whose value is the module. At stage 3 other changes of the values are lost.
         """
-        trained = self._apply.params
-        values = self.recipe.params(self.state)
-        yield self._apply.bind(
-            {
-                name: nn.Parameter(x, requires_grad=False) if name in trained else x
-                for name, x in values.items()
-            }
-        )
+        before, self._is_bound = self._is_bound, True
+        self._show()
+        try:
+            yield self.module
+        finally:
+            self._is_bound = before
+            if self._is_sharded and not before:
+                self._live.shard(leaves_of(self._state))
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield names and detached values of the trained parameters: views of the state.
@@ -357,7 +535,7 @@ class Engine:
         Below stage 3 whole parameters; at stage 3 this rank's elements, as vectors, which may be
         empty. A view is valid until the next step.
         """
-        held = stores.resident(self.state.params)
+        held = stores.resident(self._state.params)
         if held.placement is not S:
             yield from zip(held.layout.paths, tree.leaves(unravel(held)), strict=True)
             return
@@ -373,7 +551,8 @@ class Engine:
 
         As in ``module.state_dict()``, a value may be extra state that is no tensor.
         """
-        return state_dict_of(self.module, self.recipe.params(self.state))
+        values = self.recipe.params(self._state)
+        return state_dict_of(self.module, {**values, **self._buffers.named()})
 
     def load_state_dict(self, values: Mapping[str, Any]) -> None:
         """Take whole values by the module's own names; every rank must call.
@@ -386,8 +565,11 @@ class Engine:
         Raises:
             SpecMismatch: names are missing or unknown, or a shape differs.
         """
-        self.state = with_values(self.module, self.state, values)
+        self._replace(values, strict=True)
         self._begin()
+
+    def _replace(self, values: Mapping[str, Any], *, strict: bool) -> None:
+        self.state = with_values(self.module, self.state, values, strict=strict)
 
     def save(self, path: str | Path, extra: Any = None) -> checkpoint.Saved:
         """Save the state and plain values of the caller; see :func:`zfun.save`."""
@@ -411,8 +593,13 @@ class Engine:
     @property
     def hyperparams(self) -> dict[str, float]:
         """The numbers of :func:`zfun.optim.inject_hyperparams` in the state, by name."""
-        return optim.hyperparams(self.state)
+        return optim.hyperparams(self._state)
 
     def set_hyperparams(self, **values: float) -> None:
         """Set numbers of the optimizer, as :func:`zfun.optim.set_hyperparams` does."""
-        self.state = optim.set_hyperparams(self.state, **values)
+        self._state = optim.set_hyperparams(self._state, **values)
+
+
+def _running() -> Any:
+    """Return the engine whose backward() runs, in this thread or the one that began the pass."""
+    return torch._C._get_obj_in_tls(_RUNNING) if torch._C._is_key_in_tls(_RUNNING) else None

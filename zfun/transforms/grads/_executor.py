@@ -50,8 +50,8 @@ class CallParams(Protocol):
         """Backward has ended on this rank; reductions may be in flight."""
         ...
 
-    def end(self) -> None:
-        """All gradients are reduced."""
+    def end(self, *, again: bool = False) -> None:
+        """All gradients are reduced; another backward pass may come."""
         ...
 
     def abandon(self) -> None:
@@ -84,8 +84,9 @@ class WholeParams:
     def finish_backward(self) -> None:
         """Nothing is in flight."""
 
-    def end(self) -> None:
+    def end(self, *, again: bool = False) -> None:
         """Check that the loss has not written to the parameters."""
+        del again
         for views, slots in zip(self._views, self._slots, strict=True):
             check_unwritten(views, slots)
 
@@ -102,11 +103,13 @@ class Executor:
     Attributes:
         reducer: as above.
         loss: the started sum of the loss over the ranks, or ``None``.
+        tape: of a call whose backward passes the caller runs; see [Note: tapes].
     """
 
     def __init__(self, reducer: GradReducer) -> None:
         self.reducer = reducer
         self.loss: Work | None = None
+        self.tape: Callable[[], Any] | None = None
         self._params: list[CallParams] = []
 
     def attach(self, params: CallParams) -> None:
@@ -115,7 +118,8 @@ class Executor:
 
     def open(self, bucket: int, views: Sequence[Tensor]) -> list[Tensor]:
         """Put a bucket node behind views; return the views that the loss may use."""
-        return self.reducer.open(bucket, views, self.contribute)
+        tape = None if self.tape is None else self.tape()
+        return self.reducer.open(bucket, views, self.contribute if tape is None else tape.receive)
 
     def begin_backward(self, roots: Sequence[Tensor], scale: Callable[[], float]) -> None:
         """Backward begins at these outputs; gradients will be multiplied with a factor."""
@@ -127,7 +131,9 @@ class Executor:
             self.reducer.max_in_flight = None
         for params in self._params:
             params.begin_backward()
-        if found:
+        if found and self.tape is not None:
+            self.reducer.find_silent()
+        elif found:
             # The first node that autograd runs is the node of one of the roots.
             for root in roots:
                 if root.grad_fn is not None:
@@ -162,15 +168,20 @@ class Executor:
                 params.complete(bucket)
             self.reducer.start_ready()
 
-    def finish(self) -> list[Any]:
-        """Wait for all gradients, and return one result for each bucket."""
+    def finish(self, *, again: bool = False) -> list[Any]:
+        """Wait for all gradients, and return one result for each bucket.
+
+        Args:
+            again: whether the graph is kept for another backward pass.
+        """
         for params in self._params:
             params.finish_backward()
-        results = self.reducer.finish()
+        results = self.reducer.finish(again=again)
         for params in self._params:
-            params.end()
-        # The parameters refer to this object: a cycle that would keep the buffers alive.
-        self._params.clear()
+            params.end(again=again)
+        if not again:
+            # The parameters refer to this object: a cycle that would keep the buffers alive.
+            self._params.clear()
         return results
 
     def abandon(self) -> None:

@@ -31,6 +31,7 @@ from zfun.transforms.grads._pullback import (
     start_forward,
 )
 from zfun.transforms.grads._reducer import GradReducer
+from zfun.transforms.grads._tape import Tape
 from zfun.transforms.grads._value import NO_AUX, WeightedMean, ZfunGradient, parse
 from zfun.transforms.params._buckets import tree_of, views_of
 from zfun.transforms.params._call import BoundParams, LossCall
@@ -136,6 +137,26 @@ class GradientFunction(ZfunGradient):
 
         return values, Pullback(pull, call.executor.abandon, outputs.paths)
 
+    def record(self, params: tree.Tree, batch: Any) -> tuple[Any, Tape]:
+        """Return the outputs of the function with their graph, and the tape; see [Note: tapes]."""
+        group = self.group or (params.group if isinstance(params, Flat) else None)
+        found: list[OpenCall] = []
+
+        def start(tape: Tape) -> None:
+            if isinstance(params, Flat):
+                params.life.check()
+            call = found[0]
+            scale = self._start_backward(call, tape.number, tape.weight)
+            call.executor.begin_backward((), scale)
+
+        tape = Tape(
+            start_forward(group), start, lambda tape, again: self._finish(found[0], again=again)
+        )
+        out, call = self._forward(params, batch, tape)
+        found.append(call)
+        tape.watch(out)
+        return out, tape
+
     def _pull(
         self,
         call: OpenCall,
@@ -147,17 +168,8 @@ class GradientFunction(ZfunGradient):
     ) -> Pulled:
         """Run backward from outputs of any kind."""
         executor = call.executor
-        summed = Work.done(torch.zeros(1))
-        if weight is not None:
-            weight = torch.as_tensor(weight, dtype=torch.float64, device=call.layout.device)
         try:
-            start_backward(call.group, number)
-            if weight is not None:
-                group = self.group
-                if group is None and _is_sharded(call.params):
-                    # The gradients are summed over these ranks; see _hooks().
-                    group = mesh_of(call.params.group)
-                executor.loss = summed = self._start_loss(torch.zeros_like(weight), weight, group)
+            scale = self._start_backward(call, number, weight)
             used = [
                 (root, seed) for root, seed in zip(roots, seeds, strict=True) if seed is not None
             ]
@@ -165,14 +177,31 @@ class GradientFunction(ZfunGradient):
                 call,
                 [root for root, _ in used],
                 [seed for _, seed in used],
-                self._scale_of(summed, weight),
+                scale,
                 inputs,
             )
         except Exception:
             executor.abandon()
             raise
 
-    def _forward(self, params: tree.Tree, batch: Any) -> tuple[Any, OpenCall]:
+    def _start_backward(self, call: OpenCall, number: int, weight: Any) -> Callable[[], float]:
+        """Check that all ranks pull this call, send the weight, and return the gradients' factor."""
+        summed = Work.done(torch.zeros(1))
+        if weight is not None:
+            weight = torch.as_tensor(weight, dtype=torch.float64, device=call.layout.device)
+        start_backward(call.group, number)
+        if weight is not None:
+            group = self.group
+            if group is None and _is_sharded(call.params):
+                # The gradients are summed over these ranks; see _hooks().
+                group = mesh_of(call.params.group)
+            zero = torch.zeros_like(weight)
+            call.executor.loss = summed = self._start_loss(zero, weight, group)
+        return self._scale_of(summed, weight)
+
+    def _forward(
+        self, params: tree.Tree, batch: Any, tape: Tape | None = None
+    ) -> tuple[Any, OpenCall]:
         """Run the function; the executor stays open for backward."""
         if torch.is_inference_mode_enabled():
             raise ZfunError(
@@ -189,6 +218,8 @@ class GradientFunction(ZfunGradient):
         executor = Executor(
             GradReducer(layout, hooks, grad_dtypes(layout, group, self.reduce_dtype), group, tables)
         )
+        if tape is not None:
+            tape.open(executor)
         try:
             with torch.enable_grad(), noting("forward"):
                 out = self.loss(_open(params, layout, executor), batch)
@@ -210,11 +241,18 @@ class GradientFunction(ZfunGradient):
         executor.begin_backward(roots, scale)
         with noting("backward"):
             found = executor.backward(roots, seeds, inputs)
-        results = executor.finish()
-        self._tables[call.layout] = call.tables
-        unused = executor.reducer.unused
-        if call.is_first and unused:
-            check_recomputed(roots, unused)
+        grads = self._finish(call)
+        if call.is_first and executor.reducer.unused:
+            check_recomputed(roots, executor.reducer.unused)
+        return grads, found
+
+    def _finish(self, call: OpenCall, *, again: bool = False) -> Any:
+        """Wait for the gradients, and return them."""
+        reducer = call.executor.reducer
+        results = call.executor.finish(again=again)
+        if not again:
+            self._tables[call.layout] = call.tables
+        unused = reducer.unused
         if self.on_gradient is not None and len(unused) < len(call.layout.leaves):
             self.on_gradient()
         if self.group is not None and is_checked(self.group) and unused:
@@ -223,7 +261,7 @@ class GradientFunction(ZfunGradient):
                 "leaves have zero gradients; freeze them if that is meant",
                 stacklevel=2,
             )
-        return self._wrap(call.params, results, call.layout, call.group), found
+        return self._wrap(call.params, results, call.layout, call.group)
 
     def _layout(self, params: tree.Tree) -> tuple[Layout, Group | None]:
         if isinstance(params, Flat):

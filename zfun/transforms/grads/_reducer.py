@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -62,6 +63,7 @@ class GradReducer:
         scale: returns the factor of all gradients; called when the first bucket is complete.
         unused: paths of the leaves that got no gradient on this rank.
         max_in_flight: how many reductions may be in flight; ``None`` for any number.
+        late: buckets whose nodes may run any number of times; complete at the end only.
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class GradReducer:
         self.dtypes = tuple(dtypes)
         self.anchors: list[Tensor] = []
         self.scale: Callable[[], float] = lambda: 1.0
-        self.unused: list[str] = []
+        self.late: set[int] = set()
         # One rank waits for nobody, so a bucket goes through all hooks as soon as it is complete.
         is_alone = group is None or mesh_of(group).size == 1
         self.max_in_flight: int | None = 0 if is_alone else MAX_IN_FLIGHT
@@ -85,14 +87,20 @@ class GradReducer:
         self._tables = tables
         count = len(layout.buckets)
         self._opened = [0] * count
-        self._fired = [0] * count
         self._nodes: list[list[Any]] = [[] for _ in range(count)]
+        self._in_flight: list[tuple[int, Handle]] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin a backward pass."""
+        count = len(self.layout.buckets)
+        self.unused: list[str] = []
+        self._fired = [0] * count
         # Buckets that the loss has used on this rank, but whose nodes will not run.
         self._silent: frozenset[int] | None = None
         self._sums: list[list[Tensor | None] | None] = [None] * count
         self._ready: list[Tensor | None] = [None] * count
         self._next = count - 1
-        self._in_flight: list[tuple[int, Handle]] = []
         self._results: list[Any] = [None] * count
 
     def open(self, bucket: int, views: Sequence[Tensor], receive: Receive) -> list[Tensor]:
@@ -130,9 +138,16 @@ class GradReducer:
             return
         runs = torch._C._will_engine_execute_node
         self._silent = frozenset(
-            b for b, nodes in enumerate(self._nodes) if nodes and not any(map(runs, nodes))
+            b
+            for b, nodes in enumerate(self._nodes)
+            if nodes and b not in self.late and not any(map(runs, nodes))
         )
         self.start_ready()
+
+    def will_run(self) -> bool:
+        """Whether the backward pass that autograd runs gives gradients to any bucket."""
+        runs = torch._C._will_engine_execute_node
+        return bool(self.late) or any(map(runs, itertools.chain(*self._nodes)))
 
     def add(self, bucket: int, grads: Sequence[Tensor | None]) -> bool:
         """Add the gradients of one of a bucket's nodes; return whether the bucket is complete."""
@@ -143,7 +158,7 @@ class GradReducer:
             if before is None
             else [_sum(x, y) for x, y in zip(before, grads, strict=True)]
         )
-        if self._fired[bucket] < self._opened[bucket]:
+        if self._fired[bucket] < self._opened[bucket] or bucket in self.late:
             return False
         self._fill(bucket)
         return True
@@ -167,15 +182,23 @@ class GradReducer:
             if self.max_in_flight is not None and bucket not in silent:
                 self._settle(self.max_in_flight)
 
-    def finish(self) -> list[Any]:
-        """Send unused buckets as zeros, wait, and return one result for each bucket."""
+    def finish(self, *, again: bool = False) -> list[Any]:
+        """Send unused buckets as zeros, wait, and return one result for each bucket.
+
+        Args:
+            again: whether another backward pass may come.
+        """
         while self._next >= 0:
             if self._ready[self._next] is None:
                 self._fill(self._next)
             self.start_ready()
         self._settle(0)
-        self._nodes.clear()
-        return self._results
+        results = self._results
+        if again:
+            self._begin()
+        else:
+            self._nodes.clear()
+        return results
 
     def abandon(self) -> None:
         """Wait for the reductions in flight, because an error ends this call.

@@ -142,6 +142,8 @@ class GatheredParams:
         # buckets that stay gathered from forward to backward.
         self._parts: dict[int, Tensor] = {}
         self._kept: frozenset[int] = frozenset()
+        # A backward pass over a graph that was kept follows no schedule.
+        self._is_again = False
         self._persistent = plan.schedule.persistent if plan else options.persistent(self._traced)
         for bucket in self._persistent:
             # The update writes the shard while the bucket stays gathered.
@@ -289,14 +291,14 @@ class GatheredParams:
         assert plan is not None
         self._events = []
         self._now = _NO_BUCKET
-        if plan.packed is not None and self._any_diverged is False:
+        if plan.packed is not None and self._any_diverged is False and not self._is_again:
             self._cursor = ScheduleCursor(plan.backward(), followed=True)
             return
         # On a mesh a gather has two phases: other ranks need this rank in the second, even for
         # buckets that this rank does not use.
         for pending in self._pending.values():
             pending.wait()
-        held = self._persistent | self._kept
+        held = frozenset[int]() if self._is_again else self._persistent | self._kept
         order = [*dict.fromkeys([*plan.schedule.trace.forward, *range(len(self._shards))])][::-1]
         self._cursor = ScheduleCursor(
             self._read_and_gather("backward", order, held), followed=False
@@ -312,7 +314,7 @@ class GatheredParams:
             for pending in [*self._pending.values(), *self._matched]:
                 pending.wait()
 
-    def end(self) -> None:
+    def end(self, *, again: bool = False) -> None:
         """Free everything, and make a plan of a first backward pass."""
         self._drop(set())
         self._parts.clear()
@@ -327,7 +329,10 @@ class GatheredParams:
                 backward=tuple(Event(kind, bucket) for kind, bucket in events),
             )
             self._learn(Plan(schedule(trace, self._options), tuple(packed)))
-        self._close()
+        if again:
+            self._phase, self._now, self._is_again = "turn", _NO_BUCKET, True
+        else:
+            self._close()
 
     def _drop(self, kept: set[int] | frozenset[int]) -> None:
         """Wait for the gathers that have been started, and free all buckets but the kept ones."""
@@ -395,9 +400,12 @@ class GatheredParams:
             # The first use of a bucket may need no gradient, but later ones need the node.
             with torch.enable_grad():
                 return self._executor.open(bucket, views)
-        # In backward only recomputation (activation checkpointing) comes here. The views require a
-        # gradient, so that the second run saves the same tensors as the first; no backward
-        # runs through these views.
+        # In backward only recomputation (activation checkpointing) comes here.
+        if self._executor is not None and bucket in self._executor.reducer.late:
+            with torch.enable_grad():
+                return self._executor.open(bucket, views)
+        # The views require a gradient, so that the second run saves the same tensors as the first;
+        # no backward runs through these views.
         return [
             view.requires_grad_() if view.is_floating_point() or view.is_complex() else view
             for view in views

@@ -18,6 +18,7 @@ from zfun.errors import PlacementError, ZfunError
 from zfun.layout import Layout
 
 __all__ = [
+    "METADATA",
     "LazyLeaf",
     "LazyLeaves",
     "Source",
@@ -26,6 +27,7 @@ __all__ = [
     "loading",
     "materialise",
     "outside_inference_mode",
+    "tensor_of",
 ]
 
 _loading: contextvars.ContextVar[bool] = contextvars.ContextVar(
@@ -90,7 +92,7 @@ class LazyLeaf(torch.Tensor):
         def load(leaf: LazyLeaf) -> Tensor:
             del leaf
             if not made:
-                made.append(_load(self).to(dtype))
+                made.append(tensor_of(self).to(dtype))
             return made[0]
 
         return LazyLeaf(
@@ -110,7 +112,7 @@ class LazyLeaf(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         del types
-        if func in _METADATA:
+        if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if torch.compiler.is_dynamo_compiling():
@@ -209,7 +211,7 @@ def is_held(tensors: Sequence[Tensor]) -> bool:
 
 
 # Metadata, known without a gather.
-_METADATA = frozenset(
+METADATA = frozenset(
     [
         _getter(name)
         for name in (
@@ -252,7 +254,7 @@ def _loaded(values: Iterable[Any]) -> list[Any]:
     for value in values:
         kind = type(value)
         if kind is LazyLeaf:
-            value = _load(value)
+            value = tensor_of(value)
         elif kind is tuple:
             value = tuple(_loaded(value))
         elif kind is list:
@@ -265,7 +267,7 @@ def _loaded(values: Iterable[Any]) -> list[Any]:
 
 def materialise(subtree: tree.Tree) -> tree.Tree:
     """Replace the lazy leaves of a tree by the gathered tensors."""
-    return tree.map(lambda leaf: _load(leaf) if isinstance(leaf, LazyLeaf) else leaf, subtree)
+    return tree.map(lambda leaf: tensor_of(leaf) if isinstance(leaf, LazyLeaf) else leaf, subtree)
 
 
 def is_loading() -> bool:
@@ -283,7 +285,8 @@ def loading() -> Iterator[None]:
         _loading.reset(token)
 
 
-def _load(leaf: LazyLeaf) -> Tensor:
+def tensor_of(leaf: LazyLeaf) -> Tensor:
+    """Return the gathered tensor of a lazy leaf."""
     source = leaf.source
     ready = source.ready
     if ready is not None and source.thread == threading.get_ident():
@@ -291,10 +294,10 @@ def _load(leaf: LazyLeaf) -> Tensor:
     if torch._C._functorch.peek_interpreter_stack() is not None:
         # [Note: torch.func in the loss]
         with temporarily_clear_interpreter_stack():
-            return _load(leaf)
+            return tensor_of(leaf)
     if torch.is_inference_mode_enabled():
         with outside_inference_mode():
-            return _load(leaf)
+            return tensor_of(leaf)
     with loading():
         return source.load(leaf)
 

@@ -1,0 +1,443 @@
+"""The module of an engine is the user's own: whatever a loop does with it has plain torch's numbers."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+import zfun as zf
+from zfun import optim
+from zfun.errors import PlacementError, ZfunError
+from zfun.interop import Engine
+
+EACH_STAGE = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+RANKS, WIDTH = 2, 5
+SEEDING = threading.Lock()
+
+
+class Times(torch.autograd.Function):
+    """A kernel of another library, which takes plain tensors only."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        assert type(weight) is Tensor or type(weight) is nn.Parameter
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.t() @ x
+
+
+class Net(nn.Module):
+    """Tied layers, a recurrent one, a weight norm, and a head that a loss may read."""
+
+    def __init__(self, *, reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.into = nn.Linear(WIDTH, WIDTH)
+        self.normed = parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
+        self.rnn = nn.GRU(WIDTH, WIDTH, batch_first=True)
+        self.block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.tied = nn.Linear(WIDTH, WIDTH)
+        self.tied.weight = self.into.weight
+
+    def body(self, x: Tensor) -> Tensor:
+        x = self.normed(self.into(x).tanh())
+        x = self.rnn(x[None])[0][0]
+        if self.reentrant is None:
+            x = self.block(x)
+        else:
+            x = checkpoint(self.block, x, use_reentrant=self.reentrant)
+        return self.tied(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+def made(**options: Any) -> Net:
+    with SEEDING:
+        torch.manual_seed(0)
+        return Net(**options).double()
+
+
+def batches(steps: int = 3) -> list[list[Tensor]]:
+    g = torch.Generator().manual_seed(1)
+    return [
+        [torch.randn(4, WIDTH, generator=g, dtype=torch.float64) for _ in range(RANKS)]
+        for _ in range(steps)
+    ]
+
+
+Loss = Callable[[Net, Tensor], Tensor]
+
+
+def through_the_module(net: Net, x: Tensor) -> Tensor:
+    return net(x).square().mean()
+
+
+def through_parts(net: Net, x: Tensor) -> Tensor:
+    """The layers one by one, and the head by a kernel, as chunked losses do."""
+    return Times.apply(net.body(x), net.head.weight).square().mean()
+
+
+def with_a_penalty(net: Net, x: Tensor) -> Tensor:
+    """The parameters themselves in the loss."""
+    return net(x).square().mean() + 0.1 * sum(p.square().sum() for p in net.parameters())
+
+
+def with_a_hook(net: Net, x: Tensor) -> Tensor:
+    """A tensor that a hook has caught."""
+    caught: list[Tensor] = []
+    handle = net.block.register_forward_hook(lambda module, args, out: caught.append(out))
+    out = net(x)
+    handle.remove()
+    return caught[0].square().mean() + 0.0 * out.sum()
+
+
+def twice(net: Net, x: Tensor) -> Tensor:
+    return net(x).square().mean() + net(2 * x).abs().mean()
+
+
+def with_a_gradient_penalty(net: Net, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(net.block(net.into(x)).sum(), x, create_graph=True)
+    return grad.square().sum() + net(x).square().mean()
+
+
+LOSSES = [through_the_module, through_parts, with_a_penalty, with_a_hook, twice]
+
+
+def plain(loss: Loss, net: Net, *, clip: float | None = None) -> dict[str, Tensor]:
+    """Train on the batches of all ranks, one after the other."""
+    optimizer = torch.optim.SGD(net.parameters(), 0.05, momentum=0.9)
+    for step in batches():
+        optimizer.zero_grad()
+        for x in step:
+            (loss(net, x) / RANKS).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(net.parameters(), clip)
+        optimizer.step()
+    return dict(net.state_dict())
+
+
+def assert_trained(found: dict[str, Any], expected: dict[str, Any], start: dict[str, Any]) -> None:
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            found[name] - start[name], value - start[name], rtol=1e-7, atol=1e-10
+        )
+    assert any(not value.equal(start[name]) for name, value in expected.items())
+
+
+def check(stage: int, loss: Loss, way: str, make: Callable[[], Net] = made) -> None:
+    start = copy.deepcopy(make().state_dict())
+    expected = plain(loss, make())
+
+    def main(group: zf.Group) -> Any:
+        net = make()
+        engine = Engine(net, optim.sgd(0.05, momentum=0.9), zero=stage, group=group)
+        for step in batches():
+            x = step[group.rank]
+            if way == "run":
+                engine.backward(engine.run(loss, net, x))
+            elif way == "outside":
+                engine.backward(loss(net, x))
+            else:
+                loss(net, x).backward()
+            engine.step()
+        assert_trained(engine.state_dict(), expected, start)
+        assert_trained(dict(net.state_dict()), expected, start)
+        return engine.state_dict()
+
+    zf.simulate(RANKS, main)
+
+
+@pytest.mark.parametrize("way", ["run", "outside", "plain backward"])
+@pytest.mark.parametrize("loss", LOSSES)
+@EACH_STAGE
+def test_any_loss_has_the_numbers_of_plain_torch(stage: int, loss: Loss, way: str) -> None:
+    check(stage, loss, way)
+
+
+@pytest.mark.parametrize("way", ["run", "plain backward"])
+@EACH_STAGE
+def test_a_gradient_penalty_is_differentiated_twice(stage: int, way: str) -> None:
+    check(stage, with_a_gradient_penalty, way, lambda: made())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("loss", [through_the_module, twice])
+@EACH_STAGE
+def test_recomputed_blocks_of_both_kinds(stage: int, loss: Loss, reentrant: bool) -> None:
+    check(stage, loss, "run", lambda: made(reentrant=reentrant))
+
+
+@EACH_STAGE
+def test_a_kept_graph_gives_its_gradients_again(stage: int) -> None:
+    def main(group: zf.Group) -> None:
+        once, again = (
+            Engine(made(), optim.sgd(0.1), zero=stage, group=group, accumulate=2) for _ in range(2)
+        )
+        x = batches()[0][group.rank]
+        for _ in range(2):
+            once.backward(once(x).square().mean())
+        loss = again(x).square().mean()
+        again.backward(loss, retain_graph=True)
+        again.backward(loss)
+        infos = [engine.step() for engine in (once, again)]
+        assert infos[0] is not None
+        assert infos[1] is not None
+        torch.testing.assert_close(infos[0].grad_norm, infos[1].grad_norm, rtol=1e-12, atol=0)
+        torch.testing.assert_close(once.state_dict(), again.state_dict())
+
+    zf.simulate(RANKS, main)
+
+
+@EACH_STAGE
+def test_a_vector_goes_backward_with_its_gradient(stage: int) -> None:
+    def main(group: zf.Group) -> None:
+        x = batches()[0][group.rank]
+        engines = [Engine(made(), optim.sgd(0.1), zero=stage, group=group) for _ in range(2)]
+        engines[0].backward((engines[0](x) * x).sum())
+        engines[1](x).backward(x)
+        for engine in engines:
+            engine.step()
+        torch.testing.assert_close(engines[0].state_dict(), engines[1].state_dict())
+
+    zf.simulate(RANKS, main)
+
+
+@EACH_STAGE
+def test_hooks_of_parameters_see_whole_gradients(stage: int) -> None:
+    """A hook that masks rows, as for new tokens of an embedding, trains only these rows."""
+
+    def main(group: zf.Group) -> None:
+        net, seen = made(), []
+        mask = torch.zeros(WIDTH, 1, dtype=torch.float64)
+        mask[1] = 1.0
+
+        def masked(grad: Tensor) -> Tensor:
+            seen.append(grad.shape)
+            return grad * mask
+
+        net.head.weight.register_hook(masked)
+        before = net.head.weight.detach().clone()
+        engine = Engine(net, optim.sgd(0.1), zero=stage, group=group)
+        for step in batches():
+            engine.backward(engine(step[group.rank]).square().mean())
+            engine.step()
+        change = (engine.state_dict()["head.weight"] - before).abs().sum(1)
+        assert change[1] > 0
+        assert change.sum() == change[1]
+        assert seen == [(WIDTH, WIDTH)] * 3
+
+    zf.simulate(RANKS, main)
+
+
+@EACH_STAGE
+def test_a_frozen_parameter_of_one_step_keeps_still(stage: int) -> None:
+    """requires_grad may change between steps, as toggle_optimizer() and GANs do."""
+
+    def main(group: zf.Group) -> None:
+        net = made()
+        engine = Engine(net, optim.sgd(0.1), zero=stage, group=group)
+        changes = []
+        for turn, step in enumerate(batches()):
+            net.head.weight.requires_grad_(turn != 1)
+            before = engine.state_dict()
+            engine.backward(engine(step[group.rank]).square().mean())
+            engine.step()
+            after = engine.state_dict()
+            changes.append({name: not after[name].equal(x) for name, x in before.items()})
+        assert [change["head.weight"] for change in changes] == [True, False, True]
+        assert all(change["into.weight"] for change in changes)
+
+    zf.simulate(RANKS, main)
+
+
+def test_a_sharded_parameter_is_read_and_written_anywhere() -> None:
+    """All ranks together; the values of rank 0 are written."""
+
+    def main(group: zf.Group) -> None:
+        net = made()
+        expected = made()
+        engine = Engine(net, optim.adamw(0.1), zero=3, group=group)
+        weight = net.head.weight
+        assert isinstance(weight, nn.Parameter)
+        assert weight is dict(net.named_parameters())["head.weight"]
+        assert weight.shape == (WIDTH, WIDTH)
+        assert weight.requires_grad
+        assert "ShardedParameter(head.weight" in repr(weight)
+        with torch.no_grad():
+            for name, param in net.named_parameters():
+                own = expected.get_parameter(name)
+                torch.testing.assert_close(param.norm(), own.norm())
+                torch.testing.assert_close(torch.stack([param, param]), torch.stack([own, own]))
+            weight.mul_(2.0).add_(float(group.rank))
+            net.into.weight.data += 1.0
+            net.into.bias.data = torch.full((WIDTH,), 3.0 + group.rank, dtype=torch.float64)
+            nn.init.zeros_(net.block[0].weight)
+        with torch.no_grad():
+            torch.testing.assert_close(weight.detach(), 2 * expected.head.weight)
+            torch.testing.assert_close(net.tied.weight.clone(), expected.into.weight + 1)
+        found = net.state_dict()
+        assert found["into.bias"].tolist() == [3.0] * WIDTH
+        assert not found["block.0.weight"].any()
+        assert type(copy.deepcopy(net).head.weight) is nn.Parameter
+        assert net.to("cpu").double() is net
+        engine.backward(engine(batches()[0][group.rank]).square().mean())
+        engine.step()
+        assert not torch.equal(net.state_dict()["head.weight"], found["head.weight"])
+
+    zf.simulate(RANKS, main)
+
+
+def test_reads_of_one_rank_and_writes_in_a_call_are_refused_by_name() -> None:
+    def lonely(group: zf.Group) -> None:
+        engine = Engine(made(), optim.sgd(0.1), zero=3, group=group)
+        if group.rank == 0:
+            engine.module.head.weight.sum()
+        engine.backward(engine(batches()[0][group.rank]).sum())
+
+    with pytest.raises(ZfunError, match=r"head\.weight|bucket"):
+        zf.simulate(RANKS, lonely)
+
+    def writing(group: zf.Group) -> None:
+        net = made()
+        engine = Engine(net, optim.sgd(0.1), zero=3, group=group)
+        held = net.head.weight
+
+        def loss() -> Tensor:
+            with torch.no_grad():
+                held.mul_(2.0)
+            return net(batches()[0][group.rank]).sum()
+
+        with pytest.raises(PlacementError, match=r"in place on leaf 'head\.weight'; write between"):
+            engine.run(loss)
+
+    zf.simulate(RANKS, writing)
+
+
+def test_a_tensor_that_is_kept_past_its_step_is_refused_by_name() -> None:
+    def main(group: zf.Group) -> None:
+        net = made()
+        engine = Engine(net, optim.sgd(0.1), zero=3, group=group)
+        whole = net.head.weight.t()
+        kept = whole.grad_fn.next_functions[0][0].variable
+        engine.backward(net.body(batches()[0][group.rank]).matmul(whole).sum())
+        engine.step()
+        with pytest.raises(PlacementError, match=r"leaf 'head\.weight', which the script still"):
+            engine(batches()[0][group.rank])
+        assert kept is not None
+
+    zf.simulate(RANKS, main)
+
+
+@EACH_STAGE
+def test_a_module_in_eval_mode_trains(stage: int) -> None:
+    """from_pretrained() returns a module in eval mode, and many scripts leave it so."""
+
+    def main(group: zf.Group) -> None:
+        engine = Engine(made().eval(), optim.sgd(0.05), zero=stage, group=group)
+        losses = []
+        for _ in range(3):
+            loss = engine(batches()[0][group.rank]).square().mean()
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        assert losses == sorted(losses, reverse=True)
+
+    zf.simulate(RANKS, main)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_leaves_are_unfrozen_and_groups_are_added(stage: int) -> None:
+    """With torch's numbers, also of the moments that both sets of leaves have."""
+
+    def train(net: Net, optimizer: Any, step: Callable[[Net, Tensor], None]) -> None:
+        for turn, data in enumerate(batches(6)):
+            if turn == 2:
+                net.block.requires_grad_(True)
+                optimizer.add_param_group({"params": list(net.block.parameters()), "lr": 0.02})
+            if turn == 4:
+                net.rnn.requires_grad_(True)
+            step(net, torch.stack(data))
+
+    def start() -> tuple[Net, Any]:
+        net = made()
+        net.block.requires_grad_(False)
+        net.rnn.requires_grad_(False)
+        first = [p for name, p in net.named_parameters() if not name.startswith("block")]
+        return net, torch.optim.AdamW(first, 0.01, weight_decay=0.1, eps=1e-3)
+
+    plain_net, plain_optimizer = start()
+
+    def plain_step(net: Net, x: Tensor) -> None:
+        plain_optimizer.zero_grad()
+        (sum(net(part).square().mean() for part in x) / RANKS).backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        plain_optimizer.step()
+
+    train(plain_net, plain_optimizer, plain_step)
+
+    def main(group: zf.Group) -> None:
+        net, optimizer = start()
+        engine = Engine(net, optimizer, zero=stage, group=group, clip_norm=1.0)
+
+        def step(net: Net, x: Tensor) -> None:
+            engine.backward(engine(x[group.rank]).square().mean())
+            engine.step()
+
+        train(net, optimizer, step)
+        assert_trained(engine.state_dict(), plain_net.state_dict(), made().state_dict())
+
+    zf.simulate(RANKS, main)
+
+
+@EACH_STAGE
+def test_a_quantised_weight_stays_whole_in_the_module(stage: int) -> None:
+    """A frozen parameter of another class is opaque; a trained one is refused by name."""
+
+    class Packed(nn.Parameter):
+        pass
+
+    def main(group: zf.Group) -> None:
+        net = made()
+        net.head.weight = Packed(net.head.weight.detach(), requires_grad=False)
+        engine = Engine(net, optim.sgd(0.1), zero=stage, group=group)
+        assert type(net.head.weight) is Packed
+        engine.backward(engine(batches()[0][group.rank]).square().mean())
+        engine.step()
+        assert "head.weight" in engine.state_dict()
+        other = made()
+        other.head.weight = Packed(other.head.weight.detach())
+        with pytest.raises(zf.errors.LeafError, match=r"leaf 'head\.weight' is a Packed; freeze"):
+            Engine(other, optim.sgd(0.1), zero=stage, group=group)
+
+    zf.simulate(RANKS, main)
+
+
+def test_functions_of_a_live_module_are_pure() -> None:
+    def main(group: zf.Group) -> None:
+        net = made()
+        engine = Engine(net, optim.sgd(0.1), zero=2, group=group)
+        apply = zf.functional(net)
+        x = batches()[0][group.rank]
+        halves, plain = {name: value / 2 for name, value in apply.params.items()}, made()
+        plain.load_state_dict({k: v / 2 for k, v in plain.state_dict().items()})
+        torch.testing.assert_close(apply(halves, x), plain(x))
+        assert F.mse_loss(engine(x), net(x)) == 0
+
+    zf.simulate(RANKS, main)

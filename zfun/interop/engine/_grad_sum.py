@@ -1,0 +1,161 @@
+"""The gradients of a step of an engine: the sum over its backward passes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zfun import tree
+from zfun.collectives import Group, all_reduce, mesh_of
+from zfun.errors import OptionError
+from zfun.flat import Flat, ravel
+from zfun.placement import P, S
+from zfun.transforms import add_grads, redistribute, scale_grads
+
+__all__ = ["GradSum", "Told"]
+
+
+class Told(NamedTuple):
+    """The sums over the ranks that a step needs.
+
+    Attributes:
+        pairs: for each backward pass the loss and the weight.
+        flags: for each flag whether any rank has raised it.
+    """
+
+    pairs: Tensor
+    flags: list[bool]
+
+
+class GradSum:
+    """The sum of gradients over the backward passes of a step.
+
+    Args:
+        group: the ranks of the state.
+
+    Attributes:
+        grads: so far; ``None`` before the first pass.
+        has_run: whether the pass that runs has reached the parameters.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.grads: Flat | None = None
+        self.has_run = False
+        self._mesh = mesh_of(group)
+        self._group = group
+        self._fresh: Flat | None = None
+        self._is_weighted = False
+        self._pairs: list[Tensor] = []
+        # Whether the passes have the default scale, and no weight.
+        self._kinds: set[tuple[bool, bool]] = set()
+
+    @property
+    def num_passes(self) -> int:
+        """The number of backward passes."""
+        return len(self._pairs)
+
+    def check(self, scale: float | None, weight: Any) -> None:
+        """Refuse a pass of another kind than those before."""
+        if scale is not None and weight is not None:
+            raise OptionError("a weighted mean has a weight; got scale= too; leave scale out")
+        kind = (scale is None, weight is None)
+        if self._kinds - {kind}:
+            raise OptionError(
+                "the losses of a step have weights of one kind; got a weighted mean, scale= or "
+                "neither after another kind; pass the same to each call of backward()"
+            )
+        self._kinds.add(kind)
+
+    def begin(self, *, weighted: bool) -> None:
+        """Begin a backward pass."""
+        self._is_weighted, self.has_run = weighted, False
+
+    def add(self, grads: Flat) -> None:
+        """Add gradients of a backward pass."""
+        self.has_run = True
+        if self._is_weighted:
+            self._fresh = add_grads(self._fresh, grads)
+        else:
+            self.grads = add_grads(self.grads, grads)
+
+    def count(self, total: Tensor, weight: Any, scale: float) -> None:
+        """End a backward pass."""
+        pair = torch.stack([total * scale, total.new_ones(()) if weight is None else weight])
+        fresh, self._fresh = self._fresh, None
+        if weight is not None:
+            # The gradients of one pass are a mean, and those of several passes a sum.
+            if len(self._pairs) == 1:
+                self.grads = self._weighted(self.grads, self._pairs[0])
+            if self._pairs:
+                fresh = self._weighted(fresh, pair)
+            self.grads = add_grads(self.grads, fresh)
+        self._pairs.append(pair)
+
+    def _weighted(self, grads: Any, pair: Tensor) -> Any:
+        return scale_grads(grads, float(all_reduce(pair, self._mesh)[1]))
+
+    def told(self, flags: Sequence[bool]) -> Told:
+        """Send losses and flags to all ranks; every rank must call."""
+        device = self._pairs[0].device if self._pairs else None
+        sent = torch.cat([*self._pairs, torch.tensor([*map(float, flags)], device=device)])
+        summed = all_reduce(sent, self._mesh)
+        first = 2 * len(self._pairs)
+        return Told(summed[:first].view(-1, 2), [x > 0 for x in summed[first:].tolist()])
+
+    def add_strays(self, strays: Mapping[str, Tensor], params: Flat) -> None:
+        """Add gradients that backward has left in single tensors; every rank must call.
+
+        Args:
+            strays: by name, of this rank; may be empty.
+            params: the parameters.
+        """
+        if (True, False) in self._kinds:
+            raise OptionError(
+                "a weighted mean has gradients of calls of the engine alone; got a gradient of "
+                f"{next(iter(strays), 'a leaf on another rank')!r} from outside; compute the loss "
+                "in engine.run(), or return a plain mean"
+            )
+        layout, like = params.layout, self.grads
+        whole = {
+            slot.path: strays[slot.path].detach()
+            if slot.path in strays
+            else torch.zeros(slot.shape, dtype=slot.dtype, device=layout.device)
+            for slot in layout.leaves
+        }
+        given = tree.unflatten(
+            layout.spec, [whole[layout.leaves[position].path] for position in layout.positions]
+        )
+        dtypes = (
+            [torch.promote_types(bucket.dtype, torch.float32) for bucket in layout.buckets]
+            if like is None
+            else [buffer.dtype for buffer in like.buffers]
+        )
+        mesh = self._mesh
+        partial = ravel(given, layout, mesh, P, scale=1.0 / mesh.size, dtypes=dtypes)
+        if like is None:
+            over = self._group if params.placement is S else mesh
+            partial = redistribute(partial, params.placement, over, name="grads")
+        elif like.placement is not P:
+            partial = redistribute(partial, like.placement, like.group, name="grads")
+        self.grads = add_grads(like, partial)
+
+    def result(self, told: Told, accumulate: int) -> tuple[Any, Tensor]:
+        """Return the gradients and the loss of the step.
+
+        Args:
+            told: of this step.
+            accumulate: the number of passes of a step, over which plain losses are averaged.
+        """
+        is_mean, is_plain = next(iter(self._kinds), (False, True))
+        losses = told.pairs[:, 0]
+        if is_plain:
+            count = accumulate if is_mean else 1
+            loss, factor = (losses * (1.0 / self._mesh.size)).sum() / count, 1.0 / count
+        else:
+            weight = float(told.pairs[:, 1].sum()) or 1.0
+            loss = losses.sum() / weight
+            factor = 1.0 / weight if len(self._pairs) > 1 else 1.0
+        return scale_grads(self.grads, factor), loss

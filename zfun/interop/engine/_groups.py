@@ -1,0 +1,155 @@
+"""Parameter groups of torch optimizers as pure optimizers, for every loop that holds one.
+
+A torch optimizer holds parameters in groups, each with numbers of its own, and schedulers and
+callbacks write those numbers. Here the optimizer object keeps the groups, and never steps: before
+each step the numbers of the groups become hyperparameters of the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from zfun import optim
+from zfun.errors import OptionError
+from zfun.interop._torch_rules import Rule, rule_of
+from zfun.optim import Optimizer
+
+__all__ = ["UNBOUNDED", "ParamGroups"]
+
+# The label of leaves that require a gradient and are in no group.
+_NO_GROUP = "no group"
+UNBOUNDED = 3e38
+"""The bound of a norm that clips nothing."""
+
+
+class ParamGroups:
+    """The parameter groups of an optimizer, which schedulers and callbacks change.
+
+    Args:
+        optimizer: of torch, or a wrapper with ``param_groups``; no step of the optimizer is used.
+        params: the parameters by name.
+        norm_of_all: whether a parameter that requires a gradient and is in no group counts for the
+            norm of the gradient, as in ``clip_grad_norm_(model.parameters())``; it keeps its value.
+        rule: ``rule(optimizer, group)``: the function that makes a pure optimizer, and the options.
+
+    Attributes:
+        optimizer: as given.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        params: Mapping[str, nn.Parameter],
+        *,
+        norm_of_all: bool = False,
+        rule: Callable[[Any, Mapping[str, Any]], Rule] | None = None,
+    ) -> None:
+        self.optimizer = optimizer
+        self._names = {id(param): name for name, param in params.items()}
+        self._params = dict(params)
+        self._norm_of_all = norm_of_all
+        self._rule = rule or (lambda optimizer, group: rule_of(type(optimizer), group))
+        self._seen: Any = None
+        self.labels: dict[str, str] = {}
+        self.refresh()
+        if not set(self.labels.values()) - {_NO_GROUP}:
+            raise OptionError(
+                "an optimizer trains at least one parameter; "
+                f"{type(self._torch).__name__} has none that requires a gradient; set "
+                "requires_grad, or pass an optimizer of the model's own parameters"
+            )
+
+    @property
+    def _torch(self) -> Any:
+        return getattr(self.optimizer, "optimizer", self.optimizer)
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The groups."""
+        return self.optimizer.param_groups
+
+    def strangers(self) -> list[nn.Parameter]:
+        """Return the parameters of the groups that the module does not have."""
+        return [p for group in self.groups for p in group["params"] if id(p) not in self._names]
+
+    def refresh(self) -> bool:
+        """Look at the groups again; return whether another leaf is trained, or in another group.
+
+        A leaf that was trained stays so, also while ``requires_grad`` is ``False``.
+        """
+        seen = [[id(p) if p.requires_grad else 0 for p in group["params"]] for group in self.groups]
+        others = (
+            [p.requires_grad for p in self._params.values()] if self._norm_of_all else list[bool]()
+        )
+        if self._seen == (seen, others):
+            return False
+        self._seen = (seen, others)
+        before = dict(self.labels)
+        for index, group in enumerate(self.groups):
+            for param in group["params"]:
+                name = self._names.get(id(param))
+                if name is not None and (param.requires_grad or name in before):
+                    self.labels[name] = str(index)
+        if self._norm_of_all:
+            for name, param in self._params.items():
+                if param.requires_grad:
+                    self.labels.setdefault(name, _NO_GROUP)
+        return self.labels != before
+
+    def pure(self, max_norm: float | None = None) -> Optimizer:
+        """Return the optimizer as a pure one, by label.
+
+        Args:
+            max_norm: the first bound of the gradient's norm; :data:`UNBOUNDED` for none at first,
+                ``None`` for none ever.
+        """
+        rules = {
+            label: optim.inject_hyperparams(make)(**options)
+            for label, (make, options) in self._made().items()
+        }
+        if _NO_GROUP in self.labels.values():
+            rules[_NO_GROUP] = optim.scale(0.0)
+        labels = dict(self.labels)
+        rule = optim.by_label(rules, lambda path, leaf: labels[path])
+        if max_norm is None:
+            return rule
+        clip = optim.inject_hyperparams(optim.clip_by_global_norm)(max_norm)
+        return optim.chain(clip, rule)
+
+    def set_in(self, state: Any, max_norm: float | None = None) -> Any:
+        """Return a state of the optimizer with the numbers that the groups have now."""
+        values = {
+            f"{label}.{name}": value
+            for label, (_, options) in self._made().items()
+            for name, value in options.items()
+            if isinstance(value, (int, float, Tensor)) and not isinstance(value, bool)
+        }
+        if max_norm is not None:
+            values["max_norm"] = max_norm
+        known = optim.hyperparams(state)
+        return optim.set_hyperparams(state, {k: x for k, x in values.items() if k in known})
+
+    def stepped(self) -> None:
+        """Mark that the optimizer has stepped, for which schedulers of torch ask."""
+        self._torch._opt_called = True
+
+    def numbers(self) -> list[dict[str, Any]]:
+        """Return the options of the groups, with names of parameters in place of tensors."""
+        return [
+            {
+                **{name: value for name, value in group.items() if name != "params"},
+                "names": [self._names.get(id(p), "") for p in group["params"]],
+            }
+            for group in self.groups
+        ]
+
+    def _made(self) -> dict[str, Rule]:
+        used = set(self.labels.values())
+        return {
+            str(index): self._rule(self._torch, group)
+            for index, group in enumerate(self.groups)
+            if str(index) in used
+        }

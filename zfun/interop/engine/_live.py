@@ -1,0 +1,395 @@
+"""A module that reads its parameters from a state.
+
+[Note: live modules]
+The user's own module is the model. Below stage 3 its parameters are views of the state. At stage 3
+they are *sharded parameters*: no rank has them whole, and an operation gathers.
+
+While a call runs, the module reads the tensors of the call: ``_parameters`` of each module in the
+tree is a :class:`LiveParameters`, whose items are the tensors with a graph into the buckets. The
+attribute is a plain tensor, so that an ``autograd.Function``, a parametrization and a kernel of
+another library take it. At stage 3 the read gathers, by the schedule of the call, and the release
+follows the schedule too. A block that backward runs again reads the tensors of the call as well.
+
+Outside of calls an attribute is the ``nn.Parameter`` itself, as code expects that ties, freezes or
+assigns parameters. An operation on a sharded parameter then gathers the leaf on all ranks, and an
+operation in place writes the values of rank 0 into the shards. A gradient of such a tensor, and
+below stage 3 of a parameter that was reached by another way than the attribute, is a *stray*
+gradient: autograd adds it to ``.grad``, and the step sums it over the ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import types
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from zfun import tree
+from zfun.errors import OptionError, PlacementError
+from zfun.transforms.params._lazy import METADATA, LazyLeaf, tensor_of
+
+__all__ = ["Live", "LiveParameters", "Owner", "ShardedParameter", "check_free"]
+
+
+def check_free(module: nn.Module) -> None:
+    """Refuse a module that is live already."""
+    for part in module.modules():
+        if isinstance(part._parameters, LiveParameters):
+            raise OptionError(
+                f"a module has one engine; got a {type(module).__name__} that another engine "
+                "holds; make a copy.deepcopy() of the module, on each simulated rank too"
+            )
+
+
+class Owner(Protocol):
+    """The holder of the values of a live module."""
+
+    def gathered(self, name: str) -> Tensor:
+        """Return a whole value; every rank must call."""
+        ...
+
+    def write(self, name: str, value: Tensor) -> None:
+        """Take a whole value of rank 0; every rank must call."""
+        ...
+
+
+class LiveParameters(dict[str, Any]):
+    """The parameters of one module; an item is the tensor of the call that runs.
+
+    ``items()``, ``values()`` and ``in`` are those of the parameters themselves.
+    """
+
+    __slots__ = ("live",)
+
+    def __init__(self, params: Mapping[str, Any], live: Live) -> None:
+        super().__init__(params)
+        self.live = live
+
+    def __getitem__(self, key: str) -> Any:
+        param = super().__getitem__(key)
+        bound = self.live.bound
+        if bound is None and self.live.kept is None:
+            return param
+        return param if param is None else self.live.read(param)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return {key: copy.deepcopy(param, memo) for key, param in self.items()}
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self.items()),)
+
+
+class Live:
+    """The state of a live module; see [Note: live modules].
+
+    Args:
+        module: the module.
+        params: the parameters of the state by name, in the tree or not.
+        owner: of the values.
+
+    Attributes:
+        bound: the tensors of the call that runs, by name; ``None`` outside of calls.
+        kept: the tensors of the last call, for blocks that backward runs again.
+        read_without_gradient: the names that a call has read with gradients off.
+        strays: at stage 3, tensors with a gradient that were gathered outside of calls, by name.
+    """
+
+    def __init__(self, module: nn.Module, params: Mapping[str, nn.Parameter], owner: Owner) -> None:
+        self.bound: Mapping[str, Any] | None = None
+        self.kept: Mapping[str, Any] | None = None
+        self.read_without_gradient: set[str] = set()
+        self.strays: dict[str, Tensor] = {}
+        self._names = {id(param): name for name, param in params.items()}
+        self._params = dict(params)
+        self._owner = weakref.ref(owner)
+        self._hooked: set[int] = set()
+        self._dropped: list[tuple[str, weakref.ref[Tensor]]] = []
+        self._module = module
+        for part in module.modules():
+            part.__dict__["_parameters"] = LiveParameters(part._parameters, self)
+
+    def release(self) -> None:
+        """Let the module be a plain one again; sharded parameters stay as they are."""
+        for part in self._module.modules():
+            part.__dict__["_parameters"] = dict(part._parameters.items())
+
+    @contextlib.contextmanager
+    def lending(self, tensors: Mapping[str, Any], *, keeps: bool) -> Iterator[None]:
+        """Let the module read these tensors, as a context.
+
+        Args:
+            tensors: by name.
+            keeps: whether backward may read the tensors later.
+        """
+        before, self.bound = self.bound, tensors
+        self.read_without_gradient = set()
+        try:
+            yield
+        finally:
+            self.bound = before
+            if keeps:
+                self.kept = tensors
+                self._hooked.clear()
+
+    def read(self, param: nn.Parameter) -> Any:
+        """Return the tensor of the call in place of a parameter."""
+        bound = self.bound
+        if bound is None:
+            # Only blocks that backward runs again read the tensors of a call that is over.
+            if torch._C._current_graph_task_id() == -1:
+                return param
+            bound = self.kept
+        name = self._names.get(id(param))
+        if bound is None or name is None:
+            return param
+        value = bound[name]
+        if type(value) is LazyLeaf:
+            value = tensor_of(value)
+        if not value.requires_grad:
+            return value
+        if not _requires_grad(param):
+            return value.detach()
+        if not torch.is_grad_enabled():
+            self.read_without_gradient.add(name)
+        elif (hooks := _hooks_of(param)) and id(value) not in self._hooked:
+            self._hooked.add(id(value))
+            for hook in hooks.values():
+                value.register_hook(hook)
+        return value
+
+    def outside(self, param: nn.Parameter) -> Tensor:
+        """Return the whole value of a sharded parameter outside of calls; every rank must call."""
+        name = self._names[id(param)]
+        if not (torch.is_grad_enabled() and _requires_grad(param)):
+            return self._values().gathered(name)
+        if name not in self.strays:
+            self.strays[name] = self._values().gathered(name).requires_grad_()
+        return self.strays[name]
+
+    def end(self) -> None:
+        """End a step: values that were gathered outside of calls are old from now on."""
+        self.kept = None
+        self._hooked.clear()
+        self._dropped = [(name, weakref.ref(x)) for name, x in self.strays.items()]
+        self.strays.clear()
+
+    def check_dropped(self) -> None:
+        """Refuse a tensor with a gradient that was gathered before the last step and is held."""
+        for name, ref in self._dropped:
+            if ref() is not None:
+                raise PlacementError(
+                    "a tensor that was gathered outside of a call is old after the step; got leaf "
+                    f"{name!r}, which the script still holds; read the attribute of the module "
+                    "again in each step, or keep a clone()",
+                    leaf=name,
+                )
+        self._dropped.clear()
+
+    def write(self, param: nn.Parameter, value: Tensor) -> None:
+        """Write a whole value; every rank must call."""
+        name = self._names[id(param)]
+        if self.bound is not None:
+            raise PlacementError(
+                "a call reads parameters, and does not write them; got an operation in place on "
+                f"leaf {name!r}; write between the steps",
+                leaf=name,
+            )
+        self._values().write(name, value)
+
+    def name_of(self, param: nn.Parameter) -> str:
+        """Return the name of a parameter."""
+        return self._names[id(param)]
+
+    def shard(self, dtypes: Mapping[str, torch.dtype]) -> None:
+        """Make sharded parameters of all parameters, without values."""
+        for name, param in self._params.items():
+            ShardedParameter.hide(param, self, dtypes[name])
+
+    def show(self, values: Mapping[str, Tensor]) -> None:
+        """Let parameters be these tensors, whole."""
+        for name, value in values.items():
+            if name in self._params:
+                ShardedParameter.reveal(self._params[name], value)
+
+    def _values(self) -> Owner:
+        owner = self._owner()
+        if owner is None:
+            raise OptionError(
+                "the values of a sharded parameter are with an engine; got a parameter whose "
+                "engine is gone; keep the engine"
+            )
+        return owner
+
+
+def _requires_grad(param: Tensor) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():
+        return param.requires_grad
+
+
+def _hooks_of(param: Tensor) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return param._backward_hooks
+
+
+class ShardedParameter(nn.Parameter):
+    """A parameter of a live module at stage 3: shape and dtype, and values on demand."""
+
+    _live: Live
+
+    @staticmethod
+    def hide(param: nn.Parameter, live: Live, dtype: torch.dtype) -> None:
+        """Make a sharded parameter of a parameter, which stays the same object."""
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            nothing = torch.empty((), dtype=dtype, device=param.device).expand(param.shape)
+            param.data = nothing
+        param.__class__ = ShardedParameter
+        param._live = live  # pyrefly: ignore[missing-attribute]
+
+    @staticmethod
+    def reveal(param: nn.Parameter, value: Tensor) -> None:
+        """Make a plain parameter of a sharded one."""
+        if type(param) is ShardedParameter:
+            param.__class__ = nn.Parameter
+        param.data = value
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _OWN:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        first = args[0] if args else None
+        if isinstance(first, ShardedParameter):
+            if func == _SET_DATA:
+                if args[1] is not first:
+                    first._live.write(first, args[1])
+                return None
+            if func in _CASTS and _changes_nothing(func, args, kwargs):
+                return first
+            name = getattr(func, "__name__", "")
+            if name.endswith("_") and (not name.endswith("__") or name.startswith("__i")):
+                whole = first._live.outside(first).detach()
+                result = func(whole, *_loaded(args[1:]), **_loaded_items(kwargs))
+                first._live.write(first, whole)
+                return first if result is whole else result
+        return func(*_loaded(args), **_loaded_items(kwargs))
+
+    def __repr__(self) -> str:  # pyrefly: ignore[bad-override]
+        with torch._C.DisableTorchFunctionSubclass():
+            name = self._live.name_of(self)
+            return f"ShardedParameter({name}, {tuple(self.shape)}, {self.dtype})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            with torch.no_grad():
+                whole = self._live.outside(self).clone()
+            memo[id(self)] = nn.Parameter(whole, self.requires_grad)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        with torch.no_grad():
+            whole = self._live.outside(self).clone()
+        return nn.Parameter(whole, self.requires_grad).__reduce_ex__(proto)
+
+
+_SET_DATA = torch.Tensor.data.__set__  # pyrefly: ignore[missing-attribute]
+_CASTS = frozenset(
+    getattr(torch.Tensor, name) for name in ("to", "cpu", "cuda", "float", "half", "bfloat16")
+)
+# Queries and marks that need no values.
+_OWN = METADATA | frozenset(
+    [
+        torch.Tensor.grad.__set__,  # pyrefly: ignore[missing-attribute]
+        torch.Tensor.grad.__delete__,  # pyrefly: ignore[missing-attribute]
+        torch.Tensor.requires_grad.__set__,  # pyrefly: ignore[missing-attribute]
+        torch.Tensor._backward_hooks.__get__,  # pyrefly: ignore[missing-attribute]
+        torch.Tensor._backward_hooks.__set__,  # pyrefly: ignore[missing-attribute]
+        torch.Tensor._post_accumulate_grad_hooks.__get__,  # pyrefly: ignore[missing-attribute]
+        torch.Tensor._post_accumulate_grad_hooks.__set__,  # pyrefly: ignore[missing-attribute]
+        torch.Tensor.grad_fn.__get__,  # pyrefly: ignore[missing-attribute]
+        torch.Tensor._version.__get__,  # pyrefly: ignore[missing-attribute]
+        torch.Tensor.itemsize.__get__,  # pyrefly: ignore[missing-attribute]
+        torch.Tensor.nbytes.__get__,  # pyrefly: ignore[missing-attribute]
+        torch.Tensor.requires_grad_,
+        torch.Tensor.register_hook,
+        torch.Tensor.register_post_accumulate_grad_hook,
+        torch.Tensor.is_complex,
+        torch.Tensor.is_contiguous,
+        torch.Tensor.is_shared,
+        torch.Tensor.type,
+    ]
+)
+
+
+def _loaded(values: Sequence[Any]) -> list[Any]:
+    return [_load(value) for value in values]
+
+
+def _loaded_items(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _load(value) for name, value in values.items()}
+
+
+def _load(value: Any) -> Any:
+    if type(value) is ShardedParameter:
+        live = value._live
+        found = live.read(value)
+        return live.outside(value) if found is value else found
+    if type(value) in (list, tuple, dict):
+        return tree.map(_load, value)
+    return value
+
+
+def _changes_nothing(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> bool:
+    """Whether a cast of a sharded parameter keeps device and dtype."""
+    with torch._C.DisableTorchFunctionSubclass():
+        param = args[0]
+        probe = torch.empty(0, dtype=param.dtype, device=param.device)
+        if kwargs.get("copy"):
+            return False
+        found = func(probe, *args[1:], **kwargs)
+        return found.dtype == probe.dtype and found.device == probe.device
+
+
+class RootForward:
+    """The ``forward`` of a live module: a call of the module is a call of the engine.
+
+    Args:
+        module: the module.
+        run: ``run(fn, args, kwargs)`` of the engine.
+    """
+
+    def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
+        self.own = module.forward
+        self._run = weakref.WeakMethod(run)
+        self.__wrapped__ = self.own
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        run = self._run()
+        return self.own(*args, **kwargs) if run is None else run(self.own, *args, **kwargs)
+
+    def of_copy(self, replace: Callable[[Any], Any]) -> Any:
+        """Return the method of a bound copy of the module; see :func:`zfun.functional`."""
+        return replace(self.own)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return the method of the copy of the module."""
+        own = self.own
+        if isinstance(own, types.MethodType):
+            return types.MethodType(own.__func__, memo.get(id(own.__self__), own.__self__))
+        return copy.deepcopy(own, memo)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.own.__self__, "forward")
