@@ -99,7 +99,8 @@ def with_values(
         write_leaves(master, found)
     params = write_leaves(state.params, found)
     frozen, buffers = (
-        None if flat is None else write_leaves(flat, found) for flat in (state.frozen, state.buffers)
+        None if flat is None else write_leaves(flat, found)
+        for flat in (state.frozen, state.buffers)
     )
     barrier(ranks)
     return state._replace(params=params, frozen=frozen, buffers=buffers)

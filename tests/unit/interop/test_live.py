@@ -29,7 +29,6 @@ class Times(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        assert type(weight) is Tensor or type(weight) is nn.Parameter
         ctx.save_for_backward(x, weight)
         return x @ weight.t()
 
@@ -90,6 +89,18 @@ def through_the_module(net: Net, x: Tensor) -> Tensor:
 def through_parts(net: Net, x: Tensor) -> Tensor:
     """The layers one by one, and the head by a kernel, as chunked losses do."""
     return Times.apply(net.body(x), net.head.weight).square().mean()
+
+
+def test_a_kernel_takes_a_plain_tensor_in_a_call_and_is_refused_outside() -> None:
+    def main(group: zf.Group) -> None:
+        net = made()
+        engine = Engine(net, optim.sgd(0.1), zero=3, group=group)
+        engine.run(lambda: net.head.weight.data_ptr())
+        assert engine.run(lambda: type(net.head.weight)) is Tensor
+        with pytest.raises(PlacementError, match=r"data_ptr\(\) of leaf 'head\.weight' outside"):
+            net.head.weight.data_ptr()
+
+    zf.simulate(RANKS, main)
 
 
 def with_a_penalty(net: Net, x: Tensor) -> Tensor:

@@ -220,12 +220,16 @@ def test_evaluation_and_prediction_see_the_trained_values(tmp_path: Path) -> Non
     assert mine.metrics.keys() == other.metrics.keys()
 
 
-def test_parameters_of_stage_3_cannot_be_read_by_mistake(tmp_path: Path) -> None:
+def test_parameters_of_stage_3_are_read_by_any_code(tmp_path: Path) -> None:
     trainer = trainers.make(Trainer, str(tmp_path), options=SHORT, zero=3)
     trainer.train()
-    assert {p.device.type for p in trainer.model.parameters()} == {"meta"}
     assert trainer.model.lm_head.weight is trainer.model.transformer.wte.weight
+    read = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    norms = [param.norm().item() for param in trainer.model.parameters()]
     held = trainer.gather_model()
+    assert {type(p) for p in held.parameters()} == {torch.nn.Parameter}
+    assert_same_bits(dict(held.state_dict()), read)
+    assert norms == [param.norm().item() for param in held.parameters()]
     trainer.save_model(str(tmp_path / "saved"))
     saved = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "saved")
     assert_same_bits(trainers.whole(saved), trainers.whole(held))

@@ -1,11 +1,16 @@
 """A module with a training state, for imperative loops.
 
-============  ====================================================================
-``_engine``   the class; see [Note: the engine]
-``_calls``    a forward pass in autograd's graph
-============  ====================================================================
+=============  ===================================================================
+``_engine``    the class; see [Note: the engine]
+``_live``      the module reads its parameters from the state
+``_grad_sum``  the gradients of a step
+``_groups``    parameter groups of torch optimizers as pure optimizers
+``_values``    buffers, whole leaves, states of other trained leaves
+=============  ===================================================================
 """
 
 from zfun.interop.engine._engine import Engine
+from zfun.interop.engine._groups import UNBOUNDED, ParamGroups
+from zfun.interop.engine._values import named_leaves
 
-__all__ = ["Engine"]
+__all__ = ["UNBOUNDED", "Engine", "ParamGroups", "named_leaves"]

@@ -29,21 +29,23 @@ import zfun.recipes as recipes
 from zfun import checkpoint, optim, stores, tree
 from zfun.collectives import Group, broadcast, mesh_of, process_group
 from zfun.errors import OptionError, ZfunError
-from zfun.evaluation import evaluate
 from zfun.flat import Flat, leaf_spans, unravel
 from zfun.interop._named import state_dict_of, with_values
-from zfun.interop.engine._grad_sum import GradSum
-from zfun.interop.engine._groups import ParamGroups
-from zfun.interop.engine._live import Live, RootForward, check_free
+from zfun.interop.engine._calls import Calls
+from zfun.interop.engine._grad_sum import GradSum, Told
+from zfun.interop.engine._groups import UNBOUNDED, ParamGroups
+from zfun.interop.engine._live import Live, check_free
 from zfun.interop.engine._values import (
     Buffers,
     carried,
     leaves_of,
     named_leaves,
+    whole_by_bucket,
     whole_values,
 )
 from zfun.placement import S
 from zfun.recipes import StepInfo, Zero, ZeroState
+from zfun.reductions import global_norm
 from zfun.sources import Deferred
 from zfun.transforms import Tape, WeightedMean
 
@@ -78,6 +80,8 @@ class Engine:
         init: ``"check"`` that all ranks have the same values, or ``"broadcast"`` those of rank 0.
         values: first values by name in place of the module's own, such as
             :class:`zfun.sources.Deferred`.
+        extra: parameters by name that the module does not have, such as those of a loss. They are
+            whole, and their gradients stay in ``.grad`` until you drop them, as in torch.
 
     Attributes:
         module: the module.
@@ -115,11 +119,14 @@ class Engine:
         buffers: str = "rank 0",
         init: str = "check",
         values: Mapping[str, Any] | None = None,
+        extra: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
         check_free(module)
         self.module, self.accumulate, self.clip_norm = module, accumulate, clip_norm
         self.grad_norm: float | None = None
-        self._params = named_leaves(module)
+        self._clips = clip_norm is not None
+        self._extra = dict(extra or {})
+        self._params = {**named_leaves(module), **self._extra}
         chosen = {"group": group, "precision": precision, "trainable": trainable}
         chosen = {name: value for name, value in chosen.items() if value is not None}
         self._groups: ParamGroups | None = None
@@ -157,14 +164,13 @@ class Engine:
         self._buffers = Buffers(module, buffers, self._group, init, given)
         self._is_sharded = self._state.params.placement is S
         self._live = Live(module, self._params, self)
-        self._evaluation = evaluate(self._within, self._group)
-        self._uneven: Callable[[Any], Any] | None = None
+        self._calls = Calls(self._live, self._group, is_sharded=self._is_sharded)
         self._defers = False
         self._tapes: list[weakref.ref[Tape]] = []
         self._is_bound = False
         if self._is_sharded:
-            self._live.shard(leaves_of(self._state))
-        module.forward = RootForward(module, self.run)
+            self._hide()
+        self._live.enter(self.run, self.zero_grad)
         self._show()
         self._begin()
 
@@ -177,12 +183,12 @@ class Engine:
                 rule = optim.chain(optim.clip_by_global_norm(self.clip_norm), rule)
             trained = {name for name, x in self._params.items() if x.requires_grad}
         else:
-            rule = self._groups.pure(self.clip_norm)
+            rule = self._groups.pure(UNBOUNDED if self._clips else None)
             trained = set(self._groups.labels)
         options = {"trainable": lambda name, _: name in trained, **self._options}
         # Stage 1 sums in backward too; see [Note: the engine].
         options["stage"] = 2 if options["stage"] == 1 else options["stage"]
-        return recipes.zero(loss_fn=self._within, optimizer=rule, **options)
+        return recipes.zero(loss_fn=_no_loss, optimizer=rule, **options)
 
     @property
     def state(self) -> ZeroState:
@@ -198,13 +204,18 @@ class Engine:
     def _show(self) -> None:
         """Let the module's parameters be the values of the state, below stage 3 and in bound()."""
         if self._is_sharded:
-            if self._is_bound:
-                self._live.show(whole_values(self._state, frozenset(self._params)))
+            if names := frozenset(self._params if self._is_bound else self._extra):
+                self._live.show(whole_values(self._state, names))
             return
         for flat in (self._state.params, self._state.frozen):
             if flat is not None:
                 values = unravel(stores.resident(flat))
                 self._live.show(dict(zip(tree.paths(values), tree.leaves(values), strict=True)))
+
+    def _hide(self) -> None:
+        """Let the module's parameters have no values, at stage 3."""
+        dtypes = leaves_of(self._state)
+        self._live.shard({name: x for name, x in dtypes.items() if name not in self._extra})
 
     # Calls.
 
@@ -229,47 +240,30 @@ class Engine:
         Returns:
             The result of the function.
         """
-        if self._live.bound is not None:
+        if self._calls.is_inside:
             return fn(*args, **kwargs)
-        call = (fn, args, kwargs)
-        if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
-            self._prepare()
-            out, tape = self.recipe.record(self._within, self._state, call)
-            tape.mark_late(self._live.read_without_gradient)
-            take = weakref.WeakMethod(self._take)
-            tape.deliver = lambda grads: None if (found := take()) is None else found(grads)
-            check = weakref.WeakMethod(self._check_pass)
-            tape.check = lambda: None if (found := check()) is None else found()
-            self._tapes = [ref for ref in self._tapes if ref() is not None] + [weakref.ref(tape)]
-            return out
-        if not self._is_sharded:
-            return fn(*args, **kwargs)
-        return self._evaluation(self._state, call) if self._uneven is None else self._uneven(call)
-
-    def _within(self, params: Any, call: Any) -> Any:
-        fn, args, kwargs = call
-        with self._live.lending(params, keeps=torch.is_grad_enabled()):
-            return fn(*args, **kwargs)
+        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            return self._calls.evaluate(self._state, fn, args, kwargs)
+        self._prepare()
+        out, tape = self._calls.record(self.recipe, self._state, fn, args, kwargs)
+        take, check = weakref.WeakMethod(self._take), weakref.WeakMethod(self._check_pass)
+        tape.deliver = lambda grads: None if (found := take()) is None else found(grads)
+        tape.check = lambda: None if (found := check()) is None else found()
+        self._tapes = [ref for ref in self._tapes if ref() is not None] + [weakref.ref(tape)]
+        return out
 
     @contextlib.contextmanager
     def uneven(self) -> Iterator[nn.Module]:
         """Let the ranks call the module different numbers of times, without gradients.
 
         At the end of the context the ranks wait for each other; see
-        :meth:`zfun.evaluation.Evaluation.uneven`. A call of the module is then the unit in which
-        ranks gather, whatever encloses the call.
+        :meth:`zfun.evaluation.Evaluation.uneven`.
 
         Returns:
             A context whose value is the module.
         """
-        if not self._is_sharded or self._uneven is not None:
+        with self._calls.uneven(self._state):
             yield self.module
-            return
-        with self._evaluation.uneven(self._state) as self._uneven:
-            try:
-                yield self.module
-            finally:
-                self._uneven = None
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Call ``module.generate`` without gradients; ranks may generate different lengths."""
@@ -411,7 +405,7 @@ class Engine:
         }
         self.recipe = self._composed()
         self._state = carried(old, self.recipe.init(values))
-        self._evaluation = evaluate(self._within, self._group)
+        self._calls.reset()
         self._show()
 
     def step(self, *, boundary: bool | None = None) -> StepInfo | None:
@@ -430,18 +424,14 @@ class Engine:
         """
         self._settle()
         strays = self._strays()
-        if self._sum.grads is None and not strays:
+        if self._ready is None and self._sum.grads is None and not strays:
             raise ZfunError(
                 "step() takes the gradients of backward(); got none since the last step; call "
                 "engine.backward(loss) first"
             )
         if not (self._is_boundary if boundary is None else boundary):
             return None
-        # One message tells the losses, and whether any rank has stray gradients or new buffers.
-        told = self._sum.told([bool(strays), *self._buffers.changed()])
-        if told.flags[0]:
-            self._sum.add_strays(strays, self._state.params)
-        grads, loss = self._sum.result(told, self.accumulate)
+        grads, loss, told = self._collected()
         if self._groups is not None:
             opt_state = self._groups.set_in(self._state.opt_state, self.clip_norm)
             self._state = self._state._replace(opt_state=opt_state)
@@ -454,11 +444,43 @@ class Engine:
         self._begin()
         return info
 
+    def _collected(self) -> tuple[Flat, Tensor, Told]:
+        """Return the gradients and the loss of the step, and what else ranks have told."""
+        if self._ready is None:
+            strays = self._strays()
+            # One message tells the losses, and whether any rank has stray gradients or new buffers.
+            told = self._sum.told([bool(strays), *self._buffers.changed()])
+            if told.flags[0]:
+                self._sum.add_strays(strays, self._state.params)
+            grads, loss = self._sum.result(told, self.accumulate)
+            self._ready = grads, loss, told
+        return self._ready
+
+    def norm(self) -> Tensor:
+        """Return the norm of the gradient that the next step takes, before clipping.
+
+        No backward pass may follow before the step. Every rank must call.
+        """
+        self._settle()
+        grads, _, _ = self._collected()
+        if self._groups is not None and self._groups.extra:
+            extra = self._groups.extra
+            layout = grads.layout
+            own = [
+                i
+                for i, x in enumerate(layout.buckets)
+                if layout.leaves[x.leaves[0]].path not in extra
+            ]
+            grads = grads.select(own)
+        return global_norm(grads) / self.loss_scale
+
     def _strays(self) -> dict[str, Tensor]:
         """Return gradients that backward has left in parameters, by name."""
-        is_hidden = self._is_sharded and not self._is_bound
-        own = self._live.strays if is_hidden else self._params
-        return {name: x.grad for name, x in own.items() if x.grad is not None}
+        found = {name: x.grad for name, x in self._params.items() if x.grad is not None}
+        for name, x in self._live.strays.items():
+            if x.grad is not None:
+                found[name] = x.grad + found[name] if name in found else x.grad
+        return found
 
     def _begin(self) -> None:
         """Begin the calls of a step."""
@@ -469,11 +491,13 @@ class Engine:
         self.zero_grad()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients since the last step."""
+        """Drop the gradients since the last step, but those of the parameters of ``extra=``."""
         del set_to_none
-        for x in (*self._params.values(), *self._live.strays.values()):
-            x.grad = None
+        for name, x in (*self._params.items(), *self._live.strays.items()):
+            if name not in self._extra:
+                x.grad = None
         self._sum = GradSum(self._group)
+        self._ready: tuple[Flat, Tensor, Told] | None = None
         self._is_boundary = False
         self._last_pass = -1
 
@@ -527,7 +551,14 @@ class Engine:
         finally:
             self._is_bound = before
             if self._is_sharded and not before:
-                self._live.shard(leaves_of(self._state))
+                self._hide()
+
+    def close(self) -> None:
+        """Let the module be a plain one with whole values; every rank must call."""
+        if self._is_sharded:
+            self._live.show(whole_values(self._state, frozenset(self._params)))
+        self._begin()
+        self._live.release()
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield names and detached values of the trained parameters: views of the state.
@@ -546,12 +577,18 @@ class Engine:
         """Yield the tensors of :meth:`named_parameters`."""
         return (value for _, value in self.named_parameters())
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return whole values by the module's own names, on every rank; every rank must call.
+    def state_dict(self, *, keep: bool = True) -> dict[str, Any]:
+        """Return whole values by the module's own names; every rank must call.
 
         As in ``module.state_dict()``, a value may be extra state that is no tensor.
+
+        Args:
+            keep: whether this rank wants the values; another rank helps to gather, one bucket at a
+                time, and gets none.
         """
-        values = self.recipe.params(self._state)
+        values = dict(whole_by_bucket(self._state, keep=keep))
+        if not keep:
+            return {}
         return state_dict_of(self.module, {**values, **self._buffers.named()})
 
     def load_state_dict(self, values: Mapping[str, Any]) -> None:
@@ -571,9 +608,15 @@ class Engine:
     def _replace(self, values: Mapping[str, Any], *, strict: bool) -> None:
         self.state = with_values(self.module, self.state, values, strict=strict)
 
-    def save(self, path: str | Path, extra: Any = None) -> checkpoint.Saved:
-        """Save the state and plain values of the caller; see :func:`zfun.save`."""
-        return checkpoint.save(path, self.state, data=extra)
+    def save(self, path: str | Path, extra: Any = None, **options: Any) -> checkpoint.Saved:
+        """Save the state and plain values of the caller.
+
+        Args:
+            path: as for :func:`zfun.save`.
+            extra: plain values.
+            options: of :func:`zfun.save`.
+        """
+        return checkpoint.save(path, self.state, data=extra, **options)
 
     def load(self, path: str | Path, **options: Any) -> Any:
         """Load a state of any stage and any number of ranks; see :func:`zfun.load`.
@@ -603,3 +646,8 @@ class Engine:
 def _running() -> Any:
     """Return the engine whose backward() runs, in this thread or the one that began the pass."""
     return torch._C._get_obj_in_tls(_RUNNING) if torch._C._is_key_in_tls(_RUNNING) else None
+
+
+def _no_loss(params: Any, batch: Any) -> Any:
+    """Stand for the loss, which the loop computes."""
+    raise AssertionError

@@ -7,7 +7,7 @@ each step the numbers of the groups become hyperparameters of the state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ __all__ = ["UNBOUNDED", "ParamGroups"]
 
 # The label of leaves that require a gradient and are in no group.
 _NO_GROUP = "no group"
+_EXTRA = "extra "
 UNBOUNDED = 3e38
 """The bound of a norm that clips nothing."""
 
@@ -31,6 +32,8 @@ class ParamGroups:
     Args:
         optimizer: of torch, or a wrapper with ``param_groups``; no step of the optimizer is used.
         params: the parameters by name.
+        extra: the names of parameters that belong to no model, whose gradients do not count for
+            the norm and are not clipped, as in ``clip_grad_norm_(model.parameters())``.
         norm_of_all: whether a parameter that requires a gradient and is in no group counts for the
             norm of the gradient, as in ``clip_grad_norm_(model.parameters())``; it keeps its value.
         rule: ``rule(optimizer, group)``: the function that makes a pure optimizer, and the options.
@@ -44,10 +47,12 @@ class ParamGroups:
         optimizer: Any,
         params: Mapping[str, nn.Parameter],
         *,
+        extra: Collection[str] = (),
         norm_of_all: bool = False,
         rule: Callable[[Any, Mapping[str, Any]], Rule] | None = None,
     ) -> None:
         self.optimizer = optimizer
+        self.extra = frozenset(extra)
         self._names = {id(param): name for name, param in params.items()}
         self._params = dict(params)
         self._norm_of_all = norm_of_all
@@ -92,7 +97,7 @@ class ParamGroups:
             for param in group["params"]:
                 name = self._names.get(id(param))
                 if name is not None and (param.requires_grad or name in before):
-                    self.labels[name] = str(index)
+                    self.labels[name] = f"{_EXTRA}{index}" if name in self.extra else str(index)
         if self._norm_of_all:
             for name, param in self._params.items():
                 if param.requires_grad:
@@ -113,11 +118,18 @@ class ParamGroups:
         if _NO_GROUP in self.labels.values():
             rules[_NO_GROUP] = optim.scale(0.0)
         labels = dict(self.labels)
-        rule = optim.by_label(rules, lambda path, leaf: labels[path])
-        if max_norm is None:
+        own = {label: rule for label, rule in rules.items() if not label.startswith(_EXTRA)}
+        rule = optim.by_label(own, lambda path, leaf: labels[path])
+        if max_norm is not None:
+            clip = optim.inject_hyperparams(optim.clip_by_global_norm)(max_norm)
+            rule = optim.chain(clip, rule)
+        if len(own) == len(rules):
             return rule
-        clip = optim.inject_hyperparams(optim.clip_by_global_norm)(max_norm)
-        return optim.chain(clip, rule)
+        rest = {label: rule for label, rule in rules.items() if label.startswith(_EXTRA)}
+        return optim.by_label(
+            {"model": rule, "extra": optim.by_label(rest, lambda path, leaf: labels[path])},
+            lambda path, leaf: "extra" if path in self.extra else "model",
+        )
 
     def set_in(self, state: Any, max_norm: float | None = None) -> Any:
         """Return a state of the optimizer with the numbers that the groups have now."""
@@ -130,7 +142,8 @@ class ParamGroups:
         if max_norm is not None:
             values["max_norm"] = max_norm
         known = optim.hyperparams(state)
-        return optim.set_hyperparams(state, {k: x for k, x in values.items() if k in known})
+        found = {k: values[short] for k in known if (short := _without_parts(k)) in values}
+        return optim.set_hyperparams(state, found)
 
     def stepped(self) -> None:
         """Mark that the optimizer has stepped, for which schedulers of torch ask."""
@@ -149,7 +162,14 @@ class ParamGroups:
     def _made(self) -> dict[str, Rule]:
         used = set(self.labels.values())
         return {
-            str(index): self._rule(self._torch, group)
+            label: self._rule(self._torch, group)
             for index, group in enumerate(self.groups)
-            if str(index) in used
+            for label in (str(index), f"{_EXTRA}{index}")
+            if label in used
         }
+
+
+def _without_parts(name: str) -> str:
+    """Return the name of a hyperparameter without the part of the optimizer that has it."""
+    first, _, rest = name.partition(".")
+    return rest if first in ("model", "extra") else name

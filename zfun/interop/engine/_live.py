@@ -33,7 +33,7 @@ from zfun import tree
 from zfun.errors import OptionError, PlacementError
 from zfun.transforms.params._lazy import METADATA, LazyLeaf, tensor_of
 
-__all__ = ["Live", "LiveParameters", "Owner", "ShardedParameter", "check_free"]
+__all__ = ["Live", "LiveForward", "LiveParameters", "Owner", "ShardedParameter", "check_free"]
 
 
 def check_free(module: nn.Module) -> None:
@@ -113,10 +113,23 @@ class Live:
         for part in module.modules():
             part.__dict__["_parameters"] = LiveParameters(part._parameters, self)
 
+    def enter(self, run: Callable[..., Any], zero_grad: Callable[..., Any]) -> None:
+        """Let calls of the module, and of parts with parameters, be calls of an engine."""
+        for part in self._module.modules():
+            if next(part.parameters(), None) is not None:
+                part.forward = LiveForward(part, "forward", run, self)
+        self._module.zero_grad = LiveMethod(self._module, "zero_grad", zero_grad, self)
+
     def release(self) -> None:
-        """Let the module be a plain one again; sharded parameters stay as they are."""
+        """Let the module be a plain one again; its parameters stay as they are."""
         for part in self._module.modules():
             part.__dict__["_parameters"] = dict(part._parameters.items())
+            for name in ("forward", "zero_grad"):
+                entry = part.__dict__.get(name)
+                if isinstance(entry, LiveMethod):
+                    del part.__dict__[name]
+                    if entry.is_attribute:
+                        setattr(part, name, entry.own)
 
     @contextlib.contextmanager
     def lending(self, tensors: Mapping[str, Any], *, keeps: bool) -> Iterator[None]:
@@ -206,9 +219,9 @@ class Live:
         return self._names[id(param)]
 
     def shard(self, dtypes: Mapping[str, torch.dtype]) -> None:
-        """Make sharded parameters of all parameters, without values."""
-        for name, param in self._params.items():
-            ShardedParameter.hide(param, self, dtypes[name])
+        """Make sharded parameters, without values, of parameters of these names."""
+        for name, dtype in dtypes.items():
+            ShardedParameter.hide(self._params[name], self, dtype)
 
     def show(self, values: Mapping[str, Tensor]) -> None:
         """Let parameters be these tensors, whole."""
@@ -278,6 +291,14 @@ class ShardedParameter(nn.Parameter):
             if func in _CASTS and _changes_nothing(func, args, kwargs):
                 return first
             name = getattr(func, "__name__", "")
+            if name in _MEMORY:
+                path = first._live.name_of(first)
+                raise PlacementError(
+                    f"a sharded parameter has no memory of its own; got {name}() of leaf {path!r} "
+                    "outside of a call; read the attribute of the module inside of forward or "
+                    "engine.run(), where it is a plain tensor",
+                    leaf=path,
+                )
             if name.endswith("_") and (not name.endswith("__") or name.startswith("__i")):
                 whole = first._live.outside(first).detach()
                 result = func(whole, *_loaded(args[1:]), **_loaded_items(kwargs))
@@ -303,6 +324,8 @@ class ShardedParameter(nn.Parameter):
         return nn.Parameter(whole, self.requires_grad).__reduce_ex__(proto)
 
 
+# Kernels of other libraries ask for these.
+_MEMORY = frozenset(["data_ptr", "untyped_storage", "storage", "_typed_storage", "__dlpack__"])
 _SET_DATA = torch.Tensor.data.__set__  # pyrefly: ignore[missing-attribute]
 _CASTS = frozenset(
     getattr(torch.Tensor, name) for name in ("to", "cpu", "cuda", "float", "half", "bfloat16")
@@ -363,22 +386,26 @@ def _changes_nothing(
         return found.dtype == probe.dtype and found.device == probe.device
 
 
-class RootForward:
-    """The ``forward`` of a live module: a call of the module is a call of the engine.
+class LiveMethod:
+    """A method of a live module, or of a part, that the engine runs.
 
     Args:
         module: the module.
-        run: ``run(fn, args, kwargs)`` of the engine.
+        name: of the method.
+        run: a method of the engine.
+        live: the state of the module.
     """
 
-    def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
-        self.own = module.forward
-        self._run = weakref.WeakMethod(run)
+    def __init__(self, module: nn.Module, name: str, run: Callable[..., Any], live: Live) -> None:
+        self.own = getattr(module, name)
+        self.is_attribute = name in module.__dict__
         self.__wrapped__ = self.own
+        self._live = live
+        self._run = weakref.WeakMethod(run)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = self._run()
-        return self.own(*args, **kwargs) if run is None else run(self.own, *args, **kwargs)
+        return self.own(*args, **kwargs) if run is None else run(*args, **kwargs)
 
     def of_copy(self, replace: Callable[[Any], Any]) -> Any:
         """Return the method of a bound copy of the module; see :func:`zfun.functional`."""
@@ -392,4 +419,14 @@ class RootForward:
         return copy.deepcopy(own, memo)
 
     def __reduce__(self) -> Any:
-        return getattr, (self.own.__self__, "forward")
+        return getattr, (self.own.__self__, self.own.__name__)
+
+
+class LiveForward(LiveMethod):
+    """The ``forward`` of a part of a live module: outside of calls, a call of the engine."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._live.bound is not None:
+            return self.own(*args, **kwargs)
+        run = self._run()
+        return self.own(*args, **kwargs) if run is None else run(self.own, *args, **kwargs)

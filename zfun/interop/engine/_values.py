@@ -19,7 +19,7 @@ from zfun.reductions import merge_buffers
 from zfun.sources import Deferred
 from zfun.transforms import check_agreement, unshard
 
-__all__ = ["Buffers", "carried", "leaves_of", "named_leaves", "whole_values"]
+__all__ = ["Buffers", "carried", "leaves_of", "named_leaves", "whole_by_bucket", "whole_values"]
 
 
 def named_leaves(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -77,6 +77,15 @@ def whole_values(
                 if isinstance(leaf, Tensor)
             }
     return found
+
+
+def whole_by_bucket(state: ZeroState, *, keep: bool) -> Iterator[tuple[str, Tensor]]:
+    """Yield whole parameters by name; one bucket at a time is gathered, and dropped if not kept."""
+    for flat in (state.params, state.frozen):
+        for bucket in () if flat is None else flat.layout.buckets:
+            names = {flat.layout.leaves[leaf].path for leaf in bucket.leaves}
+            found = whole_values(state._replace(buffers=None), names)
+            yield from found.items() if keep else ()
 
 
 class Buffers:

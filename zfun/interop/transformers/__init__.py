@@ -1,13 +1,13 @@
 """``transformers.Trainer`` with sharded training state; needs ``pip install zfun[transformers]``.
 
-=================  ===============================================================================
-``_trainer``       the subclass: what the loop of ``transformers`` calls
-``_run``           a module whose parameters are a state of ``zf.zero``
-``_optimizers``    optimizers of torch as pure ones, which follow their parameter groups
-``_options``       the meaning of ``zero=``, and arguments that are refused
-=================  ===============================================================================
+===============  =================================================================================
+``_trainer``     the subclasses: what the loop of ``transformers`` calls
+``_arguments``   ``TrainingArguments`` with ``zero`` and ``deepspeed``
+``_options``     the meaning of ``zero=``, and arguments that are refused
+===============  =================================================================================
 """
 
-from zfun.interop.transformers._trainer import Trainer
+from zfun.interop.transformers._arguments import TrainingArguments
+from zfun.interop.transformers._trainer import Seq2SeqTrainer, Trainer
 
-__all__ = ["Trainer"]
+__all__ = ["Seq2SeqTrainer", "Trainer", "TrainingArguments"]

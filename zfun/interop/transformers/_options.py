@@ -8,23 +8,13 @@ from typing import Any
 
 import torch
 
-from zfun import optim
-from zfun.collectives import mesh_of, split
+from zfun.collectives import process_group, split
 from zfun.errors import OptionError
 from zfun.interop.ds_config import AutoValues, Recipe, from_ds_config
 from zfun.options import shown
 from zfun.recipes import Precision
 
-__all__ = [
-    "check_arguments",
-    "check_launcher",
-    "check_recipe",
-    "group_of",
-    "options_of",
-    "precision_of",
-    "read",
-    "size_of",
-]
+__all__ = ["check_arguments", "check_launcher", "options_of", "zero_of"]
 
 _ZERO_OPTIONS = (
     "stage",
@@ -43,13 +33,12 @@ _FROM_ARGUMENTS = {
     "optimizer": "optim= of TrainingArguments, or optimizers= of the Trainer",
     "num_micro_batches": "gradient_accumulation_steps= of TrainingArguments",
     "trainable": "requires_grad of the model's parameters",
-    "buffers": "nothing, because the Trainer finds the running statistics of the model",
+    "buffers": "nothing, because the Trainer keeps the buffers of rank 0, as DDP does",
 }
 # Names of TrainingArguments whose work zfun does in another way, and the remedy.
 _REFUSED = {
     "deepspeed": ("pass the same configuration as zero= of the Trainer"),
     "fsdp": "pass zero=3 to the Trainer, and leave fsdp= out",
-    "torch_compile": "compile the loss, as the page 'Compile' shows, and leave torch_compile= out",
     "auto_find_batch_size": "pass per_device_train_batch_size=, and leave auto_find_batch_size out",
     "parallelism_config": "zfun shards over data-parallel ranks; leave parallelism_config= out",
 }
@@ -90,26 +79,56 @@ def check_launcher(trainer: Any) -> None:
         )
 
 
-def read(zero: Any, args: Any, model: Any) -> Any:
-    """Read a configuration of DeepSpeed with the numbers of the arguments; return others as given.
+def zero_of(zero: Any, args: Any) -> Any:
+    """Return ``zero=`` of a Trainer; by default that of the TrainingArguments, or 2."""
+    if zero is None:
+        zero = getattr(args, "zero", None)
+    return 2 if zero is None else int(zero) if isinstance(zero, str) and zero.isdigit() else zero
+
+
+def options_of(zero: Any, args: Any, model: Any) -> tuple[Recipe | None, dict[str, Any]]:
+    """Return the recipe of a configuration, if there is one, and the options of ``zf.zero``.
 
     Args:
         zero: ``zero=`` of a Trainer.
         args: TrainingArguments, which fill ``"auto"``; other numbers must be equal.
         model: the model, for its hidden size.
     """
+    make = lambda: process_group(timeout_s=float(args.ddp_timeout))
     is_config = isinstance(zero, (str, Path)) or (
-        isinstance(zero, Mapping) and "zero_optimization" in zero
+        isinstance(zero, Mapping) and not {"stage", *zero}.issubset(_ZERO_OPTIONS)
     )
-    if not is_config:
-        return zero
-    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
-    auto = AutoValues(
+    if is_config and not (isinstance(zero, Mapping) and "stage" in zero):
+        zero = from_ds_config(zero, auto=_auto_of(args, model))
+    if isinstance(zero, Recipe):
+        _check_recipe(zero, args)
+        return zero, {
+            "stage": zero.stage,
+            "precision": zero.precision if zero.precision != Precision() else None,
+            "compression": zero.compression,
+            "schedule": zero.schedule,
+            "bucket_bytes": zero.bucket_bytes,
+            "offload": zero.offload(),
+            "group": _group_of(zero, make()),
+        }
+    if isinstance(zero, Mapping):
+        options = _checked(zero)
+        return None, {**options, "group": options.get("group") or make()}
+    if type(zero) is not int or zero not in (0, 1, 2, 3):
+        raise OptionError(
+            "zero= is a stage from 0 to 3, a dict of options of zf.zero(), or a configuration of "
+            f"DeepSpeed; got {shown(zero)}; pass zero=3"
+        )
+    return None, {"stage": zero, "group": make()}
+
+
+def _auto_of(args: Any, model: Any) -> AutoValues:
+    return AutoValues(
         world_size=args.world_size,
         micro_batch_size=args.per_device_train_batch_size,
         num_micro_batches=args.gradient_accumulation_steps,
         max_grad_norm=args.max_grad_norm,
-        dtype=dtype,
+        dtype=torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32,
         hidden_size=getattr(getattr(model, "config", None), "hidden_size", None),
         learning_rate=args.learning_rate,
         betas=(args.adam_beta1, args.adam_beta2),
@@ -118,28 +137,6 @@ def read(zero: Any, args: Any, model: Any) -> Any:
         num_warmup=args.get_warmup_steps(args.max_steps) if args.max_steps > 0 else None,
         num_steps=args.max_steps if args.max_steps > 0 else None,
     )
-    return from_ds_config(zero, auto=auto)
-
-
-def options_of(zero: Any) -> dict[str, Any]:
-    """Return the options of ``zf.zero`` that ``zero=`` of a Trainer means."""
-    if isinstance(zero, Recipe):
-        return {
-            "stage": zero.stage,
-            "precision": zero.precision if zero.precision != Precision() else None,
-            "compression": zero.compression,
-            "schedule": zero.schedule,
-            "bucket_bytes": zero.bucket_bytes,
-            "offload": zero.offload(),
-        }
-    if isinstance(zero, Mapping):
-        return _checked(zero)
-    if type(zero) is not int or zero not in (0, 1, 2, 3):
-        raise OptionError(
-            "zero= is a stage from 0 to 3, a dict of options of zf.zero(), or a configuration of "
-            f"DeepSpeed; got {shown(zero)}; pass zero=3"
-        )
-    return {"stage": zero}
 
 
 def _checked(zero: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,10 +158,8 @@ def _checked(zero: Mapping[str, Any]) -> dict[str, Any]:
     return dict(zero)
 
 
-def check_recipe(zero: Any, args: Any) -> None:
+def _check_recipe(zero: Recipe, args: Any) -> None:
     """Refuse a recipe whose numbers are not those of the arguments."""
-    if not isinstance(zero, Recipe):
-        return
     pairs = [
         ("gradient_accumulation_steps", zero.num_micro_batches, args.gradient_accumulation_steps),
         ("gradient_clipping and max_grad_norm", zero.max_grad_norm, args.max_grad_norm),
@@ -181,24 +176,9 @@ def check_recipe(zero: Any, args: Any) -> None:
         )
 
 
-def group_of(zero: Any, options: dict[str, Any], make: Any) -> Any:
-    """Take the group out of the options; make one where there is none."""
-    group = options.pop("group", None)
-    group = make() if group is None else group
-    if isinstance(zero, Recipe) and zero.rows is not None:
-        mesh = split(group, zero.rows)
-        return mesh if zero.secondary else mesh.inner
-    return group
-
-
-def precision_of(options: Mapping[str, Any], args: Any) -> Precision | Any:
-    """Return the precision: with fp16 of the arguments, a loss scale beside autocast."""
-    given = options.get("precision")
-    if given is None and args.fp16:
-        return Precision(loss_scale=optim.dynamic_loss_scale())
-    return given
-
-
-def size_of(group: Any) -> int:
-    """Return the number of ranks that get batches of their own."""
-    return mesh_of(group).size
+def _group_of(recipe: Recipe, group: Any) -> Any:
+    """Return the ranks of a recipe: a mesh, or an axis of one, for a recipe of two axes."""
+    if recipe.rows is None:
+        return group
+    mesh = split(group, recipe.rows)
+    return mesh if recipe.secondary else mesh.inner

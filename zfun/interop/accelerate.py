@@ -1,0 +1,298 @@
+"""``accelerate.Accelerator`` with sharded training state; needs ``pip install zfun[transformers]``.
+
+A model and the optimizer of its parameters become one :class:`zfun.interop.Engine`. The model stays
+the user's own, and the optimizer keeps its parameter groups; ``optimizer.step()`` is the step of
+the engine. :mod:`zfun.interop.transformers` trains through this class too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+from accelerate.utils import convert_outputs_to_fp32
+from torch import Tensor, nn
+
+from zfun import optim
+from zfun.collectives import Group, mesh_of, process_group
+from zfun.errors import OptionError
+from zfun.interop.engine import UNBOUNDED, Engine, ParamGroups, named_leaves
+from zfun.recipes import Precision
+
+__all__ = ["Accelerator"]
+
+_FOLDER = "zfun"
+_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Accelerator(accelerate.Accelerator):
+    """``accelerate.Accelerator`` whose training state is sharded over the ranks.
+
+    All arguments and methods are those of ``accelerate.Accelerator``. ``mixed_precision`` computes
+    under autocast, as in ``accelerate``; a ``precision`` in ``zero=`` replaces it.
+
+    Args:
+        args: as for ``accelerate.Accelerator``.
+        zero: a stage from 0 to 3, or a dict of ``stage`` and other options of :func:`zfun.zero`,
+            such as ``offload``, ``precision`` and ``group``.
+        kwargs: as for ``accelerate.Accelerator``.
+
+    Raises:
+        OptionError: an option that does not exist, or a plugin of ``accelerate`` that shards too.
+
+    Example:
+        >>> accelerator = Accelerator(cpu=True, zero=2)
+        >>> model = nn.Linear(2, 1)
+        >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        >>> accelerator.backward(model(torch.ones(1, 2)).sum())
+        >>> norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        >>> optimizer.step()
+        >>> round(float(norm), 4)
+        1.7321
+    """
+
+    def __init__(self, *args: Any, zero: int | Mapping[str, Any] = 2, **kwargs: Any) -> None:
+        wanted = kwargs.get("mixed_precision")
+        # accelerate computes in float16 on GPUs alone.
+        is_cpu_half = wanted == "fp16" and (kwargs.get("cpu") or not torch.cuda.is_available())
+        super().__init__(*args, **{**kwargs, **({"mixed_precision": "no"} if is_cpu_half else {})})
+        self._take(zero, "fp16" if is_cpu_half else self.mixed_precision)
+
+    @classmethod
+    def of(
+        cls, accelerator: Any, zero: int | Mapping[str, Any], mixed_precision: str = "no"
+    ) -> Accelerator:
+        """Make this class of an ``accelerate.Accelerator``, which stays the same object.
+
+        Args:
+            accelerator: of ``accelerate``; nothing was prepared yet.
+            zero: as for the class.
+            mixed_precision: ``"no"``, ``"bf16"`` or ``"fp16"``.
+        """
+        accelerator.__class__ = cls
+        accelerator._take(zero, mixed_precision)
+        return accelerator
+
+    def _take(self, zero: int | Mapping[str, Any], mixed_precision: str) -> None:
+        plugins = ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin")
+        if found := [x for x in plugins if getattr(self.state, x, None) is not None]:
+            raise OptionError(
+                f"zfun shards, reduces and steps by itself; got {found[0]} of accelerate; leave it "
+                "out, and pass zero= or a configuration of DeepSpeed to zfun"
+            )
+        options = dict(zero) if isinstance(zero, Mapping) else {"stage": zero}
+        dtype = _HALF.get(mixed_precision)
+        self._half = dtype if options.get("precision") is None else None
+        if self._half is torch.float16:
+            options["precision"] = Precision(loss_scale=optim.dynamic_loss_scale())
+        self.scaler = None
+        self.clips_by_default: float | None = UNBOUNDED
+        self._zero_options = options
+        self._ranks: Group | None = options.pop("group", None)
+        self._waiting: list[nn.Module] = []
+        self._engines: list[Engine] = []
+
+    # Models and optimizers become engines.
+
+    def prepare_model(
+        self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        """Place a model, and set autocast; it is sharded when its optimizer is prepared too."""
+        if self.engine_of(model) is not None:
+            return model
+        had_amp, self.native_amp = self.native_amp, False
+        try:
+            if self._half is not None and not getattr(model, "_is_accelerate_prepared", False):
+                half = self._autocast()(model.forward)
+                model.forward = functools.wraps(model.forward)(convert_outputs_to_fp32(half))
+            model = super().prepare_model(model, device_placement, evaluation_mode=True)
+        finally:
+            self.native_amp = had_amp
+        if not evaluation_mode:
+            self._waiting.append(model)
+            self._pair()
+        return model
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        """Take an optimizer, whose parameter groups stay the user's."""
+        found = super().prepare_optimizer(optimizer, device_placement=device_placement)
+        self._pair()
+        return found
+
+    def _pair(self) -> None:
+        """Make engines of the models whose optimizers are known."""
+        for optimizer in self._optimizers:
+            if hasattr(optimizer.optimizer, "_zfun_engine"):
+                continue
+            ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            known = [*self._waiting, *(engine.module for engine in self._engines)]
+            models = [x for x in known if ids.intersection(map(id, x.parameters()))]
+            models = models or self._waiting[:1]
+            if not models:
+                continue
+            for model in models:
+                if (old := self.engine_of(model)) is not None:
+                    # The loop goes on with another optimizer.
+                    self.forget(old)
+            self._waiting = [x for x in self._waiting if x not in models]
+            whole = models[0] if len(models) == 1 else nn.ModuleList(models)
+            self._engines.append(self._engine(whole, optimizer))
+
+    def forget(self, engine: Engine) -> None:
+        """Let the model of an engine be a plain one. All ranks call."""
+        engine.close()
+        self._engines.remove(engine)
+
+    def _engine(self, model: nn.Module, optimizer: Any) -> Engine:
+        if self._ranks is None:
+            self._ranks = process_group()
+        if mesh_of(self._ranks).size != self.num_processes:
+            raise OptionError(
+                "the ranks of the group are the processes of the Accelerator; got a group of "
+                f"{mesh_of(self._ranks).size} for {self.num_processes} processes; launch the "
+                "script with torchrun, and make the group after the Accelerator"
+            )
+        params = named_leaves(model)
+        known = {id(param) for param in params.values()}
+        more = [p for group in optimizer.param_groups for p in group["params"]]
+        # Parameters of a loss, which belong to no model.
+        extra = {
+            f"optimizer.{index}": p for index, p in enumerate(p for p in more if id(p) not in known)
+        }
+        groups = ParamGroups(
+            optimizer.optimizer, {**params, **extra}, extra=extra, norm_of_all=True
+        )
+        engine = Engine(
+            model,
+            groups,
+            extra=extra,
+            zero=self._zero_options,
+            group=self._ranks,
+            clip_norm=self.clips_by_default,
+            init="broadcast",
+        )
+        attach(optimizer, engine)
+        return engine
+
+    def engine_of(self, model: Any = None) -> Engine | None:
+        """Return the engine of a model, of the first one by default; ``None`` if there is none."""
+        for engine in self._engines:
+            parts = [engine.module, *engine.module.children()]
+            if model is None or any(part is model for part in parts):
+                return engine
+        return None
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Forget prepared objects; the engine of a model stays with the model."""
+        self._waiting.clear()
+        return super().free_memory(*objects)
+
+    # A step.
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Run backward; gradients are means over the ranks, and sums over micro-batches."""
+        loss = loss / self.gradient_accumulation_steps
+        kwargs.pop("learning_rate", None)
+        if len(self._engines) == 1:
+            self._engines[0].backward(loss, scale=1.0, **kwargs)
+        else:
+            loss.backward(**kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self, model: Any) -> Iterator[None]:
+        """Do nothing: each backward pass sums over the ranks, so that all stages have one order."""
+        yield
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2
+    ) -> Any:
+        """Clip in the next step, and return the norm of the gradient over all ranks."""
+        ids = {id(parameters)} if isinstance(parameters, Tensor) else set(map(id, parameters))
+        for engine in self._engines:
+            if any(id(param) in ids for param in engine.module.parameters()):
+                if norm_type != 2:
+                    raise OptionError(
+                        f"gradients are clipped by their L2 norm; got norm_type={norm_type}; leave "
+                        "norm_type out"
+                    )
+                engine.clip_norm = max_norm if 0 < max_norm < math.inf else UNBOUNDED
+                return engine.norm().float()
+        return super().clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Refuse, because each rank has a shard of the gradients."""
+        raise OptionError(
+            f"gradients are clipped by norm; got clip_grad_value_({clip_value}); call "
+            "clip_grad_norm_()"
+        )
+
+    def _autocast(self) -> Any:
+        # The cache of casts would keep gathered parameters alive.
+        return torch.autocast(self.device.type, self._half, cache_enabled=False)
+
+    @contextlib.contextmanager
+    def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
+        """Compute in the dtype of ``mixed_precision``, as a context."""
+        is_on = autocast_handler is None or autocast_handler.enabled
+        with self._autocast() if self._half is not None and is_on else contextlib.nullcontext():
+            yield
+
+    # Checkpoints.
+
+    def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Save as ``accelerate`` does, and the sharded state beside. All ranks call."""
+        found = super().save_state(output_dir, *args, **kwargs)
+        for index, engine in enumerate(self._engines):
+            engine.save(Path(found) / f"{_FOLDER}_{index}")
+        return found
+
+    def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
+        """Load what :meth:`save_state` saved, at any stage and number of ranks. All ranks call."""
+        if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
+            folder = Path(self.project_dir) / "checkpoints"
+            numbers = [int(x.name.rpartition("_")[2]) for x in folder.glob("checkpoint_*")]
+            input_dir = str(folder / f"checkpoint_{max(numbers)}")
+        super().load_state(input_dir, *args, **kwargs)
+        for index, engine in enumerate(self._engines):
+            path = Path(input_dir) / f"{_FOLDER}_{index}"
+            if not path.is_dir():
+                raise OptionError(
+                    "load_state() takes a folder of zfun.interop.accelerate.Accelerator; got "
+                    f"{str(input_dir)!r}, which has no {path.name}; load the weights into the "
+                    "model before prepare(), and begin with a new optimizer"
+                )
+            engine.load(path, rng=False)
+
+
+def attach(optimizer: Any, engine: Engine) -> None:
+    """Let the steps of an optimizer be those of an engine.
+
+    Args:
+        optimizer: an ``AcceleratedOptimizer``, whose inner optimizer may be stepped directly too.
+        engine: of the parameters.
+    """
+    inner, usual = optimizer.optimizer, engine.clip_norm
+
+    def step(closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        info = engine.step(boundary=True)
+        optimizer._is_overflow = info is not None and info.skipped
+        # A bound of clip_grad_norm_() is for one step.
+        engine.clip_norm = usual
+        return loss
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        engine.zero_grad()
+        for group in inner.param_groups:
+            for param in group["params"]:
+                param.grad = None
+
+    # A scheduler that wraps step() looks for its mark.
+    step._wrapped_by_lr_sched = True  # pyrefly: ignore[missing-attribute]
+    inner._zfun_engine, inner.step, inner.zero_grad = engine, step, zero_grad

@@ -1,0 +1,106 @@
+"""The calls of a live module, in training and without gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import torch
+
+from zfun.collectives import Group
+from zfun.evaluation import Evaluation, evaluate
+from zfun.interop.engine._live import Live
+from zfun.recipes import Zero, ZeroState
+from zfun.transforms import Tape
+
+__all__ = ["Calls"]
+
+# As many functions as a recipe remembers.
+_MAX_FUNCTIONS = 8
+
+
+class Calls:
+    """Runs functions that use a live module, each as one call.
+
+    The order in which a function uses parameters is remembered by function: a step of the loop, the
+    module, a part of the module that is called alone.
+
+    Args:
+        live: of the module.
+        group: the ranks of the state.
+        is_sharded: whether parameters are gathered, as at stage 3.
+    """
+
+    def __init__(self, live: Live, group: Group, *, is_sharded: bool) -> None:
+        self._live, self._group, self._is_sharded = live, group, is_sharded
+        self._functions: dict[Hashable, Callable[[Any, Any], Any]] = {}
+        self._evaluation = self._fresh()
+        self._uneven: Callable[[Any], Any] | None = None
+
+    def _fresh(self) -> Evaluation[Any]:
+        return evaluate(self._function(), self._group)
+
+    def reset(self) -> None:
+        """Forget the orders of use, because the layout changes."""
+        self._functions.clear()
+        self._evaluation = self._fresh()
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether a call runs, or a block that backward runs again."""
+        return self._live.bound is not None or torch._C._current_graph_task_id() != -1
+
+    def record(
+        self, recipe: Zero, state: ZeroState, fn: Callable[..., Any], args: Any, kwargs: Any
+    ) -> tuple[Any, Tape]:
+        """Run a function in training; return the result and the tape."""
+        key = _key_of(fn)
+        within = self._functions.pop(key, None) or self._function()
+        self._functions[key] = within
+        for old in list(self._functions)[:-_MAX_FUNCTIONS]:
+            del self._functions[old]
+        out, tape = recipe.record(within, state, (fn, args, kwargs))
+        tape.mark_late(self._live.read_without_gradient)
+        return out, tape
+
+    def evaluate(self, state: ZeroState, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a function without gradients."""
+        if not self._is_sharded:
+            return fn(*args, **kwargs)
+        call = (fn, args, kwargs)
+        return self._evaluation(state, call) if self._uneven is None else self._uneven(call)
+
+    @contextlib.contextmanager
+    def uneven(self, state: ZeroState) -> Iterator[None]:
+        """Let the ranks evaluate different numbers of times, as a context."""
+        if not self._is_sharded or self._uneven is not None:
+            yield
+            return
+        with self._evaluation.uneven(state) as self._uneven:
+            try:
+                yield
+            finally:
+                self._uneven = None
+
+    def _function(self) -> Callable[[Any, Any], Any]:
+        """Return a new function of parameters and a call."""
+        live = self._live
+
+        def within(params: Any, call: Any) -> Any:
+            fn, args, kwargs = call
+            with live.lending(params, keeps=torch.is_grad_enabled()):
+                return fn(*args, **kwargs)
+
+        return within
+
+
+def _key_of(fn: Any) -> Hashable:
+    """Return a key that is the same each time a loop makes and runs the same function."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    if isinstance(fn, types.MethodType):
+        return getattr(fn.__func__, "__code__", fn.__func__), id(fn.__self__)
+    return getattr(fn, "__code__", type(fn))
