@@ -476,7 +476,8 @@ class Engine:
 
     def _strays(self) -> dict[str, Tensor]:
         """Return gradients that backward has left in parameters, by name."""
-        found = {name: x.grad for name, x in self._params.items() if x.grad is not None}
+        with torch._C.DisableTorchFunctionSubclass():
+            found = {name: x.grad for name, x in self._params.items() if x.grad is not None}
         for name, x in self._live.strays.items():
             if x.grad is not None:
                 found[name] = x.grad + found[name] if name in found else x.grad
@@ -493,9 +494,10 @@ class Engine:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients since the last step, but those of the parameters of ``extra=``."""
         del set_to_none
-        for name, x in (*self._params.items(), *self._live.strays.items()):
-            if name not in self._extra:
-                x.grad = None
+        with torch._C.DisableTorchFunctionSubclass():
+            for name, x in (*self._params.items(), *self._live.strays.items()):
+                if x.grad is not None and name not in self._extra:
+                    x.grad = None
         self._sum = GradSum(self._group)
         self._ready: tuple[Flat, Tensor, Told] | None = None
         self._is_boundary = False

@@ -64,18 +64,33 @@ class LiveParameters(dict[str, Any]):
     ``items()``, ``values()`` and ``in`` are those of the parameters themselves.
     """
 
-    __slots__ = ("live",)
+    __slots__ = ("live", "names")
 
     def __init__(self, params: Mapping[str, Any], live: Live) -> None:
         super().__init__(params)
         self.live = live
+        # The names of those parameters that the state has.
+        self.names = {key: name for key, x in params.items() if (name := live.name_of(x))}
 
     def __getitem__(self, key: str) -> Any:
-        param = super().__getitem__(key)
-        bound = self.live.bound
-        if bound is None and self.live.kept is None:
-            return param
-        return param if param is None else self.live.read(param)
+        live = self.live
+        bound = live.bound
+        if bound is not None:
+            name = self.names.get(key)
+            if name is not None:
+                value = bound[name]
+                if type(value) is LazyLeaf:
+                    value = tensor_of(value)
+                return live.read(name, value) if live.is_special else value
+        elif live.kept is not None:
+            return live.again(super().__getitem__(key))
+        return super().__getitem__(key)
+
+    def __setitem__(self, key: str, param: Any) -> None:
+        super().__setitem__(key, param)
+        self.names.pop(key, None)
+        if name := self.live.name_of(param):
+            self.names[key] = name
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
         return {key: copy.deepcopy(param, memo) for key, param in self.items()}
@@ -107,6 +122,8 @@ class Live:
         self._names = {id(param): name for name, param in params.items()}
         self._params = dict(params)
         self._owner = weakref.ref(owner)
+        self._quiet: set[str] = set()
+        self._hooks: dict[str, Any] = {}
         self._hooked: set[int] = set()
         self._dropped: list[tuple[str, weakref.ref[Tensor]]] = []
         self._module = module
@@ -141,6 +158,11 @@ class Live:
         """
         before, self.bound = self.bound, tensors
         self.read_without_gradient = set()
+        with torch._C.DisableTorchFunctionSubclass():
+            self._quiet = {name for name, x in self._params.items() if not x.requires_grad}
+            self._hooks = {
+                name: x._backward_hooks for name, x in self._params.items() if x._backward_hooks
+            }
         try:
             yield
         finally:
@@ -149,36 +171,44 @@ class Live:
                 self.kept = tensors
                 self._hooked.clear()
 
-    def read(self, param: nn.Parameter) -> Any:
-        """Return the tensor of the call in place of a parameter."""
-        bound = self.bound
-        if bound is None:
-            # Only blocks that backward runs again read the tensors of a call that is over.
-            if torch._C._current_graph_task_id() == -1:
-                return param
-            bound = self.kept
-        name = self._names.get(id(param))
-        if bound is None or name is None:
-            return param
-        value = bound[name]
-        if type(value) is LazyLeaf:
-            value = tensor_of(value)
+    def read(self, name: str, value: Tensor) -> Tensor:
+        """Return the tensor of a call, or what a mark of the parameter makes of it."""
         if not value.requires_grad:
             return value
-        if not _requires_grad(param):
+        if name in self._quiet:
             return value.detach()
         if not torch.is_grad_enabled():
             self.read_without_gradient.add(name)
-        elif (hooks := _hooks_of(param)) and id(value) not in self._hooked:
+        elif (hooks := self._hooks.get(name)) and id(value) not in self._hooked:
             self._hooked.add(id(value))
             for hook in hooks.values():
                 value.register_hook(hook)
         return value
 
+    def again(self, param: Any) -> Any:
+        """Return the tensor of the last call in place of a parameter, where backward runs a block."""
+        if self.kept is None or torch._C._current_graph_task_id() == -1:
+            return param
+        name = self.name_of(param)
+        if name is None:
+            return param
+        value = self.kept[name]
+        return self.read(name, tensor_of(value) if type(value) is LazyLeaf else value)
+
+    def of_call(self, param: nn.Parameter) -> Any:
+        """Return the tensor of the call that runs in place of a parameter, if a call runs."""
+        name = self.name_of(param)
+        if self.bound is None or name is None:
+            return self.again(param)
+        value = self.bound[name]
+        return self.read(name, tensor_of(value) if type(value) is LazyLeaf else value)
+
     def outside(self, param: nn.Parameter) -> Tensor:
         """Return the whole value of a sharded parameter outside of calls; every rank must call."""
         name = self._names[id(param)]
-        if not (torch.is_grad_enabled() and _requires_grad(param)):
+        with torch._C.DisableTorchFunctionSubclass():
+            requires_grad = param.requires_grad
+        if not (torch.is_grad_enabled() and requires_grad):
             return self._values().gathered(name)
         if name not in self.strays:
             self.strays[name] = self._values().gathered(name).requires_grad_()
@@ -214,9 +244,14 @@ class Live:
             )
         self._values().write(name, value)
 
-    def name_of(self, param: nn.Parameter) -> str:
-        """Return the name of a parameter."""
-        return self._names[id(param)]
+    @property
+    def is_special(self) -> bool:
+        """Whether a read of the call that runs needs more than the tensor."""
+        return bool(self._quiet or self._hooks) or not torch.is_grad_enabled()
+
+    def name_of(self, param: Any) -> str | None:
+        """Return the name of a parameter of the state; ``None`` for another value."""
+        return self._names.get(id(param))
 
     def shard(self, dtypes: Mapping[str, torch.dtype]) -> None:
         """Make sharded parameters, without values, of parameters of these names."""
@@ -237,16 +272,6 @@ class Live:
                 "engine is gone; keep the engine"
             )
         return owner
-
-
-def _requires_grad(param: Tensor) -> bool:
-    with torch._C.DisableTorchFunctionSubclass():
-        return param.requires_grad
-
-
-def _hooks_of(param: Tensor) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():
-        return param._backward_hooks
 
 
 class ShardedParameter(nn.Parameter):
@@ -366,7 +391,7 @@ def _loaded_items(values: Mapping[str, Any]) -> dict[str, Any]:
 def _load(value: Any) -> Any:
     if type(value) is ShardedParameter:
         live = value._live
-        found = live.read(value)
+        found = live.of_call(value)
         return live.outside(value) if found is value else found
     if type(value) in (list, tuple, dict):
         return tree.map(_load, value)
