@@ -16,13 +16,13 @@ from typing import Any
 
 import accelerate
 import torch
-from accelerate.utils import convert_outputs_to_fp32
+from accelerate.utils import DynamoBackend, convert_outputs_to_fp32
 from torch import Tensor, nn
 
 from zfun import optim
 from zfun.collectives import Group, mesh_of, process_group
 from zfun.errors import OptionError
-from zfun.interop.engine import UNBOUNDED, Engine, ParamGroups, named_leaves
+from zfun.interop.engine import UNBOUNDED, Engine, ParamGroups, compile_blocks, named_leaves
 from zfun.recipes import Precision
 
 __all__ = ["Accelerator"]
@@ -106,14 +106,18 @@ class Accelerator(accelerate.Accelerator):
         """Place a model, and set autocast; it is sharded when its optimizer is prepared too."""
         if self.engine_of(model) is not None:
             return model
-        had_amp, self.native_amp = self.native_amp, False
+        plugin, had_amp = self.state.dynamo_plugin, self.native_amp
+        backend, plugin.backend, self.native_amp = plugin.backend, DynamoBackend.NO, False
         try:
+            if backend != DynamoBackend.NO and not getattr(model, "_is_accelerate_prepared", False):
+                options = {**plugin.to_kwargs(), "backend": backend.value.lower()}
+                compile_blocks(model, **options)
             if self._half is not None and not getattr(model, "_is_accelerate_prepared", False):
                 half = self._autocast()(model.forward)
                 model.forward = functools.wraps(model.forward)(convert_outputs_to_fp32(half))
             model = super().prepare_model(model, device_placement, evaluation_mode=True)
         finally:
-            self.native_amp = had_amp
+            plugin.backend, self.native_amp = backend, had_amp
         if not evaluation_mode:
             self._waiting.append(model)
             self._pair()

@@ -1,4 +1,4 @@
-"""The module of an engine is the user's own: whatever a loop does with it has plain torch's numbers."""
+"""The module of an engine is the user's own: any loop has the numbers of plain torch."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import zfun as zf
 from zfun import optim
 from zfun.errors import PlacementError, ZfunError
 from zfun.interop import Engine
+from zfun.interop.engine import compile_blocks
 
 EACH_STAGE = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 RANKS, WIDTH = 2, 5
@@ -452,3 +453,56 @@ def test_functions_of_a_live_module_are_pure() -> None:
         assert F.mse_loss(engine(x), net(x)) == 0
 
     zf.simulate(RANKS, main)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(WIDTH, WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.out(torch.tanh(self.into(x)))
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("form", ["blocks", "block.compile", "torch.compile of a block", "all"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_compiled_blocks_have_the_same_numbers(stage: int, form: str) -> None:
+    torch.compiler.reset()
+    options: dict[str, Any] = {"backend": "eager", "fullgraph": True}
+    found: list[list[float]] = []
+    for its_form in ("", form):
+        torch.manual_seed(0)
+        module: Any = Stack()
+        if its_form == "blocks":
+            compile_blocks(module, **options)
+        elif its_form == "block.compile":
+            module.blocks[1].compile(**options)
+        elif its_form == "torch.compile of a block":
+            module.blocks[1] = torch.compile(module.blocks[1], **options)
+        elif its_form == "all":
+            module = torch.compile(module, **options)
+        engine = Engine(module, optim.sgd(0.1), zero=stage, group=zf.process_group())
+        losses = []
+        for turn in range(3):
+            loss = engine(torch.full((2, WIDTH), 0.5 * turn)).square().mean()
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        with torch.no_grad():
+            losses.append(engine(torch.ones(2, WIDTH)).sum().item())
+        found.append(losses)
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
+    assert len(set(found[0])) == 4

@@ -360,3 +360,11 @@ def test_one_optimizer_may_have_two_models() -> None:
     plain = run(accelerate.Accelerator)
     for stage in (0, 3):
         assert run(Accelerator, zero=stage) == pytest.approx(plain, rel=1e-6)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_torch_compile_compiles_blocks(stage: int) -> None:
+    torch.compiler.reset()
+    options = {"torch_compile": True, "torch_compile_backend": "eager"}
+    plain, compiled = (trained(Trainer, stage, options=more)[0] for more in ({}, options))
+    torch.testing.assert_close(torch.tensor(compiled), torch.tensor(plain), rtol=1e-5, atol=1e-6)

@@ -4,13 +4,15 @@
 ``_engine``    the class; see [Note: the engine]
 ``_live``      the module reads its parameters from the state
 ``_grad_sum``  the gradients of a step
+``_compile``   ``torch.compile`` of blocks
 ``_groups``    parameter groups of torch optimizers as pure optimizers
 ``_values``    buffers, whole leaves, states of other trained leaves
 =============  ===================================================================
 """
 
+from zfun.interop.engine._compile import compile_blocks
 from zfun.interop.engine._engine import Engine
 from zfun.interop.engine._groups import UNBOUNDED, ParamGroups
 from zfun.interop.engine._values import named_leaves
 
-__all__ = ["UNBOUNDED", "Engine", "ParamGroups", "named_leaves"]
+__all__ = ["UNBOUNDED", "Engine", "ParamGroups", "compile_blocks", "named_leaves"]

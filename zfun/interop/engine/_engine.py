@@ -32,6 +32,7 @@ from zfun.errors import OptionError, ZfunError
 from zfun.flat import Flat, leaf_spans, unravel
 from zfun.interop._named import state_dict_of, with_values
 from zfun.interop.engine._calls import Calls
+from zfun.interop.engine._compile import adopt_compiled
 from zfun.interop.engine._grad_sum import GradSum, Told
 from zfun.interop.engine._groups import UNBOUNDED, ParamGroups
 from zfun.interop.engine._live import Live, check_free
@@ -122,6 +123,7 @@ class Engine:
         extra: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
         check_free(module)
+        adopt_compiled(module)
         self.module, self.accumulate, self.clip_norm = module, accumulate, clip_norm
         self.grad_norm: float | None = None
         self._clips = clip_norm is not None

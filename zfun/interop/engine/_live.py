@@ -132,8 +132,16 @@ class Live:
 
     def enter(self, run: Callable[..., Any], zero_grad: Callable[..., Any]) -> None:
         """Let calls of the module, and of parts with parameters, be calls of an engine."""
+        inside = {
+            id(x)
+            for part in self._module.modules()
+            if getattr(part.forward, "is_whole", False)
+            for x in part.modules()
+            if x is not part
+        }
         for part in self._module.modules():
-            if next(part.parameters(), None) is not None:
+            # Compiled code runs the parts of a block as they are.
+            if id(part) not in inside and next(part.parameters(), None) is not None:
                 part.forward = LiveForward(part, "forward", run, self)
         self._module.zero_grad = LiveMethod(self._module, "zero_grad", zero_grad, self)
 
@@ -186,7 +194,7 @@ class Live:
         return value
 
     def again(self, param: Any) -> Any:
-        """Return the tensor of the last call in place of a parameter, where backward runs a block."""
+        """Return the tensor of the last call in place of a parameter, inside of backward."""
         if self.kept is None or torch._C._current_graph_task_id() == -1:
             return param
         name = self.name_of(param)
