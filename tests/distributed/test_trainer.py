@@ -55,13 +55,10 @@ def test_steps_are_those_of_plain_transformers_on_the_joined_batch(
                 torch.tensor(got), torch.tensor(rows), rtol=1e-5, atol=1e-5, msg=name
             )
             torch.testing.assert_close(values, params, rtol=1e-3, atol=1e-4)
-    # Stage 0 adds the micro-batches before the sum over the ranks, the others after.
-    is_summed_once = options.get("gradient_accumulation_steps") == 1
-    for equal in [names] if is_summed_once else [names[:1], names[1:]]:
-        for name in equal:
-            for rank in found:
-                assert rank[name][0] == found[0][equal[0]][0]
-                assert_same_bits(rank[name][1], found[0][equal[0]][1])
+    for name in names:
+        for rank in found:
+            assert rank[name][0] == found[0][names[0]][0]
+            assert_same_bits(rank[name][1], found[0][names[0]][1])
 
 
 @pytest.mark.parametrize("name", STAGES)
@@ -102,3 +99,16 @@ def test_the_example_trains_on_two_ranks(tmp_path: Path) -> None:
     assert "def " in text
     assert "def " not in nothing
     assert transformers.GPT2LMHeadModel.from_pretrained(tmp_path).config.n_layer == 2
+
+
+def test_trainers_of_trl_have_the_numbers_of_trl(workers: Workers, tmp_path: Path) -> None:
+    trls = pytest.importorskip("tests.interop.trls")
+    found = workers.run(trls.compare, trls.KINDS, trls.saved_model(tmp_path / "model"))
+    for rank in found:
+        for kind, (expected, *stages) in rank.items():
+            for rows in stages:
+                assert rows == stages[0], kind
+            torch.testing.assert_close(
+                torch.tensor(stages[0]), torch.tensor(expected), rtol=1e-5, atol=1e-5, msg=kind
+            )
+            assert any(loss != expected[0][0] for loss, _ in expected[1:]), kind

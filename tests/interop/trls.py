@@ -1,0 +1,129 @@
+"""Programs with the trainers of TRL, plain and over zfun, on any number of ranks."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import datasets
+import peft
+import torch
+import transformers
+import trl
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from zfun.interop.transformers import Trainer
+
+KINDS = ("sft", "sft lora", "dpo", "dpo lora", "reward", "grpo", "grpo lora")
+SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 1,
+}
+
+transformers.logging.set_verbosity_error()
+datasets.disable_progress_bars()
+
+
+def tokenizer() -> Any:
+    words = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(61))]
+    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    found = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+    found.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    return found
+
+
+def saved_model(folder: str | Path) -> str:
+    """Save a model and a tokenizer, which trainers with a reference model load by name."""
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE)).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def texts(words: tuple[str, ...], length: int) -> Any:
+    generator = torch.Generator().manual_seed(0)
+
+    def text() -> str:
+        ids = torch.randint(0, 61, (length,), generator=generator).tolist()
+        return " ".join(f"w{i}" for i in ids)
+
+    return datasets.Dataset.from_list([{word: text() for word in words} for _ in range(32)])
+
+
+def run(kind: str, stage: int | None, model: str) -> list[tuple[float, float]]:
+    """Train three steps, and return loss and norm of each.
+
+    Args:
+        kind: one of ``KINDS``.
+        stage: of zfun; ``None`` for the plain trainer.
+        model: the folder of :func:`saved_model`.
+    """
+    name = kind.split(maxsplit=1)[0]
+    trainer, config = {
+        "sft": (trl.SFTTrainer, trl.SFTConfig),
+        "dpo": (trl.DPOTrainer, trl.DPOConfig),
+        "reward": (trl.RewardTrainer, trl.RewardConfig),
+        "grpo": (trl.GRPOTrainer, trl.GRPOConfig),
+    }[name]
+    given: dict[str, Any] = {"model": model, "processing_class": tokenizer()}
+    options: dict[str, Any] = {"max_length": 32}
+    if name == "sft":
+        given["train_dataset"] = texts(("text",), 12)
+    elif name == "grpo":
+        given["train_dataset"] = texts(("prompt",), 4)
+        given["reward_funcs"] = lambda completions, **_: [float(len(set(x))) for x in completions]
+        options = {"max_completion_length": 6, "num_generations": 4, "beta": 0.1}
+    else:
+        given["train_dataset"] = texts(("prompt", "chosen", "rejected"), 5)
+    if name == "reward":
+        torch.manual_seed(0)
+        shape = transformers.LlamaConfig(**SHAPE, num_labels=1)
+        given["model"] = transformers.LlamaForSequenceClassification(shape)
+    if kind.endswith("lora"):
+        given["peft_config"] = peft.LoraConfig(
+            r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
+        )
+    cls, more = trainer, {}
+    if stage is not None:
+        cls, more = type("Sharded", (Trainer, trainer), {}), {"zero": stage}
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = config(
+            folder,
+            max_steps=3,
+            per_device_train_batch_size=4,
+            learning_rate=1e-2,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            use_cpu=True,
+            disable_tqdm=True,
+            seed=0,
+            bf16=False,
+            **options,
+        )
+        made = cls(args=arguments, **given, **more)
+        made.remove_callback(transformers.PrinterCallback)
+        made.train()
+    return [
+        (row["loss"], float(row["grad_norm"])) for row in made.state.log_history if "loss" in row
+    ]
+
+
+def compare(group: Any, kinds: tuple[str, ...], model: str) -> dict[str, Any]:
+    """Train every kind plainly and at every stage, in each process of a test."""
+    del group
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    return {kind: [run(kind, stage, model) for stage in (None, 0, 1, 2, 3)] for kind in kinds}
