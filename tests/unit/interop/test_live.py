@@ -291,7 +291,7 @@ def test_a_sharded_parameter_is_read_and_written_anywhere() -> None:
         assert weight is dict(net.named_parameters())["head.weight"]
         assert weight.shape == (WIDTH, WIDTH)
         assert weight.requires_grad
-        assert "ShardedParameter(head.weight" in repr(weight)
+        assert "LiveParameter(head.weight" in repr(weight)
         with torch.no_grad():
             for name, param in net.named_parameters():
                 own = expected.get_parameter(name)
@@ -312,6 +312,58 @@ def test_a_sharded_parameter_is_read_and_written_anywhere() -> None:
         engine.backward(engine(batches()[0][group.rank]).square().mean())
         engine.step()
         assert not torch.equal(net.state_dict()["head.weight"], found["head.weight"])
+
+    zf.simulate(RANKS, main)
+
+
+@EACH_STAGE
+def test_writes_of_all_ranks_count_once(stage: int) -> None:
+    """As in the clipping of weights of a GAN, although ranks of one host may share memory."""
+
+    def main(group: zf.Group) -> None:
+        net, expected = made(), made()
+        engine = Engine(net, optim.sgd(0.1), zero=stage, group=group)
+        engine.backward(engine(batches()[0][group.rank]).square().mean())
+        engine.step()
+        expected.load_state_dict(engine.state_dict())
+        for module in (net, expected):
+            with torch.no_grad():
+                module.head.weight.mul_(0.5)
+                module.into.bias.data.add_(1.0)
+                module.into.weight.data.clamp_(-0.1, 0.1)
+                module.block[0].bias.data[1:3] = 2.0
+                module.block[2].weight[0] = 0.0
+                torch.add(module.block[2].bias, 1.0, out=module.block[2].bias)
+                module.rnn.weight_hh_l0.data = module.rnn.weight_hh_l0.data * 3.0
+        for name, value in expected.state_dict().items():
+            torch.testing.assert_close(net.state_dict()[name], value)
+            torch.testing.assert_close(engine.state_dict()[name], value)
+        net.load_state_dict({k: x + 1 for k, x in expected.state_dict().items()})
+        torch.testing.assert_close(
+            engine.state_dict()["head.weight"], expected.head.weight.detach() + 1
+        )
+        with pytest.raises(
+            PlacementError, match=r"keeps shape, dtype and device; leaf 'into\.w"
+        ):
+            net.half()
+
+    zf.simulate(RANKS, main)
+
+
+@EACH_STAGE
+def test_a_write_around_the_parameter_is_refused_by_name(stage: int) -> None:
+    def main(group: zf.Group) -> None:
+        net = made()
+        engine = Engine(net, optim.sgd(0.1), zero=stage, group=group)
+        x = batches()[0][group.rank]
+        kept = net.head.weight.detach()
+        engine.backward(engine(x).sum())
+        engine.step()
+        view = net.head.weight.data.view(-1)
+        view[2:4] = 7.0
+        with pytest.raises(PlacementError, match=r"leaf 'head\.weight' through a view or detach"):
+            engine(x)
+        assert kept is not None
 
     zf.simulate(RANKS, main)
 

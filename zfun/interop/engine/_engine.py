@@ -165,7 +165,8 @@ class Engine:
         self._group = self._state.params.group
         self._buffers = Buffers(module, buffers, self._group, init, given)
         self._is_sharded = self._state.params.placement is S
-        self._live = Live(module, self._params, self)
+        own = {name: x for name, x in self._params.items() if name not in self._extra}
+        self._live = Live(module, own, self, self._extra)
         self._calls = Calls(self._live, self._group, is_sharded=self._is_sharded)
         self._defers = False
         self._tapes: list[weakref.ref[Tape]] = []
@@ -217,7 +218,7 @@ class Engine:
     def _hide(self) -> None:
         """Let the module's parameters have no values, at stage 3."""
         dtypes = leaves_of(self._state)
-        self._live.shard({name: x for name, x in dtypes.items() if name not in self._extra})
+        self._live.hide({name: x for name, x in dtypes.items() if name not in self._extra})
 
     # Calls.
 
@@ -383,6 +384,7 @@ class Engine:
         """Get ready for a call: end backward passes, and look for changes of the trained leaves."""
         self._settle()
         self._live.check_dropped()
+        self._live.check_unwritten()
         if self._groups is None or not self._groups.refresh():
             return
         if self._sum.num_passes:

@@ -2,7 +2,7 @@
 
 [Note: live modules]
 The user's own module is the model. Below stage 3 its parameters are views of the state. At stage 3
-they are *sharded parameters*: no rank has them whole, and an operation gathers.
+they are *hidden*: no rank has them whole, and an operation gathers.
 
 While a call runs, the module reads the tensors of the call: ``_parameters`` of each module in the
 tree is a :class:`LiveParameters`, whose items are the tensors with a graph into the buckets. The
@@ -11,10 +11,9 @@ another library take it. At stage 3 the read gathers, by the schedule of the cal
 follows the schedule too. A block that backward runs again reads the tensors of the call as well.
 
 Outside of calls an attribute is the ``nn.Parameter`` itself, as code expects that ties, freezes or
-assigns parameters. An operation on a sharded parameter then gathers the leaf on all ranks, and an
-operation in place writes the values of rank 0 into the shards. A gradient of such a tensor, and
-below stage 3 of a parameter that was reached by another way than the attribute, is a *stray*
-gradient: autograd adds it to ``.grad``, and the step sums it over the ranks.
+assigns parameters; see ``_parameter``. A gradient of such a parameter, or of a value that an
+operation outside of calls has gathered, is a *stray* gradient: autograd adds it to ``.grad``, and
+the step sums it over the ranks.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ import contextlib
 import copy
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from zfun import tree
 from zfun.errors import OptionError, PlacementError
-from zfun.transforms.params._lazy import METADATA, LazyLeaf, tensor_of
+from zfun.interop.engine._parameter import LiveParameter
+from zfun.transforms.params._lazy import LazyLeaf, tensor_of
 
-__all__ = ["Live", "LiveForward", "LiveParameters", "Owner", "ShardedParameter", "check_free"]
+__all__ = ["Live", "LiveForward", "LiveMethod", "LiveParameters", "Owner", "check_free"]
 
 
 def check_free(module: nn.Module) -> None:
@@ -104,8 +103,9 @@ class Live:
 
     Args:
         module: the module.
-        params: the parameters of the state by name, in the tree or not.
+        params: the parameters of the module by name.
         owner: of the values.
+        extra: parameters of the state that the module does not have, which stay plain.
 
     Attributes:
         bound: the tensors of the call that runs, by name; ``None`` outside of calls.
@@ -114,7 +114,13 @@ class Live:
         strays: at stage 3, tensors with a gradient that were gathered outside of calls, by name.
     """
 
-    def __init__(self, module: nn.Module, params: Mapping[str, nn.Parameter], owner: Owner) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        params: Mapping[str, nn.Parameter],
+        owner: Owner,
+        extra: Mapping[str, nn.Parameter] | None = None,
+    ) -> None:
         self.bound: Mapping[str, Any] | None = None
         self.kept: Mapping[str, Any] | None = None
         self.read_without_gradient: set[str] = set()
@@ -126,9 +132,15 @@ class Live:
         self._hooks: dict[str, Any] = {}
         self._hooked: set[int] = set()
         self._dropped: list[tuple[str, weakref.ref[Tensor]]] = []
+        self._hidden: set[str] = set()
+        self._versions: dict[str, int] = {}
+        self._read: list[tuple[str, weakref.ref[Tensor], int]] = []
         self._module = module
         for part in module.modules():
             part.__dict__["_parameters"] = LiveParameters(part._parameters, self)
+        for param in params.values():
+            LiveParameter.adopt(param, self)
+        self._shown = {**params, **(extra or {})}
 
     def enter(self, run: Callable[..., Any], zero_grad: Callable[..., Any]) -> None:
         """Let calls of the module, and of parts with parameters, be calls of an engine."""
@@ -146,7 +158,9 @@ class Live:
         self._module.zero_grad = LiveMethod(self._module, "zero_grad", zero_grad, self)
 
     def release(self) -> None:
-        """Let the module be a plain one again; its parameters stay as they are."""
+        """Let the module be a plain one again, with the values that its parameters have."""
+        for param in self._params.values():
+            LiveParameter.release(param)
         for part in self._module.modules():
             part.__dict__["_parameters"] = dict(part._parameters.items())
             for name in ("forward", "zero_grad"):
@@ -211,9 +225,8 @@ class Live:
         value = self.bound[name]
         return self.read(name, tensor_of(value) if type(value) is LazyLeaf else value)
 
-    def outside(self, param: nn.Parameter) -> Tensor:
-        """Return the whole value of a sharded parameter outside of calls; every rank must call."""
-        name = self._names[id(param)]
+    def outside(self, param: Tensor, name: str) -> Tensor:
+        """Return the whole value of a hidden parameter outside of calls; every rank must call."""
         with torch._C.DisableTorchFunctionSubclass():
             requires_grad = param.requires_grad
         if not (torch.is_grad_enabled() and requires_grad):
@@ -241,13 +254,22 @@ class Live:
                 )
         self._dropped.clear()
 
-    def write(self, param: nn.Parameter, value: Tensor) -> None:
-        """Write a whole value; every rank must call."""
-        name = self._names[id(param)]
+    def write(self, name: str, value: Tensor) -> None:
+        """Take a whole value of rank 0; every rank must call."""
         if self.bound is not None:
             raise PlacementError(
                 "a call reads parameters, and does not write them; got an operation in place on "
                 f"leaf {name!r}; write between the steps",
+                leaf=name,
+            )
+        own = self._params[name]
+        with torch._C.DisableTorchFunctionSubclass():
+            kept = own.shape, own.dtype, own.device
+        if (value.shape, value.dtype, value.device) != kept:
+            raise PlacementError(
+                f"a parameter of an engine keeps shape, dtype and device; leaf {name!r} is "
+                f"{kept}; got {(value.shape, value.dtype, value.device)}; cast or move the module "
+                "before you make the engine",
                 leaf=name,
             )
         self._values().write(name, value)
@@ -261,16 +283,49 @@ class Live:
         """Return the name of a parameter of the state; ``None`` for another value."""
         return self._names.get(id(param))
 
-    def shard(self, dtypes: Mapping[str, torch.dtype]) -> None:
-        """Make sharded parameters, without values, of parameters of these names."""
+    def is_hidden(self, name: str) -> bool:
+        """Whether a parameter has no values of its own."""
+        return name in self._hidden
+
+    def hide(self, dtypes: Mapping[str, torch.dtype]) -> None:
+        """Let parameters of these names have no values of their own."""
         for name, dtype in dtypes.items():
-            ShardedParameter.hide(self._params[name], self, dtype)
+            LiveParameter.hide(self._params[name], dtype)
+        self._hidden |= dtypes.keys()
 
     def show(self, values: Mapping[str, Tensor]) -> None:
         """Let parameters be these tensors, whole."""
+        self._hidden -= values.keys()
         for name, value in values.items():
-            if name in self._params:
-                ShardedParameter.reveal(self._params[name], value)
+            if name in self._shown:
+                self._versions[name] = LiveParameter.show(self._shown[name], value)
+
+    def check_unwritten(self) -> None:
+        """Refuse a write that went around the parameter, because ranks may share the memory."""
+        for name, version in self._versions.items():
+            param = self._shown[name]
+            with torch._C.DisableTorchFunctionSubclass():
+                is_written = param._version != version and name not in self._hidden
+            if is_written:
+                raise self._written(name)
+        for name, ref, version in self._read:
+            found = ref()
+            if found is not None and found._version != version:
+                raise self._written(name)
+        self._read.clear()
+
+    def _written(self, name: str) -> PlacementError:
+        return PlacementError(
+            "a parameter of an engine is written by an operation in place on the parameter or its "
+            f".data, between the steps; got a write to leaf {name!r} through a view or detach(), "
+            "which would be lost; write to the parameter under torch.no_grad()",
+            leaf=name,
+        )
+
+    def watch(self, name: str, value: Tensor) -> None:
+        """Notice later writes to a value that was gathered outside of calls, or to a view of it."""
+        self._read = [entry for entry in self._read if entry[1]() is not None]
+        self._read.append((name, weakref.ref(value), value._version))
 
     def _values(self) -> Owner:
         owner = self._owner()
@@ -280,143 +335,6 @@ class Live:
                 "engine is gone; keep the engine"
             )
         return owner
-
-
-class ShardedParameter(nn.Parameter):
-    """A parameter of a live module at stage 3: shape and dtype, and values on demand."""
-
-    _live: Live
-
-    @staticmethod
-    def hide(param: nn.Parameter, live: Live, dtype: torch.dtype) -> None:
-        """Make a sharded parameter of a parameter, which stays the same object."""
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            nothing = torch.empty((), dtype=dtype, device=param.device).expand(param.shape)
-            param.data = nothing
-        param.__class__ = ShardedParameter
-        param._live = live  # pyrefly: ignore[missing-attribute]
-
-    @staticmethod
-    def reveal(param: nn.Parameter, value: Tensor) -> None:
-        """Make a plain parameter of a sharded one."""
-        if type(param) is ShardedParameter:
-            param.__class__ = nn.Parameter
-        param.data = value
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _OWN:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        first = args[0] if args else None
-        if isinstance(first, ShardedParameter):
-            if func == _SET_DATA:
-                if args[1] is not first:
-                    first._live.write(first, args[1])
-                return None
-            if func in _CASTS and _changes_nothing(func, args, kwargs):
-                return first
-            name = getattr(func, "__name__", "")
-            if name in _MEMORY:
-                path = first._live.name_of(first)
-                raise PlacementError(
-                    f"a sharded parameter has no memory of its own; got {name}() of leaf {path!r} "
-                    "outside of a call; read the attribute of the module inside of forward or "
-                    "engine.run(), where it is a plain tensor",
-                    leaf=path,
-                )
-            if name.endswith("_") and (not name.endswith("__") or name.startswith("__i")):
-                whole = first._live.outside(first).detach()
-                result = func(whole, *_loaded(args[1:]), **_loaded_items(kwargs))
-                first._live.write(first, whole)
-                return first if result is whole else result
-        return func(*_loaded(args), **_loaded_items(kwargs))
-
-    def __repr__(self) -> str:  # pyrefly: ignore[bad-override]
-        with torch._C.DisableTorchFunctionSubclass():
-            name = self._live.name_of(self)
-            return f"ShardedParameter({name}, {tuple(self.shape)}, {self.dtype})"
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        if id(self) not in memo:
-            with torch.no_grad():
-                whole = self._live.outside(self).clone()
-            memo[id(self)] = nn.Parameter(whole, self.requires_grad)
-        return memo[id(self)]
-
-    def __reduce_ex__(self, proto: Any) -> Any:
-        with torch.no_grad():
-            whole = self._live.outside(self).clone()
-        return nn.Parameter(whole, self.requires_grad).__reduce_ex__(proto)
-
-
-# Kernels of other libraries ask for these.
-_MEMORY = frozenset(["data_ptr", "untyped_storage", "storage", "_typed_storage", "__dlpack__"])
-_SET_DATA = torch.Tensor.data.__set__  # pyrefly: ignore[missing-attribute]
-_CASTS = frozenset(
-    getattr(torch.Tensor, name) for name in ("to", "cpu", "cuda", "float", "half", "bfloat16")
-)
-# Queries and marks that need no values.
-_OWN = METADATA | frozenset(
-    [
-        torch.Tensor.grad.__set__,  # pyrefly: ignore[missing-attribute]
-        torch.Tensor.grad.__delete__,  # pyrefly: ignore[missing-attribute]
-        torch.Tensor.requires_grad.__set__,  # pyrefly: ignore[missing-attribute]
-        torch.Tensor._backward_hooks.__get__,  # pyrefly: ignore[missing-attribute]
-        torch.Tensor._backward_hooks.__set__,  # pyrefly: ignore[missing-attribute]
-        torch.Tensor._post_accumulate_grad_hooks.__get__,  # pyrefly: ignore[missing-attribute]
-        torch.Tensor._post_accumulate_grad_hooks.__set__,  # pyrefly: ignore[missing-attribute]
-        torch.Tensor.grad_fn.__get__,  # pyrefly: ignore[missing-attribute]
-        torch.Tensor._version.__get__,  # pyrefly: ignore[missing-attribute]
-        torch.Tensor.itemsize.__get__,  # pyrefly: ignore[missing-attribute]
-        torch.Tensor.nbytes.__get__,  # pyrefly: ignore[missing-attribute]
-        torch.Tensor.requires_grad_,
-        torch.Tensor.register_hook,
-        torch.Tensor.register_post_accumulate_grad_hook,
-        torch.Tensor.is_complex,
-        torch.Tensor.is_contiguous,
-        torch.Tensor.is_shared,
-        torch.Tensor.type,
-    ]
-)
-
-
-def _loaded(values: Sequence[Any]) -> list[Any]:
-    return [_load(value) for value in values]
-
-
-def _loaded_items(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _load(value) for name, value in values.items()}
-
-
-def _load(value: Any) -> Any:
-    if type(value) is ShardedParameter:
-        live = value._live
-        found = live.of_call(value)
-        return live.outside(value) if found is value else found
-    if type(value) in (list, tuple, dict):
-        return tree.map(_load, value)
-    return value
-
-
-def _changes_nothing(
-    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> bool:
-    """Whether a cast of a sharded parameter keeps device and dtype."""
-    with torch._C.DisableTorchFunctionSubclass():
-        param = args[0]
-        probe = torch.empty(0, dtype=param.dtype, device=param.device)
-        if kwargs.get("copy"):
-            return False
-        found = func(probe, *args[1:], **kwargs)
-        return found.dtype == probe.dtype and found.device == probe.device
 
 
 class LiveMethod:

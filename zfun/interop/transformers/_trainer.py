@@ -174,7 +174,6 @@ class Trainer(transformers.Trainer):
         """
         engine = self.engine
         if engine is not None:
-            engine.close()
             self.accelerator.forget(engine)
         return self.model
 

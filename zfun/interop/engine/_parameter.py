@@ -1,0 +1,278 @@
+"""Parameters of a live module, outside of calls.
+
+A parameter stays the same object, an ``nn.Parameter`` with shape, dtype and device, in the groups
+of optimizers and wherever the user holds it. An operation reads the value: below stage 3 the
+parameter's own memory, at stage 3 a value that all ranks gather. An operation in place, also on
+``.data``, writes the values of rank 0 into the state of all ranks: below stage 3 the ranks of one
+host may share the memory of a parameter, so that each rank's own write would count several times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from zfun import tree
+from zfun.errors import PlacementError
+from zfun.transforms.params._lazy import METADATA
+
+__all__ = ["LiveData", "LiveParameter"]
+
+
+class State(Protocol):
+    """What a parameter asks of a live module."""
+
+    strays: dict[str, Tensor]
+
+    def name_of(self, param: Any) -> str | None: ...
+    def is_hidden(self, name: str) -> bool: ...
+    def of_call(self, param: Any) -> Any: ...
+    def outside(self, param: Tensor, name: str) -> Tensor: ...
+    def write(self, name: str, value: Tensor) -> None: ...
+    def watch(self, name: str, value: Tensor) -> None: ...
+
+
+class _LiveTensor:
+    """The operations of parameters and of their ``.data``."""
+
+    _live: State
+    # The parameter: the object itself, or that of which the object is the data.
+    _param: Any
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if func in _OWN:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if isinstance(first, _LiveTensor):
+            if func == _GET_DATA:
+                return _data_of(first)
+            if func == _SET_DATA:
+                if args[1] is not first and args[1] is not first._param:
+                    with torch.no_grad():
+                        _write(first, _plain(args[1]))
+                return None
+            if func in _CASTS and _changes_nothing(func, args, kwargs):
+                return first
+            name = getattr(func, "__name__", "")
+            if name in _MEMORY:
+                _refuse_hidden(first, name)
+            if name == "__setitem__" or _is_in_place(name):
+                return _in_place(func, first, args[1:], kwargs)
+        out = kwargs.get("out")
+        if isinstance(out, _LiveTensor):
+            rest = {key: _plain(value) for key, value in kwargs.items() if key != "out"}
+            _write(out, func(*map(_plain, args), **rest))
+            return out
+        given = [_plain(x) for x in args], {key: _plain(x) for key, x in kwargs.items()}
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*given[0], **given[1])
+        if isinstance(first, _LiveTensor):
+            _watch_view(first, given[0][0], found)
+        return found
+
+
+class LiveParameter(_LiveTensor, nn.Parameter):
+    """A parameter of a live module."""
+
+    @staticmethod
+    def adopt(param: nn.Parameter, live: Any) -> None:
+        """Make a live parameter of a parameter, which stays the same object."""
+        param.__class__ = LiveParameter
+        param._live, param._param = live, param  # pyrefly: ignore[missing-attribute]
+
+    @staticmethod
+    def release(param: nn.Parameter) -> None:
+        """Make a plain parameter of a live one."""
+        del param._live, param._param
+        param.__class__ = nn.Parameter
+
+    @staticmethod
+    def hide(param: nn.Parameter, dtype: torch.dtype) -> None:
+        """Drop the values of a parameter."""
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            # No number, so that code which reads the memory by itself cannot go on unnoticed.
+            empty = torch.zeros((), dtype=dtype, device=param.device)
+            if empty.is_floating_point() or empty.is_complex():
+                empty.fill_(torch.nan)
+            param.data = empty.expand(param.shape)
+
+    @staticmethod
+    def show(param: nn.Parameter, value: Tensor) -> int:
+        """Let a parameter be a tensor; return its version."""
+        with torch._C.DisableTorchFunctionSubclass():
+            param.data = value
+            return param._version
+
+    def __repr__(self) -> str:  # pyrefly: ignore[bad-override]
+        with torch._C.DisableTorchFunctionSubclass():
+            if not self._live.is_hidden(_name_of(self)):
+                return repr(nn.Parameter(self.detach(), self.requires_grad))
+            return f"LiveParameter({_name_of(self)}, {tuple(self.shape)}, {self.dtype})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            with torch.no_grad():
+                whole = _plain(self).detach().clone()
+            memo[id(self)] = nn.Parameter(whole, self.requires_grad)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        with torch.no_grad():
+            whole = _plain(self).detach().clone()
+        return nn.Parameter(whole, self.requires_grad).__reduce_ex__(proto)
+
+
+class LiveData(_LiveTensor, torch.Tensor):
+    """The ``.data`` of a live parameter: writes reach the state."""
+
+    def __repr__(self) -> str:  # pyrefly: ignore[bad-override]
+        return repr(self._param)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        with torch.no_grad():
+            return _plain(self).detach().clone()
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        with torch.no_grad():
+            return _plain(self).detach().clone().__reduce_ex__(proto)
+
+
+def _name_of(value: Any) -> str:
+    name = value._live.name_of(value._param)
+    assert name is not None, "a live parameter has a name"
+    return name
+
+
+def _data_of(value: Any) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        made: Any = torch.Tensor._make_subclass(LiveData, value._param.detach())
+    made._live, made._param = value._live, value._param
+    return made
+
+
+def _plain(value: Any) -> Any:
+    """Return the plain tensor that an operation reads."""
+    if isinstance(value, _LiveTensor):
+        return _read(value)
+    if type(value) in (list, tuple, dict):
+        return tree.map(_plain, value)
+    return value
+
+
+def _read(value: Any) -> Tensor:
+    param, live = value._param, value._live
+    is_data = value is not param
+    found = live.of_call(param)
+    if found is not param:
+        return found.detach() if is_data else found
+    name = _name_of(value)
+    if not live.is_hidden(name):
+        with torch._C.DisableTorchFunctionSubclass():
+            return param.detach() if is_data else param
+    if is_data:
+        with torch.no_grad():
+            return live.outside(param, name)
+    return live.outside(param, name)
+
+
+def _write(value: Any, whole: Tensor) -> None:
+    value._live.write(_name_of(value), whole)
+
+
+def _is_in_place(name: str) -> bool:
+    return name.endswith("_") and (not name.endswith("__") or name.startswith("__i"))
+
+
+def _in_place(
+    func: Callable[..., Any], first: Any, rest: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Run an operation in place on a copy, and write the copy."""
+    with torch._C.DisableTorchFunctionSubclass():
+        is_leaf_with_grad = first.requires_grad
+    if is_leaf_with_grad and torch.is_grad_enabled():
+        raise RuntimeError(
+            "a leaf Variable that requires grad is being used in an in-place operation; write "
+            "under torch.no_grad()"
+        )
+    with torch.no_grad():
+        whole = _plain(first).detach().clone()
+        result = func(whole, *map(_plain, rest), **{k: _plain(x) for k, x in kwargs.items()})
+        _write(first, whole)
+    return first if result is whole else result
+
+
+def _watch_view(first: Any, read: Any, found: Any) -> None:
+    """Notice later writes to a view of a value that was gathered for one operation."""
+    name = _name_of(first)
+    if not (isinstance(found, Tensor) and first._live.is_hidden(name)):
+        return
+    if not found.requires_grad and (found is read or found._is_view()):
+        first._live.watch(name, found)
+
+
+def _refuse_hidden(value: Any, name: str) -> None:
+    path = _name_of(value)
+    if value._live.is_hidden(path):
+        raise PlacementError(
+            f"a parameter of stage 3 has no memory of its own; got {name}() of leaf {path!r} "
+            "outside of a call; read the attribute of the module inside of forward or "
+            "engine.run(), where it is a plain tensor",
+            leaf=path,
+        )
+
+
+# Kernels of other libraries ask for these.
+_MEMORY = frozenset(["data_ptr", "untyped_storage", "storage", "_typed_storage", "__dlpack__"])
+_GET_DATA = torch.Tensor.data.__get__  # pyrefly: ignore[missing-attribute]
+_SET_DATA = torch.Tensor.data.__set__  # pyrefly: ignore[missing-attribute]
+_CASTS = frozenset(
+    getattr(torch.Tensor, name) for name in ("to", "cpu", "cuda", "float", "half", "bfloat16")
+)
+
+
+def _accessors(*names: str) -> set[Any]:
+    """Return the getters and setters of attributes of a tensor."""
+    found = [getattr(torch.Tensor, name) for name in names]
+    return {getattr(x, way) for x in found for way in ("__get__", "__set__", "__delete__")}
+
+
+# Queries and marks that need no values.
+_OWN = (
+    METADATA
+    | _accessors("grad", "_backward_hooks", "_post_accumulate_grad_hooks", "requires_grad")
+    | _accessors("grad_fn", "_version", "itemsize", "nbytes", "retains_grad")
+    | {
+        torch.Tensor.requires_grad_,
+        torch.Tensor.register_hook,
+        torch.Tensor.register_post_accumulate_grad_hook,
+        torch.Tensor.is_complex,
+        torch.Tensor.is_contiguous,
+        torch.Tensor.is_shared,
+        torch.Tensor.type,
+    }
+)
+
+
+def _changes_nothing(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> bool:
+    """Whether a cast of a live parameter keeps device and dtype."""
+    with torch._C.DisableTorchFunctionSubclass():
+        param = args[0]
+        probe = torch.empty(0, dtype=param.dtype, device=param.device)
+        if kwargs.get("copy"):
+            return False
+        found = func(probe, *args[1:], **kwargs)
+        return found.dtype == probe.dtype and found.device == probe.device
