@@ -2,39 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zfun import optim
+import torch
+
+from zfun import optim, tree
 from zfun.collectives import Group, mesh_of, split
 from zfun.compression import Compression
 from zfun.errors import OptionError
+from zfun.interop.ds_config import _build as build
 from zfun.interop.ds_config._auto import AutoValues
 from zfun.interop.ds_config._batch import Batch
-from zfun.interop.ds_config._build import (
-    Note,
-    Notes,
-    StoreChoice,
-    batch_sizes,
-    bucket_bytes_of,
-    compression_of,
-    precision_of,
-    rows_of,
-    schedule_options_of,
-    store_of,
-)
+from zfun.interop.ds_config._build import Note, Notes, StoreChoice
 from zfun.interop.ds_config._explain import Entry, entries_of, html_of, text_of
 from zfun.interop.ds_config._mistakes import Mistake, collecting, error_of
-from zfun.interop.ds_config._optimizers import momentum_of, optimizer_of, schedule_of
+from zfun.interop.ds_config._optimizers import (
+    Rule,
+    cycle_of,
+    made,
+    momentum_for,
+    rule_of,
+    schedule_for,
+)
 from zfun.interop.ds_config._read import read
 from zfun.interop.ds_config._rules import contradictions
-from zfun.interop.ds_config._values import Unusable, Values, values_of
-from zfun.interop.ds_config._walk import Walked, walk
-from zfun.interop.ds_config.table._optim import OPTIMIZERS, SCHEDULERS, TORCH_OPTIMIZERS
+from zfun.interop.ds_config._values import Checked, Unusable, Values, checked
 from zfun.optim import Optimizer, Schedule
-from zfun.options import FUNCTION, PATH, instance, takes
+from zfun.options import FUNCTION, PATH, each, instance, one_of, takes
 from zfun.recipes import Precision, Zero, zero
 from zfun.stores import Offload
 from zfun.transforms import ScheduleOptions
@@ -65,6 +63,11 @@ class Recipe:
         rows: how many ranks make a row of the mesh; ``None`` without a mesh.
         secondary: whether state is sharded over the whole mesh (hpZ), and not over a row (MiCS).
         remat: options of :func:`zfun.remat` for the blocks of the loss, as choices of stores.
+        autocast: the dtype of ``torch.autocast`` around the loss; ``None`` without.
+        rule: the optimizer as data, for adapters with parameter groups; ``None`` if there is none.
+        scheduler: the schedule as data; ``None`` if there is none.
+        momentum: the momentum of a cycle, by steps taken; ``None`` if none changes.
+        late: the fields of :class:`AutoValues` that some ``"auto"`` waits for.
         entries: what became of each key, and why.
 
     Example:
@@ -88,6 +91,11 @@ class Recipe:
     rows: int | None
     secondary: bool
     remat: Mapping[str, StoreChoice]
+    autocast: torch.dtype | None
+    rule: Rule | None
+    scheduler: Rule | None
+    momentum: Schedule | None
+    late: tuple[str, ...]
     entries: tuple[Entry, ...] = field(repr=False)
 
     @property
@@ -98,6 +106,10 @@ class Recipe:
             for one in self.entries
             if one.verdict in ("ignored", "default")
         )
+
+    def rate_of(self, lr: float) -> float | Schedule:
+        """Return the learning rate of a parameter group, for the group's own without a schedule."""
+        return lr if self.scheduler is None else schedule_for(self.scheduler, lr=lr)
 
     def offload(self) -> Offload:
         """Make the stores, on the machine that trains."""
@@ -140,6 +152,11 @@ class Recipe:
             tensor([0.5000, 1.0000])
         """
         rule = self.optimizer if optimizer is None else _clipped(optimizer, self.max_grad_norm)
+        if rule is None and self.late:
+            raise OptionError(
+                "the optimizer of a recipe needs every value of the run; got a configuration that "
+                f"waits for {' and '.join(self.late)}; read the configuration again with these"
+            )
         if rule is None:
             raise OptionError(
                 "a recipe needs an optimizer; got a configuration without one; pass optimizer=, "
@@ -163,6 +180,8 @@ class Recipe:
         }
         if "offload" not in options:
             own["offload"] = self.offload()
+        if self.autocast is not None:
+            loss_fn = _autocasting(loss_fn, self.autocast)
         return zero(self.stage, loss_fn, rule, group, **{**own, **options})
 
     def __str__(self) -> str:
@@ -177,12 +196,14 @@ class Recipe:
     auto=instance(AutoValues, "a zf.interop.AutoValues", "zf.interop.AutoValues(hidden_size=768)")
     | None,
     optimizer=FUNCTION | None,
+    late=each(one_of("num_steps", "num_warmup"), "names of values of a run", "('num_steps',)"),
 )
 def from_ds_config(
     config: Mapping[str, Any] | str | Path,
     *,
     auto: AutoValues | None = None,
     optimizer: Callable[[Any], Any] | None = None,
+    late: Sequence[str] = (),
 ) -> Recipe:
     """Read a configuration of DeepSpeed.
 
@@ -190,10 +211,13 @@ def from_ds_config(
     "DeepSpeed configurations" has the table.
 
     Args:
-        config: the keys, or the path of a JSON file, which may have comments.
+        config: the keys, the path of a JSON file, which may have comments, or its text in base64.
         auto: the values of the run, which fill ``"auto"`` and keys that are left out.
         optimizer: a function from the learning rate, a number or a schedule, to an optimizer, such
-            as ``zf.optim.adamw``. The function wins over the optimizer of the configuration.
+            as ``zf.optim.adamw``. The function wins over the optimizer of the configuration, whose
+            numbers may differ from those of the run.
+        late: the fields of ``auto`` that are known later, ``"num_steps"`` or ``"num_warmup"``. A
+            schedule that waits for one is left out; read the configuration again for the schedule.
 
     Returns:
         The options; ``recipe.zero(loss_fn, group)`` composes the stage.
@@ -218,134 +242,138 @@ def from_ds_config(
     """
     keys, name = read(config)
     auto = AutoValues() if auto is None else auto
-    walked = walk(keys)
-    values, more = values_of(walked, auto)
-    found = [*walked.mistakes, *more, *contradictions(values, walked.given)]
-    values.spoil(one.path for one in found)
-    recipe = _recipe(values, walked, auto, optimizer, found)
-    if recipe is None or found:
-        raise error_of(
-            [one._replace(path=walked.written.get(one.path, one.path)) for one in found], name
-        )
+    found = checked(keys, auto, late=late, has_optimizer=optimizer is not None)
+    mistakes = [*found.mistakes, *contradictions(found)]
+    found.values.spoil(one.path for one in mistakes)
+    recipe = _recipe(found, auto, optimizer, mistakes)
+    if recipe is None:
+        spelled = [one._replace(path=found.written.get(one.path, one.path)) for one in mistakes]
+        raise error_of(spelled, name)
     return recipe
 
 
 def _recipe(
-    v: Values,
-    walked: Walked,
+    found: Checked,
     auto: AutoValues,
     make: Callable[[Any], Any] | None,
-    found: list[Mistake],
+    mistakes: list[Mistake],
 ) -> Recipe | None:
-    """Build each part; a part that cannot be built adds its mistake to ``found``."""
+    """Build each part; a part that cannot be built adds its mistake to ``mistakes``."""
     notes: Notes = {}
+    v = found.values
 
-    def part(path: str, build: Callable[..., Any], *args: Any, default: Any = None) -> Any:
+    def part(path: str, default: Any, of: Callable[..., Any], *args: Any) -> Any:
         try:
-            with collecting(path, found):
-                return build(*args)
+            with collecting(path, mistakes):
+                return of(*args)
         except Unusable:
-            assert found, f"{path} is unusable without a mistake"
+            assert mistakes or found.late, f"{path} is unusable without a mistake"
         return default
 
     batch, num_micro_batches = part(
-        "train_batch_size", batch_sizes, v, auto, notes, default=(None, 1)
+        "train_batch_size", (None, 1), build.batch_sizes, v, auto, notes
     )
-    bucket_bytes = part(_Z, bucket_bytes_of, v, notes, default=1)
-    rate, momentum = part("scheduler.params", _rate, v, walked.given, auto, default=(None, None))
-    clip = part("gradient_clipping", _clip, v, walked.given, notes, default=0.0)
-    rule = part("optimizer.params", _rule, v, walked, make, rate, momentum, clip, notes)
-    precision = part("fp16", precision_of, v, num_micro_batches, notes)
-    schedule = part(_Z, schedule_options_of, v, bucket_bytes, notes)
-    compression = part(_Z, compression_of, v, walked.given)
-    stores = [
-        part(f"{_Z}.{section}", store_of, v, section, notes)
-        for section in ("offload_param", "offload_optimizer")
-    ]
-    stage = part(f"{_Z}.stage", v.__getitem__, f"{_Z}.stage")
-    rows = part(_Z, rows_of, v)
-    remat = part("activation_checkpointing", _remat, v, default={})
-    if found:
+    bucket_bytes = part(_Z, 1, build.bucket_bytes_of, v, notes)
+    rule = part("optimizer.params", None, rule_of, found, "optimizer")
+    scheduler, base, rate, momentum = part(
+        "scheduler.params", (None,) * 4, _rates, found, auto, make is not None
+    )
+    clip = part("gradient_clipping", 0.0, _clip, found, notes)
+    rates = (
+        rate,
+        lambda lr: (
+            lr if scheduler is None else rate if lr == base else schedule_for(scheduler, lr=lr)
+        ),
+    )
+    is_whole = not (mistakes or found.late)
+    optimizer = part(
+        "optimizer.params", None, _optimizer, rule, make, rates, momentum, clip, is_whole, notes
+    )
+    precision = part("fp16", None, build.precision_of, v, num_micro_batches, notes)
+    schedule = part(_Z, None, build.schedule_options_of, v, bucket_bytes, notes)
+    parts = {
+        "stage": part(f"{_Z}.stage", 0, v.__getitem__, f"{_Z}.stage"),
+        "compression": part(_Z, None, build.compression_of, v, found.given),
+        "params_store": part(
+            f"{_Z}.offload_param", None, build.store_of, v, "offload_param", notes
+        ),
+        "optimizer_store": part(
+            f"{_Z}.offload_optimizer", None, build.store_of, v, "offload_optimizer", notes
+        ),
+        "rows": part(_Z, None, build.rows_of, v),
+        "remat": part("activation_checkpointing", {}, _remat, v),
+        "autocast": part("torch_autocast", None, build.autocast_of, v),
+    }
+    if mistakes:
         return None
     return Recipe(
-        stage=stage,
-        optimizer=rule,
+        optimizer=optimizer,
         learning_rate=rate,
         max_grad_norm=clip,
         precision=precision,
         num_micro_batches=num_micro_batches,
         batch=batch,
         schedule=schedule,
-        compression=compression,
-        params_store=stores[0],
-        optimizer_store=stores[1],
         bucket_bytes=bucket_bytes,
-        rows=rows,
         secondary=schedule is not None and schedule.secondary,
-        remat=remat,
-        entries=entries_of(walked, v, notes),
+        rule=rule if make is None else None,
+        scheduler=scheduler,
+        momentum=momentum,
+        late=tuple(sorted({name for names in found.late.values() for name in names})),
+        entries=entries_of(found, notes),
+        **parts,
     )
 
 
-def _kind(given: Mapping[str, Any], section: str, known: tuple[str, ...]) -> str | None:
-    """Return the type in a section, in the table's spelling."""
-    name = str(given.get(f"{section}.type", "")).lower()
-    return next((one for one in known if one.lower() == name), None)
+def _rates(
+    found: Checked, auto: AutoValues, has_optimizer: bool
+) -> tuple[Rule | None, float | None, float | Schedule | None, Schedule | None]:
+    """Return the schedule, the learning rate without and with the schedule, and the momentum."""
+    base = auto.learning_rate
+    # An optimizer of the caller has the learning rate of the run.
+    if found.kind("optimizer") is not None and not (has_optimizer and base is not None):
+        base = found.values["optimizer.params.lr"]
+    scheduler = rule_of(found, "scheduler")
+    if scheduler is None:
+        return None, base, base, None
+    return scheduler, base, schedule_for(scheduler, lr=base), momentum_for(scheduler)
 
 
-def _rate(
-    v: Values, given: Mapping[str, Any], auto: AutoValues
-) -> tuple[float | Schedule | None, Schedule | None]:
-    """Return the learning rate, and the momentum of a cycle."""
-    has_optimizer = _kind(given, "optimizer", (*OPTIMIZERS, *TORCH_OPTIMIZERS)) is not None
-    base = v["optimizer.params.lr"] if has_optimizer else auto.learning_rate
-    kind = _kind(given, "scheduler", SCHEDULERS)
-    if kind is None:
-        return base, None
-    return schedule_of(kind, v, base), momentum_of(kind, v)
-
-
-def _clip(v: Values, given: Mapping[str, Any], notes: Notes) -> float:
-    bound = v["gradient_clipping"]
-    if "gradient_clipping" not in given and _kind(given, "optimizer", OPTIMIZERS) == "OneBitAdam":
-        notes["gradient_clipping"] = Note("no clipping", "1-bit Adam gets terms of the gradient")
+def _clip(found: Checked, notes: Notes) -> float:
+    path = "gradient_clipping"
+    bound = found.values[path]
+    if path not in found.given and found.kind("optimizer") == "OneBitAdam":
+        notes[path] = Note("no clipping", "1-bit Adam gets terms of the gradient")
         return 0.0
-    notes["gradient_clipping"] = Note(
-        f"zf.optim.clip_by_global_norm({bound})" if bound else "no clipping",
-        v.sources.get("gradient_clipping", ""),
-    )
+    becomes = f"zf.optim.clip_by_global_norm({bound})" if bound else "no clipping"
+    notes[path] = Note(becomes, found.values.sources.get(path, ""))
     return bound
 
 
-def _rule(
-    v: Values,
-    walked: Walked,
+def _optimizer(
+    rule: Rule | None,
     make: Callable[[Any], Any] | None,
-    rate: float | Schedule | None,
+    rates: tuple[float | Schedule | None, Callable[[float], Any]],
     momentum: Schedule | None,
     clip: float,
+    is_whole: bool,
     notes: Notes,
 ) -> Optimizer | None:
-    kind = _kind(walked.given, "optimizer", (*OPTIMIZERS, *TORCH_OPTIMIZERS))
+    rate, rate_of = rates
     if make is not None:
-        if kind is not None:
+        if rule is not None:
             notes["optimizer.type"] = Note("the caller's optimizer", "wins, as in DeepSpeed")
-        if rate is None:
+        if rate is None and is_whole:
             raise OptionError(
                 "the caller's optimizer needs a learning rate; got none; write a scheduler or "
                 "optimizer.params.lr, or pass learning_rate="
             )
-        return _clipped(make(rate), clip)
-    if kind is None or rate is None:
+        return None if rate is None else _clipped(make(rate), clip)
+    if rule is None or rate is None:
         return None
-    decays = {} if momentum is None else {"b1": momentum, "b2": 0.99}
-    made = optimizer_of(kind, v, walked.given, walked.extra, rate, decays)
-    notes["optimizer.type"] = Note(f"zf.optim.{_name_of(made)}")
-    return _clipped(made, clip)
-
-
-def _name_of(rule: Optimizer) -> str:
-    return rule.name or "muon"
+    built = made(rule, rate_of, cycle_of(momentum))
+    notes["optimizer.type"] = Note(f"zf.optim.{built.name or 'muon'}")
+    return _clipped(built, clip)
 
 
 def _clipped(rule: Any, clip: float) -> Optimizer:
@@ -355,3 +383,13 @@ def _clipped(rule: Any, clip: float) -> Optimizer:
 def _remat(v: Values) -> Mapping[str, StoreChoice]:
     is_host = v["activation_checkpointing.cpu_checkpointing"]
     return {"store": StoreChoice("host", {})} if is_host else {}
+
+
+def _autocasting(loss_fn: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
+    @functools.wraps(loss_fn)
+    def loss(params: Any, *args: Any) -> Any:
+        device = tree.flatten(params)[0][0].device
+        with torch.autocast(device.type, dtype):
+            return loss_fn(params, *args)
+
+    return loss

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ import torch
 from zfun import optim
 from zfun.collectives import mesh_of, split
 from zfun.errors import OptionError
-from zfun.interop.ds_config import AutoValues, Recipe, from_ds_config
+from zfun.interop.ds_config import AutoValues, Recipe, from_ds_config, is_config
 from zfun.options import shown
 from zfun.recipes import Precision
 
@@ -98,10 +97,7 @@ def read(zero: Any, args: Any, model: Any) -> Any:
         args: TrainingArguments, which fill ``"auto"``; other numbers must be equal.
         model: the model, for its hidden size.
     """
-    is_config = isinstance(zero, (str, Path)) or (
-        isinstance(zero, Mapping) and "zero_optimization" in zero
-    )
-    if not is_config:
+    if not is_config(zero):
         return zero
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
     auto = AutoValues(
@@ -124,6 +120,11 @@ def read(zero: Any, args: Any, model: Any) -> Any:
 def options_of(zero: Any) -> dict[str, Any]:
     """Return the options of ``zf.zero`` that ``zero=`` of a Trainer means."""
     if isinstance(zero, Recipe):
+        if zero.autocast is not None:
+            raise OptionError(
+                "a Trainer autocasts by TrainingArguments; got torch_autocast in the "
+                "configuration; pass bf16=True, and leave the section out"
+            )
         return {
             "stage": zero.stage,
             "precision": zero.precision if zero.precision != Precision() else None,
