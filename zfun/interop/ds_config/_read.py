@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import importlib
-import importlib.util
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -96,13 +95,12 @@ def _text(config: str | Path) -> tuple[str, str]:
 def _hjson(text: str, pairs: Callable[[Any], Any], error: Exception, name: str) -> Any:
     """Read a file that is not JSON with the package hjson, if it is installed."""
     remedy = "write keys and strings in double quotes"
-    if importlib.util.find_spec("hjson") is None:
+    try:
+        return importlib.import_module("hjson").loads(text, object_pairs_hook=pairs)
+    except ImportError:
         remedy += ", or install the package hjson"
-    else:
-        try:
-            return importlib.import_module("hjson").loads(text, object_pairs_hook=pairs)
-        except (ValueError, RecursionError):
-            pass
+    except (ValueError, RecursionError):
+        pass
     place = f"line {error.lineno}" if isinstance(error, json.JSONDecodeError) else "the file"
     raise error_of([Mistake(place, "the file is JSON", str(error), remedy)], name) from error
 
