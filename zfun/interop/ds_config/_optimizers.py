@@ -21,6 +21,7 @@ from zfun.interop.ds_config._values import Checked, Values, checked
 from zfun.interop.ds_config.table import keys_of, kind_of
 from zfun.interop.ds_config.table._optim import TORCH_OPTIMIZERS
 from zfun.optim import Optimizer, Schedule
+from zfun.options import FUNCTION, instance, number, takes
 
 __all__ = ["Rule", "cycle_of", "made", "momentum_for", "rule_for", "rule_of", "schedule_for"]
 
@@ -34,10 +35,18 @@ class Rule(NamedTuple):
     Attributes:
         kind: the type in the table's spelling, such as ``"AdamW"`` or ``"WarmupLR"``.
         options: the values of ``params`` by name, defaults of DeepSpeed included.
+
+    Example:
+        >>> from zfun.interop import from_ds_config
+        >>> from_ds_config({"optimizer": {"type": "sgd", "params": {"lr": 0.5}}}).rule.kind
+        'SGD'
     """
 
     kind: str
     options: Mapping[str, Any]
+
+
+_RULE = instance(Rule, "a Rule", 'Rule("AdamW", {"lr": 3e-4})')
 
 
 def rule_of(found: Checked, section: str) -> Rule | None:
@@ -51,6 +60,7 @@ def rule_of(found: Checked, section: str) -> Rule | None:
     return Rule(kind, options)
 
 
+@takes(rule=_RULE, lr=number(0) | FUNCTION | None, decays=instance(Mapping, "a dict", "{}") | None)
 def rule_for(
     rule: Rule,
     *,
@@ -95,6 +105,7 @@ def rule_for(
     return made(whole, rate_of, decays or {})
 
 
+@takes(rule=_RULE, lr=number(0) | None)
 def schedule_for(rule: Rule, *, lr: float | None = None) -> Schedule:
     """Make the learning rate of one parameter group.
 
@@ -119,8 +130,24 @@ def schedule_for(rule: Rule, *, lr: float | None = None) -> Schedule:
     return _late(_by_step(rule.kind, rule.options, lr), rule.options)
 
 
+@takes(rule=_RULE)
 def momentum_for(rule: Rule) -> Schedule | None:
-    """Make the momentum that OneCycle changes beside the learning rate; ``None`` if none is."""
+    """Make the momentum that OneCycle changes beside the learning rate.
+
+    Args:
+        rule: the type, in any case, and the options of the scheduler.
+
+    Returns:
+        A function of the steps taken; ``None`` if the schedule changes no momentum.
+
+    Raises:
+        ConfigError: an option is wrong or does not exist; the message lists all mistakes.
+
+    Example:
+        >>> cycle = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2, "cycle_first_step_size": 2}
+        >>> round(momentum_for(Rule("OneCycle", cycle))(2), 3)
+        0.8
+    """
     kind, s = _scheduler(rule)
     if kind != "OneCycle" or not s["cycle_momentum"]:
         return None

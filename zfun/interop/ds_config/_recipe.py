@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,6 +40,7 @@ from zfun.transforms import ScheduleOptions
 __all__ = ["Recipe", "from_ds_config"]
 
 _Z = "zero_optimization"
+_PARAM, _OPT = f"{_Z}.offload_param", f"{_Z}.offload_optimizer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,20 @@ class Recipe:
         )
 
     def rate_of(self, lr: float) -> float | Schedule:
-        """Return the learning rate of a parameter group, for the group's own without a schedule."""
+        """Return the learning rate of a parameter group: a number, or a schedule.
+
+        Args:
+            lr: the learning rate that the group has without a schedule.
+
+        Example:
+            >>> params = {"warmup_num_steps": 2, "warmup_type": "linear"}
+            >>> recipe = from_ds_config(
+            ...     {"scheduler": {"type": "WarmupLR", "params": params}},
+            ...     auto=AutoValues(learning_rate=1.0),
+            ... )
+            >>> [recipe.rate_of(0.5)(step) for step in range(4)]
+            [0.0, 0.0, 0.25, 0.5]
+        """
         return lr if self.scheduler is None else schedule_for(self.scheduler, lr=lr)
 
     def offload(self) -> Offload:
@@ -245,144 +259,150 @@ def from_ds_config(
     found = checked(keys, auto, late=late, has_optimizer=optimizer is not None)
     mistakes = [*found.mistakes, *contradictions(found)]
     found.values.spoil(one.path for one in mistakes)
-    recipe = _recipe(found, auto, optimizer, mistakes)
+    recipe = _recipe(_Reading(found, auto, optimizer, mistakes, {}, dict(_UNKNOWN)))
     if recipe is None:
         spelled = [one._replace(path=found.written.get(one.path, one.path)) for one in mistakes]
         raise error_of(spelled, name)
     return recipe
 
 
-def _recipe(
-    found: Checked,
-    auto: AutoValues,
-    make: Callable[[Any], Any] | None,
-    mistakes: list[Mistake],
-) -> Recipe | None:
-    """Build each part; a part that cannot be built adds its mistake to ``mistakes``."""
-    notes: Notes = {}
-    v = found.values
+class _Reading(NamedTuple):
+    """A configuration on the way to a recipe.
 
-    def part(path: str, default: Any, of: Callable[..., Any], *args: Any) -> Any:
+    Attributes:
+        found: the configuration.
+        auto: the values of the run.
+        make: the caller's function from a learning rate to an optimizer.
+        mistakes: of keys, and of the parts so far.
+        notes: better descriptions of keys, which the parts add.
+        done: the fields of the recipe so far.
+    """
+
+    found: Checked
+    auto: AutoValues
+    make: Callable[[Any], Any] | None
+    mistakes: list[Mistake]
+    notes: Notes
+    done: dict[str, Any]
+
+
+# The fields of parts that cannot be built, for the parts after.
+_UNKNOWN: Mapping[str, Any] = {
+    **dict.fromkeys(("optimizer", "learning_rate", "rule", "scheduler", "momentum")),
+    "max_grad_norm": 0.0,
+    "bucket_bytes": 1,
+    "num_micro_batches": 1,
+}
+
+
+def _recipe(r: _Reading) -> Recipe | None:
+    """Build each part; a part that cannot be built adds its mistake to the others."""
+    for path, part in _PARTS:
         try:
-            with collecting(path, mistakes):
-                return of(*args)
+            with collecting(path, r.mistakes):
+                r.done.update(part(r, r.found.values))
         except Unusable:
-            assert mistakes or found.late, f"{path} is unusable without a mistake"
-        return default
-
-    batch, num_micro_batches = part(
-        "train_batch_size", (None, 1), build.batch_sizes, v, auto, notes
-    )
-    bucket_bytes = part(_Z, 1, build.bucket_bytes_of, v, notes)
-    rule = part("optimizer.params", None, rule_of, found, "optimizer")
-    scheduler, base, rate, momentum = part(
-        "scheduler.params", (None,) * 4, _rates, found, auto, make is not None
-    )
-    clip = part("gradient_clipping", 0.0, _clip, found, notes)
-    rates = (
-        rate,
-        lambda lr: (
-            lr if scheduler is None else rate if lr == base else schedule_for(scheduler, lr=lr)
-        ),
-    )
-    is_whole = not (mistakes or found.late)
-    optimizer = part(
-        "optimizer.params", None, _optimizer, rule, make, rates, momentum, clip, is_whole, notes
-    )
-    precision = part("fp16", None, build.precision_of, v, num_micro_batches, notes)
-    schedule = part(_Z, None, build.schedule_options_of, v, bucket_bytes, notes)
-    parts = {
-        "stage": part(f"{_Z}.stage", 0, v.__getitem__, f"{_Z}.stage"),
-        "compression": part(_Z, None, build.compression_of, v, found.given),
-        "params_store": part(
-            f"{_Z}.offload_param", None, build.store_of, v, "offload_param", notes
-        ),
-        "optimizer_store": part(
-            f"{_Z}.offload_optimizer", None, build.store_of, v, "offload_optimizer", notes
-        ),
-        "rows": part(_Z, None, build.rows_of, v),
-        "remat": part("activation_checkpointing", {}, _remat, v),
-        "autocast": part("torch_autocast", None, build.autocast_of, v),
-    }
-    if mistakes:
+            assert r.mistakes or r.found.late, f"{path} is unusable without a mistake"
+    if r.mistakes:
         return None
-    return Recipe(
-        optimizer=optimizer,
-        learning_rate=rate,
-        max_grad_norm=clip,
-        precision=precision,
-        num_micro_batches=num_micro_batches,
-        batch=batch,
-        schedule=schedule,
-        bucket_bytes=bucket_bytes,
-        secondary=schedule is not None and schedule.secondary,
-        rule=rule if make is None else None,
-        scheduler=scheduler,
-        momentum=momentum,
-        late=tuple(sorted({name for names in found.late.values() for name in names})),
-        entries=entries_of(found, notes),
-        **parts,
-    )
+    late = {name for names in r.found.late.values() for name in names}
+    return Recipe(**r.done, late=tuple(sorted(late)), entries=entries_of(r.found, r.notes))
 
 
-def _rates(
-    found: Checked, auto: AutoValues, has_optimizer: bool
-) -> tuple[Rule | None, float | None, float | Schedule | None, Schedule | None]:
-    """Return the schedule, the learning rate without and with the schedule, and the momentum."""
-    base = auto.learning_rate
-    # An optimizer of the caller has the learning rate of the run.
-    if found.kind("optimizer") is not None and not (has_optimizer and base is not None):
-        base = found.values["optimizer.params.lr"]
-    scheduler = rule_of(found, "scheduler")
+def _sizes(r: _Reading, v: Values) -> dict[str, Any]:
+    batch, num_micro_batches = build.batch_sizes(v, r.auto, r.notes)
+    return {"batch": batch, "num_micro_batches": num_micro_batches}
+
+
+def _rates(r: _Reading, v: Values) -> dict[str, Any]:
+    scheduler, base = rule_of(r.found, "scheduler"), _base(r)
     if scheduler is None:
-        return None, base, base, None
-    return scheduler, base, schedule_for(scheduler, lr=base), momentum_for(scheduler)
+        return {"learning_rate": base}
+    rate, momentum = schedule_for(scheduler, lr=base), momentum_for(scheduler)
+    return {"learning_rate": rate, "scheduler": scheduler, "momentum": momentum}
 
 
-def _clip(found: Checked, notes: Notes) -> float:
-    path = "gradient_clipping"
-    bound = found.values[path]
-    if path not in found.given and found.kind("optimizer") == "OneBitAdam":
-        notes[path] = Note("no clipping", "1-bit Adam gets terms of the gradient")
-        return 0.0
+def _base(r: _Reading) -> float | None:
+    """Return the learning rate without the schedule; an optimizer of the caller has the run's."""
+    is_own = r.make is not None and r.auto.learning_rate is not None
+    if r.found.kind("optimizer") is None or is_own:
+        return r.auto.learning_rate
+    return r.found.values["optimizer.params.lr"]
+
+
+def _clip(r: _Reading, v: Values) -> dict[str, Any]:
+    path, bound = "gradient_clipping", v["gradient_clipping"]
     becomes = f"zf.optim.clip_by_global_norm({bound})" if bound else "no clipping"
-    notes[path] = Note(becomes, found.values.sources.get(path, ""))
-    return bound
+    r.notes[path] = Note(becomes, v.sources.get(path, ""))
+    if path not in r.found.given and r.found.kind("optimizer") == "OneBitAdam":
+        r.notes[path] = Note("no clipping", "1-bit Adam gets terms of the gradient")
+        bound = 0.0
+    return {"max_grad_norm": bound}
 
 
-def _optimizer(
-    rule: Rule | None,
-    make: Callable[[Any], Any] | None,
-    rates: tuple[float | Schedule | None, Callable[[float], Any]],
-    momentum: Schedule | None,
-    clip: float,
-    is_whole: bool,
-    notes: Notes,
-) -> Optimizer | None:
-    rate, rate_of = rates
-    if make is not None:
-        if rule is not None:
-            notes["optimizer.type"] = Note("the caller's optimizer", "wins, as in DeepSpeed")
-        if rate is None and is_whole:
+def _optimizer(r: _Reading, v: Values) -> dict[str, Any]:
+    rate, scheduler, clip = (
+        r.done[name] for name in ("learning_rate", "scheduler", "max_grad_norm")
+    )
+    kind = r.found.kind("optimizer")
+    if r.make is not None:
+        if kind is not None:
+            r.notes["optimizer.type"] = Note("the caller's optimizer", "wins, as in DeepSpeed")
+        if rate is None and not (r.mistakes or r.found.late):
             raise OptionError(
                 "the caller's optimizer needs a learning rate; got none; write a scheduler or "
                 "optimizer.params.lr, or pass learning_rate="
             )
-        return None if rate is None else _clipped(make(rate), clip)
+        return {} if rate is None else {"optimizer": _clipped(r.make(rate), clip)}
+    rule = rule_of(r.found, "optimizer")
     if rule is None or rate is None:
-        return None
-    built = made(rule, rate_of, cycle_of(momentum))
-    notes["optimizer.type"] = Note(f"zf.optim.{built.name or 'muon'}")
-    return _clipped(built, clip)
+        return {"rule": rule}
+
+    def rate_of(lr: float) -> float | Schedule:
+        if lr == rule.options["lr"]:
+            return rate
+        return lr if scheduler is None else schedule_for(scheduler, lr=lr)
+
+    built = made(rule, rate_of, cycle_of(r.done["momentum"]))
+    r.notes["optimizer.type"] = Note(f"zf.optim.{built.name or 'muon'}")
+    return {"rule": rule, "optimizer": _clipped(built, clip)}
+
+
+def _dtypes(r: _Reading, v: Values) -> dict[str, Any]:
+    precision = build.precision_of(v, r.done["num_micro_batches"], r.notes)
+    return {"precision": precision, "autocast": build.autocast_of(v)}
+
+
+def _gathers(r: _Reading, v: Values) -> dict[str, Any]:
+    schedule = build.schedule_options_of(v, r.done["bucket_bytes"], r.notes)
+    return {"schedule": schedule, "secondary": schedule is not None and schedule.secondary}
+
+
+def _remat(r: _Reading, v: Values) -> dict[str, Any]:
+    is_host = v["activation_checkpointing.cpu_checkpointing"]
+    return {"remat": {"store": StoreChoice("host", {})} if is_host else {}}
+
+
+_Part = Callable[[_Reading, Values], Mapping[str, Any]]
+# By the place of the mistakes, the functions that make the fields of a recipe, in order.
+_PARTS: tuple[tuple[str, _Part], ...] = (
+    ("train_batch_size", _sizes),
+    (_Z, lambda r, v: {"bucket_bytes": build.bucket_bytes_of(v, r.notes)}),
+    ("scheduler.params", _rates),
+    ("gradient_clipping", _clip),
+    ("optimizer.params", _optimizer),
+    ("fp16", _dtypes),
+    (_Z, _gathers),
+    (_Z, lambda r, v: {"compression": build.compression_of(v, r.found.given)}),
+    (_PARAM, lambda r, v: {"params_store": build.store_of(v, "offload_param", r.notes)}),
+    (_OPT, lambda r, v: {"optimizer_store": build.store_of(v, "offload_optimizer", r.notes)}),
+    (_Z, lambda r, v: {"stage": v[f"{_Z}.stage"], "rows": build.rows_of(v)}),
+    ("activation_checkpointing", _remat),
+)
 
 
 def _clipped(rule: Any, clip: float) -> Optimizer:
     return optim.chain(optim.clip_by_global_norm(clip), rule) if clip else optim.as_optimizer(rule)
-
-
-def _remat(v: Values) -> Mapping[str, StoreChoice]:
-    is_host = v["activation_checkpointing.cpu_checkpointing"]
-    return {"store": StoreChoice("host", {})} if is_host else {}
 
 
 def _autocasting(loss_fn: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:

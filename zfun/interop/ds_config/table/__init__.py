@@ -23,7 +23,19 @@ SECTIONS = frozenset(
 
 
 def kind_of(section: str, name: Any) -> str | None:
-    """Return a type of the optimizer or scheduler in the table's spelling; ``None`` if unknown."""
+    """Return a type of the optimizer or scheduler in the table's spelling.
+
+    Args:
+        section: ``"optimizer"`` or ``"scheduler"``.
+        name: the type, in any case.
+
+    Returns:
+        The type; ``None`` if there is none of this name.
+
+    Example:
+        >>> kind_of("optimizer", "adamw"), kind_of("scheduler", "adamw")
+        ('AdamW', None)
+    """
     return TYPES[section].get(name.lower()) if isinstance(name, str) else None
 
 
