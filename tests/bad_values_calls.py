@@ -18,7 +18,6 @@ import zfun.testing
 from zfun import collectives as co
 from zfun import interop, layout, tree
 from zfun.collectives import Group
-from zfun.interop.ds_config import Rule
 
 WEIGHTS = torch.tensor([[1.0, -2.0], [0.5, 3.0]])
 BATCH = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
@@ -1208,15 +1207,6 @@ case(
     weight_decay=FROM_0,
     num_warmup=("zero",),
 )
-case(
-    "interop.ds_config.rule_for",
-    lambda g: {"rule": Rule("AdamW", {}), "lr": 0.1, "decays": {"b1": 0.5}},
-)
-case(
-    "interop.ds_config.schedule_for",
-    lambda g: {"rule": Rule("WarmupLR", {"warmup_num_steps": 3}), "lr": 0.1},
-)
-case("interop.ds_config.momentum_for", lambda g: {"rule": Rule("WarmupLR", {})})
 case("interop.parse_auto_values", lambda g: {"settings": ["world_size=2"]})
 case("interop.batch_of", lambda g: {"world_size": 2, "train": 4})
 case("interop.solve_batch", lambda g: {"max_batch": 64, "micro_batches": [2, 4]})

@@ -10,6 +10,7 @@
 ``_optimizers``    the optimizer and the schedule, for all leaves or for a parameter group
 ``_batch``         batch sizes, elastic ones too
 ``_mistakes``      the error that lists all mistakes
+``_parts``         the parts of a recipe, in order
 ``_recipe``        the record of all options
 ``_explain``       the account of what became of each key
 =================  ===============================================================================

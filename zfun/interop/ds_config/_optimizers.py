@@ -21,7 +21,6 @@ from zfun.interop.ds_config._values import Checked, Values, checked
 from zfun.interop.ds_config.table import keys_of, kind_of
 from zfun.interop.ds_config.table._optim import TORCH_OPTIMIZERS
 from zfun.optim import Optimizer, Schedule
-from zfun.options import FUNCTION, instance, number, takes
 
 __all__ = ["Rule", "cycle_of", "made", "momentum_for", "rule_for", "rule_of", "schedule_for"]
 
@@ -46,9 +45,6 @@ class Rule(NamedTuple):
     options: Mapping[str, Any]
 
 
-_RULE = instance(Rule, "a Rule", 'Rule("AdamW", {"lr": 3e-4})')
-
-
 def rule_of(found: Checked, section: str) -> Rule | None:
     """Return the optimizer or the scheduler of a checked configuration; ``None`` without one."""
     kind = found.kind(section)
@@ -60,7 +56,6 @@ def rule_of(found: Checked, section: str) -> Rule | None:
     return Rule(kind, options)
 
 
-@takes(rule=_RULE, lr=number(0) | FUNCTION | None, decays=instance(Mapping, "a dict", "{}") | None)
 def rule_for(
     rule: Rule,
     *,
@@ -105,7 +100,6 @@ def rule_for(
     return made(whole, rate_of, decays or {})
 
 
-@takes(rule=_RULE, lr=number(0) | None)
 def schedule_for(rule: Rule, *, lr: float | None = None) -> Schedule:
     """Make the learning rate of one parameter group.
 
@@ -130,7 +124,6 @@ def schedule_for(rule: Rule, *, lr: float | None = None) -> Schedule:
     return _late(_by_step(rule.kind, rule.options, lr), rule.options)
 
 
-@takes(rule=_RULE)
 def momentum_for(rule: Rule) -> Schedule | None:
     """Make the momentum that OneCycle changes beside the learning rate.
 
