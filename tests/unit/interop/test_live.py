@@ -342,9 +342,7 @@ def test_writes_of_all_ranks_count_once(stage: int) -> None:
         torch.testing.assert_close(
             engine.state_dict()["head.weight"], expected.head.weight.detach() + 1
         )
-        with pytest.raises(
-            PlacementError, match=r"keeps shape, dtype and device; leaf 'into\.w"
-        ):
+        with pytest.raises(PlacementError, match=r"keeps shape, dtype and device; leaf 'into\.w"):
             net.half()
 
     zf.simulate(RANKS, main)

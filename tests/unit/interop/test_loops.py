@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.interop import trainers
+from zfun.errors import ConfigError
 from zfun.interop.accelerate import Accelerator
 from zfun.interop.transformers import Seq2SeqTrainer, Trainer, TrainingArguments
 
@@ -378,3 +379,126 @@ def test_a_trainer_of_trl_has_the_numbers_of_trl(stage: int, tmp_path: Any) -> N
     model = trls.saved_model(tmp_path / "model")
     plain, found = (trls.run("sft lora", its, model) for its in (None, stage))
     torch.testing.assert_close(torch.tensor(found), torch.tensor(plain), rtol=1e-5, atol=1e-6)
+
+
+def plain_of_a_configuration(rule: Any, rate_of: Callable[[int], float]) -> list[float]:
+    """Train without any Trainer, with an optimizer of torch or a plain loop, and rates by step."""
+    model = llama()
+    optimizer = rule(model.parameters())
+    losses = []
+    rows = trainers.rows()
+    for step in range(4):
+        for group in optimizer.param_groups:
+            group["lr"] = rate_of(step)
+        batch = torch.utils.data.default_collate(rows[4 * step : 4 * step + 4])
+        loss = model(**batch).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+class PlainLion(torch.optim.Optimizer):
+    """The formulae of the paper."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.0, **options})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            b1, b2 = group["betas"]
+            for p in group["params"]:
+                m = self.state[p].setdefault("m", torch.zeros_like(p))
+                change = (b1 * m + (1 - b1) * p.grad).sign() + group["weight_decay"] * p
+                p.sub_(group["lr"] * change)
+                m.mul_(b2).add_(p.grad, alpha=1 - b2)
+
+
+def falling(step: int) -> float:
+    """WarmupDecayLR of DeepSpeed with two steps of warm-up and a total of four."""
+    taken = max(step - 1, -1)
+    if taken < 0:
+        return 0.0
+    return 1e-2 * (taken / 2 if taken < 2 else max(0.0, (4 - taken) / 2))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(
+    ("kind", "options", "rule"),
+    [
+        ("Lion", {"weight_decay": 0.1}, lambda p: PlainLion(p, weight_decay=0.1)),
+        ("lion", {}, PlainLion),
+        ("SGD", {"momentum": 0.9}, lambda p: torch.optim.SGD(p, 1e-2, momentum=0.9)),
+        ("adam", {"adam_w_mode": False}, lambda p: torch.optim.Adam(p, 1e-2, weight_decay=0.1)),
+        ("ADAMW", {}, lambda p: torch.optim.AdamW(p, 1e-2, weight_decay=0.1)),
+        ("Adagrad", {}, lambda p: torch.optim.Adagrad(p, 1e-2, weight_decay=0.1)),
+    ],
+)
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_optimizer_and_schedule_of_a_configuration_train(
+    stage: int, kind: str, options: dict[str, Any], rule: Any, scheduled: bool
+) -> None:
+    decay = (
+        0.1 if kind.lower() in ("adam", "adamw", "adagrad") else options.get("weight_decay", 0.0)
+    )
+    if kind.lower() in ("lion", "sgd") and not scheduled and stage == 0:
+        options = {**options, "lr": 1e-2}
+    params = {"lr": "auto", **options}
+    if kind != "lion" and "weight_decay" not in params:
+        params["weight_decay"] = "auto"
+    config: dict[str, Any] = {
+        "optimizer": {"type": kind, "params": params},
+        "zero_optimization": {"stage": stage},
+        "gradient_clipping": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+    }
+    if scheduled:
+        config["scheduler"] = {
+            "type": "WarmupDecayLR",
+            "params": {
+                "warmup_min_lr": "auto",
+                "warmup_max_lr": "auto",
+                "warmup_num_steps": "auto",
+                "total_num_steps": "auto",
+                "warmup_type": "linear",
+            },
+        }
+    arguments = {
+        **OPTIONS,
+        "gradient_accumulation_steps": 1,
+        "max_grad_norm": 0.0,
+        "weight_decay": decay,
+        "warmup_steps": 2,
+        "lr_scheduler_type": "constant",
+        "train_sampling_strategy": "sequential",
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = trainers.make(Trainer, folder, options=arguments, model=llama(), zero=config)
+        trainer.train()
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    plain = plain_of_a_configuration(rule, falling if scheduled else lambda step: 1e-2)
+    assert losses == pytest.approx(plain, rel=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"optimizer": {"type": "Lion", "params": {"lr": 0.5}}}, r"optimizer\.params\.lr: equals"),
+        ({"fp16": {"enabled": True}}, r"fp16\.enabled: equals the value of the run, False"),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 77}}},
+            r"warmup_num_steps: equals the value of the run",
+        ),
+        ({"optimizer": {"type": "Lionel", "params": {}}}, r"optimizer\.type.*Lionel"),
+    ],
+)
+def test_a_configuration_that_contradicts_the_arguments_is_refused(
+    section: dict[str, Any], message: str
+) -> None:
+    config = {"zero_optimization": {"stage": 2}, **section}
+    if "scheduler" in section:
+        config["optimizer"] = {"type": "AdamW", "params": {"lr": "auto"}}
+    with tempfile.TemporaryDirectory() as folder, pytest.raises(ConfigError, match=message):
+        trainers.make(Trainer, folder, options=OPTIONS, model=llama(), zero=config).train()

@@ -80,10 +80,9 @@ def configured(walked: Walked, values: Values, params: Iterable[Any]) -> Configu
         values: the values of all keys.
         params: parameters, or groups of parameters, whose options win.
     """
-    name = walked.given.get("optimizer.type")
-    if name is None:
+    kind = walked.kind("optimizer")
+    if kind is None:
         return None
-    kind = next((one for one in TORCH_OPTIMIZERS if one.lower() == str(name).lower()), str(name))
     own = {
         path.removeprefix(f"{_O}."): values[path]
         for path in walked.given

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from zfun import optim
 from zfun.errors import OptionError
 from zfun.interop.deepspeed._rules import configured, names_of, rule_of
 from zfun.interop.deepspeed.ops._described import Described
 from zfun.interop.deepspeed.runtime import lr_schedules
 from zfun.interop.ds_config import AutoValues, Recipe, from_ds_config
 from zfun.interop.ds_config._read import read
-from zfun.interop.ds_config._values import Values, values_of
-from zfun.interop.ds_config._walk import Walked, walk
+from zfun.interop.ds_config._values import Checked, Values, checked
 from zfun.interop.ds_config.table._optim import SCHEDULERS
 
 __all__ = ["Settings", "config_of", "settings_of"]
@@ -99,10 +99,16 @@ def settings_of(
     if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer(params)
     known = _known(module, world_size, optimizer, auto or AutoValues())
-    # All mistakes are reported before anything is made.
-    from_ds_config(config, auto=known)
-    walked = walk(keys)
-    values, _ = values_of(walked, known)
+    # All mistakes are reported before anything is made. An optimizer of the script wins.
+    recipe = from_ds_config(config, auto=known, optimizer=None if optimizer is None else optim.sgd)
+    if recipe.autocast is not None:
+        raise OptionError(
+            "initialize() computes in the dtypes of fp16 and bf16; got torch_autocast in the "
+            "configuration; use torch.autocast in the forward of the model, and leave the section "
+            "out"
+        )
+    walked = checked(keys, known, has_optimizer=optimizer is not None)
+    values = walked.values
     made = configured(walked, values, params) if optimizer is None else optimizer
     if made is None:
         raise OptionError(
@@ -140,7 +146,9 @@ def _known(module: nn.Module, world_size: int, optimizer: Any, auto: AutoValues)
     return AutoValues(**{**found, **{k: v for k, v in given.items() if v is not None}})
 
 
-def _scheduler(walked: Walked, values: Values, optimizer: torch.optim.Optimizer, given: Any) -> Any:
+def _scheduler(
+    walked: Checked, values: Values, optimizer: torch.optim.Optimizer, given: Any
+) -> Any:
     if given is not None:
         is_maker = callable(given) and not hasattr(given, "step")
         return given(optimizer) if is_maker else given

@@ -21,19 +21,11 @@ from zfun.recipes import Precision
 from zfun.stores import Store
 from zfun.transforms import ScheduleOptions
 
-__all__ = [
-    "Notes",
-    "StoreChoice",
-    "batch_sizes",
-    "bucket_bytes_of",
-    "compression_of",
-    "precision_of",
-    "rows_of",
-    "schedule_options_of",
-    "store_of",
-]
+__all__ = ["Note", "Notes", "StoreChoice"]
 
 _Z = "zero_optimization"
+_STEPS, _REDUCE = "gradient_accumulation_steps", "communication_data_type"
+_SCALE, _ACCUM = "fp16.loss_scale", "data_types.grad_accum_dtype"
 
 
 class Note(NamedTuple):
@@ -79,35 +71,28 @@ def batch_sizes(v: Values, auto: AutoValues, notes: Notes) -> tuple[Batch | None
         text = f"train {batch.train}, micro {batch.micro}, accumulation {batch.accumulation}"
         notes["elasticity.enabled"] = Note(f"Recipe.batch: {text}")
         return batch, batch.accumulation
-    train, micro = v["train_batch_size"], v["train_micro_batch_size_per_gpu"]
-    accumulation = v["gradient_accumulation_steps"]
-    if train is None and micro is None and accumulation is None:
-        notes["gradient_accumulation_steps"] = Note(
-            "zf.zero(num_micro_batches=1)", "no batch size is known, so a batch is one micro-batch"
-        )
+    train, micro, steps = (
+        v[name] for name in ("train_batch_size", "train_micro_batch_size_per_gpu", _STEPS)
+    )
+    if train is micro is steps is None:
+        why = "no batch size is known, so a batch is one micro-batch"
+        notes[_STEPS] = Note("zf.zero(num_micro_batches=1)", why)
         return None, 1
-    if auto.world_size is None and train is None and micro is not None:
-        steps = accumulation or 1
-        notes["gradient_accumulation_steps"] = Note(f"zf.zero(num_micro_batches={steps})")
-        return None, steps
-    batch = batch_of(_ranks(v, auto), train=train, micro=micro, accumulation=accumulation)
+    ranks = auto.world_size
+    if ranks is None and train is None:
+        if micro is not None:
+            notes[_STEPS] = Note(f"zf.zero(num_micro_batches={steps or 1})")
+            return None, steps or 1
+        ranks = 1  # batch_of refuses the accumulation alone, whatever the number of ranks
+    if ranks is None:
+        if not (micro and steps):
+            raise _unknown_ranks(train)
+        ranks = max(1, train // (micro * steps))
+    batch = batch_of(ranks, train=train, micro=micro, accumulation=steps)
     notes["train_batch_size"] = Note(f"Recipe.batch.train={batch.train}")
     notes["train_micro_batch_size_per_gpu"] = Note(f"Recipe.batch.micro={batch.micro}")
-    notes["gradient_accumulation_steps"] = Note(f"zf.zero(num_micro_batches={batch.accumulation})")
+    notes[_STEPS] = Note(f"zf.zero(num_micro_batches={batch.accumulation})")
     return batch, batch.accumulation
-
-
-def _ranks(v: Values, auto: AutoValues) -> int:
-    """Return the number of ranks, or the number that the three batch sizes imply."""
-    if auto.world_size is not None:
-        return auto.world_size
-    sizes = v["train_batch_size"], v["train_micro_batch_size_per_gpu"]
-    train, micro, accumulation = *sizes, v["gradient_accumulation_steps"]
-    if train and micro and accumulation:
-        return max(1, train // (micro * accumulation))
-    if train is None:
-        return 1  # batch_of refuses the accumulation alone, whatever the number of ranks
-    raise _unknown_ranks(train)
 
 
 def _unknown_ranks(train: int) -> OptionError:
@@ -135,22 +120,29 @@ def _elastic(v: Values, auto: AutoValues) -> Batch:
     return batch_of(replicas, train=found.train, micro=found.micro)
 
 
+def autocast_of(v: Values) -> torch.dtype | None:
+    """Return the dtype of ``torch.autocast`` around the loss; ``None`` without."""
+    return v["torch_autocast.dtype"] if v["torch_autocast.enabled"] else None
+
+
 def precision_of(v: Values, num_micro_batches: int, notes: Notes) -> Precision:
     """Return the dtypes; gradients are sent in the model's dtype by default, as in DeepSpeed."""
     half = torch.float16 if v["fp16.enabled"] else torch.bfloat16 if v["bf16.enabled"] else None
-    named = [v["communication_data_type"], v["data_types.grad_accum_dtype"]]
-    named = [dtype for dtype in named if dtype is not None]
+    autocast = autocast_of(v)
+    # A run in 16 bits that autocasts keeps parameters in float32.
+    half = half if autocast is None else None
+    named = [dtype for dtype in (v[_REDUCE], v[_ACCUM]) if dtype is not None]
     reduce = functools.reduce(torch.promote_types, named) if named else half
     if reduce is not None:
-        why = ""
+        why = "" if named else "DeepSpeed's default, the dtype of the model"
         if not named and num_micro_batches > 1:
             why = 'micro-batches add up in this dtype too; write grad_accum_dtype "fp32" for more'
-        elif not named:
-            why = "DeepSpeed's default, the dtype of the model"
-        for path in ("communication_data_type", "data_types.grad_accum_dtype"):
-            notes[path] = Note(f"zf.Precision(reduce={reduce})", why)
+        notes[_REDUCE] = notes[_ACCUM] = Note(f"zf.Precision(reduce={reduce})", why)
     if half is None:
-        return Precision(reduce=reduce)
+        # torch's scaler of autocast has no hysteresis, and doubles after 2000 steps.
+        is_scaled = autocast is torch.float16
+        scale = dynamic_loss_scale(window=2000, hysteresis=1) if is_scaled else None
+        return Precision(reduce=reduce, loss_scale=scale)
     narrow = v["bf16.bf16_master_weights_and_grads"] and half is torch.bfloat16
     made = Precision(half, half, reduce, None if narrow else torch.float32, _loss_scale(v, notes))
     notes["bf16.enabled" if half is torch.bfloat16 else "fp16.enabled"] = Note(
@@ -162,10 +154,10 @@ def precision_of(v: Values, num_micro_batches: int, notes: Notes) -> Precision:
 def _loss_scale(v: Values, notes: Notes) -> LossScale | float | None:
     if not v["fp16.enabled"]:
         return None
-    if v["fp16.loss_scale"] > 0:
-        notes["fp16.loss_scale"] = Note(f"zf.Precision(loss_scale={v['fp16.loss_scale']})")
-        return v["fp16.loss_scale"]
-    notes["fp16.loss_scale"] = Note("zf.optim.dynamic_loss_scale(...)", "0 is a dynamic scale")
+    if v[_SCALE] > 0:
+        notes[_SCALE] = Note(f"zf.Precision(loss_scale={v[_SCALE]})")
+        return v[_SCALE]
+    notes[_SCALE] = Note("zf.optim.dynamic_loss_scale(...)", "0 is a dynamic scale")
     return dynamic_loss_scale(
         2.0 ** v["fp16.initial_scale_power"],
         window=v["fp16.loss_scale_window"],
@@ -177,25 +169,24 @@ def _loss_scale(v: Values, notes: Notes) -> LossScale | float | None:
 
 
 def _itemsize(v: Values) -> int:
-    return 2 if v["fp16.enabled"] or v["bf16.enabled"] else 4
+    return 2 if (v["fp16.enabled"] or v["bf16.enabled"]) and autocast_of(v) is None else 4
 
 
 def bucket_bytes_of(v: Values, notes: Notes) -> int:
     """Return the size of a bucket: zfun's, or less if DeepSpeed's bounds are below."""
-    bounds = {f"{_Z}.reduce_bucket_size": v[f"{_Z}.reduce_bucket_size"]}
-    if v[f"{_Z}.stage"] in (1, 2):
-        bounds[f"{_Z}.allgather_bucket_size"] = v[f"{_Z}.allgather_bucket_size"]
-    size = max(1, min(DEFAULT_BUCKET_BYTES, *(n * _itemsize(v) for n in bounds.values())))
-    for path, elements in bounds.items():
-        is_bound = size == max(1, elements * _itemsize(v))
-        why = (
-            f"{elements} elements"
-            if is_bound
-            else "zfun's default, below this bound; smaller buckets overlap better"
-            if size == DEFAULT_BUCKET_BYTES
-            else "the other bound is lower"
-        )
-        notes[path] = Note(f"zf.zero(bucket_bytes={size})", why)
+    names = [
+        "reduce_bucket_size",
+        *(["allgather_bucket_size"] if v[f"{_Z}.stage"] in (1, 2) else []),
+    ]
+    bounds = {name: max(1, v[f"{_Z}.{name}"] * _itemsize(v)) for name in names}
+    size = min(DEFAULT_BUCKET_BYTES, *bounds.values())
+    for name, bound in bounds.items():
+        why = "the other bound is lower"
+        if size == bound:
+            why = f"{v[f'{_Z}.{name}']} elements"
+        elif size == DEFAULT_BUCKET_BYTES:
+            why = "zfun's default, below this bound; smaller buckets overlap better"
+        notes[f"{_Z}.{name}"] = Note(f"zf.zero(bucket_bytes={size})", why)
     return size
 
 
@@ -203,27 +194,22 @@ def schedule_options_of(v: Values, bucket_bytes: int, notes: Notes) -> ScheduleO
     """Return when stage 3 gathers; ``None`` at other stages."""
     if v[f"{_Z}.stage"] != 3:
         return None
-    ahead, live = (
-        v[f"{_Z}.stage3_prefetch_bucket_size"],
-        v[f"{_Z}.stage3_max_live_parameters"],
-    )
+    ahead, live = v[f"{_Z}.stage3_prefetch_bucket_size"], v[f"{_Z}.stage3_max_live_parameters"]
     prefetch = max(1, ahead * _itemsize(v) // bucket_bytes) if ahead and live else 0
     notes[f"{_Z}.stage3_prefetch_bucket_size"] = Note(
         f"zf.ScheduleOptions(prefetch={prefetch})",
         f"{ahead} elements in buckets of {bucket_bytes} bytes" if prefetch else "no prefetch",
     )
     if not live:
-        notes[f"{_Z}.stage3_max_live_parameters"] = Note(
-            "zf.ScheduleOptions(prefetch=0)", "in DeepSpeed 0 only stops prefetching"
-        )
-    is_hpz = v[f"{_Z}.zero_hpz_partition_size"] > 1
+        why = "in DeepSpeed 0 only stops prefetching"
+        notes[f"{_Z}.stage3_max_live_parameters"] = Note("zf.ScheduleOptions(prefetch=0)", why)
     return ScheduleOptions(
         prefetch=prefetch,
         max_live=live or None,
         reuse_distance=v[f"{_Z}.stage3_max_reuse_distance"],
         persistence=v[f"{_Z}.stage3_param_persistence_threshold"],
         max_persistent=v[f"{_Z}.stage3_model_persistence_threshold"],
-        secondary=is_hpz,
+        secondary=v[f"{_Z}.zero_hpz_partition_size"] > 1,
     )
 
 
@@ -236,11 +222,9 @@ def rows_of(v: Values) -> int | None:
 def compression_of(v: Values, given: Mapping[str, Any]) -> Compression:
     """Return the codecs of ZeRO++ and LoCo."""
     loco = f"{_Z}.zeropp_loco_param"
-    feedback = (
-        error_feedback(err_beta=v[f"{loco}.err_beta"], reset=v[f"{loco}.reset_T"])
-        if any(path.startswith(loco) for path in given)
-        else None
-    )
+    feedback = None
+    if any(path.startswith(loco) for path in given):
+        feedback = error_feedback(err_beta=v[f"{loco}.err_beta"], reset=v[f"{loco}.reset_T"])
     return Compression(
         params=int8() if v[f"{_Z}.zero_quantized_weights"] else None,
         grads=int4(feedback=feedback) if v[f"{_Z}.zero_quantized_gradients"] else None,
@@ -250,27 +234,23 @@ def compression_of(v: Values, given: Mapping[str, Any]) -> Compression:
 def store_of(v: Values, section: str, notes: Notes) -> StoreChoice | None:
     """Return the store of ``offload_param`` or ``offload_optimizer``."""
     path = f"{_Z}.{section}"
-    device = v[f"{path}.device"]
+    device, is_pinned = v[f"{path}.device"], v[f"{path}.pin_memory"]
     if device == "none":
         return None
     # Without a device there is nothing to page-lock for, so true asks and does not insist.
-    pin = None if v[f"{path}.pin_memory"] else False
-    if device == "cpu":
-        made = StoreChoice("host", {} if pin is None else {"pin": pin})
-    else:
-        params = section == "offload_param"
+    options: dict[str, Any] = {} if is_pinned else {"pin": False}
+    if device == "nvme":
+        names = ("buffer_count", *(("buffer_size", "max_in_cpu") if "param" in section else ()))
         options = {
             "path": v[f"{path}.nvme_path"],
             "block_size": v["aio.block_size"],
             "queue_depth": v["aio.queue_depth"],
             "num_threads": v["aio.intra_op_parallelism"],
-            "buffer_count": v[f"{path}.buffer_count"],
-            **({"buffer_size": v[f"{path}.buffer_size"]} if params else {}),
-            **({"max_in_cpu": v[f"{path}.max_in_cpu"]} if params else {}),
-            **({} if pin is None else {"pin_memory": pin}),
+            **{name: v[f"{path}.{name}"] for name in names},
+            **({} if is_pinned else {"pin_memory": False}),
         }
-        made = StoreChoice("nvme", options)
-    parts = "params={0}" if section == "offload_param" else "optimizer={0}, grads={0}"
+    made = StoreChoice("nvme" if device == "nvme" else "host", options)
+    parts = "params={0}" if "param" in section else "optimizer={0}, grads={0}"
     notes[f"{path}.device"] = Note(
         f"zf.stores.Offload({parts.format(f'zf.stores.{made.kind}(...)')})"
     )

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from zfun.interop.ds_config._build import Notes
-from zfun.interop.ds_config._values import Values
-from zfun.interop.ds_config._walk import Walked
+from zfun.interop.ds_config._build import Note, Notes
+from zfun.interop.ds_config._values import Checked, Values
 from zfun.interop.ds_config.table._keys import Key
 from zfun.tables import html_table
 
@@ -35,7 +34,8 @@ class Entry(NamedTuple):
         path: the key.
         given: the value as written; ``None`` for a default.
         verdict: ``"mapped"``, ``"ignored"``, ``"off"`` for a feature that zfun does not have and
-            that is switched off, or ``"default"`` for a key that is left out.
+            that is switched off, ``"default"`` for a key that is left out, or ``"late"`` for a key
+            that waits for a value of the run.
         becomes: the option with its value.
         why: the reason.
     """
@@ -47,43 +47,42 @@ class Entry(NamedTuple):
     why: str
 
 
-def entries_of(walked: Walked, values: Values, notes: Notes) -> tuple[Entry, ...]:
+def entries_of(checked: Checked, notes: Notes) -> tuple[Entry, ...]:
     """Return the account of a configuration without mistakes, in the order of the table."""
+    values = checked.values
     notable = _NOTABLE + (_NOTABLE_AT_3 if values[f"{_Z}.stage"] == 3 else ())
     found = []
-    for path, key in walked.keys.items():
-        if path in walked.given:
-            entry = _given(key, walked.given[path], values, notes)
-            written = walked.written.get(path, path)
+    for path, key in checked.keys.items():
+        if path in checked.late:
+            fields = " and ".join(f"{field}=" for field in checked.late[path])
+            why = f"waits for {fields}"
+            found.append(Entry(path, checked.given.get(path), "late", key.becomes, why))
+        elif path in checked.given:
+            entry = _given(key, checked.given[path], values, notes)
+            written = checked.written.get(path, path)
             if written != path:
                 entry = entry._replace(path=written, why=_joined(f"stands for {path}", entry.why))
             found.append(entry)
         elif path in notable and (path in notes or path in _NOTABLE_AT_3):
-            note = notes.get(path)
-            becomes = note.becomes if note else _with_value(key.becomes, values[path])
+            note = notes.get(path) or Note(_with_value(key.becomes, values[path]))
             source = values.sources.get(path, "DeepSpeed's default")
-            found.append(
-                Entry(path, None, "default", becomes, note.why if note and note.why else source)
-            )
-    for name, value in walked.extra.items():
+            found.append(Entry(path, None, "default", note.becomes, note.why or source))
+    for name, value in checked.extra.items():
         path = f"optimizer.params.{name}"
         found.append(Entry(path, value, "mapped", f"zf.optim.from_torch({name}={value})", ""))
+    for name, value in checked.unknown.items():
+        found.append(Entry(name, value, "ignored", "", "is no key, and DeepSpeed ignores it too"))
     return tuple(found)
 
 
 def _given(key: Key, given: Any, values: Values, notes: Notes) -> Entry:
-    source = values.sources.get(key.path, "")
-    if key.verdict == "ignored":
-        return Entry(key.path, given, "ignored", "", key.why)
     if key.verdict == "refused":
         return Entry(key.path, given, "off", "", "is off")
-    reason = _unused(key.path, values)
+    reason = key.why if key.verdict == "ignored" else _unused(key.path, values)
     if reason:
         return Entry(key.path, given, "ignored", "", reason)
-    note = notes.get(key.path)
-    if note is None:
-        becomes = _with_value(key.becomes, values[key.path])
-        return Entry(key.path, given, "mapped", becomes, _joined(source, key.why))
+    note = notes.get(key.path) or Note(_with_value(key.becomes, values[key.path]))
+    source = values.sources.get(key.path, "")
     return Entry(key.path, given, "mapped", note.becomes, _joined(source, note.why or key.why))
 
 
@@ -106,25 +105,20 @@ def _unused(path: str, values: Values) -> str:
     """Return why nothing reads a mapped key in this configuration."""
     section, _, name = path.rpartition(".")
     stage = values[f"{_Z}.stage"]
-    devices = {
-        part: values[f"{_Z}.{part}.device"] for part in ("offload_param", "offload_optimizer")
-    }
-    for half in ("fp16", "bf16"):
-        if section == half and name != "enabled" and not values[f"{half}.enabled"]:
-            return f"{half} is off"
+    offloads = [f"{_Z}.offload_param", f"{_Z}.offload_optimizer"]
+    devices = {part: values[f"{part}.device"] for part in offloads}
+    if section in ("fp16", "bf16", "torch_autocast", "elasticity") and name != "enabled":
+        return "" if values[f"{section}.enabled"] else f"{section} is off"
     if name.startswith("stage3_") and stage != 3:
         return f"is for stage 3, and the stage is {stage}"
     if name == "allgather_bucket_size" and stage not in (1, 2):
         return f"is for stages 1 and 2, and the stage is {stage}"
     if section == "aio" and "nvme" not in devices.values():
         return "nothing is on a disk"
-    for part, device in devices.items():
-        if section == f"{_Z}.{part}" and name not in ("device", "pin_memory") and device != "nvme":
-            return "nothing of this section is on a disk"
+    if section in devices and name not in ("device", "pin_memory") and devices[section] != "nvme":
+        return "nothing of this section is on a disk"
     if section == f"{_Z}.zeropp_loco_param" and not values[f"{_Z}.zero_quantized_gradients"]:
         return "gradients are not quantised"
-    if section == "elasticity" and not values["elasticity.enabled"]:
-        return "elasticity is off"
     return ""
 
 

@@ -38,9 +38,9 @@ def mistake(path: str, rule: str, got: Any, remedy: str) -> Mistake:
     return Mistake(shown_path, rule, shown(got), remedy)
 
 
-def nearest(word: str, known: Iterable[str]) -> str | None:
+def nearest(word: str, known: Iterable[str], likeness: float = 0.6) -> str | None:
     """Return the known word that is most like another."""
-    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)), None)
+    return next(iter(difflib.get_close_matches(word, list(known), 1, likeness)), None)
 
 
 def error_of(mistakes: Sequence[Mistake], name: str) -> ConfigError:

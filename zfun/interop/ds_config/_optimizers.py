@@ -1,106 +1,213 @@
-"""The optimizer and the schedule of a configuration."""
+"""The optimizer and the schedule of a configuration, as data and as functions.
+
+A :class:`Rule` is a type with options. ``Recipe.optimizer`` is one optimizer for all leaves. An
+adapter with parameter groups makes one optimizer for each group instead::
+
+    rule_for(recipe.rule, lr=recipe.rate_of(group["lr"]), weight_decay=group["weight_decay"])
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
 from zfun import optim
 from zfun.errors import OptionError
-from zfun.interop.ds_config._values import Values
+from zfun.interop.ds_config._mistakes import error_of
+from zfun.interop.ds_config._rules import contradictions
+from zfun.interop.ds_config._values import Checked, Values, checked
+from zfun.interop.ds_config.table import keys_of, kind_of
 from zfun.interop.ds_config.table._optim import TORCH_OPTIMIZERS
 from zfun.optim import Optimizer, Schedule
 
-__all__ = ["momentum_of", "optimizer_of", "schedule_of"]
+__all__ = ["Rule", "cycle_of", "made", "momentum_for", "rule_for", "rule_of", "schedule_for"]
 
-_O = "optimizer.params"
-_S = "scheduler.params"
+# torch's default, which DeepSpeed passes on where torch_adam is true.
 _DECAYED_BY_TORCH = 0.01
 
 
-def optimizer_of(
-    kind: str,
-    v: Values,
-    given: Mapping[str, Any],
-    extra: Mapping[str, Any],
-    rate: float | Schedule,
-    decays: Mapping[str, Any],
+class Rule(NamedTuple):
+    """An optimizer or a schedule of a configuration, as data.
+
+    Attributes:
+        kind: the type in the table's spelling, such as ``"AdamW"`` or ``"WarmupLR"``.
+        options: the values of ``params`` by name, defaults of DeepSpeed included.
+
+    Example:
+        >>> from zfun.interop import from_ds_config
+        >>> from_ds_config({"optimizer": {"type": "sgd", "params": {"lr": 0.5}}}).rule.kind
+        'SGD'
+    """
+
+    kind: str
+    options: Mapping[str, Any]
+
+
+def rule_of(found: Checked, section: str) -> Rule | None:
+    """Return the optimizer or the scheduler of a checked configuration; ``None`` without one."""
+    kind = found.kind(section)
+    if kind is None:
+        return None
+    options = found.options(section) | (found.extra if section == "optimizer" else {})
+    if options.pop("torch_adam", False) and "optimizer.params.weight_decay" not in found.given:
+        options["weight_decay"] = _DECAYED_BY_TORCH if options.get("adam_w_mode", True) else 0.0
+    return Rule(kind, options)
+
+
+def rule_for(
+    rule: Rule,
+    *,
+    lr: float | Schedule | None = None,
+    decays: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> Optimizer:
-    """Return the optimizer of a type.
+    """Make the optimizer of one parameter group.
 
     Args:
-        kind: the type.
-        v: the values of all keys.
-        given: the values as written, by path.
-        extra: parameters for a class of ``torch.optim``.
-        rate: the learning rate.
+        rule: the type, in any case, and the options of all groups.
+        lr: the learning rate, a number or a function of the steps taken; the rule's by default.
+        decays: ``b1`` and ``b2``, or ``momentum``, as numbers or functions of the steps taken;
+            :func:`cycle_of` makes them of a schedule's momentum.
+        options: the group's own, by the names in ``optimizer.params``, such as ``weight_decay``.
+
+    Returns:
+        The optimizer, without clipping.
+
+    Raises:
+        ConfigError: an option is wrong or does not exist; the message lists all mistakes.
+        OptionError: a class of torch does not take the options.
+
+    Example:
+        >>> adam = Rule("adam", {"lr": 0.1, "adam_w_mode": False})
+        >>> dict(rule_for(adam, lr=0.2, weight_decay=0.5).options)["weight_decay"]
+        0.5
+    """
+    params = {**rule.options, **options, **({} if lr is None or callable(lr) else {"lr": lr})}
+    found = checked({"optimizer": {"type": rule.kind, "params": params}})
+    if found.mistakes:
+        raise error_of(found.mistakes, f"a parameter group of {rule.kind}")
+    whole = rule_of(found, "optimizer")
+    assert whole is not None
+    base = whole.options["lr"]
+
+    def rate_of(own: float) -> float | Schedule:
+        if not callable(lr) or own == base or not base:
+            return lr if callable(lr) else own
+        return lambda step: own / base * lr(step)
+
+    return made(whole, rate_of, decays or {})
+
+
+def schedule_for(rule: Rule, *, lr: float | None = None) -> Schedule:
+    """Make the learning rate of one parameter group.
+
+    Args:
+        rule: the type, in any case, and the options of the scheduler.
+        lr: the learning rate that the group has without a schedule, where known.
+
+    Returns:
+        A function of the steps taken. DeepSpeed's counter is 0 at the second step, so warm-ups
+        are one step late.
+
+    Raises:
+        ConfigError: an option is wrong or does not exist; the message lists all mistakes.
+        OptionError: the schedule needs ``lr``.
+
+    Example:
+        >>> rise = Rule("warmuplr", {"warmup_num_steps": 4, "warmup_type": "linear"})
+        >>> [schedule_for(rise, lr=1.0)(step) for step in range(6)]
+        [0.0, 0.0, 0.25, 0.5, 0.75, 1.0]
+    """
+    rule = _scheduler(rule)
+    return _late(_by_step(rule.kind, rule.options, lr), rule.options)
+
+
+def momentum_for(rule: Rule) -> Schedule | None:
+    """Make the momentum that OneCycle changes beside the learning rate.
+
+    Args:
+        rule: the type, in any case, and the options of the scheduler.
+
+    Returns:
+        A function of the steps taken; ``None`` if the schedule changes no momentum.
+
+    Raises:
+        ConfigError: an option is wrong or does not exist; the message lists all mistakes.
+
+    Example:
+        >>> cycle = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2, "cycle_first_step_size": 2}
+        >>> round(momentum_for(Rule("OneCycle", cycle))(2), 3)
+        0.8
+    """
+    kind, s = _scheduler(rule)
+    if kind != "OneCycle" or not s["cycle_momentum"]:
+        return None
+    bounds = (s["cycle_min_mom"], s["cycle_max_mom"])
+    cycle = optim.one_cycle_momentum(*bounds, **_cycle(s), decay_rate=s["decay_mom_rate"])
+    return _late(cycle, s)
+
+
+def cycle_of(momentum: Schedule | None) -> dict[str, Any]:
+    """Return the decays of an optimizer with betas; OneCycle sets the second to a constant."""
+    return {} if momentum is None else {"b1": momentum, "b2": 0.99}
+
+
+def made(
+    rule: Rule, rate_of: Callable[[float], float | Schedule], decays: Mapping[str, Any]
+) -> Optimizer:
+    """Return the optimizer of a rule.
+
+    Args:
+        rule: with all options.
+        rate_of: the learning rate, for a learning rate in the options.
         decays: ``b1`` and ``b2``, or ``momentum``, where a schedule changes them.
     """
+    kind, o = rule
+    rate = rate_of(o["lr"])
     if kind in TORCH_OPTIMIZERS:
-        return _from_torch(kind, rate, extra)
-    decay = {"weight_decay": v[f"{_O}.weight_decay"]}
+        return _from_torch(kind, rate, {name: x for name, x in o.items() if name != "lr"})
+    decay = {"weight_decay": o["weight_decay"]}
     if kind == "SGD":
-        momentum = decays.get("momentum", v[f"{_O}.momentum"])
-        return optim.sgd(rate, momentum=momentum, nesterov=v[f"{_O}.nesterov"], **decay)
+        momentum = decays.get("momentum", o["momentum"])
+        return optim.sgd(rate, momentum=momentum, nesterov=o["nesterov"], **decay)
     if kind == "Adagrad":
-        options = {"rate_decay": v[f"{_O}.lr_decay"], "eps": v[f"{_O}.eps"]}
-        return optim.adagrad(rate, **options, **decay)
-    first, second = v[f"{_O}.betas"]
-    betas: dict[str, Any] = {"b1": first, "b2": second}
+        return optim.adagrad(rate, rate_decay=o["lr_decay"], eps=o["eps"], **decay)
+    betas = dict(zip(("b1", "b2"), o["betas"], strict=True))
     betas |= {name: decays[name] for name in betas if name in decays}
     if kind == "Lion":
         return optim.lion(rate, **betas, **decay)
-    options = {**betas, "eps": v[f"{_O}.eps"], **decay}
+    options = {**betas, "eps": o["eps"], **decay}
     if kind == "OneBitAdam":
-        steps = v[f"{_O}.freeze_step"]
+        steps = o["freeze_step"]
         return optim.onebit_adam(rate, freeze_step=steps, bias_correction=False, **options)
     if kind == "Lamb":
-        bounds = {"min_ratio": v[f"{_O}.min_coeff"], "max_ratio": v[f"{_O}.max_coeff"]}
+        bounds = {"min_ratio": o["min_coeff"], "max_ratio": o["max_coeff"]}
         return optim.lamb(rate, **options, **bounds)
     if kind == "Muon":
+        own = [o["lr"] if o[name] is None else o[name] for name in ("muon_lr", "adam_lr")]
         return optim.muon(
-            _part(rate, v[f"{_O}.lr"], v[f"{_O}.muon_lr"], given),
-            optim.adamw(_part(rate, v[f"{_O}.lr"], v[f"{_O}.adam_lr"], given), **options),
+            rate_of(own[0]),
+            optim.adamw(rate_of(own[1]), **options),
             matrices=_is_hidden_matrix,
-            momentum=v[f"{_O}.momentum"],
-            nesterov=v[f"{_O}.nesterov"],
+            momentum=o["momentum"],
+            nesterov=o["nesterov"],
             **decay,
         )
-    if kind == "Adam" and not v[f"{_O}.adam_w_mode"]:
-        return optim.adam(rate, **options)
-    if v[f"{_O}.torch_adam"] and f"{_O}.weight_decay" not in given:
-        options["weight_decay"] = _DECAYED_BY_TORCH
-    return optim.adamw(rate, **options)
+    return (optim.adamw if o.get("adam_w_mode", True) else optim.adam)(rate, **options)
 
 
-def _from_torch(kind: str, rate: float | Schedule, extra: Mapping[str, Any]) -> Optimizer:
+def _from_torch(kind: str, rate: float | Schedule, options: Mapping[str, Any]) -> Optimizer:
     try:
-        return optim.from_torch(getattr(torch.optim, kind), lr=rate, **extra)
+        return optim.from_torch(getattr(torch.optim, kind), lr=rate, **options)
     except (TypeError, ValueError) as error:
         if isinstance(error, OptionError):
             raise
         raise OptionError(
-            f"torch.optim.{kind} must take the parameters; got {dict(extra)} ({error}); see the "
+            f"torch.optim.{kind} must take the parameters; got {dict(options)} ({error}); see the "
             "page of the class"
         ) from error
-
-
-def _part(
-    rate: float | Schedule, base: float, own: float | None, given: Mapping[str, Any]
-) -> float | Schedule:
-    """Return the rate of a part of Muon that has a learning rate of its own.
-
-    DeepSpeed's cosine multiplies this rate, and the other schedules replace it.
-    """
-    if own is None or own == base:
-        return rate
-    if not callable(rate):
-        return own
-    if str(given.get("scheduler.type")).lower() != "warmupcosinelr" or not base:
-        return rate
-    return lambda step: own / base * rate(step)
 
 
 def _is_hidden_matrix(path: str, leaf: Any) -> bool:
@@ -109,48 +216,41 @@ def _is_hidden_matrix(path: str, leaf: Any) -> bool:
     return leaf.ndim == 2 and not any(word in name for word in ("embed", "lm_head"))
 
 
-def schedule_of(kind: str, v: Values, rate: float | None) -> Schedule:
-    """Return the schedule of a type, by steps taken.
+def _scheduler(rule: Rule) -> Rule:
+    """Return a rule with all options."""
+    found = checked({"scheduler": {"type": rule.kind, "params": dict(rule.options)}})
+    mistakes = [*found.mistakes, *contradictions(found)]
+    if mistakes:
+        raise error_of(mistakes, f"the schedule {rule.kind}")
+    whole = rule_of(found, "scheduler")
+    assert whole is not None
+    return whole
 
-    DeepSpeed's counter is 0 at the second step, so warm-ups are one step late.
 
-    Args:
-        kind: the type.
-        v: the values of all keys.
-        rate: the learning rate of the optimizer, where known.
-    """
-    schedule = _by_step(kind, v, rate)
-    offset = v[f"{_S}.last_batch_iteration"] + 1
+def _late(schedule: Schedule, s: Mapping[str, Any]) -> Schedule:
+    """Start after the step that the options name."""
+    offset = s["last_batch_iteration"] + 1
     return schedule if offset == 0 else lambda step: schedule(step + offset)
 
 
-def _by_step(kind: str, v: Values, rate: float | None) -> Schedule:
+def _by_step(kind: str, s: Mapping[str, Any], rate: float | None) -> Schedule:
     if kind == "LRRangeTest":
-        name = f"{_S}.lr_range_test"
-        return optim.lr_range_test(
-            v[f"{name}_min_lr"],
-            v[f"{name}_step_size"],
-            v[f"{name}_step_rate"],
-            staircase=v[f"{name}_staircase"],
+        start, steps, rise = (
+            s[f"lr_range_test_{name}"] for name in ("min_lr", "step_size", "step_rate")
         )
+        return optim.lr_range_test(start, steps, rise, staircase=s["lr_range_test_staircase"])
     if kind == "OneCycle":
-        return optim.one_cycle(
-            v[f"{_S}.cycle_min_lr"],
-            v[f"{_S}.cycle_max_lr"],
-            **_cycle(v),
-            decay_rate=v[f"{_S}.decay_lr_rate"],
-        )
-    warmup = max(2, v[f"{_S}.warmup_num_steps"])
-    shape = v[f"{_S}.warmup_type"]
+        bounds = s["cycle_min_lr"], s["cycle_max_lr"]
+        return optim.one_cycle(*bounds, **_cycle(s), decay_rate=s["decay_lr_rate"])
+    warmup, shape = max(2, s["warmup_num_steps"]), s["warmup_type"]
     if kind == "WarmupCosineLR":
-        return _cosine(v, _known(rate, "optimizer.params.lr"), warmup, shape)
-    low = v[f"{_S}.warmup_min_lr"]
-    high = v[f"{_S}.warmup_max_lr"]
+        return _cosine(s, _known(rate, "optimizer.params.lr"), warmup, shape)
+    low, high = s["warmup_min_lr"], s["warmup_max_lr"]
     high = _known(rate, "warmup_max_lr") if high is None else high
     rise = optim.warmup(high, warmup, start=low, shape=shape)
     if kind == "WarmupLR":
         return lambda step: rise(step - 1)
-    total = v[f"{_S}.total_num_steps"]
+    total = s["total_num_steps"]
     # A run that ends in the warm-up has no fall, and the rate drops at once.
     both = (
         optim.warmup_linear(high, warmup, total, low, start=low, shape=shape)
@@ -160,10 +260,9 @@ def _by_step(kind: str, v: Values, rate: float | None) -> Schedule:
     return lambda step: both(step - 1)
 
 
-def _cosine(v: Values, rate: float, warmup: int, shape: str) -> Schedule:
-    total = v[f"{_S}.total_num_steps"]
-    rise = optim.warmup(rate, warmup, start=rate * v[f"{_S}.warmup_min_ratio"], shape=shape)
-    end = rate * v[f"{_S}.cos_min_ratio"]
+def _cosine(s: Mapping[str, Any], rate: float, warmup: int, shape: str) -> Schedule:
+    total, end = s["total_num_steps"], rate * s["cos_min_ratio"]
+    rise = optim.warmup(rate, warmup, start=rate * s["warmup_min_ratio"], shape=shape)
     fall = optim.warmup_cosine(rate, warmup, total, end) if warmup < total else optim.constant(end)
 
     def schedule(step: int) -> float:
@@ -175,27 +274,13 @@ def _cosine(v: Values, rate: float, warmup: int, shape: str) -> Schedule:
     return schedule
 
 
-def momentum_of(kind: str, v: Values) -> Schedule | None:
-    """Return the momentum of OneCycle, or ``None``."""
-    if kind != "OneCycle" or not v[f"{_S}.cycle_momentum"]:
-        return None
-    schedule = optim.one_cycle_momentum(
-        v[f"{_S}.cycle_min_mom"],
-        v[f"{_S}.cycle_max_mom"],
-        **_cycle(v),
-        decay_rate=v[f"{_S}.decay_mom_rate"],
-    )
-    offset = v[f"{_S}.last_batch_iteration"] + 1
-    return schedule if offset == 0 else lambda step: schedule(step + offset)
-
-
-def _cycle(v: Values) -> dict[str, Any]:
+def _cycle(s: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "num_up": v[f"{_S}.cycle_first_step_size"],
-        "num_down": v[f"{_S}.cycle_second_step_size"],
-        "stairs_up": v[f"{_S}.cycle_first_stair_count"],
-        "stairs_down": v[f"{_S}.cycle_second_stair_count"],
-        "decay_steps": v[f"{_S}.decay_step_size"],
+        "num_up": s["cycle_first_step_size"],
+        "num_down": s["cycle_second_step_size"],
+        "stairs_up": s["cycle_first_stair_count"],
+        "stairs_down": s["cycle_second_stair_count"],
+        "decay_steps": s["decay_step_size"],
     }
 
 
@@ -206,3 +291,36 @@ def _known(rate: float | None, name: str) -> float:
             f"{name}, or pass learning_rate="
         )
     return rate
+
+
+# The older names, for adapters that hold the values of all keys.
+
+
+def optimizer_of(
+    kind: str,
+    v: Values,
+    given: Mapping[str, Any],
+    extra: Mapping[str, Any],
+    rate: float | Schedule,
+    decays: Mapping[str, Any],
+) -> Optimizer:
+    """Return the optimizer of a type, for values as written."""
+    start = "optimizer.params."
+    own = {path[len(start) :]: x for path, x in given.items() if path.startswith(start)}
+    return rule_for(Rule(kind, {**own, **extra}), lr=rate, decays=decays)
+
+
+def schedule_of(kind: str, v: Values, rate: float | None) -> Schedule:
+    """Return the schedule of a type."""
+    return schedule_for(_of_values(kind, v), lr=rate)
+
+
+def momentum_of(kind: str, v: Values) -> Schedule | None:
+    """Return the momentum of OneCycle, or ``None``."""
+    return momentum_for(_of_values(kind, v))
+
+
+def _of_values(kind: str, v: Values) -> Rule:
+    start = "scheduler.params."
+    keys = keys_of(None, kind_of("scheduler", kind))
+    return Rule(kind, {x[len(start) :]: v[x] for x in keys if x.startswith(start)})

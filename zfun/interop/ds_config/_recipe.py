@@ -2,46 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zfun import optim
+import torch
+
+from zfun import tree
 from zfun.collectives import Group, mesh_of, split
 from zfun.compression import Compression
 from zfun.errors import OptionError
 from zfun.interop.ds_config._auto import AutoValues
 from zfun.interop.ds_config._batch import Batch
-from zfun.interop.ds_config._build import (
-    Note,
-    Notes,
-    StoreChoice,
-    batch_sizes,
-    bucket_bytes_of,
-    compression_of,
-    precision_of,
-    rows_of,
-    schedule_options_of,
-    store_of,
-)
-from zfun.interop.ds_config._explain import Entry, entries_of, html_of, text_of
-from zfun.interop.ds_config._mistakes import Mistake, collecting, error_of
-from zfun.interop.ds_config._optimizers import momentum_of, optimizer_of, schedule_of
+from zfun.interop.ds_config._build import StoreChoice
+from zfun.interop.ds_config._explain import Entry, html_of, text_of
+from zfun.interop.ds_config._mistakes import error_of
+from zfun.interop.ds_config._optimizers import Rule, schedule_for
+from zfun.interop.ds_config._parts import clipped, parts_of
 from zfun.interop.ds_config._read import read
 from zfun.interop.ds_config._rules import contradictions
-from zfun.interop.ds_config._values import Unusable, Values, values_of
-from zfun.interop.ds_config._walk import Walked, walk
-from zfun.interop.ds_config.table._optim import OPTIMIZERS, SCHEDULERS, TORCH_OPTIMIZERS
+from zfun.interop.ds_config._values import checked
 from zfun.optim import Optimizer, Schedule
-from zfun.options import FUNCTION, PATH, instance, takes
+from zfun.options import FUNCTION, PATH, each, instance, one_of, takes
 from zfun.recipes import Precision, Zero, zero
 from zfun.stores import Offload
 from zfun.transforms import ScheduleOptions
 
 __all__ = ["Recipe", "from_ds_config"]
-
-_Z = "zero_optimization"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +54,11 @@ class Recipe:
         rows: how many ranks make a row of the mesh; ``None`` without a mesh.
         secondary: whether state is sharded over the whole mesh (hpZ), and not over a row (MiCS).
         remat: options of :func:`zfun.remat` for the blocks of the loss, as choices of stores.
+        autocast: the dtype of ``torch.autocast`` around the loss; ``None`` without.
+        rule: the optimizer as data, for adapters with parameter groups; ``None`` if there is none.
+        scheduler: the schedule as data; ``None`` if there is none.
+        momentum: the momentum of a cycle, by steps taken; ``None`` if none changes.
+        late: the fields of :class:`AutoValues` that some ``"auto"`` waits for.
         entries: what became of each key, and why.
 
     Example:
@@ -88,6 +82,11 @@ class Recipe:
     rows: int | None
     secondary: bool
     remat: Mapping[str, StoreChoice]
+    autocast: torch.dtype | None
+    rule: Rule | None
+    scheduler: Rule | None
+    momentum: Schedule | None
+    late: tuple[str, ...]
     entries: tuple[Entry, ...] = field(repr=False)
 
     @property
@@ -98,6 +97,23 @@ class Recipe:
             for one in self.entries
             if one.verdict in ("ignored", "default")
         )
+
+    def rate_of(self, lr: float) -> float | Schedule:
+        """Return the learning rate of a parameter group: a number, or a schedule.
+
+        Args:
+            lr: the learning rate that the group has without a schedule.
+
+        Example:
+            >>> params = {"warmup_num_steps": 2, "warmup_type": "linear"}
+            >>> recipe = from_ds_config(
+            ...     {"scheduler": {"type": "WarmupLR", "params": params}},
+            ...     auto=AutoValues(learning_rate=1.0),
+            ... )
+            >>> [recipe.rate_of(0.5)(step) for step in range(4)]
+            [0.0, 0.0, 0.25, 0.5]
+        """
+        return lr if self.scheduler is None else schedule_for(self.scheduler, lr=lr)
 
     def offload(self) -> Offload:
         """Make the stores, on the machine that trains."""
@@ -139,7 +155,12 @@ class Recipe:
             >>> zf.simulate(2, main)[0]
             tensor([0.5000, 1.0000])
         """
-        rule = self.optimizer if optimizer is None else _clipped(optimizer, self.max_grad_norm)
+        rule = self.optimizer if optimizer is None else clipped(optimizer, self.max_grad_norm)
+        if rule is None and self.late:
+            raise OptionError(
+                "the optimizer of a recipe needs every value of the run; got a configuration that "
+                f"waits for {' and '.join(self.late)}; read the configuration again with these"
+            )
         if rule is None:
             raise OptionError(
                 "a recipe needs an optimizer; got a configuration without one; pass optimizer=, "
@@ -163,6 +184,8 @@ class Recipe:
         }
         if "offload" not in options:
             own["offload"] = self.offload()
+        if self.autocast is not None:
+            loss_fn = _autocasting(loss_fn, self.autocast)
         return zero(self.stage, loss_fn, rule, group, **{**own, **options})
 
     def __str__(self) -> str:
@@ -177,12 +200,14 @@ class Recipe:
     auto=instance(AutoValues, "a zf.interop.AutoValues", "zf.interop.AutoValues(hidden_size=768)")
     | None,
     optimizer=FUNCTION | None,
+    late=each(one_of("num_steps", "num_warmup"), "names of values of a run", "('num_steps',)"),
 )
 def from_ds_config(
     config: Mapping[str, Any] | str | Path,
     *,
     auto: AutoValues | None = None,
     optimizer: Callable[[Any], Any] | None = None,
+    late: Sequence[str] = (),
 ) -> Recipe:
     """Read a configuration of DeepSpeed.
 
@@ -190,10 +215,13 @@ def from_ds_config(
     "DeepSpeed configurations" has the table.
 
     Args:
-        config: the keys, or the path of a JSON file, which may have comments.
+        config: the keys, the path of a JSON file, which may have comments, or its text in base64.
         auto: the values of the run, which fill ``"auto"`` and keys that are left out.
         optimizer: a function from the learning rate, a number or a schedule, to an optimizer, such
-            as ``zf.optim.adamw``. The function wins over the optimizer of the configuration.
+            as ``zf.optim.adamw``. The function wins over the optimizer of the configuration, whose
+            numbers may differ from those of the run.
+        late: the fields of ``auto`` that are known later, ``"num_steps"`` or ``"num_warmup"``. A
+            schedule that waits for one is left out; read the configuration again for the schedule.
 
     Returns:
         The options; ``recipe.zero(loss_fn, group)`` composes the stage.
@@ -218,140 +246,21 @@ def from_ds_config(
     """
     keys, name = read(config)
     auto = AutoValues() if auto is None else auto
-    walked = walk(keys)
-    values, more = values_of(walked, auto)
-    found = [*walked.mistakes, *more, *contradictions(values, walked.given)]
-    values.spoil(one.path for one in found)
-    recipe = _recipe(values, walked, auto, optimizer, found)
-    if recipe is None or found:
-        raise error_of(
-            [one._replace(path=walked.written.get(one.path, one.path)) for one in found], name
-        )
-    return recipe
+    found = checked(keys, auto, late=late, has_optimizer=optimizer is not None)
+    mistakes = [*found.mistakes, *contradictions(found)]
+    found.values.spoil(one.path for one in mistakes)
+    fields = parts_of(found, auto, optimizer, mistakes)
+    if mistakes:
+        spelled = [one._replace(path=found.written.get(one.path, one.path)) for one in mistakes]
+        raise error_of(spelled, name)
+    return Recipe(**fields)
 
 
-def _recipe(
-    v: Values,
-    walked: Walked,
-    auto: AutoValues,
-    make: Callable[[Any], Any] | None,
-    found: list[Mistake],
-) -> Recipe | None:
-    """Build each part; a part that cannot be built adds its mistake to ``found``."""
-    notes: Notes = {}
+def _autocasting(loss_fn: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
+    @functools.wraps(loss_fn)
+    def loss(params: Any, *args: Any) -> Any:
+        device = tree.flatten(params)[0][0].device
+        with torch.autocast(device.type, dtype):
+            return loss_fn(params, *args)
 
-    def part(path: str, build: Callable[..., Any], *args: Any, default: Any = None) -> Any:
-        try:
-            with collecting(path, found):
-                return build(*args)
-        except Unusable:
-            assert found, f"{path} is unusable without a mistake"
-        return default
-
-    batch, num_micro_batches = part(
-        "train_batch_size", batch_sizes, v, auto, notes, default=(None, 1)
-    )
-    bucket_bytes = part(_Z, bucket_bytes_of, v, notes, default=1)
-    rate, momentum = part("scheduler.params", _rate, v, walked.given, auto, default=(None, None))
-    clip = part("gradient_clipping", _clip, v, walked.given, notes, default=0.0)
-    rule = part("optimizer.params", _rule, v, walked, make, rate, momentum, clip, notes)
-    precision = part("fp16", precision_of, v, num_micro_batches, notes)
-    schedule = part(_Z, schedule_options_of, v, bucket_bytes, notes)
-    compression = part(_Z, compression_of, v, walked.given)
-    stores = [
-        part(f"{_Z}.{section}", store_of, v, section, notes)
-        for section in ("offload_param", "offload_optimizer")
-    ]
-    stage = part(f"{_Z}.stage", v.__getitem__, f"{_Z}.stage")
-    rows = part(_Z, rows_of, v)
-    remat = part("activation_checkpointing", _remat, v, default={})
-    if found:
-        return None
-    return Recipe(
-        stage=stage,
-        optimizer=rule,
-        learning_rate=rate,
-        max_grad_norm=clip,
-        precision=precision,
-        num_micro_batches=num_micro_batches,
-        batch=batch,
-        schedule=schedule,
-        compression=compression,
-        params_store=stores[0],
-        optimizer_store=stores[1],
-        bucket_bytes=bucket_bytes,
-        rows=rows,
-        secondary=schedule is not None and schedule.secondary,
-        remat=remat,
-        entries=entries_of(walked, v, notes),
-    )
-
-
-def _kind(given: Mapping[str, Any], section: str, known: tuple[str, ...]) -> str | None:
-    """Return the type in a section, in the table's spelling."""
-    name = str(given.get(f"{section}.type", "")).lower()
-    return next((one for one in known if one.lower() == name), None)
-
-
-def _rate(
-    v: Values, given: Mapping[str, Any], auto: AutoValues
-) -> tuple[float | Schedule | None, Schedule | None]:
-    """Return the learning rate, and the momentum of a cycle."""
-    has_optimizer = _kind(given, "optimizer", (*OPTIMIZERS, *TORCH_OPTIMIZERS)) is not None
-    base = v["optimizer.params.lr"] if has_optimizer else auto.learning_rate
-    kind = _kind(given, "scheduler", SCHEDULERS)
-    if kind is None:
-        return base, None
-    return schedule_of(kind, v, base), momentum_of(kind, v)
-
-
-def _clip(v: Values, given: Mapping[str, Any], notes: Notes) -> float:
-    bound = v["gradient_clipping"]
-    if "gradient_clipping" not in given and _kind(given, "optimizer", OPTIMIZERS) == "OneBitAdam":
-        notes["gradient_clipping"] = Note("no clipping", "1-bit Adam gets terms of the gradient")
-        return 0.0
-    notes["gradient_clipping"] = Note(
-        f"zf.optim.clip_by_global_norm({bound})" if bound else "no clipping",
-        v.sources.get("gradient_clipping", ""),
-    )
-    return bound
-
-
-def _rule(
-    v: Values,
-    walked: Walked,
-    make: Callable[[Any], Any] | None,
-    rate: float | Schedule | None,
-    momentum: Schedule | None,
-    clip: float,
-    notes: Notes,
-) -> Optimizer | None:
-    kind = _kind(walked.given, "optimizer", (*OPTIMIZERS, *TORCH_OPTIMIZERS))
-    if make is not None:
-        if kind is not None:
-            notes["optimizer.type"] = Note("the caller's optimizer", "wins, as in DeepSpeed")
-        if rate is None:
-            raise OptionError(
-                "the caller's optimizer needs a learning rate; got none; write a scheduler or "
-                "optimizer.params.lr, or pass learning_rate="
-            )
-        return _clipped(make(rate), clip)
-    if kind is None or rate is None:
-        return None
-    decays = {} if momentum is None else {"b1": momentum, "b2": 0.99}
-    made = optimizer_of(kind, v, walked.given, walked.extra, rate, decays)
-    notes["optimizer.type"] = Note(f"zf.optim.{_name_of(made)}")
-    return _clipped(made, clip)
-
-
-def _name_of(rule: Optimizer) -> str:
-    return rule.name or "muon"
-
-
-def _clipped(rule: Any, clip: float) -> Optimizer:
-    return optim.chain(optim.clip_by_global_norm(clip), rule) if clip else optim.as_optimizer(rule)
-
-
-def _remat(v: Values) -> Mapping[str, StoreChoice]:
-    is_host = v["activation_checkpointing.cpu_checkpointing"]
-    return {"store": StoreChoice("host", {})} if is_host else {}
+    return loss

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from zfun import optim
 from zfun.errors import OptionError
+from zfun.interop import ds_config
+from zfun.interop._configured import rule_of_group
 from zfun.interop._torch_rules import Rule, rule_of
 from zfun.optim import Optimizer
 
@@ -56,7 +58,7 @@ class ParamGroups:
         self._names = {id(param): name for name, param in params.items()}
         self._params = dict(params)
         self._norm_of_all = norm_of_all
-        self._rule = rule or (lambda optimizer, group: rule_of(type(optimizer), group))
+        self._rule = rule or _rule_of
         self._seen: Any = None
         self.labels: dict[str, str] = {}
         self.refresh()
@@ -167,6 +169,14 @@ class ParamGroups:
             for label in (str(index), f"{_EXTRA}{index}")
             if label in used
         }
+
+
+def _rule_of(optimizer: Any, group: Mapping[str, Any]) -> Rule:
+    """Return the rule of a group of an optimizer of torch, or of a configuration."""
+    configured = getattr(optimizer, "rule", None)
+    if isinstance(configured, ds_config.Rule):
+        return rule_of_group(configured, group)
+    return rule_of(type(optimizer), group)
 
 
 def _without_parts(name: str) -> str:

@@ -217,4 +217,10 @@ def recipe_of(
                 )
             },
         }
-    return from_ds_config(whole, auto=AutoValues(world_size=world_size, dtype=dtype))
+    recipe = from_ds_config(whole, auto=AutoValues(world_size=world_size, dtype=dtype))
+    if recipe.autocast is not None:
+        raise OptionError(
+            "Lightning's Trainer chooses the dtypes; got torch_autocast in the configuration; pass "
+            "precision='bf16-mixed' to the Trainer, and leave the section out"
+        )
+    return recipe

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from zfun.collectives import process_group, split
 from zfun.errors import OptionError
-from zfun.interop.ds_config import AutoValues, Recipe, from_ds_config
+from zfun.interop.ds_config import AutoValues, Recipe, from_ds_config, is_config
 from zfun.options import shown
 from zfun.recipes import Precision
 
@@ -86,22 +85,28 @@ def zero_of(zero: Any, args: Any) -> Any:
     return 2 if zero is None else int(zero) if isinstance(zero, str) and zero.isdigit() else zero
 
 
-def options_of(zero: Any, args: Any, model: Any) -> tuple[Recipe | None, dict[str, Any]]:
+def options_of(
+    zero: Any, args: Any, model: Any, **steps: int
+) -> tuple[Recipe | None, dict[str, Any]]:
     """Return the recipe of a configuration, if there is one, and the options of ``zf.zero``.
 
     Args:
         zero: ``zero=`` of a Trainer.
         args: TrainingArguments, which fill ``"auto"``; other numbers must be equal.
         model: the model, for its hidden size.
+        steps: ``num_steps`` and ``num_warmup``, where they are known.
     """
     make = lambda: process_group(timeout_s=float(args.ddp_timeout))
-    is_config = isinstance(zero, (str, Path)) or (
-        isinstance(zero, Mapping) and not {"stage", *zero}.issubset(_ZERO_OPTIONS)
-    )
-    if is_config and not (isinstance(zero, Mapping) and "stage" in zero):
-        zero = from_ds_config(zero, auto=_auto_of(args, model))
+    if is_config(zero):
+        auto = _auto_of(args, model, **steps)
+        zero = from_ds_config(zero, auto=auto, late=() if steps else ("num_steps", "num_warmup"))
     if isinstance(zero, Recipe):
         _check_recipe(zero, args)
+        if zero.autocast is not None:
+            raise OptionError(
+                "a Trainer autocasts by TrainingArguments; got torch_autocast in the "
+                "configuration; pass bf16=True, and leave the section out"
+            )
         return zero, {
             "stage": zero.stage,
             "precision": zero.precision if zero.precision != Precision() else None,
@@ -122,7 +127,7 @@ def options_of(zero: Any, args: Any, model: Any) -> tuple[Recipe | None, dict[st
     return None, {"stage": zero, "group": make()}
 
 
-def _auto_of(args: Any, model: Any) -> AutoValues:
+def _auto_of(args: Any, model: Any, **steps: int) -> AutoValues:
     return AutoValues(
         world_size=args.world_size,
         micro_batch_size=args.per_device_train_batch_size,
@@ -134,8 +139,7 @@ def _auto_of(args: Any, model: Any) -> AutoValues:
         betas=(args.adam_beta1, args.adam_beta2),
         eps=args.adam_epsilon,
         weight_decay=args.weight_decay,
-        num_warmup=args.get_warmup_steps(args.max_steps) if args.max_steps > 0 else None,
-        num_steps=args.max_steps if args.max_steps > 0 else None,
+        **steps,
     )
 
 

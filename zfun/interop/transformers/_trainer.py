@@ -11,7 +11,9 @@ import torch
 import transformers
 
 from zfun.errors import CheckpointError
+from zfun.interop._configured import ConfiguredOptimizer
 from zfun.interop.accelerate import Accelerator
+from zfun.interop.deepspeed.runtime import lr_schedules
 from zfun.interop.ds_config import Recipe
 from zfun.interop.engine import Engine
 from zfun.interop.transformers._options import (
@@ -106,9 +108,27 @@ class Trainer(transformers.Trainer):
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Create the optimizer of the configuration, or else that of the arguments."""
-        if self.engine is not None and self.optimizer is not None:
-            return self.optimizer
+        if self.optimizer is None and self._recipe is not None and self._recipe.rule is not None:
+            trained = [param for param in self.model.parameters() if param.requires_grad]
+            self.optimizer = ConfiguredOptimizer(trained, self._recipe.rule)
         return super().create_optimizer(*args, **kwargs)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Create the schedule of the configuration, or else that of the arguments."""
+        recipe = self._recipe
+        if self.lr_scheduler is None and recipe and (recipe.scheduler or recipe.late):
+            steps = {
+                "num_steps": num_training_steps,
+                "num_warmup": self.args.get_warmup_steps(num_training_steps),
+            }
+            # An "auto" of the schedule waits for the number of steps.
+            recipe, _ = options_of(self._given_zero, self.args, self.model, **steps)
+            if recipe is not None and recipe.scheduler is not None:
+                kind, options = recipe.scheduler
+                chosen = self.optimizer if optimizer is None else optimizer
+                self.lr_scheduler = getattr(lr_schedules, kind)(chosen, **options)
+                self._created_lr_scheduler = True
+        return super().create_scheduler(num_training_steps, optimizer)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run forward and backward of a micro-batch."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from zfun.interop.ds_config.table._keys import Key
-from zfun.interop.ds_config.table._optim import OPTIM
+from zfun.interop.ds_config.table._optim import OPTIM, TYPES
 from zfun.interop.ds_config.table._run import RUN
 from zfun.interop.ds_config.table._zero import ZERO
 
-__all__ = ["KEYS", "SECTIONS", "keys_of"]
+__all__ = ["KEYS", "SECTIONS", "keys_of", "kind_of"]
 
 KEYS: tuple[Key, ...] = (*RUN, *ZERO, *OPTIM)
 
@@ -21,6 +22,23 @@ SECTIONS = frozenset(
 )
 
 
+def kind_of(section: str, name: Any) -> str | None:
+    """Return a type of the optimizer or scheduler in the table's spelling.
+
+    Args:
+        section: ``"optimizer"`` or ``"scheduler"``.
+        name: the type, in any case.
+
+    Returns:
+        The type; ``None`` if there is none of this name.
+
+    Example:
+        >>> kind_of("optimizer", "adamw"), kind_of("scheduler", "adamw")
+        ('AdamW', None)
+    """
+    return TYPES[section].get(name.lower()) if isinstance(name, str) else None
+
+
 def keys_of(optimizer: str | None, scheduler: str | None) -> Mapping[str, Key]:
     """Return by path the keys that a configuration with these types may have.
 
@@ -29,12 +47,9 @@ def keys_of(optimizer: str | None, scheduler: str | None) -> Mapping[str, Key]:
     chosen = {"optimizer": optimizer, "scheduler": scheduler}
     found = {}
     for key in KEYS:
-        if not key.only:
+        kind = chosen[key.path.partition(".")[0]] if key.only else None
+        if not key.only or kind in key.only:
             found[key.path] = key
-            continue
-        kind = chosen[key.path.partition(".")[0]]
-        if kind is None:
+        elif kind is None:
             found[key.path] = key._replace(verdict="ignored")
-        elif kind in key.only:
-            found[key.path] = key
     return found

@@ -2,44 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
 from zfun.options import BOOL, Kind, instance, number, one_of
 
-__all__ = [
-    "ANYTHING",
-    "BETAS",
-    "COUNTS",
-    "DTYPE_NAME",
-    "FLAG",
-    "SECTION",
-    "VERSION",
-    "Fill",
-    "Form",
-    "Key",
-    "Verdict",
-    "count",
-    "ignored",
-    "is_off",
-    "mapped",
-    "optional",
-    "real",
-    "refused",
-    "text",
-]
+__all__ = ["Fill", "Form", "Key", "Verdict"]
 
 Verdict: TypeAlias = Literal["mapped", "ignored", "refused"]
 
-_DTYPES = {
-    "fp32": torch.float32,
-    "float32": torch.float32,
-    "fp16": torch.float16,
-    "float16": torch.float16,
-    "bf16": torch.bfloat16,
-    "bfloat16": torch.bfloat16,
+_DTYPES: Mapping[Any, torch.dtype] = {
+    word: dtype
+    for dtype, words in (
+        (torch.float32, ("fp32", "float32", "float")),
+        (torch.float16, ("fp16", "float16", "half")),
+        (torch.bfloat16, ("bf16", "bfloat16")),
+    )
+    for word in (*words, str(dtype))
 }
 
 
@@ -100,32 +82,28 @@ class Key(NamedTuple):
     only: tuple[str, ...] = ()
 
 
-def _is_whole(value: Any) -> bool:
-    return type(value) is int or (type(value) is float and value.is_integer())
-
-
 def count(least: int = 0, most: int = 2**63 - 1) -> Form:
     """Integers in a range; DeepSpeed's files also write them as 5e8."""
     words = f"an integer of at least {least}"
     words += f" and at most {most}" if most < 2**63 - 1 else ""
-    return Form(
-        Kind(lambda x: _is_whole(x) and least <= x <= most, (words,), str(max(least, 1))), int
-    )
+
+    def accepts(x: Any) -> bool:
+        is_whole = type(x) is int or (type(x) is float and x.is_integer())
+        return is_whole and least <= x <= most
+
+    return Form(Kind(accepts, (words,), str(max(least, 1))), int)
 
 
-def real(least: float = float("-inf"), *, above: float = float("-inf"), **limits: Any) -> Form:
+def real(least: float = -math.inf, **limits: Any) -> Form:
     """Finite numbers in a range."""
-    return Form(number(least, above=above, **limits), float)
+    return Form(number(least, **limits), float)
 
 
 def text(*choices: str) -> Form:
     """A few words, in any case."""
     known = {choice.lower(): choice for choice in choices}
-    kind = one_of(*choices)
-    return Form(
-        kind._replace(accepts=lambda x: isinstance(x, str) and x.lower() in known),
-        lambda x: known[x.lower()],
-    )
+    accepts = lambda x: isinstance(x, str) and x.lower() in known
+    return Form(one_of(*choices)._replace(accepts=accepts), lambda x: known[x.lower()])
 
 
 def optional(form: Form) -> Form:
@@ -133,16 +111,16 @@ def optional(form: Form) -> Form:
     return Form(form.kind | None, lambda x: None if x is None else form.read(x))
 
 
-FLAG = Form(BOOL._replace(words=("true", "false"), example="true"))
+# DeepSpeed takes 0 and 1 for false and true.
+FLAG = Form(
+    Kind(lambda x: BOOL.accepts(x) or (type(x) is int and x in (0, 1)), ("true", "false"), "true"),
+    bool,
+)
+RATE = real(0, example="3e-4")
 _BETA = number(0, below=1)
 BETAS = Form(
     Kind(
-        lambda x: (
-            isinstance(x, Sequence)
-            and not isinstance(x, str)
-            and len(x) == 2
-            and all(map(_BETA.accepts, x))
-        ),
+        lambda x: _is_list(x) and len(x) == 2 and all(map(_BETA.accepts, x)),
         ("two numbers of at least 0, below 1",),
         "[0.9, 0.999]",
     ),
@@ -150,50 +128,78 @@ BETAS = Form(
 )
 COUNTS = Form(
     Kind(
-        lambda x: isinstance(x, Sequence) and bool(x) and all(type(n) is int and n > 0 for n in x),
+        lambda x: _is_list(x) and bool(x) and all(type(n) is int and n > 0 for n in x),
         ("a list of integers of at least 1",),
         "[2, 4, 6]",
     ),
     tuple,
 )
-VERSION = Form(
-    Kind(lambda x: type(x) in (float, str) and str(x) in ("0.1", "0.2"), ("0.1", "0.2"), "0.2"),
-    float,
-)
 ANYTHING = Form(Kind(lambda x: True, ("any value",), "null"))
+TYPE = Form(Kind(lambda x: isinstance(x, str), ("a string",), '"AdamW"'))
 SECTION = Form(instance((Mapping, bool, type(None)), "an object", "{}"))
 DTYPE_NAME = Form(
     one_of("fp32", "fp16", "bf16")._replace(
-        accepts=lambda x: isinstance(x, str) and x.lower() in _DTYPES
+        accepts=lambda x: isinstance(x, (str, torch.dtype)) and str(x).lower() in _DTYPES
     ),
-    lambda x: _DTYPES[x.lower()],
+    lambda x: _DTYPES[str(x).lower()],
 )
 
 
+def _is_list(x: Any) -> bool:
+    return isinstance(x, Sequence) and not isinstance(x, str)
+
+
 def is_off(value: Any) -> bool:
-    """Whether a section switches its feature off: empty, or with no ``enabled`` that is true."""
+    """Whether a section switches its feature off: empty, or with no switch that is on."""
     if not isinstance(value, Mapping):
         return not value
-    found = list(_switches(value))
-    return not value or (bool(found) and not any(found))
+    switches = list(_switches(value))
+    return not value or (bool(switches) and not any(switches))
 
 
-def _switches(value: Mapping[Any, Any]) -> list[bool]:
-    found = [value["enabled"] not in (False, None, "auto")] if "enabled" in value else []
-    for inner in value.values():
-        found += _switches(inner) if isinstance(inner, Mapping) else []
-    return found
+def _switches(section: Mapping[Any, Any]) -> Iterator[bool]:
+    if "enabled" in section:
+        yield section["enabled"] not in (False, None, "auto")
+    for name in ("autotp_size", "tp_size", "autoep_size"):
+        if name in section:
+            yield section[name] not in (0, 1, None)
+    for inner in section.values():
+        if isinstance(inner, Mapping):
+            yield from _switches(inner)
 
 
 def mapped(
-    path: str, form: Form, default: Any, becomes: str, why: str = "", fill: Fill | None = None
+    path: str,
+    default: Any,
+    becomes: str,
+    form: Form = FLAG,
+    why: str = "",
+    fill: Fill | None = None,
 ) -> Key:
+    """A key that becomes an option."""
     return Key(path, form, default, "mapped", becomes, why, fill)
 
 
-def ignored(path: str, form: Form, default: Any, why: str, fill: Fill | None = None) -> Key:
-    return Key(path, form, default, "ignored", "", why, fill)
+def ignored(path: str, default: Any, why: str, form: Form | None = None) -> Key:
+    """A key that changes nothing; without a form, a flag or a section."""
+    return Key(path, form or (SECTION if default is None else FLAG), default, "ignored", "", why)
 
 
-def refused(path: str, form: Form, default: Any, why: str) -> Key:
-    return Key(path, form, default, "refused", "", why)
+def refused(path: str, default: Any, why: str, form: Form | None = None) -> Key:
+    """A key whose other values than the default are mistakes, with the remedy."""
+    return ignored(path, default, why, form)._replace(verdict="refused")
+
+
+def section(prefix: str, *keys: Key) -> tuple[Key, ...]:
+    """Put keys into a section."""
+    return tuple(key._replace(path=f"{prefix}.{key.path}") for key in keys)
+
+
+def of(types: tuple[str, ...] | str, *keys: Key) -> tuple[Key, ...]:
+    """Limit keys to types of the optimizer or scheduler."""
+    return tuple(key._replace(only=(types,) if isinstance(types, str) else types) for key in keys)
+
+
+def filled(name: str, rule: Callable[..., Any] = lambda value: value, words: str = "") -> Fill:
+    """Fill from one field of :class:`AutoValues`, and fill a key that is left out."""
+    return Fill((name,), rule, words or name, when_absent=True)

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 from zfun.interop.ds_config.table._keys import (
     ANYTHING,
     BETAS,
     FLAG,
+    RATE,
+    TYPE,
     Fill,
-    Form,
     Key,
     count,
+    filled,
     ignored,
     mapped,
+    of,
     optional,
     real,
     refused,
+    section,
     text,
 )
 
-__all__ = ["OPTIM", "OPTIMIZERS", "REFUSED_OPTIMIZERS", "SCHEDULERS", "TORCH_OPTIMIZERS"]
+__all__ = ["OPTIM", "OPTIMIZERS", "REFUSED_OPTIMIZERS", "SCHEDULERS", "TORCH_OPTIMIZERS", "TYPES"]
 
-_O = "optimizer.params"
-_S = "scheduler.params"
 _ADAMS = ("Adam", "AdamW")
 _WITH_BETAS = (*_ADAMS, "Lamb", "OneBitAdam", "Muon")
 _WARMUPS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
-_RATE = real(0, example="3e-4")
 
 OPTIMIZERS = ("AdamW", "Adam", "Lamb", "Lion", "Adagrad", "SGD", "OneBitAdam", "Muon")
 # Their other parameters are passed to the class.
@@ -40,254 +41,153 @@ REFUSED_OPTIMIZERS = {
     "MuSGD": "SGD",
 }
 SCHEDULERS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
-
-_TYPE = Form(text(*OPTIMIZERS).kind._replace(accepts=lambda x: isinstance(x, str)))
-
-
-def _from(name: str, **rule: Any) -> Fill:
-    return Fill((name,), rule.pop("read", lambda value: value), rule.pop("words", name), **rule)
-
-
-def _of(types: tuple[str, ...] | str, *keys: Key) -> tuple[Key, ...]:
-    only = (types,) if isinstance(types, str) else types
-    return tuple(key._replace(only=only) for key in keys)
+# By section, the types by their names in lower case: DeepSpeed takes names in any case.
+TYPES: Mapping[str, Mapping[str, str]] = {
+    "optimizer": {name.lower(): name for name in (*OPTIMIZERS, *TORCH_OPTIMIZERS)},
+    "scheduler": {name.lower(): name for name in SCHEDULERS},
+}
 
 
-def _rate(default: float) -> Key:
-    becomes = "zf.optim: learning_rate"
-    return mapped(
-        f"{_O}.lr", _RATE, default, becomes, fill=_from("learning_rate", when_absent=True)
-    )
+def _rate(default: float, becomes: str = "zf.optim: learning_rate") -> Key:
+    return mapped("lr", default, becomes, RATE, fill=filled("learning_rate"))
 
 
-def _betas(first: float, second: float) -> Key:
-    read = {"read": lambda x: (float(x[0]), float(x[1])), "when_absent": True}
-    return mapped(
-        f"{_O}.betas", BETAS, (first, second), "zf.optim: b1, b2", fill=_from("betas", **read)
-    )
+def _betas(first: float, second: float, fill: Fill) -> Key:
+    return mapped("betas", (first, second), "zf.optim: b1, b2", BETAS, fill=fill)
 
 
-def _eps(default: float) -> Key:
-    return mapped(
-        f"{_O}.eps", real(0), default, "zf.optim: eps", fill=_from("eps", when_absent=True)
-    )
+def _eps(default: float, fill: Fill) -> Key:
+    return mapped("eps", default, "zf.optim: eps", real(0), fill=fill)
 
 
-_DECAY = mapped(
-    f"{_O}.weight_decay",
-    real(0),
-    0.0,
-    "zf.optim: weight_decay",
-    fill=_from("weight_decay", when_absent=True),
-)
-_MORE = "there is one implementation of each rule"
+_PAIR = filled("betas", lambda x: (float(x[0]), float(x[1])))
+_EPS = filled("eps")
+_ONE_RULE = "there is one implementation of each rule"
+_OWN_RATE = "by default lr"
 
+
+def _if_auto(fill: Fill) -> Fill:
+    """Leave numbers and defaults that are not Adam's alone, because a run has Adam's."""
+    return fill._replace(when_absent=False, must_match=False)
+
+
+# fmt: off
 _OPTIMIZERS = (
-    mapped("optimizer.type", _TYPE, None, "zf.optim"),
-    ignored("optimizer.legacy_fusion", FLAG, False, _MORE),
-    refused(
-        f"{_O}.max_grad_norm",
-        real(0),
-        0.0,
-        "write gradient_clipping at the top of the configuration",
+    *of((*_ADAMS, "Lamb", "OneBitAdam", "Lion", "Muon"), _rate(1e-3)),
+    *of("SGD", _rate(1e-3)),
+    *of("Adagrad", _rate(1e-2)),
+    *of(_WITH_BETAS, _betas(0.9, 0.999, _PAIR), _eps(1e-8, _EPS)),
+    *of("Lion", _betas(0.9, 0.99, _if_auto(_PAIR))),
+    *of("Adagrad", _eps(1e-10, _if_auto(_EPS))),
+    *of((*_WITH_BETAS, "Lion", "Adagrad", "SGD"),
+        mapped("weight_decay", 0.0, "zf.optim: weight_decay", real(0), fill=filled("weight_decay")),
     ),
-    *_of((*_ADAMS, "Lamb", "OneBitAdam", "Lion", "Muon"), _rate(1e-3)),
-    *_of(("SGD",), _rate(1e-3)),
-    *_of("Adagrad", _rate(1e-2)),
-    *_of(_WITH_BETAS, _betas(0.9, 0.999), _eps(1e-8)),
-    *_of("Lion", _betas(0.9, 0.99)),
-    *_of("Adagrad", _eps(1e-10)),
-    *_of((*_WITH_BETAS, "Lion", "Adagrad", "SGD"), _DECAY),
-    *_of(
-        "Adam",
-        mapped(
-            f"{_O}.adam_w_mode",
-            FLAG,
-            True,
-            "zf.optim.adamw, or zf.optim.adam if false",
-            "Adam has decoupled weight decay by default, as in DeepSpeed",
-        ),
+    *of("Adam",
+        mapped("adam_w_mode", True, "zf.optim.adamw, or zf.optim.adam if false",
+            why="Adam has decoupled weight decay by default, as in DeepSpeed"),
     ),
-    *_of("AdamW", ignored(f"{_O}.adam_w_mode", FLAG, True, "AdamW is always decoupled")),
-    *_of(
-        _ADAMS,
-        mapped(
-            f"{_O}.torch_adam",
-            FLAG,
-            False,
-            "zf.optim: weight_decay",
-            "true makes torch's default 0.01 the weight decay of AdamW, as in DeepSpeed",
-        ),
-        refused(
-            f"{_O}.amsgrad", FLAG, False, "leave the key out: zfun's Adam has no maximum of moments"
-        ),
-        ignored(f"{_O}.fused", optional(FLAG), None, _MORE),
-        ignored(f"{_O}.foreach", optional(FLAG), None, _MORE),
-        ignored(f"{_O}.set_grad_none", FLAG, True, "gradients are values, not attributes"),
-        ignored(
-            f"{_O}.fp32_optimizer_states", FLAG, True, "moments have the dtype of master weights"
-        ),
+    *of("AdamW", ignored("adam_w_mode", True, "AdamW is always decoupled")),
+    *of(_ADAMS,
+        mapped("torch_adam", False, "zf.optim: weight_decay",
+            why="true makes torch's default 0.01 the weight decay of AdamW, as in DeepSpeed"),
+        refused("amsgrad", False, "leave the key out: zfun's Adam has no maximum of moments"),
+        ignored("fused", None, _ONE_RULE, optional(FLAG)),
+        ignored("foreach", None, _ONE_RULE, optional(FLAG)),
+        ignored("set_grad_none", True, "gradients are values, not attributes"),
+        ignored("fp32_optimizer_states", True, "moments have the dtype of master weights"),
     ),
-    *_of(
-        (*_ADAMS, "Lamb"),
-        refused(
-            f"{_O}.bias_correction", FLAG, True, "leave the key out: moments are always corrected"
-        ),
+    *of((*_ADAMS, "Lamb"),
+        refused("bias_correction", True, "leave the key out: moments are always corrected"),
     ),
-    *_of(
-        "OneBitAdam",
-        mapped(f"{_O}.freeze_step", count(1), 100_000, "zf.optim.onebit_adam(freeze_step=)"),
-        ignored(
-            f"{_O}.bias_correction", FLAG, True, "DeepSpeed's OneBitAdam has none, whatever it says"
-        ),
-        ignored(f"{_O}.cuda_aware", FLAG, False, "is for MPI"),
-        ignored(f"{_O}.comm_backend_name", ANYTHING, "nccl", "the group sends"),
+    *of("OneBitAdam",
+        mapped("freeze_step", 100_000, "zf.optim.onebit_adam(freeze_step=)", count(1)),
+        ignored("bias_correction", True, "DeepSpeed's OneBitAdam has none, whatever it says"),
+        ignored("cuda_aware", False, "is for MPI"),
+        ignored("comm_backend_name", "nccl", "the group sends", ANYTHING),
     ),
-    *_of(
-        "Lamb",
-        mapped(f"{_O}.max_coeff", real(0), 10.0, "zf.optim.lamb(max_ratio=)"),
-        mapped(f"{_O}.min_coeff", real(0), 0.01, "zf.optim.lamb(min_ratio=)"),
-        refused(
-            f"{_O}.eps_inside_sqrt", FLAG, False, "leave the key out: eps is added to the root"
-        ),
+    *of("Lamb",
+        mapped("max_coeff", 10.0, "zf.optim.lamb(max_ratio=)", real(0)),
+        mapped("min_coeff", 0.01, "zf.optim.lamb(min_ratio=)", real(0)),
+        refused("eps_inside_sqrt", False, "leave the key out: eps is added to the root"),
     ),
-    *_of(
-        "SGD",
-        mapped(f"{_O}.momentum", real(0, below=1), 0.0, "zf.optim.sgd(momentum=)"),
-        mapped(f"{_O}.nesterov", FLAG, False, "zf.optim.sgd(nesterov=)"),
-        refused(
-            f"{_O}.dampening", real(0), 0.0, "leave the key out: momentum has no dampening in zfun"
-        ),
+    *of("SGD",
+        mapped("momentum", 0.0, "zf.optim.sgd(momentum=)", real(0, below=1)),
+        mapped("nesterov", False, "zf.optim.sgd(nesterov=)"),
+        refused("dampening", 0.0, "leave the key out: momentum has no dampening in zfun", real(0)),
     ),
-    *_of("Adagrad", mapped(f"{_O}.lr_decay", real(0), 0.0, "zf.optim.adagrad(rate_decay=)")),
-    *_of(
-        "Muon",
-        mapped(f"{_O}.momentum", real(0, below=1), 0.95, "zf.optim.muon(momentum=)"),
-        mapped(
-            f"{_O}.muon_lr",
-            optional(_RATE),
-            None,
-            "zf.optim.muon(learning_rate)",
-            "by default lr",
-        ),
-        mapped(
-            f"{_O}.adam_lr",
-            optional(_RATE),
-            None,
-            "zf.optim.muon(rest=zf.optim.adamw(learning_rate))",
-            "by default lr",
-        ),
-        mapped(f"{_O}.nesterov", FLAG, True, "zf.optim.muon(nesterov=)"),
+    *of("Adagrad", mapped("lr_decay", 0.0, "zf.optim.adagrad(rate_decay=)", real(0))),
+    *of("Muon",
+        mapped("momentum", 0.95, "zf.optim.muon(momentum=)", real(0, below=1)),
+        mapped("muon_lr", None, "zf.optim.muon(learning_rate)", optional(RATE), _OWN_RATE),
+        mapped("adam_lr", None, "zf.optim.muon(rest=zf.optim.adamw(learning_rate))", optional(RATE),
+            _OWN_RATE),
+        mapped("nesterov", True, "zf.optim.muon(nesterov=)"),
     ),
-    *_of(TORCH_OPTIMIZERS, _rate(1e-3)._replace(becomes="zf.optim.from_torch(lr=)")),
+    *of(TORCH_OPTIMIZERS, _rate(1e-3, "zf.optim.from_torch(lr=)")),
+    refused("max_grad_norm", 0.0, "write gradient_clipping at the top of the configuration",
+        real(0)),
 )
 
-_NUM_WARMUP = mapped(
-    f"{_S}.warmup_num_steps",
-    count(1),
-    1000,
-    "zf.optim: num_warmup",
-    "at least 2",
-    _from("num_warmup", read=lambda steps: max(1, steps), words="num_warmup, at least 1"),
-)
-_NUM_STEPS = mapped(
-    f"{_S}.total_num_steps",
-    count(1),
-    None,
-    "zf.optim: num_steps",
-    fill=_from("num_steps", when_absent=True),
-)
-_MIN_RATE = mapped(
-    f"{_S}.warmup_min_lr",
-    real(0),
-    0.0,
-    "zf.optim: start",
-    fill=Fill((), lambda: 0.0, "0", must_match=False),
-)
-
-
-def _max_rate(default: float | None) -> Key:
-    return mapped(
-        f"{_S}.warmup_max_lr",
-        optional(_RATE),
-        default,
-        "zf.optim: peak",
-        "" if default else "by default the learning rate of the optimizer",
-        _from("learning_rate"),
-    )
-
+_ZERO = Fill((), lambda: 0.0, "0", must_match=False)
+_NUM_WARMUP = Fill(("num_warmup",), lambda steps: max(1, steps), "num_warmup, at least 1")
+_PEAK = Fill(("learning_rate",), lambda rate: rate, "learning_rate")
+_RATIO = "times the learning rate"
 
 _SCHEDULERS = (
-    mapped("scheduler.type", text(*SCHEDULERS), None, "zf.optim"),
-    mapped(
-        f"{_S}.last_batch_iteration",
-        count(-1),
-        -1,
-        "Recipe.learning_rate",
-        "the first step takes the value after this step",
+    mapped("last_batch_iteration", -1, "Recipe.learning_rate", count(-1),
+        "the first step takes the value after this step"),
+    *of(("WarmupLR", "WarmupDecayLR"),
+        mapped("warmup_min_lr", 0.0, "zf.optim: start", real(0), fill=_ZERO),
     ),
-    *_of(("WarmupLR", "WarmupDecayLR"), _MIN_RATE),
-    *_of("WarmupLR", _max_rate(None)),
-    *_of("WarmupDecayLR", _max_rate(1e-3)),
-    *_of(
-        _WARMUPS,
-        _NUM_WARMUP,
-        mapped(
-            f"{_S}.warmup_type",
-            text("log", "linear"),
-            "log",
-            "zf.optim: shape",
-            "DeepSpeed's default is log, unlike the schedules of transformers",
-        ),
+    *of("WarmupLR",
+        mapped("warmup_max_lr", None, "zf.optim: peak", optional(RATE),
+            "by default the learning rate of the optimizer", _PEAK),
     ),
-    *_of(("WarmupDecayLR", "WarmupCosineLR"), _NUM_STEPS),
-    *_of(
-        "WarmupCosineLR",
-        mapped(
-            f"{_S}.warmup_min_ratio", real(0), 0.0, "zf.optim: start", "times the learning rate"
-        ),
-        mapped(f"{_S}.cos_min_ratio", real(0), 1e-4, "zf.optim: end", "times the learning rate"),
+    *of("WarmupDecayLR",
+        mapped("warmup_max_lr", 1e-3, "zf.optim: peak", optional(RATE), fill=_PEAK),
     ),
-    *_of(
-        "OneCycle",
-        mapped(f"{_S}.cycle_min_lr", _RATE, None, "zf.optim.one_cycle(low)"),
-        mapped(f"{_S}.cycle_max_lr", _RATE, None, "zf.optim.one_cycle(high)"),
-        mapped(f"{_S}.decay_lr_rate", real(0), 0.0, "zf.optim.one_cycle(decay_rate=)"),
-        mapped(f"{_S}.cycle_first_step_size", count(1), 2000, "zf.optim.one_cycle(num_up=)"),
-        mapped(
-            f"{_S}.cycle_second_step_size",
-            optional(count(1)),
-            None,
-            "zf.optim.one_cycle(num_down=)",
-        ),
-        mapped(f"{_S}.cycle_first_stair_count", count(), 0, "zf.optim.one_cycle(stairs_up=)"),
-        mapped(
-            f"{_S}.cycle_second_stair_count",
-            optional(count()),
-            None,
-            "zf.optim.one_cycle(stairs_down=)",
-        ),
-        mapped(f"{_S}.decay_step_size", count(), 0, "zf.optim.one_cycle(decay_steps=)"),
-        mapped(
-            f"{_S}.cycle_momentum",
-            FLAG,
-            True,
-            "zf.optim.one_cycle_momentum as b1",
-            "for optimizers with betas; b2 is then 0.99, as in DeepSpeed",
-        ),
-        mapped(f"{_S}.cycle_min_mom", real(0, below=1), 0.8, "zf.optim.one_cycle_momentum(low)"),
-        mapped(f"{_S}.cycle_max_mom", real(0, below=1), 0.9, "zf.optim.one_cycle_momentum(high)"),
-        mapped(f"{_S}.decay_mom_rate", real(0), 0.0, "zf.optim.one_cycle_momentum(decay_rate=)"),
+    *of(_WARMUPS,
+        mapped("warmup_num_steps", 1000, "zf.optim: num_warmup", count(1), "at least 2",
+            _NUM_WARMUP),
+        mapped("warmup_type", "log", "zf.optim: shape", text("log", "linear"),
+            "DeepSpeed's default is log, unlike the schedules of transformers"),
     ),
-    *_of(
-        "LRRangeTest",
-        mapped(f"{_S}.lr_range_test_min_lr", _RATE, 1e-3, "zf.optim.lr_range_test(start)"),
-        mapped(
-            f"{_S}.lr_range_test_step_size", count(1), 2000, "zf.optim.lr_range_test(num_steps)"
-        ),
-        mapped(f"{_S}.lr_range_test_step_rate", real(), 1.0, "zf.optim.lr_range_test(rate)"),
-        mapped(f"{_S}.lr_range_test_staircase", FLAG, False, "zf.optim.lr_range_test(staircase=)"),
+    *of(("WarmupDecayLR", "WarmupCosineLR"),
+        mapped("total_num_steps", None, "zf.optim: num_steps", count(1), fill=filled("num_steps")),
+    ),
+    *of("WarmupCosineLR",
+        mapped("warmup_min_ratio", 0.0, "zf.optim: start", real(0), _RATIO),
+        mapped("cos_min_ratio", 1e-4, "zf.optim: end", real(0), _RATIO),
+    ),
+    *of("OneCycle",
+        mapped("cycle_min_lr", None, "zf.optim.one_cycle(low)", RATE),
+        mapped("cycle_max_lr", None, "zf.optim.one_cycle(high)", RATE),
+        mapped("decay_lr_rate", 0.0, "zf.optim.one_cycle(decay_rate=)", real(0)),
+        mapped("cycle_first_step_size", 2000, "zf.optim.one_cycle(num_up=)", count(1)),
+        mapped("cycle_second_step_size", None, "zf.optim.one_cycle(num_down=)", optional(count(1))),
+        mapped("cycle_first_stair_count", 0, "zf.optim.one_cycle(stairs_up=)", count()),
+        mapped("cycle_second_stair_count", None, "zf.optim.one_cycle(stairs_down=)",
+            optional(count())),
+        mapped("decay_step_size", 0, "zf.optim.one_cycle(decay_steps=)", count()),
+        mapped("cycle_momentum", True, "zf.optim.one_cycle_momentum as b1",
+            why="for optimizers with betas; b2 is then 0.99, as in DeepSpeed"),
+        mapped("cycle_min_mom", 0.8, "zf.optim.one_cycle_momentum(low)", real(0, below=1)),
+        mapped("cycle_max_mom", 0.9, "zf.optim.one_cycle_momentum(high)", real(0, below=1)),
+        mapped("decay_mom_rate", 0.0, "zf.optim.one_cycle_momentum(decay_rate=)", real(0)),
+    ),
+    *of("LRRangeTest",
+        mapped("lr_range_test_min_lr", 1e-3, "zf.optim.lr_range_test(start)", RATE),
+        mapped("lr_range_test_step_size", 2000, "zf.optim.lr_range_test(num_steps)", count(1)),
+        mapped("lr_range_test_step_rate", 1.0, "zf.optim.lr_range_test(rate)", real()),
+        mapped("lr_range_test_staircase", False, "zf.optim.lr_range_test(staircase=)"),
     ),
 )
 
-OPTIM: tuple[Key, ...] = (*_OPTIMIZERS, *_SCHEDULERS)
+OPTIM: tuple[Key, ...] = (
+    mapped("optimizer.type", None, "zf.optim", TYPE),
+    ignored("optimizer.legacy_fusion", False, _ONE_RULE),
+    ignored("optimizer.torch_adam", False, "DeepSpeed reads this key inside of params only"),
+    mapped("scheduler.type", None, "zf.optim", text(*SCHEDULERS)),
+    *section("optimizer.params", *_OPTIMIZERS),
+    *section("scheduler.params", *_SCHEDULERS),
+)
