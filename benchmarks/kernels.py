@@ -155,7 +155,7 @@ def optimizer_cases(numel: int, only: str) -> Iterator[Case]:
 
     def deepspeeds() -> dict[str, Run]:
         try:
-            from deepspeed.ops.adam import DeepSpeedCPUAdam  # pyrefly: ignore[missing-import]
+            from deepspeed.ops.adam import DeepSpeedCPUAdam
 
             return {
                 "DeepSpeedCPUAdam": DeepSpeedCPUAdam([parameter], lr=1e-6, weight_decay=0.1).step

@@ -265,8 +265,6 @@ def test_the_optimizers_of_ops_are_those_of_the_configuration() -> None:
             assert one == other, kind
     with pytest.raises(OptionError, match=r"FusedAdam has amsgrad=False only; got True; leave"):
         FusedAdam(net().parameters(), amsgrad=True)
-    with pytest.raises(OptionError, match=r"steps inside of an engine; .* engine.step\(\)"):
-        FusedAdam(net().parameters()).step()
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import functools
 import importlib
+import runpy
+import shlex
+import socket
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import zfun as zf
 from tests.interop.deepspeed_runs import net
 from zfun.errors import ConfigError, OptionError
 from zfun.interop import deepspeed
-from zfun.interop.deepspeed._absent import ABSENT
+from zfun.interop.deepspeed._absent import ABSENT, ABSENT_MODULES
+from zfun.interop.deepspeed._finder import HOMES, SITE
+from zfun.interop.deepspeed.launcher.runner import Start, parse_args, start_of
 from zfun.planner.formulae import estimate_zero2, estimate_zero3, sizes_of
 
 
@@ -67,16 +77,86 @@ def test_zero_to_fp32_reads_what_deepspeed_wrote(name: str) -> None:
 # Those of the engine are attributes of an object, which test_deepspeed_facade.py makes.
 @pytest.mark.parametrize("module", sorted(set(ABSENT) - {"engine"}))
 def test_a_name_that_is_not_there_says_what_to_use(module: str) -> None:
-    parts = {"zero": "runtime.zero"}.get(module, module)
+    parts = {
+        "zero": "runtime.zero",
+        "groups": "utils.groups",
+        "config": "runtime.config",
+        "checkpointing": "runtime.checkpointing",
+    }.get(module, module)
     found = importlib.import_module(f"zfun.interop.deepspeed.{parts}".rstrip("."))
     for name, remedy in ABSENT[module].items():
+        names: dict[str, Any] = {}
+        exec(f"from {found.__name__} import {name}", names)
         with pytest.raises(OptionError, match=name) as error:
-            getattr(found, name)
+            names[name]()
         assert str(error.value).endswith(remedy)
-        with pytest.raises(OptionError, match=name):
-            exec(f"from {found.__name__} import {name}")
     with pytest.raises(AttributeError, match=r"which is not there"):
         found.no_such_name  # noqa: B018
+    with pytest.raises(ImportError, match=r"no_such_name"):
+        exec(f"from {found.__name__} import no_such_name")
+
+
+@pytest.mark.parametrize("module", sorted(ABSENT_MODULES))
+def test_a_module_that_is_not_there_has_placeholders(module: str) -> None:
+    found = importlib.import_module(f"zfun.interop.deepspeed.{module}")
+    with pytest.raises(OptionError, match=r"got deepspeed\..*Some.* is not there; ") as error:
+        found.Some()
+    assert str(error.value).endswith(ABSENT_MODULES[module])
+    assert not hasattr(found, "__wrapped__")
+
+
+def test_a_placeholder_is_no_ones_class_and_raises_when_used() -> None:
+    absent = deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3
+    assert absent is deepspeed.zero.DeepSpeedZeroOptimizer_Stage3
+    optimizer = torch.optim.SGD([torch.zeros(1)])
+    assert not isinstance(optimizer, absent)
+    assert not isinstance(optimizer, (absent, str))
+    assert not issubclass(torch.optim.SGD, absent)
+    assert str(absent | None)  # an annotation
+    uses: list[Any] = [
+        absent,
+        lambda: absent.attribute,
+        lambda: absent[0],
+        lambda: list(absent),
+        lambda: type("Own", (absent,), {}),
+        lambda: type("Own", (torch.nn.Module, absent), {}),
+        lambda: contextlib.ExitStack().enter_context(absent),
+    ]
+    for use in uses:
+        with pytest.raises(OptionError, match=r"DeepSpeedZeroOptimizer_Stage3.*engine.optimizer"):
+            use()
+
+
+def test_modules_that_deepspeed_does_not_have_are_not_found() -> None:
+    for name in ("nonsense", "runtime.nonsense", "ops.adam.nonsense"):
+        with pytest.raises(ImportError, match="nonsense"):
+            importlib.import_module(f"zfun.interop.deepspeed.{name}")
+
+
+@pytest.mark.parametrize("name", sorted(HOMES))
+def test_a_second_name_of_a_module_is_the_same_module(name: str) -> None:
+    home = importlib.import_module(f"zfun.interop.deepspeed.{HOMES[name]}".rstrip("."))
+    assert importlib.import_module(f"zfun.interop.deepspeed.{name}") is home
+    assert home.__spec__ is not None
+    assert home.__spec__.name == home.__name__
+    assert functools.reduce(getattr, name.split("."), deepspeed) is home
+
+
+def test_a_second_name_of_a_module_hides_no_global_of_another() -> None:
+    """Python writes a module that is imported into the module above it."""
+    for name in {*HOMES, *ABSENT_MODULES}:
+        above, _, last = name.rpartition(".")
+        parent = importlib.import_module(f"zfun.interop.deepspeed.{above}".rstrip("."))
+        if parent.__spec__ is None or parent.__spec__.origin is None:
+            continue
+        tree = ast.parse(Path(parent.__spec__.origin).read_text(encoding="utf-8"))
+        loaded = {
+            node.id
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+        }
+        imported = importlib.import_module(f"zfun.interop.deepspeed.{name}")
+        assert last not in loaded or vars(parent)[last] is imported, name
 
 
 def test_the_nearest_name_is_named() -> None:
@@ -87,8 +167,7 @@ def test_the_nearest_name_is_named() -> None:
 
 
 def test_the_estimators_print_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
-    from zfun.interop.deepspeed.runtime.zero import stage3, stage_1_and_2
-
+    stage3, stage_1_and_2 = (deepspeed.runtime.zero,) * 2
     model = net()
     numel, largest = sizes_of(model)
     stage3.estimate_zero3_model_states_mem_needs_all_live(model, 8, 2)
@@ -124,3 +203,354 @@ def test_schedules_write_the_rates_of_the_configuration() -> None:
     assert optimizer.param_groups[0]["betas"][1] == 0.99
     with pytest.raises(ConfigError, match="warmup_num_stpes"):
         schedules.WarmupLR(optimizer, warmup_num_stpes=3)
+
+
+def test_a_model_made_in_pieces_has_the_values_ties_and_buffers_of_a_whole_one() -> None:
+    class Model(nn.Module):
+        """Writes its layers at the end, as models of transformers do, through views too."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = net(), nn.Linear(8, 8, bias=False)
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(20))
+            self.register_buffer("scale", torch.full((2,), 3.0))
+            self.apply(self.write)
+            row = self.first.first.weight[2]
+            row.data.zero_()
+            self.last.weight = self.first.first.weight
+
+        def write(self, module: nn.Module) -> None:
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
+                module.weight.data[0] += 1.0
+
+    def main(group: zf.Group) -> None:
+        generator = torch.Generator().manual_seed(group.rank)
+        shift = torch.rand((), generator=generator)
+        with deepspeed.zero.Init(data_parallel_group=group):
+            model = Model()
+            cast(nn.Linear, model.layers[3]).weight.data += shift
+        assert all(p.isnan().all() for p in model.parameters())
+        assert model.last.weight is model.first.first.weight
+        assert model.scale.tolist() == [3.0, 3.0]
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+            found = {name: p.detach().clone() for name, p in model.named_parameters()}
+        assert found["first.first.weight"][2].count_nonzero() == 0
+        assert all(found[f"layers.{i}.weight"][0].mean() > 0.9 for i in range(20))
+        values = torch.cat([x.reshape(-1) for x in found.values()])
+        everywhere = zf.collectives.all_gather(values, group)
+        assert torch.equal(everywhere, values.repeat(group.size))
+
+    zf.simulate(2, main)
+    torch.manual_seed(1)
+    plain = Model()
+    torch.manual_seed(1)
+    with deepspeed.zero.Init(data_parallel_group=zf.collectives.single_group()):
+        model = Model()
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_a_view_that_is_written_too_late_is_refused() -> None:
+    context = deepspeed.zero.Init(data_parallel_group=zf.collectives.single_group())
+    context.__enter__()
+    layers = [nn.Linear(2, 2) for _ in range(20)]
+    nn.Sequential(nn.Sequential(*layers))
+    view = layers[0].weight[0]
+    for layer in layers:
+        layer.weight.data.mul_(2.0)
+    view.data.fill_(1.0)
+    with pytest.raises(OptionError, match=r"holds for the next 16 .* shape \(2, 2\)"):
+        context.__exit__(None, None, None)
+
+
+def test_optimizers_of_ops_step_alone_as_those_of_torch() -> None:
+    from zfun.interop.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+    from zfun.interop.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+    from zfun.interop.deepspeed.ops.lamb import FusedLamb
+    from zfun.interop.deepspeed.ops.lion import FusedLion
+
+    kinds: list[tuple[Any, Any]] = [
+        (FusedAdam, lambda params: torch.optim.AdamW(params, 0.1, weight_decay=0.2)),
+        (DeepSpeedCPUAdam, lambda params: torch.optim.AdamW(params, 0.1, weight_decay=0.2)),
+        (
+            functools.partial(FusedAdam, adam_w_mode=False),
+            lambda params: torch.optim.Adam(params, 0.1, weight_decay=0.2),
+        ),
+        (DeepSpeedCPUAdagrad, lambda params: torch.optim.Adagrad(params, 0.1, weight_decay=0.2)),
+    ]
+
+    def steps(make: Any, model: nn.Module, resume: bool = False) -> list[Tensor]:
+        optimizer = make(model.parameters())
+        before = [p.detach().clone() for p in model.parameters()]
+        for step in range(4):
+            if resume and step == 2:
+                saved = optimizer.state_dict()
+                optimizer = make(model.parameters())
+                optimizer.load_state_dict(saved)
+            optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)
+            optimizer.zero_grad()
+            model(torch.ones(2, 8) * step).square().sum().backward()
+            optimizer.step()
+        return [p.detach() - x for p, x in zip(model.parameters(), before, strict=True)]
+
+    for make, torchs in kinds:
+        ours = functools.partial(make, lr=0.1, weight_decay=0.2)
+        for resume in (False, True):
+            found, wanted = steps(ours, net(), resume), steps(torchs, net())
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+    for make in (FusedLamb, FusedLion):
+        assert all(x.any() for x in steps(make, net()))
+    moved = net()
+    used = FusedAdam(moved.parameters(), weight_decay=0.5)
+    moved.first(torch.ones(1, 8)).sum().backward()
+    before = moved.scale.detach().clone()
+    used.step()
+    assert torch.equal(moved.scale, before)  # without a gradient there is no decay
+    with pytest.raises(OptionError, match=r"DeepSpeedCPUAdam has amsgrad=False only; got True"):
+        DeepSpeedCPUAdam(torch.optim.AdamW(net().parameters(), amsgrad=True).param_groups)
+    one_bit = deepspeed.ops.OnebitAdam(moved.parameters())
+    with pytest.raises(OptionError, match=r"compresses the gradients .* engine.step\(\)"):
+        one_bit.step()
+
+
+def test_the_accelerator_answers_every_question() -> None:
+    here = deepspeed.get_accelerator()
+    numbers = (
+        "memory_allocated max_memory_allocated memory_cached max_memory_cached memory_reserved "
+        "max_memory_reserved total_memory available_memory device_count"
+    )
+    for name in numbers.split():
+        assert getattr(here, name)() > 0, name
+    nothing = (
+        "synchronize empty_cache reset_peak_memory_stats reset_max_memory_allocated "
+        "reset_max_memory_cached range_pop current_stream default_stream"
+    )
+    for name in nothing.split():
+        getattr(here, name)()
+    for name in ("is_synchronized_device", "use_host_timers", "resolves_data_dependency"):
+        assert getattr(here, name)() is not torch.cuda.is_available()
+    here.range_push("block")
+    for make, dtype in (("FloatTensor", torch.float32), ("LongTensor", torch.int64)):
+        made = getattr(here, make)([1, 2])
+        assert made.dtype is dtype
+        assert made.tolist() == [1, 2]
+        assert here.on_accelerator(made)
+    assert here.BFloat16Tensor(2, 3).shape == (2, 3)
+    state = here.get_rng_state()
+    first = torch.rand(2, device=here.current_device_name())
+    here.set_rng_state(state)
+    assert torch.equal(torch.rand(2, device=here.current_device_name()), first)
+    with here.stream(here.current_stream()), here.device(0), here.capture_to_graph(None):
+        assert here.lazy_call(lambda: 7) == 7
+    variables: dict[str, str] = {}
+    here.set_visible_devices_envs(variables, [0, 2])
+    assert variables == {here.visible_devices_envs()[0]: "0,2"}
+    assert here.pin_memory(first).shape == first.shape
+    assert torch.float32 in here.supported_dtypes()
+
+
+def test_collectives_take_the_arguments_of_both_libraries() -> None:
+    comm = deepspeed.comm
+    assert comm.ReduceOp is torch.distributed.ReduceOp
+    assert comm.get_all_ranks_from_group() == [0]
+    deepspeed.init_distributed()
+    try:
+        x = torch.arange(3.0)
+        comm.all_reduce(tensor=x, prof=True, log_name="mine", debug="here")
+        out, again = torch.empty(3), torch.empty(3)
+        comm.all_gather_into_tensor(output_tensor=out, tensor=x)
+        comm.reduce_scatter_fn(again, out)
+        assert out.tolist() == again.tolist() == [0.0, 1.0, 2.0]
+        comm.barrier(log_name="end")
+        assert comm.get_global_rank(comm.get_world_group(), 0) == 0
+        assert comm.log_summary(return_dict=True) == {}
+        groups = deepspeed.utils.groups
+        assert groups._get_data_parallel_world_size() == 1
+        assert groups._get_sequence_parallel_rank() == 0
+        with pytest.raises(OptionError, match=r"_get_sequence_parallel_group"):
+            groups._get_sequence_parallel_group()
+    finally:
+        comm.destroy_process_group()
+
+
+def test_a_configuration_has_its_values_as_attributes() -> None:
+    keys = {
+        "train_batch_size": 12,
+        "gradient_accumulation_steps": 3,
+        "fp16": {"enabled": True, "loss_scale_window": 7},
+        "optimizer": {"type": "Adam", "params": {"lr": 0.5}},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        "gradient_clipping": "auto",
+    }
+    mpu = SimpleNamespace(get_data_parallel_world_size=lambda: 2)
+    found = deepspeed.DeepSpeedConfig(keys, mpu)
+    assert (found.train_micro_batch_size_per_gpu, found.world_size) == (2, 2)
+    assert (found.fp16_enabled, found.fp16.loss_scale_window) == (True, 7)
+    assert (found.optimizer_name, found.optimizer_params) == ("Adam", {"lr": 0.5})
+    assert found.zero_config.offload_optimizer.device == "cpu"
+    assert found.zero_config.offload_param is None
+    assert found.zero_optimization_stage == deepspeed.config.ZeroStageEnum.gradients
+    assert found.gradient_clipping == "auto"
+    assert found.zero_config.model_dump()["offload_optimizer"]["pin_memory"] is not None
+    with pytest.raises(deepspeed.DeepSpeedConfigError, match="stagee"):
+        deepspeed.config.DeepSpeedZeroConfig(stagee=3)
+
+
+def test_elastic_sizes_are_those_of_the_solver() -> None:
+    section = {"enabled": True, "max_train_batch_size": 100, "micro_batch_sizes": [2, 3]}
+    compute = deepspeed.config.compute_elastic_config
+    wanted = zf.interop.solve_batch(100, [2, 3], 4)
+    config = {"elasticity": {**section, "version": 0.1}}
+    assert compute(config, "0.19.8") == (wanted.train, list(wanted.world_sizes))
+    assert compute(config, "0.19.8", world_size=4)[2] == wanted.micro
+    with pytest.raises(OptionError, match=r"with elasticity; got one without"):
+        compute({}, "0.19.8")
+
+
+def test_leaf_modules_are_marked_by_class_name_and_suffix() -> None:
+    from zfun.interop.deepspeed.utils.z3_leaf_module import z3_leaf_module
+
+    utils = deepspeed.utils
+    parts = {"a": net(), "b": net()}
+    model = nn.ModuleDict(parts)
+    assert len(utils.set_z3_leaf_modules(model, [nn.Module])) == len(list(model.modules()))
+    utils.unset_z3_leaf_modules(model, ["Module", nn.Module])
+    assert utils.get_z3_leaf_modules(model) == []
+    found, missing = utils.set_z3_leaf_modules_by_name(model, ["a.body", "c"])
+    assert (found, missing) == ([parts["a"].body], ["c"])
+    found, missing = utils.set_z3_leaf_modules_by_suffix(model, ["last", "none"])
+    assert (found, missing) == ([parts["a"].last, parts["b"].last], ["none"])
+    assert utils.z3_leaf_module(parts["b"].last)
+    assert z3_leaf_module(parts["b"].last)
+    assert len(utils.get_z3_leaf_modules(model)) == 3
+    with pytest.raises(OptionError, match=r"got \['Conv2d'\], of which the model has none"):
+        utils.set_z3_leaf_modules(model, ["Conv2d"])
+
+
+def test_a_recomputed_block_draws_the_same_numbers_from_a_tracker() -> None:
+    checkpointing = deepspeed.checkpointing
+    weight = torch.ones(64, requires_grad=True)
+
+    def block(x: Tensor) -> Tensor:
+        with checkpointing.get_cuda_rng_tracker().fork():
+            mask = torch.rand(64) > 0.5
+        return torch.tanh(x * weight) * mask
+
+    def run(wrap: Any) -> tuple[Tensor, Tensor]:
+        checkpointing.model_parallel_cuda_manual_seed(3)
+        weight.grad = None
+        out = torch.zeros(())
+        for _ in range(2):
+            out = out + wrap(block, torch.arange(64.0, requires_grad=True)).sum()
+        out.backward()
+        assert weight.grad is not None
+        return weight.grad, torch.rand(2)
+
+    try:
+        plain = run(lambda function, x: function(x))
+        again = run(checkpointing.checkpoint)
+    finally:
+        checkpointing.get_rng_tracker().reset()
+    torch.testing.assert_close(plain, again, rtol=0, atol=0)
+    assert plain[0].any()
+
+
+def start(line: str, **environment: str) -> Start:
+    return start_of(parse_args(shlex.split(line)), environment)
+
+
+def test_a_command_line_of_deepspeed_becomes_one_of_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    hosts = tmp_path / "hosts"
+    own = socket.gethostname()
+    hosts.write_text(f"first slots=4\n# a comment\n{own} slots=2\n")
+
+    def flags(line: str) -> list[str]:
+        return start(line.replace("SCRIPT", str(script))).command[3:]
+
+    rank = "--local_rank=${local_rank}"
+    one = ["--nproc-per-node=2", "--standalone", str(script), rank, "--lr", "1"]
+    assert flags("-n 2 SCRIPT --lr 1") == one
+    assert flags("--num_gpus=2 --launcher pdsh SCRIPT --lr 1") == one
+    assert flags("--include localhost:0,1 SCRIPT --lr 1") == one
+    assert flags("-n 2 --exclude localhost:1 SCRIPT")[0] == "--nproc-per-node=1"
+    assert flags("-n 2 --no_local_rank --module my.train -n 3")[1:] == [
+        "--standalone",
+        "--module",
+        "my.train",
+        "-n",
+        "3",
+    ]
+    two = ["--nnodes=2", "--node-rank=1", "--master-addr=first", "--master-port=29500"]
+    assert flags(f"--hostfile {hosts} SCRIPT") == ["--nproc-per-node=2", *two, str(script), rank]
+    line = f"-H {hosts} -n 1 --node_rank 0 --master_addr ten --master_port 7 SCRIPT"
+    assert flags(line)[:5] == [
+        "--nproc-per-node=1",
+        "--nnodes=2",
+        "--node-rank=0",
+        "--master-addr=ten",
+        "--master-port=7",
+    ]
+    assert flags(f"-H {hosts} --num_nodes 1 --node_rank 0 SCRIPT")[:2] == [
+        "--nproc-per-node=4",
+        "--standalone",
+    ]
+    assert flags(f"-H {hosts} --include {own}:1 SCRIPT")[:2] == [
+        "--nproc-per-node=1",
+        "--standalone",
+    ]
+    found = start("-- python -c 1", PYTHONPATH="/mine")
+    assert found.command[1:] == ["-c", "1"]
+    assert found.environment["PYTHONPATH"] == f"{SITE}:/mine"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("missing.py", r"a script or a command; got 'missing.py'"),
+        ("-n 2 python x.py", r"starts its ranks itself; .* 'python'"),
+        ("--autotuning run train.py", r"got --autotuning; compare stages"),
+        ("--elastic_training train.py", r"got --elastic_training; start torchrun"),
+        ("--num_nodes 2 SCRIPT", r"without one; pass --hostfile"),
+        ("--hostfile missing SCRIPT", r"hostfile is a file; got 'missing'"),
+        ("--hostfile BAD SCRIPT", r"got 'host 4'; correct"),
+        ("--include a:x SCRIPT", r"slots are numbers.* got 'a:x'"),
+        ("--include other SCRIPT", r"name hosts and slots .* got 'other'"),
+        ("--include localhost --exclude localhost SCRIPT", r"got both"),
+        ("-n 1 --exclude localhost SCRIPT", r"at least one rank"),
+        ("--hostfile FOREIGN SCRIPT", r"pass --node_rank"),
+    ],
+)
+def test_a_command_line_that_cannot_run_says_why(line: str, message: str, tmp_path: Path) -> None:
+    for name, text in (
+        ("SCRIPT", ""),
+        ("BAD", "host 4"),
+        ("FOREIGN", "one slots=1\ntwo slots=1"),
+    ):
+        (tmp_path / name).write_text(text)
+        line = line.replace(name, str(tmp_path / name))
+    with pytest.raises(OptionError, match=message):
+        start(line)
+
+
+def test_fp32_weights_are_written_by_a_command_with_tied_names(tmp_path: Path) -> None:
+    loss = lambda params, batch: (params["w"] * batch).sum()
+    zero = zf.zero(3, loss, zf.optim.adamw(0.1), zf.process_group())
+    state = zero.init({"w": torch.arange(3.0), "frozen": torch.ones(2)})
+    zf.save(tmp_path / "tag", state, data={"ties": {"head.w": "w"}})
+    (tmp_path / "latest").write_text("tag")
+    (tmp_path / "zero_to_fp32.py").write_text(deepspeed.utils.zero_to_fp32.SCRIPT)
+    out = tmp_path / "out"
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("sys.argv", ["zero_to_fp32.py", str(tmp_path), str(out)])
+        runpy.run_path(str(tmp_path / "zero_to_fp32.py"))
+    found = torch.load(out / "pytorch_model.bin")
+    assert set(found) == {"frozen", "w", "head.w"}
+    assert found["head.w"].tolist() == [0.0, 1.0, 2.0]
+    deepspeed.utils.zero_to_fp32.main(
+        [str(tmp_path), str(out), "--safe_serialization", "--tag", "tag"]
+    )
+    assert set(zf.sources.safetensors(out)) >= {"frozen", "w"}

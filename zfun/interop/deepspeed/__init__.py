@@ -1,68 +1,83 @@
-"""The names of DeepSpeed that train, over zfun: ``import zfun.interop.deepspeed as deepspeed``.
+"""The names of DeepSpeed that train, over zfun.
 
-A name that is not there raises an error that says what to use. The page "From DeepSpeed" shows a
-script before and after.
+A script for DeepSpeed runs unmodified with ``python -m zfun.interop.deepspeed train.py``
+(:mod:`~zfun.interop.deepspeed.launcher.runner`), or with :func:`install` as its first line, or
+after one changed import: ``import zfun.interop.deepspeed as deepspeed``. A name that is not there
+imports as a placeholder, which says what to use. The page "From DeepSpeed" shows a script.
 
-==================  ===============================================================================
-``_initialize``     ``initialize``, ``add_config_arguments``
-``_engine``         ``DeepSpeedEngine``: names and counters
-``_numbers``        sizes, rates, norms
-``_inner``          the engine of zfun, and the values of the module's parameters
-``_settings``       the configuration, the optimizer and the schedule of a run
-``_rules``          parameter groups as pure optimizers
-``_getters``        methods that return a value of the configuration
-``_checkpoint``     tags and ``latest``
-``_ranks``          process groups, devices
-``_absent``         the names that are not there, with remedies
-``comm``            ``torch.distributed``
-``checkpointing``   recomputation in backward
-``accelerator``     the device of this process
-``ops``             optimizers
-``runtime``         ``zero``, schedules, loaders
-``utils``           single parameters, fp32 weights of a checkpoint
-==================  ===============================================================================
+===================  ==============================================================================
+``_finder``          where ``import deepspeed`` looks; :func:`install`
+``_absent``          the names that are not there, with remedies
+``launcher``         the command line
+``_initialize``      ``initialize``, ``add_config_arguments``
+``_engine``          ``DeepSpeedEngine``: names and counters
+``_numbers``         sizes, rates, norms
+``_inner``           the engine of zfun, and the values of the module's parameters
+``_settings``        the configuration, the optimizer and the schedule of a run
+``_rules``           parameter groups as pure optimizers
+``_getters``         methods that return a value of the configuration
+``_checkpoint``      tags and ``latest``
+``_ranks``           process groups, devices
+``accelerator``      the device of this process
+``comm``             ``torch.distributed``
+``ops``              optimizers
+``runtime``          ``zero``, ``config``, ``checkpointing``, schedules, loaders
+``utils``            logs, groups, single parameters, fp32 weights of a checkpoint
+===================  ==============================================================================
 """
 
-from zfun.interop.deepspeed import (
-    accelerator,
-    checkpointing,
-    comm,
-    moe,
-    ops,
-    pipe,
-    runtime,
-    utils,
-)
+from zfun.interop.deepspeed import accelerator, comm, launcher, ops, runtime, utils
 from zfun.interop.deepspeed._absent import absent
 from zfun.interop.deepspeed._engine import DeepSpeedEngine
+from zfun.interop.deepspeed._finder import VERSION, add_finder, install
 from zfun.interop.deepspeed._initialize import add_config_arguments, initialize
 from zfun.interop.deepspeed._ranks import init_distributed
 from zfun.interop.deepspeed.accelerator import get_accelerator
-from zfun.interop.deepspeed.runtime import dataloader, lr_schedules, zero
-from zfun.interop.deepspeed.utils import log_dist, logger
+from zfun.interop.deepspeed.runtime import (
+    DeepSpeedDataLoader,
+    checkpointing,
+    config,
+    lr_schedules,
+    zero,
+)
+from zfun.interop.deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+from zfun.interop.deepspeed.utils import OnDevice, log_dist, logger
 
 __all__ = [
+    "DeepSpeedConfig",
+    "DeepSpeedConfigError",
+    "DeepSpeedDataLoader",
     "DeepSpeedEngine",
+    "OnDevice",
     "accelerator",
     "add_config_arguments",
     "checkpointing",
     "comm",
-    "dataloader",
+    "config",
     "get_accelerator",
     "init_distributed",
     "initialize",
+    "install",
+    "launcher",
     "log_dist",
     "logger",
     "lr_schedules",
-    "moe",
     "ops",
-    "pipe",
     "runtime",
     "utils",
     "zero",
 ]
 
-# The version of DeepSpeed whose names these are, because scripts compare the number.
-__version__ = "0.19.8"
+__version__ = version = VERSION
+__version_major__, __version_minor__, __version_patch__ = map(int, VERSION.split("."))
+__git_hash__ = __git_branch__ = git_hash = git_branch = "zfun"
+dist = comm
+HAS_TRITON = False
+TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
+ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LAMB_OPTIMIZER = "adam", "adamw", "lamb"
+LION_OPTIMIZER, MUON_OPTIMIZER = "lion", "muon"
+
+# Modules of DeepSpeed that are no files of their own are found from now on.
+add_finder()
 
 __getattr__ = absent("", globals())

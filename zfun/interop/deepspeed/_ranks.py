@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from datetime import timedelta
 from typing import Any
 
@@ -13,7 +14,14 @@ import torch.distributed as dist
 from zfun.collectives import Group, process_group, single_group
 from zfun.options import GROUP
 
-__all__ = ["group_of", "init_distributed", "init_from_launcher", "local_device", "local_rank"]
+__all__ = [
+    "group_of",
+    "init_distributed",
+    "init_from_launcher",
+    "local_device",
+    "local_rank",
+    "tell_accelerate",
+]
 
 
 def init_distributed(
@@ -50,6 +58,7 @@ def init_distributed(
     if dist_init_required is False or dist.is_initialized():
         return
     backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    tell_accelerate(backend)
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     if init_method is not None:
         dist.init_process_group(
@@ -59,6 +68,18 @@ def init_distributed(
         dist.init_process_group(backend, **options)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **options)
+
+
+def tell_accelerate(backend: str) -> None:
+    """Let accelerate count the ranks of a CPU.
+
+    Without a device, accelerate chooses no backend, calls ``deepspeed.comm``, and takes each rank
+    for the only one, because it has no backend.
+    """
+    states = sys.modules.get("accelerate.state")
+    shared: dict[str, Any] = {} if states is None else states.PartialState._shared_state
+    if "backend" in shared and shared["backend"] is None:
+        shared["backend"] = backend
 
 
 def init_from_launcher() -> None:

@@ -1,44 +1,113 @@
-"""Optimizers that say how to step, and leave the steps to the engine."""
+"""Optimizers that say how to step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
 
+from zfun import tree
 from zfun.errors import OptionError
+from zfun.interop.ds_config._auto import AutoValues
+from zfun.interop.ds_config._mistakes import error_of
+from zfun.interop.ds_config._optimizers import optimizer_of
+from zfun.interop.ds_config._values import values_of
+from zfun.interop.ds_config._walk import walk
+from zfun.optim import Optimizer
 
-__all__ = ["Described", "refuse"]
+__all__ = ["Described"]
+
+_REMEDIES = {"max_grad_norm": "write gradient_clipping into the configuration"}
+# Options of torch's optimizers, whose groups a script may pass on.
+_NEVER = {"amsgrad": False, "maximize": False}
 
 
 class Described(torch.optim.Optimizer):
-    """Parameter groups with their options; the engine of ``initialize`` steps.
+    """Parameter groups with their options, which an engine of ``initialize`` steps; or itself.
+
+    Args:
+        params: parameters, or groups of parameters.
+        defaults: of the options.
+        only: by option, the value and the one value that the rule has.
 
     Attributes:
         kind: the type of the optimizer in a configuration.
         is_attached: whether an engine steps.
+
+    Raises:
+        OptionError: an option has another value than the rule.
     """
 
     kind: ClassVar[str]
     is_attached = False
 
-    def step(  # pyrefly: ignore[bad-override]
-        self, closure: Callable[[], Any] | None = None
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        only: Mapping[str, tuple[Any, Any]] | None = None,
     ) -> None:
-        """Refuse, because the parameters of the module are no longer the state.
+        super().__init__(params, defaults)
+        found = [(name, value, wanted) for name, (value, wanted) in (only or {}).items()]
+        for group in self.param_groups:
+            found += [(name, group.get(name, no), no) for name, no in _NEVER.items()]
+        for name, value, wanted in found:
+            if value != wanted:
+                raise OptionError(
+                    f"{type(self).__name__} has {name}={wanted!r} only; got {value!r}; "
+                    f"{_REMEDIES.get(name, 'leave the option out')}"
+                )
 
-        Raises:
-            OptionError: always, before ``initialize``.
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step each parameter that has a gradient; inside of an engine do nothing.
+
+        Args:
+            closure: computes the loss and the gradients.
+
+        Returns:
+            The loss of the closure.
         """
-        if not self.is_attached:
-            raise OptionError(
-                f"{type(self).__name__} steps inside of an engine; got step() without one; pass "
-                "the optimizer to deepspeed.initialize(), and call engine.step()"
-            )
+        if self.is_attached:
+            return None
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        with torch.no_grad():
+            for group in self.param_groups:
+                rule = _rule(type(self), group)
+                for param in group["params"]:
+                    if param.grad is not None:
+                        self._step(rule, param)
+        return loss
+
+    def _step(self, rule: Optimizer, param: torch.Tensor) -> None:
+        # A state dict of torch holds tensors and numbers, so the state is the leaves of zfun's.
+        spec = tree.structure(rule.init(param))
+        kept = self.state[param]
+        leaves = kept.get("leaves") or tree.leaves(rule.init(param))
+        new, after = rule.apply(param.grad, tree.unflatten(spec, leaves), param)
+        kept["leaves"] = tree.leaves(after)
+        param.copy_(new)
 
 
-def refuse(name: str, option: str, value: Any, wanted: Any, remedy: str) -> None:
-    """Refuse an option that the kernels do not have."""
-    if value != wanted:
-        raise OptionError(f"{name} has {option}={wanted!r} only; got {value!r}; {remedy}")
+def _rule(cls: type[Described], group: Mapping[str, Any]) -> Optimizer:
+    """Return the rule of a parameter group, as a configuration with these options has it."""
+    kind = cls.kind
+    if kind == "OneBitAdam":
+        raise OptionError(
+            f"{cls.__name__} compresses the gradients of several ranks; got step() without an "
+            "engine; pass the optimizer to deepspeed.initialize(), and call engine.step()"
+        )
+    known = {path.rpartition(".")[2] for path in walk({"optimizer": {"type": kind}}).keys}
+    options = {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in group.items()
+        if name in known and name != "params"
+    }
+    rate = float(group["lr"])
+    walked = walk({"optimizer": {"type": kind, "params": {**options, "lr": rate}}})
+    values, mistakes = values_of(walked, AutoValues())
+    found = [*walked.mistakes, *mistakes]
+    if found:
+        raise error_of(found, f"a parameter group of {cls.__name__}")
+    return optimizer_of(kind, values, walked.given, walked.extra, rate, {})

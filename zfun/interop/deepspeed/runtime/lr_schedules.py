@@ -14,7 +14,14 @@ from zfun.interop.ds_config._optimizers import momentum_of, schedule_of
 from zfun.interop.ds_config._values import Values, values_of
 from zfun.interop.ds_config._walk import walk
 
-__all__ = ["LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR"]
+__all__ = [
+    "VALID_LR_SCHEDULES",
+    "LRRangeTest",
+    "OneCycle",
+    "WarmupCosineLR",
+    "WarmupDecayLR",
+    "WarmupLR",
+]
 
 
 class Scheduled:
@@ -149,5 +156,7 @@ class LRRangeTest(Scheduled):
         "lr_range_test_staircase",
     )
 
+
+VALID_LR_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
 
 __getattr__ = absent("runtime.lr_schedules", globals())

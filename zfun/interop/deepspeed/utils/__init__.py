@@ -1,41 +1,71 @@
-"""``deepspeed.utils``: a logger, and functions for single parameters."""
+"""``deepspeed.utils``: logs, ranges, leaf modules, and functions for single parameters."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
-from typing import Any
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from logging import INFO, getLevelNamesMapping, getLogger
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zfun import tree
 from zfun.errors import OptionError
 from zfun.interop.deepspeed._absent import absent
-from zfun.interop.deepspeed.runtime.dataloader import RepeatingLoader
-from zfun.interop.deepspeed.utils import zero_to_fp32
+from zfun.interop.deepspeed.accelerator import get_accelerator
+from zfun.interop.deepspeed.runtime import RepeatingLoader
+from zfun.interop.deepspeed.utils import groups, zero_to_fp32
+from zfun.interop.deepspeed.utils.z3_leaf_module import (
+    get_z3_leaf_modules,
+    set_z3_leaf_module,
+    set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
+    unset_z3_leaf_modules,
+    z3_leaf_module,
+    z3_leaf_parameter,
+)
 
 __all__ = [
+    "OnDevice",
     "RepeatingLoader",
+    "clone_tensors_for_torch_save",
+    "get_z3_leaf_modules",
+    "groups",
+    "instrument_w_nvtx",
+    "is_initialized",
+    "is_moe_param",
     "log_dist",
     "logger",
+    "move_to_device",
     "safe_get_full_fp32_param",
     "safe_set_full_fp32_param",
+    "see_memory_usage",
+    "set_z3_leaf_module",
     "set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix",
+    "unset_z3_leaf_modules",
     "z3_leaf_module",
+    "z3_leaf_parameter",
     "zero_to_fp32",
 ]
 
-logger = logging.getLogger("zfun.interop.deepspeed")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+logger = getLogger("zfun.interop.deepspeed")
 
 
-def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Log a message on some ranks.
+# Logs and ranges
 
-    Args:
-        message: the text.
-        ranks: the ranks that log; all by default, or where -1 is among the ranks.
-        level: of ``logging``.
+
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = INFO) -> None:
+    """Log a message on some ranks; on all by default, or where -1 is among the ranks.
 
     Example:
         >>> log_dist("step 10", ranks=[0])
@@ -45,43 +75,140 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
         logger.log(level, "[rank %d] %s", rank, message)
 
 
-def set_z3_leaf_modules(
-    model: nn.Module, leaf_module_classes: Sequence[Any], raise_if_not_found: bool = True
-) -> list[nn.Module]:
-    """Return the modules of the classes; none needs a mark.
-
-    The order of collectives does not depend on the parameters that a rank uses.
-
-    Args:
-        model: the model.
-        leaf_module_classes: classes, or their names.
-        raise_if_not_found: whether to refuse a model without such modules.
-
-    Raises:
-        OptionError: there is none.
-
-    Example:
-        >>> len(set_z3_leaf_modules(nn.Sequential(nn.Linear(1, 1)), [nn.Linear]))
-        1
-    """
-    names = {one if isinstance(one, str) else one.__name__ for one in leaf_module_classes}
-    found = [module for module in model.modules() if type(module).__name__ in names]
-    if not found and raise_if_not_found:
-        raise OptionError(
-            f"leaf_module_classes are classes of the model; got {sorted(names)}, of which the "
-            "model has none; leave the call out: no module needs a mark"
-        )
-    return found
+@functools.cache
+def log_dist_once(message: str, ranks: tuple[int, ...] | None = None, level: int = INFO) -> None:
+    """Log a message on some ranks, once."""
+    log_dist(message, ranks, level)
 
 
-def z3_leaf_module(model: nn.Module) -> bool:
-    """Return ``False``: no module needs a mark.
+def print_rank_0(message: str, debug: bool = False, force: bool = False) -> None:
+    """Log a message on rank 0."""
+    log_dist(message, [0])
+
+
+def set_log_level_from_string(log_level_str: str, custom_logger: Any = None) -> None:
+    """Choose the level of the log by its name."""
+    (custom_logger or logger).setLevel(getLevelNamesMapping()[log_level_str.upper()])
+
+
+def see_memory_usage(message: str, force: bool = False, ranks: Sequence[int] = (0,)) -> None:
+    """Log the memory of the device, with ``force``."""
+    if force:
+        here = get_accelerator()
+        now, peak = here.memory_allocated() / 2**30, here.max_memory_allocated() / 2**30
+        log_dist(f"{message}: {now:.2f} GB, at most {peak:.2f} GB", ranks)
+
+
+def instrument_w_nvtx(func: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Show the calls of a function in a profile.
 
     Example:
-        >>> z3_leaf_module(nn.Linear(1, 1))
-        False
+        >>> instrument_w_nvtx(lambda x: x + 1)(1)
+        2
     """
-    return False
+
+    @functools.wraps(func)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with torch.profiler.record_function(getattr(func, "__qualname__", "function")):
+            return func(*args, **kwargs)
+
+    return call
+
+
+def is_initialized() -> bool:
+    """Return whether there is a process group."""
+    return dist.is_initialized()
+
+
+# Tensors
+
+
+class OnDevice(contextlib.ContextDecorator):
+    """A context in which modules are made on a device, in a dtype.
+
+    Example:
+        >>> with OnDevice(dtype=torch.bfloat16, device="meta"):
+        ...     layer = nn.Linear(2, 2)
+        >>> layer.weight.dtype, layer.weight.device.type
+        (torch.bfloat16, 'meta')
+    """
+
+    def __init__(self, dtype: torch.dtype, device: Any = "meta", enabled: bool = True) -> None:
+        self._dtype, self._device, self._enabled = dtype, device, enabled
+
+    def __enter__(self) -> None:
+        self._before = torch.get_default_dtype()
+        self._stack = contextlib.ExitStack()
+        if self._enabled:
+            torch.set_default_dtype(self._dtype)
+            self._stack.callback(torch.set_default_dtype, self._before)
+            self._stack.enter_context(torch.device(self._device))
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()
+
+
+def move_to_device(item: Any, device: Any, criterion_func: Any = None) -> Any:
+    """Return a tree of tensors on a device."""
+    move = lambda x: isinstance(x, Tensor) and (criterion_func is None or criterion_func(x))
+    return tree.map(lambda x: x.to(device) if move(x) else x, item)
+
+
+def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
+    """Return a copy of a tree of tensors, of which no tensor is a view of a larger one."""
+    if isinstance(item, dict):
+        return type(item)((k, clone_tensors_for_torch_save(x, device)) for k, x in item.items())
+    copy = lambda x: x.detach().clone().to(device) if isinstance(x, Tensor) else x
+    return tree.map(copy, item)
+
+
+def noop_context() -> Any:
+    """Return a context that does nothing."""
+    return contextlib.nullcontext()
+
+
+def empty_cache() -> None:
+    """Return cached blocks of the CUDA allocator; on CPUs nothing."""
+    get_accelerator().empty_cache()
+
+
+def set_random_seed(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's generators."""
+    import random
+
+    import numpy as np
+
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002
+    torch.manual_seed(seed)
+
+
+def ensure_directory_exists(filename: str) -> None:
+    """Make the folder of a file."""
+    Path(filename).parent.mkdir(parents=True, exist_ok=True)
+
+
+def required_torch_version(min_version: Any = None, max_version: Any = None) -> bool:
+    """Return whether the version of torch is in a range."""
+    now = tuple(map(int, torch.__version__.split(".")[:2]))
+    bounds = [
+        tuple(map(int, str(x or y).split(".")[:2]))
+        for x, y in ((min_version, "0.0"), (max_version, "999.0"))
+    ]
+    return bounds[0] <= now <= bounds[1]
+
+
+def is_moe_param(param: Tensor) -> bool:
+    """Return whether DeepSpeed's experts own a parameter."""
+    return hasattr(param, "allreduce") and not param.allreduce
+
+
+def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
+    """Return ``(False, 0)``: DeepSpeed's experts are not there."""
+    return False, 0
+
+
+# Parameters of an engine
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:

@@ -1,10 +1,15 @@
 """``deepspeed.utils.zero_to_fp32``: fp32 weights from a checkpoint, without a group.
 
-The functions read checkpoints of ``engine.save_checkpoint`` and those that DeepSpeed wrote.
+The functions read checkpoints of ``engine.save_checkpoint`` and those that DeepSpeed wrote. On a
+command line::
+
+    python -m zfun.interop.deepspeed.utils.zero_to_fp32 CHECKPOINTS OUTPUT
 """
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -18,10 +23,19 @@ from zfun.sources import Source, TrainingState, joined, write_safetensors
 from zfun.sources import deepspeed as deepspeed_source
 
 __all__ = [
+    "SCRIPT",
     "convert_zero_checkpoint_to_fp32_state_dict",
     "get_fp32_state_dict_from_zero_checkpoint",
     "load_state_dict_from_zero_checkpoint",
+    "main",
 ]
+
+# DeepSpeed puts a file zero_to_fp32.py into the directory of all checkpoints; this is its text.
+SCRIPT = """#!/usr/bin/env python
+from zfun.interop.deepspeed.utils.zero_to_fp32 import main
+
+main()
+"""
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -48,7 +62,8 @@ def get_fp32_state_dict_from_zero_checkpoint(
         lazy_mode: accepted and not used; ``zf.sources.deepspeed`` reads one leaf at a time.
 
     Returns:
-        The parameters, from the master weights where there are any, and the buffers.
+        The parameters, from the master weights where there are any, and the buffers. A tied
+        parameter stands under each name that the checkpoint knows (``ties`` in its data).
 
     Raises:
         CheckpointError: there is no such checkpoint.
@@ -148,6 +163,25 @@ def load_state_dict_from_zero_checkpoint(
     return model
 
 
+def main(args: Sequence[str] | None = None) -> None:
+    """Write fp32 weights, by the arguments of DeepSpeed's script."""
+    parser = argparse.ArgumentParser(
+        prog="python -m zfun.interop.deepspeed.utils.zero_to_fp32",
+        description="Write the weights of a checkpoint in float32.",
+    )
+    add = parser.add_argument
+    add("checkpoint_dir", help="the directory given to save_checkpoint")
+    add("output_dir", help="the folder of the files")
+    add("--max_shard_size", default="5GB", help="the largest file; 5GB by default")
+    add("--safe_serialization", action="store_true", help="write safetensors")
+    add("-t", "--tag", help="of the checkpoint; by default the one that latest names")
+    add("-e", "--exclude_frozen_parameters", action="store_true")
+    add("-d", "--debug", action="store_true", help=argparse.SUPPRESS)
+    given = vars(parser.parse_args(args))
+    del given["debug"]
+    convert_zero_checkpoint_to_fp32_state_dict(**given)
+
+
 def _weights(path: str | Path, tag: str | None, without_frozen: bool) -> Source:
     found = _opened(Path(path), tag)
     params = found.params
@@ -159,7 +193,10 @@ def _weights(path: str | Path, tag: str | None, without_frozen: bool) -> Source:
             )
         trained = {name for slot in found.moments.values() for name in slot}
         params = params.renamed(lambda name: name if name in trained else None)
-    return joined(params, found.buffers)
+    data = found.values.get("data")
+    ties = data.get("ties", {}) if isinstance(data, Mapping) else {}
+    known = {alias: params[name] for alias, name in ties.items() if name in params}
+    return joined(joined(params, Source(known, str(path))), found.buffers)
 
 
 def _opened(path: Path, tag: str | None) -> TrainingState:
@@ -193,3 +230,6 @@ def _bytes_of(size: str | int | None) -> int:
 
 
 __getattr__ = absent("utils.zero_to_fp32", globals())
+
+if __name__ == "__main__":
+    main()

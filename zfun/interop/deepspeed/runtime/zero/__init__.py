@@ -1,36 +1,49 @@
-"""``deepspeed.zero``: parameters in pieces, before and after ``initialize``.
+"""``deepspeed.zero``: parameters in pieces, before and after ``initialize``; estimators.
 
 ========================  =====================================================================
 ``partition_parameters``  ``Init`` and ``GatheredParameters``
 ``_owners``               where the values of a partitioned parameter are
-``stage3``                the estimators of stage 3
-``stage_1_and_2``         the estimators of stage 2
 ========================  =====================================================================
 """
 
 from __future__ import annotations
 
+import enum
+import sys
 from typing import Any
 
 import torch
 
 from zfun.interop.deepspeed._absent import absent
-from zfun.interop.deepspeed.runtime.zero import stage3, stage_1_and_2
 from zfun.interop.deepspeed.runtime.zero.partition_parameters import (
     GatheredParameters,
     Init,
     ZeroParamStatus,
 )
+from zfun.planner.formulae import Estimates, estimate_zero2, estimate_zero3, sizes_of
 
 __all__ = [
     "GatheredParameters",
     "Init",
+    "OffloadStateTypeEnum",
     "ZeroParamStatus",
+    "estimate_zero2_model_states_mem_needs_all_cold",
+    "estimate_zero2_model_states_mem_needs_all_live",
+    "estimate_zero3_model_states_mem_needs_all_cold",
+    "estimate_zero3_model_states_mem_needs_all_live",
     "register_external_parameter",
-    "stage3",
-    "stage_1_and_2",
     "unregister_external_parameter",
 ]
+
+
+class OffloadStateTypeEnum(enum.StrEnum):
+    """The parts of a state that ``engine.offload_states`` moves."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
 
 
 def register_external_parameter(module: torch.nn.Module, parameter: Any) -> None:
@@ -44,4 +57,69 @@ def register_external_parameter(module: torch.nn.Module, parameter: Any) -> None
 
 unregister_external_parameter = register_external_parameter
 
-__getattr__ = absent("zero", globals())
+
+def estimate_zero2_model_states_mem_needs_all_live(
+    model: torch.nn.Module,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
+) -> Estimates:
+    """Print the memory that stage 2 takes for a model; see :func:`zfun.planner.plan` for bytes.
+
+    Example:
+        >>> rows = estimate_zero2_model_states_mem_needs_all_live(torch.nn.Linear(64, 64))
+        Estimated memory needed for params, optim states and gradients for a:
+        HW: Setup with 1 node, 1 GPU per node.
+        ...
+    """
+    return estimate_zero2_model_states_mem_needs_all_cold(
+        sizes_of(model)[0], num_gpus_per_node, num_nodes, additional_buffer_factor
+    )
+
+
+def estimate_zero2_model_states_mem_needs_all_cold(
+    total_params: float,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
+) -> Estimates:
+    """Print the memory that stage 2 takes for a number of parameters."""
+    machines = _machines(num_gpus_per_node, num_nodes, additional_buffer_factor)
+    return _shown(estimate_zero2(total_params, **machines))
+
+
+def estimate_zero3_model_states_mem_needs_all_live(
+    model: torch.nn.Module,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
+) -> Estimates:
+    """Print the memory that stage 3 takes for a model; see :func:`zfun.planner.plan` for bytes."""
+    return estimate_zero3_model_states_mem_needs_all_cold(
+        *sizes_of(model), num_gpus_per_node, num_nodes, additional_buffer_factor
+    )
+
+
+def estimate_zero3_model_states_mem_needs_all_cold(
+    total_params: float,
+    largest_layer_params: float,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
+) -> Estimates:
+    """Print the memory that stage 3 takes for numbers of parameters."""
+    machines = _machines(num_gpus_per_node, num_nodes, additional_buffer_factor)
+    return _shown(estimate_zero3(total_params, largest_layer_params, **machines))
+
+
+def _machines(gpus_per_node: int, num_nodes: int, buffer_factor: float) -> dict[str, Any]:
+    return {"gpus_per_node": gpus_per_node, "num_nodes": num_nodes, "buffer_factor": buffer_factor}
+
+
+def _shown(rows: Estimates) -> Estimates:
+    """Write the table on standard output, as DeepSpeed does, and return the rows."""
+    sys.stdout.write(f"{rows}\n")
+    return rows
+
+
+__getattr__ = absent("runtime.zero", globals(), "zero")

@@ -11,6 +11,8 @@ empty tensor there, so writes are lost without a message.
 from __future__ import annotations
 
 import enum
+import itertools
+import threading
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
@@ -38,6 +40,17 @@ __all__ = [
 ]
 
 _OWNER = "_zfun_owner"
+
+
+class _Ids(threading.local):
+    """The numbers of parameters; a simulated rank is a thread."""
+
+    def __init__(self) -> None:
+        self.numbers = itertools.count()
+
+
+# Ranks cut parameters in one order, so a number means one parameter on all ranks.
+_IDS = _Ids()
 
 
 class ZeroParamStatus(enum.Enum):
@@ -80,9 +93,9 @@ class Pieces:
         """Return the whole values; every rank must call."""
         with torch.no_grad():
             return [
-                all_gather(told(p).ds_tensor, self.group, name="zero.Init")[: p.numel()].view(
-                    p.shape
-                )
+                all_gather(told(p).ds_tensor, self.group, name=f"parameter {told(p).ds_id}")[
+                    : p.numel()
+                ].view(p.shape)
                 for p in params
             ]
 
@@ -134,7 +147,8 @@ def release(param: nn.Parameter, owner: Owner | None, like: Tensor | None = None
         setattr(param, _OWNER, owner)
         record.ds_tensor = None
         record.ds_shape, record.ds_numel = like.shape, like.numel()
-        record.ds_id = id(param)
+        if not hasattr(param, "ds_id"):
+            record.ds_id = next(_IDS.numbers)
     record.ds_status = ZeroParamStatus.NOT_AVAILABLE
     value = _stand_in(like)
     param.data = torch.full((), value, dtype=like.dtype, device=like.device).expand(like.shape)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,11 +15,14 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.overrides import TorchFunctionMode
 
-from zfun.collectives import broadcast
+from zfun import tree
+from zfun.collectives import broadcast, global_ranks
 from zfun.errors import OptionError
 from zfun.interop.deepspeed._absent import absent
 from zfun.interop.deepspeed._ranks import group_of, init_from_launcher
+from zfun.interop.deepspeed.accelerator import get_accelerator
 from zfun.interop.deepspeed.runtime.zero._owners import (
     Owner,
     Pieces,
@@ -30,20 +34,79 @@ from zfun.interop.deepspeed.runtime.zero._owners import (
     release,
     root_of,
     show,
+    told,
 )
 from zfun.interop.ds_config._read import read
 from zfun.ops import fingerprint
 
-__all__ = ["GatheredParameters", "Init", "ZeroParamStatus"]
+__all__ = ["GatheredParameters", "Init", "ZeroParamStatus", "get_accelerator"]
+
+# transformers replaces the second name, in which DeepSpeed's Init wraps torch's constructors. Init
+# leaves constructors alone here.
+_orig_torch_arange = torch.arange
+
+
+def zero_wrapper_for_fp_tensor_constructor(
+    fn: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Return the function."""
+    return fn
+
+
+# Functions that read no values of a tensor, and those of this file.
+_NO_VALUES = {
+    getattr(Tensor, name)
+    for name in (
+        "dim",
+        "element_size",
+        "is_complex",
+        "is_contiguous",
+        "is_floating_point",
+        "ndimension",
+        "nelement",
+        "numel",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "requires_grad_",
+        "size",
+        "stride",
+        "__hash__",
+    )
+} | {
+    getattr(getattr(Tensor, name), how)
+    for name in (
+        "device",
+        "dtype",
+        "grad",
+        "grad_fn",
+        "is_cpu",
+        "is_cuda",
+        "is_leaf",
+        "is_meta",
+        "is_sparse",
+        "itemsize",
+        "layout",
+        "nbytes",
+        "ndim",
+        "requires_grad",
+        "shape",
+    )
+    for how in ("__get__", "__set__")
+    if hasattr(getattr(Tensor, name), how)
+}
+# So many parameters that were touched last stay whole under Init.
+_WINDOW = 16
 
 
 class Init:
     """A context in which the parameters of new modules are cut into one piece for each rank.
 
-    A layer stays whole until the module around it is complete, because the constructor of this
-    module may still write into the layer. So a rank holds the pieces of the model, one block, and
-    the layers of the root. All ranks have the values of rank 0. ``initialize`` takes the module, at
-    any stage; :class:`GatheredParameters` shows values.
+    A layer stays whole until the module around it is complete. Code that touches a parameter after
+    that, as the last lines of constructors of transformers do, finds the whole values: they are
+    gathered, and cut again when 16 other parameters have been touched. So a rank holds the pieces
+    of the model, one block, and the layers of the root; a parameter on ``meta`` is cut when it has
+    values. All ranks have the values of rank 0, and must touch the same parameters. ``initialize``
+    takes the module, at any stage; :class:`GatheredParameters` shows values.
 
     Args:
         module: a complete module, whose parameters are cut at once.
@@ -58,9 +121,11 @@ class Init:
         dtype: the dtype of floating parameters; by default the configuration's, or their own.
         mpu: an object with ``get_data_parallel_group()``.
         sequence_data_parallel_group: the same as ``data_parallel_group``.
+        more: other arguments of DeepSpeed's; accepted and not used.
 
     Raises:
-        OptionError: ``remote_device`` is another place.
+        OptionError: ``remote_device`` is another place; or, at the end, a parameter was changed
+            through a view that was older than 16 parameters.
 
     Example:
         >>> with Init(dtype=torch.bfloat16):
@@ -85,6 +150,7 @@ class Init:
         dtype: torch.dtype | None = None,
         mpu: Any = None,
         sequence_data_parallel_group: Any = None,
+        **more: Any,
     ) -> None:
         if remote_device not in (None, "none", "cpu"):
             raise OptionError(
@@ -94,7 +160,8 @@ class Init:
         self._enabled = enabled
         self._thread = threading.get_ident()
         self._new: dict[int, nn.Parameter] = {}
-        self._hooks: list[Any] = []
+        self._modules: dict[int, nn.Module] = {}
+        self._ends = contextlib.ExitStack()
         chosen = config if config_dict_or_path is None else config_dict_or_path
         self._dtype = dtype if dtype is not None else _half_of(chosen)
         if not enabled:
@@ -110,10 +177,13 @@ class Init:
 
     def __enter__(self) -> Init:
         if self._enabled:
-            self._hooks = [
-                register_module_parameter_registration_hook(self._on_parameter),
-                register_module_module_registration_hook(self._on_module),
-            ]
+            self._touched = _Touched(global_ranks(self._owner.group)[0])
+            for register, hook in (
+                (register_module_parameter_registration_hook, self._on_parameter),
+                (register_module_module_registration_hook, self._on_module),
+            ):
+                self._ends.callback(register(hook).remove)
+            self._ends.enter_context(self._touched)
         return self
 
     def __exit__(
@@ -122,16 +192,23 @@ class Init:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        if not self._enabled:
+            return
+        self._ends.close()
         if kind is None:
-            self._cut(self._new.values())
-        self._new = {}
+            self._touched.close()
+            # Modules are made in one order on all ranks; a loader may set parameters in another.
+            for module in self._modules.values():
+                own = sorted(module.named_parameters(recurse=False))
+                self._cut(p for _, p in own if id(p) in self._new)
+        self._new.clear()
+        self._modules.clear()
 
     def _on_parameter(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         # Other threads may be other simulated ranks.
         if param is not None and threading.get_ident() == self._thread:
             self._new[id(param)] = param
+            self._modules.setdefault(id(module), module)
 
     def _on_module(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
         if child is None or threading.get_ident() != self._thread:
@@ -140,10 +217,75 @@ class Init:
             self._cut(p for p in grandchild.parameters() if id(p) in self._new)
 
     def _cut(self, params: Iterable[nn.Parameter]) -> None:
-        for param in list(params):
-            if not is_partitioned(param) and param.is_floating_point():
-                cut(param, self._owner, self._dtype)
-            self._new.pop(id(param), None)
+        with torch._C.DisableTorchFunction():
+            for param in list(params):
+                if param.device.type == "meta":
+                    continue
+                if not is_partitioned(param) and param.is_floating_point():
+                    cut(param, self._owner, self._dtype)
+                self._new.pop(id(param), None)
+
+
+class _Touched(TorchFunctionMode):
+    """Gathers a partitioned parameter before a function of torch reads or writes it.
+
+    Args:
+        root: the rank whose values all ranks take.
+    """
+
+    def __init__(self, root: int) -> None:
+        super().__init__()
+        self._root = root
+        self._open: dict[int, GatheredParameters] = {}
+        # Values of parameters that are cut again, while a view of them lives.
+        self._seen: list[tuple[Tensor, Any]] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in _NO_VALUES:
+            for x in tree.leaves((args, kwargs)):
+                if isinstance(x, nn.Parameter) and is_partitioned(x):
+                    self._touch(x)
+        return func(*args, **kwargs)
+
+    def _touch(self, param: nn.Parameter) -> None:
+        if told(param).ds_status is not ZeroParamStatus.AVAILABLE:
+            context = GatheredParameters(param, modifier_rank=self._root)
+            context.__enter__()
+            self._open[id(param)] = context
+            told(param)._zfun_shut = lambda: self._shut(param)
+            # In the order of the gathers, because one rank may touch a parameter again alone.
+            if len(self._open) > _WINDOW:
+                next(iter(self._open.values())).params[0]._zfun_shut()
+
+    def _shut(self, param: nn.Parameter) -> None:
+        context = self._open.pop(id(param))
+        del told(param)._zfun_shut
+        whole = param.detach()
+        context.__exit__(None, None, None)
+        self._seen = [(x, old) for x, old in self._seen if _is_shared(x)]
+        if _is_shared(whole):
+            self._seen.append((whole, fingerprint(whole)))
+
+    def close(self) -> None:
+        """Cut all parameters again."""
+        for context in list(self._open.values()):
+            self._shut(context.params[0])
+        late = [x for x, old in self._seen if fingerprint(x) != old]
+        self._seen = []
+        if late:
+            raise OptionError(
+                f"under zero.Init a view of a parameter holds for the next {_WINDOW} parameters; "
+                f"got {len(late)} written later, the first of shape {tuple(late[0].shape)}; write "
+                "under zero.GatheredParameters(param, modifier_rank=0), after the model is made"
+            )
+
+
+def _is_shared(value: Tensor) -> bool:
+    """Return whether another tensor has the memory of this one."""
+    return torch._C._storage_Use_Count(value.untyped_storage()._cdata) > 2
 
 
 def _half_of(config: Mapping[str, Any] | str | Path | None) -> torch.dtype | None:
@@ -191,15 +333,24 @@ class GatheredParameters:
         enabled: bool = True,
     ) -> None:
         given: list[Any] = [params] if isinstance(params, Tensor) else list(params)
-        self._params: list[Any] = [p for p in given if is_partitioned(p)] if enabled else []
+        found = {id(p): p for p in given if is_partitioned(p)} if enabled else {}
+        # Ranks may list parameters in different orders, such as that of a set.
+        self.params: list[Any] = sorted(found.values(), key=lambda p: p.ds_id)
         self._rank = modifier_rank
         self._shown: list[tuple[Owner, list[nn.Parameter], list[int]]] = []
 
     def __enter__(self) -> None:
-        # A parameter that an outer context shows is left to the outer context.
-        hidden = {id(p): p for p in self._params if p.ds_status is not ZeroParamStatus.AVAILABLE}
-        check_unwritten(hidden.values())
-        found = _by_owner(hidden.values())
+        # A parameter that an outer context shows is left to the outer context; one that Init shows
+        # for a while is this context's from now on.
+        for param in self.params:
+            getattr(param, "_zfun_shut", lambda: None)()
+        hidden = [p for p in self.params if p.ds_status is not ZeroParamStatus.AVAILABLE]
+        with torch._C.DisableTorchFunction():
+            self._show(hidden)
+
+    def _show(self, hidden: list[Any]) -> None:
+        check_unwritten(hidden)
+        found = _by_owner(hidden)
         if self._rank is not None:
             for owner, _ in found:
                 root_of(self._rank, owner.group)
@@ -216,17 +367,31 @@ class GatheredParameters:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        with torch._C.DisableTorchFunction():
+            changed = self._hide(kind is None)
+        if changed and kind is None:
+            raise OptionError(
+                "values change under GatheredParameters only with a modifier_rank; got "
+                f"{len(changed)} changed parameters, the first of shape "
+                f"{tuple(changed[0].shape)}, without one; pass modifier_rank=0, for the changes "
+                "of rank 0"
+            )
+
+    def _hide(self, is_whole: bool) -> list[nn.Parameter]:
+        """Cut the parameters, and return those that changed without a ``modifier_rank``."""
         changed: list[nn.Parameter] = []
         for owner, params, prints in self._shown:
             values = [p.detach() for p in params]
             for param in params:
                 release(param, None)
-            if kind is None and self._rank is not None:
+            if is_whole and self._rank is not None:
                 root = root_of(self._rank, owner.group)
                 with torch.no_grad():
                     sent = [
-                        broadcast(x.contiguous(), owner.group, root, name="GatheredParameters")
-                        for x in values
+                        broadcast(
+                            x.contiguous(), owner.group, root, name=f"parameter {told(p).ds_id}"
+                        )
+                        for p, x in zip(params, values, strict=True)
                     ]
                 owner.put(params, sent)
             changed += [
@@ -235,13 +400,7 @@ class GatheredParameters:
                 if fingerprint(x) != old
             ]
         self._shown = []
-        if changed and kind is None:
-            raise OptionError(
-                "values change under GatheredParameters only with a modifier_rank; got "
-                f"{len(changed)} changed parameters, the first of shape "
-                f"{tuple(changed[0].shape)}, without one; pass modifier_rank=0, for the changes "
-                "of rank 0"
-            )
+        return changed
 
 
 def _by_owner(params: Iterable[nn.Parameter]) -> list[tuple[Owner, list[nn.Parameter]]]:
@@ -252,4 +411,4 @@ def _by_owner(params: Iterable[nn.Parameter]) -> list[tuple[Owner, list[nn.Param
     return list(found.values())
 
 
-__getattr__ = absent("zero", globals())
+__getattr__ = absent("runtime.zero.partition_parameters", globals(), "zero")

@@ -1,0 +1,145 @@
+"""Scripts that import DeepSpeed, in processes, with the names of zfun."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+PROGRAMS = Path(__file__).parent / "programs"
+pytestmark = pytest.mark.processes
+
+
+def run(*command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run Python in a folder."""
+    return subprocess.run(
+        [sys.executable, *command],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+
+
+INSTALLED = """
+from zfun.interop.deepspeed import install
+install()
+install()
+import importlib.metadata, importlib.util, sys
+assert importlib.util.find_spec("deepspeed") and "deepspeed" not in sys.modules
+assert importlib.metadata.version("deepspeed") == "0.19.8"
+assert importlib.metadata.distribution("deepspeed").metadata["Name"] == "deepspeed"
+assert [one.version for one in importlib.metadata.distributions(name="deepspeed")] == ["0.19.8"]
+import deepspeed, zfun.interop.deepspeed as own
+assert deepspeed is own and deepspeed.__version__ == "0.19.8"
+import deepspeed.ops.adam, deepspeed.runtime.engine
+assert deepspeed.ops.adam is own.ops and deepspeed.runtime.engine is own
+assert importlib.util.find_spec("deepspeed.nonsense") is None
+from transformers.integrations import is_deepspeed_available
+from accelerate.utils import DummyOptim, is_deepspeed_available as also
+assert is_deepspeed_available() and also()
+from tools import deepspeed_names
+page = deepspeed_names.PAGE.read_text(encoding="utf-8")
+assert len(deepspeed_names.LINES) >= 60
+assert deepspeed_names.with_table(page) == page, "run python -m tools.deepspeed_names"
+"""
+LATE = """
+import accelerate.utils
+from zfun.interop.deepspeed import install
+install()
+"""
+# A package with a version stands for DeepSpeed itself.
+OTHER = """
+import sys
+sys.path.append("other")
+from zfun.interop.deepspeed import install
+install()
+import deepspeed
+deepspeed.initialize
+"""
+
+
+def test_import_deepspeed_gives_the_names_of_zfun(tmp_path: Path) -> None:
+    done = run("-W", "error::UserWarning", "-c", INSTALLED, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    done = run("-c", LATE, folder=tmp_path)
+    assert "OptionError: install() comes before" in done.stderr
+    assert "got accelerate, which is already imported" in done.stderr
+    info = tmp_path / "other" / "deepspeed-9.9.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: deepspeed\nVersion: 9.9\n")
+    (tmp_path / "other" / "deepspeed.py").touch()
+    done = run("-c", OTHER, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "DeepSpeed 9.9, which is installed, is not used" in done.stderr
+
+
+def test_the_launcher_starts_ranks_and_ends_with_their_code(tmp_path: Path) -> None:
+    launch = ("-m", "zfun.interop.deepspeed")
+    script = str(PROGRAMS / "deepspeed_script.py")
+    done = run(*launch, "-n", "2", script, "--deepspeed", folder=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert sorted(done.stdout.split("\n"))[1:] == [
+        f"rank {rank} of 2: {rank} 0.19.8 1" for rank in range(2)
+    ]
+    done = run(*launch, "--num_gpus", "2", script, "--fail", "1", folder=tmp_path)
+    assert done.returncode == 7
+    done = run(*launch, "missing.py", folder=tmp_path)
+    assert done.returncode == 1
+    assert "a script or a command; got 'missing.py'" in done.stderr
+    done = run(*launch, "python", "-c", "import deepspeed, sys; sys.exit(5)", folder=tmp_path)
+    assert done.returncode == 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_models_of_transformers_are_made_in_pieces(ranks: int, tmp_path: Path) -> None:
+    program = str(PROGRAMS / "deepspeed_models.py")
+    flags = ("-n", str(ranks), "--no_local_rank")
+    done = run("-m", "zfun.interop.deepspeed", *flags, program, str(tmp_path), folder=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+# accelerate writes an infinite steps_per_print into each configuration.
+@pytest.mark.xfail(reason="steps_per_print takes integers only", strict=False)
+@pytest.mark.slow
+def test_accelerate_launches_a_script_with_a_file_for_deepspeed(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(
+        json.dumps(
+            {
+                "train_micro_batch_size_per_gpu": 2,
+                "gradient_accumulation_steps": 1,
+                "zero_optimization": {"stage": 2},
+            }
+        )
+    )
+    (tmp_path / "ds.yaml").write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\nnum_processes: 2\n"
+        "num_machines: 1\nmachine_rank: 0\nuse_cpu: false\ndeepspeed_config:\n"
+        "  deepspeed_config_file: ds.json\n"
+    )
+    program = str(PROGRAMS / "deepspeed_accelerate.py")
+    accelerate = ("accelerate", "launch", "--config_file", "ds.yaml", program)
+    done = run("-m", "zfun.interop.deepspeed", *accelerate, folder=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    losses = []
+    for x in (torch.arange(32.0).reshape(8, 4) / 32).split(4):
+        loss = model(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    lines = [line.split() for line in done.stdout.splitlines() if line.startswith("DEEPSPEED")]
+    assert [line[1] for line in lines] == ["2", "2"]
+    assert [float(line[2]) for line in lines] == pytest.approx(losses, abs=1e-6)

@@ -1,0 +1,296 @@
+"""``deepspeed.checkpointing``: recompute a block in backward, by :func:`zfun.remat`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zfun import stores
+from zfun.collectives import Group
+from zfun.errors import OptionError
+from zfun.interop.deepspeed._absent import absent
+from zfun.interop.deepspeed._ranks import group_of
+from zfun.interop.deepspeed.accelerator import get_accelerator
+from zfun.interop.ds_config._read import read
+from zfun.stores import Store
+from zfun.transforms import remat
+
+__all__ = [
+    "CheckpointFunction",
+    "CudaRNGStatesTracker",
+    "checkpoint",
+    "configure",
+    "get_cuda_rng_tracker",
+    "get_rng_tracker",
+    "is_configured",
+    "model_parallel_cuda_manual_seed",
+    "non_reentrant_checkpoint",
+    "partition_activations_in_checkpoint",
+    "reset",
+    "set_num_layers",
+]
+
+
+_MODEL_PARALLEL = "model-parallel-rng"
+
+
+@dataclass(slots=True)
+class _Choices:
+    """The options of ``configure``, for the whole process, as in DeepSpeed."""
+
+    is_made: bool = False
+    store: Store | None = None
+    shard_over: Group | None = None
+
+
+_CHOICES = _Choices()
+
+
+def configure(
+    mpu_: Any = None,
+    deepspeed_config: Mapping[str, Any] | str | Path | None = None,
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
+) -> None:
+    """Choose where :func:`checkpoint` keeps the inputs of a block.
+
+    Args:
+        mpu_: an object with ``get_model_parallel_group()``, for ``partition_activations``.
+        deepspeed_config: the configuration, whose section ``activation_checkpointing`` counts
+            where an argument is ``None``.
+        partition_activations: whether model parallel ranks keep one part each.
+        contiguous_checkpointing: accepted and not used; the allocator keeps blocks.
+        num_checkpoints: accepted and not used.
+        checkpoint_in_cpu: whether the inputs are kept in host memory.
+        synchronize: accepted and not used.
+        profile: accepted and not used.
+
+    Example:
+        >>> configure(None, checkpoint_in_cpu=True)
+        >>> is_configured()
+        True
+        >>> reset()
+    """
+    section: Mapping[str, Any] = {}
+    if deepspeed_config is not None:
+        section = read(deepspeed_config)[0].get("activation_checkpointing", {})
+    in_host = section.get("cpu_checkpointing") if checkpoint_in_cpu is None else checkpoint_in_cpu
+    parts = (
+        section.get("partition_activations")
+        if partition_activations is None
+        else partition_activations
+    )
+    _CHOICES.is_made = True
+    _CHOICES.store = stores.host() if in_host else None
+    _CHOICES.shard_over = (
+        group_of(mpu_.get_model_parallel_group()) if parts and mpu_ is not None else None
+    )
+
+
+def is_configured() -> bool:
+    """Return whether :func:`configure` was called.
+
+    Example:
+        >>> is_configured()
+        False
+    """
+    return _CHOICES.is_made
+
+
+def reset() -> None:
+    """Forget what :func:`configure` chose.
+
+    Example:
+        >>> reset()
+    """
+    _CHOICES.is_made, _CHOICES.store, _CHOICES.shard_over = False, None, None
+
+
+def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function, keep the inputs only, and call the function again in backward.
+
+    States of :func:`get_rng_tracker` are restored too, as the generators are.
+
+    Args:
+        function: a block of the model.
+        args: of the function; tensors and anything else.
+
+    Returns:
+        The results of the function.
+
+    Example:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> checkpoint(lambda x: (x * x).sum(), x).backward()
+        >>> x.grad
+        tensor([2., 2.])
+    """
+    if not get_rng_tracker().states_:
+        return remat(function, store=_CHOICES.store, shard_over=_CHOICES.shard_over)(*args)
+    begun = get_rng_tracker().get_states()
+
+    def again(*args: Any) -> Any:
+        # The first call leaves the states that it reached; the second goes back to them.
+        now = get_rng_tracker().get_states()
+        get_rng_tracker().set_states(dict(begun))
+        try:
+            return function(*args)
+        finally:
+            if is_second:
+                get_rng_tracker().set_states(now)
+
+    is_second: list[bool] = []
+    out = remat(again, store=_CHOICES.store, shard_over=_CHOICES.shard_over)(*args)
+    is_second.append(True)
+    return out
+
+
+non_reentrant_checkpoint = checkpoint
+
+
+class CheckpointFunction:
+    """DeepSpeed's class under :func:`checkpoint`."""
+
+    @staticmethod
+    def apply(run_function: Callable[..., Any], all_outputs: list[Any], *args: Any) -> Any:
+        """Call :func:`checkpoint`, and add the results to a list.
+
+        Example:
+            >>> results = []
+            >>> CheckpointFunction.apply(lambda x: (x, x + 1), results, torch.ones(()))
+            (tensor(1.), tensor(2.))
+            >>> len(results)
+            2
+        """
+        found = checkpoint(run_function, *args)
+        all_outputs += found if isinstance(found, tuple) else (found,)
+        return found
+
+
+def partition_activations_in_checkpoint(partition_activation: bool) -> None:
+    """Refuse to partition without model parallel ranks, which :func:`configure` takes.
+
+    Raises:
+        OptionError: ``True``, and :func:`configure` was not called with ranks.
+
+    Example:
+        >>> partition_activations_in_checkpoint(False)
+    """
+    if not partition_activation:
+        _CHOICES.shard_over = None
+    elif _CHOICES.shard_over is None:
+        raise OptionError(
+            "inputs of blocks are partitioned over model parallel ranks; got True without ranks; "
+            "call configure(mpu, partition_activations=True)"
+        )
+
+
+def set_num_layers(nlayers: int) -> None:
+    """Do nothing: inputs are not kept in one contiguous buffer."""
+
+
+# Random numbers of model parallel ranks, by Megatron's names: each rank of a group has a generator
+# of its own, and the default generators are the ranks' common ones. checkpoint() restores both.
+
+
+class CudaRNGStatesTracker:
+    """States of the device's generator by name.
+
+    Example:
+        >>> tracker = CudaRNGStatesTracker()
+        >>> tracker.add("dropout", 7)
+        >>> with tracker.fork("dropout"):
+        ...     first = torch.rand(1)
+        >>> tracker.add("again", 8)
+        >>> with tracker.fork("dropout"):
+        ...     second = torch.rand(1)
+        >>> bool(first == second)
+        False
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all states."""
+        self.states_: dict[str, Tensor] = {}
+        self.seeds_: set[int] = set()
+
+    def get_states(self) -> dict[str, Tensor]:
+        """Return the states by name."""
+        return dict(self.states_)
+
+    def set_states(self, states: dict[str, Tensor]) -> None:
+        """Take states by name."""
+        self.states_ = states
+
+    def add(self, name: str, seed: int) -> None:
+        """Add the state that a seed begins.
+
+        Raises:
+            OptionError: the name or the seed is taken.
+        """
+        if seed in self.seeds_ or name in self.states_:
+            raise OptionError(
+                f"each state has a name and a seed of its own; got {name!r} with {seed}, which is "
+                "taken; call reset() first"
+            )
+        here = get_accelerator()
+        before = here.get_rng_state()
+        here.manual_seed(seed)
+        self.seeds_.add(seed)
+        self.states_[name] = here.get_rng_state()
+        here.set_rng_state(before)
+
+    @contextlib.contextmanager
+    def fork(self, name: str = _MODEL_PARALLEL) -> Iterator[None]:
+        """Return a context in which the device draws from a state, which goes on."""
+        if name not in self.states_:
+            raise OptionError(
+                f"fork() takes the name of a state; got {name!r}, and the names are "
+                f"{list(self.states_)}; call add() first"
+            )
+        here = get_accelerator()
+        before = here.get_rng_state()
+        here.set_rng_state(self.states_[name])
+        try:
+            yield
+        finally:
+            self.states_[name] = here.get_rng_state()
+            here.set_rng_state(before)
+
+
+@functools.cache
+def get_rng_tracker() -> CudaRNGStatesTracker:
+    """Return the states of this process."""
+    return CudaRNGStatesTracker()
+
+
+get_cuda_rng_tracker = get_rng_tracker
+
+
+def model_parallel_cuda_manual_seed(seed: int, tp_rank: int = 0) -> None:
+    """Seed the default generators, and the state of a model parallel rank.
+
+    Example:
+        >>> model_parallel_cuda_manual_seed(0)
+    """
+    tracker = get_rng_tracker()
+    tracker.reset()
+    torch.manual_seed(seed)
+    tracker.add(_MODEL_PARALLEL, seed + 2718 + tp_rank)
+
+
+model_parallel_reconfigure_tp_seed = model_parallel_cuda_manual_seed
+
+__getattr__ = absent("runtime.checkpointing", globals(), "checkpointing")

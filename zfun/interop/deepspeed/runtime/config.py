@@ -1,0 +1,259 @@
+"""``deepspeed.runtime.config``: a configuration as attributes; elasticity.
+
+Each value is the one that ``initialize`` uses: given, or DeepSpeed's default. ``"auto"`` stays.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from zfun.errors import ConfigError, OptionError
+from zfun.interop.deepspeed import comm
+from zfun.interop.deepspeed._absent import absent
+from zfun.interop.ds_config import AutoValues, batch_of, solve_batch
+from zfun.interop.ds_config._mistakes import error_of
+from zfun.interop.ds_config._read import read
+from zfun.interop.ds_config._values import values_of
+from zfun.interop.ds_config._walk import walk
+
+__all__ = [
+    "DeepSpeedConfig",
+    "DeepSpeedConfigError",
+    "DeepSpeedZeroConfig",
+    "DeepSpeedZeroOffloadOptimizerConfig",
+    "DeepSpeedZeroOffloadParamConfig",
+    "OffloadDeviceEnum",
+    "ZeroStageEnum",
+    "compute_elastic_config",
+    "elasticity_enabled",
+    "get_zero_config",
+]
+
+_Z = "zero_optimization"
+DeepSpeedConfigError = ElasticityError = ElasticityConfigError = ConfigError
+ElasticityIncompatibleWorldSize = OptionError
+
+
+class ZeroStageEnum(enum.IntEnum):
+    """The stages."""
+
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
+    max_stage = 3
+
+
+class OffloadDeviceEnum(enum.StrEnum):
+    """The places of an offloaded part."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class _Section(SimpleNamespace):
+    """A section of a configuration with its values as attributes."""
+
+    def __init__(self, section: str = _Z, /, **given: Any) -> None:
+        inner: Any = given
+        for name in reversed(section.split(".")):
+            inner = {name: inner}
+        super().__init__(**_values_of(inner, section))
+
+    def model_dump(self, **how: Any) -> dict[str, Any]:
+        """Return the values as a dict."""
+        return {
+            name: x.model_dump() if isinstance(x, _Section) else x for name, x in vars(self).items()
+        }
+
+    dict = model_dump
+
+
+class DeepSpeedZeroConfig(_Section):
+    """The section ``zero_optimization``.
+
+    Example:
+        >>> config = DeepSpeedZeroConfig(stage=3)
+        >>> config.stage == ZeroStageEnum.weights, config.reduce_scatter
+        (True, True)
+    """
+
+    def __init__(self, strict: bool = False, **given: Any) -> None:
+        super().__init__(_Z, **given)
+        self.stage = ZeroStageEnum(self.stage)
+
+
+class DeepSpeedZeroOffloadParamConfig(_Section):
+    """The section ``offload_param``."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(f"{_Z}.offload_param", **given)
+
+
+class DeepSpeedZeroOffloadOptimizerConfig(_Section):
+    """The section ``offload_optimizer``."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(f"{_Z}.offload_optimizer", **given)
+
+
+def get_zero_config(param_dict: Mapping[str, Any]) -> DeepSpeedZeroConfig:
+    """Return the section ``zero_optimization`` of a configuration."""
+    return DeepSpeedZeroConfig(**param_dict.get(_Z, {}))
+
+
+class DeepSpeedConfig(SimpleNamespace):
+    """A configuration with the attributes of DeepSpeed's.
+
+    Args:
+        config: the configuration, or its path.
+        mpu: an object with ``get_data_parallel_world_size()``; by default all ranks count.
+        mesh_device: accepted and not used.
+
+    Raises:
+        ConfigError: the configuration has mistakes; the message lists all of them.
+
+    Example:
+        >>> config = DeepSpeedConfig({"train_batch_size": 8, "bf16": {"enabled": True}})
+        >>> config.train_micro_batch_size_per_gpu, config.bfloat16_config.enabled
+        (8, True)
+    """
+
+    def __init__(
+        self, config: Mapping[str, Any] | str | Path, mpu: Any = None, mesh_device: Any = None
+    ) -> None:
+        keys, _ = read(config)
+        size = comm.get_world_size() if mpu is None else mpu.get_data_parallel_world_size()
+        values = _values_of(keys, "")
+        for name in ("optimizer", "scheduler"):
+            section = keys.get(name) or {}
+            values |= {f"{name}_name": section.get("type"), f"{name}_params": section.get("params")}
+        sizes = [
+            keys.get(name)
+            for name in (
+                "train_batch_size",
+                "train_micro_batch_size_per_gpu",
+                "gradient_accumulation_steps",
+            )
+        ]
+        sizes = [None if size == "auto" else size for size in sizes]
+        if sizes[:2] != [None, None]:
+            batch = batch_of(size, train=sizes[0], micro=sizes[1], accumulation=sizes[2])
+            values |= {
+                "train_batch_size": batch.train,
+                "train_micro_batch_size_per_gpu": batch.micro,
+                "gradient_accumulation_steps": batch.accumulation,
+            }
+        zero = get_zero_config(keys) if isinstance(keys.get(_Z, {}), Mapping) else None
+        half, brain = values["fp16"], values["bf16"]
+        super().__init__(
+            **values,
+            _param_dict=dict(keys),
+            world_size=size,
+            zero_config=zero,
+            zero_enabled=zero is not None and zero.stage > 0,
+            zero_optimization_stage=0 if zero is None else zero.stage,
+            float16_config=half,
+            fp16_enabled=half.enabled,
+            bfloat16_config=brain,
+            bfloat16_enabled=brain.enabled,
+            global_rank=comm.get_rank(),
+        )
+
+
+def _values_of(keys: Mapping[str, Any], section: str) -> dict[str, Any]:
+    """Return the values of a section, and of its sections, as attributes.
+
+    Raises:
+        ConfigError: keys of the section have mistakes.
+    """
+    walked = walk(keys)
+    values, _ = values_of(walked, AutoValues())
+    start = f"{section}." if section else ""
+    mistakes = [one for one in walked.mistakes if str(one[0]).startswith(start)]
+    if mistakes:
+        raise error_of(mistakes, section or "the configuration")
+    found: dict[str, Any] = {}
+    names = {
+        path.removeprefix(start).partition(".")[0] for path in walked.keys if path.startswith(start)
+    }
+    for name in sorted(names):
+        path = f"{start}{name}"
+        if path in walked.keys:
+            given = walked.given.get(path)
+            found[name] = given if given == "auto" else values[path]
+        elif section == "" and name == _Z:
+            continue
+        else:
+            inner = _Section.__new__(_Section)
+            is_off = section == _Z and not any(p.startswith(f"{path}.") for p in walked.given)
+            if is_off:
+                found[name] = None
+                continue
+            vars(inner).update(_values_of(keys, path))
+            found[name] = inner
+    return found
+
+
+# Elasticity
+
+
+def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:
+    """Return whether a configuration has elasticity."""
+    return bool((ds_config.get("elasticity") or {}).get("enabled"))
+
+
+def compute_elastic_config(
+    ds_config: Mapping[str, Any],
+    target_deepspeed_version: str = "",
+    world_size: int = 0,
+    return_microbatch: bool = False,
+) -> tuple[Any, ...]:
+    """Return the batch size of a configuration with elasticity, and the numbers of ranks.
+
+    Args:
+        ds_config: the configuration.
+        target_deepspeed_version: accepted and not used.
+        world_size: ranks now; by default those of the launcher, where the number is needed.
+        return_microbatch: whether to return the micro-batch size, as with a ``world_size``.
+
+    Raises:
+        OptionError: there is no elasticity, or the number of ranks does not fit.
+
+    Example:
+        >>> section = {"enabled": True, "max_train_batch_size": 32, "micro_batch_sizes": [2, 3]}
+        >>> compute_elastic_config({"elasticity": {**section, "version": 0.1}}, world_size=4)
+        (24, [1, 2, 3, 4, 6, 8, 12], 3)
+    """
+    if not elasticity_enabled(ds_config):
+        raise OptionError(
+            "compute_elastic_config() takes a configuration with elasticity; got one without; "
+            'write "elasticity": {"enabled": true, ...}'
+        )
+    given = ds_config["elasticity"]
+    version = float(given.get("version", 0.2))
+    ranks = world_size
+    if not ranks and (return_microbatch or version == 0.2):
+        ranks = int(os.environ.get("WORLD_SIZE", "0"))
+    found = solve_batch(
+        given.get("max_train_batch_size", 2000),
+        given.get("micro_batch_sizes", [2, 4, 6]),
+        ranks or None,
+        min_ranks=given.get("min_gpus", 1),
+        max_ranks=given.get("max_gpus"),
+        prefer_larger=given.get("prefer_larger_batch", True),
+        version=version,
+        ranks_per_node=given.get("num_gpus_per_node", 1),
+        model_parallel=given.get("model_parallel_size", 1),
+    )
+    sizes = (found.train, list(found.world_sizes))
+    return (*sizes, found.micro) if world_size or return_microbatch else sizes
+
+
+__getattr__ = absent("runtime.config", globals(), "config")
