@@ -26,7 +26,6 @@ torchmetrics = pytest.importorskip("torchmetrics")
 
 from tests.interop import lightnings  # noqa: E402, needs Lightning
 from zfun.interop.lightning import ZfunStrategy, collate  # noqa: E402
-from zfun.interop.lightning._optimizers import groups_of  # noqa: E402
 
 # Lightning warns of few workers, of folders that exist, and of torch's own deprecations.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.processes]

@@ -13,6 +13,6 @@
 from zfun.interop.engine._compile import compile_blocks
 from zfun.interop.engine._engine import Engine
 from zfun.interop.engine._groups import UNBOUNDED, ParamGroups
-from zfun.interop.engine._values import named_leaves
+from zfun.interop.engine._values import Buffers, named_leaves
 
-__all__ = ["UNBOUNDED", "Engine", "ParamGroups", "compile_blocks", "named_leaves"]
+__all__ = ["UNBOUNDED", "Buffers", "Engine", "ParamGroups", "compile_blocks", "named_leaves"]

@@ -36,6 +36,7 @@ from zfun.interop.engine._compile import adopt_compiled
 from zfun.interop.engine._grad_sum import GradSum, Told
 from zfun.interop.engine._groups import UNBOUNDED, ParamGroups
 from zfun.interop.engine._live import Live, check_free
+from zfun.interop.engine._parameter import leave_meta
 from zfun.interop.engine._values import (
     Buffers,
     carried,
@@ -90,6 +91,8 @@ class Engine:
         accumulate: as above.
         clip_norm: as above; with an optimizer of torch it may change between steps.
         grad_norm: of the last step, before clipping; ``None`` before the first.
+        keeps_grads: whether gradients that backward has left in ``.grad`` stay there after a step,
+            as in torch, until ``zero_grad``.
 
     Raises:
         OptionError: as for :func:`zfun.zero`; or an option that stands twice, or beside what
@@ -129,6 +132,8 @@ class Engine:
         self._clips = clip_norm is not None
         self._extra = dict(extra or {})
         self._params = {**named_leaves(module), **self._extra}
+        self._dtypes = {name: param.dtype for name, param in self._params.items()}
+        self.keeps_grads = False
         chosen = {"group": group, "precision": precision, "trainable": trainable}
         chosen = {name: value for name, value in chosen.items() if value is not None}
         self._groups: ParamGroups | None = None
@@ -162,6 +167,9 @@ class Engine:
         given = values or {}
         first = {name: given.get(name, x.detach()) for name, x in self._params.items()}
         self._state: ZeroState = self.recipe.init(first, init=init)
+        for param in self._params.values():
+            if param.is_meta:
+                leave_meta(param, self._state.params.layout.device)
         self._group = self._state.params.group
         self._buffers = Buffers(module, buffers, self._group, init, given)
         self._is_sharded = self._state.params.placement is S
@@ -247,7 +255,7 @@ class Engine:
             return fn(*args, **kwargs)
         if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             return self._calls.evaluate(self._state, fn, args, kwargs)
-        self._prepare()
+        self.prepare()
         out, tape = self._calls.record(self.recipe, self._state, fn, args, kwargs)
         take, check = weakref.WeakMethod(self._take), weakref.WeakMethod(self._check_pass)
         tape.deliver = lambda grads: None if (found := take()) is None else found(grads)
@@ -380,8 +388,8 @@ class Engine:
 
     # Steps.
 
-    def _prepare(self) -> None:
-        """Get ready for a call: end backward passes, and look for changes of the trained leaves."""
+    def prepare(self) -> None:
+        """End backward passes, and look for other trained leaves, as each call does."""
         self._settle()
         self._live.check_dropped()
         self._live.check_unwritten()
@@ -493,15 +501,23 @@ class Engine:
             tape.close()
         self._tapes = []
         self._live.end()
-        self.zero_grad()
+        if not self.keeps_grads:
+            self._drop_strays()
+        self._reset()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients since the last step, but those of the parameters of ``extra=``."""
         del set_to_none
+        self._drop_strays()
+        self._reset()
+
+    def _drop_strays(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             for name, x in (*self._params.items(), *self._live.strays.items()):
                 if x.grad is not None and name not in self._extra:
                     x.grad = None
+
+    def _reset(self) -> None:
         self._sum = GradSum(self._group)
         self._ready: tuple[Flat, Tensor, Told] | None = None
         self._is_boundary = False
@@ -560,9 +576,13 @@ class Engine:
                 self._hide()
 
     def close(self) -> None:
-        """Let the module be a plain one with whole values; every rank must call."""
-        if self._is_sharded:
-            self._live.show(whole_values(self._state, frozenset(self._params)))
+        """Let the module be a plain one with whole values; every rank must call.
+
+        Values have the dtypes that the module had, from master weights where there are some.
+        """
+        if self._is_sharded or self._dtypes != leaves_of(self._state):
+            values = whole_values(self._state, frozenset(self._params), masters=True)
+            self._live.show({name: x.to(self._dtypes[name]) for name, x in values.items()})
         self._begin()
         self._live.release()
 

@@ -19,7 +19,7 @@ from zfun import tree
 from zfun.errors import PlacementError
 from zfun.transforms.params._lazy import METADATA
 
-__all__ = ["LiveData", "LiveParameter"]
+__all__ = ["LiveData", "LiveParameter", "leave_meta"]
 
 
 class State(Protocol):
@@ -147,6 +147,12 @@ class LiveData(_LiveTensor, torch.Tensor):
     def __reduce_ex__(self, proto: Any) -> Any:
         with torch.no_grad():
             return _plain(self).detach().clone().__reduce_ex__(proto)
+
+
+def leave_meta(param: nn.Parameter, device: torch.device) -> None:
+    """Let a parameter on ``meta``, whose values are in a state, be on a device."""
+    empty = torch.zeros((), dtype=param.dtype, device=device).expand(param.shape)
+    torch.utils.swap_tensors(param, nn.Parameter(empty, param.requires_grad))
 
 
 def _name_of(value: Any) -> str:

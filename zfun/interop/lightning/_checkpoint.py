@@ -7,22 +7,22 @@ value. It lies as bytes in the caller's data of the checkpoint, so the whole app
 from __future__ import annotations
 
 import io
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 from zfun import checkpoint as zcheckpoint
 from zfun.checkpoint.format import decode
-from zfun.errors import CheckpointError
+from zfun.errors import CheckpointError, OptionError
 from zfun.interop._named import first_names
-from zfun.interop.engine import Engine
-from zfun.interop.lightning._optimizers import Groups
-from zfun.interop.lightning._runs import Run
+from zfun.interop.engine import Engine, ParamGroups
 from zfun.options import BOOL, PATH, takes
-from zfun.sources import TrainingState
+from zfun.sources import Deferred, TrainingState
 
 __all__ = ["MARK", "collate", "is_directory", "load", "packed"]
 
@@ -39,42 +39,37 @@ def is_directory(path: Any) -> bool:
     return Path(path).is_dir()
 
 
-def names_of(
-    module: nn.Module, known: Collection[str], *, exclude_frozen: bool
-) -> tuple[dict[str, str], dict[str, Any]]:
-    """Return what ``module.state_dict()`` holds: tensors of a state, and other values.
+def given_of(module: LightningModule, *, exclude_frozen: bool) -> dict[str, Any]:
+    """Return the module's ``state_dict()`` for a checkpoint, whose parameters are live.
 
     Args:
         module: the module.
-        known: the names of the leaves of the state.
         exclude_frozen: whether to leave out parameters that are not trained.
-
-    Returns:
-        For each key of a leaf of the state, the first of its names; and all other values by key.
     """
+    if is_overridden("state_dict", module, nn.Module):
+        found = module.state_dict()
+    else:
+        found = module.state_dict(keep_vars=True)
+    return {
+        key: value
+        for key, value in found.items()
+        if not (exclude_frozen and isinstance(value, nn.Parameter) and not value.requires_grad)
+    }
+
+
+def packed(
+    checkpoint: Mapping[str, Any], module: nn.Module, engines: Sequence[Engine]
+) -> dict[str, Any]:
+    """Return Lightning's part of a checkpoint as a plain value for ``zf.save``; all ranks call."""
+    known = {name for engine in engines for name in leaves_of(engine)}
     first = first_names(module)
     tensors: dict[str, str] = {}
     others: dict[str, Any] = {}
-    for key, value in module.state_dict(keep_vars=True).items():
-        if exclude_frozen and isinstance(value, nn.Parameter) and not value.requires_grad:
-            continue
+    for key, value in checkpoint["state_dict"].items():
         if first.get(id(value)) in known:
             tensors[key] = first[id(value)]
         else:
             others[key] = value.detach() if isinstance(value, Tensor) else value
-    return tensors, others
-
-
-def packed(
-    checkpoint: Mapping[str, Any],
-    module: nn.Module,
-    engines: Sequence[Engine],
-    *,
-    exclude_frozen: bool,
-) -> dict[str, Any]:
-    """Return Lightning's part of a checkpoint as a plain value for ``zf.save``."""
-    known = {name for engine in engines for name in leaves_of(engine)}
-    tensors, others = names_of(module, known, exclude_frozen=exclude_frozen)
     rest = {name: value for name, value in checkpoint.items() if name != "state_dict"}
     buffer = io.BytesIO()
     torch.save({"checkpoint": rest, "others": others}, buffer)
@@ -119,6 +114,7 @@ def leaves_of(engine: Engine) -> list[str]:
     return [path for part in parts if part is not None for path in part.layout.paths]
 
 
+@torch.no_grad()
 def restart(engine: Engine, values: Mapping[str, Any]) -> None:
     """Make a new state of an engine, of whole values.
 
@@ -134,7 +130,12 @@ def restart(engine: Engine, values: Mapping[str, Any]) -> None:
                 leaf=name,
             )
     engine.zero_grad()
-    engine.state = engine.recipe.init({name: values[name] for name in names})
+    found = {name: values[name] for name in names}
+    for name, buffer in engine.module.named_buffers():
+        if name in found:
+            value = found.pop(name)
+            buffer.copy_(value.load() if isinstance(value, Deferred) else value)
+    engine.state = engine.recipe.init(found)
 
 
 def states_of(path: str | Path, num_engines: int) -> list[TrainingState]:
@@ -147,8 +148,8 @@ def states_of(path: str | Path, num_engines: int) -> list[TrainingState]:
 def load(
     path: str,
     module: nn.Module,
-    run: Run,
-    groups: Sequence[Groups],
+    engines: Sequence[Engine],
+    groups: Sequence[ParamGroups],
     *,
     weights_only: bool | None = None,
 ) -> dict[str, Any]:
@@ -157,7 +158,7 @@ def load(
     Args:
         path: the directory.
         module: gets the values of ``state_dict()`` that are no tensors of the state.
-        run: the engines; those of a fit get the optimizer's state too.
+        engines: of a run; those of a fit get the optimizer's state too.
         groups: of the optimizers; none for an evaluation.
         weights_only: as in ``torch.load``, for Lightning's part.
 
@@ -167,30 +168,43 @@ def load(
     data = read_extra(path)
     checkpoint, others = unpacked(data, weights_only=weights_only)
     if groups:
-        if data["engines"] != len(run.engines):
+        if data["engines"] != len(engines):
             raise CheckpointError(
                 "a fit goes on with the optimizers of its checkpoint; got "
-                f"{len(run.engines)} and a checkpoint with {data['engines']}; return the same "
+                f"{len(engines)} and a checkpoint with {data['engines']}; return the same "
                 "optimizers from configure_optimizers()",
                 path=path,
             )
-        states = [engine.state for engine in run.engines]
+        states = [engine.state for engine in engines]
         like = states[0] if len(states) == 1 else {str(i): x for i, x in enumerate(states)}
         found = zcheckpoint.load(path, like).state
-        for index, engine in enumerate(run.engines):
+        for index, engine in enumerate(engines):
+            engine.zero_grad()
             engine.state = found if len(states) == 1 else found[str(index)]
         # A checkpoint of parameters alone has no groups; Lightning then refuses to go on.
         for one, numbers in zip(groups, checkpoint.get("optimizer_states", ()), strict=False):
-            one.restore(numbers["param_groups"])
+            restore_numbers(one, numbers["param_groups"])
     else:
         leaves: dict[str, Any] = {x: y for x, y in others.items() if isinstance(y, Tensor)}
         for state in states_of(path, data["engines"]):
             leaves |= {**state.params, **state.buffers}
-        for engine in run.engines:
+        for engine in engines:
             restart(engine, leaves)
     if others:
         module.load_state_dict(others, strict=False)
     return {**checkpoint, "state_dict": {}, MARK: data["lightning"]}
+
+
+def restore_numbers(groups: ParamGroups, numbers: Sequence[Mapping[str, Any]]) -> None:
+    """Set the options of the groups of an optimizer from a checkpoint."""
+    if len(numbers) != len(groups.groups):
+        raise OptionError(
+            "an optimizer resumes with the param groups of its checkpoint; got "
+            f"{len(groups.groups)} groups and a checkpoint with {len(numbers)}; return the same "
+            "optimizers from configure_optimizers()"
+        )
+    for group, saved in zip(groups.groups, numbers, strict=True):
+        group.update({name: x for name, x in saved.items() if name not in ("params", "names")})
 
 
 @takes(path=PATH, out=PATH, optimizer=BOOL)
@@ -219,6 +233,15 @@ def collate(path: str | Path, out: str | Path, *, optimizer: bool = False) -> Pa
     Example:
         ``collate("checkpoints/last.ckpt", "model.ckpt")``
     """
+    return _collate(Path(path), Path(out), optimizer=optimizer)
+
+
+def write_plain(path: str | Path, out: str | Path) -> None:
+    """Write a directory of the strategy as one file, with the optimizer if it has one."""
+    _collate(Path(path), Path(out), optimizer="optimizer_states" in unpacked(read_extra(path))[0])
+
+
+def _collate(path: Path, out: Path, *, optimizer: bool) -> Path:
     data = read_extra(path)
     checkpoint, others = unpacked(data)
     found = states_of(path, data["engines"])
@@ -247,7 +270,6 @@ def collate(path: str | Path, out: str | Path, *, optimizer: bool = False) -> Pa
         # Lightning then says that the file has parameters only.
         for key in ("optimizer_states", "lr_schedulers"):
             whole.pop(key, None)
-    out = Path(out)
     temporary = out.with_name(out.name + ".tmp")
     torch.save(whole, temporary)
     temporary.replace(out)

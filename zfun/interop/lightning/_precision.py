@@ -10,6 +10,7 @@ from lightning.fabric.plugins.precision.utils import _convert_fp_tensor
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.optim import Optimizer
@@ -48,13 +49,11 @@ class ZfunPrecision(Precision):
     def backward(
         self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """Run the backward pass of the engine."""
-        if args or kwargs:
-            raise OptionError(
-                "backward through zfun takes the loss alone; got "
-                f"{[*args, *kwargs]}; call manual_backward(loss) once for each loss"
-            )
-        model.trainer.strategy.pull(tensor)
+        """Run the backward pass of the engine, or that of the module's own ``backward``."""
+        if is_overridden("backward", model, LightningModule):
+            model.backward(tensor, *args, **kwargs)
+        else:
+            model.trainer.strategy.pull(tensor, *args, **kwargs)
 
     def optimizer_step(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -14,25 +15,27 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
 from torch.optim import Optimizer as TorchOptimizer
 
 from zfun import checkpoint as zcheckpoint
 from zfun.collectives import Group, process_group
 from zfun.errors import OptionError
+from zfun.interop._configured import ConfiguredOptimizer
+from zfun.interop.deepspeed.runtime import lr_schedules
 from zfun.interop.ds_config import Recipe
+from zfun.interop.engine import UNBOUNDED, ParamGroups
 from zfun.interop.lightning import _checkpoint as saved
-from zfun.interop.lightning._build import build
-from zfun.interop.lightning._checks import check_trainer
-from zfun.interop.lightning._module import hollow, restore
-from zfun.interop.lightning._optimizers import ConfiguredGroups, Groups, groups_of
 from zfun.interop.lightning._options import checked, config_of, given_config, recipe_of
 from zfun.interop.lightning._precision import ZfunPrecision
-from zfun.interop.lightning._runs import Run
+from zfun.interop.lightning._runs import AutomaticRun, ManualRun, build, groups_of
 
 __all__ = ["ZfunStrategy"]
 
@@ -41,9 +44,9 @@ class ZfunStrategy(DDPStrategy):
     """Train a LightningModule whose state zfun shards.
 
     ``Trainer(strategy="zfun_stage_3")`` makes this strategy, as do ``zfun_stage_1``,
-    ``zfun_stage_2`` and each name with ``_offload`` behind it. During ``fit`` the parameters live
-    in the state, and the parameters of the module have no values (NaN): read them in
-    ``bound()``. After ``fit`` the module has its values again.
+    ``zfun_stage_2`` and each name with ``_offload`` behind it. The module is live during ``fit``:
+    its parameters are those of the state, and at stage 3 a read outside of a step gathers, on all
+    ranks. After ``fit`` the module is a plain one.
 
     Args:
         accelerator: Lightning's.
@@ -95,10 +98,10 @@ class ZfunStrategy(DDPStrategy):
             timeout=timeout,
         )
         self._gathers_at_end = gather_at_end
-        self._groups: list[Groups] = []
-        self._run: Run | None = None
-        self._is_hollow = False
-        self._last_module: nn.Module | None = None
+        self._groups: list[ParamGroups] = []
+        self._run: AutomaticRun | ManualRun | None = None
+        self._is_live = False
+        self._given: dict[str, Any] = {}
         self._ranks: Group | None = None
         self.recipe: Recipe | None = None
         self.last_step: Any = None
@@ -143,13 +146,11 @@ class ZfunStrategy(DDPStrategy):
     # Before and after a run.
 
     def setup(self, trainer: Trainer) -> None:
-        """Make the state of the module's parameters."""
+        """Make the module live."""
+        # An earlier run may have left the values in its state.
+        self._release()
         module = self._own_module()
-        if self._is_hollow and self._last_module is module:
-            # An earlier run has left the values in its state.
-            self._restore()
-        self._is_hollow, self._last_module = False, module
-        check_trainer(trainer, module)
+        _check_trainer(trainer)
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         is_fit = trainer.state.fn == TrainerFn.FITTING
@@ -170,24 +171,30 @@ class ZfunStrategy(DDPStrategy):
         self.setup_precision_plugin()
         seed = self.broadcast(torch.initial_seed())
         self._run = build(module, self._groups, self.recipe, self._group(), self.root_device, seed)
-        self._is_hollow = True
+        self._is_live = True
         self.barrier()
 
-    def _make_groups(self, trainer: Trainer, module: LightningModule) -> list[Groups]:
-        assert self.recipe is not None
-        if self.recipe.optimizer is None:
-            if self.recipe.learning_rate is not None:
-                raise OptionError(
-                    "a schedule of a configuration is for the optimizer of the configuration; got "
-                    "a scheduler without an optimizer; write the optimizer too, or return the "
-                    "scheduler from configure_optimizers()"
-                )
+    def _make_groups(self, trainer: Trainer, module: LightningModule) -> list[ParamGroups]:
+        recipe = self.recipe
+        assert recipe is not None
+        if recipe.rule is not None:
+            # As in DeepSpeed, the optimizer of a configuration goes before the module's.
+            trained = [param for param in module.parameters() if param.requires_grad]
+            optimizer = ConfiguredOptimizer(trained, recipe.rule)
+            self.optimizers, self.lr_scheduler_configs = [optimizer], list[Any]()
+            if recipe.scheduler is not None:
+                kind, options = recipe.scheduler
+                schedule = getattr(lr_schedules, kind)(optimizer, **options)
+                self.lr_scheduler_configs = [LRSchedulerConfig(schedule, interval="step")]
+        elif recipe.scheduler is not None:
+            raise OptionError(
+                "a schedule of a configuration is for the optimizer of the configuration; got a "
+                "scheduler without an optimizer; write the optimizer too, or return the scheduler "
+                "from configure_optimizers()"
+            )
+        else:
             self.setup_optimizers(trainer)
-            return groups_of(self.optimizers, module)
-        # As in DeepSpeed, the optimizer of a configuration goes before the module's.
-        groups = ConfiguredGroups(self.recipe, module)
-        self.optimizers, self.lr_scheduler_configs = [groups.optimizer], list[Any]()
-        return [groups]
+        return groups_of(self.optimizers, module)
 
     def _group(self) -> Group:
         if self._ranks is None:
@@ -210,42 +217,23 @@ class ZfunStrategy(DDPStrategy):
         with torch.device("meta") if is_meta else contextlib.nullcontext():
             yield
 
-    def on_train_end(self) -> None:
-        """Give the module its values back."""
-        self._gather()
-
-    def on_validation_end(self) -> None:
-        """Give the module its values back, unless ``fit`` goes on."""
-        if self._own_module().trainer.state.fn != TrainerFn.FITTING:
-            self._gather()
-
-    def on_test_end(self) -> None:
-        """Give the module its values back."""
-        self._gather()
-
-    def on_predict_end(self) -> None:
-        """Give the module its values back."""
-        self._gather()
-
-    def _gather(self) -> None:
-        if self._is_hollow and self._gathers_at_end:
-            self._restore()
-
-    def _restore(self) -> None:
-        for engine in self._running().engines:
-            restore(self._own_module(), engine.state_dict())
-        self._is_hollow = False
+    def _release(self) -> None:
+        """Let the module be a plain one. All ranks call."""
+        if self._is_live:
+            self._is_live = False
+            for engine in self._running().engines:
+                engine.close()
 
     def teardown(self) -> None:
         """End the run; the state stays for ``Trainer.save_checkpoint``."""
         module = self._own_module()
-        if module.trainer.state.status != TrainerStatus.INTERRUPTED:
-            # A fit that had no step left has not come to the end of training.
-            self._gather()
-        if not (self._is_hollow or _is_on_meta(module)):
+        is_whole = module.trainer.state.status != TrainerStatus.INTERRUPTED
+        if is_whole and self._gathers_at_end:
+            self._release()
+        if not (self._is_live or _is_on_meta(module)):
             super().teardown()
             return
-        # Moving the module to the host would give parameters memory that have no values.
+        # Moving the module to the host would gather.
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -255,40 +243,45 @@ class ZfunStrategy(DDPStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``training_step`` of the module."""
-        return self._running().train("training_step", args, kwargs)
+        return self._running().hook("training_step", args, kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``validation_step`` of the module."""
-        return self._running().evaluate("validation_step", args, kwargs)
+        return self._running().hook("validation_step", args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``test_step`` of the module."""
-        return self._running().evaluate("test_step", args, kwargs)
+        return self._running().hook("test_step", args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``predict_step`` of the module."""
-        return self._running().evaluate("predict_step", args, kwargs)
+        return self._running().hook("predict_step", args, kwargs)
 
-    def _running(self) -> Run:
+    def _running(self) -> AutomaticRun | ManualRun:
         assert self._run is not None
         return self._run
 
-    def pull(self, loss: Tensor) -> None:
+    def pull(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run backward from a loss."""
-        self._running().backward(loss)
+        self._running().backward(loss, *args, **kwargs)
 
     def step(self, optimizer: TorchOptimizer) -> None:
         """Step an optimizer with the numbers that its param groups have now."""
         index = self._index(optimizer)
-        groups = self._groups[index]
+        optimizer = self._groups[index].optimizer
         configured = None if self.recipe is None else self.recipe.max_grad_norm or None
-        max_norm = self.precision_plugin.bounds.pop(id(groups.optimizer), configured)
-        hyperparams = groups.hyperparams(max_norm)
-        self.last_step = self._running().step(index, hyperparams)
+        bound = self.precision_plugin.bounds.pop(id(optimizer), configured)
+        if isinstance(optimizer, ConfiguredOptimizer) and bound != configured:
+            raise OptionError(
+                "the optimizer of a configuration clips by gradient_clipping, "
+                f"{configured or 0.0}; got clip_gradients({bound}); write the bound into the "
+                "configuration"
+            )
+        run = self._running()
+        run.engines[index].clip_norm = UNBOUNDED if bound is None else bound
+        self.last_step = run.step(index)
         # Schedulers of torch ask whether the optimizer has stepped.
-        groups.optimizer._opt_called = True  # pyrefly: ignore[missing-attribute]
-        if self.last_step is not None:
-            groups.stepped(self.last_step.learning_rate)
+        optimizer._opt_called = True  # pyrefly: ignore[missing-attribute]
 
     def _index(self, optimizer: TorchOptimizer) -> int:
         if isinstance(optimizer, LightningOptimizer):
@@ -297,29 +290,24 @@ class ZfunStrategy(DDPStrategy):
 
     @contextlib.contextmanager
     def bound(self) -> Iterator[LightningModule]:
-        """Give the module its whole values in a context. All ranks call.
+        """Give the module whole plain parameters in a context. All ranks call.
 
         Returns:
             A context whose value is the module.
         """
-        module = self._own_module()
-        if not self._is_hollow:
-            yield module
-            return
-        for engine in self._running().engines:
-            restore(module, engine.state_dict())
-        try:
-            yield module
-        finally:
-            engines = self._running().engines
-            owned = {name for engine in engines for name, _ in engine.module.named_parameters()}
-            hollow(param for name, param in module.named_parameters() if name in owned)
+        with contextlib.ExitStack() as stack:
+            for engine in self._running().engines if self._is_live else ():
+                stack.enter_context(engine.bound())
+            yield self._own_module()
 
     # Checkpoints.
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return nothing, because :meth:`save_checkpoint` saves the state."""
-        return {}
+        """Return the live parameters by name, for hooks that choose what is saved."""
+        self._given = saved.given_of(
+            self._own_module(), exclude_frozen=self._options["exclude_frozen_parameters"]
+        )
+        return dict(self._given)
 
     def optimizer_state(self, optimizer: TorchOptimizer) -> dict[str, Any]:
         """Return the numbers of the param groups; the moments are in the state."""
@@ -328,25 +316,35 @@ class ZfunStrategy(DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Save the state and Lightning's part as a directory. All ranks call."""
+        """Save the state and Lightning's part as a directory. All ranks call.
+
+        Where hooks have changed ``checkpoint["state_dict"]``, what they left is written as one file
+        of plain Lightning.
+        """
         if storage_options is not None:
             raise OptionError(
                 "zf.save() writes the checkpoints of ZfunStrategy to a path; got storage_options="
                 f"{storage_options!r}; leave storage_options out"
             )
-        states = [engine.state for engine in self._running().engines]
+        engines, kept = self._running().engines, checkpoint["state_dict"]
+        is_changed = kept.keys() != self._given.keys() or any(
+            kept[key] is not value for key, value in self._given.items()
+        )
+        out = str(self.broadcast(filepath))
+        path = f"{out}.directory" if is_changed else out
+        states = [engine.state for engine in engines]
         zcheckpoint.save(
-            str(self.broadcast(filepath)),
+            path,
             states[0] if len(states) == 1 else {str(i): state for i, state in enumerate(states)},
             step=checkpoint["global_step"],
             keep=1,
-            data=saved.packed(
-                checkpoint,
-                self._own_module(),
-                self._running().engines,
-                exclude_frozen=self._options["exclude_frozen_parameters"],
-            ),
+            data=saved.packed(checkpoint, self._own_module(), engines),
         )
+        if is_changed:
+            if self.is_global_zero:
+                saved.write_plain(path, out)
+                shutil.rmtree(path)
+            self.barrier()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         """Load a directory into the state; a file of plain Lightning is read as it is."""
@@ -356,7 +354,11 @@ class ZfunStrategy(DDPStrategy):
             given = dict[str, Any]() if weights_only is None else {"weights_only": weights_only}
             return self.checkpoint_io.load_checkpoint(path, **given)
         return saved.load(
-            path, self._own_module(), self._running(), self._groups, weights_only=weights_only
+            path,
+            self._own_module(),
+            self._running().engines,
+            self._groups,
+            weights_only=weights_only,
         )
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -369,16 +371,7 @@ class ZfunStrategy(DDPStrategy):
                 "anew; pass the directory that ZfunStrategy has saved to go on",
                 stacklevel=2,
             )
-        with self.bound() as module:
-            for param in module.parameters():
-                param.data = param.data.clone()
-            module.load_state_dict(dict(checkpoint["state_dict"]), strict=strict)
-            values = {
-                name: tensor.detach()
-                for name, tensor in [*module.named_parameters(), *module.named_buffers()]
-            }
-            for engine in self._running().engines:
-                saved.restart(engine, values)
+        self._own_module().load_state_dict(checkpoint["state_dict"], strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Do nothing, because the state has been loaded."""
@@ -400,3 +393,23 @@ class ZfunStrategy(DDPStrategy):
 
 def _is_on_meta(module: nn.Module) -> bool:
     return any(param.is_meta for param in module.parameters())
+
+
+def _check_trainer(trainer: Trainer) -> None:
+    """Refuse options before anything is built.
+
+    Raises:
+        OptionError: an option of the trainer that cannot hold.
+    """
+    if trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
+        raise OptionError(
+            "gradients are clipped by norm, because each rank has a shard of them; got "
+            "Trainer(gradient_clip_algorithm='value'); pass gradient_clip_algorithm='norm'"
+        )
+    for callback in getattr(trainer, "callbacks", []):
+        if isinstance(callback, StochasticWeightAveraging):
+            raise OptionError(
+                "at stage 3 no code writes parameters through detach(), as "
+                "StochasticWeightAveraging does at the end of fit; got this callback; pass "
+                "WeightAveraging(), which averages too"
+            )
