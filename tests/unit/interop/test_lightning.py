@@ -100,7 +100,10 @@ def test_a_hook_sets_attributes_of_the_module_itself(tmp_path: Path) -> None:
     assert (model.last, model.seen) == (3, [0, 1, 2, 3])
 
 
-def test_the_module_has_values_after_fit_and_in_bound_only(tmp_path: Path) -> None:
+@pytest.mark.parametrize("gathers", [True, False])
+def test_hooks_read_parameters_and_the_module_is_whole_after_fit(
+    gathers: bool, tmp_path: Path
+) -> None:
     found: list[Tensor] = []
 
     class Reads(L.Callback):
@@ -110,8 +113,10 @@ def test_the_module_has_values_after_fit_and_in_bound_only(tmp_path: Path) -> No
                 found.append(module.net.bias.detach().clone())
 
     model = Tiny()
-    trainer = fitted(model, tmp_path, callbacks=[Reads()])
-    assert found[-2].isnan().all()
+    strategy = ZfunStrategy(stage=3, gather_at_end=gathers)
+    trainer = fitted(model, tmp_path, strategy, callbacks=[Reads()])
+    assert (type(model.net.bias) is nn.Parameter) == gathers
+    assert torch.equal(found[-2], found[-1])
     assert torch.equal(found[-1], model.net.bias)
     predicted = trainer.predict(model, data())
     assert torch.equal(torch.cat(predicted), model(torch.cat([*data()])))
@@ -191,6 +196,8 @@ def test_a_checkpoint_becomes_one_file(precision: str, tmp_path: Path) -> None:
     assert (tmp_path / "a.ckpt").is_dir()
     file = collate(tmp_path / "a.ckpt", tmp_path / "b.ckpt", optimizer=True)
     again = Tiny.load_from_checkpoint(file)
+    same = Tiny.load_from_checkpoint(tmp_path / "a.ckpt")
+    assert_same_bits(dict(same.state_dict()), dict(again.state_dict()))
     if precision == "32-true":
         assert_same_bits(dict(again.state_dict()), dict(model.state_dict()))
     plain = Tiny(lambda params: torch.optim.Adam(params, 0.1))
@@ -255,29 +262,19 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_steps_as_in_torch(name: str) -> None:
-    torch.manual_seed(0)
-    module = nn.Linear(3, 2)
-    params = {name: param.detach().clone() for name, param in module.named_parameters()}
-    optimizer = OPTIMIZERS[name](module.parameters())
-    [groups] = groups_of([optimizer], module)
-    pure = groups.pure()
-    state = pure.init(params)
-    for step in range(3):
-        optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
-        grads = {name: torch.randn_like(param) for name, param in params.items()}
-        state = zf.optim.set_hyperparams(state, groups.hyperparams(1.5))
-        params, state = pure.apply(grads, state, params)
-        for path, param in module.named_parameters():
-            param.grad = grads[path].clone()
-        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.5)
-        optimizer.step()
-        torch.testing.assert_close(params, dict(module.named_parameters()))
+def test_an_optimizer_steps_as_in_torch(name: str, tmp_path: Path) -> None:
+    class Scheduled(Tiny):
+        def configure_optimizers(self) -> Any:
+            optimizer = OPTIMIZERS[name](self.parameters())
+            decay = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+            return [optimizer], [{"scheduler": decay, "interval": "step"}]
 
-
-class WithBackward(Tiny):
-    def backward(self, loss: Tensor) -> None:
-        loss.backward()
+    models = []
+    for strategy in ("auto", "zfun_stage_3"):
+        torch.manual_seed(0)
+        models.append(Scheduled())
+        fitted(models[-1], tmp_path, strategy, gradient_clip_val=0.3)
+    torch.testing.assert_close(*(dict(model.state_dict()) for model in models))
 
 
 class WithoutLoss(Tiny):
@@ -314,9 +311,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "an average of weights": (
         Tiny,
         {"callbacks": [L.pytorch.callbacks.StochasticWeightAveraging(0.1)]},
-        "sharded state.*got StochasticWeightAveraging; remove the callback",
+        r"as StochasticWeightAveraging does.*pass WeightAveraging\(\)",
     ),
-    "a backward": (WithBackward, {}, r"got WithBackward.backward\(\); remove the method"),
     "no loss": (WithoutLoss, {}, "returns a loss.*got None"),
     "lbfgs": (
         lambda: Tiny(torch.optim.LBFGS),
@@ -393,3 +389,185 @@ def test_accumulation_in_a_configuration_is_refused(tmp_path: Path) -> None:
     strategy = ZfunStrategy(config={"gradient_accumulation_steps": 4})
     with pytest.raises(OptionError, match="write Trainer\\(accumulate_grad_batches"):
         fitted(Tiny(), tmp_path, strategy)
+
+
+# The loops of users: each fits under plain Lightning and under the strategy.
+
+
+class Backbone(Tiny):
+    """A module for BackboneFinetuning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.backbone = nn.Sequential(nn.Linear(2, 3), nn.Tanh())
+        self.net = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(self.backbone(x))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+
+class Unfreezes(L.Callback):
+    """Unfreezes a part of the module, and adds a group, in the middle of an epoch."""
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.backbone.requires_grad_(False)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        if trainer.global_step == 2:
+            pl_module.backbone.requires_grad_(True)
+            [optimizer] = trainer.optimizers
+            known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            new = [p for p in pl_module.backbone.parameters() if id(p) not in known]
+            if new:
+                optimizer.add_param_group({"params": new, "lr": 0.02})
+
+
+class Frozen(Backbone):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone.requires_grad_(False)
+
+
+class Averages(Tiny):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        bare = nn.Linear(2, 3, bias=False)  # statistics follow
+        self.net = nn.Sequential(bare, nn.BatchNorm1d(3), nn.Linear(3, 1))
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val", self.forward(batch).sum())
+
+
+class OwnBackward(Averages):
+    def backward(self, loss: Tensor) -> None:
+        (loss * 2).backward()
+
+
+class Penalised(Averages):
+    """A loss that reads parameters directly, and a hook that writes them."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss + 0.1 * sum(p.square().sum() for p in self.parameters())
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        with torch.no_grad():
+            for p in self.net[2].parameters():
+                p.clamp_(-0.2, 0.2)
+
+
+class Plateau(Averages):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.1)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val"}}
+
+
+class Accumulates(Averages):
+    """Gradients of several batches, each kept until zero_grad(), in manual optimization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        self.manual_backward(self.forward(batch).square().mean())
+        optimizer.step()
+        if batch_idx % 2:
+            optimizer.zero_grad()
+
+
+CALLBACKS = L.pytorch.callbacks
+LOOPS: dict[str, tuple[Callable[[], Any], Callable[[], list[Any]]]] = {
+    "finetuning": (
+        Backbone,
+        lambda: [CALLBACKS.BackboneFinetuning(1, backbone_initial_lr=0.05)],
+    ),
+    "a group of later": (Frozen, lambda: [Unfreezes()]),
+    "an average": (Averages, lambda: [CALLBACKS.EMAWeightAveraging(decay=0.5)]),
+    "a backward": (OwnBackward, list),
+    "reads and writes": (Penalised, list),
+    "plateau": (Plateau, list),
+    "gradients that stay": (Accumulates, list),
+    "accumulation": (Averages, lambda: [CALLBACKS.GradientAccumulationScheduler({0: 2, 1: 1})]),
+}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_of_users_is_that_of_plain_lightning(name: str, stage: int, tmp_path: Path) -> None:
+    make, callbacks = LOOPS[name]
+    found = []
+    for strategy in ("auto", f"zfun_stage_{stage}"):
+        model = make()
+        before = {key: x.clone() for key, x in model.state_dict().items()}
+        trainer = lightnings.trainer_of(
+            strategy, 1, tmp_path, enable_checkpointing=False, max_epochs=3, callbacks=callbacks()
+        )
+        trainer.fit(model, data(), data())
+        found.append({key: x - before[key] for key, x in model.state_dict().items()})
+        assert all(x.any() for x in found[-1].values())
+    torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_search_for_the_learning_rate_restores_the_run(stage: int, tmp_path: Path) -> None:
+    class Rated(Averages):
+        lr = 0.1
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters(), self.lr)
+
+    found = []
+    for strategy in ("auto", f"zfun_stage_{stage}"):
+        model = Rated()
+        trainer = lightnings.trainer_of(strategy, 1, tmp_path, enable_checkpointing=False)
+        tuner = L.pytorch.tuner.Tuner(trainer)
+        before = {key: x.clone() for key, x in model.state_dict().items()}
+        search: Any = tuner.lr_find(model, data(), num_training=4, early_stop_threshold=None)
+        assert_same_bits(dict(model.state_dict()), before)
+        trainer.fit(model, data())
+        found.append((search.results, model.lr, dict(model.state_dict())))
+    torch.testing.assert_close(found[1], found[0])
+
+
+class Adapters(Averages):
+    """Saves a part of its parameters, as users of adapters do."""
+
+    strict_loading = False
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        kept = checkpoint["state_dict"]
+        for key in [key for key in kept if not key.startswith("net.2.")]:
+            del kept[key]
+        kept["net.2.bias"] = kept["net.2.bias"] + 1
+        kept["renamed"] = kept.pop("net.2.weight")
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        kept = checkpoint["state_dict"]
+        if "renamed" in kept:
+            kept["net.2.weight"] = kept.pop("renamed")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_a_hook_leaves_of_a_checkpoint_is_what_is_written(stage: int, tmp_path: Path) -> None:
+    found = []
+    for strategy in ("auto", f"zfun_stage_{stage}"):
+        model = Adapters()
+        trainer = fitted(model, tmp_path, strategy)
+        path = tmp_path / f"{strategy}.ckpt"
+        trainer.save_checkpoint(path)
+        assert path.is_file()
+        whole = torch.load(path, weights_only=False)
+        loaded = Adapters.load_from_checkpoint(path)
+        states = [state["state"] for state in whole["optimizer_states"]]
+        found.append((whole["state_dict"], dict(loaded.state_dict()), states))
+    torch.testing.assert_close(found[1], found[0])
+    assert sorted(found[1][0]) == ["net.2.bias", "renamed"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["auto.ckpt", path.name]

@@ -1,7 +1,8 @@
 """A strategy of Lightning that shards the training state with zfun.
 
 Importing this module registers the names ``zfun``, ``zfun_stage_1``, ``zfun_stage_2`` and
-``zfun_stage_3``, each stage also with ``_offload`` behind it, for ``Trainer(strategy=...)``.
+``zfun_stage_3``, each stage also with ``_offload`` behind it, for ``Trainer(strategy=...)``, and
+lets ``LightningModule.load_from_checkpoint`` read the directories that the strategy saves.
 
 ===============  ==========================================================================
 ``_strategy``    the hooks of Lightning
@@ -15,10 +16,11 @@ Importing this module registers the names ``zfun``, ``zfun_stage_1``, ``zfun_sta
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from zfun.interop.lightning._checkpoint import collate
+from zfun.interop.lightning._checkpoint import collate, read_directories
 from zfun.interop.lightning._precision import ZfunPrecision
 from zfun.interop.lightning._strategy import ZfunStrategy
 
 __all__ = ["ZfunPrecision", "ZfunStrategy", "collate"]
 
 ZfunStrategy.register_strategies(StrategyRegistry)
+read_directories()

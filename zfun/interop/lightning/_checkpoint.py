@@ -6,6 +6,7 @@ value. It lies as bytes in the caller's data of the checkpoint, so the whole app
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.core import saving
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
@@ -24,7 +26,7 @@ from zfun.interop.engine import Engine, ParamGroups
 from zfun.options import BOOL, PATH, takes
 from zfun.sources import Deferred, TrainingState
 
-__all__ = ["MARK", "collate", "is_directory", "load", "packed"]
+__all__ = ["MARK", "collate", "is_directory", "load", "packed", "read_directories"]
 
 MARK = "zfun"
 """The key of a checkpoint whose tensors are in the state already."""
@@ -37,6 +39,18 @@ _MOMENTS = {"mu": "exp_avg", "nu": "exp_avg_sq", "velocity": "momentum_buffer", 
 def is_directory(path: Any) -> bool:
     """Whether a path leads to a checkpoint of the strategy, and not to a file of Lightning."""
     return Path(path).is_dir()
+
+
+def read_directories() -> None:
+    """Let ``LightningModule.load_from_checkpoint`` read directories of the strategy too."""
+    load_file = saving.pl_load
+
+    @functools.wraps(load_file)
+    def load_any(path_or_url: Any, *args: Any, **kwargs: Any) -> Any:
+        is_path = isinstance(path_or_url, (str, Path)) and is_directory(path_or_url)
+        return whole_of(path_or_url) if is_path else load_file(path_or_url, *args, **kwargs)
+
+    saving.pl_load = load_any
 
 
 def given_of(module: LightningModule, *, exclude_frozen: bool) -> dict[str, Any]:
@@ -242,6 +256,19 @@ def write_plain(path: str | Path, out: str | Path) -> None:
 
 
 def _collate(path: Path, out: Path, *, optimizer: bool) -> Path:
+    whole = whole_of(path, optimizer=optimizer)
+    temporary = out.with_name(out.name + ".tmp")
+    torch.save(whole, temporary)
+    temporary.replace(out)
+    return out
+
+
+def whole_of(path: str | Path, *, optimizer: bool = False) -> dict[str, Any]:
+    """Return what a directory of the strategy would be as a file of plain Lightning.
+
+    Raises:
+        CheckpointError: as for :func:`collate`.
+    """
     data = read_extra(path)
     checkpoint, others = unpacked(data)
     found = states_of(path, data["engines"])
@@ -270,10 +297,7 @@ def _collate(path: Path, out: Path, *, optimizer: bool) -> Path:
         # Lightning then says that the file has parameters only.
         for key in ("optimizer_states", "lr_schedulers"):
             whole.pop(key, None)
-    temporary = out.with_name(out.name + ".tmp")
-    torch.save(whole, temporary)
-    temporary.replace(out)
-    return out
+    return whole
 
 
 def _torch_state(state: TrainingState, saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -134,9 +134,16 @@ def build(
             "manual optimization runs backward without a loss scale; got a precision of 16; pass "
             "precision='bf16-mixed', or use automatic optimization"
         )
-    engines = [Engine(_holder(module, one), one, **options) for one in groups]
-    for engine in engines:
-        engine.keeps_grads = True
+    holders = [_holder(module, one) for one in groups]
+    engines: list[Engine] = []
+    try:
+        for held, one in zip(holders, groups, strict=True):
+            engines.append(Engine(held, one, **options))
+            engines[-1].keeps_grads = True
+    except BaseException:
+        for engine in engines:
+            engine.close()
+        raise
     return ManualRun(module, engines, group)
 
 
@@ -171,7 +178,7 @@ def groups_of(optimizers: Sequence[torch.optim.Optimizer], module: nn.Module) ->
     found = [ParamGroups(optimizer, leaves) for optimizer in optimizers]
     seen: dict[str, int] = {}
     for index, groups in enumerate(found):
-        for name in groups.labels:
+        for name in sorted(groups.labels):
             if name in seen:
                 raise OptionError(
                     "a parameter has one optimizer, because its state is sharded with it; leaf "
