@@ -29,7 +29,7 @@ def save(
     """Save an engine; see :meth:`DeepSpeedEngine.save_checkpoint`."""
     name = f"global_step{engine.global_steps}" if tag is None else str(tag)
     scheduler = engine.lr_scheduler
-    engine._inner.engine.save(
+    engine._core.save(
         str(Path(save_dir) / name),
         extra={
             "client_state": dict(client_state or {}),
@@ -74,11 +74,10 @@ def load(
     if not has_optimizer:
         found = training_state(path)
         weights = {name: leaf.load() for name, leaf in {**found.params, **found.buffers}.items()}
-        engine._inner.replace(weights, strict=strict)
+        engine._core.replace(weights, strict=strict)
         engine.loaded_checkpoint_tag = tag
         return str(path), {}
-    extra = engine._inner.engine.load(str(path)) or {}
-    engine._inner.refresh()
+    extra = engine._core.load(str(path)) or {}
     for counter, value in extra.get("counters", {}).items():
         setattr(engine, counter, value)
     for group, rate in zip(engine.optimizer.param_groups, extra.get("lr", ()), strict=False):

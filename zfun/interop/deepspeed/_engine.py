@@ -14,8 +14,8 @@ from zfun.collectives import Group
 from zfun.errors import OptionError
 from zfun.interop.deepspeed import _checkpoint
 from zfun.interop.deepspeed._absent import ABSENT, refusal
+from zfun.interop.deepspeed._core import made
 from zfun.interop.deepspeed._getters import value_of
-from zfun.interop.deepspeed._inner import Inner
 from zfun.interop.deepspeed._numbers import Numbers
 from zfun.interop.deepspeed._ranks import local_rank
 from zfun.interop.deepspeed._settings import Settings
@@ -52,7 +52,7 @@ class DeepSpeedEngine(Numbers):
         self.module = module
         self._settings = settings
         self._group = group
-        self._inner = Inner(module, settings, group)
+        self._core = made(module, settings, group)
         self.optimizer = settings.optimizer
         self.lr_scheduler = settings.scheduler
         self.training_dataloader = dataloader
@@ -84,12 +84,11 @@ class DeepSpeedEngine(Numbers):
             raise refusal("engine", name, {})
         if not hasattr(module, name):
             raise refusal("engine", name, dict.fromkeys(dir(type(self))))
-        found = getattr(module, name)
-        return self._inner.method(name) if callable(found) else found
+        return getattr(module, name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model on the parameters of the state."""
-        return self._inner.engine(*args, **kwargs)
+        return self.module(*args, **kwargs)
 
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
@@ -98,19 +97,15 @@ class DeepSpeedEngine(Numbers):
 
         Args:
             loss: a scalar. Gradients are a mean over the micro-batches and the ranks.
-            retain_graph: only ``False``.
+            retain_graph: keep the graph for another backward pass.
             scale_wrt_gas: whether the loss is divided by the number of micro-batches.
 
         Returns:
             The loss, divided if ``scale_wrt_gas``.
         """
-        if retain_graph:
-            raise OptionError(
-                "backward() frees the graph; got retain_graph=True; add the losses up and call "
-                "backward() once"
-            )
-        self._inner.engine.backward(loss, scale=None if scale_wrt_gas else 1.0)
-        return loss.detach() / (self.gradient_accumulation_steps() if scale_wrt_gas else 1)
+        gas = self.gradient_accumulation_steps() if scale_wrt_gas else 1
+        self._core.backward(loss, scale=1.0 / gas, retain_graph=retain_graph)
+        return loss.detach() / gas
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Update the parameters, at the end of the micro-batches of a step; else count.
@@ -123,7 +118,7 @@ class DeepSpeedEngine(Numbers):
                 "step() ends the micro-batches of a step; got a call inside no_sync(); call "
                 "step() after the block"
             )
-        info = self._inner.engine.step(boundary=self.is_gradient_accumulation_boundary())
+        info = self._core.step(boundary=self.is_gradient_accumulation_boundary())
         self.micro_steps += 1
         self._was_applied = False
         if info is None:
@@ -131,12 +126,8 @@ class DeepSpeedEngine(Numbers):
         self._grad_norm = float(info.grad_norm)
         self._was_applied = not info.skipped
         self.skipped_steps += info.skipped
-        self._inner.refresh()
-        if not info.skipped:
-            # Schedulers of torch warn where they step before their optimizer does.
-            self.optimizer.step()
-            if self.lr_scheduler is not None:
-                self.lr_scheduler.step(**(lr_kwargs or {}))
+        if not info.skipped and self.lr_scheduler is not None:
+            self.lr_scheduler.step(**(lr_kwargs or {}))
         self.global_steps += 1
         self.global_samples += self.train_batch_size() if self._settings.recipe.batch else 0
 
@@ -161,25 +152,23 @@ class DeepSpeedEngine(Numbers):
         """Return a context in which no :meth:`backward` ends the micro-batches of a step."""
         self._in_no_sync = True
         try:
-            with self._inner.engine.no_sync():
+            with self._core.no_sync():
                 yield
         finally:
             self._in_no_sync = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients that were added up."""
-        self._inner.engine.zero_grad()
+        self._core.zero_grad()
 
     def train(self, mode: bool = True) -> DeepSpeedEngine:
         """Switch to training, as ``nn.Module.train`` does."""
         super().train(mode)
-        if "_inner" in self.__dict__:
-            self._inner.engine.train(mode)
         return self
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Call ``module.generate`` on the parameters of the state, without gradients."""
-        return self._inner.engine.generate(*args, **kwargs)
+        return self._core.generate(*args, **kwargs)
 
     def destroy(self) -> None:
         """Do nothing: the state is freed with the engine."""
@@ -192,9 +181,10 @@ class DeepSpeedEngine(Numbers):
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """Return the whole weights by the module's own names; every rank must call."""
-        found = self._inner.engine.state_dict()
-        frozen = set(self._inner.frozen) if exclude_frozen_parameters else set()
-        return {name: value for name, value in found.items() if name not in frozen}
+        found = self._core.state_dict()
+        frozen = {n for n, x in self.module.named_parameters() if not x.requires_grad}
+        left_out = frozen if exclude_frozen_parameters else frozenset[str]()
+        return {name: value for name, value in found.items() if name not in left_out}
 
     def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Take whole weights; every rank must call.
@@ -203,7 +193,7 @@ class DeepSpeedEngine(Numbers):
             state_dict: by the module's own names, such as ``checkpoint["module"]``.
             strict: whether each name of the module must be there.
         """
-        self._inner.replace(state_dict.get("module", state_dict), strict=strict)
+        self._core.replace(state_dict.get("module", state_dict), strict=strict)
 
     def save_checkpoint(
         self,

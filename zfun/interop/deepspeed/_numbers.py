@@ -9,8 +9,8 @@ from torch import nn
 
 from zfun.collectives import Group
 from zfun.errors import OptionError
-from zfun.interop.deepspeed._inner import Inner
 from zfun.interop.deepspeed._settings import Settings
+from zfun.interop.engine import Engine
 
 __all__ = ["Numbers"]
 
@@ -20,7 +20,7 @@ class Numbers(nn.Module):
 
     optimizer: torch.optim.Optimizer
     _settings: Settings
-    _inner: Inner
+    _core: Engine
     _group: Group
     _grad_norm: float | None
 
@@ -87,12 +87,12 @@ class Numbers(nn.Module):
 
     def loss_scale(self) -> float:
         """Return the factor of the loss in backward; 1 without one."""
-        return self._inner.loss_scale()
+        return self._core.loss_scale
 
     @property
     def cur_scale(self) -> float:
         """The factor of the loss in backward; 1 without one."""
-        return self._inner.loss_scale()
+        return self._core.loss_scale
 
     def dynamic_loss_scale(self) -> bool:
         """Return whether the factor of the loss changes."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,13 @@ from torch import nn
 
 from zfun import optim
 from zfun.errors import OptionError
-from zfun.interop.deepspeed._rules import configured, names_of, rule_of
+from zfun.interop._configured import ConfiguredOptimizer
 from zfun.interop.deepspeed.ops._described import Described
 from zfun.interop.deepspeed.runtime import lr_schedules
 from zfun.interop.ds_config import AutoValues, Recipe, from_ds_config
 from zfun.interop.ds_config._read import read
-from zfun.interop.ds_config._values import Checked, Values, checked
-from zfun.interop.ds_config.table._optim import SCHEDULERS
+from zfun.interop.ds_config._values import Values, checked
+from zfun.interop.engine import ParamGroups, named_leaves
 
 __all__ = ["Settings", "config_of", "settings_of"]
 
@@ -34,16 +34,23 @@ class Settings:
         values: the value of each key.
         given: the values as written, by path.
         optimizer: with the parameter groups.
+        groups: the groups as a pure optimizer.
         scheduler: steps with the engine; ``None`` if there is none.
-        trained: the names of the parameters that the optimizer steps.
     """
 
     recipe: Recipe
     values: Values
     given: Mapping[str, Any]
     optimizer: torch.optim.Optimizer
+    groups: ParamGroups
     scheduler: Any
-    trained: frozenset[str]
+
+
+class Configured(ConfiguredOptimizer):
+    """The optimizer of a configuration, which the engine steps."""
+
+    def step(self, closure: Any = None) -> None:
+        """Do nothing, because ``engine.step()`` steps."""
 
 
 def config_of(args: Any, config: _Config | None, config_params: _Config | None) -> _Config:
@@ -107,26 +114,26 @@ def settings_of(
             "configuration; use torch.autocast in the forward of the model, and leave the section "
             "out"
         )
-    walked = checked(keys, known, has_optimizer=optimizer is not None)
-    values = walked.values
-    made = configured(walked, values, params) if optimizer is None else optimizer
+    found = checked(keys, known, has_optimizer=optimizer is not None)
+    made = optimizer
+    if made is None and recipe.rule is not None:
+        made = Configured(params, recipe.rule)
     if made is None:
         raise OptionError(
             f"initialize() takes an optimizer; got none, and {name} has no section optimizer; "
             "pass optimizer=, such as torch.optim.AdamW(model.parameters(), lr=3e-4)"
         )
-    rates = float(made.param_groups[0]["lr"])
-    scheduler = _scheduler(walked, values, made, lr_scheduler)
-    names = names_of(module)
-    rule = rule_of(made, names)
-    if known.learning_rate is None:
-        known = replace(known, learning_rate=rates)
-    recipe = from_ds_config(config, auto=known, optimizer=lambda rate: rule)
+    scheduler = _scheduler(recipe, made, lr_scheduler)
+    groups = ParamGroups(made, named_leaves(module))
+    for param in groups.strangers():
+        raise OptionError(
+            "an optimizer for initialize() has parameters of the model; got one of shape "
+            f"{tuple(param.shape)} that the model does not have; make the optimizer of "
+            "model.parameters()"
+        )
     if isinstance(made, Described):
         made.is_attached = True
-    chosen = {id(p) for group in made.param_groups for p in group["params"] if p.requires_grad}
-    trained = frozenset(name for key, name in names.items() if key in chosen)
-    return Settings(recipe, values, walked.given, made, scheduler, trained)
+    return Settings(recipe, found.values, found.given, made, groups, scheduler)
 
 
 def _trained(module: nn.Module) -> list[nn.Parameter]:
@@ -146,14 +153,11 @@ def _known(module: nn.Module, world_size: int, optimizer: Any, auto: AutoValues)
     return AutoValues(**{**found, **{k: v for k, v in given.items() if v is not None}})
 
 
-def _scheduler(
-    walked: Checked, values: Values, optimizer: torch.optim.Optimizer, given: Any
-) -> Any:
+def _scheduler(recipe: Recipe, optimizer: torch.optim.Optimizer, given: Any) -> Any:
     if given is not None:
         is_maker = callable(given) and not hasattr(given, "step")
         return given(optimizer) if is_maker else given
-    name = str(walked.given.get("scheduler.type", "")).lower()
-    kind = next((one for one in SCHEDULERS if one.lower() == name), None)
-    if kind is None:
+    if recipe.scheduler is None:
         return None
-    return getattr(lr_schedules, kind).of_values(optimizer, values)
+    kind, options = recipe.scheduler
+    return getattr(lr_schedules, kind)(optimizer, **options)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -173,8 +173,7 @@ class Engine:
         self._group = self._state.params.group
         self._buffers = Buffers(module, buffers, self._group, init, given)
         self._is_sharded = self._state.params.placement is S
-        own = {name: x for name, x in self._params.items() if name not in self._extra}
-        self._live = Live(module, own, self, self._extra)
+        self._live = Live(module, self.leaves, self, self._extra)
         self._calls = Calls(self._live, self._group, is_sharded=self._is_sharded)
         self._defers = False
         self._tapes: list[weakref.ref[Tape]] = []
@@ -548,14 +547,42 @@ class Engine:
 
     # Values.
 
-    def gathered(self, name: str) -> Tensor:
-        """Return the whole value of a leaf; every rank must call."""
-        return whole_values(self._state, {name})[name]
+    @property
+    def leaves(self) -> dict[str, nn.Parameter]:
+        """The parameters of the module that are in the state, by name."""
+        return {name: x for name, x in self._params.items() if name not in self._extra}
+
+    def gathered(self, name: str, *, master: bool = False) -> Tensor:
+        """Return the whole value of a leaf; every rank must call.
+
+        Args:
+            name: of the leaf.
+            master: whether to return the master weight, if there is one.
+        """
+        return whole_values(self._state, {name}, masters=master)[name]
+
+    def gathered_all(self, names: Sequence[str]) -> list[Tensor]:
+        """Return the whole values of leaves; every rank must call."""
+        found = whole_values(self._state, frozenset(names))
+        return [found[name] for name in names]
+
+    def expose(self, values: Mapping[str, Tensor]) -> None:
+        """Let parameters be plain ones with these values, which a rank may write alone."""
+        self._live.expose(values)
+
+    def cover(self, names: Sequence[str]) -> None:
+        """Let exposed parameters be those of the state again."""
+        self._live.cover(names)
+        if self._is_sharded:
+            dtypes = leaves_of(self._state)
+            self._live.hide({name: dtypes[name] for name in names})
+        else:
+            self._show()
 
     def write(self, name: str, value: Tensor) -> None:
         """Take a whole value of a leaf from rank 0; every rank must call."""
         value = broadcast(value.detach().contiguous(), mesh_of(self._group), 0, name="written")
-        self._replace({name: value}, strict=False)
+        self.replace({name: value})
 
     @contextlib.contextmanager
     def bound(self) -> Iterator[nn.Module]:
@@ -628,10 +655,19 @@ class Engine:
         Raises:
             SpecMismatch: names are missing or unknown, or a shape differs.
         """
-        self._replace(values, strict=True)
+        self.replace(values, strict=True)
         self._begin()
 
-    def _replace(self, values: Mapping[str, Any], *, strict: bool) -> None:
+    def replace(self, values: Mapping[str, Any], *, strict: bool = False) -> None:
+        """Take whole values by any names of the module; every rank must call.
+
+        Args:
+            values: the same on every rank.
+            strict: whether each name must be there, and no other.
+
+        Raises:
+            SpecMismatch: names or shapes differ.
+        """
         self.state = with_values(self.module, self.state, values, strict=strict)
 
     def save(self, path: str | Path, extra: Any = None, **options: Any) -> checkpoint.Saved:

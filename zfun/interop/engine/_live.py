@@ -22,7 +22,7 @@ import contextlib
 import copy
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -299,6 +299,18 @@ class Live:
         for name, value in values.items():
             if name in self._shown:
                 self._versions[name] = LiveParameter.show(self._shown[name], value)
+
+    def expose(self, values: Mapping[str, Tensor]) -> None:
+        """Let parameters be plain ones with these values, until :meth:`cover`."""
+        for name, value in values.items():
+            LiveParameter.release(self._params[name])
+            self._params[name].data = value
+            self._versions.pop(name, None)
+
+    def cover(self, names: Iterable[str]) -> None:
+        """Let exposed parameters be live again; show or hide them next."""
+        for name in names:
+            LiveParameter.adopt(self._params[name], self)
 
     def check_unwritten(self) -> None:
         """Refuse a write that went around the parameter, because ranks may share the memory."""

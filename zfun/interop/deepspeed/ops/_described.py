@@ -11,8 +11,8 @@ from zfun import tree
 from zfun.errors import OptionError
 from zfun.interop.ds_config._auto import AutoValues
 from zfun.interop.ds_config._mistakes import error_of
-from zfun.interop.ds_config._optimizers import optimizer_of
-from zfun.interop.ds_config._values import values_of
+from zfun.interop.ds_config._optimizers import Rule, optimizer_of, rule_of
+from zfun.interop.ds_config._values import checked, values_of
 from zfun.interop.ds_config._walk import walk
 from zfun.optim import Optimizer
 
@@ -58,6 +58,14 @@ class Described(torch.optim.Optimizer):
                     f"{type(self).__name__} has {name}={wanted!r} only; got {value!r}; "
                     f"{_REMEDIES.get(name, 'leave the option out')}"
                 )
+
+    @property
+    def rule(self) -> Rule:
+        """The optimizer as data; the groups have their own numbers."""
+        params = {"lr": float(self.param_groups[0]["lr"])}
+        found = rule_of(checked({"optimizer": {"type": self.kind, "params": params}}), "optimizer")
+        assert found is not None
+        return found
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step each parameter that has a gradient; inside of an engine do nothing.

@@ -27,15 +27,14 @@ __all__ = [
     "Owner",
     "Pieces",
     "ZeroParamStatus",
+    "adopt",
     "check_unwritten",
     "cut",
     "deferred_of",
     "is_partitioned",
-    "keep",
     "owner_of",
     "release",
     "root_of",
-    "show",
     "told",
 ]
 
@@ -78,8 +77,18 @@ class Owner(Protocol):
         """Take new whole values, the same on every rank; every rank must call."""
         ...
 
+    def show(self, params: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
+        """Put whole values into parameters."""
+        for param, value in zip(params, values, strict=True):
+            param.data = value
 
-class Pieces:
+    def hide(self, params: Sequence[nn.Parameter]) -> None:
+        """Take the values away again."""
+        for param in params:
+            stand_in(param)
+
+
+class Pieces(Owner):
     """The owner before ``initialize``: every rank has an equal piece of each parameter.
 
     The pieces lie in the parameters' attributes ``ds_tensor``, one after the other by rank; the
@@ -139,19 +148,45 @@ def cut(param: nn.Parameter, owner: Pieces, dtype: torch.dtype | None) -> None:
     owner.put([param], [whole])
 
 
-def release(param: nn.Parameter, owner: Owner | None, like: Tensor | None = None) -> None:
-    """Put the stand-in into a parameter; see [Note: stand-ins]. ``None`` keeps the owner."""
+def release(param: nn.Parameter, owner: Pieces, like: Tensor) -> None:
+    """Give a parameter an owner, and put the stand-in into it; see [Note: stand-ins]."""
     record = told(param)
-    like = param.detach() if like is None else like
-    if owner is not None:
-        setattr(param, _OWNER, owner)
-        record.ds_tensor = None
-        record.ds_shape, record.ds_numel = like.shape, like.numel()
-        if not hasattr(param, "ds_id"):
-            record.ds_id = next(_IDS.numbers)
+    setattr(param, _OWNER, owner)
+    record.ds_tensor = None
+    record.ds_shape, record.ds_numel = like.shape, like.numel()
+    if not hasattr(param, "ds_id"):
+        record.ds_id = next(_IDS.numbers)
     record.ds_status = ZeroParamStatus.NOT_AVAILABLE
+    stand_in(param, like)
+
+
+def stand_in(param: nn.Parameter, like: Tensor | None = None) -> None:
+    """Put the stand-in into a parameter."""
+    like = param.detach() if like is None else like
     value = _stand_in(like)
     param.data = torch.full((), value, dtype=like.dtype, device=like.device).expand(like.shape)
+
+
+def adopt(param: nn.Parameter, owner: Owner, name: str, *, is_hidden: bool) -> None:
+    """Mark a parameter whose values are in a state from now on.
+
+    Args:
+        param: the parameter.
+        owner: of the values.
+        name: of the parameter in the module.
+        is_hidden: whether the parameter has no values outside of calls.
+    """
+    record = told(param)
+    setattr(param, _OWNER, owner)
+    if not is_hidden:
+        if hasattr(param, "ds_id"):
+            record.ds_tensor, record.ds_status = None, ZeroParamStatus.AVAILABLE
+        return
+    record.ds_tensor, record.ds_name = None, name
+    record.ds_shape, record.ds_numel = param.shape, param.numel()
+    if not hasattr(param, "ds_id"):
+        record.ds_id = next(_IDS.numbers)
+    record.ds_status = ZeroParamStatus.NOT_AVAILABLE
 
 
 def _stand_in(like: Tensor) -> float:
@@ -161,13 +196,6 @@ def _stand_in(like: Tensor) -> float:
     return False if like.dtype is torch.bool else torch.iinfo(like.dtype).min
 
 
-def keep(param: nn.Parameter) -> None:
-    """Forget the owner of a parameter that shows its values from now on."""
-    if is_partitioned(param):
-        setattr(param, _OWNER, None)
-        told(param).ds_tensor, told(param).ds_status = None, ZeroParamStatus.AVAILABLE
-
-
 def check_unwritten(params: Iterable[nn.Parameter]) -> None:
     """Refuse parameters into whose stand-ins a constant was written.
 
@@ -175,6 +203,8 @@ def check_unwritten(params: Iterable[nn.Parameter]) -> None:
         OptionError: a write would be lost.
     """
     for param in params:
+        if not isinstance(owner_of(param), Pieces):
+            continue
         first = param.detach().reshape(-1)[:1]
         if param.numel() and not (first.isnan() | (first == _stand_in(first))).item():
             raise OptionError(
@@ -182,12 +212,6 @@ def check_unwritten(params: Iterable[nn.Parameter]) -> None:
                 f"shape {tuple(param.shape)} with new values, which only this rank would have; "
                 "write inside of `with zero.GatheredParameters(param, modifier_rank=0):`"
             )
-
-
-def show(param: nn.Parameter, whole: Tensor) -> None:
-    """Put whole values into a parameter."""
-    told(param).ds_status = ZeroParamStatus.AVAILABLE
-    param.data = whole
 
 
 def deferred_of(name: str, param: nn.Parameter) -> Deferred:

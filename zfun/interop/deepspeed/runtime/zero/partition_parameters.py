@@ -31,9 +31,7 @@ from zfun.interop.deepspeed.runtime.zero._owners import (
     cut,
     is_partitioned,
     owner_of,
-    release,
     root_of,
-    show,
     told,
 )
 from zfun.interop.ds_config._read import read
@@ -356,8 +354,9 @@ class GatheredParameters:
                 root_of(self._rank, owner.group)
         for owner, params in found:
             values = owner.gathered(params)
-            for param, value in zip(params, values, strict=True):
-                show(param, value)
+            owner.show(params, values)
+            for param in params:
+                told(param).ds_status = ZeroParamStatus.AVAILABLE
             prints = [] if self._rank is not None else [fingerprint(x) for x in values]
             self._shown.append((owner, params, prints))
 
@@ -382,8 +381,9 @@ class GatheredParameters:
         changed: list[nn.Parameter] = []
         for owner, params, prints in self._shown:
             values = [p.detach() for p in params]
+            owner.hide(params)
             for param in params:
-                release(param, None)
+                told(param).ds_status = ZeroParamStatus.NOT_AVAILABLE
             if is_whole and self._rank is not None:
                 root = root_of(self._rank, owner.group)
                 with torch.no_grad():
