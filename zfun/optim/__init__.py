@@ -22,6 +22,8 @@ from zfun.optim._labels import by_label
 from zfun.optim._leaves import MuonState, lamb, muon
 from zfun.optim._loss_scale import LossScale, LossScaleState, dynamic_loss_scale, static_loss_scale
 from zfun.optim._master import MasterState, with_master
+from zfun.optim._missed import MissedSteps
+from zfun.optim._missed import passed_on as passed_on
 from zfun.optim._onebit import OneBitState, onebit_adam
 from zfun.optim._rules import (
     AdagradState,
@@ -72,6 +74,7 @@ __all__ = [
     "LossScale",
     "LossScaleState",
     "MasterState",
+    "MissedSteps",
     "MuonState",
     "OneBitState",
     "Optimizer",
