@@ -49,7 +49,6 @@ from zfun.optim._schedules import (
     warmup_linear,
 )
 from zfun.optim._stepping import Kernel, elementwise
-from zfun.optim._torch import TorchState, from_torch
 from zfun.optim._transforms import (
     ScheduleState,
     add_decayed_weights,
@@ -63,6 +62,7 @@ from zfun.optim._transforms import (
     scale_by_schedule,
     trace,
 )
+from zfun.optim.of_torch import TorchState, from_torch
 
 __all__ = [
     "AdagradState",
