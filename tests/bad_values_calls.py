@@ -1057,6 +1057,13 @@ case("reductions.all_ranks", lambda g: {"flat": sharded(g)}, lambda g, x: x.size
 case("reductions.Spent", lambda g: {"squares": WEIGHTS})
 case("reductions.gather_values", lambda g: {"flat": sharded(g), "x": WEIGHTS}, same, 2)
 case("reductions.global_norm", lambda g: {"value": sharded(g)}, same, 2)
+case(
+    "reductions.norm_and_counts",
+    lambda g: {"grads": sharded(g), "count": 3},
+    same,
+    2,
+    count=("zero",),
+)
 case("reductions.any_rank", lambda g: {"flag": g.rank == 1, "group": g}, same, 2)
 case(
     "reductions.mean_metrics",

@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+import atexit
 import collections
 import gc
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
+from _pytest.doctest import DoctestModule
 from hypothesis import HealthCheck, Phase, settings
 
 from tests import left_over
@@ -107,8 +111,38 @@ def _modules_are_no_garbage() -> None:
 
 
 def pytest_unconfigure() -> None:
-    # The destructors of nanobind's objects run at the end of the process.
-    gc.unfreeze()
+    # The destructors of nanobind's objects run at the end of the process. pytest still looks for
+    # garbage of the tests before that.
+    atexit.register(gc.unfreeze)
+
+
+# The marks that all tests of a file have.
+_MARKS = re.compile(r"^pytestmark = (\[\n.*?^\]|.*?$)", re.MULTILINE | re.DOTALL)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no file of which no test is chosen: imports take longer than reading.
+
+    pytest does not ask about files that are named on the command line.
+    """
+    if collection_path.suffix != ".py":
+        return None
+    text, chosen = collection_path.read_text(encoding="utf-8"), config.option.markexpr
+    found = _MARKS.search(text)
+    marks = found[0] if found else ""
+    is_left_out = (
+        not collection_path.name.startswith("test_")
+        or (chosen == "processes" and "processes" not in text)
+        or (chosen == "not processes" and "mark.processes" in marks)
+        or (FORM == "everyday" and "mark.slow" in marks)
+    )
+    return is_left_out or None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file() -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
+    """Look for no examples in the docstrings of tests."""
+    return [found for found in (yield) if not isinstance(found, DoctestModule)]
 
 
 def _thinned(items: list[pytest.Item]) -> list[pytest.Item]:

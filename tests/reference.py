@@ -34,9 +34,9 @@ def agrees(x: Tensor, y: Tensor, before: Tensor) -> bool:
 
 
 def gradients(loss_fn: LossFn, params: Params, batches: Sequence[Any]) -> tuple[float, Params]:
-    """Return the mean loss over all batches, and the gradient."""
+    """Return the mean loss over all batches, and the gradients of the leaves that one uses."""
     total = 0.0
-    sums = {name: torch.zeros_like(p) for name, p in params.items()}
+    sums: Params = {}
     for batch in batches:
         leaves = {name: p.detach().clone().requires_grad_() for name, p in params.items()}
         loss = loss_fn(leaves, batch)
@@ -44,7 +44,7 @@ def gradients(loss_fn: LossFn, params: Params, batches: Sequence[Any]) -> tuple[
         total += loss.item() / len(batches)
         for name, leaf in leaves.items():
             if leaf.grad is not None:
-                sums[name] += leaf.grad / len(batches)
+                sums[name] = sums.get(name, 0.0) + leaf.grad / len(batches)
     return total, sums
 
 
@@ -60,9 +60,10 @@ def clip(grads: Params, max_norm: float) -> Params:
 
 
 def sgd(params: Params, grads: Params, state: Params, lr: float, momentum: float) -> Params:
-    """One step of SGD with momentum; ``state`` is changed."""
-    out = {}
-    for name, p in params.items():
+    """One step of SGD with momentum for the leaves with gradients; ``state`` is changed."""
+    out = dict(params)
+    for name in grads:
+        p = params[name]
         state[name] = grads[name] if name not in state else momentum * state[name] + grads[name]
         out[name] = p - lr * state[name]
     return out
@@ -78,13 +79,15 @@ def adamw(
     b2: float = 0.999,
     eps: float = 1e-8,
 ) -> Params:
-    """One step of AdamW; ``state`` is changed."""
+    """One step of AdamW for the leaves with gradients; ``state`` is changed."""
     state["t"] = state.get("t", 0) + 1
-    out = {}
-    for name, p in params.items():
+    out = dict(params)
+    for name in grads:
+        p = params[name]
+        t = state[name, "t"] = state.get((name, "t"), 0) + 1
         m = state[name, "m"] = b1 * state.get((name, "m"), 0.0) + (1 - b1) * grads[name]
         v = state[name, "v"] = b2 * state.get((name, "v"), 0.0) + (1 - b2) * grads[name] ** 2
-        m_hat, v_hat = m / (1 - b1 ** state["t"]), v / (1 - b2 ** state["t"])
+        m_hat, v_hat = m / (1 - b1**t), v / (1 - b2**t)
         out[name] = p - lr * (m_hat / (v_hat.sqrt() + eps) + decay * p)
     return out
 

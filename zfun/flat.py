@@ -19,8 +19,9 @@ from __future__ import annotations
 import copy
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, NoReturn
 
 import torch
@@ -114,6 +115,9 @@ def call_site() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
+_NONE_MISSED: Mapping[str, int | None] = MappingProxyType({})
+
+
 class Flat(Generic[Params]):
     """A tree of tensors as flat buffers with a placement.
 
@@ -128,6 +132,9 @@ class Flat(Generic[Params]):
         group: the ranks that share the value. A value over the inner axis of a mesh is replicated
             over the outer one.
         codec: of a sum or a gather of the buffers; ``None`` sends exact values.
+        missed: for gradients, by path: ``None`` for a leaf that was not used, whose gradient of
+            zeros takes no step; for a used leaf the number of steps that the leaf has missed
+            before. A leaf that is not named takes every step.
 
     Example:
         >>> import zfun as zf
@@ -137,7 +144,7 @@ class Flat(Generic[Params]):
         Flat(S, rank 1 of 2: 1 leaf, 4 elements in 1 bucket; here 32 of 64 padded elements)
     """
 
-    __slots__ = ("codec", "group", "layout", "life", "placement")
+    __slots__ = ("codec", "group", "layout", "life", "missed", "placement")
 
     def __init__(
         self,
@@ -147,17 +154,18 @@ class Flat(Generic[Params]):
         group: Group,
         *,
         codec: Any = None,
+        missed: Mapping[str, int | None] = _NONE_MISSED,
         life: Life | None = None,
     ) -> None:
         if not isinstance(placement, Placement):
             raise PlacementError(
                 f"a placement is zf.R, zf.P or zf.S; got {placement!r}; pass one of the three"
             )
-        self._fix(life or Life(tuple(buffers)), placement, layout, group, codec)
+        self._fix(life or Life(tuple(buffers)), placement, layout, group, codec, missed)
 
     def _fix(self, *values: Any) -> None:
         for name, value in zip(
-            ("life", "placement", "layout", "group", "codec"), values, strict=True
+            ("life", "placement", "layout", "group", "codec", "missed"), values, strict=True
         ):
             object.__setattr__(self, name, value)
 
@@ -187,7 +195,20 @@ class Flat(Generic[Params]):
             self.layout,
             group or self.group,
             codec=codec,
+            missed=self.missed,
             life=life,
+        )
+
+    def with_missed(self, missed: Mapping[str, int | None]) -> Flat:
+        """Return the same value, as gradients of which some leaves have missed steps."""
+        return Flat(
+            (),
+            self.placement,
+            self.layout,
+            self.group,
+            codec=self.codec,
+            missed=missed,
+            life=self.life,
         )
 
     def select(self, buckets: Sequence[int]) -> Flat:
@@ -206,6 +227,7 @@ class Flat(Generic[Params]):
             self.layout.select(buckets),
             self.group,
             codec=self.codec,
+            missed=self.missed,
         )
 
     def shard_numel(self, bucket: int) -> int:
@@ -445,7 +467,8 @@ def change_layout(flat: Flat, layout: Layout) -> Flat:
     dtypes = [
         flat.buffers[flat.layout.leaves[bucket.leaves[0]].bucket].dtype for bucket in layout.buckets
     ]
-    return ravel(unravel(flat), layout, flat.group, flat.placement, dtypes=dtypes)
+    changed = ravel(unravel(flat), layout, flat.group, flat.placement, dtypes=dtypes)
+    return changed.with_missed(flat.missed)
 
 
 class LeafSpan(NamedTuple):

@@ -18,7 +18,18 @@ from zfun.collectives import Group, all_reduce, exchange_values, mesh_of
 from zfun.errors import LeafError, OptionError, PlacementError, SpecMismatch
 from zfun.flat import FLAT, Flat, leaf_spans, own_piece, ravel, unravel
 from zfun.layout import LabelFn, Layout, labels_of, layout_of, split_by_label
-from zfun.options import ANY, BOOL, FUNCTION, GROUP, ITERABLE, OF_LEAVES, TENSOR, TEXT, takes
+from zfun.options import (
+    ANY,
+    BOOL,
+    FUNCTION,
+    GROUP,
+    ITERABLE,
+    OF_LEAVES,
+    TENSOR,
+    TEXT,
+    integer,
+    takes,
+)
 from zfun.placement import P, S
 
 # ``rule(path, leaf)`` returns "mean", "rank 0" or "by rank"; None for a leaf that is no buffer. The
@@ -36,6 +47,7 @@ __all__ = [
     "map_leaves",
     "mean_metrics",
     "merge_buffers",
+    "norm_and_counts",
 ]
 
 
@@ -264,13 +276,52 @@ def _squares(flat: Flat) -> Tensor:
             "a norm needs the sum over the ranks; got a Flat with placement P; redistribute() it "
             "to R or S first"
         )
+    return gather_values(flat, _own_squares(flat), "norm")
+
+
+def _own_squares(flat: Flat) -> Tensor:
     row = flat.life.cached.get(_squares)
     if row is None:
         row = _local_squares(flat)
         if any(isinstance(buffer, stores.Stored) for buffer in flat.buffers):
             # Stored tensors do not change, and to read the tensors once more costs time.
             flat.life.cached[_squares] = row
-    return gather_values(flat, row, "norm")
+    return row
+
+
+@takes(grads=FLAT, count=integer(0))
+def norm_and_counts(grads: Flat, count: int) -> tuple[Tensor, list[int]]:
+    """Return the norm of gradients, and an integer of each rank, in one message and one read.
+
+    Args:
+        grads: with any placement. The norm of terms (``P``) is the sum of the norms of the ranks'
+            terms, which is an upper bound.
+        count: of this rank.
+
+    Returns:
+        The norm, as :func:`global_norm` returns it; the integers of all ranks, on a mesh of all
+        ranks of the mesh.
+
+    Example:
+        >>> import zfun as zf
+        >>> def main(group):
+        ...     grads = zf.shard({"w": torch.tensor([3.0, 4.0])}, group)
+        ...     return norm_and_counts(grads, 10 + group.rank)
+        >>> zf.simulate(2, main)[0]
+        (tensor(5., dtype=torch.float64), [10, 11])
+    """
+    mesh = all_ranks(grads)
+    is_term = grads.placement is P
+    row = global_norm(unravel(grads)).view(1) if is_term else _own_squares(grads)
+    rows = collectives.gather_values(torch.cat([row, row.new_full((1,), count)]), mesh, "norm")
+    if ops.is_abstract(rows):
+        return torch.empty((), dtype=torch.float64, device="cpu"), [count] * mesh.size
+    rows = rows.cpu()
+    counts = [int(x) for x in rows[:, -1].tolist()]
+    if is_term:
+        return rows[:, 0].sum(), counts
+    # The rows of a mesh hold equal shards, so one row is counted.
+    return ops.total_of_bins(rows[:: mesh.size // grads.group.size, :-1]).sqrt(), counts
 
 
 def _local_squares(flat: Flat) -> Tensor:

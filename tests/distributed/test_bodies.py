@@ -12,7 +12,7 @@ import pytest
 import zfun as zf
 from tests.conftest import on_one_core
 from tests.distributed import processes
-from tests.distributed.programs import bodies, branches, optimizers, pullbacks
+from tests.distributed.programs import bodies, branches, optimizers, pullbacks, unused
 from zfun.collectives import Workers
 from zfun.errors import CollectiveMismatch, PeerLost
 from zfun.testing import assert_same_bits
@@ -46,7 +46,13 @@ def simulated(size: int, body: Callable[[zf.Group], Any]) -> list[Any]:
         return zf.simulate(size, body)
 
 
-BODIES = [*bodies.BODIES, *branches.BODIES, *optimizers.BODIES, *pullbacks.BODIES]
+BODIES = [
+    *bodies.BODIES,
+    *branches.BODIES,
+    *optimizers.BODIES,
+    *pullbacks.BODIES,
+    *unused.BODIES,
+]
 
 
 LONG = (bodies.starts_leaf_by_leaf, optimizers.every_optimizer)

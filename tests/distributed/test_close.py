@@ -85,8 +85,8 @@ def _use(group: Group) -> weakref.ref[Group]:
             own.start(large, torch.ones(1 << 17)).wait()
         call = Collective(AllGather(), "x", stream=Stream.PARAMS, zero_copy=True)
         assert part.start(call, torch.ones(1 << 17)).wait().sum() == 1 << 18
-        # Rank 0 waits long enough for the watchdog.
-        time.sleep(1.2 * own.rank)
+        # Rank 0 waits long enough for the watchdog, which looks every half second.
+        time.sleep(0.7 * own.rank)
         barrier(own)
         _train(own)
         # A hook at exit that is left would hold the group.

@@ -12,9 +12,6 @@ import multiprocessing
 import os
 import signal
 import struct
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import zfun as zf
-from tests.distributed import needs_shared_memory, processes
+from tests.distributed import needs_shared_memory, processes, run_program
 from zfun.collectives import (
     AllGather,
     AllReduce,
@@ -531,7 +528,6 @@ def test_a_rank_that_dies_in_the_middle_of_a_message_is_noticed(delay_s: float) 
 def _leaves(group: Group) -> None:
     if group.rank == 1:
         group.close()
-        time.sleep(2)
         return
     _loss(group)
 
@@ -643,54 +639,33 @@ def test_functions_must_be_importable() -> None:
         spawn(2, lambda group: None)
 
 
-def test_a_program_under_a_launcher_ends_with_the_error_and_no_warning(tmp_path: object) -> None:
-    """The exception hook publishes uncaught errors; exit codes are not zero; no resource is left to
-    warn about.
-    """
-    program = textwrap.dedent(
-        """
-        import sys, torch, zfun.collectives as c
-        group = c.process_group(timeout_s=20)
-        total = group.start(c.Collective(c.AllReduce(), "loss"), torch.ones(2)).wait()
-        assert total.tolist() == [2.0, 2.0]
-        if sys.argv[1] == "fail":
-            if group.rank == 1:
-                raise ValueError("out of data")
-            group.start(c.Collective(c.AllReduce(), "loss"), torch.ones(2)).wait()
-        """
-    )
-    for mode in ("finish", "fail"):
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        common = {
-            "WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(store.port),
-            "GLOO_SOCKET_IFNAME": "lo",
-        }
-        common |= {
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(sys.path),
-        }
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-W", "error", "-c", program, mode],
-                env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(2)
-        ]
-        try:
-            errors = [rank.communicate(timeout=RUN_S)[1] for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-        codes = [rank.returncode for rank in ranks]
-        if mode == "finish":
-            assert (codes, errors) == ([0, 0], ["", ""])
-        else:
-            assert codes == [1, 1], errors
-            assert "PeerLost: rank 0 lost rank 1" in errors[0]
-            assert "rank 1 raised ValueError: out of data" in errors[0]
-            assert "Warning" not in "".join(errors)
+LAUNCHED = """
+import torch, zfun.collectives as c
+group = c.process_group(timeout_s=20)
+total = group.start(c.Collective(c.AllReduce(), "loss"), torch.ones(2)).wait()
+assert total.tolist() == [2.0, 2.0]
+"""
+FAILS = """
+if group.rank == 1:
+    raise ValueError("out of data")
+group.start(c.Collective(c.AllReduce(), "loss"), torch.ones(2)).wait()
+"""
+
+
+@pytest.mark.slow
+def test_a_program_under_a_launcher_ends_with_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No resource is left to warn about."""
+    monkeypatch.setenv("PYTHONWARNINGS", "error")
+    assert run_program(LAUNCHED, timeout_s=RUN_S) == [(0, "", "")] * 2
+
+
+def test_a_program_under_a_launcher_ends_with_the_error_and_no_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The exception hook publishes uncaught errors; exit codes are not zero."""
+    monkeypatch.setenv("PYTHONWARNINGS", "error")
+    waiting, raised = run_program(LAUNCHED + FAILS, timeout_s=RUN_S)
+    assert waiting[0] == raised[0] == 1
+    assert "PeerLost: rank 0 lost rank 1" in waiting[2]
+    assert "rank 1 raised ValueError: out of data" in waiting[2]
+    assert "Warning" not in waiting[2] + raised[2]

@@ -138,6 +138,8 @@ class _Matcher:
         if part.path not in known:
             if any(part.path in each for each in own):
                 self._by_rank(part.path)
+            elif part.absent is not None:
+                values[part.path] = part.absent
             elif not part.is_optional:
                 self.missing.append(part.path)
             return
@@ -148,6 +150,8 @@ class _Matcher:
                 part.path, f"is {type(value).__name__} and is wanted as {type(part.value).__name__}"
             )
             return
+        if part.check is not None:
+            part.check(value)
         values[part.path] = value
 
     # Leaves.

@@ -8,8 +8,9 @@ a tree of tensors, both have the key ``params.h.0.w``.
 
 Two types of state depend on the precision, and so are seen through. The inner state of
 ``with_master`` has the keys of the state without master weights. The fields of a loss scale are
-optional. A key of a master weight is linked to the key of the parameter, because with master
-weights the exact value of a parameter is its master weight.
+optional, and so are the steps that leaves have missed, which are one text. A key of a master weight
+is linked to the key of the parameter, because with master weights the exact value of a parameter is
+its master weight.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from zfun import tree
 from zfun.collectives import Group, Mesh, mesh_of, single_group
 from zfun.errors import CheckpointError, SpecMismatch
 from zfun.flat import Flat, flats
-from zfun.optim import LossScaleState, MasterState
+from zfun.optim import LossScaleState, MasterState, MissedSteps
 from zfun.placement import P, R, S
 from zfun.stores import Stored
 
@@ -53,14 +54,18 @@ class Part:
     Attributes:
         path: the path in the state.
         value: the part.
-        is_optional: whether the part belongs to a loss scale.
+        is_optional: whether a checkpoint may be without the part.
         master: for master weights, the path of the tree of master weights; else empty.
+        absent: the plain value where a checkpoint is without the part; ``None`` keeps ``value``.
+        check: raises if a plain value of a checkpoint is none of this part.
     """
 
     path: str
     value: Any
     is_optional: bool = False
     master: str = ""
+    absent: str | None = None
+    check: Callable[[Any], object] | None = None
 
 
 def join(prefix: str, path: str) -> str:
@@ -112,6 +117,11 @@ def map_parts(
                 for name, x in leaf._asdict().items()
             )
             found.append(LossScaleState(*held))
+        elif isinstance(leaf, MissedSteps):
+            none = MissedSteps().to_text()
+            part = Part(here, leaf.to_text(), True, absent=none, check=MissedSteps.from_text)
+            text = fn(part)
+            found.append(MissedSteps.from_text(text or none))
         else:
             found.append(fn(Part(here, leaf, like.is_optional, like.master)))
     return tree.unflatten(spec, found)

@@ -22,6 +22,8 @@ from zfun.optim._labels import by_label
 from zfun.optim._leaves import MuonState, lamb, muon
 from zfun.optim._loss_scale import LossScale, LossScaleState, dynamic_loss_scale, static_loss_scale
 from zfun.optim._master import MasterState, with_master
+from zfun.optim._missed import MissedSteps
+from zfun.optim._missed import passed_on as passed_on
 from zfun.optim._onebit import OneBitState, onebit_adam
 from zfun.optim._rules import (
     AdagradState,
@@ -47,7 +49,6 @@ from zfun.optim._schedules import (
     warmup_linear,
 )
 from zfun.optim._stepping import Kernel, elementwise
-from zfun.optim._torch import TorchState, from_torch
 from zfun.optim._transforms import (
     ScheduleState,
     add_decayed_weights,
@@ -61,6 +62,7 @@ from zfun.optim._transforms import (
     scale_by_schedule,
     trace,
 )
+from zfun.optim.of_torch import TorchState, from_torch
 
 __all__ = [
     "AdagradState",
@@ -72,6 +74,7 @@ __all__ = [
     "LossScale",
     "LossScaleState",
     "MasterState",
+    "MissedSteps",
     "MuonState",
     "OneBitState",
     "Optimizer",

@@ -15,6 +15,7 @@ from zfun import tree
 from zfun.errors import LeafError, OptionError, SpecMismatch
 from zfun.flat import flats
 from zfun.layout import LabelFn
+from zfun.optim._missed import sparing, sparing_apply
 from zfun.optim._schedules import rate_at
 from zfun.options import ANY, BOOL, FUNCTION, shown, takes
 from zfun.placement import Placement
@@ -101,7 +102,9 @@ class Optimizer(NamedTuple):
         apply: ``apply(grads, state, params, *, donate=False) -> (params, state)``: ``update`` and
             then add, with the same bits. (With decoupled weight decay, a parameter that doubles,
             halves or changes sign may differ by one rounding.) With ``donate=True``, ``apply`` may
-            overwrite the buffers of ``state`` and ``params``, which must not be used again.
+            overwrite the buffers of ``state`` and ``params``, which must not be used again. A leaf
+            that ``Flat.missed`` of the gradients maps to ``None`` stays as it is; :func:`optimizer`
+            and :func:`elementwise` see to that.
         placement: the placement of the computation; ``None`` follows the parameters.
         group: the group of that placement; ``None`` follows the parameters.
         labels: ``label(path, leaf)``, where leaves of different labels must lie in different
@@ -267,7 +270,7 @@ def of_update(init: InitFn, update: UpdateFn) -> Optimizer:
         updates, state = update(grads, state, params)
         return apply_updates(params, updates, donate), state
 
-    return Optimizer(init, update, apply)
+    return Optimizer(init, sparing(update), sparing_apply(apply))
 
 
 def itself(optimizer: Optimizer) -> Optimizer:

@@ -15,6 +15,7 @@ from zfun.optim._base import (
     prepared,
     remembered,
 )
+from zfun.optim._missed import passed_on
 from zfun.tree import Tree
 
 __all__ = ["chain"]
@@ -78,7 +79,8 @@ def _chained(parts: tuple[Optimizer, ...]) -> Optimizer:
         _check_states(state, len(parts))
         states = []
         for part, own_state in zip(parts[:-1], state[:-1], strict=True):
-            grads, after = part.update(grads, own_state, params)
+            updates, after = part.update(grads, own_state, params)
+            grads = passed_on(updates, grads)
             states.append(after)
         return grads, states
 

@@ -17,17 +17,18 @@ from zfun.optim._base import (
     Optimizer,
     State,
     aligned,
-    apply_updates,
     as_optimizer,
     check_fields,
     check_trainable,
     flat_view,
     itself,
+    of_update,
     own,
     remembered,
     step_count,
 )
 from zfun.optim._labels import by_label
+from zfun.optim._missed import sparing, sparing_apply
 from zfun.optim._rules import AdamState
 from zfun.optim._schedules import DECAY, EPS, RATE, SECOND_DECAY, Schedule, decay_at, rate_at
 from zfun.optim._stepping import Into, assemble, no_steps, zeros_like
@@ -133,7 +134,10 @@ def lamb(
         after = AdamState(state.count + 1, tree.unflatten(spec, mus), tree.unflatten(spec, nus))
         return tree.unflatten(spec, into.results(targets, changes)), after
 
-    return itself(assemble(init, step)._replace(by_leaf=True))
+    rule = assemble(init, step)
+    return itself(
+        rule._replace(update=sparing(rule.update), apply=sparing_apply(rule.apply), by_leaf=True)
+    )
 
 
 def _layers(params: Tree) -> list[dict[str, Any]]:
@@ -296,13 +300,7 @@ def _muon(
             state.count + 1, tree.unflatten(spec, moments)
         )
 
-    def apply(
-        grads: Tree, state: State, params: Tree, *, donate: bool = False
-    ) -> tuple[Tree, MuonState]:
-        updates, after = update(grads, state, params)
-        return apply_updates(params, updates, donate), after
-
-    return itself(Optimizer(init, update, apply, by_leaf=True))
+    return itself(of_update(init, update)._replace(by_leaf=True))
 
 
 def _leaves_of(params: Tree) -> list[tuple[str, tuple[int, ...], torch.dtype]]:

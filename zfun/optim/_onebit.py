@@ -104,8 +104,10 @@ def onebit_adam(
     The compressed steps take the terms of the gradient (``P``), as :func:`zfun.data_parallel`
     returns: at stages 0 and 1, and in ``zf.zero(2, ...)``, which then leaves the sum out of
     backward. Stage 3 is refused, because every rank keeps the errors of whole parameters. In a
-    :func:`chain` 1-bit Adam is the first part. "1-bit Adam: Communication Efficient
-    Large-Scale Training with Adam's Convergence Speed", Tang et al., 2021.
+    :func:`chain` 1-bit Adam is the first part. All leaves take every step, because messages hold
+    all leaves: one that no rank used has a gradient of zeros, whatever ``zf.zero(..., unused=)``
+    says. "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed",
+    Tang et al., 2021.
 
     Args:
         learning_rate: step size, or a function of the number of steps taken so far.
@@ -172,6 +174,7 @@ def onebit_adam(
     def step(grads: Tree, state: State, params: Tree, into: Into) -> tuple[Tree, OneBitState]:
         check_fields(state, *OneBitState._fields)
         before = step_count(state.count)
+        grads = grads.with_missed({}) if isinstance(grads, Flat) else grads
         if before < freeze_step:
             return warm_up(grads, state, params, into)
         first = decay_at("b1", b1, before)

@@ -247,17 +247,17 @@ def _adam(
     decay: float,
 ) -> Optimizer:
 
-    def kernel_at(before: int) -> Kernel:
+    def kernel_at(before: int, taken: int) -> Kernel:
         rate, first = rate_at(learning_rate, before), decay_at("b1", b1, before)
         return functools.partial(
             ops.adam_step,
             b1=first,
             b2=b2,
-            step_size=rate / (1.0 - first ** (before + 1)),
+            step_size=rate / (1.0 - first ** (taken + 1)),
             eps=eps,
             l2=l2,
             decay=rate * decay,
-            correction=math.sqrt(1.0 - b2 ** (before + 1)),
+            correction=math.sqrt(1.0 - b2 ** (taken + 1)),
         )
 
     return elementwise(AdamState, ("mu", "nu"), kernel_at)
@@ -350,8 +350,8 @@ def adagrad(
         {'w': tensor([-0.5000,  0.5000])}
     """
 
-    def kernel_at(before: int) -> Kernel:
-        rate = rate_at(learning_rate, before) / (1.0 + rate_decay * before)
+    def kernel_at(before: int, taken: int) -> Kernel:
+        rate = rate_at(learning_rate, before) / (1.0 + rate_decay * taken)
         return functools.partial(ops.adagrad_step, learning_rate=rate, eps=eps, l2=weight_decay)
 
     return elementwise(AdagradState, ("total",), kernel_at)

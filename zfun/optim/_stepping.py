@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -20,6 +21,7 @@ from zfun.optim._base import (
     own,
     step_count,
 )
+from zfun.optim._missed import runs_of
 from zfun.options import FUNCTION, TEXT, each, function, takes
 from zfun.tree import Tree
 
@@ -80,7 +82,7 @@ def assemble(init: InitFn, step: StepFn) -> Optimizer:
     kernel_at=function("a function of the step", "lambda step: kernel"),
 )
 def elementwise(
-    make_state: Callable[..., Any], names: Sequence[str], kernel_at: Callable[[int], Kernel]
+    make_state: Callable[..., Any], names: Sequence[str], kernel_at: Callable[..., Kernel]
 ) -> Optimizer:
     """Make an optimizer of a kernel that steps one flat buffer in one pass over the memory.
 
@@ -94,10 +96,14 @@ def elementwise(
             on the CPU) and of one tree like the parameters for each name.
         names: the attributes of the state that hold these trees, in the order in which the kernel
             takes the trees; all begin as zeros.
-        kernel_at: ``kernel_at(count)`` returns the kernel of the step after ``count`` steps.
+        kernel_at: ``kernel_at(count)`` returns the kernel of the step after ``count`` steps. With a
+            second argument, ``kernel_at(count, taken)`` returns the kernel for leaves that have
+            taken only ``taken`` of these steps, because :func:`zfun.zero` left out steps that did
+            not use the leaves: a schedule follows ``count``, a bias correction ``taken``.
 
     Returns:
-        An optimizer whose ``update`` and ``apply`` run the kernel.
+        An optimizer whose ``update`` and ``apply`` run the kernel. Leaves without a gradient
+        (``Flat.missed``) stay unchanged.
 
     Example:
         >>> from zfun.optim import SgdState
@@ -110,6 +116,7 @@ def elementwise(
         >>> optimizer.apply({"w": torch.ones(2)}, optimizer.init(params), params)[0]
         {'w': tensor([0.9000, 0.9000])}
     """
+    counts_twice = len(inspect.signature(kernel_at).parameters) > 1
 
     def init(params: Tree) -> State:
         check_trainable(params)
@@ -118,17 +125,24 @@ def elementwise(
     def step(grads: Tree, state: State, params: Tree, into: Into) -> tuple[Tree, State]:
         check_fields(state, "count", *names)
         rows = aligned(params, gradients=grads, **{name: getattr(state, name) for name in names})
-        kernel = kernel_at(step_count(state.count))
+        count, runs = step_count(state.count), runs_of(params, grads)
+        missed = {0} if runs is None else {run.missed for its in runs for run in its}
+        kernels = {
+            each: kernel_at(count, count - each) if counts_twice else kernel_at(count)
+            for each in missed
+        }
         held = [own([row[2 + place] for row in rows], into.donate) for place in range(len(names))]
         targets, changes = into.targets([row[0] for row in rows])
         for index, (row, target, change) in enumerate(zip(rows, targets, changes, strict=True)):
-            moments = [flat_view(moment[index]) for moment in held]
-            kernel(
-                flat_view(target),
-                flat_view(row[1]),
-                *moments,
-                None if change is None else flat_view(change),
-            )
+            views = [target, row[1], *(moment[index] for moment in held), change]
+            vectors = [None if x is None else flat_view(x) for x in views]
+            if runs is None:
+                kernels[0](*vectors)
+                continue
+            if change is not None:
+                change.zero_()
+            for start, stop, age in runs[index]:
+                kernels[age](*(None if x is None else x[start:stop] for x in vectors))
         spec = tree.structure(params)
         after = make_state(state.count + 1, *(tree.unflatten(spec, moment) for moment in held))
         return tree.unflatten(spec, into.results(targets, changes)), after

@@ -203,16 +203,16 @@ def scale_by_adam(*, b1: float | Schedule = 0.9, b2: float = 0.999, eps: float =
         {'w': tensor([ 1.0000, -1.0000])}
     """
 
-    def kernel_at(before: int) -> Kernel:
+    def kernel_at(before: int, taken: int) -> Kernel:
         first = decay_at("b1", b1, before)
         # The kernel descends; a negative step size returns the direction.
         return functools.partial(
             ops.adam_step,
             b1=first,
             b2=b2,
-            step_size=-1.0 / (1.0 - first ** (before + 1)),
+            step_size=-1.0 / (1.0 - first ** (taken + 1)),
             eps=eps,
-            correction=math.sqrt(1.0 - b2 ** (before + 1)),
+            correction=math.sqrt(1.0 - b2 ** (taken + 1)),
         )
 
     return elementwise(AdamState, ("mu", "nu"), kernel_at)

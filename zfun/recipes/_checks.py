@@ -17,7 +17,6 @@ from zfun.collectives import (
     check_same,
     gather_values,
     global_ranks,
-    mesh_of,
 )
 from zfun.compression import Compression
 from zfun.errors import LeafError, OptionError, SpecMismatch, ZfunError
@@ -140,14 +139,10 @@ def check_is_flat(name: str, value: Any, remedy: str, *, optional: bool = False)
         )
 
 
-def check_used(state: ZeroState, norm: float, num_gradients: int, group: Group) -> None:
-    """Refuse a step without a gradient on any rank; the norm is the same on every rank."""
-    if norm != 0.0:
-        return
-    counts = torch.tensor([num_gradients], device=state.params.layout.device)
-    if not state.params.layout.leaves or bool(
-        gather_values(counts, mesh_of(group), "ranks with gradients").any()
-    ):
+def check_used(state: ZeroState, num_unused: Sequence[int], group: Group) -> None:
+    """Refuse a step without a gradient on any rank; each rank has a number of unused leaves."""
+    num_leaves = len(state.params.layout.leaves)
+    if not num_leaves or min(num_unused) < num_leaves:
         return
     raise LeafError(
         f"a loss must use its parameters; in step {state.step} no trained leaf got a gradient on "

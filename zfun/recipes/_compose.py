@@ -84,12 +84,12 @@ def gradient(
     hook: UpdateHook,
     store: Store | None,
     codec: Codec | None,
-    on_gradient: Callable[[], None],
+    on_unused: Callable[[int], None],
     *,
     once: bool,
 ) -> Gradient:
     vg: Gradient = data_parallel(
-        replace(value_and_grad(loss), on_gradient=on_gradient),
+        replace(value_and_grad(loss), on_unused=on_unused),
         mesh_of(group),
         reduce_dtype=policy.reduce,
         bucket_bytes=bucket_bytes,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from zfun.errors import OptionError
 from zfun.flat import Flat
-from zfun.optim import LossScaleState
+from zfun.optim import LossScaleState, MissedSteps
 from zfun.transforms import Pullback, Tape
 from zfun.typing import Aux, Params
 
@@ -33,6 +33,7 @@ class ZeroState(NamedTuple):
         buffers: the leaves that the loss writes, whole on every rank; ``None`` where there are
             none. The values of those that are kept by rank differ from rank to rank.
         num_applied: steps taken, skipped ones not included.
+        missed: the steps that leaves have missed, because no rank used them.
     """
 
     params: Flat
@@ -43,6 +44,7 @@ class ZeroState(NamedTuple):
     loss_scale: LossScaleState | None = None
     buffers: Flat | None = None
     num_applied: int = 0
+    missed: MissedSteps = MissedSteps()
 
 
 class StepInfo(NamedTuple, Generic[Aux]):

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+import torch
 
 from zfun import ops, stores, tree
 from zfun.collectives import Group, gather_values, global_ranks, mesh_of
 from zfun.errors import NonFiniteError
-from zfun.flat import Flat, call_site, consume, flats, unravel
+from zfun.flat import Flat, call_site, consume, flats
 from zfun.optim import LossScale, Optimizer
 from zfun.placement import P, Placement, R
 from zfun.recipes._checks import check_used, first_bad_leaf
 from zfun.recipes._start import of_specs
 from zfun.recipes._state import StepInfo, ZeroState
-from zfun.reductions import BufferRule, global_norm, merge_buffers
+from zfun.reductions import BufferRule, merge_buffers, norm_and_counts
 from zfun.transforms import apply
 from zfun.transforms.optimizer._apply import apply_spending, finish
 from zfun.transforms.optimizer._placing import deliver
@@ -37,8 +38,7 @@ class Update:
         buffers: the rule by which buffers are merged; ``None`` where there are none.
         max_skipped: how many steps in a row may be skipped before an error.
         donate: whether the buffers of the old state may be overwritten.
-        had_gradient: one entry for each call since the last update that gave a leaf a gradient on
-            this rank; an update empties the list.
+        leaves_out: whether leaves that no rank used take no step.
     """
 
     group: Group
@@ -47,7 +47,7 @@ class Update:
     buffers: BufferRule | None
     max_skipped: int
     donate: bool
-    had_gradient: list[bool]
+    leaves_out: bool
 
     def takes_terms(self, state: ZeroState) -> bool:
         """Whether the optimizer sums the ranks' terms of gradients, so that backward does not."""
@@ -79,10 +79,12 @@ class Update:
         grads = _delivered(grads, P if self.takes_terms(state) else rule.placement or R, group)
         # Unscale after the sum, because an unscaled gradient may be too small for float16.
         grads = grads if scale == 1.0 else _unscaled(grads, scale)
-        norm = _norm(grads)
+        norm, counts = norm_and_counts(grads, len(grads.missed))
         size = float(norm)
-        check_used(state, size, len(self.had_gradient), group)
-        self.had_gradient.clear()
+        if size == 0.0:
+            check_used(state, counts, group)
+        unused = _unused_everywhere(grads, counts) if self.leaves_out else []
+        grads = grads.with_missed(state.missed.now(unused) if self.leaves_out else {})
         skipped = not math.isfinite(size)
         bad_leaf = self._bad_leaf(state, grads) if skipped else None
         rate, num_applied = rule.learning_rate(state.opt_state), state.num_applied + (not skipped)
@@ -112,6 +114,7 @@ class Update:
             after,
             kept,
             num_applied,
+            state.missed if skipped or not unused else state.missed.after(unused),
         )
         return new, StepInfo(loss, norm, skipped, bad_leaf, aux, scale, rate, num_applied)
 
@@ -154,13 +157,24 @@ def _delivered(grads: Flat, placement: Placement, group: Group) -> Flat:
     return deliver(grads, placement, group, donate=True)
 
 
-def _norm(grads: Flat) -> Tensor:
-    """Return the norm of gradients over all ranks; for terms (``P``) an upper bound."""
-    return (
-        gather_values(global_norm(unravel(grads)), grads.group, "norm").sum()
-        if grads.placement is P
-        else global_norm(grads)
-    )
+def _unused_everywhere(grads: Flat, counts: Sequence[int]) -> list[str]:
+    """Return the leaves that no rank used, in the order of the layout.
+
+    Args:
+        grads: name the leaves that this rank did not use.
+        counts: how many leaves each rank did not use.
+    """
+    unused = [slot.path for slot in grads.layout.leaves if slot.path in grads.missed]
+    # A leaf that one of the ranks used is used, and mostly one of them uses all leaves.
+    if len(counts) == 1 or min(counts) == 0:
+        return unused if len(counts) == 1 else []
+    here = [float(slot.path in grads.missed) for slot in grads.layout.leaves]
+    flags = torch.tensor(here, dtype=torch.uint8, device=grads.layout.device)
+    found = gather_values(flags, mesh_of(grads.group), "unused leaves")
+    if ops.is_abstract(found):
+        return unused
+    everywhere = found.all(0).tolist()
+    return [slot.path for slot, flag in zip(grads.layout.leaves, everywhere, strict=True) if flag]
 
 
 def _unscaled(grads: Flat, scale: float) -> Flat:

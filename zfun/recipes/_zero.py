@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -98,6 +97,7 @@ _Scalar: TypeAlias = Tensor | WeightedMean | float
     order=NAMES | None,
     donate=BOOL,
     max_skipped=integer(1),
+    unused=one_of("skip", "zeros"),
 )
 def zero(
     stage: int,
@@ -116,6 +116,7 @@ def zero(
     order: Sequence[str] | None = None,
     donate: bool = True,
     max_skipped: int = 100,
+    unused: str = "skip",
 ) -> Zero[Params, Aux]:
     """Compose the transforms of a ZeRO stage.
 
@@ -129,7 +130,7 @@ def zero(
     ===== ======================= ========= ================== =================
 
     If a gradient is not finite, all ranks skip the step, and parameters and optimizer state stay
-    unchanged.
+    unchanged. A leaf that no rank used takes no step; see ``unused``.
 
     Args:
         stage: 0, 1, 2 or 3.
@@ -161,6 +162,13 @@ def zero(
         donate: let ``step`` overwrite the buffers of the old state, which must not be used again.
         max_skipped: how many steps in a row may be skipped before
             :class:`zfun.errors.NonFiniteError` is raised.
+        unused: the step of a leaf that no rank used in any micro-batch. ``"skip"`` takes none, as
+            the optimizers of torch do where ``grad`` is ``None``: the parameter, its moments and
+            its master weight keep their bits, and the steps that the bias correction counts do not
+            grow. Schedules count every step. ``"zeros"`` steps by a gradient of zeros, as
+            optimizers in JAX do, so that weight decay and momentum move the leaf. A gradient that
+            is zero is a gradient, and is stepped. Rules that look at whole leaves, and an ``(init,
+            update)`` pair, count the steps of the run.
 
     Returns:
         The functions ``init``, ``step`` and ``params``.
@@ -195,6 +203,7 @@ def zero(
         "num_micro_batches": num_micro_batches,
         "bucket_bytes": bucket_bytes,
         "max_skipped": max_skipped,
+        "unused": unused,
     }
     policy = policy_of(precision)
     scaler = policy.loss_scale if isinstance(policy.loss_scale, LossScale) else None
@@ -204,9 +213,8 @@ def zero(
     known = KnownStates(stage, group, inner, trainable, policy, buffers, stores_of)
     composed: list[tuple[Callable[..., Any], Flat | None, int, Gradient]] = []
     hook = UpdateHook()
-    # One entry for each call in this step that gave a leaf a gradient on this rank.
-    had_gradient: list[bool] = []
-    updated = Update(group, rule, scaler, buffers, max_skipped, donate, had_gradient)
+    leaves_out = unused == "skip"
+    updated = Update(group, rule, scaler, buffers, max_skipped, donate, leaves_out)
 
     def gradient_of(fn: Callable[..., Any], frozen: Flat | None, summed: int) -> Gradient:
         # Composed once, because the transforms remember the order of use from step to step.
@@ -229,7 +237,7 @@ def zero(
             hook,
             stores_of.grads,
             codecs.grads,
-            functools.partial(had_gradient.append, True),
+            hook.left.add if leaves_out else lambda bucket: None,
             once=num_micro_batches == 1,
         )
         composed[:] = [*composed[-7:], (fn, frozen, summed, vg)]
@@ -279,7 +287,7 @@ def zero(
         known.check(state)
         check_saves(group)
         scale, terms = scale_of(state), updated.takes_terms(state)
-        had_gradient.clear()
+        hook.left.clear()
         vg = gradient_of(loss_fn, state.frozen, 1 if terms else stage)
         vg = vg if scale == 1.0 else scale_loss(vg, scale)
         vg = vg if num_micro_batches == 1 else accumulate(vg, num_micro_batches)
@@ -290,6 +298,7 @@ def zero(
             donate=donate,
             in_backward=stage >= 2 and not terms and num_micro_batches == 1 and scale == 1.0,
             stores_grads=stores_of.grads is not None,
+            missed=state.missed.counts if leaves_out else {},
         )
         begun = hook.update
         try:

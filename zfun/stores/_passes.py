@@ -142,4 +142,11 @@ def by_bucket(fn: Callable[[Flat], Flat], flat: Flat, device: torch.device | Non
                 if isinstance(where, Stored)
                 else result.buffers[0]
             )
-    return Flat(found, result.placement, flat.layout, result.group, codec=flat.codec)
+    return Flat(
+        found,
+        result.placement,
+        flat.layout,
+        result.group,
+        codec=flat.codec,
+        missed=flat.missed,
+    )

@@ -15,7 +15,7 @@ from zfun.collectives import Work
 from zfun.errors import OptionError, PlacementError
 from zfun.flat import Flat, flats
 from zfun.layout import Layout
-from zfun.optim import Optimizer, PrepareInner, as_optimizer
+from zfun.optim import Optimizer, PrepareInner, as_optimizer, passed_on
 from zfun.options import ANY, FRACTION, FUNCTION, STORE, takes
 from zfun.placement import S
 from zfun.stores import Store
@@ -304,7 +304,7 @@ def _down(store: Store, value: tree.Tree, name: str, *, copy: bool = False) -> t
         store.crossed("put", name, x.nbytes)
         return x.to(store.device, copy=copy)
 
-    return tree.map(move, value)
+    return passed_on(tree.map(move, value), value)
 
 
 def _up(store: Store, new: tree.Tree, like: tree.Tree) -> tree.Tree:

@@ -654,3 +654,21 @@ def test_a_save_and_a_load_take_one_bucket_of_memory(
         assert saving <= BUCKET + 20_000
         # A simulated gather holds the parts and the whole once more.
         assert loading <= (3 if stage < 3 else 1) * BUCKET + 20_000
+
+
+def test_a_checkpoint_without_missed_steps_has_none(tmp_path: Path) -> None:
+    """Checkpoints of earlier versions, and converted ones, do not know of missed steps."""
+
+    def loss_fn(params: Any, batch: str) -> Tensor:
+        return sum((params[name].sum() for name in batch), torch.zeros(()))
+
+    zero = zf.zero(1, loss_fn, optim.adamw(0.1), zf.process_group())
+    state = zero.init({"a": torch.ones(3), "b": torch.ones(2)})
+    state, _ = zero.step(state, "ab")
+    older = {name: part for name, part in state._asdict().items() if name != "missed"}
+    zf.save(tmp_path, older, step=1)
+    state, _ = zero.step(state, "a")
+    assert state.missed.counts == {"b": 1}
+    loaded = zf.load(tmp_path, state).state
+    assert loaded.missed.counts == {}
+    assert loaded.step == 1

@@ -259,5 +259,20 @@ def test_what_belongs_to_one_rank_is_refused_on_all(tmp_path: Path, part: str) -
     zf.simulate(2, second)
 
 
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "5", '{"w": -1}', '{"w": 1.5}', '{"w": "1"}', '{"w": true}', "[" * 9000]
+)
+def test_missed_steps_that_are_no_numbers_by_path_are_refused(text: str, tmp_path: Path) -> None:
+    zero = zf.zero(1, lambda params, x: params["w"].sum(), zf.optim.adamw(0.1), zf.process_group())
+    saved = Path(zf.save(tmp_path / "good", zero.init({"w": torch.ones(2)}), step=1).path)
+    values = {**body_of(saved)["values"], "missed": text}
+    like = zero.init({"w": torch.zeros(2)})
+    with pytest.raises(
+        CorruptCheckpoint, match="steps that leaves have missed are numbers by path"
+    ):
+        zf.load(forged_with(saved, tmp_path, values=values), like)
+    assert torch.equal(zero.params(like)["w"], torch.zeros(2))
+
+
 def test_random_manifests_are_read_or_refused() -> None:
     assert fuzz_manifest.run(400, seed=3).refused > 200

@@ -254,7 +254,8 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", NAMES)
 def test_an_example_trains_as_plain_torch_does(name: str, workers: Workers) -> None:
-    pytest.importorskip("transformers")
+    if name != "gan":
+        pytest.importorskip("transformers")
     for size, stages in {1: [3], 2: [0, 3]}.items():
         losses, params = gan_in_torch(size) if name == "gan" else in_torch(name, size)
         for stage in stages:

@@ -110,13 +110,140 @@ def test_the_first_step_without_a_gradient_raises_and_leaves_the_state(stage: in
 
 
 @EACH_STAGE
-def test_steps_with_gradients_send_nothing_more(stage: int) -> None:
-    def main(group: Group) -> set[str]:
-        recorded = zf.record(group)
-        steps(recorded, stage, lambda params, x: (params["a"] * x.sum()).sum(), 2)
-        return {entry.name for entry in recorded.log}
+def test_ranks_send_the_unused_leaves_where_every_rank_has_some(stage: int) -> None:
+    def main(group: Group, uses_all: int, unused: str = "skip") -> list[str]:
+        def loss(params: Any, x: Tensor) -> Tensor:
+            rest = params["b"].sum() if group.rank == uses_all else 0.0
+            return (params["a"] * x.sum()).sum() + rest
 
-    assert "ranks with gradients" not in zf.simulate(2, main)[0]
+        recorded = zf.record(group)
+        steps(recorded, stage, loss, 2, unused=unused)
+        return [entry.name for entry in recorded.log if entry.name == "unused leaves"]
+
+    # One rank that uses all leaves is enough for the others to know.
+    assert zf.simulate(2, main, 1)[0] == []
+    assert len(zf.simulate(2, main, 2)[0]) == 2
+    assert zf.simulate(2, main, 2, "zeros")[0] == []
+
+
+@EACH_STAGE
+def test_a_leaf_left_out_keeps_its_bits_and_zeros_move_the_leaf(stage: int) -> None:
+    def main(group: Group, unused: str) -> Any:
+        rule = optim.adamw(0.1, weight_decay=0.5)
+        z = zf.zero(stage, lambda params, x: params["a"].sum(), rule, group, unused=unused)
+        start = {"a": torch.ones(3), "b": torch.tensor([-0.0, 1.0, -2.5])}
+        state = z.init(start)
+        for _ in range(2):
+            state, _ = z.step(state, torch.ones(2))
+        return z.params(state)["b"], dict(state.missed.counts)
+
+    skipped, missed = zf.simulate(2, main, "skip")[0]
+    assert_same_bits(skipped, torch.tensor([-0.0, 1.0, -2.5]))
+    assert missed == {"b": 2}
+    decayed, missed = zf.simulate(2, main, "zeros")[0]
+    torch.testing.assert_close(decayed, torch.tensor([0.0, 1.0, -2.5]) * 0.95**2)
+    assert missed == {}
+
+
+@EACH_STAGE
+def test_a_gradient_of_zeros_is_stepped(stage: int) -> None:
+    """As that of A in LoRA, while B is zero."""
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        return (params["up"] * params["down"]).sum() + params["up"].square().sum()
+
+    def main(group: Group) -> Any:
+        z = zf.zero(stage, loss, optim.adamw(0.1, weight_decay=0.5), group)
+        state, _ = z.step(z.init({"up": torch.zeros(3), "down": torch.ones(3)}), torch.ones(1))
+        return z.params(state)["down"]
+
+    torch.testing.assert_close(zf.simulate(2, main)[0], torch.full((3,), 0.95))
+
+
+@EACH_STAGE
+def test_a_skipped_step_is_missed_by_no_leaf(stage: int) -> None:
+    def loss(params: Any, x: Tensor) -> Tensor:
+        return (params["a"] * x).sum()
+
+    def main(group: Group) -> Any:
+        z = zf.zero(stage, loss, optim.adamw(0.1), group)
+        state, info = z.step(z.init(PARAMS), torch.tensor(float("nan")))
+        assert info.skipped
+        return dict(state.missed.counts)
+
+    assert zf.simulate(2, main)[0] == {}
+
+
+@EACH_STAGE
+def test_the_halves_of_a_step_leave_out_what_no_micro_batch_uses(stage: int) -> None:
+    def fn(params: Any, x: Tensor) -> Any:
+        return {"a": (params["a"] * x).sum(), "b": (params["b"] * x).sum()}
+
+    def main(group: Group, names: list[str]) -> Any:
+        z = zf.zero(stage, fn, optim.adamw(0.1, weight_decay=0.5), group)
+        state, grads = z.init(PARAMS), None
+        for index, name in enumerate(names):
+            _, pullback, _ = z.vjp(fn, state, torch.tensor(1.0 + index))
+            own = {name: torch.tensor(1.0)} if group.rank == index else {}
+            grads = zf.transforms.add_grads(grads, pullback(own or {"a": torch.tensor(1.0)}))
+        state, _ = z.update(state, grads, torch.tensor(0.0))
+        return z.params(state), dict(state.missed.counts)
+
+    whole, missed = zf.simulate(2, main, ["a", "a"])[0]
+    assert_same_bits(whole["b"], PARAMS["b"])
+    assert missed == {"b": 1}
+    whole, missed = zf.simulate(2, main, ["a", "b"])[0]
+    assert not torch.equal(whole["b"], PARAMS["b"])
+    assert missed == {}
+
+
+def test_a_rank_of_a_mesh_that_uses_a_leaf_uses_the_leaf_for_all() -> None:
+    def main(group: Group, rank: int) -> Any:
+        def loss(params: Any, x: Tensor) -> Tensor:
+            rest = params["b"].sum() if group.rank == rank else 0.0
+            return (params["a"] * x.sum()).sum() + rest
+
+        mesh = zf.split(group, inner=2)
+        z = zf.zero(3, loss, optim.adamw(0.1), mesh.inner)
+        state, _ = z.step(z.init(PARAMS), torch.ones(2))
+        return dict(state.missed.counts)
+
+    assert [zf.simulate(4, main, rank)[0] for rank in range(5)] == [{}, {}, {}, {}, {"b": 1}]
+
+
+def test_plain_gradients_are_zeros_that_an_optimizer_steps() -> None:
+    def main(group: Group) -> Any:
+        params = zf.shard(PARAMS, group)
+        rule = optim.adamw(0.1, weight_decay=0.5)
+        loss = zf.shard_params(lambda params, x: params["a"].sum(), group)
+        _, grads = zf.value_and_grad(loss)(params, None)
+        return zf.unshard(zf.apply(rule, grads, rule.init(params), params)[0])["b"]
+
+    torch.testing.assert_close(zf.simulate(2, main)[0], PARAMS["b"] * 0.95)
+
+
+def test_a_class_with_numbers_that_are_no_counts_refuses_a_leaf_that_comes_back() -> None:
+    def main(group: Group, unused: str = "skip") -> Any:
+        uses = [True, False, False, True]
+
+        def loss(params: Any, x: Tensor) -> Tensor:
+            return params["a"].sum() + (params["b"].sum() if uses.pop(0) else 0.0)
+
+        rule = optim.from_torch(torch.optim.NAdam, lr=0.1)
+        z = zf.zero(1, loss, rule, group, unused=unused)
+        state = z.init(PARAMS)
+        for _ in range(4):
+            state, _ = z.step(state, torch.ones(2))
+        return z.params(state)
+
+    with pytest.raises(
+        LeafError,
+        match=r"leaf 'b' is used again after 2 steps without a gradient, and torch\.optim\.NAdam "
+        r"keeps 'mu_product'; pass unused='zeros'",
+    ) as error:
+        zf.simulate(2, main)
+    assert error.value.leaf == "b"
+    zf.simulate(2, main, "zeros")
 
 
 @EACH_STAGE

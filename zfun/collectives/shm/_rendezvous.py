@@ -87,10 +87,11 @@ def rendezvous(
             problem = f"rank {rank} cannot map the memory of the others: {error}"
         for peer in peers.values():
             stack.callback(peer.close)
+        # A rank that this one has not answered need not wait.
+        listener.close()
         problems = exchange_texts(store, "mapped", rank, size, timeout_s, problem)
         if any(problems):
             return next(filter(None, problems))
-        listener.close()
         stack.pop_all()
         return SharedMemory(segment, peers, rank, timeout_s)
 
@@ -189,7 +190,9 @@ def _exchange_segments(
             (peer,) = struct.unpack("<q", connection.recv(8, socket.MSG_WAITALL))
             if peer not in others or peer in answered:
                 raise OSError("a process outside the group connected")
-            socket.send_fds(connection, [b"\0"], [segment.fd])
+            # A peer that has failed meanwhile tells why through the store; the others need answers.
+            with contextlib.suppress(BrokenPipeError):
+                socket.send_fds(connection, [b"\0"], [segment.fd])
             answered[peer] = connection
         peers: dict[int, Peer] = {}
         for peer, connection in asked.items():

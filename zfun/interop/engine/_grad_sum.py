@@ -135,6 +135,7 @@ class GradSum:
         )
         mesh = self._mesh
         partial = ravel(given, layout, mesh, P, scale=1.0 / mesh.size, dtypes=dtypes)
+        partial = partial.with_missed({x.path: None for x in layout.leaves if x.path not in strays})
         if like is None:
             over = self._group if params.placement is S else mesh
             partial = redistribute(partial, params.placement, over, name="grads")

@@ -63,13 +63,15 @@ class LiveParameters(dict[str, Any]):
     ``items()``, ``values()`` and ``in`` are those of the parameters themselves.
     """
 
-    __slots__ = ("live", "names")
+    __slots__ = ("live", "names", "swapped")
 
     def __init__(self, params: Mapping[str, Any], live: Live) -> None:
         super().__init__(params)
         self.live = live
         # The names of those parameters that the state has.
         self.names = {key: name for key, x in params.items() if (name := live.name_of(x))}
+        # Parameters in whose place another tensor stands for a while, and what a read gave then.
+        self.swapped: dict[str, tuple[Any, Any]] = {}
 
     def __getitem__(self, key: str) -> Any:
         live = self.live
@@ -86,6 +88,13 @@ class LiveParameters(dict[str, Any]):
         return super().__getitem__(key)
 
     def __setitem__(self, key: str, param: Any) -> None:
+        own, read = self.swapped.get(key, (None, None))
+        if own is not None and _is_same(param, read):
+            # Code that swaps tensors for a while, as functional_call does, gives back what it read.
+            param = own
+            del self.swapped[key]
+        elif own is None and key in self.names and self.live.name_of(param) is None:
+            self.swapped[key] = super().__getitem__(key), self[key]
         super().__setitem__(key, param)
         self.names.pop(key, None)
         if name := self.live.name_of(param):
@@ -96,6 +105,14 @@ class LiveParameters(dict[str, Any]):
 
     def __reduce__(self) -> Any:
         return dict, (dict(self.items()),)
+
+
+def _is_same(value: Any, read: Any) -> bool:
+    """Whether a value is what a read gave, maybe detached once more."""
+    if value is read or not (isinstance(value, Tensor) and isinstance(read, Tensor)):
+        return value is read
+    with torch._C.DisableTorchFunctionSubclass():
+        return value.shape == read.shape and value.data_ptr() == read.data_ptr()
 
 
 class Live:

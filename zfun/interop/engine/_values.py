@@ -14,6 +14,7 @@ from zfun.errors import LeafError, OptionError
 from zfun.flat import Flat, ravel, unravel
 from zfun.interop._named import masters_of, write_leaves
 from zfun.layout import layout_of
+from zfun.optim import MissedSteps
 from zfun.recipes import ZeroState
 from zfun.reductions import merge_buffers
 from zfun.sources import Deferred
@@ -215,11 +216,17 @@ def carried(old: ZeroState, new: ZeroState) -> ZeroState:
         new: made of the same values.
     """
     old_parts = dict(zip(*_parts(old.opt_state), strict=True))
+    trained = set(old.params.layout.paths)
+    missed = dict(old.missed.counts)
     moved: list[Any] = []
     for path, part in zip(*_parts(new.opt_state), strict=True):
         if isinstance(part, Flat):
+            count = old_parts.get(f"{path.rpartition('.')[0].removesuffix('.trees')}.count")
             for leaf in part.layout.paths:
                 part = _with_leaf(part, leaf, path.rpartition(".")[2], old_parts)
+                if leaf not in trained and isinstance(count, Tensor) and int(count):
+                    # The leaf joins an optimizer that has taken steps already.
+                    missed[leaf] = int(count)
         elif isinstance(part, Tensor) and isinstance(old_parts.get(path), Tensor):
             part = old_parts[path].clone()
         moved.append(part)
@@ -230,6 +237,7 @@ def carried(old: ZeroState, new: ZeroState) -> ZeroState:
         num_skipped=old.num_skipped,
         loss_scale=old.loss_scale,
         num_applied=old.num_applied,
+        missed=MissedSteps(dict(sorted(missed.items()))),
     )
 
 

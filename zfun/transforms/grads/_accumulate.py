@@ -202,7 +202,9 @@ def add_grads(total: tree.Tree, grads: tree.Tree, *, owned: bool = True) -> tree
                 f"and {grads!r}; add gradients of one function, or redistribute() them first"
             )
         check_same_layout(total, grads, "a sum and the gradients to add")
-        return _map_buffers(lambda x, y: x.add_(y), total, grads)
+        # A leaf that one of the two uses is used.
+        unused = dict.fromkeys(path for path in total.missed if path in grads.missed)
+        return _map_buffers(lambda x, y: x.add_(y), total, grads).with_missed(unused)
     return tree.map(lambda x, y: x.add_(y) if owned else x + y, total, grads)
 
 

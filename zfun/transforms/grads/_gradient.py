@@ -44,7 +44,8 @@ def value_and_grad(loss: Loss) -> GradientFunction:
     Returns:
         ``(params, batch) -> (loss, grads)``, or ``((loss, aux), grads)``. For a tree of tensors the
         gradients are a tree of the same structure, zero where the loss does not depend on a leaf;
-        for a ``Flat``, a ``Flat``. The loss comes back detached. For higher derivatives use
+        for a ``Flat``, a ``Flat``. (:func:`zfun.apply` steps such a leaf, and :func:`zfun.zero`
+        by default does not.) The loss comes back detached. For higher derivatives use
         ``torch.func`` on the loss.
 
     Raises:

@@ -79,8 +79,9 @@ class GradientFunction(ZfunGradient):
             types.
         loss_scale: the factor of the loss in backward.
         codec: of the partial sums; ``None`` sends exact values.
-        on_gradient: called after each call in which a leaf got a gradient on this rank, also a
-            gradient of zeros.
+        on_unused: if given, the gradients name the leaves that got none on this rank
+            (``Flat.missed``), and this is called with the index of a bucket that holds such a leaf,
+            before the hooks take the bucket.
     """
 
     loss: Loss
@@ -93,7 +94,7 @@ class GradientFunction(ZfunGradient):
     reduce_dtype: torch.dtype | None = None
     loss_scale: float = 1.0
     codec: Codec | None = None
-    on_gradient: Callable[[], None] | None = None
+    on_unused: Callable[[int], None] | None = None
     _agreed: set[Layout] = dataclasses.field(default_factory=set, compare=False, repr=False)
     _tables: dict[Layout, list[ops.AddressTable]] = dataclasses.field(
         default_factory=dict, compare=False, repr=False
@@ -215,9 +216,9 @@ class GradientFunction(ZfunGradient):
         if tables is None:
             tables = [ops.AddressTable() for _ in layout.buckets]
         hooks = watched(self._hooks(params), layout)
-        executor = Executor(
-            GradReducer(layout, hooks, grad_dtypes(layout, group, self.reduce_dtype), group, tables)
-        )
+        dtypes = grad_dtypes(layout, group, self.reduce_dtype)
+        executor = Executor(GradReducer(layout, hooks, dtypes, group, tables))
+        executor.reducer.on_unused = self.on_unused
         if tape is not None:
             tape.open(executor)
         try:
@@ -248,20 +249,20 @@ class GradientFunction(ZfunGradient):
 
     def _finish(self, call: OpenCall, *, again: bool = False) -> Any:
         """Wait for the gradients, and return them."""
-        reducer = call.executor.reducer
         results = call.executor.finish(again=again)
         if not again:
             self._tables[call.layout] = call.tables
-        unused = reducer.unused
-        if self.on_gradient is not None and len(unused) < len(call.layout.leaves):
-            self.on_gradient()
+        unused = call.executor.reducer.unused
         if self.group is not None and is_checked(self.group) and unused:
             warnings.warn(
                 f"rank {self.group.rank}: the loss does not depend on {', '.join(unused)}; such "
                 "leaves have zero gradients; freeze them if that is meant",
                 stacklevel=2,
             )
-        return self._wrap(call.params, results, call.layout, call.group)
+        grads = self._wrap(call.params, results, call.layout, call.group)
+        if unused and self.on_unused is not None and isinstance(grads, Flat):
+            grads = grads.with_missed(dict.fromkeys(unused))
+        return grads
 
     def _layout(self, params: tree.Tree) -> tuple[Layout, Group | None]:
         if isinstance(params, Flat):

@@ -62,6 +62,7 @@ class GradReducer:
         anchors: the tensors to differentiate with respect to, one for each node.
         scale: returns the factor of all gradients; called when the first bucket is complete.
         unused: paths of the leaves that got no gradient on this rank.
+        on_unused: called with the index of a bucket of which a leaf got none, before the hooks.
         max_in_flight: how many reductions may be in flight; ``None`` for any number.
         late: buckets whose nodes may run any number of times; complete at the end only.
     """
@@ -80,6 +81,8 @@ class GradReducer:
         self.anchors: list[Tensor] = []
         self.scale: Callable[[], float] = lambda: 1.0
         self.late: set[int] = set()
+        self.unused: list[str] = []
+        self.on_unused: Callable[[int], None] | None = None
         # One rank waits for nobody, so a bucket goes through all hooks as soon as it is complete.
         is_alone = group is None or mesh_of(group).size == 1
         self.max_in_flight: int | None = 0 if is_alone else MAX_IN_FLIGHT
@@ -225,7 +228,10 @@ class GradReducer:
             if sums is None
             else [_rounded(x, leaf.dtype) for x, leaf in zip(sums, leaves, strict=True)]
         )
-        self.unused += [leaf.path for x, leaf in zip(grads, leaves, strict=True) if x is None]
+        unused = [leaf.path for x, leaf in zip(grads, leaves, strict=True) if x is None]
+        self.unused += unused
+        if unused and self.on_unused is not None:
+            self.on_unused(bucket)
         dtype, device, group = self.dtypes[bucket], self.layout.device, self.group
         # The group may allocate a symmetric buffer, which other ranks can read.
         numel = slot.padded_numel

@@ -52,7 +52,8 @@ def apply(
     Gradients go to the placement in which the optimizer computes (that of the parameters, unless
     the optimizer says otherwise), and the new parameters to the placement and the form of the old
     ones. The collectives of stages 0 and 1 run here. An optimizer that sums the terms of gradients
-    (``Optimizer.partial``) receives the terms.
+    (``Optimizer.partial``) receives the terms. A gradient of zeros is stepped, as in JAX; only
+    :func:`zfun.zero` makes gradients that leave leaves out (``Flat.missed``).
 
     Args:
         optimizer: an optimizer, or an ``(init, update)`` pair.

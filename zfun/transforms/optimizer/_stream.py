@@ -6,6 +6,7 @@ See [Note: the streamed update] in ``_plan.py``.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,7 +60,8 @@ def streamed(optimizer: Optimizer, grads: Flat | None, state: Any, params: Flat)
     masters = cut_state(state.master, layout) if isinstance(state, MasterState) else None
     places = () if masters is None else masters.places
     has_master = frozenset(bucket for place in places if place is not None for bucket in place)
-    return Update(ready, grads, params, cut, has_master, placement, group)
+    missed = {} if grads is None else grads.missed
+    return Update(ready, grads, params, cut, has_master, placement, group, missed)
 
 
 @dataclass(slots=True)
@@ -92,6 +94,8 @@ class Update:
     has_master: frozenset[int]
     placement: Placement
     group: Any
+    # See Flat.missed.
+    missed: Mapping[str, int | None]
     donate: bool = False
     # Whether values in memory must not be overwritten yet.
     is_late: bool = False
@@ -136,8 +140,9 @@ class Update:
         self._start(self.plan())
         return self._finish()
 
-    def begin(self, *, donate: bool, stores_grads: bool) -> None:
+    def begin(self, *, donate: bool, stores_grads: bool, missed: Mapping[str, int | None]) -> None:
         """Start the first reads of an update in backward."""
+        self.missed = missed
         self.donate = self.is_late = donate
         self.stores_grads = stores_grads
         self._start(self.plan(in_backward=True))
@@ -161,7 +166,7 @@ class Update:
 
     def finish(self, grads: Flat) -> tuple[Flat, Any]:
         """Step what is left, and return new parameters and the new state."""
-        self.grads = grads
+        self.grads, self.missed = grads, grads.missed
         for bucket, it in self._read.items():
             with stores.locating(leaf=self._labels[bucket]):
                 it.grads = stores.start_read(grads.buffers[bucket], it.device)
@@ -245,7 +250,7 @@ class Update:
         if it.store is not None and not in_store:
             it.store.crossed("put", "grads", grads.nbytes)
         new, after = self.optimizer.apply(
-            Flat([grads.to(it.device)], self.placement, one, self.group),
+            Flat([grads.to(it.device)], self.placement, one, self.group, missed=self.missed),
             self.state.part(bucket, state),
             Flat([moved], self.placement, one, self.group),
             donate=self.donate,

@@ -5,7 +5,8 @@ See [Note: the streamed update] in ``_plan.py``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -30,14 +31,19 @@ class UpdateHook:
 
     Attributes:
         update: of this step; ``None`` to leave the gradients to a later update.
+        left: the buckets to leave to the end of the step, when the ranks have agreed on the leaves
+            that none of them used.
     """
 
     update: Update | None = None
+    left: set[int] = field(default_factory=set)
 
     def start(self, buffer: Tensor, layout: Layout, bucket: int) -> Handle:
         """Step a bucket, and pass on the gradients, or a Spent if the memory may be written."""
         del layout
-        return _Taken(buffer if self.update is None else self.update.take(bucket, buffer))
+        if self.update is None or bucket in self.left:
+            return _Taken(buffer)
+        return _Taken(self.update.take(bucket, buffer))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +65,7 @@ def begin(
     donate: bool,
     in_backward: bool,
     stores_grads: bool,
+    missed: Mapping[str, int | None],
 ) -> Update | None:
     """Begin an update before forward, and start the first reads.
 
@@ -69,6 +76,7 @@ def begin(
         donate: let the update take over ``state`` and ``params``.
         in_backward: whether backward makes the gradients that the optimizer takes.
         stores_grads: whether the gradients go to a store.
+        missed: the steps that leaves have missed, for the buckets whose leaves all have gradients.
 
     Returns:
         The update, for a hook of the gradients; ``None`` if the update must see all gradients
@@ -82,7 +90,7 @@ def begin(
     if update is None:
         _prefetch(state, params.layout)
     else:
-        update.begin(donate=donate, stores_grads=stores_grads)
+        update.begin(donate=donate, stores_grads=stores_grads, missed=missed)
     return update
 
 
