@@ -217,13 +217,8 @@ def zero(
     updated = Update(group, rule, scaler, buffers, max_skipped, donate, leaves_out)
 
     def gradient_of(fn: Callable[..., Any], frozen: Flat | None, summed: int) -> Gradient:
-        # Composed once, because the transforms remember the order of use from step to step.
-        for place, (known_fn, known_frozen, known_summed, vg) in enumerate(composed):
-            if known_fn is fn:
-                if known_frozen is frozen and known_summed == summed:
-                    return vg
-                del composed[place]
-                break
+        if (known_vg := _composed_before(composed, fn, frozen, summed)) is not None:
+            return known_vg
         inner = fn if buffers is None else buffered(fn)
         inner = inner if frozen is None or stage == 3 else unwritten(inner)
         inner = inner if policy.compute is None else cast(inner, policy.compute)
@@ -361,3 +356,19 @@ def _only(batch: Any, num_micro_batches: int) -> Any:
     """Return the batch for the gradient function; a list of one micro-batch has one batch."""
     is_listed = num_micro_batches == 1 and isinstance(batch, MicroBatches)
     return split_batch(batch, 1)[0] if is_listed else batch
+
+
+def _composed_before(
+    composed: list[tuple[Callable[..., Any], Flat | None, int, Gradient]],
+    fn: Callable[..., Any],
+    frozen: Flat | None,
+    summed: int,
+) -> Gradient | None:
+    """Return the gradient of a function, because it remembers the order of use between steps."""
+    for place, (known_fn, known_frozen, known_summed, vg) in enumerate(composed):
+        if known_fn is fn:
+            if known_frozen is frozen and known_summed == summed:
+                return vg
+            del composed[place]
+            break
+    return None

@@ -124,13 +124,15 @@ def settings_of(
             "pass optimizer=, such as torch.optim.AdamW(model.parameters(), lr=3e-4)"
         )
     scheduler = _scheduler(recipe, made, lr_scheduler)
+    own = {id(param) for param in module.parameters()}
+    for param in (p for group in made.param_groups for p in group["params"]):
+        if id(param) not in own:
+            raise OptionError(
+                "an optimizer for initialize() has parameters of the model; got one of shape "
+                f"{tuple(param.shape)} that the model does not have; make the optimizer of "
+                "model.parameters()"
+            )
     groups = ParamGroups(made, named_leaves(module))
-    for param in groups.strangers():
-        raise OptionError(
-            "an optimizer for initialize() has parameters of the model; got one of shape "
-            f"{tuple(param.shape)} that the model does not have; make the optimizer of "
-            "model.parameters()"
-        )
     if isinstance(made, Described):
         made.is_attached = True
     return Settings(recipe, found.values, found.given, made, groups, scheduler)

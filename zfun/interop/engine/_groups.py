@@ -60,6 +60,7 @@ class ParamGroups:
         self._norm_of_all = norm_of_all
         self._rule = rule or _rule_of
         self._seen: Any = None
+        self._fixed: dict[str, dict[str, Any]] = {}
         self.labels: dict[str, str] = {}
         self.refresh()
         if not set(self.labels.values()) - {_NO_GROUP}:
@@ -113,15 +114,22 @@ class ParamGroups:
             max_norm: the first bound of the gradient's norm; :data:`UNBOUNDED` for none at first,
                 ``None`` for none ever.
         """
+        made = self._made()
         rules = {
             label: optim.inject_hyperparams(make)(**options)
-            for label, (make, options) in self._made().items()
+            for label, (make, options) in made.items()
         }
+        self._fixed = {label: _fixed(options) for label, (_, options) in made.items()}
         if _NO_GROUP in self.labels.values():
             rules[_NO_GROUP] = optim.scale(0.0)
         labels = dict(self.labels)
         own = {label: rule for label, rule in rules.items() if not label.startswith(_EXTRA)}
-        rule = optim.by_label(own, lambda path, leaf: labels[path])
+        sums_itself = [x for x in own.values() if x.partial is not None]
+        rule = (
+            sums_itself[0]
+            if sums_itself and len(own) == 1
+            else optim.by_label(own, lambda path, leaf: labels[path])
+        )
         if max_norm is not None:
             clip = optim.inject_hyperparams(optim.clip_by_global_norm)(max_norm)
             rule = optim.chain(clip, rule)
@@ -135,14 +143,26 @@ class ParamGroups:
 
     def set_in(self, state: Any, max_norm: float | None = None) -> Any:
         """Return a state of the optimizer with the numbers that the groups have now."""
+        made = self._made()
+        for label, (_, options) in made.items():
+            for name, value in _fixed(options).items():
+                if value != self._fixed[label].get(name):
+                    raise OptionError(
+                        f"{type(self._torch).__name__} has constant {name}; got {value!r} in a "
+                        f"group, and {self._fixed[label].get(name)!r} before; leave {name} as it "
+                        "is, and pass cycle_momentum=False to a scheduler that cycles it"
+                    )
         values = {
             f"{label}.{name}": value
-            for label, (_, options) in self._made().items()
+            for label, (_, options) in made.items()
             for name, value in options.items()
             if isinstance(value, (int, float, Tensor)) and not isinstance(value, bool)
         }
         if max_norm is not None:
             values["max_norm"] = max_norm
+        if len(made) == 1:
+            # One optimizer may stand alone.
+            values |= {name.partition(".")[2]: value for name, value in values.items()}
         known = optim.hyperparams(state)
         found = {k: values[short] for k in known if (short := _without_parts(k)) in values}
         return optim.set_hyperparams(state, found)
@@ -177,6 +197,15 @@ def _rule_of(optimizer: Any, group: Mapping[str, Any]) -> Rule:
     if isinstance(configured, ds_config.Rule):
         return rule_of_group(configured, group)
     return rule_of(type(optimizer), group)
+
+
+def _fixed(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that no step may change."""
+    return {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in options.items()
+        if isinstance(value, (bool, str, tuple, list, type(None)))
+    }
 
 
 def _without_parts(name: str) -> str:

@@ -88,13 +88,16 @@ class LiveParameters(dict[str, Any]):
         return super().__getitem__(key)
 
     def __setitem__(self, key: str, param: Any) -> None:
+        # Code that swaps tensors for a while, as functional_call does, gives back what it read.
         own, read = self.swapped.get(key, (None, None))
         if own is not None and _is_same(param, read):
-            # Code that swaps tensors for a while, as functional_call does, gives back what it read.
             param = own
             del self.swapped[key]
-        elif own is None and key in self.names and self.live.name_of(param) is None:
-            self.swapped[key] = super().__getitem__(key), self[key]
+        elif key in self.names and self.live.name_of(param) is None:
+            own, read = super().__getitem__(key), self[key]
+            if _is_same(param, read):
+                return
+            self.swapped[key] = own, read
         super().__setitem__(key, param)
         self.names.pop(key, None)
         if name := self.live.name_of(param):
@@ -108,11 +111,13 @@ class LiveParameters(dict[str, Any]):
 
 
 def _is_same(value: Any, read: Any) -> bool:
-    """Whether a value is what a read gave, maybe detached once more."""
+    """Whether a value is what a read gave, or such a value without gradient."""
     if value is read or not (isinstance(value, Tensor) and isinstance(read, Tensor)):
         return value is read
     with torch._C.DisableTorchFunctionSubclass():
-        return value.shape == read.shape and value.data_ptr() == read.data_ptr()
+        has_gradient = value.requires_grad or read.requires_grad
+        same_shape = not has_gradient and value.shape == read.shape
+        return same_shape and value.data_ptr() == read.data_ptr()
 
 
 class Live:

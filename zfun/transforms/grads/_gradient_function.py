@@ -186,7 +186,7 @@ class GradientFunction(ZfunGradient):
             raise
 
     def _start_backward(self, call: OpenCall, number: int, weight: Any) -> Callable[[], float]:
-        """Check that all ranks pull this call, send the weight, and return the gradients' factor."""
+        """Check that all ranks pull this call, send the weight, and return the factor."""
         summed = Work.done(torch.zeros(1))
         if weight is not None:
             weight = torch.as_tensor(weight, dtype=torch.float64, device=call.layout.device)

@@ -93,8 +93,8 @@ class Tape:
             return
         if executor is None:
             raise ZfunError(
-                "backward takes outputs of calls since the last step; got outputs of an earlier call, "
-                "whose parameters are gone; call the function again"
+                "backward takes outputs of calls since the last step; got outputs of an earlier "
+                "call, whose parameters are gone; call the function again"
             )
         if not at_bucket and not executor.reducer.will_run():
             return

@@ -32,6 +32,8 @@ __all__ = [
     "cut",
     "deferred_of",
     "is_partitioned",
+    "is_shown",
+    "mark",
     "owner_of",
     "release",
     "root_of",
@@ -156,6 +158,7 @@ def release(param: nn.Parameter, owner: Pieces, like: Tensor) -> None:
     record.ds_shape, record.ds_numel = like.shape, like.numel()
     if not hasattr(param, "ds_id"):
         record.ds_id = next(_IDS.numbers)
+    record._zfun_order, record._zfun_shown = record.ds_id, False
     record.ds_status = ZeroParamStatus.NOT_AVAILABLE
     stand_in(param, like)
 
@@ -178,15 +181,32 @@ def adopt(param: nn.Parameter, owner: Owner, name: str, *, is_hidden: bool) -> N
     """
     record = told(param)
     setattr(param, _OWNER, owner)
+    record._zfun_order = getattr(param, "ds_id", None)
+    if record._zfun_order is None:
+        record._zfun_order = next(_IDS.numbers)
+    record._zfun_shown = False
     if not is_hidden:
-        if hasattr(param, "ds_id"):
-            record.ds_tensor, record.ds_status = None, ZeroParamStatus.AVAILABLE
+        for name in ("ds_id", "ds_tensor", "ds_status", "ds_shape", "ds_numel"):
+            if hasattr(param, name):
+                delattr(param, name)
         return
     record.ds_tensor, record.ds_name = None, name
     record.ds_shape, record.ds_numel = param.shape, param.numel()
-    if not hasattr(param, "ds_id"):
-        record.ds_id = next(_IDS.numbers)
+    record.ds_id = record._zfun_order
     record.ds_status = ZeroParamStatus.NOT_AVAILABLE
+
+
+def is_shown(param: nn.Parameter) -> bool:
+    """Return whether a context shows the whole values of a parameter."""
+    return getattr(param, "_zfun_shown", False)
+
+
+def mark(param: nn.Parameter, *, shown: bool) -> None:
+    """Say whether a context shows the whole values of a parameter."""
+    told(param)._zfun_shown = shown
+    if hasattr(param, "ds_id"):
+        status = ZeroParamStatus.AVAILABLE if shown else ZeroParamStatus.NOT_AVAILABLE
+        told(param).ds_status = status
 
 
 def _stand_in(like: Tensor) -> float:

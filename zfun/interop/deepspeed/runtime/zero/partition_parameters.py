@@ -30,6 +30,8 @@ from zfun.interop.deepspeed.runtime.zero._owners import (
     check_unwritten,
     cut,
     is_partitioned,
+    is_shown,
+    mark,
     owner_of,
     root_of,
     told,
@@ -249,7 +251,7 @@ class _Touched(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _touch(self, param: nn.Parameter) -> None:
-        if told(param).ds_status is not ZeroParamStatus.AVAILABLE:
+        if not is_shown(param):
             context = GatheredParameters(param, modifier_rank=self._root)
             context.__enter__()
             self._open[id(param)] = context
@@ -331,9 +333,14 @@ class GatheredParameters:
         enabled: bool = True,
     ) -> None:
         given: list[Any] = [params] if isinstance(params, Tensor) else list(params)
-        found = {id(p): p for p in given if is_partitioned(p)} if enabled else {}
+        # Below stage 3 only a rank that writes alone needs the context.
+        found = {
+            id(p): p
+            for p in (given if enabled else ())
+            if is_partitioned(p) and (modifier_rank is not None or hasattr(p, "ds_id"))
+        }
         # Ranks may list parameters in different orders, such as that of a set.
-        self.params: list[Any] = sorted(found.values(), key=lambda p: p.ds_id)
+        self.params: list[Any] = sorted(found.values(), key=lambda p: p._zfun_order)
         self._rank = modifier_rank
         self._shown: list[tuple[Owner, list[nn.Parameter], list[int]]] = []
 
@@ -342,7 +349,7 @@ class GatheredParameters:
         # for a while is this context's from now on.
         for param in self.params:
             getattr(param, "_zfun_shut", lambda: None)()
-        hidden = [p for p in self.params if p.ds_status is not ZeroParamStatus.AVAILABLE]
+        hidden = [p for p in self.params if not is_shown(p)]
         with torch._C.DisableTorchFunction():
             self._show(hidden)
 
@@ -356,7 +363,7 @@ class GatheredParameters:
             values = owner.gathered(params)
             owner.show(params, values)
             for param in params:
-                told(param).ds_status = ZeroParamStatus.AVAILABLE
+                mark(param, shown=True)
             prints = [] if self._rank is not None else [fingerprint(x) for x in values]
             self._shown.append((owner, params, prints))
 
@@ -383,14 +390,12 @@ class GatheredParameters:
             values = [p.detach() for p in params]
             owner.hide(params)
             for param in params:
-                told(param).ds_status = ZeroParamStatus.NOT_AVAILABLE
+                mark(param, shown=False)
             if is_whole and self._rank is not None:
                 root = root_of(self._rank, owner.group)
                 with torch.no_grad():
                     sent = [
-                        broadcast(
-                            x.contiguous(), owner.group, root, name=f"parameter {told(p).ds_id}"
-                        )
+                        broadcast(x.contiguous(), owner.group, root, name=_number_of(p))
                         for p, x in zip(params, values, strict=True)
                     ]
                 owner.put(params, sent)
@@ -401,6 +406,10 @@ class GatheredParameters:
             ]
         self._shown = []
         return changed
+
+
+def _number_of(param: nn.Parameter) -> str:
+    return f"parameter {told(param)._zfun_order}"
 
 
 def _by_owner(params: Iterable[nn.Parameter]) -> list[tuple[Owner, list[nn.Parameter]]]:
