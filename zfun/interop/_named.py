@@ -120,8 +120,14 @@ def masters_of(state: Any) -> Iterator[Flat]:
 
 
 @torch.no_grad()
-def write_leaves(flat: Flat, values: Mapping[str, Tensor]) -> Flat:
-    """Write the elements of this rank into the buffers, in place; a store puts a buffer again."""
+def write_leaves(flat: Flat, values: Mapping[str, Tensor], *, local: bool = False) -> Flat:
+    """Write the elements of this rank into the buffers, in place; a store puts a buffer again.
+
+    Args:
+        flat: to write to.
+        values: whole values by name.
+        local: whether the values are the elements of this rank alone.
+    """
     buffers = list(flat.buffers)
     loaded: dict[int, Tensor] = {}
     for span in leaf_spans(flat):
@@ -131,7 +137,8 @@ def write_leaves(flat: Flat, values: Mapping[str, Tensor]) -> Flat:
         if span.bucket not in loaded:
             loaded[span.bucket] = fetch(buffers[span.bucket], flat.layout.device)
         real = torch.view_as_real(value) if value.is_complex() else value
-        piece = real.reshape(-1)[span.first : span.first + span.stop - span.start]
+        first = 0 if local else span.first
+        piece = real.reshape(-1)[first : first + span.stop - span.start]
         loaded[span.bucket][span.start : span.stop].copy_(piece)
     for bucket, buffer in loaded.items():
         old = buffers[bucket]

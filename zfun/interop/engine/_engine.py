@@ -49,7 +49,7 @@ from zfun.placement import S
 from zfun.recipes import StepInfo, Zero, ZeroState
 from zfun.reductions import global_norm
 from zfun.sources import Deferred
-from zfun.transforms import Tape, WeightedMean
+from zfun.transforms import Tape, WeightedMean, scale_grads
 
 __all__ = ["Engine"]
 
@@ -93,6 +93,8 @@ class Engine:
         grad_norm: of the last step, before clipping; ``None`` before the first.
         keeps_grads: whether gradients that backward has left in ``.grad`` stay there after a step,
             as in torch, until ``zero_grad``.
+        plain_scale: the weight of the gradients of a ``loss.backward()``, as ``scale`` of
+            :meth:`backward`.
 
     Raises:
         OptionError: as for :func:`zfun.zero`; or an option that stands twice, or beside what
@@ -134,6 +136,7 @@ class Engine:
         self._params = {**named_leaves(module), **self._extra}
         self._dtypes = {name: param.dtype for name, param in self._params.items()}
         self.keeps_grads = False
+        self.plain_scale = 1.0
         chosen = {"group": group, "precision": precision, "trainable": trainable}
         chosen = {name: value for name, value in chosen.items() if value is not None}
         self._groups: ParamGroups | None = None
@@ -373,12 +376,23 @@ class Engine:
         running = _running()
         if running is not None and running is not self:
             return
+        if running is None and self.plain_scale != 1.0:
+            grads = scale_grads(grads, self.plain_scale)
         self._sum.add(grads)
 
     def _settle(self) -> None:
         """End backward passes that autograd has ended."""
         for tape in self._open_tapes():
             tape.finish()
+
+    @property
+    def grads(self) -> Flat | None:
+        """The sum of the gradients of calls since the last step; ``None`` before backward.
+
+        A loss scale is still in the sum. A write to the buffers counts at the next step.
+        """
+        self._settle()
+        return self._sum.grads
 
     @property
     def is_boundary(self) -> bool:
@@ -565,6 +579,10 @@ class Engine:
         """Return the whole values of leaves; every rank must call."""
         found = whole_values(self._state, frozenset(names))
         return [found[name] for name in names]
+
+    def mark(self, name: str, **marks: Any) -> None:
+        """Let the tensors that calls read in place of a parameter have attributes."""
+        self._live.marks[name] = marks
 
     def expose(self, values: Mapping[str, Tensor]) -> None:
         """Let parameters be plain ones with these values, which a rank may write alone."""

@@ -134,6 +134,7 @@ class Live:
         kept: the tensors of the last call, for blocks that backward runs again.
         read_without_gradient: the names that a call has read with gradients off.
         strays: at stage 3, tensors with a gradient that were gathered outside of calls, by name.
+        marks: by name, attributes of a parameter that the tensors of calls have too.
     """
 
     def __init__(
@@ -147,6 +148,7 @@ class Live:
         self.kept: Mapping[str, Any] | None = None
         self.read_without_gradient: set[str] = set()
         self.strays: dict[str, Tensor] = {}
+        self.marks: dict[str, Mapping[str, Any]] = {}
         self._names = {id(param): name for name, param in params.items()}
         self._params = dict(params)
         self._owner = weakref.ref(owner)
@@ -216,7 +218,13 @@ class Live:
                 self._hooked.clear()
 
     def read(self, name: str, value: Tensor) -> Tensor:
-        """Return the tensor of a call, or what a mark of the parameter makes of it."""
+        """Return the tensor of a call, or what the parameter's hooks and marks make of it."""
+        value = self._hooked_value(name, value)
+        if marks := self.marks.get(name):
+            value.__dict__.update(marks)
+        return value
+
+    def _hooked_value(self, name: str, value: Tensor) -> Tensor:
         if not value.requires_grad:
             return value
         if name in self._quiet:
@@ -299,7 +307,7 @@ class Live:
     @property
     def is_special(self) -> bool:
         """Whether a read of the call that runs needs more than the tensor."""
-        return bool(self._quiet or self._hooks) or not torch.is_grad_enabled()
+        return bool(self._quiet or self._hooks or self.marks) or not torch.is_grad_enabled()
 
     def name_of(self, param: Any) -> str | None:
         """Return the name of a parameter of the state; ``None`` for another value."""
