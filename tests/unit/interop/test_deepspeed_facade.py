@@ -474,7 +474,7 @@ def test_weights_leave_and_enter_an_engine(tmp_path: Path) -> None:
         return values
 
     values = zf.simulate(2, main)[0]
-    names = sorted(dict(net().named_parameters()))
+    names = sorted(dict(net().named_parameters(remove_duplicate=False)))
     found = tool.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
     assert sorted(found) == names
     for name in names:
@@ -488,7 +488,9 @@ def test_weights_leave_and_enter_an_engine(tmp_path: Path) -> None:
     half = torch.load(tmp_path / "weights.bin")
     for name in names:
         assert torch.equal(written[name], values[name])
-        assert torch.equal(safe[name].load(), values[name])
+        # A file of safetensors has one name of a tie, as Hugging Face writes it.
+        if name != "last.weight":
+            assert torch.equal(safe[name].load(), values[name])
         assert torch.equal(half[name], values[name])
     assert len(tool.get_fp32_state_dict_from_zero_checkpoint(tmp_path, tag="mine")) == len(names)
 
@@ -532,8 +534,8 @@ def test_the_configuration_comes_from_the_command_line(tmp_path: Path) -> None:
         deepspeed.initialize(model=net())
     with pytest.raises(OptionError, match=r"takes a model; got none"):
         deepspeed.initialize(config=config(1))
-    with pytest.raises(OptionError, match=r"takes an optimizer; got none"):
-        deepspeed.initialize(model=net(), config=config(1))
+    with pytest.raises(OptionError, match=r"changes an optimizer; got none, and the configurat"):
+        deepspeed.initialize(model=net(), config=config(1, scheduler=WARMUP))
     with pytest.raises(ConfigError, match=r"2 mistakes") as error:
         deepspeed.initialize(
             model=net(), config=config(5, optimizer={"type": "AdamW", "params": {"lr": "fast"}})

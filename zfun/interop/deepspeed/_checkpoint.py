@@ -2,21 +2,44 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from zfun.checkpoint import latest, training_state
-from zfun.collectives import Group, broadcast
+from zfun import checkpoint
+from zfun.collectives import Group, all_reduce, broadcast
 from zfun.errors import CheckpointError
+from zfun.interop.deepspeed.utils import zero_to_fp32
 
-__all__ = ["load", "save", "write_weights"]
+__all__ = ["Parts", "load", "save", "write_weights"]
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 _DEEPSPEED = "*model_states.pt"
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The parts of a checkpoint to load.
+
+    Attributes:
+        is_strict: whether each name of the module must be there.
+        optimizer: the state of the optimizer.
+        counters: the numbers of steps.
+        scheduler: the scheduler.
+        custom: a function that writes the weights.
+    """
+
+    is_strict: bool
+    optimizer: bool
+    counters: bool
+    scheduler: bool
+    custom: Callable[..., Any] | None
 
 
 def save(
@@ -25,32 +48,34 @@ def save(
     tag: str | None,
     client_state: Mapping[str, Any] | None,
     save_latest: bool,
+    exclude_frozen: bool,
 ) -> bool:
     """Save an engine; see :meth:`DeepSpeedEngine.save_checkpoint`."""
     name = f"global_step{engine.global_steps}" if tag is None else str(tag)
-    scheduler = engine.lr_scheduler
-    engine._core.save(
-        str(Path(save_dir) / name),
-        extra={
-            "client_state": dict(client_state or {}),
-            "counters": {counter: getattr(engine, counter) for counter in _COUNTERS},
-            "lr_scheduler": None if scheduler is None else dict(scheduler.state_dict()),
-            "lr": engine.get_lr(),
-        },
+    folder, scheduler, state = Path(save_dir), engine.lr_scheduler, engine._core.state
+    _check_tag(engine._group, name)
+    data = {
+        "client_state": dict(client_state or {}),
+        "counters": {counter: getattr(engine, counter) for counter in _COUNTERS},
+        "lr_scheduler": None if scheduler is None else dict(scheduler.state_dict()),
+        "lr": engine.get_lr(),
+        "ties": _ties(engine.module),
+    }
+    checkpoint.save(
+        folder / name, state._replace(frozen=None) if exclude_frozen else state, data=data
+    )
+    write_on_rank_0(
+        engine._group,
+        folder / "zero_to_fp32.py",
+        lambda path: _write(path, zero_to_fp32.SCRIPT.encode()),
     )
     if save_latest:
-        latest_path = Path(save_dir) / "latest"
-        write_on_rank_0(engine._group, latest_path, lambda path: _write(path, name.encode()))
+        write_on_rank_0(engine._group, folder / "latest", lambda path: _write(path, name.encode()))
     return True
 
 
 def load(
-    engine: Any,
-    load_dir: str | Path,
-    tag: str | None,
-    strict: bool,
-    has_optimizer: bool,
-    has_scheduler: bool,
+    engine: Any, load_dir: str | Path, tag: str | None, parts: Parts
 ) -> tuple[str | None, dict[str, Any] | None]:
     """Load an engine; see :meth:`DeepSpeedEngine.load_checkpoint`."""
     folder = Path(load_dir)
@@ -66,26 +91,51 @@ def load(
             "wrote; convert it with zf.checkpoint.convert(zf.sources.deepspeed(path), new_path), "
             f"with new_path {str(folder / 'converted' / tag)!r}, and load that"
         )
-    if not path.is_dir() or latest(path) is None:
+    if not path.is_dir() or checkpoint.latest(path) is None:
         raise CheckpointError(
             f"load_checkpoint() takes a directory of save_checkpoint() and a tag; got {str(path)!r}"
             ", which has no checkpoint; pass the tag of one, or leave the tag out"
         )
-    if not has_optimizer:
-        found = training_state(path)
+    found = checkpoint.training_state(path)
+    data: Any = found.values.get("data") or {}
+    state = engine._core.state
+    left_out = state.frozen is not None and not found.params.keys() & state.frozen.layout.paths
+    if parts.optimizer and parts.custom is None and engine.optimizer is not None:
+        kept = state._replace(frozen=None) if left_out else state
+        loaded = checkpoint.load(path, kept).state
+        engine._core.state = loaded._replace(frozen=state.frozen) if left_out else loaded
+        for group, rate in zip(engine.optimizer.param_groups, data.get("lr", ()), strict=False):
+            group["lr"] = rate
+    else:
         weights = {name: leaf.load() for name, leaf in {**found.params, **found.buffers}.items()}
-        engine._core.replace(weights, strict=strict)
-        engine.loaded_checkpoint_tag = tag
-        return str(path), {}
-    extra = engine._core.load(str(path)) or {}
-    for counter, value in extra.get("counters", {}).items():
-        setattr(engine, counter, value)
-    for group, rate in zip(engine.optimizer.param_groups, extra.get("lr", ()), strict=False):
-        group["lr"] = rate
-    if has_scheduler and engine.lr_scheduler is not None and extra.get("lr_scheduler"):
-        engine.lr_scheduler.load_state_dict(extra["lr_scheduler"])
+        strict = parts.is_strict and not left_out
+        engine.load_module_state_dict(weights, strict, parts.custom)
+    engine.zero_grad()
+    if parts.counters:
+        for counter, value in data.get("counters", {}).items():
+            setattr(engine, counter, value)
+    if parts.scheduler and engine.lr_scheduler is not None and data.get("lr_scheduler"):
+        engine.lr_scheduler.load_state_dict(data["lr_scheduler"])
     engine.loaded_checkpoint_tag = tag
-    return str(path), dict(extra.get("client_state", {}))
+    return str(path), dict(data.get("client_state", {}))
+
+
+def _ties(module: nn.Module) -> dict[str, str]:
+    """Return the other names of tied parameters, each with the name in the state."""
+    names = {id(param): name for name, param in module.named_parameters()}
+    every = module.named_parameters(remove_duplicate=False)
+    return {name: names[id(param)] for name, param in every if names[id(param)] != name}
+
+
+def _check_tag(group: Group, tag: str) -> None:
+    """Refuse a tag that is another one on some rank."""
+    own = torch.frombuffer(bytearray(hashlib.sha1(tag.encode()).digest()), dtype=torch.uint8)
+    first = broadcast(own.clone(), group, 0, name="tag")
+    if bool(all_reduce(torch.tensor([float((first != own).any())]), group)):
+        raise CheckpointError(
+            f"all ranks save under one tag; got {tag!r} here, and another one on some rank; leave "
+            "the number of the rank out of the tag"
+        )
 
 
 def write_weights(weights: Mapping[str, Any], path: Path, group: Group) -> bool:

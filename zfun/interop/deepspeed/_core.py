@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from zfun import optim
 from zfun.collectives import Group, broadcast, split
 from zfun.errors import OptionError
 from zfun.interop.deepspeed._settings import Settings
@@ -17,6 +18,7 @@ from zfun.interop.deepspeed.runtime.zero._owners import (
     check_unwritten,
     deferred_of,
     is_partitioned,
+    marks_of,
     told,
 )
 from zfun.interop.engine import Engine
@@ -46,10 +48,12 @@ def made(module: nn.Module, settings: Settings, group: Group) -> Engine:
                 {name: x.detach() for name, x in plain.items()}, group, 0, name="parameters"
             ).items():
                 plain[name].copy_(value)
+    nothing = {} if settings.groups is not None else {"trainable": lambda name, leaf: False}
     engine = Engine(
         module,
-        settings.groups,
+        settings.groups or optim.sgd(0.0),
         zero={
+            **nothing,
             "stage": recipe.stage,
             "precision": recipe.precision,
             "offload": recipe.offload(),
@@ -59,14 +63,17 @@ def made(module: nn.Module, settings: Settings, group: Group) -> Engine:
         },
         group=group,
         accumulate=recipe.num_micro_batches,
-        clip_norm=recipe.max_grad_norm or None,
+        clip_norm=(recipe.max_grad_norm or None) if settings.groups is not None else None,
         init="check" if cut else "broadcast",
         values={name: deferred_of(name, param) for name, param in cut.items()},
     )
+    engine.plain_scale = 1.0 / recipe.num_micro_batches
     owner = Values(engine, group)
     for name, param in engine.leaves.items():
         adopt(param, owner, name, is_hidden=recipe.stage == 3)
-        _attach(param, weakref.ref(engine), name)
+        told(param)._zfun_engine = weakref.ref(engine), name
+        if recipe.stage == 3:
+            engine.mark(name, **marks_of(param))
     return engine
 
 
@@ -111,19 +118,3 @@ class Values(Owner):
         """Let parameters be those of the state again."""
         engine, names = self._named(params)
         engine.cover(names)
-
-
-def _attach(param: nn.Parameter, engine: weakref.ref[Engine], name: str) -> None:
-    """Let the functions of ``utils`` find the value of a parameter."""
-
-    def here() -> Engine:
-        found = engine()
-        if found is None:
-            raise OptionError(
-                f"the value of a parameter is with an engine; got {name!r}, whose engine is gone; "
-                "keep the engine"
-            )
-        return found
-
-    told(param)._zfun_read = lambda: here().gathered(name, master=True)
-    told(param)._zfun_write = lambda value: here().replace({name: value})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from zfun.interop.deepspeed._absent import ABSENT, refusal
 from zfun.interop.deepspeed._core import made
 from zfun.interop.deepspeed._getters import value_of
 from zfun.interop.deepspeed._numbers import Numbers
+from zfun.interop.deepspeed._optimizer import EngineOptimizer
 from zfun.interop.deepspeed._ranks import local_rank
 from zfun.interop.deepspeed._settings import Settings
 
@@ -27,9 +29,9 @@ class DeepSpeedEngine(Numbers):
     """The engine that ``initialize`` returns.
 
     Attributes:
-        module: the model. At stages 0 to 2 its parameters are the values of the state; at stage 3
-            ``zero.GatheredParameters`` shows values.
-        optimizer: the parameter groups, whose ``lr`` counts at the next step.
+        module: the model, which is live: a call of it, or of a part, is a call of the engine.
+        optimizer: the parameter groups, whose ``lr`` counts at the next step, and the moments;
+            ``None`` for a model that is not trained.
         lr_scheduler: steps with the engine; ``None`` if there is none.
         training_dataloader: of ``training_data``; ``None`` if there is none.
         global_steps: boundaries so far, skipped steps included.
@@ -53,7 +55,8 @@ class DeepSpeedEngine(Numbers):
         self._settings = settings
         self._group = group
         self._core = made(module, settings, group)
-        self.optimizer = settings.optimizer
+        optimizer = settings.optimizer
+        self.optimizer = None if optimizer is None else EngineOptimizer(optimizer, self)
         self.lr_scheduler = settings.scheduler
         self.training_dataloader = dataloader
         self.device = device
@@ -62,10 +65,13 @@ class DeepSpeedEngine(Numbers):
         self.dp_world_size = group.size
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
         self.loaded_checkpoint_tag: str | None = None
-        self._was_applied = False
+        self._was_applied = self._has_overflow = False
         self._grad_norm: float | None = None
-        self._in_no_sync = False
+        # The context around backward() in which no step may be taken.
+        self._within: str | None = None
         self._boundary: bool | None = None
+        if settings.recipe.stage == 3:
+            module.__dict__["ds_external_parameters"] = functools.partial(iter, ())
 
     def compile(self, *args: Any, **kwargs: Any) -> Any:
         """Raise :class:`OptionError`, which says what to call instead of torch's method."""
@@ -87,13 +93,20 @@ class DeepSpeedEngine(Numbers):
         return getattr(module, name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model on the parameters of the state."""
-        return self.module(*args, **kwargs)
+        """Call the model, under autocast where the configuration has ``torch_autocast``."""
+        dtype = self._settings.recipe.autocast
+        if dtype is None:
+            return self.module(*args, **kwargs)
+        with torch.autocast(self.device.type, dtype):
+            return self.module(*args, **kwargs)
 
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> Tensor:
         """Compute the gradients of a loss of the engine's outputs, and add them up.
+
+        ``loss.backward()`` gives the same gradients, divided by the number of micro-batches too, to
+        all engines whose outputs the loss has; this method to this engine.
 
         Args:
             loss: a scalar. Gradients are a mean over the micro-batches and the ranks.
@@ -103,9 +116,38 @@ class DeepSpeedEngine(Numbers):
         Returns:
             The loss, divided if ``scale_wrt_gas``.
         """
+        self._check_trained("backward")
         gas = self.gradient_accumulation_steps() if scale_wrt_gas else 1
         self._core.backward(loss, scale=1.0 / gas, retain_graph=retain_graph)
         return loss.detach() / gas
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return a loss whose ``backward()`` is :meth:`backward`, for a run with a loss scale.
+
+        Args:
+            loss: a scalar.
+
+        Returns:
+            The loss times the loss scale. Only its own method ``backward`` knows the scale: another
+            way to gradients is refused.
+        """
+        self._check_trained("scale")
+        if self.cur_scale == 1.0:
+            return loss
+
+        def backward(
+            gradient: Tensor | None = None, retain_graph: bool | None = None, **options: Any
+        ) -> None:
+            if gradient is not None or any(options.values()):
+                raise OptionError(
+                    "a scaled loss is a scalar, and takes retain_graph only; got another argument "
+                    "of backward(); call engine.backward(loss)"
+                )
+            self.backward(loss, retain_graph=bool(retain_graph))
+
+        scaled = loss * self.cur_scale
+        scaled.backward = backward  # pyrefly: ignore[bad-assignment]
+        return scaled
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Update the parameters, at the end of the micro-batches of a step; else count.
@@ -113,23 +155,31 @@ class DeepSpeedEngine(Numbers):
         Args:
             lr_kwargs: arguments of the scheduler's ``step``.
         """
-        if self._in_no_sync:
+        self._check_trained("step")
+        if self._within is not None:
             raise OptionError(
-                "step() ends the micro-batches of a step; got a call inside no_sync(); call "
-                "step() after the block"
+                f"step() ends the micro-batches of a step; got a call inside {self._within}(); "
+                "call step() after the block"
             )
         info = self._core.step(boundary=self.is_gradient_accumulation_boundary())
         self.micro_steps += 1
-        self._was_applied = False
+        self._was_applied = self._has_overflow = False
         if info is None:
             return
         self._grad_norm = float(info.grad_norm)
-        self._was_applied = not info.skipped
+        self._was_applied, self._has_overflow = not info.skipped, info.skipped
         self.skipped_steps += info.skipped
         if not info.skipped and self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         self.global_steps += 1
         self.global_samples += self.train_batch_size() if self._settings.recipe.batch else 0
+
+    def _check_trained(self, method: str) -> None:
+        if self.optimizer is None:
+            raise OptionError(
+                f"{method}() trains a model; got an engine of initialize() without an optimizer; "
+                "pass optimizer=, or write a section optimizer into the configuration"
+            )
 
     def was_step_applied(self) -> bool:
         """Return whether the last :meth:`step` updated the parameters."""
@@ -139,6 +189,8 @@ class DeepSpeedEngine(Numbers):
         """Return whether the next :meth:`step` updates the parameters."""
         if self._boundary is not None:
             return self._boundary
+        if not self._settings.values["managed_gradient_accumulation"]:
+            return True
         return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
@@ -148,14 +200,28 @@ class DeepSpeedEngine(Numbers):
     gradient_accumulation_boundary = is_gradient_accumulation_boundary
 
     @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Return a context in which no :meth:`backward` ends the micro-batches of a step."""
-        self._in_no_sync = True
+    def _inside(self, name: str) -> Iterator[None]:
+        if self._within is not None:
+            raise OptionError(
+                f"{name}() stands alone; got a block inside {self._within}(); leave one of the "
+                "two out"
+            )
+        self._within = name
         try:
-            with self._core.no_sync():
-                yield
+            yield
         finally:
-            self._in_no_sync = False
+            self._within = None
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context for calls of :meth:`backward` without :meth:`step`, at each stage."""
+        return self._inside("no_sync")
+
+    def coalesce_grad_reduction(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context for several calls of :meth:`backward` before one :meth:`step`.
+
+        The numbers are those without the context. Each backward pass sends its own buckets.
+        """
+        return self._inside("coalesce_grad_reduction")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients that were added up."""
@@ -173,6 +239,9 @@ class DeepSpeedEngine(Numbers):
     def destroy(self) -> None:
         """Do nothing: the state is freed with the engine."""
 
+    def empty_partition_cache(self) -> None:
+        """Do nothing: no gathered parameter outlives a call."""
+
     def state_dict(  # pyrefly: ignore[bad-override]
         self, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
@@ -186,14 +255,34 @@ class DeepSpeedEngine(Numbers):
         left_out = frozen if exclude_frozen_parameters else frozenset[str]()
         return {name: value for name, value in found.items() if name not in left_out}
 
-    def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Any] | None:
+        """Return the whole weights on rank 0, and ``None`` elsewhere; every rank must call."""
+        found = self.module_state_dict(exclude_frozen_parameters)
+        return found if self._group.rank == 0 else None
+
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
+    def load_module_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> None:
         """Take whole weights; every rank must call.
 
         Args:
             state_dict: by the module's own names, such as ``checkpoint["module"]``.
             strict: whether each name of the module must be there.
+            custom_load_fn: ``custom_load_fn(src=weights, dst=module)``, which writes to the module.
         """
-        self._core.replace(state_dict.get("module", state_dict), strict=strict)
+        weights = state_dict.get("module", state_dict)
+        if custom_load_fn is None:
+            self._core.replace(weights, strict=strict)
+            return
+        with torch.no_grad():
+            custom_load_fn(src=weights, dst=self.module)
 
     def save_checkpoint(
         self,
@@ -207,20 +296,19 @@ class DeepSpeedEngine(Numbers):
 
         Args:
             save_dir: the directory of all checkpoints.
-            tag: the name of this one; by default ``global_step`` and the number.
+            tag: the name of this one, the same on every rank; by default ``global_step`` and the
+                number.
             client_state: the script's own numbers, text, lists, dicts and small tensors.
             save_latest: whether ``latest`` names this checkpoint.
-            exclude_frozen_parameters: only ``False``.
+            exclude_frozen_parameters: whether ``load_checkpoint`` leaves the parameters alone that
+                are not trained. They are in the checkpoint all the same.
 
         Returns:
             ``True``.
         """
-        if exclude_frozen_parameters:
-            raise OptionError(
-                "save_checkpoint() saves all parameters; got exclude_frozen_parameters=True; "
-                "leave the argument out, and pass it to zero_to_fp32's functions"
-            )
-        return _checkpoint.save(self, save_dir, tag, client_state, save_latest)
+        return _checkpoint.save(
+            self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters
+        )
 
     def load_checkpoint(
         self,
@@ -238,23 +326,31 @@ class DeepSpeedEngine(Numbers):
             load_dir: the directory of all checkpoints.
             tag: the name of the checkpoint; by default the one that ``latest`` names.
             load_module_strict: whether each name of the module must be there.
-            load_optimizer_states: whether to load the optimizer's state and the counters.
+            load_optimizer_states: whether to load the optimizer's state; counters and the scheduler
+                are loaded without too.
             load_lr_scheduler_states: whether to load the scheduler.
-            load_module_only: whether to load the weights only.
-            custom_load_fn: only ``None``.
+            load_module_only: whether to load the weights only; the client state is returned.
+            custom_load_fn: as for :meth:`load_module_state_dict`; without the optimizer's state.
 
         Returns:
             The path and the client state, or ``(None, None)`` where there is no checkpoint.
         """
-        if custom_load_fn is not None:
-            raise OptionError(
-                "load_checkpoint() loads weights by their names; got custom_load_fn; leave the "
-                "argument out, and call engine.load_module_state_dict() with your weights"
-            )
-        has_optimizer = load_optimizer_states and not load_module_only
         return _checkpoint.load(
-            self, load_dir, tag, load_module_strict, has_optimizer, load_lr_scheduler_states
+            self,
+            load_dir,
+            tag,
+            _checkpoint.Parts(
+                is_strict=load_module_strict,
+                optimizer=load_optimizer_states and not load_module_only,
+                counters=not load_module_only,
+                scheduler=load_lr_scheduler_states and not load_module_only,
+                custom=custom_load_fn,
+            ),
         )
+
+    def load_universal_checkpoint(self) -> bool:
+        """Return ``False``: :meth:`load_checkpoint` takes any number of ranks as it is."""
+        return False
 
     def save_16bit_model(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ __all__ = ["Numbers"]
 class Numbers(nn.Module):
     """Sizes of a batch, rates, norms and the stage."""
 
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer | None
     _settings: Settings
     _core: Engine
     _group: Group
@@ -72,18 +73,28 @@ class Numbers(nn.Module):
         """Return the norm of the last step's gradient, before clipping; ``None`` before a step."""
         return self._grad_norm
 
+    def _numbers(self, *names: str) -> list[Any]:
+        """Return the first of these numbers that each group has, or 0."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        return [next((group[x] for x in names if x in group), 0.0) for group in groups]
+
     def get_lr(self) -> list[float]:
         """Return the learning rate of each parameter group for the next step."""
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
+        return [float(rate) for rate in self._numbers("lr")]
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of every parameter group."""
+        for group in [] if self.optimizer is None else self.optimizer.param_groups:
+            group["lr"] = lr
 
     def get_mom(self) -> list[Any]:
         """Return the momentum, or the decays, of each parameter group."""
-        groups = self.optimizer.param_groups
-        return [group.get("betas", group.get("momentum", 0.0)) for group in groups]
+        return self._numbers("betas", "momentum")
 
     def get_type(self) -> list[str]:
         """Return the name of the optimizer for each parameter group."""
-        return [type(self.optimizer).__name__ for _ in self.optimizer.param_groups]
+        made = getattr(self.optimizer, "optimizer", None)
+        return [type(made).__name__ for _ in self._numbers("lr")]
 
     def loss_scale(self) -> float:
         """Return the factor of the loss in backward; 1 without one."""
@@ -98,6 +109,32 @@ class Numbers(nn.Module):
         """Return whether the factor of the loss changes."""
         values = self._settings.values
         return values["fp16.enabled"] and not values["fp16.loss_scale"]
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The configuration as written."""
+        return self._settings.config
+
+    @property
+    def gradient_average(self) -> bool:
+        """Whether gradients are a mean over the ranks."""
+        return True
+
+    @property
+    def communication_data_type(self) -> torch.dtype:
+        """The dtype in which gradients are sent."""
+        return self._settings.recipe.precision.reduce or torch.float32
+
+    def get_sequence_parallel_group(self) -> None:
+        """Return ``None``: no rank holds a part of a sequence."""
+
+    def get_sequence_parallel_world_size(self) -> int:
+        """Return 1."""
+        return 1
+
+    def get_sequence_parallel_rank(self) -> int:
+        """Return 0."""
+        return 0
 
     def get_data_parallel_rank(self) -> int:
         """Return the rank."""

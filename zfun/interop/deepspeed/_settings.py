@@ -33,17 +33,19 @@ class Settings:
         recipe: the options of ``zf.zero``.
         values: the value of each key.
         given: the values as written, by path.
-        optimizer: with the parameter groups.
-        groups: the groups as a pure optimizer.
+        optimizer: with the parameter groups; ``None`` for a model that is not trained.
+        groups: the groups as a pure optimizer; ``None`` without an optimizer.
         scheduler: steps with the engine; ``None`` if there is none.
+        config: as written.
     """
 
     recipe: Recipe
     values: Values
     given: Mapping[str, Any]
-    optimizer: torch.optim.Optimizer
-    groups: ParamGroups
+    optimizer: torch.optim.Optimizer | None
+    groups: ParamGroups | None
     scheduler: Any
+    config: Mapping[str, Any]
 
 
 class Configured(ConfiguredOptimizer):
@@ -99,7 +101,7 @@ def settings_of(
 
     Raises:
         ConfigError: the configuration has mistakes; the message lists all of them.
-        OptionError: there is no optimizer.
+        OptionError: a scheduler without an optimizer, or an optimizer of other parameters.
     """
     keys, name = read(config)
     params = _trained(module) if model_parameters is None else list(model_parameters)
@@ -108,21 +110,18 @@ def settings_of(
     known = _known(module, world_size, optimizer, auto or AutoValues())
     # All mistakes are reported before anything is made. An optimizer of the script wins.
     recipe = from_ds_config(config, auto=known, optimizer=None if optimizer is None else optim.sgd)
-    if recipe.autocast is not None:
-        raise OptionError(
-            "initialize() computes in the dtypes of fp16 and bf16; got torch_autocast in the "
-            "configuration; use torch.autocast in the forward of the model, and leave the section "
-            "out"
-        )
     found = checked(keys, known, has_optimizer=optimizer is not None)
     made = optimizer
     if made is None and recipe.rule is not None:
         made = Configured(params, recipe.rule)
     if made is None:
-        raise OptionError(
-            f"initialize() takes an optimizer; got none, and {name} has no section optimizer; "
-            "pass optimizer=, such as torch.optim.AdamW(model.parameters(), lr=3e-4)"
-        )
+        if lr_scheduler is not None or recipe.scheduler is not None:
+            raise OptionError(
+                f"a scheduler changes an optimizer; got none, and {name} has no section "
+                "optimizer; pass optimizer=, such as torch.optim.AdamW(model.parameters(), "
+                "lr=3e-4), or leave the scheduler out for a model that is not trained"
+            )
+        return Settings(recipe, found.values, found.given, None, None, None, keys)
     scheduler = _scheduler(recipe, made, lr_scheduler)
     own = {id(param) for param in module.parameters()}
     for param in (p for group in made.param_groups for p in group["params"]):
@@ -135,7 +134,7 @@ def settings_of(
     groups = ParamGroups(made, named_leaves(module))
     if isinstance(made, Described):
         made.is_attached = True
-    return Settings(recipe, found.values, found.given, made, groups, scheduler)
+    return Settings(recipe, found.values, found.given, made, groups, scheduler, keys)
 
 
 def _trained(module: nn.Module) -> list[nn.Parameter]:

@@ -14,11 +14,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zfun import tree
-from zfun.errors import OptionError
 from zfun.interop.deepspeed._absent import absent
 from zfun.interop.deepspeed.accelerator import get_accelerator
 from zfun.interop.deepspeed.runtime import RepeatingLoader
 from zfun.interop.deepspeed.utils import groups, zero_to_fp32
+from zfun.interop.deepspeed.utils._params import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_get_local_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_grad,
+    safe_set_local_optimizer_state,
+)
 from zfun.interop.deepspeed.utils.z3_leaf_module import (
     get_z3_leaf_modules,
     set_z3_leaf_module,
@@ -43,7 +56,17 @@ __all__ = [
     "logger",
     "move_to_device",
     "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param",
+    "safe_get_local_grad",
+    "safe_get_local_optimizer_state",
     "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param",
+    "safe_set_local_grad",
+    "safe_set_local_optimizer_state",
     "see_memory_usage",
     "set_z3_leaf_module",
     "set_z3_leaf_modules",
@@ -206,52 +229,6 @@ def is_moe_param(param: Tensor) -> bool:
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
     """Return ``(False, 0)``: DeepSpeed's experts are not there."""
     return False, 0
-
-
-# Parameters of an engine
-
-
-def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """Return the whole value of a parameter of an engine, from the master weight if there is one.
-
-    Every rank must call.
-
-    Args:
-        param: a parameter of ``engine.module``.
-
-    Returns:
-        The value; ``None`` for a parameter without an engine.
-
-    Example:
-        >>> safe_get_full_fp32_param(nn.Linear(1, 1).weight) is None
-        True
-    """
-    read = getattr(param, "_zfun_read", None)
-    return None if read is None else read().float()
-
-
-def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Set the whole value of a parameter of an engine, and its master weight.
-
-    Every rank must call with the same value.
-
-    Args:
-        param: a parameter of ``engine.module``.
-        value: of the parameter's shape.
-
-    Raises:
-        OptionError: the parameter has no engine, or another shape.
-    """
-    write = getattr(param, "_zfun_write", None)
-    if write is None or value.shape != param.shape:
-        raise OptionError(
-            "safe_set_full_fp32_param() takes a parameter of an engine's module and a value of "
-            f"its shape; got {tuple(value.shape)} for "
-            f"{'a parameter without an engine' if write is None else tuple(param.shape)}; call "
-            "deepspeed.initialize() first"
-        )
-    with torch.no_grad():
-        write(value)
 
 
 __getattr__ = absent("utils", globals())

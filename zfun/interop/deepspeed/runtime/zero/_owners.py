@@ -34,6 +34,7 @@ __all__ = [
     "is_partitioned",
     "is_shown",
     "mark",
+    "marks_of",
     "owner_of",
     "release",
     "root_of",
@@ -191,9 +192,17 @@ def adopt(param: nn.Parameter, owner: Owner, name: str, *, is_hidden: bool) -> N
                 delattr(param, name)
         return
     record.ds_tensor, record.ds_name = None, name
+    record.ds_active_sub_modules = set()
     record.ds_shape, record.ds_numel = param.shape, param.numel()
     record.ds_id = record._zfun_order
     record.ds_status = ZeroParamStatus.NOT_AVAILABLE
+
+
+def marks_of(param: nn.Parameter) -> dict[str, Any]:
+    """Return what DeepSpeed tells of a partitioned parameter, for a tensor with the values."""
+    kept = ("ds_id", "ds_name", "ds_shape", "ds_numel", "ds_tensor", "ds_active_sub_modules")
+    marks = {name: getattr(param, name) for name in (*kept, "_zfun_engine")}
+    return {**marks, "ds_status": ZeroParamStatus.AVAILABLE}
 
 
 def is_shown(param: nn.Parameter) -> bool:

@@ -1,0 +1,133 @@
+"""The optimizer that ``initialize`` returns: parameter groups, and the moments of the state."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zfun.errors import OptionError
+from zfun.interop.deepspeed._moments import dict_of, load_dict
+
+__all__ = ["EngineOptimizer"]
+
+
+class EngineOptimizer(torch.optim.Optimizer):
+    """The optimizer of an engine.
+
+    Args:
+        optimizer: has the parameter groups, and never steps.
+        engine: the ``DeepSpeedEngine``.
+
+    Attributes:
+        optimizer: as given.
+        parameter_offload: at stage 3, an object with the module, and with no hooks.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, engine: Any) -> None:
+        # Other attributes are those of the given optimizer.
+        self.optimizer = optimizer
+        self._engine = weakref.ref(engine)
+        if engine.zero_optimization_stage() == 3:
+            self.parameter_offload = _Offload(engine.module)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise OptionError(
+            "an engine's optimizer belongs to one engine; got a copy or a pickle of it; save "
+            "optimizer.state_dict(), or call engine.save_checkpoint()"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self.__getstate__()
+
+    def __repr__(self) -> str:
+        return f"EngineOptimizer({self.optimizer!r})"
+
+    def _owner(self) -> Any:
+        engine = self._engine()
+        if engine is None:
+            raise OptionError(
+                "the optimizer of initialize() belongs to an engine; got one whose engine is "
+                "gone; keep the engine"
+            )
+        return engine
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # pyrefly: ignore[bad-override]
+        """The groups, whose numbers count at the next step."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # pyrefly: ignore[bad-override]
+        """No moments: these are in :meth:`state_dict`."""
+        return self.optimizer.state
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the gradients of the last step were not finite."""
+        return self._owner()._has_overflow
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor of the loss in backward; 1 without one."""
+        return self._owner().cur_scale
+
+    cur_scale = loss_scale
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # pyrefly: ignore
+        """Step the engine."""
+        if closure is not None:
+            raise OptionError(
+                "an engine's optimizer takes the gradients of backward(); got step(closure); "
+                "call engine.backward(loss) and engine.step()"
+            )
+        self._owner().step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients that were added up."""
+        self._owner().zero_grad()
+
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        """Compute the gradients of a loss, as ``engine.backward`` does."""
+        self._owner().backward(loss, retain_graph=retain_graph)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, which is trained from the next call of the module on."""
+        self.optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the groups, and the moments and master weights of this rank.
+
+        The form is torch's, with vectors of the elements that this rank has: all at stage 0, a part
+        at other stages. So each rank saves its own, and loads that into an engine of the same stage
+        and number of ranks. ``engine.save_checkpoint`` has no such limit.
+        """
+        return dict_of(self._owner()._core, self.param_groups)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take what :meth:`state_dict` has returned on this rank; every rank must call.
+
+        Raises:
+            CheckpointError: moments are missing, or are those of another rank.
+        """
+        load_dict(self._owner()._core, self.param_groups, state_dict)
+
+
+class _Offload:
+    """What DeepSpeed has hooks in; there are none here."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.forward_hooks: list[Any] = []
+        self.backward_hooks: list[Any] = []
+
+    def _register_deepspeed_module(self, module: nn.Module) -> None:
+        """Do nothing: a live module needs no hooks."""

@@ -1,0 +1,221 @@
+"""Values, gradients and moments of single parameters of an engine.
+
+Functions with ``full`` in the name have the whole value, and every rank must call. Those with
+``local`` have the elements of this rank as a vector: a part, or all of them at stage 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zfun import tree
+from zfun.errors import OptionError
+from zfun.flat import Flat
+from zfun.interop._named import masters_of, write_leaves
+from zfun.interop.deepspeed._moments import check_memory, entries, local_of, write_local
+from zfun.interop.engine import Engine
+from zfun.placement import S
+from zfun.transforms import unshard
+
+__all__ = [
+    f"safe_{how}_{part}_{what}"
+    for how in ("get", "set")
+    for part in ("full", "local")
+    for what in ("fp32_param", "grad", "optimizer_state")
+]
+
+
+def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
+    """Return the whole value of a parameter, from the master weight if there is one.
+
+    Args:
+        param: a parameter of ``engine.module``.
+
+    Returns:
+        The value; ``None`` for a parameter without an engine.
+
+    Example:
+        >>> safe_get_full_fp32_param(torch.nn.Linear(1, 1).weight) is None
+        True
+    """
+    return None if (found := _of(param)) is None else _whole(*_fp32(*found)).float()
+
+
+def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
+    """Set the whole value of a parameter, and of its master weight.
+
+    Args:
+        param: a parameter of ``engine.module``.
+        value: of the parameter's shape, the same on every rank.
+
+    Raises:
+        OptionError: the parameter has no engine, or another shape.
+    """
+    engine, name = _needed(param, "safe_set_full_fp32_param", value)
+    with torch.no_grad():
+        engine.replace({name: value})
+
+
+def safe_get_local_fp32_param(param: Tensor) -> Tensor | None:
+    """Return this rank's elements of a parameter, or of its master weight."""
+    return None if (found := _of(param)) is None else local_of(*_fp32(*found)).float()
+
+
+def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
+    """Set this rank's elements of a parameter of stage 3, and of its master weight."""
+    engine, name = _needed(param, "safe_set_local_fp32_param")
+    state = engine.state
+    if state.params.placement is not S:
+        raise OptionError(
+            "a rank has elements of its own at stage 3; got safe_set_local_fp32_param() of "
+            f"{name!r} at another stage; call safe_set_full_fp32_param()"
+        )
+    for flat in (*masters_of(state.opt_state), state.params, state.frozen):
+        if flat is not None and name in flat.layout.paths:
+            write_local(flat, name, value)
+
+
+def safe_get_full_grad(param: Tensor) -> Tensor | None:
+    """Return the whole gradient that the calls of a step have so far, without the loss scale.
+
+    Returns:
+        The mean over the ranks, as the step will take; ``None`` before backward.
+    """
+    found = _grads(param)
+    return None if found is None else _whole(*found[:2]).float() / found[2]
+
+
+def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
+    """Set the whole gradient of a parameter for the next step, the same on every rank."""
+    _needed(param, "safe_set_full_grad", value)
+    flat, name, scale = _needed_grads(param, "safe_set_full_grad")
+    check_memory(flat)
+    write_leaves(flat, {name: value * scale})
+
+
+def safe_get_local_grad(param: Tensor) -> Tensor | None:
+    """Return this rank's elements of the gradient, without the loss scale."""
+    found = _grads(param)
+    return None if found is None else local_of(*found[:2]).float() / found[2]
+
+
+def safe_set_local_grad(param: Tensor, value: Tensor) -> None:
+    """Set this rank's elements of the gradient for the next step."""
+    flat, name, scale = _needed_grads(param, "safe_set_local_grad")
+    write_local(flat, name, value * scale)
+
+
+def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
+    """Return the whole moments of a parameter.
+
+    Args:
+        param: a parameter of ``engine.module``.
+        optim_state_key: as torch names the moments: ``"exp_avg"``, ``"exp_avg_sq"``,
+            ``"momentum_buffer"``.
+
+    Returns:
+        The moments; ``None`` for a parameter without an engine, or one that is not trained.
+
+    Raises:
+        OptionError: the optimizer has no moments of this name.
+    """
+    found = _moments(param, optim_state_key)
+    return None if found is None else _whole(*found)
+
+
+def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
+    """Set the whole moments of a parameter, the same on every rank."""
+    _needed(param, "safe_set_full_optimizer_state", value)
+    if (found := _moments(param, optim_state_key)) is not None:
+        flat, name = found
+        check_memory(flat)
+        write_leaves(flat, {name: value})
+
+
+def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
+    """Return this rank's elements of the moments of a parameter."""
+    found = _moments(param, optim_state_key)
+    return None if found is None else local_of(*found).clone()
+
+
+def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
+    """Set this rank's elements of the moments of a parameter."""
+    _needed(param, "safe_set_local_optimizer_state")
+    if (found := _moments(param, optim_state_key)) is not None:
+        write_local(*found, value)
+
+
+def _of(param: Tensor) -> tuple[Engine, str] | None:
+    """Return the engine of a parameter, and its name there."""
+    ref, name = getattr(param, "_zfun_engine", (None, ""))
+    if ref is None:
+        return None
+    engine = ref()
+    if engine is None:
+        raise OptionError(
+            f"the value of a parameter is with an engine; got {name!r}, whose engine is gone; "
+            "keep the engine"
+        )
+    return engine, name
+
+
+def _needed(param: Tensor, function: str, value: Tensor | None = None) -> tuple[Engine, str]:
+    found = _of(param)
+    if found is None or (value is not None and value.shape != param.shape):
+        got = "a parameter without an engine" if found is None else tuple(param.shape)
+        shape = "no value" if value is None else tuple(value.shape)
+        raise OptionError(
+            f"{function}() takes a parameter of an engine's module and a value of its shape; got "
+            f"{shape} for {got}; call deepspeed.initialize() first"
+        )
+    return found
+
+
+def _fp32(engine: Engine, name: str) -> tuple[Flat, str]:
+    """Return the part of the state that has the most exact value of a leaf."""
+    state = engine.state
+    flats = (*masters_of(state.opt_state), state.params, state.frozen)
+    return next(x for x in flats if x is not None and name in x.layout.paths), name
+
+
+def _whole(flat: Flat, name: str) -> Tensor:
+    part = unshard(flat, lambda path, leaf: path == name)
+    return dict(zip(tree.paths(part), tree.leaves(part), strict=True))[name].clone()
+
+
+def _grads(param: Tensor) -> tuple[Flat, str, float] | None:
+    found = _of(param)
+    if found is None or (grads := found[0].grads) is None or found[1] not in grads.layout.paths:
+        return None
+    return grads, found[1], found[0].loss_scale
+
+
+def _needed_grads(param: Tensor, function: str) -> tuple[Flat, str, float]:
+    found = _grads(param)
+    if found is None:
+        raise OptionError(
+            f"{function}() changes a gradient of backward(); got a parameter without one; call "
+            "engine.backward(loss) first"
+        )
+    return found
+
+
+def _moments(param: Tensor, key: str) -> tuple[Flat, str] | None:
+    found = _of(param)
+    if found is None:
+        return None
+    own = {entry.key: entry.flat for entry in _entries(*found)}
+    if own and key not in own:
+        raise OptionError(
+            f"an optimizer has moments by torch's names; got {key!r}, and leaf {found[1]!r} has "
+            f"{sorted(own)}; pass one of these"
+        )
+    return (own[key], found[1]) if own else None
+
+
+def _entries(engine: Engine, name: str) -> Iterator[Any]:
+    return (entry for entry in entries(engine) if entry.leaf == name)
