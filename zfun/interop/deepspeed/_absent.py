@@ -176,8 +176,6 @@ ABSENT: Mapping[str, Mapping[str, str]] = {
         "DeepSpeedOptimizer": "test with isinstance(optimizer, torch.optim.Optimizer)",
     },
     "utils": {
-        "safe_get_local_grad": _GRADS,
-        "safe_get_full_grad": _GRADS,
         "get_full_hp_param": "use safe_get_full_fp32_param",
         "get_full_hp_grad": "use safe_get_full_grad",
         "CheckOverflow": "read engine.skipped_steps",

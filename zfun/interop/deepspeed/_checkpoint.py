@@ -108,8 +108,9 @@ def load(
             group["lr"] = rate
     else:
         weights = {name: leaf.load() for name, leaf in {**found.params, **found.buffers}.items()}
+        ties = {name: weights[own] for name, own in data.get("ties", {}).items() if own in weights}
         strict = parts.is_strict and not left_out
-        engine.load_module_state_dict(weights, strict, parts.custom)
+        engine.load_module_state_dict(weights | ties, strict, parts.custom)
     engine.zero_grad()
     if parts.counters:
         for counter, value in data.get("counters", {}).items():

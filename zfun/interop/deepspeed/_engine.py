@@ -145,8 +145,8 @@ class DeepSpeedEngine(Numbers):
                 )
             self.backward(loss, retain_graph=bool(retain_graph))
 
-        scaled = loss * self.cur_scale
-        scaled.backward = backward  # pyrefly: ignore[bad-assignment]
+        scaled: Any = loss * self.cur_scale
+        scaled.backward = backward
         return scaled
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:

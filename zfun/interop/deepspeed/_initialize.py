@@ -58,14 +58,14 @@ def initialize(
     config_params: Mapping[str, Any] | str | Path | None = None,
     *,
     auto: AutoValues | None = None,
-) -> tuple[DeepSpeedEngine, torch.optim.Optimizer, Any, Any]:
+) -> tuple[DeepSpeedEngine, Any, Any, Any]:
     """Make an engine of a model, an optimizer and a configuration of DeepSpeed. All ranks call.
 
     Args:
         args: an object that may have ``deepspeed_config``, the path of the configuration.
         model: the model. Parameters have the values of rank 0.
         optimizer: an optimizer of torch or of ``ops``, or a function from the parameters to one;
-            by default the configuration's.
+            by default the configuration's. Without one the engine answers, and does not train.
         model_parameters: parameters, or groups of parameters, for the configuration's optimizer;
             by default all that require a gradient.
         training_data: a dataset, of which each rank gets a share.
@@ -82,7 +82,8 @@ def initialize(
             ``model.config`` and the options of ``optimizer`` are known without.
 
     Returns:
-        The engine, the optimizer, the loader of ``training_data``, and the scheduler.
+        The engine, the optimizer, the loader of ``training_data``, and the scheduler; ``None`` in
+        place of those that are not there.
 
     Raises:
         ConfigError: the configuration has mistakes; the message lists all of them.

@@ -75,7 +75,9 @@ class Numbers(nn.Module):
 
     def _numbers(self, *names: str) -> list[Any]:
         """Return the first of these numbers that each group has, or 0."""
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        if self.optimizer is None:
+            return []
+        groups = self.optimizer.param_groups
         return [next((group[x] for x in names if x in group), 0.0) for group in groups]
 
     def get_lr(self) -> list[float]:
@@ -84,8 +86,9 @@ class Numbers(nn.Module):
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of every parameter group."""
-        for group in [] if self.optimizer is None else self.optimizer.param_groups:
-            group["lr"] = lr
+        if self.optimizer is not None:
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
 
     def get_mom(self) -> list[Any]:
         """Return the momentum, or the decays, of each parameter group."""
