@@ -494,7 +494,7 @@ def test_an_optimizer_is_torchs_and_steps_its_engine() -> None:
             config=config(stage, gradient_accumulation_steps=1),
             mpu=ranks(group),
         )
-        assert isinstance(optimizer, torch.optim.Optimizer)
+        assert isinstance(engine.optimizer, torch.optim.Optimizer)
         made: Any = engine.optimizer
         assert made is optimizer
         assert made.optimizer is client
