@@ -443,6 +443,8 @@ class Engine:
         if not (self._is_boundary if boundary is None else boundary):
             return None
         grads, loss, told = self._collected()
+        # Other ranks may wait for the windows that calls without a backward pass hold.
+        self._end_calls()
         if self._groups is not None:
             opt_state = self._groups.set_in(self._state.opt_state, self.clip_norm)
             self._state = self._state._replace(opt_state=opt_state)
@@ -494,12 +496,15 @@ class Engine:
                 found[name] = x.grad + found[name] if name in found else x.grad
         return found
 
-    def _begin(self) -> None:
-        """Begin the calls of a step."""
+    def _end_calls(self) -> None:
         for tape in self._open_tapes():
             tape.close()
         self._tapes = []
         self._live.end()
+
+    def _begin(self) -> None:
+        """Begin the calls of a step."""
+        self._end_calls()
         if not self.keeps_grads:
             self._drop_strays()
         self._reset()

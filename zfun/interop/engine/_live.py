@@ -261,7 +261,7 @@ class Live:
         """End a step: values that were gathered outside of calls are old from now on."""
         self.kept = None
         self._hooked.clear()
-        self._dropped = [(name, weakref.ref(x)) for name, x in self.strays.items()]
+        self._dropped += [(name, weakref.ref(x)) for name, x in self.strays.items()]
         self.strays.clear()
 
     def check_dropped(self) -> None:
