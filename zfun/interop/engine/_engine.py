@@ -195,7 +195,7 @@ class Engine:
         else:
             rule = self._groups.pure(UNBOUNDED if self._clips else None)
             trained = set(self._groups.labels)
-        options = {"trainable": lambda name, _: name in trained, **self._options}
+        options: dict[str, Any] = {"trainable": lambda name, _: name in trained, **self._options}
         # Stage 1 sums in backward too; see [Note: the engine].
         options["stage"] = 2 if options["stage"] == 1 else options["stage"]
         return recipes.zero(loss_fn=_no_loss, optimizer=rule, **options)
@@ -278,7 +278,8 @@ class Engine:
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Call ``module.generate`` without gradients; ranks may generate different lengths."""
         with self.uneven() as module, torch.no_grad():
-            return module.generate(*args, **kwargs)
+            found: Any = module
+            return found.generate(*args, **kwargs)
 
     # Backward.
 
