@@ -51,9 +51,12 @@ def measure(group: zf.Group, preset: str, steps: int) -> dict[str, Any]:
         held[0], info = zero.step(held[0], batch)
         return float(info.loss)
 
-    pairs, losses = [], []
+    pairs: list[Any] = []
+    losses: list[Any] = []
     for turn in range(steps + WARM_STEPS):
-        batch, times, values = next(batches), {}, {}
+        batch = next(batches)
+        times: dict[Any, float] = {}
+        values: dict[Any, float] = {}
         # In turns, because the first one has cold caches.
         for step in (live, plain) if turn % 2 else (plain, live):
             barrier(group)

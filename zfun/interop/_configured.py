@@ -31,7 +31,7 @@ class ConfiguredOptimizer(torch.optim.Optimizer):
         self.rule = rule
         super().__init__(params, dict(rule.options))
 
-    def step(self, closure: Any = None) -> Any:  # pyrefly: ignore[bad-override]
+    def step(self, closure: Any = None) -> Any:
         """Refuse a step without an engine."""
         raise OptionError(
             "an engine steps the optimizer of a configuration; got step() without one; train "

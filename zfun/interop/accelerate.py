@@ -91,7 +91,7 @@ class Accelerator(accelerate.Accelerator):
         self._half = dtype if options.get("precision") is None else None
         if self._half is torch.float16:
             options["precision"] = Precision(loss_scale=optim.dynamic_loss_scale())
-        self.scaler = None
+        self.scaler: Any = None
         self.clips_by_default: float | None = UNBOUNDED
         self._zero_options = options
         self._ranks: Group | None = options.pop("group", None)

@@ -241,10 +241,10 @@ def test_a_learning_rate_set_by_hand_counts_at_the_next_step() -> None:
 
 
 def test_the_optimizers_of_ops_are_those_of_the_configuration() -> None:
-    from zfun.interop.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
-    from zfun.interop.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-    from zfun.interop.deepspeed.ops.lamb import FusedLamb
-    from zfun.interop.deepspeed.ops.lion import FusedLion
+    from zfun.interop.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad  # pyrefly: ignore[missing-import]
+    from zfun.interop.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam  # pyrefly: ignore[missing-import]
+    from zfun.interop.deepspeed.ops.lamb import FusedLamb  # pyrefly: ignore[missing-import]
+    from zfun.interop.deepspeed.ops.lion import FusedLion  # pyrefly: ignore[missing-import]
 
     kinds: list[tuple[str, Any]] = [
         ("Adam", FusedAdam),

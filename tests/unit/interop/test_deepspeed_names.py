@@ -266,10 +266,10 @@ def test_a_view_that_is_written_too_late_is_refused() -> None:
 
 
 def test_optimizers_of_ops_step_alone_as_those_of_torch() -> None:
-    from zfun.interop.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
-    from zfun.interop.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-    from zfun.interop.deepspeed.ops.lamb import FusedLamb
-    from zfun.interop.deepspeed.ops.lion import FusedLion
+    from zfun.interop.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad  # pyrefly: ignore[missing-import]
+    from zfun.interop.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam  # pyrefly: ignore[missing-import]
+    from zfun.interop.deepspeed.ops.lamb import FusedLamb  # pyrefly: ignore[missing-import]
+    from zfun.interop.deepspeed.ops.lion import FusedLion  # pyrefly: ignore[missing-import]
 
     kinds: list[tuple[Any, Any]] = [
         (FusedAdam, lambda params: torch.optim.AdamW(params, 0.1, weight_decay=0.2)),

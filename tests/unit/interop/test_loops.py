@@ -155,7 +155,7 @@ def of_a_step_with_two_backwards(parent: Any) -> dict[str, Any]:
             losses = [model(**inputs).loss, 0.5 * self.model(**inputs).logits.square().mean()]
             for loss in losses:
                 self.accelerator.backward(loss / self.current_gradient_accumulation_steps)
-            return sum(losses).detach() / self.current_gradient_accumulation_steps
+            return sum(losses).detach() / self.current_gradient_accumulation_steps  # pyrefly: ignore[missing-attribute]
 
     return {"cls": Own}
 
@@ -290,7 +290,7 @@ def accelerated(cls: Any, stage: int | None, **options: Any) -> tuple[list[float
     model = llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    loader = torch.utils.data.DataLoader(trainers.rows(24), batch_size=4)
+    loader = torch.utils.data.DataLoader(trainers.rows(24), batch_size=4)  # pyrefly: ignore[bad-argument-type]
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     found = []
     for batch in loader:
@@ -406,7 +406,7 @@ class PlainLion(torch.optim.Optimizer):
         super().__init__(params, {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.0, **options})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # pyrefly: ignore[bad-override]
         for group in self.param_groups:
             b1, b2 = group["betas"]
             for p in group["params"]:

@@ -198,7 +198,7 @@ class Engine:
         else:
             rule = self._groups.pure(UNBOUNDED if self._clips else None)
             trained = set(self._groups.labels)
-        options = {"trainable": lambda name, _: name in trained, **self._options}
+        options: dict[str, Any] = {"trainable": lambda name, _: name in trained, **self._options}
         # Stage 1 sums in backward too; see [Note: the engine].
         options["stage"] = 2 if options["stage"] == 1 else options["stage"]
         return recipes.zero(loss_fn=_no_loss, optimizer=rule, **options)
@@ -281,7 +281,8 @@ class Engine:
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Call ``module.generate`` without gradients; ranks may generate different lengths."""
         with self.uneven() as module, torch.no_grad():
-            return module.generate(*args, **kwargs)
+            found: Any = module
+            return found.generate(*args, **kwargs)
 
     # Backward.
 
@@ -457,6 +458,8 @@ class Engine:
         if not (self._is_boundary if boundary is None else boundary):
             return None
         grads, loss, told = self._collected()
+        # Other ranks may wait for the windows that calls without a backward pass hold.
+        self._end_calls()
         if self._groups is not None:
             opt_state = self._groups.set_in(self._state.opt_state, self.clip_norm)
             self._state = self._state._replace(opt_state=opt_state)
@@ -508,12 +511,15 @@ class Engine:
                 found[name] = x.grad + found[name] if name in found else x.grad
         return found
 
-    def _begin(self) -> None:
-        """Begin the calls of a step."""
+    def _end_calls(self) -> None:
         for tape in self._open_tapes():
             tape.close()
         self._tapes = []
         self._live.end()
+
+    def _begin(self) -> None:
+        """Begin the calls of a step."""
+        self._end_calls()
         if not self.keeps_grads:
             self._drop_strays()
         self._reset()

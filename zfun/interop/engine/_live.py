@@ -179,7 +179,7 @@ class Live:
             # Compiled code runs the parts of a block as they are.
             if id(part) not in inside and next(part.parameters(), None) is not None:
                 part.forward = LiveForward(part, "forward", run, self)
-        self._module.zero_grad = LiveMethod(self._module, "zero_grad", zero_grad, self)
+        self._module.__dict__["zero_grad"] = LiveMethod(self._module, "zero_grad", zero_grad, self)
 
     def release(self) -> None:
         """Let the module be a plain one again, with the values that its parameters have."""
@@ -269,7 +269,7 @@ class Live:
         """End a step: values that were gathered outside of calls are old from now on."""
         self.kept = None
         self._hooked.clear()
-        self._dropped = [(name, weakref.ref(x)) for name, x in self.strays.items()]
+        self._dropped += [(name, weakref.ref(x)) for name, x in self.strays.items()]
         self.strays.clear()
 
     def check_dropped(self) -> None:

@@ -95,7 +95,8 @@ class LiveParameter(_LiveTensor, nn.Parameter):
     @staticmethod
     def release(param: nn.Parameter) -> None:
         """Make a plain parameter of a live one."""
-        del param._live, param._param
+        for name in ("_live", "_param"):
+            delattr(param, name)
         param.__class__ = nn.Parameter
 
     @staticmethod

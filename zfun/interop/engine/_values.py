@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import (
+    UninitializedTensorMixin,  # pyrefly: ignore[missing-module-attribute]
+)
 
 from zfun import stores, tree
 from zfun.collectives import Group, broadcast, mesh_of
@@ -35,7 +38,7 @@ def named_leaves(module: nn.Module) -> dict[str, nn.Parameter]:
     for name, param in module.named_parameters():
         if type(param) is nn.Parameter:
             found[name] = param
-        elif isinstance(param, torch.nn.parameter.UninitializedTensorMixin):
+        elif isinstance(param, UninitializedTensorMixin):
             raise LeafError(
                 f"a parameter has a shape; leaf {name!r} is a {type(param).__name__}; call the "
                 "module once before you shard it",
@@ -83,7 +86,9 @@ def whole_values(
 def whole_by_bucket(state: ZeroState, *, keep: bool) -> Iterator[tuple[str, Tensor]]:
     """Yield whole parameters by name; one bucket at a time is gathered, and dropped if not kept."""
     for flat in (state.params, state.frozen):
-        for bucket in () if flat is None else flat.layout.buckets:
+        if flat is None:
+            continue
+        for bucket in flat.layout.buckets:
             names = {flat.layout.leaves[leaf].path for leaf in bucket.leaves}
             found = whole_values(state._replace(buffers=None), names)
             yield from found.items() if keep else ()

@@ -83,7 +83,7 @@ class ManualRun:
     def step(self, index: int) -> StepInfo | None:
         """Step an optimizer with the gradients of its parameters; without any, do nothing."""
         engine = self.engines[index]
-        if all(param.grad is None for param in engine.module._parameters.values()):
+        if all(param.grad is None for param in engine.leaves.values()):
             return None
         return engine.step(boundary=True)
 

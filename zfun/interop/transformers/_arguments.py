@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import transformers
 
@@ -25,7 +26,7 @@ class TrainingArguments(transformers.TrainingArguments):
         '3'
     """
 
-    zero: dict | str | None = field(
+    zero: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "stage from 0 to 3, or a configuration of DeepSpeed"}
     )
 

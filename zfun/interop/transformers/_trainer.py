@@ -143,7 +143,7 @@ class Trainer(transformers.Trainer):
             return super().evaluation_loop(*args, **kwargs)
         with engine.uneven() as model:
             # bf16_full_eval computes under autocast, and casts no parameters.
-            model.to = lambda *args, **kwargs: model
+            model.__dict__["to"] = lambda *args, **kwargs: model
             try:
                 return super().evaluation_loop(*args, **kwargs)
             finally:

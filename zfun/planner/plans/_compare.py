@@ -142,8 +142,8 @@ def compare(
         >>> recipes = {"ZeRO-2": stage(2), "ZeRO-3": stage(3)}
         >>> print(compare(recipes, params, torch.empty(8, 64), 8))
                   kept     peak    sent  operations
-        ZeRO-2  40,960  110,592  61,376   3.277e+05
-        ZeRO-3  12,288  110,592  90,104   3.277e+05
+        ZeRO-2  40,960  110,592  61,432   3.277e+05
+        ZeRO-3  12,288  110,592  90,160   3.277e+05
     """
     if not recipes:
         raise OptionError(

@@ -119,7 +119,7 @@ class Plan(Live):
             >>> recipe = lambda group: zf.zero(0, loss, zf.optim.sgd(0.1), group)
             >>> found = zf.plan(recipe, {"w": torch.empty(512)}, torch.empty(512), 1)
             >>> found.excess(zf.planner.Hardware(flops_per_s=1e12, device_bytes=2048))
-            {'device': 4096}
+            {'device': 4312}
         """
         sizes = zip(
             PLACES, (hardware.device_bytes, hardware.host_bytes, hardware.disk_bytes), strict=True
