@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from zfun.checkpoint import latest, training_state
+from zfun.checkpoint import latest, read_manifest, step_path, training_state
+from zfun.checkpoint.format import decode
 from zfun.collectives import Group, broadcast
 from zfun.errors import CheckpointError
 
@@ -49,7 +50,9 @@ def load(
     load_dir: str | Path,
     tag: str | None,
     strict: bool,
+    *,
     has_optimizer: bool,
+    has_counters: bool,
     has_scheduler: bool,
 ) -> tuple[str | None, dict[str, Any] | None]:
     """Load an engine; see :meth:`DeepSpeedEngine.load_checkpoint`."""
@@ -71,17 +74,17 @@ def load(
             f"load_checkpoint() takes a directory of save_checkpoint() and a tag; got {str(path)!r}"
             ", which has no checkpoint; pass the tag of one, or leave the tag out"
         )
-    if not has_optimizer:
+    if has_optimizer:
+        extra = engine._core.load(str(path)) or {}
+        for group, rate in zip(engine._groups_now(), extra.get("lr", ()), strict=False):
+            group["lr"] = rate
+    else:
         found = training_state(path)
         weights = {name: leaf.load() for name, leaf in {**found.params, **found.buffers}.items()}
         engine._core.replace(weights, strict=strict)
-        engine.loaded_checkpoint_tag = tag
-        return str(path), {}
-    extra = engine._core.load(str(path)) or {}
-    for counter, value in extra.get("counters", {}).items():
+        extra = decode(read_manifest(step_path(path)).data) or {}
+    for counter, value in extra.get("counters", {}).items() if has_counters else ():
         setattr(engine, counter, value)
-    for group, rate in zip(engine.optimizer.param_groups, extra.get("lr", ()), strict=False):
-        group["lr"] = rate
     if has_scheduler and engine.lr_scheduler is not None and extra.get("lr_scheduler"):
         engine.lr_scheduler.load_state_dict(extra["lr_scheduler"])
     engine.loaded_checkpoint_tag = tag

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zfun import optim
 from zfun.collectives import Group, broadcast, split
 from zfun.errors import OptionError
 from zfun.interop.deepspeed._settings import Settings
@@ -21,7 +23,7 @@ from zfun.interop.deepspeed.runtime.zero._owners import (
 )
 from zfun.interop.engine import Engine
 
-__all__ = ["made"]
+__all__ = ["attach_optimizer", "made"]
 
 
 def made(module: nn.Module, settings: Settings, group: Group) -> Engine:
@@ -48,7 +50,8 @@ def made(module: nn.Module, settings: Settings, group: Group) -> Engine:
                 plain[name].copy_(value)
     engine = Engine(
         module,
-        settings.groups,
+        # Without an optimizer the parameters keep their values, and there is no state.
+        optim.sgd(0.0) if settings.groups is None else settings.groups,
         zero={
             "stage": recipe.stage,
             "precision": recipe.precision,
@@ -127,3 +130,36 @@ def _attach(param: nn.Parameter, engine: weakref.ref[Engine], name: str) -> None
 
     told(param)._zfun_read = lambda: here().gathered(name, master=True)
     told(param)._zfun_write = lambda value: here().replace({name: value})
+
+
+def attach_optimizer(optimizer: torch.optim.Optimizer, engine: Engine) -> None:
+    """Let ``state_dict()`` and ``load_state_dict()`` of an optimizer read and write the state."""
+    here = weakref.ref(engine)
+    plain = type(optimizer)
+    names = {id(param): name for name, param in engine.leaves.items()}
+
+    def ordered() -> list[str]:
+        return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+
+    def state_dict() -> dict[str, Any]:
+        found = plain.state_dict(optimizer)
+        held = (here() or engine_of_none()).optimizer_state()
+        state = {i: held[name] for i, name in enumerate(ordered()) if name in held}
+        return {**found, "state": state}
+
+    def load_state_dict(given: Mapping[str, Any]) -> None:
+        plain.load_state_dict(optimizer, {**given, "state": {}})
+        held = dict(enumerate(ordered()))
+        (here() or engine_of_none()).load_optimizer_state(
+            {held[i]: x for i, x in given["state"].items()}
+        )
+
+    vars(optimizer).update(state_dict=state_dict, load_state_dict=load_state_dict)
+
+
+def engine_of_none() -> Engine:
+    """Refuse the state of an optimizer whose engine is gone."""
+    raise OptionError(
+        "the state of an optimizer is with an engine; got an optimizer whose engine is gone; keep "
+        "the engine"
+    )

@@ -14,7 +14,7 @@ from zfun.collectives import Group
 from zfun.errors import OptionError
 from zfun.interop.deepspeed import _checkpoint
 from zfun.interop.deepspeed._absent import ABSENT, refusal
-from zfun.interop.deepspeed._core import made
+from zfun.interop.deepspeed._core import attach_optimizer, made
 from zfun.interop.deepspeed._getters import value_of
 from zfun.interop.deepspeed._numbers import Numbers
 from zfun.interop.deepspeed._ranks import local_rank
@@ -54,6 +54,8 @@ class DeepSpeedEngine(Numbers):
         self._group = group
         self._core = made(module, settings, group)
         self.optimizer = settings.optimizer
+        if self.optimizer is not None:
+            attach_optimizer(self.optimizer, self._core)
         self.lr_scheduler = settings.scheduler
         self.training_dataloader = dataloader
         self.device = device
@@ -113,6 +115,12 @@ class DeepSpeedEngine(Numbers):
         Args:
             lr_kwargs: arguments of the scheduler's ``step``.
         """
+        if self.optimizer is None:
+            raise OptionError(
+                "step() takes the optimizer of initialize(); got an engine without one; pass "
+                "optimizer=, such as torch.optim.AdamW(model.parameters(), lr=3e-4), or write the "
+                "section optimizer"
+            )
         if self._in_no_sync:
             raise OptionError(
                 "step() ends the micro-batches of a step; got a call inside no_sync(); call "
@@ -139,6 +147,8 @@ class DeepSpeedEngine(Numbers):
         """Return whether the next :meth:`step` updates the parameters."""
         if self._boundary is not None:
             return self._boundary
+        if not self._settings.values["managed_gradient_accumulation"]:
+            return True
         return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
@@ -238,9 +248,9 @@ class DeepSpeedEngine(Numbers):
             load_dir: the directory of all checkpoints.
             tag: the name of the checkpoint; by default the one that ``latest`` names.
             load_module_strict: whether each name of the module must be there.
-            load_optimizer_states: whether to load the optimizer's state and the counters.
+            load_optimizer_states: whether to load the optimizer's state and the learning rates.
             load_lr_scheduler_states: whether to load the scheduler.
-            load_module_only: whether to load the weights only.
+            load_module_only: whether to load the weights only; the client state is returned too.
             custom_load_fn: only ``None``.
 
         Returns:
@@ -251,9 +261,14 @@ class DeepSpeedEngine(Numbers):
                 "load_checkpoint() loads weights by their names; got custom_load_fn; leave the "
                 "argument out, and call engine.load_module_state_dict() with your weights"
             )
-        has_optimizer = load_optimizer_states and not load_module_only
         return _checkpoint.load(
-            self, load_dir, tag, load_module_strict, has_optimizer, load_lr_scheduler_states
+            self,
+            load_dir,
+            tag,
+            load_module_strict,
+            has_optimizer=load_optimizer_states and not load_module_only,
+            has_counters=not load_module_only,
+            has_scheduler=load_lr_scheduler_states and not load_module_only,
         )
 
     def save_16bit_model(

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
@@ -58,14 +57,15 @@ def initialize(
     config_params: Mapping[str, Any] | str | Path | None = None,
     *,
     auto: AutoValues | None = None,
-) -> tuple[DeepSpeedEngine, torch.optim.Optimizer, Any, Any]:
+) -> tuple[DeepSpeedEngine, Any, Any, Any]:
     """Make an engine of a model, an optimizer and a configuration of DeepSpeed. All ranks call.
 
     Args:
         args: an object that may have ``deepspeed_config``, the path of the configuration.
         model: the model. Parameters have the values of rank 0.
         optimizer: an optimizer of torch or of ``ops``, or a function from the parameters to one;
-            by default the configuration's.
+            by default the configuration's. Without any the engine evaluates, as for a reference
+            model.
         model_parameters: parameters, or groups of parameters, for the configuration's optimizer;
             by default all that require a gradient.
         training_data: a dataset, of which each rank gets a share.

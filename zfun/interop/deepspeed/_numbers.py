@@ -18,7 +18,7 @@ __all__ = ["Numbers"]
 class Numbers(nn.Module):
     """Sizes of a batch, rates, norms and the stage."""
 
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer | None
     _settings: Settings
     _core: Engine
     _group: Group
@@ -74,16 +74,18 @@ class Numbers(nn.Module):
 
     def get_lr(self) -> list[float]:
         """Return the learning rate of each parameter group for the next step."""
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
+        return [float(group["lr"]) for group in self._groups_now()]
 
     def get_mom(self) -> list[Any]:
         """Return the momentum, or the decays, of each parameter group."""
-        groups = self.optimizer.param_groups
-        return [group.get("betas", group.get("momentum", 0.0)) for group in groups]
+        return [group.get("betas", group.get("momentum", 0.0)) for group in self._groups_now()]
+
+    def _groups_now(self) -> list[Any]:
+        return [] if self.optimizer is None else self.optimizer.param_groups
 
     def get_type(self) -> list[str]:
         """Return the name of the optimizer for each parameter group."""
-        return [type(self.optimizer).__name__ for _ in self.optimizer.param_groups]
+        return [type(self.optimizer).__name__ for _ in self._groups_now()]
 
     def loss_scale(self) -> float:
         """Return the factor of the loss in backward; 1 without one."""

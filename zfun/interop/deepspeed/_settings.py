@@ -33,16 +33,16 @@ class Settings:
         recipe: the options of ``zf.zero``.
         values: the value of each key.
         given: the values as written, by path.
-        optimizer: with the parameter groups.
-        groups: the groups as a pure optimizer.
+        optimizer: with the parameter groups; ``None`` for a model that is not trained.
+        groups: the groups as a pure optimizer; ``None`` without an optimizer.
         scheduler: steps with the engine; ``None`` if there is none.
     """
 
     recipe: Recipe
     values: Values
     given: Mapping[str, Any]
-    optimizer: torch.optim.Optimizer
-    groups: ParamGroups
+    optimizer: torch.optim.Optimizer | None
+    groups: ParamGroups | None
     scheduler: Any
 
 
@@ -99,9 +99,9 @@ def settings_of(
 
     Raises:
         ConfigError: the configuration has mistakes; the message lists all of them.
-        OptionError: there is no optimizer.
+        OptionError: the optimizer has parameters that the model does not have.
     """
-    keys, name = read(config)
+    keys, _ = read(config)
     params = _trained(module) if model_parameters is None else list(model_parameters)
     if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer(params)
@@ -119,10 +119,7 @@ def settings_of(
     if made is None and recipe.rule is not None:
         made = Configured(params, recipe.rule)
     if made is None:
-        raise OptionError(
-            f"initialize() takes an optimizer; got none, and {name} has no section optimizer; "
-            "pass optimizer=, such as torch.optim.AdamW(model.parameters(), lr=3e-4)"
-        )
+        return Settings(recipe, found.values, found.given, None, None, None)
     scheduler = _scheduler(recipe, made, lr_scheduler)
     own = {id(param) for param in module.parameters()}
     for param in (p for group in made.param_groups for p in group["params"]):
