@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
 import re
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,7 @@ from tests.interop.ds_configs import FILES, auto_of
 from zfun.errors import CheckpointError, ConfigError, OptionError, SpecMismatch
 from zfun.interop import from_ds_config
 from zfun.interop.deepspeed._absent import ABSENT
+from zfun.testing import assert_same_bits
 
 STEPS = 6
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
@@ -611,3 +614,48 @@ def test_ranks_of_torchrun_train_as_simulated_ones(tmp_path: Path) -> None:
     first, second = (json.loads((tmp_path / f"{stage}.json").read_text()) for stage in (2, 3))
     assert first == second
     assert first[-1]["loss"] < first[0]["loss"]
+
+
+KINDS: dict[str, Any] = {
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adam": lambda p: torch.optim.AdamW(p, lr=0.1),
+    "amsgrad": lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True),
+    "fused": lambda p: deepspeed.ops.adam.FusedAdam(p, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_script_that_saves_the_state_of_the_optimizer_goes_on_bitwise(
+    kind: str, stage: int
+) -> None:
+    def fresh(group: zf.Group) -> Any:
+        torch.manual_seed(0)
+        model = net()
+        return made(group, stage, model, optimizer=KINDS[kind](model.parameters()))[:2]
+
+    def steps(engine: Any, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            x, y = batch(number, 0, 1)
+            engine.backward((engine(x) - y).square().mean())
+            engine.step()
+
+    def main(group: zf.Group) -> None:
+        whole, _ = fresh(group)
+        steps(whole, range(4 * MICRO_BATCHES))
+        engine, optimizer = fresh(group)
+        steps(engine, range(2 * MICRO_BATCHES))
+        saved = copy.deepcopy((engine.module_state_dict(), optimizer.state_dict()))
+        schedule = engine.lr_scheduler and engine.lr_scheduler.state_dict()
+        assert len(saved[1]["state"]) == len([*engine.module.parameters()])
+        again, optimizer = fresh(group)
+        again.load_module_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        if schedule:
+            again.lr_scheduler.load_state_dict(schedule)
+        steps(again, range(2 * MICRO_BATCHES, 4 * MICRO_BATCHES))
+        assert_same_bits(again.module_state_dict(), whole.module_state_dict())
+        with pytest.raises(CheckpointError, match=r"takes the moments of each leaf; got none"):
+            optimizer.load_state_dict({**saved[1], "state": {}})
+
+    zf.simulate(2, main)

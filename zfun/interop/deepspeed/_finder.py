@@ -21,6 +21,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from zfun.errors import OptionError
 from zfun.interop.deepspeed._absent import ABSENT_MODULES, is_dunder, placeholder, remedy_of
 
@@ -209,5 +211,9 @@ def install() -> None:
             others[0].version,
         )
     sys.meta_path.insert(0, _Named())
+    # Libraries ask weights inside of backward, which are parameters in DeepSpeed. Here they are
+    # tensors with whole values, and those that autograd saves have no attributes of their own.
+    status = importlib.import_module(f"{_HERE}.runtime.zero").ZeroParamStatus
+    torch.Tensor.ds_status = status.AVAILABLE
     if is_stub:
         sys.modules[_NAME] = sys.modules[_HERE]

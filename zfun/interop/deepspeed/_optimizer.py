@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from zfun.errors import OptionError
-from zfun.interop.deepspeed._moments import dict_of, load_dict
 
 __all__ = ["EngineOptimizer"]
 
@@ -104,21 +103,37 @@ class EngineOptimizer(torch.optim.Optimizer):
         self.optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the groups, and the moments and master weights of this rank.
+        """Return the groups, and whole moments and master weights in torch's form.
 
-        The form is torch's, with vectors of the elements that this rank has: all at stage 0, a part
-        at other stages. So each rank saves its own, and loads that into an engine of the same stage
-        and number of ranks. ``engine.save_checkpoint`` has no such limit.
+        Every rank must call, also where rank 0 alone saves.
         """
-        return dict_of(self._owner()._core, self.param_groups)
+        state = self._owner()._core.optimizer_state()
+        numbers = {id(param): i for i, param in enumerate(self._params())}
+        groups = [
+            {**group, "params": [numbers[id(p)] for p in group["params"]]}
+            for group in self.param_groups
+        ]
+        named = {i: state[name] for i, name in self._named().items() if name in state}
+        return {"state": named, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take what :meth:`state_dict` has returned on this rank; every rank must call.
+        """Take what :meth:`state_dict` has returned, at any stage; every rank must call.
 
         Raises:
-            CheckpointError: moments are missing, or are those of another rank.
+            CheckpointError: moments are missing.
         """
-        load_dict(self._owner()._core, self.param_groups, state_dict)
+        named, state = self._named(), state_dict.get("state", {})
+        self._owner()._core.load_optimizer_state({named[i]: x for i, x in state.items()})
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({name: value for name, value in saved.items() if name != "params"})
+
+    def _params(self) -> list[nn.Parameter]:
+        return [param for group in self.param_groups for param in group["params"]]
+
+    def _named(self) -> dict[int, str]:
+        """Return the names of the parameters by their numbers, as torch counts."""
+        names = {id(param): name for name, param in self._owner()._core.leaves.items()}
+        return {i: names[id(param)] for i, param in enumerate(self._params())}
 
 
 class _Offload:

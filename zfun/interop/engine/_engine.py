@@ -37,6 +37,7 @@ from zfun.interop.engine._grad_sum import GradSum, Told
 from zfun.interop.engine._groups import UNBOUNDED, ParamGroups
 from zfun.interop.engine._live import Live, check_free
 from zfun.interop.engine._parameter import leave_meta
+from zfun.interop.engine._torch_state import torch_state, with_torch_state
 from zfun.interop.engine._values import (
     Buffers,
     carried,
@@ -693,6 +694,22 @@ class Engine:
             SpecMismatch: names or shapes differ.
         """
         self.state = with_values(self.module, self.state, values, strict=strict)
+
+    def optimizer_state(self) -> dict[str, dict[str, Tensor]]:
+        """Return whole moments and step counts by leaf, as torch names them; every rank must call.
+
+        Raises:
+            CheckpointError: the optimizer has a state that belongs to no leaf.
+        """
+        return torch_state(self._state)
+
+    def load_optimizer_state(self, given: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take what :meth:`optimizer_state` returned, the same on every rank.
+
+        Raises:
+            CheckpointError: a moment of a leaf is missing.
+        """
+        self._state = with_torch_state(self._state, given)
 
     def save(self, path: str | Path, extra: Any = None, **options: Any) -> checkpoint.Saved:
         """Save the state and plain values of the caller.

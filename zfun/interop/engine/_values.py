@@ -23,7 +23,15 @@ from zfun.reductions import merge_buffers
 from zfun.sources import Deferred
 from zfun.transforms import check_agreement, unshard
 
-__all__ = ["Buffers", "carried", "leaves_of", "named_leaves", "whole_by_bucket", "whole_values"]
+__all__ = [
+    "Buffers",
+    "carried",
+    "leaves_of",
+    "named_leaves",
+    "parts_of",
+    "whole_by_bucket",
+    "whole_values",
+]
 
 
 def named_leaves(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -220,11 +228,11 @@ def carried(old: ZeroState, new: ZeroState) -> ZeroState:
         old: the state so far.
         new: made of the same values.
     """
-    old_parts = dict(zip(*_parts(old.opt_state), strict=True))
+    old_parts = dict(zip(*parts_of(old.opt_state), strict=True))
     trained = set(old.params.layout.paths)
     missed = dict(old.missed.counts)
     moved: list[Any] = []
-    for path, part in zip(*_parts(new.opt_state), strict=True):
+    for path, part in zip(*parts_of(new.opt_state), strict=True):
         if isinstance(part, Flat):
             count = old_parts.get(f"{path.rpartition('.')[0].removesuffix('.trees')}.count")
             for leaf in part.layout.paths:
@@ -260,5 +268,5 @@ def _is_flat(value: Any) -> bool:
     return isinstance(value, Flat)
 
 
-def _parts(state: Any) -> tuple[list[str], list[Any]]:
+def parts_of(state: Any) -> tuple[list[str], list[Any]]:
     return tree.paths(state, is_leaf=_is_flat), tree.flatten(state, is_leaf=_is_flat)[0]

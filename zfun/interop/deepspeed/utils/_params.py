@@ -6,18 +6,16 @@ Functions with ``full`` in the name have the whole value, and every rank must ca
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from zfun import tree
-from zfun.errors import OptionError
-from zfun.flat import Flat
+from zfun import stores, tree
+from zfun.errors import CheckpointError, OptionError
+from zfun.flat import Flat, leaf_spans
 from zfun.interop._named import masters_of, write_leaves
-from zfun.interop.deepspeed._moments import check_memory, entries, local_of, write_local
 from zfun.interop.engine import Engine
+from zfun.interop.engine._torch_state import FIELDS
+from zfun.interop.engine._values import parts_of
 from zfun.placement import S
 from zfun.transforms import unshard
 
@@ -62,7 +60,7 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
 
 def safe_get_local_fp32_param(param: Tensor) -> Tensor | None:
     """Return this rank's elements of a parameter, or of its master weight."""
-    return None if (found := _of(param)) is None else local_of(*_fp32(*found)).float()
+    return None if (found := _of(param)) is None else _local(*_fp32(*found)).float()
 
 
 def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
@@ -76,7 +74,7 @@ def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
         )
     for flat in (*masters_of(state.opt_state), state.params, state.frozen):
         if flat is not None and name in flat.layout.paths:
-            write_local(flat, name, value)
+            _write_local(flat, name, value)
 
 
 def safe_get_full_grad(param: Tensor) -> Tensor | None:
@@ -93,20 +91,20 @@ def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
     """Set the whole gradient of a parameter for the next step, the same on every rank."""
     _needed(param, "safe_set_full_grad", value)
     flat, name, scale = _needed_grads(param, "safe_set_full_grad")
-    check_memory(flat)
+    _check_memory(flat)
     write_leaves(flat, {name: value * scale})
 
 
 def safe_get_local_grad(param: Tensor) -> Tensor | None:
     """Return this rank's elements of the gradient, without the loss scale."""
     found = _grads(param)
-    return None if found is None else local_of(*found[:2]).float() / found[2]
+    return None if found is None else _local(*found[:2]).float() / found[2]
 
 
 def safe_set_local_grad(param: Tensor, value: Tensor) -> None:
     """Set this rank's elements of the gradient for the next step."""
     flat, name, scale = _needed_grads(param, "safe_set_local_grad")
-    write_local(flat, name, value * scale)
+    _write_local(flat, name, value * scale)
 
 
 def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
@@ -132,21 +130,21 @@ def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key:
     _needed(param, "safe_set_full_optimizer_state", value)
     if (found := _moments(param, optim_state_key)) is not None:
         flat, name = found
-        check_memory(flat)
+        _check_memory(flat)
         write_leaves(flat, {name: value})
 
 
 def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
     """Return this rank's elements of the moments of a parameter."""
     found = _moments(param, optim_state_key)
-    return None if found is None else local_of(*found).clone()
+    return None if found is None else _local(*found).clone()
 
 
 def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
     """Set this rank's elements of the moments of a parameter."""
     _needed(param, "safe_set_local_optimizer_state")
     if (found := _moments(param, optim_state_key)) is not None:
-        write_local(*found, value)
+        _write_local(*found, value)
 
 
 def _of(param: Tensor) -> tuple[Engine, str] | None:
@@ -208,7 +206,11 @@ def _moments(param: Tensor, key: str) -> tuple[Flat, str] | None:
     found = _of(param)
     if found is None:
         return None
-    own = {entry.key: entry.flat for entry in _entries(*found)}
+    own = {
+        FIELDS.get(field := path.rpartition(".")[2], field): part
+        for path, part in zip(*parts_of(found[0].state.opt_state), strict=True)
+        if isinstance(part, Flat) and found[1] in part.layout.paths
+    }
     if own and key not in own:
         raise OptionError(
             f"an optimizer has moments by torch's names; got {key!r}, and leaf {found[1]!r} has "
@@ -217,5 +219,29 @@ def _moments(param: Tensor, key: str) -> tuple[Flat, str] | None:
     return (own[key], found[1]) if own else None
 
 
-def _entries(engine: Engine, name: str) -> Iterator[Any]:
-    return (entry for entry in entries(engine) if entry.leaf == name)
+def _local(flat: Flat, leaf: str) -> Tensor:
+    """Return this rank's elements of a leaf as a vector: a view, unless a store has them."""
+    held = stores.resident(flat)
+    span = next(span for span in leaf_spans(held) if span.path == leaf)
+    return held.buffers[span.bucket][span.start : span.stop]
+
+
+def _write_local(flat: Flat, leaf: str, value: Tensor) -> None:
+    """Write this rank's elements of a leaf, in place."""
+    _check_memory(flat)
+    size = _local(flat, leaf).numel()
+    if value.numel() != size:
+        raise CheckpointError(
+            f"this rank has {size} elements of leaf {leaf!r}; got {value.numel()}; pass values of "
+            "this rank, at the same stage and number of ranks"
+        )
+    write_leaves(flat, {leaf: value}, local=True)
+
+
+def _check_memory(flat: Flat) -> None:
+    """Refuse to write to a state that is in a store."""
+    if not all(isinstance(buffer, Tensor) for buffer in flat.buffers):
+        raise OptionError(
+            "single values are written to a state in memory; got a state in a store; leave "
+            "offload_optimizer out, or save and load with engine.save_checkpoint()"
+        )
