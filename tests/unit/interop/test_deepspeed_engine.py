@@ -625,6 +625,48 @@ def test_tensors_of_a_call_tell_what_partitioned_parameters_tell() -> None:
     zf.simulate(1, main)
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_saved_tensors_tell_that_values_are_there(
+    stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """install() gives tensors the status, for code that asks inside of backward."""
+    status = deepspeed.zero.ZeroParamStatus.AVAILABLE
+    monkeypatch.setattr(torch.Tensor, "ds_status", status, raising=False)
+
+    class Times(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:  # pyrefly: ignore
+            ctx.save_for_backward(x, weight)
+            return x @ weight
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:  # pyrefly: ignore
+            x, weight = ctx.saved_tensors
+            away = [weight] if weight.ds_status is not status else []
+            with deepspeed.zero.GatheredParameters(away):
+                return grad @ weight.t(), x.t() @ grad
+
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Times.apply(self.net(x), self.net.first.weight)
+
+    def main(group: zf.Group) -> Any:
+        torch.manual_seed(0)
+        model = Head()
+        deepspeed.zero.Init(model, data_parallel_group=group, enabled=stage != 1)
+        return trained(made(group, stage, model), group, 0, 2)
+
+    def whole(group: zf.Group) -> Any:
+        torch.manual_seed(0)
+        return trained(made(group, 0, Head()), group, 0, 2)
+
+    assert zf.simulate(2, main) == zf.simulate(2, whole)
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_blocks_run_again_under_torchs_checkpoint(reentrant: bool) -> None:
     class Again(nn.Module):

@@ -188,8 +188,7 @@ def adopt(param: nn.Parameter, owner: Owner, name: str, *, is_hidden: bool) -> N
     record._zfun_shown = False
     if not is_hidden:
         for name in ("ds_id", "ds_tensor", "ds_status", "ds_shape", "ds_numel"):
-            if hasattr(param, name):
-                delattr(param, name)
+            param.__dict__.pop(name, None)
         return
     record.ds_tensor, record.ds_name = None, name
     record.ds_active_sub_modules = set()
