@@ -89,6 +89,7 @@ def initialize(
         OptionError: an argument that is missing, or that zfun does not have.
 
     Example:
+        >>> import torch
         >>> config = {
         ...     "train_micro_batch_size_per_gpu": 2,
         ...     "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
