@@ -109,7 +109,6 @@ def test_models_of_transformers_are_made_in_pieces(ranks: int, tmp_path: Path) -
 
 
 # accelerate writes an infinite steps_per_print into each configuration.
-@pytest.mark.xfail(reason="steps_per_print takes integers only", strict=False)
 @pytest.mark.slow
 def test_accelerate_launches_a_script_with_a_file_for_deepspeed(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(

@@ -118,7 +118,10 @@ def test_bf16_computes_under_autocast(tmp_path: Path) -> None:
     # With a precision of zfun, parameters are kept in bfloat16, and masters in float32.
     kept, _ = both(tmp_path, {"bf16": True}, zero={"stage": 3, "precision": torch.bfloat16})
     assert_close_histories(kept, theirs, rtol=3e-2)
-    assert {p.dtype for p in kept.gather_model().parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in kept.model.parameters()} == {torch.bfloat16}
+    masters = [*kept.gather_model().parameters()]
+    assert {p.dtype for p in masters} == {torch.float32}
+    assert any(not torch.equal(p, p.bfloat16().float()) for p in masters)
 
 
 @pytest.mark.slow
@@ -300,7 +303,10 @@ DS_CONFIG = {
 
 @pytest.mark.slow
 def test_a_configuration_of_deepspeed_is_read(tmp_path: Path) -> None:
-    ours, theirs = both(tmp_path, {}, zero=DS_CONFIG)
+    # As under DeepSpeed, the optimizer of a configuration has one group, so biases decay too.
+    one_group, _ = both(tmp_path, {}, zero=DS_CONFIG)
+    assert [g["weight_decay"] for g in one_group.optimizer.param_groups] == [0.1]
+    ours, theirs = both(tmp_path, {"weight_decay": 0.0}, zero=DS_CONFIG)
     assert_close_histories(ours, theirs)
     auto = interop.AutoValues(
         micro_batch_size=4,
@@ -311,7 +317,8 @@ def test_a_configuration_of_deepspeed_is_read(tmp_path: Path) -> None:
     )
     rest = {name: value for name, value in DS_CONFIG.items() if name != "optimizer"}
     recipe = interop.from_ds_config(rest, auto=auto)
-    again = trainers.make(Trainer, str(tmp_path), options=SHORT, zero=recipe)
+    no_decay = {**SHORT, "weight_decay": 0.0}
+    again = trainers.make(Trainer, str(tmp_path), options=no_decay, zero=recipe)
     again.train()
     assert trainers.history(again) == trainers.history(ours)
     with pytest.raises(OptionError, match=r"numbers; got gradient_accumulation_steps: 2 and 3"):
