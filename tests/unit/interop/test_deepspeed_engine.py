@@ -432,6 +432,39 @@ def test_a_checkpoint_has_one_tag_and_a_script(tmp_path: Path) -> None:
     assert not (tmp_path / "rank0").exists()
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_state_dict_of_the_optimizer_has_the_loss_scale(stage: int) -> None:
+    half = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2, "hysteresis": 1}
+    section = {"type": "AdamW", "params": {"lr": 1e-2}}
+
+    def main(group: zf.Group) -> None:
+        def begun() -> Any:
+            return made(group, stage, net(), optimizer=section, fp16=half)
+
+        def steps(engine: Any, count: int) -> None:
+            for micro in range(count * MICRO_BATCHES):
+                x, y = batch(micro, group.rank, group.size)
+                engine.backward(error(engine(x.half()).float(), y))
+                engine.step()
+
+        engine, other = begun(), begun()
+        steps(engine, 3)
+        assert engine.cur_scale != other.cur_scale
+        saved = copy.deepcopy(engine.optimizer.state_dict())
+        other.load_module_state_dict(weights(engine))
+        other.optimizer.load_state_dict(saved)
+        assert other.cur_scale == engine.cur_scale
+        steps(engine, 3)
+        steps(other, 3)
+        assert other.cur_scale == engine.cur_scale
+        torch.testing.assert_close(weights(other), weights(engine), rtol=0, atol=0)
+        del saved["loss_scaler"]
+        with pytest.raises(CheckpointError, match=r"loss scale of fp16; got a dict without"):
+            other.optimizer.load_state_dict(saved)
+
+    zf.simulate(2, main)
+
+
 @pytest.mark.parametrize("kind", ["bf16", "Lion", "Adagrad", "Muon", "torch"])
 def test_the_state_dict_of_the_optimizer_goes_on_bitwise(kind: str) -> None:
     def begun(group: zf.Group, stage: int, seed: int = 0) -> Any:

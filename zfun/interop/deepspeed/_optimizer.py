@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zfun.errors import OptionError
+from zfun.errors import CheckpointError, OptionError
 
 __all__ = ["EngineOptimizer"]
 
@@ -107,25 +107,37 @@ class EngineOptimizer(torch.optim.Optimizer):
 
         Every rank must call, also where rank 0 alone saves.
         """
-        state = self._owner()._core.optimizer_state()
+        core = self._owner()._core
+        state, scale = core.optimizer_state(), core.state.loss_scale
         numbers = {id(param): i for i, param in enumerate(self._params())}
         groups = [
             {**group, "params": [numbers[id(p)] for p in group["params"]]}
             for group in self.param_groups
         ]
         named = {i: state[name] for i, name in self._named().items() if name in state}
-        return {"state": named, "param_groups": groups}
+        found = {"state": named, "param_groups": groups}
+        return found if scale is None else {**found, "loss_scaler": scale._asdict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take what :meth:`state_dict` has returned, at any stage; every rank must call.
 
         Raises:
-            CheckpointError: moments are missing.
+            CheckpointError: moments are missing, or the loss scale of an engine that has one.
         """
+        core = self._owner()._core
+        scale = core.state.loss_scale
+        if scale is not None and "loss_scaler" not in state_dict:
+            raise CheckpointError(
+                "load_state_dict() of an engine's optimizer takes the loss scale of fp16; got a "
+                "dict without 'loss_scaler'; pass what state_dict() of an engine with fp16 returned"
+            )
         named, state = self._named(), state_dict.get("state", {})
-        self._owner()._core.load_optimizer_state({named[i]: x for i, x in state.items()})
+        core.load_optimizer_state({named[i]: x for i, x in state.items()})
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({name: value for name, value in saved.items() if name != "params"})
+        if scale is not None:
+            values = {name: x.clone() for name, x in state_dict["loss_scaler"].items()}
+            core.state = core.state._replace(loss_scale=scale._replace(**values))
 
     def _params(self) -> list[nn.Parameter]:
         return [param for group in self.param_groups for param in group["params"]]
