@@ -408,13 +408,22 @@ def test_autocast_is_torchs_around_the_loss(stage: int) -> None:
     assert found[-1] != pytest.approx(found[0], rel=1e-2)
 
 
-def test_autocast_in_float16_has_a_loss_scale_and_an_engine_refuses_autocast() -> None:
+def test_autocast_in_float16_has_a_loss_scale_also_in_an_engine() -> None:
     config = {"torch_autocast": {"enabled": True, "dtype": "half"}}
     assert isinstance(from_ds_config(config).precision.loss_scale, zf.optim.LossScale)
     model = torch.nn.Linear(2, 1)
     config |= {"optimizer": {"type": "SGD"}, "train_batch_size": 2}
-    with pytest.raises(OptionError, match="the forward of the model"):
-        ds.initialize(model=model, config=config)
+    engine, *_ = ds.initialize(model=model, config=config)
+    out = engine(torch.ones(2, 2))
+    assert out.dtype is torch.float16
+    assert engine.cur_scale == 2.0**16
+    before, gradient = model.weight.detach().clone(), 0.02 * out.detach().float().sum()
+    # Small, because the scaled gradient is in float16.
+    engine.backward(0.01 * out.float().square().sum())
+    engine.step()
+    change = before - model.weight.detach()
+    expected = engine.get_lr()[0] * gradient.expand(1, 2)
+    torch.testing.assert_close(change, expected, rtol=2e-3, atol=0)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
