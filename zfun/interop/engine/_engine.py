@@ -37,6 +37,7 @@ from zfun.interop.engine._grad_sum import GradSum, Told
 from zfun.interop.engine._groups import UNBOUNDED, ParamGroups
 from zfun.interop.engine._live import Live, check_free
 from zfun.interop.engine._parameter import leave_meta
+from zfun.interop.engine._torch_states import torch_state, with_torch_state
 from zfun.interop.engine._values import (
     Buffers,
     carried,
@@ -49,7 +50,7 @@ from zfun.placement import S
 from zfun.recipes import StepInfo, Zero, ZeroState
 from zfun.reductions import global_norm
 from zfun.sources import Deferred
-from zfun.transforms import Tape, WeightedMean
+from zfun.transforms import Tape, WeightedMean, unshard
 
 __all__ = ["Engine"]
 
@@ -504,6 +505,24 @@ class Engine:
             self._drop_strays()
         self._reset()
 
+    def show_grads(self) -> None:
+        """Move the gradients since the last step to ``.grad``, whole; every rank must call.
+
+        A read or write of ``.grad`` outside of backward calls this. The next step takes what is in
+        ``.grad`` then, so code may scale, clip or drop it; the step itself divides by
+        ``accumulate``. Gradients of weighted means stay where they are.
+        """
+        self._settle()
+        if self._sum.grads is None or self._sum.is_weighted:
+            return
+        self._collected()
+        self._drop_strays()
+        whole = unshard(self._sum.grads)
+        with torch._C.DisableTorchFunctionSubclass():
+            for name, grad in zip(tree.paths(whole), tree.leaves(whole), strict=True):
+                self._params[name].grad = grad.detach().to(self._params[name].dtype)
+        self._sum.grads, self._ready = None, None
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients since the last step, but those of the parameters of ``extra=``."""
         del set_to_none
@@ -544,6 +563,30 @@ class Engine:
     def eval(self) -> Self:
         """Set the module to eval mode."""
         return self.train(False)
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """Return ``state_dict()`` of the torch optimizer with its moments; every rank must call."""
+        return torch_state(self._state, self._torch_groups())
+
+    def load_optimizer_state(self, given: Mapping[str, Any]) -> None:
+        """Take what ``state_dict()`` of a torch optimizer returns; every rank must call.
+
+        Args:
+            given: the same on every rank.
+
+        Raises:
+            SpecMismatch: as for another optimizer.
+        """
+        self.prepare()
+        self._state = with_torch_state(self._state, self._torch_groups(), given)
+
+    def _torch_groups(self) -> ParamGroups:
+        if self._groups is None:
+            raise OptionError(
+                "the state of a torch optimizer belongs to one; got an engine with a rule of "
+                "zf.optim; read engine.state.opt_state"
+            )
+        return self._groups
 
     # Values.
 

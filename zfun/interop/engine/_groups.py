@@ -66,18 +66,24 @@ class ParamGroups:
         if not set(self.labels.values()) - {_NO_GROUP}:
             raise OptionError(
                 "an optimizer trains at least one parameter; "
-                f"{type(self._torch).__name__} has none that requires a gradient; set "
+                f"{type(self.torch_optimizer).__name__} has none that requires a gradient; set "
                 "requires_grad, or pass an optimizer of the model's own parameters"
             )
 
     @property
-    def _torch(self) -> Any:
+    def torch_optimizer(self) -> Any:
+        """The optimizer itself, where a wrapper was given."""
         return getattr(self.optimizer, "optimizer", self.optimizer)
 
     @property
     def groups(self) -> list[dict[str, Any]]:
         """The groups."""
         return self.optimizer.param_groups
+
+    def positions(self) -> dict[str, int]:
+        """Return the places of the parameters in the groups, by name."""
+        params = [p for group in self.groups for p in group["params"]]
+        return {self._names[id(p)]: i for i, p in enumerate(params) if id(p) in self._names}
 
     def strangers(self) -> list[nn.Parameter]:
         """Return the parameters of the groups that the module does not have."""
@@ -169,7 +175,7 @@ class ParamGroups:
 
     def stepped(self) -> None:
         """Mark that the optimizer has stepped, for which schedulers of torch ask."""
-        self._torch._opt_called = True
+        self.torch_optimizer._opt_called = True
 
     def numbers(self) -> list[dict[str, Any]]:
         """Return the options of the groups, with names of parameters in place of tensors."""
@@ -184,7 +190,7 @@ class ParamGroups:
     def _made(self) -> dict[str, Rule]:
         used = set(self.labels.values())
         return {
-            label: self._rule(self._torch, group)
+            label: self._rule(self.torch_optimizer, group)
             for index, group in enumerate(self.groups)
             for label in (str(index), f"{_EXTRA}{index}")
             if label in used
@@ -196,7 +202,7 @@ def _rule_of(optimizer: Any, group: Mapping[str, Any]) -> Rule:
     configured = getattr(optimizer, "rule", None)
     if isinstance(configured, ds_config.Rule):
         return rule_of_group(configured, group)
-    return rule_of(type(optimizer), group)
+    return rule_of(getattr(optimizer, "torch_class", type(optimizer)), group)
 
 
 def _fixed(options: Mapping[str, Any]) -> dict[str, Any]:

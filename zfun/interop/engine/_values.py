@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,16 @@ from zfun.reductions import merge_buffers
 from zfun.sources import Deferred
 from zfun.transforms import check_agreement, unshard
 
-__all__ = ["Buffers", "carried", "leaves_of", "named_leaves", "whole_by_bucket", "whole_values"]
+__all__ = [
+    "Buffers",
+    "carried",
+    "is_flat",
+    "leaves_of",
+    "named_leaves",
+    "parts_of",
+    "whole_by_bucket",
+    "whole_values",
+]
 
 
 def named_leaves(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -215,11 +224,11 @@ def carried(old: ZeroState, new: ZeroState) -> ZeroState:
         old: the state so far.
         new: made of the same values.
     """
-    old_parts = dict(zip(*_parts(old.opt_state), strict=True))
+    old_parts = dict(zip(*parts_of(old.opt_state), strict=True))
     trained = set(old.params.layout.paths)
     missed = dict(old.missed.counts)
     moved: list[Any] = []
-    for path, part in zip(*_parts(new.opt_state), strict=True):
+    for path, part in zip(*parts_of(new.opt_state), strict=True):
         if isinstance(part, Flat):
             count = old_parts.get(f"{path.rpartition('.')[0].removesuffix('.trees')}.count")
             for leaf in part.layout.paths:
@@ -230,7 +239,7 @@ def carried(old: ZeroState, new: ZeroState) -> ZeroState:
         elif isinstance(part, Tensor) and isinstance(old_parts.get(path), Tensor):
             part = old_parts[path].clone()
         moved.append(part)
-    state = tree.unflatten(tree.structure(new.opt_state, is_leaf=_is_flat), moved)
+    state = tree.unflatten(tree.structure(new.opt_state, is_leaf=is_flat), moved)
     return new._replace(
         opt_state=state,
         step=old.step,
@@ -251,9 +260,11 @@ def _with_leaf(part: Flat, leaf: str, field: str, old_parts: Mapping[str, Any]) 
     return part
 
 
-def _is_flat(value: Any) -> bool:
+def is_flat(value: Any) -> TypeGuard[Flat]:
+    """Whether a part of a state is sharded."""
     return isinstance(value, Flat)
 
 
-def _parts(state: Any) -> tuple[list[str], list[Any]]:
-    return tree.paths(state, is_leaf=_is_flat), tree.flatten(state, is_leaf=_is_flat)[0]
+def parts_of(state: Any) -> tuple[list[str], list[Any]]:
+    """Return the paths and the parts of an optimizer's state, with each ``Flat`` as one part."""
+    return tree.paths(state, is_leaf=is_flat), tree.flatten(state, is_leaf=is_flat)[0]
