@@ -263,9 +263,10 @@ class Live:
 
     def show_grads(self) -> None:
         """Let ``.grad`` have the gradients, outside of calls and of backward."""
-        if self.bound is None and torch._C._current_graph_task_id() == -1:
-            if (owner := self._owner()) is not None:
-                owner.show_grads()
+        owner = self._owner()
+        is_outside = self.bound is None and torch._C._current_graph_task_id() == -1
+        if is_outside and owner is not None:
+            owner.show_grads()
 
     def end(self) -> None:
         """End a step: values that were gathered outside of calls are old from now on."""

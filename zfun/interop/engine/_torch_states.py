@@ -14,6 +14,7 @@ from zfun.flat import Flat
 from zfun.interop._named import write_leaves
 from zfun.interop.engine._groups import ParamGroups
 from zfun.interop.engine._values import is_flat, parts_of
+from zfun.optim import MissedSteps
 from zfun.recipes import ZeroState
 from zfun.transforms import unshard
 
@@ -37,19 +38,20 @@ def torch_state(state: ZeroState, groups: ParamGroups) -> dict[str, Any]:
     for path, part in parts.items():
         owner, field = _owner(path)
         count = int(parts.get(f"{owner}.count", 0))
-        if not is_flat(part) or field == _MASTER or not count:
+        if not is_flat(part) or field == _MASTER:
             continue
         beside = {
             name.rpartition(".")[2]: x
             for name, x in parts.items()
             if name.startswith(f"{owner}.scalars.")
         }
-        if field in ("mu", "total"):
-            beside["step"] = torch.tensor(float(count))
         for leaf, value in _named(unshard(part)).items():
-            entry = entries.setdefault(positions[leaf], {})
-            entry[TORCH_NAMES.get(field, field)] = value.detach().clone()
-            entry |= {name: x.clone() for name, x in beside.items()}
+            if steps := count - state.missed.counts.get(leaf, 0):
+                entry = entries.setdefault(positions[leaf], {})
+                entry[TORCH_NAMES.get(field, field)] = value.detach().clone()
+                entry |= {name: x.clone() for name, x in beside.items()}
+                if "step" in beside or field in ("mu", "total"):
+                    entry["step"] = torch.tensor(float(steps))
     saved = torch.optim.Optimizer.state_dict(groups.torch_optimizer)
     return {"state": dict(sorted(entries.items())), "param_groups": saved["param_groups"]}
 
@@ -74,19 +76,28 @@ def with_torch_state(state: ZeroState, groups: ParamGroups, given: Mapping[str, 
     for path, part in zip(paths, parts, strict=True):
         if is_flat(part):
             leaves.setdefault(_owner(path)[0], set()).update(part.layout.paths)
-    new, steps = list[Any](), 0
+    new, last, missed = list[Any](), 0, dict[str, int]()
     for path, part in zip(paths, parts, strict=True):
         owner, field = _owner(path)
         own = {leaf: entries.get(positions[leaf], {}) for leaf in leaves.get(owner, ())}
         if is_flat(part) and field != _MASTER:
             part = _filled(part, TORCH_NAMES.get(field, field), own)
-        elif isinstance(part, Tensor) and (field == "count" or path == f"{owner}.scalars.{field}"):
-            found = _number(own, "step" if field == "count" else field)
-            part = torch.full_like(part, found)
-            steps = max(steps, int(part)) if field == "count" else steps
+        elif field == "count":
+            # SGD does not count.
+            steps = {leaf: int(entry.get("step", bool(entry))) for leaf, entry in own.items()}
+            count = max(steps.values(), default=0)
+            missed |= {leaf: count - x for leaf, x in steps.items() if x != count}
+            part, last = torch.full_like(part, count), max(last, count)
+        elif path == f"{owner}.scalars.{field}":
+            part = torch.full_like(part, _number(own, field))
         new.append(part)
     made = tree.unflatten(tree.structure(state.opt_state, is_leaf=is_flat), new)
-    return state._replace(opt_state=made, step=steps, num_applied=steps)
+    return state._replace(
+        opt_state=made,
+        step=last,
+        num_applied=last,
+        missed=MissedSteps(dict(sorted(missed.items()))),
+    )
 
 
 def _owner(path: str) -> tuple[str, str]:
@@ -118,15 +129,14 @@ def _filled(part: Flat, name: str, entries: Mapping[str, Mapping[str, Any]]) -> 
 
 def _number(entries: Mapping[str, Mapping[str, Any]], name: str) -> float:
     """Return a number that torch keeps for each tensor, which is one number here."""
-    # SGD does not count.
-    default = float(any(entries.values())) if name == "step" else 0.0
-    found = {leaf: float(entry.get(name, default)) for leaf, entry in entries.items()}
-    first = next(iter(found.values()), 0.0)
+    found = {leaf: float(entry[name]) for leaf, entry in entries.items() if name in entry}
+    first = max(found.values(), default=0.0)
     for leaf, value in found.items():
-        if value != first:
+        # Counts of steps are those of the leaves that have taken all.
+        if value != first and name != "step":
             raise SpecMismatch(
-                f"parameters of one group have taken the same steps; leaf {leaf!r} has "
-                f"{name} = {value:g}; got {first:g} for another; put the leaf into a group of "
+                f"parameters of one group have one {name!r}, as an optimizer keeps it; leaf "
+                f"{leaf!r} has {value:g}; got {first:g} for another; put the leaf into a group of "
                 "its own",
                 leaf=leaf,
             )

@@ -10,10 +10,12 @@ ranks. Parameters are sharded between hooks, as the stage says.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
@@ -88,6 +90,35 @@ class ManualRun:
         return engine.step(boundary=True)
 
 
+def engine_options(
+    module: nn.Module, recipe: Recipe, group: Group, device: torch.device, seed: int
+) -> dict[str, Any]:
+    """Return the arguments of an engine beside module, optimizer and bound.
+
+    Args:
+        module: of the engine, or of several.
+        recipe: the options of ``zf.zero``.
+        group: the ranks.
+        device: of the state.
+        seed: of values that are made for the state, equal on all ranks.
+    """
+    if recipe.rows is not None:
+        mesh = split(group, recipe.rows)
+        group = mesh if recipe.secondary else mesh.inner
+    return {
+        "zero": {
+            "stage": recipe.stage,
+            "precision": recipe.precision,
+            "offload": recipe.offload(),
+            "compression": recipe.compression,
+            "schedule": recipe.schedule,
+            "bucket_bytes": recipe.bucket_bytes,
+        },
+        "group": group,
+        "values": values_of(module, device, seed),
+    }
+
+
 def build(
     module: LightningModule,
     groups: Sequence[ParamGroups],
@@ -109,21 +140,7 @@ def build(
     Raises:
         OptionError: options that do not go together.
     """
-    if recipe.rows is not None:
-        mesh = split(group, recipe.rows)
-        group = mesh if recipe.secondary else mesh.inner
-    options: dict[str, Any] = {
-        "zero": {
-            "stage": recipe.stage,
-            "precision": recipe.precision,
-            "offload": recipe.offload(),
-            "compression": recipe.compression,
-            "schedule": recipe.schedule,
-            "bucket_bytes": recipe.bucket_bytes,
-        },
-        "group": group,
-        "values": values_of(module, device, seed),
-    }
+    options = engine_options(module, recipe, group, device, seed)
     if not groups:
         return AutomaticRun(module, Engine(module, optim.sgd(0.0), **options))
     options["clip_norm"] = UNBOUNDED
@@ -134,7 +151,7 @@ def build(
             "manual optimization runs backward without a loss scale; got a precision of 16; pass "
             "precision='bf16-mixed', or use automatic optimization"
         )
-    holders = [_holder(module, one) for one in groups]
+    holders = [holder_of(module, one) for one in groups]
     engines: list[Engine] = []
     try:
         for held, one in zip(holders, groups, strict=True):
@@ -147,7 +164,7 @@ def build(
     return ManualRun(module, engines, group)
 
 
-def _holder(module: nn.Module, groups: ParamGroups) -> nn.Module:
+def holder_of(module: nn.Module, groups: ParamGroups) -> nn.Module:
     """Return a module of the parameters of an optimizer, the same objects under the same names."""
     holder = nn.Module()
     ids = {id(param) for group in groups.groups for param in group["params"]}
@@ -188,3 +205,57 @@ def groups_of(optimizers: Sequence[torch.optim.Optimizer], module: nn.Module) ->
                 )
             seen[name] = index
     return found
+
+
+def is_on_meta(module: nn.Module) -> bool:
+    """Whether values of a module are made for its state."""
+    return any(param.is_meta for param in module.parameters())
+
+
+def take_values_of_rank_0(module: nn.Module, num_ranks: int) -> None:
+    """Give all ranks the same values, as DDP does."""
+    for tensor in [*module.parameters(), *module.buffers()] if num_ranks > 1 else ():
+        dist.broadcast(tensor.detach(), 0)
+
+
+def register_names(cls: type, registry: Any) -> None:
+    """Register a strategy under the names of zfun."""
+    register = functools.partial(registry.register, override=True)
+    register("zfun", cls, description="zfun, stage 2 or as configured")
+    for stage in (1, 2, 3):
+        name = f"zfun_stage_{stage}"
+        register(name, cls, description=f"zfun, ZeRO stage {stage}", stage=stage)
+        offload: dict[str, Any] = {"offload_optimizer": True}
+        if stage == 3:
+            offload["offload_parameters"] = True
+        words = f"zfun, ZeRO stage {stage}, with state in host memory"
+        register(f"{name}_offload", cls, description=words, stage=stage, **offload)
+
+
+def master_values(module: nn.Module, engines: Sequence[Engine]) -> dict[str, Any]:
+    """Return ``module.state_dict()`` with the values of master weights, whole; all ranks call."""
+    names = {id(x): (engine, name) for engine in engines for name, x in engine.leaves.items()}
+    found: dict[str, Any] = {}
+    for key, x in module.state_dict(keep_vars=True).items():
+        if id(x) in names:
+            engine, name = names[id(x)]
+            x = engine.gathered(name, master=True)
+        found[key] = x.detach().clone() if isinstance(x, Tensor) else x
+    return found
+
+
+def load_values(
+    module: nn.Module, engines: Sequence[Engine], values: Mapping[str, Any], *, strict: bool
+) -> None:
+    """Load ``module.state_dict()``, into master weights without rounding; all ranks call."""
+    module.load_state_dict(values, strict=strict)
+    own = module.state_dict(keep_vars=True)
+    for engine in engines:
+        names = {id(x): name for name, x in engine.leaves.items()}
+        engine.replace(
+            {
+                names[id(x)]: values[key]
+                for key, x in own.items()
+                if key in values and id(x) in names
+            }
+        )

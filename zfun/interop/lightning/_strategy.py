@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import shutil
-import warnings
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
@@ -22,7 +19,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.types import LRSchedulerConfig
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer as TorchOptimizer
 
 from zfun import checkpoint as zcheckpoint
@@ -35,7 +32,16 @@ from zfun.interop.engine import UNBOUNDED, ParamGroups
 from zfun.interop.lightning import _checkpoint as saved
 from zfun.interop.lightning._options import checked, config_of, given_config, recipe_of
 from zfun.interop.lightning._precision import ZfunPrecision
-from zfun.interop.lightning._runs import AutomaticRun, ManualRun, build, groups_of
+from zfun.interop.lightning._runs import (
+    AutomaticRun,
+    ManualRun,
+    build,
+    groups_of,
+    is_on_meta,
+    load_values,
+    register_names,
+    take_values_of_rank_0,
+)
 
 __all__ = ["ZfunStrategy"]
 
@@ -156,9 +162,9 @@ class ZfunStrategy(DDPStrategy):
         is_fit = trainer.state.fn == TrainerFn.FITTING
         if is_fit and self._layer_sync:
             self.model = self._layer_sync.apply(module)
-        if not _is_on_meta(module):
+        if not is_on_meta(module):
             self.model_to_device()
-            self._take_values_of_rank_0(module)
+            take_values_of_rank_0(module, self.world_size)
         self.recipe = recipe_of(
             self._config if self._config is not None else config_of(self._options),
             self._options,
@@ -205,11 +211,6 @@ class ZfunStrategy(DDPStrategy):
         assert self.lightning_module is not None
         return self.lightning_module
 
-    def _take_values_of_rank_0(self, module: nn.Module) -> None:
-        if self.world_size > 1:
-            for tensor in [*module.parameters(), *module.buffers()]:
-                dist.broadcast(tensor.detach(), 0)
-
     @contextlib.contextmanager
     def model_sharded_context(self) -> Iterator[None]:
         """Let ``configure_model`` make modules without values, for ``remote_device="meta"``."""
@@ -230,7 +231,7 @@ class ZfunStrategy(DDPStrategy):
         is_whole = module.trainer.state.status != TrainerStatus.INTERRUPTED
         if is_whole and self._gathers_at_end:
             self._release()
-        if not (self._is_live or _is_on_meta(module)):
+        if not (self._is_live or is_on_meta(module)):
             super().teardown()
             return
         # Moving the module to the host would gather.
@@ -362,16 +363,14 @@ class ZfunStrategy(DDPStrategy):
         )
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the parameters of a file of plain Lightning into the state."""
+        """Load a file of plain Lightning, with the state of optimizers, into the state."""
         if saved.MARK in checkpoint:
             return
-        if self._groups and checkpoint.get("optimizer_states"):
-            warnings.warn(
-                "a single file has no sharded state of the optimizer, so the optimizer starts "
-                "anew; pass the directory that ZfunStrategy has saved to go on",
-                stacklevel=2,
-            )
-        self._own_module().load_state_dict(checkpoint["state_dict"], strict=strict)
+        engines = self._running().engines
+        load_values(self._own_module(), engines, checkpoint["state_dict"], strict=strict)
+        if self._groups:
+            for engine, given in zip(engines, checkpoint.get("optimizer_states", ()), strict=False):
+                engine.load_optimizer_state(given)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Do nothing, because the state has been loaded."""
@@ -379,20 +378,7 @@ class ZfunStrategy(DDPStrategy):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Register the names of the strategy."""
-        register = functools.partial(strategy_registry.register, override=True)
-        register("zfun", cls, description="zfun, stage 2 or as configured")
-        for stage in (1, 2, 3):
-            name = f"zfun_stage_{stage}"
-            register(name, cls, description=f"zfun, ZeRO stage {stage}", stage=stage)
-            offload: dict[str, Any] = {"offload_optimizer": True}
-            if stage == 3:
-                offload["offload_parameters"] = True
-            words = f"zfun, ZeRO stage {stage}, with state in host memory"
-            register(f"{name}_offload", cls, description=words, stage=stage, **offload)
-
-
-def _is_on_meta(module: nn.Module) -> bool:
-    return any(param.is_meta for param in module.parameters())
+        register_names(cls, strategy_registry)
 
 
 def _check_trainer(trainer: Trainer) -> None:
