@@ -14,6 +14,16 @@
 from zfun.interop.engine._compile import compile_blocks
 from zfun.interop.engine._engine import Engine
 from zfun.interop.engine._groups import UNBOUNDED, ParamGroups
+from zfun.interop.engine._torch_states import TORCH_NAMES, torch_numbers
 from zfun.interop.engine._values import Buffers, named_leaves
 
-__all__ = ["UNBOUNDED", "Buffers", "Engine", "ParamGroups", "compile_blocks", "named_leaves"]
+__all__ = [
+    "TORCH_NAMES",
+    "UNBOUNDED",
+    "Buffers",
+    "Engine",
+    "ParamGroups",
+    "compile_blocks",
+    "named_leaves",
+    "torch_numbers",
+]

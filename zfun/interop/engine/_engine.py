@@ -196,6 +196,12 @@ class Engine:
         else:
             rule = self._groups.pure(UNBOUNDED if self._clips else None)
             trained = set(self._groups.labels)
+            if strange := trained - self._params.keys():
+                raise OptionError(
+                    "an engine trains parameters of its module; got a group with leaf "
+                    f"{min(strange)!r} of another one; with several optimizers, give each one all "
+                    "of its parameters at the start, and freeze those that train later"
+                )
         options = {"trainable": lambda name, _: name in trained, **self._options}
         # Stage 1 sums in backward too; see [Note: the engine].
         options["stage"] = 2 if options["stage"] == 1 else options["stage"]
@@ -393,6 +399,10 @@ class Engine:
         self._settle()
         self._live.check_dropped()
         self._live.check_unwritten()
+        self._regroup()
+
+    def _regroup(self) -> None:
+        """Look for other trained leaves, or groups."""
         if self._groups is None or not self._groups.refresh():
             return
         if self._sum.num_passes:
@@ -435,6 +445,9 @@ class Engine:
             ZfunError: no gradients since the last step.
         """
         self._settle()
+        if not self._sum.num_passes:
+            # A loop without calls.
+            self._regroup()
         strays = self._strays()
         if self._ready is None and self._sum.grads is None and not strays:
             raise ZfunError(
@@ -577,7 +590,8 @@ class Engine:
         Raises:
             SpecMismatch: as for another optimizer.
         """
-        self.prepare()
+        self._settle()
+        self._regroup()
         self._state = with_torch_state(self._state, self._torch_groups(), given)
 
     def _torch_groups(self) -> ParamGroups:

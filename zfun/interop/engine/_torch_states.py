@@ -18,12 +18,35 @@ from zfun.optim import MissedSteps
 from zfun.recipes import ZeroState
 from zfun.transforms import unshard
 
-__all__ = ["TORCH_NAMES", "torch_state", "with_torch_state"]
+__all__ = ["TORCH_NAMES", "torch_numbers", "torch_state", "with_torch_state"]
 
 TORCH_NAMES = {"mu": "exp_avg", "nu": "exp_avg_sq", "velocity": "momentum_buffer", "total": "sum"}
 """The names of moments in zfun, and in torch; others have torch's names."""
 # Masters are the parameters of the file.
 _MASTER = "master"
+
+
+def torch_numbers(state: ZeroState) -> dict[str, dict[str, Tensor]]:
+    """Return the numbers that torch keeps for each tensor, by leaf: of those that took a step.
+
+    Args:
+        state: of a run.
+    """
+    parts = dict(zip(*parts_of(state.opt_state), strict=True))
+    found: dict[str, dict[str, Tensor]] = {}
+    for path, part in parts.items():
+        owner, field = _owner(path)
+        if not is_flat(part) or field == _MASTER:
+            continue
+        scalars = f"{owner}.scalars."
+        beside = {x.removeprefix(scalars): y for x, y in parts.items() if x.startswith(scalars)}
+        counts = "step" in beside or field in ("mu", "total")
+        for leaf in part.layout.paths:
+            steps = int(parts[f"{owner}.count"]) - state.missed.counts.get(leaf, 0)
+            if steps:
+                step = {"step": torch.tensor(float(steps))} if counts else {}
+                found[leaf] = {**{name: x.clone() for name, x in beside.items()}, **step}
+    return found
 
 
 def torch_state(state: ZeroState, groups: ParamGroups) -> dict[str, Any]:
@@ -33,25 +56,16 @@ def torch_state(state: ZeroState, groups: ParamGroups) -> dict[str, Any]:
         state: of a run.
         groups: of the optimizer.
     """
-    parts = dict(zip(*parts_of(state.opt_state), strict=True))
-    positions, entries = groups.positions(), dict[int, dict[str, Any]]()
-    for path, part in parts.items():
-        owner, field = _owner(path)
-        count = int(parts.get(f"{owner}.count", 0))
-        if not is_flat(part) or field == _MASTER:
-            continue
-        beside = {
-            name.rpartition(".")[2]: x
-            for name, x in parts.items()
-            if name.startswith(f"{owner}.scalars.")
-        }
-        for leaf, value in _named(unshard(part)).items():
-            if steps := count - state.missed.counts.get(leaf, 0):
-                entry = entries.setdefault(positions[leaf], {})
-                entry[TORCH_NAMES.get(field, field)] = value.detach().clone()
-                entry |= {name: x.clone() for name, x in beside.items()}
-                if "step" in beside or field in ("mu", "total"):
-                    entry["step"] = torch.tensor(float(steps))
+    positions, numbers = groups.positions(), torch_numbers(state)
+    entries: dict[int, dict[str, Any]] = {positions[leaf]: x for leaf, x in numbers.items()}
+    for path, part in zip(*parts_of(state.opt_state), strict=True):
+        field = _owner(path)[1]
+        if is_flat(part) and field != _MASTER:
+            whole = unshard(part)
+            for leaf, value in zip(tree.paths(whole), tree.leaves(whole), strict=True):
+                if leaf in numbers:
+                    name = TORCH_NAMES.get(field, field)
+                    entries[positions[leaf]][name] = value.detach().clone()
     saved = torch.optim.Optimizer.state_dict(groups.torch_optimizer)
     return {"state": dict(sorted(entries.items())), "param_groups": saved["param_groups"]}
 
@@ -104,10 +118,6 @@ def _owner(path: str) -> tuple[str, str]:
     """Return the path of the optimizer that has a part, and the name of the part."""
     above, _, field = path.rpartition(".")
     return above.removesuffix(".trees").removesuffix(".scalars"), field
-
-
-def _named(whole: Any) -> dict[str, Tensor]:
-    return dict(zip(tree.paths(whole), tree.leaves(whole), strict=True))
 
 
 def _filled(part: Flat, name: str, entries: Mapping[str, Mapping[str, Any]]) -> Flat:

@@ -22,7 +22,8 @@ from zfun import checkpoint as zcheckpoint
 from zfun.checkpoint.format import decode
 from zfun.errors import CheckpointError, OptionError
 from zfun.interop._named import first_names
-from zfun.interop.engine import Engine, ParamGroups
+from zfun.interop.engine import TORCH_NAMES, Engine, ParamGroups
+from zfun.interop.lightning._runs import master_values
 from zfun.options import BOOL, PATH, takes
 from zfun.sources import Deferred, TrainingState
 
@@ -32,8 +33,6 @@ MARK = "zfun"
 """The key of a checkpoint whose tensors are in the state already."""
 
 _FORMAT = 1
-# The names of states in zfun, and in torch.
-_MOMENTS = {"mu": "exp_avg", "nu": "exp_avg_sq", "velocity": "momentum_buffer", "total": "sum"}
 
 
 def is_directory(path: Any) -> bool:
@@ -93,6 +92,14 @@ def packed(
         "names": tensors,
         "pickle": buffer.getvalue(),
     }
+
+
+def plain(checkpoint: Mapping[str, Any], engines: Sequence[Engine]) -> dict[str, Any]:
+    """Return a checkpoint with whole values, as plain Lightning has it; all ranks call."""
+    whole = {**checkpoint, "state_dict": master_values(checkpoint["state_dict"], engines)}
+    if "optimizer_states" in checkpoint:
+        whole["optimizer_states"] = [engine.optimizer_state() for engine in engines]
+    return whole
 
 
 def read_extra(path: str | Path) -> dict[str, Any]:
@@ -240,25 +247,16 @@ def collate(path: str | Path, out: str | Path, *, optimizer: bool = False) -> Pa
         The path of the file.
 
     Raises:
-        CheckpointError: there is no checkpoint, or none that the strategy has saved; or the state
-            of an optimizer has no form in torch.
+        CheckpointError: there is no checkpoint, or none that the strategy has saved; or the
+            checkpoint has parameters alone, and ``optimizer=True``.
         CorruptCheckpoint: the files are not those that were written.
 
     Example:
         ``collate("checkpoints/last.ckpt", "model.ckpt")``
     """
-    return _collate(Path(path), Path(out), optimizer=optimizer)
-
-
-def write_plain(path: str | Path, out: str | Path) -> None:
-    """Write a directory of the strategy as one file, with the optimizer if it has one."""
-    _collate(Path(path), Path(out), optimizer="optimizer_states" in unpacked(read_extra(path))[0])
-
-
-def _collate(path: Path, out: Path, *, optimizer: bool) -> Path:
-    whole = whole_of(path, optimizer=optimizer)
+    out = Path(out)
     temporary = out.with_name(out.name + ".tmp")
-    torch.save(whole, temporary)
+    torch.save(whole_of(path, optimizer=optimizer), temporary)
     temporary.replace(out)
     return out
 
@@ -303,27 +301,20 @@ def whole_of(path: str | Path, *, optimizer: bool = False) -> dict[str, Any]:
 def _torch_state(state: TrainingState, saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state of an optimizer in torch's form."""
     names = [name for group in saved["param_groups"] for name in group["names"]]
-    held: dict[int, dict[str, Any]] = {}
-    steps = torch.tensor(float(state.step or 0))
+    # Checkpoints of earlier versions have one count.
+    count, numbers = {"step": torch.tensor(float(state.step or 0))}, saved.get("numbers")
+    entries: dict[int, dict[str, Any]] = {}
     for slot, leaves in state.moments.items():
         word = slot.rpartition(".")[2]
-        if word == "master":
-            # The parameters in the file.
-            continue
-        if word not in _MOMENTS:
-            raise CheckpointError(
-                "collate(optimizer=True) writes the states of Adam, AdamW, SGD and Adagrad; got a "
-                f"state with {slot!r}; leave optimizer= out"
-            )
-        for name, leaf in leaves.items():
-            entry = held.setdefault(names.index(name), {})
-            entry[_MOMENTS[word]] = leaf.load()
-            if word in ("mu", "total"):
-                entry["step"] = steps.clone()
+        for name, leaf in {} if word == "master" else leaves.items():
+            beside = count if numbers is None else numbers.get(name)
+            if beside is not None:
+                entry = entries.setdefault(names.index(name), dict(beside))
+                entry[TORCH_NAMES.get(word, word)] = leaf.load()
     groups, first = list[dict[str, Any]](), 0
     for group in saved["param_groups"]:
         size = len(group["names"])
         rest = {name: value for name, value in group.items() if name != "names"}
         groups.append({**rest, "params": list(range(first, first + size))})
         first += size
-    return {"state": held, "param_groups": groups}
+    return {"state": entries, "param_groups": groups}

@@ -26,8 +26,8 @@ from zfun.interop.lightning._options import checked, config_of, given_config, re
 from zfun.interop.lightning._precision import Dtypes
 from zfun.interop.lightning._runs import (
     engine_options,
+    engines_of,
     groups_of,
-    holder_of,
     is_on_meta,
     load_values,
     master_values,
@@ -61,18 +61,6 @@ class ZfunFabricStrategy(DDPStrategy):
 
     Raises:
         OptionError: an argument that the strategy does not have.
-
-    Example:
-        >>> from lightning.fabric import Fabric
-        >>> fabric = Fabric(accelerator="cpu", devices=1, strategy=ZfunFabricStrategy(stage=3))
-        >>> fabric.launch()
-        >>> model = nn.Linear(2, 1)
-        >>> model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), 0.1))
-        >>> fabric.backward(model(torch.ones(1, 2)).sum())
-        >>> norm = fabric.clip_gradients(model, optimizer, max_norm=1.0)
-        >>> optimizer.step()
-        >>> round(float(norm), 4)
-        1.7321
     """
 
     def __init__(
@@ -89,7 +77,7 @@ class ZfunFabricStrategy(DDPStrategy):
         **options: Any,
     ) -> None:
         self._options, self._config = checked(options), given_config(config)
-        self.engines: list[Engine] = []
+        self.engines: list[StepEngine] = []
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -162,7 +150,7 @@ class ZfunFabricStrategy(DDPStrategy):
         """Train the models of an optimizer, which were set up before."""
         ids = {id(param) for group in optimizer.param_groups for param in group["params"]}
         found = [x for x in self.engines if ids.intersection(map(id, x.module.parameters()))]
-        if not found or any(isinstance(x, StepEngine) for x in found):
+        if not found or any(x.is_trained for x in found):
             raise OptionError(
                 "an optimizer is set up after its models, and a model has one such optimizer; got "
                 f"{type(optimizer).__name__} of {'another one' if found else 'no model'}; pass "
@@ -182,12 +170,17 @@ class ZfunFabricStrategy(DDPStrategy):
         options = engine_options(module, recipe, process_group(), self.root_device, seed)
         groups = groups_of(optimizers, module)
         if not groups:
-            self.engines.append(Engine(module, optim.sgd(0.0), **options))
-        for one in groups:
-            held = module if len(groups) == 1 else holder_of(module, one)
-            bound = recipe.max_grad_norm or UNBOUNDED
-            engine = StepEngine(held, one, clip_norm=bound, **options)
-            self.engines.append(engine)
+            self.engines.append(StepEngine(module, optim.sgd(0.0), **options))
+            return
+        options["clip_norm"] = recipe.max_grad_norm or UNBOUNDED
+        engines = (
+            [StepEngine(module, groups[0], **options)]
+            if len(groups) == 1
+            else engines_of(module, groups, StepEngine, **options)
+        )
+        self.engines += engines
+        for one, engine in zip(groups, engines, strict=True):
+            engine.is_trained = True
             attach(one.optimizer, engine)
 
     # A step.
@@ -226,7 +219,7 @@ class ZfunFabricStrategy(DDPStrategy):
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return whole values, with those of master weights. All ranks call."""
-        return master_values(module, self.engines)
+        return master_values(module.state_dict(keep_vars=True), self.engines)
 
     def load_module_state_dict(
         self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True
@@ -251,11 +244,11 @@ class _EachBackward(_BackwardSyncControl):
 class Scaled(Dtypes):
     """The dtypes of 16 bits, for which the engine scales the loss."""
 
-    engines: Sequence[Engine] = ()
+    engines: Sequence[StepEngine] = ()
 
     def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Run backward for one engine, that of the model if there are several."""
-        found = [x for x in self.engines if isinstance(x, StepEngine)]
+        found = [x for x in self.engines if x.is_trained]
         if model is not None:
             found = [x for x in found if model in x.module.modules()]
         if len(found) != 1:
@@ -267,9 +260,12 @@ class Scaled(Dtypes):
 
 
 class StepEngine(Engine):
-    """An engine whose gradients are dropped between two steps, as torch's loops do."""
+    """An engine of Fabric, whose loop drops the gradients between two steps."""
 
     is_clean = True
+    is_trained = False
+    # Fabric compiles models as a whole; blocks are compiled inside of the call.
+    run = torch.compiler.disable(Engine.run)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients."""

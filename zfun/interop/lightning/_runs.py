@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,8 @@ from zfun.interop.ds_config import Recipe
 from zfun.interop.engine import UNBOUNDED, Buffers, Engine, ParamGroups, named_leaves
 from zfun.interop.lightning._meta import values_of
 from zfun.recipes import StepInfo
+
+EngineT = TypeVar("EngineT", bound=Engine)
 
 __all__ = ["AutomaticRun", "ManualRun", "build", "groups_of"]
 
@@ -151,27 +153,38 @@ def build(
             "manual optimization runs backward without a loss scale; got a precision of 16; pass "
             "precision='bf16-mixed', or use automatic optimization"
         )
-    holders = [holder_of(module, one) for one in groups]
-    engines: list[Engine] = []
+    engines = engines_of(module, groups, Engine, **options)
+    for engine in engines:
+        engine.keeps_grads = True
+    return ManualRun(module, engines, group)
+
+
+def engines_of(
+    module: nn.Module, groups: Sequence[ParamGroups], make: type[EngineT], **options: Any
+) -> list[EngineT]:
+    """Return an engine for each optimizer: of its own parameters, under their names in the module.
+
+    Args:
+        module: the module.
+        groups: of the optimizers.
+        make: the class of the engines.
+        options: of the engines.
+    """
+    holders: list[nn.Module] = []
+    for one in groups:
+        ids = {id(param) for group in one.groups for param in group["params"]}
+        holders.append(nn.Module())
+        own = {name: x for name, x in named_leaves(module).items() if id(x) in ids}
+        holders[-1]._parameters.update(own)
+    engines: list[EngineT] = []
     try:
         for held, one in zip(holders, groups, strict=True):
-            engines.append(Engine(held, one, **options))
-            engines[-1].keeps_grads = True
+            engines.append(make(held, one, **options))
     except BaseException:
         for engine in engines:
             engine.close()
         raise
-    return ManualRun(module, engines, group)
-
-
-def holder_of(module: nn.Module, groups: ParamGroups) -> nn.Module:
-    """Return a module of the parameters of an optimizer, the same objects under the same names."""
-    holder = nn.Module()
-    ids = {id(param) for group in groups.groups for param in group["params"]}
-    for name, param in named_leaves(module).items():
-        if id(param) in ids:
-            holder._parameters[name] = param
-    return holder
+    return engines
 
 
 def groups_of(optimizers: Sequence[torch.optim.Optimizer], module: nn.Module) -> list[ParamGroups]:
@@ -232,11 +245,11 @@ def register_names(cls: type, registry: Any) -> None:
         register(f"{name}_offload", cls, description=words, stage=stage, **offload)
 
 
-def master_values(module: nn.Module, engines: Sequence[Engine]) -> dict[str, Any]:
-    """Return ``module.state_dict()`` with the values of master weights, whole; all ranks call."""
+def master_values(values: Mapping[str, Any], engines: Sequence[Engine]) -> dict[str, Any]:
+    """Return a ``state_dict()`` of live parameters with whole master weights; all ranks call."""
     names = {id(x): (engine, name) for engine in engines for name, x in engine.leaves.items()}
     found: dict[str, Any] = {}
-    for key, x in module.state_dict(keep_vars=True).items():
+    for key, x in values.items():
         if id(x) in names:
             engine, name = names[id(x)]
             x = engine.gathered(name, master=True)

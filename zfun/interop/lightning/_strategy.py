@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -28,7 +27,7 @@ from zfun.errors import OptionError
 from zfun.interop._configured import ConfiguredOptimizer
 from zfun.interop.deepspeed.runtime import lr_schedules
 from zfun.interop.ds_config import Recipe
-from zfun.interop.engine import UNBOUNDED, ParamGroups
+from zfun.interop.engine import UNBOUNDED, ParamGroups, torch_numbers
 from zfun.interop.lightning import _checkpoint as saved
 from zfun.interop.lightning._options import checked, config_of, given_config, recipe_of
 from zfun.interop.lightning._precision import ZfunPrecision
@@ -311,8 +310,11 @@ class ZfunStrategy(DDPStrategy):
         return dict(self._given)
 
     def optimizer_state(self, optimizer: TorchOptimizer) -> dict[str, Any]:
-        """Return the numbers of the param groups; the moments are in the state."""
-        return {"state": {}, "param_groups": self._groups[self._index(optimizer)].numbers()}
+        """Return the numbers of the optimizer; the moments are in the state."""
+        index = self._index(optimizer)
+        numbers = torch_numbers(self._running().engines[index].state)
+        groups = self._groups[index].numbers()
+        return {"state": {}, "param_groups": groups, "numbers": numbers}
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
@@ -328,11 +330,15 @@ class ZfunStrategy(DDPStrategy):
                 f"{storage_options!r}; leave storage_options out"
             )
         engines, kept = self._running().engines, checkpoint["state_dict"]
-        is_changed = kept.keys() != self._given.keys() or any(
+        path = str(self.broadcast(filepath))
+        if kept.keys() != self._given.keys() or any(
             kept[key] is not value for key, value in self._given.items()
-        )
-        out = str(self.broadcast(filepath))
-        path = f"{out}.directory" if is_changed else out
+        ):
+            whole = saved.plain(checkpoint, engines)
+            if self.is_global_zero:
+                self.checkpoint_io.save_checkpoint(whole, path)
+            self.barrier()
+            return
         states = [engine.state for engine in engines]
         zcheckpoint.save(
             path,
@@ -341,11 +347,6 @@ class ZfunStrategy(DDPStrategy):
             keep=1,
             data=saved.packed(checkpoint, self._own_module(), engines),
         )
-        if is_changed:
-            if self.is_global_zero:
-                saved.write_plain(path, out)
-                shutil.rmtree(path)
-            self.barrier()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         """Load a directory into the state; a file of plain Lightning is read as it is."""
