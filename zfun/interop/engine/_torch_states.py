@@ -45,7 +45,7 @@ def torch_numbers(state: ZeroState) -> dict[str, dict[str, Tensor]]:
             steps = int(parts[f"{owner}.count"]) - state.missed.counts.get(leaf, 0)
             if steps:
                 step = {"step": torch.tensor(float(steps))} if counts else {}
-                found[leaf] = {**{name: x.clone() for name, x in beside.items()}, **step}
+                found.setdefault(leaf, {}).update({k: x.clone() for k, x in beside.items()}, **step)
     return found
 
 
