@@ -518,23 +518,38 @@ class Engine:
             self._drop_strays()
         self._reset()
 
-    def show_grads(self) -> None:
+    def show_grads(self, name: str) -> None:
         """Move the gradients since the last step to ``.grad``, whole; every rank must call.
 
         A read or write of ``.grad`` outside of backward calls this. The next step takes what is in
         ``.grad`` then, so code may scale, clip or drop it; the step itself divides by
         ``accumulate``. Gradients of weighted means stay where they are.
+
+        Args:
+            name: of the parameter whose gradient is read.
         """
         self._settle()
-        if self._sum.grads is None or self._sum.is_weighted:
+        if self._sum.is_weighted or (self._sum.grads is None and self._is_shown(name)):
             return
         self._collected()
         self._drop_strays()
+        assert self._sum.grads is not None, "a stray gradient is a part of the sum"
         whole = unshard(self._sum.grads)
-        with torch._C.DisableTorchFunctionSubclass():
-            for name, grad in zip(tree.paths(whole), tree.leaves(whole), strict=True):
-                self._params[name].grad = grad.detach().to(self._params[name].dtype)
         self._sum.grads, self._ready = None, None
+        with torch._C.DisableTorchFunctionSubclass():
+            for path, grad in zip(tree.paths(whole), tree.leaves(whole), strict=True):
+                param = self._params[path]
+                param.grad = grad.detach().to(param.dtype)
+                self._shown[path] = weakref.ref(param.grad), param.grad._version
+
+    def _is_shown(self, name: str) -> bool:
+        """Whether ``.grad`` has no gradient of this rank alone."""
+        stray = self._live.strays.get(name)
+        with torch._C.DisableTorchFunctionSubclass():
+            grad = self._params[name].grad
+            found, version = self._shown.get(name, (lambda: None, -1))
+            is_shown = grad is None or (found() is grad and grad._version == version)
+        return is_shown and (stray is None or stray.grad is None)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients since the last step, but those of the parameters of ``extra=``."""
@@ -551,6 +566,7 @@ class Engine:
     def _reset(self) -> None:
         self._sum = GradSum(self._group)
         self._ready: tuple[Flat, Tensor, Told] | None = None
+        self._shown: dict[str, tuple[weakref.ref[Tensor], int]] = {}
         self._is_boundary = False
         self._last_pass = -1
 

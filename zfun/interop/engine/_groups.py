@@ -154,7 +154,7 @@ class ParamGroups:
             for name, value in _fixed(options).items():
                 if value != self._fixed[label].get(name):
                     raise OptionError(
-                        f"{type(self._torch).__name__} has constant {name}; got {value!r} in a "
+                        f"{type(self.torch_optimizer).__name__} has constant {name}; got {value!r} in a "
                         f"group, and {self._fixed[label].get(name)!r} before; leave {name} as it "
                         "is, and pass cycle_momentum=False to a scheduler that cycles it"
                     )

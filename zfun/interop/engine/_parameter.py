@@ -33,7 +33,7 @@ class State(Protocol):
     def outside(self, param: Tensor, name: str) -> Tensor: ...
     def write(self, name: str, value: Tensor) -> None: ...
     def watch(self, name: str, value: Tensor) -> None: ...
-    def show_grads(self) -> None: ...
+    def show_grads(self, param: Any) -> None: ...
 
 
 class _LiveTensor:
@@ -55,7 +55,7 @@ class _LiveTensor:
         first = args[0] if args else None
         if func in _OWN:
             if func in _GRADS and isinstance(first, LiveParameter):
-                first._live.show_grads()
+                first._live.show_grads(first)
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if isinstance(first, _LiveTensor):

@@ -200,7 +200,9 @@ class ZfunFabricStrategy(DDPStrategy):
                 "norm_type out"
             )
         engine = engine_of(optimizer)
-        norm = engine.norm().float()
+        norm = engine.norm()
+        dtype = optimizer.param_groups[0]["params"][0].dtype
+        norm = norm.to(torch.promote_types(dtype, torch.float32))
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(
                 f"The total norm of gradients is {float(norm)}, so it cannot be clipped; pass "
@@ -270,6 +272,11 @@ class StepEngine(Engine):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients."""
         super().zero_grad(set_to_none)
+        self.is_clean = True
+
+    def show_grads(self, name: str) -> None:
+        """Show the gradients, of which there are none after a step."""
+        super().show_grads(name)
         self.is_clean = True
 
     def step(self, *, boundary: bool | None = None) -> Any:
