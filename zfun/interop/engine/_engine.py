@@ -606,9 +606,11 @@ class Engine:
         Raises:
             SpecMismatch: as for another optimizer.
         """
+        groups = self._torch_groups()
+        groups.retain(x for x, index in groups.positions().items() if index in given["state"])
         self._settle()
         self._regroup()
-        self._state = with_torch_state(self._state, self._torch_groups(), given)
+        self._state = with_torch_state(self._state, groups, given)
 
     def _torch_groups(self) -> ParamGroups:
         if self._groups is None:

@@ -7,7 +7,7 @@ each step the numbers of the groups become hyperparameters of the state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -60,6 +60,7 @@ class ParamGroups:
         self._norm_of_all = norm_of_all
         self._rule = rule or _rule_of
         self._seen: Any = None
+        self._retained: set[str] = set()
         self._fixed: dict[str, dict[str, Any]] = {}
         self.labels: dict[str, str] = {}
         self.refresh()
@@ -89,6 +90,15 @@ class ParamGroups:
         """Return the parameters of the groups that the module does not have."""
         return [p for group in self.groups for p in group["params"] if id(p) not in self._names]
 
+    def retain(self, names: Iterable[str]) -> None:
+        """Take parameters of the groups as trained, as in an earlier run, though they are frozen.
+
+        Args:
+            names: of the parameters.
+        """
+        self._retained |= set(names)
+        self._seen = None
+
     def refresh(self) -> bool:
         """Look at the groups again; return whether another leaf is trained, or in another group.
 
@@ -102,10 +112,11 @@ class ParamGroups:
             return False
         self._seen = (seen, others)
         before = dict(self.labels)
+        stays = before.keys() | self._retained
         for index, group in enumerate(self.groups):
             for param in group["params"]:
                 name = self._names.get(id(param))
-                if name is not None and (param.requires_grad or name in before):
+                if name is not None and (param.requires_grad or name in stays):
                     self.labels[name] = f"{_EXTRA}{index}" if name in self.extra else str(index)
         if self._norm_of_all:
             for name, param in self._params.items():
@@ -154,9 +165,9 @@ class ParamGroups:
             for name, value in _fixed(options).items():
                 if value != self._fixed[label].get(name):
                     raise OptionError(
-                        f"{type(self.torch_optimizer).__name__} has constant {name}; got {value!r} in a "
-                        f"group, and {self._fixed[label].get(name)!r} before; leave {name} as it "
-                        "is, and pass cycle_momentum=False to a scheduler that cycles it"
+                        f"{type(self.torch_optimizer).__name__} has constant {name}; got {value!r} "
+                        f"in a group, and {self._fixed[label].get(name)!r} before; leave {name} as "
+                        "it is, and pass cycle_momentum=False to a scheduler that cycles it"
                     )
         values = {
             f"{label}.{name}": value

@@ -27,10 +27,10 @@ from zfun.interop.lightning._runs import master_values
 from zfun.options import BOOL, PATH, takes
 from zfun.sources import Deferred, TrainingState
 
-__all__ = ["MARK", "collate", "is_directory", "load", "packed", "read_directories"]
+__all__ = ["MARK", "collate", "is_directory", "opened", "packed", "read_directories"]
 
 MARK = "zfun"
-"""The key of a checkpoint whose tensors are in the state already."""
+"""The key that has the path of a directory, whose values are in the state already."""
 
 _FORMAT = 1
 
@@ -135,28 +135,47 @@ def leaves_of(engine: Engine) -> list[str]:
     return [path for part in parts if part is not None for path in part.layout.paths]
 
 
+def _value_of(values: Mapping[str, Any], name: str) -> Any:
+    if name not in values:
+        raise CheckpointError(
+            f"a checkpoint has every parameter of the module; got one without {name!r}; load "
+            "the checkpoint into the module that was saved",
+            leaf=name,
+        )
+    return values[name]
+
+
+def _whole(value: Any) -> Tensor:
+    return value.load() if isinstance(value, Deferred) else value
+
+
 @torch.no_grad()
 def restart(engine: Engine, values: Mapping[str, Any]) -> None:
-    """Make a new state of an engine, of whole values.
-
-    Raises:
-        CheckpointError: a value is missing.
-    """
-    names = leaves_of(engine)
-    for name in names:
-        if name not in values:
-            raise CheckpointError(
-                f"a checkpoint has every parameter of the module; got one without {name!r}; load "
-                "the checkpoint into the module that was saved",
-                leaf=name,
-            )
+    """Make a new state of an engine, of whole values."""
     engine.zero_grad()
-    found = {name: values[name] for name in names}
+    found = {name: _value_of(values, name) for name in leaves_of(engine)}
     for name, buffer in engine.module.named_buffers():
         if name in found:
-            value = found.pop(name)
-            buffer.copy_(value.load() if isinstance(value, Deferred) else value)
+            buffer.copy_(_whole(found.pop(name)))
     engine.state = engine.recipe.init(found)
+
+
+@torch.no_grad()
+def take(module: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy values into a module that is not live; return those that stay, for ``meta``.
+
+    Raises:
+        CheckpointError: a parameter has no value.
+    """
+    for name, param in module.named_parameters():
+        value = _value_of(values, name)
+        if not param.is_meta:
+            param.copy_(_whole(value))
+    for name, buffer in module.named_buffers():
+        if name in values and not buffer.is_meta:
+            buffer.copy_(_whole(values[name]))
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return {name: values[name] for name, x in named if x.is_meta and name in values}
 
 
 def states_of(path: str | Path, num_engines: int) -> list[TrainingState]:
@@ -166,54 +185,56 @@ def states_of(path: str | Path, num_engines: int) -> list[TrainingState]:
     return [zcheckpoint.training_state(path, params=f"{i}.params") for i in range(num_engines)]
 
 
-def load(
-    path: str,
-    module: nn.Module,
-    engines: Sequence[Engine],
-    groups: Sequence[ParamGroups],
-    *,
-    weights_only: bool | None = None,
-) -> dict[str, Any]:
-    """Load a directory into the engines of a run, and return Lightning's part.
+def opened(path: str, *, weights_only: bool | None) -> tuple[dict[str, Any], dict[str, Any], Any]:
+    """Return Lightning's part of a directory, the values of leaves by name, and other values.
 
     Args:
         path: the directory.
-        module: gets the values of ``state_dict()`` that are no tensors of the state.
-        engines: of a run; those of a fit get the optimizer's state too.
-        groups: of the optimizers; none for an evaluation.
         weights_only: as in ``torch.load``, for Lightning's part.
-
-    Raises:
-        CheckpointError: the checkpoint has another number of optimizers.
     """
     data = read_extra(path)
     checkpoint, others = unpacked(data, weights_only=weights_only)
-    if groups:
-        if data["engines"] != len(engines):
-            raise CheckpointError(
-                "a fit goes on with the optimizers of its checkpoint; got "
-                f"{len(engines)} and a checkpoint with {data['engines']}; return the same "
-                "optimizers from configure_optimizers()",
-                path=path,
-            )
-        states = [engine.state for engine in engines]
-        like = states[0] if len(states) == 1 else {str(i): x for i, x in enumerate(states)}
-        found = zcheckpoint.load(path, like).state
-        for index, engine in enumerate(engines):
-            engine.zero_grad()
-            engine.state = found if len(states) == 1 else found[str(index)]
-        # A checkpoint of parameters alone has no groups; Lightning then refuses to go on.
-        for one, numbers in zip(groups, checkpoint.get("optimizer_states", ()), strict=False):
-            restore_numbers(one, numbers["param_groups"])
-    else:
-        leaves: dict[str, Any] = {x: y for x, y in others.items() if isinstance(y, Tensor)}
-        for state in states_of(path, data["engines"]):
-            leaves |= {**state.params, **state.buffers}
-        for engine in engines:
-            restart(engine, leaves)
-    if others:
-        module.load_state_dict(others, strict=False)
-    return {**checkpoint, "state_dict": {}, MARK: data["lightning"]}
+    leaves: dict[str, Any] = {x: y for x, y in others.items() if isinstance(y, Tensor)}
+    for state in states_of(path, data["engines"]):
+        leaves |= {**state.params, **state.buffers}
+    return {**checkpoint, "state_dict": {}, MARK: path}, leaves, others
+
+
+def load_states_of(
+    checkpoint: Mapping[str, Any], engines: Sequence[Engine], groups: Sequence[ParamGroups]
+) -> None:
+    """Load the whole state of a directory into the engines of a fit, with the optimizers.
+
+    Callbacks may have unfrozen parameters and added groups since the values were loaded.
+
+    Args:
+        checkpoint: of :func:`opened`.
+        engines: of a run.
+        groups: of the optimizers.
+
+    Raises:
+        CheckpointError: the checkpoint has another number of optimizers.
+        OptionError: the checkpoint has another number of groups.
+    """
+    path = checkpoint[MARK]
+    if len(checkpoint["optimizer_states"]) != len(engines):
+        raise CheckpointError(
+            "a fit goes on with the optimizers of its checkpoint; got "
+            f"{len(engines)} and a checkpoint with {len(checkpoint['optimizer_states'])}; return "
+            "the same optimizers from configure_optimizers()",
+            path=path,
+        )
+    for one, numbers in zip(groups, checkpoint["optimizer_states"], strict=True):
+        restore_numbers(one, numbers["param_groups"])
+        one.retain(numbers.get("trained", ()))
+    for engine in engines:
+        engine.prepare()
+    states = [engine.state for engine in engines]
+    like = states[0] if len(states) == 1 else {str(i): x for i, x in enumerate(states)}
+    found = zcheckpoint.load(path, like).state
+    for index, engine in enumerate(engines):
+        engine.zero_grad()
+        engine.state = found if len(states) == 1 else found[str(index)]
 
 
 def restore_numbers(groups: ParamGroups, numbers: Sequence[Mapping[str, Any]]) -> None:

@@ -22,6 +22,7 @@ from zfun.collectives import process_group
 from zfun.errors import OptionError
 from zfun.interop.ds_config import Recipe
 from zfun.interop.engine import UNBOUNDED, Engine
+from zfun.interop.lightning._meta import values_of
 from zfun.interop.lightning._options import checked, config_of, given_config, recipe_of
 from zfun.interop.lightning._precision import Dtypes
 from zfun.interop.lightning._runs import (
@@ -167,7 +168,8 @@ class ZfunFabricStrategy(DDPStrategy):
         if not is_on_meta(module):
             take_values_of_rank_0(module, self.world_size)
         recipe, seed = self.recipe(), self.broadcast(torch.initial_seed())
-        options = engine_options(module, recipe, process_group(), self.root_device, seed)
+        values = values_of(module, self.root_device, seed)
+        options = engine_options(recipe, process_group(), values)
         groups = groups_of(optimizers, module)
         if not groups:
             self.engines.append(StepEngine(module, optim.sgd(0.0), **options))

@@ -24,7 +24,6 @@ from zfun.collectives import Group, split
 from zfun.errors import OptionError
 from zfun.interop.ds_config import Recipe
 from zfun.interop.engine import UNBOUNDED, Buffers, Engine, ParamGroups, named_leaves
-from zfun.interop.lightning._meta import values_of
 from zfun.recipes import StepInfo
 
 EngineT = TypeVar("EngineT", bound=Engine)
@@ -41,11 +40,11 @@ class AutomaticRun:
     """
 
     def __init__(self, module: LightningModule, engine: Engine) -> None:
-        self.engines, self._module = [engine], module
+        self.engines, self.module = [engine], module
 
     def hook(self, name: str, args: Any, kwargs: Any) -> Any:
         """Run a hook of the module."""
-        return self.engines[0].run(getattr(self._module, name), *args, **kwargs)
+        return self.engines[0].run(getattr(self.module, name), *args, **kwargs)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run backward from a loss that is divided by the number of micro-batches already."""
@@ -66,7 +65,7 @@ class ManualRun:
     """
 
     def __init__(self, module: LightningModule, engines: Sequence[Engine], group: Group) -> None:
-        self.engines, self._module = list(engines), module
+        self.engines, self.module = list(engines), module
         self._buffers = Buffers(module, "rank 0", group, "broadcast", {})
 
     def hook(self, name: str, args: Any, kwargs: Any) -> Any:
@@ -78,7 +77,7 @@ class ManualRun:
         with contextlib.ExitStack() as stack:
             for engine in self.engines:
                 stack.enter_context(engine.bound())
-            return getattr(self._module, name)(*args, **kwargs)
+            return getattr(self.module, name)(*args, **kwargs)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Add gradients to the parameters of the module."""
@@ -92,17 +91,13 @@ class ManualRun:
         return engine.step(boundary=True)
 
 
-def engine_options(
-    module: nn.Module, recipe: Recipe, group: Group, device: torch.device, seed: int
-) -> dict[str, Any]:
+def engine_options(recipe: Recipe, group: Group, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of an engine beside module, optimizer and bound.
 
     Args:
-        module: of the engine, or of several.
         recipe: the options of ``zf.zero``.
         group: the ranks.
-        device: of the state.
-        seed: of values that are made for the state, equal on all ranks.
+        values: the first values.
     """
     if recipe.rows is not None:
         mesh = split(group, recipe.rows)
@@ -117,7 +112,7 @@ def engine_options(
             "bucket_bytes": recipe.bucket_bytes,
         },
         "group": group,
-        "values": values_of(module, device, seed),
+        "values": values,
     }
 
 
@@ -126,8 +121,7 @@ def build(
     groups: Sequence[ParamGroups],
     recipe: Recipe,
     group: Group,
-    device: torch.device,
-    seed: int,
+    values: Mapping[str, Any],
 ) -> AutomaticRun | ManualRun:
     """Return the engines of a module, which is live afterwards.
 
@@ -136,13 +130,12 @@ def build(
         groups: of the optimizers; none for an evaluation.
         recipe: the options of ``zf.zero``.
         group: the ranks.
-        device: of the state.
-        seed: of values that are made for the state, equal on all ranks.
+        values: the first values, by name.
 
     Raises:
         OptionError: options that do not go together.
     """
-    options = engine_options(module, recipe, group, device, seed)
+    options = engine_options(recipe, group, values)
     if not groups:
         return AutomaticRun(module, Engine(module, optim.sgd(0.0), **options))
     options["clip_norm"] = UNBOUNDED

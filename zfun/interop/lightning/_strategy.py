@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,12 @@ from zfun import checkpoint as zcheckpoint
 from zfun.collectives import Group, process_group
 from zfun.errors import OptionError
 from zfun.interop._configured import ConfiguredOptimizer
+from zfun.interop._named import first_names
 from zfun.interop.deepspeed.runtime import lr_schedules
 from zfun.interop.ds_config import Recipe
-from zfun.interop.engine import UNBOUNDED, ParamGroups, torch_numbers
+from zfun.interop.engine import UNBOUNDED, Engine, ParamGroups, torch_numbers
 from zfun.interop.lightning import _checkpoint as saved
+from zfun.interop.lightning._meta import values_of
 from zfun.interop.lightning._options import checked, config_of, given_config, recipe_of
 from zfun.interop.lightning._precision import ZfunPrecision
 from zfun.interop.lightning._runs import (
@@ -107,6 +109,8 @@ class ZfunStrategy(DDPStrategy):
         self._run: AutomaticRun | ManualRun | None = None
         self._is_live = False
         self._given: dict[str, Any] = {}
+        # Of a checkpoint, for a module on meta.
+        self._values: dict[str, Any] = {}
         self._ranks: Group | None = None
         self.recipe: Recipe | None = None
         self.last_step: Any = None
@@ -138,16 +142,6 @@ class ZfunStrategy(DDPStrategy):
             f"{type(io).__name__}; remove the plugin"
         )
 
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Checkpoints are loaded into the state."""
-        return True
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        """The optimizer's state is a part of the state."""
-        return False
-
     # Before and after a run.
 
     def setup(self, trainer: Trainer) -> None:
@@ -175,7 +169,9 @@ class ZfunStrategy(DDPStrategy):
         self._groups = self._make_groups(trainer, module) if is_fit else []
         self.setup_precision_plugin()
         seed = self.broadcast(torch.initial_seed())
-        self._run = build(module, self._groups, self.recipe, self._group(), self.root_device, seed)
+        values = {**values_of(module, self.root_device, seed), **self._values}
+        self._run = build(module, self._groups, self.recipe, self._group(), values)
+        self._values = {}
         self._is_live = True
         self.barrier()
 
@@ -312,9 +308,9 @@ class ZfunStrategy(DDPStrategy):
     def optimizer_state(self, optimizer: TorchOptimizer) -> dict[str, Any]:
         """Return the numbers of the optimizer; the moments are in the state."""
         index = self._index(optimizer)
-        numbers = torch_numbers(self._running().engines[index].state)
-        groups = self._groups[index].numbers()
-        return {"state": {}, "param_groups": groups, "numbers": numbers}
+        groups, state = self._groups[index], self._running().engines[index].state
+        found = {"numbers": torch_numbers(state), "trained": sorted(groups.labels)}
+        return {"state": {}, "param_groups": groups.numbers(), **found}
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
@@ -355,26 +351,40 @@ class ZfunStrategy(DDPStrategy):
             # Lightning 2.5 does not have the argument.
             given = dict[str, Any]() if weights_only is None else {"weights_only": weights_only}
             return self.checkpoint_io.load_checkpoint(path, **given)
-        return saved.load(
-            path,
-            self._own_module(),
-            self._running().engines,
-            self._groups,
-            weights_only=weights_only,
-        )
+        checkpoint, leaves, others = saved.opened(path, weights_only=weights_only)
+        for engine in self._live_engines():
+            saved.restart(engine, leaves)
+        if not self._live_engines():
+            self._values = saved.take(self._own_module(), leaves)
+        if others:
+            self._own_module().load_state_dict(others, strict=False)
+        return checkpoint
+
+    def _live_engines(self) -> Sequence[Engine]:
+        """Return the engines, if the module is live."""
+        is_live = self._is_live and self._running().module is self._own_module()
+        return self._running().engines if is_live else ()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load a file of plain Lightning, with the state of optimizers, into the state."""
+        """Load the values of a file of plain Lightning."""
+        module, values = self._own_module(), checkpoint["state_dict"]
         if saved.MARK in checkpoint:
             return
-        engines = self._running().engines
-        load_values(self._own_module(), engines, checkpoint["state_dict"], strict=strict)
-        if self._groups:
-            for engine, given in zip(engines, checkpoint.get("optimizer_states", ()), strict=False):
-                engine.load_optimizer_state(given)
+        if is_on_meta(module):
+            names, own = first_names(module), module.state_dict(keep_vars=True)
+            known = {names.get(id(own[key]), key): x for key, x in values.items() if key in own}
+            self._values = saved.take(module, known)
+        else:
+            load_values(module, self._live_engines(), values, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Do nothing, because the state has been loaded."""
+        """Load the state of the optimizers, of a directory or of a file of plain Lightning."""
+        engines = self._running().engines
+        if saved.MARK in checkpoint:
+            saved.load_states_of(checkpoint, engines, self._groups)
+            return
+        for engine, given in zip(engines, checkpoint["optimizer_states"], strict=False):
+            engine.load_optimizer_state(given)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
