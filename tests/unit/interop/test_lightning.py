@@ -181,6 +181,24 @@ def test_a_module_on_meta_needs_its_own_initialisation(tmp_path: Path) -> None:
         fitted(Bare(), tmp_path, ZfunStrategy(stage=3, remote_device="meta"))
 
 
+@pytest.mark.parametrize("saves", ["auto", "zfun_stage_3"])
+def test_a_module_on_meta_takes_the_values_of_a_checkpoint(saves: str, tmp_path: Path) -> None:
+    class Late(Tiny):
+        def configure_model(self) -> None:
+            self.net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+
+        def test_step(self, batch: Tensor, batch_idx: int) -> None:
+            self.log("out", self.forward(batch).sum())
+
+    trainer = fitted(Late(), tmp_path, saves)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    [expected] = trainer.test(ckpt_path=tmp_path / "a.ckpt", dataloaders=data(), verbose=False)
+    strategy = ZfunStrategy(stage=3, remote_device="meta")
+    fresh = lightnings.trainer_of(strategy, 1, tmp_path)
+    [found] = fresh.test(Late(), data(), ckpt_path=tmp_path / "a.ckpt", verbose=False)
+    assert found["out"] == pytest.approx(expected["out"], rel=1e-5)
+
+
 def test_a_file_of_plain_lightning_is_loaded(tmp_path: Path) -> None:
     plain = Tiny()
     trainer = lightnings.trainer_of("auto", 1, tmp_path, max_epochs=1)
