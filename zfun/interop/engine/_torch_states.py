@@ -86,10 +86,10 @@ def with_torch_state(state: ZeroState, groups: ParamGroups, given: Mapping[str, 
     torch.optim.Optimizer.load_state_dict(optimizer, numbers)
     positions = groups.positions()
     paths, parts = parts_of(state.opt_state)
-    leaves: dict[str, set[str]] = {}
+    leaves: dict[str, dict[str, None]] = {}
     for path, part in zip(paths, parts, strict=True):
         if is_flat(part):
-            leaves.setdefault(_owner(path)[0], set()).update(part.layout.paths)
+            leaves.setdefault(_owner(path)[0], {}).update(dict.fromkeys(part.layout.paths))
     new, last, missed = list[Any](), 0, dict[str, int]()
     for path, part in zip(paths, parts, strict=True):
         owner, field = _owner(path)
