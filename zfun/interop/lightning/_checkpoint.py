@@ -20,24 +20,19 @@ from torch import Tensor, nn
 
 from zfun import checkpoint as zcheckpoint
 from zfun.checkpoint.format import decode
-from zfun.errors import CheckpointError, OptionError
+from zfun.errors import CheckpointError
 from zfun.interop._named import first_names
 from zfun.interop.engine import TORCH_NAMES, Engine, ParamGroups
 from zfun.interop.lightning._runs import master_values
 from zfun.options import BOOL, PATH, takes
 from zfun.sources import Deferred, TrainingState
 
-__all__ = ["MARK", "collate", "is_directory", "opened", "packed", "read_directories"]
+__all__ = ["MARK", "collate", "opened", "packed", "read_directories"]
 
 MARK = "zfun"
 """The key that has the path of a directory, whose values are in the state already."""
 
 _FORMAT = 1
-
-
-def is_directory(path: Any) -> bool:
-    """Whether a path leads to a checkpoint of the strategy, and not to a file of Lightning."""
-    return Path(path).is_dir()
 
 
 def read_directories() -> None:
@@ -46,7 +41,7 @@ def read_directories() -> None:
 
     @functools.wraps(load_file)
     def load_any(path_or_url: Any, *args: Any, **kwargs: Any) -> Any:
-        is_path = isinstance(path_or_url, (str, Path)) and is_directory(path_or_url)
+        is_path = isinstance(path_or_url, (str, Path)) and Path(path_or_url).is_dir()
         return whole_of(path_or_url) if is_path else load_file(path_or_url, *args, **kwargs)
 
     saving.pl_load = load_any
@@ -135,47 +130,27 @@ def leaves_of(engine: Engine) -> list[str]:
     return [path for part in parts if part is not None for path in part.layout.paths]
 
 
-def _value_of(values: Mapping[str, Any], name: str) -> Any:
-    if name not in values:
-        raise CheckpointError(
-            f"a checkpoint has every parameter of the module; got one without {name!r}; load "
-            "the checkpoint into the module that was saved",
-            leaf=name,
-        )
-    return values[name]
-
-
-def _whole(value: Any) -> Tensor:
-    return value.load() if isinstance(value, Deferred) else value
-
-
-@torch.no_grad()
-def restart(engine: Engine, values: Mapping[str, Any]) -> None:
-    """Make a new state of an engine, of whole values."""
-    engine.zero_grad()
-    found = {name: _value_of(values, name) for name in leaves_of(engine)}
-    for name, buffer in engine.module.named_buffers():
-        if name in found:
-            buffer.copy_(_whole(found.pop(name)))
-    engine.state = engine.recipe.init(found)
-
-
 @torch.no_grad()
 def take(module: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy values into a module that is not live; return those that stay, for ``meta``.
+    """Copy values into a module that is not live; return those of values on ``meta``.
 
     Raises:
         CheckpointError: a parameter has no value.
     """
-    for name, param in module.named_parameters():
-        value = _value_of(values, name)
-        if not param.is_meta:
-            param.copy_(_whole(value))
-    for name, buffer in module.named_buffers():
-        if name in values and not buffer.is_meta:
-            buffer.copy_(_whole(values[name]))
-    named = [*module.named_parameters(), *module.named_buffers()]
-    return {name: values[name] for name, x in named if x.is_meta and name in values}
+    later: dict[str, Any] = {}
+    for name, x in [*module.named_parameters(), *module.named_buffers()]:
+        if name in values:
+            if x.is_meta:
+                later[name] = values[name]
+            else:
+                x.copy_(value.load() if isinstance(value := values[name], Deferred) else value)
+        elif isinstance(x, nn.Parameter):
+            raise CheckpointError(
+                f"a checkpoint has every parameter of the module; got one without {name!r}; load "
+                "the checkpoint into the module that was saved",
+                leaf=name,
+            )
+    return later
 
 
 def states_of(path: str | Path, num_engines: int) -> list[TrainingState]:
@@ -214,7 +189,7 @@ def load_states_of(
 
     Raises:
         CheckpointError: the checkpoint has another number of optimizers.
-        OptionError: the checkpoint has another number of groups.
+        ValueError: the checkpoint has other groups, as from torch.
     """
     path = checkpoint[MARK]
     if len(checkpoint["optimizer_states"]) != len(engines):
@@ -225,7 +200,8 @@ def load_states_of(
             path=path,
         )
     for one, numbers in zip(groups, checkpoint["optimizer_states"], strict=True):
-        restore_numbers(one, numbers["param_groups"])
+        given = {"state": {}, "param_groups": _torch_groups(numbers)}
+        torch.optim.Optimizer.load_state_dict(one.torch_optimizer, given)
         one.retain(numbers.get("trained", ()))
     for engine in engines:
         engine.prepare()
@@ -237,16 +213,14 @@ def load_states_of(
         engine.state = found if len(states) == 1 else found[str(index)]
 
 
-def restore_numbers(groups: ParamGroups, numbers: Sequence[Mapping[str, Any]]) -> None:
-    """Set the options of the groups of an optimizer from a checkpoint."""
-    if len(numbers) != len(groups.groups):
-        raise OptionError(
-            "an optimizer resumes with the param groups of its checkpoint; got "
-            f"{len(groups.groups)} groups and a checkpoint with {len(numbers)}; return the same "
-            "optimizers from configure_optimizers()"
-        )
-    for group, saved in zip(groups.groups, numbers, strict=True):
-        group.update({name: x for name, x in saved.items() if name not in ("params", "names")})
+def _torch_groups(saved: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the param groups that a directory has by names, with places as in torch."""
+    found, first = list[dict[str, Any]](), 0
+    for group in saved["param_groups"]:
+        rest = {name: value for name, value in group.items() if name != "names"}
+        found.append({**rest, "params": list(range(first, first + len(group["names"])))})
+        first += len(group["names"])
+    return found
 
 
 @takes(path=PATH, out=PATH, optimizer=BOOL)
@@ -332,10 +306,4 @@ def _torch_state(state: TrainingState, saved: Mapping[str, Any]) -> dict[str, An
             if beside is not None:
                 entry = entries.setdefault(names.index(name), dict(beside))
                 entry[TORCH_NAMES.get(word, word)] = leaf.load()
-    groups, first = list[dict[str, Any]](), 0
-    for group in saved["param_groups"]:
-        size = len(group["names"])
-        rest = {name: value for name, value in group.items() if name != "names"}
-        groups.append({**rest, "params": list(range(first, first + size))})
-        first += size
-    return {"state": entries, "param_groups": groups}
+    return {"state": entries, "param_groups": _torch_groups(saved)}

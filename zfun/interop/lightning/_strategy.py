@@ -347,13 +347,11 @@ class ZfunStrategy(DDPStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         """Load a directory into the state; a file of plain Lightning is read as it is."""
         path = str(self.broadcast(checkpoint_path))
-        if not saved.is_directory(path):
+        if not Path(path).is_dir():
             # Lightning 2.5 does not have the argument.
             given = dict[str, Any]() if weights_only is None else {"weights_only": weights_only}
             return self.checkpoint_io.load_checkpoint(path, **given)
         checkpoint, leaves, others = saved.opened(path, weights_only=weights_only)
-        for engine in self._live_engines():
-            saved.restart(engine, leaves)
         if not self._live_engines():
             self._values = saved.take(self._own_module(), leaves)
         if others:
