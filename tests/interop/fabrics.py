@@ -58,7 +58,9 @@ def accumulation(fabric: Fabric) -> Any:
     schedule = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: 1 / (1 + step))
     wrapped, optimizer, schedule = fabric.setup(model, inner, scheduler=schedule)
     found: list[Any] = []
-    for index, batch in enumerate(rows(fabric, 6)):
+    path = Path(fabric.broadcast(tempfile.mkdtemp())) / "a.ckpt"
+    batches = rows(fabric, 6)
+    for index, batch in enumerate(batches):
         for number, part in enumerate(batch.split(2)):
             with fabric.no_backward_sync(wrapped, enabled=number == 0):
                 loss = wrapped(part).square().mean()
@@ -68,13 +70,12 @@ def accumulation(fabric: Fabric) -> Any:
         optimizer.zero_grad()
         schedule.step()
         if index == 2:
-            path = Path(fabric.broadcast(tempfile.mkdtemp())) / "a.ckpt"
             fabric.save(path, {"model": wrapped, "optimizer": optimizer, "epoch": 3})
     state = {"model": wrapped, "optimizer": optimizer, "epoch": 0}
     assert fabric.load(path, state) == {}
     wrapped.eval()
     with torch.no_grad():
-        found += [wrapped(batch), state["epoch"]]
+        found += [wrapped(batches[0]), state["epoch"]]
     saved = torch.load(path, weights_only=False)
     return found, saved, optimizer.state_dict(), of(fabric, model)
 

@@ -25,9 +25,9 @@ L = pytest.importorskip("lightning")
 torchmetrics = pytest.importorskip("torchmetrics")
 
 from lightning.pytorch.utilities import grad_norm  # noqa: E402
-from zfun.interop.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam  # noqa: E402
 
 from tests.interop import lightnings  # noqa: E402, needs Lightning
+from zfun.interop.deepspeed import ops  # noqa: E402
 from zfun.interop.lightning import ZfunStrategy, collate  # noqa: E402
 
 # Lightning warns of few workers, of folders that exist, and of torch's own deprecations.
@@ -271,11 +271,11 @@ def test_a_directory_of_another_program_is_refused(tmp_path: Path) -> None:
 
 
 def fused(params: Any) -> torch.optim.Optimizer:
-    return FusedAdam(params, lr=0.1, betas=(0.8, 0.9), adam_w_mode=False)
+    return ops.adam.FusedAdam(params, lr=0.1, betas=(0.8, 0.9), adam_w_mode=False)
 
 
 def on_the_host(params: Any) -> torch.optim.Optimizer:
-    return DeepSpeedCPUAdam(params, lr=0.1, weight_decay=0.01)
+    return ops.adam.DeepSpeedCPUAdam(params, lr=0.1, weight_decay=0.01)
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -388,6 +388,11 @@ class Engine:
             tape.finish()
 
     @property
+    def has_grads(self) -> bool:
+        """Whether this rank has gradients for the next step."""
+        return self._ready is not None or self._sum.grads is not None or bool(self._strays())
+
+    @property
     def is_boundary(self) -> bool:
         """Whether the next call of :meth:`step` changes the parameters."""
         return self._is_boundary
@@ -448,8 +453,7 @@ class Engine:
         if not self._sum.num_passes:
             # A loop without calls.
             self._regroup()
-        strays = self._strays()
-        if self._ready is None and self._sum.grads is None and not strays:
+        if not self.has_grads:
             raise ZfunError(
                 "step() takes the gradients of backward(); got none since the last step; call "
                 "engine.backward(loss) first"

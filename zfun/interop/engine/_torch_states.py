@@ -82,7 +82,7 @@ def with_torch_state(state: ZeroState, groups: ParamGroups, given: Mapping[str, 
         SpecMismatch: an entry has another shape, or leaves of one group have different counts.
     """
     optimizer, entries = groups.torch_optimizer, given["state"]
-    numbers = {"state": {}, "param_groups": given["param_groups"]}
+    numbers = {"state": dict[int, Any](), "param_groups": given["param_groups"]}
     torch.optim.Optimizer.load_state_dict(optimizer, numbers)
     positions = groups.positions()
     paths, parts = parts_of(state.opt_state)

@@ -200,7 +200,7 @@ def load_states_of(
             path=path,
         )
     for one, numbers in zip(groups, checkpoint["optimizer_states"], strict=True):
-        given = {"state": {}, "param_groups": _torch_groups(numbers)}
+        given = {"state": dict[int, Any](), "param_groups": _torch_groups(numbers)}
         torch.optim.Optimizer.load_state_dict(one.torch_optimizer, given)
         one.retain(numbers.get("trained", ()))
     for engine in engines:

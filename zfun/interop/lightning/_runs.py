@@ -86,9 +86,7 @@ class ManualRun:
     def step(self, index: int) -> StepInfo | None:
         """Step an optimizer with the gradients of its parameters; without any, do nothing."""
         engine = self.engines[index]
-        if all(param.grad is None for param in engine.module._parameters.values()):
-            return None
-        return engine.step(boundary=True)
+        return engine.step(boundary=True) if engine.has_grads else None
 
 
 def engine_options(recipe: Recipe, group: Group, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -147,8 +145,10 @@ def build(
             "precision='bf16-mixed', or use automatic optimization"
         )
     engines = engines_of(module, groups, Engine, **options)
-    for engine in engines:
+    for engine, one in zip(engines, groups, strict=True):
         engine.keeps_grads = True
+        # Otherwise torch would look at each gradient, which sums over the ranks.
+        one.optimizer.zero_grad = engine.zero_grad
     return ManualRun(module, engines, group)
 
 
