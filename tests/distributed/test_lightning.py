@@ -28,11 +28,30 @@ ROOT = Path(__file__).parents[2]
 STAGES = ["zfun_stage_1", "zfun_stage_2", "zfun_stage_3", "zfun_stage_3_offload"]
 
 
+# All but "unfreezing", of which DDP does not sum the gradients.
+FABRIC_LOOPS = [
+    "accumulation",
+    "two_models",
+    "two_optimizers",
+    "one_optimizer_of_two_models",
+    "closures",
+    "gradients",
+    "a_lightning_module",
+]
+
+
 def call(group: Group, name: str, *args: Any) -> Any:
     """Call a function of ``tests.interop.lightnings``, which only the ranks import."""
     from tests.interop import lightnings
 
     return getattr(lightnings, name)(group, *args)
+
+
+def run(group: Group, *args: Any) -> Any:
+    """Run a loop of Fabric."""
+    from tests.interop import fabrics
+
+    return fabrics.run(group, *args)
 
 
 @pytest.fixture(scope="module")
@@ -156,6 +175,44 @@ def test_narrow_precisions_train(precision: str, workers: Workers, tmp_path: Pat
     assert found[0]["losses"][-1] < found[0]["losses"][0]
     assert_same_bits(found[0]["params"], found[1]["params"])
     assert found[0]["params"]["net.transformer.wte.weight"].dtype is torch.float32
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", FABRIC_LOOPS)
+def test_a_loop_of_fabric_is_that_of_ddp(name: str, workers: Workers) -> None:
+    expected = workers.run(run, "ddp", name)
+    for stage in (1, 2, 3):
+        found = workers.run(run, f"zfun_stage_{stage}", name)
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_what_fabric_unfreezes_is_trained_on_all_ranks(workers: Workers) -> None:
+    from tests.interop import fabrics
+
+    expected = workers.run(run, "zfun_stage_1", "unfreezing")
+    assert_same_bits(workers.run(run, "zfun_stage_3", "unfreezing"), expected)
+    optimizers, models = zip(*expected, strict=True)
+    plain = fabrics.unfreezing(fabrics.fabric_of("auto"))
+    for optimizer, [model] in zip(optimizers, models, strict=True):
+        torch.testing.assert_close(optimizer, plain[0])
+        torch.testing.assert_close(model, {name: plain[1][0][name] for name in model})
+
+
+@pytest.mark.filterwarnings("ignore")  # of plain Lightning, in this process
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", ["Unfreezes", "Manual", "Buffers"])
+def test_a_loop_of_users_is_that_of_plain_lightning(
+    name: str, workers: Workers, tmp_path: Path
+) -> None:
+    from tests.interop import lightnings
+
+    expected = lightnings.fit_loop(None, "auto", str(tmp_path / "plain"), name)
+    for stage in (1, 3):
+        folder = str(tmp_path / str(stage))
+        found = workers.run(call, "fit_loop", f"zfun_stage_{stage}", folder, name)
+        for rank in found:
+            torch.testing.assert_close(rank, expected)
 
 
 def test_the_example_is_a_program(tmp_path: Path) -> None:

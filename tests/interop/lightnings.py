@@ -257,3 +257,91 @@ def evaluated(group: Group, strategy: Any, folder: str, path: str) -> dict[str, 
     [tested] = trainer.test(Gpt2(), data, ckpt_path=path, verbose=False)
     predicted = trainer.predict(Gpt2(), data, ckpt_path=path)
     return {**validated, **tested, "predicted": predicted}
+
+
+class Whole(L.LightningModule):
+    """A loss that is the mean over the ranks of the losses of their rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layers = [nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)]
+        self.net = nn.Sequential(*layers).double()
+        self.head: Any = self.net[2]
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        trained = [p for p in self.parameters() if p.requires_grad]
+        return torch.optim.Adam(trained, 0.1)
+
+
+class Unfreezes(Whole):
+    """Unfreezes a parameter of the optimizer, and adds a group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        self.optimizer = torch.optim.Adam(self.head.parameters(), 0.1)
+        self.head.bias.requires_grad_(False)
+        return self.optimizer
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.global_step == 1:
+            self.head.bias.requires_grad_(True)
+        if self.global_step == 2:
+            self.net[0].requires_grad_(True)
+            self.optimizer.add_param_group({"params": self.net[0].parameters(), "lr": 0.05})
+
+
+class Manual(Whole):
+    """Gradients that hooks read and clip, in manual optimization with two optimizers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            params = optimizer.param_groups[0]["params"]
+            torch.nn.utils.clip_grad_norm_(params, 0.1)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        first = torch.optim.SGD(self.net[0].parameters(), 0.5, momentum=0.9)
+        return first, torch.optim.Adam(self.head.parameters(), 0.1)
+
+
+class Buffers(Whole):
+    """Buffers that are written and assigned, of which those of rank 0 are everybody's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(2, dtype=torch.float64))
+        self.register_buffer("assigned", torch.zeros(2, dtype=torch.float64))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        self.count += 1 + self.global_rank
+        self.assigned = self.assigned + 2 + self.global_rank
+        return super().training_step(batch, batch_idx) + 0.0 * self.assigned.sum()
+
+
+def fit_loop(group: Group | None, strategy: str, folder: str, name: str) -> dict[str, Tensor]:
+    """Fit one of these modules on rows of which each rank takes a part."""
+    size, rank = (1, 0) if group is None else (group.size, group.rank)
+    if group is not None:
+        as_rank(group)
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(8, 4, 3, generator=generator, dtype=torch.float64)
+    own = rows.chunk(size, 1)[rank].flatten(0, 1)
+    model = {"Unfreezes": Unfreezes, "Manual": Manual, "Buffers": Buffers}[name]()
+    trainer = trainer_of(strategy, size, folder, enable_checkpointing=False)
+    trainer.fit(model, DataLoader(TensorDataset(own), batch_size=4 // size))
+    return {key: x.detach().clone() for key, x in model.state_dict().items()}

@@ -24,7 +24,10 @@ from zfun.testing import assert_same_bits
 L = pytest.importorskip("lightning")
 torchmetrics = pytest.importorskip("torchmetrics")
 
+from lightning.pytorch.utilities import grad_norm  # noqa: E402
+
 from tests.interop import lightnings  # noqa: E402, needs Lightning
+from zfun.interop.deepspeed import ops  # noqa: E402
 from zfun.interop.lightning import ZfunStrategy, collate  # noqa: E402
 
 # Lightning warns of few workers, of folders that exist, and of torch's own deprecations.
@@ -178,6 +181,24 @@ def test_a_module_on_meta_needs_its_own_initialisation(tmp_path: Path) -> None:
         fitted(Bare(), tmp_path, ZfunStrategy(stage=3, remote_device="meta"))
 
 
+@pytest.mark.parametrize("saves", ["auto", "zfun_stage_3"])
+def test_a_module_on_meta_takes_the_values_of_a_checkpoint(saves: str, tmp_path: Path) -> None:
+    class Late(Tiny):
+        def configure_model(self) -> None:
+            self.net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+
+        def test_step(self, batch: Tensor, batch_idx: int) -> None:
+            self.log("out", self.forward(batch).sum())
+
+    trainer = fitted(Late(), tmp_path, saves)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    [expected] = trainer.test(ckpt_path=tmp_path / "a.ckpt", dataloaders=data(), verbose=False)
+    strategy = ZfunStrategy(stage=3, remote_device="meta")
+    fresh = lightnings.trainer_of(strategy, 1, tmp_path)
+    [found] = fresh.test(Late(), data(), ckpt_path=tmp_path / "a.ckpt", verbose=False)
+    assert found["out"] == pytest.approx(expected["out"], rel=1e-5)
+
+
 def test_a_file_of_plain_lightning_is_loaded(tmp_path: Path) -> None:
     plain = Tiny()
     trainer = lightnings.trainer_of("auto", 1, tmp_path, max_epochs=1)
@@ -249,6 +270,14 @@ def test_a_directory_of_another_program_is_refused(tmp_path: Path) -> None:
         collate(tmp_path, tmp_path / "out.ckpt")
 
 
+def fused(params: Any) -> torch.optim.Optimizer:
+    return ops.adam.FusedAdam(params, lr=0.1, betas=(0.8, 0.9), adam_w_mode=False)
+
+
+def on_the_host(params: Any) -> torch.optim.Optimizer:
+    return ops.adam.DeepSpeedCPUAdam(params, lr=0.1, weight_decay=0.01)
+
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adam": lambda params: torch.optim.Adam(params, 0.1, betas=(0.8, 0.9), weight_decay=0.1),
     "adamw": lambda params: torch.optim.AdamW(params, 0.1),
@@ -258,6 +287,13 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adagrad": lambda params: torch.optim.Adagrad(params, 0.1, lr_decay=0.1),
     "rmsprop": lambda params: torch.optim.RMSprop(params, 0.1),
     "nadam": lambda params: torch.optim.NAdam(params, 0.1),
+    "fused": fused,
+    "on the host": on_the_host,
+}
+# What DeepSpeed's classes do, in torch.
+IN_TORCH = {
+    "fused": lambda params: torch.optim.Adam(params, 0.1, betas=(0.8, 0.9)),
+    "on the host": OPTIMIZERS["adamw"],
 }
 
 
@@ -265,12 +301,14 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 def test_an_optimizer_steps_as_in_torch(name: str, tmp_path: Path) -> None:
     class Scheduled(Tiny):
         def configure_optimizers(self) -> Any:
-            optimizer = OPTIMIZERS[name](self.parameters())
+            made = OPTIMIZERS if is_sharded else {**OPTIMIZERS, **IN_TORCH}
+            optimizer = made[name](self.parameters())
             decay = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
             return [optimizer], [{"scheduler": decay, "interval": "step"}]
 
     models = []
     for strategy in ("auto", "zfun_stage_3"):
+        is_sharded = strategy != "auto"
         torch.manual_seed(0)
         models.append(Scheduled())
         fitted(models[-1], tmp_path, strategy, gradient_clip_val=0.3)
@@ -291,6 +329,29 @@ def manual(make: Callable[[Any], Any]) -> Tiny:
     model = Tiny(make)
     model.automatic_optimization = False
     return model
+
+
+class TwoManual(Tiny):
+    """Two optimizers, one of which gets another parameter later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.scale = nn.Parameter(torch.ones(()))
+        self.net.bias.requires_grad_(False)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        self.manual_backward(self.forward(batch).square().mean() * self.scale)
+        if batch_idx == 1:
+            self.net.bias.requires_grad_(True)
+            first.optimizer.add_param_group({"params": [self.net.bias]})
+        for optimizer in (first, second):
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD([x], 0.1) for x in (self.net.weight, self.scale)]
 
 
 class Clipping(Tiny):
@@ -328,6 +389,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         lambda: manual(twice),
         {},
         "one optimizer.*leaf 'net.bias' is in the optimizers 0 and 1",
+    ),
+    "a parameter of later": (
+        TwoManual,
+        {},
+        "got a group with leaf 'net.bias' of another one; with several optimizers, give each",
     ),
     "manual float16": (lambda: manual(OPTIMIZERS["sgd"]), {"precision": "16-true"}, "pass prec"),
     "a schedule alone": (
@@ -426,6 +492,12 @@ class Unfreezes(L.Callback):
                 optimizer.add_param_group({"params": new, "lr": 0.02})
 
 
+class Thaws(L.Callback):
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch == 3:
+            pl_module.backbone.requires_grad_(True)
+
+
 class Frozen(Backbone):
     def __init__(self) -> None:
         super().__init__()
@@ -468,6 +540,18 @@ class Plateau(Averages):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val"}}
 
 
+class Clips(Averages):
+    """Reads, clips and replaces gradients in hooks."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.norm = torch.nn.utils.clip_grad_norm_(self.parameters(), 0.05)
+        self.log_dict(grad_norm(self, norm_type=2))
+
+    def on_after_backward(self) -> None:
+        bias = self.net[2].bias
+        bias.grad = bias.grad.sign() * 0.1
+
+
 class Accumulates(Averages):
     """Gradients of several batches, each kept until zero_grad(), in manual optimization."""
 
@@ -493,6 +577,7 @@ LOOPS: dict[str, tuple[Callable[[], Any], Callable[[], list[Any]]]] = {
     "an average": (Averages, lambda: [CALLBACKS.EMAWeightAveraging(decay=0.5)]),
     "a backward": (OwnBackward, list),
     "reads and writes": (Penalised, list),
+    "gradients in hooks": (Clips, list),
     "plateau": (Plateau, list),
     "gradients that stay": (Accumulates, list),
     "accumulation": (Averages, lambda: [CALLBACKS.GradientAccumulationScheduler({0: 2, 1: 1})]),
@@ -537,10 +622,26 @@ def test_a_search_for_the_learning_rate_restores_the_run(stage: int, tmp_path: P
     torch.testing.assert_close(found[1], found[0])
 
 
-class Adapters(Averages):
-    """Saves a part of its parameters, as users of adapters do."""
+class Falls(Averages):
+    """Logs a number that falls from epoch to epoch."""
 
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.log("rate", -float(self.current_epoch))
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("test", self.forward(batch).sum())
+
+
+class Partial(Averages):
     strict_loading = False
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.05, momentum=0.9)
+
+
+class Adapters(Partial):
+    """Saves a part of its parameters, as users of adapters do."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         kept = checkpoint["state_dict"]
@@ -555,19 +656,127 @@ class Adapters(Averages):
             kept["net.2.weight"] = kept.pop("renamed")
 
 
+class Renames(L.Callback):
+    """A callback that leaves a part of a checkpoint."""
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
+        checkpoint["state_dict"] = {"only": checkpoint["state_dict"]["net.0.weight"]}
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
+        checkpoint["state_dict"] = {"net.0.weight": checkpoint["state_dict"].pop("only")}
+
+
+HOOKS: dict[str, tuple[Callable[[], list[Any]], list[str]]] = {
+    "the module's": (list, ["net.2.bias", "renamed"]),
+    "a callback's": (lambda: [Renames()], ["only"]),
+}
+
+
 @pytest.mark.parametrize("stage", [1, 3])
-def test_what_a_hook_leaves_of_a_checkpoint_is_what_is_written(stage: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("hook", HOOKS)
+def test_what_a_hook_leaves_is_written_and_resumed_from(
+    hook: str, stage: int, tmp_path: Path
+) -> None:
+    callbacks, keys = HOOKS[hook]
     found = []
     for strategy in ("auto", f"zfun_stage_{stage}"):
-        model = Adapters()
-        trainer = fitted(model, tmp_path, strategy)
+        make = Adapters if hook == "the module's" else Partial
+        trainer = fitted(make(), tmp_path, strategy, callbacks=callbacks())
         path = tmp_path / f"{strategy}.ckpt"
         trainer.save_checkpoint(path)
         assert path.is_file()
         whole = torch.load(path, weights_only=False)
-        loaded = Adapters.load_from_checkpoint(path)
+        assert sorted(whole["state_dict"]) == keys
         states = [state["state"] for state in whole["optimizer_states"]]
-        found.append((whole["state_dict"], dict(loaded.state_dict()), states))
+        resumed = make()
+        again = lightnings.trainer_of(
+            strategy, 1, tmp_path, enable_checkpointing=False, max_epochs=2, callbacks=callbacks()
+        )
+        again.fit(resumed, data(), ckpt_path=path)
+        found.append((whole["state_dict"], states, dict(resumed.state_dict())))
     torch.testing.assert_close(found[1], found[0])
-    assert sorted(found[1][0]) == ["net.2.bias", "renamed"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["auto.ckpt", path.name]
+
+
+def test_a_missing_key_is_refused_as_in_plain_lightning(tmp_path: Path) -> None:
+    class Strict(Adapters):
+        strict_loading = True
+
+    trainer = fitted(Strict(), tmp_path)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict.*net.0.weight"):
+        trainer.validate(Strict(), data(), ckpt_path=tmp_path / "a.ckpt")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_best_and_last_name_the_checkpoints_of_plain_lightning(stage: int, tmp_path: Path) -> None:
+    found = []
+    for strategy in ("auto", f"zfun_stage_{stage}"):
+        folder = tmp_path / strategy
+
+        def trainer_of(epochs: int, strategy: str = strategy, folder: Path = folder) -> Any:
+            # A later epoch is worse.
+            keeps = CALLBACKS.ModelCheckpoint(
+                folder, monitor="rate", mode="max", save_last=True, save_top_k=-1
+            )
+            return lightnings.trainer_of(
+                strategy, 1, folder, callbacks=[keeps], max_epochs=epochs, num_sanity_val_steps=1
+            )
+
+        model = Falls()
+        trainer = trainer_of(3)
+        trainer.fit(model, data(), data())
+        best = trainer.checkpoint_callback.best_model_path
+        assert "epoch=0" in best
+        [one] = trainer.validate(ckpt_path="best", dataloaders=data(), verbose=False)
+        [two] = trainer.test(Falls(), data(), ckpt_path=best, verbose=False)
+        [three] = trainer.validate(Falls(), data(), ckpt_path="last", verbose=False)
+        predicted = trainer.predict(model, data(), ckpt_path="best")
+        whole = dict(Falls.load_from_checkpoint(best).state_dict())
+        resumed = Falls()
+        trainer_of(4).fit(resumed, data(), data(), ckpt_path="last")
+        found.append((one, two, three, predicted, whole, dict(resumed.state_dict())))
+        assert one["val"] != three["val"]
+    torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize("saves", ["auto", "zfun_stage_2"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_fit_resumes_with_groups_of_later(stage: int, saves: str, tmp_path: Path) -> None:
+    def callbacks() -> list[Any]:
+        # Lightning freezes the backbone of a run that it resumes.
+        return [*LOOPS["finetuning"][1](), Thaws()]
+
+    found = []
+    for first, second in (("auto", "auto"), (saves, f"zfun_stage_{stage}")):
+        path = tmp_path / f"{first}_{second}.ckpt"
+        fitted(Backbone(), tmp_path, first, max_epochs=2, callbacks=callbacks()).save_checkpoint(
+            path
+        )
+        resumed = Backbone()
+        again = lightnings.trainer_of(
+            second,
+            1,
+            tmp_path,
+            enable_checkpointing=False,
+            max_epochs=5,
+            callbacks=callbacks(),
+        )
+        again.fit(resumed, data(), ckpt_path=path)
+        found.append(dict(resumed.state_dict()))
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_a_group_of_later_keeps_its_own_count_in_one_file(tmp_path: Path) -> None:
+    states = []
+    for strategy in ("auto", "zfun_stage_3"):
+        trainer = fitted(
+            Backbone(), tmp_path, strategy, max_epochs=2, callbacks=LOOPS["finetuning"][1]()
+        )
+        path = tmp_path / f"{strategy}.ckpt"
+        trainer.save_checkpoint(path)
+        if path.is_dir():
+            path = collate(path, tmp_path / "one.ckpt", optimizer=True)
+        states.append(torch.load(path, weights_only=False)["optimizer_states"][0]["state"])
+    torch.testing.assert_close(states[1], states[0])
+    assert [float(x["step"]) for x in states[1].values()] == [8.0, 8.0, 4.0, 4.0]

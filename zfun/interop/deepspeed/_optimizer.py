@@ -108,7 +108,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         Every rank must call, also where rank 0 alone saves.
         """
         core = self._owner()._core
-        state, scale = core.optimizer_state(), core.state.loss_scale
+        state, scale = core.moments(), core.state.loss_scale
         numbers = {id(param): i for i, param in enumerate(self._params())}
         groups = [
             {**group, "params": [numbers[id(p)] for p in group["params"]]}
@@ -132,7 +132,7 @@ class EngineOptimizer(torch.optim.Optimizer):
                 "dict without 'loss_scaler'; pass what state_dict() of an engine with fp16 returned"
             )
         named, state = self._named(), state_dict.get("state", {})
-        core.load_optimizer_state({named[i]: x for i, x in state.items()})
+        core.load_moments({named[i]: x for i, x in state.items()})
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({name: value for name, value in saved.items() if name != "params"})
         if scale is not None:

@@ -1,18 +1,29 @@
 """A module with a training state, for imperative loops.
 
-=============  ===================================================================
-``_engine``    the class; see [Note: the engine]
-``_live``      the module reads its parameters from the state
-``_grad_sum``  the gradients of a step
-``_compile``   ``torch.compile`` of blocks
-``_groups``    parameter groups of torch optimizers as pure optimizers
-``_values``    buffers, whole leaves, states of other trained leaves
-=============  ===================================================================
+=================  ===================================================================
+``_engine``        the class; see [Note: the engine]
+``_live``          the module reads its parameters from the state
+``_grad_sum``      the gradients of a step
+``_compile``       ``torch.compile`` of blocks
+``_groups``        parameter groups of torch optimizers as pure optimizers
+``_torch_states``  ``state_dict()`` of torch optimizers
+``_values``        buffers, whole leaves, states of other trained leaves
+=================  ===================================================================
 """
 
 from zfun.interop.engine._compile import compile_blocks
 from zfun.interop.engine._engine import Engine
 from zfun.interop.engine._groups import UNBOUNDED, ParamGroups
+from zfun.interop.engine._torch_states import TORCH_NAMES, torch_numbers
 from zfun.interop.engine._values import Buffers, named_leaves
 
-__all__ = ["UNBOUNDED", "Buffers", "Engine", "ParamGroups", "compile_blocks", "named_leaves"]
+__all__ = [
+    "TORCH_NAMES",
+    "UNBOUNDED",
+    "Buffers",
+    "Engine",
+    "ParamGroups",
+    "compile_blocks",
+    "named_leaves",
+    "torch_numbers",
+]

@@ -36,8 +36,9 @@ from zfun.interop.engine._compile import adopt_compiled
 from zfun.interop.engine._grad_sum import GradSum, Told
 from zfun.interop.engine._groups import UNBOUNDED, ParamGroups
 from zfun.interop.engine._live import Live, check_free
+from zfun.interop.engine._moments import moments_of, with_moments
 from zfun.interop.engine._parameter import leave_meta
-from zfun.interop.engine._torch_state import torch_state, with_torch_state
+from zfun.interop.engine._torch_states import torch_state, with_torch_state
 from zfun.interop.engine._values import (
     Buffers,
     carried,
@@ -50,7 +51,7 @@ from zfun.placement import S
 from zfun.recipes import StepInfo, Zero, ZeroState
 from zfun.reductions import global_norm
 from zfun.sources import Deferred
-from zfun.transforms import Tape, WeightedMean, scale_grads
+from zfun.transforms import Tape, WeightedMean, scale_grads, unshard
 
 __all__ = ["Engine"]
 
@@ -199,6 +200,12 @@ class Engine:
         else:
             rule = self._groups.pure(UNBOUNDED if self._clips else None)
             trained = set(self._groups.labels)
+            if strange := trained - self._params.keys():
+                raise OptionError(
+                    "an engine trains parameters of its module; got a group with leaf "
+                    f"{min(strange)!r} of another one; with several optimizers, give each one all "
+                    "of its parameters at the start, and freeze those that train later"
+                )
         options: dict[str, Any] = {"trainable": lambda name, _: name in trained, **self._options}
         # Stage 1 sums in backward too; see [Note: the engine].
         options["stage"] = 2 if options["stage"] == 1 else options["stage"]
@@ -397,6 +404,11 @@ class Engine:
         return self._sum.grads
 
     @property
+    def has_grads(self) -> bool:
+        """Whether this rank has gradients for the next step."""
+        return self._ready is not None or self._sum.grads is not None or bool(self._strays())
+
+    @property
     def is_boundary(self) -> bool:
         """Whether the next call of :meth:`step` changes the parameters."""
         return self._is_boundary
@@ -408,6 +420,10 @@ class Engine:
         self._settle()
         self._live.check_dropped()
         self._live.check_unwritten()
+        self._regroup()
+
+    def _regroup(self) -> None:
+        """Look for other trained leaves, or groups."""
         if self._groups is None or not self._groups.refresh():
             return
         if self._sum.num_passes:
@@ -450,8 +466,10 @@ class Engine:
             ZfunError: no gradients since the last step.
         """
         self._settle()
-        strays = self._strays()
-        if self._ready is None and self._sum.grads is None and not strays:
+        if not self._sum.num_passes:
+            # A loop without calls.
+            self._regroup()
+        if not self.has_grads:
             raise ZfunError(
                 "step() takes the gradients of backward(); got none since the last step; call "
                 "engine.backward(loss) first"
@@ -525,6 +543,39 @@ class Engine:
             self._drop_strays()
         self._reset()
 
+    def show_grads(self, name: str) -> None:
+        """Move the gradients since the last step to ``.grad``, whole; every rank must call.
+
+        A read or write of ``.grad`` outside of backward calls this. The next step takes what is in
+        ``.grad`` then, so code may scale, clip or drop it; the step itself divides by
+        ``accumulate``. Gradients of weighted means stay where they are.
+
+        Args:
+            name: of the parameter whose gradient is read.
+        """
+        self._settle()
+        if self._sum.is_weighted or (self._sum.grads is None and self._is_shown(name)):
+            return
+        self._collected()
+        self._drop_strays()
+        assert self._sum.grads is not None, "a stray gradient is a part of the sum"
+        whole = unshard(self._sum.grads)
+        self._sum.grads, self._ready = None, None
+        with torch._C.DisableTorchFunctionSubclass():
+            for path, grad in zip(tree.paths(whole), tree.leaves(whole), strict=True):
+                param = self._params[path]
+                param.grad = grad.detach().to(param.dtype)
+                self._shown[path] = weakref.ref(param.grad), param.grad._version
+
+    def _is_shown(self, name: str) -> bool:
+        """Whether ``.grad`` has no gradient of this rank alone."""
+        stray = self._live.strays.get(name)
+        with torch._C.DisableTorchFunctionSubclass():
+            grad = self._params[name].grad
+            found, version = self._shown.get(name, (lambda: None, -1))
+            is_shown = grad is None or (found() is grad and grad._version == version)
+        return is_shown and (stray is None or stray.grad is None)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients since the last step, but those of the parameters of ``extra=``."""
         del set_to_none
@@ -540,6 +591,7 @@ class Engine:
     def _reset(self) -> None:
         self._sum = GradSum(self._group)
         self._ready: tuple[Flat, Tensor, Told] | None = None
+        self._shown: dict[str, tuple[weakref.ref[Tensor], int]] = {}
         self._is_boundary = False
         self._last_pass = -1
 
@@ -565,6 +617,33 @@ class Engine:
     def eval(self) -> Self:
         """Set the module to eval mode."""
         return self.train(False)
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """Return ``state_dict()`` of the torch optimizer with its moments; every rank must call."""
+        return torch_state(self._state, self._torch_groups())
+
+    def load_optimizer_state(self, given: Mapping[str, Any]) -> None:
+        """Take what ``state_dict()`` of a torch optimizer returns; every rank must call.
+
+        Args:
+            given: the same on every rank.
+
+        Raises:
+            SpecMismatch: as for another optimizer.
+        """
+        groups = self._torch_groups()
+        groups.retain(x for x, index in groups.positions().items() if index in given["state"])
+        self._settle()
+        self._regroup()
+        self._state = with_torch_state(self._state, groups, given)
+
+    def _torch_groups(self) -> ParamGroups:
+        if self._groups is None:
+            raise OptionError(
+                "the state of a torch optimizer belongs to one; got an engine with a rule of "
+                "zf.optim; read engine.state.opt_state"
+            )
+        return self._groups
 
     # Values.
 
@@ -695,21 +774,21 @@ class Engine:
         """
         self.state = with_values(self.module, self.state, values, strict=strict)
 
-    def optimizer_state(self) -> dict[str, dict[str, Tensor]]:
-        """Return whole moments and step counts by leaf, as torch names them; every rank must call.
+    def moments(self) -> dict[str, dict[str, Tensor]]:
+        """Return whole moments, masters and counts by leaf, in torch's names; all ranks call.
 
         Raises:
             CheckpointError: the optimizer has a state that belongs to no leaf.
         """
-        return torch_state(self._state)
+        return moments_of(self._state)
 
-    def load_optimizer_state(self, given: Mapping[str, Mapping[str, Any]]) -> None:
-        """Take what :meth:`optimizer_state` returned, the same on every rank.
+    def load_moments(self, given: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take what :meth:`moments` returned, the same on every rank.
 
         Raises:
             CheckpointError: a moment of a leaf is missing.
         """
-        self._state = with_torch_state(self._state, given)
+        self._state = with_moments(self._state, given)
 
     def save(self, path: str | Path, extra: Any = None, **options: Any) -> checkpoint.Saved:
         """Save the state and plain values of the caller.

@@ -39,6 +39,7 @@ class GradSum:
     Attributes:
         grads: so far; ``None`` before the first pass.
         has_run: whether the pass that runs has reached the parameters.
+        is_weighted: whether the passes are those of weighted means.
     """
 
     def __init__(self, group: Group) -> None:
@@ -47,7 +48,7 @@ class GradSum:
         self._mesh = mesh_of(group)
         self._group = group
         self._fresh: Flat | None = None
-        self._is_weighted = False
+        self.is_weighted = False
         self._pairs: list[Tensor] = []
         # Whether the passes have the default scale, and no weight.
         self._kinds: set[tuple[bool, bool]] = set()
@@ -71,12 +72,12 @@ class GradSum:
 
     def begin(self, *, weighted: bool) -> None:
         """Begin a backward pass."""
-        self._is_weighted, self.has_run = weighted, False
+        self.is_weighted, self.has_run = weighted, False
 
     def add(self, grads: Flat) -> None:
         """Add gradients of a backward pass."""
         self.has_run = True
-        if self._is_weighted:
+        if self.is_weighted:
             self._fresh = add_grads(self._fresh, grads)
         else:
             self.grads = add_grads(self.grads, grads)

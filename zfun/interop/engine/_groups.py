@@ -7,7 +7,7 @@ each step the numbers of the groups become hyperparameters of the state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -60,18 +60,20 @@ class ParamGroups:
         self._norm_of_all = norm_of_all
         self._rule = rule or _rule_of
         self._seen: Any = None
+        self._retained: set[str] = set()
         self._fixed: dict[str, dict[str, Any]] = {}
         self.labels: dict[str, str] = {}
         self.refresh()
         if not set(self.labels.values()) - {_NO_GROUP}:
             raise OptionError(
                 "an optimizer trains at least one parameter; "
-                f"{type(self._torch).__name__} has none that requires a gradient; set "
+                f"{type(self.torch_optimizer).__name__} has none that requires a gradient; set "
                 "requires_grad, or pass an optimizer of the model's own parameters"
             )
 
     @property
-    def _torch(self) -> Any:
+    def torch_optimizer(self) -> Any:
+        """The optimizer itself, where a wrapper was given."""
         return getattr(self.optimizer, "optimizer", self.optimizer)
 
     @property
@@ -79,9 +81,23 @@ class ParamGroups:
         """The groups."""
         return self.optimizer.param_groups
 
+    def positions(self) -> dict[str, int]:
+        """Return the places of the parameters in the groups, by name."""
+        params = [p for group in self.groups for p in group["params"]]
+        return {self._names[id(p)]: i for i, p in enumerate(params) if id(p) in self._names}
+
     def strangers(self) -> list[nn.Parameter]:
         """Return the parameters of the groups that the module does not have."""
         return [p for group in self.groups for p in group["params"] if id(p) not in self._names]
+
+    def retain(self, names: Iterable[str]) -> None:
+        """Take parameters of the groups as trained, as in an earlier run, though they are frozen.
+
+        Args:
+            names: of the parameters.
+        """
+        self._retained |= set(names)
+        self._seen = None
 
     def refresh(self) -> bool:
         """Look at the groups again; return whether another leaf is trained, or in another group.
@@ -96,10 +112,11 @@ class ParamGroups:
             return False
         self._seen = (seen, others)
         before = dict(self.labels)
+        stays = before.keys() | self._retained
         for index, group in enumerate(self.groups):
             for param in group["params"]:
                 name = self._names.get(id(param))
-                if name is not None and (param.requires_grad or name in before):
+                if name is not None and (param.requires_grad or name in stays):
                     self.labels[name] = f"{_EXTRA}{index}" if name in self.extra else str(index)
         if self._norm_of_all:
             for name, param in self._params.items():
@@ -148,9 +165,9 @@ class ParamGroups:
             for name, value in _fixed(options).items():
                 if value != self._fixed[label].get(name):
                     raise OptionError(
-                        f"{type(self._torch).__name__} has constant {name}; got {value!r} in a "
-                        f"group, and {self._fixed[label].get(name)!r} before; leave {name} as it "
-                        "is, and pass cycle_momentum=False to a scheduler that cycles it"
+                        f"{type(self.torch_optimizer).__name__} has constant {name}; got {value!r} "
+                        f"in a group, and {self._fixed[label].get(name)!r} before; leave {name} as "
+                        "it is, and pass cycle_momentum=False to a scheduler that cycles it"
                     )
         values = {
             f"{label}.{name}": value
@@ -169,7 +186,7 @@ class ParamGroups:
 
     def stepped(self) -> None:
         """Mark that the optimizer has stepped, for which schedulers of torch ask."""
-        self._torch._opt_called = True
+        self.torch_optimizer._opt_called = True
 
     def numbers(self) -> list[dict[str, Any]]:
         """Return the options of the groups, with names of parameters in place of tensors."""
@@ -184,7 +201,7 @@ class ParamGroups:
     def _made(self) -> dict[str, Rule]:
         used = set(self.labels.values())
         return {
-            label: self._rule(self._torch, group)
+            label: self._rule(self.torch_optimizer, group)
             for index, group in enumerate(self.groups)
             for label in (str(index), f"{_EXTRA}{index}")
             if label in used
@@ -196,7 +213,7 @@ def _rule_of(optimizer: Any, group: Mapping[str, Any]) -> Rule:
     configured = getattr(optimizer, "rule", None)
     if isinstance(configured, ds_config.Rule):
         return rule_of_group(configured, group)
-    return rule_of(type(optimizer), group)
+    return rule_of(getattr(optimizer, "torch_class", type(optimizer)), group)
 
 
 def _fixed(options: Mapping[str, Any]) -> dict[str, Any]:

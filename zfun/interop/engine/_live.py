@@ -56,6 +56,10 @@ class Owner(Protocol):
         """Take a whole value of rank 0; every rank must call."""
         ...
 
+    def show_grads(self, name: str) -> None:
+        """Move the gradients since the last step to ``.grad``; every rank must call."""
+        ...
+
 
 class LiveParameters(dict[str, Any]):
     """The parameters of one module; an item is the tensor of the call that runs.
@@ -264,6 +268,13 @@ class Live:
         if name not in self.strays:
             self.strays[name] = self._values().gathered(name).requires_grad_()
         return self.strays[name]
+
+    def show_grads(self, param: nn.Parameter) -> None:
+        """Let ``.grad`` have the gradients, outside of calls and of backward."""
+        owner = self._owner()
+        is_outside = self.bound is None and torch._C._current_graph_task_id() == -1
+        if is_outside and owner is not None and (name := self.name_of(param)) is not None:
+            owner.show_grads(name)
 
     def end(self) -> None:
         """End a step: values that were gathered outside of calls are old from now on."""

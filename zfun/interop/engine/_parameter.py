@@ -33,6 +33,7 @@ class State(Protocol):
     def outside(self, param: Tensor, name: str) -> Tensor: ...
     def write(self, name: str, value: Tensor) -> None: ...
     def watch(self, name: str, value: Tensor) -> None: ...
+    def show_grads(self, param: Any) -> None: ...
 
 
 class _LiveTensor:
@@ -53,6 +54,8 @@ class _LiveTensor:
         kwargs = kwargs or {}
         first = args[0] if args else None
         if func in _OWN:
+            if func in _GRADS and isinstance(first, LiveParameter):
+                first._live.show_grads(first)
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if isinstance(first, _LiveTensor):
@@ -255,10 +258,12 @@ def _accessors(*names: str) -> set[Any]:
     return {getattr(x, way) for x in found for way in ("__get__", "__set__", "__delete__")}
 
 
+_GRADS = _accessors("grad")
 # Queries and marks that need no values.
 _OWN = (
     METADATA
-    | _accessors("grad", "_backward_hooks", "_post_accumulate_grad_hooks", "requires_grad")
+    | _GRADS
+    | _accessors("_backward_hooks", "_post_accumulate_grad_hooks", "requires_grad")
     | _accessors("grad_fn", "_version", "itemsize", "nbytes", "retains_grad")
     | {
         torch.Tensor.requires_grad_,

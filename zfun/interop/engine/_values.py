@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from zfun.transforms import check_agreement, unshard
 __all__ = [
     "Buffers",
     "carried",
+    "is_flat",
     "leaves_of",
     "named_leaves",
     "parts_of",
@@ -243,7 +244,7 @@ def carried(old: ZeroState, new: ZeroState) -> ZeroState:
         elif isinstance(part, Tensor) and isinstance(old_parts.get(path), Tensor):
             part = old_parts[path].clone()
         moved.append(part)
-    state = tree.unflatten(tree.structure(new.opt_state, is_leaf=_is_flat), moved)
+    state = tree.unflatten(tree.structure(new.opt_state, is_leaf=is_flat), moved)
     return new._replace(
         opt_state=state,
         step=old.step,
@@ -264,9 +265,11 @@ def _with_leaf(part: Flat, leaf: str, field: str, old_parts: Mapping[str, Any]) 
     return part
 
 
-def _is_flat(value: Any) -> bool:
+def is_flat(value: Any) -> TypeGuard[Flat]:
+    """Whether a part of a state is sharded."""
     return isinstance(value, Flat)
 
 
 def parts_of(state: Any) -> tuple[list[str], list[Any]]:
-    return tree.paths(state, is_leaf=_is_flat), tree.flatten(state, is_leaf=_is_flat)[0]
+    """Return the paths and the parts of an optimizer's state, with each ``Flat`` as one part."""
+    return tree.paths(state, is_leaf=is_flat), tree.flatten(state, is_leaf=is_flat)[0]

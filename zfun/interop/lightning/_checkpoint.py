@@ -20,25 +20,19 @@ from torch import Tensor, nn
 
 from zfun import checkpoint as zcheckpoint
 from zfun.checkpoint.format import decode
-from zfun.errors import CheckpointError, OptionError
+from zfun.errors import CheckpointError
 from zfun.interop._named import first_names
-from zfun.interop.engine import Engine, ParamGroups
+from zfun.interop.engine import TORCH_NAMES, Engine, ParamGroups
+from zfun.interop.lightning._runs import master_values
 from zfun.options import BOOL, PATH, takes
 from zfun.sources import Deferred, TrainingState
 
-__all__ = ["MARK", "collate", "is_directory", "load", "packed", "read_directories"]
+__all__ = ["MARK", "collate", "opened", "packed", "read_directories"]
 
 MARK = "zfun"
-"""The key of a checkpoint whose tensors are in the state already."""
+"""The key that has the path of a directory, whose values are in the state already."""
 
 _FORMAT = 1
-# The names of states in zfun, and in torch.
-_MOMENTS = {"mu": "exp_avg", "nu": "exp_avg_sq", "velocity": "momentum_buffer", "total": "sum"}
-
-
-def is_directory(path: Any) -> bool:
-    """Whether a path leads to a checkpoint of the strategy, and not to a file of Lightning."""
-    return Path(path).is_dir()
 
 
 def read_directories() -> None:
@@ -47,7 +41,7 @@ def read_directories() -> None:
 
     @functools.wraps(load_file)
     def load_any(path_or_url: Any, *args: Any, **kwargs: Any) -> Any:
-        is_path = isinstance(path_or_url, (str, Path)) and is_directory(path_or_url)
+        is_path = isinstance(path_or_url, (str, Path)) and Path(path_or_url).is_dir()
         return whole_of(path_or_url) if is_path else load_file(path_or_url, *args, **kwargs)
 
     saving.pl_load = load_any
@@ -95,6 +89,14 @@ def packed(
     }
 
 
+def plain(checkpoint: Mapping[str, Any], engines: Sequence[Engine]) -> dict[str, Any]:
+    """Return a checkpoint with whole values, as plain Lightning has it; all ranks call."""
+    whole = {**checkpoint, "state_dict": master_values(checkpoint["state_dict"], engines)}
+    if "optimizer_states" in checkpoint:
+        whole["optimizer_states"] = [engine.optimizer_state() for engine in engines]
+    return whole
+
+
 def read_extra(path: str | Path) -> dict[str, Any]:
     """Return the caller's data of a checkpoint of the strategy.
 
@@ -129,27 +131,26 @@ def leaves_of(engine: Engine) -> list[str]:
 
 
 @torch.no_grad()
-def restart(engine: Engine, values: Mapping[str, Any]) -> None:
-    """Make a new state of an engine, of whole values.
+def take(module: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy values into a module that is not live; return those of values on ``meta``.
 
     Raises:
-        CheckpointError: a value is missing.
+        CheckpointError: a parameter has no value.
     """
-    names = leaves_of(engine)
-    for name in names:
-        if name not in values:
+    later: dict[str, Any] = {}
+    for name, x in [*module.named_parameters(), *module.named_buffers()]:
+        if name in values:
+            if x.is_meta:
+                later[name] = values[name]
+            else:
+                x.copy_(value.load() if isinstance(value := values[name], Deferred) else value)
+        elif isinstance(x, nn.Parameter):
             raise CheckpointError(
                 f"a checkpoint has every parameter of the module; got one without {name!r}; load "
                 "the checkpoint into the module that was saved",
                 leaf=name,
             )
-    engine.zero_grad()
-    found = {name: values[name] for name in names}
-    for name, buffer in engine.module.named_buffers():
-        if name in found:
-            value = found.pop(name)
-            buffer.copy_(value.load() if isinstance(value, Deferred) else value)
-    engine.state = engine.recipe.init(found)
+    return later
 
 
 def states_of(path: str | Path, num_engines: int) -> list[TrainingState]:
@@ -159,66 +160,67 @@ def states_of(path: str | Path, num_engines: int) -> list[TrainingState]:
     return [zcheckpoint.training_state(path, params=f"{i}.params") for i in range(num_engines)]
 
 
-def load(
-    path: str,
-    module: nn.Module,
-    engines: Sequence[Engine],
-    groups: Sequence[ParamGroups],
-    *,
-    weights_only: bool | None = None,
-) -> dict[str, Any]:
-    """Load a directory into the engines of a run, and return Lightning's part.
+def opened(path: str, *, weights_only: bool | None) -> tuple[dict[str, Any], dict[str, Any], Any]:
+    """Return Lightning's part of a directory, the values of leaves by name, and other values.
 
     Args:
         path: the directory.
-        module: gets the values of ``state_dict()`` that are no tensors of the state.
-        engines: of a run; those of a fit get the optimizer's state too.
-        groups: of the optimizers; none for an evaluation.
         weights_only: as in ``torch.load``, for Lightning's part.
-
-    Raises:
-        CheckpointError: the checkpoint has another number of optimizers.
     """
     data = read_extra(path)
     checkpoint, others = unpacked(data, weights_only=weights_only)
-    if groups:
-        if data["engines"] != len(engines):
-            raise CheckpointError(
-                "a fit goes on with the optimizers of its checkpoint; got "
-                f"{len(engines)} and a checkpoint with {data['engines']}; return the same "
-                "optimizers from configure_optimizers()",
-                path=path,
-            )
-        states = [engine.state for engine in engines]
-        like = states[0] if len(states) == 1 else {str(i): x for i, x in enumerate(states)}
-        found = zcheckpoint.load(path, like).state
-        for index, engine in enumerate(engines):
-            engine.zero_grad()
-            engine.state = found if len(states) == 1 else found[str(index)]
-        # A checkpoint of parameters alone has no groups; Lightning then refuses to go on.
-        for one, numbers in zip(groups, checkpoint.get("optimizer_states", ()), strict=False):
-            restore_numbers(one, numbers["param_groups"])
-    else:
-        leaves: dict[str, Any] = {x: y for x, y in others.items() if isinstance(y, Tensor)}
-        for state in states_of(path, data["engines"]):
-            leaves |= {**state.params, **state.buffers}
-        for engine in engines:
-            restart(engine, leaves)
-    if others:
-        module.load_state_dict(others, strict=False)
-    return {**checkpoint, "state_dict": {}, MARK: data["lightning"]}
+    leaves: dict[str, Any] = {x: y for x, y in others.items() if isinstance(y, Tensor)}
+    for state in states_of(path, data["engines"]):
+        leaves |= {**state.params, **state.buffers}
+    return {**checkpoint, "state_dict": {}, MARK: path}, leaves, others
 
 
-def restore_numbers(groups: ParamGroups, numbers: Sequence[Mapping[str, Any]]) -> None:
-    """Set the options of the groups of an optimizer from a checkpoint."""
-    if len(numbers) != len(groups.groups):
-        raise OptionError(
-            "an optimizer resumes with the param groups of its checkpoint; got "
-            f"{len(groups.groups)} groups and a checkpoint with {len(numbers)}; return the same "
-            "optimizers from configure_optimizers()"
+def load_states_of(
+    checkpoint: Mapping[str, Any], engines: Sequence[Engine], groups: Sequence[ParamGroups]
+) -> None:
+    """Load the whole state of a directory into the engines of a fit, with the optimizers.
+
+    Callbacks may have unfrozen parameters and added groups since the values were loaded.
+
+    Args:
+        checkpoint: of :func:`opened`.
+        engines: of a run.
+        groups: of the optimizers.
+
+    Raises:
+        CheckpointError: the checkpoint has another number of optimizers.
+        ValueError: the checkpoint has other groups, as from torch.
+    """
+    path = checkpoint[MARK]
+    if len(checkpoint["optimizer_states"]) != len(engines):
+        raise CheckpointError(
+            "a fit goes on with the optimizers of its checkpoint; got "
+            f"{len(engines)} and a checkpoint with {len(checkpoint['optimizer_states'])}; return "
+            "the same optimizers from configure_optimizers()",
+            path=path,
         )
-    for group, saved in zip(groups.groups, numbers, strict=True):
-        group.update({name: x for name, x in saved.items() if name not in ("params", "names")})
+    for one, numbers in zip(groups, checkpoint["optimizer_states"], strict=True):
+        given = {"state": dict[int, Any](), "param_groups": _torch_groups(numbers)}
+        torch.optim.Optimizer.load_state_dict(one.torch_optimizer, given)
+        one.retain(numbers.get("trained", ()))
+    for engine in engines:
+        engine.prepare()
+    states = [engine.state for engine in engines]
+    like = states[0] if len(states) == 1 else {str(i): x for i, x in enumerate(states)}
+    found = zcheckpoint.load(path, like).state
+    for index, engine in enumerate(engines):
+        engine.zero_grad()
+        engine.state = found if len(states) == 1 else found[str(index)]
+
+
+def _torch_groups(saved: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the param groups that a directory has by names, with places as in torch."""
+    found, first = list[dict[str, Any]](), 0
+    for group in saved["param_groups"]:
+        rest = {name: value for name, value in group.items() if name != "names"}
+        found.append({**rest, "params": list(range(first, first + len(group["names"])))})
+        first += len(group["names"])
+    return found
 
 
 @takes(path=PATH, out=PATH, optimizer=BOOL)
@@ -240,25 +242,16 @@ def collate(path: str | Path, out: str | Path, *, optimizer: bool = False) -> Pa
         The path of the file.
 
     Raises:
-        CheckpointError: there is no checkpoint, or none that the strategy has saved; or the state
-            of an optimizer has no form in torch.
+        CheckpointError: there is no checkpoint, or none that the strategy has saved; or the
+            checkpoint has parameters alone, and ``optimizer=True``.
         CorruptCheckpoint: the files are not those that were written.
 
     Example:
         ``collate("checkpoints/last.ckpt", "model.ckpt")``
     """
-    return _collate(Path(path), Path(out), optimizer=optimizer)
-
-
-def write_plain(path: str | Path, out: str | Path) -> None:
-    """Write a directory of the strategy as one file, with the optimizer if it has one."""
-    _collate(Path(path), Path(out), optimizer="optimizer_states" in unpacked(read_extra(path))[0])
-
-
-def _collate(path: Path, out: Path, *, optimizer: bool) -> Path:
-    whole = whole_of(path, optimizer=optimizer)
+    out = Path(out)
     temporary = out.with_name(out.name + ".tmp")
-    torch.save(whole, temporary)
+    torch.save(whole_of(path, optimizer=optimizer), temporary)
     temporary.replace(out)
     return out
 
@@ -303,27 +296,14 @@ def whole_of(path: str | Path, *, optimizer: bool = False) -> dict[str, Any]:
 def _torch_state(state: TrainingState, saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state of an optimizer in torch's form."""
     names = [name for group in saved["param_groups"] for name in group["names"]]
-    held: dict[int, dict[str, Any]] = {}
-    steps = torch.tensor(float(state.step or 0))
+    # Checkpoints of earlier versions have one count.
+    count, numbers = {"step": torch.tensor(float(state.step or 0))}, saved.get("numbers")
+    entries: dict[int, dict[str, Any]] = {}
     for slot, leaves in state.moments.items():
         word = slot.rpartition(".")[2]
-        if word == "master":
-            # The parameters in the file.
-            continue
-        if word not in _MOMENTS:
-            raise CheckpointError(
-                "collate(optimizer=True) writes the states of Adam, AdamW, SGD and Adagrad; got a "
-                f"state with {slot!r}; leave optimizer= out"
-            )
-        for name, leaf in leaves.items():
-            entry = held.setdefault(names.index(name), {})
-            entry[_MOMENTS[word]] = leaf.load()
-            if word in ("mu", "total"):
-                entry["step"] = steps.clone()
-    groups, first = list[dict[str, Any]](), 0
-    for group in saved["param_groups"]:
-        size = len(group["names"])
-        rest = {name: value for name, value in group.items() if name != "names"}
-        groups.append({**rest, "params": list(range(first, first + size))})
-        first += size
-    return {"state": held, "param_groups": groups}
+        for name, leaf in {} if word == "master" else leaves.items():
+            beside = count if numbers is None else numbers.get(name)
+            if beside is not None:
+                entry = entries.setdefault(names.index(name), dict(beside))
+                entry[TORCH_NAMES.get(word, word)] = leaf.load()
+    return {"state": entries, "param_groups": _torch_groups(saved)}

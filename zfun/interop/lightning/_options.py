@@ -186,9 +186,9 @@ def recipe_of(
     """
     if config.get("gradient_accumulation_steps", "auto") not in ("auto", accumulate):
         raise OptionError(
-            "gradient accumulation is an option of Trainer; got gradient_accumulation_steps="
+            "Lightning accumulates gradients; got gradient_accumulation_steps="
             f"{config['gradient_accumulation_steps']!r} in the configuration; write "
-            "Trainer(accumulate_grad_batches=...) instead"
+            "Trainer(accumulate_grad_batches=...), or accumulate in the loop of Fabric"
         )
     dtype = dtype_of(precision)
     whole = dict(config)

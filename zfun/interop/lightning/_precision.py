@@ -1,4 +1,4 @@
-"""Lightning's precision plugin of the strategy: the state has the dtypes, so no autocast runs."""
+"""The precision plugins: the state has the dtypes, so no autocast runs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from lightning.fabric.plugins.precision import Precision as FabricPrecision
 from lightning.fabric.plugins.precision.utils import _convert_fp_tensor
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
@@ -18,11 +19,11 @@ from torch.optim import Optimizer
 from zfun.errors import OptionError
 from zfun.interop.lightning._options import dtype_of
 
-__all__ = ["ZfunPrecision"]
+__all__ = ["Dtypes", "ZfunPrecision"]
 
 
-class ZfunPrecision(Precision):
-    """The dtypes of a run, for the strategies ``zfun_stage_1`` to ``zfun_stage_3``.
+class Dtypes(FabricPrecision):
+    """The dtypes of a run; no autocast runs, because the state has the dtypes.
 
     Args:
         precision: ``"32-true"``, or one of ``"bf16-true"``, ``"bf16-mixed"``, ``"16-true"`` and
@@ -36,15 +37,36 @@ class ZfunPrecision(Precision):
     def __init__(self, precision: str) -> None:
         self.precision: Any = precision
         self.dtype = dtype_of(precision)
-        self.bounds: dict[int, float] = {}
 
     def convert_input(self, data: Any) -> Any:
         """Cast the floating tensors of a batch to the dtype of the parameters."""
+        return self._cast(data, self.dtype)
+
+    def convert_output(self, data: Any) -> Any:
+        """Cast the floating tensors that a model of Fabric returns to the default dtype."""
+        return self._cast(data, torch.get_default_dtype())
+
+    def _cast(self, data: Any, dtype: torch.dtype) -> Any:
         if self.dtype is torch.float32:
             return data
-        return apply_to_collection(
-            data, dtype=Tensor, function=_convert_fp_tensor, dst_type=self.dtype
-        )
+        return apply_to_collection(data, dtype=Tensor, function=_convert_fp_tensor, dst_type=dtype)
+
+
+class ZfunPrecision(Dtypes, Precision):
+    """The dtypes of a run of the Trainer, for the strategies ``zfun_stage_1`` to ``zfun_stage_3``.
+
+    Args:
+        precision: as for Fabric: ``"32-true"``, ``"bf16-true"``, ``"bf16-mixed"``, ``"16-true"``
+            or ``"16-mixed"``. The narrow ones keep parameters in the dtype beside float32 master
+            weights, as DeepSpeed does.
+
+    Raises:
+        OptionError: another precision.
+    """
+
+    def __init__(self, precision: str) -> None:
+        super().__init__(precision)
+        self.bounds: dict[int, float] = {}
 
     def backward(
         self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any

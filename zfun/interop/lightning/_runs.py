@@ -10,10 +10,12 @@ ranks. Parameters are sharded between hooks, as the stage says.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
@@ -22,8 +24,9 @@ from zfun.collectives import Group, split
 from zfun.errors import OptionError
 from zfun.interop.ds_config import Recipe
 from zfun.interop.engine import UNBOUNDED, Buffers, Engine, ParamGroups, named_leaves
-from zfun.interop.lightning._meta import values_of
 from zfun.recipes import StepInfo
+
+EngineT = TypeVar("EngineT", bound=Engine)
 
 __all__ = ["AutomaticRun", "ManualRun", "build", "groups_of"]
 
@@ -37,11 +40,11 @@ class AutomaticRun:
     """
 
     def __init__(self, module: LightningModule, engine: Engine) -> None:
-        self.engines, self._module = [engine], module
+        self.engines, self.module = [engine], module
 
     def hook(self, name: str, args: Any, kwargs: Any) -> Any:
         """Run a hook of the module."""
-        return self.engines[0].run(getattr(self._module, name), *args, **kwargs)
+        return self.engines[0].run(getattr(self.module, name), *args, **kwargs)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run backward from a loss that is divided by the number of micro-batches already."""
@@ -62,7 +65,7 @@ class ManualRun:
     """
 
     def __init__(self, module: LightningModule, engines: Sequence[Engine], group: Group) -> None:
-        self.engines, self._module = list(engines), module
+        self.engines, self.module = list(engines), module
         self._buffers = Buffers(module, "rank 0", group, "broadcast", {})
 
     def hook(self, name: str, args: Any, kwargs: Any) -> Any:
@@ -74,7 +77,7 @@ class ManualRun:
         with contextlib.ExitStack() as stack:
             for engine in self.engines:
                 stack.enter_context(engine.bound())
-            return getattr(self._module, name)(*args, **kwargs)
+            return getattr(self.module, name)(*args, **kwargs)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Add gradients to the parameters of the module."""
@@ -83,36 +86,21 @@ class ManualRun:
     def step(self, index: int) -> StepInfo | None:
         """Step an optimizer with the gradients of its parameters; without any, do nothing."""
         engine = self.engines[index]
-        if all(param.grad is None for param in engine.leaves.values()):
-            return None
-        return engine.step(boundary=True)
+        return engine.step(boundary=True) if engine.has_grads else None
 
 
-def build(
-    module: LightningModule,
-    groups: Sequence[ParamGroups],
-    recipe: Recipe,
-    group: Group,
-    device: torch.device,
-    seed: int,
-) -> AutomaticRun | ManualRun:
-    """Return the engines of a module, which is live afterwards.
+def engine_options(recipe: Recipe, group: Group, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of an engine beside module, optimizer and bound.
 
     Args:
-        module: with the values of rank 0 on all ranks.
-        groups: of the optimizers; none for an evaluation.
         recipe: the options of ``zf.zero``.
         group: the ranks.
-        device: of the state.
-        seed: of values that are made for the state, equal on all ranks.
-
-    Raises:
-        OptionError: options that do not go together.
+        values: the first values.
     """
     if recipe.rows is not None:
         mesh = split(group, recipe.rows)
         group = mesh if recipe.secondary else mesh.inner
-    options: dict[str, Any] = {
+    return {
         "zero": {
             "stage": recipe.stage,
             "precision": recipe.precision,
@@ -122,8 +110,30 @@ def build(
             "bucket_bytes": recipe.bucket_bytes,
         },
         "group": group,
-        "values": values_of(module, device, seed),
+        "values": values,
     }
+
+
+def build(
+    module: LightningModule,
+    groups: Sequence[ParamGroups],
+    recipe: Recipe,
+    group: Group,
+    values: Mapping[str, Any],
+) -> AutomaticRun | ManualRun:
+    """Return the engines of a module, which is live afterwards.
+
+    Args:
+        module: with the values of rank 0 on all ranks.
+        groups: of the optimizers; none for an evaluation.
+        recipe: the options of ``zf.zero``.
+        group: the ranks.
+        values: the first values, by name.
+
+    Raises:
+        OptionError: options that do not go together.
+    """
+    options = engine_options(recipe, group, values)
     if not groups:
         return AutomaticRun(module, Engine(module, optim.sgd(0.0), **options))
     options["clip_norm"] = UNBOUNDED
@@ -134,27 +144,40 @@ def build(
             "manual optimization runs backward without a loss scale; got a precision of 16; pass "
             "precision='bf16-mixed', or use automatic optimization"
         )
-    holders = [_holder(module, one) for one in groups]
-    engines: list[Engine] = []
+    engines = engines_of(module, groups, Engine, **options)
+    for engine, one in zip(engines, groups, strict=True):
+        engine.keeps_grads = True
+        # Otherwise torch would look at each gradient, which sums over the ranks.
+        one.optimizer.zero_grad = engine.zero_grad
+    return ManualRun(module, engines, group)
+
+
+def engines_of(
+    module: nn.Module, groups: Sequence[ParamGroups], make: type[EngineT], **options: Any
+) -> list[EngineT]:
+    """Return an engine for each optimizer: of its own parameters, under their names in the module.
+
+    Args:
+        module: the module.
+        groups: of the optimizers.
+        make: the class of the engines.
+        options: of the engines.
+    """
+    holders: list[nn.Module] = []
+    for one in groups:
+        ids = {id(param) for group in one.groups for param in group["params"]}
+        holders.append(nn.Module())
+        own = {name: x for name, x in named_leaves(module).items() if id(x) in ids}
+        holders[-1]._parameters.update(own)
+    engines: list[EngineT] = []
     try:
         for held, one in zip(holders, groups, strict=True):
-            engines.append(Engine(held, one, **options))
-            engines[-1].keeps_grads = True
+            engines.append(make(held, one, **options))
     except BaseException:
         for engine in engines:
             engine.close()
         raise
-    return ManualRun(module, engines, group)
-
-
-def _holder(module: nn.Module, groups: ParamGroups) -> nn.Module:
-    """Return a module of the parameters of an optimizer, the same objects under the same names."""
-    holder = nn.Module()
-    ids = {id(param) for group in groups.groups for param in group["params"]}
-    for name, param in named_leaves(module).items():
-        if id(param) in ids:
-            holder._parameters[name] = param
-    return holder
+    return engines
 
 
 def groups_of(optimizers: Sequence[torch.optim.Optimizer], module: nn.Module) -> list[ParamGroups]:
@@ -188,3 +211,57 @@ def groups_of(optimizers: Sequence[torch.optim.Optimizer], module: nn.Module) ->
                 )
             seen[name] = index
     return found
+
+
+def is_on_meta(module: nn.Module) -> bool:
+    """Whether values of a module are made for its state."""
+    return any(param.is_meta for param in module.parameters())
+
+
+def take_values_of_rank_0(module: nn.Module, num_ranks: int) -> None:
+    """Give all ranks the same values, as DDP does."""
+    for tensor in [*module.parameters(), *module.buffers()] if num_ranks > 1 else ():
+        dist.broadcast(tensor.detach(), 0)
+
+
+def register_names(cls: type, registry: Any) -> None:
+    """Register a strategy under the names of zfun."""
+    register = functools.partial(registry.register, override=True)
+    register("zfun", cls, description="zfun, stage 2 or as configured")
+    for stage in (1, 2, 3):
+        name = f"zfun_stage_{stage}"
+        register(name, cls, description=f"zfun, ZeRO stage {stage}", stage=stage)
+        offload: dict[str, Any] = {"offload_optimizer": True}
+        if stage == 3:
+            offload["offload_parameters"] = True
+        words = f"zfun, ZeRO stage {stage}, with state in host memory"
+        register(f"{name}_offload", cls, description=words, stage=stage, **offload)
+
+
+def master_values(values: Mapping[str, Any], engines: Sequence[Engine]) -> dict[str, Any]:
+    """Return a ``state_dict()`` of live parameters with whole master weights; all ranks call."""
+    names = {id(x): (engine, name) for engine in engines for name, x in engine.leaves.items()}
+    found: dict[str, Any] = {}
+    for key, x in values.items():
+        if id(x) in names:
+            engine, name = names[id(x)]
+            x = engine.gathered(name, master=True)
+        found[key] = x.detach().clone() if isinstance(x, Tensor) else x
+    return found
+
+
+def load_values(
+    module: nn.Module, engines: Sequence[Engine], values: Mapping[str, Any], *, strict: bool
+) -> None:
+    """Load ``module.state_dict()``, into master weights without rounding; all ranks call."""
+    module.load_state_dict(values, strict=strict)
+    own = module.state_dict(keep_vars=True)
+    for engine in engines:
+        names = {id(x): name for name, x in engine.leaves.items()}
+        engine.replace(
+            {
+                names[id(x)]: values[key]
+                for key, x in own.items()
+                if key in values and id(x) in names
+            }
+        )

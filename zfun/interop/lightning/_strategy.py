@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import shutil
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
@@ -22,20 +18,31 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.types import LRSchedulerConfig
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer as TorchOptimizer
 
 from zfun import checkpoint as zcheckpoint
 from zfun.collectives import Group, process_group
 from zfun.errors import OptionError
 from zfun.interop._configured import ConfiguredOptimizer
+from zfun.interop._named import first_names
 from zfun.interop.deepspeed.runtime import lr_schedules
 from zfun.interop.ds_config import Recipe
-from zfun.interop.engine import UNBOUNDED, ParamGroups
+from zfun.interop.engine import UNBOUNDED, Engine, ParamGroups, torch_numbers
 from zfun.interop.lightning import _checkpoint as saved
+from zfun.interop.lightning._meta import values_of
 from zfun.interop.lightning._options import checked, config_of, given_config, recipe_of
 from zfun.interop.lightning._precision import ZfunPrecision
-from zfun.interop.lightning._runs import AutomaticRun, ManualRun, build, groups_of
+from zfun.interop.lightning._runs import (
+    AutomaticRun,
+    ManualRun,
+    build,
+    groups_of,
+    is_on_meta,
+    load_values,
+    register_names,
+    take_values_of_rank_0,
+)
 
 __all__ = ["ZfunStrategy"]
 
@@ -102,6 +109,8 @@ class ZfunStrategy(DDPStrategy):
         self._run: AutomaticRun | ManualRun | None = None
         self._is_live = False
         self._given: dict[str, Any] = {}
+        # Of a checkpoint, for a module on meta.
+        self._values: dict[str, Any] = {}
         self._ranks: Group | None = None
         self.recipe: Recipe | None = None
         self.last_step: Any = None
@@ -133,16 +142,6 @@ class ZfunStrategy(DDPStrategy):
             f"{type(io).__name__}; remove the plugin"
         )
 
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Checkpoints are loaded into the state."""
-        return True
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        """The optimizer's state is a part of the state."""
-        return False
-
     # Before and after a run.
 
     def setup(self, trainer: Trainer) -> None:
@@ -156,9 +155,9 @@ class ZfunStrategy(DDPStrategy):
         is_fit = trainer.state.fn == TrainerFn.FITTING
         if is_fit and self._layer_sync:
             self.model = self._layer_sync.apply(module)
-        if not _is_on_meta(module):
+        if not is_on_meta(module):
             self.model_to_device()
-            self._take_values_of_rank_0(module)
+            take_values_of_rank_0(module, self.world_size)
         self.recipe = recipe_of(
             self._config if self._config is not None else config_of(self._options),
             self._options,
@@ -170,7 +169,9 @@ class ZfunStrategy(DDPStrategy):
         self._groups = self._make_groups(trainer, module) if is_fit else []
         self.setup_precision_plugin()
         seed = self.broadcast(torch.initial_seed())
-        self._run = build(module, self._groups, self.recipe, self._group(), self.root_device, seed)
+        values = {**values_of(module, self.root_device, seed), **self._values}
+        self._run = build(module, self._groups, self.recipe, self._group(), values)
+        self._values = {}
         self._is_live = True
         self.barrier()
 
@@ -205,11 +206,6 @@ class ZfunStrategy(DDPStrategy):
         assert self.lightning_module is not None
         return self.lightning_module
 
-    def _take_values_of_rank_0(self, module: nn.Module) -> None:
-        if self.world_size > 1:
-            for tensor in [*module.parameters(), *module.buffers()]:
-                dist.broadcast(tensor.detach(), 0)
-
     @contextlib.contextmanager
     def model_sharded_context(self) -> Iterator[None]:
         """Let ``configure_model`` make modules without values, for ``remote_device="meta"``."""
@@ -230,7 +226,7 @@ class ZfunStrategy(DDPStrategy):
         is_whole = module.trainer.state.status != TrainerStatus.INTERRUPTED
         if is_whole and self._gathers_at_end:
             self._release()
-        if not (self._is_live or _is_on_meta(module)):
+        if not (self._is_live or is_on_meta(module)):
             super().teardown()
             return
         # Moving the module to the host would gather.
@@ -310,8 +306,11 @@ class ZfunStrategy(DDPStrategy):
         return dict(self._given)
 
     def optimizer_state(self, optimizer: TorchOptimizer) -> dict[str, Any]:
-        """Return the numbers of the param groups; the moments are in the state."""
-        return {"state": {}, "param_groups": self._groups[self._index(optimizer)].numbers()}
+        """Return the numbers of the optimizer; the moments are in the state."""
+        index = self._index(optimizer)
+        groups, state = self._groups[index], self._running().engines[index].state
+        found = {"numbers": torch_numbers(state), "trained": sorted(groups.labels)}
+        return {"state": {}, "param_groups": groups.numbers(), **found}
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
@@ -327,11 +326,15 @@ class ZfunStrategy(DDPStrategy):
                 f"{storage_options!r}; leave storage_options out"
             )
         engines, kept = self._running().engines, checkpoint["state_dict"]
-        is_changed = kept.keys() != self._given.keys() or any(
+        path = str(self.broadcast(filepath))
+        if kept.keys() != self._given.keys() or any(
             kept[key] is not value for key, value in self._given.items()
-        )
-        out = str(self.broadcast(filepath))
-        path = f"{out}.directory" if is_changed else out
+        ):
+            whole = saved.plain(checkpoint, engines)
+            if self.is_global_zero:
+                self.checkpoint_io.save_checkpoint(whole, path)
+            self.barrier()
+            return
         states = [engine.state for engine in engines]
         zcheckpoint.save(
             path,
@@ -340,59 +343,51 @@ class ZfunStrategy(DDPStrategy):
             keep=1,
             data=saved.packed(checkpoint, self._own_module(), engines),
         )
-        if is_changed:
-            if self.is_global_zero:
-                saved.write_plain(path, out)
-                shutil.rmtree(path)
-            self.barrier()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         """Load a directory into the state; a file of plain Lightning is read as it is."""
         path = str(self.broadcast(checkpoint_path))
-        if not saved.is_directory(path):
+        if not Path(path).is_dir():
             # Lightning 2.5 does not have the argument.
             given = dict[str, Any]() if weights_only is None else {"weights_only": weights_only}
             return self.checkpoint_io.load_checkpoint(path, **given)
-        return saved.load(
-            path,
-            self._own_module(),
-            self._running().engines,
-            self._groups,
-            weights_only=weights_only,
-        )
+        checkpoint, leaves, others = saved.opened(path, weights_only=weights_only)
+        if not self._live_engines():
+            self._values = saved.take(self._own_module(), leaves)
+        if others:
+            self._own_module().load_state_dict(others, strict=False)
+        return checkpoint
+
+    def _live_engines(self) -> Sequence[Engine]:
+        """Return the engines, if the module is live."""
+        is_live = self._is_live and self._running().module is self._own_module()
+        return self._running().engines if is_live else ()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the parameters of a file of plain Lightning into the state."""
+        """Load the values of a file of plain Lightning."""
+        module, values = self._own_module(), checkpoint["state_dict"]
         if saved.MARK in checkpoint:
             return
-        if self._groups and checkpoint.get("optimizer_states"):
-            warnings.warn(
-                "a single file has no sharded state of the optimizer, so the optimizer starts "
-                "anew; pass the directory that ZfunStrategy has saved to go on",
-                stacklevel=2,
-            )
-        self._own_module().load_state_dict(checkpoint["state_dict"], strict=strict)
+        if is_on_meta(module):
+            names, own = first_names(module), module.state_dict(keep_vars=True)
+            known = {names.get(id(own[key]), key): x for key, x in values.items() if key in own}
+            self._values = saved.take(module, known)
+        else:
+            load_values(module, self._live_engines(), values, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Do nothing, because the state has been loaded."""
+        """Load the state of the optimizers, of a directory or of a file of plain Lightning."""
+        engines = self._running().engines
+        if saved.MARK in checkpoint:
+            saved.load_states_of(checkpoint, engines, self._groups)
+            return
+        for engine, given in zip(engines, checkpoint["optimizer_states"], strict=False):
+            engine.load_optimizer_state(given)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Register the names of the strategy."""
-        register = functools.partial(strategy_registry.register, override=True)
-        register("zfun", cls, description="zfun, stage 2 or as configured")
-        for stage in (1, 2, 3):
-            name = f"zfun_stage_{stage}"
-            register(name, cls, description=f"zfun, ZeRO stage {stage}", stage=stage)
-            offload: dict[str, Any] = {"offload_optimizer": True}
-            if stage == 3:
-                offload["offload_parameters"] = True
-            words = f"zfun, ZeRO stage {stage}, with state in host memory"
-            register(f"{name}_offload", cls, description=words, stage=stage, **offload)
-
-
-def _is_on_meta(module: nn.Module) -> bool:
-    return any(param.is_meta for param in module.parameters())
+        register_names(cls, strategy_registry)
 
 
 def _check_trainer(trainer: Trainer) -> None:

@@ -14,7 +14,7 @@ from zfun.errors import CheckpointError, OptionError
 from zfun.flat import Flat, leaf_spans
 from zfun.interop._named import masters_of, write_leaves
 from zfun.interop.engine import Engine
-from zfun.interop.engine._torch_state import FIELDS
+from zfun.interop.engine._moments import FIELDS
 from zfun.interop.engine._values import parts_of
 from zfun.placement import S
 from zfun.transforms import unshard

@@ -1,4 +1,4 @@
-"""The state of an optimizer in the form of ``torch.optim``."""
+"""The whole state of an optimizer by leaf: moments, master weights, counts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zfun.optim import MissedSteps
 from zfun.recipes import ZeroState
 from zfun.transforms import unshard
 
-__all__ = ["FIELDS", "torch_state", "with_torch_state"]
+__all__ = ["FIELDS", "moments_of", "with_moments"]
 
 # The fields of zfun's optimizers, and torch's. A count is the number of steps of a leaf.
 FIELDS = {
@@ -29,7 +29,7 @@ FIELDS = {
 }
 
 
-def torch_state(state: ZeroState) -> dict[str, dict[str, Tensor]]:
+def moments_of(state: ZeroState) -> dict[str, dict[str, Tensor]]:
     """Return what ``optimizer.state`` would be, by the name of the leaf; every rank must call.
 
     Master weights stand beside the moments, as ``"master"``.
@@ -55,8 +55,8 @@ def torch_state(state: ZeroState) -> dict[str, dict[str, Tensor]]:
     return found
 
 
-def with_torch_state(state: ZeroState, given: Mapping[str, Mapping[str, Any]]) -> ZeroState:
-    """Return a state with what :func:`torch_state` returned; every rank must call.
+def with_moments(state: ZeroState, given: Mapping[str, Mapping[str, Any]]) -> ZeroState:
+    """Return a state with what :func:`moments_of` returned; every rank must call.
 
     Args:
         state: of a run; not to be used again.

@@ -1,0 +1,153 @@
+"""The state of a torch optimizer, as ``optimizer.state_dict()`` has it, and a sharded state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zfun import tree
+from zfun.errors import SpecMismatch
+from zfun.flat import Flat
+from zfun.interop._named import write_leaves
+from zfun.interop.engine._groups import ParamGroups
+from zfun.interop.engine._values import is_flat, parts_of
+from zfun.optim import MissedSteps
+from zfun.recipes import ZeroState
+from zfun.transforms import unshard
+
+__all__ = ["TORCH_NAMES", "torch_numbers", "torch_state", "with_torch_state"]
+
+TORCH_NAMES = {"mu": "exp_avg", "nu": "exp_avg_sq", "velocity": "momentum_buffer", "total": "sum"}
+"""The names of moments in zfun, and in torch; others have torch's names."""
+# Masters are the parameters of the file.
+_MASTER = "master"
+
+
+def torch_numbers(state: ZeroState) -> dict[str, dict[str, Tensor]]:
+    """Return the numbers that torch keeps for each tensor, by leaf: of those that took a step.
+
+    Args:
+        state: of a run.
+    """
+    parts = dict(zip(*parts_of(state.opt_state), strict=True))
+    found: dict[str, dict[str, Tensor]] = {}
+    for path, part in parts.items():
+        owner, field = _owner(path)
+        if not is_flat(part) or field == _MASTER:
+            continue
+        scalars = f"{owner}.scalars."
+        beside = {x.removeprefix(scalars): y for x, y in parts.items() if x.startswith(scalars)}
+        counts = "step" in beside or field in ("mu", "total")
+        for leaf in part.layout.paths:
+            steps = int(parts[f"{owner}.count"]) - state.missed.counts.get(leaf, 0)
+            if steps:
+                step = {"step": torch.tensor(float(steps))} if counts else {}
+                found.setdefault(leaf, {}).update({k: x.clone() for k, x in beside.items()}, **step)
+    return found
+
+
+def torch_state(state: ZeroState, groups: ParamGroups) -> dict[str, Any]:
+    """Return the state of an optimizer in torch's form, whole; every rank must call.
+
+    Args:
+        state: of a run.
+        groups: of the optimizer.
+    """
+    positions, numbers = groups.positions(), torch_numbers(state)
+    entries: dict[int, dict[str, Any]] = {positions[leaf]: x for leaf, x in numbers.items()}
+    for path, part in zip(*parts_of(state.opt_state), strict=True):
+        field = _owner(path)[1]
+        if is_flat(part) and field != _MASTER:
+            whole = unshard(part)
+            for leaf, value in zip(tree.paths(whole), tree.leaves(whole), strict=True):
+                if leaf in numbers:
+                    name = TORCH_NAMES.get(field, field)
+                    entries[positions[leaf]][name] = value.detach().clone()
+    saved = torch.optim.Optimizer.state_dict(groups.torch_optimizer)
+    return {"state": dict(sorted(entries.items())), "param_groups": saved["param_groups"]}
+
+
+def with_torch_state(state: ZeroState, groups: ParamGroups, given: Mapping[str, Any]) -> ZeroState:
+    """Return a state that goes on where an optimizer of torch was; every rank must call.
+
+    Args:
+        state: of a run; not to be used again.
+        groups: of the optimizer, which take the numbers of its groups.
+        given: as ``optimizer.state_dict()`` returns.
+
+    Raises:
+        SpecMismatch: an entry has another shape, or leaves of one group have different counts.
+    """
+    optimizer, entries = groups.torch_optimizer, given["state"]
+    numbers = {"state": dict[int, Any](), "param_groups": given["param_groups"]}
+    torch.optim.Optimizer.load_state_dict(optimizer, numbers)
+    positions = groups.positions()
+    paths, parts = parts_of(state.opt_state)
+    leaves: dict[str, dict[str, None]] = {}
+    for path, part in zip(paths, parts, strict=True):
+        if is_flat(part):
+            leaves.setdefault(_owner(path)[0], {}).update(dict.fromkeys(part.layout.paths))
+    new, last, missed = list[Any](), 0, dict[str, int]()
+    for path, part in zip(paths, parts, strict=True):
+        owner, field = _owner(path)
+        own = {leaf: entries.get(positions[leaf], {}) for leaf in leaves.get(owner, ())}
+        if is_flat(part) and field != _MASTER:
+            part = _filled(part, TORCH_NAMES.get(field, field), own)
+        elif field == "count":
+            # SGD does not count.
+            steps = {leaf: int(entry.get("step", bool(entry))) for leaf, entry in own.items()}
+            count = max(steps.values(), default=0)
+            missed |= {leaf: count - x for leaf, x in steps.items() if x != count}
+            part, last = torch.full_like(part, count), max(last, count)
+        elif path == f"{owner}.scalars.{field}":
+            part = torch.full_like(part, _number(own, field))
+        new.append(part)
+    made = tree.unflatten(tree.structure(state.opt_state, is_leaf=is_flat), new)
+    return state._replace(
+        opt_state=made,
+        step=last,
+        num_applied=last,
+        missed=MissedSteps(dict(sorted(missed.items()))),
+    )
+
+
+def _owner(path: str) -> tuple[str, str]:
+    """Return the path of the optimizer that has a part, and the name of the part."""
+    above, _, field = path.rpartition(".")
+    return above.removesuffix(".trees").removesuffix(".scalars"), field
+
+
+def _filled(part: Flat, name: str, entries: Mapping[str, Mapping[str, Any]]) -> Flat:
+    shapes = {slot.path: slot.shape for slot in part.layout.leaves}
+    values: dict[str, Tensor] = {}
+    for leaf, entry in entries.items():
+        value = entry.get(name)
+        value = torch.zeros(shapes[leaf]) if value is None else value
+        if value.shape != shapes[leaf]:
+            raise SpecMismatch(
+                "the state of an optimizer has the shapes of its parameters; leaf "
+                f"{leaf!r} has {tuple(shapes[leaf])}; got {name} of {tuple(value.shape)}; load "
+                "the state of the same optimizer",
+                leaf=leaf,
+            )
+        values[leaf] = value
+    return write_leaves(part, values)
+
+
+def _number(entries: Mapping[str, Mapping[str, Any]], name: str) -> float:
+    """Return a number that torch keeps for each tensor, which is one number here."""
+    found = {leaf: float(entry[name]) for leaf, entry in entries.items() if name in entry}
+    first = max(found.values(), default=0.0)
+    for leaf, value in found.items():
+        # Counts of steps are those of the leaves that have taken all.
+        if value != first and name != "step":
+            raise SpecMismatch(
+                f"parameters of one group have one {name!r}, as an optimizer keeps it; leaf "
+                f"{leaf!r} has {value:g}; got {first:g} for another; put the leaf into a group of "
+                "its own",
+                leaf=leaf,
+            )
+    return first

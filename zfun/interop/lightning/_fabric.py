@@ -1,0 +1,338 @@
+"""The strategy for Lightning Fabric: a model and the optimizers of its parameters are engines."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.plugins.precision import Precision
+from lightning.fabric.strategies import DDPStrategy
+from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zfun import optim
+from zfun.collectives import process_group
+from zfun.errors import OptionError
+from zfun.interop.ds_config import Recipe
+from zfun.interop.engine import UNBOUNDED, Engine
+from zfun.interop.lightning._meta import values_of
+from zfun.interop.lightning._options import checked, config_of, given_config, recipe_of
+from zfun.interop.lightning._precision import Dtypes
+from zfun.interop.lightning._runs import (
+    engine_options,
+    engines_of,
+    groups_of,
+    is_on_meta,
+    load_values,
+    master_values,
+    register_names,
+    take_values_of_rank_0,
+)
+
+__all__ = ["ZfunFabricStrategy"]
+
+
+class ZfunFabricStrategy(DDPStrategy):
+    """Train the models of Lightning Fabric with sharded state.
+
+    ``Fabric(strategy="zfun_stage_3")`` makes this strategy, as do the other names of
+    :class:`ZfunStrategy`. A model stays your own, and live. ``fabric.save`` writes a file that
+    plain Fabric reads.
+
+    Args:
+        accelerator: Fabric's.
+        config: a configuration of DeepSpeed, as for :class:`ZfunStrategy`.
+        parallel_devices: Fabric's.
+        cluster_environment: Fabric's.
+        checkpoint_io: Fabric's.
+        precision: Fabric's plugin; its dtypes are those of the state.
+        process_group_backend: of ``torch.distributed``.
+        timeout: of collectives.
+        options: as for :class:`ZfunStrategy`.
+
+    Attributes:
+        engines: one for each optimizer that was set up, and for each model without one.
+
+    Raises:
+        OptionError: an argument that the strategy does not have.
+    """
+
+    def __init__(
+        self,
+        accelerator: Any = None,
+        *,
+        config: Mapping[str, Any] | str | Path | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        **options: Any,
+    ) -> None:
+        self._options, self._config = checked(options), given_config(config)
+        self.engines: list[StepEngine] = []
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision=precision,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        self._backward_sync_control = _EachBackward()
+
+    @property
+    def precision(self) -> Dtypes:
+        """The dtypes."""
+        plugin = self._precision
+        return plugin if isinstance(plugin, Dtypes) else Dtypes("32-true")
+
+    @precision.setter
+    def precision(self, precision: Precision | None) -> None:
+        if precision is not None and not isinstance(precision, Dtypes):
+            kind = Scaled if precision.precision.startswith("16") else Dtypes
+            precision = kind(precision.precision)
+        if isinstance(precision, Scaled):
+            precision.engines = self.engines
+        self._precision = precision
+
+    def recipe(self) -> Recipe:
+        """Return what becomes of each option; ``print(strategy.recipe())``."""
+        found = recipe_of(
+            self._config if self._config is not None else config_of(self._options),
+            self._options,
+            precision=self.precision.precision,
+            world_size=self.world_size,
+            accumulate=1,
+            clip_norm=None,
+        )
+        if found.rule is not None or found.scheduler is not None:
+            raise OptionError(
+                "fabric.setup() takes the optimizer; got one, or a scheduler, in the configuration "
+                "too; remove it there"
+            )
+        return found
+
+    # Models and optimizers become engines.
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Move a model, unless its values are made for the state."""
+        if not is_on_meta(module):
+            super().module_to_device(module)
+
+    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """Make models without values on ``meta`` where parameters are sharded."""
+        if empty_init and self.recipe().stage == 3:
+            return torch.device("meta")
+        return super().module_init_context(empty_init)
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
+    ) -> tuple[nn.Module, list[Optimizer], Any]:
+        """Make a model live, with an engine for each optimizer."""
+        self._make(module, optimizers)
+        return module, optimizers, scheduler
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Make a model live, for an evaluation or an optimizer that is set up later."""
+        self._make(module, [])
+        return module
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Train the models of an optimizer, which were set up before."""
+        ids = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        found = [x for x in self.engines if ids.intersection(map(id, x.module.parameters()))]
+        if not found or any(x.is_trained for x in found):
+            raise OptionError(
+                "an optimizer is set up after its models, and a model has one such optimizer; got "
+                f"{type(optimizer).__name__} of {'another one' if found else 'no model'}; pass "
+                "a model with its optimizers to fabric.setup(model, optimizer, ...)"
+            )
+        for engine in found:
+            engine.close()
+            self.engines.remove(engine)
+        models = [engine.module for engine in found]
+        self._make(models[0] if len(models) == 1 else nn.ModuleList(models), [optimizer])
+        return optimizer
+
+    def _make(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        if not is_on_meta(module):
+            take_values_of_rank_0(module, self.world_size)
+        recipe, seed = self.recipe(), self.broadcast(torch.initial_seed())
+        values = values_of(module, self.root_device, seed)
+        options = engine_options(recipe, process_group(), values)
+        groups = groups_of(optimizers, module)
+        if not groups:
+            self.engines.append(StepEngine(module, optim.sgd(0.0), **options))
+            return
+        options["clip_norm"] = recipe.max_grad_norm or UNBOUNDED
+        engines = (
+            [StepEngine(module, groups[0], **options)]
+            if len(groups) == 1
+            else engines_of(module, groups, StepEngine, **options)
+        )
+        self.engines += engines
+        for one, engine in zip(groups, engines, strict=True):
+            engine.is_trained = True
+            attach(one.optimizer, engine)
+
+    # A step.
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """Clip in the next step, and return the norm over all ranks."""
+        if norm_type != 2:
+            raise OptionError(
+                f"gradients are clipped by their L2 norm; got norm_type={norm_type}; leave "
+                "norm_type out"
+            )
+        engine = engine_of(optimizer)
+        norm = engine.norm()
+        dtype = optimizer.param_groups[0]["params"][0].dtype
+        norm = norm.to(torch.promote_types(dtype, torch.float32))
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(
+                f"The total norm of gradients is {float(norm)}, so it cannot be clipped; pass "
+                "error_if_nonfinite=False"
+            )
+        engine.clip_norm = min(max_norm, UNBOUNDED)
+        return norm
+
+    def clip_gradients_value(
+        self, module: nn.Module, optimizer: Optimizer, clip_val: float
+    ) -> None:
+        """Refuse, because each rank has a shard of the gradients."""
+        raise OptionError(f"gradients are clipped by norm; got clip_val={clip_val}; pass max_norm=")
+
+    # Checkpoints.
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Return whole values, with those of master weights. All ranks call."""
+        return master_values(module.state_dict(keep_vars=True), self.engines)
+
+    def load_module_state_dict(
+        self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True
+    ) -> None:
+        """Take whole values, also into master weights. All ranks call."""
+        load_values(module, self.engines, state_dict, strict=strict)
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register the names of the strategy."""
+        register_names(cls, strategy_registry)
+
+
+class _EachBackward(_BackwardSyncControl):
+    """Sums over the ranks in each backward pass, so that all stages add in one order."""
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        """Do nothing."""
+        return contextlib.nullcontext()
+
+
+class Scaled(Dtypes):
+    """The dtypes of 16 bits, for which the engine scales the loss."""
+
+    engines: Sequence[StepEngine] = ()
+
+    def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        """Run backward for one engine, that of the model if there are several."""
+        found = [x for x in self.engines if x.is_trained]
+        if model is not None:
+            found = [x for x in found if model in x.module.modules()]
+        if len(found) != 1:
+            raise OptionError(
+                "with a loss scale, backward is that of one model with one optimizer; got "
+                f"{len(found)}; pass model= to fabric.backward(), or use precision='bf16-mixed'"
+            )
+        found[0].backward(tensor, *args, scale=1.0, **kwargs)
+
+
+class StepEngine(Engine):
+    """An engine of Fabric, whose loop drops the gradients between two steps."""
+
+    is_clean = True
+    is_trained = False
+    # Fabric compiles models as a whole; blocks are compiled inside of the call.
+    run = torch.compiler.disable(Engine.run)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients."""
+        super().zero_grad(set_to_none)
+        self.is_clean = True
+
+    def show_grads(self, name: str) -> None:
+        """Show the gradients, of which there are none after a step."""
+        super().show_grads(name)
+        self.is_clean = True
+
+    def step(self, *, boundary: bool | None = None) -> Any:
+        """Step."""
+        if not self.is_clean:
+            raise OptionError(
+                "a step drops the gradients, where torch would keep them; got two steps without "
+                "zero_grad() between; call optimizer.zero_grad()"
+            )
+        info = super().step(boundary=boundary)
+        self.is_clean = False
+        return info
+
+
+class _Stepped:
+    """The methods of an optimizer whose steps are those of an engine."""
+
+    zfun_engine: StepEngine
+    zfun_bound: float
+
+    def step(self, closure: Any = None) -> Any:
+        """Step the engine; a bound of the norm is for one step."""
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        self.zfun_engine.step(boundary=True)
+        self.zfun_engine.clip_norm = self.zfun_bound
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients."""
+        self.zfun_engine.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's form, whole. All ranks call."""
+        return self.zfun_engine.optimizer_state()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take torch's form. All ranks call."""
+        self.zfun_engine.load_optimizer_state(state_dict)
+
+    # A scheduler that wraps step() looks for its mark.
+    step._wrapped_by_lr_sched = True  # pyrefly: ignore[missing-attribute]
+
+
+def attach(optimizer: Any, engine: StepEngine) -> None:
+    """Let an optimizer of torch, which stays the same object, step an engine."""
+    cls = type(optimizer)
+    # A scheduler has put a step of its own here.
+    optimizer.__dict__.pop("step", None)
+    optimizer.torch_class = cls
+    optimizer.__class__ = type(cls.__name__, (_Stepped, cls), {})
+    optimizer.zfun_engine, optimizer.zfun_bound = engine, engine.clip_norm
+
+
+def engine_of(optimizer: Any) -> StepEngine:
+    """Return the engine that an optimizer steps."""
+    return optimizer.zfun_engine
