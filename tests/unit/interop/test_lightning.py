@@ -290,7 +290,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "fused": fused,
     "on the host": on_the_host,
 }
-# What DeepSpeed's classes do, in torch.
+# The classes of torch with the arithmetic of DeepSpeed's.
 IN_TORCH = {
     "fused": lambda params: torch.optim.Adam(params, 0.1, betas=(0.8, 0.9)),
     "on the host": OPTIMIZERS["adamw"],

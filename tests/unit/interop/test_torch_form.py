@@ -1,4 +1,4 @@
-"""What torch's code reads of an engine: ``.grad``, and ``state_dict()`` of the optimizer."""
+"""``.grad`` of live parameters, and ``state_dict()`` of the optimizer of an engine."""
 
 from __future__ import annotations
 
@@ -137,7 +137,25 @@ def test_a_read_leaves_the_bits_of_a_step() -> None:
     assert_same_bits(read, zf.simulate(RANKS, lambda group: main(group, reads=False)))
 
 
+class Counting(torch.optim.Optimizer):
+    """Writes a number into the group in each step, and may decay the rate there."""
+
+    def __init__(self, params: Any, lr: float = 0.1, decay: float = 1.0) -> None:
+        super().__init__(params, {"lr": lr, "decay": decay, "k": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyrefly: ignore[bad-override]
+        for group in self.param_groups:
+            group["k"] += 1
+            group["lr"] *= group["decay"]
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=group["lr"] / group["k"])
+
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "counting": Counting,
+    "decaying": lambda params: Counting(params, decay=0.5),
     "adam": lambda params: torch.optim.Adam(params, 0.1),
     "amsgrad": lambda params: torch.optim.AdamW(params, 0.1, amsgrad=True),
     "sgd": lambda params: torch.optim.SGD(params, 0.1, momentum=0.9),
@@ -194,7 +212,7 @@ def filled(state: dict[str, Any]) -> dict[str, Any]:
     }
     return {
         "state": {index: entry for index, entry in entries.items() if entry},
-        "lr": [group["lr"] for group in state["param_groups"]],
+        "numbers": [(group["lr"], group.get("k")) for group in state["param_groups"]],
         "params": [group["params"] for group in state["param_groups"]],
     }
 

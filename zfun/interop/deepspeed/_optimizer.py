@@ -108,14 +108,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         Every rank must call, also where rank 0 alone saves.
         """
         core = self._owner()._core
-        state, scale = core.moments(), core.state.loss_scale
-        numbers = {id(param): i for i, param in enumerate(self._params())}
-        groups = [
-            {**group, "params": [numbers[id(p)] for p in group["params"]]}
-            for group in self.param_groups
-        ]
-        named = {i: state[name] for i, name in self._named().items() if name in state}
-        found = {"state": named, "param_groups": groups}
+        found, scale = core.optimizer_state(whole=True), core.state.loss_scale
         return found if scale is None else {**found, "loss_scaler": scale._asdict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -131,25 +124,14 @@ class EngineOptimizer(torch.optim.Optimizer):
                 "load_state_dict() of an engine's optimizer takes the loss scale of fp16; got a "
                 "dict without 'loss_scaler'; pass what state_dict() of an engine with fp16 returned"
             )
-        named, state = self._named(), state_dict.get("state", {})
-        core.load_moments({named[i]: x for i, x in state.items()})
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({name: value for name, value in saved.items() if name != "params"})
+        core.load_optimizer_state(state_dict, whole=True)
         if scale is not None:
             values = {name: x.clone() for name, x in state_dict["loss_scaler"].items()}
             core.state = core.state._replace(loss_scale=scale._replace(**values))
 
-    def _params(self) -> list[nn.Parameter]:
-        return [param for group in self.param_groups for param in group["params"]]
-
-    def _named(self) -> dict[int, str]:
-        """Return the names of the parameters by their numbers, as torch counts."""
-        names = {id(param): name for name, param in self._owner()._core.leaves.items()}
-        return {i: names[id(param)] for i, param in enumerate(self._params())}
-
 
 class _Offload:
-    """What DeepSpeed has hooks in; there are none here."""
+    """The place of DeepSpeed's hooks, which a live module does not need."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

@@ -14,7 +14,7 @@
 from zfun.interop.engine._compile import compile_blocks
 from zfun.interop.engine._engine import Engine
 from zfun.interop.engine._groups import UNBOUNDED, ParamGroups
-from zfun.interop.engine._torch_states import TORCH_NAMES, torch_numbers
+from zfun.interop.engine._torch_states import TORCH_NAMES, group_numbers, torch_numbers
 from zfun.interop.engine._values import Buffers, named_leaves
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "Engine",
     "ParamGroups",
     "compile_blocks",
+    "group_numbers",
     "named_leaves",
     "torch_numbers",
 ]

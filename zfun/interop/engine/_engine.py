@@ -36,7 +36,6 @@ from zfun.interop.engine._compile import adopt_compiled
 from zfun.interop.engine._grad_sum import GradSum, Told
 from zfun.interop.engine._groups import UNBOUNDED, ParamGroups
 from zfun.interop.engine._live import Live, check_free
-from zfun.interop.engine._moments import moments_of, with_moments
 from zfun.interop.engine._parameter import leave_meta
 from zfun.interop.engine._torch_states import torch_state, with_torch_state
 from zfun.interop.engine._values import (
@@ -618,24 +617,30 @@ class Engine:
         """Set the module to eval mode."""
         return self.train(False)
 
-    def optimizer_state(self) -> dict[str, Any]:
-        """Return ``state_dict()`` of the torch optimizer with its moments; every rank must call."""
-        return torch_state(self._state, self._torch_groups())
+    def optimizer_state(self, *, whole: bool = False) -> dict[str, Any]:
+        """Return ``state_dict()`` of the torch optimizer with its moments; every rank must call.
 
-    def load_optimizer_state(self, given: Mapping[str, Any]) -> None:
+        Args:
+            whole: of every leaf, also those without a step, and with master weights.
+        """
+        return torch_state(self._state, self._torch_groups(), whole=whole)
+
+    def load_optimizer_state(self, given: Mapping[str, Any], *, whole: bool = False) -> None:
         """Take what ``state_dict()`` of a torch optimizer returns; every rank must call.
 
         Args:
             given: the same on every rank.
+            whole: whether the moments and the master weight of every leaf must be there.
 
         Raises:
             SpecMismatch: as for another optimizer.
+            CheckpointError: a moment is missing.
         """
-        groups = self._torch_groups()
-        groups.retain(x for x, index in groups.positions().items() if index in given["state"])
+        groups, entries = self._torch_groups(), given.get("state", {})
+        groups.retain(name for name, index in groups.positions().items() if index in entries)
         self._settle()
         self._regroup()
-        self._state = with_torch_state(self._state, groups, given)
+        self._state = with_torch_state(self._state, groups, given, whole=whole)
 
     def _torch_groups(self) -> ParamGroups:
         if self._groups is None:
@@ -773,22 +778,6 @@ class Engine:
             SpecMismatch: names or shapes differ.
         """
         self.state = with_values(self.module, self.state, values, strict=strict)
-
-    def moments(self) -> dict[str, dict[str, Tensor]]:
-        """Return whole moments, masters and counts by leaf, in torch's names; all ranks call.
-
-        Raises:
-            CheckpointError: the optimizer has a state that belongs to no leaf.
-        """
-        return moments_of(self._state)
-
-    def load_moments(self, given: Mapping[str, Mapping[str, Any]]) -> None:
-        """Take what :meth:`moments` returned, the same on every rank.
-
-        Raises:
-            CheckpointError: a moment of a leaf is missing.
-        """
-        self._state = with_moments(self._state, given)
 
     def save(self, path: str | Path, extra: Any = None, **options: Any) -> checkpoint.Saved:
         """Save the state and plain values of the caller.

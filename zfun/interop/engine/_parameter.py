@@ -23,7 +23,7 @@ __all__ = ["LiveData", "LiveParameter", "leave_meta"]
 
 
 class State(Protocol):
-    """What a parameter asks of a live module."""
+    """The methods of a live module that its parameters call."""
 
     strays: dict[str, Tensor]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zfun import tree
-from zfun.errors import SpecMismatch
+from zfun.errors import CheckpointError, SpecMismatch
 from zfun.flat import Flat
 from zfun.interop._named import write_leaves
 from zfun.interop.engine._groups import ParamGroups
@@ -18,19 +18,22 @@ from zfun.optim import MissedSteps
 from zfun.recipes import ZeroState
 from zfun.transforms import unshard
 
-__all__ = ["TORCH_NAMES", "torch_numbers", "torch_state", "with_torch_state"]
+__all__ = ["TORCH_NAMES", "group_numbers", "torch_numbers", "torch_state", "with_torch_state"]
 
 TORCH_NAMES = {"mu": "exp_avg", "nu": "exp_avg_sq", "velocity": "momentum_buffer", "total": "sum"}
 """The names of moments in zfun, and in torch; others have torch's names."""
-# Masters are the parameters of the file.
 _MASTER = "master"
+# In the path of a number that steps write into the group of a label.
+_GROUP = ".inner.group."
+_GIVEN = ".inner.given."
 
 
-def torch_numbers(state: ZeroState) -> dict[str, dict[str, Tensor]]:
+def torch_numbers(state: ZeroState, *, whole: bool = False) -> dict[str, dict[str, Tensor]]:
     """Return the numbers that torch keeps for each tensor, by leaf: of those that took a step.
 
     Args:
         state: of a run.
+        whole: also of the other leaves, and counts that torch does not keep.
     """
     parts = dict(zip(*parts_of(state.opt_state), strict=True))
     found: dict[str, dict[str, Tensor]] = {}
@@ -40,48 +43,71 @@ def torch_numbers(state: ZeroState) -> dict[str, dict[str, Tensor]]:
             continue
         scalars = f"{owner}.scalars."
         beside = {x.removeprefix(scalars): y for x, y in parts.items() if x.startswith(scalars)}
-        counts = "step" in beside or field in ("mu", "total")
+        counts = "step" in beside or field in ("mu", "total") or whole
+        count = int(parts[f"{owner}.count"]) if f"{owner}.count" in parts else 0
         for leaf in part.layout.paths:
-            steps = int(parts[f"{owner}.count"]) - state.missed.counts.get(leaf, 0)
-            if steps:
+            steps = count - state.missed.counts.get(leaf, 0)
+            if steps or whole:
                 step = {"step": torch.tensor(float(steps))} if counts else {}
                 found.setdefault(leaf, {}).update({k: x.clone() for k, x in beside.items()}, **step)
     return found
 
 
-def torch_state(state: ZeroState, groups: ParamGroups) -> dict[str, Any]:
-    """Return the state of an optimizer in torch's form, whole; every rank must call.
+def group_numbers(state: ZeroState) -> dict[int, dict[str, float]]:
+    """Return the numbers that steps have written into parameter groups, by group.
+
+    Args:
+        state: of a run with :class:`ParamGroups`.
+    """
+    found: dict[int, dict[str, float]] = {}
+    for path, part in zip(*parts_of(state.opt_state), strict=True):
+        if _GROUP in path:
+            index, name = _group_of(path, _GROUP)
+            found.setdefault(index, {})[name] = part.item()
+    return found
+
+
+def torch_state(state: ZeroState, groups: ParamGroups, *, whole: bool = False) -> dict[str, Any]:
+    """Return the state of an optimizer in torch's form; every rank must call.
 
     Args:
         state: of a run.
         groups: of the optimizer.
+        whole: of every leaf, and with master weights, which torch does not have.
     """
-    positions, numbers = groups.positions(), torch_numbers(state)
-    entries: dict[int, dict[str, Any]] = {positions[leaf]: x for leaf, x in numbers.items()}
+    positions, numbers = groups.positions(), torch_numbers(state, whole=whole)
+    entries: dict[str, dict[str, Any]] = dict(numbers)
     for path, part in zip(*parts_of(state.opt_state), strict=True):
         field = _owner(path)[1]
-        if is_flat(part) and field != _MASTER:
-            whole = unshard(part)
-            for leaf, value in zip(tree.paths(whole), tree.leaves(whole), strict=True):
-                if leaf in numbers:
+        if is_flat(part) and (whole or field != _MASTER):
+            leaves = unshard(part)
+            for leaf, value in zip(tree.paths(leaves), tree.leaves(leaves), strict=True):
+                if whole or leaf in numbers:
                     name = TORCH_NAMES.get(field, field)
-                    entries[positions[leaf]][name] = value.detach().clone()
-    saved = torch.optim.Optimizer.state_dict(groups.torch_optimizer)
-    return {"state": dict(sorted(entries.items())), "param_groups": saved["param_groups"]}
+                    entries.setdefault(leaf, {})[name] = value.detach().clone()
+    saved = torch.optim.Optimizer.state_dict(groups.torch_optimizer)["param_groups"]
+    for index, written in group_numbers(state).items():
+        saved[index].update(written)
+    by_position = {positions[leaf]: entry for leaf, entry in entries.items()}
+    return {"state": dict(sorted(by_position.items())), "param_groups": saved}
 
 
-def with_torch_state(state: ZeroState, groups: ParamGroups, given: Mapping[str, Any]) -> ZeroState:
+def with_torch_state(
+    state: ZeroState, groups: ParamGroups, given: Mapping[str, Any], *, whole: bool = False
+) -> ZeroState:
     """Return a state that goes on where an optimizer of torch was; every rank must call.
 
     Args:
         state: of a run; not to be used again.
         groups: of the optimizer, which take the numbers of its groups.
         given: as ``optimizer.state_dict()`` returns.
+        whole: whether every leaf must be there, as :func:`torch_state` with ``whole`` has them.
 
     Raises:
         SpecMismatch: an entry has another shape, or leaves of one group have different counts.
+        CheckpointError: ``whole``, and a moment is missing; or a number of a group is.
     """
-    optimizer, entries = groups.torch_optimizer, given["state"]
+    optimizer, entries = groups.torch_optimizer, given.get("state", {})
     numbers = {"state": dict[int, Any](), "param_groups": given["param_groups"]}
     torch.optim.Optimizer.load_state_dict(optimizer, numbers)
     positions = groups.positions()
@@ -94,12 +120,15 @@ def with_torch_state(state: ZeroState, groups: ParamGroups, given: Mapping[str, 
     for path, part in zip(paths, parts, strict=True):
         owner, field = _owner(path)
         own = {leaf: entries.get(positions[leaf], {}) for leaf in leaves.get(owner, ())}
-        if is_flat(part) and field != _MASTER:
-            part = _filled(part, TORCH_NAMES.get(field, field), own)
+        if is_flat(part) and (whole or field != _MASTER):
+            part = _filled(part, TORCH_NAMES.get(field, field), own, whole=whole)
+        elif _GROUP in path or _GIVEN in path:
+            part = torch.full_like(part, _group_number(path, given["param_groups"]))
         elif field == "count":
-            # SGD does not count.
+            # SGD does not count, and a class that keeps numbers of groups alone has no leaves here.
             steps = {leaf: int(entry.get("step", bool(entry))) for leaf, entry in own.items()}
-            count = max(steps.values(), default=0)
+            has_group = any(x.startswith(f"{owner}.group.") for x in paths)
+            count = max(steps.values(), default=int(has_group))
             missed |= {leaf: count - x for leaf, x in steps.items() if x != count}
             part, last = torch.full_like(part, count), max(last, count)
         elif path == f"{owner}.scalars.{field}":
@@ -120,11 +149,38 @@ def _owner(path: str) -> tuple[str, str]:
     return above.removesuffix(".trees").removesuffix(".scalars"), field
 
 
-def _filled(part: Flat, name: str, entries: Mapping[str, Mapping[str, Any]]) -> Flat:
+def _group_of(path: str, marker: str) -> tuple[int, str]:
+    """Return the index of the group and the name of a number of the group."""
+    label, _, name = path.partition(marker)
+    return int(label.rpartition(".")[2]), name
+
+
+def _group_number(path: str, groups: Any) -> float:
+    index, name = _group_of(path, _GROUP if _GROUP in path else _GIVEN)
+    if name not in groups[index]:
+        raise CheckpointError(
+            "the groups of an optimizer have the numbers that its steps write; got group "
+            f"{index} without {name!r}; load the state of the same optimizer"
+        )
+    return float(groups[index][name])
+
+
+def _filled(
+    part: Flat, name: str, entries: Mapping[str, Mapping[str, Any]], *, whole: bool
+) -> Flat:
     shapes = {slot.path: slot.shape for slot in part.layout.leaves}
     values: dict[str, Tensor] = {}
     for leaf, entry in entries.items():
+        if leaf not in shapes:
+            continue
         value = entry.get(name)
+        if value is None and whole:
+            raise CheckpointError(
+                "load_state_dict() of an engine's optimizer takes the moments of each leaf; got "
+                f"none named {name!r} for leaf {leaf!r}; pass what state_dict() of an engine's "
+                "optimizer returned, of the same class",
+                leaf=leaf,
+            )
         value = torch.zeros(shapes[leaf]) if value is None else value
         if value.shape != shapes[leaf]:
             raise SpecMismatch(

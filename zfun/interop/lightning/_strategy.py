@@ -28,7 +28,7 @@ from zfun.interop._configured import ConfiguredOptimizer
 from zfun.interop._named import first_names
 from zfun.interop.deepspeed.runtime import lr_schedules
 from zfun.interop.ds_config import Recipe
-from zfun.interop.engine import UNBOUNDED, Engine, ParamGroups, torch_numbers
+from zfun.interop.engine import UNBOUNDED, Engine, ParamGroups, group_numbers, torch_numbers
 from zfun.interop.lightning import _checkpoint as saved
 from zfun.interop.lightning._meta import values_of
 from zfun.interop.lightning._options import checked, config_of, given_config, recipe_of
@@ -310,7 +310,10 @@ class ZfunStrategy(DDPStrategy):
         index = self._index(optimizer)
         groups, state = self._groups[index], self._running().engines[index].state
         found = {"numbers": torch_numbers(state), "trained": sorted(groups.labels)}
-        return {"state": {}, "param_groups": groups.numbers(), **found}
+        numbers = groups.numbers()
+        for place, written in group_numbers(state).items():
+            numbers[place].update(written)
+        return {"state": {}, "param_groups": numbers, **found}
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None

@@ -34,7 +34,7 @@ _NUMBERS = (bool, int, float, np.bool_, np.integer, np.floating)
 
 
 class Kept(NamedTuple):
-    """What a class carries from step to step.
+    """The values that a class carries from step to step.
 
     Attributes:
         group: the numbers that a step writes into its group, as they are before the first step.
@@ -48,7 +48,7 @@ class Kept(NamedTuple):
 
 
 class _Noted(NamedTuple):
-    """What an optimizer has, before a step or after.
+    """The values of an optimizer, before a step or after.
 
     Attributes:
         group: the values of the group; a value that is no number as tokens.

@@ -49,7 +49,7 @@ class TorchState(NamedTuple):
 
 
 class _Kinds(NamedTuple):
-    """What torch keeps for a tensor: values of the kinds."""
+    """The values that torch keeps for a tensor, by kind."""
 
     trees: dict[str, Tensor]
     scalars: dict[str, Any]

@@ -13,8 +13,7 @@ from zfun import stores, tree
 from zfun.errors import CheckpointError, OptionError
 from zfun.flat import Flat, leaf_spans
 from zfun.interop._named import masters_of, write_leaves
-from zfun.interop.engine import Engine
-from zfun.interop.engine._moments import FIELDS
+from zfun.interop.engine import TORCH_NAMES, Engine
 from zfun.interop.engine._values import parts_of
 from zfun.placement import S
 from zfun.transforms import unshard
@@ -207,7 +206,7 @@ def _moments(param: Tensor, key: str) -> tuple[Flat, str] | None:
     if found is None:
         return None
     own = {
-        FIELDS.get(field := path.rpartition(".")[2], field): part
+        TORCH_NAMES.get(field := path.rpartition(".")[2], field): part
         for path, part in zip(*parts_of(found[0].state.opt_state), strict=True)
         if isinstance(part, Flat) and found[1] in part.layout.paths
     }
