@@ -1,8 +1,12 @@
 """A module with a training state, for imperative loops.
 
 =================  ===================================================================
-``_engine``        the class; see [Note: the engine]
+``_engine``        the class: calls and steps; see [Note: the engine]
+``_passes``        backward passes, and the gradients of the next step
+``_held``          the state, and values of the module
+``_calls``         calls in training and without gradients
 ``_live``          the module reads its parameters from the state
+``_parameter``     parameters outside of calls
 ``_grad_sum``      the gradients of a step
 ``_compile``       ``torch.compile`` of blocks
 ``_groups``        parameter groups of torch optimizers as pure optimizers

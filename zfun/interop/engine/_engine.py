@@ -18,47 +18,40 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import zfun.recipes as recipes
-from zfun import checkpoint, optim, stores, tree
-from zfun.collectives import Group, broadcast, mesh_of, process_group
+from zfun import checkpoint, optim
+from zfun.collectives import Group, process_group
 from zfun.errors import OptionError, ZfunError
-from zfun.flat import Flat, leaf_spans, unravel
-from zfun.interop._named import state_dict_of, with_values
 from zfun.interop.engine._calls import Calls
 from zfun.interop.engine._compile import adopt_compiled
-from zfun.interop.engine._grad_sum import GradSum, Told
 from zfun.interop.engine._groups import UNBOUNDED, ParamGroups
 from zfun.interop.engine._live import Live, check_free
 from zfun.interop.engine._parameter import leave_meta
+from zfun.interop.engine._passes import Passes
 from zfun.interop.engine._torch_states import torch_state, with_torch_state
 from zfun.interop.engine._values import (
     Buffers,
     carried,
     leaves_of,
     named_leaves,
-    whole_by_bucket,
     whole_values,
 )
 from zfun.placement import S
 from zfun.recipes import StepInfo, Zero, ZeroState
-from zfun.reductions import global_norm
 from zfun.sources import Deferred
-from zfun.transforms import Tape, WeightedMean, scale_grads, unshard
+from zfun.transforms import Tape
 
 __all__ = ["Engine"]
 
-# The engine whose backward() runs, for the hooks of autograd, also on other threads.
-_RUNNING = "zfun.interop.engine"
 
-
-class Engine:
+class Engine(Passes):
     """A module whose parameters are a state of :func:`zfun.zero`, for imperative loops.
 
     The module is yours, and live: a call of the module is a call of the engine. Below stage 3 its
@@ -210,33 +203,6 @@ class Engine:
         options["stage"] = 2 if options["stage"] == 1 else options["stage"]
         return recipes.zero(loss_fn=_no_loss, optimizer=rule, **options)
 
-    @property
-    def state(self) -> ZeroState:
-        """The state; assign to go on from another one."""
-        return self._state._replace(buffers=self._buffers.flat)
-
-    @state.setter
-    def state(self, state: ZeroState) -> None:
-        self._buffers.take(state.buffers)
-        self._state = state._replace(buffers=None)
-        self._show()
-
-    def _show(self) -> None:
-        """Let the module's parameters be the values of the state, below stage 3 and in bound()."""
-        if self._is_sharded:
-            if names := frozenset(self._params if self._is_bound else self._extra):
-                self._live.show(whole_values(self._state, names))
-            return
-        for flat in (self._state.params, self._state.frozen):
-            if flat is not None:
-                values = unravel(stores.resident(flat))
-                self._live.show(dict(zip(tree.paths(values), tree.leaves(values), strict=True)))
-
-    def _hide(self) -> None:
-        """Let the module's parameters have no values, at stage 3."""
-        dtypes = leaves_of(self._state)
-        self._live.hide({name: x for name, x in dtypes.items() if name not in self._extra})
-
     # Calls.
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -290,127 +256,6 @@ class Engine:
         with self.uneven() as module, torch.no_grad():
             found: Any = module
             return found.generate(*args, **kwargs)
-
-    # Backward.
-
-    def backward(
-        self,
-        loss: Tensor | WeightedMean,
-        *,
-        scale: float | None = None,
-        retain_graph: bool = False,
-    ) -> None:
-        """Add the gradients of a loss to those of the next step.
-
-        Gradients go to the trained parameters of this engine, and to leaf tensors that are no
-        parameters of an engine, as in torch. Gradients of weighted means are the mean over the
-        weights of all calls of a step, whatever their number.
-
-        Args:
-            loss: a scalar of outputs of this engine, or :func:`zfun.transforms.weighted_mean`.
-            scale: the weight of this loss in the sum over the calls of a step; by default
-                ``1 / accumulate``.
-            retain_graph: keep the graph for another backward pass.
-
-        Raises:
-            ZfunError: the loss does not depend on outputs of this engine.
-            OptionError: weights of different kinds in the calls of a step.
-        """
-        total, weight = loss if isinstance(loss, WeightedMean) else (loss, None)
-        self._sum.check(scale, weight)
-        if not isinstance(total, Tensor) or total.numel() != 1:
-            raise ZfunError(
-                f"backward() takes a scalar loss; got {type(total).__name__}; reduce it with mean()"
-            )
-        self._settle()
-        tapes = self._open_tapes()
-        if not total.requires_grad:
-            raise ZfunError(
-                "backward() takes a loss of outputs that this engine has returned since the last "
-                "step; got a loss of none; call the engine first, outside of torch.no_grad()"
-            )
-        total = total.reshape(())
-        total = total.float() if total.dtype in (torch.float16, torch.bfloat16) else total
-        seed = self.loss_scale * (1.0 if scale is None else scale)
-        for tape in tapes:
-            tape.weight = weight
-        self._sum.begin(weighted=weight is not None)
-        torch._C._stash_obj_in_tls(_RUNNING, self)
-        try:
-            torch.autograd.backward(total, torch.full_like(total, seed), retain_graph=retain_graph)
-            self._settle()
-        except BaseException:
-            for tape in tapes:
-                tape.close()
-            raise
-        finally:
-            torch._C._stash_obj_in_tls(_RUNNING, None)
-            for tape in tapes:
-                tape.weight = None
-        if not self._sum.has_run and not self._strays():
-            raise ZfunError(
-                "backward() takes a loss of outputs of this engine since its last step; got a loss "
-                "that depends on none of them; call backward() of the engine that made the outputs"
-            )
-        self._sum.count(total.detach(), weight, 1.0 if scale is None else scale)
-        self._is_boundary = not self._defers and self._sum.num_passes >= self.accumulate
-
-    @property
-    def loss_scale(self) -> float:
-        """The factor of the loss in backward; 1 without a loss scale."""
-        scale = self._state.loss_scale
-        return 1.0 if scale is None else float(scale.scale)
-
-    def _open_tapes(self) -> list[Tape]:
-        return [tape for ref in self._tapes if (tape := ref()) is not None]
-
-    def _check_pass(self) -> None:
-        """Check a backward pass that has come to outputs of this engine."""
-        if _running() is None and self.loss_scale != 1.0:
-            raise ZfunError(
-                "with a loss scale, backward begins with the scaled loss; got loss.backward(); "
-                "call engine.backward(loss), and run the forward pass again"
-            )
-        if _running() is None and self._last_pass != torch._C._current_graph_task_id():
-            self._last_pass = torch._C._current_graph_task_id()
-            self._sum.check(1.0, None)
-            self._sum.begin(weighted=False)
-            device = self._state.params.layout.device
-            self._sum.count(torch.full((), torch.nan, device=device), None, 1.0)
-            self._is_boundary = not self._defers and self._sum.num_passes >= self.accumulate
-
-    def _take(self, grads: Flat) -> None:
-        """Add the gradients of a backward pass."""
-        running = _running()
-        if running is not None and running is not self:
-            return
-        if running is None and self.plain_scale != 1.0:
-            grads = scale_grads(grads, self.plain_scale)
-        self._sum.add(grads)
-
-    def _settle(self) -> None:
-        """End backward passes that autograd has ended."""
-        for tape in self._open_tapes():
-            tape.finish()
-
-    @property
-    def grads(self) -> Flat | None:
-        """The sum of the gradients of calls since the last step; ``None`` before backward.
-
-        A loss scale is still in the sum. A write to the buffers counts at the next step.
-        """
-        self._settle()
-        return self._sum.grads
-
-    @property
-    def has_grads(self) -> bool:
-        """Whether this rank has gradients for the next step."""
-        return self._ready is not None or self._sum.grads is not None or bool(self._strays())
-
-    @property
-    def is_boundary(self) -> bool:
-        """Whether the next call of :meth:`step` changes the parameters."""
-        return self._is_boundary
 
     # Steps.
 
@@ -490,119 +335,6 @@ class Engine:
         self._begin()
         return info
 
-    def _collected(self) -> tuple[Flat, Tensor, Told]:
-        """Return the gradients and the loss of the step, and what else ranks have told."""
-        if self._ready is None:
-            strays = self._strays()
-            # One message tells the losses, and whether any rank has stray gradients or new buffers.
-            told = self._sum.told([bool(strays), *self._buffers.changed()])
-            if told.flags[0]:
-                self._sum.add_strays(strays, self._state.params)
-            grads, loss = self._sum.result(told, self.accumulate)
-            self._ready = grads, loss, told
-        return self._ready
-
-    def norm(self) -> Tensor:
-        """Return the norm of the gradient that the next step takes, before clipping.
-
-        No backward pass may follow before the step. Every rank must call.
-        """
-        self._settle()
-        grads, _, _ = self._collected()
-        if self._groups is not None and self._groups.extra:
-            extra = self._groups.extra
-            layout = grads.layout
-            own = [
-                i
-                for i, x in enumerate(layout.buckets)
-                if layout.leaves[x.leaves[0]].path not in extra
-            ]
-            grads = grads.select(own)
-        return global_norm(grads) / self.loss_scale
-
-    def _strays(self) -> dict[str, Tensor]:
-        """Return gradients that backward has left in parameters, by name."""
-        with torch._C.DisableTorchFunctionSubclass():
-            found = {name: x.grad for name, x in self._params.items() if x.grad is not None}
-        for name, x in self._live.strays.items():
-            if x.grad is not None:
-                found[name] = x.grad + found[name] if name in found else x.grad
-        return found
-
-    def _end_calls(self) -> None:
-        for tape in self._open_tapes():
-            tape.close()
-        self._tapes = []
-        self._live.end()
-
-    def _begin(self) -> None:
-        """Begin the calls of a step."""
-        self._end_calls()
-        if not self.keeps_grads:
-            self._drop_strays()
-        self._reset()
-
-    def show_grads(self, name: str) -> None:
-        """Move the gradients since the last step to ``.grad``, whole; every rank must call.
-
-        A read or write of ``.grad`` outside of backward calls this. The next step takes what is in
-        ``.grad`` then, so code may scale, clip or drop it; the step itself divides by
-        ``accumulate``. Gradients of weighted means stay where they are.
-
-        Args:
-            name: of the parameter whose gradient is read.
-        """
-        self._settle()
-        if self._sum.is_weighted or (self._sum.grads is None and self._is_shown(name)):
-            return
-        self._collected()
-        self._drop_strays()
-        assert self._sum.grads is not None, "a stray gradient is a part of the sum"
-        whole = unshard(self._sum.grads)
-        self._sum.grads, self._ready = None, None
-        with torch._C.DisableTorchFunctionSubclass():
-            for path, grad in zip(tree.paths(whole), tree.leaves(whole), strict=True):
-                param = self._params[path]
-                param.grad = grad.detach().to(param.dtype)
-                self._shown[path] = weakref.ref(param.grad), param.grad._version
-
-    def _is_shown(self, name: str) -> bool:
-        """Whether ``.grad`` has no gradient of this rank alone."""
-        stray = self._live.strays.get(name)
-        with torch._C.DisableTorchFunctionSubclass():
-            grad = self._params[name].grad
-            found, version = self._shown.get(name, (lambda: None, -1))
-            is_shown = grad is None or (found() is grad and grad._version == version)
-        return is_shown and (stray is None or stray.grad is None)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients since the last step, but those of the parameters of ``extra=``."""
-        del set_to_none
-        self._drop_strays()
-        self._reset()
-
-    def _drop_strays(self) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            for name, x in (*self._params.items(), *self._live.strays.items()):
-                if x.grad is not None and name not in self._extra:
-                    x.grad = None
-
-    def _reset(self) -> None:
-        self._sum = GradSum(self._group)
-        self._ready: tuple[Flat, Tensor, Told] | None = None
-        self._shown: dict[str, tuple[weakref.ref[Tensor], int]] = {}
-        self._is_boundary = False
-        self._last_pass = -1
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Let calls of backward in this context add gradients without reaching a boundary."""
-        before, self._defers = self._defers, True
-        try:
-            yield
-        finally:
-            self._defers = before
-
     @property
     def training(self) -> bool:
         """Whether the module is in train mode."""
@@ -650,66 +382,7 @@ class Engine:
             )
         return self._groups
 
-    # Values.
-
-    @property
-    def leaves(self) -> dict[str, nn.Parameter]:
-        """The parameters of the module that are in the state, by name."""
-        return {name: x for name, x in self._params.items() if name not in self._extra}
-
-    def gathered(self, name: str, *, master: bool = False) -> Tensor:
-        """Return the whole value of a leaf; every rank must call.
-
-        Args:
-            name: of the leaf.
-            master: whether to return the master weight, if there is one.
-        """
-        return whole_values(self._state, {name}, masters=master)[name]
-
-    def gathered_all(self, names: Sequence[str]) -> list[Tensor]:
-        """Return the whole values of leaves; every rank must call."""
-        found = whole_values(self._state, frozenset(names))
-        return [found[name] for name in names]
-
-    def mark(self, name: str, **marks: Any) -> None:
-        """Let the tensors that calls read in place of a parameter have attributes."""
-        self._live.marks[name] = marks
-
-    def expose(self, values: Mapping[str, Tensor]) -> None:
-        """Let parameters be plain ones with these values, which a rank may write alone."""
-        self._live.expose(values)
-
-    def cover(self, names: Sequence[str]) -> None:
-        """Let exposed parameters be those of the state again."""
-        self._live.cover(names)
-        if self._is_sharded:
-            dtypes = leaves_of(self._state)
-            self._live.hide({name: dtypes[name] for name in names})
-        else:
-            self._show()
-
-    def write(self, name: str, value: Tensor) -> None:
-        """Take a whole value of a leaf from rank 0; every rank must call."""
-        value = broadcast(value.detach().contiguous(), mesh_of(self._group), 0, name="written")
-        self.replace({name: value})
-
-    @contextlib.contextmanager
-    def bound(self) -> Iterator[nn.Module]:
-        """Let the module have whole plain parameters, as a context; every rank must enter.
-
-        Inside, a loss without a call leaves its gradients in ``.grad``, and :meth:`step` sums them.
-
-        Returns:
-            A context whose value is the module. At stage 3 other changes of the values are lost.
-        """
-        before, self._is_bound = self._is_bound, True
-        self._show()
-        try:
-            yield self.module
-        finally:
-            self._is_bound = before
-            if self._is_sharded and not before:
-                self._hide()
+    # Values that end the calls of a step.
 
     def close(self) -> None:
         """Let the module be a plain one with whole values; every rank must call.
@@ -721,37 +394,6 @@ class Engine:
             self._live.show({name: x.to(self._dtypes[name]) for name, x in values.items()})
         self._begin()
         self._live.release()
-
-    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and detached values of the trained parameters: views of the state.
-
-        Below stage 3 whole parameters; at stage 3 this rank's elements, as vectors, which may be
-        empty. A view is valid until the next step.
-        """
-        held = stores.resident(self._state.params)
-        if held.placement is not S:
-            yield from zip(held.layout.paths, tree.leaves(unravel(held)), strict=True)
-            return
-        for span in leaf_spans(held):
-            yield span.path, held.buffers[span.bucket][span.start : span.stop]
-
-    def parameters(self) -> Iterator[Tensor]:
-        """Yield the tensors of :meth:`named_parameters`."""
-        return (value for _, value in self.named_parameters())
-
-    def state_dict(self, *, keep: bool = True) -> dict[str, Any]:
-        """Return whole values by the module's own names; every rank must call.
-
-        As in ``module.state_dict()``, a value may be extra state that is no tensor.
-
-        Args:
-            keep: whether this rank wants the values; another rank helps to gather, one bucket at a
-                time, and gets none.
-        """
-        values = dict(whole_by_bucket(self._state, keep=keep))
-        if not keep:
-            return {}
-        return state_dict_of(self.module, {**values, **self._buffers.named()})
 
     def load_state_dict(self, values: Mapping[str, Any]) -> None:
         """Take whole values by the module's own names; every rank must call.
@@ -767,28 +409,6 @@ class Engine:
         self.replace(values, strict=True)
         self._begin()
 
-    def replace(self, values: Mapping[str, Any], *, strict: bool = False) -> None:
-        """Take whole values by any names of the module; every rank must call.
-
-        Args:
-            values: the same on every rank.
-            strict: whether each name must be there, and no other.
-
-        Raises:
-            SpecMismatch: names or shapes differ.
-        """
-        self.state = with_values(self.module, self.state, values, strict=strict)
-
-    def save(self, path: str | Path, extra: Any = None, **options: Any) -> checkpoint.Saved:
-        """Save the state and plain values of the caller.
-
-        Args:
-            path: as for :func:`zfun.save`.
-            extra: plain values.
-            options: of :func:`zfun.save`.
-        """
-        return checkpoint.save(path, self.state, data=extra, **options)
-
     def load(self, path: str | Path, **options: Any) -> Any:
         """Load a state of any stage and any number of ranks; see :func:`zfun.load`.
 
@@ -803,20 +423,6 @@ class Engine:
         self.state = loaded.state
         self._begin()
         return loaded.data
-
-    @property
-    def hyperparams(self) -> dict[str, float]:
-        """The numbers of :func:`zfun.optim.inject_hyperparams` in the state, by name."""
-        return optim.hyperparams(self._state)
-
-    def set_hyperparams(self, **values: float) -> None:
-        """Set numbers of the optimizer, as :func:`zfun.optim.set_hyperparams` does."""
-        self._state = optim.set_hyperparams(self._state, **values)
-
-
-def _running() -> Any:
-    """Return the engine whose backward() runs, in this thread or the one that began the pass."""
-    return torch._C._get_obj_in_tls(_RUNNING) if torch._C._is_key_in_tls(_RUNNING) else None
 
 
 def _no_loss(params: Any, batch: Any) -> Any:

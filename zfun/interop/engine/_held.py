@@ -1,0 +1,190 @@
+"""The values of a live module: a state, and the parameters and buffers that show it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zfun import checkpoint, optim, stores, tree
+from zfun.collectives import Group, broadcast, mesh_of
+from zfun.flat import leaf_spans, unravel
+from zfun.interop._named import state_dict_of, with_values
+from zfun.interop.engine._live import Live
+from zfun.interop.engine._values import Buffers, leaves_of, whole_by_bucket, whole_values
+from zfun.placement import S
+from zfun.recipes import ZeroState
+
+__all__ = ["Held"]
+
+
+class Held:
+    """A module with a state, whose values are read, written, saved and loaded.
+
+    Attributes:
+        module: the module.
+    """
+
+    module: nn.Module
+    _params: dict[str, nn.Parameter]
+    _extra: dict[str, nn.Parameter]
+    # The dtypes that the module had.
+    _dtypes: dict[str, torch.dtype]
+    _state: ZeroState
+    _buffers: Buffers
+    _live: Live
+    _group: Group
+    _is_sharded: bool
+    _is_bound: bool
+
+    @property
+    def state(self) -> ZeroState:
+        """The state; assign to go on from another one."""
+        return self._state._replace(buffers=self._buffers.flat)
+
+    @state.setter
+    def state(self, state: ZeroState) -> None:
+        self._buffers.take(state.buffers)
+        self._state = state._replace(buffers=None)
+        self._show()
+
+    def _show(self) -> None:
+        """Let the module's parameters be the values of the state, below stage 3 and in bound()."""
+        if self._is_sharded:
+            if names := frozenset(self._params if self._is_bound else self._extra):
+                self._live.show(whole_values(self._state, names))
+            return
+        for flat in (self._state.params, self._state.frozen):
+            if flat is not None:
+                values = unravel(stores.resident(flat))
+                self._live.show(dict(zip(tree.paths(values), tree.leaves(values), strict=True)))
+
+    def _hide(self) -> None:
+        """Let the module's parameters have no values, at stage 3."""
+        dtypes = leaves_of(self._state)
+        self._live.hide({name: x for name, x in dtypes.items() if name not in self._extra})
+
+    @property
+    def leaves(self) -> dict[str, nn.Parameter]:
+        """The parameters of the module that are in the state, by name."""
+        return {name: x for name, x in self._params.items() if name not in self._extra}
+
+    def gathered(self, name: str, *, master: bool = False) -> Tensor:
+        """Return the whole value of a leaf; every rank must call.
+
+        Args:
+            name: of the leaf.
+            master: whether to return the master weight, if there is one.
+        """
+        return whole_values(self._state, {name}, masters=master)[name]
+
+    def gathered_all(self, names: Sequence[str]) -> list[Tensor]:
+        """Return the whole values of leaves; every rank must call."""
+        found = whole_values(self._state, frozenset(names))
+        return [found[name] for name in names]
+
+    def mark(self, name: str, **marks: Any) -> None:
+        """Let the tensors that calls read in place of a parameter have attributes."""
+        self._live.marks[name] = marks
+
+    def expose(self, values: Mapping[str, Tensor]) -> None:
+        """Let parameters be plain ones with these values, which a rank may write alone."""
+        self._live.expose(values)
+
+    def cover(self, names: Sequence[str]) -> None:
+        """Let exposed parameters be those of the state again."""
+        self._live.cover(names)
+        if self._is_sharded:
+            dtypes = leaves_of(self._state)
+            self._live.hide({name: dtypes[name] for name in names})
+        else:
+            self._show()
+
+    def write(self, name: str, value: Tensor) -> None:
+        """Take a whole value of a leaf from rank 0; every rank must call."""
+        value = broadcast(value.detach().contiguous(), mesh_of(self._group), 0, name="written")
+        self.replace({name: value})
+
+    @contextlib.contextmanager
+    def bound(self) -> Iterator[nn.Module]:
+        """Let the module have whole plain parameters, as a context; every rank must enter.
+
+        Inside, a loss without a call leaves its gradients in ``.grad``, and :meth:`step` sums them.
+
+        Returns:
+            A context whose value is the module. At stage 3 other changes of the values are lost.
+        """
+        before, self._is_bound = self._is_bound, True
+        self._show()
+        try:
+            yield self.module
+        finally:
+            self._is_bound = before
+            if self._is_sharded and not before:
+                self._hide()
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield names and detached values of the trained parameters: views of the state.
+
+        Below stage 3 whole parameters; at stage 3 this rank's elements, as vectors, which may be
+        empty. A view is valid until the next step.
+        """
+        held = stores.resident(self._state.params)
+        if held.placement is not S:
+            yield from zip(held.layout.paths, tree.leaves(unravel(held)), strict=True)
+            return
+        for span in leaf_spans(held):
+            yield span.path, held.buffers[span.bucket][span.start : span.stop]
+
+    def parameters(self) -> Iterator[Tensor]:
+        """Yield the tensors of :meth:`named_parameters`."""
+        return (value for _, value in self.named_parameters())
+
+    def state_dict(self, *, keep: bool = True) -> dict[str, Any]:
+        """Return whole values by the module's own names; every rank must call.
+
+        As in ``module.state_dict()``, a value may be extra state that is no tensor.
+
+        Args:
+            keep: whether this rank wants the values; another rank helps to gather, one bucket at a
+                time, and gets none.
+        """
+        values = dict(whole_by_bucket(self._state, keep=keep))
+        if not keep:
+            return {}
+        return state_dict_of(self.module, {**values, **self._buffers.named()})
+
+    def replace(self, values: Mapping[str, Any], *, strict: bool = False) -> None:
+        """Take whole values by any names of the module; every rank must call.
+
+        Args:
+            values: the same on every rank.
+            strict: whether each name must be there, and no other.
+
+        Raises:
+            SpecMismatch: names or shapes differ.
+        """
+        self.state = with_values(self.module, self.state, values, strict=strict)
+
+    def save(self, path: str | Path, extra: Any = None, **options: Any) -> checkpoint.Saved:
+        """Save the state and plain values of the caller.
+
+        Args:
+            path: as for :func:`zfun.save`.
+            extra: plain values.
+            options: of :func:`zfun.save`.
+        """
+        return checkpoint.save(path, self.state, data=extra, **options)
+
+    @property
+    def hyperparams(self) -> dict[str, float]:
+        """The numbers of :func:`zfun.optim.inject_hyperparams` in the state, by name."""
+        return optim.hyperparams(self._state)
+
+    def set_hyperparams(self, **values: float) -> None:
+        """Set numbers of the optimizer, as :func:`zfun.optim.set_hyperparams` does."""
+        self._state = optim.set_hyperparams(self._state, **values)

@@ -1,0 +1,283 @@
+"""Backward passes of a live module, and the gradients of the next step."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zfun import tree
+from zfun.errors import ZfunError
+from zfun.flat import Flat
+from zfun.interop.engine._grad_sum import GradSum, Told
+from zfun.interop.engine._groups import ParamGroups
+from zfun.interop.engine._held import Held
+from zfun.reductions import global_norm
+from zfun.transforms import Tape, WeightedMean, scale_grads, unshard
+
+__all__ = ["Passes"]
+
+# The engine whose backward() runs, for the hooks of autograd, also on other threads.
+_RUNNING = "zfun.interop.engine"
+
+
+class Passes(Held):
+    """A module with a state, and the sum of the gradients since the last step.
+
+    Attributes:
+        accumulate: how many calls of ``backward`` make a step.
+        keeps_grads: whether gradients that backward has left in ``.grad`` stay there after a step,
+            as in torch, until ``zero_grad``.
+        plain_scale: the weight of the gradients of a ``loss.backward()``, as ``scale`` of
+            :meth:`backward`.
+    """
+
+    accumulate: int
+    keeps_grads: bool
+    plain_scale: float
+    _groups: ParamGroups | None
+    # The calls since the last step.
+    _tapes: list[weakref.ref[Tape]]
+    # Whether no call of backward() ends the micro-batches of a step.
+    _defers: bool
+
+    def backward(
+        self,
+        loss: Tensor | WeightedMean,
+        *,
+        scale: float | None = None,
+        retain_graph: bool = False,
+    ) -> None:
+        """Add the gradients of a loss to those of the next step.
+
+        Gradients go to the trained parameters of this engine, and to leaf tensors that are no
+        parameters of an engine, as in torch. Gradients of weighted means are the mean over the
+        weights of all calls of a step, whatever their number.
+
+        Args:
+            loss: a scalar of outputs of this engine, or :func:`zfun.transforms.weighted_mean`.
+            scale: the weight of this loss in the sum over the calls of a step; by default
+                ``1 / accumulate``.
+            retain_graph: keep the graph for another backward pass.
+
+        Raises:
+            ZfunError: the loss does not depend on outputs of this engine.
+            OptionError: weights of different kinds in the calls of a step.
+        """
+        total, weight = loss if isinstance(loss, WeightedMean) else (loss, None)
+        self._sum.check(scale, weight)
+        if not isinstance(total, Tensor) or total.numel() != 1:
+            raise ZfunError(
+                f"backward() takes a scalar loss; got {type(total).__name__}; reduce it with mean()"
+            )
+        self._settle()
+        tapes = self._open_tapes()
+        if not total.requires_grad:
+            raise ZfunError(
+                "backward() takes a loss of outputs that this engine has returned since the last "
+                "step; got a loss of none; call the engine first, outside of torch.no_grad()"
+            )
+        total = total.reshape(())
+        total = total.float() if total.dtype in (torch.float16, torch.bfloat16) else total
+        seed = self.loss_scale * (1.0 if scale is None else scale)
+        for tape in tapes:
+            tape.weight = weight
+        self._sum.begin(weighted=weight is not None)
+        torch._C._stash_obj_in_tls(_RUNNING, self)
+        try:
+            torch.autograd.backward(total, torch.full_like(total, seed), retain_graph=retain_graph)
+            self._settle()
+        except BaseException:
+            for tape in tapes:
+                tape.close()
+            raise
+        finally:
+            torch._C._stash_obj_in_tls(_RUNNING, None)
+            for tape in tapes:
+                tape.weight = None
+        if not self._sum.has_run and not self._strays():
+            raise ZfunError(
+                "backward() takes a loss of outputs of this engine since its last step; got a loss "
+                "that depends on none of them; call backward() of the engine that made the outputs"
+            )
+        self._sum.count(total.detach(), weight, 1.0 if scale is None else scale)
+        self._is_boundary = not self._defers and self._sum.num_passes >= self.accumulate
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor of the loss in backward; 1 without a loss scale."""
+        scale = self._state.loss_scale
+        return 1.0 if scale is None else float(scale.scale)
+
+    def _open_tapes(self) -> list[Tape]:
+        return [tape for ref in self._tapes if (tape := ref()) is not None]
+
+    def _check_pass(self) -> None:
+        """Check a backward pass that has come to outputs of this engine."""
+        if _running() is None and self.loss_scale != 1.0:
+            raise ZfunError(
+                "with a loss scale, backward begins with the scaled loss; got loss.backward(); "
+                "call engine.backward(loss), and run the forward pass again"
+            )
+        if _running() is None and self._last_pass != torch._C._current_graph_task_id():
+            self._last_pass = torch._C._current_graph_task_id()
+            self._sum.check(1.0, None)
+            self._sum.begin(weighted=False)
+            device = self._state.params.layout.device
+            self._sum.count(torch.full((), torch.nan, device=device), None, 1.0)
+            self._is_boundary = not self._defers and self._sum.num_passes >= self.accumulate
+
+    def _take(self, grads: Flat) -> None:
+        """Add the gradients of a backward pass."""
+        running = _running()
+        if running is not None and running is not self:
+            return
+        if running is None and self.plain_scale != 1.0:
+            grads = scale_grads(grads, self.plain_scale)
+        self._sum.add(grads)
+
+    def _settle(self) -> None:
+        """End backward passes that autograd has ended."""
+        for tape in self._open_tapes():
+            tape.finish()
+
+    @property
+    def grads(self) -> Flat | None:
+        """The sum of the gradients of calls since the last step; ``None`` before backward.
+
+        A loss scale is still in the sum. A write to the buffers counts at the next step.
+        """
+        self._settle()
+        return self._sum.grads
+
+    @property
+    def has_grads(self) -> bool:
+        """Whether this rank has gradients for the next step."""
+        return self._ready is not None or self._sum.grads is not None or bool(self._strays())
+
+    @property
+    def is_boundary(self) -> bool:
+        """Whether the next call of :meth:`step` changes the parameters."""
+        return self._is_boundary
+
+    def _collected(self) -> tuple[Flat, Tensor, Told]:
+        """Return the gradients and the loss of the step, and what else ranks have told."""
+        if self._ready is None:
+            strays = self._strays()
+            # One message tells the losses, and whether any rank has stray gradients or new buffers.
+            told = self._sum.told([bool(strays), *self._buffers.changed()])
+            if told.flags[0]:
+                self._sum.add_strays(strays, self._state.params)
+            grads, loss = self._sum.result(told, self.accumulate)
+            self._ready = grads, loss, told
+        return self._ready
+
+    def norm(self) -> Tensor:
+        """Return the norm of the gradient that the next step takes, before clipping.
+
+        No backward pass may follow before the step. Every rank must call.
+        """
+        self._settle()
+        grads, _, _ = self._collected()
+        if self._groups is not None and self._groups.extra:
+            extra = self._groups.extra
+            layout = grads.layout
+            own = [
+                i
+                for i, x in enumerate(layout.buckets)
+                if layout.leaves[x.leaves[0]].path not in extra
+            ]
+            grads = grads.select(own)
+        return global_norm(grads) / self.loss_scale
+
+    def _strays(self) -> dict[str, Tensor]:
+        """Return gradients that backward has left in parameters, by name."""
+        with torch._C.DisableTorchFunctionSubclass():
+            found = {name: x.grad for name, x in self._params.items() if x.grad is not None}
+        for name, x in self._live.strays.items():
+            if x.grad is not None:
+                found[name] = x.grad + found[name] if name in found else x.grad
+        return found
+
+    def _end_calls(self) -> None:
+        for tape in self._open_tapes():
+            tape.close()
+        self._tapes = []
+        self._live.end()
+
+    def _begin(self) -> None:
+        """Begin the calls of a step."""
+        self._end_calls()
+        if not self.keeps_grads:
+            self._drop_strays()
+        self._reset()
+
+    def show_grads(self, name: str) -> None:
+        """Move the gradients since the last step to ``.grad``, whole; every rank must call.
+
+        A read or write of ``.grad`` outside of backward calls this. The next step takes what is in
+        ``.grad`` then, so code may scale, clip or drop it; the step itself divides by
+        ``accumulate``. Gradients of weighted means stay where they are.
+
+        Args:
+            name: of the parameter whose gradient is read.
+        """
+        self._settle()
+        if self._sum.is_weighted or (self._sum.grads is None and self._is_shown(name)):
+            return
+        self._collected()
+        self._drop_strays()
+        assert self._sum.grads is not None, "a stray gradient is a part of the sum"
+        whole = unshard(self._sum.grads)
+        self._sum.grads, self._ready = None, None
+        with torch._C.DisableTorchFunctionSubclass():
+            for path, grad in zip(tree.paths(whole), tree.leaves(whole), strict=True):
+                param = self._params[path]
+                param.grad = grad.detach().to(param.dtype)
+                self._shown[path] = weakref.ref(param.grad), param.grad._version
+
+    def _is_shown(self, name: str) -> bool:
+        """Whether ``.grad`` has no gradient of this rank alone."""
+        stray = self._live.strays.get(name)
+        with torch._C.DisableTorchFunctionSubclass():
+            grad = self._params[name].grad
+            found, version = self._shown.get(name, (lambda: None, -1))
+            is_shown = grad is None or (found() is grad and grad._version == version)
+        return is_shown and (stray is None or stray.grad is None)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients since the last step, but those of the parameters of ``extra=``."""
+        del set_to_none
+        self._drop_strays()
+        self._reset()
+
+    def _drop_strays(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            for name, x in (*self._params.items(), *self._live.strays.items()):
+                if x.grad is not None and name not in self._extra:
+                    x.grad = None
+
+    def _reset(self) -> None:
+        self._sum = GradSum(self._group)
+        self._ready: tuple[Flat, Tensor, Told] | None = None
+        self._shown: dict[str, tuple[weakref.ref[Tensor], int]] = {}
+        self._is_boundary = False
+        self._last_pass = -1
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let calls of backward in this context add gradients without reaching a boundary."""
+        before, self._defers = self._defers, True
+        try:
+            yield
+        finally:
+            self._defers = before
+
+
+def _running() -> Any:
+    """Return the engine whose backward() runs, in this thread or the one that began the pass."""
+    return torch._C._get_obj_in_tls(_RUNNING) if torch._C._is_key_in_tls(_RUNNING) else None
