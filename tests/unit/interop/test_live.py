@@ -366,6 +366,52 @@ def test_a_write_around_the_parameter_is_refused_by_name(stage: int) -> None:
     zf.simulate(RANKS, main)
 
 
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "detach": lambda weight: weight.detach().zero_(),
+    "copy": lambda weight: weight.detach().copy_(torch.ones_like(weight)),
+    "a view": lambda weight: weight.view(-1)[2:4].fill_(7.0),
+    "an element": lambda weight: weight[0].add_(1.0),
+    "transposed": lambda weight: weight.T.mul_(2.0),
+    "an output": lambda weight: torch.add(weight, 1.0, out=weight.detach()),
+}
+NEXT: dict[str, Callable[[Any, Any], Any]] = {
+    "a call": lambda engine, x: engine(x),
+    "a state dict": lambda engine, x: engine.state_dict(),
+    "the end": lambda engine, x: engine.close(),
+}
+
+
+@EACH_STAGE
+@pytest.mark.parametrize("then", NEXT)
+@pytest.mark.parametrize("way", WRITES)
+def test_a_write_to_a_value_that_is_gone_is_refused_by_name(
+    way: str, then: str, stage: int
+) -> None:
+    def main(group: zf.Group) -> None:
+        net = made()
+        engine = Engine(net, optim.sgd(0.1), zero=stage, group=group)
+        x = batches()[0][group.rank]
+        with torch.no_grad():
+            engine.state_dict()
+            WRITES[way](net.head.weight)
+        with pytest.raises(PlacementError, match=r"leaf 'head\.weight' through a view or detach"):
+            NEXT[then](engine, x)
+
+    zf.simulate(RANKS, main)
+
+
+def test_many_reads_are_watched_a_part_at_a_time() -> None:
+    net = made()
+    engine = Engine(net, optim.sgd(0.1), zero=3, group=zf.process_group())
+    with torch.no_grad():
+        for _ in range(5000):
+            net.head.weight.detach()
+        assert len(engine._live._read) <= 4096
+        net.head.weight.detach().zero_()
+    with pytest.raises(PlacementError, match=r"leaf 'head\.weight' through a view or detach"):
+        engine.state_dict()
+
+
 def test_reads_of_one_rank_and_writes_in_a_call_are_refused_by_name() -> None:
     def lonely(group: zf.Group) -> None:
         engine = Engine(made(), optim.sgd(0.1), zero=3, group=group)

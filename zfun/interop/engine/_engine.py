@@ -389,6 +389,7 @@ class Engine(Passes):
 
         Values have the dtypes that the module had, from master weights where there are some.
         """
+        self._live.check_unwritten()
         if self._is_sharded or self._dtypes != leaves_of(self._state):
             values = whole_values(self._state, frozenset(self._params), masters=True)
             self._live.show({name: x.to(self._dtypes[name]) for name, x in values.items()})

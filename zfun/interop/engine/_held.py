@@ -153,6 +153,7 @@ class Held:
             keep: whether this rank wants the values; another rank helps to gather, one bucket at a
                 time, and gets none.
         """
+        self._live.check_unwritten()
         values = dict(whole_by_bucket(self._state, keep=keep))
         if not keep:
             return {}
@@ -178,6 +179,7 @@ class Held:
             extra: plain values.
             options: of :func:`zfun.save`.
         """
+        self._live.check_unwritten()
         return checkpoint.save(path, self.state, data=extra, **options)
 
     @property

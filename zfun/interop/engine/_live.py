@@ -35,6 +35,10 @@ from zfun.transforms.params._lazy import LazyLeaf, tensor_of
 __all__ = ["Live", "LiveForward", "LiveMethod", "LiveParameters", "Owner", "check_free"]
 
 
+# As many values that were gathered outside of calls are watched at a time.
+_MAX_WATCHED = 4096
+
+
 def check_free(module: nn.Module) -> None:
     """Refuse a module that is live already."""
     for part in module.modules():
@@ -162,7 +166,7 @@ class Live:
         self._dropped: list[tuple[str, weakref.ref[Tensor]]] = []
         self._hidden: set[str] = set()
         self._versions: dict[str, int] = {}
-        self._read: list[tuple[str, weakref.ref[Tensor], int]] = []
+        self._read: list[tuple[str, Tensor, int]] = []
         self._module = module
         for part in module.modules():
             part.__dict__["_parameters"] = LiveParameters(part._parameters, self)
@@ -361,11 +365,10 @@ class Live:
                 is_written = param._version != version and name not in self._hidden
             if is_written:
                 raise self._written(name)
-        for name, ref, version in self._read:
-            found = ref()
-            if found is not None and found._version != version:
+        seen, self._read = self._read, []
+        for name, counter, version in seen:
+            if counter._version != version:
                 raise self._written(name)
-        self._read.clear()
 
     def _written(self, name: str) -> PlacementError:
         return PlacementError(
@@ -377,8 +380,12 @@ class Live:
 
     def watch(self, name: str, value: Tensor) -> None:
         """Notice later writes to a value that was gathered outside of calls, or to a view of it."""
-        self._read = [entry for entry in self._read if entry[1]() is not None]
-        self._read.append((name, weakref.ref(value), value._version))
+        if len(self._read) >= _MAX_WATCHED:
+            self.check_unwritten()
+        # An alias without the memory shares the count of writes, also when the value is gone.
+        counter = value.detach()
+        counter.data = torch.empty(0, dtype=value.dtype, device=value.device)
+        self._read.append((name, counter, value._version))
 
     def _values(self) -> Owner:
         owner = self._owner()

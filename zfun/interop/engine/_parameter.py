@@ -228,8 +228,13 @@ def _watch_view(first: Any, read: Any, found: Any) -> None:
     name = _name_of(first)
     if not (isinstance(found, Tensor) and first._live.is_hidden(name)):
         return
-    if not found.requires_grad and (found is read or found._is_view()):
+    # A detached tensor is no view for autograd, but has the same memory.
+    if not found.requires_grad and _memory_of(found) == _memory_of(read):
         first._live.watch(name, found)
+
+
+def _memory_of(value: Tensor) -> int:
+    return value.untyped_storage()._cdata
 
 
 def _refuse_hidden(value: Any, name: str) -> None:
