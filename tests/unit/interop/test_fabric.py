@@ -5,14 +5,12 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from zfun.errors import OptionError
@@ -24,19 +22,12 @@ from tests.interop import fabrics
 from zfun.interop.lightning import ZfunFabricStrategy
 
 # Fabric warns of torch's own deprecations.
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.processes]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.processes,
+    pytest.mark.usefixtures("one_rank"),
+]
 STAGES = range(4)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    """Take away the process group and the variables that Fabric leaves."""
-    before = dict(os.environ)
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    os.environ.clear()
-    os.environ.update(before)
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -6,14 +6,12 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -31,18 +29,11 @@ from zfun.interop.deepspeed import ops  # noqa: E402
 from zfun.interop.lightning import ZfunStrategy, collate  # noqa: E402
 
 # Lightning warns of few workers, of folders that exist, and of torch's own deprecations.
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.processes]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    """Take away the process group and the variables that trainers leave."""
-    before = dict(os.environ)
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    os.environ.clear()
-    os.environ.update(before)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.processes,
+    pytest.mark.usefixtures("one_rank"),
+]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
