@@ -17,12 +17,20 @@ from zfun import optim
 from zfun.errors import OptionError
 from zfun.interop.ds_config._mistakes import error_of
 from zfun.interop.ds_config._rules import contradictions
-from zfun.interop.ds_config._values import Checked, Values, checked
-from zfun.interop.ds_config.table import keys_of, kind_of
+from zfun.interop.ds_config._values import Checked, checked
 from zfun.interop.ds_config.table._optim import TORCH_OPTIMIZERS
 from zfun.optim import Optimizer, Schedule
 
-__all__ = ["Rule", "cycle_of", "made", "momentum_for", "rule_for", "rule_of", "schedule_for"]
+__all__ = [
+    "Rule",
+    "completed",
+    "cycle_of",
+    "made",
+    "momentum_for",
+    "rule_for",
+    "rule_of",
+    "schedule_for",
+]
 
 # torch's default, which DeepSpeed passes on where torch_adam is true.
 _DECAYED_BY_TORCH = 0.01
@@ -120,7 +128,7 @@ def schedule_for(rule: Rule, *, lr: float | None = None) -> Schedule:
         >>> [schedule_for(rise, lr=1.0)(step) for step in range(6)]
         [0.0, 0.0, 0.25, 0.5, 0.75, 1.0]
     """
-    rule = _scheduler(rule)
+    rule = completed(rule)
     return _late(_by_step(rule.kind, rule.options, lr), rule.options)
 
 
@@ -141,7 +149,7 @@ def momentum_for(rule: Rule) -> Schedule | None:
         >>> round(momentum_for(Rule("OneCycle", cycle))(2), 3)
         0.8
     """
-    kind, s = _scheduler(rule)
+    kind, s = completed(rule)
     if kind != "OneCycle" or not s["cycle_momentum"]:
         return None
     bounds = (s["cycle_min_mom"], s["cycle_max_mom"])
@@ -216,8 +224,12 @@ def _is_hidden_matrix(path: str, leaf: Any) -> bool:
     return leaf.ndim == 2 and not any(word in name for word in ("embed", "lm_head"))
 
 
-def _scheduler(rule: Rule) -> Rule:
-    """Return a rule with all options."""
+def completed(rule: Rule) -> Rule:
+    """Return a schedule with all options.
+
+    Raises:
+        ConfigError: an option is wrong or does not exist; the message lists all mistakes.
+    """
     found = checked({"scheduler": {"type": rule.kind, "params": dict(rule.options)}})
     mistakes = [*found.mistakes, *contradictions(found)]
     if mistakes:
@@ -291,36 +303,3 @@ def _known(rate: float | None, name: str) -> float:
             f"{name}, or pass learning_rate="
         )
     return rate
-
-
-# The older names, for adapters that hold the values of all keys.
-
-
-def optimizer_of(
-    kind: str,
-    v: Values,
-    given: Mapping[str, Any],
-    extra: Mapping[str, Any],
-    rate: float | Schedule,
-    decays: Mapping[str, Any],
-) -> Optimizer:
-    """Return the optimizer of a type, for values as written."""
-    start = "optimizer.params."
-    own = {path[len(start) :]: x for path, x in given.items() if path.startswith(start)}
-    return rule_for(Rule(kind, {**own, **extra}), lr=rate, decays=decays)
-
-
-def schedule_of(kind: str, v: Values, rate: float | None) -> Schedule:
-    """Return the schedule of a type."""
-    return schedule_for(_of_values(kind, v), lr=rate)
-
-
-def momentum_of(kind: str, v: Values) -> Schedule | None:
-    """Return the momentum of OneCycle, or ``None``."""
-    return momentum_for(_of_values(kind, v))
-
-
-def _of_values(kind: str, v: Values) -> Rule:
-    start = "scheduler.params."
-    keys = keys_of(None, kind_of("scheduler", kind))
-    return Rule(kind, {x[len(start) :]: v[x] for x in keys if x.startswith(start)})

@@ -305,9 +305,3 @@ def _is_read(path: str, out: Checked) -> bool:
 def walk(config: Mapping[str, Any]) -> Checked:
     """Read every key of a configuration; ``"auto"`` waits for :func:`values_of`."""
     return checked(config, late=[field.name for field in fields(AutoValues)])
-
-
-def values_of(walked: Checked, auto: AutoValues) -> tuple[Values, list[Mistake]]:
-    """Return the value of every key, and all mistakes of single keys."""
-    found = checked(walked.config, auto)
-    return found.values, found.mistakes

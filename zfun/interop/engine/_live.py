@@ -365,7 +365,8 @@ class Live:
                 is_written = param._version != version and name not in self._hidden
             if is_written:
                 raise self._written(name)
-        seen, self._read = self._read, []
+        seen = list(self._read)
+        self._read.clear()
         for name, counter, version in seen:
             if counter._version != version:
                 raise self._written(name)

@@ -9,11 +9,8 @@ import torch
 
 from zfun import tree
 from zfun.errors import OptionError
-from zfun.interop.ds_config._auto import AutoValues
-from zfun.interop.ds_config._mistakes import error_of
-from zfun.interop.ds_config._optimizers import Rule, optimizer_of, rule_of
-from zfun.interop.ds_config._values import checked, values_of
-from zfun.interop.ds_config._walk import walk
+from zfun.interop.ds_config._optimizers import Rule, rule_for, rule_of
+from zfun.interop.ds_config._values import checked
 from zfun.optim import Optimizer
 
 __all__ = ["Described"]
@@ -82,7 +79,7 @@ class Described(torch.optim.Optimizer):
             loss = None if closure is None else closure()
         with torch.no_grad():
             for group in self.param_groups:
-                rule = _rule(type(self), group)
+                rule = _rule(self, group)
                 for param in group["params"]:
                     if param.grad is not None:
                         self._step(rule, param)
@@ -98,24 +95,15 @@ class Described(torch.optim.Optimizer):
         param.copy_(new)
 
 
-def _rule(cls: type[Described], group: Mapping[str, Any]) -> Optimizer:
+def _rule(optimizer: Described, group: Mapping[str, Any]) -> Optimizer:
     """Return the rule of a parameter group, as a configuration with these options has it."""
-    kind = cls.kind
+    kind, options = optimizer.rule
     if kind == "OneBitAdam":
         raise OptionError(
-            f"{cls.__name__} compresses the gradients of several ranks; got step() without an "
-            "engine; pass the optimizer to deepspeed.initialize(), and call engine.step()"
+            f"{type(optimizer).__name__} compresses the gradients of several ranks; got step() "
+            "without an engine; pass the optimizer to deepspeed.initialize(), and call "
+            "engine.step()"
         )
-    known = {path.rpartition(".")[2] for path in walk({"optimizer": {"type": kind}}).keys}
-    options = {
-        name: list(value) if isinstance(value, tuple) else value
-        for name, value in group.items()
-        if name in known and name != "params"
-    }
-    rate = float(group["lr"])
-    walked = walk({"optimizer": {"type": kind, "params": {**options, "lr": rate}}})
-    values, mistakes = values_of(walked, AutoValues())
-    found = [*walked.mistakes, *mistakes]
-    if found:
-        raise error_of(found, f"a parameter group of {cls.__name__}")
-    return optimizer_of(kind, values, walked.given, walked.extra, rate, {})
+    own = {name: group.get(name, value) for name, value in options.items()}
+    lists = {name: list(x) if isinstance(x, tuple) else x for name, x in own.items()}
+    return rule_for(Rule(kind, lists))

@@ -18,8 +18,7 @@ from zfun.interop.deepspeed._absent import absent
 from zfun.interop.ds_config import AutoValues, batch_of, solve_batch
 from zfun.interop.ds_config._mistakes import error_of
 from zfun.interop.ds_config._read import read
-from zfun.interop.ds_config._values import values_of
-from zfun.interop.ds_config._walk import walk
+from zfun.interop.ds_config._values import checked, walk
 
 __all__ = [
     "DeepSpeedConfig",
@@ -174,7 +173,7 @@ def _values_of(keys: Mapping[str, Any], section: str) -> dict[str, Any]:
         ConfigError: keys of the section have mistakes.
     """
     walked = walk(keys)
-    values, _ = values_of(walked, AutoValues())
+    values = checked(keys, AutoValues()).values
     start = f"{section}." if section else ""
     mistakes = [one for one in walked.mistakes if str(one[0]).startswith(start)]
     if mistakes:

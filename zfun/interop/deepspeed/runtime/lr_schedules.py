@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 
 from zfun.errors import OptionError
 from zfun.interop.deepspeed._absent import absent
-from zfun.interop.ds_config._auto import AutoValues
-from zfun.interop.ds_config._mistakes import error_of
-from zfun.interop.ds_config._optimizers import momentum_of, schedule_of
-from zfun.interop.ds_config._values import Values, values_of
-from zfun.interop.ds_config._walk import walk
+from zfun.interop.ds_config._optimizers import Rule, completed, momentum_for, schedule_for
 
 __all__ = [
     "VALID_LR_SCHEDULES",
@@ -46,32 +42,17 @@ class Scheduled:
                 "the others by name"
             )
         given = {**dict(zip(self.order, params, strict=False)), **options}
-        walked = walk({"scheduler": {"type": kind, "params": given}})
-        values, mistakes = values_of(walked, AutoValues())
-        found = [*walked.mistakes, *mistakes]
-        if found:
-            raise error_of(found, f"{kind}()")
-        self._begin(optimizer, values)
-
-    @classmethod
-    def of_values(cls, optimizer: torch.optim.Optimizer, values: Values) -> Self:
-        """Return the schedule of a configuration."""
-        made = cls.__new__(cls)
-        made._begin(optimizer, values)
-        return made
-
-    def _begin(self, optimizer: torch.optim.Optimizer, values: Values) -> None:
-        kind = type(self).__name__
+        rule = completed(Rule(kind, given))
         self.last_batch_iteration = -1
         self.optimizer = optimizer
         # A schedule counts steps from the last_batch_iteration of the configuration.
         self._rates = [
-            schedule_of(kind, values, float(group["lr"])) for group in optimizer.param_groups
+            schedule_for(rule, lr=float(group["lr"])) for group in optimizer.param_groups
         ]
-        self._momentum = momentum_of(kind, values)
+        self._momentum = momentum_for(rule)
         if self._momentum is not None:
             for group in optimizer.param_groups:
-                group["max_momentum"] = values["scheduler.params.cycle_max_mom"]
+                group["max_momentum"] = rule.options["cycle_max_mom"]
         self._write()
 
     def _write(self) -> None:
