@@ -196,6 +196,37 @@ def test_recomputed_blocks_of_both_kinds(stage: int, loss: Loss, reentrant: bool
     check(stage, loss, "run", lambda: made(reentrant=reentrant))
 
 
+def beside_a_reference(net: Net, x: Tensor) -> Tensor:
+    """A call without gradients whose frozen parameters differ, as with PEFT's disable_adapter."""
+    out = net(x)
+    net.block.requires_grad_(False)
+    with torch.no_grad():
+        reference = net(2 * x)
+    net.block.requires_grad_(True)
+    return (out - reference).square().mean()
+
+
+def beside_a_hooked_reference(net: Net, x: Tensor) -> Tensor:
+    """A hook that counts in the call without gradients only."""
+    out = net(x)
+    handle = net.block[0].weight.register_hook(torch.zeros_like)
+    with torch.no_grad():
+        reference = net(2 * x)
+    handle.remove()
+    return (out - reference).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("loss", [beside_a_reference, beside_a_hooked_reference])
+@pytest.mark.parametrize("way", ["outside", "plain backward"])
+@EACH_STAGE
+def test_recomputed_blocks_have_the_marks_of_their_own_call(
+    stage: int, way: str, loss: Loss, reentrant: bool
+) -> None:
+    check(stage, loss, way, lambda: made(reentrant=reentrant))
+
+
 @EACH_STAGE
 def test_a_kept_graph_gives_its_gradients_again(stage: int) -> None:
     def main(group: zf.Group) -> None:

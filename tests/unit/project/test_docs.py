@@ -223,8 +223,14 @@ def test_the_script_of_deepspeed_trains_alike_before_and_after(tmp_path: Path) -
     found = []
     for name, interpreter, script in (("before", python, before), ("after", sys.executable, after)):
         losses = tmp_path / f"{name}.json"
-        ends = "if deepspeed.comm.get_rank() == 0:\n    Path(sys.argv[1]).write_text(str(losses))"
-        lines = [common, script, "import sys", "from pathlib import Path", ends]
+        ends = [
+            "if deepspeed.comm.get_rank() == 0:",
+            "    Path(sys.argv[1]).write_text(str(losses))",
+            "deepspeed.comm.barrier()",
+            # DeepSpeed's own threads may still run at exit, and then abort the process.
+            "os._exit(0)",
+        ]
+        lines = [common, script, "import os, sys", "from pathlib import Path", *ends]
         (tmp_path / f"{name}.py").write_text("\n".join(lines), encoding="utf-8")
         run_script(tmp_path / f"{name}.py", 2, str(losses), python=interpreter)
         found.append(json.loads(losses.read_text(encoding="utf-8")))

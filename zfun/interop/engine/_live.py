@@ -211,6 +211,7 @@ class Live:
             keeps: whether backward may read the tensors later.
         """
         before, self.bound = self.bound, tensors
+        marks = self._quiet, self._hooks
         self.read_without_gradient = set()
         with torch._C.DisableTorchFunctionSubclass():
             self._quiet = {name for name, x in self._params.items() if not x.requires_grad}
@@ -224,6 +225,9 @@ class Live:
             if keeps:
                 self.kept = tensors
                 self._hooked.clear()
+            else:
+                # Blocks that backward runs again belong to the call before.
+                self._quiet, self._hooks = marks
 
     def read(self, name: str, value: Tensor) -> Tensor:
         """Return the tensor of a call, or what the parameter's hooks and marks make of it."""
