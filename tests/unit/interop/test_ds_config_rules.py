@@ -306,11 +306,18 @@ def test_an_engine_takes_an_optimizer_beside_a_configuration(
 def test_unknown_keys_of_the_top_level_are_kept_with_a_notice() -> None:
     recipe = from_ds_config({"my_experiment": {"lr": 3}, ZERO: {"stage": 1}})
     assert any(one.startswith("my_experiment: is no key") for one in recipe.notices)
+    # Written by TRL's prepare_deepspeed; DeepSpeed ignores both.
+    paths = {f"{ZERO}.stage3_prefetch_bucket_size": 230.4, f"{ZERO}.stage": 3}
+    recipe = from_ds_config({ZERO: {"stage": 1}, **paths})
+    assert recipe.stage == 1
+    for path in paths:
+        assert any(one.startswith(f"{path}: is no key") for one in recipe.notices)
     for config, words in (
         ({"gradient_cliping": 1}, "did you mean 'gradient_clipping'"),
         ({"zero_optimisation": {}}, "did you mean 'zero_optimization'"),
         ({"overlap_comm": True}, "it belongs into zero_optimization"),
         ({ZERO: {"my_experiment": 1}}, f"{ZERO}.my_experiment: is no key"),
+        ({ZERO: {"offload_param.device": "cpu"}}, "not a path"),
         ({"optimizer": {"type": "Adam", "my_experiment": 1}}, "optimizer.my_experiment: is no key"),
     ):
         with pytest.raises(ConfigError, match=words):

@@ -147,7 +147,10 @@ def _section(
     for name in sorted(section, key=lambda name: f"{prefix}{name}" in {*ALIASES, *OLDER}):
         value, written = section[name], f"{shown}{name}"
         path = ALIASES.get(f"{prefix}{name}", f"{prefix}{name}")
-        if path in OLDER and (path not in SECTIONS or isinstance(value, bool)):
+        if "." in str(name):
+            # TRL writes paths as names of the top level, which DeepSpeed ignores.
+            _no_key(name, value, prefix, written, kinds, out)
+        elif path in OLDER and (path not in SECTIONS or isinstance(value, bool)):
             _older(path, value, written, out)
         elif path in SECTIONS and isinstance(value, Mapping):
             if path in kinds and kinds[path] is None:
@@ -164,14 +167,27 @@ def _section(
         elif prefix == "optimizer.params." and kinds["optimizer"] in TORCH_OPTIMIZERS:
             out.extra[str(name)] = value
         else:
-            remedy = _remedy(path, prefix, out)
-            if remedy is None:
-                out.unknown[str(name)] = value
-                continue
-            kind = kinds.get(prefix.partition(".")[0])
-            where = f" of {kind}" if kind and ".params." in path else ""
-            out.written.setdefault(path, written)
-            out.mistakes.append(mistake(path, f"is no key{where}", value, remedy))
+            _no_key(name, value, prefix, written, kinds, out)
+
+
+def _no_key(
+    name: Any,
+    value: Any,
+    prefix: str,
+    written: str,
+    kinds: Mapping[str, str | None],
+    out: Checked,
+) -> None:
+    """Keep a name that DeepSpeed ignores, or report one that it refuses."""
+    remedy = _remedy(name, prefix, out)
+    if remedy is None:
+        out.unknown[str(name)] = value
+        return
+    path = f"{prefix}{name}"
+    kind = kinds.get(prefix.partition(".")[0])
+    where = f" of {kind}" if kind and ".params." in path else ""
+    out.written.setdefault(path, written)
+    out.mistakes.append(mistake(path, f"is no key{where}", value, remedy))
 
 
 def _older(path: str, value: Any, written: str, out: Checked) -> None:
@@ -210,9 +226,11 @@ def _unknown_type(section: Mapping[str, Any], path: str, out: Checked) -> None:
     _refuse(f"{path}.type", rule, given, remedy, out)
 
 
-def _remedy(path: str, prefix: str, out: Checked) -> str | None:
+def _remedy(name: Any, prefix: str, out: Checked) -> str | None:
     """Return the remedy for a key that is not known; ``None`` if DeepSpeed ignores the key."""
-    name = path.rpartition(".")[2]
+    path, name = f"{prefix}{name}", str(name)
+    if "." in name:
+        return "write an object in an object, not a path" if prefix else None
     known = {
         one[len(prefix) :].split(".")[0] for one in (*out.keys, *ALIASES) if one.startswith(prefix)
     }
