@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import copy
 import functools
 import importlib
+import io
 import runpy
 import shlex
 import socket
@@ -19,11 +21,12 @@ from torch import Tensor, nn
 
 import zfun as zf
 from tests.interop.deepspeed_runs import net
-from zfun.errors import ConfigError, OptionError
+from zfun.errors import ConfigError, OptionError, PlacementError
 from zfun.interop import deepspeed
 from zfun.interop.deepspeed._absent import ABSENT, ABSENT_MODULES
 from zfun.interop.deepspeed._finder import HOMES, SITE
 from zfun.interop.deepspeed.launcher.runner import Start, parse_args, start_of
+from zfun.interop.deepspeed.runtime.zero._owners import Partitioned
 from zfun.planner.formulae import estimate_zero2, estimate_zero3, sizes_of
 
 
@@ -35,12 +38,26 @@ def test_gathered_parameters_show_values_and_take_those_of_one_rank() -> None:
             model = net()
         weight = model.first.weight
         assert weight.dtype is torch.bfloat16
-        with pytest.raises(RuntimeError, match="single memory location"):
-            weight.data.normal_()
-        model.scale.data.fill_(1.0)
-        with pytest.raises(OptionError, match=r"shape \(3,\) with new values.*modifier_rank=0"):
-            gathered(model.scale).__enter__()
-        model.scale.data.fill_(float("nan"))
+        scale = model.scale
+        for alone in (
+            weight.data.normal_,
+            lambda: nn.init.ones_(scale),
+            lambda: scale.data.fill_(1.0),
+            lambda: setattr(scale, "data", torch.ones(3)),
+            lambda: scale.detach()[0],
+            lambda: torch.stack([torch.ones(3), scale]),
+            scale.tolist,
+            lambda: model(torch.ones(2, 8)),
+            model.half,
+            lambda: torch.save(model, io.BytesIO()),
+        ):
+            with pytest.raises(PlacementError, match=r"one of shape \(\d+, ?\d*\)(.|\n)*Gathered"):
+                alone()
+        assert model.to(torch.bfloat16) is model
+        assert model.state_dict()["scale"].shape == scale.data.shape == (3,)
+        copied = copy.deepcopy(model)
+        with gathered(weight):
+            assert copied.first.weight.equal(weight)
         with gathered([weight, model.scale], modifier_rank=1):
             assert not weight.isnan().any()
             with gathered(weight):  # inside of another context
@@ -230,7 +247,7 @@ def test_a_model_made_in_pieces_has_the_values_ties_and_buffers_of_a_whole_one()
         with deepspeed.zero.Init(data_parallel_group=group):
             model = Model()
             cast(nn.Linear, model.layers[3]).weight.data += shift
-        assert all(p.isnan().all() for p in model.parameters())
+        assert all(isinstance(p, Partitioned) for p in model.parameters())
         assert model.last.weight is model.first.first.weight
         assert model.scale.tolist() == [3.0, 3.0]
         with deepspeed.zero.GatheredParameters(list(model.parameters())):

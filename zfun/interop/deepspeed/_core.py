@@ -15,7 +15,6 @@ from zfun.interop.deepspeed._settings import Settings
 from zfun.interop.deepspeed.runtime.zero._owners import (
     Owner,
     adopt,
-    check_unwritten,
     deferred_of,
     is_partitioned,
     marks_of,
@@ -39,7 +38,6 @@ def made(module: nn.Module, settings: Settings, group: Group) -> Engine:
         mesh = split(group, recipe.rows)
         group = mesh if recipe.secondary else mesh.inner
     cut = {name: p for name, p in module.named_parameters() if is_partitioned(p)}
-    check_unwritten(cut.values())
     if cut:
         plain = {name: p for name, p in module.named_parameters() if name not in cut}
         plain |= dict(module.named_buffers())

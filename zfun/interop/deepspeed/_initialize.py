@@ -16,6 +16,7 @@ from zfun.errors import OptionError
 from zfun.interop.deepspeed._engine import DeepSpeedEngine
 from zfun.interop.deepspeed._ranks import group_of, init_from_launcher, local_device
 from zfun.interop.deepspeed._settings import config_of, settings_of
+from zfun.interop.deepspeed.runtime.zero._owners import taken
 from zfun.interop.ds_config import AutoValues
 from zfun.options import ANY, FUNCTION, PATH, instance, takes
 
@@ -116,17 +117,18 @@ def initialize(
     if ranks is None and dist_init_required is not False:
         init_from_launcher()
     group = group_of(ranks)
-    settings = settings_of(
-        model,
-        chosen,
-        group.size,
-        optimizer=optimizer,
-        model_parameters=model_parameters,
-        lr_scheduler=lr_scheduler,
-        auto=auto,
-    )
     device = local_device()
-    engine = DeepSpeedEngine(model.to(device), settings, group, device=device)
+    with taken(model):
+        settings = settings_of(
+            model,
+            chosen,
+            group.size,
+            optimizer=optimizer,
+            model_parameters=model_parameters,
+            lr_scheduler=lr_scheduler,
+            auto=auto,
+        )
+        engine = DeepSpeedEngine(model.to(device), settings, group, device=device)
     if training_data is not None:
         engine.training_dataloader = _loader(
             training_data,

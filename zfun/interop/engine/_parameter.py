@@ -19,7 +19,7 @@ from zfun import tree
 from zfun.errors import PlacementError
 from zfun.transforms.params._lazy import METADATA
 
-__all__ = ["LiveData", "LiveParameter", "leave_meta"]
+__all__ = ["NO_VALUES", "LiveData", "LiveParameter", "changes_nothing", "leave_meta"]
 
 
 class State(Protocol):
@@ -53,7 +53,7 @@ class _LiveTensor:
     ) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args else None
-        if func in _OWN:
+        if func in NO_VALUES:
             if func in _GRADS and isinstance(first, LiveParameter):
                 first._live.show_grads(first)
             with torch._C.DisableTorchFunctionSubclass():
@@ -66,7 +66,7 @@ class _LiveTensor:
                     with torch.no_grad():
                         _write(first, _plain(args[1]))
                 return None
-            if func in _CASTS and _changes_nothing(func, args, kwargs):
+            if changes_nothing(func, args, kwargs):
                 return first
             name = getattr(func, "__name__", "")
             if name in _MEMORY:
@@ -265,7 +265,7 @@ def _accessors(*names: str) -> set[Any]:
 
 _GRADS = _accessors("grad")
 # Queries and marks that need no values.
-_OWN = (
+NO_VALUES = (
     METADATA
     | _GRADS
     | _accessors("_backward_hooks", "_post_accumulate_grad_hooks", "requires_grad")
@@ -277,15 +277,18 @@ _OWN = (
         torch.Tensor.is_complex,
         torch.Tensor.is_contiguous,
         torch.Tensor.is_shared,
+        torch.Tensor.stride,
         torch.Tensor.type,
     }
 )
 
 
-def _changes_nothing(
+def changes_nothing(
     func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> bool:
-    """Whether a cast of a live parameter keeps device and dtype."""
+    """Whether an operation is a cast of a parameter that keeps device and dtype."""
+    if func not in _CASTS:
+        return False
     with torch._C.DisableTorchFunctionSubclass():
         param = args[0]
         probe = torch.empty(0, dtype=param.dtype, device=param.device)

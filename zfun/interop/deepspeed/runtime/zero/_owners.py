@@ -2,25 +2,28 @@
 
 [Note: stand-ins]
 A partitioned parameter keeps its place in the module, and its shape: its data are one NaN (of
-integers the least one), expanded to the shape. Code that reads the parameter outside of
-``GatheredParameters`` gets NaN. An operation that writes raises, because all elements are one
-memory location. Torch lets a constant be written, which the next gather finds. DeepSpeed puts an
-empty tensor there, so writes are lost without a message.
+integers the least one), expanded to the shape. Outside of ``GatheredParameters`` it is
+:class:`Partitioned`, which refuses operations: a rank alone could neither read nor write. DeepSpeed
+puts an empty tensor there, so writes are lost without a message.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import itertools
 import threading
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from zfun import tree
 from zfun.collectives import Group, all_gather, broadcast, global_ranks
-from zfun.errors import OptionError
+from zfun.errors import OptionError, PlacementError
+from zfun.interop.engine._parameter import NO_VALUES, changes_nothing
 from zfun.sources import Deferred
 
 __all__ = [
@@ -28,16 +31,17 @@ __all__ = [
     "Pieces",
     "ZeroParamStatus",
     "adopt",
-    "check_unwritten",
     "cut",
     "deferred_of",
     "is_partitioned",
     "is_shown",
+    "made_in",
     "mark",
     "marks_of",
     "owner_of",
     "release",
     "root_of",
+    "taken",
     "told",
 ]
 
@@ -82,13 +86,67 @@ class Owner(Protocol):
 
     def show(self, params: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
         """Put whole values into parameters."""
-        for param, value in zip(params, values, strict=True):
-            param.data = value
+        ...
 
     def hide(self, params: Sequence[nn.Parameter]) -> None:
         """Take the values away again."""
-        for param in params:
-            stand_in(param)
+        ...
+
+
+class _Away(Tensor):
+    """Values that are with an owner: operations are refused."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in NO_VALUES:
+                return func(*args, **kwargs)
+            if changes_nothing(func, args, kwargs):
+                return args[0]
+            if func is torch._has_compatible_shallow_copy_type and args[0] is args[1]:
+                return True
+            if func == _SET_DATA and args[0] is args[1]:
+                return None
+            if func in _SAME_VALUES:
+                return torch.Tensor._make_subclass(_Away, args[0])
+        shapes = [tuple(x.shape) for x in tree.leaves((args, kwargs)) if isinstance(x, _Away)]
+        raise PlacementError(
+            "a partitioned parameter is read and written where all ranks have it; got "
+            f"{getattr(func, '__name__', func)}() of one of shape {shapes[0]}; write "
+            "`with zero.GatheredParameters(param, modifier_rank=0):` around it, on every rank"
+        )
+
+    def __repr__(self) -> str:  # pyrefly: ignore[bad-override]
+        return f"{type(self).__name__.strip('_')}({tuple(self.shape)}, {self.dtype})"
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        raise PlacementError(
+            "a partitioned parameter is saved where all ranks have it; got one of shape "
+            f"{tuple(self.shape)}; write `with zero.GatheredParameters(param):` around it, on "
+            "every rank"
+        )
+
+
+class Partitioned(_Away, nn.Parameter):
+    """A parameter whose values are with an owner; a copy is whole, and every rank must make it."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            whole = owner_of(self).gathered([self])[0]
+            memo[id(self)] = nn.Parameter(whole, self.requires_grad)
+        return memo[id(self)]
+
+
+_GET_DATA = Tensor.data.__get__  # pyrefly: ignore[missing-attribute]
+_SET_DATA = Tensor.data.__set__  # pyrefly: ignore[missing-attribute]
+_SAME_VALUES = (_GET_DATA, Tensor.detach, Tensor.detach_)
 
 
 class Pieces(Owner):
@@ -116,6 +174,27 @@ class Pieces(Owner):
         for param, value in zip(params, values, strict=True):
             told(param).ds_tensor = self._piece(value)
 
+    def show(self, params: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
+        """Let parameters be plain ones with whole values."""
+        for param, value in zip(params, values, strict=True):
+            be_plain(param)
+            param.data = value
+
+    def hide(self, params: Sequence[nn.Parameter]) -> None:
+        """Put stand-ins into parameters."""
+        for param in params:
+            stand_in(param)
+
+    def settle(self, params: Sequence[nn.Parameter]) -> None:
+        """Mark the modules of values that came from another rank.
+
+        The models of transformers are initialised by rank 0 alone, which marks its modules; another
+        rank, whose modules have no marks, would write into stand-ins.
+        """
+        for param in params:
+            if (module := getattr(param, "_zfun_module", lambda: None)()) is not None:
+                module._is_hf_initialized = True
+
     def _piece(self, whole: Tensor) -> Tensor:
         size, rank = self.group.size, self.group.rank
         share = -(-whole.numel() // size)
@@ -123,6 +202,11 @@ class Pieces(Owner):
         own = whole.detach().reshape(-1)[rank * share : (rank + 1) * share]
         piece[: own.numel()] = own
         return piece
+
+
+def made_in(param: nn.Parameter, module: nn.Module) -> None:
+    """Keep the module of a new parameter for :meth:`Pieces.settle`."""
+    told(param)._zfun_module = weakref.ref(module)
 
 
 def told(param: nn.Parameter) -> Any:
@@ -152,7 +236,7 @@ def cut(param: nn.Parameter, owner: Pieces, dtype: torch.dtype | None) -> None:
 
 
 def release(param: nn.Parameter, owner: Pieces, like: Tensor) -> None:
-    """Give a parameter an owner, and put the stand-in into it; see [Note: stand-ins]."""
+    """Give a parameter an owner, and put the stand-in into it."""
     record = told(param)
     setattr(param, _OWNER, owner)
     record.ds_tensor = None
@@ -165,10 +249,32 @@ def release(param: nn.Parameter, owner: Pieces, like: Tensor) -> None:
 
 
 def stand_in(param: nn.Parameter, like: Tensor | None = None) -> None:
-    """Put the stand-in into a parameter."""
+    """Put the stand-in into a parameter; see [Note: stand-ins]."""
     like = param.detach() if like is None else like
-    value = _stand_in(like)
+    is_number = like.is_floating_point() or like.is_complex()
+    value = float("nan") if is_number else torch.iinfo(like.dtype).min
     param.data = torch.full((), value, dtype=like.dtype, device=like.device).expand(like.shape)
+    param.__class__ = Partitioned
+
+
+def be_plain(param: nn.Parameter) -> None:
+    """Let operations on a partitioned parameter be those of its data."""
+    param.__class__ = nn.Parameter
+
+
+@contextlib.contextmanager
+def taken(module: nn.Module) -> Iterator[None]:
+    """Let the partitioned parameters of a module be taken by an engine, as a context."""
+    cut = [param for param in module.parameters() if type(param) is Partitioned]
+    for param in cut:
+        be_plain(param)
+    try:
+        yield
+    except BaseException:
+        for param in cut:
+            if type(param) is nn.Parameter:
+                param.__class__ = Partitioned
+        raise
 
 
 def adopt(param: nn.Parameter, owner: Owner, name: str, *, is_hidden: bool) -> None:
@@ -186,6 +292,7 @@ def adopt(param: nn.Parameter, owner: Owner, name: str, *, is_hidden: bool) -> N
     if record._zfun_order is None:
         record._zfun_order = next(_IDS.numbers)
     record._zfun_shown = False
+    param.__dict__.pop("_zfun_module", None)
     if not is_hidden:
         for name in ("ds_id", "ds_tensor", "ds_status", "ds_shape", "ds_numel"):
             param.__dict__.pop(name, None)
@@ -215,31 +322,6 @@ def mark(param: nn.Parameter, *, shown: bool) -> None:
     if hasattr(param, "ds_id"):
         status = ZeroParamStatus.AVAILABLE if shown else ZeroParamStatus.NOT_AVAILABLE
         told(param).ds_status = status
-
-
-def _stand_in(like: Tensor) -> float:
-    """Return the value of a stand-in: no number, or the least integer."""
-    if like.is_floating_point() or like.is_complex():
-        return float("nan")
-    return False if like.dtype is torch.bool else torch.iinfo(like.dtype).min
-
-
-def check_unwritten(params: Iterable[nn.Parameter]) -> None:
-    """Refuse parameters into whose stand-ins a constant was written.
-
-    Raises:
-        OptionError: a write would be lost.
-    """
-    for param in params:
-        if not isinstance(owner_of(param), Pieces):
-            continue
-        first = param.detach().reshape(-1)[:1]
-        if param.numel() and not (first.isnan() | (first == _stand_in(first))).item():
-            raise OptionError(
-                "partitioned parameters are written under zero.GatheredParameters; got one of "
-                f"shape {tuple(param.shape)} with new values, which only this rank would have; "
-                "write inside of `with zero.GatheredParameters(param, modifier_rank=0):`"
-            )
 
 
 def deferred_of(name: str, param: nn.Parameter) -> Deferred:

@@ -27,16 +27,17 @@ from zfun.interop.deepspeed.runtime.zero._owners import (
     Owner,
     Pieces,
     ZeroParamStatus,
-    check_unwritten,
     cut,
     is_partitioned,
     is_shown,
+    made_in,
     mark,
     owner_of,
     root_of,
     told,
 )
 from zfun.interop.ds_config._read import read
+from zfun.interop.engine._parameter import NO_VALUES
 from zfun.ops import fingerprint
 
 __all__ = ["GatheredParameters", "Init", "ZeroParamStatus", "get_accelerator"]
@@ -53,47 +54,6 @@ def zero_wrapper_for_fp_tensor_constructor(
     return fn
 
 
-# Functions that read no values of a tensor, and those of this file.
-_NO_VALUES = {
-    getattr(Tensor, name)
-    for name in (
-        "dim",
-        "element_size",
-        "is_complex",
-        "is_contiguous",
-        "is_floating_point",
-        "ndimension",
-        "nelement",
-        "numel",
-        "register_hook",
-        "register_post_accumulate_grad_hook",
-        "requires_grad_",
-        "size",
-        "stride",
-        "__hash__",
-    )
-} | {
-    getattr(getattr(Tensor, name), how)
-    for name in (
-        "device",
-        "dtype",
-        "grad",
-        "grad_fn",
-        "is_cpu",
-        "is_cuda",
-        "is_leaf",
-        "is_meta",
-        "is_sparse",
-        "itemsize",
-        "layout",
-        "nbytes",
-        "ndim",
-        "requires_grad",
-        "shape",
-    )
-    for how in ("__get__", "__set__")
-    if hasattr(getattr(Tensor, name), how)
-}
 # So many parameters that were touched last stay whole under Init.
 _WINDOW = 16
 
@@ -130,8 +90,8 @@ class Init:
     Example:
         >>> with Init(dtype=torch.bfloat16):
         ...     model = torch.nn.Sequential(torch.nn.Linear(4, 2))
-        >>> model[0].weight.dtype, model[0].weight.shape, model[0].weight.isnan().all().item()
-        (torch.bfloat16, torch.Size([2, 4]), True)
+        >>> model[0].weight
+        Partitioned((2, 4), torch.bfloat16)
         >>> with GatheredParameters(model[0].weight):
         ...     model[0].weight.isnan().any().item()
         False
@@ -208,6 +168,7 @@ class Init:
         # Other threads may be other simulated ranks.
         if param is not None and threading.get_ident() == self._thread:
             self._new[id(param)] = param
+            made_in(param, module)
             self._modules.setdefault(id(module), module)
 
     def _on_module(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
@@ -221,7 +182,9 @@ class Init:
             for param in list(params):
                 if param.device.type == "meta":
                     continue
-                if not is_partitioned(param) and param.is_floating_point():
+                # Subclasses, such as quantised ones, stay whole.
+                is_known = type(param) is nn.Parameter and param.is_floating_point()
+                if is_known and not is_partitioned(param):
                     cut(param, self._owner, self._dtype)
                 self._new.pop(id(param), None)
 
@@ -244,7 +207,7 @@ class _Touched(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in _NO_VALUES:
+        if func not in NO_VALUES:
             for x in tree.leaves((args, kwargs)):
                 if isinstance(x, nn.Parameter) and is_partitioned(x):
                     self._touch(x)
@@ -354,7 +317,6 @@ class GatheredParameters:
             self._show(hidden)
 
     def _show(self, hidden: list[Any]) -> None:
-        check_unwritten(hidden)
         found = _by_owner(hidden)
         if self._rank is not None:
             for owner, _ in found:
@@ -399,6 +361,8 @@ class GatheredParameters:
                         for p, x in zip(params, values, strict=True)
                     ]
                 owner.put(params, sent)
+                if isinstance(owner, Pieces) and owner.group.rank != root:
+                    owner.settle(params)
             changed += [
                 p
                 for p, x, old in zip(params, values, prints, strict=False)
