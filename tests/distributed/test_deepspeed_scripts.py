@@ -16,7 +16,7 @@ PROGRAMS = Path(__file__).parent / "programs"
 pytestmark = pytest.mark.processes
 
 
-def run(*command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def run(*command: str, folder: Path, timeout: float = 110) -> subprocess.CompletedProcess[str]:
     """Run Python in a folder."""
     return subprocess.run(
         [sys.executable, *command],
@@ -24,7 +24,7 @@ def run(*command: str, folder: Path) -> subprocess.CompletedProcess[str]:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=timeout,
         check=False,
     )
 
@@ -105,6 +105,16 @@ def test_models_of_transformers_are_made_in_pieces(ranks: int, tmp_path: Path) -
     program = str(PROGRAMS / "deepspeed_models.py")
     flags = ("-n", str(ranks), "--no_local_rank")
     done = run("-m", "zfun.interop.deepspeed", *flags, program, str(tmp_path), folder=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_trainers_of_trl_run_unmodified(tmp_path: Path) -> None:
+    trls = pytest.importorskip("tests.interop.trls")
+    program = str(PROGRAMS / "deepspeed_trl.py")
+    flags = ("-n", "2", "--no_local_rank", program, trls.saved_model(tmp_path / "model"))
+    done = run("-m", "zfun.interop.deepspeed", *flags, folder=tmp_path, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

@@ -16,7 +16,18 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from zfun.interop.transformers import Trainer
 
-KINDS = ("sft", "sft lora", "dpo", "dpo lora", "reward", "grpo", "grpo lora")
+KINDS = (
+    "sft",
+    "sft lora",
+    "sft dora",
+    "sft adalora",
+    "sft modules",
+    "dpo",
+    "dpo lora",
+    "reward",
+    "grpo",
+    "grpo lora",
+)
 SHAPE = {
     "vocab_size": 64,
     "hidden_size": 16,
@@ -49,7 +60,13 @@ def saved_model(folder: str | Path) -> str:
     """Save a model and a tokenizer, which trainers with a reference model load by name."""
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE)).save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
+    torch.manual_seed(0)
+    reward = transformers.LlamaForSequenceClassification(
+        transformers.LlamaConfig(**SHAPE, num_labels=1)
+    )
+    reward.save_pretrained(Path(folder) / "reward")
+    for where in (Path(folder), Path(folder) / "reward"):
+        tokenizer().save_pretrained(where)
     return str(folder)
 
 
@@ -63,13 +80,29 @@ def texts(words: tuple[str, ...], length: int) -> Any:
     return datasets.Dataset.from_list([{word: text() for word in words} for _ in range(32)])
 
 
-def run(kind: str, stage: int | None, model: str) -> list[tuple[float, float]]:
+def adapter(name: str) -> Any:
+    """Return the configuration of an adapter of PEFT."""
+    common: dict[str, Any] = {
+        "target_modules": ["q_proj", "v_proj"],
+        "task_type": "CAUSAL_LM",
+    }
+    if name == "adalora":
+        return peft.AdaLoraConfig(**common, total_step=10, init_r=4, target_r=2, tinit=1, tfinal=2)
+    more = {"lora": {}, "dora": {"use_dora": True}, "modules": {"modules_to_save": ["lm_head"]}}
+    return peft.LoraConfig(**common, r=4, **more[name])
+
+
+def run(
+    kind: str, stage: int | None, model: str, *, native: bool = True
+) -> list[tuple[float, float]]:
     """Train three steps, and return loss and norm of each.
 
     Args:
         kind: one of ``KINDS``.
         stage: of zfun; ``None`` for the plain trainer.
         model: the folder of :func:`saved_model`.
+        native: whether the trainer of zfun takes the stage, or TRL's own takes a configuration for
+            DeepSpeed.
     """
     name = kind.split(maxsplit=1)[0]
     trainer, config = {
@@ -89,16 +122,19 @@ def run(kind: str, stage: int | None, model: str) -> list[tuple[float, float]]:
     else:
         given["train_dataset"] = texts(("prompt", "chosen", "rejected"), 5)
     if name == "reward":
-        torch.manual_seed(0)
-        shape = transformers.LlamaConfig(**SHAPE, num_labels=1)
-        given["model"] = transformers.LlamaForSequenceClassification(shape)
-    if kind.endswith("lora"):
-        given["peft_config"] = peft.LoraConfig(
-            r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
-        )
+        given["model"] = str(Path(model) / "reward")
+    if " " in kind:
+        given["peft_config"] = adapter(kind.split()[1])
     cls, more = trainer, {}
-    if stage is not None:
+    if stage is not None and native:
         cls, more = type("Sharded", (Trainer, trainer), {}), {"zero": stage}
+    elif stage is not None:
+        options["deepspeed"] = {
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_accumulation_steps": "auto",
+            "gradient_clipping": "auto",
+            "zero_optimization": {"stage": stage},
+        }
     with tempfile.TemporaryDirectory() as folder:
         arguments = config(
             folder,
@@ -125,5 +161,27 @@ def run(kind: str, stage: int | None, model: str) -> list[tuple[float, float]]:
 def compare(group: Any, kinds: tuple[str, ...], model: str) -> dict[str, Any]:
     """Train every kind plainly and at every stage, in each process of a test."""
     del group
+    return runs(kinds, model, native=True)
+
+
+def runs(kinds: tuple[str, ...], model: str, *, native: bool) -> dict[str, Any]:
+    """Train every kind plainly and at every stage."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    return {kind: [run(kind, stage, model) for stage in (None, 0, 1, 2, 3)] for kind in kinds}
+    stages = (None, 0, 1, 2, 3)
+    found: dict[str, Any] = {kind: [] for kind in kinds}
+    # A configuration for stage 3 counts until the next one.
+    for stage in stages:
+        for kind in kinds:
+            found[kind].append(run(kind, stage, model, native=native))
+    return found
+
+
+def check(found: dict[str, Any]) -> None:
+    """Check that stages have the same bits, and the numbers of the plain trainers."""
+    for kind, (expected, *stages) in found.items():
+        for rows in stages:
+            assert rows == stages[0], kind
+        torch.testing.assert_close(
+            torch.tensor(stages[0]), torch.tensor(expected), rtol=1e-5, atol=1e-5, msg=kind
+        )
+        assert any(loss != expected[0][0] for loss, _ in expected[1:]), kind

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    LlamaForSequenceClassification,
     Qwen2Config,
     Qwen2ForCausalLM,
     T5Config,
@@ -48,7 +49,7 @@ def check(plain, model):
     wanted = dict(plain.named_parameters(remove_duplicate=False))
     found = dict(model.named_parameters(remove_duplicate=False))
     assert ties(wanted) == ties(found)
-    assert all(param.isnan().all() for param in found.values())
+    assert all(type(param).__name__ == "Partitioned" for param in found.values())
     with deepspeed.zero.GatheredParameters(list(found.values())):
         for name, param in wanted.items():
             assert torch.equal(param, found[name]), name
@@ -83,3 +84,14 @@ for cls, config in cases:
     with deepspeed.zero.GatheredParameters(list(made.parameters())):
         assert all(param.isfinite().all() for param in made.parameters())
     del alive
+
+# A constructor that makes its own body in pieces; rank 0 gives the values.
+alive = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1})
+torch.manual_seed(rank)
+made = LlamaForSequenceClassification(LlamaConfig(**small, pad_token_id=0))
+with deepspeed.zero.GatheredParameters(list(made.parameters())):
+    values = torch.cat([param.detach().reshape(-1) for param in made.model.parameters()])
+first = values.clone()
+dist.broadcast(first, 0)
+assert torch.equal(values, first)
+assert values.std() > 0
