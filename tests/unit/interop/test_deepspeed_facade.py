@@ -382,8 +382,6 @@ def test_methods_of_the_module_read_the_state() -> None:
     def main(group: zf.Group, stage: int) -> None:
         engine, *_ = made(group, stage, Twice())
         assert (engine.twice(), engine.name) == (6.0, "twice")
-        with pytest.raises(OptionError, match=r"set_train_batch_size.* call initialize\(\) again"):
-            engine.set_train_batch_size(8)
         for name, remedy in ABSENT["engine"].items():
             with pytest.raises(OptionError, match=re.escape(name)) as error:
                 getattr(engine, name)()
@@ -549,6 +547,117 @@ def test_the_configuration_comes_from_the_command_line(tmp_path: Path) -> None:
         deepspeed.initialize(
             model=net(), optimizer=torch.optim.SGD([torch.ones(2, 2)], 0.1), config=config(1)
         )
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("way", ["engine", "loss"])
+def test_the_batch_grows_while_it_trains(stage: int, way: str) -> None:
+    def main(group: zf.Group) -> Any:
+        engine, *_ = made(group, stage, config={"optimizer": ADAMW})
+        micro = 0
+        for accumulation in (2, 1, 3):
+            engine.set_train_batch_size(accumulation * BATCH * group.size)
+            assert engine.get_batch_info() == (
+                accumulation * BATCH * group.size,
+                BATCH,
+                accumulation,
+            )
+            for _ in range(accumulation):
+                x, y = batch(micro, group.rank, group.size)
+                loss = (engine(x) - y).square().mean()
+                if way == "engine":
+                    engine.backward(loss)
+                else:
+                    loss.backward()
+                engine.step()
+                micro += 1
+        assert (engine.global_steps, engine.micro_steps) == (3, 6)
+        with pytest.raises(OptionError, match=r"got train_batch_size 12 .* a multiple of 8"):
+            engine.set_train_batch_size(12)
+        engine.set_train_micro_batch_size(1)
+        assert engine.get_batch_info() == (6, 1, 3)
+        return weights(engine)
+
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    micro = 0
+    for accumulation in (2, 1, 3):
+        for _ in range(accumulation):
+            parts = [batch(micro, rank, 2) for rank in range(2)]
+            for x, y in parts:
+                ((model(x) - y).square().mean() / (2 * accumulation)).backward()
+            micro += 1
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = model.state_dict()
+    for found in zf.simulate(2, main):
+        torch.testing.assert_close(
+            found, {name: expected[name] for name in found}, rtol=1e-4, atol=1e-6
+        )
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_engine_compiles_its_blocks(stage: int) -> None:
+    """The backend sees plain tensors, once for each block that repeats."""
+
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x).tanh()
+            return x
+
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def main(compiled: bool) -> Any:
+        torch.manual_seed(0)
+        group = zf.collectives.single_group()
+        engine, *_ = made(group, stage, Deep(), config={"optimizer": ADAMW})
+        rows = trained(engine, group, 0, 1)
+        if compiled:
+            engine.compile(backend=backend)
+            engine.compile(backend=backend)
+        return rows + trained(engine, group, 1, 2), weights(engine)
+
+    torch.compiler.reset()
+    plain_rows, plain_weights = main(compiled=False)
+    rows, values = main(compiled=True)
+    # The input of the first block needs no gradient.
+    assert len(graphs) == 2
+    torch.testing.assert_close(numbers(rows), numbers(plain_rows), **CLOSE, equal_nan=True)
+    torch.testing.assert_close(values, plain_weights, **CLOSE)
+    engine, *_ = made(zf.collectives.single_group(), stage, Deep())
+    with pytest.raises(OptionError, match="got schedule or compiled_autograd_enabled"):
+        engine.compile(schedule=[])
+
+
+def test_a_loader_of_an_engine_has_the_order_of_its_route() -> None:
+    data = torch.utils.data.TensorDataset(torch.arange(16.0))
+
+    def main(group: zf.Group) -> Any:
+        engine, *_ = made(group, 1)
+        found = {}
+        for route in ("train", "eval"):
+            loader = engine.deepspeed_io(data, batch_size=2, route=route)
+            found[route] = torch.cat([x for (x,) in loader])
+        return found
+
+    found = zf.simulate(2, main)
+    assert [rank["eval"].tolist() for rank in found] == [
+        [*range(0, 16, 2)],
+        [*range(1, 16, 2)],
+    ]
+    mixed = torch.cat([rank["train"] for rank in found])
+    assert mixed.sort().values.tolist() == [*range(16)]
+    assert found[0]["train"].tolist() != found[0]["eval"].tolist()
 
 
 def test_training_data_are_shared_among_the_ranks() -> None:

@@ -222,18 +222,12 @@ ABSENT: Mapping[str, Mapping[str, str]] = {
         "TorchBackend": "use torch.distributed",
     },
     "engine": {
-        "compile": _COMPILE,
         "allreduce_gradients": "call backward() and step(), which sum over the ranks",
         "forward_prologue": "call the engine",
-        "set_train_batch_size": "call initialize() again with the new sizes, and load_checkpoint()",
-        "set_train_micro_batch_size": (
-            "pass batches of any size; write the new size into the configuration of the next run"
-        ),
         "train_batch": _PIPELINE,
         "eval_batch": _PIPELINE,
         "offload_states": "write offload_optimizer and offload_param into the configuration",
         "reload_states": "write offload_optimizer and offload_param into the configuration",
-        "deepspeed_io": "use torch.utils.data.DataLoader, with a DistributedSampler",
         "curriculum_scheduler": _DATA,
         "monitor": _LOG,
         "flops_profiler": "use torch.profiler",

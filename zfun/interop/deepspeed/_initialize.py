@@ -8,10 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
-from torch.utils.data.distributed import DistributedSampler
 
-from zfun.collectives import Group
 from zfun.errors import OptionError
 from zfun.interop.deepspeed._engine import DeepSpeedEngine
 from zfun.interop.deepspeed._ranks import group_of, init_from_launcher, local_device
@@ -128,26 +125,12 @@ def initialize(
             lr_scheduler=lr_scheduler,
             auto=auto,
         )
-        engine = DeepSpeedEngine(model.to(device), settings, group, device=device)
-    if training_data is not None:
-        engine.training_dataloader = _loader(
-            training_data,
-            engine.train_micro_batch_size_per_gpu(),
-            group,
-            collate_fn,
-            settings.values["dataloader_drop_last"],
+        engine = DeepSpeedEngine(
+            model.to(device), settings, group, device=device, collate_fn=collate_fn
         )
+    if training_data is not None:
+        engine.training_dataloader = engine.deepspeed_io(training_data)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
-
-
-def _loader(
-    data: Any, batch_size: int, group: Group, collate_fn: Any, drop_last: bool
-) -> DataLoader[Any]:
-    """Return the loader of this rank's share, in a random order that the epoch chooses."""
-    sampler = None
-    if not isinstance(data, IterableDataset):
-        sampler = DistributedSampler(data, num_replicas=group.size, rank=group.rank)
-    return DataLoader(data, batch_size, sampler=sampler, collate_fn=collate_fn, drop_last=drop_last)
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

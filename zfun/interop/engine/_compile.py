@@ -23,7 +23,7 @@ def compile_blocks(module: nn.Module, **options: Any) -> None:
     compiled for one block serves the others.
 
     Args:
-        module: not live yet.
+        module: its calls are plain ones; see :meth:`Live.leave`.
         options: of ``torch.compile``.
     """
     lists = [

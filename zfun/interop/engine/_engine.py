@@ -30,7 +30,7 @@ from zfun import checkpoint, optim
 from zfun.collectives import Group, process_group
 from zfun.errors import OptionError, ZfunError
 from zfun.interop.engine._calls import Calls
-from zfun.interop.engine._compile import adopt_compiled
+from zfun.interop.engine._compile import adopt_compiled, compile_blocks
 from zfun.interop.engine._groups import UNBOUNDED, ParamGroups
 from zfun.interop.engine._live import Live, check_free
 from zfun.interop.engine._parameter import leave_meta
@@ -256,6 +256,18 @@ class Engine(Passes):
         with self.uneven() as module, torch.no_grad():
             found: Any = module
             return found.generate(*args, **kwargs)
+
+    def compile(self, **options: Any) -> None:
+        """Compile the blocks of the module with ``torch.compile``.
+
+        Repeated blocks are compiled one by one, so that stage 3 gathers one block at a time.
+
+        Args:
+            options: of ``torch.compile``.
+        """
+        self._live.leave()
+        compile_blocks(self.module, **options)
+        self._live.enter(self.run, self.zero_grad)
 
     # Steps.
 

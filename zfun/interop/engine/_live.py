@@ -191,10 +191,15 @@ class Live:
 
     def release(self) -> None:
         """Let the module be a plain one again, with the values that its parameters have."""
+        self.leave()
         for param in self._params.values():
             LiveParameter.release(param)
         for part in self._module.modules():
             part.__dict__["_parameters"] = dict(part._parameters.items())
+
+    def leave(self) -> None:
+        """Let calls of the module be plain ones again."""
+        for part in self._module.modules():
             for name in ("forward", "zero_grad"):
                 entry = part.__dict__.get(name)
                 if isinstance(entry, LiveMethod):
