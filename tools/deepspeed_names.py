@@ -1,6 +1,7 @@
-"""Write the table of imports into the documentation: ``python tools/deepspeed_names.py``.
+"""Write two tables into the page "From DeepSpeed": ``python -m tools.deepspeed_names``.
 
-The lines are those with which public scripts and libraries import from DeepSpeed.
+The rows of the first are the marks ``shows`` of tests: what is right, refused or different.
+Those of the second are the lines with which public scripts and libraries import from DeepSpeed.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ from typing import Any
 
 from zfun.interop.deepspeed import install
 
-PAGE = Path(__file__).parents[1] / "docs" / "migrate" / "from-deepspeed.md"
-START, END = "<!-- table of imports -->\n", "<!-- end of the table -->\n"
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "migrate" / "from-deepspeed.md"
+IMPORTS, SHOWN = "<!-- table of imports -->\n", "<!-- table of what tests show -->\n"
+END = "<!-- end of the table -->\n"
+VERDICTS = ("right", "different", "refused")
 
 LINES = """
 import deepspeed
@@ -95,14 +99,37 @@ def is_placeholder(found: Any) -> bool:
     return "_raise" in vars(type(found))
 
 
-def with_table(page: str) -> str:
-    """Return the page with the table of today."""
-    before, _, rest = page.partition(START)
-    _, _, after = rest.partition(END)
-    return f"{before}{START}\n{table()}\n{END}{after}"
+def with_tables(page: str) -> str:
+    """Return the page with the tables of today."""
+    for start, rows in ((SHOWN, shown()), (IMPORTS, imports())):
+        before, _, rest = page.partition(start)
+        _, _, after = rest.partition(END)
+        page = f"{before}{start}\n{rows}\n{END}{after}"
+    return page
 
 
-def table() -> str:
+def shown() -> str:
+    """Return a row for each mark ``shows`` of a test."""
+    files = [*(ROOT / "tests" / "unit" / "interop").glob("test_*.py")]
+    files += (ROOT / "tests" / "distributed").glob("test_*.py")
+    rows = [row for file in files for row in _marks(ast.parse(file.read_text(encoding="utf-8")))]
+    rows.sort(key=lambda row: (VERDICTS.index(row[1]), row[0].strip("`").lower()))
+    lines = [f"| {what} | {verdict} | {how} |\n" for what, verdict, how in rows]
+    return f"| in a script | here | |\n|---|---|---|\n{''.join(lines)}"
+
+
+def _marks(tree: ast.Module) -> list[tuple[str, str, str]]:
+    calls = (
+        mark
+        for test in tree.body
+        if isinstance(test, ast.FunctionDef)
+        for mark in test.decorator_list
+        if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.shows"
+    )
+    return [ast.literal_eval(ast.Tuple(mark.args, ast.Load())) for mark in calls]
+
+
+def imports() -> str:
     """Return a row for each line: the names that are there, and those that are placeholders."""
     rows = []
     for line in LINES:
@@ -121,4 +148,4 @@ def table() -> str:
 
 if __name__ == "__main__":
     install()
-    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -49,7 +49,7 @@ assert is_deepspeed_available() and also()
 from tools import deepspeed_names
 page = deepspeed_names.PAGE.read_text(encoding="utf-8")
 assert len(deepspeed_names.LINES) >= 60
-assert deepspeed_names.with_table(page) == page, "run python -m tools.deepspeed_names"
+assert deepspeed_names.with_tables(page) == page, "run python -m tools.deepspeed_names"
 """
 LATE = """
 import accelerate.utils
@@ -110,6 +110,11 @@ def test_models_of_transformers_are_made_in_pieces(ranks: int, tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
+@pytest.mark.shows(
+    "TRL's trainers with `deepspeed=`, with and without PEFT",
+    "right",
+    "losses and norms of the plain trainers on two ranks",
+)
 def test_trainers_of_trl_run_unmodified(tmp_path: Path) -> None:
     trls = pytest.importorskip("tests.interop.trls")
     program = str(PROGRAMS / "deepspeed_trl.py")
@@ -120,6 +125,9 @@ def test_trainers_of_trl_run_unmodified(tmp_path: Path) -> None:
 
 # accelerate writes an infinite steps_per_print into each configuration.
 @pytest.mark.slow
+@pytest.mark.shows(
+    "`accelerate launch` with a file for DeepSpeed", "right", "losses of the plain loop"
+)
 def test_accelerate_launches_a_script_with_a_file_for_deepspeed(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(
         json.dumps(

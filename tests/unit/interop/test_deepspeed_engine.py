@@ -83,6 +83,11 @@ def plain(step: Pass, steps: int, size: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("form", PASSES)
+@pytest.mark.shows(
+    "`loss.backward()`, `out.backward(grad)`",
+    "right",
+    "for every engine whose outputs the loss has, divided by the number of micro-batches",
+)
 def test_plain_backward_passes_are_divided_as_those_of_the_engine(form: str) -> None:
     def main(group: zf.Group, stage: int) -> Any:
         engine = made(group, stage)
@@ -130,6 +135,9 @@ def test_a_loss_of_two_engines_trains_both(stage: int) -> None:
                 torch.testing.assert_close(values[name], value.detach(), **CLOSE)
 
 
+@pytest.mark.shows(
+    "losses over several engines", "right", "`engine.backward` gives gradients to its own engine"
+)
 def test_a_gan_trains_each_engine_by_its_own_loss() -> None:
     """The discriminator's part of the generator's loss is dropped, as zero_grad() does in torch."""
 
@@ -173,6 +181,9 @@ def test_a_gan_trains_each_engine_by_its_own_loss() -> None:
                 torch.testing.assert_close(values[name], value.detach(), **CLOSE)
 
 
+@pytest.mark.shows(
+    "`loss.backward()` with a loss scale", "refused", "call `engine.scale(loss).backward()`"
+)
 def test_a_scaled_loss_knows_the_scale() -> None:
     half = {"enabled": True, "initial_scale_power": 4}
 
@@ -208,6 +219,11 @@ def test_a_scaled_loss_knows_the_scale() -> None:
     assert full == [True]
 
 
+@pytest.mark.shows(
+    "`no_sync`, `coalesce_grad_reduction`",
+    "right",
+    "at every stage; each backward pass sends its own gradients",
+)
 def test_blocks_without_a_step_have_the_numbers_of_the_loop() -> None:
     def main(group: zf.Group, stage: int, form: str) -> Any:
         engine = made(group, stage, gradient_accumulation_steps=1)
@@ -286,6 +302,11 @@ def test_who_says_where_a_step_ends(way: str) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.shows(
+    "`initialize` without an optimizer",
+    "right",
+    "the engine answers, saves and loads; `backward` and `step` are refused",
+)
 def test_a_model_without_an_optimizer_answers_and_is_saved(stage: int, tmp_path: Path) -> None:
     def main(group: zf.Group) -> None:
         engine, optimizer, loader, scheduler = deepspeed.initialize(
@@ -323,6 +344,7 @@ def test_a_reference_model_takes_the_weights_of_a_checkpoint(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("scheduler", ["configured", "torch"])
+@pytest.mark.shows("`load_checkpoint` in part", "right", "client state, counters and scheduler")
 def test_a_checkpoint_without_the_optimizer_has_the_rest(scheduler: str, tmp_path: Path) -> None:
     def begun(group: zf.Group, stage: int) -> Any:
         model = net()
@@ -466,6 +488,11 @@ def test_the_state_dict_of_the_optimizer_has_the_loss_scale(stage: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["bf16", "Lion", "Adagrad", "Muon", "torch"])
+@pytest.mark.shows(
+    "`optimizer.state_dict()`",
+    "different",
+    "whole moments: every rank calls, also where rank 0 alone saves",
+)
 def test_the_state_dict_of_the_optimizer_goes_on_bitwise(kind: str) -> None:
     def begun(group: zf.Group, stage: int, seed: int = 0) -> Any:
         if kind == "torch":
@@ -552,6 +579,11 @@ def test_an_optimizer_is_torchs_and_steps_its_engine() -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.shows(
+    "`safe_get_...`, `safe_set_...`",
+    "right",
+    "whole or of this rank; gradients without the loss scale",
+)
 def test_single_parameters_have_values_gradients_and_moments(stage: int) -> None:
     def main(group: zf.Group) -> None:
         engine = made(group, stage, optimizer={"type": "Adam", "params": {"lr": 1e-2}})

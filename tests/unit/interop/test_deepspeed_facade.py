@@ -59,6 +59,11 @@ def numbers(rows: list[Row]) -> torch.Tensor:
     return torch.tensor([[x.loss, x.lr, math.nan if x.norm is None else x.norm] for x in rows])
 
 
+@pytest.mark.shows(
+    "`engine.backward(loss)`, `engine.step()`",
+    "right",
+    "the numbers of plain torch, with bits that stages share",
+)
 def test_every_stage_gives_the_numbers_of_plain_torch() -> None:
     expected, final = plain(2, STEPS)
     found = {stage: zf.simulate(2, partial(run, stage=stage, steps=STEPS)) for stage in STAGES}
@@ -143,6 +148,11 @@ def cycling(optimizer: torch.optim.Optimizer) -> Any:
     ],
     ids=["AdamW", "Adam", "SGD", "RMSprop"],
 )
+@pytest.mark.shows(
+    "optimizers and schedulers of torch",
+    "right",
+    "element-wise ones; `lr` of a group counts at the next step",
+)
 def test_an_optimizer_of_torch_with_groups_and_a_scheduler(make: Any, scheduler: Any) -> None:
     """The engine reads the numbers that a scheduler of torch writes, group by group."""
 
@@ -181,6 +191,11 @@ def test_an_optimizer_of_torch_with_groups_and_a_scheduler(make: Any, scheduler:
         torch.testing.assert_close(found[name], value.detach(), **CLOSE)
 
 
+@pytest.mark.shows(
+    "a scheduler that cycles decays which the optimizer holds constant",
+    "refused",
+    "`cycle_momentum=False`",
+)
 def test_a_scheduler_that_cycles_constant_decays_is_refused() -> None:
     model = net()
     engine, *_ = deepspeed.initialize(
@@ -393,6 +408,11 @@ def test_methods_of_the_module_read_the_state() -> None:
         zf.simulate(2, partial(main, stage=stage))
 
 
+@pytest.mark.shows(
+    "checkpoints",
+    "different",
+    "zfun's format, hashed and published by one rename; any stage and number of ranks loads",
+)
 def test_a_checkpoint_goes_on_bitwise_and_at_another_stage(tmp_path: Path) -> None:
     def whole(group: zf.Group) -> Any:
         engine, *_ = made(group, 3)
@@ -451,6 +471,11 @@ def test_all_ranks_are_told_that_rank_0_cannot_name_the_latest(tmp_path: Path) -
     assert "an error there" in second
 
 
+@pytest.mark.shows(
+    "`save_16bit_model`",
+    "different",
+    "writes at stage 3 whatever `stage3_gather_16bit_weights_on_model_save` says",
+)
 def test_weights_leave_and_enter_an_engine(tmp_path: Path) -> None:
     tool = deepspeed.utils.zero_to_fp32
 
@@ -551,6 +576,7 @@ def test_the_configuration_comes_from_the_command_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("way", ["engine", "loss"])
+@pytest.mark.shows("`set_train_batch_size`", "right", "boundaries are counted as in DeepSpeed")
 def test_the_batch_grows_while_it_trains(stage: int, way: str) -> None:
     def main(group: zf.Group) -> Any:
         engine, *_ = made(group, stage, config={"optimizer": ADAMW})
@@ -598,6 +624,11 @@ def test_the_batch_grows_while_it_trains(stage: int, way: str) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.shows(
+    "`engine.compile`",
+    "different",
+    "repeated blocks are compiled one by one, so that stage 3 gathers one at a time",
+)
 def test_an_engine_compiles_its_blocks(stage: int) -> None:
     """The backend sees plain tensors, once for each block that repeats."""
 

@@ -30,6 +30,11 @@ from zfun.interop.deepspeed.runtime.zero._owners import Partitioned
 from zfun.planner.formulae import estimate_zero2, estimate_zero3, sizes_of
 
 
+@pytest.mark.shows(
+    "a parameter in pieces, outside of `GatheredParameters`",
+    "refused",
+    "DeepSpeed shows an empty tensor, and loses writes",
+)
 def test_gathered_parameters_show_values_and_take_those_of_one_rank() -> None:
     gathered = deepspeed.zero.GatheredParameters
 
@@ -122,6 +127,11 @@ def test_a_module_that_is_not_there_has_placeholders(module: str) -> None:
     assert not hasattr(found, "__wrapped__")
 
 
+@pytest.mark.shows(
+    "names that are not there",
+    "refused",
+    "when they are used; they import, and `isinstance` is false",
+)
 def test_a_placeholder_is_no_ones_class_and_raises_when_used() -> None:
     absent = deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3
     assert absent is deepspeed.zero.DeepSpeedZeroOptimizer_Stage3
@@ -222,6 +232,9 @@ def test_schedules_write_the_rates_of_the_configuration() -> None:
         schedules.WarmupLR(optimizer, warmup_num_stpes=3)
 
 
+@pytest.mark.shows(
+    "`zero.Init`", "right", "values, ties and buffers of a whole model, and values of rank 0"
+)
 def test_a_model_made_in_pieces_has_the_values_ties_and_buffers_of_a_whole_one() -> None:
     class Model(nn.Module):
         """Writes its layers at the end, as models of transformers do, through views too."""

@@ -524,6 +524,9 @@ def test_the_callers_optimizer_wins_and_gets_the_schedule() -> None:
     ],
     ids=str,
 )
+@pytest.mark.shows(
+    "mistakes in a configuration", "refused", "all in one message, before anything is made"
+)
 def test_a_mistake_has_a_rule_and_a_remedy(config: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
         from_ds_config(config)

@@ -48,6 +48,9 @@ NEEDED = {
 
 @pytest.mark.parametrize("kind", OPTIONS)
 @pytest.mark.parametrize("spell", [str.lower, str.upper])
+@pytest.mark.shows(
+    "`optimizer.type`, `scheduler.type`", "right", "in any case; one meaning in all adapters"
+)
 def test_an_optimizer_has_one_meaning_in_any_case(kind: str, spell: Any) -> None:
     def made(name: str) -> Any:
         optimizer = {"type": name, "params": {"lr": 0.1, **OPTIONS[kind]}}
@@ -303,6 +306,11 @@ def test_an_engine_takes_an_optimizer_beside_a_configuration(
     assert engine.get_lr() == rates
 
 
+@pytest.mark.shows(
+    "unknown keys at the top level of a configuration",
+    "right",
+    "a notice; in a section they are mistakes",
+)
 def test_unknown_keys_of_the_top_level_are_kept_with_a_notice() -> None:
     recipe = from_ds_config({"my_experiment": {"lr": 3}, ZERO: {"stage": 1}})
     assert any(one.startswith("my_experiment: is no key") for one in recipe.notices)

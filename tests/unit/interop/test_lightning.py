@@ -402,6 +402,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.shows(
+    "options of Lightning that sharding cannot hold", "refused", "when the strategy is set up"
+)
 def test_an_option_that_cannot_hold_is_refused(case: str, tmp_path: Path) -> None:
     make, options, words = REFUSED[case]
     with pytest.raises(ZfunError, match=words) as caught:
@@ -577,6 +580,9 @@ LOOPS: dict[str, tuple[Callable[[], Any], Callable[[], list[Any]]]] = {
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.shows(
+    "Lightning's callbacks and manual optimization", "right", "the numbers of plain Lightning"
+)
 def test_a_loop_of_users_is_that_of_plain_lightning(name: str, stage: int, tmp_path: Path) -> None:
     make, callbacks = LOOPS[name]
     found = []

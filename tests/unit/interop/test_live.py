@@ -179,6 +179,11 @@ def check(stage: int, loss: Loss, way: str, make: Callable[[], Net] = made) -> N
 @pytest.mark.parametrize("way", ["run", "outside", "plain backward"])
 @pytest.mark.parametrize("loss", LOSSES)
 @EACH_STAGE
+@pytest.mark.shows(
+    "a loss through parts of the model, hooks or kernels on a weight",
+    "right",
+    "the module is your own, at every stage",
+)
 def test_any_loss_has_the_numbers_of_plain_torch(stage: int, loss: Loss, way: str) -> None:
     check(stage, loss, way)
 
@@ -310,6 +315,11 @@ def test_a_frozen_parameter_of_one_step_keeps_still(stage: int) -> None:
     zf.simulate(RANKS, main)
 
 
+@pytest.mark.shows(
+    "a parameter of stage 3, read or written outside of calls",
+    "different",
+    "gathered where it is read, on all ranks together; the values of rank 0 are written",
+)
 def test_a_sharded_parameter_is_read_and_written_anywhere() -> None:
     """All ranks together; the values of rank 0 are written."""
 
@@ -380,6 +390,11 @@ def test_writes_of_all_ranks_count_once(stage: int) -> None:
 
 
 @EACH_STAGE
+@pytest.mark.shows(
+    "a write through a view or `detach()`",
+    "refused",
+    "write to the parameter under `torch.no_grad()`",
+)
 def test_a_write_around_the_parameter_is_refused_by_name(stage: int) -> None:
     def main(group: zf.Group) -> None:
         net = made()
@@ -443,6 +458,11 @@ def test_many_reads_are_watched_a_part_at_a_time() -> None:
         engine.state_dict()
 
 
+@pytest.mark.shows(
+    "a parameter of stage 3 that one rank reads, or a call writes",
+    "refused",
+    "by the name of the parameter",
+)
 def test_reads_of_one_rank_and_writes_in_a_call_are_refused_by_name() -> None:
     def lonely(group: zf.Group) -> None:
         engine = Engine(made(), optim.sgd(0.1), zero=3, group=group)
@@ -469,6 +489,11 @@ def test_reads_of_one_rank_and_writes_in_a_call_are_refused_by_name() -> None:
     zf.simulate(RANKS, writing)
 
 
+@pytest.mark.shows(
+    "a gathered tensor that is kept past its step",
+    "refused",
+    "read the attribute again, or keep a `clone()`",
+)
 def test_a_tensor_that_is_kept_past_its_step_is_refused_by_name() -> None:
     def main(group: zf.Group) -> None:
         net = made()
@@ -502,6 +527,9 @@ def test_a_module_in_eval_mode_trains(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.shows(
+    "unfreezing, and parameter groups that are added later", "right", "between steps"
+)
 def test_leaves_are_unfrozen_and_groups_are_added(stage: int) -> None:
     """With torch's numbers, also of the moments that both sets of leaves have."""
 
@@ -546,6 +574,7 @@ def test_leaves_are_unfrozen_and_groups_are_added(stage: int) -> None:
 
 
 @EACH_STAGE
+@pytest.mark.shows("quantised weights", "right", "whole, on every rank, and frozen")
 def test_a_quantised_weight_stays_whole_in_the_module(stage: int) -> None:
     """A frozen parameter of another class is opaque; a trained one is refused by name."""
 

@@ -230,6 +230,7 @@ class Codebook(nn.Module):
 
 
 @EACH_STAGE
+@pytest.mark.shows("buffers that `forward` writes", "right", "rank 0's, as in DDP")
 def test_buffers_of_any_module_are_written(stage: int) -> None:
     assert_same_loops(lambda parent: {"model": Codebook()}, stage)
 
@@ -437,6 +438,9 @@ def falling(step: int) -> float:
     ],
 )
 @pytest.mark.parametrize("scheduled", [False, True])
+@pytest.mark.shows(
+    "a Trainer with a configuration", "right", 'its optimizer, schedule and `"auto"`'
+)
 def test_optimizer_and_schedule_of_a_configuration_train(
     stage: int, kind: str, options: dict[str, Any], rule: Any, scheduled: bool
 ) -> None:
@@ -493,6 +497,11 @@ def test_optimizer_and_schedule_of_a_configuration_train(
         ),
         ({"optimizer": {"type": "Lionel", "params": {}}}, r"optimizer\.type.*Lionel"),
     ],
+)
+@pytest.mark.shows(
+    "a configuration that contradicts `TrainingArguments`",
+    "refused",
+    "all contradictions in one message",
 )
 def test_a_configuration_that_contradicts_the_arguments_is_refused(
     section: dict[str, Any], message: str

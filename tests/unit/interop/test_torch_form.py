@@ -65,6 +65,11 @@ CHANGES = [clips_and_scales, clips_values, replaces, drops_one_batch]
 
 @EACH_STAGE
 @pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.shows(
+    "hooks that change `.grad` before the step",
+    "right",
+    "whole gradients are shown, and stepped as they are left",
+)
 def test_what_code_makes_of_the_gradients_is_stepped(change: Change, stage: int) -> None:
     plain, expected = net(), []
     optimizer = torch.optim.Adam(plain.parameters(), 0.1)
