@@ -623,6 +623,44 @@ def test_the_batch_grows_while_it_trains(stage: int, way: str) -> None:
         )
 
 
+@pytest.mark.shows(
+    "`offload_states`",
+    "right",
+    "parameters, and the optimizer's state with master weights",
+)
+@pytest.mark.parametrize("stage", STAGES)
+def test_states_leave_the_device_and_come_back(stage: int) -> None:
+    kinds = deepspeed.runtime.config.OffloadStateTypeEnum
+
+    def main(group: zf.Group) -> Any:
+        engine, *_ = made(group, stage)
+        rows = trained(engine, group, 0, 2)
+        engine.offload_states()
+        for needs in (
+            lambda: engine(batch(0, 0, 1)[0]),
+            lambda: engine.eval()(batch(0, 0, 1)[0]),
+        ):
+            with pytest.raises(OptionError, match=r"a call needs parameters .* call reload\(\)"):
+                needs()
+        engine.train()
+        engine.reload_states()
+        rows += trained(engine, group, 2, 1)
+        engine.offload_states(include=[kinds.optim_states])
+        x, y = batch(6, group.rank, group.size)
+        engine.backward((engine(x) - y).square().mean())
+        engine.step()
+        engine.backward((engine(x) - y).square().mean())
+        with pytest.raises(OptionError, match=r"a step needs .* got the optimizer's state in host"):
+            engine.step()
+        with pytest.raises(OptionError, match="got device='nvme'; pass 'cpu'"):
+            engine.offload_states(device="nvme")
+        return rows
+
+    expected = zf.simulate(2, partial(run, stage=stage, steps=3))
+    for rows, (wanted, _) in zip(zf.simulate(2, main), expected, strict=True):
+        assert rows == wanted
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.shows(
     "`engine.compile`",

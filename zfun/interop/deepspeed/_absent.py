@@ -226,8 +226,6 @@ ABSENT: Mapping[str, Mapping[str, str]] = {
         "forward_prologue": "call the engine",
         "train_batch": _PIPELINE,
         "eval_batch": _PIPELINE,
-        "offload_states": "write offload_optimizer and offload_param into the configuration",
-        "reload_states": "write offload_optimizer and offload_param into the configuration",
         "curriculum_scheduler": _DATA,
         "monitor": _LOG,
         "flops_profiler": "use torch.profiler",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -143,6 +143,50 @@ class DeepSpeedEngine(Numbers):
             pin_memory=pin_memory and torch.accelerator.is_available(),
             num_workers=num_local_io_workers or 0,
         )
+
+    def offload_states(
+        self,
+        include: Container[Any] | None = None,
+        device: Any = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move parts of the state to host memory, until :meth:`reload_states`.
+
+        A call needs the parameters, and a step needs the optimizer's state too.
+
+        Args:
+            include: of ``OffloadStateTypeEnum``; by default all. ``hp_params`` and
+                ``optim_states`` move together; gradients stay where they are.
+            device: only ``"cpu"``, or ``"none"`` for nothing.
+            pin_memory: whether to copy into pinned memory.
+            non_blocking: accepted and not used.
+
+        Raises:
+            OptionError: another device, or an engine without an optimizer.
+        """
+        self._check_trained("offload_states")
+        if device == "none":
+            return
+        if device != "cpu":
+            raise OptionError(
+                f"offload_states() moves to host memory; got device={device!r}; pass 'cpu', or "
+                "write offload_optimizer with device 'nvme' into the configuration"
+            )
+        chosen = lambda *names: include is None or any(name in include for name in names)
+        self._core.offload(
+            params=chosen("lp_params"),
+            optimizer=chosen("hp_params", "optim_states"),
+            pin=pin_memory,
+        )
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Move the state back that :meth:`offload_states` has moved.
+
+        Args:
+            non_blocking: accepted and not used.
+        """
+        self._core.reload()
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Take another number of micro-batches for each step from now on.

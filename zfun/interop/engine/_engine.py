@@ -228,6 +228,7 @@ class Engine(Passes):
         """
         if self._calls.is_inside:
             return fn(*args, **kwargs)
+        self._check_here("a call", "parameters")
         if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             return self._calls.evaluate(self._state, fn, args, kwargs)
         self.prepare()
@@ -332,6 +333,7 @@ class Engine(Passes):
             )
         if not (self._is_boundary if boundary is None else boundary):
             return None
+        self._check_here("a step", "parameters", "the optimizer's state")
         grads, loss, told = self._collected()
         # Other ranks may wait for the windows that calls without a backward pass hold.
         self._end_calls()

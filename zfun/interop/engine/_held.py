@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from zfun import checkpoint, optim, stores, tree
 from zfun.collectives import Group, broadcast, mesh_of
+from zfun.errors import OptionError
 from zfun.flat import leaf_spans, unravel
 from zfun.interop._named import state_dict_of, with_values
 from zfun.interop.engine._live import Live
@@ -40,6 +41,8 @@ class Held:
     _group: Group
     _is_sharded: bool
     _is_bound: bool
+    # The parts of the state that are in host memory for a while.
+    _away: frozenset[str] = frozenset()
 
     @property
     def state(self) -> ZeroState:
@@ -68,6 +71,49 @@ class Held:
         dtypes = leaves_of(self._state)
         self._live.hide({name: x for name, x in dtypes.items() if name not in self._extra})
 
+    def offload(self, *, params: bool = True, optimizer: bool = True, pin: bool = True) -> None:
+        """Move parts of the state to host memory, until :meth:`reload`.
+
+        A call needs the parameters, and a step needs both parts.
+
+        Args:
+            params: whether the parameters move; at stage 3 this rank's.
+            optimizer: whether the optimizer's state moves, with the master weights.
+            pin: whether to copy into pinned memory, where there is an accelerator.
+        """
+        parts = {"parameters": params, "the optimizer's state": optimizer}
+        self._away |= {name for name, is_chosen in parts.items() if is_chosen}
+        for x in self._tensors(self._away):
+            if x.device.type != "cpu":
+                host = torch.empty_like(x, device="cpu", pin_memory=pin)
+                x.data = host.copy_(x)
+        self._show()
+
+    def reload(self) -> None:
+        """Move the parts of the state back that :meth:`offload` has moved."""
+        for x in self._tensors(self._away):
+            x.data = x.to(self._state.params.layout.device)
+        self._away = frozenset()
+        self._show()
+
+    def _tensors(self, parts: frozenset[str]) -> list[Tensor]:
+        state = self._state
+        chosen: list[Any] = []
+        if "parameters" in parts:
+            chosen += [state.params, state.frozen]
+        if "the optimizer's state" in parts:
+            chosen.append(state.opt_state)
+        return [x for x in tree.leaves(chosen) if isinstance(x, Tensor)]
+
+    def _check_here(self, what: str, *parts: str) -> None:
+        """Refuse what needs parts of the state that are in host memory."""
+        if away := sorted(self._away.intersection(parts)):
+            raise OptionError(
+                f"{what} needs {' and '.join(parts)} where the model computes; got "
+                f"{' and '.join(away)} in host memory; call reload() first, which is "
+                "reload_states() of DeepSpeed's engine"
+            )
+
     @property
     def leaves(self) -> dict[str, nn.Parameter]:
         """The parameters of the module that are in the state, by name."""
@@ -80,10 +126,12 @@ class Held:
             name: of the leaf.
             master: whether to return the master weight, if there is one.
         """
+        self._check_here(f"a read of leaf {name!r}", "parameters")
         return whole_values(self._state, {name}, masters=master)[name]
 
     def gathered_all(self, names: Sequence[str]) -> list[Tensor]:
         """Return the whole values of leaves; every rank must call."""
+        self._check_here("a read of parameters", "parameters")
         found = whole_values(self._state, frozenset(names))
         return [found[name] for name in names]
 

@@ -27,6 +27,7 @@ __all__ = [
     "DeepSpeedZeroOffloadOptimizerConfig",
     "DeepSpeedZeroOffloadParamConfig",
     "OffloadDeviceEnum",
+    "OffloadStateTypeEnum",
     "ZeroStageEnum",
     "compute_elastic_config",
     "elasticity_enabled",
@@ -54,6 +55,16 @@ class OffloadDeviceEnum(enum.StrEnum):
     none = "none"
     cpu = "cpu"
     nvme = "nvme"
+
+
+class OffloadStateTypeEnum(enum.StrEnum):
+    """The parts of a state that ``offload_states`` moves."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
 
 
 class _Section(SimpleNamespace):
