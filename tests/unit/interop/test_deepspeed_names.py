@@ -282,6 +282,16 @@ def test_a_model_made_in_pieces_has_the_values_ties_and_buffers_of_a_whole_one()
             assert torch.equal(one, other)
 
 
+def test_simulated_ranks_make_modules_side_by_side() -> None:
+    def main(group: zf.Group) -> Any:
+        for _ in range(20):
+            with deepspeed.zero.Init(data_parallel_group=group):
+                model = nn.Sequential(*[nn.Sequential(nn.Linear(2, 2)) for _ in range(10)])
+        return sum(isinstance(param, Partitioned) for param in model.parameters())
+
+    assert zf.simulate(4, main) == [20] * 4
+
+
 def test_a_view_that_is_written_too_late_is_refused() -> None:
     context = deepspeed.zero.Init(data_parallel_group=zf.collectives.single_group())
     context.__enter__()

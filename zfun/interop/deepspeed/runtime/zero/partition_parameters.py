@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -118,10 +117,8 @@ class Init:
                 "offload_param with device 'nvme' into the configuration of initialize()"
             )
         self._enabled = enabled
-        self._thread = threading.get_ident()
         self._new: dict[int, nn.Parameter] = {}
         self._modules: dict[int, nn.Module] = {}
-        self._ends = contextlib.ExitStack()
         chosen = config if config_dict_or_path is None else config_dict_or_path
         self._dtype = dtype if dtype is not None else _half_of(chosen)
         if not enabled:
@@ -138,12 +135,8 @@ class Init:
     def __enter__(self) -> Init:
         if self._enabled:
             self._touched = _Touched(global_ranks(self._owner.group)[0])
-            for register, hook in (
-                (register_module_parameter_registration_hook, self._on_parameter),
-                (register_module_module_registration_hook, self._on_module),
-            ):
-                self._ends.callback(register(hook).remove)
-            self._ends.enter_context(self._touched)
+            _ENTERED.contexts.append(self)
+            self._touched.__enter__()
         return self
 
     def __exit__(
@@ -154,7 +147,8 @@ class Init:
     ) -> None:
         if not self._enabled:
             return
-        self._ends.close()
+        self._touched.__exit__(None, None, None)
+        _ENTERED.contexts.remove(self)
         if kind is None:
             self._touched.close()
             # Modules are made in one order on all ranks; a loader may set parameters in another.
@@ -164,17 +158,16 @@ class Init:
         self._new.clear()
         self._modules.clear()
 
-    def _on_parameter(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        # Other threads may be other simulated ranks.
-        if param is not None and threading.get_ident() == self._thread:
+    def on_parameter(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        """Notice a parameter that a module gets."""
+        if param is not None:
             self._new[id(param)] = param
             made_in(param, module)
             self._modules.setdefault(id(module), module)
 
-    def _on_module(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
-        if child is None or threading.get_ident() != self._thread:
-            return
-        for grandchild in child.children():
+    def on_module(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
+        """Cut the layers of a module that is complete."""
+        for grandchild in () if child is None else child.children():
             self._cut(p for p in grandchild.parameters() if id(p) in self._new)
 
     def _cut(self, params: Iterable[nn.Parameter]) -> None:
@@ -187,6 +180,31 @@ class Init:
                 if is_known and not is_partitioned(param):
                     cut(param, self._owner, self._dtype)
                 self._new.pop(id(param), None)
+
+
+class _Entered(threading.local):
+    """The contexts that a thread is in; a simulated rank is a thread."""
+
+    def __init__(self) -> None:
+        self.contexts: list[Init] = []
+
+
+_ENTERED = _Entered()
+
+
+def _on_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+    for context in _ENTERED.contexts:
+        context.on_parameter(module, name, param)
+
+
+def _on_module(module: nn.Module, name: str, child: nn.Module | None) -> None:
+    for context in _ENTERED.contexts:
+        context.on_module(module, name, child)
+
+
+# The hooks stay, because another thread may run through torch's list of them.
+register_module_parameter_registration_hook(_on_parameter)
+register_module_module_registration_hook(_on_module)
 
 
 class _Touched(TorchFunctionMode):
