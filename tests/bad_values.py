@@ -58,7 +58,8 @@ MODULES = (
     "zfun.interop.dtensor",
     "zfun.interop.loggers",
 )
-TIMEOUT_S = 20.0
+# Processes that a call starts import torch; on a busy machine that takes a while.
+TIMEOUT_S = 60.0
 
 
 def _closed_group() -> Group:
@@ -232,8 +233,7 @@ def answers(names: Any = None) -> Iterator[Answer]:
         ):
             continue
         case = calls.CASES[name]
-        with _limited():
-            right = _call(case, fn, {})
+        right = _call(case, fn, {})
         for argument, parameter in inspect.signature(fn).parameters.items():
             if parameter.kind is parameter.VAR_KEYWORD or (name, argument) in calls.PASSED_ON:
                 continue
