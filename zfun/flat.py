@@ -526,6 +526,23 @@ def leaf_spans(flat: Flat, rank: int | None = None) -> tuple[LeafSpan, ...]:
     return tuple(spans)
 
 
+def padding_spans(flat: Flat) -> list[list[tuple[int, int]]]:
+    """Return for each buffer of this rank the ranges ``[start, stop)`` that belong to no leaf."""
+    ends = [0] * len(flat.layout.buckets)
+    found: list[list[tuple[int, int]]] = [[] for _ in ends]
+    # Leaves follow each other within a bucket.
+    for span in sorted(leaf_spans(flat), key=lambda span: span.start):
+        if span.start < span.stop:
+            if span.start > ends[span.bucket]:
+                found[span.bucket].append((ends[span.bucket], span.start))
+            ends[span.bucket] = span.stop
+    for bucket, end in enumerate(ends):
+        begin, stop = _range_of(flat, bucket, flat.group.rank)
+        if end < stop - begin:
+            found[bucket].append((end, stop - begin))
+    return found
+
+
 def _range_of(flat: Flat, bucket: int, rank: int) -> tuple[int, int]:
     """Return where a rank's part of a bucket begins and ends in the whole bucket."""
     if flat.placement is not S:

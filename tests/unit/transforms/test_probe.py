@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import zfun as zf
 from zfun import optim, tree
 from zfun.errors import NotElementwiseError
 from zfun.placement import S
@@ -171,3 +172,75 @@ def test_the_probe_uses_real_numbers_under_fake_tensors() -> None:
         probe(optim.adamw(0.123))
         with pytest.raises(NotElementwiseError, match="changed by"):
             probe(stateless(lambda g, p: -0.1 * (g - g.mean())))
+
+
+NAMES = (
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "ASGD",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "SGD",
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", NAMES)
+def test_padding_stays_zero_in_every_dtype(name: str, dtype: torch.dtype) -> None:
+    """In float16 0 / (0 + 1e-8) is NaN, which would spoil the blocks of int8 gathers."""
+    make = getattr(torch.optim, name)
+    values = torch.tensor([1.0, -2.0, 0.5], dtype=dtype)
+
+    def loss(params: Any, batch: Tensor) -> Tensor:
+        return (params["w"].float() * batch).square().sum()
+
+    def main(group: zf.Group, stage: int, codec: Any) -> Any:
+        optimizer = optim.from_torch(make, lr=0.01)
+        compression = zf.compression.Compression(params=codec)
+        zero = zf.zero(stage, loss, optimizer, group, compression=compression)
+        state = zero.init({"w": values.clone()})
+        for _ in range(3):
+            state, info = zero.step(state, torch.ones(()))
+            assert not info.skipped
+        span = zf.flat.leaf_spans(state.params)[0]
+        for flat in zf.flat.flats(state):
+            assert not flat.buffers[0][span.stop :].count_nonzero()
+        return zero.params(state)["w"]
+
+    param = nn.Parameter(values.clone())
+    plain = make([param], lr=0.01)
+    for _ in range(3):
+        plain.zero_grad()
+        loss({"w": param}, torch.ones(())).backward()
+        plain.step()
+    for stage in (0, 1, 3):
+        assert torch.equal(zf.simulate(2, main, stage, None)[0], param)
+    coded = zf.simulate(2, main, 3, zf.compression.int8(block=32))[0]
+    torch.testing.assert_close(coded, param.detach(), rtol=0.02, atol=0.02)
+
+
+def test_an_update_that_spoils_padding_in_one_dtype_is_refused_there() -> None:
+    params = {"w": torch.ones(3)}
+    half = {"w": torch.ones(3, dtype=torch.float16)}
+    group = zf.collectives.single_group()
+    optimizer = rms_moments()
+    for sharded in (zf.shard_optimizer(optimizer, group), optimizer):
+        flat, narrow = zf.shard(params, group), zf.shard(half, group)
+        state = sharded.init(flat)
+        zf.apply(sharded, flat, state, flat)
+        with pytest.raises(
+            NotElementwiseError, match=r"in torch\.float16 the padding .* nan.* eps"
+        ):
+            zf.apply(sharded, narrow, sharded.init(narrow), narrow)
+    mixed = zf.zero(
+        2,
+        lambda p, x: (p["w"].float() * x).sum(),
+        optimizer,
+        group,
+        precision=zf.Precision(param=torch.float16, master=torch.float32),
+    )
+    mixed.step(mixed.init(half), torch.ones(3))

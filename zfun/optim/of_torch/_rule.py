@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from zfun import tree
 from zfun.errors import LeafError, NotElementwiseError, OptionError, SpecMismatch
-from zfun.flat import Flat
+from zfun.flat import Flat, padding_spans
 from zfun.optim._base import State, aligned, check_fields, check_trainable, flat_view, step_count
 from zfun.optim._missed import Run, runs_of
 from zfun.optim._schedules import rate_at
@@ -77,6 +77,7 @@ class Rule:
     options: Mapping[str, Any]
     kept: Kept
     _kinds: dict[torch.dtype, _Kinds] = field(default_factory=dict)
+    _zeros: dict[torch.dtype, bool] = field(default_factory=dict)
 
     @property
     def group(self) -> dict[str, Tensor]:
@@ -177,6 +178,7 @@ class Rule:
                     for part, piece in zip(target[start:stop].split(_PIECE), its, strict=True):
                         part.copy_(piece[: part.numel()])
             new.append(results)
+        self._clear_padding(params, new)
         if rows and numbers is None:
             # No leaf in these buffers takes every step, but one on another rank may.
             zeros = [[flat_view(x).new_zeros(_VECTORS)] for x in rows[0]]
@@ -190,6 +192,33 @@ class Rule:
         return [results[0] for results in new], TorchState(
             state.count + 1, trees, *numbers, self.given(step_count(state.count))
         )
+
+    def _clear_padding(self, params: Tree, new: list[list[Tensor]]) -> None:
+        """Let padding be zero, where a step of zeros by zeros gives other numbers."""
+        if not isinstance(params, Flat):
+            return
+        if all(self._keeps_zeros(bucket.dtype) for bucket in params.layout.buckets):
+            return
+        for results, spans in zip(new, padding_spans(params), strict=True):
+            for result in results:
+                for start, stop in spans:
+                    result[start:stop].zero_()
+
+    def _keeps_zeros(self, dtype: torch.dtype) -> bool:
+        """Return whether zeros stay zero; in float16 ``0 / (0 + 1e-8)`` is NaN."""
+        real = dtype.to_real() if dtype.is_complex else dtype
+        if real not in self._zeros:
+            with unset_fake_temporarily():
+                value, grad = (torch.zeros(_VECTORS, dtype=real, device="cpu") for _ in range(2))
+                state: dict[str, Any] = {}
+                group: dict[str, Any] = {}
+                found = [value]
+                for before in range(3):
+                    (state,), its = self._stepped(self.at(before), [value], [grad], [state], group)
+                    group = {name: its[name] for name in self.group}
+                    found += [x.clone() for x in state.values() if _is_tree(x)]
+            self._zeros[real] = not any(x.count_nonzero() for x in found)
+        return self._zeros[real]
 
     def _check(self, grads: Tree, state: State, params: Tree) -> None:
         """Refuse a state of another class, and a leaf whose numbers are not known."""

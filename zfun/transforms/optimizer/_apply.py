@@ -36,7 +36,7 @@ from zfun.placement import P, R, S
 from zfun.transforms._notes import noting
 from zfun.transforms.optimizer._agree import agree, can_fail
 from zfun.transforms.optimizer._placing import layout_for, lift, lower
-from zfun.transforms.optimizer._probe import probe
+from zfun.transforms.optimizer._probe import check_padding, probe
 from zfun.transforms.optimizer._stream import Update, streamed
 from zfun.transforms.values._redistribute import redistribute
 
@@ -107,6 +107,7 @@ def _apply(
             "flat parameters need flat gradients; got a tree of tensors; compute them from the "
             "same parameters with value_and_grad(), or wrap them in data_parallel()"
         )
+    check_padding(chosen, {bucket.dtype for bucket in params.layout.buckets})
     if params.placement is P:
         raise PlacementError(
             "parameters are whole or sharded; got a Flat with placement P; redistribute() it to "

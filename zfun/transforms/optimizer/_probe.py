@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -11,9 +11,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from zfun import tree
-from zfun.collectives import Group, simulate
+from zfun.collectives import Group, simulate, single_group
 from zfun.errors import NotElementwiseError
-from zfun.flat import Flat, local_shards, ravel, ravel_buckets
+from zfun.flat import Flat, leaf_spans, local_shards, ravel, ravel_buckets
 from zfun.layout import layout_of
 from zfun.optim import Optimizer, apply_updates
 from zfun.options import instance, takes
@@ -21,7 +21,7 @@ from zfun.placement import S
 from zfun.stores import Stored
 from zfun.tree import Tree
 
-__all__ = ["is_separable", "probe"]
+__all__ = ["check_padding", "is_separable", "probe"]
 
 _Result = TypeVar("_Result")
 
@@ -87,6 +87,58 @@ def probe(optimizer: Optimizer) -> None:
 @functools.lru_cache(maxsize=64)
 def _passed(optimizer: Optimizer) -> None:
     _probe(optimizer)
+
+
+def check_padding(optimizer: Optimizer, dtypes: Iterable[torch.dtype]) -> None:
+    """Refuse an optimizer that does not keep the padding of buffers zero in one of these dtypes.
+
+    The probe computes in float64, where ``0 / (0 + 1e-8)`` is zero; in float16 it is NaN.
+    """
+    # Parts are not asked one by one, because a part may compute on wider master weights.
+    if not _is_alike(optimizer):
+        return
+    for dtype in set(dtypes) - {torch.float64}:
+        try:
+            hash(optimizer)
+        except TypeError:
+            _pad(optimizer, dtype)
+        else:
+            _padded(optimizer, dtype)
+
+
+def _is_alike(optimizer: Optimizer) -> bool:
+    """Whether an optimizer follows the placement of its parameters, and works on all leaves."""
+    here = optimizer.placement is None and not optimizer.by_leaf
+    return here and all(map(_is_alike, optimizer.parts))
+
+
+def _pad(optimizer: Optimizer, dtype: torch.dtype) -> None:
+    with unset_fake_temporarily():
+        values = {"leaf": torch.tensor([1.0, -2.0, 0.5], dtype=dtype, device="cpu")}
+        params = ravel(values, layout_of(values, size=1), single_group())
+        grads, state = params, optimizer.init(params)
+        for step in (optimizer.apply, _by_update(optimizer), optimizer.apply):
+            params, state = step(grads, state, params)
+            rest = params.buffers[0][leaf_spans(params)[0].stop :]
+            if rest.count_nonzero():
+                _refuse(
+                    f"in {dtype} the padding of buffers became {rest[0].item():.6g}, from elements "
+                    "that are zero with gradients that are zero",
+                    "compute with numbers of this dtype that stay finite, such as a larger eps, or "
+                    "keep masters with precision=zf.Precision(master=torch.float32)",
+                )
+
+
+# An optimizer that fails is asked again, because lru_cache keeps no exceptions.
+_padded = functools.lru_cache(maxsize=64)(_pad)
+
+
+def _by_update(optimizer: Optimizer) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
+    def step(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        updates, after = optimizer.update(grads, state, params)
+        return apply_updates(params, updates), after
+
+    return step
 
 
 def is_separable(optimizer: Optimizer) -> bool:

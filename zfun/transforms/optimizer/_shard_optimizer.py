@@ -14,7 +14,7 @@ from zfun.optim import Optimizer, PrepareInner, as_optimizer
 from zfun.options import ANY, GROUP, integer, takes
 from zfun.placement import S
 from zfun.transforms.optimizer._placing import is_placed, layout_for, lift, lower
-from zfun.transforms.optimizer._probe import probe
+from zfun.transforms.optimizer._probe import check_padding, probe
 from zfun.transforms.values._agreement import check_agreement
 from zfun.transforms.values._redistribute import redistribute
 
@@ -62,6 +62,7 @@ def shard_optimizer(
         if not isinstance(params, Flat):
             check_agreement(params, group, bucket_bytes=bucket_bytes)
             params = ravel(params, layout_of(params, mesh_of(group).size, bucket_bytes), group)
+        check_padding(inner, {bucket.dtype for bucket in params.layout.buckets})
         present = stores.resident(params)
         return inner.init(
             redistribute(
