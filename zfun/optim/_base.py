@@ -114,6 +114,7 @@ class Optimizer(NamedTuple):
         partial: ``partial(state)``: whether the next step takes each rank's own term of the
             gradients (``P``), and sums the terms itself; ``None`` if no step does.
         parts: the optimizers of a composed optimizer. Each part is probed, and the whole is not.
+        wide: the dtype in which the parts see narrower parameters; ``None`` for their own.
         prepare: ``prepare(grads, state, params)`` looks at all gradients before a step that goes
             bucket by bucket, as :func:`zfun.offload` does, and returns the optimizer of this step,
             whose ``apply`` may be called on one bucket after the other; ``None`` if there is none,
@@ -140,6 +141,7 @@ class Optimizer(NamedTuple):
     partial: Callable[[State], bool] | None = None
     prepare: PrepareFn | None = None
     parts: tuple[Optimizer, ...] = ()
+    wide: torch.dtype | None = None
     name: str = ""
     options: tuple[tuple[str, Any], ...] = ()
 

@@ -147,6 +147,7 @@ def _with_master(inner: Optimizer, dtype: torch.dtype) -> Optimizer:
         partial=None if partial is None else lambda state: partial(state.inner),
         prepare=prepare,
         parts=(inner,),
+        wide=dtype,
     )
 
 

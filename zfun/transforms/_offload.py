@@ -264,6 +264,8 @@ def offload_optimizer(optimizer: Any, store: Store, *, fraction: float = 1.0) ->
         return builder.result()
 
     def update(grads: tree.Tree, state: Any, params: tree.Tree) -> tuple[Any, Any]:
+        if fraction == 0:
+            return inner.update(_beside(grads, params), state, params)
         updates, new = inner.update(
             _down(store, grads, "grads"), _get(store, state), _down(store, params, "params")
         )
@@ -272,6 +274,8 @@ def offload_optimizer(optimizer: Any, store: Store, *, fraction: float = 1.0) ->
     def apply(
         grads: tree.Tree, state: Any, params: tree.Tree, *, donate: bool = False
     ) -> tuple[Any, Any]:
+        if fraction == 0:
+            return inner.apply(_beside(grads, params), state, params, donate=donate)
         held = _get(store, state)
         # A step whose state the store cannot keep leaves the values in memory as they were.
         copy = donate and any(
@@ -343,11 +347,23 @@ def _put(store: Store, state: Any, is_kept: Callable[[int], bool]) -> Any:
 
 
 def _put_like(store: Store, new: Any, old: Any) -> Any:
-    """Put those tensors of a new state into a store that were in the store before."""
+    """Put the tensors of a new state where those of the old one are: in a store, or on a device."""
     before = tree.leaves(old)
     if len(tree.leaves(new)) != len(before):
         return _put(store, new, lambda place: True)
-    return _put(store, new, lambda place: isinstance(before[place], stores.Stored))
+    kept = _put(store, new, lambda place: isinstance(before[place], stores.Stored))
+    return tree.unflatten(
+        tree.structure(kept),
+        [
+            x.to(its.device) if isinstance(x, Tensor) and isinstance(its, Tensor) else x
+            for x, its in zip(tree.leaves(kept), before, strict=True)
+        ],
+    )
+
+
+def _beside(grads: tree.Tree, params: tree.Tree) -> tree.Tree:
+    """Bring gradients, which may be in a store of their own, to the device of the parameters."""
+    return passed_on(tree.map(lambda grad, param: grad.to(param.device), grads, params), grads)
 
 
 def _last(state: Any, fraction: float) -> set[int]:

@@ -500,6 +500,40 @@ def test_a_fraction_of_the_state_lies_in_the_store(
     assert zf.simulate(2, main) == [[expected] * 2] * 2
 
 
+def mixing() -> optim.Optimizer:
+    """An optimizer that needs all buckets at once."""
+
+    def update(grads: Any, state: Any, params: Any) -> Any:
+        norm = float(zf.reductions.global_norm(grads))
+        return tree.map(lambda g: -g / norm, grads), tree.map(torch.add, state, grads)
+
+    return optim.optimizer(lambda params: tree.map(torch.zeros_like, params), update)
+
+
+KINDS = {
+    "streamed": optim.adamw(0.1),
+    "clipped last": optim.chain(optim.adamw(0.1), optim.clip_by_global_norm(1.0)),
+    "one bit": optim.onebit_adam(0.1),
+    "a pair": mixing(),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("fraction", "count"), [(0.0, 0), (0.01, 1), (0.25, 2), (1.0, 8)])
+def test_the_rest_of_the_state_stays_on_the_device(kind: str, fraction: float, count: int) -> None:
+    """Also after a step that all buckets take at once on the device of the store."""
+    params = {f"w{i}": torch.empty(64, 64, device="meta") for i in range(8)}
+
+    def make(group: zf.Group) -> Any:
+        offload = zf.stores.Offload(optimizer=zf.stores.host(pin=False), fraction=fraction)
+        loss = lambda p, x: sum((x @ w).sum() for w in p.values())
+        return zf.zero(2, loss, KINDS[kind], group, bucket_bytes=1, offload=offload)
+
+    held = zf.plan(make, params, torch.empty(4, 64), 1, device="meta").steady
+    moments = (1 if kind == "a pair" else 2) * 64 * 64 * 4
+    assert (held.host.total, held.device.moments) == (count * moments, (8 - count) * moments)
+
+
 def test_a_fraction_of_trees_lies_in_the_store() -> None:
     store = zf.stores.host()
     optimizer, plain = zf.offload(optim.adamw(0.1), store, fraction=0.25), optim.adamw(0.1)

@@ -94,8 +94,11 @@ def check_padding(optimizer: Optimizer, dtypes: Iterable[torch.dtype]) -> None:
 
     The probe computes in float64, where ``0 / (0 + 1e-8)`` is zero; in float16 it is NaN.
     """
-    # Parts are not asked one by one, because a part may compute on wider master weights.
-    if not _is_alike(optimizer):
+    if optimizer.wide is not None:
+        dtypes = {torch.promote_types(dtype, optimizer.wide) for dtype in dtypes}
+    for part in optimizer.parts:
+        check_padding(part, dtypes)
+    if optimizer.parts or optimizer.placement is not None or optimizer.by_leaf:
         return
     for dtype in set(dtypes) - {torch.float64}:
         try:
@@ -104,12 +107,6 @@ def check_padding(optimizer: Optimizer, dtypes: Iterable[torch.dtype]) -> None:
             _pad(optimizer, dtype)
         else:
             _padded(optimizer, dtype)
-
-
-def _is_alike(optimizer: Optimizer) -> bool:
-    """Whether an optimizer follows the placement of its parameters, and works on all leaves."""
-    here = optimizer.placement is None and not optimizer.by_leaf
-    return here and all(map(_is_alike, optimizer.parts))
 
 
 def _pad(optimizer: Optimizer, dtype: torch.dtype) -> None:
