@@ -217,6 +217,7 @@ def _tensor(
             "copy the directory again, or save it from all ranks",
             leaf=name,
         )
+    _check_disjoint(name, chunks)
     row = math.prod(shape[1:])
 
     def fetch(start: int, stop: int) -> Tensor:
@@ -225,15 +226,19 @@ def _tensor(
         if len(chunks) == 1:
             return _archive(name, chunks[0], dtype).fetch(start, stop)
         first, last = start // row, -(-stop // row)
+        parts = [
+            # The archive is checked against its file before memory is taken.
+            (chunk, _archive(name, chunk, dtype))
+            for chunk in chunks
+            if max(first, chunk.offsets[0]) < min(last, chunk.offsets[0] + chunk.sizes[0])
+        ]
         found = scratch((last - first, *shape[1:]), dtype, CPU)
-        for chunk in chunks:
+        for chunk, archive in parts:
             begin = max(first, chunk.offsets[0])
             end = min(last, chunk.offsets[0] + chunk.sizes[0])
-            if begin >= end:
-                continue
             width = math.prod(chunk.sizes[1:])
             top = begin - chunk.offsets[0]
-            rows = _archive(name, chunk, dtype).fetch(top * width, (top + end - begin) * width)
+            rows = archive.fetch(top * width, (top + end - begin) * width)
             spans = [
                 slice(offset, offset + size)
                 for offset, size in zip(chunk.offsets[1:], chunk.sizes[1:], strict=True)
@@ -243,6 +248,32 @@ def _tensor(
         return found.view(-1)[start - first * row : stop - first * row]
 
     return Stored(shape, dtype, fetch)
+
+
+def _check_disjoint(name: str, chunks: Sequence[_Chunk]) -> None:
+    """Refuse chunks with common elements, which would leave as many elements unwritten."""
+    if len(chunks) < 2:
+        return
+    # Along the dimension that cuts most, few chunks lie side by side.
+    dims = range(len(chunks[0].sizes))
+    along = max(dims, key=lambda dim: len({chunk.offsets[dim] for chunk in chunks}))
+    open_ones: list[_Chunk] = []
+    for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[along]):
+        begin = chunk.offsets[along]
+        open_ones = [x for x in open_ones if x.offsets[along] + x.sizes[along] > begin]
+        for other in open_ones:
+            if all(
+                chunk.offsets[dim] < other.offsets[dim] + other.sizes[dim]
+                and other.offsets[dim] < chunk.offsets[dim] + chunk.sizes[dim]
+                for dim in dims
+            ):
+                raise CorruptCheckpoint(
+                    f"the chunks of a tensor have each element once; {name!r} has {chunk.sizes} "
+                    f"at {chunk.offsets} and {other.sizes} at {other.offsets}; copy the directory "
+                    "again, or save it from all ranks",
+                    leaf=name,
+                )
+        open_ones.append(chunk)
 
 
 def _archive(name: str, chunk: _Chunk, dtype: torch.dtype) -> Stored:

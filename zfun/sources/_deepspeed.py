@@ -26,7 +26,7 @@ from typing import Any
 
 from zfun.errors import CorruptCheckpoint, OptionError, ZfunError
 from zfun.options import PATH, TEXT, takes
-from zfun.sources._files import Part, Stored, entry, joined_parts, read_text
+from zfun.sources._files import Part, Stored, check_no_link, entry, joined_parts, read_text
 from zfun.sources._pickles import Inert, as_shape, load
 from zfun.sources._source import TrainingState, named
 
@@ -123,6 +123,7 @@ def _numbered(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
     for file in folder.iterdir() if folder.is_dir() else ():
         match = pattern.fullmatch(file.name)
         if match:
+            check_no_link(file)
             if int(match[2]):
                 raise OptionError(
                     "deepspeed() reads checkpoints of data-parallel ranks; got "
@@ -293,7 +294,9 @@ def _universal(folder: Path, states: Sequence[Any]) -> tuple[_Slots, int | None]
         name = directory.name
         if not directory.is_dir() or name not in shapes:
             continue
+        check_no_link(directory)
         for file in sorted(directory.glob("*.pt")):
+            check_no_link(file)
             value = load(file, inert=_INERT)
             value = value.get("param") if isinstance(value, dict) else value
             if file.stem == "step":

@@ -20,6 +20,7 @@ from zfun.sources.scratch import scratch
 __all__ = [
     "Stored",
     "View",
+    "check_no_link",
     "entry",
     "in_file",
     "in_memory",
@@ -69,7 +70,8 @@ def entry(directory: Path, name: Any, where: str) -> Path:
     """Return the path of a file of a directory, by a name that a file of the directory gives.
 
     Raises:
-        UntrustedCheckpoint: the name is no plain name, so the path might lie elsewhere.
+        UntrustedCheckpoint: the name is no plain name, or is a link, so the path might lie
+            elsewhere.
     """
     if (
         not isinstance(name, str)
@@ -82,7 +84,26 @@ def entry(directory: Path, name: Any, where: str) -> Path:
             f"{where} names files of its own directory; got {shown[:80]}; load checkpoints of "
             "trusted origin only, with names as the library wrote them"
         )
+    check_no_link(directory / name)
     return directory / name
+
+
+def check_no_link(path: Path) -> None:
+    """Refuse a link that leads out of its folder; the cache of Hugging Face has links to blobs.
+
+    Raises:
+        UntrustedCheckpoint: the link leads elsewhere.
+    """
+    # Path.is_symlink() raises for a name that is too long, which the reader of the file reports.
+    if not os.path.islink(path):  # noqa: PTH114
+        return
+    folder, target = path.parent.resolve(), path.resolve().parent
+    if target not in (folder, folder.parent.parent / "blobs"):
+        raise UntrustedCheckpoint(
+            f"the files of a checkpoint lie in its folder; got {path}, a link to "
+            f"{path.resolve()}; copy the file in place of the link, or name the folder where it is",
+            path=str(path),
+        )
 
 
 def _open(path: Path) -> int:

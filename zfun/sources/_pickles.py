@@ -39,6 +39,7 @@ __all__ = ["Inert", "as_shape", "load", "load_metadata"]
 _TABLE = threading.Lock()
 # A list that contains another list twice doubles the values, so 60 small lists make 2**60.
 _MAX_VALUES = 1 << 24
+_MAX_EXPANDED_BYTES = 1 << 26
 _ZIP_MAGIC = b"PK\x03\x04"
 _LOCAL_HEADER_BYTES = 30
 
@@ -189,6 +190,8 @@ def _lazy(path: Path, base: int, records: Mapping[int, int], tensor: Tensor) -> 
             tensor.numel() > 0
             and (at is None or at not in records or first + num_bytes > records[at])
         )
+        # A stride of 0 makes any number of elements of one.
+        or tensor.numel() * tensor.dtype.itemsize > max(num_bytes, _MAX_EXPANDED_BYTES)
     ):
         raise CorruptCheckpoint(
             f"{path} holds dense tensors inside its records; got {tuple(tensor.shape)}, "

@@ -14,7 +14,7 @@ import math
 import os
 import re
 import struct
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from torch import Tensor
 from zfun import tree
 from zfun.errors import LeafError, OptionError
 from zfun.options import ANY, DEVICE, FLOATING, FUNCTION, PATH, shown, takes
+from zfun.sources._files import check_no_link
 from zfun.sources.deferred import Deferred, memory_of
 from zfun.sources.scratch import scratch
 
@@ -61,6 +62,11 @@ class _Entry(NamedTuple):
     start: int
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """The length of the bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @takes(path=PATH, params=ANY, name_of=FUNCTION | None, dtype=FLOATING | None, device=DEVICE)
@@ -207,6 +213,7 @@ def _entries_of_index(folder: Path) -> dict[str, _Entry]:
         # An index may not lead out of the folder.
         if Path(file).name != file or file in ("", ".", "..") or "\0" in file:
             raise _broken(index, f"the file {file!r}", "names of files in this folder")
+        check_no_link(folder / file)
         for name, entry in _entries_of(folder / file).items():
             if name in entries:
                 raise LeafError(
@@ -243,11 +250,29 @@ def _entries_of(file: Path) -> dict[str, _Entry]:
             f"a safetensors file must be readable; {file}: {error}; download the folder again"
         ) from error
     start = 8 + length
-    return {
+    found = {
         name: _entry(file, start, size, name, fields)
         for name, fields in _json(file, text).items()
         if name != "__metadata__"
     }
+    _check_gapless(file, start, size, found.values())
+    return found
+
+
+def _check_gapless(file: Path, start: int, size: int, entries: Iterable[_Entry]) -> None:
+    """Refuse tensors that overlap, and bytes that belong to none, as the library does."""
+    place = start
+    for entry in sorted(entries, key=lambda entry: (entry.start, entry.num_bytes)):
+        if entry.start != place:
+            raise _broken(
+                file,
+                f"{entry.name!r} at byte {entry.start}",
+                f"the next tensor at byte {place}",
+                entry.name,
+            )
+        place += entry.num_bytes
+    if place != size:
+        raise _broken(file, f"{size - place} bytes behind the last tensor", "none")
 
 
 def _entry(file: Path, start: int, size: int, name: str, fields: Any) -> _Entry:

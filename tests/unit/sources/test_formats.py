@@ -566,3 +566,119 @@ def test_sources_of_linear_layers_keep_buffers_apart(tmp_path: Path) -> None:
     )
     assert placed.missing == ()
     assert set(placed.unexpected) == set(apply.buffers)
+
+
+def with_chunks(folder: Path, size: list[int], chunks: list[tuple[list[int], list[int]]]) -> Path:
+    """Write a tensor, and metadata that say it is made of other chunks of the same archive."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+
+    path = folder / "dcp"
+    values = torch.arange(4.0).view(chunks[0][1])
+    sources.write_dcp(path, sources.tensors({"model.w": values}))
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    index = next(index for index in metadata.storage_data if index.fqn == "model.w")
+    place = metadata.storage_data.pop(index)
+    tensor = metadata.state_dict_metadata["model.w"]
+    tensor.size = torch.Size(size)
+    tensor.chunks = [ChunkStorageMetadata(*map(torch.Size, chunk)) for chunk in chunks]
+    for offsets, _ in chunks:
+        metadata.storage_data[MetadataIndex("model.w", torch.Size(offsets))] = place
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("size", "chunks"),
+    [
+        ([8], [([0], [4]), ([0], [4])]),
+        ([8], [([0], [4]), ([3], [4])]),
+        ([12], [([0], [4]), ([8], [4]), ([6], [4])]),
+        ([4, 4], [([0, 0], [2, 2]), ([2, 2], [2, 2]), ([1, 1], [2, 2]), ([0, 2], [2, 2])]),
+        ([2, 4], [([0, 0], [2, 2]), ([0, 1], [2, 2])]),
+    ],
+)
+def test_chunks_that_overlap_are_refused(size: list[int], chunks: Any, tmp_path: Path) -> None:
+    """As many elements as the tensor has, of which some are written twice and some never."""
+    with pytest.raises(CorruptCheckpoint, match=r"each element once; 'model\.w' has .* and "):
+        sources.dcp(with_chunks(tmp_path, size, chunks))
+
+
+def test_chunks_in_any_grid_are_one_tensor(tmp_path: Path) -> None:
+    grid = [([i, j], [2, 2]) for i in (2, 0) for j in (0, 4, 2)]
+    found = sources.dcp(with_chunks(tmp_path, [4, 6], grid)).params["w"].load()
+    assert torch.equal(found, torch.arange(4.0).view(2, 2).repeat(2, 3))
+
+
+def test_no_memory_is_taken_for_elements_that_the_file_does_not_have(tmp_path: Path) -> None:
+    huge = [([i * 2**38], [2**38]) for i in range(4)]
+    path = with_chunks(tmp_path, [2**40], [([0], [4])])
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    tensor = metadata.state_dict_metadata["model.w"]
+    place = next(x for index, x in metadata.storage_data.items() if index.fqn == "model.w")
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+
+    tensor.chunks = [ChunkStorageMetadata(*map(torch.Size, chunk)) for chunk in huge]
+    for offsets, _ in huge:
+        metadata.storage_data[MetadataIndex("model.w", torch.Size(offsets))] = place
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CorruptCheckpoint, match="an archive of a checkpoint holds the chunk"):
+        sources.dcp(path).params["w"].load()
+    torch.save({"w": torch.ones(1).expand(2**40)}, tmp_path / "model.pt")
+    with pytest.raises(CorruptCheckpoint, match="holds dense tensors inside its records"):
+        sources.state_dict(tmp_path / "model.pt")
+    torch.save({"w": torch.ones(1).expand(1000)}, tmp_path / "model.pt")
+    assert sources.state_dict(tmp_path / "model.pt")["w"].load().sum() == 1000
+
+
+LINKED: dict[str, tuple[Path, str, Callable[[Path], Any]]] = {
+    "dcp": (DCP, "__0_0.distcp", sources.dcp),
+    "deepspeed": (
+        FIXTURES / "deepspeed" / "stage2-bf16",
+        "global_step3/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
+        sources.deepspeed,
+    ),
+    "deepspeed's directory": (
+        FIXTURES / "deepspeed" / "stage2-bf16",
+        "global_step3",
+        sources.deepspeed,
+    ),
+    "universal": (
+        FIXTURES / "deepspeed" / "universal3-bf16",
+        "zero/inner.weight/exp_avg.pt",
+        sources.deepspeed,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LINKED)
+def test_a_link_out_of_the_directory_is_refused(case: str, tmp_path: Path) -> None:
+    source, name, open_ = LINKED[case]
+    folder = shutil.copytree(source, tmp_path / "checkpoint")
+    file = folder / name
+    elsewhere = tmp_path / "elsewhere"
+    file.rename(elsewhere)
+    file.symlink_to(elsewhere)
+    with pytest.raises(UntrustedCheckpoint, match=r"lie in its folder; got .*a link to"):
+        loaded(open_(folder))
+    # A name for another file of the same folder, as after a deduplication, is no way out.
+    file.unlink()
+    elsewhere.rename(file.with_name("kept"))
+    file.symlink_to(file.with_name("kept"))
+    assert loaded(open_(folder))
+
+
+def test_the_links_of_a_cache_of_hugging_face_are_followed(tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "snapshots" / "abc", tmp_path / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    save_file({"w": torch.ones(2)}, blobs / "123")
+    index = {"weight_map": {"w": "model-00001-of-00001.safetensors"}}
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
+    link = snapshot / "model-00001-of-00001.safetensors"
+    link.symlink_to("../../blobs/123")
+    assert sources.safetensors(snapshot)["w"].load().tolist() == [1, 1]
+    link.unlink()
+    (blobs / "123").rename(tmp_path / "secret")
+    link.symlink_to(tmp_path / "secret")
+    with pytest.raises(UntrustedCheckpoint, match=r"lie in its folder; got .*a link to"):
+        sources.safetensors(snapshot)

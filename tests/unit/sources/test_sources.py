@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import zfun as zf
@@ -108,6 +109,34 @@ def test_a_header_that_breaks_the_format_is_refused(case: str, tmp_path: Path) -
     header, message = HEADERS[case]
     with pytest.raises(OptionError, match=message):
         zf.sources.safetensors(written(tmp_path, header, bytes(8)))
+
+
+def two(first: list[int], second: list[int]) -> dict[str, Any]:
+    """A header of two tensors of one float32 each, at these bytes."""
+    place = {"dtype": "F32", "shape": [1]}
+    return {"a": {**place, "data_offsets": first}, "b": {**place, "data_offsets": second}}
+
+
+@pytest.mark.parametrize(
+    ("header", "num_bytes"),
+    [
+        (two([0, 4], [0, 4]), 4),
+        (two([0, 4], [2, 6]), 6),
+        (two([4, 8], [8, 12]), 12),
+        (two([0, 4], [8, 12]), 12),
+        (two([0, 4], [4, 8]), 9),
+    ],
+    ids=["shared", "overlapping", "late", "a hole", "trailing"],
+)
+def test_bytes_that_are_no_ones_or_two_tensors_are_refused(
+    header: dict[str, Any], num_bytes: int, tmp_path: Path
+) -> None:
+    """The library refuses them too."""
+    folder = written(tmp_path, header, bytes(num_bytes))
+    with pytest.raises(OptionError, match=r"must follow the format; .* download the file again"):
+        zf.sources.safetensors(folder)
+    with pytest.raises(SafetensorError):
+        load_file(folder / "model.safetensors")
 
 
 @pytest.mark.parametrize("length", [0, 1, 10**6, 2**40, 2**64 - 1])
