@@ -42,6 +42,7 @@ nitpick_ignore = [
     ("py:class", name)
     for name in (
         "SpawnContext",
+        "contextlib.AbstractContextManager",
         "argparse.ArgumentParser",
         "zfun.interop.deepspeed._settings.Settings",
         "ForkServerContext",
@@ -104,7 +105,7 @@ def documented_names() -> dict[int, str]:
     names: dict[int, str] = {}
     for page in sorted((HERE / "api").glob("*.rst")):
         for name in re.findall(
-            r"^\.\. auto(?:function|class|exception)::\s+(\S+)",
+            r"^\.\. auto(?:function|class|exception)::\s+([\w.]+)",
             page.read_text(),
             re.MULTILINE,
         ):

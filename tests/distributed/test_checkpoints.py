@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tests.faulty_files import EVERY, FaultyFiles
 from zfun.checkpoint import steps
 from zfun.collectives import Workers
 from zfun.errors import CheckpointError
+from zfun.files import Files
 from zfun.testing import assert_same_bits
 
 pytestmark = [
@@ -107,5 +109,51 @@ def test_a_rank_that_is_killed_in_a_save_leaves_the_last_checkpoint(at: int) -> 
         zf.simulate(2, saves, saved)
         with processes(2, timeout_s=60.0, collective_timeout_s=10.0) as workers:
             workers.outcomes(dies_in_a_save, saved, at)
+        assert [step for step, _ in steps(saved)] == [1]
+        assert torch.equal(zf.load(saved, {"w": torch.zeros(500)}).state["w"], weights())
+
+
+class DiesInPublication(Files):
+    def rename(self, old: str, new: str) -> None:
+        # The other rank is in wait() by now, or comes there soon.
+        time.sleep(1.0)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def waits_for(group: zf.Group, path: str, way: str) -> str:
+    """Save in the background, of which rank 0 dies, and meet the loss in one of three ways."""
+    state = {"w": zf.shard(weights(), group)}
+    files = DiesInPublication() if group.rank == 0 else None
+    saving = zf.save(path, state, step=2, background=True, files=files)
+    meets = {
+        "wait": saving.wait,
+        "save": lambda: zf.save(path, state, step=3),
+        "load": lambda: zf.load(path, state),
+    }
+    start = time.monotonic()
+    with pytest.raises(zf.ZfunError, match="lost rank 0") as caught:
+        meets[way]()
+    while not saving.done:
+        time.sleep(0.01)
+    assert time.monotonic() - start < 15.0
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        "wait",
+        pytest.param("save", marks=pytest.mark.slow),
+        pytest.param("load", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_dies_while_it_publishes_is_missed_by_those_that_wait(way: str) -> None:
+    """Not after the 1,800 s of the save, and the thread of the save ends too."""
+    with directories() as (saved, _):
+        zf.simulate(2, saves, saved)
+        with processes(2, timeout_s=60.0, collective_timeout_s=10.0) as workers:
+            lost, survivor = workers.outcomes(waits_for, saved, way)
+        assert isinstance(lost, Exception)
+        assert "rank 0" in survivor
         assert [step for step, _ in steps(saved)] == [1]
         assert torch.equal(zf.load(saved, {"w": torch.zeros(500)}).state["w"], weights())

@@ -8,18 +8,19 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from zfun.checkpoint._together import agree, error_from, report_of
+from zfun.checkpoint._together import error_from, gather_json, report_of
 from zfun.checkpoint.format import be_gentle, explaining
 from zfun.collectives import Group, barrier, global_ranks, mesh_of
-from zfun.errors import CheckpointError
+from zfun.errors import CheckpointError, ZfunError
 from zfun.options import GROUP, takes
 
 __all__ = ["Saved", "check_saves", "in_background", "settle"]
 
-_POLL_S = 0.01
+_POLL_S, _LONGEST_NAP_S = 0.01, 0.2
 # After the end of the main thread, other ranks have this long to end their part.
 _AT_EXIT_S = 60.0
 
@@ -89,6 +90,8 @@ class _Saving(Saved):
     def __init__(self, job: Any, write: Callable[[], Any], timeout_s: float) -> None:
         super().__init__(job.final)
         self.error: Exception | None = None
+        # Why the thread ends its waits, as other ranks have told through the group.
+        self.told: Exception | None = None
         self._group = weakref.ref(job.group)
         self._thread = threading.Thread(
             target=self._run, args=(job, write, timeout_s), name="zfun-save"
@@ -111,10 +114,42 @@ class _Saving(Saved):
             return self.path
         # All ranks have started their threads when all have come here.
         barrier(group)
-        self._thread.join()
         _UNDER_WAY.pop(group, None)
-        agree(group, self.error)
-        return self.path
+        try:
+            self._end_together(group)
+        except BaseException as error:
+            # The thread ends its waits too, because the process waits for the thread.
+            if self.told is None:
+                self.told = _given_up(self.path, error)
+            raise
+        self._thread.join()
+        if self.told is None:
+            return self.path
+        # What this rank's thread made of the failure of another rank says less.
+        raise self.told
+
+    def _end_together(self, group: Group) -> None:
+        """Wait until the threads of all ranks have ended.
+
+        The ranks ask each other through the group, which notices a rank that is lost, and tells of
+        a failure that a full disk does not take.
+        """
+        nap = _POLL_S
+        while True:
+            done = self.done
+            mine = [done, report_of(self.error) if done else None]
+            found = gather_json(mine, group, "save in the background")
+            failed = [rank for rank, (_, problem) in enumerate(found) if problem is not None]
+            if failed and self.told is None:
+                self.told = error_from(found[failed[0]][1], global_ranks(group)[failed[0]])
+                if done and self.error is not None:
+                    self.told = self.error
+                    if isinstance(self.error, ZfunError) and self.error.rank is None:
+                        self.error.rank = global_ranks(group)[group.rank]
+            if all(done for done, _ in found):
+                return
+            time.sleep(nap)
+            nap = min(2 * nap, _LONGEST_NAP_S)
 
     def _run(self, job: Any, write: Callable[[], Any], timeout_s: float) -> None:
         be_gentle()
@@ -124,18 +159,29 @@ class _Saving(Saved):
                 report = write()
             except Exception as caught:  # noqa: BLE001, reported to rank 0
                 error = caught
-            until = _Limit(timeout_s)
+            until = _Limit(timeout_s, self)
             if job.group.rank == 0:
                 self._publish(job, error, report, until)
             else:
-                _leave(_report_path(job, job.group.rank), [report_of(error), report])
-                if error is not None:
-                    raise error
+                self._report(job, error, report)
                 _await_outcome(job, until)
         except BaseException as caught:  # noqa: BLE001, raised by wait(), by a step or by a save
             self.error = caught if isinstance(caught, Exception) else _ended(job, caught)
         finally:
             job.release()
+
+    def _report(self, job: Any, error: Exception | None, report: Any) -> None:
+        """Tell rank 0 how this rank's part went."""
+        path = _report_path(job, job.group.rank)
+        with explaining(path, "the report of this rank") if error is None else nullcontext():
+            try:
+                _leave(path, [report_of(error), report])
+            except OSError:
+                # The rank's own error says more.
+                if error is None:
+                    raise
+        if error is not None:
+            raise error
 
     def _publish(self, job: Any, error: Exception | None, report: Any, until: _Limit) -> None:
         failed: list[Any] = []
@@ -157,7 +203,9 @@ class _Saving(Saved):
         except Exception as caught:
             # The other ranks read why; the next save removes the directory.
             failed = failed or [global_ranks(job.group)[0], report_of(caught)]
-            _leave(f"{job.temporary}/failed.json", failed)
+            # On a full disk, wait() tells the other ranks.
+            with suppress(OSError):
+                _leave(f"{job.temporary}/failed.json", failed)
             if job.group.size == 1:
                 job.abandon()
             raise
@@ -177,12 +225,8 @@ def _report_path(job: Any, rank: int) -> str:
 def _leave(path: str, value: Any) -> None:
     """Write JSON to a file that appears whole."""
     part = Path(f"{path}.part")
-    try:
-        part.write_text(json.dumps(value), encoding="utf-8")
-        part.rename(path)
-    except OSError:
-        # The other ranks end by the time limit, or because the directory is gone.
-        return
+    part.write_text(json.dumps(value), encoding="utf-8")
+    part.rename(path)
 
 
 def _ended(job: Any, cause: BaseException) -> CheckpointError:
@@ -190,6 +234,14 @@ def _ended(job: Any, cause: BaseException) -> CheckpointError:
         f"a save in the background runs to its end; the thread for {job.final} was ended by "
         f"{type(cause).__name__}; save again",
         path=job.final,
+    )
+
+
+def _given_up(path: str, cause: BaseException) -> CheckpointError:
+    return CheckpointError(
+        f"all ranks save together; {path} was given up, because a rank ended its wait with "
+        f"{type(cause).__name__}: {cause}; save again when all ranks are there",
+        path=path,
     )
 
 
@@ -217,14 +269,22 @@ def _await_outcome(job: Any, until: _Limit) -> None:
 
 
 class _Limit:
-    """A limit of time, which is shorter from the end of the main thread on."""
+    """A limit of time, which is shorter from the end of the main thread on.
 
-    def __init__(self, timeout_s: float) -> None:
+    Args:
+        timeout_s: seconds.
+        saving: may be told to end.
+    """
+
+    def __init__(self, timeout_s: float, saving: _Saving) -> None:
+        self._saving = saving
         self._deadline = time.monotonic() + timeout_s
         self._is_ending = False
 
     def pause(self, sign: str) -> None:
-        """Sleep for a moment, or raise at the limit."""
+        """Sleep for a moment, or raise at the limit, or where other ranks have told to end."""
+        if self._saving.told is not None:
+            raise self._saving.told
         if not self._is_ending and not threading.main_thread().is_alive():
             self._is_ending = True
             self._deadline = min(self._deadline, time.monotonic() + _AT_EXIT_S)

@@ -409,6 +409,43 @@ def test_an_error_in_the_background_names_the_rank_that_failed(tmp_path: Path) -
     zf.simulate(3, main)
 
 
+class NoRoomFor(Files):
+    """A disk that takes the payload, and not these names afterwards."""
+
+    def __init__(self, *names: str) -> None:
+        self._names = names
+
+    def sync(self, fd: int) -> None:
+        super().sync(fd)
+        for name in self._names:
+            (Path(f"/proc/self/fd/{fd}").readlink().parent / name).mkdir(exist_ok=True)
+
+    def rename(self, old: str, new: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_outcome_that_the_disk_does_not_take_goes_over_the_group(
+    rank: int, tmp_path: Path
+) -> None:
+    """A rank's report of its part, or that rank 0 has given up."""
+    name = "failed.json.part" if rank == 0 else "report-00001.json.part"
+
+    def main(group: Any) -> None:
+        files = NoRoomFor(name) if group.rank == rank else None
+        state = {"w": zf.shard(weights(), group)}
+        saving = zf.save(tmp_path, state, step=1, background=True, files=files)
+        words = "publishing the checkpoint" if rank == 0 else "the report of this rank"
+        with pytest.raises(CheckpointError, match=f"{words} failed") as caught:
+            saving.wait()
+        assert caught.value.rank == rank
+        assert saving.done
+
+    zf.simulate(3, main)
+    zf.simulate(2, lambda group: zf.save(tmp_path, {"w": zf.shard(weights(), group)}, step=2))
+    assert [step for step, _ in steps(tmp_path)] == [2]
+
+
 def test_a_state_without_tensors_is_saved_in_the_background(tmp_path: Path) -> None:
     def main(group: Any) -> Any:
         zf.save(tmp_path, {"tokens": 7}, step=1, group=group, background=True).wait()

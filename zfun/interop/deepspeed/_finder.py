@@ -168,7 +168,7 @@ def add_finder() -> None:
 
 
 def install() -> None:
-    """Let ``import deepspeed`` in this process give :mod:`zfun.interop.deepspeed`.
+    """Let ``import deepspeed`` in this process give ``zfun.interop.deepspeed``.
 
     Call it before libraries that look for DeepSpeed are imported: transformers, accelerate,
     lightning, trl, peft. A DeepSpeed that is installed too is not used, and a line of the log says

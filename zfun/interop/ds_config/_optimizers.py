@@ -77,7 +77,7 @@ def rule_for(
         rule: the type, in any case, and the options of all groups.
         lr: the learning rate, a number or a function of the steps taken; the rule's by default.
         decays: ``b1`` and ``b2``, or ``momentum``, as numbers or functions of the steps taken;
-            :func:`cycle_of` makes them of a schedule's momentum.
+            ``cycle_of`` makes them of a schedule's momentum.
         options: the group's own, by the names in ``optimizer.params``, such as ``weight_decay``.
 
     Returns:

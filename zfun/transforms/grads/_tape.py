@@ -38,7 +38,7 @@ class Tape:
     """A call between forward and backward, or between two backward passes; see [Note: tapes].
 
     Args:
-        executor: of the call.
+        number: of the call, among the calls of the group.
         start: begins backward: compares the ranks' calls, and sends the weight of the loss.
         end: ends backward, and returns the gradients.
 
@@ -46,7 +46,7 @@ class Tape:
         deliver: called with the gradients of each pass.
         check: called before each pass; may refuse it.
         weight: of the loss of the next pass, as for a :class:`zfun.transforms.Pullback`.
-        number: of the call, among the calls of the group.
+        number: as above.
     """
 
     def __init__(

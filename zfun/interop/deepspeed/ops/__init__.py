@@ -1,7 +1,7 @@
 """Optimizers by the names of DeepSpeed's kernels.
 
 ``initialize`` takes one as it takes an optimizer of torch. Alone, or under a strategy of Lightning,
-an optimizer steps by the same rule of :mod:`zfun.optim`.
+an optimizer steps by the same rule of ``zfun.optim``.
 """
 
 from __future__ import annotations
