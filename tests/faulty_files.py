@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ SHORT = "short"
 KILL = "kill"
 
 EVERY = (
-    *("open", "lock", "reserve", "read", "write", "sync", "size", "truncate", "make"),
+    *("open", "lock", "reserve", "read", "write", "sync", "size", "truncate", "make", "add"),
     *("names", "rename", "sync_directory", "remove"),
 )
 
@@ -140,6 +141,10 @@ class FaultyFiles(Files):
         self._fails("make")
         super().make(path)
 
+    def add(self, path: str) -> None:
+        self._fails("add")
+        super().add(path)
+
     def names(self, path: str) -> list[str]:
         self._fails("names")
         return super().names(path)
@@ -159,3 +164,93 @@ class FaultyFiles(Files):
     def remove(self, path: str) -> None:
         self._fails("remove")
         super().remove(path)
+
+
+class PowerLoss(FaultyFiles):
+    """A machine that loses its power, and with it all that was not synced.
+
+    Names of files and directories come back as they were when their directory was last synced, and
+    of files that were not synced all bytes are lost.
+
+    Args:
+        at: the index of the operation at which the power is lost; ``None`` for :meth:`lose`.
+    """
+
+    def __init__(self, at: int | None = None) -> None:
+        super().__init__(at, KILL, EVERY)
+        self._changes: list[tuple[str, str, str]] = []
+        # The bytes of removed files.
+        self._removed: dict[str, bytes] = {}
+
+    def lose(self) -> None:
+        """Lose the power."""
+        for kind, path, other in reversed(self._changes):
+            if kind == "made" and Path(path).is_dir():
+                shutil.rmtree(path)
+            elif kind == "made":
+                Path(path).unlink(missing_ok=True)
+            elif kind == "renamed" and Path(other).exists():
+                Path(other).rename(path)
+            elif kind == "removed" and other:
+                Path(path).write_bytes(self._removed[other])
+            elif kind == "removed":
+                Path(path).mkdir(exist_ok=True)
+        self._changes.clear()
+        for path in self._unsynced:
+            if Path(path).exists():
+                os.truncate(path, 0)
+
+    def _die(self) -> None:
+        with self._lock:
+            self._is_dead = True
+            self.lose()
+        raise Killed
+
+    def _changed(self, kind: str, path: str, other: str = "") -> None:
+        with self._lock:
+            self._changes.append((kind, path, other))
+
+    def open(self, path: str, flags: int) -> int:
+        is_new = not os.path.lexists(path)
+        fd = super().open(path, flags)
+        if is_new:
+            self._changed("made", path)
+        return fd
+
+    def make(self, path: str) -> None:
+        super().make(path)
+        self._changed("made", path)
+
+    def add(self, path: str) -> None:
+        is_new = not os.path.lexists(path)
+        super().add(path)
+        if is_new:
+            self._changed("made", path)
+
+    def rename(self, old: str, new: str) -> None:
+        super().rename(old, new)
+        self._changed("renamed", old, new)
+        with self._lock:
+            # What was done inside of a directory is found under the new name.
+            moved = lambda path: new + path[len(old) :] if path.startswith(f"{old}/") else path
+            self._changes[:-1] = [
+                (kind, moved(path), moved(other)) for kind, path, other in self._changes[:-1]
+            ]
+
+    def sync_directory(self, path: str) -> None:
+        super().sync_directory(path)
+        with self._lock:
+            self._changes = [
+                change for change in self._changes if str(Path(change[1]).parent) != path
+            ]
+
+    def remove(self, path: str) -> None:
+        kept = f"kept {len(self._removed)}"
+        if Path(path).is_file():
+            self._removed[kept] = Path(path).read_bytes()
+        parent = Path(path).parent
+        super().remove(path)
+        if kept in self._removed:
+            self._changed("removed", path, kept)
+        if not parent.exists():
+            self._changed("removed", str(parent))

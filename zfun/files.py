@@ -101,6 +101,20 @@ class Files:
         """Make a directory, for this user only; raise ``FileExistsError`` if there is one."""
         Path(path).mkdir(mode=0o700)
 
+    def make_all(self, path: str) -> None:
+        """Make a directory and those above it where there are none, and keep their names."""
+        missing = []
+        while not Path(path).is_dir():
+            missing.append(path)
+            path = str(Path(path).parent)
+        for new in reversed(missing):
+            self.add(new)
+            self.sync_directory(str(Path(new).parent))
+
+    def add(self, path: str) -> None:
+        """Make a directory if there is none."""
+        Path(path).mkdir(exist_ok=True)
+
     def names(self, path: str) -> list[str]:
         """Return the names in a directory, sorted."""
         return sorted(os.listdir(path))  # noqa: PTH208, names and not paths are asked for

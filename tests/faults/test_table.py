@@ -31,6 +31,7 @@ ROWS: dict[int, dict[str, list[str]]] = {
         f"{UNIT}/checkpoint/test_faults.py": [
             "test_a_process_killed_at_any_operation_loses_no_checkpoint",
             "test_a_process_that_kills_itself_loses_no_checkpoint",
+            "test_a_power_loss_at_any_operation_loses_no_checkpoint",
         ],
         f"{REAL}/test_checkpoints.py": [
             "test_a_rank_that_is_killed_in_a_save_leaves_the_last_checkpoint",

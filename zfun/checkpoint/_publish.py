@@ -101,7 +101,7 @@ class Job:
 
     def _made(self, step: int) -> list[str]:
         with explaining(self.path, "the directory"):
-            Path(self.path).mkdir(parents=True, exist_ok=True)
+            self.files.make_all(self.path)
         self._lock.enter_context(locked(self.path, self.files))
         with explaining(self.path, "the temporary directory"):
             remove_stale(self.path, self.files)

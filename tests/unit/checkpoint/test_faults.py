@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import zfun as zf
-from tests.faulty_files import EVERY, KILL, SHORT, FaultyFiles, Killed
+from tests.faulty_files import EVERY, KILL, SHORT, FaultyFiles, Killed, PowerLoss
 from zfun.checkpoint import latest, read_manifest, step_path
 from zfun.checkpoint._directory import stale
 from zfun.checkpoint.format import digest_of
@@ -110,6 +110,31 @@ def test_a_process_killed_at_any_operation_loses_no_checkpoint(
     # The new checkpoint comes to be at one operation.
     assert found == sorted(found)
     assert set(found) == {1, 2}
+
+
+@pytest.mark.parametrize(("size", "background"), FORMS)
+def test_a_power_loss_at_any_operation_loses_no_checkpoint(
+    base: Path, tmp_path: Path, size: int, background: bool
+) -> None:
+    """Of all ranks at once: what was not synced is gone, names of directories too."""
+    shutil.copytree(base, tmp_path / "count")
+    options = {"background": background, "timeout_s": 0.2}
+    count = num_operations(tmp_path / "count", size, **options)
+    found = []
+    for at, path in copies(base, count, tmp_path):
+        with pytest.raises((Killed, ZfunError)):
+            save_step(path, 2, PowerLoss(at), size, keep=2, **options)
+        found.append(loaded(path))
+        save_step(path, 3, None, size)
+        assert loaded(path) == 3
+        assert not stale(path)
+    assert set(found) == {1, 2}
+    # A save that has returned is kept, in a directory that was there and in a new one.
+    for path in (base, tmp_path / "new" / "runs" / "gpt"):
+        files = PowerLoss()
+        save_step(path, 2, files, size, background=background)
+        files.lose()
+        assert loaded(path) == 2
 
 
 @pytest.mark.parametrize(("size", "background"), FORMS)
