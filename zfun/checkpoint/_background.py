@@ -134,19 +134,23 @@ class _Saving(Saved):
         The ranks ask each other through the group, which notices a rank that is lost, and tells of
         a failure that a full disk does not take.
         """
-        nap = _POLL_S
+        nap, me = _POLL_S, global_ranks(group)[group.rank]
         while True:
-            done = self.done
-            mine = [done, report_of(self.error) if done else None]
-            found = gather_json(mine, group, "save in the background")
-            failed = [rank for rank, (_, problem) in enumerate(found) if problem is not None]
+            done, error = self.done, self.error
+            # A rank that has read on the disk that another one failed has an error too.
+            first = getattr(error, "rank", None)
+            origin = None if error is None or not done else me if first is None else first
+            problem = None if origin is None else report_of(error)
+            found = gather_json([done, origin, problem], group, "save in the background")
+            ranks = global_ranks(group)
+            failed = [i for i, (_, by, _) in enumerate(found) if by == ranks[i]]
             if failed and self.told is None:
-                self.told = error_from(found[failed[0]][1], global_ranks(group)[failed[0]])
-                if done and self.error is not None:
-                    self.told = self.error
-                    if isinstance(self.error, ZfunError) and self.error.rank is None:
-                        self.error.rank = global_ranks(group)[group.rank]
-            if all(done for done, _ in found):
+                self.told = error_from(found[failed[0]][2], ranks[failed[0]])
+                if error is not None and origin == me:
+                    self.told = error
+                    if isinstance(error, ZfunError):
+                        error.rank = me
+            if all(done for done, *_ in found):
                 return
             time.sleep(nap)
             nap = min(2 * nap, _LONGEST_NAP_S)
