@@ -152,3 +152,37 @@ def test_accelerate_launches_a_script_with_a_file_for_deepspeed(tmp_path: Path) 
     lines = [line.split() for line in done.stdout.splitlines() if line.startswith("DEEPSPEED")]
     assert [line[1] for line in lines] == ["2", "2"]
     assert [float(line[2]) for line in lines] == pytest.approx(losses, abs=1e-6)
+
+
+def instructions(folder: Path) -> None:
+    """Write a small model, and instructions with answers."""
+    trls = pytest.importorskip("tests.interop.trls")
+    trls.saved_model(folder / "model")
+    generator = torch.Generator().manual_seed(0)
+
+    def text(count: int) -> str:
+        ids = torch.randint(0, 61, (count,), generator=generator).tolist()
+        return " ".join(f"w{i}" for i in ids)
+
+    rows = [
+        {"instruction": text(3 + i % 4), "input": text(i % 3), "output": text(4 + i % 5)}
+        for i in range(24)
+    ]
+    (folder / "data.json").write_text(json.dumps(rows))
+
+
+@pytest.mark.slow
+def test_a_script_that_fine_tunes_runs_with_every_configuration(tmp_path: Path) -> None:
+    instructions(tmp_path)
+    script = str(PROGRAMS / "deepspeed_finetune.py")
+    program = (str(PROGRAMS / "deepspeed_finetune_configs.py"), str(tmp_path), script)
+    flags = ("-n", "2", "--no_local_rank", *program)
+    done = run("-m", "zfun.interop.deepspeed", *flags, folder=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.slow
+def test_two_engines_train_against_each_other(tmp_path: Path) -> None:
+    flags = ("-n", "2", "--no_local_rank", str(PROGRAMS / "deepspeed_gan.py"))
+    done = run("-m", "zfun.interop.deepspeed", *flags, folder=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
