@@ -186,3 +186,11 @@ def test_two_engines_train_against_each_other(tmp_path: Path) -> None:
     flags = ("-n", "2", "--no_local_rank", str(PROGRAMS / "deepspeed_gan.py"))
     done = run("-m", "zfun.interop.deepspeed", *flags, folder=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.slow
+def test_strategies_of_lightning_run_unmodified(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    flags = ("-n", "2", "--no_local_rank", str(PROGRAMS / "deepspeed_lightning.py"))
+    done = run("-m", "zfun.interop.deepspeed", *flags, str(tmp_path), folder=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -49,12 +49,13 @@ class DeepSpeedEngine(Numbers):
         *,
         device: torch.device,
         dataloader: Any = None,
+        values: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         self.module = module
         self._settings = settings
         self._group = group
-        self._core = made(module, settings, group)
+        self._core = made(module, settings, group, values or {})
         optimizer = settings.optimizer
         self.optimizer = None if optimizer is None else EngineOptimizer(optimizer, self)
         self.lr_scheduler = settings.scheduler
@@ -175,6 +176,11 @@ class DeepSpeedEngine(Numbers):
         self.global_samples += self.train_batch_size() if self._settings.recipe.batch else 0
 
     def _check_trained(self, method: str) -> None:
+        if not self._core.has_module:
+            raise OptionError(
+                f"{method}() trains the model of the engine; got an engine whose model a later "
+                "initialize() has taken; use the engine that the later call returned"
+            )
         if self.optimizer is None:
             raise OptionError(
                 f"{method}() trains a model; got an engine of initialize() without an optimizer; "

@@ -32,7 +32,15 @@ from zfun.errors import OptionError, PlacementError
 from zfun.interop.engine._parameter import LiveParameter
 from zfun.transforms.params._lazy import LazyLeaf, tensor_of
 
-__all__ = ["Live", "LiveForward", "LiveMethod", "LiveParameters", "Owner", "check_free"]
+__all__ = [
+    "Live",
+    "LiveForward",
+    "LiveMethod",
+    "LiveParameters",
+    "Owner",
+    "check_free",
+    "live_of",
+]
 
 
 # As many values that were gathered outside of calls are watched at a time.
@@ -47,6 +55,14 @@ def check_free(module: nn.Module) -> None:
                 f"a module has one engine; got a {type(module).__name__} that another engine "
                 "holds; make a copy.deepcopy() of the module, on each simulated rank too"
             )
+
+
+def live_of(module: nn.Module) -> Live | None:
+    """Return the state of a module that is live as a whole; ``None`` for another module."""
+    params = module._parameters
+    if isinstance(params, LiveParameters) and params.live.is_of(module):
+        return params.live
+    return None
 
 
 class Owner(Protocol):
@@ -327,6 +343,15 @@ class Live:
     def is_special(self) -> bool:
         """Whether a read of the call that runs needs more than the tensor."""
         return bool(self._quiet or self._hooks or self.marks) or not torch.is_grad_enabled()
+
+    def is_of(self, module: nn.Module) -> bool:
+        """Whether a module is the whole one."""
+        return self._module is module
+
+    @property
+    def owner(self) -> Owner | None:
+        """The holder of the values; ``None`` if it is gone."""
+        return self._owner()
 
     def name_of(self, param: Any) -> str | None:
         """Return the name of a parameter of the state; ``None`` for another value."""
