@@ -139,3 +139,42 @@ def test_files_of_a_checkpoint_tell_the_client_state(tmp_path: Path) -> None:
     (tmp_path / "zero_pp_rank_0_mp_rank_00_model_states.pt").touch()
     assert [Path(path).name[13:15] for path in get_optim_files(tmp_path)] == ["9_", "10"]
     assert Path(get_model_state_file(tmp_path, 3)).parent == tmp_path
+
+
+class Saved(nn.Module):
+    """A model with the method of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+    def save_pretrained(
+        self, folder: Path, is_main_process: bool = True, state_dict: Any = None, **options: Any
+    ) -> None:
+        found = self.state_dict() if state_dict is None else state_dict
+        if is_main_process:
+            torch.save(found, folder / "weights.pt")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("is_given", [True, False])
+def test_rank_0_saves_a_model_alone_with_the_weights_of_the_engine(
+    is_given: bool, stage: int, tmp_path: Path
+) -> None:
+    def main(group: zf.Group) -> None:
+        torch.manual_seed(0)
+        engine = made(group, stage, Saved())
+        given = engine._zero3_consolidated_16bit_state_dict() if is_given else None
+        assert (given is None) == (group.rank == 1 or not is_given)
+        is_first = group.rank == 0
+        engine.module.save_pretrained(tmp_path, is_main_process=is_first, state_dict=given)
+        # The ranks are at the same collective again.
+        assert not engine(torch.ones(2, 4)).isnan().any()
+
+    zf.simulate(2, main)
+    torch.manual_seed(0)
+    wanted = dict(Saved().state_dict())
+    torch.testing.assert_close(dict(torch.load(tmp_path / "weights.pt")), wanted, rtol=0, atol=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,10 @@ class DeepSpeedEngine(Numbers):
         # The context around backward() in which no step may be taken.
         self._within: str | None = None
         self._boundary: bool | None = None
+        # The step at whose end rank 0 got the weights.
+        self._consolidated_at: int | None = None
+        if settings.recipe.stage == 3 and hasattr(module, "save_pretrained"):
+            self._core.wrap("save_pretrained", self._save_pretrained)
         if settings.recipe.stage == 3:
             module.__dict__["ds_external_parameters"] = functools.partial(iter, ())
 
@@ -266,7 +271,20 @@ class DeepSpeedEngine(Numbers):
     ) -> dict[str, Any] | None:
         """Return the whole weights on rank 0, and ``None`` elsewhere; every rank must call."""
         found = self.module_state_dict(exclude_frozen_parameters)
+        self._consolidated_at = self.global_steps
         return found if self._group.rank == 0 else None
+
+    def _save_pretrained(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call ``save_pretrained``, unless rank 0 has the weights, and this rank writes nothing.
+
+        A script passes ``state_dict=accelerator.get_state_dict(engine)``, which is ``None`` on
+        this rank, so the method would gather the weights on this rank alone.
+        """
+        given = inspect.signature(own).bind_partial(*args, **kwargs).arguments
+        is_idle = given.get("is_main_process") is False and given.get("state_dict") is None
+        if is_idle and self._group.rank != 0 and self._consolidated_at == self.global_steps:
+            return None
+        return own(*args, **kwargs)
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 

@@ -176,6 +176,7 @@ class Live:
         self._names = {id(param): name for name, param in params.items()}
         self._params = dict(params)
         self._owner = weakref.ref(owner)
+        self._methods = {"zero_grad"}
         self._quiet: set[str] = set()
         self._hooks: dict[str, Any] = {}
         self._hooked: set[int] = set()
@@ -205,13 +206,19 @@ class Live:
                 part.forward = LiveForward(part, "forward", run, self)
         self._module.__dict__["zero_grad"] = LiveMethod(self._module, "zero_grad", zero_grad, self)
 
+    def wrap(self, name: str, run: Callable[..., Any]) -> None:
+        """Let a method of the module be one of an engine, which is called with the module's own."""
+        own = getattr(self._module, name)
+        self._module.__dict__[name] = LiveMethod(self._module, name, run, self, own)
+        self._methods.add(name)
+
     def release(self) -> None:
         """Let the module be a plain one again, with the values that its parameters have."""
         for param in self._params.values():
             LiveParameter.release(param)
         for part in self._module.modules():
             part.__dict__["_parameters"] = dict(part._parameters.items())
-            for name in ("forward", "zero_grad"):
+            for name in ("forward", *self._methods):
                 entry = part.__dict__.get(name)
                 if isinstance(entry, LiveMethod):
                     del part.__dict__[name]
@@ -435,9 +442,13 @@ class LiveMethod:
         name: of the method.
         run: a method of the engine.
         live: the state of the module.
+        first: arguments before those of a call.
     """
 
-    def __init__(self, module: nn.Module, name: str, run: Callable[..., Any], live: Live) -> None:
+    def __init__(
+        self, module: nn.Module, name: str, run: Callable[..., Any], live: Live, *first: Any
+    ) -> None:
+        self._first = first
         self.own = getattr(module, name)
         self.is_attribute = name in module.__dict__
         self.__wrapped__ = self.own
@@ -446,7 +457,7 @@ class LiveMethod:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = self._run()
-        return self.own(*args, **kwargs) if run is None else run(*args, **kwargs)
+        return self.own(*args, **kwargs) if run is None else run(*self._first, *args, **kwargs)
 
     def of_copy(self, replace: Callable[[Any], Any]) -> Any:
         """Return the method of a bound copy of the module; see :func:`zfun.functional`."""
