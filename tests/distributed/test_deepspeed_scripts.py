@@ -250,3 +250,11 @@ def test_accelerate_launches_a_language_model_at_every_stage(
     folder, first = first_clm
     torch.testing.assert_close(clm(folder, stage), first, rtol=0, atol=0)
     assert first["ranks"] == 2
+
+
+@pytest.mark.slow
+def test_snippets_of_guides_run_unmodified(tmp_path: Path) -> None:
+    pytest.importorskip("tests.interop.trls").saved_model(tmp_path / "model")
+    flags = ("-n", "2", "--no_local_rank", str(PROGRAMS / "deepspeed_snippets.py"))
+    done = run("-m", "zfun.interop.deepspeed", *flags, str(tmp_path), folder=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
