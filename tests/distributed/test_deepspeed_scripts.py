@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,11 +17,13 @@ PROGRAMS = Path(__file__).parent / "programs"
 pytestmark = pytest.mark.processes
 
 
-def run(*command: str, folder: Path, timeout: float = 110) -> subprocess.CompletedProcess[str]:
+def run(
+    *command: str, folder: Path, timeout: float = 110, **variables: str
+) -> subprocess.CompletedProcess[str]:
     """Run Python in a folder."""
     return subprocess.run(
         [sys.executable, *command],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables},
         cwd=folder,
         capture_output=True,
         text=True,
@@ -123,30 +126,32 @@ def test_trainers_of_trl_run_unmodified(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+def launch(folder: Path, config: object, *script: str) -> subprocess.CompletedProcess[str]:
+    """Let accelerate launch a script with a file for DeepSpeed."""
+    (folder / "ds.json").write_text(json.dumps(config))
+    (folder / "ds.yaml").write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\nnum_processes: 2\n"
+        "num_machines: 1\nmachine_rank: 0\nuse_cpu: false\ndeepspeed_config:\n"
+        "  deepspeed_config_file: ds.json\n  zero3_init_flag: true\n"
+    )
+    accelerate = ("accelerate", "launch", "--config_file", "ds.yaml", *script)
+    done = run("-m", "zfun.interop.deepspeed", *accelerate, folder=folder)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
 # accelerate writes an infinite steps_per_print into each configuration.
 @pytest.mark.slow
 @pytest.mark.shows(
     "`accelerate launch` with a file for DeepSpeed", "right", "losses of the plain loop"
 )
 def test_accelerate_launches_a_script_with_a_file_for_deepspeed(tmp_path: Path) -> None:
-    (tmp_path / "ds.json").write_text(
-        json.dumps(
-            {
-                "train_micro_batch_size_per_gpu": 2,
-                "gradient_accumulation_steps": 1,
-                "zero_optimization": {"stage": 2},
-            }
-        )
-    )
-    (tmp_path / "ds.yaml").write_text(
-        "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\nnum_processes: 2\n"
-        "num_machines: 1\nmachine_rank: 0\nuse_cpu: false\ndeepspeed_config:\n"
-        "  deepspeed_config_file: ds.json\n"
-    )
-    program = str(PROGRAMS / "deepspeed_accelerate.py")
-    accelerate = ("accelerate", "launch", "--config_file", "ds.yaml", program)
-    done = run("-m", "zfun.interop.deepspeed", *accelerate, folder=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": {"stage": 2},
+    }
+    done = launch(tmp_path, config, str(PROGRAMS / "deepspeed_accelerate.py"))
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -160,3 +165,109 @@ def test_accelerate_launches_a_script_with_a_file_for_deepspeed(tmp_path: Path) 
     lines = [line.split() for line in done.stdout.splitlines() if line.startswith("DEEPSPEED")]
     assert [line[1] for line in lines] == ["2", "2"]
     assert [float(line[2]) for line in lines] == pytest.approx(losses, abs=1e-6)
+
+
+def instructions(folder: Path) -> None:
+    """Write a small model, and instructions with answers."""
+    trls = pytest.importorskip("tests.interop.trls")
+    trls.saved_model(folder / "model")
+    generator = torch.Generator().manual_seed(0)
+
+    def text(count: int) -> str:
+        ids = torch.randint(0, 61, (count,), generator=generator).tolist()
+        return " ".join(f"w{i}" for i in ids)
+
+    rows = [
+        {"instruction": text(3 + i % 4), "input": text(i % 3), "output": text(4 + i % 5)}
+        for i in range(24)
+    ]
+    (folder / "data.json").write_text(json.dumps(rows))
+
+
+@pytest.mark.slow
+@pytest.mark.shows(
+    "a script with `--deepspeed` and a Trainer", "right", "losses of the plain Trainer"
+)
+def test_a_script_that_fine_tunes_runs_with_every_configuration(tmp_path: Path) -> None:
+    instructions(tmp_path)
+    script = str(PROGRAMS / "deepspeed_finetune.py")
+    program = (str(PROGRAMS / "deepspeed_finetune_configs.py"), str(tmp_path), script)
+    flags = ("-n", "2", "--no_local_rank", *program)
+    done = run("-m", "zfun.interop.deepspeed", *flags, folder=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.shows("a GAN with two engines", "right", "the numbers of plain torch")
+def test_two_engines_train_against_each_other(tmp_path: Path) -> None:
+    flags = ("-n", "2", "--no_local_rank", str(PROGRAMS / "deepspeed_gan.py"))
+    done = run("-m", "zfun.interop.deepspeed", *flags, folder=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.shows("Lightning's own `DeepSpeedStrategy`", "right", "losses of DDP")
+def test_strategies_of_lightning_run_unmodified(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    flags = ("-n", "2", "--no_local_rank", str(PROGRAMS / "deepspeed_lightning.py"))
+    done = run("-m", "zfun.interop.deepspeed", *flags, str(tmp_path), folder=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+CLM = str(PROGRAMS / "deepspeed_clm.py")
+
+
+def clm(folder: Path, stage: int) -> dict[str, Any]:
+    """Train a language model with accelerate at a stage, and return what the script has written."""
+    zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
+    sizes = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    config = {**dict.fromkeys(sizes, "auto"), "zero_optimization": zero}
+    output = str(folder / f"stage {stage}")
+    launch(folder, config, CLM, "--model_name_or_path", "model", "--output_dir", output)
+    return written(Path(output))
+
+
+def written(folder: Path) -> dict[str, Any]:
+    """Return the log and the weights of a run."""
+    load = pytest.importorskip("safetensors.torch").load_file
+    found = json.loads((folder / "log.json").read_text())
+    return {**found, "weights": load(folder / "model.safetensors")}
+
+
+@pytest.fixture(scope="module")
+def first_clm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Train a language model without DeepSpeed, and at stage 0."""
+    folder = tmp_path_factory.mktemp("clm")
+    pytest.importorskip("tests.interop.trls").saved_model(folder / "model")
+    flags = ("-n", "2", "--no_local_rank", CLM, "--model_name_or_path", "model")
+    done = run(
+        "-m",
+        "zfun.interop.deepspeed",
+        *flags,
+        "--output_dir",
+        "plain",
+        folder=folder,
+        ACCELERATE_USE_CPU="true",
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = clm(folder, 0)
+    torch.testing.assert_close(found, written(folder / "plain"), rtol=1e-5, atol=1e-5)
+    return folder, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_accelerate_launches_a_language_model_at_every_stage(
+    stage: int, first_clm: tuple[Path, dict[str, Any]]
+) -> None:
+    folder, first = first_clm
+    torch.testing.assert_close(clm(folder, stage), first, rtol=0, atol=0)
+    assert first["ranks"] == 2
+
+
+@pytest.mark.slow
+def test_snippets_of_guides_run_unmodified(tmp_path: Path) -> None:
+    pytest.importorskip("tests.interop.trls").saved_model(tmp_path / "model")
+    flags = ("-n", "2", "--no_local_rank", str(PROGRAMS / "deepspeed_snippets.py"))
+    done = run("-m", "zfun.interop.deepspeed", *flags, str(tmp_path), folder=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]

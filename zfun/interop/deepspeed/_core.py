@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,30 +17,68 @@ from zfun.interop.deepspeed.runtime.zero._owners import (
     Owner,
     adopt,
     deferred_of,
+    forget,
     is_partitioned,
     marks_of,
     told,
 )
 from zfun.interop.engine import Engine
+from zfun.interop.engine._live import live_of
+from zfun.sources import Deferred
 
-__all__ = ["made"]
+__all__ = ["freed", "made"]
 
 
-def made(module: nn.Module, settings: Settings, group: Group) -> Engine:
+@contextlib.contextmanager
+def freed(module: nn.Module) -> Iterator[Mapping[str, Deferred]]:
+    """Let a new engine take a module that another one may have, as a context; all ranks enter.
+
+    As in DeepSpeed, a second ``initialize`` of a module begins with the values of the first.
+
+    Returns:
+        A context whose value has the values that the module itself has not, by name. Where the
+        context ends with an error, the module is a plain one with these values.
+    """
+    live = live_of(module)
+    values: dict[str, Deferred] = {}
+    if live is not None:
+        params = list(module.parameters())
+        engine = live.owner
+        if isinstance(engine, Engine):
+            values = engine.hand_over()
+        else:
+            live.release()
+        for param in params:
+            forget(param)
+    try:
+        yield values
+    except BaseException:
+        for name, param in module.named_parameters():
+            if name in values and type(param) is nn.Parameter:
+                param.data = values[name].load()
+        raise
+
+
+def made(
+    module: nn.Module, settings: Settings, group: Group, values: Mapping[str, Deferred]
+) -> Engine:
     """Return the engine of zfun for the options, with the module's values of rank 0.
 
     Args:
         module: is live afterwards; some parameters may be in pieces.
         settings: the options.
         group: the ranks.
+        values: by name, those that the module has not.
     """
     recipe = settings.recipe
     if recipe.rows is not None:
         mesh = split(group, recipe.rows)
         group = mesh if recipe.secondary else mesh.inner
-    cut = {name: p for name, p in module.named_parameters() if is_partitioned(p)}
-    if cut:
-        plain = {name: p for name, p in module.named_parameters() if name not in cut}
+    named = dict(module.named_parameters())
+    away = {name: deferred_of(name, p) for name, p in named.items() if is_partitioned(p)}
+    away |= values
+    if away:
+        plain = {name: p for name, p in named.items() if name not in away}
         plain |= dict(module.named_buffers())
         with torch.no_grad():
             for name, value in broadcast(
@@ -62,11 +101,11 @@ def made(module: nn.Module, settings: Settings, group: Group) -> Engine:
         group=group,
         accumulate=recipe.num_micro_batches,
         clip_norm=(recipe.max_grad_norm or None) if settings.groups is not None else None,
-        init="check" if cut else "broadcast",
-        values={name: deferred_of(name, param) for name, param in cut.items()},
+        init="check" if away else "broadcast",
+        values=away,
     )
     engine.plain_scale = 1.0 / recipe.num_micro_batches
-    owner = Values(engine, group)
+    owner = Values(engine, group, keeps=recipe.stage == 3)
     for name, param in engine.leaves.items():
         adopt(param, owner, name, is_hidden=recipe.stage == 3)
         told(param)._zfun_engine = weakref.ref(engine), name
@@ -81,11 +120,13 @@ class Values(Owner):
     Args:
         engine: of the state.
         group: the ranks.
+        keeps: whether the values live as long as the parameters, as those in pieces do.
     """
 
-    def __init__(self, engine: Engine, group: Group) -> None:
+    def __init__(self, engine: Engine, group: Group, *, keeps: bool) -> None:
         self.group = group
         self._engine = weakref.ref(engine)
+        self._kept = engine if keeps else None
         self._names = {id(param): name for name, param in engine.leaves.items()}
 
     def _named(self, params: Sequence[nn.Parameter]) -> tuple[Engine, list[str]]:

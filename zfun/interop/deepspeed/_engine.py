@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -52,12 +53,13 @@ class DeepSpeedEngine(Numbers):
         *,
         device: torch.device,
         collate_fn: Any = None,
+        values: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         self.module = module
         self._settings = settings
         self._group = group
-        self._core = made(module, settings, group)
+        self._core = made(module, settings, group, values or {})
         optimizer = settings.optimizer
         self.optimizer = None if optimizer is None else EngineOptimizer(optimizer, self)
         self.lr_scheduler = settings.scheduler
@@ -75,6 +77,10 @@ class DeepSpeedEngine(Numbers):
         # The context around backward() in which no step may be taken.
         self._within: str | None = None
         self._boundary: bool | None = None
+        # The step at whose end rank 0 got the weights.
+        self._consolidated_at: int | None = None
+        if settings.recipe.stage == 3 and hasattr(module, "save_pretrained"):
+            self._core.wrap("save_pretrained", self._save_pretrained)
         if settings.recipe.stage == 3:
             module.__dict__["ds_external_parameters"] = functools.partial(iter, ())
 
@@ -321,6 +327,11 @@ class DeepSpeedEngine(Numbers):
         self.global_samples += self.train_batch_size() if self._settings.recipe.batch else 0
 
     def _check_trained(self, method: str) -> None:
+        if not self._core.has_module:
+            raise OptionError(
+                f"{method}() trains the model of the engine; got an engine whose model a later "
+                "initialize() has taken; use the engine that the later call returned"
+            )
         if self.optimizer is None:
             raise OptionError(
                 f"{method}() trains a model; got an engine of initialize() without an optimizer; "
@@ -406,7 +417,20 @@ class DeepSpeedEngine(Numbers):
     ) -> dict[str, Any] | None:
         """Return the whole weights on rank 0, and ``None`` elsewhere; every rank must call."""
         found = self.module_state_dict(exclude_frozen_parameters)
+        self._consolidated_at = self.global_steps
         return found if self._group.rank == 0 else None
+
+    def _save_pretrained(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call ``save_pretrained``, unless rank 0 has the weights, and this rank writes nothing.
+
+        A script passes ``state_dict=accelerator.get_state_dict(engine)``, which is ``None`` on
+        this rank, so the method would gather the weights on this rank alone.
+        """
+        given = inspect.signature(own).bind_partial(*args, **kwargs).arguments
+        is_idle = given.get("is_main_process") is False and given.get("state_dict") is None
+        if is_idle and self._group.rank != 0 and self._consolidated_at == self.global_steps:
+            return None
+        return own(*args, **kwargs)
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 

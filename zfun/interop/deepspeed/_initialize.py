@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from zfun.errors import OptionError
+from zfun.interop.deepspeed._core import freed
 from zfun.interop.deepspeed._engine import DeepSpeedEngine
 from zfun.interop.deepspeed._ranks import group_of, init_from_launcher, local_device
 from zfun.interop.deepspeed._settings import config_of, settings_of
@@ -60,7 +61,8 @@ def initialize(
 
     Args:
         args: an object that may have ``deepspeed_config``, the path of the configuration.
-        model: the model. Parameters have the values of rank 0.
+        model: the model. Parameters have the values of rank 0. An engine that has the model
+            already gives it up, and its moments are dropped.
         optimizer: an optimizer of torch or of ``ops``, or a function from the parameters to one;
             by default the configuration's. Without one the engine answers, and does not train.
         model_parameters: parameters, or groups of parameters, for the configuration's optimizer;
@@ -115,7 +117,7 @@ def initialize(
         init_from_launcher()
     group = group_of(ranks)
     device = local_device()
-    with taken(model):
+    with taken(model), freed(model) as values:
         settings = settings_of(
             model,
             chosen,
@@ -126,7 +128,12 @@ def initialize(
             auto=auto,
         )
         engine = DeepSpeedEngine(
-            model.to(device), settings, group, device=device, collate_fn=collate_fn
+            model.to(device),
+            settings,
+            group,
+            device=device,
+            collate_fn=collate_fn,
+            values=values,
         )
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)

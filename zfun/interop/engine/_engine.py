@@ -89,6 +89,7 @@ class Engine(Passes):
             as in torch, until ``zero_grad``.
         plain_scale: the weight of the gradients of a ``loss.backward()``, as ``scale`` of
             :meth:`backward`.
+        has_module: whether no later engine has taken the module.
 
     Raises:
         OptionError: as for :func:`zfun.zero`; or an option that stands twice, or beside what
@@ -131,6 +132,7 @@ class Engine(Passes):
         self._dtypes = {name: param.dtype for name, param in self._params.items()}
         self.keeps_grads = False
         self.plain_scale = 1.0
+        self.has_module = True
         chosen = {"group": group, "precision": precision, "trainable": trainable}
         chosen = {name: value for name, value in chosen.items() if value is not None}
         self._groups: ParamGroups | None = None
@@ -266,7 +268,7 @@ class Engine(Passes):
         Args:
             options: of ``torch.compile``.
         """
-        self._live.leave()
+        self._live.leave("forward", "zero_grad")
         compile_blocks(self.module, **options)
         self._live.enter(self.run, self.zero_grad)
 
@@ -410,6 +412,35 @@ class Engine(Passes):
         self._begin()
         self._live.release()
 
+    def hand_over(self) -> dict[str, Deferred]:
+        """Let another engine take the module; every rank must call.
+
+        The moments are dropped, and this engine refuses to go on.
+
+        Returns:
+            At stage 3 the values by name, which the module does not have until the other engine
+            takes them; else nothing.
+        """
+        self._live.check_unwritten()
+        self._begin()
+        self._live.release()
+        device = self._state.params.layout.device
+        kept: Any = self._state._replace(opt_state=None, buffers=None)
+        self._state, self.has_module = _Taken(), False  # pyrefly: ignore[bad-assignment]
+        if not self._is_sharded:
+            return {}
+        own = {id(param) for param in self.module.parameters()}
+        return {
+            name: Deferred(
+                name,
+                torch.empty(param.shape, dtype=param.dtype, device="meta"),
+                lambda name=name: whole_values(kept, {name})[name],
+                device,
+            )
+            for name, param in self.leaves.items()
+            if id(param) in own
+        }
+
     def load_state_dict(self, values: Mapping[str, Any]) -> None:
         """Take whole values by the module's own names; every rank must call.
 
@@ -438,6 +469,16 @@ class Engine(Passes):
         self.state = loaded.state
         self._begin()
         return loaded.data
+
+
+class _Taken:
+    """The state of an engine whose module another engine has."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise OptionError(
+            "an engine goes on while it has its module; got one whose module a later engine has "
+            "taken; use the later engine"
+        )
 
 
 def _no_loss(params: Any, batch: Any) -> Any:

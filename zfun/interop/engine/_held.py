@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +138,10 @@ class Held:
     def mark(self, name: str, **marks: Any) -> None:
         """Let the tensors that calls read in place of a parameter have attributes."""
         self._live.marks[name] = marks
+
+    def wrap(self, name: str, run: Callable[..., Any]) -> None:
+        """Let a method of the module be ``run``, whose first argument is the module's own."""
+        self._live.wrap(name, run)
 
     def expose(self, values: Mapping[str, Tensor]) -> None:
         """Let parameters be plain ones with these values, which a rank may write alone."""

@@ -32,7 +32,15 @@ from zfun.errors import OptionError, PlacementError
 from zfun.interop.engine._parameter import LiveParameter
 from zfun.transforms.params._lazy import LazyLeaf, tensor_of
 
-__all__ = ["Live", "LiveForward", "LiveMethod", "LiveParameters", "Owner", "check_free"]
+__all__ = [
+    "Live",
+    "LiveForward",
+    "LiveMethod",
+    "LiveParameters",
+    "Owner",
+    "check_free",
+    "live_of",
+]
 
 
 # As many values that were gathered outside of calls are watched at a time.
@@ -47,6 +55,14 @@ def check_free(module: nn.Module) -> None:
                 f"a module has one engine; got a {type(module).__name__} that another engine "
                 "holds; make a copy.deepcopy() of the module, on each simulated rank too"
             )
+
+
+def live_of(module: nn.Module) -> Live | None:
+    """Return the state of a module that is live as a whole; ``None`` for another module."""
+    params = module._parameters
+    if isinstance(params, LiveParameters) and params.live.is_of(module):
+        return params.live
+    return None
 
 
 class Owner(Protocol):
@@ -160,6 +176,7 @@ class Live:
         self._names = {id(param): name for name, param in params.items()}
         self._params = dict(params)
         self._owner = weakref.ref(owner)
+        self._methods = {"zero_grad"}
         self._quiet: set[str] = set()
         self._hooks: dict[str, Any] = {}
         self._hooked: set[int] = set()
@@ -189,18 +206,24 @@ class Live:
                 part.forward = LiveForward(part, "forward", run, self)
         self._module.__dict__["zero_grad"] = LiveMethod(self._module, "zero_grad", zero_grad, self)
 
+    def wrap(self, name: str, run: Callable[..., Any]) -> None:
+        """Let a method of the module be one of an engine, which is called with the module's own."""
+        own = getattr(self._module, name)
+        self._module.__dict__[name] = LiveMethod(self._module, name, run, self, own)
+        self._methods.add(name)
+
     def release(self) -> None:
         """Let the module be a plain one again, with the values that its parameters have."""
-        self.leave()
+        self.leave("forward", *self._methods)
         for param in self._params.values():
             LiveParameter.release(param)
         for part in self._module.modules():
             part.__dict__["_parameters"] = dict(part._parameters.items())
 
-    def leave(self) -> None:
-        """Let calls of the module be plain ones again."""
+    def leave(self, *names: str) -> None:
+        """Let methods of the module and of its parts be plain ones again."""
         for part in self._module.modules():
-            for name in ("forward", "zero_grad"):
+            for name in names:
                 entry = part.__dict__.get(name)
                 if isinstance(entry, LiveMethod):
                     del part.__dict__[name]
@@ -333,6 +356,15 @@ class Live:
         """Whether a read of the call that runs needs more than the tensor."""
         return bool(self._quiet or self._hooks or self.marks) or not torch.is_grad_enabled()
 
+    def is_of(self, module: nn.Module) -> bool:
+        """Whether a module is the whole one."""
+        return self._module is module
+
+    @property
+    def owner(self) -> Owner | None:
+        """The holder of the values; ``None`` if it is gone."""
+        return self._owner()
+
     def name_of(self, param: Any) -> str | None:
         """Return the name of a parameter of the state; ``None`` for another value."""
         return self._names.get(id(param))
@@ -415,9 +447,13 @@ class LiveMethod:
         name: of the method.
         run: a method of the engine.
         live: the state of the module.
+        first: arguments before those of a call.
     """
 
-    def __init__(self, module: nn.Module, name: str, run: Callable[..., Any], live: Live) -> None:
+    def __init__(
+        self, module: nn.Module, name: str, run: Callable[..., Any], live: Live, *first: Any
+    ) -> None:
+        self._first = first
         self.own = getattr(module, name)
         self.is_attribute = name in module.__dict__
         self.__wrapped__ = self.own
@@ -426,7 +462,7 @@ class LiveMethod:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = self._run()
-        return self.own(*args, **kwargs) if run is None else run(*args, **kwargs)
+        return self.own(*args, **kwargs) if run is None else run(*self._first, *args, **kwargs)
 
     def of_copy(self, replace: Callable[[Any], Any]) -> Any:
         """Return the method of a bound copy of the module; see :func:`zfun.functional`."""

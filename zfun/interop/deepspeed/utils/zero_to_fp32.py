@@ -9,8 +9,11 @@ command line::
 from __future__ import annotations
 
 import argparse
+import re
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +29,8 @@ __all__ = [
     "SCRIPT",
     "convert_zero_checkpoint_to_fp32_state_dict",
     "get_fp32_state_dict_from_zero_checkpoint",
+    "get_model_state_file",
+    "get_optim_files",
     "load_state_dict_from_zero_checkpoint",
     "main",
 ]
@@ -36,6 +41,9 @@ from zfun.interop.deepspeed.utils.zero_to_fp32 import main
 
 main()
 """
+
+# Each goes with its files at the end of the process.
+_FOLDERS: list[tempfile.TemporaryDirectory[str]] = []
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -161,6 +169,59 @@ def load_state_dict_from_zero_checkpoint(
     weights = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     model.cpu().load_state_dict(weights, strict=False)
     return model
+
+
+def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> str:
+    """Return a file for ``torch.load`` with the client state and the counters of a checkpoint.
+
+    For a checkpoint of ``engine.save_checkpoint`` the file is a new one, which goes at the end of
+    the process, and has no weights.
+
+    Args:
+        checkpoint_dir: the directory of one tag.
+        zero_stage: of the run, as the first of :func:`get_optim_files` tells.
+
+    Raises:
+        CheckpointError: there is no such checkpoint.
+    """
+    partitioned = "zero_pp_rank_0_" if zero_stage == 3 else ""
+    found = Path(checkpoint_dir) / f"{partitioned}mp_rank_00_model_states.pt"
+    if found.is_file():
+        return str(found)
+    data: Any = _opened(Path(checkpoint_dir), None).values.get("data") or {}
+    content = {**data.get("counters", {}), **data.get("client_state", {})}
+    return _written("mp_rank_00_model_states.pt", content)
+
+
+def get_optim_files(checkpoint_dir: str | Path) -> list[str]:
+    """Return files for ``torch.load``, one for each rank, with the stage of a checkpoint.
+
+    For a checkpoint of ``engine.save_checkpoint``, which any stage loads, there is one new file
+    without moments.
+
+    Args:
+        checkpoint_dir: the directory of one tag.
+
+    Raises:
+        CheckpointError: there is no such checkpoint.
+    """
+    if found := sorted(Path(checkpoint_dir).glob("*_optim_states.pt"), key=_numbers):
+        return [str(path) for path in found]
+    _opened(Path(checkpoint_dir), None)
+    content = {"optimizer_state_dict": {"zero_stage": 0}}
+    return [_written("zero_pp_rank_0_mp_rank_00_optim_states.pt", content)]
+
+
+def _numbers(path: Path) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", path.name)]
+
+
+def _written(name: str, content: Mapping[str, Any]) -> str:
+    folder = tempfile.TemporaryDirectory()
+    _FOLDERS.append(folder)
+    path = Path(folder.name) / name
+    torch.save(dict(content), path)
+    return str(path)
 
 
 def main(args: Sequence[str] | None = None) -> None:

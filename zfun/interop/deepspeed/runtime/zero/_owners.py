@@ -12,9 +12,11 @@ from __future__ import annotations
 import contextlib
 import enum
 import itertools
+import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -33,6 +35,7 @@ __all__ = [
     "adopt",
     "cut",
     "deferred_of",
+    "forget",
     "is_partitioned",
     "is_shown",
     "made_in",
@@ -154,18 +157,23 @@ class Pieces(Owner):
 
     The pieces lie in the parameters' attributes ``ds_tensor``, one after the other by rank; the
     last one has padding.
+
+    Args:
+        group: the ranks.
+        folder: of files whose memory the pieces are; ``None`` for memory of the device.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, folder: Path | None = None) -> None:
         self.group = group
+        self._folder = folder
 
     def gathered(self, params: Sequence[nn.Parameter]) -> list[Tensor]:
         """Return the whole values; every rank must call."""
         with torch.no_grad():
             return [
-                all_gather(told(p).ds_tensor, self.group, name=f"parameter {told(p).ds_id}")[
-                    : p.numel()
-                ].view(p.shape)
+                all_gather(
+                    told(p).ds_tensor.to(p.device), self.group, name=f"parameter {told(p).ds_id}"
+                )[: p.numel()].view(p.shape)
                 for p in params
             ]
 
@@ -198,10 +206,21 @@ class Pieces(Owner):
     def _piece(self, whole: Tensor) -> Tensor:
         size, rank = self.group.size, self.group.rank
         share = -(-whole.numel() // size)
-        piece = torch.zeros(share, dtype=whole.dtype, device=whole.device)
+        if self._folder is None:
+            piece = torch.zeros(share, dtype=whole.dtype, device=whole.device)
+        else:
+            piece = _zeros_in(self._folder, share, whole.dtype)
         own = whole.detach().reshape(-1)[rank * share : (rank + 1) * share]
         piece[: own.numel()] = own
         return piece
+
+
+def _zeros_in(folder: Path, count: int, dtype: torch.dtype) -> Tensor:
+    """Return zeros in the memory of a new file, which has no name and goes with the tensor."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        file.truncate(count * dtype.itemsize)
+        return torch.from_file(file.name, shared=True, size=count, dtype=dtype)
 
 
 def made_in(param: nn.Parameter, module: nn.Module) -> None:
@@ -302,6 +321,13 @@ def adopt(param: nn.Parameter, owner: Owner, name: str, *, is_hidden: bool) -> N
     record.ds_shape, record.ds_numel = param.shape, param.numel()
     record.ds_id = record._zfun_order
     record.ds_status = ZeroParamStatus.NOT_AVAILABLE
+
+
+def forget(param: nn.Parameter) -> None:
+    """Let a parameter be one that no engine has."""
+    kept = ("_zfun_order", "ds_id")
+    for name in [x for x in param.__dict__ if x.startswith(("_zfun_", "ds_")) and x not in kept]:
+        del param.__dict__[name]
 
 
 def marks_of(param: nn.Parameter) -> dict[str, Any]:

@@ -71,8 +71,8 @@ class Init:
         module: a complete module, whose parameters are cut at once.
         data_parallel_group: the ranks that hold pieces; by default all.
         mem_efficient_linear: accepted and not used.
-        remote_device: only ``None`` and ``"cpu"``; ``offload_param`` of the configuration names
-            the place of the state.
+        remote_device: ``"nvme"`` keeps pieces in files of the folder ``offload_param.nvme_path``
+            of the configuration; by default the device of ``offload_param``.
         pin_memory: accepted and not used.
         config_dict_or_path: the configuration, which may choose bf16 or fp16.
         config: the same by an older name.
@@ -83,8 +83,8 @@ class Init:
         more: other arguments of DeepSpeed's; accepted and not used.
 
     Raises:
-        OptionError: ``remote_device`` is another place; or, at the end, a parameter was changed
-            through a view that was older than 16 parameters.
+        OptionError: ``remote_device`` is another place, or has no folder; or, at the end, a
+            parameter was changed through a view that was older than 16 parameters.
 
     Example:
         >>> with Init(dtype=torch.bfloat16):
@@ -111,24 +111,21 @@ class Init:
         sequence_data_parallel_group: Any = None,
         **more: Any,
     ) -> None:
-        if remote_device not in (None, "none", "cpu"):
-            raise OptionError(
-                f"zero.Init keeps pieces in memory; got remote_device={remote_device!r}; write "
-                "offload_param with device 'nvme' into the configuration of initialize()"
-            )
         self._enabled = enabled
         self._new: dict[int, nn.Parameter] = {}
         self._modules: dict[int, nn.Module] = {}
         chosen = config if config_dict_or_path is None else config_dict_or_path
-        self._dtype = dtype if dtype is not None else _half_of(chosen)
         if not enabled:
             return
+        keys = {} if chosen is None else read(chosen)[0]
+        self._dtype = dtype if dtype is not None else _half_of(keys)
+        folder = _folder_of(keys, remote_device)
         ranks = data_parallel_group or sequence_data_parallel_group
         if ranks is None and mpu is not None:
             ranks = mpu.get_data_parallel_group()
         if ranks is None:
             init_from_launcher()
-        self._owner = Pieces(group_of(ranks))
+        self._owner = Pieces(group_of(ranks), folder)
         if module is not None:
             self._cut(module.parameters())
 
@@ -269,10 +266,29 @@ def _is_shared(value: Tensor) -> bool:
     return torch._C._storage_Use_Count(value.untyped_storage()._cdata) > 2
 
 
-def _half_of(config: Mapping[str, Any] | str | Path | None) -> torch.dtype | None:
-    if config is None:
+def _folder_of(keys: Mapping[str, Any], remote_device: str | None) -> Path | None:
+    """Return the folder of pieces on a disk; ``None`` for pieces in memory."""
+    found: Any = keys
+    for name in ("zero_optimization", "offload_param"):
+        found = found.get(name) if isinstance(found, Mapping) else None
+    section = found if isinstance(found, Mapping) else {}
+    place = section.get("device") if remote_device is None else remote_device
+    if place in (None, "none", "cpu"):
         return None
-    keys, _ = read(config)
+    if place != "nvme":
+        raise OptionError(
+            f"zero.Init keeps pieces in memory or on a disk; got remote_device={place!r}; pass "
+            "'cpu' or 'nvme'"
+        )
+    if not isinstance(folder := section.get("nvme_path"), str):
+        raise OptionError(
+            "zero.Init keeps pieces on a disk in a folder of the configuration; got no "
+            "zero_optimization.offload_param.nvme_path; write it, or pass remote_device='cpu'"
+        )
+    return Path(folder)
+
+
+def _half_of(keys: Mapping[str, Any]) -> torch.dtype | None:
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
         section = keys.get(name, {})
         if isinstance(section, Mapping) and section.get("enabled") is True:

@@ -1,0 +1,193 @@
+"""A second ``initialize`` of a model, and what scripts do with files of a run."""
+
+from __future__ import annotations
+
+import gc
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zfun as zf
+import zfun.interop.deepspeed as deepspeed
+from tests.interop.deepspeed_runs import ADAMW, WIDTH, config, net, ranks, trained, weights
+from zfun.errors import CheckpointError, ConfigError, OptionError
+from zfun.interop.deepspeed.utils.zero_to_fp32 import get_model_state_file, get_optim_files
+
+STAGES = (0, 1, 2, 3)
+
+
+def made(group: zf.Group, stage: int, model: nn.Module, **more: Any) -> Any:
+    section = {"optimizer": ADAMW, **more}
+    return deepspeed.initialize(model=model, config=config(stage, **section), mpu=ranks(group))[0]
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+@pytest.mark.parametrize("second", STAGES)
+@pytest.mark.parametrize("first", STAGES)
+@pytest.mark.shows(
+    "a second `initialize` of a model",
+    "right",
+    "begins with the values that the first engine has trained, and the first one trains no more",
+)
+def test_a_second_call_begins_with_the_values_of_the_first(
+    first: int, second: int, is_held: bool
+) -> None:
+    def again(group: zf.Group, held: bool) -> Any:
+        model = net()
+        params = list(model.parameters())
+        engine = made(group, first, model)
+        trained(engine, group, 0, 2)
+        if not held:
+            del engine
+            gc.collect()
+        other = made(group, second, model)
+        assert all(a is b for a, b in zip(model.parameters(), params, strict=True))
+        return trained(other, group, 2, 2), weights(other)
+
+    def copied(group: zf.Group) -> Any:
+        engine = made(group, first, net())
+        trained(engine, group, 0, 2)
+        model = net()
+        model.load_state_dict(weights(engine))
+        other = made(group, second, model)
+        return trained(other, group, 2, 2), weights(other)
+
+    wanted = zf.simulate(2, copied)
+    for (rows, values), (other, final) in zip(
+        zf.simulate(2, partial(again, held=is_held)), wanted, strict=True
+    ):
+        assert rows == other
+        torch.testing.assert_close(values, final, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_first_engine_answers_and_trains_no_more(stage: int, tmp_path: Path) -> None:
+    def main(group: zf.Group) -> None:
+        model = net()
+        first = made(group, stage, model)
+        trained(first, group, 0, 1)
+        second = made(group, stage, model)
+        trained(second, group, 1, 1)
+        x = torch.ones(2, WIDTH)
+        with pytest.raises(OptionError, match=r"step\(\) trains the model of the engine; got an"):
+            first.step()
+        with pytest.raises(OptionError, match="a later engine has taken; use the later engine"):
+            first.save_checkpoint(tmp_path)
+        assert torch.equal(first(x), second(x))
+
+    zf.simulate(2, main)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_call_that_fails_leaves_a_plain_model(stage: int) -> None:
+    def main(group: zf.Group) -> None:
+        model = net()
+        engine = made(group, stage, model)
+        trained(engine, group, 0, 1)
+        wanted = {name: x.clone() for name, x in weights(engine).items()}
+        with pytest.raises(ConfigError, match=r"zero_optimization\.stage"):
+            made(group, 7, model)
+        assert all(type(param) is nn.Parameter for param in model.parameters())
+        torch.testing.assert_close(dict(model.state_dict()), wanted, rtol=0, atol=0)
+        trained(made(group, stage, model), group, 1, 1)
+
+    zf.simulate(2, main)
+
+
+@pytest.mark.shows(
+    '`zero.Init(remote_device="nvme")`', "right", "pieces are in files of `offload_param.nvme_path`"
+)
+def test_pieces_of_parameters_lie_on_a_disk(tmp_path: Path) -> None:
+    section = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(tmp_path / "new")}}
+    given = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": section}
+
+    def main(group: zf.Group) -> Any:
+        found = []
+        cases: tuple[dict[str, Any], ...] = (
+            {"config": given},
+            {"config": given, "remote_device": "nvme"},
+            {},
+        )
+        for options in cases:
+            torch.manual_seed(0)
+            with deepspeed.zero.Init(data_parallel_group=group, **options):
+                model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3))
+            with deepspeed.zero.GatheredParameters(model.parameters()):
+                found.append([param.detach().clone() for param in model.parameters()])
+        torch.testing.assert_close(found[0], found[2], rtol=0, atol=0)
+        torch.testing.assert_close(found[1], found[2], rtol=0, atol=0)
+
+    zf.simulate(2, main)
+    assert not list((tmp_path / "new").iterdir())
+    with pytest.raises(OptionError, match=r"got no zero_optimization.offload_param.nvme_path"):
+        deepspeed.zero.Init(remote_device="nvme")
+    with pytest.raises(OptionError, match=r"memory or on a disk; got remote_device='tape'"):
+        deepspeed.zero.Init(remote_device="tape")
+
+
+def test_files_of_a_checkpoint_tell_the_client_state(tmp_path: Path) -> None:
+    def main(group: zf.Group) -> None:
+        engine = made(group, 2, net())
+        trained(engine, group, 0, 2)
+        engine.save_checkpoint(tmp_path, tag="here", client_state={"epoch": 3})
+
+    zf.simulate(2, main)
+    (first,) = get_optim_files(tmp_path / "here")
+    stage = torch.load(first)["optimizer_state_dict"]["zero_stage"]
+    told = torch.load(get_model_state_file(tmp_path / "here", stage))
+    assert (told["epoch"], told["global_steps"]) == (3, 2)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        get_optim_files(tmp_path / "there")
+    for rank in (10, 9):
+        (tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
+    (tmp_path / "zero_pp_rank_0_mp_rank_00_model_states.pt").touch()
+    assert [Path(path).name[13:15] for path in get_optim_files(tmp_path)] == ["9_", "10"]
+    assert Path(get_model_state_file(tmp_path, 3)).parent == tmp_path
+
+
+class Saved(nn.Module):
+    """A model with the method of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+    def save_pretrained(
+        self, folder: Path, is_main_process: bool = True, state_dict: Any = None, **options: Any
+    ) -> None:
+        found = self.state_dict() if state_dict is None else state_dict
+        if is_main_process:
+            torch.save(found, folder / "weights.pt")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("is_given", [True, False])
+@pytest.mark.shows(
+    "`save_pretrained` with `accelerator.get_state_dict`",
+    "right",
+    "rank 0 alone writes, with the engine's weights",
+)
+def test_rank_0_saves_a_model_alone_with_the_weights_of_the_engine(
+    is_given: bool, stage: int, tmp_path: Path
+) -> None:
+    def main(group: zf.Group) -> None:
+        torch.manual_seed(0)
+        engine = made(group, stage, Saved())
+        given = engine._zero3_consolidated_16bit_state_dict() if is_given else None
+        assert (given is None) == (group.rank == 1 or not is_given)
+        is_first = group.rank == 0
+        engine.module.save_pretrained(tmp_path, is_main_process=is_first, state_dict=given)
+        # The ranks are at the same collective again.
+        assert not engine(torch.ones(2, 4)).isnan().any()
+
+    zf.simulate(2, main)
+    torch.manual_seed(0)
+    wanted = dict(Saved().state_dict())
+    torch.testing.assert_close(dict(torch.load(tmp_path / "weights.pt")), wanted, rtol=0, atol=0)
