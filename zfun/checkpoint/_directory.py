@@ -85,7 +85,7 @@ def _named(path: str, files: Files) -> Iterator[tuple[int, int, str]]:
             return
         for name in names:
             match = _STEP.fullmatch(name)
-            if match is not None and _is_directory(f"{path}/{name}"):
+            if match is not None and is_directory(f"{path}/{name}"):
                 yield int(match[1]), int(match[2] or 0), name
 
 
@@ -94,7 +94,7 @@ def all_saves(path: str, files: Files) -> list[SavedStep]:
     return [SavedStep(step, f"{path}/{name}") for step, _, name in sorted(_named(path, files))]
 
 
-def _is_directory(path: str) -> bool:
+def is_directory(path: str) -> bool:
     """Whether a path is a directory itself, and no link to one."""
     with explaining(path, "looking for a directory"):
         try:
@@ -121,7 +121,12 @@ def latest(path: str | Path, *, files: Files | None = None) -> SavedStep | None:
     for step in reversed(steps(path, files=files)):
         try:
             read_manifest(step.path, files=files)
-        except CorruptCheckpoint as error:
+        except CheckpointError as error:
+            if not is_directory(step.path):
+                # A writer has removed it, and published a newer one before.
+                return latest(path, files=files)
+            if not isinstance(error, CorruptCheckpoint):
+                raise
             warnings.warn(f"skipped a damaged checkpoint: {error}", stacklevel=2)
             continue
         return step
@@ -152,7 +157,7 @@ def read_manifest(path: str | Path, *, files: Files | None = None) -> Manifest:
     """
     files = files or Files()
     name = f"{path}/{MANIFEST}"
-    if not _is_directory(str(path)):
+    if not is_directory(str(path)):
         raise CorruptCheckpoint(
             f"a checkpoint is a directory, and no link; got {path}; pass the path of one",
             path=str(path),
@@ -208,13 +213,13 @@ def step_path(path: str | Path, step: int | None = None, *, files: Files | None 
         ...     step_path(path).removeprefix(path)
         '/step-00000007'
     """
-    if step is None and _STEP.fullmatch(Path(path).name) and _is_directory(str(path)):
+    if step is None and _STEP.fullmatch(Path(path).name) and is_directory(str(path)):
         return str(path)
+    newest = latest(path, files=files) if step is None else None
     known = steps(path, files=files)
-    if step is None:
-        found = latest(path, files=files)
-    else:
-        found = next((one for one in known if one.step == step), None)
+    found = newest or next((one for one in known if one.step == step), None)
+    if found is None and step is None and known:
+        read_manifest(known[-1].path, files=files)
     if found is None:
         have = ", ".join(str(one.step) for one in known[-8:]) or "none"
         raise CheckpointError(
@@ -250,7 +255,7 @@ def prune(path: str, keep: int | None, published: str, files: Files) -> None:
 def remove_stale(path: str, files: Files) -> None:
     """Remove directories of saves that did not end; the caller holds the lock."""
     for name in files.names(path):
-        if name.startswith(TEMPORARY) and _is_directory(f"{path}/{name}"):
+        if name.startswith(TEMPORARY) and is_directory(f"{path}/{name}"):
             remove_directory(f"{path}/{name}", files)
 
 

@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 
 from zfun import tree
 from zfun.checkpoint._background import settle
-from zfun.checkpoint._directory import FILES, read_manifest, step_path
+from zfun.checkpoint._directory import FILES, is_directory, read_manifest, step_path
 from zfun.checkpoint._fill import fill
 from zfun.checkpoint._match import Match, match
 from zfun.checkpoint._parts import Part, group_of, parts_of
 from zfun.checkpoint._random import set_random, use_loader
-from zfun.checkpoint._together import agree
+from zfun.checkpoint._together import agree, gather_json
 from zfun.checkpoint.format import Manifest, Payload, decode
 from zfun.collectives import Group
 from zfun.errors import AliasChanged, CheckpointError
@@ -32,6 +32,9 @@ from zfun.flat import Flat, call_site, consume, flats
 from zfun.options import ANY, BOOL, FUNCTION, GROUP, PATH, instance, integer, takes
 
 __all__ = ["Loaded", "load"]
+
+# How often a load looks again while a writer publishes and removes checkpoints.
+_ATTEMPTS = 20
 
 
 class Loaded(NamedTuple):
@@ -126,22 +129,30 @@ def load(
     everyone = group_of(like, group)
     settle(everyone)
     files = files or Files()
-    error: Exception | None = None
-    found: _Found | None = None
-    try:
-        found = _find(str(path), like, step, everyone, cast, reset, files)
-    except Exception as caught:  # noqa: BLE001, raised below on all ranks
-        error = caught
-    chosen = agree(everyone, error, None if found is None else found.manifest.digest)
-    assert found is not None
-    if len(set(chosen)) > 1:
-        raise CheckpointError(
-            f"all ranks load one checkpoint; got several, on this rank {found.path}; pass step=, "
-            "or wait until no job saves to the path",
-            path=str(path),
-        )
-    with Payload(found.path, found.manifest, files) as payload:
-        state, error = fill(like, found.match, payload)
+    for attempt in range(_ATTEMPTS):
+        is_last = attempt + 1 == _ATTEMPTS
+        found = _chosen(str(path), like, step, everyone, cast, reset, files, is_last=is_last)
+        if found is None:
+            continue
+        with Payload(found.path, found.manifest, files) as payload:
+            state, error = fill(like, found.match, payload)
+        if is_last or not _is_gone(found.path, step, error, everyone):
+            return _used(found, like, state, error, everyone, rng, loader)
+        # The buffers are those of the state now, of no use before they are filled again.
+        like = state
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _used(
+    found: _Found,
+    like: tree.Tree,
+    state: tree.Tree,
+    error: Exception | None,
+    everyone: Group,
+    rng: Mapping[str, Any] | bool | None,
+    loader: Any,
+) -> Loaded:
+    """Set generators and loader, and end the load on all ranks."""
     if error is None:
         try:
             if rng is not False and found.rng is not None:
@@ -153,6 +164,48 @@ def load(
     consume(flats(like), f"load() at {call_site()}")
     agree(everyone, error)
     return Loaded(state, found.manifest.step, found.data, found.loader, found.path)
+
+
+def _chosen(
+    path: str,
+    like: tree.Tree,
+    step: int | None,
+    group: Group,
+    cast: bool,
+    reset: Any,
+    files: Files,
+    *,
+    is_last: bool,
+) -> _Found | None:
+    """Choose one checkpoint with all ranks.
+
+    Returns:
+        The checkpoint; ``None`` where the ranks should look again, because a writer publishes
+        meanwhile.
+    """
+    error: Exception | None = None
+    found: _Found | None = None
+    try:
+        found = _find(path, like, step, group, cast, reset, files)
+    except Exception as caught:  # noqa: BLE001, raised on all ranks
+        error = caught
+    told = agree(group, error, None if found is None else found.manifest.digest)
+    assert found is not None
+    if len(set(told)) == 1:
+        return found
+    if step is None and not is_last:
+        return None
+    raise CheckpointError(
+        f"all ranks load one checkpoint; got several, on this rank {found.path}; pass step=, or "
+        "wait until no job saves to the path",
+        path=path,
+    )
+
+
+def _is_gone(path: str, step: int | None, error: Exception | None, group: Group) -> bool:
+    """Whether a writer removed the newest checkpoint while a rank was about to read it."""
+    gone = step is None and error is not None and not is_directory(path)
+    return any(gather_json(gone, group, "checkpoint"))
 
 
 class _Found(NamedTuple):
@@ -178,8 +231,15 @@ class _Found(NamedTuple):
 def _find(
     path: str, like: tree.Tree, step: int | None, group: Group, cast: bool, reset: Any, files: Files
 ) -> _Found:
-    chosen = step_path(path, step, files=files)
-    manifest = read_manifest(chosen, files=files)
+    while True:
+        chosen = step_path(path, step, files=files)
+        try:
+            manifest = read_manifest(chosen, files=files)
+        except CheckpointError:
+            if step is None and chosen != path and not is_directory(chosen):
+                continue
+            raise
+        break
     parts = parts_of(like)
     _check_apart(parts)
     found = match(parts, manifest, group, cast=cast, reset=reset)

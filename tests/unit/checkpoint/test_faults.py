@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 
 import zfun as zf
 from tests.faulty_files import EVERY, KILL, SHORT, FaultyFiles, Killed, PowerLoss
-from zfun.checkpoint import latest, read_manifest, step_path
+from zfun.checkpoint import latest, read_manifest, step_path, steps
 from zfun.checkpoint._directory import stale
 from zfun.checkpoint.format import digest_of
 from zfun.errors import CheckpointError, CorruptCheckpoint, ZfunError
@@ -187,6 +188,52 @@ def test_a_read_that_fails_is_an_error_and_hands_nothing_out(base: Path, fault: 
     # The manifest is read on after a short read, and the end of a file needs no whole page.
     assert len(failed) == files.count if fault != SHORT else failed
     assert loaded(base) == 1
+
+
+class Meanwhile(Files):
+    """Another process saves and prunes while a file is opened."""
+
+    def __init__(self, path: Path, ending: str, times: int) -> None:
+        self._path, self._ending, self._left = path, ending, times
+        self._lock = threading.Lock()
+
+    def open(self, path: str, flags: int) -> int:
+        with self._lock:
+            if path.endswith(self._ending) and self._left:
+                self._left -= 1
+                step = steps(self._path)[-1].step + 1
+                save_step(self._path, step, None, 1, keep=1)
+        return super().open(path, flags)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("ending", ["manifest.json", ".safetensors"])
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_reader_looks_again_while_a_writer_prunes(
+    base: Path, size: int, ending: str, times: int
+) -> None:
+    files = Meanwhile(base, ending, times)
+
+    def main(group: zf.Group) -> int:
+        found = zf.load(base, state_of(-1.0, group), files=files)
+        assert_same_bits(zf.unshard(found.state["params"]), state_of(float(found.step))["params"])
+        return found.step
+
+    save_step(base, 2, None, size)
+    assert zf.simulate(size, main) == [2 + times] * size
+    with pytest.raises(CheckpointError, match="must have a checkpoint of step 2"):
+        zf.load(base, state_of(-1.0), step=2)
+
+
+def test_a_damaged_manifest_of_the_only_checkpoint_is_damage(tmp_path: Path) -> None:
+    save_step(tmp_path, 1, None, 1)
+    manifest = Path(step_path(tmp_path)) / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:-9])
+    with (
+        pytest.warns(UserWarning, match="skipped a damaged checkpoint"),
+        pytest.raises(CorruptCheckpoint),
+    ):
+        zf.load(tmp_path, state_of(-1.0))
 
 
 def test_paths_that_cannot_be_read_are_errors_of_checkpoints(tmp_path: Path) -> None:
