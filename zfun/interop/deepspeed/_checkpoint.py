@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,14 +62,14 @@ def save(
         "lr": engine.get_lr(),
         "ties": _ties(engine.module),
     }
-    checkpoint.save(
-        folder / name, state._replace(frozen=None) if exclude_frozen else state, data=data
-    )
-    write_on_rank_0(
-        engine._group,
-        folder / "zero_to_fp32.py",
-        lambda path: _write(path, zero_to_fp32.SCRIPT.encode()),
-    )
+    kept = state._replace(frozen=None) if exclude_frozen else state
+    saved = checkpoint.save(folder / name, kept, keep=1, data=data)
+
+    def write_script(path: Path) -> None:
+        _remove_others(folder / name, saved.path)
+        _write(path, zero_to_fp32.SCRIPT.encode())
+
+    write_on_rank_0(engine._group, folder / "zero_to_fp32.py", write_script)
     if save_latest:
         write_on_rank_0(engine._group, folder / "latest", lambda path: _write(path, name.encode()))
     return True
@@ -119,6 +120,16 @@ def load(
         engine.lr_scheduler.load_state_dict(data["lr_scheduler"])
     engine.loaded_checkpoint_tag = tag
     return str(path), dict(data.get("client_state", {}))
+
+
+def _remove_others(folder: Path, saved: str) -> None:
+    """Remove the other saves of a tag, which may be of later steps of another run."""
+    for other in checkpoint.steps(folder):
+        if Path(other.path) != Path(saved):
+            # By this name a later save removes what a crash leaves.
+            gone = folder / f".saving-old-{Path(other.path).name}"
+            Path(other.path).rename(gone)
+            shutil.rmtree(gone)
 
 
 def _ties(module: nn.Module) -> dict[str, str]:
