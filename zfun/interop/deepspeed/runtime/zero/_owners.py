@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import itertools
 import tempfile
 import threading
@@ -259,7 +260,7 @@ def release(param: nn.Parameter, owner: Pieces, like: Tensor) -> None:
     record = told(param)
     setattr(param, _OWNER, owner)
     record.ds_tensor = None
-    record.ds_shape, record.ds_numel = like.shape, like.numel()
+    _size(record, like, owner.group)
     if not hasattr(param, "ds_id"):
         record.ds_id = next(_IDS.numbers)
     record._zfun_order, record._zfun_shown = record.ds_id, False
@@ -313,12 +314,13 @@ def adopt(param: nn.Parameter, owner: Owner, name: str, *, is_hidden: bool) -> N
     record._zfun_shown = False
     param.__dict__.pop("_zfun_module", None)
     if not is_hidden:
-        for name in ("ds_id", "ds_tensor", "ds_status", "ds_shape", "ds_numel"):
+        sizes = ("ds_shape", "ds_numel", "partition_numel")
+        for name in ("ds_id", "ds_tensor", "ds_status", *sizes):
             param.__dict__.pop(name, None)
         return
     record.ds_tensor, record.ds_name = None, name
     record.ds_active_sub_modules = set()
-    record.ds_shape, record.ds_numel = param.shape, param.numel()
+    _size(record, param, owner.group)
     record.ds_id = record._zfun_order
     record.ds_status = ZeroParamStatus.NOT_AVAILABLE
 
@@ -326,8 +328,18 @@ def adopt(param: nn.Parameter, owner: Owner, name: str, *, is_hidden: bool) -> N
 def forget(param: nn.Parameter) -> None:
     """Let a parameter be one that no engine has."""
     kept = ("_zfun_order", "ds_id")
-    for name in [x for x in param.__dict__ if x.startswith(("_zfun_", "ds_")) and x not in kept]:
+    for name in [
+        x
+        for x in param.__dict__
+        if x.startswith(("_zfun_", "ds_", "partition_numel")) and x not in kept
+    ]:
         del param.__dict__[name]
+
+
+def _size(record: Any, like: Tensor, group: Group) -> None:
+    """Tell the sizes of a parameter, and of the piece of a rank, under DeepSpeed's names."""
+    record.ds_shape, record.ds_numel = like.shape, like.numel()
+    record.partition_numel = functools.partial(int, -(-like.numel() // group.size))
 
 
 def marks_of(param: nn.Parameter) -> dict[str, Any]:
