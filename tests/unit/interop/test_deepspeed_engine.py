@@ -454,6 +454,21 @@ def test_a_checkpoint_has_one_tag_and_a_script(tmp_path: Path) -> None:
     assert not (tmp_path / "rank0").exists()
 
 
+def test_a_tag_that_is_saved_again_is_the_new_save_alone(tmp_path: Path) -> None:
+    def main(group: zf.Group) -> None:
+        late, early = made(group, 2), made(group, 2)
+        trained(late, group, 0, 3)
+        trained(early, group, 0, 1)
+        for engine in (late, early):
+            engine.save_checkpoint(tmp_path, tag="last", client_state={"at": engine.global_steps})
+            fresh = made(group, 3)
+            assert fresh.load_checkpoint(tmp_path)[1] == {"at": engine.global_steps}
+            torch.testing.assert_close(weights(fresh), weights(engine), rtol=0, atol=0)
+        assert len(list((tmp_path / "last").glob("step-*"))) == 1
+
+    zf.simulate(2, main)
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_the_state_dict_of_the_optimizer_has_the_loss_scale(stage: int) -> None:
     half = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2, "hysteresis": 1}
@@ -682,6 +697,7 @@ def test_tensors_of_a_call_tell_what_partitioned_parameters_tell() -> None:
         away = deepspeed.zero.ZeroParamStatus.NOT_AVAILABLE
         assert [param.ds_status for param in told] == [away] * 2
         assert told[0].ds_active_sub_modules == set()
+        assert told[0].partition_numel() == WIDTH * WIDTH
         with deepspeed.zero.GatheredParameters(told[0]):
             assert told[0].ds_status is deepspeed.zero.ZeroParamStatus.AVAILABLE
         below = made(group, 2).module.scale
