@@ -231,7 +231,7 @@ class PowerLoss(FaultyFiles):
         super().rename(old, new)
         self._changed("renamed", old, new)
         with self._lock:
-            # What was done inside of a directory is found under the new name.
+            # The changes inside of a directory have the new name in their paths.
             moved = lambda path: new + path[len(old) :] if path.startswith(f"{old}/") else path
             self._changes[:-1] = [
                 (kind, moved(path), moved(other)) for kind, path, other in self._changes[:-1]

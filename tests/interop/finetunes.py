@@ -96,7 +96,7 @@ def sections(folder: Path) -> dict[str, Mapping[str, Any]]:
 
 
 class Run(NamedTuple):
-    """What a run of the script has written."""
+    """The losses, norms and rates that a run of the script has written."""
 
     losses: list[float]
     norms: list[float]

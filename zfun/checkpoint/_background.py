@@ -125,7 +125,7 @@ class _Saving(Saved):
         self._thread.join()
         if self.told is None:
             return self.path
-        # What this rank's thread made of the failure of another rank says less.
+        # The thread of another rank has an error too, which only passes the first one on.
         raise self.told
 
     def _end_together(self, group: Group) -> None:

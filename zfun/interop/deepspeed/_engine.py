@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Container, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader
 
 from zfun.collectives import Group
 from zfun.errors import OptionError
@@ -20,16 +19,15 @@ from zfun.interop.deepspeed import _checkpoint
 from zfun.interop.deepspeed._absent import ABSENT, refusal
 from zfun.interop.deepspeed._core import made
 from zfun.interop.deepspeed._getters import value_of
-from zfun.interop.deepspeed._numbers import Numbers
 from zfun.interop.deepspeed._optimizer import EngineOptimizer
+from zfun.interop.deepspeed._phases import Phases
 from zfun.interop.deepspeed._ranks import local_rank
 from zfun.interop.deepspeed._settings import Settings
-from zfun.interop.ds_config import Batch
 
 __all__ = ["DeepSpeedEngine"]
 
 
-class DeepSpeedEngine(Numbers):
+class DeepSpeedEngine(Phases):
     """The engine that ``initialize`` returns.
 
     Attributes:
@@ -83,151 +81,6 @@ class DeepSpeedEngine(Numbers):
             self._core.wrap("save_pretrained", self._save_pretrained)
         if settings.recipe.stage == 3:
             module.__dict__["ds_external_parameters"] = functools.partial(iter, ())
-
-    def compile(  # pyrefly: ignore[bad-override]
-        self,
-        backend: str = "inductor",
-        compile_kwargs: Mapping[str, Any] | None = None,
-        schedule: Any = None,
-        compiled_autograd_enabled: bool = False,
-    ) -> None:
-        """Compile the blocks of the model.
-
-        Args:
-            backend: of ``torch.compile``.
-            compile_kwargs: other options of ``torch.compile``.
-            schedule: only ``None``: DeepCompile is not there.
-            compiled_autograd_enabled: only ``False``.
-
-        Raises:
-            OptionError: an option that is not there.
-        """
-        if schedule is not None or compiled_autograd_enabled:
-            raise OptionError(
-                "engine.compile() compiles blocks with torch.compile; got schedule or "
-                "compiled_autograd_enabled; leave them out: collectives overlap without"
-            )
-        if not self.is_compiled:
-            self._core.compile(**{**(compile_kwargs or {}), "backend": backend})
-            self.is_compiled = True
-
-    def deepspeed_io(
-        self,
-        dataset: Any,
-        batch_size: int | None = None,
-        route: str = "train",
-        pin_memory: bool = True,
-        data_sampler: Any = None,
-        collate_fn: Any = None,
-        num_local_io_workers: int | None = None,
-    ) -> DataLoader[Any]:
-        """Return the loader of this rank's share of a dataset.
-
-        Args:
-            dataset: of torch.
-            batch_size: samples of a micro-batch; by default the configuration's.
-            route: ``"train"`` for a random order; ``"eval"`` or ``"predict"`` for the dataset's.
-            pin_memory: whether batches are in pinned memory, where there is an accelerator.
-            data_sampler: gives the samples of this rank; by default an equal share.
-            collate_fn: as for a ``DataLoader``; by default that of ``initialize``.
-            num_local_io_workers: processes that read; by default none.
-        """
-        batch_size = self.train_micro_batch_size_per_gpu() if batch_size is None else batch_size
-        if data_sampler is None and not isinstance(dataset, IterableDataset):
-            data_sampler = DistributedSampler(
-                dataset,
-                num_replicas=self._group.size,
-                rank=self._group.rank,
-                shuffle=route == "train",
-            )
-        return DataLoader(
-            dataset,
-            batch_size,
-            sampler=data_sampler,
-            collate_fn=self.collate_fn if collate_fn is None else collate_fn,
-            drop_last=self._settings.values["dataloader_drop_last"],
-            pin_memory=pin_memory and torch.accelerator.is_available(),
-            num_workers=num_local_io_workers or 0,
-        )
-
-    def offload_states(
-        self,
-        include: Container[Any] | None = None,
-        device: Any = "cpu",
-        pin_memory: bool = True,
-        non_blocking: bool = False,
-    ) -> None:
-        """Move parts of the state to host memory, until :meth:`reload_states`.
-
-        A call needs the parameters, and a step needs the optimizer's state too.
-
-        Args:
-            include: of ``OffloadStateTypeEnum``; by default all. ``hp_params`` and
-                ``optim_states`` move together; gradients stay where they are.
-            device: only ``"cpu"``, or ``"none"`` for nothing.
-            pin_memory: whether to copy into pinned memory.
-            non_blocking: accepted and not used.
-
-        Raises:
-            OptionError: another device, or an engine without an optimizer.
-        """
-        self._check_trained("offload_states")
-        if device == "none":
-            return
-        if device != "cpu":
-            raise OptionError(
-                f"offload_states() moves to host memory; got device={device!r}; pass 'cpu', or "
-                "write offload_optimizer with device 'nvme' into the configuration"
-            )
-        chosen = lambda *names: include is None or any(name in include for name in names)
-        self._core.offload(
-            params=chosen("lp_params"),
-            optimizer=chosen("hp_params", "optim_states"),
-            pin=pin_memory,
-        )
-
-    def reload_states(self, non_blocking: bool = False) -> None:
-        """Move the state back that :meth:`offload_states` has moved.
-
-        Args:
-            non_blocking: accepted and not used.
-        """
-        self._core.reload()
-
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Take another number of micro-batches for each step from now on.
-
-        Args:
-            train_batch_size: samples of one step, over all ranks.
-
-        Raises:
-            OptionError: no whole number of micro-batches.
-        """
-        batch = self._batch()
-        accumulation, rest = divmod(train_batch_size, batch.micro * batch.world_size)
-        if rest or accumulation < 1:
-            raise OptionError(
-                "a step has a whole number of micro-batches on every rank; got train_batch_size "
-                f"{train_batch_size} for {batch.world_size} ranks with {batch.micro} samples each; "
-                f"pass a multiple of {batch.micro * batch.world_size}"
-            )
-        self._resize(batch._replace(train=train_batch_size, accumulation=accumulation))
-
-    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Take another number of samples for each micro-batch from now on, in equal number.
-
-        Args:
-            micro_batch_size: samples that a rank computes at a time.
-        """
-        batch = self._batch()
-        train = micro_batch_size * batch.accumulation * batch.world_size
-        self._resize(batch._replace(train=train, micro=micro_batch_size))
-
-    def _resize(self, batch: Batch) -> None:
-        recipe = replace(self._settings.recipe, batch=batch, num_micro_batches=batch.accumulation)
-        self._settings = replace(self._settings, recipe=recipe)
-        self._core.accumulate = batch.accumulation
-        self._core.plain_scale = 1.0 / batch.accumulation
 
     def __getattr__(self, name: str) -> Any:
         with contextlib.suppress(AttributeError):
@@ -325,18 +178,6 @@ class DeepSpeedEngine(Numbers):
             self.lr_scheduler.step(**(lr_kwargs or {}))
         self.global_steps += 1
         self.global_samples += self.train_batch_size() if self._settings.recipe.batch else 0
-
-    def _check_trained(self, method: str) -> None:
-        if not self._core.has_module:
-            raise OptionError(
-                f"{method}() trains the model of the engine; got an engine whose model a later "
-                "initialize() has taken; use the engine that the later call returned"
-            )
-        if self.optimizer is None:
-            raise OptionError(
-                f"{method}() trains a model; got an engine of initialize() without an optimizer; "
-                "pass optimizer=, or write a section optimizer into the configuration"
-            )
 
     def was_step_applied(self) -> bool:
         """Return whether the last :meth:`step` updated the parameters."""
