@@ -23,6 +23,11 @@ class Phases(Numbers):
     is_compiled: bool
 
     def _check_trained(self, method: str) -> None:
+        if not self._core.has_module:
+            raise OptionError(
+                f"{method}() trains the model of the engine; got an engine whose model a later "
+                "initialize() has taken; use the engine that the later call returned"
+            )
         if self.optimizer is None:
             raise OptionError(
                 f"{method}() trains a model; got an engine of initialize() without an optimizer; "
