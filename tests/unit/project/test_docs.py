@@ -70,7 +70,9 @@ def documented() -> tuple[set[str], set[int]]:
         text = page.read_text(encoding="utf-8")
         names.update(
             re.findall(
-                r"^\.\. (?:auto(?:function|class|exception)|py:data)::\s+([\w.]+)", text, re.MULTILINE
+                r"^\.\. (?:auto(?:function|class|exception)|py:data)::\s+([\w.]+)",
+                text,
+                re.MULTILINE,
             )
         )
         for module in re.findall(r"^\.\. automodule::\s+(\S+)", text, re.MULTILINE):
