@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+from collections import OrderedDict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from torch import nn
 import zfun as zf
 import zfun.interop.deepspeed as deepspeed
 from tests.interop.deepspeed_runs import ADAMW, WIDTH, config, net, ranks, trained, weights
-from zfun.errors import CheckpointError, ConfigError, OptionError
+from zfun.errors import CheckpointError, ConfigError, OptionError, PlacementError
 from zfun.interop.deepspeed.utils.zero_to_fp32 import get_model_state_file, get_optim_files
 
 STAGES = (0, 1, 2, 3)
@@ -147,6 +149,48 @@ def test_files_of_a_checkpoint_tell_the_client_state(tmp_path: Path) -> None:
     (tmp_path / "zero_pp_rank_0_mp_rank_00_model_states.pt").touch()
     assert [Path(path).name[13:15] for path in get_optim_files(tmp_path)] == ["9_", "10"]
     assert Path(get_model_state_file(tmp_path, 3)).parent == tmp_path
+
+
+@pytest.mark.shows(
+    "a client state of any values",
+    "right",
+    "pickled where JSON does not hold them, so load only checkpoints that you trust",
+)
+def test_a_client_state_has_any_values(tmp_path: Path) -> None:
+    client: dict[str, Any] = {"path": Path("a"), "epoch": 3, "order": OrderedDict(b=1), "f": len}
+
+    def main(group: zf.Group) -> None:
+        made(group, 2, net()).save_checkpoint(tmp_path, tag="one", client_state=client)
+        found = made(group, 3, net()).load_checkpoint(tmp_path)[1]
+        assert found == client
+        assert found is not None
+        assert type(found["order"]) is OrderedDict
+
+    zf.simulate(2, main)
+    told = torch.load(get_model_state_file(tmp_path / "one", 2), weights_only=False)
+    assert told.items() >= client.items()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.shows(
+    "`module.cpu()`, `.to(device)`",
+    "different",
+    "an engine's module stays on its device at every stage, as DeepSpeed's pieces of stage 3",
+)
+def test_a_module_on_another_device_keeps_its_values(stage: int) -> None:
+    def main(group: zf.Group) -> None:
+        engine = made(group, stage, net())
+        values = weights(engine)
+        assert engine.module.to("meta") is engine.module
+        assert engine.to("meta") is engine
+        torch.testing.assert_close(weights(engine), values, rtol=0, atol=0)
+        trained(engine, group, 0, 1)
+        copied = copy.deepcopy(engine.module).to("meta")
+        assert all(param.is_meta for param in copied.parameters())
+        with pytest.raises(PlacementError, match="keeps shape, dtype and device"):
+            engine.module.double()
+
+    zf.simulate(2, main)
 
 
 class Saved(nn.Module):

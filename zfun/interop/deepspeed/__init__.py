@@ -17,6 +17,7 @@ imports as a placeholder, which says what to use. The page "From DeepSpeed" show
 ``_rules``           parameter groups as pure optimizers
 ``_getters``         methods that return a value of the configuration
 ``_checkpoint``      tags and ``latest``
+``_client``          the client state of a checkpoint
 ``_ranks``           process groups, devices
 ``accelerator``      the device of this process
 ``comm``             ``torch.distributed``

@@ -16,6 +16,7 @@ from torch import nn
 from zfun import checkpoint
 from zfun.collectives import Group, all_reduce, broadcast
 from zfun.errors import CheckpointError
+from zfun.interop.deepspeed._client import packed, unpacked
 from zfun.interop.deepspeed.utils import zero_to_fp32
 
 __all__ = ["Parts", "load", "save", "write_weights"]
@@ -56,7 +57,7 @@ def save(
     folder, scheduler, state = Path(save_dir), engine.lr_scheduler, engine._core.state
     _check_tag(engine._group, name)
     data = {
-        "client_state": dict(client_state or {}),
+        **packed(client_state or {}),
         "counters": {counter: getattr(engine, counter) for counter in _COUNTERS},
         "lr_scheduler": None if scheduler is None else dict(scheduler.state_dict()),
         "lr": engine.get_lr(),
@@ -119,7 +120,7 @@ def load(
     if parts.scheduler and engine.lr_scheduler is not None and data.get("lr_scheduler"):
         engine.lr_scheduler.load_state_dict(data["lr_scheduler"])
     engine.loaded_checkpoint_tag = tag
-    return str(path), dict(data.get("client_state", {}))
+    return str(path), unpacked(data)
 
 
 def _remove_others(folder: Path, saved: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -106,6 +106,7 @@ def made(
     )
     engine.plain_scale = 1.0 / recipe.num_micro_batches
     owner = Values(engine, group, keeps=recipe.stage == 3)
+    engine.wrap("_apply", owner.apply)
     for name, param in engine.leaves.items():
         adopt(param, owner, name, is_hidden=recipe.stage == 3)
         told(param)._zfun_engine = weakref.ref(engine), name
@@ -138,6 +139,19 @@ class Values(Owner):
             )
         return engine, [self._names[id(param)] for param in params]
 
+    def apply(
+        self, own: Callable[..., nn.Module], fn: Callable[[Tensor], Tensor], recurse: bool = True
+    ) -> nn.Module:
+        """Run ``_apply`` of the module, unless it gives parameters another device and nothing else.
+
+        Values stay where the state is, as the pieces of DeepSpeed's stage 3 do. Lightning moves a
+        module to the CPU after each loop, and saves the engine after that.
+        """
+        engine = self._engine()
+        if engine is not None and any(_is_moved(x, fn) for x in engine.leaves.values()):
+            return engine.module
+        return own(fn, recurse)
+
     def gathered(self, params: Sequence[nn.Parameter]) -> list[Tensor]:
         """Return the whole values; every rank must call."""
         engine, names = self._named(params)
@@ -157,3 +171,10 @@ class Values(Owner):
         """Let parameters be those of the state again."""
         engine, names = self._named(params)
         engine.cover(names)
+
+
+def _is_moved(param: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> bool:
+    """Return whether a function gives another device to a parameter, and the same dtype."""
+    probe = torch.empty(0, dtype=param.dtype, device=param.device)
+    found = fn(probe)
+    return found.dtype == probe.dtype and found.device != probe.device

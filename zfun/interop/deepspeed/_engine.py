@@ -309,7 +309,8 @@ class DeepSpeedEngine(Phases):
             save_dir: the directory of all checkpoints.
             tag: the name of this one, the same on every rank; by default ``global_step`` and the
                 number.
-            client_state: the script's own numbers, text, lists, dicts and small tensors.
+            client_state: the script's own values; those of rank 0. Numbers, text, lists, dicts and
+                small tensors are kept as they are, and others as a pickle.
             save_latest: whether ``latest`` names this checkpoint.
             exclude_frozen_parameters: whether ``load_checkpoint`` leaves the parameters alone that
                 are not trained. They are in the checkpoint all the same.

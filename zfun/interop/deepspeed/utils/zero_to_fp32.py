@@ -21,6 +21,7 @@ from torch import Tensor
 from zfun.checkpoint import training_state
 from zfun.errors import CheckpointError, OptionError
 from zfun.interop.deepspeed._absent import absent
+from zfun.interop.deepspeed._client import unpacked
 from zfun.options import BOOL, PATH, TEXT, integer, takes
 from zfun.sources import Source, TrainingState, joined, write_safetensors
 from zfun.sources import deepspeed as deepspeed_source
@@ -189,7 +190,7 @@ def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> str:
     if found.is_file():
         return str(found)
     data: Any = _opened(Path(checkpoint_dir), None).values.get("data") or {}
-    content = {**data.get("counters", {}), **data.get("client_state", {})}
+    content = {**data.get("counters", {}), **unpacked(data)}
     return _written("mp_rank_00_model_states.pt", content)
 
 
