@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from tests.distributed import processes
+from tests.distributed.test_deepspeed_scripts import PROGRAMS
+from tests.distributed.test_deepspeed_scripts import run as started
 from zfun.collectives import Group, Workers
 from zfun.testing import assert_same_bits
 
@@ -228,3 +230,102 @@ def test_the_example_is_a_program(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     assert "val_loss" in done.stdout
     assert "parameters in model.ckpt" in done.stdout
+
+
+# Lightning's own strategies for DeepSpeed, over the names of zfun. The strategies refuse CPUs, so
+# the program patches two checks: that of the accelerator's class, and that devices have the indices
+# of the ranks, because CPUs have none. All else is Lightning's own. DDP in float32 is the oracle.
+
+OWN_STAGES = ("deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3")
+CLOSE = {"rtol": 0.0, "atol": 1e-5}
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The numbers of each rank under Lightning's own strategies."""
+    folder = tmp_path_factory.mktemp("runs")
+    flags = (
+        "-n",
+        "2",
+        "--no_local_rank",
+        str(PROGRAMS / "deepspeed_lightning_runs.py"),
+        str(folder),
+    )
+    done = started("-m", "zfun.interop.deepspeed", *flags, folder=folder, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+def test_a_fit_of_lightnings_own_strategy_is_that_of_ddp(own: Any) -> None:
+    for rank in own:
+        fits = rank["fits"]
+        assert len(fits["ddp"]["losses"]) == 24
+        assert fits["ddp"]["steps"] == 12
+        torch.testing.assert_close(fits[OWN_STAGES[0]], fits["ddp"], **CLOSE)
+        for name in fits.keys() - {"ddp"}:
+            assert fits[name] == fits[OWN_STAGES[0]], name
+
+
+def test_a_resumed_fit_of_the_own_strategy_goes_on_bitwise(own: Any) -> None:
+    for rank in own:
+        for name in OWN_STAGES:
+            whole, resumed = rank["fits"][name], rank["resumed"][name]
+            assert resumed["losses"] == whole["losses"][8:]
+            assert resumed["rates"] == whole["rates"][8:]
+            assert resumed["validated"] == whole["validated"][1:]
+            assert resumed["steps"] == whole["steps"]
+
+
+def test_evaluations_of_the_own_strategy_are_those_of_ddp(own: Any) -> None:
+    for rank in own:
+        runs = rank["evaluated"]
+        assert runs["ddp"]["val_loss"] == pytest.approx(rank["fits"]["ddp"]["validated"][1])
+        for name in OWN_STAGES:
+            torch.testing.assert_close(runs[name], runs["ddp"], **CLOSE)
+        torch.testing.assert_close(rank["whole"], runs["ddp"], **CLOSE)
+
+
+def test_one_module_is_fitted_evaluated_and_fitted_again(own: Any) -> None:
+    for rank in own:
+        runs = rank["again"]
+        for name in OWN_STAGES:
+            torch.testing.assert_close(runs[name], runs["ddp"], **CLOSE)
+            assert_same_bits(runs[name], runs[OWN_STAGES[0]])
+
+
+def test_a_directory_becomes_a_file_with_hyperparameters(own: Any) -> None:
+    for rank in own:
+        for name in OWN_STAGES:
+            file = rank["converted"][name]
+            assert file["hyperparameters"]["note"] == Path("any object")
+            assert_same_bits(file["values"], file["expected"])
+
+
+def test_the_configuration_has_the_options_of_the_trainer(own: Any) -> None:
+    from tests.interop import own_strategies
+
+    for rank in own:
+        runs = rank["configured"]
+        for stage, fit in runs.items():
+            config = fit["config"]
+            assert config["gradient_accumulation_steps"] == own_strategies.ACCUMULATE
+            assert config["gradient_clipping"] == own_strategies.CLIP
+            assert config["train_micro_batch_size_per_gpu"] == own_strategies.BATCH
+            numbers = {key: value for key, value in fit.items() if key != "config"}
+            assert numbers == {key: runs[1][key] for key in numbers}, stage
+        assert runs[1]["losses"][-1] < runs[1]["losses"][7]
+
+
+def test_the_summary_has_the_size_of_a_piece(own: Any) -> None:
+    for rank in own:
+        assert rank["summary"] == (81, [41, 28, 8, 0, 5])
+
+
+def test_a_loop_of_fabrics_own_strategy_is_that_of_ddp(own: Any) -> None:
+    for rank in own:
+        loops = rank["loops"]
+        for name, loop in loops.items():
+            assert loop["again"] == loop["losses"][4:]
+            assert loop["seen"] == 4
+            torch.testing.assert_close(loop["losses"], loops["ddp"]["losses"], **CLOSE)
+            assert name == "ddp" or loop == loops[OWN_STAGES[0]]
