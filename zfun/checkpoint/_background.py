@@ -143,14 +143,18 @@ class _Saving(Saved):
             problem = None if origin is None else report_of(error)
             found = gather_json([done, origin, problem], group, "save in the background")
             ranks = global_ranks(group)
+            is_over = all(done for done, *_ in found)
             failed = [i for i, (_, by, _) in enumerate(found) if by == ranks[i]]
+            if is_over and not failed:
+                # An error that names a rank without one is raised all the same.
+                failed = [i for i, (_, by, _) in enumerate(found) if by is not None]
             if failed and self.told is None:
                 self.told = error_from(found[failed[0]][2], ranks[failed[0]])
-                if error is not None and origin == me:
+                if error is not None and (origin == me or group.rank == failed[0]):
                     self.told = error
                     if isinstance(error, ZfunError):
                         error.rank = me
-            if all(done for done, *_ in found):
+            if is_over:
                 return
             time.sleep(nap)
             nap = min(2 * nap, _LONGEST_NAP_S)

@@ -446,6 +446,21 @@ def test_an_outcome_that_the_disk_does_not_take_goes_over_the_group(
     assert [step for step, _ in steps(tmp_path)] == [2]
 
 
+def test_an_error_that_names_another_rank_is_raised_too(tmp_path: Path) -> None:
+    class Elsewhere(Files):
+        def sync(self, fd: int) -> None:
+            raise CheckpointError("a disk of another rank is gone", rank=1)
+
+    def main(group: Any) -> None:
+        files = Elsewhere() if group.rank == 0 else None
+        state = {"w": zf.shard(weights(), group)}
+        with pytest.raises(CheckpointError, match="a disk of another rank is gone"):
+            zf.save(tmp_path, state, step=1, background=True, files=files).wait()
+
+    zf.simulate(2, main)
+    assert steps(tmp_path) == []
+
+
 def test_a_state_without_tensors_is_saved_in_the_background(tmp_path: Path) -> None:
     def main(group: Any) -> Any:
         zf.save(tmp_path, {"tokens": 7}, step=1, group=group, background=True).wait()
