@@ -1033,6 +1033,7 @@ case(
     "layout.split_by_label",
     lambda g: {"layout": laid_out(), "label": lambda path, leaf: path},
 )
+case("layout.place", lambda g: {"layout": laid_out(), "placement": zf.S, "size": 2})
 case("layout.unique_leaves", lambda g: {"params": params(), "layout": laid_out()})
 case(
     "flat.ravel",
@@ -1198,6 +1199,7 @@ case(
 case("testing.group_sizes", lambda g: {}, lambda g, s: None)
 case("testing.layouts", lambda g: {}, lambda g, s: s.validate())
 case("testing.micro_batch_splits", lambda g: {"rows": 4}, lambda g, s: s.validate())
+case("testing.placements", lambda g: {}, lambda g, s: None)
 case("testing.schedules", lambda g: {}, lambda g, s: None)
 
 # Calls that start processes, for the long form.

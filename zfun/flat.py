@@ -36,7 +36,7 @@ from zfun.errors import (
     SpecMismatch,
     check_process,
 )
-from zfun.layout import LAYOUT, Layout, unique_leaves
+from zfun.layout import LAYOUT, BucketSlot, Layout, unique_leaves
 from zfun.options import (
     ANY,
     DTYPE,
@@ -157,7 +157,7 @@ class Flat(Generic[Params]):
         missed: Mapping[str, int | None] = _NONE_MISSED,
         life: Life | None = None,
     ) -> None:
-        if not isinstance(placement, Placement):
+        if placement not in (R, P, S):
             raise PlacementError(
                 f"a placement is zf.R, zf.P or zf.S; got {placement!r}; pass one of the three"
             )
@@ -230,15 +230,18 @@ class Flat(Generic[Params]):
             missed=self.missed,
         )
 
-    def shard_numel(self, bucket: int) -> int:
-        """Return the number of elements of a bucket that a rank holds under ``S``."""
-        return self.layout.buckets[bucket].padded_numel // self.group.size
+    def span(self, bucket: int, rank: int | None = None) -> tuple[int, int]:
+        """Return the range of a whole bucket that a rank holds, by default this one."""
+        slot = self.layout.buckets[bucket]
+        if self.placement is not S:
+            return 0, slot.padded_numel
+        return slot.span(self.group.rank if rank is None else rank, self.group.size)
 
     def __repr__(self) -> str:
         layout = self.layout
         leaves, buckets = len(layout.leaves), len(layout.buckets)
         padded = sum(bucket.padded_numel for bucket in layout.buckets)
-        here = padded // self.group.size if self.placement is S else padded
+        here = sum(stop - start for start, stop in map(self.span, range(buckets)))
         over = f" over the {axis_of(self.group)} axis" if axis_of(self.group) else ""
         return (
             f"Flat({self.placement!r}{over}, rank {self.group.rank} of {self.group.size}: "
@@ -519,7 +522,7 @@ def leaf_spans(flat: Flat, rank: int | None = None) -> tuple[LeafSpan, ...]:
         )
     spans = []
     for slot in flat.layout.leaves:
-        begin, end = _range_of(flat, slot.bucket, rank)
+        begin, end = flat.span(slot.bucket, rank)
         start, stop = _cut(slot.offset, slot.offset + slot.numel, begin, end)
         first = min(max(begin - slot.offset, 0), slot.numel)
         spans.append(LeafSpan(slot.path, slot.bucket, start, stop, first))
@@ -537,18 +540,10 @@ def padding_spans(flat: Flat) -> list[list[tuple[int, int]]]:
                 found[span.bucket].append((ends[span.bucket], span.start))
             ends[span.bucket] = span.stop
     for bucket, end in enumerate(ends):
-        begin, stop = _range_of(flat, bucket, flat.group.rank)
+        begin, stop = flat.span(bucket)
         if end < stop - begin:
             found[bucket].append((end, stop - begin))
     return found
-
-
-def _range_of(flat: Flat, bucket: int, rank: int) -> tuple[int, int]:
-    """Return where a rank's part of a bucket begins and ends in the whole bucket."""
-    if flat.placement is not S:
-        return 0, flat.layout.buckets[bucket].padded_numel
-    numel = flat.shard_numel(bucket)
-    return rank * numel, (rank + 1) * numel
 
 
 def _cut(start: int, stop: int, begin: int, end: int) -> tuple[int, int]:
@@ -557,14 +552,29 @@ def _cut(start: int, stop: int, begin: int, end: int) -> tuple[int, int]:
     return first - begin, max(first, min(stop, end)) - begin
 
 
+def empty_like(flat: Flat, dtypes: Iterable[torch.dtype], device: Any) -> Flat:
+    """Return a flat of uninitialised buffers with the placement, layout and group of another."""
+    spans = map(flat.span, range(len(flat.layout.buckets)))
+    return flat.with_buffers(
+        torch.empty(stop - start, dtype=dtype, device=device)
+        for (start, stop), dtype in zip(spans, dtypes, strict=True)
+    )
+
+
 def local_shards(flat: Flat) -> tuple[Tensor, ...]:
     """Return this rank's piece of every bucket; under ``R`` and ``P`` a slice of the buffer."""
     if flat.placement is S:
         return flat.buffers
-    return tuple(own_piece(buffer, flat.group) for buffer in flat.buffers)
+    return tuple(own_pieces(flat, flat.group))
 
 
-def own_piece(buffer: Tensor, group: Group) -> Tensor:
+def own_pieces(flat: Flat, group: Group) -> Iterator[Tensor]:
+    """Yield this rank's piece, as one of a group, of every whole buffer."""
+    for buffer, slot in zip(flat.buffers, flat.layout.buckets, strict=True):
+        yield own_piece(buffer, slot, group)
+
+
+def own_piece(buffer: Tensor, slot: BucketSlot, group: Group) -> Tensor:
     """Return this rank's piece of a whole buffer."""
-    numel = buffer.numel() // group.size
-    return buffer.narrow(0, group.rank * numel, numel)
+    start, stop = slot.span(group.rank, group.size)
+    return buffer[start:stop]

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from zfun import tree
-from zfun.errors import AliasChanged, LeafError, SpecMismatch
+from zfun.errors import AliasChanged, LeafError, OptionError, PlacementError, SpecMismatch
 from zfun.options import ANY, BOOL, DTYPE, NAMES, OF_LEAVES, instance, integer, takes
+from zfun.placement import UNIT, PlacementRule, S, Sharded
 from zfun.sources.deferred import Deferred, memory_of, spec_of
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "Layout",
     "LeafSlot",
     "layout_of",
+    "place",
     "split_by_label",
     "unique_leaves",
 ]
@@ -43,7 +45,7 @@ _MAX_WASTE = 0.02
 
 # Leaves begin and shards end at multiples of this many elements: whole vector registers, and whole
 # cache lines for all dtypes from float16 on.
-ALIGNMENT = 32
+ALIGNMENT = UNIT
 
 _REAL = {
     torch.complex32: torch.float16,
@@ -83,12 +85,37 @@ class BucketSlot:
         numel: number of elements of all leaves.
         padded_numel: length of the buffer, a multiple of the group size. Padding is zero and stays
             zero.
+        placement: how the ranks divide the buffer under ``S``.
+        pieces: the piece ``(start, stop)`` of each rank; empty where all pieces are equal.
     """
 
     dtype: torch.dtype
     leaves: tuple[int, ...]
     numel: int
     padded_numel: int
+    placement: Sharded = S
+    pieces: tuple[tuple[int, int], ...] = ()
+
+    def span(self, rank: int, size: int) -> tuple[int, int]:
+        """Return where the piece of a rank begins and ends under ``S``, among ``size`` ranks.
+
+        Raises:
+            PlacementError: the bucket was divided among another number of ranks.
+
+        Example:
+            >>> layout_of({"w": torch.zeros(70)}, size=2).buckets[0].span(1, 2)
+            (64, 128)
+        """
+        if not self.pieces:
+            share = self.padded_numel // size
+            return rank * share, (rank + 1) * share
+        if len(self.pieces) != size:
+            raise PlacementError(
+                f"{self.placement!r} divides a bucket among the ranks that it was laid out for; "
+                f"got {size} ranks for {len(self.pieces)} pieces; unshard() the value and shard it "
+                "over the other group"
+            )
+        return self.pieces[rank]
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,10 +160,6 @@ class Layout:
             other.spec,
         )
 
-    def shard_numel(self, bucket: int) -> int:
-        """Return the number of elements of a bucket that each rank holds."""
-        return self.buckets[bucket].padded_numel // self.size
-
     def select(self, buckets: Sequence[int]) -> Layout:
         """Return the layout of some of the buckets; the tree has holes (``None``) for the rest.
 
@@ -171,6 +194,7 @@ class Layout:
         return f"bucket {bucket}: {names[0]} … {names[-1]} ({len(names)} leaves)"
 
 
+PLACEMENT = instance(Sharded, "a placement", "zf.placement.Owned()") | OF_LEAVES
 LAYOUT = instance(Layout, "a layout", "zf.layout.layout_of(params, group.size)")
 
 
@@ -411,6 +435,7 @@ def _split_by_label(layout: Layout, label: LabelFn, device: torch.device) -> Lay
     labels = labels_of(layout, label)
     slots = list(layout.leaves)
     buckets: list[BucketSlot] = []
+    held: dict[int, list[int]] = {}
     unit = ALIGNMENT * layout.size
     for bucket in layout.buckets:
         for chosen in dict.fromkeys(labels[leaf] for leaf in bucket.leaves):
@@ -420,10 +445,80 @@ def _split_by_label(layout: Layout, label: LabelFn, device: torch.device) -> Lay
                 slots[leaf] = dataclasses.replace(slots[leaf], bucket=len(buckets), offset=end)
                 end += _aligned(slots[leaf].numel)
             numel = sum(slots[leaf].numel for leaf in members)
-            buckets.append(BucketSlot(bucket.dtype, members, numel, -(-end // unit) * unit))
+            one = BucketSlot(bucket.dtype, members, numel, -(-end // unit) * unit, bucket.placement)
+            if bucket.pieces:
+                size = len(bucket.pieces)
+                one = _cut(one, slots, size, held.setdefault(size, [0] * size))
+            buckets.append(one)
     if len(buckets) == len(layout.buckets):
         return layout
     return dataclasses.replace(layout, leaves=tuple(slots), buckets=tuple(buckets), device=device)
+
+
+@takes(layout=LAYOUT, placement=PLACEMENT, size=integer(1))
+def place(layout: Layout, placement: Sharded | PlacementRule, size: int) -> Layout:
+    """Choose how the ranks cut each bucket under ``S``.
+
+    Args:
+        layout: with equal pieces; of an optimizer by label, with buckets of one label each.
+        placement: one of :mod:`zfun.placement` for all leaves, or a rule ``(path, leaf) ->
+            placement``; leaves of different placements go into different buckets.
+        size: the number of ranks that share the value: of an inner axis, the ranks of a row.
+
+    Returns:
+        A layout of the same leaves.
+
+    Raises:
+        OptionError: a rule returns no placement, or the pieces do not hold each element once.
+
+    Example:
+        >>> from zfun.placement import Owned
+        >>> params = {"w": torch.zeros(96), "b": torch.zeros(3)}
+        >>> place(layout_of(params, 2), Owned(), 2).buckets[0].pieces
+        ((0, 96), (96, 128))
+    """
+    if isinstance(placement, Sharded):
+        labelled, chosen = layout, (placement,) * len(layout.leaves)
+    else:
+        chosen = labels_of(layout, placement)
+        for slot, found in zip(layout.leaves, chosen, strict=True):
+            if not isinstance(found, Sharded):
+                raise OptionError(
+                    "a rule for placements returns one, such as zf.S or zf.placement.Owned(); got "
+                    f"{found!r} for leaf {slot.path!r}; return zf.S for equal pieces",
+                    leaf=slot.path,
+                )
+        labelled = _split_by_label(layout, placement, layout.device)
+    held = [0] * size
+    buckets: list[BucketSlot] = []
+    for bucket in labelled.buckets:
+        of = chosen[bucket.leaves[0]]
+        assert isinstance(of, Sharded)
+        one = dataclasses.replace(bucket, placement=of)
+        buckets.append(_cut(one, labelled.leaves, size, held))
+    return dataclasses.replace(labelled, buckets=tuple(buckets))
+
+
+def _cut(bucket: BucketSlot, slots: Sequence[LeafSlot], size: int, held: list[int]) -> BucketSlot:
+    """Return a bucket with the pieces of its placement, and count what the ranks hold."""
+    numel = bucket.padded_numel
+    leaves = [slots[leaf] for leaf in bucket.leaves]
+    found = bucket.placement.pieces(leaves, numel, size, tuple(held))
+    pieces = tuple((int(start), int(stop)) for start, stop in found)
+    filled = sorted(piece for piece in pieces if piece[0] != piece[1])
+    ends = [0, *(stop for _, stop in filled)]
+    is_cover = len(pieces) == size and [*(start for start, _ in filled), numel] == ends
+    if not is_cover or any(end % UNIT for end in ends):
+        raise OptionError(
+            "the pieces of a placement, one for each rank, hold each element of a bucket once, and "
+            f"begin at multiples of {UNIT}; got {found!r} from {bucket.placement!r} for {numel} "
+            f"elements on {size} ranks; cover 0 to numel without gaps, at multiples of {UNIT}"
+        )
+    for rank, (start, stop) in enumerate(pieces):
+        held[rank] += stop - start
+    share = numel // size
+    is_equal = pieces == tuple((rank * share, (rank + 1) * share) for rank in range(size))
+    return dataclasses.replace(bucket, pieces=() if is_equal else pieces)
 
 
 def _block_of(path: str) -> tuple[str, ...]:

@@ -1,27 +1,198 @@
-"""Placement: the meaning of the local buffers of a value across the group."""
+"""Placement: the part of a value that each rank of a group holds.
+
+``R``, ``P`` and ``S`` say whether the buffers of a :class:`zfun.Flat` are whole, terms of a sum, or
+pieces. How a bucket is cut into pieces is a value too: ``S`` cuts it into equal pieces,
+:class:`Owned` between leaves, :class:`Aligned` between rows or blocks. A class of your own with one
+method, :meth:`Sharded.pieces`, is as good as these.
+"""
 
 from __future__ import annotations
 
-import enum
+import bisect
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
 
-__all__ = ["P", "Placement", "R", "S"]
+from zfun.errors import OptionError
+
+__all__ = [
+    "UNIT",
+    "Aligned",
+    "Owned",
+    "P",
+    "Piece",
+    "Placement",
+    "PlacementRule",
+    "R",
+    "S",
+    "Sharded",
+]
+
+UNIT = 32
+"""Pieces begin and end at multiples of this many elements."""
+
+Piece: TypeAlias = tuple[int, int]
+"""``(start, stop)``: the elements of a bucket that a rank holds."""
 
 
-class Placement(enum.Enum):
+class Slot(Protocol):
+    """The place of a leaf in a bucket; see :class:`zfun.layout.LeafSlot`."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def numel(self) -> int: ...
+
+
+class Placement:
     """The part of a value that each rank holds.
 
-    ``REPLICATED`` (``R``): every rank holds the whole. ``PARTIAL`` (``P``): every rank holds one
-    term of a sum. ``SHARDED`` (``S``): rank r holds the r-th contiguous piece.
+    ``R``, replicated: every rank holds the whole. ``P``, partial: every rank holds one term of a
+    sum. ``S``, sharded: each rank holds one piece of each bucket.
     """
 
-    REPLICATED = "R"
-    PARTIAL = "P"
-    SHARDED = "S"
-
     def __repr__(self) -> str:
-        return self.value
+        return next((name for name, x in _THREE.items() if x is self), f"{type(self).__name__}()")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A copy of R is R, because code compares these three by identity.
+        name = next((name for name, x in _THREE.items() if x is self), None)
+        return super().__reduce_ex__(protocol) if name is None else name
 
 
-R = Placement.REPLICATED
-P = Placement.PARTIAL
-S = Placement.SHARDED
+class Sharded(Placement):
+    """Each rank holds one piece of each bucket; subclasses say which piece.
+
+    Make subclasses frozen dataclasses, because leaves of equal placements share buckets.
+    :func:`zfun.zero`, :func:`zfun.shard` and :func:`zfun.replicate` take such a placement, or a
+    rule ``(path, leaf) -> placement``.
+    """
+
+    def pieces(
+        self, leaves: Sequence[Slot], numel: int, size: int, held: Sequence[int]
+    ) -> Sequence[Piece]:
+        """Cut one bucket.
+
+        Args:
+            leaves: the leaves in the bucket, by offset. Elements between leaves are padding.
+            numel: elements of the bucket, padding included.
+            size: the number of ranks.
+            held: elements that each rank holds of the buckets before.
+
+        Returns:
+            The piece of each rank: empty, or from one multiple of 32 elements to another, because
+            exact norms add units of 32. Together the pieces hold each element once.
+
+        Example:
+            >>> S.pieces([], 64, 2, [0, 0])
+            [(0, 32), (32, 64)]
+        """
+        del leaves, held
+        return [(rank * numel // size, (rank + 1) * numel // size) for rank in range(size)]
+
+
+R = Placement()
+P = Placement()
+S = Sharded()
+_THREE: dict[str, Placement] = {"R": R, "P": P, "S": S}
+
+PlacementRule: TypeAlias = Callable[[str, Any], Sharded]
+"""``rule(path, leaf)`` returns how a leaf is cut; the leaf may be a meta tensor."""
+
+
+@dataclass(frozen=True)
+class Owned(Sharded):
+    """Whole leaves: each leaf lies on one rank, in full.
+
+    A rule that needs whole leaves, such as :func:`zfun.optim.muon`, then sends nothing. In each
+    bucket, ranks that hold little take the next leaves, so that all hold about the same. A bucket
+    of one leaf is gathered by a broadcast and summed by a reduce.
+
+    Example:
+        >>> import torch, zfun as zf
+        >>> def main(group):
+        ...     params = {"w": torch.ones(8, 8), "v": torch.ones(8, 8)}
+        ...     flat = zf.shard(params, group, placement=Owned())
+        ...     return [span.stop - span.start for span in zf.flat.leaf_spans(flat)]
+        >>> zf.simulate(2, main)
+        [[64, 0], [0, 64]]
+    """
+
+    def pieces(
+        self, leaves: Sequence[Slot], numel: int, size: int, held: Sequence[int]
+    ) -> Sequence[Piece]:
+        """Give each rank a run of whole leaves; see :meth:`Sharded.pieces`."""
+        share = (sum(held) + numel) / size
+        free = sorted(range(size), key=lambda rank: (held[rank], rank))
+        pieces, start = [(0, 0)] * size, 0
+        for leaf, following in zip(leaves, [*leaves[1:], None], strict=True):
+            stop = numel if following is None else following.offset
+            # Half of the next leaf may exceed the share; the last rank takes all that is left.
+            next_half = 0 if following is None else following.numel / 2
+            is_full = held[free[0]] + stop - start + next_half > share and len(free) > 1
+            if following is None or is_full:
+                pieces[free.pop(0)] = (start, stop)
+                start = stop
+            del leaf
+        return pieces
+
+
+@dataclass(frozen=True)
+class Aligned(Sharded):
+    """Nearly equal pieces that begin at a row of a leaf, or at a multiple of a block.
+
+    Args:
+        rows: begin pieces at whole rows (the first dim of a leaf), for rules that work row by row;
+            of rows whose width is no multiple of 32, at those that begin at one.
+        block: begin pieces at multiples of this many elements, so that no block of a codec lies on
+            two ranks.
+
+    Raises:
+        OptionError: neither or both are given.
+
+    Example:
+        >>> import torch, zfun as zf
+        >>> def main(group):
+        ...     flat = zf.shard({"w": torch.ones(5, 96)}, group, placement=Aligned(rows=True))
+        ...     return zf.describe(flat).rows[0].here
+        >>> zf.simulate(3, main)
+        [(0, 192), (192, 288), (288, 480)]
+    """
+
+    rows: bool = False
+    block: int = 0
+
+    def __post_init__(self) -> None:
+        if bool(self.rows) == bool(self.block) or self.block < 0:
+            raise OptionError(
+                "Aligned() cuts at rows or at blocks; got "
+                f"rows={self.rows!r}, block={self.block!r}; pass rows=True, or block=256"
+            )
+
+    def pieces(
+        self, leaves: Sequence[Slot], numel: int, size: int, held: Sequence[int]
+    ) -> Sequence[Piece]:
+        """Move equal cuts to the nearest row or block; see :meth:`Sharded.pieces`."""
+        del held
+        offsets = [leaf.offset for leaf in leaves]
+
+        def nearest(cut: int) -> int:
+            if self.block:
+                block = math.lcm(self.block, UNIT)
+                return min(round(cut / block) * block, numel)
+            index = bisect.bisect_right(offsets, cut) - 1
+            leaf = leaves[index]
+            rows = leaf.shape[0] if leaf.shape else 1
+            row = math.lcm(max(1, leaf.numel // max(1, rows)), UNIT)
+            end = offsets[index + 1] if index + 1 < len(offsets) else numel
+            inside = round((cut - leaf.offset) / row) * row
+            return leaf.offset + inside if inside < leaf.numel else end
+
+        cuts = [0, *(nearest(rank * numel // size) for rank in range(1, size)), numel]
+        return list(itertools.pairwise(cuts))

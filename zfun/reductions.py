@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from zfun import collectives, ops, stores, tree
-from zfun.collectives import Group, all_reduce, exchange_values, mesh_of
+from zfun.collectives import (
+    AllGather,
+    Collective,
+    Group,
+    all_reduce,
+    exchange_values,
+    mesh_of,
+    start_gather,
+)
 from zfun.errors import LeafError, OptionError, PlacementError, SpecMismatch
 from zfun.flat import FLAT, Flat, leaf_spans, own_piece, ravel, unravel
 from zfun.layout import LabelFn, Layout, labels_of, layout_of, split_by_label
@@ -92,15 +100,37 @@ def gather_values(flat: Flat, x: Tensor, name: str = "values") -> Tensor:
     return collectives.gather_values(x, flat.group, name)
 
 
+def whole_buffers(flat: Flat, name: str) -> list[Tensor]:
+    """Gather the buffers of a sharded value (``S -> R``), for rules that need whole buckets.
+
+    Example:
+        >>> import zfun as zf
+        >>> def main(group):
+        ...     return whole_buffers(zf.shard({"w": torch.ones(96)}, group), "w")[0].sum().item()
+        >>> zf.simulate(2, main)
+        [96.0, 96.0]
+    """
+    found = []
+    for buffer, slot in zip(flat.buffers, flat.layout.buckets, strict=True):
+        call = Collective(AllGather(), name)
+        pending = (
+            start_gather(flat.group, call, buffer, slot.pieces)
+            if slot.pieces
+            else flat.group.start(call, buffer)
+        )
+        found.append(pending.wait())
+    return found
+
+
 @takes(flat=FLAT, fn=FUNCTION, cost=FUNCTION)
 def map_leaves(
     flat: Flat, fn: Callable[[Tensor], Tensor], cost: Callable[[tuple[int, ...]], float]
 ) -> Flat:
     """Apply a function that needs whole leaves, and gives one of the same shape, to every leaf.
 
-    Each cut leaf goes to one rank, which applies the function and sends the parts of the result
-    back: two all-to-alls of the shards, padded to the largest message. Leaves are assigned so that
-    costs are about even.
+    A leaf that lies whole on one rank stays there, and nothing is sent. Each cut leaf goes to one
+    rank, which applies the function and sends the parts of the result back: two all-to-alls of the
+    shards, padded to the largest message. Cut leaves are assigned so that costs are about even.
 
     Args:
         flat: with placement ``R`` or ``S``.
@@ -138,10 +168,18 @@ def _map_shards(
     cost: Callable[..., float],
 ) -> None:
     group, layout, rank = flat.group, flat.layout, flat.group.rank
-    leaves = [leaf for bucket in buckets for leaf in layout.buckets[bucket].leaves]
-    owners = _shared_out([cost(layout.leaves[leaf].shape) for leaf in leaves], group.size)
-
     spans = [leaf_spans(flat, holder) for holder in range(group.size)]
+    leaves = []
+    for leaf in [leaf for bucket in buckets for leaf in layout.buckets[bucket].leaves]:
+        slot, here = layout.leaves[leaf], spans[rank][leaf]
+        if not any(held[leaf].stop - held[leaf].start == slot.numel for held in spans):
+            leaves.append(leaf)
+        elif here.start < here.stop:
+            whole = flat.buffers[slot.bucket][here.start : here.stop]
+            out.buffers[slot.bucket][here.start : here.stop] = fn(
+                whole.clone().view(slot.shape)
+            ).reshape(-1)
+    owners = _shared_out([cost(layout.leaves[leaf].shape) for leaf in leaves], group.size)
 
     def piece(leaf: int, holder: int) -> tuple[int, int]:
         return spans[holder][leaf].start, spans[holder][leaf].stop
@@ -180,10 +218,13 @@ def _map_shards(
             received[holder, ends[holder] : ends[holder] + numel]
             for holder, numel in enumerate(lengths)
         ]
-        result = fn(torch.cat(parts).view(slot.shape)).reshape(-1)
-        for holder, (part, numel) in enumerate(zip(result.split(lengths), lengths, strict=True)):
-            answers[holder, ends[holder] : ends[holder] + numel] = part
-            ends[holder] += numel
+        # The pieces of a leaf need not lie in the order of the ranks.
+        holders = sorted(range(group.size), key=lambda holder: spans[holder][leaf].first)
+        result = fn(torch.cat([parts[holder] for holder in holders]).view(slot.shape)).reshape(-1)
+        split = result.split([lengths[holder] for holder in holders])
+        for holder, part in zip(holders, split, strict=True):
+            answers[holder, ends[holder] : ends[holder] + part.numel()] = part
+            ends[holder] += part.numel()
     returned = exchange_values(answers, group, "leaves")
     ends = [0] * group.size
     for leaf, owner in zip(leaves, owners, strict=True):
@@ -334,9 +375,9 @@ def _local_squares(flat: Flat) -> Tensor:
         *(squares.to(device) for squares in spent),
         *(
             ops.squares_in_bins(
-                buffer if flat.placement is S else own_piece(buffer, flat.group)
+                buffer if flat.placement is S else own_piece(buffer, slot, flat.group)
             ).to(device)
-            for buffer in stores.reading(kept)
+            for buffer, slot in zip(stores.reading(kept), kept.layout.buckets, strict=True)
         ),
     ]
     mine = torch.stack(pieces or [ops.squares_in_bins(torch.zeros(0, device=device))])

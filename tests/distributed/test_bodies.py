@@ -12,7 +12,14 @@ import pytest
 import zfun as zf
 from tests.conftest import on_one_core
 from tests.distributed import processes
-from tests.distributed.programs import bodies, branches, optimizers, pullbacks, unused
+from tests.distributed.programs import (
+    bodies,
+    branches,
+    optimizers,
+    placements,
+    pullbacks,
+    unused,
+)
 from zfun.collectives import Workers
 from zfun.errors import CollectiveMismatch, PeerLost
 from zfun.testing import assert_same_bits
@@ -50,6 +57,7 @@ BODIES = [
     *bodies.BODIES,
     *branches.BODIES,
     *optimizers.BODIES,
+    *placements.BODIES,
     *pullbacks.BODIES,
     *unused.BODIES,
 ]

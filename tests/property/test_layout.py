@@ -132,7 +132,7 @@ def test_layouts_keep_the_documented_invariants(
         assert {slot.bucket for slot in slots} == {index}
         assert {torch.empty(0, dtype=slot.dtype).real.dtype for slot in slots} == {bucket.dtype}
         assert bucket.padded_numel % (size * ALIGNMENT) == 0
-        assert layout.shard_numel(index) * size == bucket.padded_numel
+        assert bucket.span(size - 1, size)[1] == bucket.padded_numel
         assert bucket.numel == sum(slot.numel for slot in slots)
         end = 0
         for slot in slots:

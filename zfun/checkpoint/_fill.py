@@ -143,8 +143,7 @@ class _Filler:
             await_readers(flat.group, buffers)
         wants: list[Want] = []
         for bucket, buffer in enumerate(buffers):
-            low = flat.group.rank * buffer.numel() if flat.placement is S else 0
-            for span in spans_of(part, slots, bucket, (low, low + buffer.numel())):
+            for span in spans_of(part, slots, bucket, flat.span(bucket)):
                 if span.slot.key in found:
                     target = buffer[span.start : span.start + span.numel]
                     wants += _wants(found[span.slot.key], span.first, span.numel, target)
@@ -169,8 +168,7 @@ class _Filler:
             new = self._memory_of(flat, bucket, buffer, keeps_some=keeps_some)
             if is_symmetric(mesh_of(flat.group)):
                 await_readers(flat.group, [new])
-            low = flat.group.rank * new.numel() if flat.placement is S else 0
-            self._read(new, list(spans_of(part, slots, bucket, (low, low + new.numel()))))
+            self._read(new, list(spans_of(part, slots, bucket, flat.span(bucket))))
         if isinstance(buffer, Stored):
             return self._put(buffer, new, flat.layout.label(bucket))
         return new
@@ -192,17 +190,16 @@ class _Filler:
     ) -> Tensor:
         """Read this rank's part of a replicated bucket, and gather the bucket."""
         flat: Flat = part.value
-        numel = buffer.shape.numel() // flat.group.size
-        low = flat.group.rank * numel
+        low, high = flat.layout.buckets[bucket].span(flat.group.rank, flat.group.size)
         if isinstance(buffer, Stored) and not keeps_some:
-            piece = torch.zeros(numel, dtype=buffer.dtype)
+            piece = torch.zeros(high - low, dtype=buffer.dtype)
         else:
             held = self._memory_of(flat, bucket, buffer, keeps_some=keeps_some)
-            piece = held[low : low + numel].clone()
+            piece = held[low:high].clone()
             del held
         spans = [
             span._replace(start=span.start - low)
-            for span in spans_of(part, slots, bucket, (low, low + numel))
+            for span in spans_of(part, slots, bucket, (low, high))
         ]
         self._read(piece, spans)
         layout = flat.layout.select([bucket])

@@ -28,7 +28,7 @@ from zfun.collectives import Group, Mesh, mesh_of, single_group
 from zfun.errors import CheckpointError, SpecMismatch
 from zfun.flat import Flat, flats
 from zfun.optim import LossScaleState, MasterState, MissedSteps
-from zfun.placement import P, R, S
+from zfun.placement import P, R
 from zfun.stores import Stored
 
 __all__ = [
@@ -261,11 +261,7 @@ class Span(NamedTuple):
 
 def held_range(flat: Flat, bucket: int) -> tuple[int, int]:
     """Return the range of a whole bucket that this rank holds."""
-    numel = flat.layout.buckets[bucket].padded_numel
-    if flat.placement is not S:
-        return 0, numel
-    share = numel // flat.group.size
-    return flat.group.rank * share, (flat.group.rank + 1) * share
+    return flat.span(bucket)
 
 
 def share_of(low: int, high: int, rank: int, size: int) -> tuple[int, int]:

@@ -69,6 +69,10 @@ from zfun.collectives._ops import (
     ReduceScatter,
     Stream,
 )
+from zfun.collectives._pieces import from_rows as from_rows
+from zfun.collectives._pieces import start_gather as start_gather
+from zfun.collectives._pieces import start_scatter as start_scatter
+from zfun.collectives._pieces import to_rows as to_rows
 from zfun.collectives._record import MeshRecorder, Record, Recorder, record
 from zfun.collectives._values import barrier, exchange_values, gather_values
 from zfun.collectives._work import Work

@@ -60,7 +60,15 @@ from zfun.collectives._work import Work
 from zfun.errors import OptionError, PlacementError
 from zfun.options import GROUP, TENSOR, TEXT, integer, takes
 
-__all__ = ["Mesh", "axis_of", "check_shardable", "mesh_of", "split", "start_reduce_scatter_over"]
+__all__ = [
+    "Mesh",
+    "axis_of",
+    "check_shardable",
+    "mesh_of",
+    "split",
+    "start_reduce_scatter_over",
+    "start_reduce_to",
+]
 
 # Up to this size, one message less saves more time than fewer bytes.
 _SHORT_BYTES = 4096
@@ -241,6 +249,10 @@ class Mesh(Group):
         check_collective(call, x, None, self.inner.size)
         return self._launch(call.stream, _INNER_OUTER, self._reduce_scatter_inner(call, x.detach()))
 
+    def reduce_inner(self, call: Collective, x: Tensor, root: int) -> Work:
+        """Start a sum over the mesh, for one rank of each row; only their column sends it."""
+        return self._launch(call.stream, _INNER_OUTER, self._reduce_inner(call, x.detach(), root))
+
     def sums_whole(self, nbytes: int) -> bool:
         """Whether an all-reduce of ``nbytes`` goes whole over one axis, then over the other."""
         return 1 in (self.inner.size, self.outer.size) or nbytes <= _SHORT_BYTES
@@ -329,6 +341,13 @@ class Mesh(Group):
             "outer", AllReduce(), call, row, row if self.inner.size > 1 else None
         )
         return total.clone() if total is x else total
+
+    def _reduce_inner(self, call: Collective, x: Tensor, root: int) -> _Phases:
+        row = yield self._on("inner", Reduce(root), call, x)
+        if self.inner.rank == root:
+            return (yield self._on("outer", AllReduce(), call, row.clone() if row is x else row))
+        yield Work.done(row)
+        return row
 
     def _all_reduce_short(self, call: Collective, x: Tensor, out: Tensor) -> _Phases:
         row = yield self._on("inner", AllReduce(), call, x)
@@ -531,3 +550,29 @@ def start_reduce_scatter_over(
     if group is not mesh and isinstance(mesh, Mesh):
         return mesh.reduce_scatter_inner(call, x)
     return group.start(call, x, out)
+
+
+def start_reduce_to(group: Group, call: Collective, x: Tensor, rank: int) -> Work:
+    """``P -> S``: start a sum over the mesh of a group, whose whole goes to one rank of the group.
+
+    Args:
+        group: a group, a mesh, or the inner axis of one.
+        call: gives name, part and stream.
+        x: 1-D.
+        rank: of ``group``, which receives the sum.
+
+    Returns:
+        The pending sum; of use on ``rank`` alone.
+
+    Example:
+        >>> from zfun.collectives import simulate
+        >>> def main(group):
+        ...     mesh, call = split(group, inner=2), Collective(Reduce())
+        ...     return start_reduce_to(mesh.inner, call, torch.tensor([1, 10]), 1).wait().tolist()
+        >>> simulate(4, main)[1]
+        [4, 40]
+    """
+    mesh = mesh_of(group)
+    if group is not mesh and isinstance(mesh, Mesh):
+        return mesh.reduce_inner(call, x, rank)
+    return group.start(Collective(Reduce(rank), call.name, call.part, call.stream), x)

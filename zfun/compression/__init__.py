@@ -1,5 +1,7 @@
 """Compressed communication: codecs, collectives that use codecs, and error feedback."""
 
+from zfun.compression._buckets import gather_bucket as gather_bucket
+from zfun.compression._buckets import sum_bucket as sum_bucket
 from zfun.compression._codecs import CODEC as CODEC
 from zfun.compression._codecs import BlockCodec, Codec, Compression, int4, int8
 from zfun.compression._codecs import check_repeatable as check_repeatable

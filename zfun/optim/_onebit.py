@@ -43,7 +43,7 @@ from zfun.optim._schedules import DECAY, EPS, RATE, SECOND_DECAY, Schedule, deca
 from zfun.optim._stepping import Into, Kernel, assemble, elementwise, no_steps, zeros_like
 from zfun.options import BOOL, integer, number, takes
 from zfun.placement import P, R, S
-from zfun.reductions import all_ranks, gather_values
+from zfun.reductions import all_ranks, whole_buffers
 from zfun.tree import Tree
 
 __all__ = ["OneBitState", "onebit_adam"]
@@ -353,7 +353,7 @@ def _whole_momentum(
     if params.placement is not S:
         return state.mu.buffers
     if is_first:
-        return [gather_values(state.mu, buffer, "momentum").view(-1) for buffer in state.mu.buffers]
+        return whole_buffers(state.mu, "momentum")
     assert state.answers is not None
     return [
         _read(packed, params.layout, bucket, size, worker.dtype, mu.dtype)

@@ -212,6 +212,12 @@ def explain(
     _check_group(schedule, group)
     prices = _Prices(group, secondary_of(group, schedule.options), codecs.params, codecs.grads)
     messages: list[Message] = []
+    for bucket in schedule.trace.buckets:
+        if bucket.cut:
+            raise OptionError(
+                f"a schedule is priced for equal pieces; got {bucket.label} cut by {bucket.cut}; "
+                "count the bytes of a run with zf.record(group), or of a plan with zf.plan()"
+            )
     reads: list[Read] = []
     for found in _transfers(schedule, prices):
         if isinstance(found, Message):

@@ -12,7 +12,7 @@ from torch import Tensor
 from zfun import tree
 from zfun.collectives import Group, Mesh, abstract_group, check_shardable, mesh_of, split
 from zfun.errors import ZfunError
-from zfun.flat import Flat
+from zfun.flat import Flat, empty_like
 from zfun.layout import DEFAULT_BUCKET_BYTES, LabelFn, layout_of, split_by_label
 from zfun.options import ANY, FLOATING, FUNCTION, GROUP, NAMES, OF_LEAVES, instance, integer, takes
 from zfun.placement import S
@@ -101,11 +101,8 @@ def trace(
         def placed(part: tree.Tree, labels: LabelFn | None) -> Flat:
             layout = layout_of(fake(part), mesh_of(group).size, bucket_bytes, persistence, order)
             layout = layout if labels is None else split_by_label(layout, labels)
-            shards = [
-                torch.empty(bucket.padded_numel // group.size, dtype=bucket.dtype)
-                for bucket in layout.buckets
-            ]
-            return Flat(shards, S, layout, group)
+            dtypes = [bucket.dtype for bucket in layout.buckets]
+            return empty_like(Flat((), S, layout, group), dtypes, None)
 
         frozen = placed(rest, None) if rest is not None and tree.leaves(rest) else None
         wrapped = shard_params(loss, group, frozen=frozen)

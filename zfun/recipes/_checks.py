@@ -192,9 +192,9 @@ def first_bad_leaf(grads: Flat) -> str | None:
     left = [i for i, buffer in enumerate(grads.buffers) if not isinstance(buffer, Spent)]
     for index, buffer in zip(left, stores.reading(grads.select(left)), strict=True):
         is_piece = whole or grads.placement is S
-        piece = buffer if is_piece else own_piece(buffer, group)
+        piece = buffer if is_piece else own_piece(buffer, layout.buckets[index], group)
         bad = torch.nonzero(~torch.isfinite(piece)).view(-1) + (
-            0 if whole else group.rank * grads.shard_numel(index)
+            0 if whole else layout.buckets[index].span(group.rank, group.size)[0]
         )
         leaves = layout.buckets[index].leaves
         ends = torch.tensor(

@@ -12,9 +12,9 @@ from torch import Tensor
 from zfun import tree
 from zfun.collectives import Group, is_symmetric, mesh_of
 from zfun.flat import Flat
-from zfun.layout import LabelFn, Layout, split_by_label
+from zfun.layout import LabelFn, Layout, place, split_by_label
 from zfun.optim import Optimizer
-from zfun.placement import Placement, R, S
+from zfun.placement import Placement, PlacementRule, R, S, Sharded
 from zfun.recipes._precision import Precision
 from zfun.sources.deferred import spec_of
 from zfun.sources.scratch import scratch
@@ -46,6 +46,7 @@ def first_values(
     persistence: int,
     order: Sequence[str] | None,
     offload: Offload,
+    cut: Sharded | PlacementRule | None,
 ) -> tuple[Flat, Flat | None, Any]:
     """Return the trained parameters, the frozen ones, and the optimizer's state.
 
@@ -61,6 +62,7 @@ def first_values(
         persistence: the largest leaves of separate buckets.
         order: of the leaves in the buckets.
         offload: the stores.
+        cut: how ranks cut the buckets; by default in equal pieces.
     """
     placed, rule = rules
     # The master weights start from the digits that rounding removes, so ranks must agree on them.
@@ -76,8 +78,10 @@ def first_values(
             values=init == "check",
             dtype=policy.param,
             compared_as=compared_as,
+            placement=cut,
         )
-        return layout if labels is None else split_by_label(layout, labels)
+        layout = layout if labels is None else split_by_label(layout, labels)
+        return layout if cut is None else place(layout, cut, group.size)
 
     chosen, rest = (
         (params, None) if trainable is None else tree.partition(params, of_specs(trainable))
@@ -151,11 +155,8 @@ def _wider(dtype: torch.dtype, master: torch.dtype | None) -> torch.dtype:
 
 def _unshared(layout: Layout, bucket: int, states: StateBuilder) -> Target:
     """Return a buffer for unrounded parameters, until the optimizer has a copy."""
-    share = states.group.size if states.placement is S else 1
-    numel = layout.buckets[bucket].padded_numel // share
-    start = states.group.rank * numel if states.placement is S else 0
-    dtype = states.dtypes[bucket]
-    return Target(scratch((numel,), dtype, layout.device), start)
+    start, stop = Flat((), states.placement, layout, states.group).span(bucket)
+    return Target(scratch((stop - start,), states.dtypes[bucket], layout.device), start)
 
 
 def _kept(store: Store, buffer: Tensor) -> Stored:

@@ -14,7 +14,7 @@ from zfun.collectives import Group, mesh_of
 from zfun.compression import Compression
 from zfun.errors import OptionError
 from zfun.flat import Flat
-from zfun.layout import DEFAULT_BUCKET_BYTES
+from zfun.layout import DEFAULT_BUCKET_BYTES, PLACEMENT
 from zfun.optim import LossScale, as_optimizer, with_master
 from zfun.options import (
     ANY,
@@ -28,6 +28,7 @@ from zfun.options import (
     one_of,
     takes,
 )
+from zfun.placement import PlacementRule, Sharded
 from zfun.recipes._checks import (
     check_is_flat,
     check_is_state,
@@ -98,6 +99,7 @@ _Scalar: TypeAlias = Tensor | WeightedMean | float
     donate=BOOL,
     max_skipped=integer(1),
     unused=one_of("skip", "zeros"),
+    placement=PLACEMENT | None,
 )
 def zero(
     stage: int,
@@ -117,6 +119,7 @@ def zero(
     donate: bool = True,
     max_skipped: int = 100,
     unused: str = "skip",
+    placement: Sharded | PlacementRule | None = None,
 ) -> Zero[Params, Aux]:
     """Compose the transforms of a ZeRO stage.
 
@@ -170,6 +173,10 @@ def zero(
             is zero is a gradient, and is stepped. Rules that look at whole leaves, and an ``(init,
             update)`` pair, count the steps of the run.
 
+        placement: how the ranks cut each bucket of parameters, gradients and optimizer state, from
+            stage 1 on: one of :mod:`zfun.placement`, or a rule ``(path, leaf) -> placement``; by
+            default in equal pieces. No bit of the result depends on the cuts.
+
     Returns:
         The functions ``init``, ``step`` and ``params``.
 
@@ -205,6 +212,11 @@ def zero(
         "max_skipped": max_skipped,
         "unused": unused,
     }
+    if placement is not None and stage == 0:
+        raise OptionError(
+            "placement says how ranks cut the state, and stage 0 cuts none; got "
+            f"placement={placement!r} at stage 0; use a stage from 1 on, or leave it out"
+        )
     policy = policy_of(precision)
     scaler = policy.loss_scale if isinstance(policy.loss_scale, LossScale) else None
     given = as_optimizer(optimizer)
@@ -265,6 +277,7 @@ def zero(
             persistence=options.persistence if stage == 3 else 0,
             order=order,
             offload=stores_of,
+            cut=placement,
         )
         known.made(trained, frozen)
         return ZeroState(

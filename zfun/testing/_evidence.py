@@ -109,7 +109,8 @@ class Evidence:
         slots = [layout.leaves[layout.positions[place]] for place in places]
         yield torch.cat(
             [
-                (slot.offset + torch.arange(slot.numel)) // layout.shard_numel(slot.bucket)
+                (slot.offset + torch.arange(slot.numel))
+                // (layout.buckets[slot.bucket].padded_numel // size)
                 for slot in slots
             ]
         )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch import Tensor
 from zfun import tree
 from zfun.layout import Layout, layout_of
 from zfun.options import BOOL, FUNCTION, each, instance, integer, takes
+from zfun.placement import UNIT, Aligned, Owned, Piece, S, Sharded
 from zfun.testing._compositions import Composition, all_compositions
 from zfun.transforms import ScheduleOptions
 
@@ -22,6 +25,7 @@ __all__ = [
     "group_sizes",
     "layouts",
     "micro_batch_splits",
+    "placements",
     "schedules",
     "tensors",
     "trees",
@@ -206,6 +210,43 @@ def layouts(params: st.SearchStrategy[Any] | None = None) -> st.SearchStrategy[L
     """
     return st.builds(
         layout_of, trees() if params is None else params, group_sizes(), bucket_sizes()
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn(Sharded):
+    """Pieces of random lengths, some empty, in a random order."""
+
+    seed: int
+
+    def pieces(
+        self, leaves: Sequence[Any], numel: int, size: int, held: Sequence[int]
+    ) -> Sequence[Piece]:
+        """Cut at random places; see :meth:`zfun.placement.Sharded.pieces`."""
+        del leaves, held
+        # The same pieces on every rank and in every process.
+        chance = random.Random(f"{self.seed} {numel} {size}")
+        cuts = sorted(UNIT * chance.randint(0, numel // UNIT) for _ in range(size - 1))
+        pieces = list(itertools.pairwise([0, *cuts, numel]))
+        chance.shuffle(pieces)
+        return [(start, stop) if start < stop else (0, 0) for start, stop in pieces]
+
+
+def placements() -> st.SearchStrategy[Sharded]:
+    """Draw ways to cut buckets: equal pieces, whole leaves, rows, blocks, or any pieces.
+
+    Example:
+        >>> from hypothesis import given
+        >>> from zfun.layout import layout_of, place
+        >>> @given(placements())
+        ... def test(placement):
+        ...     layout = place(layout_of({"w": torch.zeros(70)}, 3), placement, 3)
+        ...     assert layout.buckets[0].span(2, 3)[1] <= layout.buckets[0].padded_numel
+        >>> test()
+    """
+    seeds = st.integers(0, 2**16)
+    return st.one_of(
+        st.sampled_from([S, Owned(), Aligned(rows=True), Aligned(block=96)]), seeds.map(Drawn)
     )
 
 

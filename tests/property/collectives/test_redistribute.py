@@ -17,7 +17,7 @@ from zfun.errors import PlacementError
 from zfun.testing import assert_redistribution, assert_same_bits, bucket_sizes, tensors, trees
 
 SIZES = st.sampled_from([1, 2, 3, 4, 7, 16])
-PLACEMENTS = st.sampled_from(list(zf.placement.Placement))
+PLACEMENTS = st.sampled_from([zf.R, zf.P, zf.S])
 TREES = trees(
     tensors((torch.float32, torch.float64, torch.complex64, torch.bfloat16)), nodes=models.NODES
 )

@@ -255,7 +255,7 @@ def test_a_step_sends_by_formula(stage: int) -> None:
     whole = (
         0
         if stage == 0
-        else 4 * sum(layout.shard_numel(bucket) for bucket in range(len(layout.buckets)))
+        else 4 * sum(bucket.padded_numel // layout.size for bucket in layout.buckets)
     )
     for sent in zf.simulate(size, main):
         assert sent == [0, 0, (size - 1) * (2 * hop + whole), (size - 1) * 2 * hop]

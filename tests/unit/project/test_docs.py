@@ -200,7 +200,9 @@ def test_code_on_a_page_runs(page: Path) -> None:
         if code.startswith(f"{DEEPSPEED}\n"):
             continue  # The test below runs this block where DeepSpeed is.
         if kind == "python":
-            exec(compile("\n" * line + code, str(page), "exec"), namespace)
+            # As a user pastes it, without this file's annotations in the future.
+            pasted = compile("\n" * line + code, str(page), "exec", dont_inherit=True)
+            exec(pasted, namespace)
             continue
         runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
         runner.run(

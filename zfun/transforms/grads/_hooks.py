@@ -14,13 +14,10 @@ from zfun.collectives import (
     ReduceScatter,
     Stream,
     Work,
-    allocate,
-    axis_of,
     is_symmetric,
     mesh_of,
-    start_reduce_scatter_over,
 )
-from zfun.compression import Codec, start, start_over
+from zfun.compression import Codec, start, sum_bucket
 from zfun.layout import Layout
 from zfun.placement import Placement, S
 
@@ -64,15 +61,9 @@ class SumHook:
             return Work.done(buffer)
         op = ReduceScatter() if self.placement is S else AllReduce()
         call = Collective(op, "grads", layout.label(bucket), Stream.GRADS, zero_copy=True)
+        if self.placement is S:
+            return sum_bucket(call, buffer, group, layout.buckets[bucket], self.codec)
         if self.codec is not None:
-            return (start_over if self.placement is S else start)(call, buffer, group, self.codec)
-        if self.placement is not S:
-            # In shared memory, peers may still read the buffer after this rank has the sum.
-            return group.start(call, buffer, None if is_symmetric(group) else buffer)
-        # Over an inner axis the sum over the mesh takes the place of the sum over the row.
-        out = (
-            None
-            if axis_of(group)
-            else allocate(group, layout.shard_numel(bucket), buffer.dtype, buffer.device)
-        )
-        return start_reduce_scatter_over(group, call, buffer, out)
+            return start(call, buffer, group, self.codec)
+        # In shared memory, peers may still read the buffer after this rank has the sum.
+        return group.start(call, buffer, None if is_symmetric(group) else buffer)

@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from zfun import tree
 from zfun.collectives import Group
 from zfun.errors import SpecMismatch
-from zfun.flat import FLAT, Flat
+from zfun.flat import FLAT, Flat, empty_like
 from zfun.optim import MasterState, Optimizer
 from zfun.options import ANY, FLOATING, GROUP, instance, takes
-from zfun.placement import Placement, S
+from zfun.placement import Placement
 from zfun.stores import Stored
 from zfun.transforms.optimizer._placing import layout_for
 
@@ -137,20 +137,14 @@ def _expected(
     if optimizer.placement is not None:
         return None
     layout = layout_for(optimizer, params.layout)
-    share = group.size if placement is S else 1
+    dtypes = [
+        master if master is not None and bucket.dtype.itemsize < master.itemsize else bucket.dtype
+        for bucket in layout.buckets
+    ]
     with _disable_current_modes():
-        buffers = [
-            torch.empty(
-                bucket.padded_numel // share,
-                dtype=master
-                if master is not None and bucket.dtype.itemsize < master.itemsize
-                else bucket.dtype,
-                device="meta",
-            )
-            for bucket in layout.buckets
-        ]
+        params = empty_like(Flat((), placement, layout, group), dtypes, "meta")
         try:
-            return optimizer.init(Flat(buffers, placement, layout, group))
+            return optimizer.init(params)
         except Exception:  # noqa: BLE001, the user's code runs here and may raise anything
             return None
 

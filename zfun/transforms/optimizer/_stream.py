@@ -15,9 +15,9 @@ from torch import Tensor
 
 from zfun import ops, stores, tree
 from zfun.collectives import Work, await_readers, is_symmetric, mesh_of
-from zfun.flat import Flat
+from zfun.flat import Flat, empty_like
 from zfun.optim import MasterState, Optimizer, prepared
-from zfun.placement import Placement, S
+from zfun.placement import Placement
 from zfun.reductions import Spent
 from zfun.stores import Stored
 from zfun.transforms._notes import noting_steps
@@ -358,11 +358,9 @@ class Update:
         """Return the parameters of a bucket in the placement of the optimizer."""
         if it.params is not None:
             return self._placed_params(_wait(it.params), bucket)
-        layout = self.params.layout
-        share = self.group.size if self.placement is S else 1
-        slot = layout.buckets[bucket]
-        empty = torch.empty(slot.padded_numel // share, dtype=slot.dtype, device=it.device)
-        return Flat([empty], self.placement, layout.select([bucket]), self.group)
+        dtype = self.params.layout.buckets[bucket].dtype
+        one = Flat((), self.placement, self.params.layout.select([bucket]), self.group)
+        return empty_like(one, [dtype], it.device)
 
     def _may_spend(self, grads: Tensor) -> bool:
         """Whether new parameters may go to the memory of gradients that no one else needs."""

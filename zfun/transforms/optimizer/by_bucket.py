@@ -22,10 +22,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from zfun import stores
 from zfun.collectives import Group
-from zfun.flat import Flat
+from zfun.flat import Flat, empty_like
 from zfun.layout import Layout
 from zfun.optim import Optimizer
-from zfun.placement import Placement, R, S
+from zfun.placement import Placement, R
 from zfun.stores import Store
 from zfun.transforms.optimizer._cut import CutState, cut_state, last_of
 from zfun.transforms.optimizer._placing import layout_for
@@ -116,13 +116,8 @@ def _cut_by_bucket(
     is_placed = optimizer.placement is placement and optimizer.group is group
     if not (placement is R or optimizer.placement is None or is_placed):
         return None  # a change of placement would communicate
-    share = group.size if placement is S else 1
     with _disable_current_modes():
-        buffers = [
-            torch.empty(slot.padded_numel // share, dtype=dtype, device="meta")
-            for slot, dtype in zip(layout.buckets, dtypes, strict=True)
-        ]
-        params = Flat(buffers, placement, layout, group)
+        params = empty_like(Flat((), placement, layout, group), dtypes, "meta")
         try:
             cut = cut_state(optimizer.init(params), layout)
             is_joined = cut is not None and all(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zfun import ops, stores, tree
 from zfun.collectives import AllGather, Collective, Group, Stream, Work
-from zfun.compression import start
+from zfun.compression import gather_bucket
 from zfun.errors import ZfunError
 from zfun.flat import Flat
 from zfun.layout import Layout, LeafSlot
@@ -44,6 +44,7 @@ class BucketForm:
         dtype: of the bucket in the loss.
         sent: the narrower of the dtypes of the shard and of the bucket in the loss.
         numel: elements, padding included.
+        cut: the placement of unequal pieces, in words; empty for equal pieces.
     """
 
     label: str
@@ -51,6 +52,7 @@ class BucketForm:
     dtype: torch.dtype
     sent: torch.dtype
     numel: int
+    cut: str
 
     def traced(self, grad_itemsize: int, stored_itemsize: int) -> TracedBucket:
         """Return the bucket in the form that a schedule takes."""
@@ -70,7 +72,8 @@ def _form(layout: Layout, index: int, compute_dtype: torch.dtype | None) -> Buck
     ):
         dtype = compute_dtype
     sent = bucket.dtype if bucket.dtype.itemsize < dtype.itemsize else dtype
-    return BucketForm(layout.label(index), slots, dtype, sent, bucket.padded_numel)
+    cut = repr(bucket.placement) if bucket.pieces else ""
+    return BucketForm(layout.label(index), slots, dtype, sent, bucket.padded_numel, cut)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -78,7 +81,8 @@ def _traced(form: BucketForm, grad_itemsize: int, stored_itemsize: int) -> Trace
     leaves = tuple((slot.path, slot.numel) for slot in form.slots)
     itemsizes = form.dtype.itemsize, form.sent.itemsize, grad_itemsize
     is_floating = form.dtype.is_floating_point
-    return TracedBucket(form.label, leaves, form.numel, *itemsizes, is_floating, stored_itemsize)
+    kinds = is_floating, stored_itemsize, form.cut
+    return TracedBucket(form.label, leaves, form.numel, *itemsizes, *kinds)
 
 
 class BucketShard:
@@ -192,11 +196,13 @@ class BucketShard:
         call = Collective(
             AllGather(), "params", self.form.label, Stream.PARAMS, zero_copy=self.zero_copy
         )
-        if group.size > 1 and self.call.codec is not None and shard.is_floating_point():
-            return start(call, shard, group, self.call.codec, dtype=self.dtype)
-        if shard.dtype != self.form.sent:
+        codec = self.call.codec if group.size > 1 and shard.is_floating_point() else None
+        if codec is None and shard.dtype != self.form.sent:
             shard = shard.to(self.form.sent)
-        return Work.done(shard) if group.size == 1 else group.start(call, shard)
+        if group.size == 1:
+            return Work.done(shard)
+        slot = self.flat.layout.buckets[self.index]
+        return gather_bucket(call, shard, group, slot, codec, dtype=self.dtype)
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """View the leaves in the gathered bucket."""

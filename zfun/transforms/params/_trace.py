@@ -27,6 +27,7 @@ class TracedBucket:
         grad_itemsize: bytes of an element of the gradients; 0 for frozen leaves.
         is_floating: whether the elements are floating numbers, which a codec can round.
         stored_itemsize: bytes of an element of the shard in a store; 0 for a shard in memory.
+        cut: the placement of unequal pieces, in words; empty for equal pieces.
     """
 
     label: str
@@ -37,6 +38,7 @@ class TracedBucket:
     grad_itemsize: int
     is_floating: bool = True
     stored_itemsize: int = 0
+    cut: str = ""
 
     @property
     def nbytes(self) -> int:

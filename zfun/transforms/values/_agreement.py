@@ -11,8 +11,9 @@ from torch import Tensor
 from zfun import ops, tree
 from zfun.collectives import Group, LeafRecord, check_same, mesh_of
 from zfun.errors import ZfunError
-from zfun.layout import DEFAULT_BUCKET_BYTES, Layout, layout_of
+from zfun.layout import DEFAULT_BUCKET_BYTES, PLACEMENT, Layout, labels_of, layout_of
 from zfun.options import ANY, BOOL, FLOATING, GROUP, NAMES, integer, takes
+from zfun.placement import PlacementRule, Sharded
 from zfun.sources import Deferred
 from zfun.transforms.values.building import is_on_meta
 
@@ -28,6 +29,7 @@ __all__ = ["check_agreement"]
     values=BOOL,
     dtype=FLOATING | None,
     compared_as=FLOATING | None,
+    placement=PLACEMENT | None,
 )
 def check_agreement(
     params: tree.Tree,
@@ -39,6 +41,7 @@ def check_agreement(
     values: bool = True,
     dtype: torch.dtype | None = None,
     compared_as: torch.dtype | None = None,
+    placement: Sharded | PlacementRule | None = None,
 ) -> Layout:
     """Compare a replicated tree across ranks with one all-gather, before any other collective.
 
@@ -52,9 +55,10 @@ def check_agreement(
         values: whether to compare the values as well.
         dtype: the dtype of floating leaves in the layout; by default that of each leaf.
         compared_as: the dtype to which floating values are rounded before they are compared.
+        placement: how the ranks cut the buckets; compared too.
 
     Returns:
-        The layout of the tree for this group.
+        The layout of the tree for this group, in equal pieces.
 
     Raises:
         SpecMismatch: names the leaves that differ, the ranks and both sides.
@@ -91,6 +95,11 @@ def check_agreement(
                 entries.append(LeafRecord(path, type(leaf).__name__, ""))
         if isinstance(layout, Layout):
             entries.append(LeafRecord("(ties)", str(layout.positions), ""))
+            if isinstance(placement, Sharded):
+                entries.append(LeafRecord("(placement)", repr(placement), ""))
+            elif placement is not None:
+                for slot, cut in zip(layout.leaves, labels_of(layout, placement), strict=True):
+                    entries.append(LeafRecord(f"(placement of {slot.path})", repr(cut), ""))
         check_same(entries, mesh_of(group), "parameters")
     if isinstance(layout, ZfunError):
         raise layout

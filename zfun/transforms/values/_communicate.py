@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,14 +19,11 @@ from zfun.collectives import (
     ReduceScatter,
     Stream,
     Work,
-    allocate,
-    axis_of,
     is_symmetric,
     mesh_of,
-    start_reduce_scatter_over,
 )
 from zfun.flat import Flat, call_site
-from zfun.placement import Placement
+from zfun.placement import Piece, Placement
 from zfun.transforms._notes import noted
 
 __all__ = ["MAX_UNDER_WAY", "communicate", "needs_autograd"]
@@ -73,7 +71,10 @@ def communicate(
         return value.with_buffers(value.buffers, placement, group)
     if needs_autograd(value.buffers):
         return value.with_buffers(
-            (_differentiable(op, buffer, over, value.codec) for buffer in value.buffers),
+            (
+                _differentiable(op, buffer, over, value.codec, slot.pieces)
+                for buffer, slot in zip(value.buffers, layout.buckets, strict=True)
+            ),
             placement,
             group,
         )
@@ -103,31 +104,20 @@ def communicate(
         # A sum of gradients may lie in shared memory. The result of unshard() may not.
         shown = zero_copy or (donate and isinstance(op, AllReduce))
         call = Collective(op, name, layout.label(index), stream, zero_copy=shown)
-        if value.codec is not None and buffer.is_floating_point():
-            pending.append(
-                (compression.start_over if isinstance(op, ReduceScatter) else compression.start)(
-                    call, buffer, over, value.codec
-                )
-            )
-        elif isinstance(op, ReduceScatter):
-            # Over an inner axis the buffer of the sum over the row receives the sum over the mesh.
-            target = (
-                None
-                if axis_of(over)
-                else allocate(over, buffer.numel() // over.size, buffer.dtype, buffer.device)
-            )
-            pending.append(start_reduce_scatter_over(over, call, buffer, target))
-        elif zero_copy:
-            pending.append(over.start(call, buffer))
-        else:
-            target = buffer if in_place else reused[index]
-            pending.append(
-                over.start(
-                    call,
-                    buffer,
-                    target if target is not None and target.dtype == buffer.dtype else None,
-                )
-            )
+        target = buffer if in_place else None if zero_copy else reused[index]
+        target = target if target is not None and target.dtype == buffer.dtype else None
+        slot, codec = layout.buckets[index], value.codec if buffer.is_floating_point() else None
+        match op:
+            case ReduceScatter():
+                work = compression.sum_bucket(call, buffer, over, slot, codec)
+            case AllGather():
+                work = compression.gather_bucket(call, buffer, over, slot, codec, out=target)
+            case _ if codec is not None:
+                work = compression.start(call, buffer, over, codec)
+            case _:
+                work = over.start(call, buffer, target)
+        pending.append(work)
+        del work
         del buffer
         pending[-1] = noted(
             pending[-1], name, "gather" if isinstance(op, AllGather) else "sum", layout, index
@@ -138,7 +128,21 @@ def communicate(
     return value.with_buffers(out, placement, group)
 
 
-def _differentiable(op: Op, buffer: Tensor, over: Group, form: compression.Codec | None) -> Tensor:
+def _differentiable(
+    op: Op,
+    buffer: Tensor,
+    over: Group,
+    form: compression.Codec | None,
+    pieces: Sequence[Piece],
+) -> Tensor:
+    if pieces and isinstance(op, ReduceScatter):
+        start, stop = pieces[over.rank]
+        rows = collectives.to_rows(buffer, pieces)
+        return _differentiable(op, rows, over, form, ())[: stop - start]
+    if pieces and isinstance(op, AllGather):
+        longest = max(stop - start for start, stop in pieces)
+        row = torch.nn.functional.pad(buffer, (0, longest - buffer.numel()))
+        return collectives.from_rows(_differentiable(op, row, over, form, ()), pieces)
     if form is None or not buffer.is_floating_point():
         send = lambda kind, x, group: _EXACT[kind](x, group)
     else:

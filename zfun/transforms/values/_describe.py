@@ -24,8 +24,8 @@ class Row:
         path: the tree path.
         shape: the shape of the whole leaf.
         dtype: the dtype of the buffer that holds the leaf.
-        placement: ``"R"``, ``"P"`` or ``"S"``, with the axis of a mesh (``"S (inner)"``), or
-            ``"local"`` for a tensor of this rank alone.
+        placement: ``"R"``, ``"P"`` or ``"S"``, or the cut (``"Owned()"``), with the axis of a mesh
+            (``"S (inner)"``); ``"local"`` for a tensor of this rank alone.
         bucket: index of the bucket, or ``None``.
         here: the elements that this rank holds, as a slice ``(start, stop)`` of the ravelled leaf.
         where: the device or the store.
@@ -145,18 +145,13 @@ def _rows_of(flat: Flat, prefix: str) -> list[Row]:
         buffer = flat.buffers[slot.bucket]
         first, last = 0, slot.numel
         if flat.placement is S:
-            numel = flat.shard_numel(slot.bucket)
-            begin = flat.group.rank * numel
             first, last = (
-                min(max(begin + edge - slot.offset, 0), slot.numel) for edge in (0, numel)
+                min(max(edge - slot.offset, 0), slot.numel) for edge in flat.span(slot.bucket)
             )
         name = prefix + path if path == slot.path else f"{prefix}{path} (tied to {slot.path})"
         dtype = buffer.dtype.to_complex() if slot.dtype.is_complex else buffer.dtype
-        placement = (
-            f"{flat.placement.value} ({axis_of(flat.group)})"
-            if axis_of(flat.group)
-            else flat.placement.value
-        )
+        cut = flat.layout.buckets[slot.bucket].placement if flat.placement is S else flat.placement
+        placement = f"{cut!r} ({axis_of(flat.group)})" if axis_of(flat.group) else repr(cut)
         rows.append(
             Row(name, slot.shape, dtype, placement, slot.bucket, (first, last), _place(buffer))
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -17,7 +19,7 @@ from zfun.collectives import (
     mesh_of,
 )
 from zfun.errors import PlacementError
-from zfun.flat import FLAT, Flat, call_site, own_piece
+from zfun.flat import FLAT, Flat, call_site, own_pieces
 from zfun.options import ANY, BOOL, GROUP, TEXT, instance, takes
 from zfun.placement import P, Placement, R, S
 from zfun.transforms.values._communicate import communicate
@@ -101,54 +103,31 @@ def redistribute(
     if donate and value is not given:
         # Free the buffers in the store, because the fetched copies replace the stored buffers.
         given.life.discard(f"redistribute({name!r}, donate=True) at {call_site()}")
-    here, mesh = value.group, mesh_of(group)
-    match value.placement, placement:
-        case (before, after) if before is after and (here is group or before is not S):
-            return value if here is group else value.with_buffers(value.buffers, group=group)
-        case Placement.REPLICATED, Placement.SHARDED:
-            return value.with_buffers(
-                (own_piece(buffer, group) for buffer in value.buffers), S, group
-            )
-        case Placement.REPLICATED, Placement.PARTIAL:
-            return value.with_buffers(
-                (
-                    buffer if group.rank == 0 else torch.zeros_like(buffer)
-                    for buffer in value.buffers
-                ),
-                P,
-                group,
-            )
-        case Placement.SHARDED, Placement.PARTIAL:
-            # All rows hold the value, so only the first row contributes to the sum.
-            kept = here is mesh or not isinstance(mesh, Mesh) or mesh.outer.rank == 0
-            buffers = (
-                _embed(buffer if kept else torch.zeros_like(buffer), here)
-                for buffer in value.buffers
-            )
-            return value.with_buffers(buffers, P, group)
-        case Placement.PARTIAL, Placement.REPLICATED:
-            return communicate(value, AllReduce(), here, R, group, name, donate=donate)
-        case Placement.PARTIAL, Placement.SHARDED:
-            return communicate(value, ReduceScatter(), group, S, group, name, donate=donate)
-        case Placement.SHARDED, Placement.SHARDED:
-            assert isinstance(mesh, Mesh)
-            if here is mesh:
-                return communicate(value, AllGather(), mesh.outer, S, group, name, donate=donate)
-            return value.with_buffers(
-                (own_piece(buffer, mesh.outer) for buffer in value.buffers), S, group
-            )
-        case _:
-            return communicate(
-                value,
-                AllGather(),
-                here,
-                R,
-                group,
-                name,
-                donate=donate,
-                zero_copy=zero_copy,
-                into=into,
-            )
+    here, mesh, before = value.group, mesh_of(group), value.placement
+    if before is placement and (here is group or before is not S):
+        return value if here is group else value.with_buffers(value.buffers, group=group)
+    if before is R and placement is S:
+        return value.with_buffers(own_pieces(value, group), S, group)
+    if before is R:
+        kept = (x if group.rank == 0 else torch.zeros_like(x) for x in value.buffers)
+        return value.with_buffers(kept, P, group)
+    if before is P and placement is R:
+        return communicate(value, AllReduce(), here, R, group, name, donate=donate)
+    if before is P:
+        return communicate(value, ReduceScatter(), group, S, group, name, donate=donate)
+    if placement is P:
+        # All rows hold the value, so only the first row contributes to the sum.
+        is_first = here is mesh or not isinstance(mesh, Mesh) or mesh.outer.rank == 0
+        return value.with_buffers(_embedded(value, is_first), P, group)
+    if placement is R:
+        return communicate(
+            value, AllGather(), here, R, group, name, donate=donate, zero_copy=zero_copy, into=into
+        )
+    assert isinstance(mesh, Mesh)
+    if here is mesh:
+        return communicate(value, AllGather(), mesh.outer, S, group, name, donate=donate)
+    pieces = (x.view(mesh.outer.size, -1)[mesh.outer.rank] for x in value.buffers)
+    return value.with_buffers(pieces, S, group)
 
 
 def _check_target(value: Flat, placement: Placement, group: Group) -> None:
@@ -164,12 +143,17 @@ def _check_target(value: Flat, placement: Placement, group: Group) -> None:
         )
     if placement is S:
         check_shardable(group, "redistribute()")
+        for slot in value.layout.buckets:
+            slot.span(group.rank, group.size)
     elif placement is P and axis_of(group):
         raise PlacementError(
             f"a value is partial over a whole mesh; got its {axis_of(group)} axis; pass the mesh"
         )
 
 
-def _embed(shard: Tensor, group: Group) -> Tensor:
-    before, after = group.rank * shard.numel(), (group.size - group.rank - 1) * shard.numel()
-    return torch.nn.functional.pad(shard, (before, after))
+def _embedded(value: Flat, is_kept: bool) -> Iterator[Tensor]:
+    """Yield whole buffers of zeros around this rank's pieces."""
+    for index, (piece, slot) in enumerate(zip(value.buffers, value.layout.buckets, strict=True)):
+        start, stop = value.span(index)
+        kept = piece if is_kept else torch.zeros_like(piece)
+        yield torch.nn.functional.pad(kept, (start, slot.padded_numel - stop))

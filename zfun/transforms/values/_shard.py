@@ -9,10 +9,10 @@ from torch import Tensor
 from zfun import tree
 from zfun.collectives import Group, allocate, check_shardable, mesh_of
 from zfun.errors import PlacementError
-from zfun.flat import Flat, own_piece
-from zfun.layout import DEFAULT_BUCKET_BYTES, LabelFn, split_by_label
+from zfun.flat import Flat, own_pieces
+from zfun.layout import DEFAULT_BUCKET_BYTES, PLACEMENT, LabelFn, place, split_by_label
 from zfun.options import ANY, GROUP, NAMES, OF_LEAVES, integer, one_of, takes
-from zfun.placement import Placement, R, S
+from zfun.placement import Placement, PlacementRule, R, S, Sharded
 from zfun.transforms.values._agreement import check_agreement
 from zfun.transforms.values._redistribute import redistribute
 from zfun.transforms.values.building import Leaves, build
@@ -32,6 +32,7 @@ INIT = one_of("check", "broadcast")
     init=INIT,
     labels=OF_LEAVES | None,
     order=NAMES | None,
+    placement=PLACEMENT | None,
 )
 def shard(
     params: Params | Flat[Params],
@@ -42,6 +43,7 @@ def shard(
     init: str = "check",
     labels: LabelFn | None = None,
     order: Sequence[str] | None = None,
+    placement: Sharded | PlacementRule | None = None,
 ) -> Flat[Params]:
     """Keep this rank's part of a tree (``R -> S``).
 
@@ -62,6 +64,8 @@ def shard(
         order: paths of the leaves in the order of the buckets, such as the result of
             :func:`zfun.planner.order_of_use`; by default the order of the tree. Ranks must agree on
             the order; no bit of the result depends on the order.
+        placement: how the ranks cut the buckets: one of :mod:`zfun.placement`, or a rule ``(path,
+            leaf) -> placement``; by default in equal pieces. A ``Flat`` keeps its own.
 
     Returns:
         A ``Flat`` with placement ``S`` that shares no memory with ``params``.
@@ -83,8 +87,8 @@ def shard(
     check_shardable(group, "shard()")
     if isinstance(params, Flat):
         flat = replicate(params, group)
-        return flat.with_buffers((_own(buffer, group) for buffer in flat.buffers), S)
-    return _placed(params, group, S, bucket_bytes, persistence, init, labels, order)
+        return flat.with_buffers((_own(piece, group) for piece in own_pieces(flat, group)), S)
+    return _placed(params, group, S, bucket_bytes, persistence, init, labels, order, placement)
 
 
 @takes(
@@ -94,6 +98,7 @@ def shard(
     init=INIT,
     labels=OF_LEAVES | None,
     order=NAMES | None,
+    placement=PLACEMENT | None,
 )
 def replicate(
     params: Params | Flat[Params],
@@ -103,6 +108,7 @@ def replicate(
     init: str = "check",
     labels: LabelFn | None = None,
     order: Sequence[str] | None = None,
+    placement: Sharded | PlacementRule | None = None,
 ) -> Flat[Params]:
     """Lay a tree out in flat buffers that every rank holds whole (``R -> R``).
 
@@ -113,6 +119,7 @@ def replicate(
         init: ``"check"`` or ``"broadcast"``, as in :func:`shard`.
         labels: as in :func:`shard`.
         order: as in :func:`shard`.
+        placement: how ranks cut the buckets when the value is sharded; as in :func:`shard`.
 
     Returns:
         A ``Flat`` with placement ``R`` that shares no memory with ``params``.
@@ -133,7 +140,7 @@ def replicate(
                 "it first"
             )
         return redistribute(params, R, group)
-    return _placed(params, group, R, bucket_bytes, 0, init, labels, order)
+    return _placed(params, group, R, bucket_bytes, 0, init, labels, order, placement)
 
 
 def _placed(
@@ -145,6 +152,7 @@ def _placed(
     init: str,
     labels: LabelFn | None,
     order: Sequence[str] | None,
+    cut: Sharded | PlacementRule | None,
 ) -> Flat:
     """Compare a replicated tree across ranks, and build the flat leaf by leaf."""
     layout = check_agreement(
@@ -154,16 +162,18 @@ def _placed(
         persistence=persistence,
         order=order,
         values=init == "check",
+        placement=cut,
     )
     if labels is not None:
         layout = split_by_label(layout, labels)
+    if cut is not None:
+        layout = place(layout, cut, group.size)
     leaves = Leaves(params, group, init)
     flat = build(leaves, layout, group, placement)
     leaves.check()
     return flat
 
 
-def _own(buffer: Tensor, group: Group) -> Tensor:
+def _own(piece: Tensor, group: Group) -> Tensor:
     """Copy this rank's piece of a whole buffer into a symmetric buffer."""
-    piece = own_piece(buffer, group)
     return allocate(group, piece.numel(), piece.dtype, piece.device).copy_(piece)

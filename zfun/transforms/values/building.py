@@ -192,8 +192,8 @@ def target(
     kind = slot.dtype if dtype is None else dtype
     if placement is not S:
         return Target(torch.zeros(slot.padded_numel, dtype=kind, device=layout.device), 0)
-    numel = slot.padded_numel // group.size
-    return Target(allocate(group, numel, kind, layout.device).zero_(), group.rank * numel)
+    start, stop = slot.span(group.rank, group.size)
+    return Target(allocate(group, stop - start, kind, layout.device).zero_(), start)
 
 
 @torch.no_grad()

@@ -1,0 +1,75 @@
+"""Gather and sum one bucket, exactly or with a codec, in equal or unequal pieces."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zfun.collectives import (
+    Collective,
+    Group,
+    Work,
+    allocate,
+    axis_of,
+    start_gather,
+    start_reduce_scatter_over,
+    start_scatter,
+)
+from zfun.compression._codecs import Codec
+from zfun.compression._collectives import start, start_over
+from zfun.layout import BucketSlot
+
+__all__ = ["gather_bucket", "sum_bucket"]
+
+
+def gather_bucket(
+    call: Collective,
+    piece: Tensor,
+    group: Group,
+    slot: BucketSlot,
+    codec: Codec | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+) -> Work:
+    """``S -> R``: start to gather a bucket from this rank's piece.
+
+    Args:
+        call: an all-gather.
+        piece: of this rank.
+        group: the ranks that share the bucket.
+        slot: the bucket.
+        codec: how floating numbers are sent; ``None`` for exactly.
+        dtype: of the result with a codec.
+        out: where an exact result of equal pieces may go.
+    """
+    is_coded = codec is not None and piece.is_floating_point()
+    if codec is not None and is_coded:
+        send = lambda x: start(call, x, group, codec, dtype=dtype)
+        return start_gather(group, call, piece, slot.pieces, send) if slot.pieces else send(piece)
+    if slot.pieces:
+        return start_gather(group, call, piece, slot.pieces)
+    return group.start(call, piece, out)
+
+
+def sum_bucket(
+    call: Collective, x: Tensor, group: Group, slot: BucketSlot, codec: Codec | None = None
+) -> Work:
+    """``P -> S``: start to sum a bucket over the mesh of a group, in pieces over the group.
+
+    Args:
+        call: a reduce-scatter.
+        x: this rank's term.
+        group: a group, a mesh, or the inner axis of one.
+        slot: the bucket.
+        codec: how floating numbers are sent; ``None`` for exactly.
+    """
+    if codec is not None and x.is_floating_point():
+        send = lambda x: start_over(call, x, group, codec)
+        return start_scatter(group, call, x, slot.pieces, send) if slot.pieces else send(x)
+    if slot.pieces:
+        return start_scatter(group, call, x, slot.pieces)
+    # Over an inner axis the sum over the mesh takes the place of the sum over the row.
+    share = x.numel() // group.size
+    out = None if axis_of(group) else allocate(group, share, x.dtype, x.device)
+    return start_reduce_scatter_over(group, call, x, out)
