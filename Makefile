@@ -4,8 +4,8 @@
 #   make test      run the tests and the doctests, in minutes
 #   make test-all  the same with slow forms and more examples, as CI does; installs DeepSpeed to compare with,
 #                  in an environment of its own
-#   make lint      check style, types and prose   make format    rewrite the style
-#   make words     count the words that make prose hard to follow
+#   make lint      check style and types   make format    rewrite the style
+#   make figures   print the size of the house: lines, imports, parameters, names, folders
 #   make docs      build the site (docs/_build/html)
 #   make bench     a training step beside DDP and FSDP2 on two local ranks
 #   make bench-deepspeed    the same beside DeepSpeed, in an environment of its own; it compiles C++, so the first run takes minutes
@@ -51,7 +51,7 @@ pytest = $(if $(PYTEST_FLAGS),$(BIN)/python -m pytest $(1),\
 	$(BIN)/python -m pytest -m processes $(1) tests && exit $$first)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format words docs bench bench-deepspeed bench-facade gpu clean
+.PHONY: help demo test test-all lint format figures docs bench bench-deepspeed bench-facade gpu clean
 
 help:
 	@sed -n '3,/^$$/s/^# \{0,1\}//p' Makefile
@@ -70,7 +70,7 @@ test-all: $(VENV)/.test $(DEEPSPEED_VENV)/.made
 	$(call pytest,--timeout 600 $(PYTEST_FLAGS))
 
 # The types of tools/notebooks.py and of docs/conf.py need what the documentation needs.
-lint: $(VENV)/.test $(VENV)/.docs $(VENV)/.lint words
+lint: $(VENV)/.test $(VENV)/.docs $(VENV)/.lint
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/pyrefly check
@@ -80,8 +80,8 @@ format: $(VENV)/.lint
 	$(BIN)/ruff check --fix $(CODE)
 	$(BIN)/ruff format $(CODE)
 
-words:
-	@$(PYTHON) tools/words.py
+figures:
+	$(PYTHON) -m tools.figures
 
 docs: $(VENV)/.docs
 	$(BIN)/sphinx-build -W --keep-going -b html docs docs/_build/html

@@ -10,14 +10,14 @@ groups             modules
 =================  ==================================================================
 of one process     ``backends/``: ``_local`` (one rank), ``_simulated`` (threads; the
                    shortest group that sums), ``_abstract`` (sends nothing)
-of processes       ``backends/_init`` chooses: ``backends/_nccl``; ``gloo/``, messages
+of processes       ``launch/_init`` chooses: ``backends/_nccl``; ``gloo/``, messages
                    by direct exchange; ``shm/``, memory that ranks share;
                    ``gloo/_hierarchical``, both
 of other groups    ``_mesh`` (two axes), ``_record`` (a log), ``_debug`` (comparisons)
 =================  ==================================================================
 
 Groups of processes share ``backends/_base``, and notice lost ranks by ``backends/_watchdog``.
-``backends/_launch`` starts processes.
+``launch/_launch`` starts processes.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ from zfun.collectives._record import MeshRecorder, Record, Recorder, record
 from zfun.collectives._values import barrier, exchange_values, gather_values
 from zfun.collectives._work import Work
 from zfun.collectives.backends._abstract import abstract_group
-from zfun.collectives.backends._init import process_group
-from zfun.collectives.backends._launch import Workers, spawn
 from zfun.collectives.backends._local import single_group
 from zfun.collectives.backends._simulated import simulate
+from zfun.collectives.launch._init import process_group
+from zfun.collectives.launch._launch import Workers, spawn
 
 __all__ = [
     "AllGather",

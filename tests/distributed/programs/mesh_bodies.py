@@ -30,7 +30,7 @@ from zfun.collectives import (
     barrier,
     gather_values,
 )
-from zfun.collectives.backends import _init as process
+from zfun.collectives.launch import _init as process
 from zfun.collectives.shm import _rendezvous as rendezvous
 from zfun.errors import CollectiveMismatch, PeerLost
 from zfun.testing import assert_same_bits

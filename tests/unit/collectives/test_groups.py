@@ -48,10 +48,10 @@ from zfun.collectives import (
     start_reduce_scatter_over,
 )
 from zfun.collectives.backends._diagnosis import Status, diagnose
-from zfun.collectives.backends._init import _gloo
 from zfun.collectives.gloo._buffer_pool import BufferPool
 from zfun.collectives.gloo._group import _StreamThread
 from zfun.collectives.gloo._tuning import batch_scheduling, short_send_buffers
+from zfun.collectives.launch._init import _gloo
 from zfun.errors import CollectiveMismatch, OptionError, SpecMismatch
 
 pytestmark = pytest.mark.timeout(30)

@@ -1,1 +1,1 @@
-"""Kinds of groups, and the function that chooses one (``_init``)."""
+"""Kinds of groups, and the ground that groups of processes share (``_base``)."""

@@ -21,9 +21,9 @@ from zfun.collectives.backends._attempt import attempt_store, holder_of_store, n
 from zfun.collectives.backends._base import ProcessGroup, keep_until_exit
 from zfun.collectives.backends._local import single_group
 from zfun.collectives.backends._nccl import NativeGroup
-from zfun.collectives.backends._together import make_together
 from zfun.collectives.gloo._group import ExchangeGroup, HostsGroup
 from zfun.collectives.gloo._tuning import batch_scheduling, short_send_buffers
+from zfun.collectives.launch._together import make_together
 from zfun.collectives.shm._group import SharedGroup
 from zfun.collectives.shm._memory import SharedMemory
 from zfun.collectives.shm._rendezvous import exchange_texts, host_name, rendezvous

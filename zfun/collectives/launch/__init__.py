@@ -1,0 +1,1 @@
+"""Start groups of processes: rendezvous, the choice of a transport, and `spawn`."""
