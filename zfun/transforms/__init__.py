@@ -22,6 +22,8 @@ from zfun.transforms._offload import (
     offload_optimizer,
     offload_params,
 )
+from zfun.transforms.call._reducer import MAX_IN_FLIGHT
+from zfun.transforms.call._trace import Event, Phase, Step, Trace, TracedBucket
 from zfun.transforms.grads._accumulate import accumulate, add_grads, scale_grads
 from zfun.transforms.grads._gradient import (
     data_parallel,
@@ -31,7 +33,6 @@ from zfun.transforms.grads._gradient import (
 )
 from zfun.transforms.grads._gradient_function import GradientFunction
 from zfun.transforms.grads._pullback import Pullback
-from zfun.transforms.grads._reducer import MAX_IN_FLIGHT
 from zfun.transforms.grads._sum_grads import replicate_grads, shard_grads
 from zfun.transforms.grads._tape import Tape
 from zfun.transforms.grads._value import WeightedMean, weighted_mean
@@ -45,7 +46,6 @@ from zfun.transforms.params._schedule import SCHEDULE as SCHEDULE
 from zfun.transforms.params._schedule import Schedule, schedule
 from zfun.transforms.params._schedule_options import ScheduleOptions, secondary_of
 from zfun.transforms.params._shard_params import ShardedLoss, shard_params
-from zfun.transforms.params._trace import Event, Phase, Step, Trace, TracedBucket
 from zfun.transforms.remat import Remat, remat
 from zfun.transforms.values._agreement import check_agreement
 from zfun.transforms.values._communicate import MAX_UNDER_WAY

@@ -26,9 +26,9 @@ from zfun.flat import Flat
 from zfun.options import BOOL, FLOATING, FUNCTION, takes
 from zfun.placement import S
 from zfun.transforms._batches import map_batch
+from zfun.transforms.call._call import BoundParams, call_of
+from zfun.transforms.call._lazy import LazyLeaf
 from zfun.transforms.grads._value import ZfunLoss, check_loss
-from zfun.transforms.params._call import BoundParams, call_of
-from zfun.transforms.params._lazy import LazyLeaf
 from zfun.typing import Loss
 
 __all__ = ["CastLoss", "cast", "cast_leaves"]

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from zfun.collectives import Work
 from zfun.layout import Layout
-from zfun.transforms.params._trace import Step
+from zfun.transforms.call._trace import Step
 
 __all__ = ["Noted", "Notes", "noted", "noting", "noting_steps", "timed", "watching"]
 

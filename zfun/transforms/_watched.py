@@ -16,10 +16,10 @@ from torch import Tensor
 from zfun.collectives import Work
 from zfun.layout import Layout
 from zfun.transforms._notes import EventKind, Notes, When, timed, watching
-from zfun.transforms.grads._hooks import CommHook, Handle
+from zfun.transforms.call._hooks import CommHook, Handle
+from zfun.transforms.call._lazy import LazyLeaf
+from zfun.transforms.call._trace import Step
 from zfun.transforms.params._gathered import GatheredParams
-from zfun.transforms.params._lazy import LazyLeaf
-from zfun.transforms.params._trace import Step
 
 __all__ = ["new_gathered", "watched"]
 
@@ -149,7 +149,7 @@ class _WatchedHook:
     first: int
 
     def start(self, buffer: Any, layout: Layout, bucket: int) -> Handle:
-        """Take a bucket over; see :class:`zfun.transforms.grads._hooks.CommHook`."""
+        """Take a bucket over; see :class:`zfun.transforms.call._hooks.CommHook`."""
         start = self.profile.now()
         handle = self.hook.start(buffer, layout, bucket)
         self.profile.note("sum", bucket + self.first, "backward", start)

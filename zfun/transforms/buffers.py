@@ -28,8 +28,8 @@ from zfun.layout import Layout, split_by_label
 from zfun.placement import R
 from zfun.reductions import BufferRule, checked_rule
 from zfun.sources.deferred import spec_of
-from zfun.transforms.grads._written import marks_of, written
-from zfun.transforms.params._buckets import tree_of, views_of
+from zfun.transforms.call._buckets import tree_of, views_of
+from zfun.transforms.call._written import marks_of, written
 from zfun.transforms.values._agreement import check_agreement
 from zfun.transforms.values.building import Leaves, build
 from zfun.typing import Loss

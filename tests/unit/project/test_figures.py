@@ -43,6 +43,10 @@ def test_folders_that_import_each_other_are_found() -> None:
     assert "zfun: stores and transforms" in figures.folder_circles([*found, back])
 
 
+def test_no_folders_import_each_other() -> None:
+    assert figures.folder_circles(figures.modules()) == []
+
+
 def test_one_name_for_two_classes_is_found() -> None:
     first, second = module("zfun/a.py", "class Plan: ..."), module("zfun/b.py", "class _Plan: ...")
     assert figures.with_two_meanings([first, second]) == ["Plan: zfun/a.py, zfun/b.py"]

@@ -16,9 +16,9 @@ from tests import models
 from zfun import tree
 from zfun.collectives import barrier
 from zfun.testing import assert_same_bits
-from zfun.transforms.params import _buckets
+from zfun.transforms.call._lazy import LazyLeaf
+from zfun.transforms.call import _buckets
 from zfun.transforms.params._gathered import GatheredParams
-from zfun.transforms.params._lazy import LazyLeaf
 
 SIZES = pytest.mark.parametrize("size", [1, 3])
 X = models.mlp_batches(1, 1)[0][0]

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from zfun.errors import OptionError, PlacementError
 from zfun.interop.engine._parameter import LiveParameter
-from zfun.transforms.params._lazy import LazyLeaf, tensor_of
+from zfun.transforms.call._lazy import LazyLeaf, tensor_of
 
 __all__ = [
     "Live",

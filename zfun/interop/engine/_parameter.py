@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from zfun import tree
 from zfun.errors import PlacementError
-from zfun.transforms.params._lazy import METADATA
+from zfun.transforms.call._lazy import METADATA
 
 __all__ = ["NO_VALUES", "LiveData", "LiveParameter", "changes_nothing", "leave_meta"]
 

@@ -21,8 +21,11 @@ from zfun.layout import DEFAULT_BUCKET_BYTES, Layout, layout_of, unique_leaves
 from zfun.placement import P, Placement, R, S
 from zfun.transforms._notes import noting
 from zfun.transforms._watched import watched
-from zfun.transforms.grads._executor import Executor, WholeParams, check_recomputed
-from zfun.transforms.grads._hooks import CommHook, SumHook
+from zfun.transforms.call._buckets import tree_of, views_of
+from zfun.transforms.call._call import BoundParams, LossCall
+from zfun.transforms.call._executor import Executor, WholeParams, check_recomputed
+from zfun.transforms.call._hooks import CommHook, SumHook
+from zfun.transforms.call._reducer import GradReducer
 from zfun.transforms.grads._pullback import (
     Outputs,
     Pullback,
@@ -30,11 +33,8 @@ from zfun.transforms.grads._pullback import (
     start_backward,
     start_forward,
 )
-from zfun.transforms.grads._reducer import GradReducer
 from zfun.transforms.grads._tape import Tape
 from zfun.transforms.grads._value import NO_AUX, WeightedMean, ZfunGradient, parse
-from zfun.transforms.params._buckets import tree_of, views_of
-from zfun.transforms.params._call import BoundParams, LossCall
 from zfun.transforms.values._agreement import check_agreement
 from zfun.typing import Loss
 

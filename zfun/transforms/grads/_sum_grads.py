@@ -10,8 +10,8 @@ from zfun.errors import PlacementError
 from zfun.flat import Flat
 from zfun.options import FUNCTION, GROUP, takes
 from zfun.placement import P, R, S
+from zfun.transforms.call._hooks import SumHook
 from zfun.transforms.grads._gradient_function import GradientFunction
-from zfun.transforms.grads._hooks import SumHook
 from zfun.transforms.grads._value import changed_grads, check_gradient
 from zfun.transforms.values._redistribute import redistribute
 from zfun.typing import Gradient

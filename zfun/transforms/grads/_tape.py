@@ -29,7 +29,7 @@ from torch import Tensor
 
 from zfun.errors import ZfunError
 from zfun.transforms._batches import open_batch
-from zfun.transforms.grads._executor import Executor
+from zfun.transforms.call._executor import Executor
 
 __all__ = ["Tape"]
 

@@ -17,7 +17,7 @@ from zfun.layout import Layout
 from zfun.optim import Optimizer, PrepareInner
 from zfun.reductions import Spent
 from zfun.stores import Stored
-from zfun.transforms.grads._hooks import Handle
+from zfun.transforms.call._hooks import Handle
 from zfun.transforms.optimizer._agree import can_fail
 from zfun.transforms.optimizer._cut import cut_state
 from zfun.transforms.optimizer._stream import Update, streamed

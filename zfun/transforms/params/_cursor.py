@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from zfun.collectives import Broadcast, Collective, Group, Stream
+from zfun.transforms.call._trace import Step
 from zfun.transforms.params._schedule import Schedule
-from zfun.transforms.params._trace import Step
 
 __all__ = ["WINDOW", "Plan", "ScheduleCursor", "of_rank_0"]
 

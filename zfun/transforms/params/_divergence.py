@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from zfun.collectives import AllGather, Collective, Group, Stream, Work, global_ranks
-from zfun.transforms.params._buckets import BucketShard
+from zfun.transforms.call._buckets import BucketShard
 
 __all__ = ["Divergence"]
 

@@ -40,18 +40,18 @@ from zfun import ops, tree
 from zfun.collectives import Group, Work
 from zfun.errors import PlacementError, ZfunError
 from zfun.flat import Flat
-from zfun.transforms.grads._written import check_unwritten, marks_of
-from zfun.transforms.params._buckets import BucketShard, view_of
-from zfun.transforms.params._call import LossCall
+from zfun.transforms.call._buckets import BucketShard, view_of
+from zfun.transforms.call._call import LossCall
+from zfun.transforms.call._lazy import LazyLeaf, LazyLeaves, is_held
+from zfun.transforms.call._saved import Packed, SavedViews
+from zfun.transforms.call._trace import Event, Phase, Step, Trace
+from zfun.transforms.call._written import check_unwritten, marks_of
 from zfun.transforms.params._cursor import WINDOW, Plan, ScheduleCursor, of_rank_0
 from zfun.transforms.params._divergence import Divergence
-from zfun.transforms.params._lazy import LazyLeaf, LazyLeaves, is_held
-from zfun.transforms.params._saved import Packed, SavedViews
 from zfun.transforms.params._schedule import schedule
 from zfun.transforms.params._schedule_options import ScheduleOptions
 from zfun.transforms.params._scheduler import with_reads
 from zfun.transforms.params._torch_func import saved_views_hooks
-from zfun.transforms.params._trace import Event, Phase, Step, Trace
 
 __all__ = ["GatheredParams"]
 

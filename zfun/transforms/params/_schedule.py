@@ -26,9 +26,9 @@ from dataclasses import dataclass, field
 
 from zfun.options import instance, takes
 from zfun.tables import html_table, in_bytes
+from zfun.transforms.call._trace import Phase, Step, Trace, TracedBucket
 from zfun.transforms.params._schedule_options import OPTIONS, ScheduleOptions
 from zfun.transforms.params._scheduler import steps_of
-from zfun.transforms.params._trace import Phase, Step, Trace, TracedBucket
 
 __all__ = ["SCHEDULE", "Schedule", "schedule"]
 

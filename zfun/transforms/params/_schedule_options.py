@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from zfun.collectives import Group, Mesh
 from zfun.errors import OptionError
 from zfun.options import BOOL, GROUP, instance, integer, takes
-from zfun.transforms.params._trace import TracedBucket
+from zfun.transforms.call._trace import TracedBucket
 
 __all__ = ["OPTIONS", "ScheduleOptions", "secondary_of"]
 

@@ -7,8 +7,8 @@ import math
 from collections.abc import Callable, Iterable, Set
 
 from zfun.errors import OptionError
+from zfun.transforms.call._trace import Kind, Phase, Step, Trace
 from zfun.transforms.params._schedule_options import ScheduleOptions
-from zfun.transforms.params._trace import Kind, Phase, Step, Trace
 
 __all__ = ["steps_of", "with_reads"]
 

@@ -27,12 +27,12 @@ from zfun.placement import S
 from zfun.transforms._cast import CastLoss
 from zfun.transforms._notes import watching
 from zfun.transforms._watched import new_gathered
-from zfun.transforms.grads._executor import Executor, WholeParams
+from zfun.transforms.call._buckets import BucketShard, shards_of, tree_of
+from zfun.transforms.call._call import call_of
+from zfun.transforms.call._executor import Executor, WholeParams
+from zfun.transforms.call._lazy import outside_inference_mode
 from zfun.transforms.grads._value import ZfunLoss, check_loss
-from zfun.transforms.params._buckets import BucketShard, shards_of, tree_of
-from zfun.transforms.params._call import call_of
 from zfun.transforms.params._cursor import Plan
-from zfun.transforms.params._lazy import outside_inference_mode
 from zfun.transforms.params._schedule import Schedule
 from zfun.transforms.params._schedule_options import OPTIONS, ScheduleOptions, secondary_of
 from zfun.transforms.remat import warn_of_whole_loss

@@ -24,8 +24,8 @@ import torch
 from torch._functorch import apis, eager_transforms
 
 from zfun import tree
-from zfun.transforms.params._lazy import LazyLeaf, materialise
-from zfun.transforms.params._saved import SavedViews
+from zfun.transforms.call._lazy import LazyLeaf, materialise
+from zfun.transforms.call._saved import SavedViews
 
 __all__ = ["saved_views_hooks"]
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from zfun import tree
-from zfun.transforms.params._lazy import LazyLeaf, loading
+from zfun.transforms.call._lazy import LazyLeaf, loading
 
 __all__ = ["Block"]
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zfun.transforms.grads._reducer import is_bucket_view
+from zfun.transforms.call._reducer import is_bucket_view
 from zfun.transforms.remat._elsewhere import Elsewhere, Moved, Stays
 from zfun.transforms.remat._vectors import is_plain
 

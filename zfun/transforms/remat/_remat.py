@@ -19,8 +19,8 @@ from zfun.flat import flats
 from zfun.options import FUNCTION, GROUP, STORE, each, function, instance, takes
 from zfun.policies import Policy
 from zfun.stores import Store
-from zfun.transforms.params._call import BoundParams
-from zfun.transforms.params._saved import noting_recomputation
+from zfun.transforms.call._call import BoundParams
+from zfun.transforms.call._saved import noting_recomputation
 from zfun.transforms.remat._block import Block
 from zfun.transforms.remat._elsewhere import Agreed, Elsewhere
 from zfun.transforms.remat._inputs import moving_inputs

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zfun import policies, tree
 from zfun.errors import ZfunError
 from zfun.policies import Policy
-from zfun.transforms.params._lazy import is_loading
+from zfun.transforms.call._lazy import is_loading
 from zfun.transforms.remat._elsewhere import Elsewhere, Moved, Stays
 from zfun.transforms.remat._vectors import is_plain
 

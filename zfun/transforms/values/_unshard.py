@@ -13,7 +13,7 @@ from zfun.flat import Flat, unravel_buffers
 from zfun.options import ANY, OF_LEAVES, takes
 from zfun.placement import P, R
 from zfun.transforms._cast import cast_leaves
-from zfun.transforms.params._lazy import materialise
+from zfun.transforms.call._lazy import materialise
 from zfun.transforms.values._redistribute import redistribute
 from zfun.typing import Params
 

@@ -24,8 +24,8 @@ from torch import Tensor
 from zfun.collectives import Work
 from zfun.errors import ZfunError
 from zfun.layout import LeafSlot
-from zfun.transforms.grads._reducer import GradReducer
-from zfun.transforms.grads._written import check_unwritten
+from zfun.transforms.call._reducer import GradReducer
+from zfun.transforms.call._written import check_unwritten
 
 __all__ = ["CallParams", "Executor", "WholeParams", "check_recomputed"]
 

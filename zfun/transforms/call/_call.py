@@ -8,7 +8,7 @@ import torch
 
 from zfun.compression import Codec
 from zfun.flat import Flat
-from zfun.transforms.grads._executor import Executor
+from zfun.transforms.call._executor import Executor
 
 __all__ = ["BoundParams", "LossCall", "call_of"]
 

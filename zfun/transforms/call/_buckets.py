@@ -18,9 +18,9 @@ from zfun.errors import ZfunError
 from zfun.flat import Flat
 from zfun.layout import Layout, LeafSlot
 from zfun.transforms._cast import cast_leaves
-from zfun.transforms.grads._executor import Executor
-from zfun.transforms.params._call import LossCall
-from zfun.transforms.params._trace import TracedBucket
+from zfun.transforms.call._call import LossCall
+from zfun.transforms.call._executor import Executor
+from zfun.transforms.call._trace import TracedBucket
 
 try:
     # Most time of as_strided() goes into dispatch and view tracking; this call does neither.

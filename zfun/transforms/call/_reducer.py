@@ -34,7 +34,7 @@ from zfun import ops
 from zfun.collectives import Group, allocate, mesh_of
 from zfun.errors import ZfunError
 from zfun.layout import Layout, LeafSlot
-from zfun.transforms.grads._hooks import CommHook, Handle
+from zfun.transforms.call._hooks import CommHook, Handle
 
 __all__ = ["MAX_IN_FLIGHT", "GradReducer", "is_bucket_view"]
 
