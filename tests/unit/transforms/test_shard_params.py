@@ -16,8 +16,8 @@ from tests import models
 from zfun import tree
 from zfun.collectives import barrier
 from zfun.testing import assert_same_bits
-from zfun.transforms.call._lazy import LazyLeaf
 from zfun.transforms.call import _buckets
+from zfun.transforms.call._lazy import LazyLeaf
 from zfun.transforms.params._gathered import GatheredParams
 
 SIZES = pytest.mark.parametrize("size", [1, 3])
