@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zfun import ops, tree
+from zfun.planner._kernels import OnCuda, shape_of
 from zfun.sources.deferred import Deferred, memory_of
 from zfun.transforms import map_batch
 
@@ -39,7 +40,9 @@ def abstract(
         (True, torch.Size([3]))
     """
     answers = contextlib.nullcontext() if metered else _Answers()
-    with ops.fake_mode(allow_non_fake_inputs=True), answers, _taken_for_real():
+    is_meta = torch.device(device).type == "meta"
+    kernels = OnCuda() if is_meta else contextlib.nullcontext()
+    with ops.fake_mode(allow_non_fake_inputs=True), answers, kernels, _taken_for_real():
         made: dict[Any, Tensor] = {}
 
         def fake(leaf: Any) -> Any:
@@ -83,7 +86,7 @@ class _Answers(TorchDispatchMode):
 def answered(func: Any, args: Any, kwargs: Any) -> Any:
     """Call an operation; an unknown number is 1, and an unknown condition is true."""
     try:
-        return func(*args, **kwargs)
+        return shape_of(func, args)(*args, **kwargs)
     except DataDependentOutputException:
         if func is not torch.ops.aten._local_scalar_dense.default:
             return True
