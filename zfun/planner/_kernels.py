@@ -14,6 +14,7 @@ A test runs each of torch's samples of operations both ways and finds no third c
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["AttentionCounter", "OnCuda", "shape_of"]
+__all__ = ["AttentionCounter", "OnCuda", "kernels_of", "shape_of"]
 
 F = torch.nn.functional
 aten = torch.ops.aten
@@ -62,6 +63,20 @@ class AttentionCounter:
         return tuple(self._counts.items())
 
 
+def kernels_of(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Return the context in which abstract tensors make what the kernels of a device make.
+
+    Torch before 2.13 cannot enter functions of Python, so attention stays composed there, and the
+    plan says so.
+
+    Example:
+        >>> type(kernels_of(torch.device("cpu"))).__name__
+        'nullcontext'
+    """
+    is_known = device.type == "meta" and hasattr(torch.overrides, "redispatch_function")
+    return OnCuda() if is_known else contextlib.nullcontext()
+
+
 class OnCuda(TorchFunctionMode):
     """A context in which functions of tensors on ``"meta"`` make what they make on CUDA.
 
@@ -77,15 +92,15 @@ class OnCuda(TorchFunctionMode):
         kernel = _ON_CUDA.get(func)
         if kernel is not None and (out := kernel(*args, **kwargs)) is not None:
             return out
-        if _again is None or getattr(func, "__module__", None) != F.__name__:
+        if func not in _GOES_ON and getattr(func, "__module__", None) != F.__name__:
             return func(*args, **kwargs)
-        # The functions that a function of torch.nn.functional calls come here too.
+        # The functions that this one calls come here too.
         with self:
-            return _again(func, types, args, kwargs)
+            return torch.overrides.redispatch_function(func, types, args, kwargs)
 
 
-# Before torch 2.13 the calls within a function of torch.nn.functional stay composed.
-_again: Callable[..., Any] | None = getattr(torch.overrides, "redispatch_function", None)
+# Functions that call others of these, beside all of torch.nn.functional. Backward recomputes.
+_GOES_ON = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
 
 def _attention(
@@ -132,7 +147,7 @@ def _attention(
 
 def _is_fusible(operands: tuple[Tensor, Tensor, Tensor], mask: Tensor | None) -> bool:
     """Return whether operands are such as all fused kernels take."""
-    query, key, value = operands
+    query, key, _ = operands
     return (
         all(x.dim() == 4 for x in operands)
         and len({x.dtype for x in operands}) == 1
@@ -187,28 +202,23 @@ def _dropout(input: Tensor, p: float = 0.5, train: bool = True) -> Tensor | None
     return torch.native_dropout(input, p, True)[0] if is_fused else None
 
 
-def _softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor | None:  # noqa: A002
-    is_fused = input.device.type == "meta" and (input.dtype, dtype) == (
-        torch.float16,
-        torch.float32,
-    )
-    return aten._softmax(input, dim, True) if is_fused else None
+def _wide(composed: Any) -> Callable[..., Tensor | None]:
+    """A softmax in float32 of float16, which CUDA reads without a copy."""
+
+    def kernel(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor | None:  # noqa: A002
+        is_fused = input.dtype is torch.float16 and dtype is torch.float32
+        return composed(input, dim, True) if is_fused and input.device.type == "meta" else None
+
+    return kernel
 
 
-def _log_softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor | None:  # noqa: A002
-    is_fused = input.device.type == "meta" and (input.dtype, dtype) == (
-        torch.float16,
-        torch.float32,
-    )
-    return aten._log_softmax(input, dim, True) if is_fused else None
-
-
-class _RmsNorm(torch.autograd.Function):
-    """One kernel forward, which keeps a number for each row, and one backward."""
+class _OneKernel(torch.autograd.Function):
+    """One kernel forward, which keeps the input and some rows, and one backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, dims: int) -> Tensor:
-        rows = x.new_empty((*x.shape[:-dims], *[1] * dims), dtype=torch.float32)
+    def forward(  # pyrefly: ignore [bad-override]
+        ctx: Any, x: Tensor, weight: Tensor | None, rows: Tensor | None
+    ) -> Tensor:
         ctx.save_for_backward(x, weight, rows)
         return torch.empty_like(x)
 
@@ -225,23 +235,14 @@ def _rms_norm(
     eps: float | None = None,
 ) -> Tensor | None:
     del eps
-    is_fused = input.device.type == "meta" and (weight is None or weight.dtype == input.dtype)
-    return _RmsNorm.apply(input, weight, len(normalized_shape)) if is_fused else None
-
-
-class _Mish(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        return torch.empty_like(ctx.saved_tensors[0])
+    if input.device.type != "meta" or (weight is not None and weight.dtype != input.dtype):
+        return None
+    rows = input.shape[: -len(normalized_shape)]
+    return _OneKernel.apply(input, weight, input.new_empty(rows, dtype=torch.float32))
 
 
 def _mish(input: Tensor) -> Tensor | None:  # noqa: A002
-    return _Mish.apply(input) if input.device.type == "meta" else None
+    return _OneKernel.apply(input, None, None) if input.device.type == "meta" else None
 
 
 def _aliases(packet: Any, *names: Any) -> tuple[Any, ...]:
@@ -251,12 +252,10 @@ def _aliases(packet: Any, *names: Any) -> tuple[Any, ...]:
 _ON_CUDA: Mapping[Any, Callable[..., Any]] = {
     name: kernel
     for kernel, names in {
-        _attention: _aliases(
-            aten.scaled_dot_product_attention, F.scaled_dot_product_attention
-        ),
+        _attention: _aliases(aten.scaled_dot_product_attention, F.scaled_dot_product_attention),
         _dropout: (aten.dropout, aten.dropout.default, torch.dropout),
-        _softmax: (aten.softmax, aten.softmax.int, torch.softmax, Tensor.softmax),
-        _log_softmax: (
+        _wide(aten._softmax): (aten.softmax, aten.softmax.int, torch.softmax, Tensor.softmax),
+        _wide(aten._log_softmax): (
             aten.log_softmax,
             aten.log_softmax.int,
             torch.log_softmax,
@@ -331,9 +330,7 @@ def _lstm_layer(func: Any) -> Callable[..., Any]:
 
 
 def _workspace_bytes(steps: int, rows: int, width: int, size: int, itemsize: int) -> int:
-    """Return about as many bytes as oneDNN keeps: gates, hidden values, and states before and after
-    each step, all in rows of whole cache lines.
-    """
+    """Return about as many bytes as oneDNN keeps: gates and states, in rows of cache lines."""
 
     def row(numel: int) -> int:
         line = 64 // itemsize
