@@ -9,7 +9,9 @@ A plan runs torch's shape functions, not kernels. The two differ in two ways:
 * A shape function is stricter than the kernel, or names fewer bytes than the kernel allocates.
   :func:`shape_of` has these.
 
-A test runs each of torch's samples of operations both ways and finds no third case.
+Members of the first kind have ``CompositeImplicitAutograd`` beside ``CUDA`` in torch's
+``native_functions.yaml``, or ask ``is_cuda()`` in the composed function. Members of the second make
+other storages for torch's own samples of operations.
 """
 
 from __future__ import annotations
@@ -319,11 +321,12 @@ def _lstm_layer(func: Any) -> Callable[..., Any]:
 
     def shape(x: Tensor, *args: Any) -> Any:
         out, hidden, cell, empty = func(x, *args)
-        size, batch_first, is_trained = args[9], args[13], args[14]
+        size, is_trained = args[9], args[14]
         if not is_trained:
             return out, hidden, cell, empty
-        steps, rows = (x.shape[1], x.shape[0]) if batch_first else x.shape[:2]
-        num_bytes = _workspace_bytes(steps, rows, x.shape[2], size, x.dtype.itemsize)
+        # The steps come first here, whatever the module's batch_first.
+        steps, rows, width = x.shape
+        num_bytes = _workspace_bytes(steps, rows, width, size, x.dtype.itemsize)
         return out, hidden, cell, empty.new_empty(num_bytes)
 
     return shape
@@ -332,17 +335,19 @@ def _lstm_layer(func: Any) -> Callable[..., Any]:
 def _workspace_bytes(steps: int, rows: int, width: int, size: int, itemsize: int) -> int:
     """Return about as many bytes as oneDNN keeps: gates and states, in rows of cache lines."""
 
-    def row(numel: int) -> int:
+    def row(numel: int, itemsize: int = itemsize) -> int:
         line = 64 // itemsize
         numel = -(-numel // line) * line
         # Rows of equal addresses in the cache are moved apart.
         return (numel + (line if numel % 256 == 0 else 0)) * itemsize
 
-    states = 2 * (steps + 1) * rows * row(max(width, size))
+    wide = max(width, size)
     parts = (
         steps * rows * row(4 * size),
         steps * rows * row(size),
-        *(states, states, states),
+        *[2 * (steps + 1) * rows * row(wide)] * 2,
+        # The cells are float32 in any precision.
+        2 * (steps + 1) * rows * row(wide, 4),
         steps * rows * 16 * size,
         rows * 16 * size,
     )

@@ -19,8 +19,7 @@ The first rule that applies names a storage:
 A tensor that a store keeps on a disk counts there until the handle is dropped.
 
 Not counted: storages of fewer than 512 bytes, which no allocator of a device hands out; the
-integers that ranks compare; the fixed-size scratch memory of a kernel; the batch, which the caller
-owns.
+integers that ranks compare; the scratch memory of a kernel; the batch, which the caller owns.
 """
 
 from __future__ import annotations
