@@ -91,6 +91,12 @@ class OnCuda(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        for kind in types if torch._C._is_torch_function_enabled() else ():
+            # Leaves of stage 3 become tensors first, and call the function again.
+            with self:
+                out = kind.__torch_function__(func, types, args, kwargs)
+            if out is not NotImplemented:
+                return out
         kernel = _ON_CUDA.get(func)
         if kernel is not None and (out := kernel(*args, **kwargs)) is not None:
             return out

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import zfun as zf
 from tests.unit.planner.test_plan import check, measured
-from zfun.planner import Plan
+from zfun.planner import Observer, Plan
 
 F = torch.nn.functional
 attend = F.scaled_dot_product_attention
@@ -133,16 +133,64 @@ CHOICES: dict[str, tuple[str, torch.dtype, tuple[int, int, int], dict[str, Any]]
 }
 
 
+def attention_of(case: str, device: str) -> tuple[Any, Any]:
+    _, dtype, (heads, groups, width), options = CHOICES[case]
+    params = {
+        name: torch.empty(2, count, 24, width, dtype=dtype, device=device)
+        for name, count in (("q", heads), ("k", groups), ("v", groups))
+    }
+    options = {
+        name: torch.ones_like(x, device=device) if isinstance(x, Tensor) else x
+        for name, x in options.items()
+    }
+    return lambda params, x: attend(*params.values(), **options).float().sum(), params
+
+
 @pytest.mark.parametrize("case", CHOICES)
 def test_the_kernel_is_that_of_torchs_dispatcher(case: str) -> None:
     """The rules are those of ``sdp_utils.cpp`` in torch 2.13, for devices from compute 8.0 on."""
-    name, dtype, (heads, groups, width), options = CHOICES[case]
-    params = {
-        name: torch.empty(2, count, 24, width, dtype=dtype)
-        for name, count in (("q", heads), ("k", groups), ("v", groups))
-    }
-    loss = lambda params, x: attend(*params.values(), **options).float().sum()
-    assert planned(loss, params, torch.empty(1)).attention == ((name, 1),)
+    loss, params = attention_of(case, "meta")
+    for stage in (0, 3):
+        plan = planned(loss, params, torch.empty(1), stage=stage)
+        assert plan.attention == ((CHOICES[case][0], 1),)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("case", CHOICES)
+def test_a_real_step_on_cuda_takes_the_planned_kernel_or_that_of_cudnn(case: str) -> None:
+    loss, params = attention_of(case, "cuda")
+    observer = Observer(zf.collectives.single_group(), "cuda")
+    run, x = zf.zero(0, loss, zf.optim.sgd(0.1), observer.group), torch.ones(1, device="cuda")
+    with observer:
+        state = run.init(params)
+        observer.begin(state)
+        state, _ = run.step(state, x)
+        found = observer.plan(state).attention
+    assert found in (((CHOICES[case][0], 1),), (("flash, cuDNN", 1),))
+
+
+class _Normed(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.RMSNorm(64)
+        self.attention = torch.nn.MultiheadAttention(64, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        return self.attention(x, x, x, need_weights=False)[0].sum()
+
+
+def test_leaves_of_stage_3_are_gathered_as_on_the_cpu() -> None:
+    apply = zf.functional(_Normed())
+    make = lambda group: zf.zero(3, apply, zf.optim.sgd(0.1), group, bucket_bytes=1)
+    here, there = (
+        zf.plan(make, dict(apply.params), torch.empty(4, 64, 64), 2, device=device)
+        for device in ("cpu", "meta")
+    )
+    assert there.sent == here.sent
+    gathers = [[i.what for i in p.instants if "gather" in i.what] for p in (here, there)]
+    assert gathers[0] == gathers[1]
+    assert there.largest.grads == here.largest.grads
 
 
 def test_switches_of_kernels_count() -> None:

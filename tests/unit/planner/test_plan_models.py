@@ -248,3 +248,16 @@ def test_the_plan_equals_a_real_step(
     plan = check(make, params, batch, 2) if name != "lstm" else near(make, params, batch)
     assert bool(plan.flops.recomputed) == (variant == "remat")
     assert [kernel for kernel, _ in plan.attention] == ATTENTION.get(name, ["flash, CPU"])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name == "qwen2" else pytest.mark.slow) for name in MODELS],
+)
+def test_a_device_sends_as_much_as_the_cpu(name: str) -> None:
+    loss, params, batch = problem(name, remat=name not in OWN)
+    make = functools.partial(recipe, stage=3, loss=loss, path="", options={})
+    here, there = (zf.plan(make, params, batch, 2, device=device) for device in ("cpu", "meta"))
+    assert there.sent == here.sent
+    assert there.steady.device == here.steady.device
+    assert sum(n for _, n in there.attention) == sum(n for _, n in here.attention)
