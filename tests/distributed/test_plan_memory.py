@@ -15,7 +15,7 @@ from zfun.demo._memory import forget_peak, peak_bytes
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
-WIDTH, DEPTH, ROWS = 1536, 12, 256
+WIDTH, DEPTH, ROWS = 1344, 12, 256
 
 
 def params_of(width: int, device: str) -> dict[str, Tensor]:
