@@ -9,10 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zfun import ops, tree
+from zfun.errors import ZfunError
+from zfun.planner._kernels import kernels_of, shape_of
 from zfun.sources.deferred import Deferred, memory_of
 from zfun.transforms import map_batch
 
@@ -39,7 +44,8 @@ def abstract(
         (True, torch.Size([3]))
     """
     answers = contextlib.nullcontext() if metered else _Answers()
-    with ops.fake_mode(allow_non_fake_inputs=True), answers, _taken_for_real():
+    kernels = kernels_of(torch.device(device))
+    with ops.fake_mode(allow_non_fake_inputs=True), answers, kernels, _taken_for_real():
         made: dict[Any, Tensor] = {}
 
         def fake(leaf: Any) -> Any:
@@ -83,7 +89,13 @@ class _Answers(TorchDispatchMode):
 def answered(func: Any, args: Any, kwargs: Any) -> Any:
     """Call an operation; an unknown number is 1, and an unknown condition is true."""
     try:
-        return func(*args, **kwargs)
+        return shape_of(func, args)(*args, **kwargs)
+    except DynamicOutputShapeException as error:
+        raise ZfunError(
+            "a plan needs shapes that do not depend on data; got "
+            f"{func.overloadpacket.__name__}(), whose result has as many elements as the data "
+            "say; take where() or a weight of zero in its place"
+        ) from error
     except DataDependentOutputException:
         if func is not torch.ops.aten._local_scalar_dense.default:
             return True

@@ -19,8 +19,7 @@ The first rule that applies names a storage:
 A tensor that a store keeps on a disk counts there until the handle is dropped.
 
 Not counted: storages of fewer than 512 bytes, which no allocator of a device hands out; the
-integers that ranks compare; the fixed-size scratch memory of a kernel; the batch, which the caller
-owns.
+integers that ranks compare; the scratch memory of a kernel; the batch, which the caller owns.
 """
 
 from __future__ import annotations
@@ -215,9 +214,12 @@ class Meter(TorchDispatchMode):
         is_recorded = torch.is_grad_enabled() and any(x.requires_grad for x in large)
         return "" if len(names) != 1 or is_recorded else (names & {*_SENT.values()} or {""}).pop()
 
-    def _on_disk(self, kind: str, handle: Stored) -> None:
+    def _on_disk(self, kind: str, handle: Any) -> None:
         """Count a tensor that a store puts on a disk, or gets from there."""
         if self._num_pauses:
+            return
+        if kind == "read":
+            self.made("read from the disk", handle, ())
             return
         nbytes = handle.shape.numel() * handle.dtype.itemsize
         self._crossed["to_disk" if kind == "put" else "from_disk"] += nbytes

@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 # Hears of each tensor that is put on a disk, or read from there.
-_LISTENER: ContextVar[Callable[[str, Stored], None] | None] = ContextVar("listener", default=None)
+_LISTENER: ContextVar[Callable[[str, Any], None] | None] = ContextVar("listener", default=None)
 # Threads share a store: simulated ranks, and a save in the background. One lock for all stores,
 # because a store is pickled.
 _COUNTING = threading.Lock()
@@ -142,8 +142,10 @@ class Stored(abc.ABC):
 
 @takes(listener=FUNCTION)
 @contextlib.contextmanager
-def on_disk(listener: Callable[[str, Stored], None]) -> Iterator[None]:
+def on_disk(listener: Callable[[str, Any], None]) -> Iterator[None]:
     """Call ``listener("put" or "get", handle)`` for each transfer of this thread to or from a disk.
+
+    Then ``listener("read", tensor)`` gets the memory that the disk is read into.
 
     Example:
         >>> from zfun.stores import host
@@ -160,11 +162,11 @@ def on_disk(listener: Callable[[str, Stored], None]) -> Iterator[None]:
         _LISTENER.reset(token)
 
 
-def heard(kind: str, handle: Stored) -> None:
+def heard(kind: str, value: Stored | Tensor) -> None:
     """Tell the listener of this thread of a transfer."""
     listener = _LISTENER.get()
     if listener is not None:
-        listener(kind, handle)
+        listener(kind, value)
 
 
 class Store(Protocol):

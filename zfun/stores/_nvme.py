@@ -38,7 +38,7 @@ _PAGES = Kind(
 
 
 class _DiskTensor(Stored):
-    """A tensor on the disk, or on the way to the disk."""
+    """A tensor on the disk, or on the way to the disk; an abstract one has no disk."""
 
     can_fail = True
     store: NvmeStore  # type: ignore[bad-override]
@@ -46,7 +46,7 @@ class _DiskTensor(Stored):
     def __init__(
         self,
         store: NvmeStore,
-        disk: Disk,
+        disk: Disk | None,
         region: Region | None,
         writes: Sequence[Future[None]],
         sums: Sequence[int],
@@ -77,27 +77,35 @@ class _DiskTensor(Stored):
         num_bytes = self.shape.numel() * self.dtype.itemsize
         self.store.crossed("get", self.name, num_bytes)
         heard("get", self)
-        keep = self.shape.numel() <= self.store.buffer_size
-        try:
-            buffer = self.store.buffers.take(num_bytes, keep=keep)
-        except (OSError, RuntimeError) as error:  # of the system, or of CUDA
-            problem = f"there is no memory to read {num_bytes} bytes into: {error}"
-            raise failure(self.name, problem, self.disk.path, errno.ENOMEM) from error
         disk, name, dtype, shape = self.disk, self.name, self.dtype, self.shape
-        reads = (
-            disk.read(self.region, buffer, num_bytes, self.sums, self.writes, name)
-            if self.region is not None
-            else ()
-        )
+        reads: Sequence[Future[None]] = ()
+        if disk is None:
+            buffer = torch.empty(aligned(num_bytes), dtype=torch.uint8)
+        else:
+            buffer = self._buffer(disk, num_bytes)
+            if self.region is not None:
+                reads = disk.read(self.region, buffer, num_bytes, self.sums, self.writes, name)
+        heard("read", buffer)
 
         def finish() -> Tensor:
-            disk.wait(reads, name)
+            if disk is not None:
+                disk.wait(reads, name)
             return buffer[:num_bytes].view(dtype).view(shape)
 
         return finish
 
+    def _buffer(self, disk: Disk, num_bytes: int) -> Tensor:
+        keep = self.shape.numel() <= self.store.buffer_size
+        try:
+            return self.store.buffers.take(num_bytes, keep=keep)
+        except (OSError, RuntimeError) as error:  # of the system, or of CUDA
+            problem = f"there is no memory to read {num_bytes} bytes into: {error}"
+            raise failure(self.name, problem, disk.path, errno.ENOMEM) from error
+
     def flush(self) -> None:
         """Wait until the tensor is on the disk."""
+        if self.disk is None:
+            return
         self.disk.wait(self.writes, self.name)
         self.disk.sync(self.name)
         self.writes = ()
@@ -110,23 +118,17 @@ class _KeptTensor(Stored):
     # there. All ranks must agree after a step, so the answer belongs to the store.
     can_fail = True
 
-    def __init__(self, store: NvmeStore, tensor: Tensor, name: str, quota: _Quota | None) -> None:
+    def __init__(self, store: NvmeStore, tensor: Tensor, name: str, quota: _Quota) -> None:
         self.store = store
         self.name = name
         self.dtype = tensor.dtype
         self.shape = tensor.shape
-        # An abstract tensor stands for one on the disk, which takes no memory.
-        self.tensor = None if ops.is_abstract(tensor) else tensor
+        self.tensor = tensor
         self.quota = quota
-        if self.tensor is None:
-            heard("put", self)
 
     def get(self, device: torch.device) -> Work:
         """Start a copy, because the caller may write to the result."""
         self.store.crossed("get", self.name, self.shape.numel() * self.dtype.itemsize)
-        if self.tensor is None:
-            heard("get", self)
-            return Work.done(torch.empty(self.shape, dtype=self.dtype, device=device))
         return Work.done(self.tensor.to(device, non_blocking=True, copy=True))
 
 
@@ -207,7 +209,7 @@ class NvmeStore(Counts):
         tensor = tensor.detach()
         self.crossed("put", name, tensor.nbytes)
         if ops.is_abstract(tensor):
-            return _KeptTensor(self, tensor, name, None)
+            return _DiskTensor(self, None, None, (), (), tensor, name)
         quota = self._quota(tensor.numel())
         if quota is not None:
             return _KeptTensor(self, tensor.cpu(), name, quota)

@@ -54,9 +54,12 @@ class Comparison:
             [('', 'kept', 'peak', 'in host memory', 'on disk', 'sent', 'operations')]
         """
         header = ["", "kept", "peak", "in host memory", "on disk", "sent", "operations"]
+        is_told = any(plan.attention for plan in self.plans.values())
+        header += ["attention"] * is_told
         if self.hardware is not None:
             header += ["at least, s", "at most, s", "bottleneck"]
-        rows = [tuple(header), *(self._row(name, plan) for name, plan in self.plans.items())]
+        found = ((name, plan, *([_attention(plan)] * is_told)) for name, plan in self.plans.items())
+        rows = [tuple(header), *(self._row(*one) for one in found)]
         columns = [column for column in zip(*rows, strict=True) if {*column[1:]} != {"0"}]
         return [*zip(*columns, strict=True)]
 
@@ -78,7 +81,7 @@ class Comparison:
         times = {} if machine is None else {name: p.on(machine) for name, p in self.plans.items()}
         return draw_bars(self.plans, times, device_bytes)
 
-    def _row(self, name: str, plan: Plan) -> tuple[str, ...]:
+    def _row(self, name: str, plan: Plan, *told: str) -> tuple[str, ...]:
         counts = (
             plan.steady.device.total,
             plan.peak.device.total,
@@ -86,7 +89,7 @@ class Comparison:
             plan.peak_of("disk").disk.total,
             plan.bytes_sent(),
         )
-        row = [name, *(f"{n:,}" for n in counts), f"{plan.flops.total:.4g}"]
+        row = [name, *(f"{n:,}" for n in counts), f"{plan.flops.total:.4g}", *told]
         if self.hardware is not None:
             found = plan.on(self.hardware)
             row += [f"{found.at_least_s:.3g}", f"{found.at_most_s:.3g}", found.bottleneck]
@@ -98,6 +101,10 @@ class Comparison:
     def _repr_html_(self) -> str:
         header, *rows = self.rows()
         return html_table(f"{len(rows)} compositions, bytes of a rank", header, rows)
+
+
+def _attention(plan: Plan) -> str:
+    return " and ".join(name for name, _ in plan.attention) or "none"
 
 
 @takes(

@@ -21,6 +21,7 @@ from zfun import tree
 from zfun.collectives import Group, abstract_group, record
 from zfun.options import ANY, DEVICE, FUNCTION, GROUP, integer, takes
 from zfun.planner._abstract import abstract
+from zfun.planner._kernels import AttentionCounter
 from zfun.planner._meter import Meter
 from zfun.planner._parts import Live
 from zfun.planner.plans._flops import FlopCounter
@@ -61,8 +62,8 @@ class Observer:
     def __init__(self, group: Group, device: torch.device | str = "cpu") -> None:
         self.meter = Meter(device)
         self.group = record(self.meter.watch(group))
-        self._flops = FlopCounter()
-        self.meter.listeners.append(self._flops)
+        self._flops, self._attention = FlopCounter(), AttentionCounter()
+        self.meter.listeners += [self._flops, self._attention]
 
     def __enter__(self) -> Observer:
         self.meter.__enter__()
@@ -76,6 +77,7 @@ class Observer:
         self.meter.name_state(state)
         self.group.clear()
         self._flops.begin()
+        self._attention.begin()
         self.meter.begin()
 
     def plan(self, state: Any) -> Plan:
@@ -91,6 +93,7 @@ class Observer:
             sent,
             moved,
             flops,
+            self._attention.counts(),
         )
 
     def _sent(self) -> tuple[Sent, ...]:
@@ -112,6 +115,13 @@ def _without_collector() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def _present(device: torch.device | str) -> torch.device:
+    """Return the device, or ``meta`` for one that torch has not."""
+    device, found = torch.device(device), torch.accelerator.current_accelerator()
+    known = {"cpu", "meta"} | ({found.type} if found is not None else set())
+    return device if device.type in known else torch.device("meta")
 
 
 @takes(
@@ -147,8 +157,9 @@ def plan(
             size and the rank count: :func:`zfun.collectives.abstract_group` makes any rank.
         steps: the number of steps to take, of which the last is described. The first step learns
             the order of use; from the second on they are alike.
-        device: where the loss is computed. ``"meta"`` stands for any accelerator, whose bytes are
-            told from those of host memory, where stores keep theirs.
+        device: where the loss is computed, which chooses the kernels of attention. ``"meta"`` and a
+            device that this machine lacks stand for an accelerator with CUDA's kernels, whose bytes
+            are told from those of host memory, where stores keep theirs.
 
     Returns:
         The plan.
@@ -170,6 +181,7 @@ def plan(
     After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
     (2020).
     """
+    device = _present(device)
     ranks = abstract_group(group) if isinstance(group, (int, Integral)) else group
     observer = Observer(abstract_group(ranks.size, ranks.rank), device)
     # Outside of the context, because optimizers are probed with numbers.

@@ -64,6 +64,8 @@ class Plan(Live):
         sent: the collectives.
         moved: bytes between the device, host memory and the disk.
         flops: floating-point operations.
+        attention: the kernels of :func:`torch.nn.functional.scaled_dot_product_attention` in
+            forward, each with the number of calls.
     """
 
     size: int
@@ -72,6 +74,7 @@ class Plan(Live):
     sent: tuple[Sent, ...]
     moved: Moved
     flops: Flops
+    attention: tuple[tuple[str, int], ...] = ()
 
     def bytes_sent(self, name: str | None = None, *, axis: str | None = None) -> int:
         """Return the bytes that the rank sends in a step, of one name or along one axis."""
@@ -180,6 +183,8 @@ class Plan(Live):
             ("operations", *Flops._fields, "total"),
             ("", *(f"{n:,}" for n in (*self.flops, self.flops.total))),
         ]
+        if self.attention:
+            yield [("attention", "calls"), *((name, f"{n:,}") for name, n in self.attention)]
         if any(self.moved):
             yield [
                 ("moved", *(field.replace("_", " ") for field in Moved._fields)),
