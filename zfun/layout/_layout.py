@@ -1,0 +1,208 @@
+"""Lay a tree out: which leaf goes into which bucket, and where."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zfun import tree
+from zfun.errors import LeafError
+from zfun.layout._leaves import alias_sets, check_leaf
+from zfun.layout._slots import ALIGNMENT, BucketSlot, Layout, LeafSlot, aligned
+from zfun.options import ANY, DTYPE, NAMES, integer, takes
+
+DEFAULT_BUCKET_BYTES = 26 * 2**20
+
+# Shards of large buckets are whole pages, so that ranks of one host share a bucket without a copy.
+_PAGE_BYTES = 4096
+_MAX_WASTE = 0.02
+
+_REAL = {
+    torch.complex32: torch.float16,
+    torch.complex64: torch.float32,
+    torch.complex128: torch.float64,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _LeafKey:
+    path: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@takes(
+    params=ANY,
+    size=integer(1),
+    bucket_bytes=integer(1),
+    persistence=integer(0),
+    order=NAMES | None,
+    dtype=DTYPE | None,
+)
+def layout_of(
+    params: tree.Tree,
+    size: int = 1,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    persistence: int = 0,
+    order: Sequence[str] | None = None,
+    dtype: torch.dtype | None = None,
+) -> Layout:
+    """Lay a tree of tensors out in flat buckets.
+
+    Buckets follow the insertion order of the tree, or ``order``, and hold one dtype each. A bucket
+    closes before a leaf that would exceed ``bucket_bytes``. A bucket that is half full also closes
+    at the end of a block (``h.0``, ``h.1``, ...), so that buckets tend to match blocks, unless all
+    remaining leaves fit. A leaf is never cut.
+
+    Args:
+        params: any tree of tensors and deferred leaves (:class:`zfun.sources.Deferred`). Leaves
+            that are the same view of the same memory are tied and share a slot.
+        size: number of ranks that share each bucket.
+        bucket_bytes: size in bytes at which a bucket closes.
+        persistence: leaves of at most this many elements lie in separate buckets, which
+            :func:`zfun.shard_params` may keep gathered.
+        order: paths of leaves in order of first use, as returned by
+            :func:`zfun.planner.order_of_use`. Leaves without an entry come first, because gradients
+            are reduced from the last bucket on, and a leaf without a gradient must not delay the
+            others. Paths that are not in this tree are ignored, so that both parts of a partition
+            can use one order.
+        dtype: the dtype of floating leaves in the buckets; by default that of each leaf.
+
+    Returns:
+        The layout. Equal arguments give the same object.
+
+    Raises:
+        LeafError: a leaf is not a tensor, shows an element twice (as after ``expand``), or overlaps
+            another leaf.
+
+    Example:
+        >>> layout = layout_of({"w": torch.zeros(5, 3), "b": torch.zeros(3)}, size=2)
+        >>> layout.buckets[0].padded_numel, layout.leaves[1].offset
+        (64, 32)
+        >>> params = {"head": torch.zeros(3), "unused": torch.zeros(3), "w": torch.zeros(3)}
+        >>> [layout_of(params, 1, 1, order=["w", "head"]).label(bucket) for bucket in range(3)]
+        ['bucket 0: unused', 'bucket 1: w', 'bucket 2: head']
+    """
+    values, spec = tree.flatten(params)
+    paths = tree.paths(params)
+    for path, leaf in zip(paths, values, strict=True):
+        check_leaf(path, leaf)
+    devices = {leaf.device for leaf in values}
+    if len(devices) > 1:
+        where = {path: str(leaf.device) for path, leaf in zip(paths, values, strict=True)}
+        raise LeafError(f"leaves of one tree must be on one device; got {where}; move them first")
+    firsts, positions = alias_sets(paths, values)
+    turns = None if order is None else _turns(order, paths, positions)
+    keys = tuple(
+        _LeafKey(
+            paths[i],
+            tuple(values[i].shape),
+            values[i].dtype if dtype is None or not values[i].dtype.is_floating_point else dtype,
+        )
+        for i in firsts
+    )
+    device = devices.pop() if devices else torch.device("cpu")
+    return _layout(
+        keys,
+        tuple(positions),
+        tuple(paths),
+        spec,
+        int(size),  # of numpy too, which would stay in the cached layout
+        bucket_bytes,
+        persistence,
+        device,
+        turns,
+    )
+
+
+def _turns(
+    order: Sequence[str], paths: Sequence[str], positions: Sequence[int]
+) -> tuple[int, ...] | None:
+    """Return the slots in the order of the layout; ``None`` for the order of the tree."""
+    slots = dict(zip(paths, positions, strict=True))
+    named = [slots[path] for path in order if path in slots]
+    used = set(named)
+    turns = tuple(dict.fromkeys([*(slot for slot in positions if slot not in used), *named]))
+    return None if turns == tuple(range(len(turns))) else turns
+
+
+@functools.lru_cache(maxsize=256)
+def _layout(
+    keys: tuple[_LeafKey, ...],
+    positions: tuple[int, ...],
+    paths: tuple[str, ...],
+    spec: tree.Spec,
+    size: int,
+    bucket_bytes: int,
+    persistence: int,
+    device: torch.device,
+    turns: tuple[int, ...] | None,
+) -> Layout:
+    slots: dict[int, LeafSlot] = {}
+    members: list[list[int]] = []
+    ends: list[int] = []
+    dtypes: list[torch.dtype] = []
+    open_buckets: dict[tuple[torch.dtype, bool], int] = {}
+    numels = [math.prod(key.shape) * (2 if key.dtype.is_complex else 1) for key in keys]
+    kinds = [
+        (_REAL.get(key.dtype, key.dtype), persistence > 0 and numel <= persistence)
+        for key, numel in zip(keys, numels, strict=True)
+    ]
+    # Elements of each kind that have no bucket yet.
+    left: collections.Counter[tuple[torch.dtype, bool]] = collections.Counter()
+    for kind, numel in zip(kinds, numels, strict=True):
+        left[kind] += aligned(numel)
+    block = None
+    for index in turns or range(len(keys)):
+        key, numel, kind = keys[index], numels[index], kinds[index]
+        dtype = kind[0]
+        if (here := _block_of(key.path)) != block:
+            block = here
+            for other, b in list(open_buckets.items()):
+                itemsize = other[0].itemsize
+                # Avoid a small last bucket, because every bucket costs the same time in Python.
+                is_last = (ends[b] + left[other]) * itemsize <= bucket_bytes
+                if 2 * ends[b] * itemsize >= bucket_bytes and not is_last:
+                    del open_buckets[other]
+        bucket = open_buckets.get(kind)
+        if bucket is None or (
+            ends[bucket] and (ends[bucket] + numel) * dtype.itemsize > bucket_bytes
+        ):
+            bucket = open_buckets[kind] = len(members)
+            members.append([])
+            ends.append(0)
+            dtypes.append(dtype)
+        slots[index] = LeafSlot(key.path, key.shape, key.dtype, bucket, ends[bucket], numel)
+        members[bucket].append(index)
+        ends[bucket] += aligned(numel)
+        left[kind] -= aligned(numel)
+    buckets = tuple(
+        BucketSlot(
+            dtype, tuple(leaves), sum(slots[i].numel for i in leaves), _padded(end, dtype, size)
+        )
+        for dtype, leaves, end in zip(dtypes, members, ends, strict=True)
+    )
+    return Layout(
+        tuple(slots[i] for i in range(len(keys))), buckets, size, spec, positions, paths, device
+    )
+
+
+def _padded(numel: int, dtype: torch.dtype, size: int) -> int:
+    """Round up to whole cache lines per shard, or whole pages if that adds little padding."""
+    page = size * (_PAGE_BYTES // dtype.itemsize)
+    unit = page if page <= _MAX_WASTE * numel else ALIGNMENT * size
+    return -(-numel // unit) * unit
+
+
+def _block_of(path: str) -> tuple[str, ...]:
+    """Return the path up to the first number: ``h.3.attn.w`` lies in block ``h.3``."""
+    parts = path.split(".")
+    for i, part in enumerate(parts):
+        if part.isdigit():
+            return tuple(parts[: i + 1])
+    return ()
