@@ -9,7 +9,6 @@ import contextlib
 import http.client
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, cast
@@ -50,6 +49,10 @@ class Proxy(ThreadingHTTPServer):
         self.lock = threading.Lock()
         self.released = threading.Event()
         self.fail(None)
+
+    def start(self) -> None:
+        """Serve in a thread, until ``shutdown()``."""
+        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
 
     def fail(
         self,
@@ -157,8 +160,7 @@ def served() -> Iterator[Proxy]:
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     proxy = Proxy(server.get_host_and_port()[1])
-    thread = threading.Thread(target=proxy.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
+    proxy.start()
     held, kind = dict(conf), fsspec.get_filesystem_class("s3")
     conf["s3"] = options(proxy.url)
     retries, kind.retries = kind.retries, 2
@@ -188,12 +190,3 @@ def options(url: str) -> dict[str, Any]:
             "retries": {"max_attempts": 2, "mode": "standard"},
         },
     }
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    """Wait for a condition, or raise."""
-    end = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > end:
-            raise TimeoutError("the condition did not hold in time")
-        time.sleep(0.01)
