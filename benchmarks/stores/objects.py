@@ -3,10 +3,10 @@
     python benchmarks/stores/objects.py                 # moto's S3 server, in a process of its own
     python benchmarks/stores/objects.py --url s3://bucket/folder --write    # your store
 
-``put`` and ``get`` are those of fsspec's client, between a file in shared memory and the store, with
-all defaults. ``zf.save`` hashes every byte too, and ``zf.load`` verifies every byte. Rounds take all
-contenders in turn. The server on loopback shares the cores with its client, so the figures are shares
-of the plain client's bandwidth, and no bandwidths of a store.
+``put`` and ``get`` are those of fsspec's client, between a file in shared memory and the store,
+with all defaults. ``zf.save`` hashes every byte too, and ``zf.load`` verifies every byte. Rounds
+take all contenders in turn. The server on loopback shares the cores with its client, so the figures
+are shares of the plain client's bandwidth, and no bandwidths of a store.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def main() -> None:
     print(*lines, sep="\n")
     if options.write:
         title = f"The store at {options.url}" if options.url else "An S3 server on loopback"
-        words = f"GB/s, medians of {options.rounds} rounds; shares are medians of the rounds' own shares."
+        words = f"GB/s, medians of {options.rounds} rounds; shares are medians of each round's."
         pages.write_section("objects.md", title, f"{pages.environment()} {words}", "\n".join(lines))
 
 

@@ -177,7 +177,9 @@ ROWS: dict[int, dict[str, list[str]]] = {
         f"{UNIT}/checkpoint/test_objects.py": [
             "test_a_process_killed_at_any_request_loses_no_checkpoint"
         ],
-        f"{REAL}/test_objects.py": ["test_a_rank_killed_at_any_request_leaves_the_last_checkpoint"],
+        f"{REAL}/test_checkpoints.py": [
+            "test_a_rank_killed_at_any_request_leaves_the_last_checkpoint"
+        ],
     },
     27: {
         f"{UNIT}/checkpoint/test_objects.py": [

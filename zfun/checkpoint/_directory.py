@@ -40,7 +40,7 @@ from zfun.files import Files
 from zfun.objects import files_of
 from zfun.options import PATH, instance, integer, takes
 
-__all__ = ["SavedStep", "latest", "locked", "prune", "read_manifest", "step_path", "steps"]
+__all__ = ["SavedStep", "latest", "locked", "read_manifest", "step_path", "steps"]
 
 TEMPORARY = ".saving-"
 LOCK = ".lock"
@@ -48,7 +48,7 @@ LOCK = ".lock"
 CLAIM = ".saving"
 GIVEN_UP = b'{"zfun": "this save did not end, and a later save removed its files"}\n'
 # A step that is saved again is another attempt, because no rename replaces a full directory.
-_STEP = re.compile(r"step-([0-9]{8,18})(?:\.([0-9]{1,6}))?", re.ASCII)
+STEP = re.compile(r"step-([0-9]{8,18})(?:\.([0-9]{1,6}))?", re.ASCII)
 
 FILES = instance(Files, "an object of zf.files.Files", "zf.files.Files()") | None
 
@@ -88,28 +88,28 @@ def steps(path: str | Path, *, files: Files | None = None) -> list[SavedStep]:
     """
     found: dict[int, tuple[int, str]] = {}
     path = str(path).rstrip("/") or "/"
-    for step, attempt, name in _named(path, files_of(path, files)):
+    for step, attempt, name in named(path, files_of(path, files)):
         if step not in found or attempt > found[step][0]:
             found[step] = (attempt, name)
     return [SavedStep(step, f"{path}/{found[step][1]}") for step in sorted(found)]
 
 
-def _named(path: str, files: Files) -> Iterator[tuple[int, int, str]]:
+def named(path: str, files: Files) -> Iterator[tuple[int, int, str]]:
     """Yield step, attempt and name of every directory that is named like a step."""
     with explaining(path, "listing the checkpoints"):
         try:
             names = files.names(path)
         except FileNotFoundError:
             return
-        matches = [match for name in names if (match := _STEP.fullmatch(name))]
+        matches = [match for name in names if (match := STEP.fullmatch(name))]
         for match, is_whole in zip(
-            matches, _are_whole([f"{path}/{match[0]}" for match in matches], files), strict=True
+            matches, are_whole([f"{path}/{match[0]}" for match in matches], files), strict=True
         ):
             if is_whole:
                 yield int(match[1]), int(match[2] or 0), match[0]
 
 
-def _are_whole(paths: Sequence[str], files: Files) -> list[bool]:
+def are_whole(paths: Sequence[str], files: Files) -> list[bool]:
     """Return for each directory whether it is there and was published."""
     if files.is_disk:
         return [files.is_directory(path) for path in paths]
@@ -119,13 +119,13 @@ def _are_whole(paths: Sequence[str], files: Files) -> list[bool]:
 
 def all_saves(path: str, files: Files) -> list[SavedStep]:
     """Return every checkpoint of a directory, older saves of a step included, oldest first."""
-    return [SavedStep(step, f"{path}/{name}") for step, _, name in sorted(_named(path, files))]
+    return [SavedStep(step, f"{path}/{name}") for step, _, name in sorted(named(path, files))]
 
 
 def is_whole(path: str, files: Files) -> bool:
     """Whether a path leads to the directory of a checkpoint that was published."""
     with explaining(path, "looking for a directory"):
-        return _are_whole([path], files)[0]
+        return are_whole([path], files)[0]
 
 
 @takes(path=PATH, files=FILES)
@@ -246,7 +246,7 @@ def step_path(path: str | Path, step: int | None = None, *, files: Files | None 
         '/step-00000007'
     """
     files = files_of(path, files)
-    if step is None and _STEP.fullmatch(Path(path).name) and is_whole(str(path), files):
+    if step is None and STEP.fullmatch(Path(path).name) and is_whole(str(path), files):
         return str(path)
     newest = latest(path, files=files) if step is None else None
     known = steps(path, files=files)
@@ -266,86 +266,11 @@ def step_path(path: str | Path, step: int | None = None, *, files: Files | None 
 def name_for(path: str, step: int, files: Files) -> str:
     """Return the name of a new checkpoint of a step, which no other directory has."""
     try:
-        matches = map(_STEP.fullmatch, files.names(path))
+        matches = map(STEP.fullmatch, files.names(path))
     except FileNotFoundError:
-        matches = map(_STEP.fullmatch, ())
+        matches = map(STEP.fullmatch, ())
     attempts = [int(match[2] or 0) for match in matches if match and int(match[1]) == step]
     return f"step-{step:08d}" + (f".{max(attempts) + 1}" if attempts else "")
-
-
-def prune(path: str, keep: int | None, published: str, files: Files) -> None:
-    """Remove older saves of the published step, and all but the newest ``keep`` steps."""
-    published_step = _STEP.fullmatch(published)
-    assert published_step is not None
-    newest = {Path(one.path).name for one in steps(path, files=files)[-(keep or 0) or None :]}
-    for step, _, name in list(_named(path, files)):
-        is_again = step == int(published_step[1]) and name != published
-        is_old = keep is not None and name not in newest
-        if name != published and (is_again or is_old):
-            with contextlib.suppress(OSError):
-                remove_step(path, name, files)
-    if keep is not None and not files.is_disk:
-        with contextlib.suppress(OSError):
-            oldest = min(one.step for one in steps(path, files=files)[-keep:])
-            _remove_given_up(path, oldest, files)
-
-
-def remove_step(path: str, name: str, files: Files) -> None:
-    """Remove a checkpoint, so that no reader finds one with missing files."""
-    if not files.is_disk:
-        files.remove(f"{path}/{name}/{MANIFEST}")
-        files.remove_all(f"{path}/{name}")
-        return
-    gone = f"{path}/{TEMPORARY}old-{name}"
-    files.rename(f"{path}/{name}", gone)
-    files.remove_all(gone)
-
-
-def _remove_given_up(path: str, before: int, files: Files) -> None:
-    """Remove what unfinished saves of earlier steps left, of which no writer can be alive."""
-    matches = [match for name in files.names(path) if (match := _STEP.fullmatch(name))]
-    names = [match[0] for match in matches if int(match[1]) < before]
-    sizes = files.sizes([f"{path}/{name}/{MANIFEST}" for name in names])
-    for name, size in zip(names, sizes, strict=True):
-        if size == len(GIVEN_UP):
-            files.remove_all(f"{path}/{name}")
-
-
-def remove_stale(path: str, files: Files) -> None:
-    """Remove the files of saves that did not end; on a disk the caller holds the lock."""
-    if files.is_disk:
-        for name in files.names(path):
-            if name.startswith(TEMPORARY) and files.is_directory(f"{path}/{name}"):
-                files.remove_all(f"{path}/{name}")
-        return
-    for name in _unfinished(path, files):
-        give_up(f"{path}/{name}", files)
-
-
-def give_up(directory: str, files: Files) -> bool:
-    """End a save to a store, whose writer then cannot publish, and remove its files.
-
-    Returns:
-        Whether the save was ended; it was not if it has published.
-    """
-    with contextlib.suppress(FileExistsError):
-        files.create(f"{directory}/{MANIFEST}", GIVEN_UP)
-    if files.sizes([f"{directory}/{MANIFEST}"]) != [len(GIVEN_UP)]:
-        return False
-    for name in files.names(directory):
-        if name != MANIFEST:
-            files.remove(f"{directory}/{name}")
-    return True
-
-
-def _unfinished(path: str, files: Files) -> list[str]:
-    """Return the directories of a store without the manifest of a checkpoint."""
-    try:
-        names = [name for name in files.names(path) if _STEP.fullmatch(name)]
-    except FileNotFoundError:
-        return []
-    found = zip(names, _are_whole([f"{path}/{name}" for name in names], files), strict=True)
-    return [name for name, is_whole in found if not is_whole]
 
 
 @contextlib.contextmanager
@@ -389,19 +314,3 @@ def locked(path: str, files: Files) -> Iterator[None]:
                 files.unlock(fd)
         with contextlib.suppress(OSError):
             files.close(fd)
-
-
-def stale(path: str | Path, files: Files | None = None) -> Sequence[str]:
-    """Return the directories of saves that are under way or did not end."""
-    files = files_of(path, files)
-    with explaining(str(path), "listing the directory"), contextlib.suppress(FileNotFoundError):
-        names = files.names(str(path))
-        if files.is_disk:
-            return [f"{path}/{name}" for name in names if name.startswith(TEMPORARY)]
-        unfinished = _unfinished(str(path), files)
-        return [
-            f"{path}/{name}"
-            for name in unfinished
-            if set(files.names(f"{path}/{name}")) - {MANIFEST}
-        ]
-    return []

@@ -25,16 +25,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from zfun.checkpoint._directory import (
-    CLAIM,
-    GIVEN_UP,
-    TEMPORARY,
-    give_up,
-    locked,
-    name_for,
-    prune,
-    remove_stale,
-)
+from zfun.checkpoint._directory import CLAIM, GIVEN_UP, TEMPORARY, locked, name_for
+from zfun.checkpoint._remove import give_up, prune, remove_stale
 from zfun.checkpoint._together import agree
 from zfun.checkpoint.format import (
     DTYPES,

@@ -21,7 +21,7 @@ import torch
 import zfun as zf
 from tests.faulty_files import EVERY, KILL, SHORT, FaultyFiles, Killed, PowerLoss
 from zfun.checkpoint import latest, read_manifest, step_path, steps
-from zfun.checkpoint._directory import stale
+from zfun.checkpoint._remove import stale
 from zfun.checkpoint.format import digest_of
 from zfun.errors import CheckpointError, CorruptCheckpoint, ZfunError
 from zfun.files import Files

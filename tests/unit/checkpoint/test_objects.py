@@ -18,7 +18,8 @@ import zfun as zf
 from tests import object_store
 from tests.object_store import BUCKET, Proxy
 from zfun.checkpoint import latest, steps
-from zfun.checkpoint._directory import GIVEN_UP, stale
+from zfun.checkpoint._directory import GIVEN_UP
+from zfun.checkpoint._remove import stale
 from zfun.cli import main as cli
 from zfun.errors import CheckpointError, CorruptCheckpoint, OptionError, ZfunError
 from zfun.objects import Objects
@@ -311,7 +312,7 @@ def test_a_store_without_conditions_is_looked_at_before(root: str) -> None:
 
 def test_an_upload_in_parts_is_whole_or_absent(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The writers of a file fill the parts out of order."""
-    monkeypatch.setattr("zfun.objects._PART_BYTES", 5000)
+    monkeypatch.setattr("zfun.objects._upload.PART_BYTES", 5000)
     save_step(root, 1)
     assert loaded(root) == 1
     for at in range(4, 8):
@@ -327,7 +328,7 @@ def test_an_upload_in_parts_is_whole_or_absent(root: str, monkeypatch: pytest.Mo
 def test_a_checkpoint_goes_to_s3_and_back_into_another_composition(
     s3: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("zfun.objects._PART_BYTES", 5 * 2**20)  # the least that S3 takes
+    monkeypatch.setattr("zfun.objects._upload.PART_BYTES", 5 * 2**20)  # the least that S3 takes
     numel = 2_100_000
     params = {"w": torch.arange(float(numel)), "b": torch.ones(3)}
 

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from zfun.checkpoint._directory import read_manifest, stale, step_path, steps
+from zfun.checkpoint._directory import read_manifest, step_path, steps
+from zfun.checkpoint._remove import stale
 from zfun.checkpoint.format import MANIFEST, LeafEntry, Manifest, Payload, Want, explaining
 from zfun.errors import CheckpointError
 from zfun.objects import files_of

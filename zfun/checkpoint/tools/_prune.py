@@ -12,9 +12,9 @@ from zfun.checkpoint._directory import (
     all_saves,
     locked,
     read_manifest,
-    remove_step,
     steps,
 )
+from zfun.checkpoint._remove import remove_step
 from zfun.checkpoint.format import explaining
 from zfun.errors import CheckpointError, OptionError
 from zfun.files import Files
