@@ -105,7 +105,7 @@ def measure(url: str, mib: int, rounds: int) -> list[dict[str, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--url", help="a folder of a store; by default a server on loopback")
-    parser.add_argument("--mib", type=int, nargs="+", default=[16, 64, 256], help="of each state")
+    parser.add_argument("--mib", type=int, nargs="+", default=[64, 192], help="of each state")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--write", action="store_true", help="into benchmarks/results")
     options = parser.parse_args()

@@ -18,6 +18,8 @@ def prune(path: str, keep: int | None, published: str, files: Files) -> None:
     """Remove older saves of the published step, and all but the newest ``keep`` steps."""
     published_step = STEP.fullmatch(published)
     assert published_step is not None
+    if keep is None and published_step[2] is None:
+        return
     newest = {Path(one.path).name for one in steps(path, files=files)[-(keep or 0) or None :]}
     for step, _, name in list(named(path, files)):
         is_again = step == int(published_step[1]) and name != published

@@ -92,7 +92,7 @@ class Objects(Files):
     """
 
     is_disk = False
-    read_bytes = 16 * 2**20
+    read_bytes = 32 * 2**20
     _LONGEST_S = 120.0
 
     def __init__(self, url: str, timeout_s: float | None = None) -> None:
