@@ -70,6 +70,16 @@ def speeds(rounds: int) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in found.items()}
 
 
+def named(digest: Callable[[Any], Any]) -> Callable[[str, np.ndarray], str]:
+    """Return a hash as the library calls it."""
+
+    def digest_of(name: str, data: np.ndarray) -> str:
+        # A manifest has 16 digits of each chunk.
+        return digest(data)[:16]
+
+    return digest_of
+
+
 def saves(folder: Path, rounds: int) -> dict[str, float]:
     """The time of a save, as a share of the one with the own kernel in the same round."""
     state = {f"w{i}": torch.randn(1024, 1024) for i in range(96)}
@@ -80,7 +90,7 @@ def saves(folder: Path, rounds: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory(dir=folder) as path:
         for step in range(rounds):
             for name, digest in digests.items():
-                _write.digest_of = lambda _, data, digest=digest: digest(data)
+                _write.digest_of = named(digest)
                 begin = time.perf_counter()
                 zf.save(f"{path}/{name}", state, step=step, keep=1)
                 found[name].append(time.perf_counter() - begin)
