@@ -1,12 +1,11 @@
-"""The hash of zfun's own kernel beside those of packages, and a save with each.
+"""The hash of a checkpoint's chunks beside others, and a save with each.
 
-    pip install xxhash blake3
+    pip install blake3
     python benchmarks/stores/checksums.py /local_nvme --write
 
 Bytes are chunks of 1 MiB, more than the caches hold. The speed is by the time of the CPU, because
 other programs may share the cores. Saves are of 384 MiB on one rank, with 4 threads that hash and
-write; rounds take all contenders in turn. ``none`` hashes nothing. The first use is that of a new
-process, with an empty folder of machine code and with a full one.
+write; rounds take all contenders in turn. ``none`` hashes nothing.
 """
 
 from __future__ import annotations
@@ -14,9 +13,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -34,20 +31,13 @@ from benchmarks import pages
 from zfun.checkpoint.format import _hash, _write
 
 MIB = 2**20
-_FIRST = """
-import time, numpy as np, torch, zfun
-from zfun.checkpoint.format._hash import digest_of
-begin = time.process_time()
-digest_of("xxh64", np.zeros(64, np.uint8))
-print(time.process_time() - begin)
-"""
+OURS = "xxhash, XXH64, of zfun"
 
 
 def contenders() -> dict[str, Callable[[Any], Any]]:
     xxhash, blake3 = map(importlib.import_module, ("xxhash", "blake3"))
     return {
-        "own kernel, XXH64": lambda data: _hash.digest_of("xxh64", data),
-        "xxhash, XXH64": xxhash.xxh64_hexdigest,
+        OURS: lambda data: _hash.digest_of("xxh64", data),
         "xxhash, XXH3 of 64 bits": xxhash.xxh3_64_hexdigest,
         "xxhash, XXH3 of 128 bits": xxhash.xxh3_128_hexdigest,
         "blake3": lambda data: blake3.blake3(data).hexdigest(),
@@ -81,7 +71,7 @@ def named(digest: Callable[[Any], Any]) -> Callable[[str, np.ndarray], str]:
 
 
 def saves(folder: Path, rounds: int) -> dict[str, float]:
-    """The time of a save, as a share of the one with the own kernel in the same round."""
+    """The time of a save, as a share of zfun's own in the same round."""
     state = {f"w{i}": torch.randn(1024, 1024) for i in range(96)}
     digests: dict[str, Any] = {name: f for name, f in contenders().items() if "XXH" in name}
     digests["none"] = lambda data: "0" * 16
@@ -95,22 +85,11 @@ def saves(folder: Path, rounds: int) -> dict[str, float]:
                 zf.save(f"{path}/{name}", state, step=step, keep=1)
                 found[name].append(time.perf_counter() - begin)
     _write.digest_of = own
-    base = found["own kernel, XXH64"]
+    base = found[OURS]
     return {
         name: statistics.median(x / y for x, y in zip(values, base, strict=True))
         for name, values in found.items()
     }
-
-
-def first_uses() -> tuple[float, float]:
-    """Seconds of the first hash of a process: compiled, and loaded."""
-    with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, "NUMBA_CACHE_DIR": folder}
-        command = [sys.executable, "-c", _FIRST]
-        new, kept = (
-            float(subprocess.check_output(command, text=True, env=environment)) for _ in range(2)
-        )
-    return new, kept
 
 
 def main() -> None:
@@ -119,7 +98,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--write", action="store_true", help="into benchmarks/results")
     options = parser.parse_args()
-    new, kept = first_uses()
     rates, shares = speeds(options.rounds), saves(options.path, options.rounds)
     lines = ["| hash | GB/s of one thread | time of a save |", "|---|---|---|"]
     for name in dict.fromkeys([*rates, *shares]):
@@ -128,14 +106,10 @@ def main() -> None:
             f"{shares[name]:.2f}" if name in shares else "–",
         )
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    text = (
-        f"The first hash of a process takes {new:.2f} s of the CPU where the kernel is compiled, once on a "
-        f"machine, and {kept:.2f} s where it is loaded."
-    )
-    print(*lines, text, sep="\n")
+    print(*lines, sep="\n")
     if options.write:
         head = f"{pages.environment()} Medians of {options.rounds} rounds."
-        pages.write_section("checkpoint.md", "Checksums", head, "\n".join(lines), text)
+        pages.write_section("checkpoint.md", "Checksums", head, "\n".join(lines))
 
 
 if __name__ == "__main__":
