@@ -76,7 +76,7 @@ class Objects(Files):
 
     Endpoint and credentials are those of fsspec's configuration, and of the client of the store,
     such as ``AWS_ENDPOINT_URL`` and ``AWS_ACCESS_KEY_ID``. An object appears whole, so nothing has
-    to be renamed. Objects of more than 32 MiB are sent to S3 in parts, several at a time.
+    to be renamed. Objects of more than 96 MiB are sent to S3 in parts, several at a time.
 
     Args:
         url: an address in the store.
@@ -92,7 +92,7 @@ class Objects(Files):
     """
 
     is_disk = False
-    read_bytes = 32 * 2**20
+    read_bytes = 64 * 2**20
     _LONGEST_S = 120.0
 
     def __init__(self, url: str, timeout_s: float | None = None) -> None:

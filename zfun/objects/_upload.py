@@ -12,6 +12,8 @@ __all__ = ["Upload"]
 
 # S3 takes at most 10,000 parts of at least 5 MiB.
 PART_BYTES = 32 * 2**20
+# Fewer bytes than these parts go in one request, as no more memory is needed.
+MIN_PARTS = 3
 _MAX_PARTS = 9000
 
 
@@ -54,7 +56,8 @@ class Upload:
         """Choose the parts."""
         self._num_bytes = num_bytes
         self._part_bytes = max(PART_BYTES, -(-num_bytes // _MAX_PARTS))
-        if num_bytes <= self._part_bytes:
+        if num_bytes <= MIN_PARTS * self._part_bytes:
+            self._part_bytes = max(1, num_bytes)
             return
         if self._is_s3:
             self._id = self._s3("create_multipart_upload")["UploadId"]

@@ -313,6 +313,7 @@ def test_a_store_without_conditions_is_looked_at_before(root: str) -> None:
 def test_an_upload_in_parts_is_whole_or_absent(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The writers of a file fill the parts out of order."""
     monkeypatch.setattr("zfun.objects._upload.PART_BYTES", 5000)
+    monkeypatch.setattr("zfun.objects._upload.MIN_PARTS", 1)
     save_step(root, 1)
     assert loaded(root) == 1
     for at in range(4, 8):
@@ -329,6 +330,7 @@ def test_a_checkpoint_goes_to_s3_and_back_into_another_composition(
     s3: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr("zfun.objects._upload.PART_BYTES", 5 * 2**20)  # the least that S3 takes
+    monkeypatch.setattr("zfun.objects._upload.MIN_PARTS", 1)
     numel = 2_100_000
     params = {"w": torch.arange(float(numel)), "b": torch.ones(3)}
 
