@@ -1,4 +1,7 @@
-"""Files on a disk as an object, so that a test can let any operation fail."""
+"""The operations on files as an object: on a disk, or on the objects of a store.
+
+A test overrides an operation to let the operation fail.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import os
 import shutil
 import stat
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +35,14 @@ class Files:
         ...     files.write(fd, b"bytes", 0)
         ...     files.close(fd)
         5
+
+    Attributes:
+        is_disk: whether a directory gets its name by one rename. An object store has no rename.
+        read_bytes: how many bytes one read should have where many follow each other; 0 for any.
     """
+
+    is_disk = True
+    read_bytes = 0
 
     def make_directory(self, path: str, prefix: str) -> str:
         """Make a directory with a new name, for this user only, and return its path."""
@@ -136,3 +147,62 @@ class Files:
         Path(path).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             Path(path).parent.rmdir()
+
+    def remove_all(self, path: str) -> None:
+        """Remove a directory of plain files, as far as the system lets us."""
+        with contextlib.suppress(OSError):
+            for name in self.names(path):
+                with contextlib.suppress(OSError):
+                    self.remove(f"{path}/{name}")
+        with contextlib.suppress(OSError):
+            Path(path).rmdir()
+
+    def create(self, path: str, data: bytes) -> None:
+        """Write a small new file, and wait until the disk has it.
+
+        Raise ``FileExistsError`` if there is one.
+        """
+        fd = self.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        try:
+            done = self.write(fd, data, 0)
+            if done != len(data):
+                raise OSError(errno.ENOSPC, f"{done} of {len(data)} bytes were written")
+            self.sync(fd)
+        finally:
+            self.close(fd)
+
+    def put(self, path: str, data: bytes) -> None:
+        """Write a small file that appears whole."""
+        part = Path(f"{path}.part")
+        part.write_bytes(data)
+        part.rename(path)
+
+    def get(self, path: str) -> bytes | None:
+        """Return the content of a small file; ``None`` if there is none."""
+        try:
+            return Path(path).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def unlink(self, path: str) -> None:
+        """Remove a file, and leave its directory."""
+        Path(path).unlink()
+
+    def is_directory(self, path: str) -> bool:
+        """Return whether a path is a directory itself, and no link to one."""
+        try:
+            return stat.S_ISDIR(os.lstat(path).st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    def sizes(self, paths: Sequence[str]) -> list[int | None]:
+        """Return the lengths of files; ``None`` for a path that is no regular file."""
+        return [_size(path) for path in paths]
+
+
+def _size(path: str) -> int | None:
+    try:
+        found = os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found.st_size if stat.S_ISREG(found.st_mode) else None

@@ -5,22 +5,28 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
+from fsspec.config import conf
 
 import zfun as zf
+from tests import object_store
 from tests.checkpoints import Case, directories, load_into, save_after, unbroken
 from tests.conftest import on_one_core
 from tests.distributed import processes
 from tests.faulty_files import EVERY, FaultyFiles
+from tests.object_store import BUCKET, Proxy
 from zfun.checkpoint import steps
+from zfun.checkpoint._remove import stale
 from zfun.collectives import Workers
 from zfun.errors import CheckpointError
 from zfun.files import Files
+from zfun.objects import Objects
 from zfun.testing import assert_same_bits
 
 pytestmark = [
@@ -157,3 +163,101 @@ def test_a_rank_that_dies_while_it_publishes_is_missed_by_those_that_wait(way: s
         assert "rank 0" in str(survivor)
         assert [step for step, _ in steps(saved)] == [1]
         assert torch.equal(zf.load(saved, {"w": torch.zeros(500)}).state["w"], weights())
+
+
+# Ranks that are killed at a request to an S3 server.
+
+ADDRESS = f"s3://{BUCKET}/run"
+STORE_TIMEOUT_S = 10.0
+
+
+@pytest.fixture(scope="module")
+def proxies() -> Iterator[list[Proxy]]:
+    """One proxy for each rank, before one server."""
+    with object_store.served() as first:
+        second = Proxy(first.upstream)
+        second.start()
+        yield [first, second]
+        second.shutdown()
+        second.server_close()
+
+
+@pytest.fixture
+def saved(proxies: list[Proxy]) -> Iterator[list[Proxy]]:
+    for step in (0, 1):
+        zf.save(ADDRESS, state_at(step), step=step)
+    yield proxies
+    for proxy in proxies:
+        proxy.fail(None)
+    Objects(ADDRESS).remove_all(ADDRESS)
+
+
+def state_at(step: float, group: zf.Group | None = None) -> dict[str, Any]:
+    params = {"w": torch.arange(500.0) + step}
+    return {"params": params if group is None else zf.shard(params, group)}
+
+
+def pid_of(group: zf.Group, urls: list[str]) -> int:
+    """Let this rank use its proxy, and return its process."""
+    conf["s3"] = object_store.options(urls[group.rank])
+    fsspec.get_filesystem_class("s3").retries = 2
+    return os.getpid()
+
+
+def saves_to_store(group: zf.Group, background: bool) -> float:
+    """Save, and return the seconds until the end, good or bad."""
+    begin = time.monotonic()
+    state = state_at(2, group)
+    try:
+        zf.save(
+            ADDRESS, state, step=2, keep=2, background=background, timeout_s=STORE_TIMEOUT_S
+        ).wait()
+    except zf.ZfunError:
+        return time.monotonic() - begin
+    return 0.0
+
+
+def killing(pid: int) -> Callable[[], None]:
+    return lambda: os.kill(pid, signal.SIGKILL)
+
+
+def outcomes_of(proxies: list[Proxy], rank: int, at: int | None, background: bool) -> list[Any]:
+    """Save on two ranks, of which one is killed at a request."""
+    with processes(2, timeout_s=60.0, collective_timeout_s=STORE_TIMEOUT_S) as workers:
+        pids: list[Any] = workers.outcomes(pid_of, [proxy.url for proxy in proxies])
+        for number, proxy in enumerate(proxies):
+            proxy.fail(at if number == rank else None, killing(pids[number]))
+        return workers.outcomes(saves_to_store, background)
+
+
+def requests(quick: list[tuple[int, int]]) -> list[Any]:
+    """Rank and number of the request: a few of them, or all, with some to spare."""
+    everything = [(0, at) for at in range(30)] + [(1, at) for at in range(8)]
+    return [
+        pytest.param(*case, marks=() if case in quick else pytest.mark.slow) for case in everything
+    ]
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize(("rank", "at"), requests([(0, 5)]))
+def test_a_rank_killed_at_any_request_leaves_the_last_checkpoint(
+    saved: list[Proxy], rank: int, at: int, background: bool
+) -> None:
+    found = outcomes_of(saved, rank, at, background)
+    is_hit = saved[rank].count > at
+    for proxy in saved:
+        proxy.fail(None)
+    if is_hit:
+        assert isinstance(found[rank], Exception)
+        survivor = found[1 - rank]
+        assert isinstance(survivor, float), survivor
+        assert survivor < STORE_TIMEOUT_S + 5
+    else:
+        assert found == [0.0, 0.0]
+    loaded = zf.load(ADDRESS, state_at(-1))
+    assert loaded.step in ((1, 2) if is_hit else (2,))
+    assert torch.equal(loaded.state["params"]["w"], state_at(loaded.step)["params"]["w"])
+    # The next job goes on, and removes what the dead one left.
+    zf.save(ADDRESS, state_at(3), step=3, keep=1)
+    assert [step for step, _ in steps(ADDRESS)] == [3]
+    assert not stale(ADDRESS)

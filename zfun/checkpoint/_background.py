@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from pathlib import Path
 from typing import Any
 
 from zfun.checkpoint._together import error_from, gather_json, report_of
@@ -21,6 +19,8 @@ from zfun.options import GROUP, takes
 __all__ = ["Saved", "check_saves", "in_background", "settle"]
 
 _POLL_S, _LONGEST_NAP_S = 0.01, 0.2
+# How often a store is asked at most, because each question costs.
+_ASK_S = 1.0
 # After the end of the main thread, other ranks have this long to end their part.
 _AT_EXIT_S = 60.0
 
@@ -167,7 +167,7 @@ class _Saving(Saved):
                 report = write()
             except Exception as caught:  # noqa: BLE001, reported to rank 0
                 error = caught
-            until = _Limit(timeout_s, self)
+            until = _Limit(timeout_s, self, _POLL_S if job.files.is_disk else _ASK_S)
             if job.group.rank == 0:
                 self._publish(job, error, report, until)
             else:
@@ -183,7 +183,7 @@ class _Saving(Saved):
         path = _report_path(job, job.group.rank)
         with explaining(path, "the report of this rank") if error is None else nullcontext():
             try:
-                _leave(path, [report_of(error), report])
+                _leave(job, path, [report_of(error), report])
             except OSError:
                 # The rank's own error says more.
                 if error is None:
@@ -206,14 +206,14 @@ class _Saving(Saved):
             with explaining(job.temporary, "removing the reports of the ranks"):
                 for rank in range(1, job.group.size):
                     # Not files.remove(), which removes a directory that is empty then.
-                    Path(_report_path(job, rank)).unlink()
+                    job.files.unlink(_report_path(job, rank))
             job.publish(reports)
         except Exception as caught:
             # The other ranks read why; the next save removes the directory.
             failed = failed or [global_ranks(job.group)[0], report_of(caught)]
             # On a full disk, wait() tells the other ranks.
             with suppress(OSError):
-                _leave(f"{job.temporary}/failed.json", failed)
+                _leave(job, f"{job.temporary}/failed.json", failed)
             if job.group.size == 1:
                 job.abandon()
             raise
@@ -230,11 +230,9 @@ def _report_path(job: Any, rank: int) -> str:
     return f"{job.temporary}/report-{rank:05d}.json"
 
 
-def _leave(path: str, value: Any) -> None:
+def _leave(job: Any, path: str, value: Any) -> None:
     """Write JSON to a file that appears whole."""
-    part = Path(f"{path}.part")
-    part.write_text(json.dumps(value), encoding="utf-8")
-    part.rename(path)
+    job.files.put(path, json.dumps(value).encode())
 
 
 def _ended(job: Any, cause: BaseException) -> CheckpointError:
@@ -254,21 +252,23 @@ def _given_up(path: str, cause: BaseException) -> CheckpointError:
 
 
 def _read_report(job: Any, rank: int, until: _Limit) -> Any:
-    path = Path(_report_path(job, rank))
-    while not path.exists():
-        until.pause(f"rank {rank} wrote its part of {job.final}")
-    with explaining(str(path), "reading the report of a rank"):
-        return json.loads(path.read_text(encoding="utf-8"))
+    path = _report_path(job, rank)
+    with explaining(path, "reading the report of a rank"):
+        while (found := job.files.get(path)) is None:
+            until.pause(f"rank {rank} wrote its part of {job.final}")
+        return json.loads(found)
 
 
 def _await_outcome(job: Any, until: _Limit) -> None:
     """Wait until rank 0 has published, or has given up."""
-    failed = Path(f"{job.temporary}/failed.json")
-    while not Path(job.final).exists():
-        if failed.exists():
-            rank, problem = json.loads(failed.read_text(encoding="utf-8"))
+    path = f"{job.temporary}/failed.json"
+    while not (is_published := job.look()):
+        with explaining(path, "looking for a failure"):
+            failed = job.files.get(path)
+        if failed is not None:
+            rank, problem = json.loads(failed)
             raise error_from(problem, rank)
-        if not os.path.lexists(job.temporary) and not Path(job.final).exists():
+        if is_published is None:
             raise CheckpointError(
                 f"all ranks save together; rank 0 gave up {job.final}; see the error of rank 0",
                 path=job.final,
@@ -282,10 +282,12 @@ class _Limit:
     Args:
         timeout_s: seconds.
         saving: may be told to end.
+        longest_s: seconds of one pause; the first is short, and each is twice as long.
     """
 
-    def __init__(self, timeout_s: float, saving: _Saving) -> None:
+    def __init__(self, timeout_s: float, saving: _Saving, longest_s: float) -> None:
         self._saving = saving
+        self._nap, self._longest_s = _POLL_S, longest_s
         self._deadline = time.monotonic() + timeout_s
         self._is_ending = False
 
@@ -301,4 +303,5 @@ class _Limit:
                 f"a save in the background ends in time; got no sign that {sign}; look at the "
                 "other ranks, or pass a larger timeout_s"
             )
-        time.sleep(_POLL_S)
+        time.sleep(self._nap)
+        self._nap = min(2 * self._nap, self._longest_s)

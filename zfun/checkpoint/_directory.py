@@ -1,4 +1,18 @@
-"""The directory of checkpoints: one sub-directory for each step, made visible by one rename."""
+"""The directory of checkpoints: one sub-directory for each step, made visible at one moment.
+
+[Note: commit objects]
+On a disk the moment is the rename of a temporary directory. A store has no rename: there the files
+of a save have their last names from the beginning, and the manifest is the commit. It is written
+last, on the condition that there is none.
+
+- A step is a directory with a manifest. The layout is that of a disk, so copies in both directions
+  load.
+- ``.saving`` in a directory claims the directory for one save, on the same condition.
+- A save that finds a directory without a manifest cannot know whether its writer is dead. So it
+  first writes a manifest that says that the save was given up. A writer that is alive then cannot
+  commit, and raises; one that is dead leaves nothing but this object.
+- A step is removed manifest first.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +21,6 @@ import errno
 import os
 import re
 import socket
-import stat
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,14 +37,18 @@ from zfun.checkpoint.format import (
 )
 from zfun.errors import CheckpointError, CorruptCheckpoint
 from zfun.files import Files
+from zfun.objects import files_of
 from zfun.options import PATH, instance, integer, takes
 
-__all__ = ["SavedStep", "latest", "locked", "prune", "read_manifest", "step_path", "steps"]
+__all__ = ["SavedStep", "latest", "locked", "read_manifest", "step_path", "steps"]
 
 TEMPORARY = ".saving-"
 LOCK = ".lock"
+# In a store: the object that claims a directory, and the manifest of a save that was given up.
+CLAIM = ".saving"
+GIVEN_UP = b'{"zfun": "this save did not end, and a later save removed its files"}\n'
 # A step that is saved again is another attempt, because no rename replaces a full directory.
-_STEP = re.compile(r"step-([0-9]{8,18})(?:\.([0-9]{1,6}))?", re.ASCII)
+STEP = re.compile(r"step-([0-9]{8,18})(?:\.([0-9]{1,6}))?", re.ASCII)
 
 FILES = instance(Files, "an object of zf.files.Files", "zf.files.Files()") | None
 
@@ -52,8 +69,8 @@ class SavedStep(NamedTuple):
 def steps(path: str | Path, *, files: Files | None = None) -> list[SavedStep]:
     """Return the checkpoints in a directory, oldest step first.
 
-    A checkpoint is published by one rename, so a directory with the name of a step is whole.
-    Directories of saves that are under way, or that were killed, have other names.
+    A checkpoint is published at one moment, so each one is whole. Saves that are under way, or that
+    were killed, are not among them.
 
     Args:
         path: the directory of checkpoints. No such directory means no checkpoints.
@@ -70,37 +87,45 @@ def steps(path: str | Path, *, files: Files | None = None) -> list[SavedStep]:
         []
     """
     found: dict[int, tuple[int, str]] = {}
-    for step, attempt, name in _named(str(path), files or Files()):
+    path = str(path).rstrip("/") or "/"
+    for step, attempt, name in named(path, files_of(path, files)):
         if step not in found or attempt > found[step][0]:
             found[step] = (attempt, name)
     return [SavedStep(step, f"{path}/{found[step][1]}") for step in sorted(found)]
 
 
-def _named(path: str, files: Files) -> Iterator[tuple[int, int, str]]:
+def named(path: str, files: Files) -> Iterator[tuple[int, int, str]]:
     """Yield step, attempt and name of every directory that is named like a step."""
     with explaining(path, "listing the checkpoints"):
         try:
             names = files.names(path)
         except FileNotFoundError:
             return
-        for name in names:
-            match = _STEP.fullmatch(name)
-            if match is not None and is_directory(f"{path}/{name}"):
-                yield int(match[1]), int(match[2] or 0), name
+        matches = [match for name in names if (match := STEP.fullmatch(name))]
+        for match, is_whole in zip(
+            matches, are_whole([f"{path}/{match[0]}" for match in matches], files), strict=True
+        ):
+            if is_whole:
+                yield int(match[1]), int(match[2] or 0), match[0]
+
+
+def are_whole(paths: Sequence[str], files: Files) -> list[bool]:
+    """Return for each directory whether it is there and was published."""
+    if files.is_disk:
+        return [files.is_directory(path) for path in paths]
+    sizes = files.sizes([f"{path}/{MANIFEST}" for path in paths])
+    return [size not in (None, len(GIVEN_UP)) for size in sizes]
 
 
 def all_saves(path: str, files: Files) -> list[SavedStep]:
     """Return every checkpoint of a directory, older saves of a step included, oldest first."""
-    return [SavedStep(step, f"{path}/{name}") for step, _, name in sorted(_named(path, files))]
+    return [SavedStep(step, f"{path}/{name}") for step, _, name in sorted(named(path, files))]
 
 
-def is_directory(path: str) -> bool:
-    """Whether a path is a directory itself, and no link to one."""
+def is_whole(path: str, files: Files) -> bool:
+    """Whether a path leads to the directory of a checkpoint that was published."""
     with explaining(path, "looking for a directory"):
-        try:
-            return stat.S_ISDIR(os.lstat(path).st_mode)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
+        return are_whole([path], files)[0]
 
 
 @takes(path=PATH, files=FILES)
@@ -118,11 +143,12 @@ def latest(path: str | Path, *, files: Files | None = None) -> SavedStep | None:
         >>> latest("no such directory") is None
         True
     """
+    files = files_of(path, files)
     for step in reversed(steps(path, files=files)):
         try:
             read_manifest(step.path, files=files)
         except CheckpointError as error:
-            if not is_directory(step.path):
+            if not is_whole(step.path, files):
                 # A writer has removed it, and published a newer one before.
                 return latest(path, files=files)
             if not isinstance(error, CorruptCheckpoint):
@@ -155,9 +181,9 @@ def read_manifest(path: str | Path, *, files: Files | None = None) -> Manifest:
         ...     [leaf.key for leaf in read_manifest(saved.path).leaves]
         ['w']
     """
-    files = files or Files()
+    files = files_of(path, files)
     name = f"{path}/{MANIFEST}"
-    if not is_directory(str(path)):
+    if files.is_disk and not is_whole(str(path), files):
         raise CorruptCheckpoint(
             f"a checkpoint is a directory, and no link; got {path}; pass the path of one",
             path=str(path),
@@ -188,6 +214,12 @@ def read_manifest(path: str | Path, *, files: Files | None = None) -> Manifest:
                 done += count
         finally:
             files.close(fd)
+    if buffer[:done].tobytes() == GIVEN_UP:
+        raise CorruptCheckpoint(
+            f"{path} must have a manifest; got that of a save that did not end; load another "
+            "checkpoint",
+            path=name,
+        )
     return parse_manifest(buffer[:done].tobytes(), name)
 
 
@@ -213,7 +245,8 @@ def step_path(path: str | Path, step: int | None = None, *, files: Files | None 
         ...     step_path(path).removeprefix(path)
         '/step-00000007'
     """
-    if step is None and _STEP.fullmatch(Path(path).name) and is_directory(str(path)):
+    files = files_of(path, files)
+    if step is None and STEP.fullmatch(Path(path).name) and is_whole(str(path), files):
         return str(path)
     newest = latest(path, files=files) if step is None else None
     known = steps(path, files=files)
@@ -232,46 +265,20 @@ def step_path(path: str | Path, step: int | None = None, *, files: Files | None 
 
 def name_for(path: str, step: int, files: Files) -> str:
     """Return the name of a new checkpoint of a step, which no other directory has."""
-    attempts = [attempt for found, attempt, _ in _named(path, files) if found == step]
+    try:
+        matches = map(STEP.fullmatch, files.names(path))
+    except FileNotFoundError:
+        matches = map(STEP.fullmatch, ())
+    attempts = [int(match[2] or 0) for match in matches if match and int(match[1]) == step]
     return f"step-{step:08d}" + (f".{max(attempts) + 1}" if attempts else "")
-
-
-def prune(path: str, keep: int | None, published: str, files: Files) -> None:
-    """Remove older saves of the published step, and all but the newest ``keep`` steps."""
-    published_step = _STEP.fullmatch(published)
-    assert published_step is not None
-    newest = {Path(one.path).name for one in steps(path, files=files)[-(keep or 0) or None :]}
-    for step, _, name in list(_named(path, files)):
-        is_again = step == int(published_step[1]) and name != published
-        is_old = keep is not None and name not in newest
-        if name != published and (is_again or is_old):
-            # Renamed first, so that no reader takes a directory with missing files for a step.
-            gone = f"{path}/{TEMPORARY}old-{name}"
-            with contextlib.suppress(OSError):
-                files.rename(f"{path}/{name}", gone)
-                remove_directory(gone, files)
-
-
-def remove_stale(path: str, files: Files) -> None:
-    """Remove directories of saves that did not end; the caller holds the lock."""
-    for name in files.names(path):
-        if name.startswith(TEMPORARY) and is_directory(f"{path}/{name}"):
-            remove_directory(f"{path}/{name}", files)
-
-
-def remove_directory(path: str, files: Files) -> None:
-    """Remove a directory of plain files, as far as the system lets us."""
-    with contextlib.suppress(OSError):
-        for name in files.names(path):
-            with contextlib.suppress(OSError):
-                files.remove(f"{path}/{name}")
-    with contextlib.suppress(OSError):
-        Path(path).rmdir()
 
 
 @contextlib.contextmanager
 def locked(path: str, files: Files) -> Iterator[None]:
     """Hold the lock of a directory of checkpoints, so that two jobs do not save to one path."""
+    if not files.is_disk:
+        yield
+        return
     name = f"{path}/{LOCK}"
     with explaining(name, "the lock"):
         fd = files.open(name, os.O_RDWR | os.O_CREAT)
@@ -307,14 +314,3 @@ def locked(path: str, files: Files) -> Iterator[None]:
                 files.unlock(fd)
         with contextlib.suppress(OSError):
             files.close(fd)
-
-
-def stale(path: str | Path, files: Files | None = None) -> Sequence[str]:
-    """Return the directories of saves that are under way or did not end."""
-    with contextlib.suppress(FileNotFoundError):
-        return [
-            f"{path}/{name}"
-            for name in (files or Files()).names(str(path))
-            if name.startswith(TEMPORARY)
-        ]
-    return []

@@ -11,7 +11,16 @@ from torch import Tensor
 
 from zfun import tree
 from zfun.checkpoint._match import Match
-from zfun.checkpoint._parts import Part, Slot, Span, is_plain, map_parts, slots_of, spans_of
+from zfun.checkpoint._parts import (
+    Part,
+    Slot,
+    Span,
+    is_plain,
+    map_parts,
+    parts_of,
+    slots_of,
+    spans_of,
+)
 from zfun.checkpoint.format import LeafEntry, Payload, Want
 from zfun.collectives import await_readers, is_symmetric, mesh_of
 from zfun.flat import Flat, call_site
@@ -34,6 +43,7 @@ def fill(like: tree.Tree, found: Match, payload: Payload) -> tuple[tree.Tree, Ex
         The state, and the error of this rank; with an error the state is of no use.
     """
     filler = _Filler(found, payload)
+    filler.read_ahead(like)
     return map_parts(filler.part, like), filler.error
 
 
@@ -78,6 +88,25 @@ class _Filler:
         self.found, self.payload = found, payload
         self.error: Exception | None = None
         self._made: dict[int, Any] = {}
+        self._ahead: dict[int, Tensor] = {}
+
+    def read_ahead(self, like: tree.Tree) -> None:
+        """Read all tensors in host memory at once, because a store is slow to begin an answer."""
+        wants: list[Want] = []
+        for part in parts_of(like):
+            value = part.value
+            if not isinstance(value, Tensor) or value.device.type != "cpu":
+                continue
+            (slot,) = slots_of(part)
+            entry = self.found.leaves.get(slot.key)
+            if entry is None or entry.element != _real(value.dtype) or id(value) in self._ahead:
+                continue
+            self._ahead[id(value)] = memory = torch.zeros(slot.numel, dtype=entry.element)
+            wants += _wants(entry, 0, slot.numel, memory)
+        try:
+            self.payload.read(wants)
+        except Exception as error:  # noqa: BLE001, raised on all ranks after the last collective
+            self.error = error
 
     def part(self, part: Part) -> Any:
         """Return the new value of a part."""
@@ -98,8 +127,10 @@ class _Filler:
         like = part.value
         is_stored = isinstance(like, Stored)
         device = torch.device("cpu") if is_stored else like.device
-        real = torch.zeros(slot.numel, dtype=_real(like.dtype), device=device)
-        self._read(real, [Span(slot, 0, 0, slot.numel)] if slot.numel else [])
+        real = self._ahead.pop(id(like), None)
+        if real is None:
+            real = torch.zeros(slot.numel, dtype=_real(like.dtype), device=device)
+            self._read(real, [Span(slot, 0, 0, slot.numel)] if slot.numel else [])
         shaped = (
             torch.view_as_complex(real.view(*slot.shape, 2))
             if slot.dtype.is_complex

@@ -12,13 +12,14 @@ that leaves ``like`` dead, and not half loaded.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from zfun import tree
 from zfun.checkpoint._background import settle
-from zfun.checkpoint._directory import FILES, is_directory, read_manifest, step_path
+from zfun.checkpoint._directory import FILES, is_whole, read_manifest, step_path
 from zfun.checkpoint._fill import fill
 from zfun.checkpoint._match import Match, match
 from zfun.checkpoint._parts import Part, group_of, parts_of
@@ -29,6 +30,7 @@ from zfun.collectives import Group
 from zfun.errors import AliasChanged, CheckpointError
 from zfun.files import Files
 from zfun.flat import Flat, call_site, consume, flats
+from zfun.objects import files_of
 from zfun.options import ANY, BOOL, FUNCTION, GROUP, PATH, instance, integer, takes
 
 __all__ = ["Loaded", "load"]
@@ -128,7 +130,7 @@ def load(
     """
     everyone = group_of(like, group)
     settle(everyone)
-    files = files or Files()
+    files = files_of(path, files)
     for attempt in range(_ATTEMPTS):
         is_last = attempt + 1 == _ATTEMPTS
         found = _chosen(str(path), like, step, everyone, cast, reset, files, is_last=is_last)
@@ -136,7 +138,7 @@ def load(
             continue
         with Payload(found.path, found.manifest, files) as payload:
             state, error = fill(like, found.match, payload)
-        if is_last or not _is_gone(found.path, step, error, everyone):
+        if is_last or not _is_gone(found.path, step, error, everyone, files):
             return _used(found, like, state, error, everyone, rng, loader)
         # The buffers are those of the state now, of no use before they are filled again.
         like = state
@@ -202,9 +204,14 @@ def _chosen(
     )
 
 
-def _is_gone(path: str, step: int | None, error: Exception | None, group: Group) -> bool:
+def _is_gone(
+    path: str, step: int | None, error: Exception | None, group: Group, files: Files
+) -> bool:
     """Whether a writer removed the newest checkpoint while a rank was about to read it."""
-    gone = step is None and error is not None and not is_directory(path)
+    gone = False
+    if step is None and error is not None:
+        with contextlib.suppress(CheckpointError):
+            gone = not is_whole(path, files)
     return any(gather_json(gone, group, "checkpoint"))
 
 
@@ -236,7 +243,7 @@ def _find(
         try:
             manifest = read_manifest(chosen, files=files)
         except CheckpointError:
-            if step is None and chosen != path and not is_directory(chosen):
+            if step is None and chosen != path and not is_whole(chosen, files):
                 continue
             raise
         break

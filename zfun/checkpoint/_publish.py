@@ -1,4 +1,4 @@
-"""The publication of a checkpoint by one rename.
+"""The publication of a checkpoint at one moment.
 
 [Note: publication]
 1. The ranks agree on the tree, the step and the name. Rank 0 takes the lock of the directory and
@@ -6,7 +6,8 @@
 2. Each rank writes one payload file there, and waits until the disk has the file.
 3. Each rank reports to rank 0. Rank 0 looks for the files of all ranks, writes the manifest, and
    waits until the disk has the manifest and the names.
-4. Rank 0 renames the temporary directory: the one moment in which the checkpoint comes to be.
+4. Rank 0 renames the temporary directory: the one moment in which the checkpoint comes to be. In an
+   object store, this moment is the write of the manifest; see [Note: commit objects].
 5. Rank 0 removes checkpoints that ``keep`` does not keep, and all ranks return or raise together.
 
 A process that dies before 4 leaves a temporary directory, which no reader takes for a checkpoint
@@ -19,21 +20,13 @@ In the background the ranks cannot use their group, which the steps use. There t
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from zfun.checkpoint._directory import (
-    TEMPORARY,
-    locked,
-    name_for,
-    prune,
-    remove_directory,
-    remove_stale,
-)
+from zfun.checkpoint._directory import CLAIM, GIVEN_UP, TEMPORARY, locked, name_for
+from zfun.checkpoint._remove import give_up, prune, remove_stale
 from zfun.checkpoint._together import agree
 from zfun.checkpoint.format import (
     DTYPES,
@@ -78,6 +71,7 @@ class Job:
         self.keep, self.chunk_bytes, self.hash_name = keep, chunk_bytes, hash_name
         self.temporary = ""
         self.final = ""
+        self._tried = False
         self._lock = contextlib.ExitStack()
 
     def begin(self, step: int) -> None:
@@ -91,12 +85,17 @@ class Job:
             error = caught
         temporary, final = self.agree(error, names)[0]
         self.temporary, self.final = f"{self.path}/{temporary}", f"{self.path}/{final}"
-        if not Path(self.temporary).is_dir():
-            error = CheckpointError(
-                f"all ranks save to one directory, on a disk that they share; this rank does not "
-                f"see {self.temporary}, which rank 0 made; pass a path on a shared disk",
-                path=self.path,
-            )
+        try:
+            with explaining(self.temporary, "looking for what rank 0 made"):
+                is_seen = self.files.is_directory(self.temporary)
+            if not is_seen:
+                raise CheckpointError(
+                    f"all ranks save to one directory, on a disk that they share; this rank does "
+                    f"not see {self.temporary}, which rank 0 made; pass a path on a shared disk",
+                    path=self.path,
+                )
+        except CheckpointError as caught:
+            error = caught
         self.agree(error)
 
     def _made(self, step: int) -> list[str]:
@@ -106,9 +105,26 @@ class Job:
         with explaining(self.path, "the temporary directory"):
             remove_stale(self.path, self.files)
             final = name_for(self.path, step, self.files)
-            temporary = f"{TEMPORARY}{final}-{secrets.token_hex(4)}"
+            token = secrets.token_hex(4)
+            if not self.files.is_disk:
+                self._claim(final, token)
+                return [final, final]
+            temporary = f"{TEMPORARY}{final}-{token}"
             self.files.make(f"{self.path}/{temporary}")
         return [temporary, final]
+
+    def _claim(self, final: str, token: str) -> None:
+        try:
+            self.files.create(f"{self.path}/{final}/{CLAIM}", token.encode())
+        except FileExistsError:
+            raise self._refused(final) from None
+
+    def _refused(self, final: str) -> CheckpointError:
+        return CheckpointError(
+            f"one job saves to {self.path} at a time; got another one, which took over {final}; "
+            "save to another path, or end that job",
+            path=self.path,
+        )
 
     def agree(self, error: Exception | None, value: Any = None) -> list[Any]:
         """Return the value of every rank, or end the save on all ranks; see :func:`agree`."""
@@ -127,18 +143,21 @@ class Job:
         parse_manifest(text)
         name = f"{self.temporary}/{MANIFEST}"
         with explaining(name, "the manifest"):
-            fd = self.files.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            self._tried = True
             try:
-                done = self.files.write(fd, text, 0)
-                if done != len(text):
-                    raise OSError(errno.ENOSPC, f"{done} of {len(text)} bytes were written")
-                self.files.sync(fd)
-            finally:
-                self.files.close(fd)
-        with explaining(self.final, "publishing the checkpoint"):
-            self.files.sync_directory(self.temporary)
-            self.files.rename(self.temporary, self.final)
-            self.files.sync_directory(self.path)
+                self.files.create(name, text)
+            except FileExistsError:
+                if self.files.is_disk:
+                    raise
+                raise self._refused(Path(self.final).name) from None
+        if self.files.is_disk:
+            with explaining(self.final, "publishing the checkpoint"):
+                self.files.sync_directory(self.temporary)
+                self.files.rename(self.temporary, self.final)
+                self.files.sync_directory(self.path)
+        else:
+            with contextlib.suppress(OSError):
+                self.files.remove(f"{self.final}/{CLAIM}")
         prune(self.path, self.keep, Path(self.final).name, self.files)
 
     def _check_visible(self, manifest: Manifest) -> None:
@@ -155,8 +174,32 @@ class Job:
 
     def abandon(self) -> None:
         """Remove the temporary directory of a save that failed; rank 0 only."""
-        if self.group.rank == 0 and self.temporary:
-            remove_directory(self.temporary, self.files)
+        if self.group.rank != 0 or not self.temporary:
+            return
+        if self.files.is_disk:
+            self.files.remove_all(self.temporary)
+            return
+        with contextlib.suppress(OSError):
+            is_given_up = give_up(self.final, self.files)
+            if is_given_up and not self._tried:
+                # No request to publish is on its way, so nothing has to stand in its place.
+                self.files.remove_all(self.final)
+
+    def look(self) -> bool | None:
+        """Return whether rank 0 has published; ``None`` if there is nothing to wait for."""
+        with explaining(self.final, "waiting for the checkpoint"):
+            if self.files.is_disk:
+                if self.files.is_directory(self.final):
+                    return True
+                if self.files.is_directory(self.temporary):
+                    return False
+                return True if self.files.is_directory(self.final) else None
+            names = [f"{self.final}/{name}" for name in (CLAIM, MANIFEST)]
+            claim, manifest = self.files.sizes(names)
+            if manifest is not None:
+                return None if manifest == len(GIVEN_UP) else True
+            # Between the two answers rank 0 may have published, and removed the claim.
+            return False if claim is not None or self.files.sizes(names)[1] is not None else None
 
     def release(self) -> None:
         """Release the lock."""

@@ -31,6 +31,7 @@ from zfun.collectives import Group
 from zfun.errors import OptionError
 from zfun.files import Files
 from zfun.flat import Flat
+from zfun.objects import files_of
 from zfun.options import (
     ANY,
     BOOL,
@@ -144,8 +145,8 @@ def save(
     """
     everyone = group_of(state, group)
     settle(everyone)
-    files = files or Files()
-    job = Job(str(path), everyone, files, keep, chunk_bytes, checksum)
+    files = files_of(path, files, timeout_s)
+    job = Job(str(path).rstrip("/") or "/", everyone, files, keep, chunk_bytes, checksum)
     error: Exception | None = None
     contents = None
     try:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zfun.cli._parsing import add_command, positive, size
+from zfun.cli._parsing import add_command, address, positive, size
 
 if TYPE_CHECKING:
     import argparse
@@ -45,7 +44,7 @@ def add_to(commands: Any) -> None:
     ckpt = commands.add_parser("ckpt", help=words, description=f"{words.capitalize()}.")
     ckpt.set_defaults(parser=ckpt)
     inner = ckpt.add_subparsers(title="commands", metavar="COMMAND")
-    path = "a directory of checkpoints, or the directory of one"
+    path = "a directory of checkpoints, or of one; or an address, such as s3://bucket/run"
 
     inspect = add_command(inner, "inspect", _inspect, "print what a checkpoint holds", path=path)
     _add_step(inspect, "describe this step; by default all steps are listed")
@@ -57,7 +56,7 @@ def add_to(commands: Any) -> None:
 
     words = "write the parameters as safetensors for Hugging Face"
     export = add_command(inner, "export", _export, words, _EXPORT, path=path)
-    export.add_argument("out", type=Path, metavar="OUT", help="the folder to write")
+    export.add_argument("out", type=address, metavar="OUT", help="the folder to write")
     _add_step(export)
     export.add_argument(
         "--from",
@@ -90,7 +89,7 @@ def add_to(commands: Any) -> None:
 
     words = "compare two checkpoints leaf by leaf"
     diff = add_command(inner, "diff", _diff, words, _DIFF, epilog=_DIFF_EXIT, path=path)
-    diff.add_argument("other", type=Path, metavar="OTHER", help="the other checkpoint")
+    diff.add_argument("other", type=address, metavar="OTHER", help="the other checkpoint")
     diff.add_argument(
         "--params",
         metavar="NAME",
@@ -98,7 +97,7 @@ def add_to(commands: Any) -> None:
     )
 
     words = "remove old checkpoints"
-    path = "a directory of checkpoints"
+    path = "a directory of checkpoints, or an address"
     prune = add_command(inner, "prune", _prune, words, _PRUNE, path=path)
     prune.add_argument("--keep", type=positive, metavar="N", help="keep the newest N")
     prune.add_argument("--every", type=positive, metavar="K", help="keep every K-th step too")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["add_command", "add_count", "add_folder", "positive", "size"]
+__all__ = ["add_command", "add_count", "add_folder", "address", "positive", "size"]
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -36,8 +36,13 @@ def add_command(
     )
     made.set_defaults(run=run)
     if path is not None:
-        made.add_argument("path", type=Path, metavar="PATH", help=path)
+        made.add_argument("path", type=address, metavar="PATH", help=path)
     return made
+
+
+def address(text: str) -> str | Path:
+    """Return the address of a store as it is, because a path has no two slashes."""
+    return text if "://" in text else Path(text)
 
 
 def add_count(parser: argparse.ArgumentParser, name: str, default: int, words: str) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from zfun.errors import CorruptCheckpoint, OptionError, SpecMismatch
+from zfun.objects import is_url, located
 from zfun.options import PATH, TEXT, instance, takes
 from zfun.sources._files import CPU, Stored, entry
 from zfun.sources._pickles import Inert, as_shape, load, load_metadata
@@ -74,7 +75,7 @@ def dcp(
         ...     found.params["w"].load(), found.step, dict(found.values)
         (tensor([1., 1.]), 1, {'epoch': 3})
     """
-    folder = Path(path)
+    folder = located(path)
     if not (folder / METADATA).is_file():
         raise OptionError(
             f"path of dcp() must be a directory with a file {METADATA}; got {str(folder)!r}; pass "
@@ -331,6 +332,10 @@ def write_dcp(
             f"leaves and values of a checkpoint have different names; got {both[0]!r} twice; "
             "rename the leaves with renamed()",
             leaf=both[0],
+        )
+    if is_url(path):
+        raise OptionError(
+            f"write_dcp() writes to a disk; got {path}; write into a local folder, and copy it"
         )
     if (Path(path) / METADATA).exists():
         raise OptionError(

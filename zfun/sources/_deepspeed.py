@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from zfun.errors import CorruptCheckpoint, OptionError, ZfunError
+from zfun.objects import located
 from zfun.options import PATH, TEXT, takes
 from zfun.sources._files import Part, Stored, check_no_link, entry, joined_parts, read_text
 from zfun.sources._pickles import Inert, as_shape, load
@@ -82,7 +83,7 @@ def deepspeed(path: str | Path, *, tag: str | None = None) -> TrainingState:
         ...     found.step, found.params["weight"].load().shape
         (7, torch.Size([1, 2]))
     """
-    folder = _step_of(Path(path), tag)
+    folder = _step_of(located(path), tag)
     try:
         return _opened(folder)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from zfun.errors import CheckpointError, CorruptCheckpoint, UntrustedCheckpoint
+from zfun.objects import Address
 from zfun.sources.scratch import scratch
 
 __all__ = [
@@ -94,6 +95,8 @@ def check_no_link(path: Path) -> None:
     Raises:
         UntrustedCheckpoint: the link leads elsewhere.
     """
+    if isinstance(path, Address):
+        return
     # Path.is_symlink() raises for a name that is too long, which the reader of the file reports.
     if not os.path.islink(path):  # noqa: PTH114
         return
@@ -106,7 +109,23 @@ def check_no_link(path: Path) -> None:
         )
 
 
-def _open(path: Path) -> int:
+class _Opened:
+    """A file that is open, on a disk or in a store."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self.size = stream.seek(0, os.SEEK_END)
+
+    def read(self, buffer: Any, offset: int) -> int:
+        """Read into a buffer, and return the number of bytes read."""
+        self._stream.seek(offset)
+        return self._stream.readinto(buffer) or 0
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+def _open(path: Path) -> _Opened:
     # A device may act when opened, and a pipe waits for a writer, so the kind is checked first.
     try:
         is_regular = stat.S_ISREG(path.stat().st_mode)
@@ -122,7 +141,10 @@ def _open(path: Path) -> int:
             "checkpoints of trusted origin only"
         )
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        if isinstance(path, Address):
+            return _Opened(path.open())
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        return _Opened(os.fdopen(fd, "rb", buffering=0))
     except OSError as error:
         raise CheckpointError(
             f"the files of a checkpoint must be readable; got {error}; change the permissions of "
@@ -138,10 +160,10 @@ def read_into(path: Path, offset: int, into: Tensor) -> None:
         CorruptCheckpoint: the file ends before.
     """
     rest: Any = into.view(-1).view(torch.uint8).numpy()
-    fd = _open(path)
+    opened = _open(path)
     try:
         while rest.size:
-            count = os.preadv(fd, [rest], offset)
+            count = opened.read(rest, offset)
             if count == 0:
                 raise CorruptCheckpoint(
                     f"{path} holds the bytes that its header promises; got an end of file at byte "
@@ -149,7 +171,7 @@ def read_into(path: Path, offset: int, into: Tensor) -> None:
                 )
             rest, offset = rest[count:], offset + count
     finally:
-        os.close(fd)
+        opened.close()
 
 
 def read_text(path: Path) -> str:
@@ -236,8 +258,8 @@ class View:
     """
 
     def __init__(self, path: Path, offset: int = 0, num_bytes: int | None = None) -> None:
-        self._fd = _open(path)
-        size = os.fstat(self._fd).st_size
+        self._opened = _open(path)
+        size = self._opened.size
         self.num_bytes = size - offset if num_bytes is None else num_bytes
         self.path, self.offset, self._at = path, offset, 0
         if offset < 0 or self.num_bytes < 0 or offset + self.num_bytes > size:
@@ -250,9 +272,10 @@ class View:
     def read(self, count: int | None = -1) -> bytes:
         left = max(0, self.num_bytes - self._at)
         count = left if count is None or count < 0 else min(count, left)
-        found = os.pread(self._fd, count, self.offset + self._at)
-        self._at += len(found)
-        return found
+        found = bytearray(count)
+        done = self._opened.read(found, self.offset + self._at)
+        self._at += done
+        return bytes(found[:done])
 
     def readline(self, limit: int = -1) -> bytes:
         start = self._at
@@ -276,9 +299,7 @@ class View:
         return True
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._opened.close()
 
     def __enter__(self) -> View:
         return self

@@ -11,7 +11,6 @@ import difflib
 import functools
 import json
 import math
-import os
 import re
 import struct
 from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from zfun import tree
 from zfun.errors import LeafError, OptionError
+from zfun.objects import located
 from zfun.options import ANY, DEVICE, FLOATING, FUNCTION, PATH, shown, takes
 from zfun.sources._files import check_no_link
 from zfun.sources.deferred import Deferred, memory_of
@@ -113,7 +113,7 @@ def safetensors(
         {'w': tensor([0., 1., 2.])}
         >>> folder.cleanup()
     """
-    entries = _entries(Path(path))
+    entries = _entries(located(path))
     place = torch.device(device)
 
     def deferred(leaf_path: str, entry: _Entry) -> Deferred:
@@ -239,7 +239,7 @@ def _entries_of(file: Path) -> dict[str, _Entry]:
         if file.exists() and not file.is_file():
             raise _broken(file, "a pipe, a device or a folder", "a regular file")
         with file.open("rb", buffering=0) as stream:
-            size = os.fstat(stream.fileno()).st_size
+            size = file.stat().st_size
             head = stream.read(8)
             length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
             if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):

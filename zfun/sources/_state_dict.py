@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from zfun.errors import CorruptCheckpoint, OptionError
+from zfun.objects import located
 from zfun.options import PATH, takes
 from zfun.sources._files import Stored, entry, read_json
 from zfun.sources._pickles import load
@@ -47,14 +48,14 @@ def state_dict(path: str | Path) -> Source:
         ...     source["weight"].load().shape
         torch.Size([1, 2])
     """
-    path = Path(path)
+    path = located(path)
     if not path.is_file():
         raise OptionError(
             f"path of state_dict() must be a file; got {str(path)!r}; open a folder with "
             "huggingface(), deepspeed() or dcp()"
         )
     if path.suffix == ".safetensors":
-        return Source(safetensors(path), str(path))
+        return Source(safetensors(str(path)), str(path))
     found: dict[str, Stored] = {}
     _collect(load(path), "", found)
     return named(found, str(path))
@@ -97,11 +98,11 @@ def huggingface(path: str | Path) -> Source:
         ...     huggingface(folder)["w"].load()
         tensor([1., 1.])
     """
-    folder = Path(path)
+    folder = located(path)
     if any((folder / name).is_file() for name in SAFETENSORS):
-        return Source(safetensors(folder), str(folder))
+        return Source(safetensors(str(folder)), str(folder))
     if (folder / PICKLES[0]).is_file():
-        return state_dict(folder / PICKLES[0])
+        return state_dict(str(folder / PICKLES[0]))
     index = folder / PICKLES[1]
     if not index.is_file():
         raise OptionError(
@@ -113,7 +114,7 @@ def huggingface(path: str | Path) -> Source:
     if not isinstance(places, dict):
         raise CorruptCheckpoint(f"an index has a weight_map; got {index} without; copy it again")
     files = dict.fromkeys(entry(folder, name, str(index)) for name in places.values())
-    found = joined(*map(state_dict, files))
+    found = joined(*(state_dict(str(file)) for file in files))
     lost = [name for name in places if name not in found]
     if lost:
         raise CorruptCheckpoint(

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from zfun.errors import LeafError, OptionError
+from zfun.errors import CheckpointError, LeafError, OptionError
+from zfun.objects import Address, is_url, located
 from zfun.options import FLOATING, PATH, integer, takes
 from zfun.sources._safetensors import DTYPES, INDEX, ONE_FILE
 from zfun.sources._source import SOURCE, Source
@@ -58,7 +60,8 @@ def write_safetensors(
     Hugging Face does. The files get their names when all of them are whole, the index last.
 
     Args:
-        path: the folder, which may hold other files, such as ``config.json``.
+        path: the folder, or the address of one in a store, which may hold other files, such as
+            ``config.json``.
         source: the leaves by name, such as ``zf.sources.deepspeed(path).params``.
         dtype: the dtype of floating leaves; by default each keeps its own.
         max_shard_bytes: above this size the folder has several files and an index. A file is larger
@@ -80,9 +83,12 @@ def write_safetensors(
         ...     written.num_bytes, sources.huggingface(folder)["b"].load()
         (18, tensor([1., 1., 1.], dtype=torch.bfloat16))
     """
-    folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    present = [file.name for file in folder.glob("model*.safetensors*")]
+    folder = located(path)
+    if not is_url(path):
+        folder.mkdir(parents=True, exist_ok=True)
+    present = list[str]()
+    with contextlib.suppress(FileNotFoundError):
+        present = [file.name for file in folder.glob("model*.safetensors*")]
     if present:
         raise OptionError(
             f"path of write_safetensors() must be a folder without a model; got {str(folder)!r} "
@@ -96,22 +102,34 @@ def write_safetensors(
     names = _file_names(len(shards))
     index = {name: file for file, shard in zip(names, shards, strict=True) for name in shard.names}
     total = sum(shard.num_bytes for shard in shards)
-    temporary = [folder / f".{name}.tmp" for name in (*names, INDEX)]
+    is_disk = not is_url(path)
+    temporary = [folder / (f".{name}.tmp" if is_disk else name) for name in (*names, INDEX)]
+    done: list[Path] = []
     try:
         for file, shard in zip(temporary, shards, strict=False):
+            done.append(file)
             _write_file(file, {name: leaves[name] for name in shard.names}, dtypes)
         if len(shards) > 1:
             content = {"metadata": {"total_size": total}, "weight_map": index}
             text = json.dumps(content, indent=2, sort_keys=True) + "\n"
-            with temporary[-1].open("w", encoding="utf-8") as stream:
-                stream.write(text)
-                os.fsync(stream.fileno())
-        for file, name in zip(temporary, (*names, INDEX), strict=True):
-            if file.exists():
+            done.append(temporary[-1])
+            with _created(temporary[-1], len(text)) as stream:
+                stream.write(text.encode())
+        if is_disk:
+            for file, name in zip(done, (*names, INDEX), strict=False):
                 file.rename(folder / name)
+        done.clear()
+    except OSError as error:
+        raise CheckpointError(
+            f"the folder of an export takes files; {folder}: {error}; free room on the disk, or "
+            "look at the store",
+            path=str(folder),
+            errno=error.errno,
+        ) from error
     finally:
-        for file in temporary:
-            file.unlink(missing_ok=True)
+        for file in done:
+            with contextlib.suppress(OSError):
+                file.unlink(missing_ok=True)
     return Written(tuple(folder / name for name in names), len(leaves), total)
 
 
@@ -164,11 +182,22 @@ def _write_file(
         at += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with file.open("wb", buffering=0) as stream:
+    with _created(file, 8 + len(text) + at) as stream:
         stream.write(struct.pack("<Q", len(text)))
         stream.write(text)
         for name, leaf in leaves.items():
             _write_leaf(stream, leaf.load().reshape(-1), dtypes[name])
+
+
+@contextlib.contextmanager
+def _created(file: Path, num_bytes: int) -> Iterator[Any]:
+    """Open a new file, and wait at the end until the disk or the store has it."""
+    if isinstance(file, Address):
+        with file.created(num_bytes) as stream:
+            yield stream
+        return
+    with file.open("wb", buffering=0) as stream:
+        yield stream
         os.fsync(stream.fileno())
 
 

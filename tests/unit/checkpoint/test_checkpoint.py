@@ -27,7 +27,8 @@ from tests.checkpoints import Case, compose, params_of, trained, values
 from tests.faulty_files import FaultyFiles
 from zfun import optim
 from zfun.checkpoint import latest, read_leaf, read_manifest, step_path, steps
-from zfun.checkpoint._directory import locked, stale
+from zfun.checkpoint._directory import locked
+from zfun.checkpoint._remove import stale
 from zfun.errors import (
     AliasChanged,
     CheckpointError,

@@ -21,7 +21,7 @@ import torch
 import zfun as zf
 from tests.faulty_files import EVERY, KILL, SHORT, FaultyFiles, Killed, PowerLoss
 from zfun.checkpoint import latest, read_manifest, step_path, steps
-from zfun.checkpoint._directory import stale
+from zfun.checkpoint._remove import stale
 from zfun.checkpoint.format import digest_of
 from zfun.errors import CheckpointError, CorruptCheckpoint, ZfunError
 from zfun.files import Files
@@ -357,7 +357,7 @@ def test_a_missing_file_is_an_error_and_a_damaged_newest_step_is_skipped(base: P
     assert found is not None
     assert found.step == 0
     (base / "step-00000000" / "00000.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"No such file"):
+    with pytest.raises(CheckpointError, match=r"must be there, because the manifest names it"):
         zf.load(base / "step-00000000", state_of(-1.0))
 
 

@@ -21,6 +21,7 @@ ROOT = Path(zfun.__file__).parent
 ORDER = [
     "errors",
     "files",
+    "objects",
     "options",
     "typing",
     "tables",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 
 import numpy as np
+import xxhash
 
 __all__ = ["DIGITS", "digest_of"]
 
@@ -21,7 +22,4 @@ def digest_of(name: str, data: np.ndarray) -> str:
     """
     if name == "sha256":
         return hashlib.sha256(data.data).hexdigest()
-    # Numba is imported when it is first used.
-    from zfun.checkpoint.format._xxh64 import xxh64
-
-    return f"{xxh64(data):016x}"
+    return xxhash.xxh64_hexdigest(data.data)

@@ -7,7 +7,7 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import NamedTuple, NoReturn, Self
@@ -19,6 +19,7 @@ from zfun.checkpoint.format._manifest import FileEntry, Manifest
 from zfun.checkpoint.format._write import chunk_of, explaining
 from zfun.errors import CorruptCheckpoint
 from zfun.files import Files
+from zfun.objects import files_of
 
 __all__ = ["Payload", "Want"]
 
@@ -55,7 +56,7 @@ class Payload:
     def __init__(self, directory: str, manifest: Manifest, files: Files | None = None) -> None:
         self.directory = directory
         self.manifest = manifest
-        self._files = files or Files()
+        self._files = files_of(directory, files)
         self._opened: dict[int, int] = {}
         self._local = threading.local()
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "zfun-load")
@@ -96,8 +97,8 @@ class Payload:
             for at in range(-(-self.manifest.files[file].data_start // length)):
                 chunks.setdefault((file, at), [])
         reads = [
-            self._threads.submit(self._read, file, at, chunks[file, at])
-            for file, at in sorted(chunks)
+            self._threads.submit(self._read, file, ats, [chunks[file, at] for at in ats])
+            for file, ats in self._runs(sorted(chunks))
         ]
         try:
             for read in reads:
@@ -108,6 +109,20 @@ class Payload:
                 read.cancel()
             concurrent.futures.wait(reads)
 
+    def _runs(self, chunks: Iterable[tuple[int, int]]) -> Iterator[tuple[int, range]]:
+        """Yield file and chunks of each read: one chunk, or as many in a row as a read should."""
+        most = max(1, self._files.read_bytes // self.manifest.chunk_bytes)
+        run: tuple[int, range] | None = None
+        for file, at in chunks:
+            if run is not None and run[0] == file and run[1].stop == at and len(run[1]) < most:
+                run = (file, range(run[1].start, at + 1))
+                continue
+            if run is not None:
+                yield run
+            run = (file, range(at, at + 1))
+        if run is not None:
+            yield run
+
     def verify(self) -> None:
         """Read and verify all bytes of all files.
 
@@ -116,10 +131,11 @@ class Payload:
         """
         for index, file in enumerate(self.manifest.files):
             self._open(index)
-            reads = (
-                self._threads.submit(self._read, index, at, []) for at in range(len(file.chunks))
-            )
-            for read in list(reads):
+            reads = [
+                self._threads.submit(self._read, index, ats, [()] * len(ats))
+                for _, ats in self._runs((index, at) for at in range(len(file.chunks)))
+            ]
+            for read in reads:
                 read.result()
 
     def path(self, file: int) -> str:
@@ -130,15 +146,15 @@ class Payload:
         if index in self._opened:
             return
         path, entry = self.path(index), self.manifest.files[index]
-        # A pipe in place of a file would block without O_NONBLOCK.
-        flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)
         with explaining(path, "opening the file"):
             try:
-                fd = self._files.open(path, flags | _DIRECT)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                fd = self._files.open(path, flags)
+                fd = self._to_read(path)
+            except FileNotFoundError:
+                raise CorruptCheckpoint(
+                    f"{path} must be there, because the manifest names it; got no such file; load "
+                    "another checkpoint",
+                    path=path,
+                ) from None
             try:
                 num_bytes = self._files.size(fd)
             except OSError:
@@ -153,19 +169,38 @@ class Payload:
             )
         self._opened[index] = fd
 
-    def _read(self, index: int, at: int, wants: Sequence[Want]) -> None:
+    def _to_read(self, path: str) -> int:
+        # A pipe in place of a file would block without O_NONBLOCK.
+        flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)
+        try:
+            return self._files.open(path, flags | _DIRECT)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+        return self._files.open(path, flags)
+
+    def _read(self, index: int, ats: range, wants: Sequence[Sequence[Want]]) -> None:
+        """Read chunks in a row, and verify each."""
         entry, length = self.manifest.files[index], self.manifest.chunk_bytes
-        if not hasattr(self._local, "chunk"):
-            self._local.chunk = chunk_of(length)
-        start = at * length
-        num_bytes = min(length, entry.num_bytes - start)
-        chunk = self._local.chunk[: -(-num_bytes // _PAGE) * _PAGE]
+        if len(getattr(self._local, "memory", ())) < len(ats) * length:
+            self._local.memory = chunk_of(len(ats) * length)
+        start = ats.start * length
+        num_bytes = min(len(ats) * length, entry.num_bytes - start)
+        memory = self._local.memory[: -(-num_bytes // _PAGE) * _PAGE]
         path = self.path(index)
         with explaining(path, f"a read of {num_bytes} bytes at {start}"):
-            done = self._files.read(self._opened[index], chunk, start)
+            done = self._files.read(self._opened[index], memory, start)
         if done < num_bytes:
             self._refuse(entry, path, start, f"only {done} of {num_bytes} bytes")
-        if digest_of(self.manifest.hash, chunk[:num_bytes]) != entry.chunks[at]:
+        for at, wanted in zip(ats, wants, strict=True):
+            first = (at - ats.start) * length
+            self._take(index, at, memory[first : min(first + length, num_bytes)], wanted)
+
+    def _take(self, index: int, at: int, chunk: np.ndarray, wants: Sequence[Want]) -> None:
+        """Verify a chunk, and copy what is wanted."""
+        entry, path = self.manifest.files[index], self.path(index)
+        start, num_bytes = at * self.manifest.chunk_bytes, len(chunk)
+        if digest_of(self.manifest.hash, chunk) != entry.chunks[at]:
             self._refuse(entry, path, start, f"other bytes in {num_bytes}")
         for want in wants:
             first = max(want.offset, start)

@@ -20,6 +20,7 @@ from zfun.checkpoint.format._hash import digest_of
 from zfun.checkpoint.format._manifest import MAX_HEADER_BYTES
 from zfun.errors import CheckpointError
 from zfun.files import Files
+from zfun.objects import is_url
 from zfun.stores import pages
 
 __all__ = ["PlannedFile", "Written", "chunk_of", "explaining", "failure", "plan_file", "write_file"]
@@ -54,6 +55,12 @@ def failure(path: str, problem: str, number: int | None) -> CheckpointError:
         errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
         errno.ELOOP: "replace the link by the file, because links are not followed",
     }.get(number or 0, "look at the disk and the log of the system")
+    if is_url(path):
+        remedy = {
+            errno.EACCES: "look at the credentials and the policy of the bucket",
+            errno.ENOENT: "look at the address of the store and the name of the bucket",
+            errno.ETIMEDOUT: "look at the network, or pass a larger timeout_s",
+        }.get(number or 0, "look at the store, the credentials and the network")
     return CheckpointError(
         f"{path}: {problem}; {remedy}; committed checkpoints are as they were",
         path=path,

@@ -18,6 +18,7 @@ from zfun.checkpoint.format import CHUNK_BYTES, encode, plan_file, write_file
 from zfun.collectives import single_group
 from zfun.errors import OptionError
 from zfun.files import Files
+from zfun.objects import files_of
 from zfun.options import ANY, PATH, TEXT, instance, integer, takes
 from zfun.sources import Source, TrainingState, joined, tensors
 
@@ -98,7 +99,14 @@ def convert(
     leaves, ties = _keyed(found, moments)
     if count is not None and found.moments:
         leaves = joined(leaves, tensors({count: torch.tensor(num_applied)}))
-    job = Job(str(path), single_group(), files or Files(), None, CHUNK_BYTES, _HASH)
+    job = Job(
+        str(path).rstrip("/") or "/",
+        single_group(),
+        files_of(path, files),
+        None,
+        CHUNK_BYTES,
+        _HASH,
+    )
     try:
         job.begin(step)
         report = _written(job, leaves)

@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from zfun.checkpoint._directory import read_manifest, stale, step_path, steps
-from zfun.checkpoint.format import MANIFEST, LeafEntry, Manifest, Payload, Want
+from zfun.checkpoint._directory import read_manifest, step_path, steps
+from zfun.checkpoint._remove import stale
+from zfun.checkpoint.format import MANIFEST, LeafEntry, Manifest, Payload, Want, explaining
 from zfun.errors import CheckpointError
+from zfun.objects import files_of
 from zfun.options import PATH, integer, takes
 from zfun.tables import in_bytes
 
@@ -53,7 +55,7 @@ def inspect(path: str | Path, step: int | None = None) -> str:
 
 
 def _is_one(path: str | Path) -> bool:
-    return (Path(path) / MANIFEST).is_file()
+    return files_of(path).sizes([f"{path}/{MANIFEST}"])[0] is not None
 
 
 def _listing(path: str) -> str | None:
@@ -237,7 +239,8 @@ def _problems_of(payload: Payload, index: int) -> Iterator[Problem]:
         # The length is compared when the file is opened, for the first chunk.
         read([0])
     except CheckpointError as error:
-        size = Path(path).stat().st_size if Path(path).is_file() else 0
+        with explaining(path, "looking for the file"):
+            size = files_of(path).sizes([path])[0] or 0
         if size != file.num_bytes:
             yield Problem(path, None, held(size, file.num_bytes), str(error))
             return

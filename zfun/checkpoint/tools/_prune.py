@@ -8,17 +8,17 @@ from typing import NamedTuple
 
 from zfun.checkpoint._directory import (
     FILES,
-    TEMPORARY,
     SavedStep,
     all_saves,
     locked,
     read_manifest,
-    remove_directory,
     steps,
 )
+from zfun.checkpoint._remove import remove_step
 from zfun.checkpoint.format import explaining
 from zfun.errors import CheckpointError, OptionError
 from zfun.files import Files
+from zfun.objects import files_of
 from zfun.options import BOOL, PATH, integer, takes
 
 __all__ = ["Pruned", "prune"]
@@ -79,19 +79,16 @@ def prune(
             "prune() keeps some checkpoints; got neither keep= nor every=; write keep=3 for the "
             "newest three"
         )
-    files = files or Files()
+    files, path = files_of(path, files), str(path).rstrip("/") or "/"
     if not steps(path, files=files):
         return Pruned((), (), 0)
     if dry_run:
-        return _choose(str(path), keep, every, files)
-    with locked(str(path), files):
-        found = _choose(str(path), keep, every, files)
+        return _choose(path, keep, every, files)
+    with locked(path, files):
+        found = _choose(path, keep, every, files)
         for one in found.removed:
-            # Renamed first, so that no reader takes a directory with missing files for a step.
-            gone = f"{path}/{TEMPORARY}old-{Path(one.path).name}"
             with explaining(one.path, "removing the checkpoint"):
-                files.rename(one.path, gone)
-            remove_directory(gone, files)
+                remove_step(path, Path(one.path).name, files)
     return found
 
 
@@ -105,7 +102,7 @@ def _choose(path: str, keep: int | None, every: int | None, files: Files) -> Pru
     if not kept:
         return Pruned((), tuple(everything), 0)
     removed = tuple(one for one in everything if one not in kept)
-    num_bytes = sum(_num_bytes(one) for one in removed)
+    num_bytes = sum(_num_bytes(one, files) for one in removed)
     return Pruned(removed, tuple(one for one in everything if one in kept), num_bytes)
 
 
@@ -113,13 +110,15 @@ def _is_good(one: SavedStep, files: Files) -> bool:
     try:
         manifest = read_manifest(one.path, files=files)
         sizes = {file.name: file.num_bytes for file in manifest.files}
-        return all(Path(one.path, name).lstat().st_size == size for name, size in sizes.items())
+        return files.sizes([f"{one.path}/{name}" for name in sizes]) == list(sizes.values())
     except (CheckpointError, OSError):
         return False
 
 
-def _num_bytes(one: SavedStep) -> int:
-    total = 0
+def _num_bytes(one: SavedStep, files: Files) -> int:
     with contextlib.suppress(OSError):
-        total = sum(file.lstat().st_size for file in Path(one.path).iterdir())
-    return total
+        return sum(
+            size or 0
+            for size in files.sizes([f"{one.path}/{name}" for name in files.names(one.path)])
+        )
+    return 0

@@ -1,0 +1,171 @@
+"""Addresses with the methods of paths that readers of other libraries' files use."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fnmatch
+import io
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple, cast
+
+from zfun.objects._store import Objects, files_of
+
+__all__ = ["Address", "located"]
+
+
+def located(path: str | Path) -> Path:
+    """Return the path, or the address with the methods of a path.
+
+    Example:
+        >>> located("memory://bucket/run") / "model.pt"
+        Address('memory://bucket/run/model.pt')
+    """
+    files = files_of(path)
+    if isinstance(files, Objects):
+        return cast("Path", Address(str(path), files))
+    return Path(path)
+
+
+class _Stat(NamedTuple):
+    st_size: int
+    st_mode: int
+
+
+class Address:
+    """A file or a folder of a store, with some methods of ``pathlib.Path``.
+
+    Args:
+        url: the address.
+        files: the operations of the store.
+
+    Example:
+        >>> Address("memory://bucket/run/model.pt", Objects("memory://bucket")).suffix
+        '.pt'
+    """
+
+    def __init__(self, url: str, files: Objects) -> None:
+        self._url, self._files = url.rstrip("/"), files
+        self._size: int | None = None
+
+    def __str__(self) -> str:
+        return self._url
+
+    def __repr__(self) -> str:
+        return f"Address({self._url!r})"
+
+    def __lt__(self, other: Address) -> bool:
+        return self._url < other._url
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Address) and self._url == other._url
+
+    def __hash__(self) -> int:
+        return hash(self._url)
+
+    def __truediv__(self, name: str) -> Address:
+        return Address(f"{self._url}/{name}", self._files)
+
+    @property
+    def name(self) -> str:
+        return self._url.rpartition("/")[2]
+
+    @property
+    def stem(self) -> str:
+        return PurePosixPath(self.name).stem
+
+    @property
+    def suffix(self) -> str:
+        return PurePosixPath(self.name).suffix
+
+    def is_file(self) -> bool:
+        return self._files.sizes([self._url])[0] is not None
+
+    def is_dir(self) -> bool:
+        return self._files.is_directory(self._url)
+
+    def exists(self) -> bool:
+        return self.is_file() or self.is_dir()
+
+    def iterdir(self) -> Iterator[Address]:
+        return (self / name for name in self._files.names(self._url))
+
+    def glob(self, pattern: str) -> Iterator[Address]:
+        return (one for one in self.iterdir() if fnmatch.fnmatchcase(one.name, pattern))
+
+    def stat(self) -> _Stat:
+        if self._size is None:
+            self._size = self._files.sizes([self._url])[0]
+        if self._size is None:
+            raise FileNotFoundError(errno.ENOENT, "no such object", self._url)
+        return _Stat(self._size, stat.S_IFREG)
+
+    def read_bytes(self) -> bytes:
+        with self.open() as stream:
+            return stream.read()
+
+    def unlink(self, missing_ok: bool = False) -> None:
+        self._files.remove(self._url)
+
+    @contextlib.contextmanager
+    def created(self, num_bytes: int) -> Iterator[_Sink]:
+        """Open a new object of a given length, which appears at the end."""
+        fd = self._files.open(self._url, os.O_WRONLY | os.O_CREAT)
+        try:
+            self._files.reserve(fd, 0, num_bytes)
+            yield _Sink(self._files, fd)
+            self._files.sync(fd)
+        finally:
+            self._files.close(fd)
+
+    def open(self, mode: str = "rb", buffering: int = 0) -> io.RawIOBase:
+        """Open the object to read."""
+        return _Stream(self._files, self._url)
+
+
+class _Sink:
+    """A new object as a file that is written from the beginning to the end."""
+
+    def __init__(self, files: Objects, fd: int) -> None:
+        self._files, self._fd, self._at = files, fd, 0
+
+    def write(self, data: Any) -> int:
+        count = self._files.write(self._fd, data, self._at)
+        self._at += count
+        return count
+
+
+class _Stream(io.RawIOBase):
+    """An object as a file that is read."""
+
+    def __init__(self, files: Objects, url: str) -> None:
+        super().__init__()
+        self._files, self._at = files, 0
+        self._fd = files.open(url, os.O_RDONLY)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._files.size(self._fd)}
+        self._at = base[whence] + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        count = self._files.read(self._fd, buffer, self._at)
+        self._at += count
+        return count
+
+    def close(self) -> None:
+        if not self.closed:
+            self._files.close(self._fd)
+        super().close()
