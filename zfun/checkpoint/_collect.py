@@ -291,6 +291,7 @@ def bytes_of(sources: Sequence[Source]) -> Iterator[np.ndarray]:
         flat = _elements(source)
         for output in source.outputs:
             yield _as_bytes(flat[output.start : output.start + output.numel])
+        del flat  # before the next source is read from a store
 
 
 def _elements(source: Source) -> Tensor:

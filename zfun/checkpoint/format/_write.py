@@ -174,6 +174,7 @@ def write_file(
         with writer:
             for block in blocks:
                 writer.add(block)
+                del block  # before the next is read from a store
             writer.finish()
         assert writer.num_bytes == num_bytes, (writer.num_bytes, num_bytes)
         with explaining(path, "the end of the file"):
