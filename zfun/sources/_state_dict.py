@@ -8,7 +8,7 @@ from typing import Any
 
 from zfun.errors import CorruptCheckpoint, OptionError
 from zfun.options import PATH, takes
-from zfun.sources._files import Stored, entry, read_json
+from zfun.sources._files import Stored, check_no_link, entry, read_json
 from zfun.sources._pickles import load
 from zfun.sources._safetensors import safetensors
 from zfun.sources._source import Source, joined, named
@@ -98,6 +98,8 @@ def huggingface(path: str | Path) -> Source:
         tensor([1., 1.])
     """
     folder = Path(path)
+    for name in SAFETENSORS + PICKLES:
+        check_no_link(folder / name)
     if any((folder / name).is_file() for name in SAFETENSORS):
         return Source(safetensors(folder), str(folder))
     if (folder / PICKLES[0]).is_file():
