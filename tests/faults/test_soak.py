@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
 from tests.distributed import needs_shared_memory
-from tests.faults.programs import save_kills, soak, tracer
+from tests.faults.programs import endurance, save_kills, soak, tracer
 
 pytestmark = [
     pytest.mark.processes,
@@ -42,6 +45,27 @@ CASES += [pytest.param(*case, id=f"{case[0]} {case[1]}", marks=pytest.mark.slow)
 def test_a_fault_ends_in_a_named_error_or_in_right_bits(kind: str, seed: int) -> None:
     """`python -m tests.faults.programs.soak` runs more."""
     line, broken = soak.run(kind, seed)
+    assert broken == [], line
+
+
+ENDURANCE = {
+    "steps": lambda path: endurance.steps(200, path),
+    "clock": lambda path: endurance.clock(20, path),
+    "disk": endurance.disk,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", ENDURANCE)
+def test_ranks_endure(kind: str) -> None:
+    """`python -m tests.faults.programs.endurance steps 5000` takes more steps."""
+    if kind == "clock" and shutil.which("gcc") is None:
+        pytest.skip("a clock that jumps is compiled")
+    with tempfile.TemporaryDirectory() as name:
+        # Another user looks at a path of the ranks.
+        Path(name).chmod(0o755)
+        line, broken = ENDURANCE[kind](Path(name) / "place")
     assert broken == [], line
 
 
