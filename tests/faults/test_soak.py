@@ -19,10 +19,11 @@ pytestmark = [
     needs_shared_memory,
 ]
 
-QUICK = [("pause", 1), ("strangers", 0)]
+QUICK = [("strangers", 0)]
 SLOW = [
     ("sigterm", 0),
     ("sigterm", 1),
+    ("pause", 1),
     ("stop", 0),
     ("stop", 1),
     ("late", 1),

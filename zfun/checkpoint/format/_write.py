@@ -307,8 +307,8 @@ def chunk_of(num_bytes: int) -> np.ndarray:
         block = pages(num_bytes)
     except OSError as error:
         raise CheckpointError(
-            f"a checkpoint takes {num_bytes} bytes of memory for each thread; got {error}; free memory, "
-            "raise the limit of the process, or save with a smaller chunk_bytes=",
+            f"a checkpoint takes {num_bytes} bytes of memory for each thread; got {error}; "
+            "free memory, raise the limit of the process, or save with a smaller chunk_bytes=",
             errno=error.errno,
         ) from error
     return np.frombuffer(block, np.uint8, num_bytes)
