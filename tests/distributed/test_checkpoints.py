@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
@@ -23,7 +24,7 @@ from tests.faulty_files import EVERY, FaultyFiles
 from tests.object_store import BUCKET, Proxy
 from zfun.checkpoint import steps
 from zfun.checkpoint._remove import stale
-from zfun.collectives import Workers
+from zfun.collectives import Workers, barrier
 from zfun.errors import CheckpointError
 from zfun.files import Files
 from zfun.objects import Objects
@@ -135,6 +136,7 @@ def waits_for(group: zf.Group, path: str, way: str) -> str:
         "wait": saving.wait,
         "save": lambda: zf.save(path, state, step=3),
         "load": lambda: zf.load(path, state),
+        "step": lambda: [barrier(group) for _ in itertools.count()],
     }
     start = time.monotonic()
     with pytest.raises(zf.ZfunError, match="lost rank 0") as caught:
@@ -151,6 +153,7 @@ def waits_for(group: zf.Group, path: str, way: str) -> str:
         "wait",
         pytest.param("save", marks=pytest.mark.slow),
         pytest.param("load", marks=pytest.mark.slow),
+        "step",
     ],
 )
 def test_a_rank_that_dies_while_it_publishes_is_missed_by_those_that_wait(way: str) -> None:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from tests.faults.programs.endurance import children_of, kills, torchrun
 from tests.faults.programs.runs import (
-    EXAMPLES,
     PARTS,
     Event,
     Plan,
@@ -64,31 +61,6 @@ def test_a_run_that_goes_on_has_the_bits_of_the_unbroken_run(
     assert_same_bits(result_of(tmp_path), unbroken([(2, 10)], tmp_path / "simulated"))
 
 
-@contextmanager
-def torchrun(folder: Path, plan: Plan, size: int, restarts: int) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size)]
-    command += ["--standalone", "--max-restarts", str(restarts), str(EXAMPLES / "train.py")]
-    command += plan.arguments(folder / "checkpoints")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    launcher = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    try:
-        yield launcher
-    finally:
-        for process in [*children_of(launcher.pid), launcher.pid]:
-            try:
-                os.kill(process, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        launcher.communicate()
-
-
-def children_of(parent: int) -> list[int]:
-    path = Path(f"/proc/{parent}/task/{parent}/children")
-    return [int(word) for word in path.read_text().split()] if path.exists() else []
-
-
 def await_step(folder: Path, step: int) -> None:
     while not [found for found in steps_in(folder) if found >= step]:
         time.sleep(0.02)
@@ -113,3 +85,11 @@ def test_torchrun_starts_a_killed_run_again_and_passes_sigterm_on(tmp_path: Path
     assert launcher.returncode == 0, text[-3000:]
     reference = unbroken([(2, last), (3, plan.steps)], tmp_path / "whole", full_text=True)
     assert_same_bits(result_of(tmp_path), reference)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+def test_a_run_of_torchrun_survives_kills_at_random_times(tmp_path: Path) -> None:
+    """`python -m tests.faults.programs.endurance torchrun 30 1` kills 30 times."""
+    line, broken = kills(3, 5, tmp_path)
+    assert broken == [], line

@@ -23,6 +23,8 @@ _POLL_S, _LONGEST_NAP_S = 0.01, 0.2
 _ASK_S = 1.0
 # After the end of the main thread, other ranks have this long to end their part.
 _AT_EXIT_S = 60.0
+# After a step has met the loss of a rank, which may have done its part.
+_AT_LOSS_S = 2.0
 
 
 class Saved:
@@ -167,7 +169,7 @@ class _Saving(Saved):
                 report = write()
             except Exception as caught:  # noqa: BLE001, reported to rank 0
                 error = caught
-            until = _Limit(timeout_s, self, _POLL_S if job.files.is_disk else _ASK_S)
+            until = _Limit(timeout_s, self, job)
             if job.group.rank == 0:
                 self._publish(job, error, report, until)
             else:
@@ -277,28 +279,33 @@ def _await_outcome(job: Any, until: _Limit) -> None:
 
 
 class _Limit:
-    """A limit of time, which is shorter from the end of the main thread on.
+    """A limit of time, which is shorter once the main thread has ended or the group has failed.
 
     Args:
         timeout_s: seconds.
         saving: may be told to end.
-        longest_s: seconds of one pause; the first is short, and each is twice as long.
+        job: the save.
     """
 
-    def __init__(self, timeout_s: float, saving: _Saving, longest_s: float) -> None:
-        self._saving = saving
-        self._nap, self._longest_s = _POLL_S, longest_s
+    def __init__(self, timeout_s: float, saving: _Saving, job: Any) -> None:
+        self._saving, self._job = saving, job
+        # The first pause is short, and each is twice as long.
+        self._nap, self._longest_s = _POLL_S, _POLL_S if job.files.is_disk else _ASK_S
         self._deadline = time.monotonic() + timeout_s
-        self._is_ending = False
+        self._is_ending = self._is_lost = False
 
     def pause(self, sign: str) -> None:
         """Sleep for a moment, or raise at the limit, or where other ranks have told to end."""
         if self._saving.told is not None:
             raise self._saving.told
+        now, failure = time.monotonic(), getattr(self._job.group, "failure", None)
         if not self._is_ending and not threading.main_thread().is_alive():
-            self._is_ending = True
-            self._deadline = min(self._deadline, time.monotonic() + _AT_EXIT_S)
-        if time.monotonic() > self._deadline:
+            self._is_ending, self._deadline = True, min(self._deadline, now + _AT_EXIT_S)
+        if not self._is_lost and failure is not None:
+            self._is_lost, self._deadline = True, min(self._deadline, now + _AT_LOSS_S)
+        if now > self._deadline and failure is not None:
+            raise _given_up(self._job.final, failure)
+        if now > self._deadline:
             raise CheckpointError(
                 f"a save in the background ends in time; got no sign that {sign}; look at the "
                 "other ranks, or pass a larger timeout_s"

@@ -133,6 +133,11 @@ class Wrapper(Group):
         self.wrapped = group
 
     @property
+    def failure(self) -> Exception | None:
+        """The error of the first collective that failed, as far as the group tells."""
+        return getattr(self.wrapped, "failure", None)
+
+    @property
     def allocate(self) -> Allocate | None:
         return self.wrapped.allocate
 

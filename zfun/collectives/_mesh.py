@@ -205,6 +205,12 @@ class Mesh(Group):
         }
 
     @property
+    def failure(self) -> Exception | None:
+        """The error of the first collective that failed, on any axis."""
+        groups = (self.inner, self.outer, self._whole)
+        return next((error for x in groups if (error := getattr(x, "failure", None))), None)
+
+    @property
     def is_checked(self) -> bool:
         """Whether the axes compare the collectives that their ranks start."""
         return is_checked(self.inner)

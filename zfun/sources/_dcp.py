@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from torch import Tensor
 from zfun.errors import CorruptCheckpoint, OptionError, SpecMismatch
 from zfun.objects import is_url, located
 from zfun.options import PATH, TEXT, instance, takes
-from zfun.sources._files import CPU, Stored, entry
+from zfun.sources._files import CPU, Stored, check_no_link, entry
 from zfun.sources._pickles import Inert, as_shape, load, load_metadata
 from zfun.sources._source import SOURCE, Source, TrainingState, named
 from zfun.sources._write import Written
@@ -147,6 +148,7 @@ class _Values(Mapping[str, object]):
 def _contents(folder: Path) -> tuple[dict[str, Stored], dict[str, _Place]]:
     """Return the tensors and the places of the other values, by name."""
     where = folder / METADATA
+    check_no_link(where)
     metadata = load_metadata(where, _INERT)
     try:
         places = {
@@ -167,7 +169,7 @@ def _contents(folder: Path) -> tuple[dict[str, Stored], dict[str, _Place]]:
             shape = as_shape(item.state["size"])
             dtype = item.state["properties"].state[0]
             if not isinstance(dtype, torch.dtype):
-                raise TypeError(f"a dtype {dtype!s:.40}")
+                raise TypeError(f"a dtype {reprlib.repr(dtype)}")
             tensors[name] = _tensor(name, shape, dtype, chunks)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise CorruptCheckpoint(
@@ -187,9 +189,9 @@ def _offsets(value: Any) -> tuple[int, ...] | None:
 
 
 def _place(folder: Path, info: Mapping[str, Any]) -> _Place:
-    if info.get("transform_descriptors"):
+    if transforms := info.get("transform_descriptors"):
         raise OptionError(
-            f"dcp() reads plain files; got {info['transform_descriptors']} in {folder}; save the "
+            f"dcp() reads plain files; got {reprlib.repr(transforms)} in {folder}; save the "
             "checkpoint without extensions"
         )
     file = entry(folder, info["relative_path"], str(folder / METADATA))
@@ -283,7 +285,7 @@ def _archive(name: str, chunk: _Chunk, dtype: torch.dtype) -> Stored:
     if not isinstance(tensor, Stored) or tensor.shape != chunk.sizes or tensor.dtype != dtype:
         raise CorruptCheckpoint(
             f"an archive of a checkpoint holds the chunk of the metadata, {dtype} {chunk.sizes} of "
-            f"{name!r}; got {tensor!r:.80} in {place.file}; copy the directory again",
+            f"{name!r}; got {reprlib.repr(tensor)} in {place.file}; copy the directory again",
             path=str(place.file),
             leaf=name,
         )

@@ -105,6 +105,7 @@ def _opened(folder: Path) -> TrainingState:
         )
     states = [_checked(load(file, inert=_INERT), dict, file) for file in models]
     if (folder / "zero").is_dir():
+        check_no_link(folder / "zero")
         slots, step = _universal(folder / "zero", states)
     else:
         slots, step = _of_ranks(folder, states)
@@ -114,6 +115,7 @@ def _opened(folder: Path) -> TrainingState:
 def _step_of(path: Path, tag: str | None) -> Path:
     latest = path / "latest"
     if tag is None and latest.is_file():
+        check_no_link(latest)
         tag = read_text(latest).strip()
     return path if tag is None else entry(path, tag, str(latest))
 
@@ -311,9 +313,25 @@ def _universal(folder: Path, states: Sequence[Any]) -> tuple[_Slots, int | None]
                     leaf=name,
                 )
             slots.setdefault(file.stem, {})[name] = Stored(shapes[name], tensor.dtype, tensor.fetch)
+    _check_complete(folder, slots)
     if step is None and (folder / "optimizer_state.pt").is_file():
+        check_no_link(folder / "optimizer_state.pt")
         step = _step(load(folder / "optimizer_state.pt", inert=_INERT))
     return slots, step
+
+
+def _check_complete(folder: Path, slots: _Slots) -> None:
+    """Refuse a parameter with fewer tensors than another one; optimizers have different ones."""
+    names = sorted({name for mine in slots.values() for name in mine})
+    keys_of = {name: {key for key, mine in slots.items() if name in mine} for name in names}
+    kinds = {frozenset(keys) for keys in keys_of.values()}
+    for name, keys in keys_of.items():
+        if more := next((other for other in kinds if keys < other), None):
+            raise CorruptCheckpoint(
+                f"a parameter has the tensors of the others; {name!r} has no "
+                f"{', '.join(sorted(more - keys))} in {folder}; copy the directory again",
+                leaf=name,
+            )
 
 
 def _assembled(

@@ -100,11 +100,12 @@ def check_no_link(path: Path) -> None:
     # Path.is_symlink() raises for a name that is too long, which the reader of the file reports.
     if not os.path.islink(path):  # noqa: PTH114
         return
-    folder, target = path.parent.resolve(), path.resolve().parent
-    if target not in (folder, folder.parent.parent / "blobs"):
+    # Path.resolve() raises for links in a circle, which the reader of the file reports.
+    folder, end = Path(os.path.realpath(path.parent)), os.path.realpath(path)
+    if Path(end).parent not in (folder, folder.parent.parent / "blobs"):
         raise UntrustedCheckpoint(
             f"the files of a checkpoint lie in its folder; got {path}, a link to "
-            f"{path.resolve()}; copy the file in place of the link, or name the folder where it is",
+            f"{end}; copy the file in place of the link, or name the folder where it is",
             path=str(path),
         )
 

@@ -8,7 +8,8 @@ arguments. A name that is in neither table is refused before anything of the fil
 
 Tensors are loaded onto the ``meta`` device, which allocates nothing. torch notes the place of their
 bytes in the file, and the bytes are read from there when asked for. The places are checked
-against the directory of the zip archive.
+against the directory of the zip archive, and the bytes against its checksums: those of a tensor
+before the first read, all others at once.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from __future__ import annotations
 import io
 import math
 import pickle
+import pickletools
 import re
-import struct
+import reprlib
 import threading
-import zipfile
 from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from zfun.errors import CorruptCheckpoint, UntrustedCheckpoint
+from zfun.sources._archives import ZIP_MAGIC, Record, damaged, records_of
 from zfun.sources._files import CPU, MAX_TEXT_BYTES, Stored, View, in_file, in_memory, read_into
 from zfun.sources.deferred import memory_of
 from zfun.sources.scratch import scratch
@@ -40,8 +42,10 @@ _TABLE = threading.Lock()
 # A list that contains another list twice doubles the values, so 60 small lists make 2**60.
 _MAX_VALUES = 1 << 24
 _MAX_EXPANDED_BYTES = 1 << 26
-_ZIP_MAGIC = b"PK\x03\x04"
-_LOCAL_HEADER_BYTES = 30
+# The hash of a tuple walks it, again each time it is a key.
+_MAX_TUPLE = 1 << 16
+# A number, a version, facts of the machine, the object, and the names of the storages.
+_OLD_PICKLES = 5
 
 
 class Inert:
@@ -81,11 +85,17 @@ def load(path: Path, *, inert: str = "", offset: int = 0, num_bytes: int | None 
         CorruptCheckpoint: the file is damaged.
     """
     with View(path, offset, num_bytes) as view:
-        lazy = view.read(len(_ZIP_MAGIC)) == _ZIP_MAGIC
-        records = _records(view) if lazy else {}
+        lazy = view.read(len(ZIP_MAGIC)) == ZIP_MAGIC
+        records = records_of(view) if lazy else {}
+        for place in [at for at, x in records.items() if x.name.endswith("/data.pkl")]:
+            view.seek(place)
+            _check_tuples(view, path)
         table: list[Any] = []
         if lazy and inert:
             table = [(_inert(name), name) for name in _unknown(view, inert)]
+        view.seek(0)
+        for _ in range(0 if lazy else _OLD_PICKLES):
+            _check_tuples(view, path)
         view.seek(0)
         try:
             with _TABLE, safe_globals(table):
@@ -97,7 +107,7 @@ def load(path: Path, *, inert: str = "", offset: int = 0, num_bytes: int | None 
         except pickle.UnpicklingError as error:
             raise _refused(path, str(error)) from None
         except Exception as error:  # noqa: BLE001, a damaged pickle fails in any way
-            raise _damaged(path, error) from None
+            raise damaged(path, error) from None
     made: dict[Hashable, Stored] = {}
 
     def to_stored(tensor: Tensor) -> Stored:
@@ -116,8 +126,35 @@ def load(path: Path, *, inert: str = "", offset: int = 0, num_bytes: int | None 
                 f"more than {_MAX_VALUES} values in lists that repeat, or a dict inside of itself"
             )
     except (RecursionError, ValueError) as error:
-        raise _damaged(path, error) from None
+        raise damaged(path, error) from None
     return plain
+
+
+def _check_tuples(view: Any, path: Path) -> None:
+    """Refuse a tuple that holds another one twice, and so on, before anything takes its hash."""
+    sizes: list[Any] = []
+    memo: dict[Any, Any] = {}
+    mark = pickletools.markobject
+    try:
+        for count, (op, arg, _) in enumerate(pickletools.genops(view)):
+            name, before = op.name, op.stack_before
+            if "GET" in name:
+                sizes.append(memo[arg])
+                continue
+            if "PUT" in name or name == "MEMOIZE":
+                memo[len(memo) if arg is None else arg] = sizes[-1]
+                continue
+            size = 1
+            if mark in before:
+                while (inner := sizes.pop()) is not None:
+                    size += inner
+            for _ in range(before.index(mark) if mark in before else len(before)):
+                size += sizes.pop() or 0
+            if name.startswith("TUPLE") and size > _MAX_TUPLE + count:
+                raise ValueError(f"more than {_MAX_TUPLE} values in tuples that repeat")
+            sizes.extend(None if kind is mark else size for kind in op.stack_after)
+    except (ValueError, IndexError, KeyError, OverflowError) as error:
+        raise damaged(path, error) from None
 
 
 def _unknown(view: View, inert: str) -> list[str]:
@@ -127,7 +164,7 @@ def _unknown(view: View, inert: str) -> list[str]:
         # A wrong guess of this list does no harm, because the load refuses other names.
         found = get_unsafe_globals_in_checkpoint(view)  # type: ignore[arg-type]
     except Exception as error:  # noqa: BLE001, a damaged pickle fails in any way
-        raise _damaged(view.path, error) from None
+        raise damaged(view.path, error) from None
     return [name for name in found if name.startswith(inert)]
 
 
@@ -141,38 +178,7 @@ def _refused(path: Path, message: str) -> UntrustedCheckpoint:
     )
 
 
-def _damaged(path: Path, error: BaseException) -> CorruptCheckpoint:
-    text = " ".join(str(error).split())[:200]
-    return CorruptCheckpoint(
-        f"{path} is a file of torch.save(); got {type(error).__name__}: {text}; copy the file "
-        "again",
-        path=str(path),
-    )
-
-
-def _records(view: View) -> dict[int, int]:
-    """Return the bytes of every record of a zip archive, by the offset of the first byte."""
-    view.seek(0)
-    found: dict[int, int] = {}
-    try:
-        with zipfile.ZipFile(view) as archive:  # type: ignore[arg-type]
-            infos = archive.infolist()
-        for info in infos:
-            if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
-                raise zipfile.BadZipFile(f"a compressed record {info.filename!r}")
-            view.seek(info.header_offset)
-            header = view.read(_LOCAL_HEADER_BYTES)
-            name_bytes, extra_bytes = struct.unpack("<HH", header[26:30])
-            start = info.header_offset + _LOCAL_HEADER_BYTES + name_bytes + extra_bytes
-            if start + info.file_size > view.num_bytes:
-                raise zipfile.BadZipFile(f"a record {info.filename!r} that ends behind the file")
-            found[start] = info.file_size
-    except (zipfile.BadZipFile, NotImplementedError, struct.error, ValueError, OSError) as error:
-        raise _damaged(view.path, error) from None
-    return found
-
-
-def _lazy(path: Path, base: int, records: Mapping[int, int], tensor: Tensor) -> Stored:
+def _lazy(path: Path, base: int, records: Mapping[int, Record], tensor: Tensor) -> Stored:
     """Return the tensor of the file for a tensor on the meta device, which knows its place."""
     storage = tensor.untyped_storage()
     at = getattr(storage, "_checkpoint_offset", None)
@@ -188,7 +194,7 @@ def _lazy(path: Path, base: int, records: Mapping[int, int], tensor: Tensor) -> 
         or any(stride < 0 for stride in tensor.stride())
         or (
             tensor.numel() > 0
-            and (at is None or at not in records or first + num_bytes > records[at])
+            and (at is None or at not in records or first + num_bytes > records[at].num_bytes)
         )
         # A stride of 0 makes any number of elements of one.
         or tensor.numel() * tensor.dtype.itemsize > max(num_bytes, _MAX_EXPANDED_BYTES)
@@ -200,10 +206,14 @@ def _lazy(path: Path, base: int, records: Mapping[int, int], tensor: Tensor) -> 
         )
     shape, dtype, strides = tuple(tensor.shape), tensor.dtype, tensor.stride()
     begin = base + (at or 0) + first
-    if tensor.is_contiguous():
-        return in_file(path, begin, shape, dtype)
+    record = records.get(at) if at is not None else None
+    whole = in_file(path, begin, shape, dtype) if tensor.is_contiguous() else None
 
     def fetch(start: int, stop: int) -> Tensor:
+        if record is not None:
+            record.check(path, base)
+        if whole is not None:
+            return whole.fetch(start, stop)
         memory = scratch((span,), dtype, CPU)
         read_into(path, begin, memory)
         return memory.as_strided(shape, strides).reshape(-1)[start:stop]
@@ -291,14 +301,15 @@ def load_metadata(path: Path, inert: tuple[str, ...]) -> Any:
     """
     with View(path) as view:
         if view.num_bytes > MAX_TEXT_BYTES:
-            raise _damaged(path, ValueError(f"{view.num_bytes} bytes of metadata"))
+            raise damaged(path, ValueError(f"{view.num_bytes} bytes of metadata"))
         text = view.read()
+    _check_tuples(text, path)
     try:
         return _Restricted(text, path, inert).load()
     except UntrustedCheckpoint:
         raise
     except Exception as error:  # noqa: BLE001, a damaged pickle fails in any way
-        raise _damaged(path, error) from None
+        raise damaged(path, error) from None
 
 
 def as_shape(value: Any) -> tuple[int, ...]:
@@ -309,6 +320,6 @@ def as_shape(value: Any) -> tuple[int, ...]:
         type(size) is int and size >= 0 for size in value
     ):
         raise CorruptCheckpoint(
-            f"a shape is a sequence of sizes; got {str(value)[:80]}; copy the checkpoint again"
+            f"a shape is a sequence of sizes; got {reprlib.repr(value)}; copy the checkpoint again"
         )
     return tuple(value)

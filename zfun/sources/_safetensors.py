@@ -190,6 +190,8 @@ def _entries(path: Path) -> dict[str, _Entry]:
     """Return all tensors of a folder or of a file, by name."""
     if path.is_file():
         return _entries_of(path)
+    for name in (ONE_FILE, INDEX):
+        check_no_link(path / name)
     if (path / ONE_FILE).is_file():
         return _entries_of(path / ONE_FILE)
     if (path / INDEX).is_file():
@@ -229,7 +231,7 @@ def _entries_of_index(folder: Path) -> dict[str, _Entry]:
                 f"{folder / file}; download the folder again",
                 leaf=name,
             )
-    return {name: entries[name] for name in places}
+    return entries
 
 
 def _entries_of(file: Path) -> dict[str, _Entry]:

@@ -9,7 +9,7 @@ from typing import Any
 from zfun.errors import CorruptCheckpoint, OptionError
 from zfun.objects import located
 from zfun.options import PATH, takes
-from zfun.sources._files import Stored, entry, read_json
+from zfun.sources._files import Stored, check_no_link, entry, read_json
 from zfun.sources._pickles import load
 from zfun.sources._safetensors import safetensors
 from zfun.sources._source import Source, joined, named
@@ -99,6 +99,8 @@ def huggingface(path: str | Path) -> Source:
         tensor([1., 1.])
     """
     folder = located(path)
+    for name in SAFETENSORS + PICKLES:
+        check_no_link(folder / name)
     if any((folder / name).is_file() for name in SAFETENSORS):
         return Source(safetensors(str(folder)), str(folder))
     if (folder / PICKLES[0]).is_file():

@@ -245,6 +245,26 @@ def test_paths_that_cannot_be_read_are_errors_of_checkpoints(tmp_path: Path) -> 
     assert caught.value.errno == errno.ENAMETOOLONG
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_a_process_without_memory_for_a_chunk_is_told(
+    base: Path, background: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any, **options: Any) -> Any:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mmap.mmap", refuse)
+        for use in (
+            lambda: save_step(base, 2, None, 1, background=background),
+            lambda: loaded(base),
+        ):
+            with pytest.raises(CheckpointError, match=r"bytes of memory for each thread") as caught:
+                use()
+            assert caught.value.errno == errno.ENOMEM
+    assert not stale(base)
+    assert loaded(base) == 1
+
+
 def test_a_full_disk_leaves_no_rubbish(base: Path) -> None:
     files = FaultyFiles(1, errno.ENOSPC, ("write",))
     with pytest.raises(CheckpointError, match=r"free room on the disk") as caught:

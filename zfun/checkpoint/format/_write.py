@@ -311,4 +311,12 @@ class _Writer:
 
 def chunk_of(num_bytes: int) -> np.ndarray:
     """Return memory for one chunk, which begins at a page."""
-    return np.frombuffer(pages(num_bytes), np.uint8, num_bytes)
+    try:
+        block = pages(num_bytes)
+    except OSError as error:
+        raise CheckpointError(
+            f"a checkpoint takes {num_bytes} bytes of memory for each thread; got {error}; "
+            "free memory, raise the limit of the process, or save with a smaller chunk_bytes=",
+            errno=error.errno,
+        ) from error
+    return np.frombuffer(block, np.uint8, num_bytes)

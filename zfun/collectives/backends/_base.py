@@ -118,6 +118,12 @@ class ProcessGroup(Group):
         sys.excepthook = self._hook
         atexit.register(self.close)
 
+    @property
+    def failure(self) -> ZfunError | None:
+        """The error of the first collective that failed, of a sub-group too."""
+        failures = [group._failure for group in (self, *self._subgroups)]
+        return next((failure for failure in failures if failure is not None), None)
+
     def subgroup(self, parts: Sequence[Sequence[int]], name: str = "") -> Group:
         self._check_open()
         ranks = own_part(self, parts)
