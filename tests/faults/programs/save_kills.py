@@ -26,7 +26,7 @@ import torch.distributed as dist
 import zfun as zf
 from tests.distributed import fork_server
 from tests.faults.programs import tracer
-from zfun.checkpoint._directory import stale
+from zfun.checkpoint._remove import stale
 from zfun.collectives import process_group
 from zfun.testing import same_bits
 
