@@ -18,7 +18,7 @@ from fsspec.config import conf
 import zfun as zf
 from tests import object_store
 from tests.checkpoints import Case, directories, load_into, save_after, unbroken
-from tests.conftest import on_one_core
+from tests.conftest import FORM, on_one_core
 from tests.distributed import processes
 from tests.faulty_files import EVERY, FaultyFiles
 from tests.object_store import BUCKET, Proxy
@@ -234,11 +234,13 @@ def outcomes_of(proxies: list[Proxy], rank: int, at: int | None, background: boo
 
 
 def requests(quick: list[tuple[int, int]]) -> list[Any]:
-    """Rank and number of the request: a few of them, or all, with some to spare."""
+    """Rank and number of the request: a few of them, or all, with some to spare.
+
+    All take ten minutes, so `make test-all` takes every sixth.
+    """
     everything = [(0, at) for at in range(30)] + [(1, at) for at in range(8)]
-    return [
-        pytest.param(*case, marks=() if case in quick else pytest.mark.slow) for case in everything
-    ]
+    chosen = everything if FORM == "search" else [*everything[2::6], *quick]
+    return [pytest.param(*case, marks=() if case in quick else pytest.mark.slow) for case in chosen]
 
 
 @pytest.mark.parametrize("background", [False, True])
