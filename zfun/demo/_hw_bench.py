@@ -77,16 +77,16 @@ def measure_hardware(
         progress()
     disk = _disk(path, mib)
     progress()
-    rates = {"network": sent.bytes_per_s, "latency_s": sent.latency_s} if ranks > 1 else {}
     limit = float(torch.cuda.mem_get_info()[1]) if has_device else float("inf")
     return Hardware(
         flops,
+        sent.bytes_per_s,
         host_link=link,
         disk=disk,
         memory=memory,
         host_memory=host,
         device_bytes=limit,
-        **rates,
+        latency_s=sent.latency_s,
     )
 
 

@@ -18,8 +18,8 @@ from zfun.planner._timeline import Span, Timeline, timeline
 from zfun.planner._trace import order_of_use, trace
 from zfun.planner.plans._advise import Advice, Candidate, Model, Rung, advise
 from zfun.planner.plans._compare import Comparison, compare
-from zfun.planner.plans._flops import Flops
-from zfun.planner.plans._hardware import Forecast, Hardware
+from zfun.planner.plans._flops import Flops, Touched
+from zfun.planner.plans._hardware import Forecast, Hardware, Work
 from zfun.planner.plans._huggingface import from_huggingface
 from zfun.planner.plans._kept import PathBytes
 from zfun.planner.plans._plan import Observer, live_bytes, plan
@@ -67,10 +67,12 @@ __all__ = [
     "Span",
     "Step",
     "Timeline",
+    "Touched",
     "Trace",
     "TracedBucket",
     "UpdatePlan",
     "UpdateStep",
+    "Work",
     "advise",
     "compare",
     "explain",

@@ -34,7 +34,7 @@ def recomputed(params: Any, x: torch.Tensor) -> torch.Tensor:
     return loss(params, x, zf.remat(block))
 
 
-def machine(device_bytes: float, **sizes: float) -> Hardware:
+def machine(device_bytes: float, **sizes: Any) -> Hardware:
     return Hardware(
         flops_per_s=1e9, network=1e9, host_link=1e6, disk=1e5, device_bytes=device_bytes, **sizes
     )
