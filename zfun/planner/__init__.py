@@ -16,7 +16,8 @@ from zfun.planner._parts import Bytes, Instant, Live
 from zfun.planner._profile import Noted, Profile, profile
 from zfun.planner._timeline import Span, Timeline, timeline
 from zfun.planner._trace import order_of_use, trace
-from zfun.planner.plans._advise import Advice, Candidate, Model, Rung, advise
+from zfun.planner.plans._advise import Advice, Rung, advise
+from zfun.planner.plans._bounds import Bound
 from zfun.planner.plans._compare import Comparison, compare
 from zfun.planner.plans._flops import Flops, Touched
 from zfun.planner.plans._hardware import Forecast, Hardware, Work
@@ -24,6 +25,7 @@ from zfun.planner.plans._huggingface import from_huggingface
 from zfun.planner.plans._kept import PathBytes
 from zfun.planner.plans._plan import Observer, live_bytes, plan
 from zfun.planner.plans._record import Moved, Plan, Sent
+from zfun.planner.plans._space import Candidate, Model, candidates
 from zfun.transforms import (
     Event,
     Schedule,
@@ -40,6 +42,7 @@ from zfun.transforms import (
 __all__ = [
     "Accumulation",
     "Advice",
+    "Bound",
     "Bytes",
     "Candidate",
     "Comparison",
@@ -74,6 +77,7 @@ __all__ = [
     "UpdateStep",
     "Work",
     "advise",
+    "candidates",
     "compare",
     "explain",
     "formulae",
