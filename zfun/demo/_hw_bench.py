@@ -28,8 +28,14 @@ from zfun.planner import Hardware
 
 __all__ = ["MEASUREMENTS", "hw_bench", "measure_hardware"]
 
-MEASUREMENTS = ("flops_per_s", "memory", "host_memory", "host_link", "network", "disk")
+MEASUREMENTS = ("flops_per_s", "touch", "memory", "host_memory", "host_link", "network", "disk")
 _ROUNDS = 5
+
+
+class _Loss(NamedTuple):
+    bytes_per_s: float
+    op_s: float
+    flops_per_s: float
 
 
 class _Network(NamedTuple):
@@ -67,6 +73,8 @@ def measure_hardware(
     with Workers(ranks) as workers:
         flops = statistics.median(workers.run(_flops, device))
         progress()
+        touch, op_s, least = map(statistics.median, zip(*workers.run(_loss, device), strict=True))
+        progress()
         memory = statistics.median(workers.run(_update, device, mib))
         progress()
         host = statistics.median(workers.run(_update, torch.device("cpu"), mib))
@@ -87,6 +95,9 @@ def measure_hardware(
         host_memory=host,
         device_bytes=limit,
         latency_s=sent.latency_s,
+        touch=touch,
+        op_s=op_s,
+        least_flops_per_s=min(least, flops),
     )
 
 
@@ -110,6 +121,31 @@ def _flops(group: Group, device: torch.device) -> float:
     x = torch.ones(side, side, dtype=dtype, device=device)
     barrier(group)
     return 2 * side**3 / _seconds(lambda: x @ x, device)
+
+
+def _loss(group: Group, device: torch.device) -> _Loss:
+    """Return the rates of the slow operations of a loss, forward and back.
+
+    GELU computes most of the element-wise functions, additions of few numbers are all start, and
+    a thin product reads as much as it computes.
+    """
+    large = torch.ones(2**22, device=device, requires_grad=True)
+    small = torch.ones(16, device=device, requires_grad=True)
+    thin = torch.ones(64, 1024, device=device)
+    wide = torch.ones(1024, 1024, device=device)
+
+    def starts() -> None:
+        x = small
+        for _ in range(100):
+            x = x + 1
+        x.sum().backward()
+
+    barrier(group)
+    gelu = lambda: torch.nn.functional.gelu(large).backward(large.detach())
+    # Of an operation, backward counts as two more.
+    touched = 3 * 2 * large.nbytes / _seconds(gelu, device)
+    op_s = _seconds(starts, device) / 300
+    return _Loss(touched, op_s, 2 * 64 * 1024 * 1024 / _seconds(lambda: thin @ wide, device))
 
 
 def _update(group: Group, device: torch.device, mib: int) -> float:
@@ -184,6 +220,7 @@ def hw_bench(
         found = measure_hardware(path, ranks=ranks, mib=mib, progress=bar.update)
     found.save(out)
     for name, value in dataclasses.asdict(found).items():
-        print(f"{name:14}{value:12.4g}")
+        if value is not None:
+            print(f"{name:18}{value:12.4g}")
     print(f"\nwritten: {out}")
     return 0

@@ -259,6 +259,61 @@ def test_the_command_plans_a_model_of_hugging_face(config: Any, capsys: Any) -> 
     assert "config.json" in capsys.readouterr().err
 
 
+# Sizes of Llama 3, and steps of FSDP that torchtitan has published, for sequences of 8,192 tokens:
+# benchmarks/llama3_h100_202412_torchtitan.md (selective checkpointing) and docs/performance.md
+# (70B, full checkpointing) of https://github.com/pytorch/torchtitan, in tokens per second.
+LLAMA = {"8B": (4096, 14336, 32, 32), "70B": (8192, 28672, 80, 64)}
+# Peaks of the data sheets; the memory and network of the H100 hosts are those of the publication.
+# The slowest products are those of attention: FlashAttention-2 reaches 35 % of the peak of an H100
+# (Shah et al., "FlashAttention-3", 2024), and half that of an A100 (Dao, "FlashAttention-2", 2023).
+H100 = Hardware(
+    flops_per_s=989e12,
+    least_flops_per_s=0.35 * 989e12,
+    memory=2.4e12,
+    touch=2.4e12,
+    network=50e9,
+    local_network=450e9,
+    ranks_per_host=8,
+)
+A100 = Hardware(
+    flops_per_s=312e12,
+    least_flops_per_s=0.5 * 312e12,
+    memory=2e12,
+    touch=2e12,
+    network=25e9,
+    local_network=300e9,
+    ranks_per_host=8,
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("name", "ranks", "rows", "hardware", "tokens_per_s"),
+    [("8B", 8, 2, H100, 5762), ("8B", 128, 2, H100, 5605), ("70B", 64, 1, A100, 331)],
+)
+def test_published_steps_lie_within_the_bounds(
+    name: str, ranks: int, rows: int, hardware: Hardware, tokens_per_s: float, tmp_path: Any
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    width, hidden, layers, heads = LLAMA[name]
+    sizes = {"hidden_size": width, "intermediate_size": hidden, "num_hidden_layers": layers}
+    sizes |= {"num_attention_heads": heads, "num_key_value_heads": 8, "vocab_size": 128256}
+    transformers.LlamaConfig(**sizes, max_position_embeddings=8192).save_pretrained(tmp_path)
+    model = zf.planner.from_huggingface(tmp_path, rows, 8192)
+    # The run recomputes something between nothing and all. On the CPU attention is fused, as there.
+    plain, full = (
+        zf.plan(lambda group, one=one: one.of(model, group), model.params, model.batch, ranks).on(
+            hardware
+        )
+        for one in (
+            Candidate(3, recomputed, precision=torch.bfloat16) for recomputed in (False, True)
+        )
+    )
+    assert plain.at_least_s <= rows * 8192 / tokens_per_s <= full.at_most_s
+    assert full.at_most_s < 6 * plain.at_least_s
+
+
 @pytest.mark.slow
 def test_the_command_measures_this_machine(tmp_path: Any, capsys: Any) -> None:
     pytest.importorskip("tqdm")
@@ -266,6 +321,7 @@ def test_the_command_measures_this_machine(tmp_path: Any, capsys: Any) -> None:
     assert cli.main(["hw-bench", str(tmp_path), "--mib", "4", "--out", str(out)]) == 0
     found = json.loads(out.read_text())
     assert {"flops_per_s", "memory", "host_memory", "network", "disk", "latency_s"} <= set(found)
+    assert {"touch", "op_s", "least_flops_per_s"} <= set(found)
     assert all(value > 0 for value in found.values())
     assert "written" in capsys.readouterr().out
 
