@@ -34,6 +34,8 @@ _RATE = number(above=0, infinite=True, example="1e12")
     ranks_per_host=integer(1) | None,
     touch=_RATE,
     op_s=number(0),
+    message_s=number(0),
+    step_s=number(0),
     least_flops_per_s=_RATE | None,
 )
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,9 @@ class Hardware:
         touch: bytes per second that the operations of a loss read and write, at the slowest. These
             count in the upper bound of a step.
         op_s: seconds that each operation of a loss takes beside its bytes, in the upper bound.
+        message_s: seconds that a rank works for each message, with the update of its bucket, in the
+            upper bound.
+        step_s: seconds of a step that has nothing to do, in the upper bound.
         least_flops_per_s: as ``flops_per_s``, in the slowest products of a step, for the upper
             bound; by default the same.
 
@@ -84,6 +89,8 @@ class Hardware:
     ranks_per_host: int | None = None
     touch: float = math.inf
     op_s: float = 0.0
+    message_s: float = 0.0
+    step_s: float = 0.0
     least_flops_per_s: float | None = None
 
     def save(self, path: str | Path) -> None:
@@ -161,7 +168,8 @@ class Forecast(NamedTuple):
         host_link_s: seconds of copies between the device and host memory.
         disk_s: seconds of reads and writes.
         update_s: seconds of the optimizer's step.
-        loss_s: seconds that the operations of the loss may take beside ``compute_s``.
+        loss_s: seconds that the operations of the loss and the work of the rank for its messages
+            may take beside ``compute_s``.
         least_network_s: seconds of collectives that enter each host once.
     """
 
@@ -227,6 +235,8 @@ def forecast(work: Work, hardware: Hardware) -> Forecast:
         + 4 * work.state_elsewhere / hardware.host_memory,
         max(0.0, work.flops / (hardware.least_flops_per_s or hardware.flops_per_s) - compute_s)
         + work.touched / hardware.touch
-        + work.num_ops * hardware.op_s,
+        + work.num_ops * hardware.op_s
+        + work.num_messages * hardware.message_s
+        + hardware.step_s,
         min(least, most) + across + within + starts,
     )
