@@ -1,11 +1,11 @@
-"""The order of zfun's stages by step time: forecast from a plan, and measured.
+"""The step times of zfun's stages: the bounds of a forecast from a plan, and measured.
 
     python benchmarks/forecast.py --preset small --rounds 6
     python benchmarks/forecast.py --write     # into benchmarks/results/forecast.md
 
 The rates of this machine are measured as ``zfun hw-bench`` does, each stage is planned on them, and
-the same steps are taken as in ``benchmarks/step.py``. Two stages whose measured times differ by
-less than 5 % have no order.
+the same steps are taken as in ``benchmarks/step.py``. A measured time should lie between the two
+bounds. Two stages whose measured times differ by less than 5 % have no order.
 """
 
 from __future__ import annotations
@@ -78,19 +78,33 @@ def main() -> None:
     args.only, args.dtype, args.no_shared_memory, args.in_turn = [*names], "fp32", False, False
     rows = step.rows_of(step.measure(args), 1)
     measured = {name: row["ms"] / 1e3 for name, row in rows.items()}
-    lines = ["| | measured, ms | forecast, ms | compute | network | update |", "|---" * 6 + "|"]
+    head = "measured, ms | at least, ms | at most, ms | compute | network | update | loss"
+    lines = [f"| | {head} |", "|---" * 8 + "|"]
     for name, found in forecasts.items():
-        parts = (measured[name], found.at_most_s, found.compute_s, found.network_s, found.update_s)
-        lines.append(f"| {name} | " + " | ".join(f"{1e3 * x:.1f}" for x in parts) + " |")
+        bounds = found.at_least_s, found.at_most_s
+        parts = found.compute_s, found.network_s, found.update_s, found.loss_s
+        lines.append(
+            f"| {name} | "
+            + " | ".join(f"{1e3 * x:.1f}" for x in (measured[name], *bounds, *parts))
+            + " |"
+        )
     wrong = wrong_pairs({name: found.at_most_s for name, found in forecasts.items()}, measured)
+    outside = [
+        name
+        for name, one in forecasts.items()
+        if not one.at_least_s <= measured[name] <= one.at_most_s
+    ]
     verdict = f"In another order: {', '.join(wrong)}." if wrong else "All pairs are in order."
+    verdict += (
+        f" Outside of the bounds: {', '.join(outside)}." if outside else " All are in bounds."
+    )
     print("\n".join([*lines, "", verdict, repr(machine)]))
     if args.write:
         title = f"{args.preset}, fp32, {args.ranks} ranks, shared memory"
         figures = "\n".join(lines)
         head = f"{pages.environment()} {args.rounds} rounds of {args.steps} steps. {verdict}"
         print(f"written: {pages.write_section('forecast.md', title, head, figures)}")
-    if wrong:
+    if wrong or outside:
         sys.exit(1)
 
 

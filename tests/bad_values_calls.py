@@ -724,6 +724,16 @@ case(
     device_bytes=("zero", "half", "10**30", "infinity"),
     host_bytes=("zero", "half", "10**30", "infinity"),
     disk_bytes=("zero", "half", "10**30", "infinity"),
+    local_network=("half", "10**30", "infinity"),
+    touch=("half", "10**30", "infinity"),
+    op_s=FROM_0,
+    message_s=FROM_0,
+    step_s=FROM_0,
+    least_flops_per_s=("half", "10**30", "infinity"),
+)
+case(
+    "planner.candidates",
+    lambda g: {"model": zf.planner.Model(loss, params(), BATCH), "num_ranks": 2},
 )
 case("planner.order_of_use", lambda g: {"loss": loss, "params": params(), "batch": BATCH})
 case("planner.profile", lambda g: {}, lambda g, context: None)

@@ -8,11 +8,12 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from zfun import ops, stores
+from zfun import ops, optim, stores
 from zfun.collectives import (
     AllGather,
     AllReduce,
@@ -20,16 +21,33 @@ from zfun.collectives import (
     Group,
     Workers,
     barrier,
+    record,
 )
 from zfun.demo._picture import check_folder
 from zfun.errors import OptionError
 from zfun.options import PATH, integer, takes
 from zfun.planner import Hardware
+from zfun.recipes import zero
 
 __all__ = ["MEASUREMENTS", "hw_bench", "measure_hardware"]
 
-MEASUREMENTS = ("flops_per_s", "memory", "host_memory", "host_link", "network", "disk")
+MEASUREMENTS = (
+    "flops_per_s",
+    "touch",
+    "step_s",
+    "memory",
+    "host_memory",
+    "host_link",
+    "network",
+    "disk",
+)
 _ROUNDS = 5
+
+
+class _Loss(NamedTuple):
+    bytes_per_s: float
+    op_s: float
+    flops_per_s: float
 
 
 class _Network(NamedTuple):
@@ -45,6 +63,9 @@ def measure_hardware(
     progress: Callable[[], object] = lambda: None,
 ) -> Hardware:
     """Measure the rates of this machine; medians of a few rounds.
+
+    Of ``flops_per_s``, the lower end of a forecast, the fastest round counts, and of the fields for
+    the upper end alone the slowest.
 
     Processes share the cores, as ranks of the CPU do: computation and updates are measured on all
     ranks at the same time.
@@ -65,7 +86,11 @@ def measure_hardware(
     has_device = torch.cuda.is_available()
     device = torch.device("cuda" if has_device else "cpu")
     with Workers(ranks) as workers:
-        flops = statistics.median(workers.run(_flops, device))
+        flops = max(workers.run(_flops, device))
+        progress()
+        touch, op_s, least = map(statistics.median, zip(*workers.run(_loss, device), strict=True))
+        progress()
+        message_s, step_s = map(max, zip(*workers.run(_steps, device), strict=True))
         progress()
         memory = statistics.median(workers.run(_update, device, mib))
         progress()
@@ -77,21 +102,30 @@ def measure_hardware(
         progress()
     disk = _disk(path, mib)
     progress()
-    rates = {"network": sent.bytes_per_s, "latency_s": sent.latency_s} if ranks > 1 else {}
     limit = float(torch.cuda.mem_get_info()[1]) if has_device else float("inf")
     return Hardware(
         flops,
+        sent.bytes_per_s,
         host_link=link,
         disk=disk,
         memory=memory,
         host_memory=host,
         device_bytes=limit,
-        **rates,
+        latency_s=sent.latency_s,
+        touch=touch,
+        op_s=op_s,
+        message_s=message_s,
+        step_s=step_s,
+        least_flops_per_s=min(least, flops),
     )
 
 
-def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Return the median time of a call, the first not counted."""
+def _seconds(
+    run: Callable[[], object],
+    device: torch.device,
+    of: Callable[[list[float]], float] = statistics.median,
+) -> float:
+    """Return the median time of a call, or the least or the most; the first is not counted."""
     found = []
     for _ in range(1 + _ROUNDS):
         begin = time.perf_counter()
@@ -99,7 +133,7 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
         found.append(time.perf_counter() - begin)
-    return statistics.median(found[1:])
+    return of(found[1:])
 
 
 def _flops(group: Group, device: torch.device) -> float:
@@ -109,7 +143,55 @@ def _flops(group: Group, device: torch.device) -> float:
         torch.set_num_threads(max(1, torch.get_num_threads() // group.size))
     x = torch.ones(side, side, dtype=dtype, device=device)
     barrier(group)
-    return 2 * side**3 / _seconds(lambda: x @ x, device)
+    return 2 * side**3 / _seconds(lambda: x @ x, device, min)
+
+
+def _loss(group: Group, device: torch.device) -> _Loss:
+    """Return the rates of the slow operations of a loss, forward and back.
+
+    GELU computes most of the element-wise functions, additions of few numbers are all start, and
+    a thin product reads as much as it computes.
+    """
+    large = torch.ones(2**22, device=device, requires_grad=True)
+    small = torch.ones(16, device=device, requires_grad=True)
+    thin = torch.ones(64, 1024, device=device)
+    wide = torch.ones(1024, 1024, device=device)
+
+    def starts() -> None:
+        x = small
+        for _ in range(100):
+            x = x + 1
+        x.sum().backward()
+
+    barrier(group)
+    gelu = lambda: torch.nn.functional.gelu(large).backward(large.detach())
+    # Of an operation, backward counts as two more.
+    touched = 3 * 2 * large.nbytes / _seconds(gelu, device, max)
+    op_s = _seconds(starts, device, max) / 300
+    return _Loss(touched, op_s, 2 * 64 * 1024 * 1024 / _seconds(lambda: thin @ wide, device, max))
+
+
+def _steps(group: Group, device: torch.device) -> tuple[float, float]:
+    """Return the seconds of a message and those of an empty step, from steps of few numbers."""
+    found: list[tuple[int, float]] = []
+    for count in (2, 34):
+        params = {f"p{number}": torch.ones(8, device=device) for number in range(count)}
+        loss = lambda p, x: sum((leaf * x).sum() for leaf in p.values())
+        recorded = record(group)
+        z = zero(3, loss, optim.adamw(1e-4), recorded, bucket_bytes=1)
+        state, x = z.init(params), torch.ones(8, device=device)
+
+        def step(z: Any = z, x: Tensor = x) -> None:
+            nonlocal state
+            state, _ = z.step(state, x)
+
+        step()
+        recorded.clear()
+        step()
+        found.append((len(recorded.log), _seconds(step, device, max)))
+    (few, short), (many, long) = found
+    message_s = max(0.0, (long - short) / (many - few)) if many > few else 0.0
+    return message_s, max(0.0, short - few * message_s)
 
 
 def _update(group: Group, device: torch.device, mib: int) -> float:
@@ -184,6 +266,7 @@ def hw_bench(
         found = measure_hardware(path, ranks=ranks, mib=mib, progress=bar.update)
     found.save(out)
     for name, value in dataclasses.asdict(found).items():
-        print(f"{name:14}{value:12.4g}")
+        if value is not None:
+            print(f"{name:18}{value:12.4g}")
     print(f"\nwritten: {out}")
     return 0

@@ -83,6 +83,10 @@ def plan(
         advice = advise(model, machine, ranks)
         is_good = advice.best is not None
         print(f"\n{advice}")
+        if importlib.util.find_spec("matplotlib") is not None:
+            front = check_folder(Path(out)) / "frontier.png"
+            advice.draw().savefig(front, dpi=150)
+            print(f"\nFrontier: {front}")
     if importlib.util.find_spec("matplotlib") is not None:
         print(f"\nPicture: {_draw(found, machine, Path(out))}")
     return 0 if is_good else 1

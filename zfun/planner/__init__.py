@@ -17,14 +17,16 @@ from zfun.planner._parts import Bytes, Instant, Live
 from zfun.planner._profile import Noted, Profile, profile
 from zfun.planner._timeline import Span, Timeline, timeline
 from zfun.planner._trace import order_of_use, trace
-from zfun.planner.plans._advise import Advice, Candidate, Model, Rung, advise
+from zfun.planner.plans._advise import Advice, Rung, advise
+from zfun.planner.plans._bounds import Bound
 from zfun.planner.plans._compare import Comparison, compare
-from zfun.planner.plans._flops import Flops
-from zfun.planner.plans._hardware import Forecast, Hardware
+from zfun.planner.plans._flops import Flops, Touched
+from zfun.planner.plans._hardware import Forecast, Hardware, Work
 from zfun.planner.plans._huggingface import from_huggingface
 from zfun.planner.plans._kept import PathBytes
 from zfun.planner.plans._plan import Observer, live_bytes, plan
 from zfun.planner.plans._record import Moved, Plan, Sent
+from zfun.planner.plans._space import Candidate, Model, candidates
 from zfun.transforms import (
     Event,
     Schedule,
@@ -41,6 +43,7 @@ from zfun.transforms import (
 __all__ = [
     "Accumulation",
     "Advice",
+    "Bound",
     "Bytes",
     "Candidate",
     "Comparison",
@@ -68,11 +71,14 @@ __all__ = [
     "Span",
     "Step",
     "Timeline",
+    "Touched",
     "Trace",
     "TracedBucket",
     "UpdatePlan",
     "UpdateStep",
+    "Work",
     "advise",
+    "candidates",
     "compare",
     "explain",
     "formulae",

@@ -43,9 +43,9 @@ from zfun.planner._buffers import STATE, Buffers
 from zfun.planner._parts import Bytes, Live
 from zfun.stores import Stored, on_disk
 
-__all__ = ["Meter", "masters_of"]
+__all__ = ["SMALL", "Meter", "masters_of"]
 
-_SMALL = 512
+SMALL = 512
 
 # The names of the operands of collectives, by those of the collectives.
 _SENT = {"params": "gathered", "grads": "grads"}
@@ -134,7 +134,7 @@ class Meter(TorchDispatchMode):
                     found.name = name
                     continue
                 x = leaf.get(leaf.store.device).wait() if is_stored else leaf
-                if isinstance(x, Tensor) and x.untyped_storage().nbytes() >= _SMALL:
+                if isinstance(x, Tensor) and x.untyped_storage().nbytes() >= SMALL:
                     self._buffers.follow(x, name, _device_of(x)).detail = ""
 
     def name_state(self, state: Any) -> None:
@@ -162,7 +162,7 @@ class Meter(TorchDispatchMode):
         """Follow the storages that an operation has made; the meter calls this itself."""
         given: list[Tensor] | None = None
         for x in _tensors(out):
-            if x.untyped_storage().nbytes() < _SMALL or self._buffers.find(x) is not None:
+            if x.untyped_storage().nbytes() < SMALL or self._buffers.find(x) is not None:
                 continue
             given = [*_tensors(inputs)] if given is None else given
             if any(x.untyped_storage()._cdata == y.untyped_storage()._cdata for y in given):
@@ -208,7 +208,7 @@ class Meter(TorchDispatchMode):
 
     def _copied_from(self, given: Sequence[Tensor]) -> str:
         """Return the name of the buffers that a result is a copy of, if these are sent."""
-        large = [x for x in given if x.untyped_storage().nbytes() >= _SMALL]
+        large = [x for x in given if x.untyped_storage().nbytes() >= SMALL]
         names = {found.name if (found := self._buffers.find(x)) else "" for x in large}
         # An operation that autograd records is the loss's own.
         is_recorded = torch.is_grad_enabled() and any(x.requires_grad for x in large)

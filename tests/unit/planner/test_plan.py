@@ -396,6 +396,33 @@ def test_a_forecast_divides_the_work_by_the_rates() -> None:
         plan.on(None)  # type: ignore[arg-type]
 
 
+def test_a_forecast_prices_each_axis_of_a_mesh() -> None:
+    hosts: Any = {"network": 1e6, "local_network": 1e9, "ranks_per_host": 2}
+    machine = Hardware(flops_per_s=math.inf, **hosts)
+    rows = lambda group: composed(3)(zf.split(group, 2))
+    meshed = zf.plan(rows, gpt2(), tokens(2), 4)
+    across, within = (meshed.bytes_sent(axis=axis) for axis in ("outer", "inner"))
+    assert across > 0 < within
+    assert meshed.on(machine).at_most_s == pytest.approx(across / 1e6 + within / 1e9)
+    flat = zf.plan(composed(3), gpt2(), tokens(2), 4)
+    found = flat.on(machine)
+    assert found.at_most_s == pytest.approx(flat.bytes_sent() / 1e6)
+    assert found.at_least_s == pytest.approx(flat.bytes_sent() / 2e6)
+    inside = zf.plan(composed(3), gpt2(), tokens(2), 2)
+    assert inside.on(machine).at_most_s == pytest.approx(inside.bytes_sent() / 1e9)
+
+
+def test_the_operations_of_the_loss_cost_time_in_the_upper_bound_alone() -> None:
+    plans = [zf.plan(composed(stage), gpt2(), tokens(2), 2) for stage in (0, 1, 2, 3)]
+    assert len({plan.touched for plan in plans}) == 1
+    plan = plans[0]
+    assert plan.touched.forward_bytes > 0 == plan.touched.recomputed_bytes
+    slow = plan.on(Hardware(flops_per_s=2e9, least_flops_per_s=1e9, touch=1e6, op_s=1e-3))
+    assert slow.at_least_s == plan.flops.total / 2e9
+    added = plan.touched.num_bytes / 1e6 + plan.touched.num_ops * 1e-3
+    assert slow.at_most_s == pytest.approx(plan.flops.total / 1e9 + added)
+
+
 def test_compositions_are_compared_in_one_table() -> None:
     makes = {f"stage {stage}": composed(stage) for stage in (0, 1, 2, 3)}
     machine = Hardware(flops_per_s=1e12, network=1e9)

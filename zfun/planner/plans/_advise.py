@@ -1,128 +1,49 @@
 """Advice: the fastest composition that fits a machine.
 
-[Note: the ladder]
-The rungs follow the usual advice for a model that runs out of memory: recompute, then shard more,
-then offload more, then lower the defaults, the precision, and use a disk. Each rung costs speed, so
-the climb ends at the first rung that fits. Then faster variants of that rung are tried, and larger
-batches.
+[Note: the search]
+Every composition has a bound on its time and its memory ([Note: bounds]), which costs microseconds.
+The compositions are planned in the order of their least times, except those whose least memory
+exceeds the machine. The search ends when the fastest plan that fits is no slower than the least
+time of the next composition. So no composition is left out without a proof: its bound. A plan that
+lies below its own bound is a fault, after which every composition is planned.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import tempfile
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from zfun import optim, stores, tree
-from zfun.collectives import Group
+from zfun import tree
+from zfun.collectives import Group, abstract_group
 from zfun.errors import OptionError
-from zfun.layout import DEFAULT_BUCKET_BYTES
-from zfun.options import ANY, FUNCTION, instance, one_of, takes
+from zfun.options import BOOL, instance, takes
+from zfun.planner.plans._bounds import Bound, Bounds
 from zfun.planner.plans._hardware import HARDWARE, Forecast, Hardware
 from zfun.planner.plans._plan import GROUP_OR_SIZE, plan
 from zfun.planner.plans._record import Plan
-from zfun.recipes import Precision, zero
+from zfun.planner.plans._space import Candidate, Model, candidates
 from zfun.tables import html_table, in_bytes, in_columns
-from zfun.transforms import ScheduleOptions, map_batch
-from zfun.typing import Loss
+from zfun.transforms import map_batch
 
-__all__ = ["Advice", "Candidate", "Model", "Rung", "advise"]
+__all__ = ["Advice", "Rung", "advise"]
 
 _MOST_DOUBLINGS = 4
-
-
-@takes(
-    loss=FUNCTION,
-    params=ANY,
-    batch=ANY,
-    optimizer=ANY,
-    recomputed=FUNCTION | None,
-    precision=instance(Precision, "a zf.Precision", "zf.Precision(...)")
-    | one_of(torch.bfloat16, torch.float16)
-    | None,
-)
-@dataclass(frozen=True)
-class Model:
-    """A model to be trained, for :func:`advise`.
-
-    Attributes:
-        loss: the loss.
-        params: a tree of tensors; ``meta`` tensors will do.
-        batch: the batch of a rank.
-        optimizer: the optimizer.
-        recomputed: the same loss with recomputed blocks, if there is one.
-        precision: of all compositions; by default mixed precision is a rung of the ladder.
-    """
-
-    loss: Loss
-    params: tree.Tree
-    batch: Any
-    optimizer: Any = dataclasses.field(default_factory=lambda: optim.adamw(1e-4))
-    recomputed: Loss | None = None
-    precision: torch.dtype | Precision | None = None
-
-
-class Candidate(NamedTuple):
-    """The choices of a rung.
-
-    Attributes:
-        stage: of :func:`zfun.zero`.
-        recomputed: whether blocks are recomputed.
-        offloaded: the parts in a store.
-        on_disk: whether the store is a disk, not host memory.
-        lean: whether buckets are small, and nothing is gathered ahead.
-        precision: mixed precision.
-    """
-
-    stage: int
-    recomputed: bool = False
-    offloaded: tuple[str, ...] = ()
-    on_disk: bool = False
-    lean: bool = False
-    precision: torch.dtype | Precision | None = None
-
-    def __str__(self) -> str:
-        words = [f"ZeRO-{self.stage}"]
-        if self.recomputed:
-            words.append("recomputed")
-        if self.offloaded:
-            place = "on disk" if self.on_disk else "in host memory"
-            words.append(f"{' and '.join(self.offloaded)} {place}")
-        if self.lean:
-            words.append("small buckets")
-        if self.precision is not None:
-            words.append("mixed precision")
-        return ", ".join(words)
-
-    def of(self, model: Model, group: Group) -> Any:
-        """Return the functions of a model under these choices."""
-        loss = model.recomputed if self.recomputed and model.recomputed else model.loss
-        # An abstract tensor is not written, so that any directory will do.
-        store: Any = stores.nvme(tempfile.gettempdir()) if self.on_disk else stores.host(pin=False)
-        lean = self.lean and self.stage == 3
-        return zero(
-            self.stage,
-            loss,
-            model.optimizer,
-            group,
-            precision=self.precision,
-            offload=stores.Offload(**dict.fromkeys(self.offloaded, store)),
-            schedule=ScheduleOptions(prefetch=0) if lean else ScheduleOptions(),
-            bucket_bytes=2**20 if self.lean else DEFAULT_BUCKET_BYTES,
-        )
+# Rounding of sums of times.
+_CLOSE = 1e-9
 
 
 class Rung(NamedTuple):
-    """One composition that was tried.
+    """One composition that was planned.
 
     Attributes:
         composition: the choices.
-        why: the reason to try the composition.
+        why: the reason to plan the composition.
         plan: the plan of a step.
         forecast: the time of a step.
         excess: the bytes beyond each memory of the machine.
@@ -137,44 +58,131 @@ class Rung(NamedTuple):
     @property
     def verdict(self) -> str:
         """The words ``fits``, or the bytes that are missing."""
-        if not self.excess:
-            return "fits"
-        return ", ".join(
-            f"{in_bytes(int(n))} too much: {place}" for place, n in self.excess.items()
-        )
+        return _verdict(self.excess)
 
 
 @dataclass(frozen=True)
 class Advice:
-    """The compositions that :func:`advise` has tried; ``print`` shows a table.
+    """The fastest composition that fits, and why, made by :func:`advise`; ``print`` shows tables.
 
     Attributes:
-        rungs: in the order in which these were tried.
+        rungs: the compositions that were planned, in that order.
         best: the one that fits with the shortest step, or ``None``.
-        batch_factor: a batch of so many times as many rows fits too.
+        bounds: of all compositions, the shortest least time first.
         hints: steps that need no plan.
+        model: the model.
+        hardware: the machine.
+        group: the ranks.
     """
 
     rungs: tuple[Rung, ...]
     best: Rung | None
-    batch_factor: int
+    bounds: tuple[Bound, ...]
     hints: tuple[str, ...]
+    model: Model
+    hardware: Hardware
+    group: Group
+
+    @functools.cached_property
+    def batch_factor(self) -> int:
+        """A batch of so many times as many rows fits too, up to 16; found by plans when asked."""
+        factor = 1
+        for doubling in range(1, _MOST_DOUBLINGS + 1 if self.best else 1):
+            assert self.best is not None
+            batch = _longer(self.model.batch, 2**doubling)
+            if _tried(self.best.composition, "", self.model, batch, self.hardware, self.group)[4]:
+                break
+            factor = 2**doubling
+        return factor
+
+    def frontier(self) -> tuple[Bound, ...]:
+        """Return the compositions that no other beats in both time and memory of the device.
+
+        Returns:
+            Bounds, the shortest step first.
+        """
+        found: list[Bound] = []
+        for bound in sorted(self.bounds, key=lambda one: (one.forecast.at_most_s, one.device)):
+            if not found or bound.device < found[-1].device:
+                found.append(bound)
+        return tuple(found)
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Return the table, the header first.
-
-        Example:
-            >>> Advice((), None, 1, ()).rows()[0]
-            ('', 'device', 'host', 'disk', 's', 'bottleneck', 'verdict', 'because')
-        """
-        header = ("", "device", "host", "disk", "s", "bottleneck", "verdict", "because")
+        """Return the table of planned compositions, the header first."""
+        header = ("planned", "device", "host", "disk", "s", "bottleneck", "verdict", "because")
         return [header, *map(self._row, self.rungs)]
+
+    def frontier_rows(self) -> list[tuple[str, ...]]:
+        """Return the table of the frontier, the header first: what each needs at the least."""
+        header = ("frontier", "device", "host", "disk", "s", "verdict")
+        return [
+            header,
+            *(
+                (
+                    f"{self._mark(one.composition)}{one.composition}",
+                    *map(in_bytes, one[3:]),
+                    f"{one.forecast.at_most_s:.3g}",
+                    _verdict(one.excess(self.hardware)) if not self._fits(one) else "fits",
+                )
+                for one in self.frontier()
+            ),
+        ]
+
+    def reasons(self) -> list[tuple[str, ...]]:
+        """Return the table of the best composition's neighbours, the header first.
+
+        A neighbour makes one choice in another way. Each row says why the best is better.
+        """
+        header = ("one other choice", "s", "why not")
+        return [header, *self._neighbours()]
+
+    def draw(self) -> Any:
+        """Draw all compositions by memory and time, with the frontier, the limit and the best.
+
+        Returns:
+            A matplotlib figure, which a notebook shows.
+
+        Raises:
+            ImportError: matplotlib is missing; ``pip install zfun[demo]``.
+        """
+        from zfun.planner.plans._picture import draw_frontier
+
+        best = None
+        if self.best is not None:
+            held = self.best.plan.peak.device.total
+            best = held, self.best.forecast.at_most_s, str(self.best.composition)
+        points = [(one.device, one.forecast.at_most_s) for one in self.bounds]
+        front = [(one.device, one.forecast.at_most_s) for one in self.frontier()]
+        return draw_frontier(points, front, best, self.hardware.device_bytes)
+
+    def _mark(self, composition: Candidate) -> str:
+        return "* " if self.best is not None and composition == self.best.composition else ""
+
+    def _fits(self, bound: Bound) -> bool:
+        return any(rung.composition == bound.composition and not rung.excess for rung in self.rungs)
+
+    def _neighbours(self) -> Iterator[tuple[str, ...]]:
+        if self.best is None:
+            return
+        chosen, best_s = self.best.composition, self.best.forecast.at_most_s
+        planned = {rung.composition: rung for rung in self.rungs}
+        for bound in self.bounds:
+            if sum(a != b for a, b in zip(chosen, bound.composition, strict=True)) != 1:
+                continue
+            rung, time = planned.get(bound.composition), bound.forecast.at_most_s
+            excess = bound.excess(self.hardware) if rung is None else rung.excess
+            if excess:
+                why = _verdict(excess)
+            else:
+                factor = f"{time / best_s:.3g} times the time" if best_s else "the same time"
+                why = f"{'' if rung else 'at least '}{factor}"
+            yield str(bound.composition), f"{time:.3g}", why
 
     def _row(self, rung: Rung) -> tuple[str, ...]:
         found, time = rung.plan, rung.forecast
         peaks = (getattr(found.peak_of(place), place).total for place in ("device", "host", "disk"))
         return (
-            f"{'* ' if rung is self.best else ''}{rung.composition}",
+            f"{self._mark(rung.composition)}{rung.composition}",
             *(in_bytes(peak) for peak in peaks),
             f"{time.at_most_s:.3g}",
             time.bottleneck,
@@ -184,28 +192,36 @@ class Advice:
 
     def __str__(self) -> str:
         chosen = f"take {self.best.composition}" if self.best else "no composition fits"
-        return "\n".join([in_columns(self.rows()), "", chosen, *self.hints])
+        tables = [self.rows(), self.frontier_rows(), *([self.reasons()] if self.best else [])]
+        counted = f"{len(self.bounds):,} compositions, {len(self.rungs)} planned: {chosen}"
+        return "\n\n".join([*map(in_columns, tables), "\n".join([counted, *self.hints])])
 
     def _repr_html_(self) -> str:
-        header, *rows = self.rows()
-        return html_table(str(self.best.composition) if self.best else "none fits", header, rows)
+        caption = str(self.best.composition) if self.best else "none fits"
+        tables = {caption: self.rows(), "frontier": self.frontier_rows()}
+        if self.best:
+            tables["why"] = self.reasons()
+        return "".join(html_table(name, rows[0], rows[1:]) for name, rows in tables.items())
 
 
 @takes(
     model=instance(Model, "a zf.planner.Model", "zf.planner.Model(loss_fn, params, batch)"),
     hardware=HARDWARE,
     group=GROUP_OR_SIZE,
+    lossy=BOOL,
 )
-def advise(model: Model, hardware: Hardware, group: Group | int) -> Advice:
-    """Find the fastest composition that fits a machine; see [Note: the ladder].
+def advise(model: Model, hardware: Hardware, group: Group | int, *, lossy: bool = True) -> Advice:
+    """Find the fastest composition that fits a machine; see [Note: the search].
 
     Args:
-        model: the loss, the parameters and a batch.
-        hardware: rates and sizes; ``device_bytes`` at least should be given.
+        model: the loss, the parameters and a batch. Later calls with the same model are faster.
+        hardware: rates and sizes; ``device_bytes`` at least should be given. ``ranks_per_host``
+            adds meshes to the search.
         group: the ranks, as in :func:`plan`.
+        lossy: whether messages may be rounded to int8.
 
     Returns:
-        All that was tried, each with the reason, and the best.
+        The best, the compositions that were planned, and the bounds of all.
 
     Raises:
         OptionError: the hardware has no limit, so everything fits.
@@ -224,72 +240,96 @@ def advise(model: Model, hardware: Hardware, group: Group | int) -> Advice:
             "advise() compares the memory of a step with that of a machine; got hardware without "
             "limits; pass zf.planner.Hardware(..., device_bytes=80e9)"
         )
+    ranks = abstract_group(group) if isinstance(group, (int, Integral)) else group
+    hints = ["lower the defaults of generation, such as the width of a beam"]
+    found = _search(model, hardware, ranks, model.precision, lossy)
+    if found[1] is None and model.precision is None:
+        narrow = _search(model, hardware, ranks, torch.bfloat16, lossy)
+        found = (*found[0], *narrow[0]), narrow[1], (*found[2], *narrow[2])
+    if found[1] is None:
+        hints.append("add ranks, because the shards of the state shrink with their number")
+    else:
+        hints.append("raise the batch, if batch_factor is above 1: so many times as many rows fit")
+        hints.append("tune bucket_bytes, prefetch and reuse_distance by measured steps")
+    if found[1] is not None and found[1].composition.compressed:
+        hints.append("int8 rounds messages; advise(..., lossy=False) leaves these out")
+    return Advice(*found, tuple(hints), model, hardware, ranks)
 
-    def tried(composition: Candidate, why: str, batch: Any = model.batch) -> Rung:
+
+def _search(
+    model: Model, hardware: Hardware, group: Group, precision: Any, lossy: bool
+) -> tuple[tuple[Rung, ...], Rung | None, tuple[Bound, ...]]:
+    bound_of = Bounds(model, group)
+    space = candidates(
+        model,
+        group.size,
+        ranks_per_host=hardware.ranks_per_host,
+        precision=precision,
+        lossy=lossy,
+    )
+    bounds = [bound_of(choice, hardware) for choice in space]
+    bounds.sort(key=lambda one: (one.forecast.at_most_s, _num_choices(one.composition)))
+    rungs: list[Rung] = []
+    best: Rung | None = None
+    for bound in bounds:
+        least_s = bound.forecast.at_most_s
+        if best is not None and best.forecast.at_most_s <= least_s * (1 + _CLOSE):
+            break
+        if bound.excess(hardware):
+            continue
+        why = "the shortest least time of those left"
+        rung = _tried(bound.composition, why, model, model.batch, hardware, group)
+        rungs.append(rung)
+        if not _is_true(bound, rung):
+            why = "the bounds are wrong for this model"
+            choices = (one.composition for one in bounds)
+            rungs = [_tried(one, why, model, model.batch, hardware, group) for one in choices]
+            best = _fastest(rungs)
+            break
+        best = _fastest(rungs)
+    return tuple(rungs), best, tuple(bounds)
+
+
+def _fastest(rungs: list[Rung]) -> Rung | None:
+    fitting = (rung for rung in rungs if not rung.excess)
+    return min(fitting, key=lambda rung: rung.forecast.at_most_s, default=None)
+
+
+def _is_true(bound: Bound, rung: Rung) -> bool:
+    """Whether a plan needs at least as much as its bound says."""
+    peaks = (getattr(rung.plan.peak_of(place), place).total for place in ("device", "host", "disk"))
+    is_slower = rung.forecast.at_most_s >= bound.forecast.at_most_s * (1 - _CLOSE)
+    return is_slower and all(peak >= least for peak, least in zip(peaks, bound[3:], strict=True))
+
+
+def _num_choices(choice: Candidate) -> tuple[int, int]:
+    """Order compositions of the same time: the plainest first."""
+    plain = Candidate(choice.stage, precision=choice.precision)
+    return sum(a != b for a, b in zip(choice, plain, strict=True)), choice.stage
+
+
+def _tried(
+    composition: Candidate,
+    why: str,
+    model: Model,
+    batch: Any,
+    hardware: Hardware,
+    group: Group,
+) -> Rung:
+    key = "plan", composition, group.size, group.rank
+    found = model.known.get(key) if batch is model.batch else None
+    if found is None:
         make = lambda group: composition.of(model, group)
         found = plan(make, model.params, batch, group, device="meta")
-        return Rung(composition, why, found, found.on(hardware), found.excess(hardware))
-
-    rungs: list[Rung] = []
-    for composition, why in _ladder(model):
-        rungs.append(tried(composition, why))
-        if not rungs[-1].excess:
-            break
-    hints = ["lower the defaults of generation, such as the width of a beam"]
-    if rungs[-1].excess:
-        hints.append("add ranks, because the shards of the state shrink with their number")
-        return Advice(tuple(rungs), None, 1, tuple(hints))
-    for composition in _faster(rungs[-1].composition):
-        if composition not in [rung.composition for rung in rungs]:
-            rungs.append(tried(composition, "may be faster than the rung that fits"))
-    best = min(
-        (rung for rung in rungs if not rung.excess), key=lambda rung: rung.forecast.at_most_s
-    )
-    factor = 1
-    for doubling in range(1, _MOST_DOUBLINGS + 1):
-        if tried(best.composition, "", _longer(model.batch, 2**doubling)).excess:
-            break
-        factor = 2**doubling
-    if factor > 1:
-        hints.append(f"raise the batch: {factor} times as many rows fit")
-    hints.append("tune bucket_bytes, prefetch and reuse_distance by measured steps")
-    return Advice(tuple(rungs), best, factor, tuple(hints))
+        if batch is model.batch:
+            model.known[key] = found
+    return Rung(composition, why, found, found.on(hardware), found.excess(hardware))
 
 
-def _ladder(model: Model) -> Iterator[tuple[Candidate, str]]:
-    """Yield the rungs, from the fastest to the leanest, each with the reason."""
-    has = model.recomputed is not None
-    first = Candidate(1, precision=model.precision)
-    yield first, "shards the optimizer's state at no cost in messages"
-    base = first._replace(recomputed=has)
-    if has:
-        yield base, "keeps the inputs of blocks in place of all activations"
-    yield base._replace(stage=2), "shards the gradients too"
-    stored = base._replace(stage=2, offloaded=("optimizer",))
-    yield stored, "keeps the optimizer's state off the device"
-    third = base._replace(stage=3)
-    yield third, "shards the parameters too, for half as many messages again"
-    yield third._replace(offloaded=("params",)), "keeps the shards of parameters off the device"
-    third = third._replace(offloaded=("params", "optimizer"))
-    yield third, "keeps the whole state off the device"
-    third = third._replace(lean=True)
-    yield third, "gathers less at a time"
-    if model.precision is None:
-        third = third._replace(precision=torch.bfloat16)
-        yield third, "halves the activations and the gathered parameters"
-    yield third._replace(on_disk=True), "keeps the state out of host memory too"
-
-
-def _faster(found: Candidate) -> Iterator[Candidate]:
-    """Yield variants of a composition that fits, with one cost less."""
-    yield found._replace(recomputed=False)
-    if found.offloaded:
-        yield found._replace(offloaded=(), on_disk=False)
-        yield found._replace(offloaded=("optimizer",), on_disk=False)
-    if found.stage == 3:
-        yield found._replace(
-            stage=2, offloaded=tuple(part for part in found.offloaded if part != "params")
-        )
+def _verdict(excess: dict[str, float]) -> str:
+    if not excess:
+        return "fits"
+    return ", ".join(f"{in_bytes(int(n))} too much: {place}" for place, n in excess.items())
 
 
 def _longer(batch: Any, factor: int) -> Any:

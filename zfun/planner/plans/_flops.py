@@ -1,14 +1,16 @@
-"""Floating-point operations of a step, by phase."""
+"""Floating-point operations of a step, by phase, and the bytes that the loss reads and writes."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, final
 
 import torch
+from torch import Tensor
 
-__all__ = ["FlopCounter", "Flops"]
+__all__ = ["FlopCounter", "Flops", "Touched"]
 
 
 class Flops(NamedTuple):
@@ -32,27 +34,84 @@ class Flops(NamedTuple):
         return sum(self)
 
 
+class Touched(NamedTuple):
+    """The work of a loss beside its floating-point operations, of one rank.
+
+    Attributes:
+        forward_bytes: bytes that the operations of the loss that autograd records read and write.
+        forward_ops: the number of these operations; views are none.
+        recomputed_bytes: the same of the loss again, in backward.
+        recomputed_ops: the number of these.
+    """
+
+    forward_bytes: int = 0
+    forward_ops: int = 0
+    recomputed_bytes: int = 0
+    recomputed_ops: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """All bytes, where backward touches twice as many as the forward pass."""
+        return 3 * self.forward_bytes + self.recomputed_bytes
+
+    @property
+    def num_ops(self) -> int:
+        """All operations, where backward takes twice as many as the forward pass."""
+        return 3 * self.forward_ops + self.recomputed_ops
+
+
 @final
 class FlopCounter:
     """A count of the operations that a :class:`Meter` sees, with the formulae of torch."""
 
     def __init__(self) -> None:
         self._formulae = _formulae()
-        self._counts = dict.fromkeys(Flops._fields, 0)
+        self.begin()
 
     def __call__(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Count an operation."""
+        phase = _phase()
         formula = self._formulae.get(func.overloadpacket)
         if formula is not None:
-            self._counts[_phase()] += formula(*args, **kwargs, out_val=out)
+            self._counts[phase] += formula(*args, **kwargs, out_val=out)
+        # Autograd records the operations of the loss, and none of the collectives beside.
+        if phase in self._touched and _computes(func) and _is_recorded(args):
+            self._touched[phase][0] += _bytes_of(out) + _bytes_of(args)
+            self._touched[phase][1] += 1
 
     def begin(self) -> None:
         """Count from here on."""
         self._counts = dict.fromkeys(Flops._fields, 0)
+        self._touched = {"forward": [0, 0], "recomputed": [0, 0]}
 
     def flops(self) -> Flops:
         """Return the operations since the beginning."""
         return Flops(**self._counts)
+
+    def touched(self) -> Touched:
+        """Return the bytes that the loss has read and written since the beginning."""
+        return Touched(*self._touched["forward"], *self._touched["recomputed"])
+
+
+@functools.cache
+def _computes(func: Any) -> bool:
+    """Whether an operation writes a result; a view and an allocation do not."""
+    if func is torch.ops.aten._unsafe_view.default or "empty" in func.overloadpacket.__name__:
+        return False
+    aliases = [result.alias_info for result in func._schema.returns]
+    return any(alias is None or alias.is_write for alias in aliases)
+
+
+def _is_recorded(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.requires_grad
+    return isinstance(value, (list, tuple)) and any(map(_is_recorded, value))
+
+
+def _bytes_of(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.numel() * value.dtype.itemsize
+    return sum(map(_bytes_of, value)) if isinstance(value, (list, tuple)) else 0
 
 
 def _phase() -> str:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from zfun.errors import OptionError
-from zfun.options import instance, number, takes
+from zfun.options import instance, integer, number, takes
 
-__all__ = ["HARDWARE", "Forecast", "Hardware"]
+__all__ = ["HARDWARE", "Forecast", "Hardware", "Work", "forecast"]
 
 _SIZE = number(0, infinite=True, example="80e9")
 _RATE = number(above=0, infinite=True, example="1e12")
@@ -29,6 +30,13 @@ _RATE = number(above=0, infinite=True, example="1e12")
     device_bytes=_SIZE,
     host_bytes=_SIZE,
     disk_bytes=_SIZE,
+    local_network=_RATE | None,
+    ranks_per_host=integer(1) | None,
+    touch=_RATE,
+    op_s=number(0),
+    message_s=number(0),
+    step_s=number(0),
+    least_flops_per_s=_RATE | None,
 )
 @dataclass(frozen=True, slots=True)
 class Hardware:
@@ -39,7 +47,8 @@ class Hardware:
     Attributes:
         flops_per_s: floating-point operations per second of a device, as measured in a large
             matrix product.
-        network: bytes per second that a rank sends to other ranks.
+        network: bytes per second that a rank sends to other ranks; with ``ranks_per_host``, to
+            ranks of other hosts.
         host_link: bytes per second between the device and host memory, in each direction.
         disk: bytes per second of reads and writes, together.
         latency_s: seconds that each collective takes beside its bytes.
@@ -48,6 +57,18 @@ class Hardware:
         device_bytes: the memory of the device.
         host_bytes: the host memory for one rank.
         disk_bytes: the room on a disk for one rank.
+        local_network: bytes per second that a rank sends to ranks of its host; by default
+            ``network``.
+        ranks_per_host: ranks that share a host, numbered one host after the other. The inner axis
+            of a mesh lies inside a host.
+        touch: bytes per second that the operations of a loss read and write, at the slowest. These
+            count in the upper bound of a step.
+        op_s: seconds that each operation of a loss takes beside its bytes, in the upper bound.
+        message_s: seconds that a rank works for each message, with the update of its bucket, in the
+            upper bound.
+        step_s: seconds of a step that has nothing to do, in the upper bound.
+        least_flops_per_s: as ``flops_per_s``, in the slowest products of a step, for the upper
+            bound; by default the same.
 
     Example:
         >>> Hardware(flops_per_s=300e12, network=25e9, host_link=25e9).disk
@@ -64,10 +85,21 @@ class Hardware:
     device_bytes: float = math.inf
     host_bytes: float = math.inf
     disk_bytes: float = math.inf
+    local_network: float | None = None
+    ranks_per_host: int | None = None
+    touch: float = math.inf
+    op_s: float = 0.0
+    message_s: float = 0.0
+    step_s: float = 0.0
+    least_flops_per_s: float | None = None
 
     def save(self, path: str | Path) -> None:
         """Write the description as JSON, without infinite values."""
-        finite = {name: x for name, x in dataclasses.asdict(self).items() if math.isfinite(x)}
+        finite = {
+            name: x
+            for name, x in dataclasses.asdict(self).items()
+            if x is not None and math.isfinite(x)
+        }
         Path(path).write_text(json.dumps(finite, indent=2) + "\n")
 
     @classmethod
@@ -92,20 +124,53 @@ HARDWARE = instance(
 )
 
 
+class Work(NamedTuple):
+    """What a step of one rank asks of each part of a machine.
+
+    Attributes:
+        num_ranks: the ranks of the group.
+        flops: floating-point operations.
+        sent: bytes that the rank sends along each axis of a mesh, ``""`` for a group without axes.
+        num_messages: the collectives.
+        copied: bytes between the device and host memory, of the busier direction.
+        disk: bytes written to and read from a disk.
+        state_on_device: bytes of the optimizer's state on the device.
+        state_elsewhere: bytes of the optimizer's state in stores.
+        touched: bytes that the operations of the loss read and write.
+        num_ops: the operations of the loss.
+    """
+
+    num_ranks: int
+    flops: int
+    sent: Mapping[str, int]
+    num_messages: int
+    copied: int
+    disk: int
+    state_on_device: int
+    state_elsewhere: int
+    touched: int
+    num_ops: int
+
+
 class Forecast(NamedTuple):
     """The time of a step, from the work of each part of a machine.
 
     Matrix products, convolutions and attention count as computation. An update counts four times
-    the bytes of the optimizer's state, as AdamW reads and writes these and the parameters. All else
-    is free. The parts may work at the same time, so a real step lies between :attr:`at_least_s`,
-    where everything overlaps, and :attr:`at_most_s`, where nothing does.
+    the bytes of the optimizer's state, as AdamW reads and writes these and the parameters. The
+    parts may work at the same time, so a real step lies between :attr:`at_least_s`, where
+    everything overlaps at the full rates, and :attr:`at_most_s`, where nothing does, products
+    are slow, and every operation of the loss costs its bytes and a start.
 
     Attributes:
         compute_s: seconds of computation.
-        network_s: seconds of collectives.
+        network_s: seconds of collectives, where every message of a group without axes crosses
+            hosts.
         host_link_s: seconds of copies between the device and host memory.
         disk_s: seconds of reads and writes.
         update_s: seconds of the optimizer's step.
+        loss_s: seconds that the operations of the loss and the work of the rank for its messages
+            may take beside ``compute_s``.
+        least_network_s: seconds of collectives that enter each host once.
     """
 
     compute_s: float
@@ -113,24 +178,65 @@ class Forecast(NamedTuple):
     host_link_s: float
     disk_s: float
     update_s: float = 0.0
+    loss_s: float = 0.0
+    least_network_s: float | None = None
 
     @property
     def at_least_s(self) -> float:
         """Seconds of a step in which everything overlaps."""
-        return max(self)
+        least = self.network_s if self.least_network_s is None else self.least_network_s
+        return max(self.compute_s, least, self.host_link_s, self.disk_s, self.update_s)
 
     @property
     def at_most_s(self) -> float:
         """Seconds of a step in which nothing overlaps."""
-        return sum(self)
+        return sum(self[:6])  # type: ignore[arg-type]
 
     @property
     def bottleneck(self) -> str:
-        """The part that works longest, which is compute, network, host link, disk or update."""
-        longest = max(self._fields, key=lambda field: getattr(self, field))
+        """The part that works longest: compute, network, host link, disk, update or loss."""
+        longest = max(self._fields[:6], key=lambda field: getattr(self, field))
         return longest.removesuffix("_s").replace("_", " ")
 
     @property
     def efficiency(self) -> float:
         """The share of computation in a step in which nothing overlaps."""
         return self.compute_s / self.at_most_s if self.at_most_s else 1.0
+
+
+def forecast(work: Work, hardware: Hardware) -> Forecast:
+    """Return the time of a step.
+
+    Example:
+        >>> machine = Hardware(flops_per_s=1e12, network=1e9, local_network=9e9, ranks_per_host=8)
+        >>> work = Work(16, 10**12, {"": 9 * 10**9}, 0, 0, 0, 0, 0, 0, 0)
+        >>> found = forecast(work, machine)
+        >>> found.network_s, found.least_network_s, found.at_most_s
+        (9.0, 1.125, 10.0)
+    """
+    inside = hardware.network if hardware.local_network is None else hardware.local_network
+    per_host = hardware.ranks_per_host or 1
+    starts = work.num_messages * hardware.latency_s
+    flat, across = work.sent.get("", 0), work.sent.get("outer", 0) / hardware.network
+    within = work.sent.get("inner", 0) / inside
+    # Messages of a group without axes stay in a host, or enter each host at least once, in parts
+    # that the ranks of the host share.
+    most = flat / inside if work.num_ranks <= per_host else flat / min(hardware.network, inside)
+    least = most
+    if work.num_ranks > per_host:
+        least = max(flat / per_host / hardware.network, flat / inside)
+    compute_s = work.flops / hardware.flops_per_s
+    return Forecast(
+        compute_s,
+        most + across + within + starts,
+        work.copied / hardware.host_link,
+        work.disk / hardware.disk,
+        4 * work.state_on_device / hardware.memory
+        + 4 * work.state_elsewhere / hardware.host_memory,
+        max(0.0, work.flops / (hardware.least_flops_per_s or hardware.flops_per_s) - compute_s)
+        + work.touched / hardware.touch
+        + work.num_ops * hardware.op_s
+        + work.num_messages * hardware.message_s
+        + hardware.step_s,
+        min(least, most) + across + within + starts,
+    )

@@ -14,7 +14,7 @@ from torch import Tensor
 from zfun.errors import OptionError
 from zfun.modules import functional
 from zfun.options import PATH, integer, takes
-from zfun.planner.plans._advise import Model
+from zfun.planner.plans._space import Model
 
 __all__ = ["from_huggingface"]
 

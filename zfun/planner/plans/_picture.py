@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from zfun.planner._parts import Bytes, Instant
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-__all__ = ["COLOURS", "INK", "SIZES", "draw"]
+__all__ = ["COLOURS", "INK", "SIZES", "draw", "draw_frontier"]
 
 # Okabe and Ito's palette, whose colours differ for colour-blind readers and in grey.
 COLOURS = {
@@ -56,6 +57,54 @@ def draw(instants: Sequence[Instant], title: str) -> Picture:
         fontsize=9,
         handlelength=1.1,
     )
+    return figure
+
+
+def draw_frontier(
+    points: Sequence[tuple[float, float]],
+    front: Sequence[tuple[float, float]],
+    best: tuple[float, float, str] | None,
+    limit: float,
+) -> Picture:
+    """Draw compositions by the bytes on the device and the seconds of a step.
+
+    Args:
+        points: bytes and seconds that each composition needs at the least.
+        front: those of the frontier, the shortest step first.
+        best: bytes, seconds and name of the plan that was chosen.
+        limit: the memory of the device; infinite without a limit.
+    """
+    figure = Picture(figsize=(8.0, 4.6), layout="constrained")
+    panel = figure.subplots()
+    most = max(num_bytes for num_bytes, _ in points)
+    size, unit = next((size, unit) for size, unit in SIZES if most >= size or size == 1)
+    scaled = [(num_bytes / size, seconds) for num_bytes, seconds in points]
+    panel.scatter(*zip(*scaled, strict=True), s=9, color="#BBBBBB", label="composition")
+    edge = [(num_bytes / size, seconds) for num_bytes, seconds in front]
+    panel.plot(
+        *zip(*edge, strict=True),
+        color=COLOURS["params"],
+        marker="o",
+        markersize=4,
+        drawstyle="steps-pre",
+        label="frontier",
+    )
+    if math.isfinite(limit):
+        panel.axvline(limit / size, color=INK, linestyle=":", linewidth=1, label="the device")
+    if best is not None:
+        num_bytes, seconds, name = best
+        panel.scatter(
+            [num_bytes / size], [seconds], s=70, marker="*", color=COLOURS["communication"]
+        )
+        panel.set_title(name, fontsize=9, color=INK, loc="left")
+    if min(seconds for _, seconds in points) > 0:
+        panel.set_yscale("log")
+    panel.set_xscale("log")
+    panel.set_xlabel(f"on the device, at the least, {unit}", color=INK)
+    panel.set_ylabel("step, s", color=INK)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.tick_params(colors=INK)
+    panel.legend(frameon=False, fontsize=8.5)
     return figure
 
 

@@ -84,6 +84,7 @@ class Observer:
         """Return the description since the beginning, with the state that the step returned."""
         # Naming the state reads stores, which is no part of the step.
         sent, flops, moved = self._sent(), self._flops.flops(), Moved(**self.meter.crossed)
+        touched = self._flops.touched()
         self.meter.name_state(state)
         return Plan(
             self.meter.live().instants,
@@ -93,6 +94,7 @@ class Observer:
             sent,
             moved,
             flops,
+            touched,
             self._attention.counts(),
         )
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from zfun.options import ANY, takes
 from zfun.planner._parts import PLACES, Live
-from zfun.planner.plans._flops import Flops
-from zfun.planner.plans._hardware import HARDWARE, Forecast, Hardware
+from zfun.planner.plans._flops import Flops, Touched
+from zfun.planner.plans._hardware import HARDWARE, Forecast, Hardware, Work, forecast
 from zfun.planner.plans._kept import PathBytes
 from zfun.tables import html_table, in_bytes, in_columns
 
@@ -64,6 +64,7 @@ class Plan(Live):
         sent: the collectives.
         moved: bytes between the device, host memory and the disk.
         flops: floating-point operations.
+        touched: bytes that the operations of the loss read and write.
         attention: the kernels of :func:`torch.nn.functional.scaled_dot_product_attention` in
             forward, each with the number of calls.
     """
@@ -74,6 +75,7 @@ class Plan(Live):
     sent: tuple[Sent, ...]
     moved: Moved
     flops: Flops
+    touched: Touched
     attention: tuple[tuple[str, int], ...] = ()
 
     def bytes_sent(self, name: str | None = None, *, axis: str | None = None) -> int:
@@ -98,18 +100,27 @@ class Plan(Live):
             >>> found.on(slow).bottleneck
             'network'
         """
-        moved, held = self.moved, self.steady
+        return forecast(self.work, hardware)
+
+    @property
+    def work(self) -> Work:
+        """What a step asks of each part of a machine."""
+        held = self.steady
         on_device, elsewhere = (
-            4 * sum(place.masters + place.moments for place in places)
+            sum(place.masters + place.moments for place in places)
             for places in ((held.device,), (held.host, held.disk))
         )
-        num_messages = sum(sent.num_messages for sent in self.sent)
-        return Forecast(
-            self.flops.total / hardware.flops_per_s,
-            self.bytes_sent() / hardware.network + num_messages * hardware.latency_s,
-            max(moved.to_host, moved.to_device) / hardware.host_link,
-            (moved.to_disk + moved.from_disk) / hardware.disk,
-            on_device / hardware.memory + elsewhere / hardware.host_memory,
+        return Work(
+            self.size,
+            self.flops.total,
+            {axis: self.bytes_sent(axis=axis) for axis in ("", "inner", "outer")},
+            sum(sent.num_messages for sent in self.sent),
+            max(self.moved.to_host, self.moved.to_device),
+            self.moved.to_disk + self.moved.from_disk,
+            on_device,
+            elsewhere,
+            self.touched.num_bytes,
+            self.touched.num_ops,
         )
 
     @takes(self=ANY, hardware=HARDWARE)

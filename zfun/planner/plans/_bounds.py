@@ -1,0 +1,415 @@
+"""Bounds of a plan, from below, for much less than a plan costs.
+
+[Note: bounds]
+A step holds at least its state, and at each moment of the loss the activations and their gradients,
+which no composition changes: one plan of the bare loss finds these for all compositions that
+recompute alike and split the batch alike. Traffic follows from the layout by the closed forms of
+``_price``. So a bound costs microseconds where a plan costs seconds. :func:`advise` trusts no
+bound blindly: every plan that it makes is compared with the bound of the same composition.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zfun import tree
+from zfun.collectives import Group, Mesh, abstract_group, mesh_of
+from zfun.compression import int8
+from zfun.layout import layout_of
+from zfun.planner._meter import SMALL
+from zfun.planner._price import Hop, price_of_gather, price_of_sum
+from zfun.planner.plans._hardware import Forecast, Hardware, Work, forecast
+from zfun.planner.plans._plan import plan
+from zfun.planner.plans._space import Candidate, Model, composed
+from zfun.recipes._precision import policy_of
+from zfun.transforms import cast, split_batch
+from zfun.transforms.grads._value import WeightedMean
+
+__all__ = ["Bound", "Bounds"]
+
+
+_MARK, _MARK_SIZE = "eye", 32
+
+
+class Bound(NamedTuple):
+    """What a composition needs at the least.
+
+    Attributes:
+        composition: the choices.
+        work: of the parts of the machine.
+        forecast: the time of the work.
+        device: bytes on the device.
+        host: bytes in host memory.
+        disk: bytes on the disk.
+    """
+
+    composition: Candidate
+    work: Work
+    forecast: Forecast
+    device: int
+    host: int
+    disk: int
+
+    def excess(self, hardware: Hardware) -> dict[str, float]:
+        """Return the bytes that are missing at the least, by memory."""
+        sizes = (hardware.device_bytes, hardware.host_bytes, hardware.disk_bytes)
+        places = ("device", "host", "disk")
+        needed = {p: n - size for p, n, size in zip(places, self[3:], sizes, strict=True)}
+        return {place: num_bytes for place, num_bytes in needed.items() if num_bytes > 0}
+
+
+class _OfLoss(NamedTuple):
+    """A pass of the bare loss forward and back, and its work.
+
+    The curve has the bytes beside the parameters between one complete gradient and the next, at
+    the most; the gradients are numbered as the leaves.
+    """
+
+    curve: tuple[int, ...]
+    complete: tuple[int, ...]
+    flops: int
+    touched: int
+    num_ops: int
+
+
+class _OfState(NamedTuple):
+    """Bytes of a rank's state without padding; the parameters are whole."""
+
+    params: int
+    masters: int
+    moments: int
+
+
+class _Traffic(NamedTuple):
+    """Bytes and hops of a gather of all parameters, of one from secondary shards, and of a sum.
+
+    The most bytes of a bucket's gradients and the message that these are packed into are beside.
+    """
+
+    gather: Counter[str]
+    again: Counter[str]
+    sum: Counter[str]
+    whole: Counter[str]
+    num_gathers: tuple[int, int]
+    num_sums: int
+    num_wholes: int
+    numel: int
+    packed: int
+    bucket_of_leaf: tuple[int, ...]
+
+
+class Bounds:
+    """Bounds of all compositions of a model; remembers what they share.
+
+    Args:
+        model: the model.
+        group: the ranks, as in :func:`plan`.
+    """
+
+    def __init__(self, model: Model, group: Group) -> None:
+        self._model, self._group = model, abstract_group(group.size, group.rank)
+        key = "bounds", group.size, group.rank
+        self._known: dict[Any, Any] = model.known.setdefault(key, {})
+
+    def __call__(self, choice: Candidate, hardware: Hardware) -> Bound:
+        """Return the bound of a composition."""
+        known = self._known.get(choice)
+        if known is None:
+            known = self._known[choice] = self._bound(choice)
+        work, device, host, disk = known
+        return Bound(choice, work, forecast(work, hardware), device, host, disk)
+
+    def _bound(self, choice: Candidate) -> tuple[Work, int, int, int]:
+        k, is_third = choice.num_micro_batches, choice.stage == 3
+        loss = self._once(
+            self._loss_of, choice.recomputed, choice.num_micro_batches, choice.precision
+        )
+        state = self._once(self._state_of, choice.inner, choice.hybrid, choice.precision)
+        traffic = self._once(
+            self._traffic_of,
+            choice.closes_at,
+            choice.inner,
+            choice.hybrid,
+            choice.secondary,
+            choice.compressed,
+            choice.precision,
+        )
+        sizes = _itemsizes(choice, self._model)
+        shards = choice.placed(self._group).size
+        kept = {
+            "params": state.params // shards if is_third else state.params,
+            "optimizer": state.masters + state.moments,
+        }
+        stored = sum(kept[part] for part in choice.offloaded)
+        device = sum(kept.values()) - stored
+        grads = traffic.numel * sizes.grad if k > 1 else 0
+        held = grads if choice.stage == 1 else grads // shards
+        ends = () if choice.stage == 1 else traffic.bucket_of_leaf
+        peak = self._once(
+            self._peak_of, choice.recomputed, choice.num_micro_batches, choice.precision, ends
+        )
+        held += max(peak, traffic.packed)
+        work = Work(
+            self._group.size,
+            k * loss.flops,
+            _sent(choice, traffic),
+            _num_messages(choice, traffic, self._group.size),
+            *_moved(choice, traffic.numel // shards, sizes, state),
+            0 if "optimizer" in choice.offloaded else kept["optimizer"],
+            kept["optimizer"] if "optimizer" in choice.offloaded else 0,
+            k * loss.touched,
+            k * loss.num_ops,
+        )
+        on_disk = stored if choice.on_disk else 0
+        return work, device + held, stored - on_disk, on_disk
+
+    def _once(self, make: Any, *args: Any) -> Any:
+        key = make.__name__, *args
+        if key not in self._known:
+            self._known[key] = make(*args)
+        return self._known[key]
+
+    def _loss_of(self, recomputed: bool, num_micro_batches: int, precision: Any) -> _OfLoss:
+        model = self._model
+        loss = model.recomputed if recomputed and model.recomputed else model.loss
+        bare = _Bare(loss, num_micro_batches, policy_of(precision).compute)
+        found = plan(
+            lambda group: bare, model.params, model.batch, self._group, steps=1, device="meta"
+        )
+        curve = [0]
+        for one in found.instants:
+            if one.what.startswith(_MARK):
+                curve.append(0)
+            else:
+                curve[-1] = max(curve[-1], one.device.total - one.device.params)
+        flops = found.flops.forward + found.flops.backward + found.flops.recomputed
+        return _OfLoss(
+            tuple(curve),
+            tuple(bare.complete),
+            flops,
+            found.touched.num_bytes,
+            found.touched.num_ops,
+        )
+
+    def _peak_of(
+        self, recomputed: bool, num_micro_batches: int, precision: Any, ends: tuple[int, ...]
+    ) -> int:
+        """Return the most bytes of a pass, where gradients wait for the last of their bucket.
+
+        Without buckets, all gradients wait for the end.
+        """
+        loss = self._once(self._loss_of, recomputed, num_micro_batches, precision)
+        dtype = policy_of(precision).compute
+        leaves = [leaf for leaf in tree.leaves(self._model.params) if isinstance(leaf, Tensor)]
+        sizes = [_counted(leaf.numel() * (dtype or leaf.dtype).itemsize) for leaf in leaves]
+        left = Counter(ends[leaf] for leaf in loss.complete) if ends else Counter()
+        waiting: Counter[int] = Counter()
+        most = loss.curve[0]
+        for leaf, num_bytes in zip(loss.complete, loss.curve[1:], strict=True):
+            bucket = ends[leaf] if ends else 0
+            waiting[bucket] += sizes[leaf]
+            left[bucket] -= 1
+            if left[bucket] == 0:
+                # A bucket that has left may be gone at once.
+                waiting[bucket] = 0
+            most = max(most, num_bytes + waiting.total())
+        return most
+
+    def _state_of(self, inner: int, hybrid: bool, precision: Any) -> _OfState:
+        choice = Candidate(1, precision=precision, inner=inner, hybrid=hybrid, bucket_bytes=2**60)
+        model = self._model
+        make = lambda group: _Still(composed(choice, model, group).init)
+        found = plan(make, model.params, model.batch, self._group, steps=1, device="meta")
+        rows = [row for row in found.by_path if row.path != "padding"]
+        return _OfState(*(sum(getattr(row, part) for row in rows) for part in _OfState._fields))
+
+    def _traffic_of(
+        self,
+        closes_at: int,
+        inner: int,
+        hybrid: bool,
+        secondary: bool,
+        compressed: tuple[str, ...],
+        precision: Any,
+    ) -> _Traffic:
+        choice = Candidate(3, precision=precision, inner=inner, hybrid=hybrid)
+        group, policy = choice.placed(self._group), policy_of(precision)
+        size = mesh_of(group).size
+        layout = layout_of(self._model.params, size, closes_at, dtype=policy.param)
+        codec = int8()
+        of_params = codec if "params" in compressed else None
+        of_grads = codec if "grads" in compressed else None
+        hops: dict[str, list[Hop]] = {"gather": [], "again": [], "sum": [], "whole": []}
+        packed = 0
+        for bucket in layout.buckets:
+            numel, kept = bucket.padded_numel, bucket.dtype.itemsize
+            sent = (policy.compute or bucket.dtype).itemsize
+            hops["gather"] += price_of_gather(numel // group.size, sent, group, of_params)
+            if secondary and isinstance(group, Mesh):
+                part, itemsize = numel // group.inner.size, sent if of_params is None else kept
+                hops["again"] += price_of_gather(part, itemsize, group.inner, None)
+            hops["sum"] += price_of_sum(
+                numel, _reduced(bucket.dtype, policy.reduce), group, of_grads
+            )
+            hops["whole"] += price_of_gather(numel // group.size, kept, group, None)
+            grad, reduced = sent, _reduced(bucket.dtype, policy.reduce)
+            is_packed = len(bucket.leaves) > 1 or grad != reduced
+            grads = sum(_counted(layout.leaves[leaf].numel * grad) for leaf in bucket.leaves)
+            packed = max(packed, _counted(numel * reduced) + grads * is_packed)
+        again = hops["again"] or hops["gather"]
+        return _Traffic(
+            _by_axis(hops["gather"]),
+            _by_axis(again),
+            _by_axis(hops["sum"]),
+            _by_axis(hops["whole"]),
+            (len(hops["gather"]), len(again)),
+            len(hops["sum"]),
+            len(hops["whole"]),
+            sum(bucket.padded_numel for bucket in layout.buckets),
+            packed,
+            tuple(layout.leaves[slot].bucket for slot in layout.positions),
+        )
+
+
+class _Bare:
+    """A loss and its gradients, dropped as soon as each is complete, on whole parameters."""
+
+    def __init__(self, loss: Any, num_micro_batches: int, dtype: torch.dtype | None) -> None:
+        # The batch is cast too.
+        self._loss = loss if dtype is None else cast(loss, dtype)
+        self._dtype, self._num = dtype, num_micro_batches
+        self.complete: list[int] = []
+
+    def init(self, params: Any) -> Any:
+        made: dict[int, Tensor] = {}
+
+        def leaf(x: Any) -> Any:
+            if not isinstance(x, Tensor) or not x.is_floating_point():
+                return x
+            if id(x) not in made:
+                made[id(x)] = x.detach() if self._dtype is None else x.detach().to(self._dtype)
+            return made[id(x)]
+
+        return tree.map(leaf, params)
+
+    def step(self, params: Any, batch: Any) -> tuple[Any, None]:
+        part = batch if self._num == 1 else split_batch(batch, self._num)[0]
+        trained: dict[int, Tensor] = {}
+        values, spec = tree.flatten(params)
+        with torch.enable_grad():
+            for number, x in enumerate(values):
+                if isinstance(x, Tensor) and x.is_floating_point() and id(x) not in trained:
+                    trained[id(x)] = x.detach().requires_grad_()
+                    drop = functools.partial(self._drop, number)
+                    trained[id(x)].register_post_accumulate_grad_hook(drop)
+            leaves = [trained.get(id(x), x) for x in values]
+            found = self._loss(tree.unflatten(spec, leaves), part)
+            found = found[0] if type(found) is tuple else found
+            found = found.mean if isinstance(found, WeightedMean) else found
+            found.backward(torch.ones_like(found.detach()))
+        return params, None
+
+    def _drop(self, number: int, x: Tensor) -> None:
+        x.grad = None
+        self.complete.append(number)
+        # An operation that no backward has marks the place in the plan.
+        torch.eye(_MARK_SIZE, device=x.device)
+
+
+class _Still:
+    """A state that takes no step."""
+
+    def __init__(self, init: Any) -> None:
+        self.init = init
+
+    def step(self, state: Any, batch: Any) -> tuple[Any, None]:
+        return state, None
+
+
+class _Itemsizes(NamedTuple):
+    param: int
+    grad: int
+
+
+def _itemsizes(choice: Candidate, model: Model) -> _Itemsizes:
+    """Return the least itemsizes of the parameters and of reduced gradients."""
+    policy = policy_of(choice.precision)
+    leaves = [leaf for leaf in tree.leaves(model.params) if isinstance(leaf, Tensor)]
+    kept = [policy.param or leaf.dtype for leaf in leaves]
+    return _Itemsizes(
+        min(dtype.itemsize for dtype in kept),
+        min(_reduced(dtype, policy.reduce) for dtype in kept),
+    )
+
+
+def _reduced(dtype: torch.dtype, reduce: torch.dtype | None) -> int:
+    is_half = dtype in (torch.bfloat16, torch.float16)
+    return (reduce or (torch.float32 if is_half else dtype)).itemsize
+
+
+def _counted(num_bytes: int) -> int:
+    """Return the bytes of a storage that a meter counts."""
+    return num_bytes if num_bytes >= SMALL else 0
+
+
+def _by_axis(hops: list[Hop]) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for hop in hops:
+        found[hop.axis] += hop.sent_bytes
+    return found
+
+
+def _passes(choice: Candidate) -> tuple[int, int, int, int]:
+    """Return how often all parameters are gathered, again and whole, and gradients are summed."""
+    k = choice.num_micro_batches
+    if choice.stage == 3:
+        return k, k, k, 0
+    return 0, 0, k if choice.stage == 2 else 1, 1
+
+
+def _sent(choice: Candidate, traffic: _Traffic) -> dict[str, int]:
+    kinds = traffic.gather, traffic.again, traffic.sum, traffic.whole
+    found = dict.fromkeys(("", "inner", "outer"), 0)
+    for times, kind in zip(_passes(choice), kinds, strict=True):
+        for axis, num_bytes in kind.items():
+            found[axis] += times * num_bytes
+    return found
+
+
+def _num_messages(choice: Candidate, traffic: _Traffic, num_ranks: int) -> int:
+    if num_ranks == 1:
+        return 0
+    counts = *traffic.num_gathers, traffic.num_sums, traffic.num_wholes
+    of_buckets = sum(times * count for times, count in zip(_passes(choice), counts, strict=True))
+    # The loss of each micro-batch, the question whether to gather again, and the norm.
+    k = choice.num_micro_batches
+    axes = 1 if choice.inner == 1 else 2
+    small = axes * (k * (2 if choice.stage == 3 else 1) + 1)
+    return of_buckets + small + (choice.on_disk and bool(choice.offloaded))
+
+
+def _moved(choice: Candidate, numel: int, sizes: _Itemsizes, state: _OfState) -> tuple[int, int]:
+    """Return the bytes between device and host of the busier direction, and those of the disk."""
+    params, grads = numel * sizes.param, numel * sizes.grad
+    reads = choice.num_micro_batches * (1 if choice.secondary else 2) * params
+    # Without master weights, an update reads the parameters.
+    read = 0 if state.masters else params
+    of_optimizer = state.masters + state.moments
+    match choice.offloaded, choice.on_disk:
+        case ("optimizer",), on_disk:
+            return max(grads + read, params), 2 * of_optimizer * on_disk
+        case ("params",), False:
+            return max(params, reads + read), 0
+        case ("params",), True:
+            return 0, params + reads + read
+        case ("params", "optimizer"), False:
+            return max(grads, reads), 0
+        case ("params", "optimizer"), True:
+            return grads, params + 2 * of_optimizer + reads + read
+        case _:
+            return 0, 0
