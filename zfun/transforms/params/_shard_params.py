@@ -177,7 +177,7 @@ class ShardedLoss(ZfunLoss):
         shards = shards_of(flats, call)
         key = tuple(part.layout for part in flats), tuple(shard.is_stored for shard in shards)
         plan = self._plans.get(key)
-        learnt = plan is not None and plan.packed is not None
+        learnt = plan is not None and plan.ahead is not None
         if learnt and watching.get() is None and all(shard.is_whole for shard in shards):
             # One rank alone: there is nothing to gather or release.
             return loss(tree.combine(*_views(flats, shards, call.executor)), batch)
@@ -187,7 +187,7 @@ class ShardedLoss(ZfunLoss):
             with gathered.hooks():
                 out = loss(tree.combine(*gathered.leaves()), batch)
             gathered.check_graph(out)
-            gathered.end_forward()
+            gathered.end_forward(out)
         except Exception:
             gathered.abandon()
             raise
