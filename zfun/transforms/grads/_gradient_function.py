@@ -100,6 +100,7 @@ class GradientFunction(ZfunGradient):
         default_factory=dict, compare=False, repr=False
     )
 
+    @ops.uncompiled
     def __call__(self, params: tree.Tree, batch: Any) -> tuple[Any, Any]:
         """Return the loss and the gradients."""
         out, call = self._forward(params, batch)
@@ -116,6 +117,7 @@ class GradientFunction(ZfunGradient):
         value = self._value(loss.wait(), weight)
         return (value if aux is NO_AUX else (value, aux)), grads
 
+    @ops.uncompiled
     def vjp(self, params: tree.Tree, batch: Any) -> tuple[Any, Pullback]:
         """Return the outputs of the function, and the pullback; see :func:`zfun.vjp`."""
         group = self.group or (params.group if isinstance(params, Flat) else None)

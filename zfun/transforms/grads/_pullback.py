@@ -26,6 +26,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from zfun import ops
 from zfun.collectives import Group, gather_values, global_ranks
 from zfun.errors import CollectiveMismatch, SpecMismatch, ZfunError
 from zfun.transforms._batches import open_batch
@@ -66,6 +67,7 @@ class Pullback:
         dropped.atexit = False
         self._dropped = dropped
 
+    @ops.uncompiled
     def __call__(self, cotangents: Any, *, weight: float | Tensor | None = None) -> Any:
         """Return the gradients; every rank must call.
 
@@ -88,6 +90,7 @@ class Pullback:
         """
         return self.with_inputs(cotangents, (), weight=weight)[0]
 
+    @ops.uncompiled
     def with_inputs(
         self,
         cotangents: Any,

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from zfun import tree
+from zfun import ops, tree
 from zfun.collectives import Group, check_shardable
 from zfun.compression import CODEC, Codec, check_repeatable
 from zfun.errors import PlacementError
@@ -154,6 +154,7 @@ class ShardedLoss(ZfunLoss):
         """
         return [plan.schedule for plan in self._plans.values()]
 
+    @ops.uncompiled
     def __call__(self, params: tree.Tree, batch: Any) -> Any:
         """Return the loss of sharded parameters."""
         if not torch.is_inference_mode_enabled():

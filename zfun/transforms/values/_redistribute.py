@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zfun import stores
+from zfun import ops, stores
 from zfun.collectives import (
     AllGather,
     AllReduce,
@@ -25,6 +25,7 @@ from zfun.transforms.values._communicate import communicate
 __all__ = ["redistribute"]
 
 
+@ops.uncompiled
 @takes(
     value=ANY,
     placement=instance(Placement, "a placement", "zf.R"),
