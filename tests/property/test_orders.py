@@ -169,7 +169,7 @@ SMALLEST: dict[str, tuple[list[Part], list[Part]]] = {
         [("plain", (1,)), ("side by side", (2, 0))],
         [("torch's checkpoint", (1,)), ("side by side", (2, 0))],
     ),
-    "aux on one rank": ([("aux", (0, 1))], [("plain", (0, 1))]),
+    "aux on one rank": ([("plain", (0, 1))], [("aux", (0, 1))]),
     "gathered only": ([("plain", (0, 1, 2, 3))], [("plain", (0, 1)), ("gathered only", (2, 3))]),
     "detached biases": (
         [("biases", (0,)), ("plain", (1, 2, 3))],
