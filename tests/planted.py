@@ -257,3 +257,56 @@ def centred(by_leaf: bool) -> Any:
         return tree.map(lambda g: -RATE * (g - g.mean()), grads), state
 
     return zf.optim.optimizer(lambda params: (), update)._replace(by_leaf=by_leaf)
+
+
+def own_rule(
+    change: Callable[[Tensor, Tensor, int], Tensor],
+) -> Callable[[Callable[[Any, Any], Tensor], int, Group], Zero]:
+    """A loop whose optimizer gives another change of an element on some ranks.
+
+    Args:
+        change: of a gradient, a parameter and the rank.
+    """
+
+    def make(loss_fn: Callable[[Any, Any], Tensor], stage: int, group: Group) -> Zero:
+        def update(grads: Any, state: Any, params: Any) -> Any:
+            return tree.map(lambda g, p: change(g, p, group.rank), grads, params), state
+
+        rule = zf.optim.optimizer(lambda params: (), update)._replace(by_leaf=True)
+        return zf.zero(stage, loss_fn, rule, group)
+
+    return make
+
+
+def remembering(forgets: bool) -> Any:
+    """An optimizer whose momentum is in a closure; ``forgets`` clears the closure in ``init``."""
+    kept: dict[int, Tensor] = {}
+
+    def init(params: Any) -> Any:
+        if forgets:
+            kept.clear()
+        return ()
+
+    def update(grads: Any, state: Any, params: Any) -> Any:
+        leaves, spec = tree.flatten(grads)
+        for place, g in enumerate(leaves):
+            kept[place] = 0.9 * kept.get(place, torch.zeros_like(g)) + g
+        return tree.unflatten(spec, [-RATE * kept[place] for place in range(len(leaves))]), state
+
+    return zf.optim.optimizer(init, update)
+
+
+def counting() -> Any:
+    """A transform whose factor grows with each call."""
+    calls = 0
+
+    def transform(vg: Any) -> Any:
+        def wrapped(params: Any, batch: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            value, grads = vg(params, batch)
+            return value, tree.map(lambda g: g * (1 + calls), grads)
+
+        return wrapped
+
+    return transform

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zfun import tree
+from zfun import ops, tree
 from zfun.checkpoint._background import settle
 from zfun.checkpoint._directory import FILES, is_whole, read_manifest, step_path
 from zfun.checkpoint._fill import fill
@@ -58,6 +58,7 @@ class Loaded(NamedTuple):
     path: str
 
 
+@ops.uncompiled
 @takes(
     path=PATH,
     like=ANY,

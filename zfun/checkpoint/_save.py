@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from zfun import tree
+from zfun import ops, tree
 from zfun.checkpoint._background import Saved, in_background, settle
 from zfun.checkpoint._collect import (
     Collected,
@@ -62,6 +62,7 @@ def has_buffers(path: str) -> bool:
     return "buffers" in path.split(".")
 
 
+@ops.uncompiled
 @takes(
     path=PATH,
     state=ANY,

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from zfun import tree
+from zfun import ops, tree
 from zfun.collectives._group import Group
 from zfun.collectives._ops import AllGather, AllToAll, Collective, Op, ReduceScatter, Stream
 from zfun.collectives._work import Work
@@ -91,6 +91,7 @@ class _Collective(torch.autograd.Function):
         return out.view(out.shape[0], *batched.shape[1:]), 1
 
 
+@ops.uncompiled
 def _apply(rows: Tensor, group: Group, call: Collective, started: _UnderWay | None) -> Tensor:
     return _Collective.apply(rows, group, call, started)  # type: ignore[no-any-return]
 

@@ -29,7 +29,7 @@ from zfun.ops._signs import pack_signs, unpack_signs
 from zfun.ops._steps import adagrad_step, adam_step, lamb_step, lion_step, scale_into, sgd_step
 from zfun.ops._sums import sum_in_rank_order
 from zfun.ops._table import AddressTable
-from zfun.ops._tensors import is_abstract, use, wide
+from zfun.ops._tensors import is_abstract, uncompiled, use, wide
 
 __all__ = [
     "AddressTable",
@@ -53,6 +53,7 @@ __all__ = [
     "sum_dequantised",
     "sum_in_rank_order",
     "total_of_bins",
+    "uncompiled",
     "unpack_signs",
     "unravel",
     "unravel_from",

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["as_array", "compiled", "is_abstract", "is_plain", "number", "use", "wide"]
+__all__ = ["as_array", "compiled", "is_abstract", "is_plain", "number", "uncompiled", "use", "wide"]
+
+_Args = ParamSpec("_Args")
+_Out = TypeVar("_Out")
 
 # How arrays of each dtype travel to compiled CPU kernels; see [Note: half types].
 _CARRIERS: dict[torch.dtype, torch.dtype] = {
@@ -80,6 +84,37 @@ def compiled() -> bool:
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
     )
+
+
+def uncompiled(fn: Callable[_Args, _Out]) -> Callable[_Args, _Out]:
+    """Let a function that starts collectives or writes state run as it is under ``torch.compile``.
+
+    As ``torch.compiler.disable()``, whose import takes a second. Compiled functions that ``fn``
+    calls stay compiled. ``fullgraph=True`` around a call is an error of the compiler with the
+    reason below.
+    """
+    frames: Any = torch._C._dynamo.eval_frame
+
+    @functools.wraps(fn)
+    def run(*args: _Args.args, **kwargs: _Args.kwargs) -> _Out:
+        before = frames.set_eval_frame(None)
+        try:
+            return fn(*args, **kwargs)
+        finally:
+            frames.set_eval_frame(before)
+
+    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+    frames.set_code_exec_strategy(run.__code__, skip)
+    marks = {
+        "_torchdynamo_disable": True,
+        "_torchdynamo_disable_recursive": True,
+        "_torchdynamo_disable_msg": (
+            f"{fn.__qualname__}() of zfun runs uncompiled; compile the blocks of the loss, and "
+            "leave out fullgraph=True around the step"
+        ),
+    }
+    run.__dict__.update(marks)
+    return run
 
 
 def is_plain(*tensors: Tensor) -> bool:

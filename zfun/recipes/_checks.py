@@ -41,6 +41,7 @@ __all__ = [
     "in_words",
     "naming_the_rank",
     "naming_the_step",
+    "outside_transforms",
 ]
 
 
@@ -170,6 +171,32 @@ def naming_the_step(
             raise
 
     return named
+
+
+def outside_transforms(fn: Callable[_Args, _Out]) -> Callable[_Args, _Out]:
+    """Refuse to be traced or transformed, because a step reads numbers and starts collectives."""
+
+    @functools.wraps(fn)
+    def checked(*args: _Args.args, **kwargs: _Args.kwargs) -> _Out:
+        level = torch._C._functorch.peek_interpreter_stack()
+        if level is not None:
+            around = f"torch.func.{level.key().name.lower()}"
+        elif torch._C._get_tracing_state() is not None:
+            around = "torch.jit.trace"
+        elif (
+            torch.compiler.is_exporting()
+            or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+        ):
+            around = "torch.export, make_fx or another tracer"
+        else:
+            return fn(*args, **kwargs)
+        raise ZfunError(
+            "a step reads numbers and starts collectives, so a step runs outside of transforms and "
+            f"traces; got a call inside of {around}; transform or trace the loss alone, and "
+            "differentiate with zf.vjp()"
+        )
+
+    return checked
 
 
 def naming_the_rank(fn: Callable[_Args, _Out], group: Group) -> Callable[_Args, _Out]:

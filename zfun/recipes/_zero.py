@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from zfun import tree
+from zfun import ops, tree
 from zfun.checkpoint import check_saves
 from zfun.collectives import Group, mesh_of
 from zfun.compression import Compression
@@ -38,6 +38,7 @@ from zfun.recipes._checks import (
     in_words,
     naming_the_rank,
     naming_the_step,
+    outside_transforms,
 )
 from zfun.recipes._compose import gradient, optimizer_of, whole_loss
 from zfun.recipes._known import KnownStates
@@ -352,13 +353,13 @@ def zero(
         return tree.combine(*(unshard(part, select) for part in parts if part is not None))
 
     def named(fn: Callable[..., Any]) -> Callable[..., Any]:
-        return naming_the_step(naming_the_rank(fn, group))
+        return ops.uncompiled(naming_the_step(naming_the_rank(outside_transforms(fn), group)))
 
     first_half, second_half, recorded = named(forward), named(update), named(record)
     return Zero(
-        naming_the_rank(start, group),
+        ops.uncompiled(naming_the_rank(outside_transforms(start), group)),
         named(step),
-        whole,
+        ops.uncompiled(whole),
         lambda fn, state, batch, buffers=None: first_half(state, fn, batch, buffers),
         lambda state, grads, loss, buffers=None: second_half(state, grads, loss, buffers),
         lambda fn, state, batch: recorded(state, fn, batch),

@@ -6,7 +6,15 @@ from collections.abc import Callable
 
 from zfun.errors import ZfunError
 from zfun.testing._evidence import Evidence
-from zfun.testing._marks import lost_tail, no_gradient, own_norm, rounding, skips_alone
+from zfun.testing._marks import (
+    decay,
+    lost_tail,
+    no_gradient,
+    own_norm,
+    own_rule,
+    rounding,
+    skips_alone,
+)
 from zfun.testing._mistakes import (
     lost_part,
     lost_state,
@@ -16,6 +24,7 @@ from zfun.testing._mistakes import (
     wrong_dual,
     wrong_factor,
     wrong_mean,
+    wrong_weights,
 )
 
 __all__ = ["likely_cause"]
@@ -29,10 +38,13 @@ _CAUSES: tuple[Callable[[Evidence], str], ...] = (
     not_reduced,
     wrong_dual,
     lost_part,
+    own_rule,
     wrong_factor,
+    lost_state,
+    wrong_weights,
+    decay,
     rounding,
     own_norm,
-    lost_state,
     no_gradient,
 )
 
@@ -77,6 +89,7 @@ def _by_elimination(evidence: Evidence) -> str:
     if evidence.case.size == 1:
         return "one rank fails too, so look at the step itself, not at collectives"
     return (
-        "no known mistake gives these numbers; compare the collectives in zf.record(group).log "
-        "with those of the stage, and test your own with zfun.testing.assert_adjoint()"
+        "no known mistake gives these numbers; fewer ranks pass, so look for seeds, options and "
+        "branches that depend on the rank, compare the collectives in zf.record(group).log with "
+        "those of the stage, and test your own with zfun.testing.assert_adjoint()"
     )

@@ -13,6 +13,7 @@ from zfun.layout import layout_of
 from zfun.testing._case import Case, Observed
 from zfun.testing._difference import Difference, error_of, scales
 from zfun.testing._plain import Leaves, PlainStep, Problem, gradient_of, transformed, updated
+from zfun.transforms import split_batch
 
 __all__ = ["Evidence"]
 
@@ -52,6 +53,25 @@ class Evidence:
         """The gradient of each rank's batch."""
         parts = self.problem.split(self.right.batch, self.case.size)
         return [gradient_of(self.problem, self.right.before, part)[1] for part in parts]
+
+    @functools.cached_property
+    def parts(self) -> list[tuple[float, Leaves]]:
+        """The loss and the gradient of each rank's micro-batches."""
+        count = self.case.num_micro_batches
+        whole = self.problem.split(self.right.batch, self.case.size)
+        parts = [micro for part in whole for micro in split_batch(part, count)]
+        found = [gradient_of(self.problem, self.right.before, part) for part in parts]
+        return [(float(loss), grads) for loss, grads in found]
+
+    def change_of(self, raw: Leaves) -> Tensor:
+        """Return the vector of :meth:`changes` that gradients of autograd would give."""
+        before = [x.clone() for x in self.right.before]
+        loss = torch.tensor(self.right.loss, dtype=torch.float64)
+        grads = transformed(self.problem, before, self.right.batch, loss, raw)
+        if self.seen.grads is not None and self.difference.kind == "gradients":
+            return self.vector(grads)
+        after, _ = updated(self.problem, before, self.right.state, grads)
+        return self.vector(after) - self.vector(before)
 
     def reproduced_by(self, raw: Leaves) -> bool:
         """Whether gradients that are wrong in a known way explain the step."""

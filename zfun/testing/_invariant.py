@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -47,7 +46,7 @@ __all__ = ["assert_invariant"]
     wrap_group=FUNCTION | None,
     compositions=each(COMPOSITION, "a sequence of compositions", "[Composition()]", least=1) | None,
     sizes=each(integer(1), "a sequence of numbers of ranks", "(1, 2, 4)", least=1) | None,
-    num_micro_batches=each(integer(1), "a sequence of numbers", "(1, 2)", least=1),
+    num_micro_batches=each(integer(1), "a sequence of numbers", "(1, 2)", least=1) | None,
     num_steps=integer(1),
     split=FUNCTION | None,
     trainable=OF_LEAVES | None,
@@ -66,7 +65,7 @@ def assert_invariant(
     wrap_group: Callable[[Group], Group] | None = None,
     compositions: Sequence[Composition] | None = None,
     sizes: Sequence[int] | None = None,
-    num_micro_batches: Sequence[int] = (1, 2),
+    num_micro_batches: Sequence[int] | None = None,
     num_steps: int = 3,
     split: Callable[[Any, int], Sequence[Any]] | None = None,
     trainable: Callable[[str, Any], bool] | None = None,
@@ -93,8 +92,11 @@ def assert_invariant(
             in every composition, and around plain autograd.
         wrap_group: ``group -> group``, your own group around the simulated one.
         compositions: by default the stages of ZeRO, with donation, offload and recomputation.
-        sizes: numbers of ranks; by default those of 1, 2, 3 and 4 that divide the batch.
-        num_micro_batches: numbers of micro-batches, which the compositions take in turn.
+        sizes: numbers of ranks; by default those of 1, 2, 3 and 4 that divide the batch, and
+            leave ``num_micro_batches`` even parts.
+        num_micro_batches: numbers of micro-batches, which the compositions take in turn; each
+            divides the part of every rank. By default 1, and 2 where the parts have an even number
+            of rows. Your own loop of ``make`` has its own.
         num_steps: number of steps; a stale value shows from the second on.
         split: ``split(batch, n)`` returns the batches of n ranks; by default parts of the rows.
         trainable: which leaves are trained, by path and leaf; by default floating and complex ones.
@@ -110,7 +112,7 @@ def assert_invariant(
     Raises:
         AssertionError: a run differs. The message has the smallest case, the first leaf that
             differs, and the likely cause.
-        OptionError: a batch without enough rows.
+        OptionError: a batch without enough rows, or one that the given numbers do not divide.
 
     Example:
         >>> import zfun as zf
@@ -124,7 +126,7 @@ def assert_invariant(
         loss_fn, params, batch, optimizer, transform, trainable, num_steps, split, torch.float64
     )
     plain = plain_loop(exact)
-    _check_plain(exact, plain, plain_loop(exact), unmoved)
+    _check_plain(exact, plain, plain_loop(exact, beside=True), unmoved)
     problem = (
         exact
         if dtype == torch.float64
@@ -186,13 +188,28 @@ def _tolerance(problem: Problem) -> float:
     return 1e-9 if worst < 1e-12 else min(0.1, 1000 * worst)
 
 
+_LOSS = (
+    "a loss that reads a clock or draws random numbers, as dropout does, or a module whose buffers "
+    "change, is not a function of parameters and batch; turn that off"
+)
+_TRANSFORM = (
+    "loss and gradients agree, and transform= makes others of them; keep no values between calls "
+    "in a closure, a global or an attribute"
+)
+_OPTIMIZER = (
+    "the gradients agree, and the optimizer updates otherwise beside another run; keep its values "
+    "in the state that init() makes and update() returns, not in a closure, a global or an "
+    "attribute"
+)
+
+
 def _check_plain(
     problem: Problem,
     plain: Sequence[PlainStep],
     again: Sequence[PlainStep],
     unmoved: Collection[str],
 ) -> None:
-    """Refuse a loss that is no function, that is not finite, or that does not use a leaf."""
+    """Refuse parts that are no functions, values that are not finite, and a leaf without use."""
     for step, (one, other) in enumerate(zip(plain, again, strict=True)):
         names = dict(zip(problem.paths, one.grads, strict=True))
         bad = [f"of leaf {path!r}" for path, g in names.items() if not torch.isfinite(g).all()]
@@ -202,13 +219,13 @@ def _check_plain(
                 f"{len(bad)} gradients are not finite{f', first that {bad[0]}' if bad else ''}; "
                 "lower the learning rate, or pass another batch"
             )
-        assert_same_bits(
-            ({"loss": one.loss}, names),
-            ({"loss": other.loss}, dict(zip(problem.paths, other.grads, strict=True))),
-            "two runs of the plain loop (a loss that reads a clock or draws random numbers, as "
-            "dropout does, or a module whose buffers change, is not a function of parameters and "
-            f"batch; turn that off) in step {step}:",
-        )
+        named = lambda leaves: dict(zip(problem.paths, leaves, strict=True))
+        for words, mine, others in (
+            (_LOSS, (one.loss, named(one.raw)), (other.loss, named(other.raw))),
+            (_TRANSFORM, named(one.grads), named(other.grads)),
+            (_OPTIMIZER, named(one.after), named(other.after)),
+        ):
+            assert_same_bits(mine, others, f"two runs of the plain loop ({words}) in step {step}:")
     for path, old, new in zip(problem.paths, plain[0].before, plain[-1].after, strict=True):
         if old.numel() and path not in unmoved and torch.equal(old, new):
             raise AssertionError(
@@ -222,9 +239,15 @@ def _cases(
     is_made: bool,
     compositions: Sequence[Composition] | None,
     sizes: Sequence[int] | None,
-    num_micro_batches: Sequence[int],
+    num_micro_batches: Sequence[int] | None,
 ) -> Iterator[Case]:
     """Yield the cases, small groups first; micro-batches and bucket sizes take turns."""
+    if is_made and num_micro_batches is not None:
+        raise OptionError(
+            "a loop of make= has its own micro-batches; got num_micro_batches="
+            f"{tuple(num_micro_batches)} beside make=; pass it to the loop, as in "
+            "zf.zero(..., num_micro_batches=2)"
+        )
     chosen: Sequence[Composition | None] = compositions or STANDARD
     if is_made:
         chosen = [None]
@@ -233,26 +256,44 @@ def _cases(
         chosen = [one for one in STANDARD if "offload" not in one.grads]
     smallest = min(leaf.numel() * leaf.itemsize for leaf in tree.leaves(problem.params))
     buckets = (DEFAULT_BUCKET_BYTES, max(1, smallest))
-    counts = (1,) if is_made else num_micro_batches
     num_steps = len(problem.batches)
-    for size in _sizes(problem, sizes):
-        turns = itertools.cycle(itertools.product(buckets, counts))
-        for composition in chosen:
-            bucket, count = next(turns)
-            case = Case(composition, size, num_steps, count, bucket)
-            yield case if feasible(problem, case) else replace(case, num_micro_batches=1)
+    divides = lambda size, count: feasible(problem, Case(None, size, num_steps, count))
+    for size in _sizes(problem, sizes, num_micro_batches):
+        if is_made:
+            counts: Sequence[int] = (1,)
+        elif num_micro_batches is None:
+            counts = (1, 2) if divides(size, 2) else (1,)
+        else:
+            counts = num_micro_batches
+            for count in counts:
+                if not divides(size, count):
+                    raise OptionError(
+                        f"micro-batches divide the part of every rank evenly; {count} do not "
+                        f"divide the parts of {rows_of(problem.batches[0])} rows for "
+                        f"{size} rank{'s' if size > 1 else ''}; pass other num_micro_batches=, "
+                        "sizes= or a batch of more rows"
+                    )
+        turns = list(itertools.product(buckets, counts))
+        # Every count and every composition runs, whichever are more.
+        for turn in range(max(len(chosen), 1 if is_made else len(turns))):
+            bucket, count = turns[turn % len(turns)]
+            yield Case(chosen[turn % len(chosen)], size, num_steps, count, bucket)
 
 
-def _sizes(problem: Problem, sizes: Sequence[int] | None) -> Sequence[int]:
+def _sizes(
+    problem: Problem, sizes: Sequence[int] | None, num_micro_batches: Sequence[int] | None
+) -> Sequence[int]:
     rows = rows_of(problem.batches[0])
+    each_rank = math.lcm(*(num_micro_batches or (1,)))
     if sizes is not None:
         for size in sizes:
             problem.split(problem.batches[0], size)  # refuses a batch that is too short
         return sizes
-    found = [size for size in (1, 2, 3, 4) if rows is None or rows % size == 0]
-    if found == [1]:
+    found = [size for size in (1, 2, 3, 4) if rows is None or rows % (size * each_rank) == 0]
+    if found in ([], [1]):
+        micro = f" with {each_rank} micro-batches each" if each_rank > 1 else ""
         raise OptionError(
-            f"the batch is divided among the ranks; got {rows} rows, which 2, 3 and 4 do not "
-            "divide; pass a batch of 12 rows, or sizes="
+            f"the batch is divided among the ranks; got {rows} rows, which 2, 3 and 4{micro} do "
+            f"not divide; pass a batch of {12 * each_rank} rows, or sizes="
         )
     return found

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from zfun.testing._evidence import Evidence
 
-__all__ = ["lost_tail", "no_gradient", "own_norm", "rounding", "skips_alone"]
+__all__ = ["decay", "lost_tail", "no_gradient", "own_norm", "own_rule", "rounding", "skips_alone"]
 
 _PRECISIONS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -43,6 +43,74 @@ def _in_dtype(dtype: torch.dtype, error: float) -> str:
         f"reduction in the wrong dtype: the relative error of {error:.2g} is that of rounding to "
         f"{dtype}; cast before the collective, not after, and see "
         "zf.Precision(reduce=...); zf.record(group).log shows the dtype of every collective"
+    )
+
+
+def decay(evidence: Evidence) -> str:
+    """All changes are right but for a multiple of the parameters."""
+    if evidence.difference.kind == "loss":
+        return ""
+    found, right = evidence.changes()
+    factor = _decay_of(evidence, found - right, torch.ones_like(found, dtype=torch.bool))
+    return (
+        f"wrong decay: the {_what(evidence)} differ by {factor:.4g} times the parameters; look for "
+        "weight decay, or an L2 term of the loss, that is added twice, on some ranks only, or "
+        "not at all"
+        if factor
+        else ""
+    )
+
+
+def _decay_of(evidence: Evidence, error: Tensor, part: Tensor) -> float:
+    """Return the factor by which an error is a multiple of the parameters, or 0."""
+    error, values = error[part], evidence.vector(evidence.right.before)[part]
+    square = float(values @ values)
+    factor = float(error @ values) / square if square else 0.0
+    # Two elements at least, because one is always a multiple.
+    is_decay = len(error) > 1 and float((error - factor * values).norm()) <= 1e-6 * float(
+        error.norm()
+    )
+    return factor if is_decay else 0.0
+
+
+def _what(evidence: Evidence) -> str:
+    return "gradients" if evidence.difference.kind == "gradients" else "changes"
+
+
+def own_rule(evidence: Evidence) -> str:
+    """Some ranks are right, and all elements of the others are wrong."""
+    size, difference = evidence.case.size, evidence.difference
+    if difference.kind == "loss" or size == 1:
+        return ""
+    found, right = evidence.changes()
+    wrong = evidence.wrong()
+    if len(difference.ranks) < size and difference.kind != "ranks":
+        return _of_rank(evidence, difference.ranks, found, right, wrong)
+    for owner in evidence.owners():
+        mine = [owner == rank for rank in range(size)]
+        bad = [rank for rank in range(size) if bool(wrong[mine[rank]].any())]
+        good = [rank for rank in range(size) if bool(mine[rank].any()) and rank not in bad]
+        if good and bad and all(bool(wrong[mine[rank] & (right != 0)].all()) for rank in bad):
+            part = torch.stack([mine[rank] for rank in bad]).any(0)
+            return _of_rank(evidence, bad, found, right, part)
+    return ""
+
+
+def _of_rank(
+    evidence: Evidence, ranks: list[int], found: Tensor, right: Tensor, part: Tensor
+) -> str:
+    names = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    factor = _decay_of(evidence, found - right, part)
+    square = float(right[part] @ right[part])
+    scale = float(found[part] @ right[part]) / square if square else 0.0
+    how = ""
+    if factor:
+        how = f" by {factor:.4g} times the parameters, as by another weight decay"
+    elif float((found - scale * right)[part].norm()) <= 1e-6 * float(right[part].norm()):
+        how = f" by the factor {scale:.6g}, as by another learning rate"
+    return (
+        f"a rule of one rank: the {_what(evidence)} of {names} differ{how}, and the other ranks "
+        "are right; look for options, branches and random numbers that depend on the rank"
     )
 
 

@@ -22,17 +22,70 @@ __all__ = [
     "wrong_dual",
     "wrong_factor",
     "wrong_mean",
+    "wrong_weights",
 ]
 
 
 def wrong_mean(evidence: Evidence) -> str:
-    size = evidence.case.size
-    if size > 1 and evidence.reproduced_by(_sum(evidence.by_rank, 1 / size)):
+    """The mean over equally many parts, where the loss is no such mean."""
+    size, count = evidence.case.size, evidence.case.num_micro_batches
+    parts = evidence.parts
+    if len(parts) == 1 or not evidence.reproduced_by(_sum([g for _, g in parts], 1 / len(parts))):
+        return ""
+    what = "micro-batches'" if size == 1 else "ranks'" if count == 1 else "ranks' micro-batches'"
+    weights = _weights(evidence)
+    if weights is not None:
+        shown = ", ".join(f"{weight:.3g}" for weight in weights[:6])
         return (
-            "wrong mean: the mean of the ranks' losses is taken, and the ranks' batches are not "
-            "equally long; return zf.weighted_mean(total, count) from the loss"
+            f"wrong mean: the mean of the {what} losses is taken, and their batches do not count "
+            f"alike: in the loss of the whole batch they have the weights {shown}"
+            f"{', ...' if len(weights) > 6 else ''} (rows or tokens); return "
+            "zf.weighted_mean(total, count) from the loss"
         )
-    return ""
+    return (
+        f"a loss of the whole batch: the mean of the {what} losses is taken, and no weights make "
+        "the loss of the whole batch of them; look for statistics over the rows (BatchNorm, "
+        "in-batch negatives), which need zfun.collectives.all_reduce, and for random numbers by "
+        "place in the batch (dropout), which need a seed for each row"
+    )
+
+
+def _weights(evidence: Evidence) -> list[float] | None:
+    """Return the weights with which the parts make up the loss of the whole batch, if any do."""
+    losses = torch.tensor([loss for loss, _ in evidence.parts], dtype=torch.float64)
+    columns = torch.stack([evidence.vector(grads) for _, grads in evidence.parts], 1)
+    scale = float(columns.norm()) or 1.0
+    # The weights add up to one, and make the loss and the gradient.
+    left = torch.cat([torch.ones(1, len(losses)) * scale, losses[None], columns])
+    right = torch.cat(
+        [torch.tensor([scale, evidence.right.loss]), evidence.vector(evidence.right.raw)]
+    )
+    found = torch.linalg.lstsq(left, right[:, None], driver="gelsd").solution.flatten()
+    error = float((left @ found - right).norm())
+    is_weighted = error <= 1e-8 * float(right.norm()) and bool((found >= -1e-8).all())
+    return found.tolist() if is_weighted else None
+
+
+def wrong_weights(evidence: Evidence) -> str:
+    """The gradients of the ranks count otherwise than alike."""
+    size = evidence.case.size
+    found, _ = evidence.changes()
+    if size == 1 or evidence.difference.kind == "loss" or len(found) < size + 2:
+        return ""
+    columns = torch.stack([evidence.change_of(own) for own in evidence.by_rank], 1)
+    weights = torch.linalg.lstsq(columns, found[:, None], driver="gelsd").solution.flatten()
+    weighted = [
+        [weight * x for x in own]
+        for weight, own in zip(weights.tolist(), evidence.by_rank, strict=True)
+    ]
+    if not evidence.reproduced_by(_sum(weighted, 1.0)):
+        return ""
+    shown = ", ".join(f"{weight:.4g}" for weight in weights[:6])
+    return (
+        f"wrong weights: the gradients of the ranks count {shown}{', ...' if size > 6 else ''}, "
+        f"and should count {1 / size:.4g} each; look for a factor of the loss or of the gradients "
+        "that depends on the rank"
+    )
 
 
 def not_reduced(evidence: Evidence) -> str:
@@ -149,16 +202,21 @@ def wrong_factor(evidence: Evidence) -> str:
     for factor, words in known.items():
         if evidence.reproduced_by(_sum([raw], factor)):
             return f"wrong mean: {words}; look at reduce= and at divisions in your transform"
-    if evidence.seen.grads is None or evidence.difference.kind != "gradients":
+    if evidence.difference.kind == "loss":
         return ""
     found, right = evidence.changes()
     factor = float(found @ right) / float(right @ right or 1.0)
-    if float((found - factor * right).norm()) <= evidence.tolerance * float(found.norm()):
+    if not float((found - factor * right).norm()) <= evidence.tolerance * float(found.norm()):
+        return ""
+    if evidence.difference.kind == "gradients":
         return (
             f"wrong mean: all gradients are {factor:.6g} times the right ones on {size} ranks and "
             f"{count} micro-batches; look for a factor in the loss or in your transform"
         )
-    return ""
+    return (
+        f"wrong step size: all changes are {factor:.6g} times the right ones; look for another "
+        "learning rate, or for a factor of the loss or of the gradients"
+    )
 
 
 def lost_state(evidence: Evidence) -> str:

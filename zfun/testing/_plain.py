@@ -80,6 +80,7 @@ class PlainStep(NamedTuple):
         before: the parameters before the step.
         state: the optimizer's state before the step.
         loss: the loss.
+        raw: the gradients of autograd.
         grads: the gradients, after the user's transform.
         after: the parameters after the step.
     """
@@ -88,12 +89,19 @@ class PlainStep(NamedTuple):
     before: Leaves
     state: Any
     loss: float
+    raw: Leaves
     grads: Leaves
     after: Leaves
 
 
-def plain_loop(problem: Problem) -> list[PlainStep]:
-    """Train with plain autograd on the whole batch and the whole tree."""
+def plain_loop(problem: Problem, *, beside: bool = False) -> list[PlainStep]:
+    """Train with plain autograd on the whole batch and the whole tree.
+
+    Args:
+        problem: the problem.
+        beside: whether another training takes a first step beside each step of this one, which
+            changes nothing if all state of the optimizer is in its state.
+    """
     before = [leaf.detach().clone() for leaf in tree.leaves(problem.params)]
     before = [before[place] for place in problem.first]
     state = problem.rule.init(problem.unflatten(before))
@@ -101,8 +109,10 @@ def plain_loop(problem: Problem) -> list[PlainStep]:
     for batch in problem.batches:
         loss, raw = gradient_of(problem, before, batch)
         grads = transformed(problem, before, batch, loss, raw)
+        if beside:
+            updated(problem, before, problem.rule.init(problem.unflatten(before)), grads)
         after, new_state = updated(problem, before, state, grads)
-        steps.append(PlainStep(batch, before, state, float(loss), grads, after))
+        steps.append(PlainStep(batch, before, state, float(loss), raw, grads, after))
         before, state = after, new_state
     return steps
 

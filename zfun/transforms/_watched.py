@@ -129,9 +129,9 @@ class _WatchedParams(GatheredParams):
         self._note("reduce", bucket, self._profile.now())
         super().complete(bucket)
 
-    def end_forward(self) -> None:
+    def end_forward(self, out: Any = None) -> None:
         start = self._profile.now()
-        super().end_forward()
+        super().end_forward(out)
         self._profile.note("end", -1, "forward", start)
 
     def finish_backward(self) -> None:

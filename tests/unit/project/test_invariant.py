@@ -228,6 +228,182 @@ def test_a_mean_of_means_is_named() -> None:
         assert_invariant(loss_fn, {"w": torch.ones(3)}, BATCH[:5], SGD, sizes=(2,))
 
 
+MASK = (torch.arange(12) % 5 != 1).double()
+OUT = {"w": torch.ones(3)}
+
+
+def masked_mean(p: Any, batch: Any) -> Tensor:
+    """Normalised by the number of marked rows of the own batch."""
+    return ((batch["x"] @ p["w"]).square() * batch["mask"]).sum() / batch["mask"].sum()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "counts", "whose"),
+    [((1,), (2,), "micro-batches'"), ((2,), (1,), "ranks'"), ((2,), (3,), "ranks'")],
+)
+def test_a_mean_over_a_local_count_is_named(sizes: Any, counts: Any, whose: str) -> None:
+    words = (
+        rf"leaf 'w'(.|\n)*wrong mean: the mean of the {whose} losses is taken, and their batches "
+        r"do not count alike: .* weights 0\.\d+, .*return zf.weighted_mean\(total, count\)"
+    )
+    batch = {"x": BATCH, "mask": MASK}
+    with pytest.raises(AssertionError, match=words):
+        assert_invariant(masked_mean, OUT, batch, SGD, sizes=sizes, num_micro_batches=counts)
+    weighted = lambda p, batch: zf.weighted_mean(
+        masked_mean(p, batch) * batch["mask"].sum(), batch["mask"].sum()
+    )
+    assert_invariant(weighted, OUT, batch, SGD, sizes=sizes, num_micro_batches=counts)
+
+
+def normalised(p: Any, x: Tensor) -> Tensor:
+    """With the statistics of the own batch, as BatchNorm."""
+    return (((x - x.mean(0)) / x.std(0)) @ p["w"]).tanh().sub(1).square().mean()
+
+
+def dropped(p: Any, x: Tensor) -> Tensor:
+    """Dropout with one seed for every batch."""
+    kept = torch.rand(x.shape, generator=torch.Generator().manual_seed(0)) > 0.5
+    return ((x * kept) @ p["w"]).square().mean()
+
+
+@pytest.mark.parametrize("loss_fn", [normalised, dropped])
+@pytest.mark.parametrize(("sizes", "counts"), [((1,), (2,)), ((2,), (1,))])
+def test_a_loss_of_the_whole_batch_is_named(loss_fn: Any, sizes: Any, counts: Any) -> None:
+    words = r"a loss of the whole batch: .*BatchNorm.*dropout\), which need a seed for each row"
+    with pytest.raises(AssertionError, match=words):
+        assert_invariant(loss_fn, OUT, BATCH, SGD, sizes=sizes, num_micro_batches=counts)
+
+
+def squares(params: Any) -> Any:
+    return sum(leaf.square().sum() for leaf in tree.leaves(params))
+
+
+def with_squares(factor: float) -> Any:
+    return lambda p, x: models.mlp_loss(p, x) + factor * squares(p)
+
+
+def noisy(x: Tensor, group: zf.Group) -> Tensor:
+    generator = torch.Generator().manual_seed(group.rank)
+    return x + (group.rank > 0) * torch.randn(x.shape, generator=generator)
+
+
+RATE = planted.RATE
+OWN_RULES: dict[str, tuple[Any, str]] = {
+    "decay on one rank": (
+        planted.own_rule(lambda g, p, rank: -RATE * g - (1e-3 * p if rank == 1 else 0.0 * p)),
+        r"a rule of one rank: the changes of rank 1 differ by -0.001 times the parameters",
+    ),
+    "learning rate by rank": (
+        planted.own_rule(lambda g, p, rank: -RATE * g * (1.001 if rank == 1 else 1.0)),
+        r"a rule of one rank: the changes of rank 1 differ by the factor 1.001, as by another le",
+    ),
+    "noise on one rank": (
+        planted.own_rule(
+            lambda g, p, rank: -RATE * g * (1 + 0.01 * torch.sin(9 * p) if rank == 1 else 1.0)
+        ),
+        r"a rule of one rank: the changes of rank 1 differ, and the other ranks are right",
+    ),
+}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("name", OWN_RULES)
+def test_a_rule_of_one_rank_is_named(name: str, stage: int) -> None:
+    make, cause = OWN_RULES[name]
+    text = message(SGD, functools.partial(make, models.mlp_loss, stage), sizes=(2,))
+    assert re.search(f"likely cause: {cause}", text), text
+
+
+WRONG: dict[str, tuple[Any, Any, str]] = {
+    "a learning rate": (
+        models.mlp_loss,
+        lambda group: zf.zero(2, models.mlp_loss, optim.sgd(1.01 * RATE), group),
+        "wrong step size: all changes are 1.01 times the right ones; .*learning rate",
+    ),
+    "a divisor under accumulation": (
+        models.mlp_loss,
+        lambda group: zf.zero(
+            2, lambda p, x: models.mlp_loss(p, x) / 3, SGD, group, num_micro_batches=2
+        ),
+        "wrong step size: all changes are 0.333333 times the right ones",
+    ),
+    "L2 on one rank": (
+        with_squares(1e-3),
+        lambda group: zf.zero(2, with_squares(1e-3 * (group.rank == 0)), SGD, group),
+        "wrong decay: the changes differ by .* times the parameters; .*L2 term",
+    ),
+    "no L2": (
+        with_squares(1e-3),
+        lambda group: zf.zero(2, models.mlp_loss, SGD, group),
+        "wrong decay: the changes differ by 0.0002 times the parameters",
+    ),
+    "a loss that counts more on one rank": (
+        models.mlp_loss,
+        lambda group: zf.zero(
+            2, lambda p, x: models.mlp_loss(p, x) * (1 + 0.01 * group.rank), SGD, group
+        ),
+        "wrong weights: the gradients of the ranks count 0.5, 0.505, and should count 0.5 each",
+    ),
+    "a seed by rank": (
+        models.mlp_loss,
+        lambda group: zf.zero(2, lambda p, x: models.mlp_loss(p, noisy(x, group)), SGD, group),
+        "fewer ranks pass, so look for seeds, options and branches that depend on the rank",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_loop_is_named(name: str) -> None:
+    loss_fn, make, cause = WRONG[name]
+    with pytest.raises(AssertionError) as caught:
+        assert_invariant(loss_fn, PARAMS, BATCH, SGD, make, sizes=(2,))
+    assert re.search(f"likely cause: .*{cause}", str(caught.value)), caught.value
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_an_optimizer_with_state_in_a_closure_is_named(forgets: bool) -> None:
+    words = r"the gradients agree, and the optimizer updates otherwise .* not in a closure, a glob"
+    with pytest.raises(AssertionError, match=words):
+        check(planted.remembering(forgets=forgets))
+
+
+def test_a_transform_with_state_in_a_closure_is_named() -> None:
+    with pytest.raises(AssertionError, match=r"loss and gradients agree, and transform= makes oth"):
+        check(SGD, transform=planted.counting())
+
+
+def test_numbers_that_do_not_divide_the_batch_are_refused_or_said() -> None:
+    with pytest.raises(zf.errors.OptionError, match=r"5 do not divide the parts of 12 rows for 1"):
+        assert_invariant(models.mlp_loss, PARAMS, BATCH, SGD, sizes=(1,), num_micro_batches=(5,))
+    with pytest.raises(zf.errors.OptionError, match=r"2 do not divide the parts of 12 rows for 4"):
+        assert_invariant(models.mlp_loss, PARAMS, BATCH, SGD, sizes=(2, 4), num_micro_batches=(2,))
+    with pytest.raises(zf.errors.OptionError, match=r"2, 3 and 4 with 5 micro-batches each do not"):
+        assert_invariant(models.mlp_loss, PARAMS, BATCH, SGD, num_micro_batches=(5,))
+    with pytest.raises(zf.errors.OptionError, match=r"a loop of make= has its own micro-batches"):
+        check(SGD, own(), num_micro_batches=(2,))
+
+
+def test_every_number_of_micro_batches_runs() -> None:
+    """Also with fewer compositions than numbers."""
+    rows: set[int] = set()
+
+    def loss_fn(p: Any, x: Tensor) -> Tensor:
+        rows.add(len(x))
+        return models.mlp_loss(p, x)
+
+    assert_invariant(
+        loss_fn,
+        PARAMS,
+        BATCH,
+        SGD,
+        compositions=STAGES[:1],
+        sizes=(2,),
+        num_micro_batches=(1, 2, 3),
+        num_steps=1,
+    )
+    assert rows == {12, 6, 3, 2}
+
+
 def test_gradients_that_are_not_reduced_are_named() -> None:
     def make(group: zf.Group) -> Any:
         return planted.own_loop(models.mlp_loss, zf.process_group(), divisor=lambda group: 1.0)

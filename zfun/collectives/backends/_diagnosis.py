@@ -11,8 +11,18 @@ from dataclasses import dataclass, field
 from zfun.collectives._ops import Stream
 from zfun.errors import CollectiveMismatch, PeerLost, ZfunError
 
-__all__ = ["HAS_LEFT", "Status", "Verdict", "diagnose", "different", "end_of_suspicion"]
+__all__ = [
+    "HAS_LEFT",
+    "SAME_ORDER",
+    "Status",
+    "Verdict",
+    "diagnose",
+    "different",
+    "end_of_suspicion",
+]
 
+# The remedy where ranks wait for each other.
+SAME_ORDER = "let all ranks call the same functions in the same order, around a sharded loss too"
 HAS_LEFT = "it has left the group; every rank must take part in every collective"
 
 
@@ -107,7 +117,7 @@ def diagnose(
                 )
                 return Verdict(
                     f"the ranks wait for each other in different collectives: rank {low} in "
-                    f"{low_text}, rank {high} in {high_text}",
+                    f"{low_text}, rank {high} in {high_text}; {SAME_ORDER}",
                     mismatch=True,
                 )
     return None

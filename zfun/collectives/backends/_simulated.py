@@ -44,6 +44,7 @@ from zfun.collectives._ops import (
 )
 from zfun.collectives._ranges import with_ranges
 from zfun.collectives._work import Work
+from zfun.collectives.backends._diagnosis import SAME_ORDER
 from zfun.errors import CollectiveMismatch, OptionError, PeerLost, ZfunError, check_process
 from zfun.ops._sums import sum_in_rank_order
 from zfun.options import ANY, FUNCTION, integer, takes
@@ -432,7 +433,7 @@ class _World:
             waits = "; ".join(
                 f"rank {rank} in {pending.label}" for rank, pending in sorted(waiting.items())[:8]
             )
-            text = f"the ranks wait for each other in different collectives: {waits}"
+            text = f"the ranks wait for each other in different collectives: {waits}; {SAME_ORDER}"
             self._fail(lambda other: CollectiveMismatch(text, rank=other))
 
     def _fail(self, failure: Callable[[int], ZfunError]) -> None:

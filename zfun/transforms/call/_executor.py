@@ -38,6 +38,10 @@ class CallParams(Protocol):
         """Whether any rank left the schedule; ``None`` for parameters that are not gathered."""
         ...
 
+    def diverge(self) -> None:
+        """Some rank begins backward at other outputs."""
+        ...
+
     def begin_backward(self) -> None:
         """Forward has ended."""
         ...
@@ -75,6 +79,9 @@ class WholeParams:
         self._views = views
         self._slots = slots
 
+    def diverge(self) -> None:
+        """Nothing is gathered."""
+
     def begin_backward(self) -> None:
         """Nothing was gathered."""
 
@@ -111,6 +118,11 @@ class Executor:
         self.loss: Work | None = None
         self.tape: Callable[[], Any] | None = None
         self._params: list[CallParams] = []
+
+    def diverge(self) -> None:
+        """Some rank begins backward at other outputs."""
+        for params in self._params:
+            params.diverge()
 
     def attach(self, params: CallParams) -> None:
         """Let parameters take part in this call: once for each sharded loss that is called."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from zfun import tree
+from zfun import ops, tree
 from zfun.errors import PlacementError, ZfunError
 from zfun.layout import Layout
 
@@ -291,15 +291,20 @@ def tensor_of(leaf: LazyLeaf) -> Tensor:
     ready = source.ready
     if ready is not None and source.thread == threading.get_ident():
         return ready[leaf.place]
+    return _load(leaf)
+
+
+@ops.uncompiled
+def _load(leaf: LazyLeaf) -> Tensor:
     if torch._C._functorch.peek_interpreter_stack() is not None:
         # [Note: torch.func in the loss]
         with temporarily_clear_interpreter_stack():
-            return tensor_of(leaf)
+            return _load(leaf)
     if torch.is_inference_mode_enabled():
         with outside_inference_mode():
-            return tensor_of(leaf)
+            return _load(leaf)
     with loading():
-        return source.load(leaf)
+        return leaf.source.load(leaf)
 
 
 @contextlib.contextmanager

@@ -152,6 +152,10 @@ class GradReducer:
         runs = torch._C._will_engine_execute_node
         return bool(self.late) or any(map(runs, itertools.chain(*self._nodes)))
 
+    def running(self) -> list[bool]:
+        """Whether the backward pass that autograd runs gives gradients to each node."""
+        return list(map(torch._C._will_engine_execute_node, itertools.chain(*self._nodes)))
+
     def add(self, bucket: int, grads: Sequence[Tensor | None]) -> bool:
         """Add the gradients of one of a bucket's nodes; return whether the bucket is complete."""
         self._fired[bucket] += 1

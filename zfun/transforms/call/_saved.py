@@ -3,13 +3,19 @@
 Inside of a recomputed block autograd saves nothing here, because backward runs the block again. The
 block then uses buckets again, in order, up to the last tensor that autograd saved in forward.
 So ``SavedViews`` notes the uses and the saved tensors of each such block.
+
+[Note: what backward will use]
+Backward runs the nodes of autograd that lead from the loss to a parameter, the last made first.
+Each view and each block belongs to nodes, known by autograd's sequence numbers. A value that the
+loss detaches or ignores leaves its nodes behind, so ``backward`` walks through the graph, and lists
+in order: the buckets that the nodes on the way will use, and where each bucket node becomes ready.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextvars import ContextVar
 from typing import Any, TypeAlias
 
@@ -24,9 +30,12 @@ __all__ = ["Packed", "SavedViews", "noting_recomputation"]
 Packed: TypeAlias = tuple[list[int], torch.dtype, tuple[int, ...], tuple[int, ...], Any]
 
 
-# The marks of a recomputed block in the order: where the block begins, where recomputation stops,
-# and where the block ends.
-_BEGIN, _STOP, _END = -1, -2, -3
+# The marks among the buckets that backward uses: where a recomputed block begins, where
+# recomputation stops, where the block ends, and that the node of the bucket before is ready.
+_BEGIN, _STOP, _END, _READY = -1, -2, -3, -4
+
+# The number of the next node that autograd makes in this thread.
+_next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 _current: ContextVar[tuple[SavedViews, Callable[[], None]] | None] = ContextVar(
     "zfun_saved_views", default=None
@@ -40,14 +49,17 @@ class SavedViews:
         num_buckets: the number of buckets.
 
     Attributes:
-        order: the buckets of which views were saved, in order, each once in a row; in a recomputed
-            block, the buckets that the block used.
         blocks: the uses in the recomputed blocks that are running, the innermost last.
     """
 
     def __init__(self, num_buckets: int) -> None:
-        self.order: list[int] = []
         self.blocks: list[_Uses] = []
+        # The nodes that need buckets, and the buckets of each view or recomputed block, in order.
+        self._needs: list[tuple[Sequence[int], tuple[int, ...]]] = []
+        # The next node at each first use of a bucket, and the bucket under hooks of torch's own
+        # checkpoint, which tells nothing.
+        self._uses: list[tuple[int, int | None]] = []
+        self._first_number = _next_number()
         self._marks = [[bucket] for bucket in range(num_buckets)]
         # The bucket of each storage.
         self._storages: dict[int, tuple[int, StorageWeakRef]] = {}
@@ -69,8 +81,7 @@ class SavedViews:
         if found is None or tensor.is_conj() or tensor.is_neg():
             return tensor
         bucket, _ = found
-        if self.order[-1:] != [bucket]:
-            self.order.append(bucket)
+        self._needs.append(((_next_number() - 1,), (bucket,)))
         # A plain tuple, because torch 2.15 makes views from no other type of shape.
         return (
             self._marks[bucket],
@@ -105,13 +116,88 @@ class SavedViews:
         finally:
             self.blocks.pop()
             buckets, stop = uses.buckets, uses.stop
-            self.order += [_BEGIN, *buckets[:stop], _STOP, *buckets[stop:], _END]
+            marked = (_BEGIN, *buckets[:stop], _STOP, *buckets[stop:], _END)
+            self._needs.append((uses.nodes, marked))
 
     def use(self, bucket: int) -> None:
-        """Note a use of a bucket in the running blocks."""
+        """Note the first use of a bucket after uses of others."""
         for uses in self.blocks:
             if uses.buckets[-1:] != [bucket]:
                 uses.buckets.append(bucket)
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        is_ours = self.blocks or hooks is None or getattr(hooks[0], "__self__", None) is self
+        self._uses.append((_next_number(), None if is_ours else bucket))
+
+    def backward(self, roots: Sequence[Any], nodes: Mapping[Any, int]) -> list[int]:
+        """List the buckets that backward will use; see [Note: what backward will use].
+
+        Args:
+            roots: the nodes of the results of the loss, ``None`` for a result without a gradient;
+                backward may begin at the first one alone.
+            nodes: the bucket nodes.
+        """
+        reached: set[int] = set()
+        ready: dict[int, int] = {}
+        seen: set[Any] = set()
+        found: list[int] = []
+        for part in (roots[:1], roots[1:]):
+            some = [root for root in part if root is not None]
+            if some:
+                self._reach(some, nodes, seen, reached, ready)
+                found += self._in_order(reached, ready)
+            found.append(_END)
+        return found
+
+    def _reach(
+        self,
+        roots: Iterable[Any],
+        nodes: Mapping[Any, int],
+        seen: set[Any],
+        reached: set[int],
+        ready: dict[int, int],
+    ) -> None:
+        """Add the numbers of the nodes behind roots, and of the last to run before each bucket."""
+        todo = [root for root in roots if root not in seen]
+        seen.update(todo)
+        for root in todo:
+            if root in nodes:
+                ready[nodes[root]] = self._first_number
+        while todo:
+            node = todo.pop()
+            number = node._sequence_nr()
+            if number < self._first_number:
+                # Of a graph that the batch brought along.
+                continue
+            reached.add(number)
+            for following, _ in node.next_functions:
+                if following is None:
+                    continue
+                bucket = nodes.get(following)
+                if bucket is not None:
+                    ready[bucket] = min(number, ready.get(bucket, number))
+                elif following not in seen:
+                    seen.add(following)
+                    todo.append(following)
+
+    def _in_order(self, reached: Set[int], ready: Mapping[int, int]) -> list[int]:
+        ends = [number for number, _ in self._uses[1:]] + [_next_number()]
+        unknown = [
+            (range(number, end), (_BEGIN, bucket, _END))
+            for (number, bucket), end in zip(self._uses, ends, strict=False)
+            if bucket is not None
+        ]
+        events = [
+            (number, 1, buckets)
+            for numbers, buckets in [*self._needs, *unknown]
+            if (number := max((n for n in numbers if n in reached), default=-1)) >= 0
+        ]
+        events += [(number, 0, (bucket, _READY)) for bucket, number in ready.items()]
+        events.sort(reverse=True)
+        found: list[int] = []
+        for _, _, buckets in events:
+            if found[-1:] != list(buckets):
+                found += buckets
+        return found
 
     def is_kept(self, bucket: int) -> bool:
         """Whether autograd's graph keeps a view of a bucket."""
@@ -119,12 +205,16 @@ class SavedViews:
 
 
 class _Uses:
-    """The buckets that a recomputed block has used, and how many until the last saved tensor."""
+    """The buckets that a recomputed block has used, and how many until the last saved tensor.
 
-    __slots__ = ("buckets", "stop")
+    ``nodes`` has the numbers of the nodes whose tensors were saved.
+    """
+
+    __slots__ = ("buckets", "nodes", "stop")
 
     def __init__(self) -> None:
         self.buckets: list[int] = []
+        self.nodes: list[int] = []
         self.stop = 0
 
 
@@ -143,6 +233,9 @@ def noting_recomputation() -> Iterator[None]:
 
         def note(tensor: Tensor) -> Any:
             uses.stop = len(uses.buckets)
+            number = _next_number() - 1
+            if uses.nodes[-1:] != [number]:
+                uses.nodes.append(number)
             return pack(tensor)
 
         with torch.autograd.graph.saved_tensors_hooks(note, unpack):

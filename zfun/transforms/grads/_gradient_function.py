@@ -100,6 +100,7 @@ class GradientFunction(ZfunGradient):
         default_factory=dict, compare=False, repr=False
     )
 
+    @ops.uncompiled
     def __call__(self, params: tree.Tree, batch: Any) -> tuple[Any, Any]:
         """Return the loss and the gradients."""
         out, call = self._forward(params, batch)
@@ -116,6 +117,7 @@ class GradientFunction(ZfunGradient):
         value = self._value(loss.wait(), weight)
         return (value if aux is NO_AUX else (value, aux)), grads
 
+    @ops.uncompiled
     def vjp(self, params: tree.Tree, batch: Any) -> tuple[Any, Pullback]:
         """Return the outputs of the function, and the pullback; see :func:`zfun.vjp`."""
         group = self.group or (params.group if isinstance(params, Flat) else None)
@@ -147,7 +149,7 @@ class GradientFunction(ZfunGradient):
             if isinstance(params, Flat):
                 params.life.check()
             call = found[0]
-            scale = self._start_backward(call, tape.number, tape.weight)
+            scale = self._start_backward(call, tape.number, tape.weight, tape.begins())
             call.executor.begin_backward((), scale)
 
         tape = Tape(
@@ -170,7 +172,8 @@ class GradientFunction(ZfunGradient):
         """Run backward from outputs of any kind."""
         executor = call.executor
         try:
-            scale = self._start_backward(call, number, weight)
+            begins = bytes(seed is not None for seed in seeds)
+            scale = self._start_backward(call, number, weight, begins)
             used = [
                 (root, seed) for root, seed in zip(roots, seeds, strict=True) if seed is not None
             ]
@@ -185,12 +188,15 @@ class GradientFunction(ZfunGradient):
             executor.abandon()
             raise
 
-    def _start_backward(self, call: OpenCall, number: int, weight: Any) -> Callable[[], float]:
+    def _start_backward(
+        self, call: OpenCall, number: int, weight: Any, begins: bytes
+    ) -> Callable[[], float]:
         """Check that all ranks pull this call, send the weight, and return the factor."""
         summed = Work.done(torch.zeros(1))
         if weight is not None:
             weight = torch.as_tensor(weight, dtype=torch.float64, device=call.layout.device)
-        start_backward(call.group, number)
+        if not start_backward(call.group, number, begins):
+            call.executor.diverge()
         if weight is not None:
             group = self.group
             if group is None and _is_sharded(call.params):

@@ -9,12 +9,16 @@ and frees the buckets.
 Ranks must pull and drop the same calls, because backward has collectives of its own. Forward passes
 and pullbacks of a group are therefore numbered. Every pullback begins with one word from each rank,
 the number of the call. A forward pass sends such a word too while an earlier call of the group was
-not pulled, because only then another rank may be about to pull. If words differ, all ranks raise.
+not pulled, because only then another rank may be about to pull. If numbers differ, all ranks raise.
+
+The word of a pullback also has a checksum of the outputs from which backward begins. These may
+differ: then the ranks leave the schedule, see [Note: divergence].
 """
 
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -22,6 +26,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from zfun import ops
 from zfun.collectives import Group, gather_values, global_ranks
 from zfun.errors import CollectiveMismatch, SpecMismatch, ZfunError
 from zfun.transforms._batches import open_batch
@@ -62,6 +67,7 @@ class Pullback:
         dropped.atexit = False
         self._dropped = dropped
 
+    @ops.uncompiled
     def __call__(self, cotangents: Any, *, weight: float | Tensor | None = None) -> Any:
         """Return the gradients; every rank must call.
 
@@ -84,6 +90,7 @@ class Pullback:
         """
         return self.with_inputs(cotangents, (), weight=weight)[0]
 
+    @ops.uncompiled
     def with_inputs(
         self,
         cotangents: Any,
@@ -243,21 +250,35 @@ def start_forward(group: Group | None) -> int:
     return number
 
 
-def start_backward(group: Group | None, number: int) -> None:
-    """Check that all ranks pull this call."""
+def start_backward(group: Group | None, number: int, begins: bytes) -> bool:
+    """Check that all ranks pull this call; return whether backward begins alike on all.
+
+    Args:
+        group: the ranks.
+        number: of the call.
+        begins: says where backward begins on this rank.
+    """
     if group is None or group.size == 1:
-        return
-    _compare(-number, group)
+        return True
+    words = _compare(-(number << 32 | zlib.crc32(begins)), group)
     _CALLS[group].unpulled.discard(number)
+    return len(set(words)) == 1
 
 
-def _compare(word: int, group: Group) -> None:
+def _number(word: int) -> int:
+    """Return the number in a word: above 0 for a forward pass, below 0 for a pullback."""
+    return word if word > 0 else -(-word >> 32)
+
+
+def _compare(word: int, group: Group) -> list[int]:
+    """Return the words of all ranks, if their numbers are equal."""
     words = gather_values(torch.tensor([word]), group, "number of a call").flatten().tolist()
-    if words.count(word) == len(words):
-        return
+    numbers = [_number(word) for word in words]
+    if len(set(numbers)) == 1:
+        return words
     known = global_ranks(group)
     ranks_of: dict[int, list[int]] = {}
-    for rank, other in zip(known, words, strict=True):
+    for rank, other in zip(known, numbers, strict=True):
         ranks_of.setdefault(other, []).append(rank)
     sides = "; ".join(
         f"rank {', '.join(map(str, ranks[:8]))} "

@@ -64,6 +64,8 @@ class Tape:
         self._executor: Executor | None = None
         self._keeps_graph = False
         self._dropped: Any = None
+        # Weak, because the graph of the outputs keeps this object.
+        self._outputs: list[weakref.ref[Tensor]] = []
 
     def open(self, executor: Executor) -> None:
         """Take the executor of the call, before the function runs."""
@@ -77,7 +79,16 @@ class Tape:
         """Let the backward pass begin where autograd reaches an output."""
         for root in open_batch(out).leaves:
             if isinstance(root, Tensor) and root.grad_fn is not None:
+                self._outputs.append(weakref.ref(root))
                 root.grad_fn.register_prehook(lambda grads: self.begin())
+
+    def begins(self) -> bytes:
+        """Say which outputs and bucket nodes the pass that autograd runs reaches."""
+        assert self._executor is not None
+        outputs = [output() for output in self._outputs]
+        nodes = [None if output is None else output.grad_fn for output in outputs]
+        reached = [node is not None and torch._C._will_engine_execute_node(node) for node in nodes]
+        return bytes([*reached, *self._executor.reducer.running()])
 
     def mark_late(self, paths: Iterable[str]) -> None:
         """Know the leaves that the call has read without gradients; see [Note: tapes]."""

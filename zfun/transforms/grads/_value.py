@@ -60,10 +60,12 @@ class ComposedGradient(ZfunGradient):
     call: Gradient
     forward: Callable[[Any, Any], tuple[Any, Pullback]]
 
+    @ops.uncompiled
     def __call__(self, params: Any, batch: Any) -> tuple[Any, Any]:
         """Return the loss and the gradients."""
         return self.call(params, batch)
 
+    @ops.uncompiled
     def vjp(self, params: Any, batch: Any) -> tuple[Any, Pullback]:
         """Return the outputs of the function, and the pullback; see :func:`zfun.vjp`."""
         return self.forward(params, batch)

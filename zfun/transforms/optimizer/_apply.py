@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zfun import stores, tree
+from zfun import ops, stores, tree
 from zfun.collectives import await_readers
 from zfun.errors import (
     AliasChanged,
@@ -43,6 +43,7 @@ from zfun.transforms.values._redistribute import redistribute
 __all__ = ["apply", "apply_spending", "finish"]
 
 
+@ops.uncompiled
 @takes(optimizer=ANY, grads=ANY, state=ANY, params=ANY, donate=BOOL)
 def apply(
     optimizer: Any, grads: tree.Tree, state: Any, params: tree.Tree, *, donate: bool = False

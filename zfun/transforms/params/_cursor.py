@@ -22,13 +22,14 @@ WINDOW = 2
 
 @dataclass(frozen=True)
 class Plan:
-    """A learnt schedule, and the buckets that autograd kept for backward in the traced pass.
+    """A learnt schedule, and the buckets that backward used in the traced pass.
 
-    ``packed`` is ``None`` until there was a backward.
+    ``ahead`` lists them, see [Note: what backward will use]. It is ``None`` until there was a
+    backward.
     """
 
     schedule: Schedule
-    packed: tuple[int, ...] | None = None
+    ahead: tuple[int, ...] | None = None
 
     @functools.cached_property
     def kept(self) -> frozenset[int]:

@@ -12,8 +12,8 @@ released, or skip gathered buckets. Three rules keep every rank in step:
   rank enters a round at the end of forward, or earlier to ask; rounds go on until no rank asks.
   All ranks gather the buckets that were asked for, in ascending order.
 * In backward no rank may have to ask. So each rank reports in the last round whether the used
-  buckets, the buckets kept for backward, and the buckets that recomputed blocks will use match the
-  schedule. If any rank has diverged, backward gathers each bucket that forward has not gathered
+  buckets, and the buckets that backward will use, match the schedule ([Note: what backward will
+  use]). If any rank has diverged, backward gathers each bucket that forward has not gathered
   ahead once, in one order, and keeps all buckets until no use can follow.
 
 The numbers of a round are facts of the host, so a round waits for no computation but that of the

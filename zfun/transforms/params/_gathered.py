@@ -40,6 +40,7 @@ from zfun import ops, tree
 from zfun.collectives import Group, Work
 from zfun.errors import PlacementError, ZfunError
 from zfun.flat import Flat
+from zfun.transforms._batches import open_batch
 from zfun.transforms.call._buckets import BucketShard, view_of
 from zfun.transforms.call._call import LossCall
 from zfun.transforms.call._lazy import LazyLeaf, LazyLeaves, is_held
@@ -127,6 +128,8 @@ class GatheredParams:
         self._events: list[Event] = []
         self._first_uses: dict[str, None] = {}
         self._saved = SavedViews(len(self._shards))
+        # The buckets that backward will use, of rank 0 in the first pass.
+        self._ahead: tuple[int, ...] = ()
         # For each bucket: the gather under way, the gathered buffer, and the views that the loss
         # has. Views of a released buffer wait for another buffer. A release is deferred while
         # the loss or autograd holds such a view.
@@ -195,6 +198,17 @@ class GatheredParams:
         with self._saved.current(self._set_aside), saved_views_hooks(self._saved, self._unpack):
             yield
 
+    def _uses_of_backward(self, out: Any) -> tuple[int, ...]:
+        """List the buckets that backward will use, to compare across ranks."""
+        if self._executor is None or self._alone:
+            return ()
+        nodes: dict[Any, int] = {}
+        for bucket, views in [*self._views.items(), *self._released.items()]:
+            node = next((view.grad_fn for view in views if view.grad_fn is not None), None)
+            if node is not None:
+                nodes[node] = bucket
+        return tuple(self._saved.backward(_nodes_of(out), nodes))
+
     def check_graph(self, out: Any) -> None:
         """Refuse a graph in which an ``autograd.Function`` lost the gradient of a lazy leaf."""
         # Such a graph holds a reference to the leaf; to search every graph would take long.
@@ -206,9 +220,14 @@ class GatheredParams:
                 leaf=leaf.path,
             )
 
-    def end_forward(self) -> None:
-        """Start skipped gathers, check divergence, and free the buckets that backward regathers."""
+    def end_forward(self, out: Any = None) -> None:
+        """Start skipped gathers, check divergence, and free the buckets that backward regathers.
+
+        Args:
+            out: the result of the loss.
+        """
         self._in_loss = False
+        self._ahead = self._uses_of_backward(out)
         # Deferred releases happen below; backward regathers these buckets.
         self._deferred.clear()
         self._set_aside()
@@ -223,9 +242,15 @@ class GatheredParams:
         self._drop(self._persistent | self._kept)
         if is_first:
             diverged = self._learn_forward()
-            if self._executor is not None:
-                diverged = self._divergence.end_forward(has_diverged=diverged)
         if self._executor is not None:
+            assert self._plan is not None
+            if self._plan.ahead is None:
+                # The first pass with a gradient.
+                agreed = self._agreed(self._ahead, "order of use in backward")
+                diverged = self._divergence.end_forward(
+                    has_diverged=diverged or tuple(agreed) != self._ahead
+                )
+                self._ahead = tuple(agreed)
             self._any_diverged = diverged
         if not torch.is_grad_enabled():
             self._close()
@@ -243,7 +268,7 @@ class GatheredParams:
         return (
             not self._cursor.followed
             or len(self._events) != len(self._plan.schedule.trace.forward)
-            or self._plan.packed not in (None, tuple(self._saved.order))
+            or self._plan.ahead not in (None, self._ahead)
         )
 
     def _learn_forward(self) -> bool:
@@ -269,6 +294,11 @@ class GatheredParams:
 
         The other ranks take part in these gathers, and may still read this rank's shards.
         """
+        if self._phase == "backward" and self._any_diverged:
+            # Other ranks may need all gathers before they start a reduction that this rank is
+            # about to wait for. They are told the error of this rank later.
+            with contextlib.suppress(Exception):
+                self._run(self._cursor.rest())
         pending = [*self._pending.values(), *self._matched]
         self._pending.clear()
         self._matched.clear()
@@ -282,6 +312,10 @@ class GatheredParams:
     def _agreed(self, value: Any, what: str) -> Any:
         return of_rank_0(value, self._group, what, abstract=self._abstract)
 
+    def diverge(self) -> None:
+        """Follow no schedule in backward, because a rank begins backward at other outputs."""
+        self._any_diverged = True
+
     def begin_backward(self) -> None:
         """Choose the steps of backward, at the latest at the first use of a leaf in backward."""
         if self._phase != "turn":
@@ -291,7 +325,7 @@ class GatheredParams:
         assert plan is not None
         self._events = []
         self._now = _NO_BUCKET
-        if plan.packed is not None and self._any_diverged is False and not self._is_again:
+        if plan.ahead is not None and self._any_diverged is False and not self._is_again:
             self._cursor = ScheduleCursor(plan.backward(), followed=True)
             return
         # On a mesh a gather has two phases: other ranks need this rank in the second, even for
@@ -319,16 +353,14 @@ class GatheredParams:
         self._drop(set())
         self._parts.clear()
         plan = self._plan
-        if self._phase == "backward" and plan is not None and plan.packed is None:
-            events, packed = self._agreed(
-                [self._events, self._saved.order], "order of use in backward"
-            )
+        if self._phase == "backward" and plan is not None and plan.ahead is None:
+            events = self._agreed(self._events, "order of use in backward")
             trace = dataclasses.replace(
                 plan.schedule.trace,
                 buckets=self._traced,
                 backward=tuple(Event(kind, bucket) for kind, bucket in events),
             )
-            self._learn(Plan(schedule(trace, self._options), tuple(packed)))
+            self._learn(Plan(schedule(trace, self._options), self._ahead))
         if again:
             self._phase, self._now, self._is_again = "turn", _NO_BUCKET, True
         else:
@@ -360,7 +392,7 @@ class GatheredParams:
                 leaf=leaf.path,
             )
         self._touch(bucket)
-        if self._saved.blocks:
+        if self._phase == "forward":
             self._saved.use(bucket)
         if self._plan is None:
             self._first_uses.setdefault(leaf.path)
@@ -576,13 +608,18 @@ class GatheredParams:
         )
 
 
+def _nodes_of(out: Any) -> list[Any]:
+    """Return the node of autograd that made each leaf of a result, ``None`` for other leaves."""
+    # To ask a lazy leaf for its node would gather the bucket.
+    return [
+        leaf.grad_fn if isinstance(leaf, Tensor) and not isinstance(leaf, LazyLeaf) else None
+        for leaf in open_batch(out).leaves
+    ]
+
+
 def _lazy_leaf_behind(out: Any) -> LazyLeaf | None:
     """Find a lazy leaf among the leaves of the graph of a result."""
-    todo = [
-        leaf.grad_fn
-        for leaf in tree.leaves(out)
-        if type(leaf) is Tensor and leaf.grad_fn is not None
-    ]
+    todo = [node for node in _nodes_of(out) if node is not None]
     seen = set(todo)
     while todo:
         node = todo.pop()

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from zfun import tree
+from zfun import ops, tree
 from zfun.collectives import Group, check_shardable
 from zfun.compression import CODEC, Codec, check_repeatable
 from zfun.errors import PlacementError
@@ -154,6 +154,7 @@ class ShardedLoss(ZfunLoss):
         """
         return [plan.schedule for plan in self._plans.values()]
 
+    @ops.uncompiled
     def __call__(self, params: tree.Tree, batch: Any) -> Any:
         """Return the loss of sharded parameters."""
         if not torch.is_inference_mode_enabled():
@@ -177,7 +178,7 @@ class ShardedLoss(ZfunLoss):
         shards = shards_of(flats, call)
         key = tuple(part.layout for part in flats), tuple(shard.is_stored for shard in shards)
         plan = self._plans.get(key)
-        learnt = plan is not None and plan.packed is not None
+        learnt = plan is not None and plan.ahead is not None
         if learnt and watching.get() is None and all(shard.is_whole for shard in shards):
             # One rank alone: there is nothing to gather or release.
             return loss(tree.combine(*_views(flats, shards, call.executor)), batch)
@@ -187,7 +188,7 @@ class ShardedLoss(ZfunLoss):
             with gathered.hooks():
                 out = loss(tree.combine(*gathered.leaves()), batch)
             gathered.check_graph(out)
-            gathered.end_forward()
+            gathered.end_forward(out)
         except Exception:
             gathered.abandon()
             raise

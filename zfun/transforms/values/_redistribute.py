@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from zfun import stores
+from zfun import ops, stores
 from zfun.collectives import (
     AllGather,
     AllReduce,
@@ -27,6 +27,7 @@ from zfun.transforms.values._communicate import communicate
 __all__ = ["redistribute"]
 
 
+@ops.uncompiled
 @takes(
     value=ANY,
     placement=instance(Placement, "a placement", "zf.R"),

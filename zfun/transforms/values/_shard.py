@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from zfun import tree
+from zfun import ops, tree
 from zfun.collectives import Group, allocate, check_shardable, mesh_of
 from zfun.errors import PlacementError
 from zfun.flat import Flat, own_pieces
@@ -24,6 +24,7 @@ __all__ = ["replicate", "shard"]
 INIT = one_of("check", "broadcast")
 
 
+@ops.uncompiled
 @takes(
     params=ANY,
     group=GROUP,
@@ -91,6 +92,7 @@ def shard(
     return _placed(params, group, S, bucket_bytes, persistence, init, labels, order, placement)
 
 
+@ops.uncompiled
 @takes(
     params=ANY,
     group=GROUP,

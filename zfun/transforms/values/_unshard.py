@@ -20,6 +20,7 @@ from zfun.typing import Params
 __all__ = ["gather", "gather_for", "unshard"]
 
 
+@ops.uncompiled
 @takes(value=ANY, select=OF_LEAVES | None)
 def unshard(value: Flat[Params], select: Callable[[str, Tensor], bool] | None = None) -> Params:
     """Return the whole tree on every rank (``S -> R``), as ordinary tensors.

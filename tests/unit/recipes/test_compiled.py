@@ -1,0 +1,177 @@
+"""Steps under ``torch.compile`` run as they are; other tracers and transforms are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import zfun as zf
+from zfun import optim
+from zfun.testing import assert_same_bits
+
+# Warnings of the tracers about themselves, and about the tensors that they look at.
+pytestmark = [
+    pytest.mark.timeout(180),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
+    pytest.mark.filterwarnings("ignore:.torch.jit.:DeprecationWarning"),
+]
+
+BATCH = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+
+
+def params() -> dict[str, Tensor]:
+    return {"w": torch.eye(3), "v": torch.ones(3)}
+
+
+def loss_fn(p: Any, x: Tensor) -> Tensor:
+    return (torch.tanh(x @ p["w"]) @ p["v"]).square().mean()
+
+
+@pytest.fixture(autouse=True)
+def compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def zero_of(stage: int, loss: Any = loss_fn, **options: Any) -> zf.recipes.Zero:
+    return zf.zero(stage, loss, optim.adamw(0.1), zf.process_group(), **options)
+
+
+def trained(zero: zf.recipes.Zero, step: Any, num_steps: int = 3) -> Any:
+    state = zero.init(params())
+    losses = []
+    for _ in range(num_steps):
+        state, out = step(state, BATCH)
+        losses.append(out if isinstance(out, Tensor) else out.loss)
+    return losses, zero.params(state)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_compiled_step_has_the_same_bits(stage: int) -> None:
+    zero = zero_of(stage)
+
+    def with_loss(state: Any, batch: Tensor) -> Any:
+        state, info = zero.step(state, batch)
+        return state, 2 * info.loss
+
+    expected = trained(zero, with_loss)
+    compiled = torch.compile(zero.step, backend="aot_eager")
+
+    def around(state: Any, batch: Tensor) -> Any:
+        state, info = compiled(state, batch)
+        return state, 2 * info.loss
+
+    assert_same_bits(trained(zero, around), expected)
+    # A function of the user that has a step inside, and code of its own to compile.
+    assert_same_bits(trained(zero, torch.compile(with_loss, backend="aot_eager")), expected)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_compiled_loss_inside_a_compiled_step_is_compiled(stage: int) -> None:
+    """The step switches the compiler off for itself alone."""
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    inner = torch.compile(loss_fn, backend=backend)
+    zero = zero_of(stage, lambda p, x: inner(zf.gather(p), x))
+    step = torch.compile(zero.step, backend="aot_eager")
+    found = trained(zero, step)[1]
+    assert len(graphs) > 0
+    plain = zero_of(stage)
+    expected = trained(plain, plain.step)[1]
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_whole_loss_compiled_at_stage_3_runs_as_it_is() -> None:
+    zero, plain = zero_of(3, torch.compile(loss_fn, backend="aot_eager")), zero_of(3)
+    assert_same_bits(trained(zero, zero.step), trained(plain, plain.step))
+
+
+def test_the_whole_graph_of_a_step_is_refused_with_the_reason() -> None:
+    zero = zero_of(1)
+    state = zero.init(params())
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def loss_of(x: Tensor) -> Tensor:
+        return zero.step(state, x)[1].loss
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="of zfun runs uncompiled; compile the"):
+        loss_of(BATCH)
+
+
+def test_other_public_functions_under_the_compiler(tmp_path: Path) -> None:
+    group = zf.process_group()
+    zero = zero_of(1, donate=False)
+    state = zero.init(params())
+    flat = zf.shard(params(), group)
+    sharded = zf.shard_params(loss_fn, group)
+    vg = zf.value_and_grad(loss_fn)
+    rule = optim.sgd(0.1)
+    opt_state = rule.init(params())
+    calls: dict[str, Callable[[], Any]] = {
+        "init": lambda: zero.params(zero.init(params())),
+        "params": lambda: zero.params(state),
+        "value_and_grad": lambda: vg(params(), BATCH),
+        "data_parallel": lambda: zf.data_parallel(vg, group)(params(), BATCH)[0],
+        "accumulate": lambda: zf.accumulate(vg, 2)(params(), BATCH),
+        "vjp": lambda: zf.vjp(vg, params(), BATCH)[1](torch.ones(())),
+        "shard": lambda: zf.unshard(zf.shard(params(), group)),
+        "redistribute": lambda: zf.unshard(zf.redistribute(flat, zf.R, group)),
+        "a sharded loss": lambda: sharded(flat, BATCH),
+        "apply": lambda: zf.apply(rule, params(), opt_state, params())[0],
+        "all_reduce": lambda: zf.collectives.all_reduce(BATCH, group),
+        "remat": lambda: zf.remat(loss_fn)(params(), BATCH),
+        "save and load": lambda: zero.params(
+            zf.load(zf.save(tmp_path, state).path, zero.init(params())).state
+        ),
+    }
+    for name, call in calls.items():
+        expected = call()
+        torch.compiler.reset()
+        found = torch.compile(call, backend="aot_eager")()
+        assert_same_bits(found, expected, f"{name}:")
+
+
+AROUND: dict[str, tuple[Callable[[Callable[[Tensor], Tensor]], Any], str]] = {
+    "vmap": (lambda fn: torch.func.vmap(fn)(BATCH[None]), "torch.func.vmap"),
+    "grad": (lambda fn: torch.func.grad(fn)(BATCH), "torch.func.grad"),
+    "jvp": (lambda fn: torch.func.jvp(fn, (BATCH,), (BATCH,)), "torch.func.jvp"),
+    "functionalize": (lambda fn: torch.func.functionalize(fn)(BATCH), "torch.func.functionalize"),
+    "jit": (lambda fn: torch.jit.trace(fn, (BATCH,)), "torch.jit.trace"),
+    "make_fx": (lambda fn: make_fx(fn)(BATCH), "torch.export, make_fx or another tracer"),
+    "export": (
+        lambda fn: torch.export.export(_Module(fn), (BATCH,)),
+        "torch.export, make_fx or another tracer",
+    ),
+}
+
+
+class _Module(torch.nn.Module):
+    def __init__(self, fn: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fn(x)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("name", AROUND)
+def test_a_step_inside_of_a_transform_or_a_trace_is_refused(name: str, stage: int) -> None:
+    around, words = AROUND[name]
+    zero = zero_of(stage)
+    state = zero.init(params())
+    with pytest.raises(zf.errors.ZfunError, match=f"got a call inside of {words}; .*loss alone"):
+        around(lambda x: zero.step(state, x)[1].loss)
+    # The state is as it was.
+    zero.step(state, BATCH)
