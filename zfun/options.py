@@ -325,15 +325,17 @@ def takes(**kinds: Kind) -> Callable[[_Target], _Target]:
         label = f"{target.__name__}()"
         if inspect.isclass(target):
             # A constructor gets the new object first.
-            table = _Table(label, {"self": ANY, **kinds}, ["self", *in_order], rest, is_open)
+            table = _ArgumentTable(
+                label, {"self": ANY, **kinds}, ["self", *in_order], rest, is_open
+            )
             target.__init__ = _checking(target.__init__, table)  # type: ignore[misc]
             return target
-        return _checking(target, _Table(label, kinds, in_order, rest, is_open))
+        return _checking(target, _ArgumentTable(label, kinds, in_order, rest, is_open))
 
     return decorate
 
 
-class _Table(NamedTuple):
+class _ArgumentTable(NamedTuple):
     """The kinds of the arguments of one function.
 
     Attributes:
@@ -351,7 +353,7 @@ class _Table(NamedTuple):
     is_open: bool
 
 
-def _checking(fn: _Target, table: _Table) -> _Target:
+def _checking(fn: _Target, table: _ArgumentTable) -> _Target:
     accepts = {name: kind.accepts for name, kind in table.kinds.items() if kind is not ANY}
     by_name = {name: accepts.get(name) for name in table.kinds if name not in table.rest}
     in_order = [(name, accepts.get(name)) for name in table.in_order]
@@ -377,14 +379,14 @@ def _checking(fn: _Target, table: _Table) -> _Target:
     return cast(_Target, checked)
 
 
-def _refusal(table: _Table, name: str, value: Any) -> OptionError:
+def _refusal(table: _ArgumentTable, name: str, value: Any) -> OptionError:
     kind = table.kinds[name]
     return OptionError(
         f"{name} of {table.label} must be {kind}; got {shown(value)}; write {name}={kind.example}"
     )
 
 
-def _unknown(table: _Table, name: str) -> OptionError:
+def _unknown(table: _ArgumentTable, name: str) -> OptionError:
     known = [known for known in table.kinds if known != "self"]
     meant = _ELSEWHERE.get(name, ())
     near = difflib.get_close_matches(name, known, n=1)

@@ -37,7 +37,7 @@ Piece: TypeAlias = tuple[int, int]
 """``(start, stop)``: the elements of a bucket that a rank holds."""
 
 
-class Slot(Protocol):
+class LeafPlace(Protocol):
     """The place of a leaf in a bucket; see :class:`zfun.layout.LeafSlot`."""
 
     @property
@@ -75,7 +75,7 @@ class Sharded(Placement):
     """
 
     def pieces(
-        self, leaves: Sequence[Slot], numel: int, size: int, held: Sequence[int]
+        self, leaves: Sequence[LeafPlace], numel: int, size: int, held: Sequence[int]
     ) -> Sequence[Piece]:
         """Cut one bucket.
 
@@ -125,7 +125,7 @@ class Owned(Sharded):
     """
 
     def pieces(
-        self, leaves: Sequence[Slot], numel: int, size: int, held: Sequence[int]
+        self, leaves: Sequence[LeafPlace], numel: int, size: int, held: Sequence[int]
     ) -> Sequence[Piece]:
         """Give each rank a run of whole leaves; see :meth:`Sharded.pieces`."""
         share = (sum(held) + numel) / size
@@ -176,7 +176,7 @@ class Aligned(Sharded):
             )
 
     def pieces(
-        self, leaves: Sequence[Slot], numel: int, size: int, held: Sequence[int]
+        self, leaves: Sequence[LeafPlace], numel: int, size: int, held: Sequence[int]
     ) -> Sequence[Piece]:
         """Move equal cuts to the nearest row or block; see :meth:`Sharded.pieces`."""
         del held

@@ -169,17 +169,19 @@ def _map_shards(
 ) -> None:
     group, layout, rank = flat.group, flat.layout, flat.group.rank
     spans = [leaf_spans(flat, holder) for holder in range(group.size)]
-    leaves = []
+    leaves: list[int] = []
+    loads = [0.0] * group.size
     for leaf in [leaf for bucket in buckets for leaf in layout.buckets[bucket].leaves]:
         slot, here = layout.leaves[leaf], spans[rank][leaf]
-        if not any(held[leaf].stop - held[leaf].start == slot.numel for held in spans):
+        numels = [held[leaf].stop - held[leaf].start for held in spans]
+        if slot.numel not in numels:
             leaves.append(leaf)
-        elif here.start < here.stop:
-            whole = flat.buffers[slot.bucket][here.start : here.stop]
-            out.buffers[slot.bucket][here.start : here.stop] = fn(
-                whole.clone().view(slot.shape)
-            ).reshape(-1)
-    owners = _shared_out([cost(layout.leaves[leaf].shape) for leaf in leaves], group.size)
+            continue
+        loads[numels.index(slot.numel)] += cost(slot.shape)
+        if here.start < here.stop:
+            whole = flat.buffers[slot.bucket][here.start : here.stop].clone().view(slot.shape)
+            out.buffers[slot.bucket][here.start : here.stop] = fn(whole).reshape(-1)
+    owners = _shared_out([cost(layout.leaves[leaf].shape) for leaf in leaves], loads)
 
     def piece(leaf: int, holder: int) -> tuple[int, int]:
         return spans[holder][leaf].start, spans[holder][leaf].stop
@@ -235,9 +237,9 @@ def _map_shards(
         ends[owner] += stop - start
 
 
-def _shared_out(costs: Sequence[float], size: int) -> list[int]:
+def _shared_out(costs: Sequence[float], loads: Sequence[float]) -> list[int]:
     """Give each task to the rank with the least load, the dearest task first."""
-    owners, loads = [0] * len(costs), [0.0] * size
+    owners, loads = [0] * len(costs), list(loads)
     for task in sorted(range(len(costs)), key=lambda task: (-costs[task], task)):
         owners[task] = loads.index(min(loads))
         loads[owners[task]] += costs[task]

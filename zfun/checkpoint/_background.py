@@ -16,8 +16,6 @@ from zfun.collectives import Group, barrier, global_ranks, mesh_of
 from zfun.errors import CheckpointError, ZfunError
 from zfun.options import GROUP, takes
 
-__all__ = ["Saved", "check_saves", "in_background", "settle"]
-
 _POLL_S, _LONGEST_NAP_S = 0.01, 0.2
 # How often a store is asked at most, because each question costs.
 _ASK_S = 1.0

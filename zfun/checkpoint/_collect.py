@@ -16,7 +16,7 @@ from torch import Tensor
 from zfun import ops, stores
 from zfun.checkpoint._parts import (
     Part,
-    Slot,
+    PartSlot,
     check_part,
     is_plain,
     owned_range,
@@ -34,18 +34,6 @@ from zfun.flat import Flat
 from zfun.placement import P, R
 from zfun.stores import Stored
 
-__all__ = [
-    "Collected",
-    "Output",
-    "Source",
-    "bytes_of",
-    "collect",
-    "differing",
-    "kept_parts",
-    "records_of",
-    "snapshot",
-]
-
 # A tensor that all ranks hold is written by one of them, or in parts from this length on.
 _SPLIT_BYTES = 1 << 20
 
@@ -61,7 +49,7 @@ class Output(NamedTuple):
         by_rank: whether the value is this rank's own.
     """
 
-    slot: Slot
+    slot: PartSlot
     start: int
     first: int
     numel: int
@@ -69,7 +57,7 @@ class Output(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class WriteSource:
     """A tensor or handle, of which this rank writes some ranges.
 
     Attributes:
@@ -97,9 +85,9 @@ class Collected:
         own_values: the plain values that are this rank's own.
     """
 
-    slots: tuple[Slot, ...]
-    own: tuple[Slot, ...]
-    sources: tuple[Source, ...]
+    slots: tuple[PartSlot, ...]
+    own: tuple[PartSlot, ...]
+    sources: tuple[WriteSource, ...]
     ties: dict[str, str]
     values: dict[str, Any]
     own_values: dict[str, Any]
@@ -128,9 +116,9 @@ def collect(
         differing: the names of the values that are not the same on all ranks.
         group: all ranks.
     """
-    slots: list[Slot] = []
-    own: list[Slot] = []
-    sources: list[Source] = []
+    slots: list[PartSlot] = []
+    own: list[PartSlot] = []
+    sources: list[WriteSource] = []
     values: dict[str, Any] = {}
     own_values: dict[str, Any] = {}
     for index, part in enumerate(parts):
@@ -151,7 +139,7 @@ def collect(
         low, high = (0, slot.numel) if is_own else _share(slot, index, group)
         output = Output(slot, low, low, high - low, is_own)
         dtype = real_dtype(slot.dtype)
-        sources.append(Source(part.value, dtype, (output,) if low < high else ()))
+        sources.append(WriteSource(part.value, dtype, (output,) if low < high else ()))
     order = sorted((x for x in sources if x.outputs), key=lambda x: -x.dtype.itemsize)
     return Collected(tuple(slots), tuple(own), tuple(order), ties, values, own_values)
 
@@ -161,8 +149,8 @@ def _is_own(part: Part, bucket: int, differing: set[str]) -> bool:
 
 
 def _sources_of(
-    part: Part, slots: Sequence[Slot], differing: set[str]
-) -> Iterator[tuple[int, Source]]:
+    part: Part, slots: Sequence[PartSlot], differing: set[str]
+) -> Iterator[tuple[int, WriteSource]]:
     flat = part.value
     for bucket, buffer in enumerate(flat.buffers):
         is_own = _is_own(part, bucket, differing)
@@ -173,10 +161,10 @@ def _sources_of(
             Output(span.slot, span.start, span.first, span.numel, is_own)
             for span in spans_of(part, slots, bucket, within)
         )
-        yield bucket, Source(buffer, buffer.dtype, outputs)
+        yield bucket, WriteSource(buffer, buffer.dtype, outputs)
 
 
-def _share(slot: Slot, index: int, group: Group) -> tuple[int, int]:
+def _share(slot: PartSlot, index: int, group: Group) -> tuple[int, int]:
     if slot.numel * slot.dtype.itemsize >= _SPLIT_BYTES:
         return share_of(0, slot.numel, group.rank, group.size)
     return (0, slot.numel) if index % group.size == group.rank else (0, 0)
@@ -186,7 +174,7 @@ def _check_keys(parts: Sequence[Part]) -> None:
     seen: set[str] = set()
     for part in parts:
         check_part(part)
-        slots: list[Slot] = [] if is_plain(part.value) else slots_of(part)
+        slots: list[PartSlot] = [] if is_plain(part.value) else slots_of(part)
         for key in [part.path] if is_plain(part.value) else [slot.key for slot in slots]:
 
             def refuse(problem: str, key: str = key) -> None:
@@ -262,7 +250,7 @@ def _print_of(value: Any) -> int:
 # Bytes.
 
 
-def snapshot(sources: Sequence[Source]) -> tuple[Source, ...]:
+def snapshot(sources: Sequence[WriteSource]) -> tuple[WriteSource, ...]:
     """Copy what this rank writes, so that steps may change the state while a thread writes.
 
     A tensor on a disk is not copied, because no one overwrites it.
@@ -278,11 +266,11 @@ def snapshot(sources: Sequence[Source]) -> tuple[Source, ...]:
         moved = tuple(
             x._replace(start=int(at)) for x, at in zip(source.outputs, starts, strict=False)
         )
-        kept.append(Source(copies, source.dtype, moved))
+        kept.append(WriteSource(copies, source.dtype, moved))
     return tuple(kept)
 
 
-def bytes_of(sources: Sequence[Source]) -> Iterator[np.ndarray]:
+def bytes_of(sources: Sequence[WriteSource]) -> Iterator[np.ndarray]:
     """Yield the bytes of all ranges, one source in memory at a time."""
     for source in sources:
         if isinstance(source.value, list):
@@ -294,7 +282,7 @@ def bytes_of(sources: Sequence[Source]) -> Iterator[np.ndarray]:
         del flat  # before the next source is read from a store
 
 
-def _elements(source: Source) -> Tensor:
+def _elements(source: WriteSource) -> Tensor:
     """Return a tensor as a vector of real numbers."""
     value = source.value
     device = value.device if isinstance(value, Tensor) else torch.device("cpu")

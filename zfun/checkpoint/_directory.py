@@ -40,8 +40,6 @@ from zfun.files import Files
 from zfun.objects import files_of
 from zfun.options import PATH, instance, integer, takes
 
-__all__ = ["SavedStep", "latest", "locked", "read_manifest", "step_path", "steps"]
-
 TEMPORARY = ".saving-"
 LOCK = ".lock"
 # In a store: the object that claims a directory, and the manifest of a save that was given up.

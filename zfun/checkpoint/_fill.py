@@ -13,8 +13,8 @@ from zfun import tree
 from zfun.checkpoint._match import Match
 from zfun.checkpoint._parts import (
     Part,
-    Slot,
-    Span,
+    PartSlot,
+    PartSpan,
     is_plain,
     map_parts,
     parts_of,
@@ -29,8 +29,6 @@ from zfun.placement import R, S
 from zfun.sources.scratch import scratch
 from zfun.stores import Stored, locating
 from zfun.transforms import redistribute
-
-__all__ = ["fill", "read_leaf"]
 
 
 def fill(like: tree.Tree, found: Match, payload: Payload) -> tuple[tree.Tree, Exception | None]:
@@ -130,7 +128,7 @@ class _Filler:
         real = self._ahead.pop(id(like), None)
         if real is None:
             real = torch.zeros(slot.numel, dtype=_real(like.dtype), device=device)
-            self._read(real, [Span(slot, 0, 0, slot.numel)] if slot.numel else [])
+            self._read(real, [PartSpan(slot, 0, 0, slot.numel)] if slot.numel else [])
         shaped = (
             torch.view_as_complex(real.view(*slot.shape, 2))
             if slot.dtype.is_complex
@@ -156,7 +154,7 @@ class _Filler:
                 buffers[bucket] = self._bucket(part, slots, mine, bucket, buffers[bucket])
         return flat.with_buffers(buffers)
 
-    def _in_place(self, part: Part, slots: Sequence[Slot], buffers: Sequence[Any]) -> bool:
+    def _in_place(self, part: Part, slots: Sequence[PartSlot], buffers: Sequence[Any]) -> bool:
         """Read all buckets at once, where no memory but the buffers is needed.
 
         So the disk does not wait between buckets.
@@ -185,7 +183,12 @@ class _Filler:
         return True
 
     def _bucket(
-        self, part: Part, slots: Sequence[Slot], mine: Sequence[Slot], bucket: int, buffer: Any
+        self,
+        part: Part,
+        slots: Sequence[PartSlot],
+        mine: Sequence[PartSlot],
+        bucket: int,
+        buffer: Any,
     ) -> Any:
         flat: Flat = part.value
         by_rank = any(
@@ -217,7 +220,7 @@ class _Filler:
         return torch.zeros(buffer.shape, dtype=buffer.dtype)
 
     def _gathered(
-        self, part: Part, slots: Sequence[Slot], bucket: int, buffer: Any, *, keeps_some: bool
+        self, part: Part, slots: Sequence[PartSlot], bucket: int, buffer: Any, *, keeps_some: bool
     ) -> Tensor:
         """Read this rank's part of a replicated bucket, and gather the bucket."""
         flat: Flat = part.value
@@ -257,7 +260,7 @@ class _Filler:
             self.error = self.error or error
             return like
 
-    def _read(self, memory: Tensor, spans: Sequence[Span]) -> None:
+    def _read(self, memory: Tensor, spans: Sequence[PartSpan]) -> None:
         """Read ranges into a vector, and convert where the dtypes differ."""
         if self.error is not None:
             return
@@ -266,9 +269,9 @@ class _Filler:
         except Exception as error:  # noqa: BLE001, raised on all ranks after the last collective
             self.error = error
 
-    def _read_spans(self, memory: Tensor, spans: Sequence[Span]) -> None:
+    def _read_spans(self, memory: Tensor, spans: Sequence[PartSpan]) -> None:
         wants: list[Want] = []
-        staged: list[tuple[Span, Tensor]] = []
+        staged: list[tuple[PartSpan, Tensor]] = []
         is_plain_memory = memory.device.type == "cpu" and memory.is_contiguous()
         for span in spans:
             entry = self.found.leaves.get(span.slot.key)

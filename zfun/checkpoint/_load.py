@@ -33,8 +33,6 @@ from zfun.flat import Flat, call_site, consume, flats
 from zfun.objects import files_of
 from zfun.options import ANY, BOOL, FUNCTION, GROUP, PATH, instance, integer, takes
 
-__all__ = ["Loaded", "load"]
-
 # How often a load looks again while a writer publishes and removes checkpoints.
 _ATTEMPTS = 20
 

@@ -11,7 +11,7 @@ import torch
 
 from zfun.checkpoint._parts import (
     Part,
-    Slot,
+    PartSlot,
     check_part,
     is_plain,
     masters_of,
@@ -24,8 +24,6 @@ from zfun.collectives import Group
 from zfun.errors import AliasChanged, SpecMismatch
 from zfun.flat import Flat
 from zfun.placement import P, R
-
-__all__ = ["Match", "is_exact", "match"]
 
 _SHOWN = 8
 
@@ -156,7 +154,7 @@ class _Matcher:
 
     # Leaves.
 
-    def _match_leaf(self, part: Part, slot: Slot) -> LeafEntry | None:
+    def _match_leaf(self, part: Part, slot: PartSlot) -> LeafEntry | None:
         key = slot.key
         here = self._resolved(key)
         self.wanted.add(key)
@@ -175,7 +173,7 @@ class _Matcher:
     def _resolved(self, key: str) -> str:
         return self.manifest.ties.get(key, key)
 
-    def _source(self, slot: Slot) -> tuple[str, bool] | None:
+    def _source(self, slot: PartSlot) -> tuple[str, bool] | None:
         """Return the key of the checkpoint that gives this leaf, if there is one.
 
         With the key comes whether the value may be rounded, because the exact value is kept
@@ -202,7 +200,7 @@ class _Matcher:
             return self._resolved(param), False
         return None
 
-    def _chosen(self, part: Part, slot: Slot, source: str) -> LeafEntry | None:
+    def _chosen(self, part: Part, slot: PartSlot, source: str) -> LeafEntry | None:
         """Return the leaf for this rank, which matters for values that are kept by rank."""
         found = self.entries[source]
         flat = part.value if isinstance(part.value, Flat) else None
@@ -225,7 +223,7 @@ class _Matcher:
             "load on as many, or let reset= keep the new value",
         )
 
-    def _fits(self, slot: Slot, entry: LeafEntry, may_round: bool) -> bool:
+    def _fits(self, slot: PartSlot, entry: LeafEntry, may_round: bool) -> bool:
         if entry.shape != slot.shape or entry.dtype.is_complex != slot.dtype.is_complex:
             self._problem(
                 slot.key,

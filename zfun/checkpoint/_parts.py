@@ -31,21 +31,6 @@ from zfun.optim import LossScaleState, MasterState, MissedSteps
 from zfun.placement import P, R
 from zfun.stores import Stored
 
-__all__ = [
-    "Part",
-    "Span",
-    "group_of",
-    "is_plain",
-    "join",
-    "map_parts",
-    "masters_of",
-    "parts_of",
-    "real_dtype",
-    "slots_of",
-    "spans_of",
-    "ties_of",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -170,7 +155,7 @@ def group_of(state: tree.Tree, group: Group | None) -> Group:
     return mesh_of(group)
 
 
-class Slot(NamedTuple):
+class PartSlot(NamedTuple):
     """One logical leaf in a part.
 
     Attributes:
@@ -195,17 +180,17 @@ def real_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype.to_real() if dtype.is_complex else dtype
 
 
-def slots_of(part: Part) -> list[Slot]:
+def slots_of(part: Part) -> list[PartSlot]:
     """Return the logical leaves of a flat, a tensor or a handle."""
     value = part.value
     if not isinstance(value, Flat):
         numel = value.shape.numel() * (2 if value.dtype.is_complex else 1)
-        return [Slot(part.path, tuple(value.shape), value.dtype, numel, 0, 0)]
+        return [PartSlot(part.path, tuple(value.shape), value.dtype, numel, 0, 0)]
     found = []
     for slot in value.layout.leaves:
         dtype = value.buffers[slot.bucket].dtype
         found.append(
-            Slot(
+            PartSlot(
                 join(part.path, slot.path),
                 slot.shape,
                 dtype.to_complex() if slot.dtype.is_complex else dtype,
@@ -243,7 +228,7 @@ def _place_of(value: Any) -> Any:
     return storage, value.storage_offset(), value.shape, value.stride(), value.dtype
 
 
-class Span(NamedTuple):
+class PartSpan(NamedTuple):
     """A range of the elements of a leaf, in a buffer of this rank.
 
     Attributes:
@@ -253,7 +238,7 @@ class Span(NamedTuple):
         numel: the number of elements.
     """
 
-    slot: Slot
+    slot: PartSlot
     start: int
     first: int
     numel: int
@@ -288,8 +273,8 @@ def owned_range(flat: Flat, bucket: int) -> tuple[int, int]:
 
 
 def spans_of(
-    part: Part, slots: Sequence[Slot], bucket: int, within: tuple[int, int]
-) -> Iterator[Span]:
+    part: Part, slots: Sequence[PartSlot], bucket: int, within: tuple[int, int]
+) -> Iterator[PartSpan]:
     """Yield the parts of the leaves that lie in a range of a whole bucket.
 
     Args:
@@ -305,7 +290,7 @@ def spans_of(
         start = max(within[0], slot.offset)
         stop = min(within[1], slot.offset + slot.numel)
         if start < stop:
-            yield Span(slot, start - base, start - slot.offset, stop - start)
+            yield PartSpan(slot, start - base, start - slot.offset, stop - start)
 
 
 def masters_of(parts: Sequence[Part]) -> dict[str, str]:

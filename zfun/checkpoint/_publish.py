@@ -43,8 +43,6 @@ from zfun.collectives import Group
 from zfun.errors import CheckpointError
 from zfun.files import Files
 
-__all__ = ["Job"]
-
 
 class Job:
     """One save: the names, and the steps that rank 0 takes for all.

@@ -11,8 +11,6 @@ import torch
 
 from zfun.errors import CheckpointError, CorruptCheckpoint
 
-__all__ = ["default_generators", "loader_position", "random_states", "set_random", "use_loader"]
-
 
 def default_generators() -> dict[str, Any]:
     """Return torch's default generators, by device."""

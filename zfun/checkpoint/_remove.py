@@ -11,8 +11,6 @@ from zfun.checkpoint.format import MANIFEST, explaining
 from zfun.files import Files
 from zfun.objects import files_of
 
-__all__ = ["give_up", "prune", "remove_stale", "remove_step", "stale"]
-
 
 def prune(path: str, keep: int | None, published: str, files: Files) -> None:
     """Remove older saves of the published step, and all but the newest ``keep`` steps."""

@@ -22,7 +22,7 @@ from zfun.checkpoint._collect import (
     snapshot,
 )
 from zfun.checkpoint._directory import FILES
-from zfun.checkpoint._parts import Part, Slot, group_of, masters_of, parts_of, ties_of
+from zfun.checkpoint._parts import Part, PartSlot, group_of, masters_of, parts_of, ties_of
 from zfun.checkpoint._publish import Job
 from zfun.checkpoint._random import loader_position, random_states
 from zfun.checkpoint._together import agree
@@ -46,9 +46,6 @@ from zfun.options import (
     takes,
 )
 from zfun.stores import Stored
-
-__all__ = ["save"]
-
 
 _CHUNK = Kind(
     lambda x: integer(4096, 1 << 26).accepts(x) and x % 4096 == 0,
@@ -311,5 +308,5 @@ def _described_tensor(output: Output, dtype: Any) -> tuple[str, Any, tuple[int, 
     return name, dtype, slot.shape if is_whole and not slot.dtype.is_complex else (output.numel,)
 
 
-def _leaf_json(slot: Slot) -> list[Any]:
+def _leaf_json(slot: PartSlot) -> list[Any]:
     return [slot.key, str(slot.dtype).removeprefix("torch."), list(slot.shape)]

@@ -11,8 +11,6 @@ from torch import Tensor
 from zfun.collectives import Group, gather_values, global_ranks
 from zfun.errors import CheckpointError, ZfunError
 
-__all__ = ["agree", "error_from", "gather_json", "report_of"]
-
 
 def gather_json(value: Any, group: Group, name: str) -> list[Any]:
     """Return the JSON value of every rank, in rank order."""

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
     from zfun import sources
 
-__all__ = ["add_to"]
-
 _VERIFY = """\
 Compares every byte of a checkpoint with its hash, and prints each part that differs, with the file,
 the offset and the leaves there. No process group is needed."""

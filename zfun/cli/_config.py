@@ -10,8 +10,6 @@ from zfun.cli._parsing import add_command
 if TYPE_CHECKING:
     import argparse
 
-__all__ = ["add_to"]
-
 _EXPLAIN_CONFIG = """\
 Prints for each key of a configuration of DeepSpeed the option of zfun, or the reason why the key is
 ignored; or all mistakes."""

@@ -9,8 +9,6 @@ from zfun.cli._parsing import add_command, add_count, add_folder
 if TYPE_CHECKING:
     import argparse
 
-__all__ = ["add_to"]
-
 _DEMO = """\
 Trains a byte-level GPT on the source text of Python's own standard library, on local processes of
 the CPU, under DDP, ZeRO-1, ZeRO-2, ZeRO-3, and ZeRO-3 with optimizer state, parameters and

@@ -9,8 +9,6 @@ from zfun.cli._parsing import add_command, add_count, add_folder
 if TYPE_CHECKING:
     import argparse
 
-__all__ = ["add_to"]
-
 _IO_BENCH = """\
 Writes and reads tensors through stores.nvme() with a range of settings, prints the bytes per second
 of each setting, and the settings to paste, and draws a picture. Needs the extra zfun[demo]."""

@@ -10,8 +10,6 @@ from zfun.cli._parsing import add_command, add_count, add_folder, positive, size
 if TYPE_CHECKING:
     import argparse
 
-__all__ = ["add_to"]
-
 _PLAN = """\
 Plans a training step of a causal language model of Hugging Face, described by its config.json:
 prints the memory, the bytes sent and the operations of each composition on one rank, with

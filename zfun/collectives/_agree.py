@@ -17,8 +17,6 @@ from zfun.collectives._values import gather_values
 from zfun.errors import SpecMismatch
 from zfun.options import GROUP, TEXT, each, instance, takes
 
-__all__ = ["LeafRecord", "check_same"]
-
 _SHOWN = 3
 
 

@@ -16,8 +16,6 @@ from zfun.collectives._work import Work
 from zfun.errors import CollectiveMismatch, OptionError
 from zfun.options import GROUP, takes
 
-__all__ = ["checked"]
-
 _LABEL_BYTES = 256
 
 

@@ -42,23 +42,6 @@ from zfun.collectives._rows import alike, exchanged, gathered, scattered
 from zfun.collectives._work import Work
 from zfun.options import GROUP, TENSOR, TEXT, Kind, integer, takes
 
-__all__ = [
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "broadcast",
-    "permute",
-    "reduce_scatter",
-    "replicated",
-    "start_all_gather",
-    "start_all_reduce",
-    "start_all_to_all",
-    "start_broadcast",
-    "start_permute",
-    "start_reduce_scatter",
-]
-
-
 _T = TypeVar("_T")
 
 # The planning of a collective looks at the leaves, and names one that is no tensor.

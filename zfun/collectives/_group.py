@@ -15,18 +15,6 @@ from zfun.collectives._work import Work
 from zfun.errors import OptionError
 from zfun.options import DEVICE, DTYPE, GROUP, ITERABLE, integer, takes
 
-__all__ = [
-    "Allocate",
-    "Group",
-    "Wrapper",
-    "allocate",
-    "await_readers",
-    "global_ranks",
-    "is_checked",
-    "is_symmetric",
-    "own_part",
-]
-
 Allocate: TypeAlias = Callable[[int, torch.dtype, torch.device], Tensor]
 """``(numel, dtype, device)`` to an uninitialised 1-D tensor."""
 

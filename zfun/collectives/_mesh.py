@@ -60,16 +60,6 @@ from zfun.collectives._work import Work
 from zfun.errors import OptionError, PlacementError
 from zfun.options import GROUP, TENSOR, TEXT, integer, takes
 
-__all__ = [
-    "Mesh",
-    "axis_of",
-    "check_shardable",
-    "mesh_of",
-    "split",
-    "start_reduce_scatter_over",
-    "start_reduce_to",
-]
-
 # Up to this size, one message less saves more time than fewer bytes.
 _SHORT_BYTES = 4096
 

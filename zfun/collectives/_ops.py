@@ -14,21 +14,6 @@ from torch import Tensor
 from zfun.errors import OptionError
 from zfun.options import BOOL, TEXT, each, instance, integer, takes
 
-__all__ = [
-    "AllGather",
-    "AllReduce",
-    "AllToAll",
-    "Broadcast",
-    "Collective",
-    "Op",
-    "Permute",
-    "Reduce",
-    "ReduceScatter",
-    "Stream",
-    "check_collective",
-    "describe",
-]
-
 
 class Stream(enum.IntEnum):
     """An ordered queue of collectives.

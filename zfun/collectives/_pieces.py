@@ -21,8 +21,6 @@ from zfun.collectives._mesh import start_reduce_scatter_over, start_reduce_to
 from zfun.collectives._ops import Broadcast, Collective
 from zfun.collectives._work import Work
 
-__all__ = ["Send", "from_rows", "is_padded", "start_gather", "start_scatter", "to_rows"]
-
 Send: TypeAlias = Callable[[Tensor], Work]
 
 _MOST_PADDING = 1.5

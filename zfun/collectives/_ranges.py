@@ -17,8 +17,6 @@ from zfun.collectives._group import Group
 from zfun.collectives._ops import Collective
 from zfun.collectives._work import Work
 
-__all__ = ["with_ranges"]
-
 _Start = TypeVar("_Start", bound=Callable[..., Work])
 
 

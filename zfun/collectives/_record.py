@@ -16,8 +16,6 @@ from zfun.collectives._work import Work
 from zfun.errors import OptionError
 from zfun.options import GROUP, takes
 
-__all__ = ["Record", "Recorder", "record"]
-
 
 @dataclass(frozen=True, slots=True)
 class Record:

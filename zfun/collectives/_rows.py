@@ -31,8 +31,6 @@ from zfun.collectives._ops import AllGather, AllToAll, Collective, Op, ReduceSca
 from zfun.collectives._work import Work
 from zfun.errors import LeafError, OptionError, PlacementError
 
-__all__ = ["Runs", "alike", "exchanged", "gathered", "scattered"]
-
 
 class _UnderWay:
     """Holds the handle of a started collective. Not a list, because torch.func copies lists."""
@@ -43,7 +41,7 @@ class _UnderWay:
         self.pending: Work | None = None
 
 
-class _Collective(torch.autograd.Function):
+class _RowsCall(torch.autograd.Function):
     """``rows [a, m] -> rows [b, m]``, with a and b being 1 or the number of ranks.
 
     The transpose has the dual op.
@@ -93,7 +91,7 @@ class _Collective(torch.autograd.Function):
 
 @ops.uncompiled
 def _apply(rows: Tensor, group: Group, call: Collective, started: _UnderWay | None) -> Tensor:
-    return _Collective.apply(rows, group, call, started)  # type: ignore[no-any-return]
+    return _RowsCall.apply(rows, group, call, started)  # type: ignore[no-any-return]
 
 
 class Runs(Protocol):
@@ -104,7 +102,7 @@ class Runs(Protocol):
     def start(self, group: Group, name: str, part: str, stream: Stream) -> Work: ...
 
 
-class _Plan(NamedTuple):
+class _RowsPlan(NamedTuple):
     """A collective of shaped tensors as one of rows; ``restore`` gives the result its shape."""
 
     rows: Tensor
@@ -133,7 +131,7 @@ class _Plan(NamedTuple):
 class _Bundle(NamedTuple):
     """A collective of every leaf of a tree, as one of rows for each dtype and device."""
 
-    plans: list[_Plan]
+    plans: list[_RowsPlan]
     labels: list[str]
     restore: Callable[[list[Tensor]], Any]
 
@@ -153,7 +151,7 @@ class _Bundle(NamedTuple):
         return Work(lambda: self.restore([pending.wait() for pending in under_way]))
 
 
-def _over_leaves(x: Any, plan_of: Callable[[Tensor], _Plan]) -> Runs:
+def _over_leaves(x: Any, plan_of: Callable[[Tensor], _RowsPlan]) -> Runs:
     """Plan a collective of a tensor, or of a whole tree: one row holds the chunks of one rank."""
     if isinstance(x, Tensor):
         return plan_of(x)
@@ -191,7 +189,7 @@ def _over_leaves(x: Any, plan_of: Callable[[Tensor], _Plan]) -> Runs:
         return tree.unflatten(spec, [found[index] for index in range(len(alone))])
 
     plans = [
-        _Plan(
+        _RowsPlan(
             torch.cat([alone[i].rows for i in indices], 1), alone[indices[0]].op, lambda rows: rows
         )
         for indices in together
@@ -203,8 +201,8 @@ def _over_leaves(x: Any, plan_of: Callable[[Tensor], _Plan]) -> Runs:
 def alike(x: Any, op: Op) -> Runs:
     """Plan a collective whose result has the shape of the input."""
 
-    def plan(leaf: Tensor) -> _Plan:
-        return _Plan(leaf.reshape(1, leaf.numel()), op, lambda rows: rows.view(leaf.shape))
+    def plan(leaf: Tensor) -> _RowsPlan:
+        return _RowsPlan(leaf.reshape(1, leaf.numel()), op, lambda rows: rows.view(leaf.shape))
 
     return _over_leaves(x, plan)
 
@@ -212,13 +210,13 @@ def alike(x: Any, op: Op) -> Runs:
 def gathered(x: Any, group: Group, dim: int) -> Runs:
     """Plan an all-gather along a dim."""
 
-    def plan(leaf: Tensor) -> _Plan:
+    def plan(leaf: Tensor) -> _RowsPlan:
         shard = leaf.movedim(_checked_dim(leaf, dim, "all_gather"), 0)
 
         def restore(rows: Tensor) -> Tensor:
             return rows.reshape(group.size * shard.shape[0], *shard.shape[1:]).movedim(0, dim)
 
-        return _Plan(shard.reshape(1, shard.numel()), AllGather(), restore)
+        return _RowsPlan(shard.reshape(1, shard.numel()), AllGather(), restore)
 
     return _over_leaves(x, plan)
 
@@ -226,14 +224,14 @@ def gathered(x: Any, group: Group, dim: int) -> Runs:
 def scattered(x: Any, group: Group, dim: int) -> Runs:
     """Plan a reduce-scatter along a dim."""
 
-    def plan(leaf: Tensor) -> _Plan:
+    def plan(leaf: Tensor) -> _RowsPlan:
         length = _checked_pieces(leaf, dim, group.size, "reduce_scatter")
         whole = leaf.movedim(dim, 0)
 
         def restore(piece: Tensor) -> Tensor:
             return piece.reshape(length, *whole.shape[1:]).movedim(0, dim)
 
-        return _Plan(
+        return _RowsPlan(
             whole.reshape(group.size, whole.numel() // group.size), ReduceScatter(), restore
         )
 
@@ -243,7 +241,7 @@ def scattered(x: Any, group: Group, dim: int) -> Runs:
 def exchanged(x: Any, group: Group, split_dim: int, concat_dim: int) -> Runs:
     """Plan an all-to-all that cuts along one dim and joins along another."""
 
-    def plan(leaf: Tensor) -> _Plan:
+    def plan(leaf: Tensor) -> _RowsPlan:
         length = _checked_pieces(leaf, split_dim, group.size, "all_to_all")
         split, concat = split_dim % leaf.dim(), _checked_dim(leaf, concat_dim, "all_to_all")
         pieces = leaf.unflatten(split, (group.size, length)).movedim(split, 0)
@@ -251,7 +249,9 @@ def exchanged(x: Any, group: Group, split_dim: int, concat_dim: int) -> Runs:
         def restore(rows: Tensor) -> Tensor:
             return rows.view(pieces.shape).movedim(0, concat).flatten(concat, concat + 1)
 
-        return _Plan(pieces.reshape(group.size, leaf.numel() // group.size), AllToAll(), restore)
+        return _RowsPlan(
+            pieces.reshape(group.size, leaf.numel() // group.size), AllToAll(), restore
+        )
 
     return _over_leaves(x, plan)
 

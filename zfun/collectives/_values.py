@@ -9,8 +9,6 @@ from zfun.collectives._group import Group
 from zfun.collectives._ops import AllGather, AllToAll, Collective, Op, Stream
 from zfun.options import GROUP, TENSOR, TEXT, takes
 
-__all__ = ["barrier", "exchange_values", "gather_values"]
-
 
 @takes(x=TENSOR, group=GROUP, name=TEXT)
 def gather_values(x: Tensor, group: Group, name: str) -> Tensor:

@@ -6,8 +6,6 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-__all__ = ["Work"]
-
 
 class Work:
     """A started collective.

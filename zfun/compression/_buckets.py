@@ -19,8 +19,6 @@ from zfun.compression._codecs import Codec
 from zfun.compression._collectives import start, start_over
 from zfun.layout import BucketSlot
 
-__all__ = ["gather_bucket", "sum_bucket"]
-
 
 def gather_bucket(
     call: Collective,

@@ -13,8 +13,6 @@ from zfun.compression._feedback import ErrorFeedback
 from zfun.errors import OptionError
 from zfun.options import Kind, instance, integer, one_of, shown, takes
 
-__all__ = ["BlockCodec", "Codec", "Compression", "int4", "int8"]
-
 # One block is one tile of a GPU kernel.
 _MAX_BLOCK = 1 << 14
 

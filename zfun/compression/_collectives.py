@@ -56,8 +56,6 @@ from zfun.compression._codecs import CODEC, Codec
 from zfun.errors import OptionError
 from zfun.options import FLOATING, GROUP, TENSOR, TEXT, takes
 
-__all__ = ["all_gather", "all_reduce", "reduce_scatter", "start", "start_over"]
-
 
 @takes(call=CALL, x=TENSOR, group=GROUP, codec=CODEC, dtype=FLOATING | None)
 def start(

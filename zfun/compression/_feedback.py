@@ -12,8 +12,6 @@ from zfun import ops
 from zfun.errors import OptionError
 from zfun.options import integer, number, takes
 
-__all__ = ["ErrorFeedback", "error_feedback"]
-
 
 @takes(err_beta=number(0, below=1), reset=integer(0))
 class ErrorFeedback:

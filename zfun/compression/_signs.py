@@ -20,15 +20,6 @@ from zfun.collectives import STREAM, AllGather, AllToAll, Collective, Group, Str
 from zfun.errors import OptionError
 from zfun.options import GROUP, TENSOR, TEXT, takes
 
-__all__ = [
-    "answer_signs",
-    "compressed_all_reduce",
-    "own_chunk",
-    "packed_bytes",
-    "read_signs",
-    "send_signs",
-]
-
 
 @takes(
     x=TENSOR,

@@ -29,8 +29,6 @@ from zfun.options import PATH, integer, takes
 from zfun.planner import Hardware
 from zfun.recipes import zero
 
-__all__ = ["MEASUREMENTS", "hw_bench", "measure_hardware"]
-
 MEASUREMENTS = (
     "flops_per_s",
     "touch",
@@ -44,7 +42,7 @@ MEASUREMENTS = (
 _ROUNDS = 5
 
 
-class _Loss(NamedTuple):
+class _BenchLoss(NamedTuple):
     bytes_per_s: float
     op_s: float
     flops_per_s: float
@@ -146,7 +144,7 @@ def _flops(group: Group, device: torch.device) -> float:
     return 2 * side**3 / _seconds(lambda: x @ x, device, min)
 
 
-def _loss(group: Group, device: torch.device) -> _Loss:
+def _loss(group: Group, device: torch.device) -> _BenchLoss:
     """Return the rates of the slow operations of a loss, forward and back.
 
     GELU computes most of the element-wise functions, additions of few numbers are all start, and
@@ -168,7 +166,9 @@ def _loss(group: Group, device: torch.device) -> _Loss:
     # Of an operation, backward counts as two more.
     touched = 3 * 2 * large.nbytes / _seconds(gelu, device, max)
     op_s = _seconds(starts, device, max) / 300
-    return _Loss(touched, op_s, 2 * 64 * 1024 * 1024 / _seconds(lambda: thin @ wide, device, max))
+    return _BenchLoss(
+        touched, op_s, 2 * 64 * 1024 * 1024 / _seconds(lambda: thin @ wide, device, max)
+    )
 
 
 def _steps(group: Group, device: torch.device) -> tuple[float, float]:

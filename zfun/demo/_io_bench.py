@@ -21,8 +21,6 @@ from zfun.options import PATH, integer, takes
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["Rate", "Setting", "best", "draw_rates", "io_bench", "measure", "rates_table", "sweep"]
-
 NEEDED = ("matplotlib", "tqdm")
 MIB = 2**20
 # Bytes of a tensor: a bucket of a model of billions of parameters.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from zfun.demo._table import MB, Result, headline
+from zfun.demo._table import MB, DemoResult, headline
 from zfun.errors import OptionError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def check_folder(out: str | Path) -> Path:
     return out
 
 
-def draw(results: Sequence[Result], path: Path, *, equal: bool) -> Path:
+def draw(results: Sequence[DemoResult], path: Path, *, equal: bool) -> Path:
     """Draw memory, traffic and losses of all compositions side by side; return the file."""
     # Not pyplot, because pyplot would choose a window system and keep the figure alive.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -54,7 +54,7 @@ def draw(results: Sequence[Result], path: Path, *, equal: bool) -> Path:
     return path
 
 
-def _draw_memory(axes: Axes, results: Sequence[Result]) -> None:
+def _draw_memory(axes: Axes, results: Sequence[DemoResult]) -> None:
     from matplotlib.patches import Patch
 
     rows = range(len(results))
@@ -102,7 +102,7 @@ def _draw_memory(axes: Axes, results: Sequence[Result]) -> None:
     )
 
 
-def _draw_traffic(axes: Axes, results: Sequence[Result]) -> None:
+def _draw_traffic(axes: Axes, results: Sequence[DemoResult]) -> None:
     for row, result in enumerate(results):
         report = result.ranks[0]
         sent, theory = report.sent_bytes / MB, report.theory_bytes / MB
@@ -126,7 +126,7 @@ def _draw_traffic(axes: Axes, results: Sequence[Result]) -> None:
     )
 
 
-def _draw_losses(axes: Axes, results: Sequence[Result], *, equal: bool) -> None:
+def _draw_losses(axes: Axes, results: Sequence[DemoResult], *, equal: bool) -> None:
     styles = [
         ("-", 7.0, 0.25),
         ("-", 4.0, 0.45),

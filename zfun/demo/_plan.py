@@ -10,10 +10,8 @@ import torch
 
 from zfun.demo._picture import check_folder
 from zfun.options import PATH, integer, number, one_of, takes
-from zfun.planner import Candidate, Comparison, Hardware, advise, compare, from_huggingface
+from zfun.planner import Candidate, Hardware, PlanComparison, advise, compare, from_huggingface
 from zfun.recipes import Precision
-
-__all__ = ["plan"]
 
 _SIZE = number(above=0, infinite=True, example="80e9")
 
@@ -102,7 +100,7 @@ def _shown(precision: torch.dtype | Precision | None) -> list[Candidate]:
     ]
 
 
-def _draw(found: Comparison, machine: Hardware, out: Path) -> Path:
+def _draw(found: PlanComparison, machine: Hardware, out: Path) -> Path:
     picture = check_folder(out) / "plan.png"
     found.draw(device_bytes=machine.device_bytes).savefig(picture, dpi=150)
     return picture

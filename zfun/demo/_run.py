@@ -45,8 +45,8 @@ def run(
 
     from zfun.demo._examples import load_example
     from zfun.demo._picture import check_folder, draw
-    from zfun.demo._table import Result, differences, headline, table, verdict
-    from zfun.demo._train import COMPOSITIONS, Job, train
+    from zfun.demo._table import DemoResult, differences, headline, table, verdict
+    from zfun.demo._train import COMPOSITIONS, DemoJob, train
 
     presets = load_example("gpt").PRESETS
     if preset not in presets:
@@ -62,10 +62,12 @@ def run(
         "new ones for each composition.\n",
         flush=True,
     )
-    job = Job(preset, steps)
+    job = DemoJob(preset, steps)
     limits = {"timeout_s": 300.0 + 60.0 * steps, "collective_timeout_s": 120.0}
     results = [
-        Result(composition, tuple(zf.collectives.spawn(ranks, train, job, composition, **limits)))
+        DemoResult(
+            composition, tuple(zf.collectives.spawn(ranks, train, job, composition, **limits))
+        )
         for composition in COMPOSITIONS
     ]
     found = differences(results)

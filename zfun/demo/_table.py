@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zfun.demo._train import Composition, RankReport
+from zfun.demo._train import DemoComposition, RankReport
 
 HEADER = (
     ("", "loss", "step", "params", "grads", "optimizer", "peak", "sent", "theory"),
@@ -16,10 +16,10 @@ MB = 1e6
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class DemoResult:
     """The measurements of all ranks of one composition."""
 
-    composition: Composition
+    composition: DemoComposition
     ranks: tuple[RankReport, ...]
 
     @property
@@ -34,7 +34,7 @@ class Result:
         return max(report.peak_bytes for report in self.ranks)
 
 
-def table(results: Sequence[Result]) -> str:
+def table(results: Sequence[DemoResult]) -> str:
     """Format the results in columns."""
     rows = [*HEADER, *(_row(result) for result in results)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER[0]))]
@@ -51,7 +51,7 @@ def table(results: Sequence[Result]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _row(result: Result) -> tuple[str, ...]:
+def _row(result: DemoResult) -> tuple[str, ...]:
     report = result.ranks[0]
     held = [
         f"{'*' if result.composition.offload else ''}{report.held_bytes[part] / MB:.2f}"
@@ -68,7 +68,7 @@ def _row(result: Result) -> tuple[str, ...]:
     )
 
 
-def differences(results: Sequence[Result]) -> list[str]:
+def differences(results: Sequence[DemoResult]) -> list[str]:
     """List the differences in bits between ranks or compositions; empty if all agree."""
     first = results[0].ranks[0]
     reference = f"{results[0].composition.name}, rank 0"
@@ -93,7 +93,7 @@ def differences(results: Sequence[Result]) -> list[str]:
     return found
 
 
-def verdict(results: Sequence[Result], found: Sequence[str]) -> str:
+def verdict(results: Sequence[DemoResult], found: Sequence[str]) -> str:
     """Report in words whether the compositions agree."""
     report = results[0].ranks[0]
     if found:
@@ -105,7 +105,7 @@ def verdict(results: Sequence[Result], found: Sequence[str]) -> str:
     )
 
 
-def headline(results: Sequence[Result]) -> str:
+def headline(results: Sequence[DemoResult]) -> str:
     """Compare the memory and the traffic of ZeRO-3 and DDP in one sentence."""
     ddp = next(result for result in results if result.composition.stage == 0).ranks[0]
     zero3 = next(result for result in results if result.composition.stage == 3).ranks[0]

@@ -26,7 +26,7 @@ BUCKET_BYTES = 2 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Composition:
+class DemoComposition:
     """A stage of ZeRO, with or without offload to host memory."""
 
     name: str
@@ -35,16 +35,16 @@ class Composition:
 
 
 COMPOSITIONS = (
-    Composition("DDP", 0),
-    Composition("ZeRO-1", 1),
-    Composition("ZeRO-2", 2),
-    Composition("ZeRO-3", 3),
-    Composition("ZeRO-3 + offload", 3, offload=True),
+    DemoComposition("DDP", 0),
+    DemoComposition("ZeRO-1", 1),
+    DemoComposition("ZeRO-2", 2),
+    DemoComposition("ZeRO-3", 3),
+    DemoComposition("ZeRO-3 + offload", 3, offload=True),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class DemoJob:
     """The training job, the same under every composition."""
 
     preset: str
@@ -76,20 +76,20 @@ class RankReport:
     theory_bytes: float
 
 
-def train(group: Group, job: Job, composition: Composition) -> RankReport:
+def train(group: Group, job: DemoJob, composition: DemoComposition) -> RankReport:
     """Train on one rank; ``zf.collectives.spawn`` calls this function in a process per rank."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // group.size))
     gpt, text = load_example("gpt"), load_example("text")
     source = text.stdlib_bytes()
     # A tiny run first, because compiling kernels and loading libraries also takes memory.
-    _run(group, Job("tiny", 1), composition, gpt, text, source, bar=False)
+    _run(group, DemoJob("tiny", 1), composition, gpt, text, source, bar=False)
     return _run(group, job, composition, gpt, text, source, bar=group.rank == 0)
 
 
 def _run(
     group: Group,
-    job: Job,
-    composition: Composition,
+    job: DemoJob,
+    composition: DemoComposition,
     gpt: Any,
     text: Any,
     source: Tensor,
@@ -158,7 +158,7 @@ def _run(
     )
 
 
-def _stores(composition: Composition) -> zf.stores.Offload | None:
+def _stores(composition: DemoComposition) -> zf.stores.Offload | None:
     if not composition.offload:
         return None
     return zf.stores.Offload(

@@ -13,8 +13,6 @@ from zfun.errors import OptionError
 from zfun.interop.ds_config import Rule, rule_for
 from zfun.optim import Optimizer
 
-__all__ = ["ConfiguredOptimizer", "rule_of_group"]
-
 
 class ConfiguredOptimizer(torch.optim.Optimizer):
     """The optimizer of a configuration: parameter groups, which an engine steps.

@@ -15,8 +15,6 @@ from zfun.optim import MasterState
 from zfun.recipes import ZeroState
 from zfun.stores import Stored, fetch
 
-__all__ = ["first_names", "masters_of", "state_dict_of", "with_values", "write_leaves"]
-
 
 def first_names(module: nn.Module) -> dict[int, str]:
     """Return the names of tensors in the state by identity; tied tensors have the first name."""

@@ -14,8 +14,6 @@ from zfun import optim
 from zfun.errors import NotElementwiseError
 from zfun.optim import Optimizer
 
-__all__ = ["Rule", "rule_of"]
-
 Rule: TypeAlias = tuple[Callable[..., Optimizer], dict[str, Any]]
 """A function that makes an optimizer, and the options."""
 

@@ -26,7 +26,7 @@ Sink: TypeAlias = Callable[[int, Mapping[str, float]], None]
 _INFO = instance(StepInfo, "the StepInfo of a step", "zero.step(state, batch)[1]")
 
 
-class _Log(Protocol):
+class _Logged(Protocol):
     def __call__(
         self,
         step: int,
@@ -63,7 +63,7 @@ def step_numbers(info: StepInfo[Any]) -> dict[str, float]:
 
 
 @takes(group=GROUP, sinks=FUNCTION, every=integer(1))
-def step_logger(group: Group, *sinks: Sink, every: int = 1) -> _Log:
+def step_logger(group: Group, *sinks: Sink, every: int = 1) -> _Logged:
     """Return ``log(step, info, metrics=None)``, which sends the numbers of a step to sinks.
 
     Rank 0 alone calls the sinks. A step that is not logged is not converted to numbers, so the

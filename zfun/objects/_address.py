@@ -14,8 +14,6 @@ from typing import Any, NamedTuple, cast
 
 from zfun.objects._store import Objects, files_of
 
-__all__ = ["Address", "located"]
-
 
 def located(path: str | Path) -> Path:
     """Return the path, or the address with the methods of a path.
@@ -123,7 +121,7 @@ class Address:
 
     def open(self, mode: str = "rb", buffering: int = 0) -> io.RawIOBase:
         """Open the object to read."""
-        return _Stream(self._files, self._url)
+        return _AddressStream(self._files, self._url)
 
 
 class _Sink:
@@ -138,7 +136,7 @@ class _Sink:
         return count
 
 
-class _Stream(io.RawIOBase):
+class _AddressStream(io.RawIOBase):
     """An object as a file that is read."""
 
     def __init__(self, files: Objects, url: str) -> None:

@@ -19,8 +19,6 @@ from zfun.errors import OptionError
 from zfun.files import Files
 from zfun.objects._upload import Upload
 
-__all__ = ["Objects", "files_of", "is_url"]
-
 _NUM_THREADS = 16
 # fsspec's errors often have no number.
 _NUMBERS: tuple[tuple[type[OSError], int], ...] = (

@@ -8,8 +8,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Upload"]
-
 # S3 takes at most 10,000 parts of at least 5 MiB.
 PART_BYTES = 32 * 2**20
 # Fewer bytes than these parts go in one request, as no more memory is needed.
@@ -17,7 +15,7 @@ MIN_PARTS = 3
 _MAX_PARTS = 9000
 
 
-class _Part:
+class _UploadPart:
     """The bytes of a part, of which some are missing."""
 
     def __init__(self, num_bytes: int) -> None:
@@ -45,7 +43,7 @@ class Upload:
         self._call, self._fs, self._path = call, file_system, path
         self._num_bytes, self._part_bytes = 0, PART_BYTES
         self._lock = threading.Lock()
-        self._parts: dict[int, _Part] = {}
+        self._parts: dict[int, _UploadPart] = {}
         self._tags: dict[int, str] = {}
         self._is_s3 = hasattr(file_system, "call_s3")
         self._id: str | None = None
@@ -77,7 +75,7 @@ class Upload:
             count = min(len(data), length - first)
             with self._lock:
                 if number not in self._parts:
-                    self._parts[number] = _Part(length)
+                    self._parts[number] = _UploadPart(length)
                 part = self._parts[number]
             part.view[first : first + count] = data[:count]
             with self._lock:
@@ -87,7 +85,7 @@ class Upload:
                 self._send(number, part)
             data, offset = data[count:], offset + count
 
-    def _send(self, number: int, part: _Part) -> None:
+    def _send(self, number: int, part: _UploadPart) -> None:
         if self._id is not None:
             found = self._s3("upload_part", PartNumber=number + 1, Body=part.stream())
             with self._lock:

@@ -32,8 +32,6 @@ from zfun.ops import reference
 from zfun.ops._dispatch import codes_for, reads
 from zfun.ops._tensors import is_abstract
 
-__all__ = ["dequantise", "message_bytes", "quantise", "sum_dequantised"]
-
 
 def message_bytes(numel: int, *, bits: int, block: int) -> int:
     """Return the length of a message: ``4 ceil(numel / block) + 4 ceil(numel bits / 32)``.

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from zfun.ops._tensors import compiled, is_abstract
 
-__all__ = ["codes_for", "reads", "triton_for"]
-
 
 @functools.cache
 def _has_triton() -> bool:

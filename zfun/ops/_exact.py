@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["LIMBS", "LOWEST", "SUMS", "UNIT"]
-
 # The squares of a unit of so many elements are added in float64 to eight sums. Leaves begin, and
 # shards end, at multiples of a unit (zfun.layout.ALIGNMENT), so units stay whole in every layout.
 UNIT = 32

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-__all__ = ["fake_mode"]
-
 
 def fake_mode(*, allow_non_fake_inputs: bool = False) -> FakeTensorMode:
     """Return a context in which operations on the CPU have shapes and compute nothing.

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from zfun.ops._tensors import is_abstract
 
-__all__ = ["fingerprint"]
-
 # Bytes that are hashed at a time: they stay in the cache.
 _CHUNK_BYTES = 1 << 18
 

@@ -12,8 +12,6 @@ from zfun.ops._dispatch import triton_for
 from zfun.ops._exact import LIMBS, LOWEST
 from zfun.ops._tensors import compiled, is_abstract, is_plain
 
-__all__ = ["squares_in_bins", "total_of_bins"]
-
 
 def squares_in_bins(x: Tensor) -> Tensor:
     """Sum the squares of a real tensor exactly, so that cuts do not change the result.

@@ -14,8 +14,6 @@ from zfun.ops._norm import squares_in_bins
 from zfun.ops._table import AddressTable
 from zfun.ops._tensors import compiled, is_abstract, is_plain
 
-__all__ = ["Measures", "ravel", "ravel_into", "unravel", "unravel_from"]
-
 
 class Measures(NamedTuple):
     """The norm of a buffer, and whether the buffer is finite, read while it was written.

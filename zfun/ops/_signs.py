@@ -9,8 +9,6 @@ from zfun.ops import reference
 from zfun.ops._dispatch import codes_for, reads
 from zfun.ops._tensors import is_abstract
 
-__all__ = ["pack_signs", "unpack_signs"]
-
 
 def pack_signs(x: Tensor) -> Tensor:
     """Keep of each element its sign, in one bit.

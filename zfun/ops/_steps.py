@@ -15,8 +15,6 @@ from zfun.ops._exact import LIMBS
 from zfun.ops._norm import total_of_bins
 from zfun.ops._tensors import compiled, is_abstract, is_plain
 
-__all__ = ["adagrad_step", "adam_step", "lamb_step", "lion_step", "scale_into", "sgd_step"]
-
 
 def _step(
     rule: str,

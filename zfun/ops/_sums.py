@@ -10,8 +10,6 @@ from torch import Tensor
 from zfun.ops import reference
 from zfun.ops._tensors import compiled, is_plain
 
-__all__ = ["sum_in_rank_order"]
-
 # Below this the call of a compiled kernel costs more than torch's sum.
 _FEW = 1 << 13
 

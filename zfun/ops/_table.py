@@ -11,8 +11,6 @@ from torch import Tensor
 
 from zfun.ops._tensors import is_plain, number
 
-__all__ = ["AddressTable"]
-
 
 class AddressTable:
     """Addresses of the tensors of one buffer, kept between calls to save time.

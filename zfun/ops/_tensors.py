@@ -11,8 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["as_array", "compiled", "is_abstract", "is_plain", "number", "uncompiled", "use", "wide"]
-
 _Args = ParamSpec("_Args")
 _Out = TypeVar("_Out")
 

@@ -22,27 +22,6 @@ from zfun.placement import Placement
 from zfun.sources.deferred import memory_of
 from zfun.tree import Tree
 
-__all__ = [
-    "InitFn",
-    "Optimizer",
-    "PrepareInner",
-    "State",
-    "UpdateFn",
-    "aligned",
-    "apply_updates",
-    "as_optimizer",
-    "check_fields",
-    "check_trainable",
-    "flat_view",
-    "itself",
-    "of_update",
-    "optimizer",
-    "own",
-    "prepared",
-    "remembered",
-    "step_count",
-]
-
 State: TypeAlias = Any
 InitFn: TypeAlias = Callable[[Tree], State]
 UpdateFn: TypeAlias = Callable[[Tree, State, Tree], tuple[Tree, State]]

@@ -18,8 +18,6 @@ from zfun.optim._base import (
 from zfun.optim._missed import passed_on
 from zfun.tree import Tree
 
-__all__ = ["chain"]
-
 
 @remembered
 def chain(*optimizers: Optimizer | tuple[InitFn, UpdateFn]) -> Optimizer:

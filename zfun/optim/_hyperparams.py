@@ -18,8 +18,6 @@ from zfun.optim._base import Optimizer, State, as_optimizer, prepared
 from zfun.options import ANY, FUNCTION, number, shown, takes
 from zfun.tree import Tree
 
-__all__ = ["HyperparamsState", "hyperparams", "inject_hyperparams", "set_hyperparams"]
-
 _State = TypeVar("_State")
 _NUMBER = number()
 

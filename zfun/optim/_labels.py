@@ -23,8 +23,6 @@ from zfun.optim._base import (
 from zfun.options import OF_LEAVES, instance, takes
 from zfun.tree import Tree
 
-__all__ = ["by_label"]
-
 
 @takes(
     optimizers=instance(Mapping, "a dict of optimizers by label", "{'all': zf.optim.sgd(0.1)}"),

@@ -37,8 +37,6 @@ from zfun.placement import S
 from zfun.reductions import gather_values, map_leaves
 from zfun.tree import Tree
 
-__all__ = ["MuonState", "lamb", "muon"]
-
 # Muon's quintic: the slope at 0 is large, so five steps bring singular values above 1e-2 near 1
 # (Jordan et al., 2024).
 _QUINTIC = (3.4445, -4.7750, 2.0315)

@@ -11,8 +11,6 @@ from torch import Tensor
 from zfun.errors import NonFiniteError
 from zfun.options import BOOL, integer, number, takes
 
-__all__ = ["LossScale", "LossScaleState", "dynamic_loss_scale", "static_loss_scale"]
-
 
 class LossScaleState(NamedTuple):
     """State of a :class:`LossScale`: 0-dim tensors on the CPU.

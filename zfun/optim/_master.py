@@ -27,8 +27,6 @@ from zfun.optim._base import (
 from zfun.options import ANY, FLOATING, takes
 from zfun.tree import Tree
 
-__all__ = ["MasterState", "with_master"]
-
 _REMEDY = "pass optimizer.init(params) or the state of the last step"
 
 

@@ -22,8 +22,6 @@ from zfun.errors import CorruptCheckpoint
 from zfun.flat import Flat, leaf_spans
 from zfun.tree import Tree
 
-__all__ = ["MissedSteps", "Run", "passed_on", "runs_of", "sparing", "sparing_apply"]
-
 _Update: TypeAlias = Callable[[Tree, Any, Tree], tuple[Tree, Any]]
 _Pieces: TypeAlias = list[tuple[int, int, int, Tensor]]
 
@@ -79,7 +77,7 @@ def passed_on(value: Tree, grads: Tree) -> Tree:
     return value
 
 
-class Run(NamedTuple):
+class StepRun(NamedTuple):
     """Elements ``[start, stop)`` of a buffer, of leaves that have missed equally many steps."""
 
     start: int
@@ -87,14 +85,14 @@ class Run(NamedTuple):
     missed: int
 
 
-def runs_of(params: Tree, grads: Tree) -> list[list[Run]] | None:
+def runs_of(params: Tree, grads: Tree) -> list[list[StepRun]] | None:
     """Return the runs to step in each buffer; ``None`` where all leaves take every step."""
     if not (isinstance(params, Flat) and isinstance(grads, Flat) and grads.missed):
         return None
     spans = leaf_spans(params)
-    found: list[list[Run]] = []
+    found: list[list[StepRun]] = []
     for bucket in params.layout.buckets:
-        runs: list[Run] = []
+        runs: list[StepRun] = []
         is_open = False
         for leaf in bucket.leaves:
             span = spans[leaf]
@@ -106,7 +104,7 @@ def runs_of(params: Tree, grads: Tree) -> list[list[Run]] | None:
             elif is_open and runs[-1].missed == missed:
                 runs[-1] = runs[-1]._replace(stop=span.stop)
             else:
-                runs.append(Run(span.start, span.stop, missed))
+                runs.append(StepRun(span.start, span.stop, missed))
                 is_open = True
         found.append(runs)
     return found

@@ -46,8 +46,6 @@ from zfun.placement import P, R, S
 from zfun.reductions import all_ranks, whole_buffers
 from zfun.tree import Tree
 
-__all__ = ["OneBitState", "onebit_adam"]
-
 
 class OneBitState(NamedTuple):
     """State of :func:`onebit_adam`.

@@ -16,18 +16,6 @@ from zfun.optim._stepping import Kernel, elementwise
 from zfun.options import BOOL, number, takes
 from zfun.tree import Tree
 
-__all__ = [
-    "AdagradState",
-    "AdamState",
-    "LionState",
-    "SgdState",
-    "adagrad",
-    "adam",
-    "adamw",
-    "lion",
-    "sgd",
-]
-
 
 class AdamState(NamedTuple):
     """State of :func:`adam` and :func:`adamw`.

@@ -13,19 +13,6 @@ from torch import Tensor
 from zfun.errors import OptionError
 from zfun.options import BOOL, Kind, each, function, integer, number, one_of, shown, takes
 
-__all__ = [
-    "Schedule",
-    "constant",
-    "join",
-    "linear",
-    "lr_range_test",
-    "one_cycle",
-    "one_cycle_momentum",
-    "warmup",
-    "warmup_cosine",
-    "warmup_linear",
-]
-
 Schedule: TypeAlias = Callable[[int], float]
 
 

@@ -25,8 +25,6 @@ from zfun.optim._missed import runs_of
 from zfun.options import FUNCTION, TEXT, each, function, takes
 from zfun.tree import Tree
 
-__all__ = ["Into", "Kernel", "assemble", "elementwise", "no_steps", "zeros_like"]
-
 
 class Into(NamedTuple):
     """The target of a step: new updates, copies of the parameters, or the parameters.

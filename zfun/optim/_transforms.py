@@ -48,20 +48,6 @@ from zfun.options import ANY, BOOL, OF_LEAVES, number, takes
 from zfun.reductions import global_norm
 from zfun.tree import Tree
 
-__all__ = [
-    "ScheduleState",
-    "add_decayed_weights",
-    "clip_by_global_norm",
-    "masked",
-    "scale",
-    "scale_by_adagrad",
-    "scale_by_adam",
-    "scale_by_learning_rate",
-    "scale_by_lion",
-    "scale_by_schedule",
-    "trace",
-]
-
 
 class ScheduleState(NamedTuple):
     """State of :func:`scale_by_schedule`.

@@ -19,9 +19,9 @@ from zfun.planner._timeline import Span, Timeline, timeline
 from zfun.planner._trace import order_of_use, trace
 from zfun.planner.plans._advise import Advice, Rung, advise
 from zfun.planner.plans._bounds import Bound
-from zfun.planner.plans._compare import Comparison, compare
+from zfun.planner.plans._compare import PlanComparison, compare
 from zfun.planner.plans._flops import Flops, Touched
-from zfun.planner.plans._hardware import Forecast, Hardware, Work
+from zfun.planner.plans._hardware import Forecast, Hardware, StepWork
 from zfun.planner.plans._huggingface import from_huggingface
 from zfun.planner.plans._kept import PathBytes
 from zfun.planner.plans._plan import Observer, live_bytes, plan
@@ -46,7 +46,6 @@ __all__ = [
     "Bound",
     "Bytes",
     "Candidate",
-    "Comparison",
     "Event",
     "Explanation",
     "Flops",
@@ -62,6 +61,7 @@ __all__ = [
     "Observer",
     "PathBytes",
     "Plan",
+    "PlanComparison",
     "Profile",
     "Read",
     "Rung",
@@ -70,13 +70,13 @@ __all__ = [
     "Sent",
     "Span",
     "Step",
+    "StepWork",
     "Timeline",
     "Touched",
     "Trace",
     "TracedBucket",
     "UpdatePlan",
     "UpdateStep",
-    "Work",
     "advise",
     "candidates",
     "compare",

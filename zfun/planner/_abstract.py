@@ -21,8 +21,6 @@ from zfun.planner._kernels import kernels_of, shape_of
 from zfun.sources.deferred import Deferred, memory_of
 from zfun.transforms import map_batch
 
-__all__ = ["abstract", "answered"]
-
 
 @contextlib.contextmanager
 def abstract(

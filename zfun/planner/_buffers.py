@@ -15,8 +15,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from zfun.planner._parts import PLACES, Bytes, Instant
 from zfun.stores import Stored
 
-__all__ = ["STATE", "Buffer", "Buffers"]
-
 STATE = ("params", "masters", "moments")
 # The names of stored tensors, by the parts of the state that stores are told.
 _STORED = {"params": "params", "grads": "grads", "state": "moments"}
@@ -48,13 +46,13 @@ class Buffer:
         return "staging" if (self.name, self.detail) == ("work", "staging") else self.name
 
 
-class _Event(NamedTuple):
+class _MemoryEvent(NamedTuple):
     what: str
     made: Buffer
     freed: tuple[Buffer, ...]
 
 
-class Buffers:
+class WatchedBuffers:
     """The buffers that live, and the events in which these were made and freed.
 
     Args:
@@ -68,7 +66,7 @@ class Buffers:
         self._stored: dict[int, Buffer] = {}
         self._dead: list[int] = []
         self._kept: tuple[Buffer, ...] = ()
-        self._events: list[_Event] = []
+        self._events: list[_MemoryEvent] = []
 
     def find(self, x: Tensor | Stored) -> Buffer | None:
         """Return the buffer of a tensor, or of a handle of a tensor on a disk."""
@@ -102,7 +100,7 @@ class Buffers:
 
     def made(self, what: str, buffer: Buffer, freed: tuple[Buffer, ...]) -> None:
         """Note that a buffer was made after others were freed."""
-        self._events.append(_Event(what, buffer, freed))
+        self._events.append(_MemoryEvent(what, buffer, freed))
 
     def bury(self) -> tuple[Buffer, ...]:
         """Let go of the buffers that nothing refers to any more, and return these."""

@@ -13,8 +13,6 @@ from zfun.options import GROUP, instance, integer, takes
 from zfun.planner._price import Hop, price_of_gather, price_of_sum
 from zfun.transforms import MAX_IN_FLIGHT, SCHEDULE, Phase, Schedule, TracedBucket, secondary_of
 
-__all__ = ["Accumulation", "Explanation", "Message", "Read", "explain", "reductions_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Message:

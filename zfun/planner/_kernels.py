@@ -25,8 +25,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["AttentionCounter", "OnCuda", "kernels_of", "shape_of"]
-
 F = torch.nn.functional
 aten = torch.ops.aten
 

@@ -39,11 +39,9 @@ from zfun.collectives import Collective, Group, Work
 from zfun.errors import OptionError
 from zfun.optim import MasterState
 from zfun.planner._abstract import answered
-from zfun.planner._buffers import STATE, Buffers
+from zfun.planner._buffers import STATE, WatchedBuffers
 from zfun.planner._parts import Bytes, Live
 from zfun.stores import Stored, on_disk
-
-__all__ = ["SMALL", "Meter", "masters_of"]
 
 SMALL = 512
 
@@ -81,7 +79,7 @@ class Meter(TorchDispatchMode):
     def __init__(self, device: torch.device | str = "cpu") -> None:
         super().__init__()
         self._device_type = torch.device(device).type
-        self._buffers = Buffers(self._device_type)
+        self._buffers = WatchedBuffers(self._device_type)
         self._crossed = dict.fromkeys(_WAYS, 0)
         self._num_pauses = 0
         self.listeners: list[Callable[[Any, Any, Any, Any], object]] = []

@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from zfun.tables import html_table, in_bytes, in_columns
 
-__all__ = ["PLACES", "Bytes", "Instant", "Live"]
-
 PLACES = ("device", "host", "disk")
 
 

@@ -23,8 +23,6 @@ from zfun.collectives import (
 )
 from zfun.compression import Codec
 
-__all__ = ["Hop", "price_of_gather", "price_of_sum"]
-
 
 class Hop(NamedTuple):
     """A collective over one axis, or over a group without axes.

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from zfun.planner._timeline import Span, Timeline
 from zfun.transforms import EventKind, Noted, Notes, watching
 
-__all__ = ["Noted", "Profile", "profile"]
-
 
 @dataclass(slots=True)
 class Profile(Notes):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-__all__ = ["Bars", "Span"]
-
 
 class Span(NamedTuple):
     """One bar of a timeline.

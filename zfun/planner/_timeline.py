@@ -20,8 +20,6 @@ from zfun.planner._spans import Span
 from zfun.tables import html_table, in_bytes
 from zfun.transforms import SCHEDULE, UPDATE, Schedule, UpdatePlan
 
-__all__ = ["Span", "Timeline", "timeline"]
-
 
 @dataclass(frozen=True, slots=True)
 class Timeline:

@@ -29,8 +29,6 @@ from zfun.transforms import (
 )
 from zfun.typing import Loss
 
-__all__ = ["order_of_use", "trace"]
-
 
 @takes(
     loss=FUNCTION,

@@ -30,21 +30,6 @@ from zfun.sources.deferred import spec_of
 from zfun.stores import Offload
 from zfun.transforms import ScheduleOptions
 
-__all__ = [
-    "check_is_flat",
-    "check_is_state",
-    "check_options",
-    "check_order",
-    "check_same_options",
-    "check_used",
-    "first_bad_leaf",
-    "in_words",
-    "naming_the_rank",
-    "naming_the_step",
-    "outside_transforms",
-]
-
-
 _Out = TypeVar("_Out")
 _Args = ParamSpec("_Args")
 

@@ -31,8 +31,6 @@ from zfun.transforms.grads._gradient import GradientFunction
 from zfun.transforms.optimizer.in_backward import UpdateHook
 from zfun.typing import Gradient, Loss
 
-__all__ = ["gradient", "optimizer_of", "whole_loss"]
-
 
 def optimizer_of(
     stage: int,

@@ -21,9 +21,6 @@ from zfun.reductions import BufferRule
 from zfun.stores import Offload, Stored
 from zfun.transforms import check_state, kind_of_state
 
-__all__ = ["KnownStates"]
-
-
 _PARTS = ("params", "frozen", "opt_state", "buffers")
 
 

@@ -12,8 +12,6 @@ from zfun.optim import LossScale, dynamic_loss_scale, static_loss_scale
 from zfun.options import FLOATING, instance, number, takes
 from zfun.transforms import unshard
 
-__all__ = ["Precision", "policy_of", "whole_tree"]
-
 
 @takes(
     param=FLOATING | None,

@@ -23,8 +23,6 @@ from zfun.transforms import check_agreement, redistribute
 from zfun.transforms.optimizer.by_bucket import StateBuilder
 from zfun.transforms.values.building import Leaves, Target, fill, target
 
-__all__ = ["first_values", "of_specs"]
-
 _Fn = Callable[[str, Any], Any]
 
 

@@ -13,9 +13,6 @@ from zfun.optim import LossScaleState, MissedSteps
 from zfun.transforms import Pullback, Tape
 from zfun.typing import Aux, Params
 
-__all__ = ["StepInfo", "Zero", "ZeroState"]
-
-
 _Given_contra = TypeVar("_Given_contra", contravariant=True)
 
 
@@ -73,7 +70,7 @@ class StepInfo(NamedTuple, Generic[Aux]):
     num_applied: int = 0
 
 
-class _Init(Protocol[_Given_contra]):
+class _InitFn(Protocol[_Given_contra]):
     def __call__(self, params: _Given_contra, *, init: str = "check") -> ZeroState: ...
 
 
@@ -109,7 +106,7 @@ class Zero(NamedTuple, Generic[Params, Aux]):
             all ranks.
     """
 
-    init: _Init[Params]
+    init: _InitFn[Params]
     step: Callable[[ZeroState, Any], tuple[ZeroState, StepInfo[Aux]]]
     params: Callable[..., Params]
     vjp: Callable[..., tuple[Any, Pullback, Flat | None]] = _no_halves

@@ -22,13 +22,11 @@ from zfun.reductions import BufferRule, merge_buffers, norm_and_counts
 from zfun.transforms import apply
 from zfun.transforms.optimizer._apply import apply_spending, finish
 from zfun.transforms.optimizer._placing import deliver
-from zfun.transforms.optimizer._stream import Update as StreamedUpdate
-
-__all__ = ["Update", "scale_of", "split"]
+from zfun.transforms.optimizer._stream import StreamedUpdate
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
+class ZeroUpdate:
     """The second half of a step, from gradients to a new state.
 
     Attributes:

@@ -45,7 +45,7 @@ from zfun.recipes._known import KnownStates
 from zfun.recipes._precision import Precision, policy_of, whole_tree
 from zfun.recipes._start import first_values
 from zfun.recipes._state import StepInfo, Zero, ZeroState
-from zfun.recipes._update import Update, scale_of, split
+from zfun.recipes._update import ZeroUpdate, scale_of, split
 from zfun.reductions import BufferRule
 from zfun.stores import Offload
 from zfun.transforms import (
@@ -65,8 +65,6 @@ from zfun.transforms import (
 from zfun.transforms.buffers import buffered, place_buffers, running, unwritten
 from zfun.transforms.optimizer.in_backward import UpdateHook, begin
 from zfun.typing import Aux, Gradient, Params
-
-__all__ = ["zero"]
 
 # Python's sum() of tensors has the type Tensor | int.
 _Scalar: TypeAlias = Tensor | WeightedMean | float
@@ -227,7 +225,7 @@ def zero(
     composed: list[tuple[Callable[..., Any], Flat | None, int, Gradient]] = []
     hook = UpdateHook()
     leaves_out = unused == "skip"
-    updated = Update(group, rule, scaler, buffers, max_skipped, donate, leaves_out)
+    updated = ZeroUpdate(group, rule, scaler, buffers, max_skipped, donate, leaves_out)
 
     def gradient_of(fn: Callable[..., Any], frozen: Flat | None, summed: int) -> Gradient:
         if (known_vg := _composed_before(composed, fn, frozen, summed)) is not None:

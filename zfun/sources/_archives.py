@@ -11,15 +11,13 @@ from pathlib import Path
 from zfun.errors import CorruptCheckpoint
 from zfun.sources._files import View
 
-__all__ = ["ZIP_MAGIC", "Record", "damaged", "records_of"]
-
 ZIP_MAGIC = b"PK\x03\x04"
 _LOCAL_HEADER_BYTES = 30
 _CHUNK_BYTES = 1 << 22
 _STORAGE = re.compile(r"/data/[^/]+$")
 
 
-class Record:
+class ArchiveRecord:
     """The bytes of one entry of an archive, from ``start`` on, with the checksum of the archive.
 
     A writer may leave checksums out, which are 0 then.
@@ -59,10 +57,10 @@ def damaged(path: Path, error: BaseException) -> CorruptCheckpoint:
     )
 
 
-def records_of(view: View) -> dict[int, Record]:
+def records_of(view: View) -> dict[int, ArchiveRecord]:
     """Return every record of a zip archive by the offset of its first byte, metadata compared."""
     view.seek(0)
-    found: dict[int, Record] = {}
+    found: dict[int, ArchiveRecord] = {}
     try:
         with zipfile.ZipFile(view) as archive:  # type: ignore[arg-type]
             infos = archive.infolist()
@@ -77,7 +75,7 @@ def records_of(view: View) -> dict[int, Record]:
             start = info.header_offset + _LOCAL_HEADER_BYTES + name_bytes + extra_bytes
             if start + info.file_size > view.num_bytes:
                 raise zipfile.BadZipFile(f"a record {info.filename!r} that ends behind the file")
-            found[start] = Record(start, info)
+            found[start] = ArchiveRecord(start, info)
     except (zipfile.BadZipFile, NotImplementedError, struct.error, ValueError, OSError) as error:
         raise damaged(view.path, error) from None
     for record in found.values():

@@ -11,8 +11,6 @@ from torch import Tensor
 from zfun.options import takes
 from zfun.sources._source import SOURCE, Source
 
-__all__ = ["Comparison", "compare"]
-
 _PIECE = 2**20
 
 

@@ -21,13 +21,11 @@ from torch import Tensor
 from zfun.errors import CorruptCheckpoint, OptionError, SpecMismatch
 from zfun.objects import is_url, located
 from zfun.options import PATH, TEXT, instance, takes
-from zfun.sources._files import CPU, Stored, check_no_link, entry
+from zfun.sources._files import CPU, StoredTensor, check_no_link, entry
 from zfun.sources._pickles import Inert, as_shape, load, load_metadata
 from zfun.sources._source import SOURCE, Source, TrainingState, named
 from zfun.sources._write import Written
 from zfun.sources.scratch import scratch
-
-__all__ = ["dcp", "write_dcp"]
 
 METADATA = ".metadata"
 _INERT = (
@@ -108,11 +106,11 @@ def dcp(
         Source({}, str(folder)),
         {slot: Source(leaves, str(folder)) for slot, leaves in slots.items()},
         None if step is None else int(step),
-        _Values(others),
+        _ChunkValues(others),
     )
 
 
-class _Place(NamedTuple):
+class _ChunkPlace(NamedTuple):
     """The bytes of an archive."""
 
     file: Path
@@ -125,13 +123,13 @@ class _Chunk(NamedTuple):
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    place: _Place
+    place: _ChunkPlace
 
 
-class _Values(Mapping[str, object]):
+class _ChunkValues(Mapping[str, object]):
     """Plain values, each read when asked for, because a checkpoint may have thousands."""
 
-    def __init__(self, places: Mapping[str, _Place]) -> None:
+    def __init__(self, places: Mapping[str, _ChunkPlace]) -> None:
         self._places = places
 
     def __getitem__(self, name: str) -> object:
@@ -145,7 +143,7 @@ class _Values(Mapping[str, object]):
         return len(self._places)
 
 
-def _contents(folder: Path) -> tuple[dict[str, Stored], dict[str, _Place]]:
+def _contents(folder: Path) -> tuple[dict[str, StoredTensor], dict[str, _ChunkPlace]]:
     """Return the tensors and the places of the other values, by name."""
     where = folder / METADATA
     check_no_link(where)
@@ -155,8 +153,8 @@ def _contents(folder: Path) -> tuple[dict[str, Stored], dict[str, _Place]]:
             (index.state["fqn"], _offsets(index.state.get("offset"))): _place(folder, info.state)
             for index, info in metadata.state["storage_data"].items()
         }
-        tensors: dict[str, Stored] = {}
-        others: dict[str, _Place] = {}
+        tensors: dict[str, StoredTensor] = {}
+        others: dict[str, _ChunkPlace] = {}
         for name, item in metadata.state["state_dict_metadata"].items():
             if _kind(item) == "BytesStorageMetadata":
                 others[name] = places[name, None]
@@ -188,7 +186,7 @@ def _offsets(value: Any) -> tuple[int, ...] | None:
     return None if value is None else as_shape(value)
 
 
-def _place(folder: Path, info: Mapping[str, Any]) -> _Place:
+def _place(folder: Path, info: Mapping[str, Any]) -> _ChunkPlace:
     if transforms := info.get("transform_descriptors"):
         raise OptionError(
             f"dcp() reads plain files; got {reprlib.repr(transforms)} in {folder}; save the "
@@ -198,12 +196,12 @@ def _place(folder: Path, info: Mapping[str, Any]) -> _Place:
     offset, length = info["offset"], info["length"]
     if type(offset) is not int or type(length) is not int or min(offset, length) < 0:
         raise ValueError(f"bytes {offset} + {length}")
-    return _Place(file, offset, length)
+    return _ChunkPlace(file, offset, length)
 
 
 def _tensor(
     name: str, shape: tuple[int, ...], dtype: torch.dtype, chunks: Sequence[_Chunk]
-) -> Stored:
+) -> StoredTensor:
     """Return the tensor that chunks make up, of which a range reads the rows that it needs."""
     for chunk in chunks:
         if len(chunk.sizes) != len(shape) or any(
@@ -250,7 +248,7 @@ def _tensor(
             block.copy_(rows.view(block.shape))
         return found.view(-1)[start - first * row : stop - first * row]
 
-    return Stored(shape, dtype, fetch)
+    return StoredTensor(shape, dtype, fetch)
 
 
 def _check_disjoint(name: str, chunks: Sequence[_Chunk]) -> None:
@@ -279,10 +277,10 @@ def _check_disjoint(name: str, chunks: Sequence[_Chunk]) -> None:
         open_ones.append(chunk)
 
 
-def _archive(name: str, chunk: _Chunk, dtype: torch.dtype) -> Stored:
+def _archive(name: str, chunk: _Chunk, dtype: torch.dtype) -> StoredTensor:
     place = chunk.place
     tensor = load(place.file, offset=place.offset, num_bytes=place.num_bytes)
-    if not isinstance(tensor, Stored) or tensor.shape != chunk.sizes or tensor.dtype != dtype:
+    if not isinstance(tensor, StoredTensor) or tensor.shape != chunk.sizes or tensor.dtype != dtype:
         raise CorruptCheckpoint(
             f"an archive of a checkpoint holds the chunk of the metadata, {dtype} {chunk.sizes} of "
             f"{name!r}; got {reprlib.repr(tensor)} in {place.file}; copy the directory again",

@@ -27,11 +27,16 @@ from typing import Any
 from zfun.errors import CorruptCheckpoint, OptionError, ZfunError
 from zfun.objects import located
 from zfun.options import PATH, TEXT, takes
-from zfun.sources._files import Part, Stored, check_no_link, entry, joined_parts, read_text
+from zfun.sources._files import (
+    FilePart,
+    StoredTensor,
+    check_no_link,
+    entry,
+    joined_parts,
+    read_text,
+)
 from zfun.sources._pickles import Inert, as_shape, load
 from zfun.sources._source import TrainingState, named
-
-__all__ = ["deepspeed"]
 
 # Classes of DeepSpeed are not imported; none of them holds tensors.
 _INERT = "deepspeed."
@@ -152,7 +157,7 @@ def _checked(value: Any, kind: type, where: object) -> Any:
 
 
 _Shapes = Sequence[Mapping[str, tuple[int, ...]]]
-_Slots = dict[str, dict[str, Stored]]
+_Slots = dict[str, dict[str, StoredTensor]]
 
 
 def _shapes(state: Mapping[str, Any]) -> _Shapes:
@@ -192,11 +197,11 @@ def _stages_1_and_2(ranks: Sequence[Any], shapes: _Shapes) -> _Slots:
     paddings = ranks[0].get("param_alignment_paddings") or [()] * len(shapes)
     for index, (group, padding) in enumerate(zip(shapes, paddings, strict=True)):
         lean = [_flat(rank["single_partition_of_fp32_groups"][index]) for rank in ranks]
-        parts = {"fp32": [Part(flat, 0, flat.numel) for flat in lean]}
+        parts = {"fp32": [FilePart(flat, 0, flat.numel) for flat in lean]}
         for key, flats in _moments([rank.get("base_optimizer_state") for rank in ranks], index):
             # The padding at the end of a part is in the moments only.
             parts[key] = [
-                Part(flat, 0, min(flat.numel, mine.numel))
+                FilePart(flat, 0, min(flat.numel, mine.numel))
                 for flat, mine in zip(flats, lean, strict=True)
             ]
         available = sum(flat.numel for flat in lean)
@@ -213,7 +218,7 @@ def _stages_1_and_2(ranks: Sequence[Any], shapes: _Shapes) -> _Slots:
 def _stage_3(ranks: Sequence[Any], shapes: _Shapes) -> _Slots:
     count = len(ranks)
     flats = [[_flat(flat) for flat in rank["fp32_flat_groups"]] for rank in ranks]
-    per_rank: dict[str, list[list[Stored]]] = {"fp32": flats}
+    per_rank: dict[str, list[list[StoredTensor]]] = {"fp32": flats}
     for index in range(len(flats[0])):
         for key, moment in _moments([rank["optimizer_state_dict"] for rank in ranks], index):
             found = per_rank.setdefault(key, [[] for _ in ranks])
@@ -221,7 +226,7 @@ def _stage_3(ranks: Sequence[Any], shapes: _Shapes) -> _Slots:
                 found[rank].append(flat)
     slots: _Slots = {}
     for key, groups in per_rank.items():
-        wholes = [[Part(flat, 0, flat.numel) for flat in mine] for mine in groups]
+        wholes = [[FilePart(flat, 0, flat.numel) for flat in mine] for mine in groups]
         at = 0
         for name, shape in itertools.chain.from_iterable(group.items() for group in shapes):
             size = -(-math.prod(shape) // count)
@@ -241,18 +246,18 @@ def _check_consumed(wanted: int, available: int, multiple: int, where: str) -> N
         )
 
 
-def _flat(value: Any) -> Stored:
-    return _checked(value, Stored, "a flat group of an optimizer")
+def _flat(value: Any) -> StoredTensor:
+    return _checked(value, StoredTensor, "a flat group of an optimizer")
 
 
-def _cut(parts: Sequence[Part], start: int, stop: int) -> list[Part]:
+def _cut(parts: Sequence[FilePart], start: int, stop: int) -> list[FilePart]:
     """Return the parts of the elements from ``start`` to ``stop`` of parts put together."""
-    found: list[Part] = []
+    found: list[FilePart] = []
     at = 0
     for tensor, begin, end in parts:
         first, last = max(start, at), min(stop, at + end - begin)
         if first < last:
-            found.append(Part(tensor, begin + first - at, begin + last - at))
+            found.append(FilePart(tensor, begin + first - at, begin + last - at))
         at += end - begin
     return found
 
@@ -267,11 +272,11 @@ def _group_state(optimizer: Any, index: int) -> Mapping[Any, Any]:
     return {}
 
 
-def _moments(optimizers: Sequence[Any], index: int) -> Iterator[tuple[str, list[Stored]]]:
+def _moments(optimizers: Sequence[Any], index: int) -> Iterator[tuple[str, list[StoredTensor]]]:
     """Yield the flat tensors of every rank for each name of the optimizer's state."""
     states = [_group_state(optimizer, index) for optimizer in optimizers]
     for key, value in states[0].items():
-        if isinstance(value, Stored) and len(value.shape) == 1:
+        if isinstance(value, StoredTensor) and len(value.shape) == 1:
             yield str(key), [_flat(state.get(key)) for state in states]
 
 
@@ -284,7 +289,7 @@ def _step(optimizer: Any) -> int | None:
 
 
 def _integer(value: Any) -> int | None:
-    if isinstance(value, Stored) and value.numel == 1:
+    if isinstance(value, StoredTensor) and value.numel == 1:
         value = value.read().item()
     return int(value) if isinstance(value, (int, float)) else None
 
@@ -305,14 +310,16 @@ def _universal(folder: Path, states: Sequence[Any]) -> tuple[_Slots, int | None]
             if file.stem == "step":
                 step = _integer(value)
                 continue
-            tensor = _checked(value, Stored, file)
+            tensor = _checked(value, StoredTensor, file)
             if tensor.numel != math.prod(shapes[name]):
                 raise CorruptCheckpoint(
                     f"{file} has the elements of its parameter; got {tensor.numel} in place of "
                     f"{shapes[name]}; copy the directory again",
                     leaf=name,
                 )
-            slots.setdefault(file.stem, {})[name] = Stored(shapes[name], tensor.dtype, tensor.fetch)
+            slots.setdefault(file.stem, {})[name] = StoredTensor(
+                shapes[name], tensor.dtype, tensor.fetch
+            )
     _check_complete(folder, slots)
     if step is None and (folder / "optimizer_state.pt").is_file():
         check_no_link(folder / "optimizer_state.pt")
@@ -357,7 +364,11 @@ def _assembled(
         )
     for name, value in module.items():
         # Stage 3 writes empty tensors for what the ranks hold.
-        if name not in params | shared and name not in buffer_names and isinstance(value, Stored):
+        if (
+            name not in params | shared
+            and name not in buffer_names
+            and isinstance(value, StoredTensor)
+        ):
             params[name] = value
     tied = {alias: params[name] for alias, name in shared.items() if name in params}
     in_order = [name for name in module if name in params or name in tied] or [*params, *tied]
@@ -365,7 +376,7 @@ def _assembled(
     buffers = {
         name: value
         for name, value in module.items()
-        if name in buffer_names and isinstance(value, Stored)
+        if name in buffer_names and isinstance(value, StoredTensor)
     }
     return TrainingState(
         named({name: everything[name] for name in [*in_order, *params, *tied]}, origin),
@@ -376,7 +387,7 @@ def _assembled(
     )
 
 
-def _frozen(states: Sequence[Any]) -> dict[str, Stored]:
+def _frozen(states: Sequence[Any]) -> dict[str, StoredTensor]:
     """Return the frozen parameters, of which each rank of stage 3 has a part."""
     found = {}
     for name, shape in (states[0].get("frozen_param_shapes") or {}).items():
@@ -389,7 +400,7 @@ def _frozen(states: Sequence[Any]) -> dict[str, Stored]:
                 f"{sum(piece.numel for piece in whole)}; copy the directory again",
                 leaf=name,
             )
-        found[name] = joined_parts(size, [Part(piece, 0, piece.numel) for piece in whole])
+        found[name] = joined_parts(size, [FilePart(piece, 0, piece.numel) for piece in whole])
     return found
 
 
@@ -398,4 +409,4 @@ def _is_plain(value: Any) -> bool:
         return all(isinstance(key, (str, int)) and _is_plain(x) for key, x in value.items())
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
-    return not isinstance(value, (Stored, Inert))
+    return not isinstance(value, (StoredTensor, Inert))

@@ -18,18 +18,6 @@ from zfun.errors import CheckpointError, CorruptCheckpoint, UntrustedCheckpoint
 from zfun.objects import Address
 from zfun.sources.scratch import scratch
 
-__all__ = [
-    "Stored",
-    "View",
-    "check_no_link",
-    "entry",
-    "in_file",
-    "in_memory",
-    "joined_parts",
-    "read_into",
-    "read_json",
-]
-
 # The most that a JSON file or a header may take: 100 million names would not be read by anyone.
 MAX_TEXT_BYTES = 256 * 2**20
 MAX_NAME = 255
@@ -37,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Stored:
+class StoredTensor:
     """A tensor of a file, of which any range can be read.
 
     Attributes:
@@ -59,10 +47,10 @@ class Stored:
         return self.fetch(0, self.numel).view(self.shape)
 
 
-class Part(NamedTuple):
+class FilePart(NamedTuple):
     """The elements from ``start`` to ``stop`` of a tensor."""
 
-    tensor: Stored
+    tensor: StoredTensor
     start: int
     stop: int
 
@@ -209,7 +197,7 @@ def read_json(path: Path) -> Any:
         ) from None
 
 
-def in_file(path: Path, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Stored:
+def in_file(path: Path, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> StoredTensor:
     """Return the contiguous tensor whose bytes begin at an offset of a file."""
 
     def fetch(start: int, stop: int) -> Tensor:
@@ -217,16 +205,16 @@ def in_file(path: Path, offset: int, shape: tuple[int, ...], dtype: torch.dtype)
         read_into(path, offset + start * dtype.itemsize, found)
         return found
 
-    return Stored(shape, dtype, fetch)
+    return StoredTensor(shape, dtype, fetch)
 
 
-def in_memory(tensor: Tensor) -> Stored:
+def in_memory(tensor: Tensor) -> StoredTensor:
     """Return a tensor in memory."""
     flat = tensor.detach().reshape(-1)
-    return Stored(tuple(tensor.shape), tensor.dtype, lambda start, stop: flat[start:stop])
+    return StoredTensor(tuple(tensor.shape), tensor.dtype, lambda start, stop: flat[start:stop])
 
 
-def joined_parts(shape: tuple[int, ...], parts: Sequence[Part]) -> Stored:
+def joined_parts(shape: tuple[int, ...], parts: Sequence[FilePart]) -> StoredTensor:
     """Return the tensor whose elements are those of some parts, one after the other.
 
     Elements behind those of the shape are padding, which is not read.
@@ -246,7 +234,7 @@ def joined_parts(shape: tuple[int, ...], parts: Sequence[Part]) -> Stored:
             at += end - begin
         return found
 
-    return Stored(shape, dtype, fetch)
+    return StoredTensor(shape, dtype, fetch)
 
 
 class View:

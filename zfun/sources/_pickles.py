@@ -30,12 +30,18 @@ from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from zfun.errors import CorruptCheckpoint, UntrustedCheckpoint
-from zfun.sources._archives import ZIP_MAGIC, Record, damaged, records_of
-from zfun.sources._files import CPU, MAX_TEXT_BYTES, Stored, View, in_file, in_memory, read_into
+from zfun.sources._archives import ZIP_MAGIC, ArchiveRecord, damaged, records_of
+from zfun.sources._files import (
+    CPU,
+    MAX_TEXT_BYTES,
+    StoredTensor,
+    View,
+    in_file,
+    in_memory,
+    read_into,
+)
 from zfun.sources.deferred import memory_of
 from zfun.sources.scratch import scratch
-
-__all__ = ["Inert", "as_shape", "load", "load_metadata"]
 
 # torch keeps one table of allowed classes for the process.
 _TABLE = threading.Lock()
@@ -108,9 +114,9 @@ def load(path: Path, *, inert: str = "", offset: int = 0, num_bytes: int | None 
             raise _refused(path, str(error)) from None
         except Exception as error:  # noqa: BLE001, a damaged pickle fails in any way
             raise damaged(path, error) from None
-    made: dict[Hashable, Stored] = {}
+    made: dict[Hashable, StoredTensor] = {}
 
-    def to_stored(tensor: Tensor) -> Stored:
+    def to_stored(tensor: Tensor) -> StoredTensor:
         # Tied parameters of a module are two tensors of one memory in its state dict.
         at = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
         place = (at, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
@@ -178,7 +184,9 @@ def _refused(path: Path, message: str) -> UntrustedCheckpoint:
     )
 
 
-def _lazy(path: Path, base: int, records: Mapping[int, Record], tensor: Tensor) -> Stored:
+def _lazy(
+    path: Path, base: int, records: Mapping[int, ArchiveRecord], tensor: Tensor
+) -> StoredTensor:
     """Return the tensor of the file for a tensor on the meta device, which knows its place."""
     storage = tensor.untyped_storage()
     at = getattr(storage, "_checkpoint_offset", None)
@@ -218,10 +226,10 @@ def _lazy(path: Path, base: int, records: Mapping[int, Record], tensor: Tensor) 
         read_into(path, begin, memory)
         return memory.as_strided(shape, strides).reshape(-1)[start:stop]
 
-    return Stored(shape, dtype, fetch)
+    return StoredTensor(shape, dtype, fetch)
 
 
-def _plain(value: Any, to_stored: Callable[[Tensor], Stored], done: dict[int, Any]) -> Any:
+def _plain(value: Any, to_stored: Callable[[Tensor], StoredTensor], done: dict[int, Any]) -> Any:
     """Return a value with tensors of the file for tensors; a repeated value is one object."""
     if id(value) in done:
         return done[id(value)]

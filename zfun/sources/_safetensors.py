@@ -28,8 +28,6 @@ from zfun.sources._files import check_no_link
 from zfun.sources.deferred import Deferred, memory_of
 from zfun.sources.scratch import scratch
 
-__all__ = ["safetensors"]
-
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
@@ -54,7 +52,7 @@ DTYPES = {
 }
 
 
-class _Entry(NamedTuple):
+class _HeaderEntry(NamedTuple):
     """One tensor of a file: where the bytes begin in the file, and what the bytes are."""
 
     name: str
@@ -116,7 +114,7 @@ def safetensors(
     entries = _entries(located(path))
     place = torch.device(device)
 
-    def deferred(leaf_path: str, entry: _Entry) -> Deferred:
+    def deferred(leaf_path: str, entry: _HeaderEntry) -> Deferred:
         kind = dtype if dtype is not None and entry.dtype.is_floating_point else entry.dtype
         spec = torch.empty(entry.shape, dtype=kind, device="meta")
         return Deferred(leaf_path, spec, functools.partial(_read, entry, kind, leaf_path), place)
@@ -152,8 +150,11 @@ def _by_number(name: str) -> list[tuple[int, str]]:
 
 
 def _chosen(
-    entries: Mapping[str, _Entry], paths: list[str], name_of: Callable[[str], str], folder: Any
-) -> _Entry:
+    entries: Mapping[str, _HeaderEntry],
+    paths: list[str],
+    name_of: Callable[[str], str],
+    folder: Any,
+) -> _HeaderEntry:
     """Return the entry of a leaf with these paths, of which files have one or more."""
     names = [name_of(path) for path in paths]
     name = next((name for name in names if name in entries), None)
@@ -169,7 +170,7 @@ def _chosen(
     return entries[name]
 
 
-def _check_spec(entry: _Entry, leaf: Tensor, path: str) -> None:
+def _check_spec(entry: _HeaderEntry, leaf: Tensor, path: str) -> None:
     if entry.shape != tuple(leaf.shape):
         raise LeafError(
             f"a leaf must have the shape of the model; leaf {path!r} is {tuple(leaf.shape)} in "
@@ -186,7 +187,7 @@ def _check_spec(entry: _Entry, leaf: Tensor, path: str) -> None:
         )
 
 
-def _entries(path: Path) -> dict[str, _Entry]:
+def _entries(path: Path) -> dict[str, _HeaderEntry]:
     """Return all tensors of a folder or of a file, by name."""
     if path.is_file():
         return _entries_of(path)
@@ -202,7 +203,7 @@ def _entries(path: Path) -> dict[str, _Entry]:
     )
 
 
-def _entries_of_index(folder: Path) -> dict[str, _Entry]:
+def _entries_of_index(folder: Path) -> dict[str, _HeaderEntry]:
     index = folder / INDEX
     if index.stat().st_size > _MAX_HEADER_BYTES:
         raise _broken(index, f"{index.stat().st_size} bytes", f"at most {_MAX_HEADER_BYTES} bytes")
@@ -210,7 +211,7 @@ def _entries_of_index(folder: Path) -> dict[str, _Entry]:
     places = files.get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(x, str) for x in places.values()):
         raise _broken(index, "no weight_map", "a weight_map from names of tensors to files")
-    entries: dict[str, _Entry] = {}
+    entries: dict[str, _HeaderEntry] = {}
     for file in dict.fromkeys(places.values()):
         # An index may not lead out of the folder.
         if Path(file).name != file or file in ("", ".", "..") or "\0" in file:
@@ -234,7 +235,7 @@ def _entries_of_index(folder: Path) -> dict[str, _Entry]:
     return entries
 
 
-def _entries_of(file: Path) -> dict[str, _Entry]:
+def _entries_of(file: Path) -> dict[str, _HeaderEntry]:
     """Return the tensors of one file, by name."""
     try:
         # To open a pipe would wait for a writer.
@@ -261,7 +262,7 @@ def _entries_of(file: Path) -> dict[str, _Entry]:
     return found
 
 
-def _check_gapless(file: Path, start: int, size: int, entries: Iterable[_Entry]) -> None:
+def _check_gapless(file: Path, start: int, size: int, entries: Iterable[_HeaderEntry]) -> None:
     """Refuse tensors that overlap, and bytes that belong to none, as the library does."""
     place = start
     for entry in sorted(entries, key=lambda entry: (entry.start, entry.num_bytes)):
@@ -277,7 +278,7 @@ def _check_gapless(file: Path, start: int, size: int, entries: Iterable[_Entry])
         raise _broken(file, f"{size - place} bytes behind the last tensor", "none")
 
 
-def _entry(file: Path, start: int, size: int, name: str, fields: Any) -> _Entry:
+def _entry(file: Path, start: int, size: int, name: str, fields: Any) -> _HeaderEntry:
     fields = fields if isinstance(fields, dict) else {}
     shape, span = _sizes(fields.get("shape")), _sizes(fields.get("data_offsets"))
     kind = fields.get("dtype")
@@ -299,7 +300,7 @@ def _entry(file: Path, start: int, size: int, name: str, fields: Any) -> _Entry:
             f"of {file}, which has {size}; download the file again",
             leaf=name,
         )
-    return _Entry(name, file, start + span[0], shape, dtype)
+    return _HeaderEntry(name, file, start + span[0], shape, dtype)
 
 
 def _sizes(values: Any) -> tuple[int, ...] | None:
@@ -336,7 +337,7 @@ def _broken(file: Path, got: str, wanted: str, leaf: str | None = None) -> Optio
     )
 
 
-def _read(entry: _Entry, dtype: torch.dtype, path: str) -> Tensor:
+def _read(entry: _HeaderEntry, dtype: torch.dtype, path: str) -> Tensor:
     """Read one tensor, and convert it in pieces of a few megabytes."""
     numel = math.prod(entry.shape)
     out = scratch((numel,), dtype, torch.device("cpu"))
@@ -361,7 +362,7 @@ def _read(entry: _Entry, dtype: torch.dtype, path: str) -> Tensor:
     return out.view(entry.shape)
 
 
-def _fill(stream: Any, target: Tensor, entry: _Entry, path: str) -> None:
+def _fill(stream: Any, target: Tensor, entry: _HeaderEntry, path: str) -> None:
     data: Any = target.view(torch.uint8).numpy()
     done = 0
     while done < len(data):

@@ -13,10 +13,8 @@ from torch import Tensor
 from zfun import tree
 from zfun.errors import LeafError, SpecMismatch
 from zfun.options import ANY, BOOL, FLOATING, FUNCTION, instance, takes
-from zfun.sources._files import Stored
+from zfun.sources._files import StoredTensor
 from zfun.sources.deferred import Deferred, memory_of
-
-__all__ = ["Placed", "Source", "TrainingState", "joined", "named", "place", "tensors"]
 
 # Differences that a message lists.
 _MOST = 20
@@ -125,7 +123,7 @@ class TrainingState(NamedTuple):
     values: Mapping[str, object]
 
 
-def named(tensors: Mapping[str, Stored], origin: str) -> Source:
+def named(tensors: Mapping[str, StoredTensor], origin: str) -> Source:
     """Return tensors of files as a source; names of one tensor are tied."""
     made: dict[int, Deferred] = {}
     found: dict[str, Deferred] = {}

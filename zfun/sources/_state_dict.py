@@ -9,12 +9,10 @@ from typing import Any
 from zfun.errors import CorruptCheckpoint, OptionError
 from zfun.objects import located
 from zfun.options import PATH, takes
-from zfun.sources._files import Stored, check_no_link, entry, read_json
+from zfun.sources._files import StoredTensor, check_no_link, entry, read_json
 from zfun.sources._pickles import load
 from zfun.sources._safetensors import safetensors
 from zfun.sources._source import Source, joined, named
-
-__all__ = ["huggingface", "state_dict"]
 
 SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -56,14 +54,14 @@ def state_dict(path: str | Path) -> Source:
         )
     if path.suffix == ".safetensors":
         return Source(safetensors(str(path)), str(path))
-    found: dict[str, Stored] = {}
+    found: dict[str, StoredTensor] = {}
     _collect(load(path), "", found)
     return named(found, str(path))
 
 
-def _collect(value: Any, prefix: str, found: dict[str, Stored]) -> None:
+def _collect(value: Any, prefix: str, found: dict[str, StoredTensor]) -> None:
     """Add the tensors of nested dicts and lists under dotted names."""
-    if isinstance(value, Stored):
+    if isinstance(value, StoredTensor):
         found[prefix[:-1] or "."] = value
     elif isinstance(value, Mapping):
         for key, inner in value.items():

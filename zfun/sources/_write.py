@@ -20,8 +20,6 @@ from zfun.sources._safetensors import DTYPES, INDEX, ONE_FILE
 from zfun.sources._source import SOURCE, Source
 from zfun.sources.deferred import Deferred
 
-__all__ = ["Written", "write_safetensors"]
-
 # The sizes of Hugging Face are powers of ten.
 DEFAULT_SHARD_BYTES = 5 * 10**9
 _PIECE = 2**20

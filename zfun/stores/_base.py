@@ -19,23 +19,6 @@ from zfun.errors import OffloadError, OptionError
 from zfun.flat import FLAT, Flat
 from zfun.options import ANY, FRACTION, FUNCTION, STORE, TEXT, instance, integer, takes
 
-__all__ = [
-    "Counts",
-    "Crossing",
-    "Offload",
-    "Store",
-    "Stored",
-    "fetch",
-    "finished",
-    "flush",
-    "heard",
-    "located",
-    "locating",
-    "on_disk",
-    "resident",
-    "start_read",
-]
-
 # Hears of each tensor that is put on a disk, or read from there.
 _LISTENER: ContextVar[Callable[[str, Any], None] | None] = ContextVar("listener", default=None)
 # Threads share a store: simulated ranks, and a save in the background. One lock for all stores,

@@ -11,8 +11,6 @@ import weakref
 import torch
 from torch import Tensor
 
-__all__ = ["ALIGNMENT", "Buffers", "aligned", "pages"]
-
 # The largest sector of a disk today, and the size of a page: enough for O_DIRECT on any of these.
 ALIGNMENT = 4096
 # Direct transfers from and to large pages move twice to three times the bytes per second, because

@@ -12,8 +12,6 @@ from zfun.files import Files
 from zfun.options import PATH, takes
 from zfun.stores._disk import DATA, PREFIX
 
-__all__ = ["Cleaned", "clean"]
-
 
 class Cleaned(NamedTuple):
     """The result of :func:`clean`.

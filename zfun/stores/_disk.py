@@ -25,8 +25,6 @@ from zfun.files import Files
 from zfun.stores._buffers import ALIGNMENT, aligned, pages
 from zfun.stores._regions import Region, Regions
 
-__all__ = ["DATA", "PREFIX", "Disk", "failure"]
-
 PREFIX = "zfun-nvme-"
 DATA = "data"
 _DIRECT = getattr(os, "O_DIRECT", 0)

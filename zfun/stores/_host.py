@@ -9,8 +9,6 @@ from zfun.collectives import Work
 from zfun.options import BOOL, takes
 from zfun.stores._base import Counts, Stored
 
-__all__ = ["HostStore", "host"]
-
 
 class _HostTensor(Stored):
     """A tensor in host memory."""

@@ -26,8 +26,6 @@ from zfun.stores._buffers import ALIGNMENT, Buffers, aligned
 from zfun.stores._disk import Disk, failure
 from zfun.stores._regions import Region
 
-__all__ = ["NvmeStore", "nvme"]
-
 # The system transfers at most 2 GiB in one call.
 _MAX_CHUNK_BYTES = 1 << 30
 _PAGES = Kind(

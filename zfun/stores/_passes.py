@@ -14,8 +14,6 @@ from zfun.flat import FLAT, Flat
 from zfun.options import DTYPE, FUNCTION, instance, takes
 from zfun.stores._base import Stored, finished, locating, start_read
 
-__all__ = ["READ_AHEAD", "Derived", "by_bucket", "derived", "reading"]
-
 # Reads that are under way while a bucket is in use: one to hide the time of a read, and one more
 # because reads and computations vary.
 READ_AHEAD = 2

@@ -14,8 +14,6 @@ from zfun.options import ANY, STORE, takes
 from zfun.placement import S
 from zfun.stores._base import Store, Stored, fetch, flush, located, locating
 
-__all__ = ["offload_values", "reload"]
-
 
 @takes(value=ANY, store=STORE)
 def offload_values(value: tree.Tree, store: Store) -> tree.Tree:

@@ -6,8 +6,6 @@ import collections
 import threading
 from collections.abc import Callable
 
-__all__ = ["Region", "Regions"]
-
 
 class Region:
     """A part of a file that nobody else uses while this object lives."""

@@ -16,11 +16,9 @@ from zfun.layout import DEFAULT_BUCKET_BYTES
 from zfun.recipes import Zero
 from zfun.testing._compositions import Composition
 from zfun.testing._laws import assert_padding
-from zfun.testing._plain import Leaves, Problem, mapped
+from zfun.testing._plain import Leaves, PlainProblem, mapped
 from zfun.testing._train import compose, scalar_of, whole_grads, whole_params
 from zfun.transforms import split_batch
-
-__all__ = ["STANDARD", "Case", "Observed", "Seams", "Trace", "feasible", "run", "simpler"]
 
 _SHARDED = ("shard_grads",), ("shard_optimizer",)
 STANDARD = (
@@ -95,14 +93,14 @@ class Observed(NamedTuple):
     params: Leaves
 
 
-class Trace(NamedTuple):
+class CaseTrace(NamedTuple):
     """The steps of a rank, and a message about padding that is not zero."""
 
     steps: list[Observed]
     padding: str
 
 
-def feasible(problem: Problem, case: Case) -> bool:
+def feasible(problem: PlainProblem, case: Case) -> bool:
     """Return whether the batch can be split for a case."""
     try:
         for batch in problem.batches:
@@ -113,11 +111,11 @@ def feasible(problem: Problem, case: Case) -> bool:
     return True
 
 
-def run(problem: Problem, case: Case, seams: Seams) -> list[Trace]:
+def run(problem: PlainProblem, case: Case, seams: Seams) -> list[CaseTrace]:
     """Train on simulated ranks; return the trace of each rank."""
     batches = [problem.split(batch, case.size) for batch in problem.batches[: case.num_steps]]
 
-    def main(group: Group) -> Trace:
+    def main(group: Group) -> CaseTrace:
         group = group if seams.wrap_group is None else seams.wrap_group(group)
         own = [step[group.rank] for step in batches]
         if case.composition is None:
@@ -128,7 +126,7 @@ def run(problem: Problem, case: Case, seams: Seams) -> list[Trace]:
     return simulate(case.size, main)
 
 
-def _run_made(problem: Problem, zero: Zero, batches: Sequence[Any]) -> Trace:
+def _run_made(problem: PlainProblem, zero: Zero, batches: Sequence[Any]) -> CaseTrace:
     trained = set(problem.paths)
     whole = tree.combine(problem.params, *problem.frozen)
     state = zero.init(mapped(torch.clone, whole))
@@ -137,16 +135,16 @@ def _run_made(problem: Problem, zero: Zero, batches: Sequence[Any]) -> Trace:
         state, info = zero.step(state, batch)
         params, _ = tree.partition(zero.params(state), lambda path, leaf: path in trained)
         steps.append(Observed(float(info.loss), None, _copies(params)))
-    return Trace(steps, "")
+    return CaseTrace(steps, "")
 
 
 def _run_composition(
-    problem: Problem,
+    problem: PlainProblem,
     case: Case,
     composition: Composition,
     group: Group,
     batches: Sequence[Any],
-) -> Trace:
+) -> CaseTrace:
     program = compose(
         composition,
         group,
@@ -166,8 +164,8 @@ def _run_composition(
     try:
         assert_padding((value, state))
     except AssertionError as error:
-        return Trace(steps, str(error))
-    return Trace(steps, "")
+        return CaseTrace(steps, str(error))
+    return CaseTrace(steps, "")
 
 
 def _copies(value: tree.Tree) -> Leaves:

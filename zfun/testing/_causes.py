@@ -27,8 +27,6 @@ from zfun.testing._mistakes import (
     wrong_weights,
 )
 
-__all__ = ["likely_cause"]
-
 _CAUSES: tuple[Callable[[Evidence], str], ...] = (
     wrong_mean,
     skips_alone,

@@ -9,9 +9,6 @@ from dataclasses import dataclass
 from zfun.errors import OptionError
 from zfun.options import ANY, BOOL, TEXT, each, instance, integer, takes
 
-__all__ = ["BATCHES", "COMPOSITION", "Composition", "all_compositions"]
-
-
 _NAMED = each(TEXT, "a tuple of names of transforms", "('offload',)")
 
 

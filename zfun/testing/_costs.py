@@ -16,8 +16,6 @@ from zfun.planner import Plan, plan
 from zfun.recipes import Zero
 from zfun.testing._compositions import BATCHES
 
-__all__ = ["assert_adjoint", "assert_memory", "assert_traffic"]
-
 
 @takes(make=FUNCTION, params=ANY, batches=BATCHES, at_most=number(0))
 def assert_traffic(

@@ -7,11 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from zfun.testing._case import Trace
+from zfun.testing._case import CaseTrace
 from zfun.testing._laws import same_bits
 from zfun.testing._plain import Leaves, PlainStep
-
-__all__ = ["Difference", "Failure", "compare", "error_of", "scales"]
 
 
 class Difference(NamedTuple):
@@ -32,7 +30,7 @@ class Difference(NamedTuple):
     rank: int
     ranks: list[int]
     leaves: list[int]
-    trace: Trace
+    trace: CaseTrace
     text: str = ""
 
 
@@ -44,7 +42,7 @@ class Failure(NamedTuple):
 
 
 def compare(
-    plain: Sequence[PlainStep], traces: Sequence[Trace], tolerance: float
+    plain: Sequence[PlainStep], traces: Sequence[CaseTrace], tolerance: float
 ) -> Difference | None:
     """Return the first difference, if there is one."""
     for step in range(len(traces[0].steps)):
@@ -69,7 +67,7 @@ def compare(
 
 
 def _difference_at(
-    step: int, right: PlainStep, trace: Trace, tolerance: float
+    step: int, right: PlainStep, trace: CaseTrace, tolerance: float
 ) -> tuple[str, list[int]] | None:
     seen = trace.steps[step]
     changes = [after - before for after, before in zip(right.after, right.before, strict=True)]

@@ -12,10 +12,8 @@ from torch import Tensor
 from zfun.layout import layout_of
 from zfun.testing._case import Case, Observed
 from zfun.testing._difference import Difference, error_of, scales
-from zfun.testing._plain import Leaves, PlainStep, Problem, gradient_of, transformed, updated
+from zfun.testing._plain import Leaves, PlainProblem, PlainStep, gradient_of, transformed, updated
 from zfun.transforms import split_batch
-
-__all__ = ["Evidence"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +28,7 @@ class Evidence:
         tolerance: of the comparison.
     """
 
-    problem: Problem
+    problem: PlainProblem
     case: Case
     plain: Sequence[PlainStep]
     difference: Difference

@@ -22,8 +22,8 @@ from zfun.testing._compositions import COMPOSITION, Composition
 from zfun.testing._difference import Failure
 from zfun.testing._laws import assert_same_bits
 from zfun.testing._plain import (
+    PlainProblem,
     PlainStep,
-    Problem,
     cast_floats,
     mapped,
     plain_loop,
@@ -32,8 +32,6 @@ from zfun.testing._plain import (
 )
 from zfun.testing._search import Search
 from zfun.typing import Gradient, Loss
-
-__all__ = ["assert_invariant"]
 
 
 @takes(
@@ -168,7 +166,7 @@ def _problem(
     num_steps: int,
     split: Callable[[Any, int], Sequence[Any]] | None,
     dtype: torch.dtype | None,
-) -> Problem:
+) -> PlainProblem:
     def cast(x: Tensor) -> Tensor:
         return x.detach().to(dtype) if dtype and x.is_floating_point() else x.detach()
 
@@ -179,10 +177,12 @@ def _problem(
         batches = [cast_floats(one, dtype) for one in batches]
     loss = (lambda params, batch: loss_fn(tree.combine(params, *frozen), batch)) if frozen else None
     rule = as_optimizer(optimizer)
-    return Problem(loss or loss_fn, trained, frozen, rule, transform, batches, split or split_rows)
+    return PlainProblem(
+        loss or loss_fn, trained, frozen, rule, transform, batches, split or split_rows
+    )
 
 
-def _tolerance(problem: Problem) -> float:
+def _tolerance(problem: PlainProblem) -> float:
     dtypes = {leaf.dtype for leaf in tree.leaves(problem.params)}
     worst = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
     return 1e-9 if worst < 1e-12 else min(0.1, 1000 * worst)
@@ -204,7 +204,7 @@ _OPTIMIZER = (
 
 
 def _check_plain(
-    problem: Problem,
+    problem: PlainProblem,
     plain: Sequence[PlainStep],
     again: Sequence[PlainStep],
     unmoved: Collection[str],
@@ -235,7 +235,7 @@ def _check_plain(
 
 
 def _cases(
-    problem: Problem,
+    problem: PlainProblem,
     is_made: bool,
     compositions: Sequence[Composition] | None,
     sizes: Sequence[int] | None,
@@ -281,7 +281,7 @@ def _cases(
 
 
 def _sizes(
-    problem: Problem, sizes: Sequence[int] | None, num_micro_batches: Sequence[int] | None
+    problem: PlainProblem, sizes: Sequence[int] | None, num_micro_batches: Sequence[int] | None
 ) -> Sequence[int]:
     rows = rows_of(problem.batches[0])
     each_rank = math.lcm(*(num_micro_batches or (1,)))

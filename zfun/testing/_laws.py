@@ -19,15 +19,6 @@ from zfun.testing._train import Run, train
 from zfun.transforms import redistribute, shard, unshard
 from zfun.typing import Loss
 
-__all__ = [
-    "assert_padding",
-    "assert_redistribution",
-    "assert_round_trip",
-    "assert_same_bits",
-    "assert_same_runs",
-    "same_bits",
-]
-
 
 def same_bits(first: tree.Tree, second: tree.Tree) -> bool:
     """Return whether two trees have the same bits; a NaN equals itself, and 0 differs from −0.

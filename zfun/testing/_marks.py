@@ -9,8 +9,6 @@ from torch import Tensor
 
 from zfun.testing._evidence import Evidence
 
-__all__ = ["decay", "lost_tail", "no_gradient", "own_norm", "own_rule", "rounding", "skips_alone"]
-
 _PRECISIONS = (torch.bfloat16, torch.float16, torch.float32)
 
 

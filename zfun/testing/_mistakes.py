@@ -13,18 +13,6 @@ from zfun.errors import ZfunError
 from zfun.testing._evidence import Evidence
 from zfun.testing._plain import Leaves, gradient_of, updated
 
-__all__ = [
-    "lost_part",
-    "lost_state",
-    "lost_tie",
-    "not_reduced",
-    "stale",
-    "wrong_dual",
-    "wrong_factor",
-    "wrong_mean",
-    "wrong_weights",
-]
-
 
 def wrong_mean(evidence: Evidence) -> str:
     """The mean over equally many parts, where the loss is no such mean."""

@@ -19,25 +19,11 @@ from zfun.testing._train import scalar_of
 from zfun.transforms import map_batch
 from zfun.typing import Gradient, Loss
 
-__all__ = [
-    "Leaves",
-    "PlainStep",
-    "Problem",
-    "cast_floats",
-    "gradient_of",
-    "mapped",
-    "plain_loop",
-    "rows_of",
-    "split_rows",
-    "transformed",
-    "updated",
-]
-
 Leaves = list[Tensor]
 
 
 @dataclass(frozen=True)
-class Problem:
+class PlainProblem:
     """A training problem, without ranks.
 
     Attributes:
@@ -94,7 +80,7 @@ class PlainStep(NamedTuple):
     after: Leaves
 
 
-def plain_loop(problem: Problem, *, beside: bool = False) -> list[PlainStep]:
+def plain_loop(problem: PlainProblem, *, beside: bool = False) -> list[PlainStep]:
     """Train with plain autograd on the whole batch and the whole tree.
 
     Args:
@@ -118,7 +104,7 @@ def plain_loop(problem: Problem, *, beside: bool = False) -> list[PlainStep]:
 
 
 def gradient_of(
-    problem: Problem, values: Leaves, batch: Any, *, tied: bool = True
+    problem: PlainProblem, values: Leaves, batch: Any, *, tied: bool = True
 ) -> tuple[Tensor, Leaves]:
     """Return the loss and the gradient; with ``tied=False`` the gradient of each place alone."""
     first = problem.first if tied else list(range(len(values)))
@@ -131,7 +117,9 @@ def gradient_of(
     return loss.detach(), [grads[i] for i in first]
 
 
-def transformed(problem: Problem, values: Leaves, batch: Any, loss: Tensor, raw: Leaves) -> Leaves:
+def transformed(
+    problem: PlainProblem, values: Leaves, batch: Any, loss: Tensor, raw: Leaves
+) -> Leaves:
     """Return the gradients that the user's transform makes of raw ones."""
     if problem.transform is None:
         return raw
@@ -139,7 +127,7 @@ def transformed(problem: Problem, values: Leaves, batch: Any, loss: Tensor, raw:
     return tree.leaves(gradient(problem.unflatten(values), batch)[1])
 
 
-def updated(problem: Problem, values: Leaves, state: Any, grads: Leaves) -> tuple[Leaves, Any]:
+def updated(problem: PlainProblem, values: Leaves, state: Any, grads: Leaves) -> tuple[Leaves, Any]:
     """Return the parameters and the state after an update."""
     updates, state = problem.rule.update(problem.unflatten(grads), state, problem.unflatten(values))
     added = [x + u for x, u in zip(values, tree.leaves(updates), strict=True)]

@@ -12,9 +12,7 @@ from zfun.testing._case import Case, Seams, feasible, run, simpler
 from zfun.testing._causes import likely_cause
 from zfun.testing._difference import Difference, Failure, compare, error_of
 from zfun.testing._evidence import Evidence
-from zfun.testing._plain import PlainStep, Problem
-
-__all__ = ["Search"]
+from zfun.testing._plain import PlainProblem, PlainStep
 
 _MOST_RUNS = 60
 
@@ -23,8 +21,8 @@ _MOST_RUNS = 60
 class Search:
     """The search for a difference, and for the smallest case that has one."""
 
-    problem: Problem
-    exact: Problem
+    problem: PlainProblem
+    exact: PlainProblem
     plain: Sequence[PlainStep]
     seams: Seams
     tolerance: float

@@ -19,18 +19,6 @@ from zfun.placement import UNIT, Aligned, Owned, Piece, S, Sharded
 from zfun.testing._compositions import Composition, all_compositions
 from zfun.transforms import ScheduleOptions
 
-__all__ = [
-    "bucket_sizes",
-    "compositions",
-    "group_sizes",
-    "layouts",
-    "micro_batch_splits",
-    "placements",
-    "schedules",
-    "tensors",
-    "trees",
-]
-
 # Zero, one, primes, lengths below the number of ranks, and a length above a padded piece.
 _SIDES = (0, 1, 2, 3, 5, 7, 13, 31)
 

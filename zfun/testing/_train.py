@@ -39,8 +39,6 @@ from zfun.transforms import (
 )
 from zfun.typing import Gradient, Loss
 
-__all__ = ["Program", "Run", "compose", "scalar_of", "train", "whole_grads", "whole_params"]
-
 
 class Run(NamedTuple):
     """The result of :func:`train`.

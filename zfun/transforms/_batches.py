@@ -22,8 +22,6 @@ from zfun.errors import LeafError, OptionError
 from zfun.flat import Flat
 from zfun.options import ANY, FUNCTION, integer, takes
 
-__all__ = ["MicroBatches", "Parts", "map_batch", "open_batch", "split_batch"]
-
 _T = TypeVar("_T")
 
 

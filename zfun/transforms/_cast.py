@@ -31,8 +31,6 @@ from zfun.transforms.call._lazy import LazyLeaf
 from zfun.transforms.grads._value import ZfunLoss, check_loss
 from zfun.typing import Loss
 
-__all__ = ["CastLoss", "cast", "cast_leaves"]
-
 
 @dataclass(frozen=True, slots=True)
 class CastLoss(ZfunLoss):

@@ -16,8 +16,6 @@ from zfun.collectives import Work
 from zfun.layout import Layout
 from zfun.transforms.call._trace import Step
 
-__all__ = ["Noted", "Notes", "noted", "noting", "noting_steps", "timed", "watching"]
-
 EventKind: TypeAlias = Literal[
     "gather",
     "gathered",
@@ -121,11 +119,11 @@ class Notes:
         return self._known[-1][0]
 
 
-class _Handle(Protocol):
+class _NotedHandle(Protocol):
     def wait(self) -> Any: ...
 
 
-def timed(handle: _Handle, notes: Notes, note: Callable[[float], None]) -> Work:
+def timed(handle: _NotedHandle, notes: Notes, note: Callable[[float], None]) -> Work:
     """Return a handle that notes the time at which the wait began."""
 
     def finish() -> Any:

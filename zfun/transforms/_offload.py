@@ -31,8 +31,6 @@ from zfun.transforms.optimizer._cut import last_of
 from zfun.transforms.optimizer.by_bucket import StateBuilder
 from zfun.typing import Gradient, Loss
 
-__all__ = ["offload", "offload_grads", "offload_loss", "offload_optimizer", "offload_params"]
-
 
 @takes(value=ANY, store=STORE, fraction=FRACTION)
 def offload(value: Any, store: Store, *, fraction: float = 1.0) -> Any:
@@ -172,7 +170,7 @@ class _OffloadedLoss(ZfunLoss):
 
 
 @dataclass(frozen=True, slots=True)
-class _Moved:
+class _MovedBucket:
     """A move that is over."""
 
     handle: stores.Stored
@@ -188,10 +186,10 @@ class _Put:
 
     store: Store
 
-    def start(self, buffer: Any, layout: Layout, bucket: int) -> _Moved:
+    def start(self, buffer: Any, layout: Layout, bucket: int) -> _MovedBucket:
         """Hand a bucket to the store."""
         with stores.locating(leaf=layout.label(bucket)):
-            return _Moved(self.store.put(buffer, "grads"))
+            return _MovedBucket(self.store.put(buffer, "grads"))
 
 
 @takes(vg=FUNCTION, store=STORE)

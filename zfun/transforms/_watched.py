@@ -21,8 +21,6 @@ from zfun.transforms.call._lazy import LazyLeaf
 from zfun.transforms.call._trace import Step
 from zfun.transforms.params._gathered import GatheredParams
 
-__all__ = ["new_gathered", "watched"]
-
 
 def new_gathered(*args: Any) -> GatheredParams:
     """Make the parameters of a call of a loss; see [Note: watching]."""

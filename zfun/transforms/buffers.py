@@ -61,7 +61,7 @@ def place_buffers(
     return flat
 
 
-class _Buffers:
+class _CallBuffers:
     """The buffers in the course of a step.
 
     Args:
@@ -106,13 +106,13 @@ def _assign(old: Any, new: Any, given: Sequence[Tensor], paths: Sequence[str]) -
     old.copy_(new)
 
 
-_running: ContextVar[_Buffers | None] = ContextVar("zfun_transforms_buffers", default=None)
+_running: ContextVar[_CallBuffers | None] = ContextVar("zfun_transforms_buffers", default=None)
 
 
 @contextlib.contextmanager
 def running(flat: Flat | None) -> Iterator[Callable[[], Flat | None]]:
     """Pass buffers to the losses that this context calls; yield a function that returns the new."""
-    buffers = None if flat is None else _Buffers(flat)
+    buffers = None if flat is None else _CallBuffers(flat)
     token = _running.set(buffers)
     try:
         yield lambda: None if buffers is None else buffers.flat

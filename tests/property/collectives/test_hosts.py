@@ -27,7 +27,7 @@ from zfun.collectives import (
     ReduceScatter,
 )
 from zfun.collectives.backends._simulated import evaluate
-from zfun.collectives.gloo._hierarchical import Place, goes_over_hosts, num_messages, over_hosts
+from zfun.collectives.gloo._hierarchical import HostPlace, goes_over_hosts, num_messages, over_hosts
 from zfun.testing import assert_same_bits
 
 
@@ -61,7 +61,7 @@ class WiredColumn:
     """The column of a rank on a mesh of hosts."""
 
     wires: Wires
-    place: Place
+    place: HostPlace
     numbers: set[tuple[int, int]] = field(default_factory=set)
 
     def rank(self, host: int) -> int:
@@ -112,7 +112,7 @@ def over_wires(
     rows = [Row(size) for _ in range(num_hosts)]
 
     def run(rank: int) -> Tensor:
-        place = Place(rank // size, num_hosts, rank % size, size)
+        place = HostPlace(rank // size, num_hosts, rank % size, size)
         x, row = inputs[rank].clone(), rows[place.host]
         out = torch.empty_like(expected[rank])
         if in_place and isinstance(op, (AllReduce, Broadcast)):

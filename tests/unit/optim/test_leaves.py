@@ -110,8 +110,9 @@ def test_muon_sends_each_matrix_to_one_rank_and_back(stage: int) -> None:
         z = zf.zero(
             stage, models.mlp_loss, optim.muon(0.05, optim.adamw(0.05)), recorded, bucket_bytes=300
         )
-        state = z.init(models.mlp())
-        for step in models.mlp_batches(2, group.size):
+        # Matrices of 121 elements: pieces of 64 cut some, and others lie whole on a rank.
+        state = z.init(models.mlp(width=11))
+        for step in models.mlp_batches(2, group.size, width=11):
             recorded.clear()
             state, _ = z.step(state, step[group.rank])
         return z.params(state), recorded.bytes_sent("leaves")
@@ -125,20 +126,22 @@ def test_muon_sends_each_matrix_to_one_rank_and_back(stage: int) -> None:
 
 def main_of_stage_0(group: zf.Group) -> Any:
     z = zf.zero(0, models.mlp_loss, optim.muon(0.05, optim.adamw(0.05)), group)
-    state = z.init(models.mlp())
-    for step in models.mlp_batches(2, group.size):
+    state = z.init(models.mlp(width=11))
+    for step in models.mlp_batches(2, group.size, width=11):
         state, _ = z.step(state, step[group.rank])
     return z.params(state)
 
 
 def test_muon_assigns_matrices_to_ranks_by_cost() -> None:
     costs = [8.0, 1.0, 1.0, 5.0, 3.0, 4.0, 2.0]
-    owners = _shared_out(costs, 3)
+    owners = _shared_out(costs, [0.0] * 3)
     loads = [
         sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == rank)
         for rank in range(3)
     ]
     assert sorted(loads) == [8.0, 8.0, 8.0]
+    # A rank that has whole matrices already gets fewer of those that are cut.
+    assert _shared_out([2.0, 2.0, 2.0], [5.0, 0.0, 1.0]) == [1, 2, 1]
 
 
 def test_embeddings_may_be_left_out() -> None:

@@ -18,8 +18,8 @@ from zfun.collectives import Workers
 from zfun.demo._examples import load_example
 from zfun.demo._memory import forget_peak, peak_bytes
 from zfun.demo._picture import draw
-from zfun.demo._table import Result, differences, headline, table, verdict
-from zfun.demo._train import COMPOSITIONS, Job, RankReport, train
+from zfun.demo._table import DemoResult, differences, headline, table, verdict
+from zfun.demo._train import COMPOSITIONS, DemoJob, RankReport, train
 from zfun.errors import OptionError
 
 
@@ -38,14 +38,16 @@ def report(stage: int) -> RankReport:
     )
 
 
-RESULTS = [Result(composition, (report(composition.stage),) * 2) for composition in COMPOSITIONS]
+RESULTS = [
+    DemoResult(composition, (report(composition.stage),) * 2) for composition in COMPOSITIONS
+]
 
 
-def with_last_rank(**changes: Any) -> list[Result]:
+def with_last_rank(**changes: Any) -> list[DemoResult]:
     first, second = RESULTS[-1].ranks
     return [
         *RESULTS[:-1],
-        Result(RESULTS[-1].composition, (first, dataclasses.replace(second, **changes))),
+        DemoResult(RESULTS[-1].composition, (first, dataclasses.replace(second, **changes))),
     ]
 
 
@@ -105,7 +107,7 @@ def test_other_parameters_behind_the_same_losses_are_found() -> None:
 def test_a_nan_equals_itself() -> None:
     losses = (5.5, float("nan"), float("nan"))
     results = [
-        Result(
+        DemoResult(
             result.composition,
             tuple(dataclasses.replace(rank, losses=losses) for rank in result.ranks),
         )
@@ -184,7 +186,7 @@ def test_the_demo_agrees_on_any_number_of_ranks(ranks: int, tmp_path, monkeypatc
 @pytest.mark.usefixtures("quick_start")
 def test_recorded_bytes_and_held_bytes_follow_the_formulas() -> None:
     for composition in COMPOSITIONS:
-        for measured in zf.simulate(2, train, Job("tiny", 2), composition):
+        for measured in zf.simulate(2, train, DemoJob("tiny", 2), composition):
             assert measured.sent_bytes == measured.theory_bytes
             assert measured.held_bytes["optimizer"] >= 2 * measured.held_bytes["params"] // (
                 1 if composition.stage in (0, 3) else 2

@@ -18,7 +18,7 @@ from zfun.checkpoint.format._payload import Payload, Want
 from zfun.checkpoint.format._plain import DTYPES, decode, encode
 from zfun.checkpoint.format._write import (
     PlannedFile,
-    Written,
+    WrittenFile,
     be_gentle,
     explaining,
     plan_file,
@@ -38,7 +38,7 @@ __all__ = [
     "Piece",
     "PlannedFile",
     "Want",
-    "Written",
+    "WrittenFile",
     "be_gentle",
     "check_key",
     "decode",

@@ -7,8 +7,6 @@ import hashlib
 import numpy as np
 import xxhash
 
-__all__ = ["DIGITS", "digest_of"]
-
 # The hexadecimal digits of each hash.
 DIGITS = {"xxh64": 16, "sha256": 64}
 

@@ -35,18 +35,6 @@ import torch
 from zfun.errors import CheckpointError
 from zfun.options import instance, takes
 
-__all__ = [
-    "CHUNK_BYTES",
-    "FORMAT",
-    "MANIFEST",
-    "FileEntry",
-    "LeafEntry",
-    "Manifest",
-    "Piece",
-    "check_key",
-    "format_manifest",
-]
-
 FORMAT = "zfun-checkpoint"
 VERSION = 1
 MANIFEST = "manifest.json"

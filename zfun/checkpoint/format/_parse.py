@@ -25,8 +25,6 @@ from zfun.checkpoint.format._plain import DTYPES, parse
 from zfun.errors import CorruptCheckpoint
 from zfun.options import TEXT, instance, takes
 
-__all__ = ["parse_manifest"]
-
 _MAX_DIMS = 64
 _MAX = 1 << 62
 _MAX_RANKS = 1 << 20

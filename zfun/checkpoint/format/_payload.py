@@ -21,8 +21,6 @@ from zfun.errors import CorruptCheckpoint
 from zfun.files import Files
 from zfun.objects import files_of
 
-__all__ = ["Payload", "Want"]
-
 _NUM_THREADS = 4
 _PAGE = 4096
 _DIRECT = getattr(os, "O_DIRECT", 0)

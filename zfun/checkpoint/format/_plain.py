@@ -13,8 +13,6 @@ from torch import Tensor
 
 from zfun.errors import CheckpointError, CorruptCheckpoint
 
-__all__ = ["DTYPES", "MAX_DEPTH", "decode", "encode", "parse"]
-
 # A value of the user's is at most this deep; the manifest adds a few levels.
 MAX_DEPTH = 64
 # Tensors inside of plain values, such as the state of a sampler's generator.

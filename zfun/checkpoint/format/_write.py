@@ -23,8 +23,6 @@ from zfun.files import Files
 from zfun.objects import is_url
 from zfun.stores import pages
 
-__all__ = ["PlannedFile", "Written", "chunk_of", "explaining", "failure", "plan_file", "write_file"]
-
 _NUM_THREADS = 4
 _PAGE = 4096
 _DIRECT = getattr(os, "O_DIRECT", 0)
@@ -126,7 +124,7 @@ def plan_file(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> Pl
     return PlannedFile(header, tuple(len(header) + at for at in ends[:-1]), len(header) + end)
 
 
-class Written(NamedTuple):
+class WrittenFile(NamedTuple):
     """A file that was written: the length, and the hash of every chunk."""
 
     num_bytes: int
@@ -152,7 +150,7 @@ def write_file(
     *,
     hash_name: str = "xxh64",
     gentle: bool = False,
-) -> Written:
+) -> WrittenFile:
     """Write blocks of bytes one after the other, and wait until the disk has them.
 
     This thread copies the blocks into chunks, and others hash and write the chunks. A block may be
@@ -184,7 +182,7 @@ def write_file(
     finally:
         with contextlib.suppress(OSError):
             files.close(fd)
-    return Written(num_bytes, tuple(writer.hashes))
+    return WrittenFile(num_bytes, tuple(writer.hashes))
 
 
 def _open_to_write(files: Files, path: str) -> tuple[int, bool]:

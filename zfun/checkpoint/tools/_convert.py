@@ -22,8 +22,6 @@ from zfun.objects import files_of
 from zfun.options import ANY, PATH, TEXT, instance, integer, takes
 from zfun.sources import Source, TrainingState, joined, tensors
 
-__all__ = ["ADAM", "convert"]
-
 # The names of torch's Adam, and the places in the state of zf.zero with zf.optim.adamw.
 ADAM = {"exp_avg": "opt_state.mu", "exp_avg_sq": "opt_state.nu"}
 _FILE = "00000.safetensors"

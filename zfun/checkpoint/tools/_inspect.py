@@ -16,8 +16,6 @@ from zfun.objects import files_of
 from zfun.options import PATH, integer, takes
 from zfun.tables import in_bytes
 
-__all__ = ["Problem", "Verified", "inspect", "verify"]
-
 # Chunks that threads read at a time.
 _AT_ONCE = 4
 _MOST_LEAVES = 8

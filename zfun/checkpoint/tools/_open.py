@@ -17,8 +17,6 @@ from zfun.errors import CheckpointError
 from zfun.options import BOOL, FLOATING, PATH, TEXT, integer, takes
 from zfun.sources import Deferred, Source, TrainingState, Written
 
-__all__ = ["DEFAULT_SHARD_BYTES", "export", "leaves", "training_state"]
-
 # The default of Hugging Face's own writer.
 DEFAULT_SHARD_BYTES = 5 * 10**9
 

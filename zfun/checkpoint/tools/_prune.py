@@ -21,8 +21,6 @@ from zfun.files import Files
 from zfun.objects import files_of
 from zfun.options import BOOL, PATH, integer, takes
 
-__all__ = ["Pruned", "prune"]
-
 
 class Pruned(NamedTuple):
     """The result of :func:`prune`.

@@ -13,8 +13,6 @@ from zfun.collectives._work import Work
 from zfun.errors import OptionError
 from zfun.options import integer, takes
 
-__all__ = ["abstract_group"]
-
 
 @final
 class _AbstractGroup(Group):

@@ -24,8 +24,6 @@ from torch.distributed import PrefixStore, Store
 
 from zfun.errors import PeerLost
 
-__all__ = ["attempt_store", "await_keys", "holder_of_store", "never_came", "try_for"]
-
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 5e-4, 0.25
 
 

@@ -35,16 +35,6 @@ from zfun.collectives.backends._local import single_group
 from zfun.collectives.backends._watchdog import Watchdog
 from zfun.errors import OptionError, ZfunError, check_process
 
-__all__ = [
-    "MakePart",
-    "Mismatch",
-    "ProcessGroup",
-    "TransportError",
-    "first_line",
-    "keep_until_exit",
-    "transport_errors",
-]
-
 MakePart: TypeAlias = "Callable[[dist.Store, int, Sequence[int]], ProcessGroup]"
 """Makes a sub-group from its store, this rank's position, and the global ranks."""
 

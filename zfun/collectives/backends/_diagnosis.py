@@ -11,16 +11,6 @@ from dataclasses import dataclass, field
 from zfun.collectives._ops import Stream
 from zfun.errors import CollectiveMismatch, PeerLost, ZfunError
 
-__all__ = [
-    "HAS_LEFT",
-    "SAME_ORDER",
-    "Status",
-    "Verdict",
-    "diagnose",
-    "different",
-    "end_of_suspicion",
-]
-
 # The remedy where ranks wait for each other.
 SAME_ORDER = "let all ranks call the same functions in the same order, around a sharded loss too"
 HAS_LEFT = "it has left the group; every rank must take part in every collective"

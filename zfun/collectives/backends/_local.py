@@ -11,8 +11,6 @@ from zfun.collectives._group import Group, own_part
 from zfun.collectives._ops import Collective, check_collective
 from zfun.collectives._work import Work
 
-__all__ = ["single_group"]
-
 
 @final
 class _SingleGroup(Group):

@@ -27,8 +27,6 @@ from zfun.collectives._ranges import with_ranges
 from zfun.collectives._work import Work
 from zfun.collectives.backends._base import ProcessGroup, transport_errors
 
-__all__ = ["NativeGroup"]
-
 # torch 2.13 gives these two a new name and warns about the old one.
 _all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -49,8 +49,6 @@ from zfun.errors import CollectiveMismatch, OptionError, PeerLost, ZfunError, ch
 from zfun.ops._sums import sum_in_rank_order
 from zfun.options import ANY, FUNCTION, integer, takes
 
-__all__ = ["evaluate", "simulate"]
-
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
 

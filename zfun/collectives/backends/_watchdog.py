@@ -45,8 +45,6 @@ from zfun.collectives.backends._diagnosis import (
 )
 from zfun.errors import CollectiveMismatch, ZfunError
 
-__all__ = ["Watchdog"]
-
 _KEPT_CALLS = 32
 _POST_MORTEM_S = 1.0
 

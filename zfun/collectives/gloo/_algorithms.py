@@ -51,8 +51,6 @@ from zfun.collectives._ops import (
 from zfun.collectives.gloo._buffer_pool import BufferPool
 from zfun.ops._sums import sum_in_rank_order
 
-__all__ = ["Exchange", "Phase", "Started", "Transfer", "num_transfers", "start_exchange"]
-
 # Bytes of a segment: starting a message costs little beside adding this much.
 _PIECE_BYTES = 1 << 23
 _MOST_PIECES = 64
@@ -152,7 +150,7 @@ def start_exchange(
         The started collective. When it is finished, the result is in ``out``.
     """
     op = call.op
-    here = _Here(rank, size, exchange, pool)
+    here = _RankPlace(rank, size, exchange, pool)
     others, nobody = here.to_others(x), list[Tensor | None]([None] * size)
     match op:
         case AllGather():
@@ -185,7 +183,7 @@ def start_exchange(
             return Started(transfer, (_Copy(x, out),) if destinations[rank] == rank else ())
 
 
-class _Here(NamedTuple):
+class _RankPlace(NamedTuple):
     """This rank and the arguments of :func:`start_exchange`."""
 
     rank: int
@@ -197,7 +195,7 @@ class _Here(NamedTuple):
         return [None if other == self.rank else x for other in range(self.size)]
 
 
-def _start_all_reduce(here: _Here, x: Tensor, out: Tensor) -> Started:
+def _start_all_reduce(here: _RankPlace, x: Tensor, out: Tensor) -> Started:
     numel = x.numel()
     padding = -numel % here.size
     whole = torch.cat([x, x.new_zeros(padding)]) if padding else x
@@ -209,7 +207,7 @@ def _start_all_reduce(here: _Here, x: Tensor, out: Tensor) -> Started:
     return started._replace(phases=[*started.phases, _Copy(total[:numel], out)])
 
 
-def _sum_and_gather(here: _Here, chunks: Sequence[Tensor], out: Tensor) -> Started:
+def _sum_and_gather(here: _RankPlace, chunks: Sequence[Tensor], out: Tensor) -> Started:
     slices = _chunks(out, here.size)
     own = slices[here.rank]
     transfer, sums = _start_sum(here, chunks, own)
@@ -232,7 +230,9 @@ def _is_added_twice(numel: int, itemsize: int, size: int) -> bool:
     return size == 2 and (numel * itemsize <= _SHORT_BYTES or numel % 2 == 1)
 
 
-def _start_sum(here: _Here, chunks: Sequence[Tensor], out: Tensor) -> tuple[Transfer, list[Phase]]:
+def _start_sum(
+    here: _RankPlace, chunks: Sequence[Tensor], out: Tensor
+) -> tuple[Transfer, list[Phase]]:
     """Start to send each rank its chunk, and to receive the terms of the own chunk."""
     received = _receive_buffers(here, chunks[here.rank], out)
     spans = _spans(out.numel(), out.dtype.itemsize)
@@ -291,7 +291,7 @@ def _chunks(x: Tensor, size: int) -> list[Tensor]:
     return list(x.view(size, x.numel() // size).unbind())
 
 
-def _receive_buffers(here: _Here, own: Tensor, out: Tensor) -> list[Tensor]:
+def _receive_buffers(here: _RankPlace, own: Tensor, out: Tensor) -> list[Tensor]:
     """Return a buffer for the term of every rank.
 
     The own term needs no buffer, and the first of the other terms may arrive in the output.

@@ -15,8 +15,6 @@ import weakref
 import torch
 from torch import Tensor
 
-__all__ = ["BufferPool"]
-
 # The system's allocator reuses smaller blocks.
 _SMALL_BYTES = 1 << 18
 

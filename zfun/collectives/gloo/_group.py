@@ -31,12 +31,10 @@ from zfun.collectives.backends._base import (
 )
 from zfun.collectives.gloo._algorithms import Started, num_transfers, start_exchange
 from zfun.collectives.gloo._buffer_pool import BufferPool
-from zfun.collectives.gloo._hierarchical import Place, goes_over_hosts, num_messages, over_hosts
+from zfun.collectives.gloo._hierarchical import HostPlace, goes_over_hosts, num_messages, over_hosts
 from zfun.collectives.gloo._tuning import batch_scheduling
 from zfun.collectives.shm._memory import SharedMemory
 from zfun.errors import OptionError
-
-__all__ = ["ExchangeGroup", "HostsGroup"]
 
 # Gloo takes 31 bits of tag: the stream, the number of the transfer in the stream, and a checksum of
 # the text that the ranks must agree on. Gloo never delivers a message with an unexpected tag, so
@@ -49,7 +47,7 @@ _INTERRUPT_TAG = 0x7FFFFFFF
 _SHORT_BYTES = 1 << 16
 
 
-class _Work(Protocol):
+class _Background(Protocol):
     def wait(self, timeout: timedelta) -> Any: ...
 
 
@@ -61,8 +59,8 @@ class _Messages:
 
     def __init__(
         self,
-        sends: list[tuple[int, _Work]],
-        receives: list[tuple[int, _Work]],
+        sends: list[tuple[int, _Background]],
+        receives: list[tuple[int, _Background]],
         tensors: object,
         timeout_s: float,
     ) -> None:
@@ -275,8 +273,8 @@ class ExchangeGroup(ProcessGroup):
         def exchange(sends: Sequence[Tensor | None], recvs: Sequence[Tensor | None]) -> _Messages:
             tag = next(tags)
             kept = (list(sends), list(recvs))
-            receives: list[tuple[int, _Work]] = []
-            outgoing: list[tuple[int, _Work]] = []
+            receives: list[tuple[int, _Background]] = []
+            outgoing: list[tuple[int, _Background]] = []
             # Each rank begins with the next rank, so that not all ranks send to rank 0 at once.
             for step in range(1, self.size):
                 source, target = (self.rank - step) % self.size, (self.rank + step) % self.size
@@ -332,14 +330,14 @@ class HostsGroup(ExchangeGroup):
         super().__init__(*settings)
         self._rows = rows
         row = rows[Stream.PARAMS]
-        self._place = Place(self.rank // row.size, self.size // row.size, row.rank, row.size)
+        self._place = HostPlace(self.rank // row.size, self.size // row.size, row.rank, row.size)
 
     def _begin(
         self, call: Collective, text: str, index: int, x: Tensor, out: Tensor
     ) -> Callable[[], None]:
         if not goes_over_hosts(call.op, x):
             return super()._begin(call, text, index, x, out)
-        column = _Column(
+        column = _ColumnGroup(
             self._torch_group,
             self._place,
             self._tags(call.stream, text, num_messages(self._place)),
@@ -384,11 +382,11 @@ class HostsGroup(ExchangeGroup):
 
 
 @final
-class _Column:
+class _ColumnGroup:
     """Messages to the ranks with this rank's position on other hosts."""
 
     def __init__(
-        self, torch_group: Any, place: Place, tags: Sequence[int], timeout_s: float
+        self, torch_group: Any, place: HostPlace, tags: Sequence[int], timeout_s: float
     ) -> None:
         self._torch_group = torch_group
         self._place = place

@@ -37,8 +37,6 @@ from zfun.collectives.gloo._algorithms import Transfer
 from zfun.ops import wide
 from zfun.ops._sums import sum_in_rank_order
 
-__all__ = ["Column", "Place", "Row", "goes_over_hosts", "num_messages", "over_hosts"]
-
 _SHORT_BYTES = 4096
 
 # Runs a collective among the ranks of this host, from one tensor into another, and returns when the
@@ -46,7 +44,7 @@ _SHORT_BYTES = 4096
 Row: TypeAlias = Callable[[Op, Tensor, Tensor], object]
 
 
-class Place(NamedTuple):
+class HostPlace(NamedTuple):
     """The position of a rank: rank ``host * size + rank`` of all.
 
     Attributes:
@@ -82,12 +80,12 @@ def goes_over_hosts(op: Op, x: Tensor) -> bool:
     )
 
 
-def num_messages(place: Place) -> int:
+def num_messages(place: HostPlace) -> int:
     """Return how many message numbers a collective may use."""
     return place.num_hosts + 2
 
 
-def over_hosts(op: Op, x: Tensor, out: Tensor, place: Place, row: Row, column: Column) -> None:
+def over_hosts(op: Op, x: Tensor, out: Tensor, place: HostPlace, row: Row, column: Column) -> None:
     """Do a collective, and return when it is done.
 
     Args:
@@ -120,7 +118,7 @@ def over_hosts(op: Op, x: Tensor, out: Tensor, place: Place, row: Row, column: C
             raise AssertionError(op)
 
 
-def _all_gather(x: Tensor, out: Tensor, place: Place, row: Row, column: Column) -> None:
+def _all_gather(x: Tensor, out: Tensor, place: HostPlace, row: Row, column: Column) -> None:
     number = num_messages(place) - 1
     by_host = out.view(place.num_hosts, -1)
     mine = out.view(place.num_hosts, place.size, -1)[:, place.rank]
@@ -135,7 +133,7 @@ def _all_gather(x: Tensor, out: Tensor, place: Place, row: Row, column: Column) 
         transfer.wait()
 
 
-def _reduce_scatter(x: Tensor, out: Tensor, place: Place, row: Row, column: Column) -> None:
+def _reduce_scatter(x: Tensor, out: Tensor, place: HostPlace, row: Row, column: Column) -> None:
     last = place.num_hosts - 1
     dtype = wide(x.dtype)
     sums: list[tuple[Tensor, Transfer]] = []
@@ -166,7 +164,9 @@ def _reduce_scatter(x: Tensor, out: Tensor, place: Place, row: Row, column: Colu
         transfer.wait()
 
 
-def _broadcast(x: Tensor, out: Tensor, root: int, place: Place, row: Row, column: Column) -> None:
+def _broadcast(
+    x: Tensor, out: Tensor, root: int, place: HostPlace, row: Row, column: Column
+) -> None:
     host, rank = divmod(root, place.size)
     sent: list[Transfer] = []
     if place.rank == rank and place.host == host:

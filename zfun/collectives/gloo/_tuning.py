@@ -23,8 +23,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["batch_scheduling", "short_send_buffers"]
-
 # Linux doubles the value, for bookkeeping.
 _BYTES = 1 << 17
 _DESCRIPTORS = Path("/proc/self/fd")

@@ -30,8 +30,6 @@ from zfun.collectives.shm._rendezvous import exchange_texts, host_name, rendezvo
 from zfun.errors import OptionError, PeerLost
 from zfun.options import BOOL, SECONDS, TEXT, Kind, takes
 
-__all__ = ["process_group"]
-
 _Hook: TypeAlias = Callable[..., Any]
 
 

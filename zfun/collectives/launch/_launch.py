@@ -31,8 +31,6 @@ if TYPE_CHECKING:  # not every system has fork servers
         SpawnProcess,
     )
 
-__all__ = ["Workers", "spawn"]
-
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
 
@@ -87,7 +85,7 @@ def spawn(
 
 
 @dataclass(frozen=True, slots=True)
-class _Failure:
+class _RankFailure:
     """How a rank failed. ``order`` ranks causes before consequences."""
 
     error: BaseException
@@ -160,7 +158,9 @@ class Workers:
         """
         outcomes = self._outcomes(fn, args, kwargs)
         failures = {
-            rank: outcome for rank, outcome in enumerate(outcomes) if isinstance(outcome, _Failure)
+            rank: outcome
+            for rank, outcome in enumerate(outcomes)
+            if isinstance(outcome, _RankFailure)
         }
         if not failures:
             return outcomes
@@ -178,7 +178,7 @@ class Workers:
     ) -> list[_Result | BaseException]:
         """Call ``fn`` as :meth:`run` does, and return for each rank the result or the error."""
         return [
-            outcome.error if isinstance(outcome, _Failure) else outcome
+            outcome.error if isinstance(outcome, _RankFailure) else outcome
             for outcome in self._outcomes(fn, args, kwargs)
         ]
 
@@ -219,7 +219,7 @@ class Workers:
         except BaseException:
             self._kill()
             raise
-        if any(isinstance(outcome, _Failure) for outcome in outcomes.values()):
+        if any(isinstance(outcome, _RankFailure) for outcome in outcomes.values()):
             self._kill()
         return [outcomes[rank] for rank in range(self._n)]
 
@@ -249,7 +249,7 @@ class Workers:
     def _collect(self, job: bytes) -> dict[int, Any]:
         # A rank answers once when ready, so that the time to import torch does not count.
         ready = self._answers(None, time.monotonic() + max(self._timeout_s, 60.0))
-        if any(isinstance(outcome, _Failure) for outcome in ready.values()):
+        if any(isinstance(outcome, _RankFailure) for outcome in ready.values()):
             return ready
         return self._answers(job, time.monotonic() + self._timeout_s)
 
@@ -272,7 +272,7 @@ class Workers:
                         f"rank {rank} did not finish within {time.monotonic() - started:.1f} "
                         "s and was killed"
                     )
-                    outcomes[rank] = _Failure(PeerLost(text, rank=rank), 3)
+                    outcomes[rank] = _RankFailure(PeerLost(text, rank=rank), 3)
                 return outcomes
             for connection in answered:
                 rank = waiting[connection]  # type: ignore[index]
@@ -282,11 +282,11 @@ class Workers:
                     outcomes[rank] = self._died(rank)
                 else:
                     outcomes[rank] = _unpickled_answer(answer, rank, self._n)
-                if isinstance(outcomes[rank], _Failure):
+                if isinstance(outcomes[rank], _RankFailure):
                     deadline = min(deadline, time.monotonic() + self._grace_s)
         return outcomes
 
-    def _died(self, rank: int) -> _Failure:
+    def _died(self, rank: int) -> _RankFailure:
         self._processes[rank].join(1.0)
         code = self._processes[rank].exitcode
         how = (
@@ -294,7 +294,7 @@ class Workers:
             if code is not None and code < 0
             else f"ended with exit code {code}"
         )
-        return _Failure(
+        return _RankFailure(
             PeerLost(f"rank {rank} of {self._n} {how} in the middle of a run", rank=rank), 1
         )
 
@@ -408,4 +408,4 @@ def _unpickled_answer(answer: bytes, rank: int, size: int) -> Any:
     pickled, summary, text = rest
     error: BaseException = RuntimeError(summary) if pickled is None else pickle.loads(pickled)
     error.add_note(f"raised on rank {rank} of {size} processes:\n{text}")
-    return _Failure(error, 2 if isinstance(error, PeerLost) else 0)
+    return _RankFailure(error, 2 if isinstance(error, PeerLost) else 0)

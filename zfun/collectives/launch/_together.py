@@ -22,8 +22,6 @@ from torch.distributed import PrefixStore, Store
 
 from zfun.collectives.backends._attempt import never_came
 
-__all__ = ["make_together"]
-
 _Result = TypeVar("_Result")
 
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 5e-4, 0.2

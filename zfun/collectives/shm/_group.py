@@ -16,8 +16,6 @@ from zfun.collectives.backends._base import Mismatch, ProcessGroup, TransportErr
 from zfun.collectives.shm._memory import SharedMemory
 from zfun.errors import OptionError
 
-__all__ = ["SharedGroup"]
-
 
 @final
 class SharedGroup(ProcessGroup):

@@ -44,8 +44,6 @@ from zfun.collectives.backends._base import Mismatch, TransportError
 from zfun.collectives.shm._pages import PAGE
 from zfun.collectives.shm._segment import CONTROL_BYTES, Peer, Segment
 
-__all__ = ["INLINE_BYTES", "Mailbox", "Sent"]
-
 _INDEX, _HASH, _OFFSET, _LENGTH, _NEXT, _FINISHED = range(6)
 _TEXT_AT, _DATA_AT = 64, 512
 _RECORD_BYTES = PAGE
@@ -57,7 +55,7 @@ _LONGEST_NAP_S = 1e-3
 
 
 @dataclass(slots=True, eq=False)
-class Sent:
+class Letter:
     """A collective that this rank has published.
 
     Attributes:
@@ -113,7 +111,7 @@ class Mailbox:
         self._spin_s = _SPIN_S if len(os.sched_getaffinity(0)) > len(peers) else 0.0
         self._published = [0] * len(Stream)
         self._next = [_first_record(stream) for stream in Stream]
-        self._used: list[collections.deque[Sent]] = [collections.deque() for _ in Stream]
+        self._used: list[collections.deque[Letter]] = [collections.deque() for _ in Stream]
         # For each peer and stream: the places of records that this rank has walked over and not
         # read yet, by index, and then the index and the place of the first record after these.
         self._walked: dict[tuple[int, Stream], dict[int, int]] = {}
@@ -125,18 +123,18 @@ class Mailbox:
 
     def prepare(
         self, call: Collective, text: str, readers: tuple[int, ...], x: Tensor, out: Tensor | None
-    ) -> Sent:
+    ) -> Letter:
         """Return the next collective of a stream, which is not published yet."""
         identity, _ = _identity(text)
         stream = call.stream
         index, record = self._published[stream], self._next[stream]
-        return Sent(call, index, text, identity, readers, record, x, out)
+        return Letter(call, index, text, identity, readers, record, x, out)
 
-    def inline(self, sent: Sent) -> int:
+    def inline(self, sent: Letter) -> int:
         """Return the offset at which a small input lies in the record."""
         return sent.record + _DATA_AT
 
-    def publish(self, sent: Sent) -> None:
+    def publish(self, sent: Letter) -> None:
         """Show a collective to the peers: write its record, then the counter of the stream.
 
         Raises:
@@ -169,7 +167,7 @@ class Mailbox:
         self._segment.words[offset // 8 + _FINISHED] = 0
         return offset
 
-    def finish(self, sent: Sent) -> None:
+    def finish(self, sent: Letter) -> None:
         """Tell the peers that this rank reads no input of a collective any more.
 
         A finalizer may call this function at any moment, in any thread, and more than once.
@@ -179,7 +177,7 @@ class Mailbox:
         if words[at] <= sent.index:
             words[at] = sent.index + 1
 
-    def is_finished(self, sent: Sent, readers: Any) -> bool:
+    def is_finished(self, sent: Letter, readers: Any) -> bool:
         """Whether this rank and all ranks of ``readers`` have finished a collective."""
         if self._segment.words[sent.record // 8 + _FINISHED] <= sent.index:
             return False
@@ -189,7 +187,7 @@ class Mailbox:
                 return False
         return True
 
-    def await_records(self, sent: Sent) -> None:
+    def await_records(self, sent: Letter) -> None:
         """Wait until all peers have published a collective; note where their inputs lie.
 
         Raises:
@@ -208,7 +206,7 @@ class Mailbox:
                 raise Mismatch(peer, text.decode(errors="replace"))
             sent.peers[peer] = record, offset
 
-    def await_finished(self, sent: Sent) -> None:
+    def await_finished(self, sent: Letter) -> None:
         """Wait until the readers have finished a collective.
 
         Raises:
@@ -219,7 +217,7 @@ class Mailbox:
             record, _ = sent.peers[peer]
             self._await(peer, record // 8 + _FINISHED, sent)
 
-    def _walk(self, peer: int, other: Peer, sent: Sent) -> int:
+    def _walk(self, peer: int, other: Peer, sent: Letter) -> int:
         """Return the place of a record that a peer has published."""
         stream = sent.call.stream
         walked = self._walked[peer, stream]
@@ -230,7 +228,7 @@ class Mailbox:
             self._ahead[peer, stream] = index, record
         return walked.pop(sent.index)
 
-    def _await(self, peer: int, word: int, sent: Sent) -> None:
+    def _await(self, peer: int, word: int, sent: Letter) -> None:
         """Wait until a word of a peer exceeds an index: spin, then yield, then sleep."""
         words, index = self._peers[peer].words, sent.index
         if words[word] > index:

@@ -21,14 +21,12 @@ from zfun.collectives._ops import (
     ReduceScatter,
     Stream,
 )
-from zfun.collectives.shm._mailbox import INLINE_BYTES, Mailbox, Sent
+from zfun.collectives.shm._mailbox import INLINE_BYTES, Letter, Mailbox
 from zfun.collectives.shm._pages import PAGE
 from zfun.collectives.shm._segment import Peer, Segment
-from zfun.collectives.shm._symmetric import Block, Symmetric, chunks
+from zfun.collectives.shm._symmetric import MemoryBlock, Symmetric, chunks
 from zfun.errors import OptionError
 from zfun.ops._sums import sum_in_rank_order
-
-__all__ = ["SharedMemory"]
 
 # Below this size, unmapping after a read is not worth a system call.
 _UNMAPPED_BYTES = 1 << 18
@@ -74,7 +72,7 @@ class SharedMemory:
             return None
         return self._symmetric.tensor(block, numel, dtype)
 
-    def send(self, call: Collective, text: str, x: Tensor, out: Tensor | None) -> Sent:
+    def send(self, call: Collective, text: str, x: Tensor, out: Tensor | None) -> Letter:
         """Publish this rank's next collective of a stream.
 
         Args:
@@ -100,7 +98,7 @@ class SharedMemory:
             self._symmetric.note_use(block, sent)
         return sent
 
-    def finish(self, sent: Sent) -> Tensor:
+    def finish(self, sent: Letter) -> Tensor:
         """Wait for the peers' inputs and return the result.
 
         Raises:
@@ -127,11 +125,11 @@ class SharedMemory:
         self._mailbox.finish(sent)
         return out
 
-    def release_for(self, x: Tensor) -> list[Sent]:
+    def release_for(self, x: Tensor) -> list[Letter]:
         """Finish this rank's windows over a tensor; return the records that peers must finish."""
         return self._symmetric.release_for(x)
 
-    def await_readers(self, sent: Sent) -> None:
+    def await_readers(self, sent: Letter) -> None:
         """Wait until the readers have finished a collective.
 
         Raises:
@@ -150,7 +148,7 @@ class SharedMemory:
 
     # Inputs.
 
-    def _place(self, sent: Sent, x: Tensor, out: Tensor | None) -> Block | None:
+    def _place(self, sent: Letter, x: Tensor, out: Tensor | None) -> MemoryBlock | None:
         """Find or make the place in the segment where the readers find an input.
 
         Return the block of the place, unless the place is the record itself.
@@ -182,7 +180,7 @@ class SharedMemory:
 
     # Results.
 
-    def _window(self, sent: Sent, x: Tensor) -> Tensor | None:
+    def _window(self, sent: Letter, x: Tensor) -> Tensor | None:
         call, block = sent.call, self._symmetric.block_at(sent.offset)
         if not call.zero_copy or not isinstance(call.op, AllGather):
             return None
@@ -190,7 +188,7 @@ class SharedMemory:
             return None
         return self._symmetric.window(sent, block, x.numel(), x.dtype)
 
-    def _compute(self, sent: Sent, x: Tensor, out: Tensor) -> None:
+    def _compute(self, sent: Letter, x: Tensor, out: Tensor) -> None:
         op = sent.call.op
         match op:
             case AllGather() | AllToAll():
@@ -212,7 +210,7 @@ class SharedMemory:
             case Permute():
                 self._copy(sent, x, op.sources[self.rank], out)
 
-    def _copy(self, sent: Sent, own: Tensor, source: int, out: Tensor) -> None:
+    def _copy(self, sent: Letter, own: Tensor, source: int, out: Tensor) -> None:
         if source != self.rank:
             found = self._input(sent, source, out)
             out.copy_(found)
@@ -220,7 +218,7 @@ class SharedMemory:
         elif not out.is_set_to(own):
             out.copy_(own)
 
-    def _sum(self, sent: Sent, own: Tensor, out: Tensor) -> None:
+    def _sum(self, sent: Letter, own: Tensor, out: Tensor) -> None:
         terms = [
             own if rank == self.rank else self._input(sent, rank, out) for rank in range(self.size)
         ]
@@ -228,17 +226,17 @@ class SharedMemory:
         for peer in self._peers:
             self._unmap(sent, peer, out)
 
-    def _place_of(self, sent: Sent, peer: int, out: Tensor) -> int:
+    def _place_of(self, sent: Letter, peer: int, out: Tensor) -> int:
         _, offset = sent.peers[peer]
         return offset + (self.rank * out.nbytes if sent.call.op.splits_input else 0)
 
-    def _input(self, sent: Sent, peer: int, out: Tensor) -> Tensor:
+    def _input(self, sent: Letter, peer: int, out: Tensor) -> Tensor:
         """Return the input of a peer for this rank, in place."""
         if not out.numel():
             return out
         return self._peers[peer].view(self._place_of(sent, peer, out), out.numel(), out.dtype)
 
-    def _unmap(self, sent: Sent, peer: int, out: Tensor) -> None:
+    def _unmap(self, sent: Letter, peer: int, out: Tensor) -> None:
         if out.nbytes >= _UNMAPPED_BYTES:
             self._peers[peer].unmap(self._place_of(sent, peer, out), out.nbytes)
 

@@ -29,8 +29,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["HUGE_PAGE", "PAGE", "Pages"]
-
 PAGE = 4096
 HUGE_PAGE = 1 << 21
 

@@ -23,8 +23,6 @@ from zfun.collectives.backends._attempt import await_keys
 from zfun.collectives.shm._memory import SharedMemory
 from zfun.collectives.shm._segment import Peer, Segment
 
-__all__ = ["exchange_texts", "host_name", "rendezvous"]
-
 _RENDEZVOUS_S = 20.0
 
 

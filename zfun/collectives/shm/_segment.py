@@ -24,8 +24,6 @@ from torch import Tensor
 
 from zfun.collectives.shm._pages import HUGE_PAGE, PAGE, Pages
 
-__all__ = ["CONTROL_BYTES", "Peer", "Segment"]
-
 _MAGIC = 0x7A66756E_00000002
 # The first pages of a segment: words of the mailbox.
 CONTROL_BYTES = 4 * PAGE

@@ -29,15 +29,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from zfun.collectives.shm._mailbox import Mailbox, Sent
+from zfun.collectives.shm._mailbox import Letter, Mailbox
 from zfun.collectives.shm._pages import Pages
 from zfun.collectives.shm._segment import Peer, Segment
 
-__all__ = ["Block", "Symmetric", "chunks"]
-
 
 @dataclass(slots=True, eq=False)
-class Block:
+class MemoryBlock:
     """A piece of this rank's segment. See [Note: when a block is free].
 
     Attributes:
@@ -51,7 +49,7 @@ class Block:
     nbytes: int
     is_held: bool = False
     num_windows: int = 0
-    uses: list[Sent] = field(default_factory=list)
+    uses: list[Letter] = field(default_factory=list)
     watch: object = None
 
 
@@ -69,12 +67,12 @@ class _Window:
         watch: tells when the window is gone.
     """
 
-    sent: Sent
+    sent: Letter
     pages: weakref.ref[Pages]
     begin: int
     end: int
     own: tuple[int, int, int]
-    block: Block
+    block: MemoryBlock
     watch: object = None
 
 
@@ -99,26 +97,26 @@ class Symmetric:
         self._process = os.getpid()
         # Blocks by offset, ascending, and those that wait to be free.
         self._offsets: list[int] = []
-        self._blocks: dict[int, Block] = {}
-        self._retiring: list[Block] = []
+        self._blocks: dict[int, MemoryBlock] = {}
+        self._retiring: list[MemoryBlock] = []
         # A set: a new window may have the addresses of one that is gone and not collected yet.
         self._windows: set[_Window] = set()
         # Filled by finalizers.
-        self._dropped: collections.deque[Block | _Window] = collections.deque()
+        self._dropped: collections.deque[MemoryBlock | _Window] = collections.deque()
 
-    def allocate(self, nbytes: int) -> Block:
+    def allocate(self, nbytes: int) -> MemoryBlock:
         """Return a new block.
 
         Raises:
             OSError: there is no memory.
         """
         self.reclaim()
-        block = Block(*self._segment.allocate(nbytes))
+        block = MemoryBlock(*self._segment.allocate(nbytes))
         bisect.insort(self._offsets, block.offset)
         self._blocks[block.offset] = block
         return block
 
-    def tensor(self, block: Block, numel: int, dtype: torch.dtype) -> Tensor:
+    def tensor(self, block: MemoryBlock, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a block as a tensor, which holds the block until its last view is gone."""
         begin = block.offset
         view = self._segment.memory[begin : begin + numel * dtype.itemsize]
@@ -126,11 +124,11 @@ class Symmetric:
         block.watch = _watched(view, functools.partial(self._dropped.append, block))
         return torch.frombuffer(view, dtype=dtype)
 
-    def retire(self, block: Block) -> None:
+    def retire(self, block: MemoryBlock) -> None:
         """Let a block be used again as soon as the block is free."""
         self._retiring.append(block)
 
-    def find(self, x: Tensor) -> tuple[Block | None, int]:
+    def find(self, x: Tensor) -> tuple[MemoryBlock | None, int]:
         """Return the block and the offset of a tensor in the segment; ``(None, 0)`` elsewhere.
 
         This rank's piece of a window lies in the segment too.
@@ -147,7 +145,7 @@ class Symmetric:
                 return window.block, first + address - begin
         return None, 0
 
-    def block_at(self, offset: int) -> Block | None:
+    def block_at(self, offset: int) -> MemoryBlock | None:
         """Return the block that an offset lies in."""
         place = bisect.bisect_right(self._offsets, offset) - 1
         if place < 0:
@@ -155,13 +153,15 @@ class Symmetric:
         block = self._blocks[self._offsets[place]]
         return block if offset < block.offset + block.nbytes else None
 
-    def note_use(self, block: Block, sent: Sent) -> None:
+    def note_use(self, block: MemoryBlock, sent: Letter) -> None:
         """Note that peers read a block in a collective."""
         if len(block.uses) > 4:
             block.uses = [use for use in block.uses if not self._is_over(use)]
         block.uses.append(sent)
 
-    def window(self, sent: Sent, block: Block, numel: int, dtype: torch.dtype) -> Tensor | None:
+    def window(
+        self, sent: Letter, block: MemoryBlock, numel: int, dtype: torch.dtype
+    ) -> Tensor | None:
         """Return the inputs of an all-gather as one tensor; None where they cannot be mapped."""
         nbytes = numel * dtype.itemsize
         offsets = [sent.offset] * self._size
@@ -185,7 +185,7 @@ class Symmetric:
         block.num_windows += 1
         return torch.frombuffer(view, dtype=dtype)
 
-    def release_for(self, x: Tensor) -> list[Sent]:
+    def release_for(self, x: Tensor) -> list[Letter]:
         """Finish this rank's windows over a tensor that is about to be written.
 
         Args:
@@ -231,7 +231,7 @@ class Symmetric:
         """Note which tensors and windows are gone."""
         while self._dropped:
             gone = self._dropped.popleft()
-            if isinstance(gone, Block):
+            if isinstance(gone, MemoryBlock):
                 gone.is_held = False
                 gone.watch = None
                 self._retiring.append(gone)
@@ -243,7 +243,7 @@ class Symmetric:
                 self._windows.remove(gone)
                 gone.block.num_windows -= 1
 
-    def _free(self, block: Block) -> bool:
+    def _free(self, block: MemoryBlock) -> bool:
         while block.uses and self._is_over(block.uses[-1]):
             block.uses.pop()
         if block.uses or block.num_windows or block.is_held:
@@ -253,7 +253,7 @@ class Symmetric:
         self._segment.release(block.offset, block.nbytes)
         return True
 
-    def _is_over(self, sent: Sent) -> bool:
+    def _is_over(self, sent: Letter) -> bool:
         return self._mailbox.is_finished(sent, sent.readers)
 
     def _drop(self, window: _Window) -> None:

@@ -16,16 +16,6 @@ from typing import Any, NoReturn
 
 from zfun.errors import OptionError
 
-__all__ = [
-    "ABSENT",
-    "ABSENT_MODULES",
-    "absent",
-    "is_dunder",
-    "placeholder",
-    "refusal",
-    "remedy_of",
-]
-
 _INFERENCE = "train with initialize(), save with engine.save_16bit_model(), and serve the file"
 _PIPELINE = "keep the model in one piece and use zero_optimization.stage 3"
 _TENSOR_PARALLEL = "shard the parameters with stage 3 instead of cutting layers"

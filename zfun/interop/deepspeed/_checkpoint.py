@@ -19,14 +19,12 @@ from zfun.errors import CheckpointError
 from zfun.interop.deepspeed._client import packed, unpacked
 from zfun.interop.deepspeed.utils import zero_to_fp32
 
-__all__ = ["Parts", "load", "save", "write_weights"]
-
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 _DEEPSPEED = "*model_states.pt"
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class CheckpointParts:
     """The parts of a checkpoint to load.
 
     Attributes:
@@ -77,7 +75,7 @@ def save(
 
 
 def load(
-    engine: Any, load_dir: str | Path, tag: str | None, parts: Parts
+    engine: Any, load_dir: str | Path, tag: str | None, parts: CheckpointParts
 ) -> tuple[str | None, dict[str, Any] | None]:
     """Load an engine; see :meth:`DeepSpeedEngine.load_checkpoint`."""
     folder = Path(load_dir)

@@ -10,8 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["packed", "unpacked"]
-
 _PLAIN, _PICKLED = "client_state", "client_pickle"
 _NUMBERS = (type(None), bool, int, float, str, bytes, Tensor, np.ndarray)
 

@@ -14,7 +14,7 @@ from zfun.collectives import Group, broadcast, split
 from zfun.errors import OptionError
 from zfun.interop.deepspeed._settings import Settings
 from zfun.interop.deepspeed.runtime.zero._owners import (
-    Owner,
+    TensorOwner,
     adopt,
     deferred_of,
     forget,
@@ -25,8 +25,6 @@ from zfun.interop.deepspeed.runtime.zero._owners import (
 from zfun.interop.engine import Engine
 from zfun.interop.engine._live import live_of
 from zfun.sources import Deferred
-
-__all__ = ["freed", "made"]
 
 
 @contextlib.contextmanager
@@ -105,7 +103,7 @@ def made(
         values=away,
     )
     engine.plain_scale = 1.0 / recipe.num_micro_batches
-    owner = Values(engine, group, keeps=recipe.stage == 3)
+    owner = CoreValues(engine, group, keeps=recipe.stage == 3)
     engine.wrap("_apply", owner.apply)
     for name, param in engine.leaves.items():
         adopt(param, owner, name, is_hidden=recipe.stage == 3)
@@ -115,7 +113,7 @@ def made(
     return engine
 
 
-class Values(Owner):
+class CoreValues(TensorOwner):
     """The owner of parameters whose values are in a state.
 
     Args:

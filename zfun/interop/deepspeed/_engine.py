@@ -24,8 +24,6 @@ from zfun.interop.deepspeed._phases import Phases
 from zfun.interop.deepspeed._ranks import local_rank
 from zfun.interop.deepspeed._settings import Settings
 
-__all__ = ["DeepSpeedEngine"]
-
 
 class DeepSpeedEngine(Phases):
     """The engine that ``initialize`` returns.
@@ -351,7 +349,7 @@ class DeepSpeedEngine(Phases):
             self,
             load_dir,
             tag,
-            _checkpoint.Parts(
+            _checkpoint.CheckpointParts(
                 is_strict=load_module_strict,
                 optimizer=load_optimizer_states and not load_module_only,
                 counters=not load_module_only,

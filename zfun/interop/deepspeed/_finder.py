@@ -26,8 +26,6 @@ import torch
 from zfun.errors import OptionError
 from zfun.interop.deepspeed._absent import ABSENT_MODULES, is_dunder, placeholder, remedy_of
 
-__all__ = ["HOMES", "SITE", "VERSION", "add_finder", "install"]
-
 # The version of DeepSpeed whose names these are, because scripts compare the number.
 VERSION = "0.19.8"
 # A folder for PYTHONPATH, in which Python finds a package and a distribution of this name.

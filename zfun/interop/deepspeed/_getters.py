@@ -7,8 +7,6 @@ from typing import Any
 
 from zfun.interop.ds_config._values import Values
 
-__all__ = ["GETTERS", "value_of"]
-
 _Z = "zero_optimization"
 
 # By method: the path of the key.

@@ -18,8 +18,6 @@ from zfun.interop.deepspeed.runtime.zero._owners import taken
 from zfun.interop.ds_config import AutoValues
 from zfun.options import ANY, FUNCTION, PATH, instance, takes
 
-__all__ = ["add_config_arguments", "initialize"]
-
 _CONFIG = instance(Mapping, "a dict", '{"zero_optimization": {"stage": 3}}') | PATH | None
 
 

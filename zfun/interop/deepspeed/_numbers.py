@@ -13,10 +13,8 @@ from zfun.errors import OptionError
 from zfun.interop.deepspeed._settings import Settings
 from zfun.interop.engine import Engine
 
-__all__ = ["Numbers"]
 
-
-class Numbers(nn.Module):
+class EngineNumbers(nn.Module):
     """Sizes of a batch, rates, norms and the stage."""
 
     optimizer: torch.optim.Optimizer | None

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from zfun.errors import CheckpointError, OptionError
 
-__all__ = ["EngineOptimizer"]
-
 
 class EngineOptimizer(torch.optim.Optimizer):
     """The optimizer of an engine.
@@ -31,7 +29,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         self.optimizer = optimizer
         self._engine = weakref.ref(engine)
         if engine.zero_optimization_stage() == 3:
-            self.parameter_offload = _Offload(engine.module)
+            self.parameter_offload = _OffloadNames(engine.module)
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":
@@ -130,7 +128,7 @@ class EngineOptimizer(torch.optim.Optimizer):
             core.state = core.state._replace(loss_scale=scale._replace(**values))
 
 
-class _Offload:
+class _OffloadNames:
     """The place of DeepSpeed's hooks, which a live module does not need."""
 
     def __init__(self, module: nn.Module) -> None:

@@ -10,13 +10,11 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from zfun.errors import OptionError
-from zfun.interop.deepspeed._numbers import Numbers
+from zfun.interop.deepspeed._numbers import EngineNumbers
 from zfun.interop.ds_config import Batch
 
-__all__ = ["Phases"]
 
-
-class Phases(Numbers):
+class Phases(EngineNumbers):
     """An engine whose blocks, state and sizes change between steps."""
 
     collate_fn: Any

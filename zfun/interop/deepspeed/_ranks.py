@@ -14,15 +14,6 @@ import torch.distributed as dist
 from zfun.collectives import Group, process_group, single_group
 from zfun.options import GROUP
 
-__all__ = [
-    "group_of",
-    "init_distributed",
-    "init_from_launcher",
-    "local_device",
-    "local_rank",
-    "tell_accelerate",
-]
-
 
 def init_distributed(
     dist_backend: str | None = None,

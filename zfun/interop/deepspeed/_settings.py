@@ -20,8 +20,6 @@ from zfun.interop.ds_config._read import read
 from zfun.interop.ds_config._values import Values, checked
 from zfun.interop.engine import ParamGroups, named_leaves
 
-__all__ = ["Settings", "config_of", "settings_of"]
-
 _Config = Mapping[str, Any] | str | Path
 
 

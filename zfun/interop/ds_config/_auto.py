@@ -14,8 +14,6 @@ from zfun.interop.ds_config._mistakes import nearest
 from zfun.interop.ds_config.table._keys import BETAS, DTYPE_NAME
 from zfun.options import ITERABLE, integer, number, one_of, takes
 
-__all__ = ["AutoValues", "parse_auto_values"]
-
 _DTYPE = one_of(torch.float32, torch.bfloat16, torch.float16, example="torch.bfloat16")
 
 

@@ -9,8 +9,6 @@ from typing import NamedTuple
 from zfun.errors import OptionError
 from zfun.options import BOOL, each, integer, one_of, takes
 
-__all__ = ["Batch", "ElasticBatch", "batch_of", "solve_batch"]
-
 # Highly composite numbers: each has more divisors than every smaller number, so a batch of such a
 # multiple can be divided among many numbers of ranks. These reach 720,720 micro-batches.
 _HIGHLY_COMPOSITE = (

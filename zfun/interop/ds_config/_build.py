@@ -21,8 +21,6 @@ from zfun.recipes import Precision
 from zfun.stores import Store
 from zfun.transforms import ScheduleOptions
 
-__all__ = ["Note", "Notes", "StoreChoice"]
-
 _Z = "zero_optimization"
 _STEPS, _REDUCE = "gradient_accumulation_steps", "communication_data_type"
 _SCALE, _ACCUM = "fp16.loss_scale", "data_types.grad_accum_dtype"

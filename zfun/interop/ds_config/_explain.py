@@ -10,8 +10,6 @@ from zfun.interop.ds_config._values import Checked, Values
 from zfun.interop.ds_config.table._keys import Key
 from zfun.tables import html_table
 
-__all__ = ["Entry", "entries_of", "html_of", "text_of"]
-
 _Z = "zero_optimization"
 _HEADER = ("key", "value", "verdict", "becomes", "why")
 # Keys whose defaults matter although the configuration leaves them out.

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 from zfun.errors import ConfigError, NotElementwiseError, OptionError
 from zfun.options import shown
 
-__all__ = ["Mistake", "collecting", "error_of", "mistake", "nearest"]
-
 
 class Mistake(NamedTuple):
     """One mistake.

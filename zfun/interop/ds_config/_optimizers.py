@@ -21,17 +21,6 @@ from zfun.interop.ds_config._values import Checked, checked
 from zfun.interop.ds_config.table._optim import TORCH_OPTIMIZERS
 from zfun.optim import Optimizer, Schedule
 
-__all__ = [
-    "Rule",
-    "completed",
-    "cycle_of",
-    "made",
-    "momentum_for",
-    "rule_for",
-    "rule_of",
-    "schedule_for",
-]
-
 # torch's default, which DeepSpeed passes on where torch_adam is true.
 _DECAYED_BY_TORCH = 0.01
 

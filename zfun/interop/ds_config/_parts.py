@@ -16,8 +16,6 @@ from zfun.interop.ds_config._optimizers import cycle_of, made, momentum_for, rul
 from zfun.interop.ds_config._values import Checked, Unusable, Values
 from zfun.optim import Optimizer, Schedule
 
-__all__ = ["clipped", "parts_of"]
-
 _Z = "zero_optimization"
 _PARAM, _OPT = f"{_Z}.offload_param", f"{_Z}.offload_optimizer"
 

@@ -16,8 +16,6 @@ from zfun.interop.ds_config.table import KEYS
 from zfun.interop.ds_config.table._zero import ALIASES
 from zfun.options import shown
 
-__all__ = ["is_config", "read"]
-
 # Strings first, so that a "//" in a path is no comment.
 _STRING = r'"(?:\\.|[^"\\\n])*"'
 _COMMENT = re.compile(rf"{_STRING}|/\*.*?\*/|//[^\n]*|#[^\n]*", re.DOTALL)

@@ -30,8 +30,6 @@ from zfun.recipes import Precision, Zero, zero
 from zfun.stores import Offload
 from zfun.transforms import ScheduleOptions
 
-__all__ = ["Recipe", "from_ds_config"]
-
 
 @dataclass(frozen=True, slots=True)
 class Recipe:

@@ -9,8 +9,6 @@ from zfun.interop.ds_config._mistakes import Mistake, mistake
 from zfun.interop.ds_config._values import Checked, Unusable, Values
 from zfun.interop.ds_config.table import kind_of
 
-__all__ = ["contradictions"]
-
 _Z = "zero_optimization"
 _PARAM, _OPT = f"{_Z}.offload_param", f"{_Z}.offload_optimizer"
 _SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

@@ -19,8 +19,6 @@ from zfun.interop.ds_config.table._optim import (
 )
 from zfun.interop.ds_config.table._zero import ALIASES, OLDER
 
-__all__ = ["Checked", "Unusable", "Values", "checked"]
-
 _Z = "zero_optimization"
 # Sections that may be null, because DeepSpeed's default of these sections is null.
 _MAY_BE_NULL = {

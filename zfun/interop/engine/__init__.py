@@ -19,13 +19,13 @@ from zfun.interop.engine._compile import compile_blocks
 from zfun.interop.engine._engine import Engine
 from zfun.interop.engine._groups import UNBOUNDED, ParamGroups
 from zfun.interop.engine._torch_states import TORCH_NAMES, group_numbers, torch_numbers
-from zfun.interop.engine._values import Buffers, named_leaves
+from zfun.interop.engine._values import EngineBuffers, named_leaves
 
 __all__ = [
     "TORCH_NAMES",
     "UNBOUNDED",
-    "Buffers",
     "Engine",
+    "EngineBuffers",
     "ParamGroups",
     "compile_blocks",
     "group_numbers",

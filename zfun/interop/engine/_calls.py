@@ -12,11 +12,9 @@ import torch
 
 from zfun.collectives import Group
 from zfun.evaluation import Evaluation, evaluate
-from zfun.interop.engine._live import Live
+from zfun.interop.engine._live import LiveModule
 from zfun.recipes import Zero, ZeroState
 from zfun.transforms import Tape
-
-__all__ = ["Calls"]
 
 # As many functions as a recipe remembers.
 _MAX_FUNCTIONS = 8
@@ -34,7 +32,7 @@ class Calls:
         is_sharded: whether parameters are gathered, as at stage 3.
     """
 
-    def __init__(self, live: Live, group: Group, *, is_sharded: bool) -> None:
+    def __init__(self, live: LiveModule, group: Group, *, is_sharded: bool) -> None:
         self._live, self._group, self._is_sharded = live, group, is_sharded
         self._functions: dict[Hashable, Callable[[Any, Any], Any]] = {}
         self._evaluation = self._fresh()

@@ -13,8 +13,6 @@ from torch._dynamo import OptimizedModule
 
 from zfun.interop.engine._live import LiveMethod, LiveParameters
 
-__all__ = ["CompiledForward", "adopt_compiled", "compile_blocks"]
-
 
 def compile_blocks(module: nn.Module, **options: Any) -> None:
     """Compile the repeated blocks of a module, or the whole module where no block repeats.

@@ -32,12 +32,12 @@ from zfun.errors import OptionError, ZfunError
 from zfun.interop.engine._calls import Calls
 from zfun.interop.engine._compile import adopt_compiled, compile_blocks
 from zfun.interop.engine._groups import UNBOUNDED, ParamGroups
-from zfun.interop.engine._live import Live, check_free
+from zfun.interop.engine._live import LiveModule, check_free
 from zfun.interop.engine._parameter import leave_meta
 from zfun.interop.engine._passes import Passes
 from zfun.interop.engine._torch_states import torch_state, with_torch_state
 from zfun.interop.engine._values import (
-    Buffers,
+    EngineBuffers,
     carried,
     leaves_of,
     named_leaves,
@@ -47,8 +47,6 @@ from zfun.placement import S
 from zfun.recipes import StepInfo, Zero, ZeroState
 from zfun.sources import Deferred
 from zfun.transforms import Tape
-
-__all__ = ["Engine"]
 
 
 class Engine(Passes):
@@ -170,9 +168,9 @@ class Engine(Passes):
             if param.is_meta:
                 leave_meta(param, self._state.params.layout.device)
         self._group = self._state.params.group
-        self._buffers = Buffers(module, buffers, self._group, init, given)
+        self._buffers = EngineBuffers(module, buffers, self._group, init, given)
         self._is_sharded = self._state.params.placement is S
-        self._live = Live(module, self.leaves, self, self._extra)
+        self._live = LiveModule(module, self.leaves, self, self._extra)
         self._calls = Calls(self._live, self._group, is_sharded=self._is_sharded)
         self._defers = False
         self._tapes: list[weakref.ref[Tape]] = []

@@ -15,8 +15,6 @@ from zfun.flat import Flat, ravel
 from zfun.placement import P, S
 from zfun.transforms import add_grads, redistribute, scale_grads
 
-__all__ = ["GradSum", "Told"]
-
 
 class Told(NamedTuple):
     """The sums over the ranks that a step needs.

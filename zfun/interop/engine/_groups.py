@@ -19,8 +19,6 @@ from zfun.interop._configured import rule_of_group
 from zfun.interop._torch_rules import Rule, rule_of
 from zfun.optim import Optimizer
 
-__all__ = ["UNBOUNDED", "ParamGroups"]
-
 # The label of leaves that require a gradient and are in no group.
 _NO_GROUP = "no group"
 _EXTRA = "extra "

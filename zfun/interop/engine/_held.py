@@ -15,12 +15,10 @@ from zfun.collectives import Group, broadcast, mesh_of
 from zfun.errors import OptionError
 from zfun.flat import leaf_spans, unravel
 from zfun.interop._named import state_dict_of, with_values
-from zfun.interop.engine._live import Live
-from zfun.interop.engine._values import Buffers, leaves_of, whole_by_bucket, whole_values
+from zfun.interop.engine._live import LiveModule
+from zfun.interop.engine._values import EngineBuffers, leaves_of, whole_by_bucket, whole_values
 from zfun.placement import S
 from zfun.recipes import ZeroState
-
-__all__ = ["Held"]
 
 
 class Held:
@@ -36,8 +34,8 @@ class Held:
     # The dtypes that the module had.
     _dtypes: dict[str, torch.dtype]
     _state: ZeroState
-    _buffers: Buffers
-    _live: Live
+    _buffers: EngineBuffers
+    _live: LiveModule
     _group: Group
     _is_sharded: bool
     _is_bound: bool

@@ -32,17 +32,6 @@ from zfun.errors import OptionError, PlacementError
 from zfun.interop.engine._parameter import LiveParameter
 from zfun.transforms.call._lazy import LazyLeaf, tensor_of
 
-__all__ = [
-    "Live",
-    "LiveForward",
-    "LiveMethod",
-    "LiveParameters",
-    "Owner",
-    "check_free",
-    "live_of",
-]
-
-
 # As many values that were gathered outside of calls are watched at a time.
 _MAX_WATCHED = 4096
 
@@ -57,7 +46,7 @@ def check_free(module: nn.Module) -> None:
             )
 
 
-def live_of(module: nn.Module) -> Live | None:
+def live_of(module: nn.Module) -> LiveModule | None:
     """Return the state of a module that is live as a whole; ``None`` for another module."""
     params = module._parameters
     if isinstance(params, LiveParameters) and params.live.is_of(module):
@@ -89,7 +78,7 @@ class LiveParameters(dict[str, Any]):
 
     __slots__ = ("live", "names", "swapped")
 
-    def __init__(self, params: Mapping[str, Any], live: Live) -> None:
+    def __init__(self, params: Mapping[str, Any], live: LiveModule) -> None:
         super().__init__(params)
         self.live = live
         # The names of those parameters that the state has.
@@ -144,7 +133,7 @@ def _is_same(value: Any, read: Any) -> bool:
         return same_shape and value.data_ptr() == read.data_ptr()
 
 
-class Live:
+class LiveModule:
     """The state of a live module; see [Note: live modules].
 
     Args:
@@ -451,7 +440,7 @@ class LiveMethod:
     """
 
     def __init__(
-        self, module: nn.Module, name: str, run: Callable[..., Any], live: Live, *first: Any
+        self, module: nn.Module, name: str, run: Callable[..., Any], live: LiveModule, *first: Any
     ) -> None:
         self._first = first
         self.own = getattr(module, name)

@@ -19,8 +19,6 @@ from zfun import tree
 from zfun.errors import PlacementError
 from zfun.transforms.call._lazy import METADATA
 
-__all__ = ["NO_VALUES", "LiveData", "LiveParameter", "changes_nothing", "leave_meta"]
-
 
 class State(Protocol):
     """The methods of a live module that its parameters call."""

@@ -19,8 +19,6 @@ from zfun.interop.engine._held import Held
 from zfun.reductions import global_norm
 from zfun.transforms import Tape, WeightedMean, scale_grads, unshard
 
-__all__ = ["Passes"]
-
 # The engine whose backward() runs, for the hooks of autograd, also on other threads.
 _RUNNING = "zfun.interop.engine"
 

@@ -18,8 +18,6 @@ from zfun.optim import MissedSteps
 from zfun.recipes import ZeroState
 from zfun.transforms import unshard
 
-__all__ = ["TORCH_NAMES", "group_numbers", "torch_numbers", "torch_state", "with_torch_state"]
-
 TORCH_NAMES = {"mu": "exp_avg", "nu": "exp_avg_sq", "velocity": "momentum_buffer", "total": "sum"}
 """The names of moments in zfun, and in torch; others have torch's names."""
 _MASTER = "master"

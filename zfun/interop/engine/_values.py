@@ -23,17 +23,6 @@ from zfun.reductions import merge_buffers
 from zfun.sources import Deferred
 from zfun.transforms import check_agreement, unshard
 
-__all__ = [
-    "Buffers",
-    "carried",
-    "is_flat",
-    "leaves_of",
-    "named_leaves",
-    "parts_of",
-    "whole_by_bucket",
-    "whole_values",
-]
-
 
 def named_leaves(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that a state takes, by name; tied ones under the first name.
@@ -103,7 +92,7 @@ def whole_by_bucket(state: ZeroState, *, keep: bool) -> Iterator[tuple[str, Tens
             yield from found.items() if keep else ()
 
 
-class Buffers:
+class EngineBuffers:
     """The buffers of a live module, which are views of the state's.
 
     As under DDP, a module writes its own buffers, in place or by assignment, and before the next

@@ -27,8 +27,6 @@ from zfun.interop.lightning._runs import master_values
 from zfun.options import BOOL, PATH, takes
 from zfun.sources import Deferred, TrainingState
 
-__all__ = ["MARK", "collate", "opened", "packed", "read_directories"]
-
 MARK = "zfun"
 """The key that has the path of a directory, whose values are in the state already."""
 

@@ -36,8 +36,6 @@ from zfun.interop.lightning._runs import (
     take_values_of_rank_0,
 )
 
-__all__ = ["ZfunFabricStrategy"]
-
 
 class ZfunFabricStrategy(DDPStrategy):
     """Train the models of Lightning Fabric with sharded state.

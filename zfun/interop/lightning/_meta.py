@@ -14,8 +14,6 @@ from zfun.errors import OptionError
 from zfun.interop._named import first_names
 from zfun.sources import Deferred
 
-__all__ = ["values_of"]
-
 
 def values_of(module: nn.Module, device: torch.device, seed: int) -> dict[str, Any]:
     """Return the values of parameters and buffers by name.

@@ -14,8 +14,6 @@ from zfun.errors import OptionError
 from zfun.interop.ds_config import AutoValues, Recipe, from_ds_config
 from zfun.interop.ds_config._read import read
 
-__all__ = ["CONFIG_VARIABLES", "DEFAULTS", "config_of", "dtype_of", "recipe_of"]
-
 # The second name is the one that scripts for DeepSpeed set.
 CONFIG_VARIABLES = ("ZFUN_CONFIG_PATH", "PL_DEEPSPEED_CONFIG_PATH")
 

@@ -19,8 +19,6 @@ from torch.optim import Optimizer
 from zfun.errors import OptionError
 from zfun.interop.lightning._options import dtype_of
 
-__all__ = ["Dtypes", "ZfunPrecision"]
-
 
 class Dtypes(FabricPrecision):
     """The dtypes of a run; no autocast runs, because the state has the dtypes.

@@ -23,12 +23,10 @@ from zfun import optim
 from zfun.collectives import Group, split
 from zfun.errors import OptionError
 from zfun.interop.ds_config import Recipe
-from zfun.interop.engine import UNBOUNDED, Buffers, Engine, ParamGroups, named_leaves
+from zfun.interop.engine import UNBOUNDED, Engine, EngineBuffers, ParamGroups, named_leaves
 from zfun.recipes import StepInfo
 
 EngineT = TypeVar("EngineT", bound=Engine)
-
-__all__ = ["AutomaticRun", "ManualRun", "build", "groups_of"]
 
 
 class AutomaticRun:
@@ -66,7 +64,7 @@ class ManualRun:
 
     def __init__(self, module: LightningModule, engines: Sequence[Engine], group: Group) -> None:
         self.engines, self.module = list(engines), module
-        self._buffers = Buffers(module, "rank 0", group, "broadcast", {})
+        self._buffers = EngineBuffers(module, "rank 0", group, "broadcast", {})
 
     def hook(self, name: str, args: Any, kwargs: Any) -> Any:
         """Run a hook on whole parameters."""

@@ -44,8 +44,6 @@ from zfun.interop.lightning._runs import (
     take_values_of_rank_0,
 )
 
-__all__ = ["ZfunStrategy"]
-
 
 class ZfunStrategy(DDPStrategy):
     """Train a LightningModule whose state zfun shards.

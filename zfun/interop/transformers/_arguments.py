@@ -7,8 +7,6 @@ from typing import Any
 
 import transformers
 
-__all__ = ["TrainingArguments"]
-
 
 @dataclass
 class TrainingArguments(transformers.TrainingArguments):

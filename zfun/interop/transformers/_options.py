@@ -13,8 +13,6 @@ from zfun.interop.ds_config import AutoValues, Recipe, from_ds_config, is_config
 from zfun.options import shown
 from zfun.recipes import Precision
 
-__all__ = ["check_arguments", "check_launcher", "options_of", "zero_of"]
-
 _ZERO_OPTIONS = (
     "stage",
     "group",

@@ -23,8 +23,6 @@ from zfun.interop.transformers._options import (
     zero_of,
 )
 
-__all__ = ["Seq2SeqTrainer", "Trainer"]
-
 _FOLDER = "zfun"
 
 

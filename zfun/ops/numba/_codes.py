@@ -11,8 +11,6 @@ from torch import Tensor
 
 from zfun.ops.numba._compile import entry, in_parts, jit
 
-__all__ = ["dequantise", "pack_signs", "quantise", "sum_dequantised", "unpack_signs"]
-
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # Elements that must be cast first are cast in pieces that stay in the cache.

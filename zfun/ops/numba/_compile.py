@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["entry", "in_parts", "jit", "seconds_compiled"]
-
 # Below this a second thread costs more than it saves.
 _MIN_PER_THREAD = 1 << 18
 

@@ -17,8 +17,6 @@ from numba.extending import overload
 
 from zfun.ops.numba._compile import jit
 
-__all__ = ["narrow", "rounded", "widen", "widened"]
-
 _INFINITY = np.uint32(0x7F800000)
 _QUIET = np.uint32(0x7FC00000)
 

@@ -23,8 +23,6 @@ from zfun.ops.numba._float_bits import narrow, widen, widened
 from zfun.ops.numba._simd import pointer
 from zfun.ops.numba._squares import BLOCK, add_block, exact_row, new_row
 
-__all__ = ["ravel_into", "unravel_from"]
-
 _NO_ROW = np.zeros(0, np.int64)
 
 

@@ -17,8 +17,6 @@ from numba import types
 from numba.extending import intrinsic
 from numba.np import arrayobj
 
-__all__ = ["add_unit", "fma", "place", "pointer"]
-
 # Places in loops over a part of a buffer are unsigned: none counts from the end, so LLVM makes
 # vector code.
 place = np.uint64

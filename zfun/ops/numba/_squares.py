@@ -24,8 +24,6 @@ from zfun.ops.numba._compile import entry, in_parts, jit
 from zfun.ops.numba._float_bits import widened
 from zfun.ops.numba._simd import add_unit
 
-__all__ = ["BLOCK", "add_block", "exact_row", "new_row", "squares_in_bins"]
-
 # Elements of a block: source, target, widened elements and sums take a third of the first cache.
 BLOCK = 1 << 10
 

@@ -32,8 +32,6 @@ from zfun.ops.numba._float_bits import narrow, rounded, widen
 from zfun.ops.numba._simd import fma, place
 from zfun.ops.numba._squares import BLOCK, add_block, exact_row, new_row
 
-__all__ = ["lamb_apply", "lamb_moments", "step"]
-
 _NO_COPY = np.zeros(0, np.uint16)
 
 # Elements of a chunk.

@@ -15,8 +15,6 @@ from zfun.ops.numba._compile import entry, in_parts, jit
 from zfun.ops.numba._float_bits import narrow, widen
 from zfun.ops.numba._simd import pointer
 
-__all__ = ["sum_in_rank_order"]
-
 # Elements whose sum stays in the first cache until all terms are added, so that the sum may take
 # the place of any term.
 _CHUNK = 1 << 9

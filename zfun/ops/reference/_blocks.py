@@ -8,8 +8,6 @@ from torch import Tensor
 from zfun.ops._tensors import wide
 from zfun.ops.reference._sums import sum_in_rank_order
 
-__all__ = ["dequantise", "quantise", "sum_dequantised"]
-
 # The smallest normal number of float32: below it a quotient would lose bits, or a device might give
 # zero.
 _LEAST_SCALE = 2.0**-126

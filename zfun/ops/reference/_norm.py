@@ -7,8 +7,6 @@ from torch import Tensor
 
 from zfun.ops._exact import LIMBS, LOWEST, SUMS, UNIT
 
-__all__ = ["squares_in_bins"]
-
 # A chunk of this many elements stays in the cache while it is widened to float64.
 _CHUNK = 1 << 16
 

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from zfun.ops._tensors import wide
 
-__all__ = ["ravel_into", "unravel", "unravel_from"]
-
 # Below this a copy costs less than its dispatch.
 _SMALL = 1 << 12
 

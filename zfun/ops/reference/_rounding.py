@@ -11,8 +11,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["fma_into", "root_into"]
-
 
 def fma_into(out: Tensor, x: Tensor, y: Tensor | float, z: Tensor) -> None:
     """Write ``x y + z``, rounded once; ``out`` may be any of the others.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["pack_signs", "unpack_signs"]
-
 
 def pack_signs(x: Tensor) -> Tensor:
     bits = (x >= 0).to(torch.uint8)

@@ -23,8 +23,6 @@ from zfun.ops._tensors import wide
 from zfun.ops.reference._norm import squares_in_bins
 from zfun.ops.reference._rounding import fma_into, root_into
 
-__all__ = ["lamb_apply", "lamb_moments", "scale_into", "step"]
-
 # Measured on one core with a 1 MiB L2 and a 32 MiB L3: smaller chunks pay for dispatch, larger ones
 # for memory. Other devices pay more to launch.
 _CPU_CHUNK = 1 << 18
@@ -43,7 +41,7 @@ def _chunks(*tensors: Tensor | None) -> Iterator[tuple[Tensor | None, ...]]:
         yield tuple(None if x is None else x[start : start + size] for x in tensors)
 
 
-class _Work(NamedTuple):
+class _WorkSpace(NamedTuple):
     """A chunk of a step, in the dtype that is computed in; all but ``param`` may be overwritten."""
 
     param: Tensor
@@ -62,7 +60,7 @@ def _working(
     out: Tensor | None,
     *,
     whole: bool = False,
-) -> Iterator[_Work]:
+) -> Iterator[_WorkSpace]:
     """Yield the chunks of a step, and write back each after the caller has worked on it.
 
     The caller writes the change of the parameters to ``result``, or, if ``whole``, the new
@@ -87,7 +85,7 @@ def _working(
             if m is not None
         ]
         old, u = p if p.dtype == dtype else wide_param[:numel].copy_(p), result[:numel]
-        yield _Work(old, x, tuple(held), u, spare[:numel])
+        yield _WorkSpace(old, x, tuple(held), u, spare[:numel])
         for m, new in zip(ms, held, strict=True):
             if m is not None and m is not new:
                 m.copy_(new)
@@ -118,7 +116,7 @@ def _mix_squares(mean: Tensor, x: Tensor, decay: float, spare: Tensor) -> None:
 
 
 def _adam(
-    works: Iterator[_Work],
+    works: Iterator[_WorkSpace],
     *,
     b1: float,
     b2: float,
@@ -142,7 +140,7 @@ def _adam(
 
 
 def _sgd(
-    works: Iterator[_Work], *, learning_rate: float, momentum: float, nesterov: bool, l2: float
+    works: Iterator[_WorkSpace], *, learning_rate: float, momentum: float, nesterov: bool, l2: float
 ) -> None:
     for p, g, moments, u, t in works:
         if l2:
@@ -157,7 +155,7 @@ def _sgd(
 
 
 def _lion(
-    works: Iterator[_Work], *, b1: float, b2: float, learning_rate: float, decay: float
+    works: Iterator[_WorkSpace], *, b1: float, b2: float, learning_rate: float, decay: float
 ) -> None:
     for p, g, (m,), u, t in works:
         torch.mul(m, b1, out=u)
@@ -167,7 +165,7 @@ def _lion(
         m.mul_(b2).add_(g.mul_(1.0 - b2))
 
 
-def _adagrad(works: Iterator[_Work], *, learning_rate: float, eps: float, l2: float) -> None:
+def _adagrad(works: Iterator[_WorkSpace], *, learning_rate: float, eps: float, l2: float) -> None:
     for p, g, (s,), u, t in works:
         if l2:
             g.add_(torch.mul(p, l2, out=t))

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from zfun.ops._tensors import is_abstract
 
-__all__ = ["sum_in_rank_order"]
-
 # So many elements of every term stay in the cache until all are added.
 _CHUNK = 1 << 16
 

@@ -9,8 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["TILE", "as_pointer", "is_bf16", "launch", "load_wide", "store_narrow", "takes"]
-
 TILE = 1024  # elements
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from zfun.ops.triton._base import TILE, as_pointer, is_bf16, launch, load_wide, store_narrow
 
-__all__ = ["dequantise", "pack_signs", "quantise", "sum_dequantised", "unpack_signs"]
-
 
 @triton.jit
 def _pack(x, out, numel, num_bytes, TILE: tl.constexpr, BF16: tl.constexpr):

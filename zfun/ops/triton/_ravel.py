@@ -15,8 +15,6 @@ from torch import Tensor
 
 from zfun.ops.triton._base import TILE, as_pointer, is_bf16, launch, load_wide, store_narrow, takes
 
-__all__ = ["ravel_into", "unravel_from"]
-
 
 @triton.jit
 def _ravel(

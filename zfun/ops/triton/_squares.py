@@ -10,8 +10,6 @@ from torch import Tensor
 from zfun.ops._exact import LIMBS, LOWEST
 from zfun.ops.triton._base import as_pointer, is_bf16, launch, load_wide
 
-__all__ = ["squares_in_bins"]
-
 _UNITS = 128  # of 32 elements
 
 

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from zfun.ops.triton._base import TILE, as_pointer, is_bf16, launch, load_wide, store_narrow, takes
 
-__all__ = ["step"]
-
 
 @triton.jit
 def _start_step(

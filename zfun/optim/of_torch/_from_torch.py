@@ -15,10 +15,8 @@ from zfun.errors import NotElementwiseError, OptionError, ZfunError
 from zfun.optim._base import Optimizer, optimizer, remembered
 from zfun.optim._schedules import rate_at
 from zfun.optim.of_torch._probe import CUTS, Kept, examine, raised_on_a_vector, samples
-from zfun.optim.of_torch._rule import Rule
+from zfun.optim.of_torch._rule import TorchRule
 from zfun.options import Kind, shown, takes
-
-__all__ = ["from_torch"]
 
 # The learning rate of the probe, whatever the caller's is: with 0, nothing would change.
 _RATE = 0.01
@@ -91,8 +89,8 @@ def from_torch(make: type[torch.optim.Optimizer], **options: Any) -> Optimizer:
     try:
         hash(items)
     except TypeError:
-        return _pure(Rule(make, options, _kept(make, items)))
-    return _pure(Rule(make, options, _kept_cached(make, items)))
+        return _pure(TorchRule(make, options, _kept(make, items)))
+    return _pure(TorchRule(make, options, _kept_cached(make, items)))
 
 
 def _is_rate(value: Any) -> bool:
@@ -119,7 +117,7 @@ def _kept(make: type[torch.optim.Optimizer], options: tuple[tuple[str, Any], ...
     """Find out what a class carries from step to step, and refuse one that cannot run in pieces."""
     with unset_fake_temporarily():
         kept = examine(make, dict(options))
-        _check_elementwise(_pure(Rule(make, dict(options), kept)), kept.end, make.__name__)
+        _check_elementwise(_pure(TorchRule(make, dict(options), kept)), kept.end, make.__name__)
     return kept
 
 
@@ -164,5 +162,5 @@ def _check_elementwise(pure: Optimizer, end: Tensor, name: str) -> None:
         )
 
 
-def _pure(rule: Rule) -> Optimizer:
+def _pure(rule: TorchRule) -> Optimizer:
     return optimizer(rule.init, rule.update)

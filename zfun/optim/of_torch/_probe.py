@@ -22,8 +22,6 @@ from torch import Tensor
 
 from zfun.errors import NotElementwiseError, OptionError
 
-__all__ = ["CUTS", "Kept", "as_kind", "as_tensor", "examine", "raised_on_a_vector", "samples"]
-
 # The lengths of the pieces of a vector.
 CUTS = ([48], [13, 1, 34])
 _NUM_STEPS = 3
@@ -47,7 +45,7 @@ class Kept(NamedTuple):
     end: Tensor
 
 
-class _Noted(NamedTuple):
+class _ProbeNote(NamedTuple):
     """The values of an optimizer, before a step or after.
 
     Attributes:
@@ -155,7 +153,7 @@ def _run(
     values: Tensor,
     grads: Sequence[Tensor],
     cuts: list[int],
-) -> tuple[list[_Noted], Tensor]:
+) -> tuple[list[_ProbeNote], Tensor]:
     """Let one optimizer take all steps; note what it has before the first, and after each."""
     pieces = [torch.nn.Parameter(x.clone(), requires_grad=False) for x in values.split(cuts)]
     made: Any = make(pieces, **options)
@@ -173,7 +171,7 @@ def _run(
     return noted, torch.cat([piece.detach() for piece in pieces])
 
 
-def _note(made: torch.optim.Optimizer, pieces: Sequence[Tensor], known: set[int]) -> _Noted:
+def _note(made: torch.optim.Optimizer, pieces: Sequence[Tensor], known: set[int]) -> _ProbeNote:
     # A copy, because a look at the state of a new tensor would make an entry.
     states = dict(made.state)
     parts = {
@@ -197,7 +195,7 @@ def _note(made: torch.optim.Optimizer, pieces: Sequence[Tensor], known: set[int]
     }
     group = {key: _copied(x) for key, x in made.param_groups[0].items() if key != "params"}
     state = {key: _copied(x) for key, x in states.get(pieces[0], {}).items() if x is not None}
-    return _Noted(group, hidden, state)
+    return _ProbeNote(group, hidden, state)
 
 
 def _check_hidden(name: str, noted: Sequence[dict[str, Any]]) -> None:

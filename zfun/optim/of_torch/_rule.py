@@ -14,13 +14,11 @@ from zfun import tree
 from zfun.errors import LeafError, NotElementwiseError, OptionError, SpecMismatch
 from zfun.flat import Flat, padding_spans
 from zfun.optim._base import State, aligned, check_fields, check_trainable, flat_view, step_count
-from zfun.optim._missed import Run, runs_of
+from zfun.optim._missed import StepRun, runs_of
 from zfun.optim._schedules import rate_at
 from zfun.optim._stepping import no_steps
 from zfun.optim.of_torch._probe import Kept, as_kind, as_tensor
 from zfun.tree import Tree
-
-__all__ = ["Rule", "TorchState"]
 
 # Torch's loops step the last elements of a tensor by other instructions, which round differently,
 # and divide long tensors among threads. Therefore each piece is a whole number of vectors and no
@@ -56,7 +54,7 @@ class _Kinds(NamedTuple):
     group: dict[str, Any]
 
 
-class _Numbers(NamedTuple):
+class _GroupNumbers(NamedTuple):
     """The numbers after a step: of a tensor that takes every step, and of the group."""
 
     scalars: dict[str, Tensor]
@@ -64,7 +62,7 @@ class _Numbers(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Rule:
+class TorchRule:
     """A class with options: the functions of an optimizer.
 
     Attributes:
@@ -156,7 +154,7 @@ class Rule:
         """Return new parameters and the new state."""
         self._check(grads, state, params)
         rows, runs = aligned(params, gradients=grads, **state.trees), runs_of(params, grads)
-        numbers: _Numbers | None = None
+        numbers: _GroupNumbers | None = None
         new: list[list[Tensor]] = []
         for index, row in enumerate(rows):
             # Runs may leave elements out, which then stay.
@@ -167,7 +165,7 @@ class Rule:
                 for x in (row[0], *row[2:])
             ]
             vectors, targets = [flat_view(x) for x in row], [flat_view(x) for x in results]
-            whole = [Run(0, vectors[0].numel(), 0)] if vectors[0].numel() else []
+            whole = [StepRun(0, vectors[0].numel(), 0)] if vectors[0].numel() else []
             for start, stop, missed in whole if runs is None else runs[index]:
                 pieces = [_pieces(x[start:stop]) for x in vectors]
                 states, group = self._advance(state, *pieces, missed=missed)
@@ -188,7 +186,7 @@ class Rule:
             name: tree.unflatten(spec, [results[1 + place] for results in new])
             for place, name in enumerate(state.trees)
         }
-        numbers = numbers or _Numbers(dict(state.scalars), dict(state.group))
+        numbers = numbers or _GroupNumbers(dict(state.scalars), dict(state.group))
         return [results[0] for results in new], TorchState(
             state.count + 1, trees, *numbers, self.given(step_count(state.count))
         )
@@ -313,15 +311,15 @@ class Rule:
         before: TorchState,
         states: Sequence[dict[str, Any]],
         group: dict[str, Any],
-        first: _Numbers | None,
-    ) -> _Numbers:
+        first: _GroupNumbers | None,
+    ) -> _GroupNumbers:
         """Return the numbers after a step, which may depend on the number of steps only."""
         of_group = {name: self._number(name, group[name], x) for name, x in before.group.items()}
         for state in states:
             scalars = {
                 name: self._number(name, state[name], x) for name, x in before.scalars.items()
             }
-            first = first or _Numbers(scalars, of_group)
+            first = first or _GroupNumbers(scalars, of_group)
             for known, found in zip(first, (scalars, of_group), strict=True):
                 for name, value in known.items():
                     if not torch.equal(found[name], value):

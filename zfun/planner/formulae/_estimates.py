@@ -10,15 +10,6 @@ import torch
 from zfun import tree
 from zfun.options import ANY, integer, number, takes
 
-__all__ = [
-    "Estimate",
-    "Estimates",
-    "bucket_buffer_bytes",
-    "estimate_zero2",
-    "estimate_zero3",
-    "sizes_of",
-]
-
 _COUNT = number(0, example="7.5e9")
 
 

@@ -6,17 +6,6 @@ from typing import NamedTuple
 
 from zfun.options import BOOL, integer, number, one_of, takes
 
-__all__ = [
-    "InfinityMemory",
-    "aggregate_bandwidth",
-    "efficiency",
-    "infinity_memory",
-    "intensity",
-    "required_bandwidth",
-    "transformer_flops",
-    "transformer_params",
-]
-
 _COUNT = number(0, example="7.5e9")
 _POSITIVE = number(above=0, example="32e9")
 

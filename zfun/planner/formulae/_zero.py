@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 from zfun.options import BOOL, each, integer, number, one_of, takes
 
-__all__ = ["Volume", "largest_model", "zero_memory", "zero_table", "zero_volume"]
-
 _STAGE = one_of(0, 1, 2, 3, example="3")
 _COUNT = number(0, example="7.5e9")
 _POSITIVE = number(above=0, example="32e9")

@@ -31,8 +31,6 @@ from zfun.planner.plans._space import Candidate, Model, candidates
 from zfun.tables import html_table, in_bytes, in_columns
 from zfun.transforms import map_batch
 
-__all__ = ["Advice", "Rung", "advise"]
-
 _MOST_DOUBLINGS = 4
 # Rounding of sums of times.
 _CLOSE = 1e-9

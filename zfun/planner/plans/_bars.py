@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from zfun.planner.plans._hardware import Forecast
     from zfun.planner.plans._record import Plan
 
-__all__ = ["draw_bars"]
-
 _PARTS = {
     "compute_s": "#0072B2",
     "network_s": "#D55E00",

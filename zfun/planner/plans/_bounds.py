@@ -23,15 +23,12 @@ from zfun.compression import int8
 from zfun.layout import layout_of
 from zfun.planner._meter import SMALL
 from zfun.planner._price import Hop, price_of_gather, price_of_sum
-from zfun.planner.plans._hardware import Forecast, Hardware, Work, forecast
+from zfun.planner.plans._hardware import Forecast, Hardware, StepWork, forecast
 from zfun.planner.plans._plan import plan
 from zfun.planner.plans._space import Candidate, Model, composed
 from zfun.recipes._precision import policy_of
 from zfun.transforms import cast, split_batch
 from zfun.transforms.grads._value import WeightedMean
-
-__all__ = ["Bound", "Bounds"]
-
 
 _MARK, _MARK_SIZE = "eye", 32
 
@@ -49,7 +46,7 @@ class Bound(NamedTuple):
     """
 
     composition: Candidate
-    work: Work
+    work: StepWork
     forecast: Forecast
     device: int
     host: int
@@ -124,7 +121,7 @@ class Bounds:
         work, device, host, disk = known
         return Bound(choice, work, forecast(work, hardware), device, host, disk)
 
-    def _bound(self, choice: Candidate) -> tuple[Work, int, int, int]:
+    def _bound(self, choice: Candidate) -> tuple[StepWork, int, int, int]:
         k, is_third = choice.num_micro_batches, choice.stage == 3
         loss = self._once(
             self._loss_of, choice.recomputed, choice.num_micro_batches, choice.precision
@@ -154,7 +151,7 @@ class Bounds:
             self._peak_of, choice.recomputed, choice.num_micro_batches, choice.precision, ends
         )
         held += max(peak, traffic.packed)
-        work = Work(
+        work = StepWork(
             self._group.size,
             k * loss.flops,
             _sent(choice, traffic),

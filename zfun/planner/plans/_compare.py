@@ -18,8 +18,6 @@ from zfun.planner.plans._plan import GROUP_OR_SIZE, plan
 from zfun.planner.plans._record import Plan
 from zfun.tables import html_table, in_columns
 
-__all__ = ["Comparison", "compare"]
-
 
 def _is_recipes(x: Any) -> bool:
     return isinstance(x, Mapping) and all(
@@ -35,7 +33,7 @@ _RECIPES = Kind(
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class PlanComparison:
     """Plans by name, made by :func:`compare`; ``print`` shows a table of them.
 
     Attributes:
@@ -50,7 +48,7 @@ class Comparison:
         """Return the table, the header first, without columns of zeros; bytes are of one rank.
 
         Example:
-            >>> Comparison({}).rows()
+            >>> PlanComparison({}).rows()
             [('', 'kept', 'peak', 'in host memory', 'on disk', 'sent', 'operations')]
         """
         header = ["", "kept", "peak", "in host memory", "on disk", "sent", "operations"]
@@ -123,7 +121,7 @@ def compare(
     *,
     device: torch.device | str = "cpu",
     hardware: Hardware | None = None,
-) -> Comparison:
+) -> PlanComparison:
     """Plan a step of several compositions.
 
     Args:
@@ -157,7 +155,7 @@ def compare(
             "compare() takes at least one composition; got none; pass {'ZeRO-3': lambda group: "
             "zf.zero(3, loss_fn, optimizer, group)}"
         )
-    return Comparison(
+    return PlanComparison(
         {
             name: plan(recipe, params, batch, group, device=device)
             for name, recipe in recipes.items()

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-__all__ = ["FlopCounter", "Flops", "Touched"]
-
 
 class Flops(NamedTuple):
     """Floating-point operations of matrix products, convolutions and attention, of one rank.

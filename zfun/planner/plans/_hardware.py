@@ -13,8 +13,6 @@ from typing import NamedTuple
 from zfun.errors import OptionError
 from zfun.options import instance, integer, number, takes
 
-__all__ = ["HARDWARE", "Forecast", "Hardware", "Work", "forecast"]
-
 _SIZE = number(0, infinite=True, example="80e9")
 _RATE = number(above=0, infinite=True, example="1e12")
 
@@ -124,7 +122,7 @@ HARDWARE = instance(
 )
 
 
-class Work(NamedTuple):
+class StepWork(NamedTuple):
     """What a step of one rank asks of each part of a machine.
 
     Attributes:
@@ -204,12 +202,12 @@ class Forecast(NamedTuple):
         return self.compute_s / self.at_most_s if self.at_most_s else 1.0
 
 
-def forecast(work: Work, hardware: Hardware) -> Forecast:
+def forecast(work: StepWork, hardware: Hardware) -> Forecast:
     """Return the time of a step.
 
     Example:
         >>> machine = Hardware(flops_per_s=1e12, network=1e9, local_network=9e9, ranks_per_host=8)
-        >>> work = Work(16, 10**12, {"": 9 * 10**9}, 0, 0, 0, 0, 0, 0, 0)
+        >>> work = StepWork(16, 10**12, {"": 9 * 10**9}, 0, 0, 0, 0, 0, 0, 0)
         >>> found = forecast(work, machine)
         >>> found.network_s, found.least_network_s, found.at_most_s
         (9.0, 1.125, 10.0)

@@ -16,8 +16,6 @@ from zfun.modules import functional
 from zfun.options import PATH, integer, takes
 from zfun.planner.plans._space import Model
 
-__all__ = ["from_huggingface"]
-
 
 @takes(path=PATH, rows=integer(1), length=integer(2))
 def from_huggingface(path: str | Path, rows: int = 1, length: int = 1024) -> Model:

@@ -12,8 +12,6 @@ from zfun.flat import flats, leaf_spans
 from zfun.optim import MasterState
 from zfun.stores import Stored
 
-__all__ = ["PathBytes", "bytes_by_path"]
-
 
 class PathBytes(NamedTuple):
     """Bytes that a rank keeps between steps for the leaves below one entry of the parameters.

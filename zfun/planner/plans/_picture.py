@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-__all__ = ["COLOURS", "INK", "SIZES", "draw", "draw_frontier"]
-
 # Okabe and Ito's palette, whose colours differ for colour-blind readers and in grey.
 COLOURS = {
     "params": "#0072B2",

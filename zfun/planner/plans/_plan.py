@@ -28,8 +28,6 @@ from zfun.planner.plans._flops import FlopCounter
 from zfun.planner.plans._kept import bytes_by_path
 from zfun.planner.plans._record import Moved, Plan, Sent
 
-__all__ = ["GROUP_OR_SIZE", "Observer", "live_bytes", "plan"]
-
 GROUP_OR_SIZE = integer(1, example="8") | GROUP
 
 

@@ -9,11 +9,9 @@ from typing import Any, NamedTuple
 from zfun.options import ANY, takes
 from zfun.planner._parts import PLACES, Live
 from zfun.planner.plans._flops import Flops, Touched
-from zfun.planner.plans._hardware import HARDWARE, Forecast, Hardware, Work, forecast
+from zfun.planner.plans._hardware import HARDWARE, Forecast, Hardware, StepWork, forecast
 from zfun.planner.plans._kept import PathBytes
 from zfun.tables import html_table, in_bytes, in_columns
-
-__all__ = ["Moved", "Plan", "Sent"]
 
 
 class Sent(NamedTuple):
@@ -103,14 +101,14 @@ class Plan(Live):
         return forecast(self.work, hardware)
 
     @property
-    def work(self) -> Work:
+    def work(self) -> StepWork:
         """What a step asks of each part of a machine."""
         held = self.steady
         on_device, elsewhere = (
             sum(place.masters + place.moments for place in places)
             for places in ((held.device,), (held.host, held.disk))
         )
-        return Work(
+        return StepWork(
             self.size,
             self.flops.total,
             {axis: self.bytes_sent(axis=axis) for axis in ("", "inner", "outer")},

@@ -21,8 +21,6 @@ from zfun.recipes import Precision, zero
 from zfun.transforms import ScheduleOptions
 from zfun.typing import Loss
 
-__all__ = ["Candidate", "Model", "candidates", "composed"]
-
 _LEAN_BYTES = 2**20
 _MOST_MICRO_BATCHES = 8
 _PRECISION = instance(Precision, "a zf.Precision", "zf.Precision(...)") | one_of(

@@ -31,8 +31,6 @@ try:
 except (ImportError, TypeError, RuntimeError):
     _view = None
 
-__all__ = ["BucketForm", "BucketShard", "shards_of", "tree_of", "view_of", "views_of"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BucketForm:

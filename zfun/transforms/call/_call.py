@@ -10,8 +10,6 @@ from zfun.compression import Codec
 from zfun.flat import Flat
 from zfun.transforms.call._executor import Executor
 
-__all__ = ["BoundParams", "LossCall", "call_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class LossCall:

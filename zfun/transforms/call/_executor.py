@@ -27,8 +27,6 @@ from zfun.layout import LeafSlot
 from zfun.transforms.call._reducer import GradReducer
 from zfun.transforms.call._written import check_unwritten
 
-__all__ = ["CallParams", "Executor", "WholeParams", "check_recomputed"]
-
 
 class CallParams(Protocol):
     """The parameters of a call, in the form that the loss receives."""

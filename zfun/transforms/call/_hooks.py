@@ -21,8 +21,6 @@ from zfun.compression import Codec, start, sum_bucket
 from zfun.layout import Layout
 from zfun.placement import Placement, S
 
-__all__ = ["CommHook", "Handle", "SumHook"]
-
 
 class Handle(Protocol):
     """A collective, or a move to a store, that has been started."""

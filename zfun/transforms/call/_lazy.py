@@ -17,19 +17,6 @@ from zfun import ops, tree
 from zfun.errors import PlacementError, ZfunError
 from zfun.layout import Layout
 
-__all__ = [
-    "METADATA",
-    "LazyLeaf",
-    "LazyLeaves",
-    "Source",
-    "is_held",
-    "is_loading",
-    "loading",
-    "materialise",
-    "outside_inference_mode",
-    "tensor_of",
-]
-
 _loading: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "zfun_transforms_loading", default=False
 )
@@ -38,7 +25,7 @@ _loading: contextvars.ContextVar[bool] = contextvars.ContextVar(
 _use_count: Callable[[Tensor], int] = Tensor._use_count  # pyrefly: ignore[missing-attribute]
 
 
-class Source:
+class BucketSource:
     """The source of the tensors of the lazy leaves of one bucket.
 
     Attributes:
@@ -62,7 +49,7 @@ class LazyLeaf(torch.Tensor):
     gathered tensor instead; queries of metadata gather nothing.
     """
 
-    source: Source
+    source: BucketSource
     place: int
     path: str
 
@@ -74,7 +61,7 @@ class LazyLeaf(torch.Tensor):
         device: torch.device,
         requires_grad: bool,
         path: str,
-        source: Source,
+        source: BucketSource,
         place: int = 0,
     ) -> Self:
         leaf = torch.Tensor._make_wrapper_subclass(
@@ -96,7 +83,7 @@ class LazyLeaf(torch.Tensor):
             return made[0]
 
         return LazyLeaf(
-            tuple(self.shape), dtype, self.device, self.requires_grad, self.path, Source(load)
+            tuple(self.shape), dtype, self.device, self.requires_grad, self.path, BucketSource(load)
         )
 
     def __repr__(self) -> str:  # pyrefly: ignore[bad-override]
@@ -154,7 +141,7 @@ class LazyLeaves:
     """
 
     def __init__(self, layout: Layout, compute_dtype: torch.dtype | None, *, trained: bool) -> None:
-        self.sources = [Source(_closed) for _ in layout.buckets]
+        self.sources = [BucketSource(_closed) for _ in layout.buckets]
         self._layout = layout
         places = {
             leaf: place for bucket in layout.buckets for place, leaf in enumerate(bucket.leaves)

@@ -36,8 +36,6 @@ from zfun.errors import ZfunError
 from zfun.layout import Layout, LeafSlot
 from zfun.transforms.call._hooks import CommHook, Handle
 
-__all__ = ["MAX_IN_FLIGHT", "GradReducer", "is_bucket_view"]
-
 # Reductions in flight: one that runs while the next bucket is filled.
 MAX_IN_FLIGHT = 2
 

@@ -23,8 +23,6 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-__all__ = ["Packed", "SavedViews", "noting_recomputation"]
-
 # A view of a gathered bucket: bucket, dtype, shape, strides and offset. The bucket is a list that
 # all views share, because the reference count of the list tells whether a view is left.
 Packed: TypeAlias = tuple[list[int], torch.dtype, tuple[int, ...], tuple[int, ...], Any]

@@ -8,8 +8,6 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from zfun.tables import html_table, in_bytes
 
-__all__ = ["Event", "Kind", "Phase", "Step", "Trace", "TracedBucket"]
-
 Kind: TypeAlias = Literal["read", "gather", "use", "release", "reduce"]
 Phase: TypeAlias = Literal["start", "forward", "backward"]
 

@@ -11,8 +11,6 @@ from zfun import ops
 from zfun.errors import ZfunError
 from zfun.layout import LeafSlot
 
-__all__ = ["check_unwritten", "marks_of", "written"]
-
 
 def check_unwritten(
     views: Sequence[Tensor], slots: Sequence[LeafSlot], marks: Sequence[int] | None = None

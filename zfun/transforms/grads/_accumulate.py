@@ -24,8 +24,6 @@ from zfun.transforms.grads._value import (
 )
 from zfun.typing import Gradient
 
-__all__ = ["accumulate", "add_grads", "scale_grads"]
-
 
 @takes(vg=FUNCTION, num_micro_batches=integer(1))
 def accumulate(vg: Gradient, num_micro_batches: int) -> Gradient:

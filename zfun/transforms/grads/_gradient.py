@@ -31,8 +31,6 @@ from zfun.transforms.grads._value import (
 from zfun.transforms.remat import warn_of_whole_loss
 from zfun.typing import Gradient, Loss
 
-__all__ = ["data_parallel", "scale_loss", "value_and_grad", "vjp"]
-
 
 @takes(loss=FUNCTION)
 def value_and_grad(loss: Loss) -> GradientFunction:

@@ -38,8 +38,6 @@ from zfun.transforms.grads._value import NO_AUX, WeightedMean, ZfunGradient, par
 from zfun.transforms.values._agreement import check_agreement
 from zfun.typing import Loss
 
-__all__ = ["GradientFunction", "grad_dtypes"]
-
 
 @dataclass(frozen=True, slots=True)
 class OpenCall:

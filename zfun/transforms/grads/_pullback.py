@@ -31,8 +31,6 @@ from zfun.collectives import Group, gather_values, global_ranks
 from zfun.errors import CollectiveMismatch, SpecMismatch, ZfunError
 from zfun.transforms._batches import open_batch
 
-__all__ = ["Outputs", "Pullback", "start_backward", "start_forward"]
-
 Pulled: TypeAlias = tuple[Any, list["Tensor | None"]]
 """The gradients, and the cotangents of inputs."""
 
@@ -227,21 +225,21 @@ class Outputs:
 
 
 @dataclass(slots=True)
-class _Calls:
+class _OpenCalls:
     """The calls of a group: how many began, and which of them were not pulled."""
 
     count: int = 0
     unpulled: set[int] = field(default_factory=set)
 
 
-_CALLS: weakref.WeakKeyDictionary[Group, _Calls] = weakref.WeakKeyDictionary()
+_CALLS: weakref.WeakKeyDictionary[Group, _OpenCalls] = weakref.WeakKeyDictionary()
 
 
 def start_forward(group: Group | None) -> int:
     """Return the number of a new call; compare it across ranks if another rank may be pulling."""
     if group is None or group.size == 1:
         return 0
-    calls = _CALLS.setdefault(group, _Calls())
+    calls = _CALLS.setdefault(group, _OpenCalls())
     number = calls.count + 1
     if calls.unpulled:
         _compare(number, group)

@@ -16,8 +16,6 @@ from zfun.transforms.grads._value import changed_grads, check_gradient
 from zfun.transforms.values._redistribute import redistribute
 from zfun.typing import Gradient
 
-__all__ = ["replicate_grads", "shard_grads"]
-
 
 @takes(vg=FUNCTION, group=GROUP)
 def shard_grads(vg: Gradient, group: Group) -> Gradient:

@@ -31,8 +31,6 @@ from zfun.errors import ZfunError
 from zfun.transforms._batches import open_batch
 from zfun.transforms.call._executor import Executor
 
-__all__ = ["Tape"]
-
 
 class Tape:
     """A call between forward and backward, or between two backward passes; see [Note: tapes].

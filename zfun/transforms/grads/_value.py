@@ -16,20 +16,6 @@ from zfun.options import SCALAR, number, takes
 from zfun.transforms.grads._pullback import Pullback
 from zfun.typing import Gradient, Loss
 
-__all__ = [
-    "NO_AUX",
-    "ComposedGradient",
-    "WeightedMean",
-    "ZfunGradient",
-    "ZfunLoss",
-    "changed_grads",
-    "check_gradient",
-    "check_loss",
-    "parse",
-    "start_vjp",
-    "weighted_mean",
-]
-
 
 class ZfunLoss(Loss):
     """A loss that a transform has returned."""

@@ -9,8 +9,6 @@ from zfun.collectives import gather_values
 from zfun.flat import Flat
 from zfun.stores import Stored
 
-__all__ = ["agree", "await_ranks", "can_fail"]
-
 
 def can_fail(value: tree.Tree) -> bool:
     """Whether a store of a tensor in a tree may fail."""

@@ -37,10 +37,8 @@ from zfun.transforms._notes import noting
 from zfun.transforms.optimizer._agree import agree, can_fail
 from zfun.transforms.optimizer._placing import layout_for, lift, lower
 from zfun.transforms.optimizer._probe import check_padding, probe
-from zfun.transforms.optimizer._stream import Update, streamed
+from zfun.transforms.optimizer._stream import StreamedUpdate, streamed
 from zfun.transforms.values._redistribute import redistribute
-
-__all__ = ["apply", "apply_spending", "finish"]
 
 
 @ops.uncompiled
@@ -124,7 +122,7 @@ def _apply(
 
 
 def finish(
-    update: Update, grads: Flat, state: Any, params: Flat, *, donate: bool = False
+    update: StreamedUpdate, grads: Flat, state: Any, params: Flat, *, donate: bool = False
 ) -> tuple[Flat, Any]:
     """Finish a step that began in backward; the arguments are those of :func:`apply`."""
     with noting("update"):

@@ -15,8 +15,6 @@ from zfun.flat import Flat
 from zfun.layout import Layout
 from zfun.stores import Stored
 
-__all__ = ["CutState", "cut_state", "last_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class CutState:

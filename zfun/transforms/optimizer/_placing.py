@@ -21,10 +21,8 @@ from zfun.optim import Optimizer
 from zfun.placement import Placement, S
 from zfun.transforms.values._redistribute import redistribute
 
-__all__ = ["Placed", "deliver", "is_placed", "layout_for", "lift", "lower"]
 
-
-class Placed(NamedTuple):
+class PlacedOptimizer(NamedTuple):
     """Values in the form that an optimizer takes.
 
     Attributes:
@@ -78,7 +76,7 @@ def deliver(grads: Flat, placement: Placement, group: Group, *, donate: bool = F
     return stores.by_bucket(move, grads)
 
 
-def lower(optimizer: Optimizer, grads: tree.Tree, state: object, params: Flat) -> Placed:
+def lower(optimizer: Optimizer, grads: tree.Tree, state: object, params: Flat) -> PlacedOptimizer:
     """Bring gradients and parameters to the placement of an optimizer.
 
     Args:
@@ -104,8 +102,8 @@ def lower(optimizer: Optimizer, grads: tree.Tree, state: object, params: Flat) -
         grads = change_layout(stores.resident(grads), placed.layout)
     check_same_layout(placed, grads, "parameters and gradients")
     if mesh_of(params.group).size > 1 and optimizer.takes_terms(state):
-        return Placed(stores.resident(grads), placed, present)
-    return Placed(
+        return PlacedOptimizer(stores.resident(grads), placed, present)
+    return PlacedOptimizer(
         redistribute(grads, placed.placement, placed.group, name="grads"), placed, present
     )
 

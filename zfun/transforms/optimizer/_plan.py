@@ -28,8 +28,6 @@ from zfun.options import BOOL, each, instance, integer, takes
 from zfun.stores import READ_AHEAD
 from zfun.tables import html_table
 
-__all__ = ["UPDATE", "UpdateKind", "UpdatePlan", "UpdateStep", "plan_update"]
-
 UpdateKind: TypeAlias = Literal["read", "wait", "compute", "write", "gather", "commit"]
 
 

@@ -21,8 +21,6 @@ from zfun.placement import S
 from zfun.stores import Stored
 from zfun.tree import Tree
 
-__all__ = ["check_padding", "is_separable", "probe"]
-
 _Result = TypeVar("_Result")
 
 _SHAPES = ((7, 5), (5,), (), (4, 3, 3))

@@ -18,8 +18,6 @@ from zfun.transforms.optimizer._probe import check_padding, probe
 from zfun.transforms.values._agreement import check_agreement
 from zfun.transforms.values._redistribute import redistribute
 
-__all__ = ["shard_optimizer"]
-
 
 @takes(optimizer=ANY, group=GROUP, bucket_bytes=integer(1))
 def shard_optimizer(

@@ -18,8 +18,6 @@ from zfun.placement import Placement
 from zfun.stores import Stored
 from zfun.transforms.optimizer._placing import layout_for
 
-__all__ = ["check_state", "kind_of_state"]
-
 _REMEDY = "make the state with the init() that belongs to the step, or step with its options"
 
 

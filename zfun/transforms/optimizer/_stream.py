@@ -28,10 +28,10 @@ from zfun.transforms.optimizer._plan import UpdateKind, UpdatePlan, UpdateStep, 
 from zfun.transforms.optimizer._probe import is_separable
 from zfun.transforms.values._redistribute import redistribute
 
-__all__ = ["Update", "streamed"]
 
-
-def streamed(optimizer: Optimizer, grads: Flat | None, state: Any, params: Flat) -> Update | None:
+def streamed(
+    optimizer: Optimizer, grads: Flat | None, state: Any, params: Flat
+) -> StreamedUpdate | None:
     """Prepare an update that goes bucket by bucket; ``None`` for one that must be taken at once.
 
     Args:
@@ -61,7 +61,7 @@ def streamed(optimizer: Optimizer, grads: Flat | None, state: Any, params: Flat)
     places = () if masters is None else masters.places
     has_master = frozenset(bucket for place in places if place is not None for bucket in place)
     missed = {} if grads is None else grads.missed
-    return Update(ready, grads, params, cut, has_master, placement, group, missed)
+    return StreamedUpdate(ready, grads, params, cut, has_master, placement, group, missed)
 
 
 @dataclass(slots=True)
@@ -84,7 +84,7 @@ class _Bucket:
 
 
 @dataclass(slots=True)
-class Update:
+class StreamedUpdate:
     """One update; each kind of step of the plan is a method."""
 
     optimizer: Optimizer

@@ -20,7 +20,7 @@ from zfun.stores import Stored
 from zfun.transforms.call._hooks import Handle
 from zfun.transforms.optimizer._agree import can_fail
 from zfun.transforms.optimizer._cut import cut_state
-from zfun.transforms.optimizer._stream import Update, streamed
+from zfun.transforms.optimizer._stream import StreamedUpdate, streamed
 
 __all__ = ["UpdateHook", "begin"]
 
@@ -35,19 +35,19 @@ class UpdateHook:
             that none of them used.
     """
 
-    update: Update | None = None
+    update: StreamedUpdate | None = None
     left: set[int] = field(default_factory=set)
 
     def start(self, buffer: Tensor, layout: Layout, bucket: int) -> Handle:
         """Step a bucket, and pass on the gradients, or a Spent if the memory may be written."""
         del layout
         if self.update is None or bucket in self.left:
-            return _Taken(buffer)
-        return _Taken(self.update.take(bucket, buffer))
+            return _TakenBuckets(buffer)
+        return _TakenBuckets(self.update.take(bucket, buffer))
 
 
 @dataclass(frozen=True, slots=True)
-class _Taken:
+class _TakenBuckets:
     """A bucket that the update has seen."""
 
     grads: Tensor | Spent
@@ -66,7 +66,7 @@ def begin(
     in_backward: bool,
     stores_grads: bool,
     missed: Mapping[str, int | None],
-) -> Update | None:
+) -> StreamedUpdate | None:
     """Begin an update before forward, and start the first reads.
 
     Args:

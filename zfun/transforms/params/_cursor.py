@@ -14,14 +14,12 @@ from zfun.collectives import Broadcast, Collective, Group, Stream
 from zfun.transforms.call._trace import Step
 from zfun.transforms.params._schedule import Schedule
 
-__all__ = ["WINDOW", "Plan", "ScheduleCursor", "of_rank_0"]
-
 # How many buckets stay gathered behind the one in use while the order of use is not known.
 WINDOW = 2
 
 
 @dataclass(frozen=True)
-class Plan:
+class SchedulePlan:
     """A learnt schedule, and the buckets that backward used in the traced pass.
 
     ``ahead`` lists them, see [Note: what backward will use]. It is ``None`` until there was a

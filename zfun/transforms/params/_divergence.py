@@ -30,8 +30,6 @@ from torch import Tensor
 from zfun.collectives import AllGather, Collective, Group, Stream, Work, global_ranks
 from zfun.transforms.call._buckets import BucketShard
 
-__all__ = ["Divergence"]
-
 # The words of a rank that asks for no bucket.
 _FOLLOWED, _DIVERGED = -1, -2
 

@@ -47,14 +47,12 @@ from zfun.transforms.call._lazy import LazyLeaf, LazyLeaves, is_held
 from zfun.transforms.call._saved import Packed, SavedViews
 from zfun.transforms.call._trace import Event, Phase, Step, Trace
 from zfun.transforms.call._written import check_unwritten, marks_of
-from zfun.transforms.params._cursor import WINDOW, Plan, ScheduleCursor, of_rank_0
+from zfun.transforms.params._cursor import WINDOW, ScheduleCursor, SchedulePlan, of_rank_0
 from zfun.transforms.params._divergence import Divergence
 from zfun.transforms.params._schedule import schedule
 from zfun.transforms.params._schedule_options import ScheduleOptions
 from zfun.transforms.params._scheduler import with_reads
 from zfun.transforms.params._torch_func import saved_views_hooks
-
-__all__ = ["GatheredParams"]
 
 # No bucket is in use.
 _NO_BUCKET = -1
@@ -86,8 +84,8 @@ class GatheredParams:
         shards: Sequence[BucketShard],
         call: LossCall,
         options: ScheduleOptions,
-        plan: Plan | None,
-        learn: Callable[[Plan], None],
+        plan: SchedulePlan | None,
+        learn: Callable[[SchedulePlan], None],
         secondary: Group | None,
     ) -> None:
         executor = call.executor
@@ -276,7 +274,7 @@ class GatheredParams:
         used = [event.bucket for event in self._events]
         forward, leaves = self._agreed([used, list(self._first_uses)], "order of use")
         trace = Trace(self._traced, self._group.size, tuple(forward), leaves=tuple(leaves))
-        self._plan = Plan(schedule(trace, self._options))
+        self._plan = SchedulePlan(schedule(trace, self._options))
         self._learn(self._plan)
         self._cursor.followed = tuple(used) == self._plan.schedule.trace.forward
         return not self._cursor.followed
@@ -360,7 +358,7 @@ class GatheredParams:
                 buckets=self._traced,
                 backward=tuple(Event(kind, bucket) for kind, bucket in events),
             )
-            self._learn(Plan(schedule(trace, self._options), self._ahead))
+            self._learn(SchedulePlan(schedule(trace, self._options), self._ahead))
         if again:
             self._phase, self._now, self._is_again = "turn", _NO_BUCKET, True
         else:

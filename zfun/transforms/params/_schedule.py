@@ -30,8 +30,6 @@ from zfun.transforms.call._trace import Phase, Step, Trace, TracedBucket
 from zfun.transforms.params._schedule_options import OPTIONS, ScheduleOptions
 from zfun.transforms.params._scheduler import steps_of
 
-__all__ = ["SCHEDULE", "Schedule", "schedule"]
-
 
 @dataclass(frozen=True, slots=True)
 class Schedule:

@@ -9,8 +9,6 @@ from zfun.errors import OptionError
 from zfun.options import BOOL, GROUP, instance, integer, takes
 from zfun.transforms.call._trace import TracedBucket
 
-__all__ = ["OPTIONS", "ScheduleOptions", "secondary_of"]
-
 
 @takes(
     prefetch=integer(0),

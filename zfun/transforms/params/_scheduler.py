@@ -10,8 +10,6 @@ from zfun.errors import OptionError
 from zfun.transforms.call._trace import Kind, Phase, Step, Trace
 from zfun.transforms.params._schedule_options import ScheduleOptions
 
-__all__ = ["steps_of", "with_reads"]
-
 
 def steps_of(trace: Trace, options: ScheduleOptions, persistent: frozenset[int]) -> list[Step]:
     """Return the steps of a schedule.

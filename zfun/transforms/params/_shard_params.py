@@ -32,15 +32,13 @@ from zfun.transforms.call._call import call_of
 from zfun.transforms.call._executor import Executor, WholeParams
 from zfun.transforms.call._lazy import outside_inference_mode
 from zfun.transforms.grads._value import ZfunLoss, check_loss
-from zfun.transforms.params._cursor import Plan
+from zfun.transforms.params._cursor import SchedulePlan
 from zfun.transforms.params._schedule import Schedule
 from zfun.transforms.params._schedule_options import OPTIONS, ScheduleOptions, secondary_of
 from zfun.transforms.remat import warn_of_whole_loss
 from zfun.transforms.values._communicate import needs_autograd
 from zfun.transforms.values._unshard import gather_for
 from zfun.typing import Loss
-
-__all__ = ["ShardedLoss", "shard_params"]
 
 
 @takes(
@@ -144,7 +142,7 @@ class ShardedLoss(ZfunLoss):
         self.options = options
         self.secondary = secondary_of(group, options)
         self.codec = codec
-        self._plans: dict[tuple[tuple[Layout, ...], tuple[bool, ...]], Plan] = {}
+        self._plans: dict[tuple[tuple[Layout, ...], tuple[bool, ...]], SchedulePlan] = {}
 
     @property
     def schedules(self) -> list[Schedule]:
@@ -162,7 +160,7 @@ class ShardedLoss(ZfunLoss):
         with outside_inference_mode():
             return self._call(torch.inference_mode()(self.loss), params, batch)
 
-    def _learn(self, key: Any, plan: Plan) -> None:
+    def _learn(self, key: Any, plan: SchedulePlan) -> None:
         if self.learns:
             self._plans[key] = plan
 

@@ -27,8 +27,6 @@ from zfun import tree
 from zfun.transforms.call._lazy import LazyLeaf, materialise
 from zfun.transforms.call._saved import SavedViews
 
-__all__ = ["saved_views_hooks"]
-
 # The functions that all transforms call, and whether torch refuses saved-tensor hooks there.
 # torch does not promise these names: without them a loss can only hold gathered leaves.
 _TRANSFORMS = [

@@ -19,8 +19,6 @@ from torch.func import functional_call
 from zfun import tree
 from zfun.transforms.call._lazy import LazyLeaf, loading
 
-__all__ = ["Block"]
-
 
 class Block:
     """A function with all arguments but the tensors.

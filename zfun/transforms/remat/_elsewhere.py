@@ -33,9 +33,7 @@ from zfun.collectives import (
 )
 from zfun.errors import SpecMismatch
 from zfun.stores import Store, Stored
-from zfun.transforms.remat._vectors import Form, form_of, tensor_of, vector_of
-
-__all__ = ["Agreed", "Elsewhere", "Moved", "Stays"]
+from zfun.transforms.remat._vectors import VectorForm, form_of, tensor_of, vector_of
 
 # How many tensors are read from a store before backward needs the tensors.
 AHEAD = 2
@@ -60,7 +58,7 @@ class Stays:
     value: Any
 
 
-class Moved:
+class MovedVector:
     """A tensor that is kept elsewhere, as a vector or as this rank's part of the vector.
 
     Args:
@@ -84,7 +82,7 @@ class Moved:
     def __init__(self, memory: Tensor | Stored, tensor: Tensor, numel: int, place: int) -> None:
         self.memory = memory
         self.numel = numel
-        self.form: Form = form_of(tensor)
+        self.form: VectorForm = form_of(tensor)
         self.device = tensor.device
         self.place = place
         self.reading: Work | None = None
@@ -128,10 +126,10 @@ class Elsewhere:
         self._agreed = set() if agreed is None else agreed
         self._runs_again = runs_again
         self._name = name
-        self._kept: list[weakref.ref[Moved]] = []
+        self._kept: list[weakref.ref[MovedVector]] = []
         self._before: weakref.ref[Elsewhere] | None = None
 
-    def keep(self, tensor: Tensor) -> Moved | Stays:
+    def keep(self, tensor: Tensor) -> MovedVector | Stays:
         """Move a tensor here; an empty tensor, or one with overlapping elements, stays in place."""
         vector = vector_of(tensor)
         if vector is None:
@@ -146,14 +144,14 @@ class Elsewhere:
         place = len(self._kept)
         with self._locating(place):
             memory = vector if self.store is None else self.store.put(vector, "activations")
-        kept = Moved(memory, tensor, numel, place)
+        kept = MovedVector(memory, tensor, numel, place)
         if self.store is not None and not self._kept:
             self._before = _last.block
             _last.block = weakref.ref[Elsewhere](self)
         self._kept.append(weakref.ref(kept))
         return kept
 
-    def restore(self, kept: Moved | Stays) -> Any:
+    def restore(self, kept: MovedVector | Stays) -> Any:
         """Return the tensor, and start to read the tensors that backward needs next."""
         if isinstance(kept, Stays):
             return kept.value
@@ -173,13 +171,13 @@ class Elsewhere:
     def _locating(self, place: int) -> Any:
         return stores.locating(leaf=f"activation {place} of {self._name}")
 
-    def _read_ahead(self, kept: Moved) -> None:
+    def _read_ahead(self, kept: MovedVector) -> None:
         todo = itertools.chain(self._after(kept.place), self._of_blocks_before())
         for block, following in itertools.islice(todo, AHEAD):
             with block._locating(following.place):
                 following.read()
 
-    def _after(self, place: int | None) -> Iterator[tuple[Elsewhere, Moved]]:
+    def _after(self, place: int | None) -> Iterator[tuple[Elsewhere, MovedVector]]:
         """Yield this block's tensors after a place, or all, in the order of backward's needs."""
         if self._runs_again:
             kept = self._kept if place is None else self._kept[place + 1 :]
@@ -190,7 +188,7 @@ class Elsewhere:
             if moved is not None and not moved.is_restored:
                 yield self, moved
 
-    def _of_blocks_before(self) -> Iterator[tuple[Elsewhere, Moved]]:
+    def _of_blocks_before(self) -> Iterator[tuple[Elsewhere, MovedVector]]:
         block = self._before() if self._before is not None else None
         while block is not None:
             yield from block._after(None)

@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 from zfun.transforms.call._reducer import is_bucket_view
-from zfun.transforms.remat._elsewhere import Elsewhere, Moved, Stays
+from zfun.transforms.remat._elsewhere import Elsewhere, MovedVector, Stays
 from zfun.transforms.remat._vectors import is_plain
-
-__all__ = ["moving_inputs"]
 
 
 def moving_inputs(
@@ -54,7 +52,7 @@ class _Hooks:
             if isinstance(leaf, Tensor) and is_plain(leaf) and leaf.grad_fn is None
         }
 
-    def pack(self, tensor: Tensor) -> Moved | Stays:
+    def pack(self, tensor: Tensor) -> MovedVector | Stays:
         # If outer hooks convert the tensor, the outer hooks keep the result.
         packed = tensor if self.outer is None else self.outer[0](tensor)
         # In backward this block is part of an outer block's recomputation, and is short-lived.
@@ -66,7 +64,7 @@ class _Hooks:
             return Stays(packed)
         return self.elsewhere.keep(packed)
 
-    def unpack(self, kept: Moved | Stays) -> Any:
+    def unpack(self, kept: MovedVector | Stays) -> Any:
         value = self.elsewhere.restore(kept)
         return value if self.outer is None else self.outer[1](value)
 

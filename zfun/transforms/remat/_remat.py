@@ -26,8 +26,6 @@ from zfun.transforms.remat._elsewhere import Agreed, Elsewhere
 from zfun.transforms.remat._inputs import moving_inputs
 from zfun.transforms.remat._results import keeping_results
 
-__all__ = ["Remat", "remat", "warn_of_whole_loss"]
-
 
 @dataclass(frozen=True, slots=True)
 class Remat:

@@ -26,10 +26,8 @@ from zfun import policies, tree
 from zfun.errors import ZfunError
 from zfun.policies import Policy
 from zfun.transforms.call._lazy import is_loading
-from zfun.transforms.remat._elsewhere import Elsewhere, Moved, Stays
+from zfun.transforms.remat._elsewhere import Elsewhere, MovedVector, Stays
 from zfun.transforms.remat._vectors import is_plain
-
-__all__ = ["keeping_results"]
 
 
 def keeping_results(
@@ -44,12 +42,12 @@ def keeping_results(
     Returns:
         The two modes.
     """
-    kept: dict[int, _Result] = {}
+    kept: dict[int, _KeptResult] = {}
     return _Recording(policy, elsewhere, kept), _Replaying(elsewhere, kept)
 
 
 @dataclass(frozen=True, slots=True)
-class _Result:
+class _KeptResult:
     """The result of an operation, and the random state after the operation."""
 
     op: Any
@@ -71,7 +69,7 @@ class _Recording(_Mode):
     """Runs forward and keeps the results that the policy chooses."""
 
     def __init__(
-        self, policy: Policy, elsewhere: Elsewhere | None, kept: dict[int, _Result]
+        self, policy: Policy, elsewhere: Elsewhere | None, kept: dict[int, _KeptResult]
     ) -> None:
         super().__init__()
         self.policy = policy
@@ -108,7 +106,9 @@ class _Recording(_Mode):
         ):
             kept = tuple(self._keep(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
             versions = tuple(leaf._version if isinstance(leaf, Tensor) else None for leaf in kept)
-            self.kept[number] = _Result(func, kept, spec, versions, _random_states(func, tensors))
+            self.kept[number] = _KeptResult(
+                func, kept, spec, versions, _random_states(func, tensors)
+            )
             self.numbers |= {
                 leaf.untyped_storage()._cdata: number for leaf in tensors if is_plain(leaf)
             }
@@ -125,7 +125,7 @@ class _Recording(_Mode):
 class _Replaying(_Mode):
     """Recomputes a block and returns kept results instead of running their operations."""
 
-    def __init__(self, elsewhere: Elsewhere | None, kept: dict[int, _Result]) -> None:
+    def __init__(self, elsewhere: Elsewhere | None, kept: dict[int, _KeptResult]) -> None:
         super().__init__()
         self.elsewhere = elsewhere
         self.kept = kept
@@ -159,9 +159,9 @@ class _Replaying(_Mode):
             found.spec, [self._restore(found, i) for i in range(len(found.leaves))]
         )
 
-    def _restore(self, found: _Result, index: int) -> Any:
+    def _restore(self, found: _KeptResult, index: int) -> Any:
         leaf = found.leaves[index]
-        if isinstance(leaf, (Moved, Stays)):
+        if isinstance(leaf, (MovedVector, Stays)):
             assert self.elsewhere is not None
             return self.elsewhere.restore(leaf)
         if not isinstance(leaf, Tensor):

@@ -2,8 +2,8 @@
 
 Strides and alignment must return unchanged, because kernels may round differently for others. A
 transposed tensor is therefore not made contiguous. The vector has every element once, in memory
-order, without the repeats of ``expand`` and the gaps of a slice. A ``Form`` describes the layout of
-the tensor:
+order, without the repeats of ``expand`` and the gaps of a slice. A ``VectorForm`` describes the
+layout of the tensor:
 
 >>> x = torch.arange(6.0).view(2, 3).t()
 >>> vector = vector_of(x)
@@ -22,14 +22,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Form", "form_of", "is_plain", "tensor_of", "vector_of"]
-
 # Alignment of torch's allocators.
 _ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class VectorForm:
     """The layout of a tensor in memory."""
 
     size: tuple[int, ...]
@@ -46,9 +44,9 @@ def is_plain(tensor: Tensor) -> bool:
     )
 
 
-def form_of(tensor: Tensor) -> Form:
+def form_of(tensor: Tensor) -> VectorForm:
     skew = tensor.storage_offset() * tensor.element_size() % _ALIGNMENT // tensor.element_size()
-    return Form(tuple(tensor.shape), tensor.stride(), skew)
+    return VectorForm(tuple(tensor.shape), tensor.stride(), skew)
 
 
 def vector_of(tensor: Tensor) -> Tensor | None:
@@ -68,7 +66,7 @@ def vector_of(tensor: Tensor) -> Tensor | None:
     return found.reshape(-1)
 
 
-def tensor_of(vector: Tensor, form: Form) -> Tensor:
+def tensor_of(vector: Tensor, form: VectorForm) -> Tensor:
     """The inverse of :func:`vector_of`, with the same strides and alignment."""
     size = [1 if stride == 0 else n for n, stride in zip(form.size, form.stride, strict=True)]
     reach = 1 + sum((n - 1) * stride for n, stride in zip(size, form.stride, strict=True))

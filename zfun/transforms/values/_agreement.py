@@ -17,8 +17,6 @@ from zfun.placement import PlacementRule, Sharded
 from zfun.sources import Deferred
 from zfun.transforms.values.building import is_on_meta
 
-__all__ = ["check_agreement"]
-
 
 @takes(
     params=ANY,

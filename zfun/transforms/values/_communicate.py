@@ -26,8 +26,6 @@ from zfun.flat import Flat, call_site
 from zfun.placement import Piece, Placement
 from zfun.transforms._notes import noted
 
-__all__ = ["MAX_UNDER_WAY", "communicate", "needs_autograd"]
-
 
 def needs_autograd(buffers: tuple[Any, ...]) -> bool:
     """Whether autograd or a ``torch.func`` transform differentiates through these buffers."""

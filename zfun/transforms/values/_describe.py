@@ -13,8 +13,6 @@ from zfun.collectives import axis_of
 from zfun.flat import Flat
 from zfun.placement import S
 
-__all__ = ["Description", "Row", "describe"]
-
 
 @dataclass(frozen=True, slots=True)
 class Row:

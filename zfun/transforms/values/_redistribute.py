@@ -24,8 +24,6 @@ from zfun.options import ANY, BOOL, GROUP, TEXT, instance, takes
 from zfun.placement import P, Placement, R, S
 from zfun.transforms.values._communicate import communicate
 
-__all__ = ["redistribute"]
-
 
 @ops.uncompiled
 @takes(

@@ -18,9 +18,6 @@ from zfun.transforms.values._redistribute import redistribute
 from zfun.transforms.values.building import Leaves, build
 from zfun.typing import Params
 
-__all__ = ["replicate", "shard"]
-
-
 INIT = one_of("check", "broadcast")
 
 

@@ -17,8 +17,6 @@ from zfun.transforms.call._lazy import materialise
 from zfun.transforms.values._redistribute import redistribute
 from zfun.typing import Params
 
-__all__ = ["gather", "gather_for", "unshard"]
-
 
 @ops.uncompiled
 @takes(value=ANY, select=OF_LEAVES | None)

@@ -13,8 +13,6 @@ from zfun.interop.ds_config._optimizers import Rule, rule_for, rule_of
 from zfun.interop.ds_config._values import checked
 from zfun.optim import Optimizer
 
-__all__ = ["Described"]
-
 _REMEDIES = {"max_grad_norm": "write gradient_clipping into the configuration"}
 # Options of torch's optimizers, whose groups a script may pass on.
 _NEVER = {"amsgrad": False, "maximize": False}

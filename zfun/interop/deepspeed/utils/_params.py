@@ -18,13 +18,6 @@ from zfun.interop.engine._values import parts_of
 from zfun.placement import S
 from zfun.transforms import unshard
 
-__all__ = [
-    f"safe_{how}_{part}_{what}"
-    for how in ("get", "set")
-    for part in ("full", "local")
-    for what in ("fp32_param", "grad", "optimizer_state")
-]
-
 
 def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
     """Return the whole value of a parameter, from the master weight if there is one.

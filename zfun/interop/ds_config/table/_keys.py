@@ -10,8 +10,6 @@ import torch
 
 from zfun.options import BOOL, Kind, instance, number, one_of
 
-__all__ = ["Fill", "Form", "Key", "Verdict"]
-
 Verdict: TypeAlias = Literal["mapped", "ignored", "refused"]
 
 _DTYPES: Mapping[Any, torch.dtype] = {

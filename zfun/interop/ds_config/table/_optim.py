@@ -24,8 +24,6 @@ from zfun.interop.ds_config.table._keys import (
     text,
 )
 
-__all__ = ["OPTIM", "OPTIMIZERS", "REFUSED_OPTIMIZERS", "SCHEDULERS", "TORCH_OPTIMIZERS", "TYPES"]
-
 _ADAMS = ("Adam", "AdamW")
 _WITH_BETAS = (*_ADAMS, "Lamb", "OneBitAdam", "Muon")
 _WARMUPS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")

@@ -25,8 +25,6 @@ from zfun.interop.ds_config.table._keys import (
 )
 from zfun.options import Kind, each
 
-__all__ = ["RUN"]
-
 _DTYPE = optional(DTYPE_NAME)
 _VERSION = Form(
     Kind(lambda x: type(x) in (float, str) and str(x) in ("0.1", "0.2"), ("0.1", "0.2"), "0.2"),

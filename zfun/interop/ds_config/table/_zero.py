@@ -21,8 +21,6 @@ from zfun.interop.ds_config.table._keys import (
 )
 from zfun.options import PATH, Kind
 
-__all__ = ["ALIASES", "OLDER", "ZERO"]
-
 _Z = "zero_optimization"
 _ALWAYS = "zfun always does so: "
 _SAME = "the result is the same to the last bit; "

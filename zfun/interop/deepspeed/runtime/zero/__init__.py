@@ -8,13 +8,13 @@
 
 from __future__ import annotations
 
-import enum
 import sys
 from typing import Any
 
 import torch
 
 from zfun.interop.deepspeed._absent import absent
+from zfun.interop.deepspeed.runtime.config import OffloadStateTypeEnum
 from zfun.interop.deepspeed.runtime.zero.partition_parameters import (
     GatheredParameters,
     Init,
@@ -34,16 +34,6 @@ __all__ = [
     "register_external_parameter",
     "unregister_external_parameter",
 ]
-
-
-class OffloadStateTypeEnum(enum.StrEnum):
-    """The parts of a state that ``engine.offload_states`` moves."""
-
-    optim_states = "optim_states"
-    hp_params = "hp_params"
-    lp_params = "lp_params"
-    lp_grads = "lp_grads"
-    contiguous_grad_buffer = "contiguous_grad_buffer"
 
 
 def register_external_parameter(module: torch.nn.Module, parameter: Any) -> None:

@@ -29,26 +29,6 @@ from zfun.errors import OptionError, PlacementError
 from zfun.interop.engine._parameter import NO_VALUES, changes_nothing
 from zfun.sources import Deferred
 
-__all__ = [
-    "Owner",
-    "Pieces",
-    "ZeroParamStatus",
-    "adopt",
-    "cut",
-    "deferred_of",
-    "forget",
-    "is_partitioned",
-    "is_shown",
-    "made_in",
-    "mark",
-    "marks_of",
-    "owner_of",
-    "release",
-    "root_of",
-    "taken",
-    "told",
-]
-
 _OWNER = "_zfun_owner"
 
 
@@ -71,7 +51,7 @@ class ZeroParamStatus(enum.Enum):
     INFLIGHT = 3
 
 
-class Owner(Protocol):
+class TensorOwner(Protocol):
     """Where values are.
 
     Attributes:
@@ -153,7 +133,7 @@ _SET_DATA = Tensor.data.__set__  # pyrefly: ignore[missing-attribute]
 _SAME_VALUES = (_GET_DATA, Tensor.detach, Tensor.detach_)
 
 
-class Pieces(Owner):
+class Pieces(TensorOwner):
     """The owner before ``initialize``: every rank has an equal piece of each parameter.
 
     The pieces lie in the parameters' attributes ``ds_tensor``, one after the other by rank; the
@@ -239,7 +219,7 @@ def is_partitioned(param: Any) -> bool:
     return getattr(param, _OWNER, None) is not None
 
 
-def owner_of(param: nn.Parameter) -> Owner:
+def owner_of(param: nn.Parameter) -> TensorOwner:
     """Return the owner of a partitioned parameter."""
     return getattr(param, _OWNER)
 
@@ -297,7 +277,7 @@ def taken(module: nn.Module) -> Iterator[None]:
         raise
 
 
-def adopt(param: nn.Parameter, owner: Owner, name: str, *, is_hidden: bool) -> None:
+def adopt(param: nn.Parameter, owner: TensorOwner, name: str, *, is_hidden: bool) -> None:
     """Mark a parameter whose values are in a state from now on.
 
     Args:

@@ -23,8 +23,8 @@ from zfun.interop.deepspeed._absent import absent
 from zfun.interop.deepspeed._ranks import group_of, init_from_launcher
 from zfun.interop.deepspeed.accelerator import get_accelerator
 from zfun.interop.deepspeed.runtime.zero._owners import (
-    Owner,
     Pieces,
+    TensorOwner,
     ZeroParamStatus,
     cut,
     is_partitioned,
@@ -131,7 +131,7 @@ class Init:
 
     def __enter__(self) -> Init:
         if self._enabled:
-            self._touched = _Touched(global_ranks(self._owner.group)[0])
+            self._touched = _TouchedParams(global_ranks(self._owner.group)[0])
             _ENTERED.contexts.append(self)
             self._touched.__enter__()
         return self
@@ -204,7 +204,7 @@ register_module_parameter_registration_hook(_on_parameter)
 register_module_module_registration_hook(_on_module)
 
 
-class _Touched(TorchFunctionMode):
+class _TouchedParams(TorchFunctionMode):
     """Gathers a partitioned parameter before a function of torch reads or writes it.
 
     Args:
@@ -339,7 +339,7 @@ class GatheredParameters:
         # Ranks may list parameters in different orders, such as that of a set.
         self.params: list[Any] = sorted(found.values(), key=lambda p: p._zfun_order)
         self._rank = modifier_rank
-        self._shown: list[tuple[Owner, list[nn.Parameter], list[int]]] = []
+        self._shown: list[tuple[TensorOwner, list[nn.Parameter], list[int]]] = []
 
     def __enter__(self) -> None:
         # A parameter that an outer context shows is left to the outer context; one that Init shows
@@ -410,8 +410,8 @@ def _number_of(param: nn.Parameter) -> str:
     return f"parameter {told(param)._zfun_order}"
 
 
-def _by_owner(params: Iterable[nn.Parameter]) -> list[tuple[Owner, list[nn.Parameter]]]:
-    found: dict[int, tuple[Owner, list[nn.Parameter]]] = {}
+def _by_owner(params: Iterable[nn.Parameter]) -> list[tuple[TensorOwner, list[nn.Parameter]]]:
+    found: dict[int, tuple[TensorOwner, list[nn.Parameter]]] = {}
     for param in params:
         owner = owner_of(param)
         found.setdefault(id(owner), (owner, []))[1].append(param)
