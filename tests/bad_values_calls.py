@@ -731,10 +731,6 @@ case(
     step_s=FROM_0,
     least_flops_per_s=("half", "10**30", "infinity"),
 )
-case(
-    "planner.candidates",
-    lambda g: {"model": zf.planner.Model(loss, params(), BATCH), "num_ranks": 2},
-)
 case("planner.order_of_use", lambda g: {"loss": loss, "params": params(), "batch": BATCH})
 case("planner.profile", lambda g: {}, lambda g, context: None)
 case(

@@ -26,7 +26,7 @@ from zfun.planner.plans._huggingface import from_huggingface
 from zfun.planner.plans._kept import PathBytes
 from zfun.planner.plans._plan import Observer, live_bytes, plan
 from zfun.planner.plans._record import Moved, Plan, Sent
-from zfun.planner.plans._space import Candidate, Model, candidates
+from zfun.planner.plans._space import Candidate, Model
 from zfun.transforms import (
     Event,
     Schedule,
@@ -78,7 +78,6 @@ __all__ = [
     "UpdatePlan",
     "UpdateStep",
     "advise",
-    "candidates",
     "compare",
     "explain",
     "formulae",

@@ -12,7 +12,7 @@ import torch
 
 import zfun as zf
 from zfun import cli
-from zfun.planner import Advice, Candidate, Hardware, Model, advise, candidates
+from zfun.planner import Advice, Candidate, Hardware, Model, advise
 
 
 def empty(*shape: int) -> torch.Tensor:
@@ -64,9 +64,7 @@ WIDE = {"h": [{"up": empty(2048, 8192), "down": empty(8192, 2048)} for _ in rang
 def exhaustive(
     model: Model, num_ranks: int, ranks_per_host: int | None, lossy: bool
 ) -> dict[Candidate, zf.planner.Plan]:
-    space = candidates(
-        model, num_ranks, ranks_per_host=ranks_per_host, precision=model.precision, lossy=lossy
-    )
+    space = model.candidates(num_ranks, ranks_per_host=ranks_per_host, lossy=lossy)
     return {
         one: zf.plan(
             lambda group, one=one: one.of(model, group),

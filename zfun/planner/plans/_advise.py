@@ -258,13 +258,7 @@ def _search(
     model: Model, hardware: Hardware, group: Group, precision: Any, lossy: bool
 ) -> tuple[tuple[Rung, ...], Rung | None, tuple[Bound, ...]]:
     bound_of = Bounds(model, group)
-    space = candidates(
-        model,
-        group.size,
-        ranks_per_host=hardware.ranks_per_host,
-        precision=precision,
-        lossy=lossy,
-    )
+    space = candidates(model, group.size, hardware.ranks_per_host, precision, lossy)
     bounds = [bound_of(choice, hardware) for choice in space]
     bounds.sort(key=lambda one: (one.forecast.at_most_s, _num_choices(one.composition)))
     rungs: list[Rung] = []

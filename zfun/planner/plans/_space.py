@@ -59,6 +59,31 @@ class Model:
         default_factory=dict, init=False, repr=False, compare=False
     )
 
+    @takes(self=ANY, num_ranks=integer(1), ranks_per_host=integer(1) | None, lossy=BOOL)
+    def candidates(
+        self, num_ranks: int, *, ranks_per_host: int | None = None, lossy: bool = True
+    ) -> list[Candidate]:
+        """List the compositions that :func:`advise` chooses from: every choice with every other.
+
+        Args:
+            num_ranks: the ranks of the group.
+            ranks_per_host: the ranks of a row; ``None`` for no mesh.
+            lossy: whether messages may be rounded to int8.
+
+        Returns:
+            The compositions.
+
+        Raises:
+            OptionError: no rank.
+
+        Example:
+            >>> params = {"w": torch.ones(4)}
+            >>> model = Model(lambda p, x: (p["w"] * x).sum(), params, torch.ones(4, 4))
+            >>> len(model.candidates(8)), len(model.candidates(8, ranks_per_host=4, lossy=False))
+            (240, 276)
+        """
+        return [*candidates(self, num_ranks, ranks_per_host, self.precision, lossy)]
+
 
 class Candidate(NamedTuple):
     """The choices of a composition.
@@ -151,51 +176,14 @@ def composed(choice: Candidate, model: Model, group: Group) -> Any:
     )
 
 
-@takes(
-    model=instance(Model, "a zf.planner.Model", "zf.planner.Model(loss_fn, params, batch)"),
-    num_ranks=integer(1),
-    ranks_per_host=integer(1) | None,
-    precision=_PRECISION | None,
-    lossy=BOOL,
-)
 def candidates(
-    model: Model,
-    num_ranks: int,
-    *,
-    ranks_per_host: int | None = None,
-    precision: torch.dtype | Precision | None = None,
-    lossy: bool = True,
-) -> list[Candidate]:
-    """List the compositions that :func:`advise` chooses from: every choice with every other.
-
-    Args:
-        model: the model.
-        num_ranks: the ranks of the group.
-        ranks_per_host: the ranks of a row; ``None`` for no mesh.
-        precision: of all.
-        lossy: whether messages may be rounded to int8.
-
-    Returns:
-        The compositions.
-
-    Raises:
-        OptionError: no rank.
-
-    Example:
-        >>> model = Model(lambda p, x: (p["w"] * x).sum(), {"w": torch.ones(4)}, torch.ones(4, 4))
-        >>> len(candidates(model, 8)), len(candidates(model, 8, ranks_per_host=4, lossy=False))
-        (240, 276)
-    """
-    return [*_candidates(model, num_ranks, ranks_per_host, precision, lossy)]
-
-
-def _candidates(
     model: Model,
     num_ranks: int,
     ranks_per_host: int | None,
     precision: torch.dtype | Precision | None,
     lossy: bool,
 ) -> Iterator[Candidate]:
+    """Yield every choice with every other that goes with it; see :meth:`Model.candidates`."""
     buckets: list[dict[str, Any]] = [{}, {"lean": True}]
     leaves = [leaf for leaf in tree.leaves(model.params) if isinstance(leaf, Tensor)]
     if sum(leaf.numel() * leaf.dtype.itemsize for leaf in leaves) > DEFAULT_BUCKET_BYTES:
