@@ -10,7 +10,6 @@ bound blindly: every plan that it makes is compared with the bound of the same c
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from typing import Any, NamedTuple
 
@@ -23,14 +22,21 @@ from zfun.compression import int8
 from zfun.layout import layout_of
 from zfun.planner._meter import SMALL
 from zfun.planner._price import Hop, price_of_gather, price_of_sum
+<<<<<<< HEAD
 from zfun.planner.plans._hardware import Forecast, Hardware, StepWork, forecast
+=======
+from zfun.planner.plans._bare import MARK, Bare, Still
+from zfun.planner.plans._hardware import Forecast, Hardware, Work, forecast
+>>>>>>> advise
 from zfun.planner.plans._plan import plan
 from zfun.planner.plans._space import Candidate, Model, composed
 from zfun.recipes._precision import policy_of
-from zfun.transforms import cast, split_batch
-from zfun.transforms.grads._value import WeightedMean
 
+<<<<<<< HEAD
 _MARK, _MARK_SIZE = "eye", 32
+=======
+__all__ = ["Bound", "Bounds"]
+>>>>>>> advise
 
 
 class Bound(NamedTuple):
@@ -174,13 +180,13 @@ class Bounds:
     def _loss_of(self, recomputed: bool, num_micro_batches: int, precision: Any) -> _OfLoss:
         model = self._model
         loss = model.recomputed if recomputed and model.recomputed else model.loss
-        bare = _Bare(loss, num_micro_batches, policy_of(precision).compute)
+        bare = Bare(loss, num_micro_batches, policy_of(precision).compute)
         found = plan(
             lambda group: bare, model.params, model.batch, self._group, steps=1, device="meta"
         )
         curve = [0]
         for one in found.instants:
-            if one.what.startswith(_MARK):
+            if one.what.startswith(MARK):
                 curve.append(0)
             else:
                 curve[-1] = max(curve[-1], one.device.total - one.device.params)
@@ -220,7 +226,7 @@ class Bounds:
     def _state_of(self, inner: int, hybrid: bool, precision: Any) -> _OfState:
         choice = Candidate(1, precision=precision, inner=inner, hybrid=hybrid, bucket_bytes=2**60)
         model = self._model
-        make = lambda group: _Still(composed(choice, model, group).init)
+        make = lambda group: Still(composed(choice, model, group).init)
         found = plan(make, model.params, model.batch, self._group, steps=1, device="meta")
         rows = [row for row in found.by_path if row.path != "padding"]
         return _OfState(*(sum(getattr(row, part) for row in rows) for part in _OfState._fields))
@@ -271,61 +277,6 @@ class Bounds:
             packed,
             tuple(layout.leaves[slot].bucket for slot in layout.positions),
         )
-
-
-class _Bare:
-    """A loss and its gradients, dropped as soon as each is complete, on whole parameters."""
-
-    def __init__(self, loss: Any, num_micro_batches: int, dtype: torch.dtype | None) -> None:
-        # The batch is cast too.
-        self._loss = loss if dtype is None else cast(loss, dtype)
-        self._dtype, self._num = dtype, num_micro_batches
-        self.complete: list[int] = []
-
-    def init(self, params: Any) -> Any:
-        made: dict[int, Tensor] = {}
-
-        def leaf(x: Any) -> Any:
-            if not isinstance(x, Tensor) or not x.is_floating_point():
-                return x
-            if id(x) not in made:
-                made[id(x)] = x.detach() if self._dtype is None else x.detach().to(self._dtype)
-            return made[id(x)]
-
-        return tree.map(leaf, params)
-
-    def step(self, params: Any, batch: Any) -> tuple[Any, None]:
-        part = batch if self._num == 1 else split_batch(batch, self._num)[0]
-        trained: dict[int, Tensor] = {}
-        values, spec = tree.flatten(params)
-        with torch.enable_grad():
-            for number, x in enumerate(values):
-                if isinstance(x, Tensor) and x.is_floating_point() and id(x) not in trained:
-                    trained[id(x)] = x.detach().requires_grad_()
-                    drop = functools.partial(self._drop, number)
-                    trained[id(x)].register_post_accumulate_grad_hook(drop)
-            leaves = [trained.get(id(x), x) for x in values]
-            found = self._loss(tree.unflatten(spec, leaves), part)
-            found = found[0] if type(found) is tuple else found
-            found = found.mean if isinstance(found, WeightedMean) else found
-            found.backward(torch.ones_like(found.detach()))
-        return params, None
-
-    def _drop(self, number: int, x: Tensor) -> None:
-        x.grad = None
-        self.complete.append(number)
-        # An operation that no backward has marks the place in the plan.
-        torch.eye(_MARK_SIZE, device=x.device)
-
-
-class _Still:
-    """A state that takes no step."""
-
-    def __init__(self, init: Any) -> None:
-        self.init = init
-
-    def step(self, state: Any, batch: Any) -> tuple[Any, None]:
-        return state, None
 
 
 class _Itemsizes(NamedTuple):
