@@ -22,21 +22,11 @@ from zfun.compression import int8
 from zfun.layout import layout_of
 from zfun.planner._meter import SMALL
 from zfun.planner._price import Hop, price_of_gather, price_of_sum
-<<<<<<< HEAD
-from zfun.planner.plans._hardware import Forecast, Hardware, StepWork, forecast
-=======
 from zfun.planner.plans._bare import MARK, Bare, Still
-from zfun.planner.plans._hardware import Forecast, Hardware, Work, forecast
->>>>>>> advise
+from zfun.planner.plans._hardware import Forecast, Hardware, StepWork, forecast
 from zfun.planner.plans._plan import plan
 from zfun.planner.plans._space import Candidate, Model, composed
 from zfun.recipes._precision import policy_of
-
-<<<<<<< HEAD
-_MARK, _MARK_SIZE = "eye", 32
-=======
-__all__ = ["Bound", "Bounds"]
->>>>>>> advise
 
 
 class Bound(NamedTuple):
