@@ -106,7 +106,7 @@ def over(group: zf.Group, axis: str) -> zf.Group:
     )
 
 
-@settings(max_examples=examples(48))
+@settings(max_examples=examples(20))
 @given(
     placement=by_leaf(),
     stage=st.sampled_from([1, 2, 3]),
@@ -152,7 +152,7 @@ def test_no_bit_depends_on_the_cuts(
         assert_same_bits(found[rank], expected[rank], f"rank {rank} with cuts and without")
 
 
-@settings(max_examples=examples(24))
+@settings(max_examples=examples(8))
 @given(first=by_leaf(), second=by_leaf(), stages=st.permutations([1, 2, 3]))
 def test_a_checkpoint_crosses_placements(first: Any, second: Any, stages: list[int]) -> None:
     with tempfile.TemporaryDirectory() as where:
