@@ -131,15 +131,13 @@ class Owned(Sharded):
         share = (sum(held) + numel) / size
         free = sorted(range(size), key=lambda rank: (held[rank], rank))
         pieces, start = [(0, 0)] * size, 0
-        for leaf, following in zip(leaves, [*leaves[1:], None], strict=True):
-            stop = numel if following is None else following.offset
+        for following in leaves[1:]:
             # Half of the next leaf may exceed the share; the last rank takes all that is left.
-            next_half = 0 if following is None else following.numel / 2
-            is_full = held[free[0]] + stop - start + next_half > share and len(free) > 1
-            if following is None or is_full:
-                pieces[free.pop(0)] = (start, stop)
-                start = stop
-            del leaf
+            load = held[free[0]] + following.offset - start + following.numel / 2
+            if load > share and len(free) > 1:
+                pieces[free.pop(0)] = (start, following.offset)
+                start = following.offset
+        pieces[free[0]] = (start, numel)
         return pieces
 
 

@@ -205,9 +205,9 @@ def muon(
     p)``. Here ``orthogonal`` divides by the norm and then iterates ``X = 3.4445 X - 4.7750 (X Xᵀ) X
     + 2.0315 (X Xᵀ)² X``.
 
-    If the parameters are sharded, the momentum is sharded too. Each matrix is then sent to one
-    rank, which orthogonalises the matrix and sends every rank its shard; the ranks divide the
-    matrices by cost. At stage 0 every rank orthogonalises all matrices. "Muon: An
+    If the parameters are sharded, the momentum is sharded too. A matrix that lies whole on one rank
+    (all of them under :class:`zfun.placement.Owned`) is orthogonalised there. Each other matrix is
+    sent to one rank, which sends every rank its shard back; the ranks divide these by cost. At stage 0 every rank orthogonalises all matrices. "Muon: An
     optimizer for hidden layers in neural networks", Jordan et al., 2024.
 
     Args:
