@@ -207,8 +207,9 @@ def muon(
 
     If the parameters are sharded, the momentum is sharded too. A matrix that lies whole on one rank
     (all of them under :class:`zfun.placement.Owned`) is orthogonalised there. Each other matrix is
-    sent to one rank, which sends every rank its shard back; the ranks divide these by cost. At stage 0 every rank orthogonalises all matrices. "Muon: An
-    optimizer for hidden layers in neural networks", Jordan et al., 2024.
+    sent to one rank, which sends every rank its shard back; the ranks divide these by cost. At
+    stage 0 every rank orthogonalises all matrices. "Muon: An optimizer for hidden layers in neural
+    networks", Jordan et al., 2024.
 
     Args:
         learning_rate: step size of matrices, or a function of the number of steps taken so far.
