@@ -21,7 +21,7 @@ _ERROR = (
     b'<?xml version="1.0" encoding="UTF-8"?><Error><Code>InternalError</Code>'
     b"<Message>injected</Message></Error>"
 )
-# What a faulty store does with a request, and with those that follow if it goes on.
+# The ways in which a store fails a request, and those that follow if it goes on.
 FAULTS = ("drop", "lost answer", "500", "truncated", "stalled")
 
 

@@ -1,4 +1,4 @@
-"""What the kernels of a device make, where torch's shape functions say something else.
+"""Make what a device's kernels make, where torch's shape functions say something else.
 
 [Note: shape functions and kernels]
 A plan runs torch's shape functions, not kernels. The two differ in two ways:

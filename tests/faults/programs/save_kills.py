@@ -59,7 +59,7 @@ def _rank(rank: int, port: int, path: Path, lost: int, background: bool, end: Co
     torch.set_num_threads(1)
     try:
         with process_group(timeout_s=TIMEOUT_S) as group:
-            # What is compiled, imported or connected once is no part of a save.
+            # Compiling, importing and connecting happen once, and are no part of a save.
             _save(group, path / "warm", 1, background=background)
             if rank == lost:
                 end.send(threading.get_native_id())

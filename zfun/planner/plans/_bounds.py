@@ -30,7 +30,7 @@ from zfun.recipes._precision import policy_of
 
 
 class Bound(NamedTuple):
-    """What a composition needs at the least.
+    """The least that a composition needs.
 
     Attributes:
         composition: the choices.

@@ -123,7 +123,7 @@ HARDWARE = instance(
 
 
 class StepWork(NamedTuple):
-    """What a step of one rank asks of each part of a machine.
+    """The work of a rank's step, for each part of a machine.
 
     Attributes:
         num_ranks: the ranks of the group.

@@ -102,7 +102,7 @@ class Plan(Live):
 
     @property
     def work(self) -> StepWork:
-        """What a step asks of each part of a machine."""
+        """The work of a step, for each part of a machine."""
         held = self.steady
         on_device, elsewhere = (
             sum(place.masters + place.moments for place in places)
