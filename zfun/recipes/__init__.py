@@ -15,6 +15,7 @@
 
 from zfun.recipes._checks import check_is_state as check_is_state
 from zfun.recipes._precision import Precision
+from zfun.recipes._precision import policy_of as policy_of
 from zfun.recipes._state import StepInfo, Zero, ZeroState
 from zfun.recipes._zero import zero
 

@@ -26,7 +26,7 @@ from zfun.planner.plans._bare import MARK, Bare, Still
 from zfun.planner.plans._hardware import Forecast, Hardware, StepWork, forecast
 from zfun.planner.plans._plan import plan
 from zfun.planner.plans._space import Candidate, Model, composed
-from zfun.recipes._precision import policy_of
+from zfun.recipes import policy_of
 
 
 class Bound(NamedTuple):

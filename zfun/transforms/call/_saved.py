@@ -124,7 +124,10 @@ class SavedViews:
                 uses.buckets.append(bucket)
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
         is_ours = self.blocks or hooks is None or getattr(hooks[0], "__self__", None) is self
-        self._uses.append((_next_number(), None if is_ours else bucket))
+        unknown = None if is_ours else bucket
+        # Each leaf of a bucket is loaded by itself in the first pass, and all at once later.
+        if unknown is None or not self._uses or self._uses[-1][1] != unknown:
+            self._uses.append((_next_number(), unknown))
 
     def backward(self, roots: Sequence[Any], nodes: Mapping[Any, int]) -> list[int]:
         """List the buckets that backward will use; see [Note: what backward will use].
