@@ -56,6 +56,11 @@ nitpick_ignore = [
         "Form",
         "zfun.interop.ds_config.table._keys.Form",
         "Verdict",
+        "zfun.placement.LeafPlace",
+        "zfun.planner.plans._flops.Touched",
+        "zfun.planner.plans._bounds.Bound",
+        "StepWork",
+        "zfun.planner.plans._hardware.StepWork",
     )
 ]
 

@@ -192,7 +192,7 @@ class Forecast(NamedTuple):
 
     @property
     def bottleneck(self) -> str:
-        """The part that works longest: compute, network, host link, disk, update or loss."""
+        """Compute, network, host link, disk, update or loss, whichever works longest."""
         longest = max(self._fields[:6], key=lambda field: getattr(self, field))
         return longest.removesuffix("_s").replace("_", " ")
 
