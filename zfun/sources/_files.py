@@ -237,6 +237,9 @@ def joined_parts(shape: tuple[int, ...], parts: Sequence[FilePart]) -> StoredTen
     return StoredTensor(shape, dtype, fetch)
 
 
+_LINE_BYTES = 1 << 8
+
+
 class View:
     """A range of a file as a binary file, for readers that take file objects.
 
@@ -267,11 +270,18 @@ class View:
         return bytes(found[:done])
 
     def readline(self, limit: int = -1) -> bytes:
-        start = self._at
-        found = self.read(limit if limit >= 0 else None)
-        end = found.find(b"\n") + 1
-        self._at = start + (end or len(found))
-        return found[: end or len(found)]
+        line = bytearray()
+        while limit < 0 or len(line) < limit:
+            # In pieces, because behind a short line lie the bytes of all tensors.
+            count = _LINE_BYTES if limit < 0 else min(_LINE_BYTES, limit - len(line))
+            piece = self.read(count)
+            end = piece.find(b"\n") + 1
+            line += piece[:end] if end else piece
+            if end:
+                self._at -= len(piece) - end
+            if end or not piece:
+                break
+        return bytes(line)
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.num_bytes}[whence]
