@@ -394,3 +394,21 @@ def test_cached_machine_code_is_valid_until_a_helper_changes(tmp_path: Path) -> 
         assert [num_compiled(), num_compiled()] == [1, 0]
         patch.setattr(_compile, "_digest", lambda: "of a helper that has changed")
         assert [num_compiled(), num_compiled()] == [1, 0]
+
+
+def test_a_stopped_process_that_compiles_does_not_stop_the_others(tmp_path: Path) -> None:
+    """A process that is stopped, in a debugger say, keeps the lock beside the machine code."""
+    from zfun.ops.numba import _compile
+
+    fcntl = pytest.importorskip("fcntl")
+    (tmp_path / "other_kernel.py").write_text("def one(x):\n    x[0] = 1\n", encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(tmp_path))
+        patch.setattr(_compile, "_PATIENCE_S", 0.2)
+        kernel, x = _compile.jit(importlib.import_module("other_kernel").one), np.zeros(1)
+        lock = Path(kernel._cache.cache_path) / "one.lock"
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        with lock.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            _compile.entry(kernel)(x)
+    assert x.tolist() == [1.0]

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -22,6 +22,10 @@ _MIN_PER_THREAD = 1 << 18
 
 # Compilation that takes longer is logged.
 _LONG_S = 1.0
+
+# A process that waited this long for another's compilation compiles by itself: the other may be
+# stopped, in a debugger say, and the lock saves work only.
+_PATIENCE_S = 5.0
 
 _LOG = logging.getLogger("zfun")
 
@@ -67,8 +71,8 @@ def entry(kernel: Any) -> Callable[..., None]:
     """Make a kernel callable from Python, compiled by one process of a host, and logged once.
 
     The first process that calls a kernel holds a lock on a file beside the machine code; the other
-    processes of the host wait, and then load the code. Only the process of local rank 0 logs, and
-    only one line for all kernels.
+    processes of the host wait for some seconds, and then load the code. Only the process of local
+    rank 0 logs, and only one line for all kernels.
     """
 
     def call(*args: Any) -> None:
@@ -100,14 +104,29 @@ def _lock_file(kernel: Any) -> contextlib.AbstractContextManager[Any]:
     if folder is None:
         return contextlib.nullcontext()
     try:
-        import fcntl
+        import fcntl  # noqa: F401 (Windows has none)
 
         Path(folder).mkdir(parents=True, exist_ok=True)
         file = (Path(folder) / f"{kernel.py_func.__name__}.lock").open("w")
-        fcntl.flock(file, fcntl.LOCK_EX)
     except (ImportError, OSError):
         return contextlib.nullcontext()
+    deadline = time.monotonic() + _PATIENCE_S
+    while not _locked(file) and time.monotonic() < deadline:
+        time.sleep(0.01)
     return file
+
+
+def _locked(file: IO[str]) -> bool:
+    """Lock a file; return False where another process holds the lock."""
+    import fcntl
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
 
 
 @functools.cache
