@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -227,7 +228,8 @@ def _train(case: Case, rank: int, connection: Connection) -> None:
         z = zf.zero(case.stage, loss_fn, zf.optim.adamw(1e-3), group, bucket_bytes=1 << 18)
         generator = torch.Generator().manual_seed(0)
         state = z.init([torch.randn(192, 192, generator=generator) for _ in range(LAYERS)])
-        while True:
+        # A parent that is killed leaves no rank that trains on.
+        while parent_process().is_alive():  # type: ignore[union-attr]
             number += 1
             state, _ = z.step(state, torch.ones(2, 192))
 
