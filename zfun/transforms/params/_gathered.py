@@ -19,9 +19,7 @@ frozen leaves too. So a rank that skips a layer, or takes another branch, blocks
 rank, and every step sends the same bytes; see [Note: divergence]. A bucket whose value backward
 does not need is gathered at the end, unless the bucket stayed.
 
-Bits. A bucket that is released and regathered in forward comes back behind the same outputs of the
-bucket node, whose data becomes the new buffer, because a second node would add gradients in another
-order.
+Bits. See [Note: bits of a released bucket].
 """
 
 from __future__ import annotations
@@ -38,21 +36,20 @@ from torch import Tensor
 
 from zfun import ops, tree
 from zfun.collectives import Group, Work
-from zfun.errors import PlacementError, ZfunError
+from zfun.errors import ZfunError
 from zfun.flat import Flat
-from zfun.transforms._batches import open_batch
 from zfun.transforms.call._buckets import BucketShard, view_of
 from zfun.transforms.call._call import LossCall
-from zfun.transforms.call._lazy import LazyLeaf, LazyLeaves, is_held
+from zfun.transforms.call._lazy import LazyLeaf, LazyLeaves, check_graph, nodes_of
 from zfun.transforms.call._saved import Packed, SavedViews
 from zfun.transforms.call._trace import Event, Phase, Step, Trace
-from zfun.transforms.call._written import check_unwritten, marks_of
 from zfun.transforms.params._cursor import WINDOW, ScheduleCursor, SchedulePlan, of_rank_0
 from zfun.transforms.params._divergence import Divergence
 from zfun.transforms.params._schedule import schedule
 from zfun.transforms.params._schedule_options import ScheduleOptions
 from zfun.transforms.params._scheduler import with_reads
 from zfun.transforms.params._torch_func import saved_views_hooks
+from zfun.transforms.params._views import BucketViews
 
 # No bucket is in use.
 _NO_BUCKET = -1
@@ -128,15 +125,13 @@ class GatheredParams:
         self._saved = SavedViews(len(self._shards))
         # The buckets that backward will use, of rank 0 in the first pass.
         self._ahead: tuple[int, ...] = ()
-        # For each bucket: the gather under way, the gathered buffer, and the views that the loss
-        # has. Views of a released buffer wait for another buffer. A release is deferred while
-        # the loss or autograd holds such a view.
+        # For each bucket: the gather under way, and the gathered buffer. A release is deferred
+        # while the loss or autograd holds a view.
         self._pending: dict[int, Work] = {}
         self._buffers: dict[int, Tensor] = {}
-        self._views: dict[int, list[Tensor]] = {}
-        self._marks: dict[int, list[int]] = {}
-        self._released: dict[int, list[Tensor]] = {}
         self._deferred: set[int] = set()
+        # Frozen leaves are compared once, in the first call, because that takes time.
+        self._views = BucketViews(shards, executor, compares_frozen=plan is None)
         # Matched gathers: this rank has kept the bucket, but other ranks need the gather.
         self._matched: list[Work] = []
         # This rank's parts of buckets that backward gathers over the secondary group, and the
@@ -200,23 +195,13 @@ class GatheredParams:
         """List the buckets that backward will use, to compare across ranks."""
         if self._executor is None or self._alone:
             return ()
-        nodes: dict[Any, int] = {}
-        for bucket, views in [*self._views.items(), *self._released.items()]:
-            node = next((view.grad_fn for view in views if view.grad_fn is not None), None)
-            if node is not None:
-                nodes[node] = bucket
-        return tuple(self._saved.backward(_nodes_of(out), nodes))
+        return tuple(self._saved.backward(nodes_of(out), self._views.nodes()))
 
     def check_graph(self, out: Any) -> None:
         """Refuse a graph in which an ``autograd.Function`` lost the gradient of a lazy leaf."""
-        # Such a graph holds a reference to the leaf; to search every graph would take long.
-        leaf = _lazy_leaf_behind(out) if any(leaves.are_in_use() for leaves in self._lazy) else None
-        if leaf is not None:
-            raise PlacementError(
-                f"an autograd.Function takes whole tensors; got the lazy leaf {leaf.path!r}; call "
-                "zf.gather() on it first",
-                leaf=leaf.path,
-            )
+        # To search every graph would take long.
+        if any(leaves.are_in_use() for leaves in self._lazy):
+            check_graph(out)
 
     def end_forward(self, out: Any = None) -> None:
         """Start skipped gathers, check divergence, and free the buckets that backward regathers.
@@ -303,7 +288,7 @@ class GatheredParams:
         for handle in pending:
             with contextlib.suppress(ZfunError):
                 handle.wait()
-        for held in (self._buffers, self._views, self._released, self._parts):
+        for held in (self._buffers, self._views, self._parts):
             held.clear()
         self._close()
 
@@ -372,13 +357,7 @@ class GatheredParams:
             self._matched.pop().wait()
         for bucket in [b for b in self._buffers if b not in kept]:
             del self._buffers[bucket]
-        self._forget_views()
-
-    def _forget_views(self) -> None:
-        for bucket, views in self._views.items():
-            check_unwritten(views, self._shards[bucket].slots, self._marks.pop(bucket, None))
-        self._views.clear()
-        self._released.clear()
+        self._views.forget()
 
     def _load(self, bucket: int, leaf: LazyLeaf) -> Tensor:
         thread = threading.get_ident()
@@ -394,52 +373,20 @@ class GatheredParams:
             self._saved.use(bucket)
         if self._plan is None:
             self._first_uses.setdefault(leaf.path)
-        views = self._viewed(bucket)
+        views = self._views.of(bucket)
+        if views is None:
+            buffer = self._take(bucket)
+            views = self._views.make(bucket, buffer, in_forward=self._phase == "forward")
         if self._sources and self._plan is not None:
             # Further uses of this bucket need no note until another bucket is used.
             source = self._sources[bucket]
             source.ready, source.thread = views, thread
         return views[leaf.place]
 
-    def _viewed(self, bucket: int) -> list[Tensor]:
-        """Return the leaves of a bucket as the inputs of operations."""
-        views = self._views.get(bucket)
-        if views is None:
-            shard = self._shards[bucket]
-            views = shard.views(self._take(bucket))
-            if shard.trained:
-                views = self._with_gradient(bucket, views)
-            elif self._plan is None:
-                # Frozen leaves are compared once, in the first call, because that takes time.
-                self._marks[bucket] = marks_of(views)
-            self._views[bucket] = views
-        return views
-
     def _set_aside(self) -> None:
         """Let the next use of a leaf of this bucket be noted."""
         if self._now >= 0 and self._sources:
             self._sources[self._now].ready = None
-
-    def _with_gradient(self, bucket: int, views: list[Tensor]) -> list[Tensor]:
-        if self._phase == "forward" and self._executor is not None:
-            outputs = self._released.pop(bucket, None)
-            if outputs is not None:
-                for output, view in zip(outputs, views, strict=True):
-                    output.data = view
-                return outputs
-            # The first use of a bucket may need no gradient, but later ones need the node.
-            with torch.enable_grad():
-                return self._executor.open(bucket, views)
-        # In backward only recomputation (activation checkpointing) comes here.
-        if self._executor is not None and bucket in self._executor.reducer.late:
-            with torch.enable_grad():
-                return self._executor.open(bucket, views)
-        # The views require a gradient, so that the second run saves the same tensors as the first;
-        # no backward runs through these views.
-        return [
-            view.requires_grad_() if view.is_floating_point() or view.is_complex() else view
-            for view in views
-        ]
 
     def _touch(self, bucket: int) -> None:
         """Note the use of a bucket, and run the steps of the schedule before the use."""
@@ -497,7 +444,13 @@ class GatheredParams:
             if step.kind == "read":
                 self._start_read(step)
             elif step.kind == "gather":
-                self._start(step)
+                pending = self._start_gather(step)
+                if step.bucket in self._buffers or step.bucket in self._pending:
+                    # All ranks take part in every gather, also those that have kept the bucket.
+                    self._matched.append(pending)
+                    self._deferred.discard(step.bucket)
+                else:
+                    self._pending[step.bucket] = pending
             elif step.kind == "release":
                 self._release(step.bucket)
 
@@ -526,37 +479,15 @@ class GatheredParams:
         numel = gathered.numel() // group.size
         self._parts[bucket] = gathered.narrow(0, group.rank * numel, numel).clone()
 
-    def _start(self, step: Step) -> None:
-        bucket, pending = step.bucket, self._start_gather(step)
-        if bucket in self._buffers or bucket in self._pending:
-            # All ranks take part in every gather, also those that have kept the bucket.
-            self._matched.append(pending)
-            self._deferred.discard(bucket)
-        else:
-            self._pending[bucket] = pending
-
     def _release(self, bucket: int) -> None:
-        views = self._views.get(bucket)
-        if views is not None:
-            check_unwritten(views, self._shards[bucket].slots, self._marks.pop(bucket, None))
         if bucket == self._now:
             self._set_aside()
-        if views is not None and self._in_loss and self._shards[bucket].trained:
-            if is_held(views):
-                # The operation that is about to run holds a view, or the loss keeps one.
-                self._deferred.add(bucket)
-                return
-            # Keep the views even if the schedule has no further use: this rank may leave the
-            # schedule.
-            nothing = views[0].new_empty(0)
-            for view in views:
-                view.data = nothing
-            self._released[bucket] = views
-            del views
+        if not self._views.release(bucket, in_loss=self._in_loss):
+            self._deferred.add(bucket)
+            return
         if bucket in self._pending:
             self._keep_part(bucket, self._pending.pop(bucket).wait())
         self._buffers.pop(bucket, None)
-        self._views.pop(bucket, None)
 
     def _take(self, bucket: int) -> Tensor:
         """Return a gathered bucket; gather first if necessary."""
@@ -604,28 +535,3 @@ class GatheredParams:
         return view_of(
             buffer if buffer.dtype == dtype else buffer.view(dtype), size, stride, offset
         )
-
-
-def _nodes_of(out: Any) -> list[Any]:
-    """Return the node of autograd that made each leaf of a result, ``None`` for other leaves."""
-    # To ask a lazy leaf for its node would gather the bucket.
-    return [
-        leaf.grad_fn if isinstance(leaf, Tensor) and not isinstance(leaf, LazyLeaf) else None
-        for leaf in open_batch(out).leaves
-    ]
-
-
-def _lazy_leaf_behind(out: Any) -> LazyLeaf | None:
-    """Find a lazy leaf among the leaves of the graph of a result."""
-    todo = [node for node in _nodes_of(out) if node is not None]
-    seen = set(todo)
-    while todo:
-        node = todo.pop()
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, LazyLeaf):
-            return variable
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                todo.append(following)
-    return None
