@@ -25,16 +25,15 @@ Bits. See [Note: bits of a released bucket].
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zfun import ops, tree
+from zfun import tree
 from zfun.collectives import Group, Work
 from zfun.errors import ZfunError
 from zfun.flat import Flat
@@ -42,12 +41,10 @@ from zfun.transforms.call._buckets import BucketShard, view_of
 from zfun.transforms.call._call import LossCall
 from zfun.transforms.call._lazy import LazyLeaf, LazyLeaves, check_graph, nodes_of
 from zfun.transforms.call._saved import Packed, SavedViews
-from zfun.transforms.call._trace import Event, Phase, Step, Trace
-from zfun.transforms.params._cursor import WINDOW, ScheduleCursor, SchedulePlan, of_rank_0
-from zfun.transforms.params._divergence import Divergence
-from zfun.transforms.params._schedule import schedule
+from zfun.transforms.call._trace import Step
+from zfun.transforms.params._course import Course
+from zfun.transforms.params._cursor import WINDOW, SchedulePlan
 from zfun.transforms.params._schedule_options import ScheduleOptions
-from zfun.transforms.params._scheduler import with_reads
 from zfun.transforms.params._torch_func import saved_views_hooks
 from zfun.transforms.params._views import BucketViews
 
@@ -89,9 +86,6 @@ class GatheredParams:
         self._group = flats[0].group
         self._secondary = secondary
         self._executor = executor
-        self._options = options
-        self._plan = plan
-        self._learn = learn
         self._lazy = tuple(
             LazyLeaves(
                 flat.layout, call.compute_dtype, trained=number == 0 and executor is not None
@@ -102,29 +96,18 @@ class GatheredParams:
         self._sources = tuple(source for leaves in self._lazy for source in leaves.sources)
         for bucket, source in enumerate(self._sources):
             source.load = functools.partial(self._load, bucket)
-        self._traced = tuple(shard.traced(executor) for shard in self._shards)
         self._alone = self._group.size == 1
-        # Fake tensors have no values to read, and abstract ranks agree.
-        self._abstract = ops.is_abstract(torch.empty(0, device=flats[0].layout.device))
-        callers = (
-            self._group
-            if executor is None or executor.reducer.group is None
-            else executor.reducer.group
+        self._course = Course(
+            self._group, shards, executor, options, plan, learn, reads_again=secondary is None
         )
-        self._divergence = Divergence(self._group, callers, shards, abstract=self._abstract)
-        self._any_diverged: bool | None = None
         self._thread = threading.get_ident()
         self._makes_graph = torch.is_grad_enabled()
         # The progress of the call.
         self._phase = "forward"
         self._in_loss = True
         self._now = _NO_BUCKET
-        # Uses of buckets and first uses of leaves, in order, and the views that autograd saves.
-        self._events: list[Event] = []
-        self._first_uses: dict[str, None] = {}
+        # The views that autograd saves.
         self._saved = SavedViews(len(self._shards))
-        # The buckets that backward will use, of rank 0 in the first pass.
-        self._ahead: tuple[int, ...] = ()
         # For each bucket: the gather under way, and the gathered buffer. A release is deferred
         # while the loss or autograd holds a view.
         self._pending: dict[int, Work] = {}
@@ -134,52 +117,29 @@ class GatheredParams:
         self._views = BucketViews(shards, executor, compares_frozen=plan is None)
         # Matched gathers: this rank has kept the bucket, but other ranks need the gather.
         self._matched: list[Work] = []
-        # This rank's parts of buckets that backward gathers over the secondary group, and the
-        # buckets that stay gathered from forward to backward.
+        # This rank's parts of buckets that backward gathers over the secondary group.
         self._parts: dict[int, Tensor] = {}
-        self._kept: frozenset[int] = frozenset()
-        # A backward pass over a graph that was kept follows no schedule.
-        self._is_again = False
-        self._persistent = plan.schedule.persistent if plan else options.persistent(self._traced)
-        for bucket in self._persistent:
+        for bucket in self._course.persistent:
             # The update writes the shard while the bucket stays gathered.
             self._shards[bucket].keep_apart()
-        self._cursor = ScheduleCursor(
-            self._forward_steps(self._restore()), followed=plan is not None
-        )
+        self._course.begin_forward(self._restore())
         if executor is not None:
             executor.attach(self)
 
     @property
     def diverged(self) -> bool | None:
-        return None if self._group.size == 1 else self._any_diverged
+        return None if self._alone else self._course.diverged
 
     def _restore(self) -> set[int]:
         """Take over buckets that an earlier call with these parameters left gathered."""
         kept = {
             b: gathered
-            for b in self._persistent
+            for b in self._course.persistent
             if (gathered := self._shards[b].kept()) is not None
         }
         for bucket, gathered in kept.items():
             self._hold(bucket, gathered)
         return set(kept)
-
-    def _forward_steps(self, there: set[int]) -> Iterable[Step]:
-        if self._plan is None:
-            return self._read_and_gather("forward", range(len(self._shards)), there)
-        steps = self._plan.forward(trains=self._executor is not None)
-        return [step for step in steps if step.phase != "start" or step.bucket not in there]
-
-    def _read_and_gather(
-        self, phase: Phase, buckets: Iterable[int], there: Set[int]
-    ) -> Iterable[Step]:
-        """Return steps for buckets without a schedule."""
-        gathers = [Step("gather", b, phase) for b in buckets if b not in there]
-        if self._secondary is not None and phase == "backward":
-            return gathers
-        stored = {b for b, shard in enumerate(self._shards) if shard.is_stored}
-        return with_reads(gathers, stored, self._options.read_ahead)
 
     def leaves(self) -> list[tree.Tree]:
         """Return the arguments of the loss: a tree of lazy leaves for each value."""
@@ -210,31 +170,17 @@ class GatheredParams:
             out: the result of the loss.
         """
         self._in_loss = False
-        self._ahead = self._uses_of_backward(out)
+        course = self._course
+        ahead = self._uses_of_backward(out)
         # Deferred releases happen below; backward regathers these buckets.
         self._deferred.clear()
         self._set_aside()
-        self._run(self._cursor.rest())
-        is_first = self._plan is None
-        # The first pass follows no schedule, until the ranks have agreed on one.
-        diverged = self._divergence.end_forward(has_diverged=not is_first and self._has_diverged())
-        for bucket in self._persistent:
+        self._run(course.cursor.rest())
+        course.end_forward(ahead)
+        for bucket in course.persistent:
             self._shards[bucket].keep(self._take(bucket))
-        if self._plan is not None and self._executor is not None:
-            self._kept = self._plan.kept
-        self._drop(self._persistent | self._kept)
-        if is_first:
-            diverged = self._learn_forward()
-        if self._executor is not None:
-            assert self._plan is not None
-            if self._plan.ahead is None:
-                # The first pass with a gradient.
-                agreed = self._agreed(self._ahead, "order of use in backward")
-                diverged = self._divergence.end_forward(
-                    has_diverged=diverged or tuple(agreed) != self._ahead
-                )
-                self._ahead = tuple(agreed)
-            self._any_diverged = diverged
+        self._drop(course.persistent | course.kept)
+        course.learn_forward()
         if not torch.is_grad_enabled():
             self._close()
             return
@@ -243,26 +189,6 @@ class GatheredParams:
             # The caller may still differentiate with respect to the batch, at an unknown time. The
             # leaves refer to this object: a cycle that would keep the shards alive.
             self._lazy, self._sources = (), ()
-
-    def _has_diverged(self) -> bool:
-        """Whether this rank used, kept for backward, or will recompute with other buckets."""
-        assert self._plan is not None
-        # A rank that follows the schedule and then skips the rest has fewer uses.
-        return (
-            not self._cursor.followed
-            or len(self._events) != len(self._plan.schedule.trace.forward)
-            or self._plan.ahead not in (None, self._ahead)
-        )
-
-    def _learn_forward(self) -> bool:
-        """Make a plan of the uses of rank 0; return whether this rank has others."""
-        used = [event.bucket for event in self._events]
-        forward, leaves = self._agreed([used, list(self._first_uses)], "order of use")
-        trace = Trace(self._traced, self._group.size, tuple(forward), leaves=tuple(leaves))
-        self._plan = SchedulePlan(schedule(trace, self._options))
-        self._learn(self._plan)
-        self._cursor.followed = tuple(used) == self._plan.schedule.trace.forward
-        return not self._cursor.followed
 
     def _close(self) -> None:
         self._phase = "closed"
@@ -277,11 +203,11 @@ class GatheredParams:
 
         The other ranks take part in these gathers, and may still read this rank's shards.
         """
-        if self._phase == "backward" and self._any_diverged:
+        if self._phase == "backward" and self._course.diverged:
             # Other ranks may need all gathers before they start a reduction that this rank is
             # about to wait for. They are told the error of this rank later.
             with contextlib.suppress(Exception):
-                self._run(self._cursor.rest())
+                self._run(self._course.cursor.rest())
         pending = [*self._pending.values(), *self._matched]
         self._pending.clear()
         self._matched.clear()
@@ -292,40 +218,28 @@ class GatheredParams:
             held.clear()
         self._close()
 
-    def _agreed(self, value: Any, what: str) -> Any:
-        return of_rank_0(value, self._group, what, abstract=self._abstract)
-
     def diverge(self) -> None:
         """Follow no schedule in backward, because a rank begins backward at other outputs."""
-        self._any_diverged = True
+        self._course.diverged = True
 
     def begin_backward(self) -> None:
         """Choose the steps of backward, at the latest at the first use of a leaf in backward."""
         if self._phase != "turn":
             return
         self._phase = "backward"
-        plan = self._plan
-        assert plan is not None
-        self._events = []
         self._now = _NO_BUCKET
-        if plan.ahead is not None and self._any_diverged is False and not self._is_again:
-            self._cursor = ScheduleCursor(plan.backward(), followed=True)
+        if self._course.begin_backward():
             return
         # On a mesh a gather has two phases: other ranks need this rank in the second, even for
         # buckets that this rank does not use.
         for pending in self._pending.values():
             pending.wait()
-        held = frozenset[int]() if self._is_again else self._persistent | self._kept
-        order = [*dict.fromkeys([*plan.schedule.trace.forward, *range(len(self._shards))])][::-1]
-        self._cursor = ScheduleCursor(
-            self._read_and_gather("backward", order, held), followed=False
-        )
 
     def finish_backward(self) -> None:
         """Start the gathers that this rank did not need in backward."""
         self.begin_backward()
-        self._run(self._cursor.rest())
-        if self._any_diverged:
+        self._run(self._course.cursor.rest())
+        if self._course.diverged:
             # On a mesh other ranks need this rank in the second phase of these gathers, and this
             # rank is about to wait for gradients.
             for pending in [*self._pending.values(), *self._matched]:
@@ -335,17 +249,10 @@ class GatheredParams:
         """Free everything, and make a plan of a first backward pass."""
         self._drop(set())
         self._parts.clear()
-        plan = self._plan
-        if self._phase == "backward" and plan is not None and plan.ahead is None:
-            events = self._agreed(self._events, "order of use in backward")
-            trace = dataclasses.replace(
-                plan.schedule.trace,
-                buckets=self._traced,
-                backward=tuple(Event(kind, bucket) for kind, bucket in events),
-            )
-            self._learn(SchedulePlan(schedule(trace, self._options), self._ahead))
+        if self._phase == "backward":
+            self._course.learn_backward()
         if again:
-            self._phase, self._now, self._is_again = "turn", _NO_BUCKET, True
+            self._phase, self._now, self._course.is_again = "turn", _NO_BUCKET, True
         else:
             self._close()
 
@@ -371,13 +278,13 @@ class GatheredParams:
         self._touch(bucket)
         if self._phase == "forward":
             self._saved.use(bucket)
-        if self._plan is None:
-            self._first_uses.setdefault(leaf.path)
+        if self._course.plan is None:
+            self._course.first_uses.setdefault(leaf.path)
         views = self._views.of(bucket)
         if views is None:
             buffer = self._take(bucket)
             views = self._views.make(bucket, buffer, in_forward=self._phase == "forward")
-        if self._sources and self._plan is not None:
+        if self._sources and self._course.plan is not None:
             # Further uses of this bucket need no note until another bucket is used.
             source = self._sources[bucket]
             source.ready, source.thread = views, thread
@@ -396,14 +303,14 @@ class GatheredParams:
             return
         self._set_aside()
         self._now = bucket
-        self._events.append(Event("use", bucket))
+        steps = self._course.use(bucket)
         deferred, self._deferred = self._deferred - {bucket}, set()
         for late in deferred:
             self._release(late)
-        self._run(self._cursor.advance_to("use", bucket))
-        if self._cursor.followed:
+        self._run(steps)
+        if self._course.followed:
             return
-        if self._phase == "forward" and self._plan is not None:
+        if self._phase == "forward" and self._course.plan is not None:
             # A rank that has left the schedule releases nothing more in this pass, because all
             # ranks must gather a bucket a second time together.
             return
@@ -412,10 +319,9 @@ class GatheredParams:
     def _release_old(self, bucket: int) -> None:
         """Release buckets that were not used lately, while there is no schedule."""
         if self._phase == "forward":
-            uses = reversed([event.bucket for event in self._events])
-            recent = list(dict.fromkeys(uses))[:WINDOW]
+            recent = self._course.recent(WINDOW)
             old = [b for b in self._buffers if b not in recent]
-        elif self._any_diverged:
+        elif self._course.diverged:
             old = list[int]()
         else:
             # No node fires for a frozen bucket: keep as many as the first forward does.
@@ -423,19 +329,18 @@ class GatheredParams:
                 : 1 - WINDOW
             ]
         for b in old:
-            if b not in self._persistent:
+            if b not in self._course.persistent:
                 self._release(b)
 
     def complete(self, bucket: int) -> None:
         """All gradients of a bucket have been copied out: release the bucket if not needed."""
         self.begin_backward()
-        self._events.append(Event("reduce", bucket))
-        self._run(self._cursor.advance_to("reduce", bucket))
-        if self._cursor.followed or bucket in self._persistent:
+        self._run(self._course.reduce(bucket))
+        if self._course.followed or bucket in self._course.persistent:
             return
         # A detached use may still need the bucket. Diverged ranks could not gather the bucket
         # again.
-        if self._any_diverged and self._saved.is_kept(bucket):
+        if self._course.diverged and self._saved.is_kept(bucket):
             return
         self._release(bucket)
 
@@ -494,13 +399,8 @@ class GatheredParams:
         buffer = self._buffers.get(bucket)
         if buffer is not None:
             return buffer
-        if not (self._cursor.followed and bucket in self._pending):
-            # A diverged rank keeps all buckets, so with max_live gathers nothing ahead.
-            ahead = self._options.prefetch if self._options.max_live is None else 0
-            self._cursor.followed = False
-            self._run(
-                self._cursor.advance_to_gather(bucket, ahead, again=bucket not in self._pending)
-            )
+        if not (self._course.followed and bucket in self._pending):
+            self._run(self._course.leave(bucket, again=bucket not in self._pending))
         pending = self._pending.pop(bucket, None)
         gathered = self._regather(bucket) if pending is None else pending.wait()
         self._keep_part(bucket, gathered)
@@ -519,9 +419,9 @@ class GatheredParams:
                 Step("gather", bucket, "forward" if self._phase == "forward" else "backward")
             ).wait()
         # Start all skipped gathers first, because other ranks may wait for these gathers.
-        self._cursor.followed = False
-        self._run(self._cursor.rest())
-        return self._divergence.regather(bucket)
+        self._course.cursor.followed = False
+        self._run(self._course.cursor.rest())
+        return self._course.regather(bucket)
 
     def _unpack(self, saved: Tensor | Packed) -> Tensor:
         if not isinstance(saved, tuple):
