@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
@@ -92,17 +91,8 @@ def uncompiled(fn: Callable[_Args, _Out]) -> Callable[_Args, _Out]:
     reason below.
     """
     frames: Any = torch._C._dynamo.eval_frame
-
-    @functools.wraps(fn)
-    def run(*args: _Args.args, **kwargs: _Args.kwargs) -> _Out:
-        before = frames.set_eval_frame(None)
-        try:
-            return fn(*args, **kwargs)
-        finally:
-            frames.set_eval_frame(before)
-
-    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
-    frames.set_code_exec_strategy(run.__code__, skip)
+    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    frames.set_code_exec_strategy(fn.__code__, skip)
     marks = {
         "_torchdynamo_disable": True,
         "_torchdynamo_disable_recursive": True,
@@ -111,8 +101,8 @@ def uncompiled(fn: Callable[_Args, _Out]) -> Callable[_Args, _Out]:
             "leave out fullgraph=True around the step"
         ),
     }
-    run.__dict__.update(marks)
-    return run
+    fn.__dict__.update(marks)
+    return fn
 
 
 def is_plain(*tensors: Tensor) -> bool:

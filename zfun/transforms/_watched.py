@@ -51,8 +51,10 @@ class _WatchedParams(GatheredParams):
         self, kind: EventKind, bucket: int, start: float, change: int = 0, phase: When | None = None
     ) -> None:
         if self._first is None:
-            self._first = self._profile.first_of(tuple(traced.label for traced in self._traced))
-        if bucket in self._persistent and kind in ("read", "gather"):
+            self._first = self._profile.first_of(
+                tuple(traced.label for traced in self._course.traced)
+            )
+        if bucket in self._course.persistent and kind in ("read", "gather"):
             phase = "start"
         now: When = "forward" if self._phase == "forward" else "backward"
         self._profile.note(
@@ -73,7 +75,7 @@ class _WatchedParams(GatheredParams):
     def _start_gather(self, step: Step) -> Work:
         bucket, start = step.bucket, self._profile.now()
         pending = super()._start_gather(step)
-        change = 0 if bucket in self._there else self._traced[bucket].nbytes
+        change = 0 if bucket in self._there else self._course.traced[bucket].nbytes
         self._there.add(bucket)
         self._note("gather", bucket, start, change, step.phase)
         return timed(pending, self._profile, lambda began: self._note("gathered", bucket, began))
@@ -82,7 +84,7 @@ class _WatchedParams(GatheredParams):
         if bucket not in self._there:
             # An earlier call has gathered the bucket, or another rank has asked for the bucket too.
             self._there.add(bucket)
-            self._profile.change(self._traced[bucket].nbytes)
+            self._profile.change(self._course.traced[bucket].nbytes)
         return super()._hold(bucket, buffer)
 
     def _touch(self, bucket: int) -> None:
@@ -116,8 +118,8 @@ class _WatchedParams(GatheredParams):
     def _note_released(self) -> None:
         for bucket in sorted(self._there - self._buffers.keys() - self._pending.keys()):
             self._there.remove(bucket)
-            nbytes = self._traced[bucket].nbytes
-            if bucket in self._persistent:
+            nbytes = self._course.traced[bucket].nbytes
+            if bucket in self._course.persistent:
                 # The bucket stays with the parameters, for the next call.
                 self._profile.change(-nbytes)
             else:

@@ -16,6 +16,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from zfun import ops, tree
 from zfun.errors import PlacementError, ZfunError
 from zfun.layout import Layout
+from zfun.transforms._batches import open_batch
 
 _loading: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "zfun_transforms_loading", default=False
@@ -272,26 +273,22 @@ def loading() -> Iterator[None]:
         _loading.reset(token)
 
 
+@ops.uncompiled
 def tensor_of(leaf: LazyLeaf) -> Tensor:
     """Return the gathered tensor of a lazy leaf."""
     source = leaf.source
     ready = source.ready
     if ready is not None and source.thread == threading.get_ident():
         return ready[leaf.place]
-    return _load(leaf)
-
-
-@ops.uncompiled
-def _load(leaf: LazyLeaf) -> Tensor:
     if torch._C._functorch.peek_interpreter_stack() is not None:
         # [Note: torch.func in the loss]
         with temporarily_clear_interpreter_stack():
-            return _load(leaf)
+            return tensor_of(leaf)
     if torch.is_inference_mode_enabled():
         with outside_inference_mode():
-            return _load(leaf)
+            return tensor_of(leaf)
     with loading():
-        return leaf.source.load(leaf)
+        return source.load(leaf)
 
 
 @contextlib.contextmanager
@@ -299,3 +296,31 @@ def outside_inference_mode() -> Iterator[None]:
     """The context of buffers and views in inference mode, whose tensors count no writes."""
     with torch.inference_mode(mode=False), torch.no_grad():
         yield
+
+
+def nodes_of(out: Any) -> list[Any]:
+    """Return the node of autograd that made each leaf of a result, ``None`` for other leaves."""
+    # To ask a lazy leaf for its node would gather the bucket.
+    return [
+        leaf.grad_fn if isinstance(leaf, Tensor) and not isinstance(leaf, LazyLeaf) else None
+        for leaf in open_batch(out).leaves
+    ]
+
+
+def check_graph(out: Any) -> None:
+    """Refuse a result whose graph holds a lazy leaf: an ``autograd.Function`` kept the leaf."""
+    todo = [node for node in nodes_of(out) if node is not None]
+    seen = set(todo)
+    while todo:
+        node = todo.pop()
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, LazyLeaf):
+            raise PlacementError(
+                f"an autograd.Function takes whole tensors; got the lazy leaf {leaf.path!r}; call "
+                "zf.gather() on it first",
+                leaf=leaf.path,
+            )
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                todo.append(following)

@@ -19,40 +19,34 @@ frozen leaves too. So a rank that skips a layer, or takes another branch, blocks
 rank, and every step sends the same bytes; see [Note: divergence]. A bucket whose value backward
 does not need is gathered at the end, unless the bucket stayed.
 
-Bits. A bucket that is released and regathered in forward comes back behind the same outputs of the
-bucket node, whose data becomes the new buffer, because a second node would add gradients in another
-order.
+Bits. See [Note: bits of a released bucket].
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zfun import ops, tree
+from zfun import tree
 from zfun.collectives import Group, Work
-from zfun.errors import PlacementError, ZfunError
+from zfun.errors import ZfunError
 from zfun.flat import Flat
-from zfun.transforms._batches import open_batch
 from zfun.transforms.call._buckets import BucketShard, view_of
 from zfun.transforms.call._call import LossCall
-from zfun.transforms.call._lazy import LazyLeaf, LazyLeaves, is_held
+from zfun.transforms.call._lazy import LazyLeaf, LazyLeaves, check_graph, nodes_of
 from zfun.transforms.call._saved import Packed, SavedViews
-from zfun.transforms.call._trace import Event, Phase, Step, Trace
-from zfun.transforms.call._written import check_unwritten, marks_of
-from zfun.transforms.params._cursor import WINDOW, ScheduleCursor, SchedulePlan, of_rank_0
-from zfun.transforms.params._divergence import Divergence
-from zfun.transforms.params._schedule import schedule
+from zfun.transforms.call._trace import Step
+from zfun.transforms.params._course import Course
+from zfun.transforms.params._cursor import WINDOW, SchedulePlan
 from zfun.transforms.params._schedule_options import ScheduleOptions
-from zfun.transforms.params._scheduler import with_reads
 from zfun.transforms.params._torch_func import saved_views_hooks
+from zfun.transforms.params._views import BucketViews
 
 # No bucket is in use.
 _NO_BUCKET = -1
@@ -92,9 +86,6 @@ class GatheredParams:
         self._group = flats[0].group
         self._secondary = secondary
         self._executor = executor
-        self._options = options
-        self._plan = plan
-        self._learn = learn
         self._lazy = tuple(
             LazyLeaves(
                 flat.layout, call.compute_dtype, trained=number == 0 and executor is not None
@@ -105,86 +96,50 @@ class GatheredParams:
         self._sources = tuple(source for leaves in self._lazy for source in leaves.sources)
         for bucket, source in enumerate(self._sources):
             source.load = functools.partial(self._load, bucket)
-        self._traced = tuple(shard.traced(executor) for shard in self._shards)
         self._alone = self._group.size == 1
-        # Fake tensors have no values to read, and abstract ranks agree.
-        self._abstract = ops.is_abstract(torch.empty(0, device=flats[0].layout.device))
-        callers = (
-            self._group
-            if executor is None or executor.reducer.group is None
-            else executor.reducer.group
+        self._course = Course(
+            self._group, shards, executor, options, plan, learn, reads_again=secondary is None
         )
-        self._divergence = Divergence(self._group, callers, shards, abstract=self._abstract)
-        self._any_diverged: bool | None = None
         self._thread = threading.get_ident()
         self._makes_graph = torch.is_grad_enabled()
         # The progress of the call.
         self._phase = "forward"
         self._in_loss = True
         self._now = _NO_BUCKET
-        # Uses of buckets and first uses of leaves, in order, and the views that autograd saves.
-        self._events: list[Event] = []
-        self._first_uses: dict[str, None] = {}
+        # The views that autograd saves.
         self._saved = SavedViews(len(self._shards))
-        # The buckets that backward will use, of rank 0 in the first pass.
-        self._ahead: tuple[int, ...] = ()
-        # For each bucket: the gather under way, the gathered buffer, and the views that the loss
-        # has. Views of a released buffer wait for another buffer. A release is deferred while
-        # the loss or autograd holds such a view.
+        # For each bucket: the gather under way, and the gathered buffer. A release is deferred
+        # while the loss or autograd holds a view.
         self._pending: dict[int, Work] = {}
         self._buffers: dict[int, Tensor] = {}
-        self._views: dict[int, list[Tensor]] = {}
-        self._marks: dict[int, list[int]] = {}
-        self._released: dict[int, list[Tensor]] = {}
         self._deferred: set[int] = set()
+        # Frozen leaves are compared once, in the first call, because that takes time.
+        self._views = BucketViews(shards, executor, compares_frozen=plan is None)
         # Matched gathers: this rank has kept the bucket, but other ranks need the gather.
         self._matched: list[Work] = []
-        # This rank's parts of buckets that backward gathers over the secondary group, and the
-        # buckets that stay gathered from forward to backward.
+        # This rank's parts of buckets that backward gathers over the secondary group.
         self._parts: dict[int, Tensor] = {}
-        self._kept: frozenset[int] = frozenset()
-        # A backward pass over a graph that was kept follows no schedule.
-        self._is_again = False
-        self._persistent = plan.schedule.persistent if plan else options.persistent(self._traced)
-        for bucket in self._persistent:
+        for bucket in self._course.persistent:
             # The update writes the shard while the bucket stays gathered.
             self._shards[bucket].keep_apart()
-        self._cursor = ScheduleCursor(
-            self._forward_steps(self._restore()), followed=plan is not None
-        )
+        self._course.begin_forward(self._restore())
         if executor is not None:
             executor.attach(self)
 
     @property
     def diverged(self) -> bool | None:
-        return None if self._group.size == 1 else self._any_diverged
+        return None if self._alone else self._course.diverged
 
     def _restore(self) -> set[int]:
         """Take over buckets that an earlier call with these parameters left gathered."""
         kept = {
             b: gathered
-            for b in self._persistent
+            for b in self._course.persistent
             if (gathered := self._shards[b].kept()) is not None
         }
         for bucket, gathered in kept.items():
             self._hold(bucket, gathered)
         return set(kept)
-
-    def _forward_steps(self, there: set[int]) -> Iterable[Step]:
-        if self._plan is None:
-            return self._read_and_gather("forward", range(len(self._shards)), there)
-        steps = self._plan.forward(trains=self._executor is not None)
-        return [step for step in steps if step.phase != "start" or step.bucket not in there]
-
-    def _read_and_gather(
-        self, phase: Phase, buckets: Iterable[int], there: Set[int]
-    ) -> Iterable[Step]:
-        """Return steps for buckets without a schedule."""
-        gathers = [Step("gather", b, phase) for b in buckets if b not in there]
-        if self._secondary is not None and phase == "backward":
-            return gathers
-        stored = {b for b, shard in enumerate(self._shards) if shard.is_stored}
-        return with_reads(gathers, stored, self._options.read_ahead)
 
     def leaves(self) -> list[tree.Tree]:
         """Return the arguments of the loss: a tree of lazy leaves for each value."""
@@ -200,23 +155,13 @@ class GatheredParams:
         """List the buckets that backward will use, to compare across ranks."""
         if self._executor is None or self._alone:
             return ()
-        nodes: dict[Any, int] = {}
-        for bucket, views in [*self._views.items(), *self._released.items()]:
-            node = next((view.grad_fn for view in views if view.grad_fn is not None), None)
-            if node is not None:
-                nodes[node] = bucket
-        return tuple(self._saved.backward(_nodes_of(out), nodes))
+        return tuple(self._saved.backward(nodes_of(out), self._views.nodes()))
 
     def check_graph(self, out: Any) -> None:
         """Refuse a graph in which an ``autograd.Function`` lost the gradient of a lazy leaf."""
-        # Such a graph holds a reference to the leaf; to search every graph would take long.
-        leaf = _lazy_leaf_behind(out) if any(leaves.are_in_use() for leaves in self._lazy) else None
-        if leaf is not None:
-            raise PlacementError(
-                f"an autograd.Function takes whole tensors; got the lazy leaf {leaf.path!r}; call "
-                "zf.gather() on it first",
-                leaf=leaf.path,
-            )
+        # To search every graph would take long.
+        if any(leaves.are_in_use() for leaves in self._lazy):
+            check_graph(out)
 
     def end_forward(self, out: Any = None) -> None:
         """Start skipped gathers, check divergence, and free the buckets that backward regathers.
@@ -225,31 +170,17 @@ class GatheredParams:
             out: the result of the loss.
         """
         self._in_loss = False
-        self._ahead = self._uses_of_backward(out)
+        course = self._course
+        ahead = self._uses_of_backward(out)
         # Deferred releases happen below; backward regathers these buckets.
         self._deferred.clear()
         self._set_aside()
-        self._run(self._cursor.rest())
-        is_first = self._plan is None
-        # The first pass follows no schedule, until the ranks have agreed on one.
-        diverged = self._divergence.end_forward(has_diverged=not is_first and self._has_diverged())
-        for bucket in self._persistent:
+        self._run(course.cursor.rest())
+        course.end_forward(ahead)
+        for bucket in course.persistent:
             self._shards[bucket].keep(self._take(bucket))
-        if self._plan is not None and self._executor is not None:
-            self._kept = self._plan.kept
-        self._drop(self._persistent | self._kept)
-        if is_first:
-            diverged = self._learn_forward()
-        if self._executor is not None:
-            assert self._plan is not None
-            if self._plan.ahead is None:
-                # The first pass with a gradient.
-                agreed = self._agreed(self._ahead, "order of use in backward")
-                diverged = self._divergence.end_forward(
-                    has_diverged=diverged or tuple(agreed) != self._ahead
-                )
-                self._ahead = tuple(agreed)
-            self._any_diverged = diverged
+        self._drop(course.persistent | course.kept)
+        course.learn_forward()
         if not torch.is_grad_enabled():
             self._close()
             return
@@ -258,26 +189,6 @@ class GatheredParams:
             # The caller may still differentiate with respect to the batch, at an unknown time. The
             # leaves refer to this object: a cycle that would keep the shards alive.
             self._lazy, self._sources = (), ()
-
-    def _has_diverged(self) -> bool:
-        """Whether this rank used, kept for backward, or will recompute with other buckets."""
-        assert self._plan is not None
-        # A rank that follows the schedule and then skips the rest has fewer uses.
-        return (
-            not self._cursor.followed
-            or len(self._events) != len(self._plan.schedule.trace.forward)
-            or self._plan.ahead not in (None, self._ahead)
-        )
-
-    def _learn_forward(self) -> bool:
-        """Make a plan of the uses of rank 0; return whether this rank has others."""
-        used = [event.bucket for event in self._events]
-        forward, leaves = self._agreed([used, list(self._first_uses)], "order of use")
-        trace = Trace(self._traced, self._group.size, tuple(forward), leaves=tuple(leaves))
-        self._plan = SchedulePlan(schedule(trace, self._options))
-        self._learn(self._plan)
-        self._cursor.followed = tuple(used) == self._plan.schedule.trace.forward
-        return not self._cursor.followed
 
     def _close(self) -> None:
         self._phase = "closed"
@@ -292,55 +203,43 @@ class GatheredParams:
 
         The other ranks take part in these gathers, and may still read this rank's shards.
         """
-        if self._phase == "backward" and self._any_diverged:
+        if self._phase == "backward" and self._course.diverged:
             # Other ranks may need all gathers before they start a reduction that this rank is
             # about to wait for. They are told the error of this rank later.
             with contextlib.suppress(Exception):
-                self._run(self._cursor.rest())
+                self._run(self._course.cursor.rest())
         pending = [*self._pending.values(), *self._matched]
         self._pending.clear()
         self._matched.clear()
         for handle in pending:
             with contextlib.suppress(ZfunError):
                 handle.wait()
-        for held in (self._buffers, self._views, self._released, self._parts):
+        for held in (self._buffers, self._views, self._parts):
             held.clear()
         self._close()
 
-    def _agreed(self, value: Any, what: str) -> Any:
-        return of_rank_0(value, self._group, what, abstract=self._abstract)
-
     def diverge(self) -> None:
         """Follow no schedule in backward, because a rank begins backward at other outputs."""
-        self._any_diverged = True
+        self._course.diverged = True
 
     def begin_backward(self) -> None:
         """Choose the steps of backward, at the latest at the first use of a leaf in backward."""
         if self._phase != "turn":
             return
         self._phase = "backward"
-        plan = self._plan
-        assert plan is not None
-        self._events = []
         self._now = _NO_BUCKET
-        if plan.ahead is not None and self._any_diverged is False and not self._is_again:
-            self._cursor = ScheduleCursor(plan.backward(), followed=True)
+        if self._course.begin_backward():
             return
         # On a mesh a gather has two phases: other ranks need this rank in the second, even for
         # buckets that this rank does not use.
         for pending in self._pending.values():
             pending.wait()
-        held = frozenset[int]() if self._is_again else self._persistent | self._kept
-        order = [*dict.fromkeys([*plan.schedule.trace.forward, *range(len(self._shards))])][::-1]
-        self._cursor = ScheduleCursor(
-            self._read_and_gather("backward", order, held), followed=False
-        )
 
     def finish_backward(self) -> None:
         """Start the gathers that this rank did not need in backward."""
         self.begin_backward()
-        self._run(self._cursor.rest())
-        if self._any_diverged:
+        self._run(self._course.cursor.rest())
+        if self._course.diverged:
             # On a mesh other ranks need this rank in the second phase of these gathers, and this
             # rank is about to wait for gradients.
             for pending in [*self._pending.values(), *self._matched]:
@@ -350,17 +249,10 @@ class GatheredParams:
         """Free everything, and make a plan of a first backward pass."""
         self._drop(set())
         self._parts.clear()
-        plan = self._plan
-        if self._phase == "backward" and plan is not None and plan.ahead is None:
-            events = self._agreed(self._events, "order of use in backward")
-            trace = dataclasses.replace(
-                plan.schedule.trace,
-                buckets=self._traced,
-                backward=tuple(Event(kind, bucket) for kind, bucket in events),
-            )
-            self._learn(SchedulePlan(schedule(trace, self._options), self._ahead))
+        if self._phase == "backward":
+            self._course.learn_backward()
         if again:
-            self._phase, self._now, self._is_again = "turn", _NO_BUCKET, True
+            self._phase, self._now, self._course.is_again = "turn", _NO_BUCKET, True
         else:
             self._close()
 
@@ -372,13 +264,7 @@ class GatheredParams:
             self._matched.pop().wait()
         for bucket in [b for b in self._buffers if b not in kept]:
             del self._buffers[bucket]
-        self._forget_views()
-
-    def _forget_views(self) -> None:
-        for bucket, views in self._views.items():
-            check_unwritten(views, self._shards[bucket].slots, self._marks.pop(bucket, None))
-        self._views.clear()
-        self._released.clear()
+        self._views.forget()
 
     def _load(self, bucket: int, leaf: LazyLeaf) -> Tensor:
         thread = threading.get_ident()
@@ -392,54 +278,22 @@ class GatheredParams:
         self._touch(bucket)
         if self._phase == "forward":
             self._saved.use(bucket)
-        if self._plan is None:
-            self._first_uses.setdefault(leaf.path)
-        views = self._viewed(bucket)
-        if self._sources and self._plan is not None:
+        if self._course.plan is None:
+            self._course.first_uses.setdefault(leaf.path)
+        views = self._views.of(bucket)
+        if views is None:
+            buffer = self._take(bucket)
+            views = self._views.make(bucket, buffer, in_forward=self._phase == "forward")
+        if self._sources and self._course.plan is not None:
             # Further uses of this bucket need no note until another bucket is used.
             source = self._sources[bucket]
             source.ready, source.thread = views, thread
         return views[leaf.place]
 
-    def _viewed(self, bucket: int) -> list[Tensor]:
-        """Return the leaves of a bucket as the inputs of operations."""
-        views = self._views.get(bucket)
-        if views is None:
-            shard = self._shards[bucket]
-            views = shard.views(self._take(bucket))
-            if shard.trained:
-                views = self._with_gradient(bucket, views)
-            elif self._plan is None:
-                # Frozen leaves are compared once, in the first call, because that takes time.
-                self._marks[bucket] = marks_of(views)
-            self._views[bucket] = views
-        return views
-
     def _set_aside(self) -> None:
         """Let the next use of a leaf of this bucket be noted."""
         if self._now >= 0 and self._sources:
             self._sources[self._now].ready = None
-
-    def _with_gradient(self, bucket: int, views: list[Tensor]) -> list[Tensor]:
-        if self._phase == "forward" and self._executor is not None:
-            outputs = self._released.pop(bucket, None)
-            if outputs is not None:
-                for output, view in zip(outputs, views, strict=True):
-                    output.data = view
-                return outputs
-            # The first use of a bucket may need no gradient, but later ones need the node.
-            with torch.enable_grad():
-                return self._executor.open(bucket, views)
-        # In backward only recomputation (activation checkpointing) comes here.
-        if self._executor is not None and bucket in self._executor.reducer.late:
-            with torch.enable_grad():
-                return self._executor.open(bucket, views)
-        # The views require a gradient, so that the second run saves the same tensors as the first;
-        # no backward runs through these views.
-        return [
-            view.requires_grad_() if view.is_floating_point() or view.is_complex() else view
-            for view in views
-        ]
 
     def _touch(self, bucket: int) -> None:
         """Note the use of a bucket, and run the steps of the schedule before the use."""
@@ -449,14 +303,14 @@ class GatheredParams:
             return
         self._set_aside()
         self._now = bucket
-        self._events.append(Event("use", bucket))
+        steps = self._course.use(bucket)
         deferred, self._deferred = self._deferred - {bucket}, set()
         for late in deferred:
             self._release(late)
-        self._run(self._cursor.advance_to("use", bucket))
-        if self._cursor.followed:
+        self._run(steps)
+        if self._course.followed:
             return
-        if self._phase == "forward" and self._plan is not None:
+        if self._phase == "forward" and self._course.plan is not None:
             # A rank that has left the schedule releases nothing more in this pass, because all
             # ranks must gather a bucket a second time together.
             return
@@ -465,10 +319,9 @@ class GatheredParams:
     def _release_old(self, bucket: int) -> None:
         """Release buckets that were not used lately, while there is no schedule."""
         if self._phase == "forward":
-            uses = reversed([event.bucket for event in self._events])
-            recent = list(dict.fromkeys(uses))[:WINDOW]
+            recent = self._course.recent(WINDOW)
             old = [b for b in self._buffers if b not in recent]
-        elif self._any_diverged:
+        elif self._course.diverged:
             old = list[int]()
         else:
             # No node fires for a frozen bucket: keep as many as the first forward does.
@@ -476,19 +329,18 @@ class GatheredParams:
                 : 1 - WINDOW
             ]
         for b in old:
-            if b not in self._persistent:
+            if b not in self._course.persistent:
                 self._release(b)
 
     def complete(self, bucket: int) -> None:
         """All gradients of a bucket have been copied out: release the bucket if not needed."""
         self.begin_backward()
-        self._events.append(Event("reduce", bucket))
-        self._run(self._cursor.advance_to("reduce", bucket))
-        if self._cursor.followed or bucket in self._persistent:
+        self._run(self._course.reduce(bucket))
+        if self._course.followed or bucket in self._course.persistent:
             return
         # A detached use may still need the bucket. Diverged ranks could not gather the bucket
         # again.
-        if self._any_diverged and self._saved.is_kept(bucket):
+        if self._course.diverged and self._saved.is_kept(bucket):
             return
         self._release(bucket)
 
@@ -497,7 +349,13 @@ class GatheredParams:
             if step.kind == "read":
                 self._start_read(step)
             elif step.kind == "gather":
-                self._start(step)
+                pending = self._start_gather(step)
+                if step.bucket in self._buffers or step.bucket in self._pending:
+                    # All ranks take part in every gather, also those that have kept the bucket.
+                    self._matched.append(pending)
+                    self._deferred.discard(step.bucket)
+                else:
+                    self._pending[step.bucket] = pending
             elif step.kind == "release":
                 self._release(step.bucket)
 
@@ -526,50 +384,23 @@ class GatheredParams:
         numel = gathered.numel() // group.size
         self._parts[bucket] = gathered.narrow(0, group.rank * numel, numel).clone()
 
-    def _start(self, step: Step) -> None:
-        bucket, pending = step.bucket, self._start_gather(step)
-        if bucket in self._buffers or bucket in self._pending:
-            # All ranks take part in every gather, also those that have kept the bucket.
-            self._matched.append(pending)
-            self._deferred.discard(bucket)
-        else:
-            self._pending[bucket] = pending
-
     def _release(self, bucket: int) -> None:
-        views = self._views.get(bucket)
-        if views is not None:
-            check_unwritten(views, self._shards[bucket].slots, self._marks.pop(bucket, None))
         if bucket == self._now:
             self._set_aside()
-        if views is not None and self._in_loss and self._shards[bucket].trained:
-            if is_held(views):
-                # The operation that is about to run holds a view, or the loss keeps one.
-                self._deferred.add(bucket)
-                return
-            # Keep the views even if the schedule has no further use: this rank may leave the
-            # schedule.
-            nothing = views[0].new_empty(0)
-            for view in views:
-                view.data = nothing
-            self._released[bucket] = views
-            del views
+        if not self._views.release(bucket, in_loss=self._in_loss):
+            self._deferred.add(bucket)
+            return
         if bucket in self._pending:
             self._keep_part(bucket, self._pending.pop(bucket).wait())
         self._buffers.pop(bucket, None)
-        self._views.pop(bucket, None)
 
     def _take(self, bucket: int) -> Tensor:
         """Return a gathered bucket; gather first if necessary."""
         buffer = self._buffers.get(bucket)
         if buffer is not None:
             return buffer
-        if not (self._cursor.followed and bucket in self._pending):
-            # A diverged rank keeps all buckets, so with max_live gathers nothing ahead.
-            ahead = self._options.prefetch if self._options.max_live is None else 0
-            self._cursor.followed = False
-            self._run(
-                self._cursor.advance_to_gather(bucket, ahead, again=bucket not in self._pending)
-            )
+        if not (self._course.followed and bucket in self._pending):
+            self._run(self._course.leave(bucket, again=bucket not in self._pending))
         pending = self._pending.pop(bucket, None)
         gathered = self._regather(bucket) if pending is None else pending.wait()
         self._keep_part(bucket, gathered)
@@ -588,9 +419,9 @@ class GatheredParams:
                 Step("gather", bucket, "forward" if self._phase == "forward" else "backward")
             ).wait()
         # Start all skipped gathers first, because other ranks may wait for these gathers.
-        self._cursor.followed = False
-        self._run(self._cursor.rest())
-        return self._divergence.regather(bucket)
+        self._course.cursor.followed = False
+        self._run(self._course.cursor.rest())
+        return self._course.regather(bucket)
 
     def _unpack(self, saved: Tensor | Packed) -> Tensor:
         if not isinstance(saved, tuple):
@@ -604,28 +435,3 @@ class GatheredParams:
         return view_of(
             buffer if buffer.dtype == dtype else buffer.view(dtype), size, stride, offset
         )
-
-
-def _nodes_of(out: Any) -> list[Any]:
-    """Return the node of autograd that made each leaf of a result, ``None`` for other leaves."""
-    # To ask a lazy leaf for its node would gather the bucket.
-    return [
-        leaf.grad_fn if isinstance(leaf, Tensor) and not isinstance(leaf, LazyLeaf) else None
-        for leaf in open_batch(out).leaves
-    ]
-
-
-def _lazy_leaf_behind(out: Any) -> LazyLeaf | None:
-    """Find a lazy leaf among the leaves of the graph of a result."""
-    todo = [node for node in _nodes_of(out) if node is not None]
-    seen = set(todo)
-    while todo:
-        node = todo.pop()
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, LazyLeaf):
-            return variable
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                todo.append(following)
-    return None

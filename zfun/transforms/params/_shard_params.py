@@ -8,6 +8,7 @@ After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion P
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -155,42 +156,38 @@ class ShardedLoss(ZfunLoss):
     @ops.uncompiled
     def __call__(self, params: tree.Tree, batch: Any) -> Any:
         """Return the loss of sharded parameters."""
-        if not torch.is_inference_mode_enabled():
-            return self._call(self.loss, params, batch)
-        with outside_inference_mode():
-            return self._call(torch.inference_mode()(self.loss), params, batch)
+        loss, around = self.loss, contextlib.nullcontext()
+        if torch.is_inference_mode_enabled():
+            loss, around = torch.inference_mode()(loss), outside_inference_mode()
+        flat = _check(params, self.group)
+        call = dataclasses.replace(call_of(flat), codec=self.codec)
+        flats = (flat,) if self.frozen is None else (flat, self.frozen)
+        with around:
+            if call.executor is None and needs_autograd(flat.buffers):
+                parts = [gather_for(part, call.compute_dtype, call.codec) for part in flats]
+                return loss(tree.combine(*parts), batch)
+            shards = shards_of(flats, call)
+            key = tuple(part.layout for part in flats), tuple(shard.is_stored for shard in shards)
+            plan = self._plans.get(key)
+            learnt = plan is not None and plan.ahead is not None
+            if learnt and watching.get() is None and all(shard.is_whole for shard in shards):
+                # One rank alone: there is nothing to gather or release.
+                return loss(tree.combine(*_views(flats, shards, call.executor)), batch)
+            learn = functools.partial(self._learn, key)
+            gathered = new_gathered(flats, shards, call, self.options, plan, learn, self.secondary)
+            try:
+                with gathered.hooks():
+                    out = loss(tree.combine(*gathered.leaves()), batch)
+                gathered.check_graph(out)
+                gathered.end_forward(out)
+            except Exception:
+                gathered.abandon()
+                raise
+            return out
 
     def _learn(self, key: Any, plan: SchedulePlan) -> None:
         if self.learns:
             self._plans[key] = plan
-
-    def _call(self, loss: Loss, params: tree.Tree, batch: Any) -> Any:
-        flat = _check(params, self.group)
-        call = dataclasses.replace(call_of(flat), codec=self.codec)
-        flats = (flat,) if self.frozen is None else (flat, self.frozen)
-        if call.executor is None and needs_autograd(flat.buffers):
-            return loss(
-                tree.combine(*(gather_for(part, call.compute_dtype, call.codec) for part in flats)),
-                batch,
-            )
-        shards = shards_of(flats, call)
-        key = tuple(part.layout for part in flats), tuple(shard.is_stored for shard in shards)
-        plan = self._plans.get(key)
-        learnt = plan is not None and plan.ahead is not None
-        if learnt and watching.get() is None and all(shard.is_whole for shard in shards):
-            # One rank alone: there is nothing to gather or release.
-            return loss(tree.combine(*_views(flats, shards, call.executor)), batch)
-        learn = functools.partial(self._learn, key)
-        gathered = new_gathered(flats, shards, call, self.options, plan, learn, self.secondary)
-        try:
-            with gathered.hooks():
-                out = loss(tree.combine(*gathered.leaves()), batch)
-            gathered.check_graph(out)
-            gathered.end_forward(out)
-        except Exception:
-            gathered.abandon()
-            raise
-        return out
 
 
 def _views(
