@@ -30,7 +30,7 @@ from zfun.collectives import (
     allocate,
     check_same,
     global_ranks,
-    mesh_of,
+    sum_group,
 )
 from zfun.errors import LeafError, ZfunError
 from zfun.flat import Flat
@@ -84,7 +84,7 @@ class Leaves:
                 "params)",
                 leaf=path,
             )
-        self._mesh = mesh_of(group)
+        self._mesh = sum_group(group)
         self._sends = init == "broadcast" and self._mesh.size > 1
         self._compared_as = compared_as
         self._is_own = is_own
