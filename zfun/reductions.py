@@ -18,6 +18,7 @@ from zfun.collectives import (
     AllGather,
     Collective,
     Group,
+    agreement_group,
     all_reduce,
     exchange_values,
     start_gather,
@@ -556,4 +557,4 @@ def any_rank(flag: bool, group: Group) -> bool:
         [True, True, True]
     """
     mine = torch.tensor([flag], dtype=torch.uint8)
-    return bool(collectives.gather_values(mine, sum_group(group), "flag").any())
+    return bool(collectives.gather_values(mine, agreement_group(group), "flag").any())

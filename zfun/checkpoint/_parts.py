@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from zfun import tree
-from zfun.collectives import Group, replica_group, single_group, sum_group
+from zfun.collectives import Group, agreement_group, replica_group, single_group, sum_group
 from zfun.errors import CheckpointError, SpecMismatch
 from zfun.flat import Flat, flats
 from zfun.optim import LossScaleState, MasterState, MissedSteps
@@ -143,16 +143,16 @@ def _alone() -> Group:
 
 def group_of(state: tree.Tree, group: Group | None) -> Group:
     """Return all ranks that share a state: the whole mesh, if there is one."""
-    found = [sum_group(flat.group) for flat in flats(state)]
+    found = [agreement_group(flat.group) for flat in flats(state)]
     if group is None:
         group = found[0] if found else _alone()
     for other in found:
-        if other is not sum_group(group):
+        if other is not agreement_group(group):
             raise SpecMismatch(
                 "a state is shared by one group of ranks, or by axes of one mesh; got values "
-                f"over {other!r} and over {sum_group(group)!r}; save them under two paths"
+                f"over {other!r} and over {agreement_group(group)!r}; save them under two paths"
             )
-    return sum_group(group)
+    return agreement_group(group)
 
 
 class PartSlot(NamedTuple):

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from zfun.collectives._agree import LeafRecord, check_same
 from zfun.collectives._debug import checked
+from zfun.collectives._divide import mesh, split
 from zfun.collectives._functional import (
     all_gather,
     all_reduce,
@@ -49,7 +50,7 @@ from zfun.collectives._group import (
     is_checked,
     is_symmetric,
 )
-from zfun.collectives._mesh import Mesh, NamedMesh, mesh, split
+from zfun.collectives._mesh import Mesh, NamedMesh
 from zfun.collectives._ops import CALL as CALL
 from zfun.collectives._ops import STREAM as STREAM
 from zfun.collectives._ops import (

@@ -42,6 +42,7 @@ from zfun.collectives._group import Group, Wrapper
 from zfun.collectives._ops import (
     AllGather,
     AllReduce,
+    AllToAll,
     Broadcast,
     Collective,
     Op,
@@ -166,7 +167,7 @@ def summed(
     return (x.new_empty(numel) if out is None else out).copy_(total[:numel])
 
 
-def exchanged(call: Collective, hops: Sequence[Hop], x: Tensor, out: Tensor) -> Hops:
+def _exchanged(call: Collective, hops: Sequence[Hop], x: Tensor, out: Tensor) -> Hops:
     """Yield the hops of an all-to-all: each exchanges one dim of the ranks' coordinates."""
     sizes = [hop.axis.size for hop in hops]
     chunks = x.unflatten(0, (*sizes, x.numel() // math.prod(sizes)))
@@ -176,6 +177,13 @@ def exchanged(call: Collective, hops: Sequence[Hop], x: Tensor, out: Tensor) -> 
         received = yield axis.wrapped.start(hop, rows.reshape(-1), None)
         chunks = received.view(rows.shape).movedim(0, dim)
     return out.copy_(chunks.reshape(-1))
+
+
+def started(call: Collective, hops: Sequence[Hop], x: Tensor, out: Tensor) -> Hops:
+    """Yield the hops of a collective of several axes."""
+    if isinstance(call.op, AllToAll):
+        return _exchanged(call, hops, x, out)
+    return (summed if isinstance(call.op, AllReduce) else chained)(call, hops, x, out)
 
 
 @final
@@ -198,17 +206,15 @@ class Order:
         def finish() -> Tensor:
             if stream is Stream.CONTROL:
                 self.bring_forward(Stream.PARAMS)
-            while running in queue:
-                queue[0].bring_forward()
-                queue.popleft()
+            self.bring_forward(stream, running)
             return running.finish()
 
         return Work(finish)
 
-    def bring_forward(self, stream: Stream) -> None:
-        """Start the hops that are left."""
+    def bring_forward(self, stream: Stream, last: _Running | None = None) -> None:
+        """Start the hops that are left, of all collectives or up to one."""
         queue = self.queues[stream]
-        while queue:
+        while queue if last is None else last in queue:
             queue[0].bring_forward()
             queue.popleft()
 

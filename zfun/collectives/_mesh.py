@@ -8,20 +8,19 @@ inner axes, and cut over all is one collective along some axes, without a copy.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import final
 
+import numpy as np
 from torch import Tensor
 
-from zfun.collectives._axes import Axis, Hop, Hops, Order, chained, exchanged, hops_of, summed
+from zfun.collectives._axes import Axis, Hop, Hops, Order, chained, hops_of, started, summed
 from zfun.collectives._group import Group, Wrapper, global_ranks, is_checked, is_symmetric
 from zfun.collectives._ops import (
     AllReduce,
-    AllToAll,
     Collective,
     Permute,
     Reduce,
@@ -30,7 +29,7 @@ from zfun.collectives._ops import (
 )
 from zfun.collectives._work import Work
 from zfun.errors import OptionError
-from zfun.options import GROUP, integer, shown, takes
+from zfun.options import GROUP, takes
 
 
 @final
@@ -53,6 +52,8 @@ class NamedMesh:
         (<mesh: dp=4 x tp=2, this rank at dp=2, tp=1>, <dp axis: rank 2 of 4>)
     """
 
+    instead = 'pass some of its axes, such as mesh["dp"]'
+
     def __init__(self, axes: Mapping[str, Group], whole: Group | None = None) -> None:
         self.names = tuple(axes)
         self.shape = tuple(group.size for group in axes.values())
@@ -60,12 +61,6 @@ class NamedMesh:
         self.coordinates = {name: group.rank for name, group in axes.items()}
         self.order = Order()
         self.whole = whole
-        # Without a group of all ranks, messages count ranks as the group of all axes does.
-        fastest_first = self.names if whole is None else self.names[::-1]
-        self._strides, stride = dict.fromkeys(axes, 1), 1
-        for name in fastest_first:
-            self._strides[name] = stride
-            stride *= self.sizes[name]
         self.axes = {
             name: Axis(group, name, self.numbers((name,)), self.order)
             for name, group in axes.items()
@@ -143,21 +138,15 @@ class NamedMesh:
 
     def places(self, names: Sequence[str]) -> list[int]:
         """Return the place of each rank of some axes among all ranks, in the order of the group."""
-        inside = [
-            range(0, self.sizes[name] * self._strides[name], self._strides[name])
-            for name in reversed(names)
-        ]
-        first = sum(
-            place * self._strides[name]
-            for name, place in self.coordinates.items()
-            if name not in names
-        )
-        return [first + sum(steps) for steps in itertools.product(*inside)]
+        at = tuple(slice(None) if x in names else self.coordinates[x] for x in self.names)
+        places = np.arange(math.prod(self.shape)).reshape(self.shape)[at]
+        # A group counts along its first axis fastest.
+        return [int(place) for place in places.T.ravel()]
 
     def numbers(self, names: Sequence[str]) -> list[int]:
         """Return the global rank of each rank of some axes, in the order of the group."""
-        known = None if self.whole is None else global_ranks(self.whole)
-        return [place if known is None else known[place] for place in self.places(names)]
+        known = range(math.prod(self.shape)) if self.whole is None else global_ranks(self.whole)
+        return [known[place] for place in self.places(names)]
 
     def __repr__(self) -> str:
         sizes = " x ".join(f"{name}={size}" for name, size in self.sizes.items())
@@ -270,14 +259,7 @@ class Mesh(Group):
             if not into.is_set_to(x):
                 into.copy_(x)
             return Work.done(result)
-        match call.op:
-            case AllToAll():
-                steps = exchanged(call, hops, x, into)
-            case AllReduce():
-                steps = summed(call, hops, x, into)
-            case _:
-                steps = chained(call, hops, x, into)
-        finished = self.launch(call, hops, steps)
+        finished = self.launch(call, hops, started(call, hops, x, into))
 
         def wait() -> Tensor:
             finished.wait()
@@ -366,108 +348,3 @@ class Part(Wrapper):
 
     def __repr__(self) -> str:
         return repr(self.wrapped)
-
-
-@takes(group=GROUP)
-def mesh(group: Group, **sizes: int) -> NamedMesh:
-    """Name the axes along which the ranks of a group lie.
-
-    ``mesh["dp"]`` is a group, of the ranks that differ from this one along that axis only, and so
-    is ``mesh["dp", "tp"]``. Each axis has its own connections, made here; a group of several axes
-    uses theirs, so ranks may ask for groups in any order.
-
-    Args:
-        group: all the ranks. Every rank calls.
-        sizes: the size of each axis, the slowest first: neighbours in ``group`` lie along the last
-            axis. One size may be -1, for the rest.
-
-    Returns:
-        The axes, with ``names``, ``shape``, ``sizes`` and ``coordinates``. They end with ``group``.
-
-    Raises:
-        OptionError: the sizes do not multiply to the number of ranks, there is no axis, or
-            this kind of group cannot be divided.
-
-    Example:
-        >>> import zfun as zf
-        >>> def main(group):
-        ...     mesh = zf.mesh(group, pp=2, dp=-1, tp=2)
-        ...     return mesh.shape, [mesh[name].rank for name in mesh.names], mesh["dp", "tp"].size
-        >>> zf.simulate(12, main)[9]
-        ((2, 3, 2), [1, 1, 1], 6)
-    """
-    _check_plain(group, "mesh()")
-    if not sizes:
-        raise OptionError("mesh() names at least one axis; got none; write zf.mesh(group, dp=-1)")
-    for name, size in sizes.items():
-        if not integer(1).accepts(size) and size != -1:
-            raise OptionError(
-                f"the size of axis {name!r} must be an integer of at least 1, or -1 for the rest; "
-                f"got {shown(size)}; write {name}=2"
-            )
-    known = math.prod(size for size in sizes.values() if size != -1)
-    free = list(sizes.values()).count(-1)
-    if free == 1 and group.size % known == 0:
-        sizes = {x: group.size // known if size == -1 else int(size) for x, size in sizes.items()}
-    elif free or known != group.size:
-        text = " x ".join(f"{name}={size}" for name, size in sizes.items())
-        raise OptionError(
-            f"the sizes of the axes multiply to the number of ranks, of which one may be -1; got "
-            f"{text} for {group.size} ranks; change a size"
-        )
-    axes, width = dict.fromkeys(sizes, group), 1
-    for name, size in reversed(sizes.items()):
-        firsts = [x for x in range(group.size) if x // width % size == 0]
-        parts = [range(first, first + size * width, width) for first in firsts]
-        axes[name] = group.subgroup(parts, name)
-        width *= size
-    return NamedMesh(axes, group)
-
-
-@takes(group=GROUP, inner=integer(1))
-def split(group: Group, inner: int) -> Mesh:
-    """Put the ranks of a group in rows: ranks ``0 ... inner - 1`` in the first, and so on.
-
-    The short form of a :func:`mesh` of two axes, ``outer`` and ``inner``, whose ranks all have
-    batches of their own. A value sharded over ``split(...).inner`` is replicated over the outer
-    axis: hybrid sharding, where only sums of gradients leave a row. A value sharded over the result
-    itself is sharded over all ranks.
-
-    Args:
-        group: all the ranks. Every rank calls.
-        inner: how many ranks make a row; the ranks of one host, if the launcher numbers the ranks
-            host by host.
-
-    Returns:
-        A group of all the ranks with the groups ``inner`` and ``outer`` in it. The mesh ends with
-        ``group``. Ranks of the mesh count along the columns: the rank of ``group`` that is the i-th
-        in row o has rank ``i * outer.size + o``.
-
-    Raises:
-        OptionError: ``inner`` does not divide the number of ranks, or this kind of group cannot be
-            divided.
-
-    Example:
-        >>> import zfun as zf
-        >>> def main(group):
-        ...     mesh = zf.split(group, inner=2)
-        ...     params = zf.shard({"w": torch.ones(128)}, mesh.inner)
-        ...     return mesh.inner.size, mesh.outer.size, params.buffers[0].numel()
-        >>> zf.simulate(6, main)[0]
-        (2, 3, 96)
-    """
-    if group.size % inner:
-        raise OptionError(
-            f"split() makes rows of equal length; got {group.size} ranks and inner={inner}; "
-            "use a divisor"
-        )
-    _check_plain(group, "split()")
-    return Mesh.over(mesh(group, outer=-1, inner=inner), ("outer", "inner"))
-
-
-def _check_plain(group: Group, name: str) -> None:
-    if isinstance(group, Axis | Part | Mesh):
-        raise OptionError(
-            f"{name} takes a group without axes; got {group!r}; split the group that the mesh was "
-            "made of"
-        )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from zfun import ops, stores, tree
-from zfun.collectives import Group, gather_values, global_ranks, sum_group
+from zfun.collectives import Group, agreement_group, gather_values, global_ranks, sum_group
 from zfun.errors import NonFiniteError
 from zfun.flat import Flat, call_site, consume, flats
 from zfun.optim import LossScale, Optimizer
@@ -168,7 +168,7 @@ def _unused_everywhere(grads: Flat, counts: Sequence[int]) -> list[str]:
         return unused if len(counts) == 1 else []
     here = [float(slot.path in grads.missed) for slot in grads.layout.leaves]
     flags = torch.tensor(here, dtype=torch.uint8, device=grads.layout.device)
-    found = gather_values(flags, sum_group(grads.group), "unused leaves")
+    found = gather_values(flags, agreement_group(grads.group), "unused leaves")
     if ops.is_abstract(found):
         return unused
     everywhere = found.all(0).tolist()
