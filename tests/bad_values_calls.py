@@ -531,7 +531,7 @@ case("collectives.single_group", lambda g: {}, lambda g, m: m.size)
 case("collectives.checked", lambda g: {"group": g}, lambda g, m: co.barrier(m), 2)
 for name in ("axis_of", "global_ranks", "is_checked", "is_symmetric", "barrier"):
     case(f"collectives.{name}", lambda g: {"group": g}, lambda g, x: repr(x), 2)
-case("collectives.mesh_of", lambda g: {"group": g}, lambda g, m: m.size, 2)
+case("collectives.sum_group", lambda g: {"group": g}, lambda g, m: m.size, 2)
 case("collectives.check_shardable", lambda g: {"group": g, "what": "x"}, same, 2)
 case(
     "collectives.allocate",

@@ -17,7 +17,7 @@ from torch import Tensor
 import zfun as zf
 from tests import models
 from zfun import optim, tree
-from zfun.collectives import mesh_of
+from zfun.collectives import sum_group
 from zfun.flat import Flat
 from zfun.optim import LossScaleState, MasterState
 
@@ -211,10 +211,10 @@ __all__ = [
     "compose",
     "directories",
     "load_into",
-    "mesh_of",
     "params_of",
     "replace",
     "save_after",
+    "sum_group",
     "trained",
     "unbroken",
     "values",

@@ -9,7 +9,7 @@ from zfun import planner as planner
 from zfun import policies as policies
 from zfun import sources as sources
 from zfun.checkpoint import load, save
-from zfun.collectives import Group, process_group, record, simulate, split
+from zfun.collectives import Group, mesh, process_group, record, simulate, split
 from zfun.errors import ZfunError
 from zfun.flat import Flat
 from zfun.modules import functional
@@ -59,6 +59,7 @@ __all__ = [
     "functional",
     "gather",
     "load",
+    "mesh",
     "offload",
     "optim",
     "partition",

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from zfun import ops, tree
-from zfun.collectives import Group, allocate, axis_of, is_symmetric, mesh_of
+from zfun.collectives import Group, allocate, axis_of, is_symmetric
 from zfun.errors import (
     DonatedStateError,
     OptionError,
@@ -179,7 +179,7 @@ class Flat(Generic[Params]):
         """One 1-D tensor for each bucket."""
         life = self.life
         life.check()
-        if life.process != os.getpid() and is_symmetric(mesh_of(self.group)):
+        if life.process != os.getpid() and is_symmetric(self.group):
             check_process(life.process, "a value in shared memory")
         return life.buffers
 

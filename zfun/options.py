@@ -381,9 +381,9 @@ def _checking(fn: _Target, table: _ArgumentTable) -> _Target:
 
 def _refusal(table: _ArgumentTable, name: str, value: Any) -> OptionError:
     kind = table.kinds[name]
-    return OptionError(
-        f"{name} of {table.label} must be {kind}; got {shown(value)}; write {name}={kind.example}"
-    )
+    # A class may say which value a function takes in the place of its own.
+    remedy = getattr(type(value), "instead", f"write {name}={kind.example}")
+    return OptionError(f"{name} of {table.label} must be {kind}; got {shown(value)}; {remedy}")
 
 
 def _unknown(table: _ArgumentTable, name: str) -> OptionError:

@@ -18,10 +18,11 @@ from zfun.collectives import (
     AllGather,
     Collective,
     Group,
+    agreement_group,
     all_reduce,
     exchange_values,
-    mesh_of,
     start_gather,
+    sum_group,
 )
 from zfun.errors import LeafError, OptionError, PlacementError, SpecMismatch
 from zfun.flat import FLAT, Flat, leaf_spans, own_piece, ravel, unravel
@@ -74,7 +75,7 @@ def all_ranks(flat: Flat) -> Group:
         >>> zf.simulate(4, main)[0]
         (2, 4)
     """
-    return mesh_of(flat.group)
+    return sum_group(flat.group)
 
 
 @takes(flat=FLAT, x=TENSOR, name=TEXT)
@@ -526,7 +527,7 @@ def mean_metrics(metrics: Iterable[tuple[tree.Tree, float | Tensor]], group: Gro
             parts = [torch.as_tensor(x, device=device).detach().double().view(-1) for x in values]
             total += weight * torch.cat([*parts, total.new_ones(1)])
     *sums, weight = (
-        collectives.gather_values(total, mesh_of(group), "metrics")
+        collectives.gather_values(total, sum_group(group), "metrics")
         .sum(0)
         .split([*(shape.numel() for shape in shapes), 1])
     )
@@ -556,4 +557,4 @@ def any_rank(flag: bool, group: Group) -> bool:
         [True, True, True]
     """
     mine = torch.tensor([flag], dtype=torch.uint8)
-    return bool(collectives.gather_values(mine, mesh_of(group), "flag").any())
+    return bool(collectives.gather_values(mine, agreement_group(group), "flag").any())

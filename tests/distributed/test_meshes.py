@@ -30,6 +30,7 @@ def four() -> Iterator[Workers]:
 BODIES = [
     mesh_bodies.collectives,
     mesh_bodies.trained,
+    mesh_bodies.over_named_axes,
     mesh_bodies.branching,
     mesh_bodies.over_two_hosts,
     optimizers.every_optimizer_over_a_mesh,

@@ -19,7 +19,7 @@ import zfun as zf
 from tests import models
 from tests.conftest import examples
 from zfun import optim
-from zfun.collectives import Collective, mesh_of
+from zfun.collectives import Collective, sum_group
 from zfun.planner import Event, Noted, Profile, Schedule, Trace, TracedBucket
 from zfun.testing import assert_same_bits, same_bits
 
@@ -538,7 +538,7 @@ def test_steps_send_the_explained_bytes_on_every_axis(
 
     abstract: Any = zf.collectives.abstract_group(inner * outer)
     _, group = where(abstract if over == "group" else zf.split(abstract, inner))
-    options = in_bound({**options, "max_live": None}, params, mesh_of(group).size, bucket_bytes)
+    options = in_bound({**options, "max_live": None}, params, sum_group(group).size, bucket_bytes)
     schedule = zf.ScheduleOptions(**options, secondary=over == "secondary")
     compression = zf.compression.Compression(*codecs)
     precision = zf.Precision(compute=compute)

@@ -12,7 +12,7 @@ from typing import Any
 
 from zfun.checkpoint._together import error_from, gather_json, report_of
 from zfun.checkpoint.format import be_gentle, explaining
-from zfun.collectives import Group, barrier, global_ranks, mesh_of
+from zfun.collectives import Group, agreement_group, barrier, global_ranks
 from zfun.errors import CheckpointError, ZfunError
 from zfun.options import GROUP, takes
 
@@ -77,7 +77,7 @@ def check_saves(group: Group) -> None:
         >>> from zfun.collectives import single_group
         >>> check_saves(single_group())
     """
-    whole = mesh_of(group)
+    whole = agreement_group(group)
     saving = _UNDER_WAY.get(whole)
     if saving is not None and saving.done and saving.error is not None:
         del _UNDER_WAY[whole]

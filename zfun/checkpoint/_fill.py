@@ -22,7 +22,7 @@ from zfun.checkpoint._parts import (
     spans_of,
 )
 from zfun.checkpoint.format import LeafEntry, Payload, Want
-from zfun.collectives import await_readers, is_symmetric, mesh_of
+from zfun.collectives import await_readers, is_symmetric
 from zfun.flat import Flat, call_site
 from zfun.options import instance, takes
 from zfun.placement import R, S
@@ -168,7 +168,7 @@ class _Filler:
             is_memory = isinstance(buffer, Tensor) and buffer.device.type == "cpu"
             if not is_memory or (slot.key in found and found[slot.key].element != buffer.dtype):
                 return False
-        if is_symmetric(mesh_of(flat.group)):
+        if is_symmetric(flat.group):
             await_readers(flat.group, buffers)
         wants: list[Want] = []
         for bucket, buffer in enumerate(buffers):
@@ -200,7 +200,7 @@ class _Filler:
             new = self._gathered(part, slots, bucket, buffer, keeps_some=keeps_some)
         else:
             new = self._memory_of(flat, bucket, buffer, keeps_some=keeps_some)
-            if is_symmetric(mesh_of(flat.group)):
+            if is_symmetric(flat.group):
                 await_readers(flat.group, [new])
             self._read(new, list(spans_of(part, slots, bucket, flat.span(bucket))))
         if isinstance(buffer, Stored):
@@ -241,7 +241,7 @@ class _Filler:
         # Where ranks share memory the gather makes a new buffer, because the old one may show the
         # memory of other ranks.
         into = None
-        if not is_symmetric(mesh_of(flat.group)):
+        if not is_symmetric(flat.group):
             whole = (
                 buffer
                 if isinstance(buffer, Tensor)

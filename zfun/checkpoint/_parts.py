@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from zfun import tree
-from zfun.collectives import Group, Mesh, mesh_of, single_group
+from zfun.collectives import Group, agreement_group, replica_group, single_group, sum_group
 from zfun.errors import CheckpointError, SpecMismatch
 from zfun.flat import Flat, flats
 from zfun.optim import LossScaleState, MasterState, MissedSteps
@@ -143,16 +143,16 @@ def _alone() -> Group:
 
 def group_of(state: tree.Tree, group: Group | None) -> Group:
     """Return all ranks that share a state: the whole mesh, if there is one."""
-    found = [mesh_of(flat.group) for flat in flats(state)]
+    found = [agreement_group(flat.group) for flat in flats(state)]
     if group is None:
         group = found[0] if found else _alone()
     for other in found:
-        if other is not mesh_of(group):
+        if other is not agreement_group(group):
             raise SpecMismatch(
                 "a state is shared by one group of ranks, or by axes of one mesh; got values "
-                f"over {other!r} and over {mesh_of(group)!r}; save them under two paths"
+                f"over {other!r} and over {agreement_group(group)!r}; save them under two paths"
             )
-    return mesh_of(group)
+    return agreement_group(group)
 
 
 class PartSlot(NamedTuple):
@@ -258,18 +258,14 @@ def share_of(low: int, high: int, rank: int, size: int) -> tuple[int, int]:
 def owned_range(flat: Flat, bucket: int) -> tuple[int, int]:
     """Return the range of a whole bucket that this rank writes.
 
-    Ranks that hold the same elements share the writing: all ranks under ``R``, and the rows of a
-    mesh under ``S`` over the inner axis.
+    Ranks that hold the same elements share the writing: all ranks under ``R``, and replicas under
+    ``S``.
     """
     low, high = held_range(flat, bucket)
-    mesh = mesh_of(flat.group)
-    if flat.placement is P or mesh.size == 1:
-        return low, high
-    if flat.placement is R:
-        return share_of(low, high, mesh.rank, mesh.size)
-    if flat.group is mesh or not isinstance(mesh, Mesh):
-        return low, high
-    return share_of(low, high, mesh.outer.rank, mesh.outer.size)
+    holders = None
+    if flat.placement is not P:
+        holders = (sum_group if flat.placement is R else replica_group)(flat.group)
+    return (low, high) if holders is None else share_of(low, high, holders.rank, holders.size)
 
 
 def spans_of(

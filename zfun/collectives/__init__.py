@@ -13,7 +13,9 @@ of one process     ``backends/``: ``_local`` (one rank), ``_simulated`` (threads
 of processes       ``launch/_init`` chooses: ``backends/_nccl``; ``gloo/``, messages
                    by direct exchange; ``shm/``, memory that ranks share;
                    ``gloo/_hierarchical``, both
-of other groups    ``_mesh`` (two axes), ``_record`` (a log), ``_debug`` (comparisons)
+of other groups    ``_mesh`` (named axes; ``_axes`` has their collectives, ``_roles``
+                   says which ranks sum and agree), ``_record`` (a log), ``_debug``
+                   (comparisons)
 =================  ==================================================================
 
 Groups of processes share ``backends/_base``, and notice lost ranks by ``backends/_watchdog``.
@@ -24,6 +26,7 @@ from __future__ import annotations
 
 from zfun.collectives._agree import LeafRecord, check_same
 from zfun.collectives._debug import checked
+from zfun.collectives._divide import mesh, split
 from zfun.collectives._functional import (
     all_gather,
     all_reduce,
@@ -47,14 +50,7 @@ from zfun.collectives._group import (
     is_checked,
     is_symmetric,
 )
-from zfun.collectives._mesh import (
-    Mesh,
-    axis_of,
-    check_shardable,
-    mesh_of,
-    split,
-    start_reduce_scatter_over,
-)
+from zfun.collectives._mesh import Mesh, NamedMesh
 from zfun.collectives._ops import CALL as CALL
 from zfun.collectives._ops import STREAM as STREAM
 from zfun.collectives._ops import (
@@ -74,6 +70,15 @@ from zfun.collectives._pieces import start_gather as start_gather
 from zfun.collectives._pieces import start_scatter as start_scatter
 from zfun.collectives._pieces import to_rows as to_rows
 from zfun.collectives._record import MeshRecorder, Record, Recorder, record
+from zfun.collectives._roles import (
+    agreement_group,
+    axis_of,
+    check_shardable,
+    start_reduce_scatter_over,
+    sum_group,
+)
+from zfun.collectives._roles import axes_of as axes_of
+from zfun.collectives._roles import replica_group as replica_group
 from zfun.collectives._values import barrier, exchange_values, gather_values
 from zfun.collectives._work import Work
 from zfun.collectives.backends._abstract import abstract_group
@@ -92,6 +97,7 @@ __all__ = [
     "LeafRecord",
     "Mesh",
     "MeshRecorder",
+    "NamedMesh",
     "Op",
     "Permute",
     "Record",
@@ -102,6 +108,7 @@ __all__ = [
     "Work",
     "Workers",
     "abstract_group",
+    "agreement_group",
     "all_gather",
     "all_reduce",
     "all_to_all",
@@ -118,7 +125,7 @@ __all__ = [
     "global_ranks",
     "is_checked",
     "is_symmetric",
-    "mesh_of",
+    "mesh",
     "permute",
     "process_group",
     "record",
@@ -135,4 +142,5 @@ __all__ = [
     "start_permute",
     "start_reduce_scatter",
     "start_reduce_scatter_over",
+    "sum_group",
 ]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from zfun.collectives._group import Group, Wrapper, global_ranks
-from zfun.collectives._mesh import axis_of
 from zfun.collectives._ops import AllGather, Collective, Stream, check_collective, describe
+from zfun.collectives._roles import axis_of, sum_group
 from zfun.collectives._work import Work
 from zfun.errors import CollectiveMismatch, OptionError
 from zfun.options import GROUP, takes
@@ -115,9 +115,9 @@ def checked(group: Group) -> Group:
         >>> simulate(2, main)
         [[0, 1], [0, 1]]
     """
-    if axis := axis_of(group):
+    if sum_group(group) is not group:
         raise OptionError(
-            f"a mesh is made of groups that are checked; got its {axis} axis alone; call "
+            f"a mesh is made of groups that are checked; got its {axis_of(group)} axis alone; call "
             "split(checked(group), inner=...)"
         )
     return _CheckedGroup(group)

@@ -1,140 +1,165 @@
-"""Meshes: the ranks of a group in rows (the inner axis) and columns (the outer axis).
+"""Meshes: the ranks of a group along named axes, and the groups of some of these axes.
 
-[Note: two axes]
-
-A mesh is a group whose ranks are arranged in rows and columns. A row is the *inner* axis, for
-example the ranks of one host. A column is the *outer* axis: one rank of every row. The i-th rank of
-the o-th row has rank ``i * outer.size + o`` in the mesh. So a shard over the inner axis is the
-concatenation of the shards of one column, and every change between the three placements (whole,
-sharded over the inner axis, sharded over the mesh) is one collective of one axis, without a copy.
-
-A collective of the mesh goes axis by axis, so that no byte crosses between rows twice:
-
-==================  ===========================================================================
-all-gather          outer, then inner: each shard crosses once to each row
-reduce-scatter      inner, then outer: only the sums of a row cross
-all-reduce          reduce-scatter inner, all-reduce outer, all-gather inner
-all-to-all          inner, then outer: one message for each row
-broadcast           outer in the column of the root, then inner in every row
-reduce              inner in every row, then outer in the column of the root
-==================  ===========================================================================
-
-**Sums are taken over the inner axis first, in rank order, and then over the outer one**, in every
-collective, so all compositions over one mesh give the same bits. Another mesh of as many ranks, or
-the group without a mesh, adds in another order, and differs by rounding.
-
-The second phase of a collective starts when a rank waits for the result. Phases still start in the
-order of the calls: a wait for one collective first starts the phases of the collectives before it,
-and so does a call that goes through the axes in another order. So ranks may wait in any order
-within a stream. A wait on the control stream also starts the last phases of the gathers of
-parameters, because a rank that takes another branch may be waiting for these phases. A rank waits
-on the control stream only after it has started all gathers that other ranks may need by then.
+A shard over several axes is a part of a shard over the innermost of them, because a rank in a group
+of several axes counts along the outermost axis fastest. So every change between whole, cut over
+inner axes, and cut over all is one collective along some axes, without a copy.
 """
 
 from __future__ import annotations
 
-import collections
-from collections.abc import Callable, Generator, Sequence
+import functools
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TypeAlias, final
+from typing import final
 
-import torch
+import numpy as np
 from torch import Tensor
 
+from zfun.collectives._axes import Axis, Hop, Hops, Order, chained, hops_of, started, summed
 from zfun.collectives._group import Group, Wrapper, global_ranks, is_checked, is_symmetric
 from zfun.collectives._ops import (
-    CALL,
-    AllGather,
     AllReduce,
-    AllToAll,
-    Broadcast,
     Collective,
-    Op,
     Permute,
     Reduce,
     ReduceScatter,
-    Stream,
     check_collective,
 )
 from zfun.collectives._work import Work
-from zfun.errors import OptionError, PlacementError
-from zfun.options import GROUP, TENSOR, TEXT, integer, takes
-
-# Up to this size, one message less saves more time than fewer bytes.
-_SHORT_BYTES = 4096
-
-# Yields each phase once started, is sent the result of the phase, and returns the final result.
-_Phases: TypeAlias = Generator[Work, Tensor, Tensor]
-
-_OUTER_INNER, _INNER_OUTER, _INNER_OUTER_INNER, _FLAT = (
-    ("outer", "inner"),
-    ("inner", "outer"),
-    ("inner", "outer", "inner"),
-    ("",),
-)
-
-
-class _Running:
-    """A collective of the mesh under way."""
-
-    __slots__ = ("_error", "_left", "_pending", "_phases", "axes")
-
-    def __init__(self, axes: tuple[str, ...], phases: _Phases) -> None:
-        self.axes = axes
-        self._phases = phases
-        self._pending = next(phases)
-        self._left = len(axes) - 1
-        self._error: BaseException | None = None
-
-    def bring_forward(self) -> None:
-        """Start the last phase."""
-        if self._error is not None:
-            raise self._error
-        try:
-            while self._left:
-                self._pending = self._phases.send(self._pending.wait())
-                self._left -= 1
-        except BaseException as error:
-            self._error = error
-            raise
-
-    def finish(self) -> Tensor:
-        self.bring_forward()
-        try:
-            self._phases.send(self._pending.wait())
-        except StopIteration as end:
-            result: Tensor = end.value
-            return result
-        raise AssertionError("a collective has as many phases as axes to go through")
+from zfun.errors import OptionError
+from zfun.options import GROUP, takes
 
 
 @final
-class _Axis(Wrapper):
-    """One axis of a mesh.
+class NamedMesh:
+    """Named axes of the ranks of a group; :func:`mesh` makes them.
 
-    Before a collective of its own, the axis starts the phases of the mesh's earlier collectives.
+    ``mesh["dp"]`` and ``mesh["dp", "tp"]`` are groups. The mesh itself is none, because a transform
+    must be told over which axes it cuts or sums.
+
+    Attributes:
+        names: of the axes; the ranks along the last one are neighbours.
+        shape: the size of each axis.
+        sizes: the size of each axis by name.
+        coordinates: this rank's place along each axis by name.
+
+    Example:
+        >>> import zfun as zf
+        >>> mesh = zf.mesh(zf.collectives.abstract_group(8, rank=5), dp=4, tp=2)
+        >>> mesh, mesh["dp"]
+        (<mesh: dp=4 x tp=2, this rank at dp=2, tp=1>, <dp axis: rank 2 of 4>)
     """
 
-    def __init__(self, group: Group, mesh: Mesh, axis: str, numbers: Sequence[int]) -> None:
-        super().__init__(group)
-        self.plain = group
-        self.mesh = mesh
-        self.axis = axis
-        self.global_ranks = numbers
+    instead = 'pass some of its axes, such as mesh["dp"]'
 
-    def start(self, call: Collective, x: Tensor, out: Tensor | None = None) -> Work:
-        self.mesh._bring_forward(call.stream)
-        return self.plain.start(call, x, out)
+    def __init__(self, axes: Mapping[str, Group], whole: Group | None = None) -> None:
+        self.names = tuple(axes)
+        self.shape = tuple(group.size for group in axes.values())
+        self.sizes = {name: group.size for name, group in axes.items()}
+        self.coordinates = {name: group.rank for name, group in axes.items()}
+        self.order = Order()
+        self.whole = whole
+        self.axes = {
+            name: Axis(group, name, self.numbers((name,)), self.order)
+            for name, group in axes.items()
+        }
+        self.meshes: dict[tuple[str, ...], Mesh] = {}
+        self._parts: dict[tuple[tuple[str, ...], tuple[str, ...]], Part] = {}
+
+    def __getitem__(self, names: str | tuple[str, ...]) -> Group:
+        return self.group(*((names,) if isinstance(names, str) else names))
+
+    def group(self, *names: str, replicate: str | Sequence[str] = ()) -> Group:
+        """Return the group of some axes, the same one each time.
+
+        Args:
+            names: the axes, in any order.
+            replicate: axes along which values over the group are repeated, and ranks have batches
+                of their own too. Sums go over these axes as well (hybrid sharding). They stand
+                before the others in the mesh.
+
+        Returns:
+            The ranks that differ from this one along these axes only. In a group of several axes
+            ranks count along the first axis fastest.
+
+        Raises:
+            OptionError: no axis, an unknown one, or one twice; or an axis of ``replicate`` that
+                stands after one of the others.
+
+        Example:
+            >>> import zfun as zf
+            >>> def main(group):
+            ...     hybrid = zf.mesh(group, rep=2, dp=3).group("dp", replicate="rep")
+            ...     params = zf.shard({"w": torch.ones(96)}, hybrid)
+            ...     return params.buffers[0].numel(), zf.collectives.sum_group(hybrid).size
+            >>> zf.simulate(6, main)[0]
+            (64, 6)
+        """
+        others = (replicate,) if isinstance(replicate, str) else tuple(replicate)
+        self._check(names, others)
+        cut, along = (tuple(x for x in self.names if x in some) for some in (names, others))
+        if not along:
+            return self.along(cut)
+        if (cut, along) not in self._parts:
+            whole = self.along((*along, *cut))
+            assert isinstance(whole, Mesh)
+            self._parts[cut, along] = Part(self.along(cut), whole, self.along(along))
+        return self._parts[cut, along]
+
+    def along(self, names: tuple[str, ...]) -> Axis | Mesh:
+        """Return the group of some axes, named in the order of the mesh."""
+        if len(names) == 1:
+            return self.axes[names[0]]
+        return self.meshes[names] if names in self.meshes else Mesh.over(self, names)
+
+    def _check(self, names: tuple[str, ...], others: tuple[str, ...]) -> None:
+        known, asked = ", ".join(self.names), (*names, *others)
+        if not names:
+            raise OptionError(f"a group has at least one axis; got none; name one of {known}")
+        for name in asked:
+            if name not in self.names:
+                raise OptionError(f"the axes of this mesh are {known}; got {name!r}; use these")
+            if asked.count(name) > 1:
+                raise OptionError(f"an axis is named once; got {name!r} twice; leave one out")
+        place = self.names.index
+        if others and max(map(place, others)) > min(map(place, names)):
+            raise OptionError(
+                "axes that replicate stand before those that cut, because sums go over the last "
+                f"axis first; got replicate={', '.join(others)} for {', '.join(names)} of {known}; "
+                "name them in this order in zf.mesh()"
+            )
+
+    def map(self, fn: Callable[[Group, str], Group]) -> NamedMesh:
+        """Return a mesh of ``fn(group, axis)`` for each axis and for all ranks (``""``)."""
+        whole = None if self.whole is None else fn(self.whole, "")
+        return NamedMesh({name: fn(x.wrapped, name) for name, x in self.axes.items()}, whole)
+
+    def places(self, names: Sequence[str]) -> list[int]:
+        """Return the place of each rank of some axes among all ranks, in the order of the group."""
+        at = tuple(slice(None) if x in names else self.coordinates[x] for x in self.names)
+        places = np.arange(math.prod(self.shape)).reshape(self.shape)[at]
+        # A group counts along its first axis fastest.
+        return [int(place) for place in places.T.ravel()]
+
+    def numbers(self, names: Sequence[str]) -> list[int]:
+        """Return the global rank of each rank of some axes, in the order of the group."""
+        known = range(math.prod(self.shape)) if self.whole is None else global_ranks(self.whole)
+        return [known[place] for place in self.places(names)]
 
     def __repr__(self) -> str:
-        return f"<{self.axis} axis: rank {self.rank} of {self.size}>"
+        sizes = " x ".join(f"{name}={size}" for name, size in self.sizes.items())
+        here = ", ".join(f"{name}={place}" for name, place in self.coordinates.items())
+        return f"<mesh: {sizes}, this rank at {here}>"
 
 
 @takes(inner=GROUP, outer=GROUP, whole=GROUP | None)
 class Mesh(Group):
-    """A group whose ranks are arranged in rows and columns.
+    """A group of several axes; :func:`mesh` and :func:`split` make one.
 
-    See [Note: two axes]; :func:`split` makes one of a group.
+    Collectives go over one axis after the other; see [Note: several axes]. The constructor makes
+    a group of two axes from two groups.
 
     Args:
         inner: the ranks of this rank's row.
@@ -143,9 +168,9 @@ class Mesh(Group):
             this group.
 
     Attributes:
-        inner: the inner axis, as a group that the transforms take: values sharded over the inner
-            axis are replicated over the outer axis.
-        outer: the outer axis.
+        inner: the innermost axis, as a group that the transforms take: values sharded over it are
+            replicated over the others.
+        outer: the other axes.
 
     Example:
         >>> import torch
@@ -161,7 +186,7 @@ class Mesh(Group):
 
     def __init__(self, inner: Group, outer: Group, whole: Group | None = None) -> None:
         for name, group in (("inner", inner), ("outer", outer)):
-            if mesh_of(group) is not group:
+            if isinstance(group, Axis | Part):
                 raise OptionError(
                     f"the {name} axis is a group of its own; got an axis of another mesh; make a "
                     "group of its ranks"
@@ -175,64 +200,66 @@ class Mesh(Group):
                 f"of {whole.size} for rank {inner.rank} of {inner.size} in row {outer.rank} of "
                 f"{outer.size}; leave it out, or use zf.split()"
             )
-        self.rank = inner.rank * outer.size + outer.rank
-        self.size = inner.size * outer.size
-        self._whole = whole
-        self.global_ranks: Sequence[int] = range(self.size)
-        row, column = range(inner.size), range(outer.size)
-        if whole is not None:
-            known = global_ranks(whole)
-            self.global_ranks = [known[o * inner.size + i] for i in row for o in column]
-        self.inner: Group = _Axis(
-            inner, self, "inner", [self.global_ranks[i * outer.size + outer.rank] for i in row]
-        )
-        self.outer: Group = _Axis(
-            outer, self, "outer", [self.global_ranks[inner.rank * outer.size + o] for o in column]
-        )
-        self._plain = {"inner": inner, "outer": outer}
-        self._queues: dict[Stream, collections.deque[_Running]] = {
-            stream: collections.deque() for stream in Stream
-        }
+        self._join(NamedMesh({"outer": outer, "inner": inner}, whole), ("outer", "inner"))
+
+    @classmethod
+    def over(cls, home: NamedMesh, names: tuple[str, ...]) -> Mesh:
+        """Return the group of some axes of a mesh."""
+        made = cls.__new__(cls)
+        made._join(home, names)
+        return made
+
+    def _join(self, home: NamedMesh, names: tuple[str, ...]) -> None:
+        self.home = home
+        home.meshes[names] = self
+        self.names = names
+        self.axes = [home.axes[name] for name in reversed(names)]
+        self.size = math.prod(axis.size for axis in self.axes)
+        self.rank = 0
+        for axis in self.axes:
+            self.rank = self.rank * axis.size + axis.rank
+        self.global_ranks = home.numbers(names)
+
+    @functools.cached_property
+    def inner(self) -> Group:
+        """The innermost axis; sums go over all axes."""
+        return self.home.group(self.names[-1], replicate=self.names[:-1])
+
+    @functools.cached_property
+    def outer(self) -> Group:
+        """The other axes."""
+        return Part(self.home.along(self.names[:-1]), self, None)
 
     @property
     def failure(self) -> Exception | None:
         """The error of the first collective that failed, on any axis."""
-        groups = (self.inner, self.outer, self._whole)
+        groups = (*self.axes, self.home.whole)
         return next((error for x in groups if (error := getattr(x, "failure", None))), None)
 
     @property
     def is_checked(self) -> bool:
         """Whether the axes compare the collectives that their ranks start."""
-        return is_checked(self.inner)
+        return is_checked(self.axes[0])
 
     @property
     def is_symmetric(self) -> bool:
         """Whether ranks of an axis read each other's memory."""
-        return is_symmetric(self.inner) or is_symmetric(self.outer)
+        return any(map(is_symmetric, self.axes))
 
     def start(self, call: Collective, x: Tensor, out: Tensor | None = None) -> Work:
         check_collective(call, x, out, self.size)
         x = x.detach()
         result = x.new_empty(call.op.output_numel(x.numel(), self.size)) if out is None else out
         into = result.detach()
-        match call.op:
-            case AllGather():
-                axes, phases = _OUTER_INNER, self._all_gather(call, x, into)
-            case ReduceScatter():
-                axes, phases = _INNER_OUTER, self._reduce_scatter(call, x, into)
-            case AllReduce() if self.sums_whole(x.numel() * x.dtype.itemsize):
-                axes, phases = _INNER_OUTER, self._all_reduce_short(call, x, into)
-            case AllReduce():
-                axes, phases = _INNER_OUTER_INNER, self._all_reduce(call, x, into)
-            case Broadcast(root):
-                axes, phases = _OUTER_INNER, self._broadcast(call, x, into, root)
-            case Reduce(root):
-                axes, phases = _INNER_OUTER, self._reduce(call, x, into, root)
-            case AllToAll():
-                axes, phases = _INNER_OUTER, self._all_to_all(call, x, into)
-            case Permute(destinations):
-                axes, phases = _FLAT, self._permute(call, x, into, destinations)
-        finished = self._launch(call.stream, axes, phases)
+        if isinstance(call.op, Permute):
+            hops = [self._permutation(call.op)]
+        else:
+            hops = hops_of(call.op, self.axes, x.numel() * x.dtype.itemsize)
+        if not hops:
+            if not into.is_set_to(x):
+                into.copy_(x)
+            return Work.done(result)
+        finished = self.launch(call, hops, started(call, hops, x, into))
 
         def wait() -> Tensor:
             finished.wait()
@@ -240,27 +267,26 @@ class Mesh(Group):
 
         return Work(wait)
 
-    def reduce_scatter_inner(self, call: Collective, x: Tensor) -> Work:
-        """Start a sum over the mesh, sharded over the inner axis; columns send shards."""
-        check_collective(call, x, None, self.inner.size)
-        return self._launch(call.stream, _INNER_OUTER, self._reduce_scatter_inner(call, x.detach()))
+    def launch(self, call: Collective, hops: Sequence[Hop], steps: Hops) -> Work:
+        """Start a collective of some hops."""
+        return self.home.order.launch(call.stream, [hop.axis for hop in hops], steps)
 
-    def reduce_inner(self, call: Collective, x: Tensor, root: int) -> Work:
-        """Start a sum over the mesh, for one rank of each row; only their column sends it."""
-        return self._launch(call.stream, _INNER_OUTER, self._reduce_inner(call, x.detach(), root))
-
-    def sums_whole(self, nbytes: int) -> bool:
-        """Whether an all-reduce of ``nbytes`` goes whole over one axis, then over the other."""
-        return 1 in (self.inner.size, self.outer.size) or nbytes <= _SHORT_BYTES
-
-    def map_groups(self, fn: Callable[[Group, str], Group]) -> tuple[Group, Group, Group | None]:
-        """Call ``fn(group, axis)`` on each axis and on the group of all ranks."""
-        whole = None if self._whole is None else fn(self._whole, "")
-        return fn(self._plain["inner"], "inner"), fn(self._plain["outer"], "outer"), whole
+    def _permutation(self, op: Permute) -> Hop:
+        """Return a permutation as one of the whole group."""
+        whole = self.home.whole
+        if whole is None or whole.size != self.size:
+            raise OptionError(
+                f"a permutation goes along no axis of several; got {self!r}; permute along one "
+                "axis, or over a mesh of the whole group, from zf.split() or zf.mesh()"
+            )
+        places = self.home.places(self.names)
+        flat = dict(zip(places, (places[rank] for rank in op.destinations), strict=True))
+        destinations = tuple(flat[place] for place in range(self.size))
+        return Hop(Axis(whole, "", places, self.home.order), Permute(destinations))
 
     def close(self) -> None:
-        for group in self._plain.values():
-            group.close()
+        for axis in self.axes:
+            axis.close()
 
     def __exit__(
         self,
@@ -268,307 +294,57 @@ class Mesh(Group):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for group in self._plain.values():
-            group.__exit__(kind, error, trace)
+        for axis in self.axes:
+            axis.__exit__(kind, error, trace)
 
     def __repr__(self) -> str:
-        return (
-            f"<mesh: rank {self.rank} of {self.size}, {self.inner.size} inner x "
-            f"{self.outer.size} outer>"
-        )
-
-    # The order of phases.
-
-    def _launch(self, stream: Stream, axes: tuple[str, ...], phases: _Phases) -> Work:
-        queue = self._queues[stream]
-        # Collectives that go through the same axes may have phases under way together, because
-        # these phases start in the order of the calls. Phases of other collectives must not mix.
-        if len(axes) > 2 or any(before.axes != axes for before in queue):
-            self._bring_forward(stream)
-        running = _Running(axes, phases)
-        queue.append(running)
-
-        def finish() -> Tensor:
-            if stream is Stream.CONTROL:
-                self._bring_forward(Stream.PARAMS)
-            while running in queue:
-                queue[0].bring_forward()
-                queue.popleft()
-            return running.finish()
-
-        return Work(finish)
-
-    def _bring_forward(self, stream: Stream) -> None:
-        queue = self._queues[stream]
-        while queue:
-            queue[0].bring_forward()
-            queue.popleft()
-
-    def _on(
-        self, axis: str, op: Op, call: Collective, x: Tensor, out: Tensor | None = None
-    ) -> Work:
-        """Start a phase; on an axis of one rank there is nothing to send."""
-        group = self._plain[axis]
-        if group.size > 1:
-            phase = Collective(op, call.name, call.part, call.stream, zero_copy=True)
-            return group.start(phase, x, out)
-        if out is None:
-            return Work.done(x)
-        if not out.is_set_to(x):
-            out.copy_(x)
-        return Work.done(out)
-
-    # The phases.
-
-    def _all_gather(self, call: Collective, x: Tensor, out: Tensor) -> _Phases:
-        row = out.view(self.inner.size, -1)[self.inner.rank] if x.numel() else out
-        row = yield self._on("outer", AllGather(), call, x, row)
-        return (yield self._on("inner", AllGather(), call, row, out))
-
-    def _reduce_scatter(self, call: Collective, x: Tensor, out: Tensor) -> _Phases:
-        row = yield self._on("inner", ReduceScatter(), call, x)
-        return (yield self._on("outer", ReduceScatter(), call, row, out))
-
-    def _reduce_scatter_inner(self, call: Collective, x: Tensor) -> _Phases:
-        row = yield self._on("inner", ReduceScatter(), call, x)
-        # The received buffer belongs to this rank, so the sum may overwrite it; the caller's input
-        # may not be overwritten.
-        total = yield self._on(
-            "outer", AllReduce(), call, row, row if self.inner.size > 1 else None
-        )
-        return total.clone() if total is x else total
-
-    def _reduce_inner(self, call: Collective, x: Tensor, root: int) -> _Phases:
-        row = yield self._on("inner", Reduce(root), call, x)
-        if self.inner.rank == root:
-            return (yield self._on("outer", AllReduce(), call, row.clone() if row is x else row))
-        yield Work.done(row)
-        return row
-
-    def _all_reduce_short(self, call: Collective, x: Tensor, out: Tensor) -> _Phases:
-        row = yield self._on("inner", AllReduce(), call, x)
-        return (yield self._on("outer", AllReduce(), call, row, out))
-
-    def _all_reduce(self, call: Collective, x: Tensor, out: Tensor) -> _Phases:
-        numel = x.numel()
-        padding = -numel % self.inner.size
-        row = yield self._on(
-            "inner",
-            ReduceScatter(),
-            call,
-            torch.nn.functional.pad(x, (0, padding)) if padding else x,
-        )
-        row = yield self._on("outer", AllReduce(), call, row, row)
-        total = yield self._on("inner", AllGather(), call, row, None if padding else out)
-        return out.copy_(total[:numel]) if padding else total
-
-    def _broadcast(self, call: Collective, x: Tensor, out: Tensor, root: int) -> _Phases:
-        place, row = divmod(root, self.outer.size)
-        if self.inner.rank == place:
-            x = yield self._on("outer", Broadcast(row), call, x)
-        else:
-            yield Work.done(x)
-        return (yield self._on("inner", Broadcast(place), call, x, out))
-
-    def _reduce(self, call: Collective, x: Tensor, out: Tensor, root: int) -> _Phases:
-        place, row = divmod(root, self.outer.size)
-        x = yield self._on("inner", Reduce(place), call, x)
-        if self.inner.rank == place:
-            return (yield self._on("outer", Reduce(row), call, x, out))
-        yield Work.done(x)
-        return out.zero_()
-
-    def _all_to_all(self, call: Collective, x: Tensor, out: Tensor) -> _Phases:
-        inner, outer = self.inner.size, self.outer.size
-        numel = x.numel() // self.size
-        row = yield self._on("inner", AllToAll(), call, x)
-        by_row = row.view(inner, outer, numel).transpose(0, 1).reshape(-1)
-        column = yield self._on("outer", AllToAll(), call, by_row)
-        return out.copy_(column.view(outer, inner, numel).transpose(0, 1).reshape(-1))
-
-    def _permute(
-        self, call: Collective, x: Tensor, out: Tensor, destinations: tuple[int, ...]
-    ) -> _Phases:
-        if self._whole is None:
-            raise OptionError(
-                "a permutation goes along no axis; got a mesh of two groups; make it of the "
-                "whole group with zf.split()"
-            )
-        place = [
-            i * self.outer.size + o for o in range(self.outer.size) for i in range(self.inner.size)
-        ]
-        flat = Permute(tuple(place.index(destinations[rank]) for rank in place))
-        return (
-            yield self._whole.start(Collective(flat, call.name, call.part, call.stream), x, out)
-        )
+        axes = " x ".join(f"{axis.size} {axis.axis}" for axis in self.axes)
+        return f"<mesh: rank {self.rank} of {self.size}, {axes}>"
 
 
-@takes(group=GROUP, inner=integer(1))
-def split(group: Group, inner: int) -> Mesh:
-    """Put the ranks of a group in rows: ranks ``0 ... inner - 1`` in the first, and so on.
+@final
+class Part(Wrapper):
+    """Some axes of a group of several, over all of which sums go.
 
-    A value sharded over ``mesh.inner`` is replicated over ``mesh.outer``: hybrid sharding, where
-    only sums of gradients leave a row. A value sharded over the mesh itself is sharded over all
-    ranks, with collectives that go axis by axis.
-
-    Args:
-        group: all the ranks. Every rank calls.
-        inner: how many ranks make a row; the ranks of one host, if the launcher numbers the ranks
-            host by host.
-
-    Returns:
-        A group of all the ranks with the groups ``inner`` and ``outer`` in it. The mesh ends with
-        ``group``. Ranks of the mesh count along the columns: the rank of ``group`` that is the i-th
-        in row o has rank ``i * outer.size + o``.
-
-    Raises:
-        OptionError: ``inner`` does not divide the number of ranks, or this kind of group cannot be
-            divided.
-
-    Example:
-        >>> import zfun as zf
-        >>> def main(group):
-        ...     mesh = zf.split(group, inner=2)
-        ...     params = zf.shard({"w": torch.ones(128)}, mesh.inner)
-        ...     return mesh.inner.size, mesh.outer.size, params.buffers[0].numel()
-        >>> zf.simulate(6, main)[0]
-        (2, 3, 96)
+    Attributes:
+        axes: these axes, innermost first.
+        sums: the group of all axes.
+        replicas: the axes along which values over this group are repeated; ``None`` for axes that
+            only repeat values.
     """
-    if group.size % inner:
-        raise OptionError(
-            f"split() makes rows of equal length; got {group.size} ranks and inner={inner}; "
-            "use a divisor"
-        )
-    if mesh_of(group) is not group or isinstance(group, Mesh):
-        raise OptionError(
-            f"split() takes a group without axes; got {group!r}; split the group "
-            "that the mesh was made of"
-        )
-    rows = [range(first, first + inner) for first in range(0, group.size, inner)]
-    columns = [range(place, group.size, inner) for place in range(inner)]
-    return Mesh(group.subgroup(rows, "inner"), group.subgroup(columns, "outer"), group)
 
+    def __init__(self, group: Axis | Mesh, sums: Mesh, replicas: Axis | Mesh | None) -> None:
+        super().__init__(group)
+        self.sums = sums
+        self.replicas = replicas
+        self.axes = group.axes
 
-@takes(group=GROUP)
-def mesh_of(group: Group) -> Group:
-    """Return the mesh that a group is an axis of, or else the group itself.
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether ranks along any of the axes read each other's memory."""
+        return is_symmetric(self.sums)
 
-    Args:
-        group: any group.
+    def start(self, call: Collective, x: Tensor, out: Tensor | None = None) -> Work:
+        return self.wrapped.start(call, x, out)
 
-    Returns:
-        A group of all ranks.
+    def start_sum(self, call: Collective, x: Tensor) -> Work:
+        """Start a sum over all axes that ends on these ones: a reduce-scatter or a reduce."""
+        check_collective(call, x, None, self.size)
+        x = x.detach()
+        first = hops_of(call.op, self.axes, 0)
+        is_held = not isinstance(call.op, Reduce) or call.op.root == self.rank
+        across = self.replicas.axes if is_held and self.replicas is not None else []
+        then = hops_of(AllReduce(), across, sys.maxsize)
 
-    Example:
-        >>> from zfun.collectives import abstract_group
-        >>> mesh = split(abstract_group(6), inner=3)
-        >>> mesh_of(mesh.inner) is mesh, mesh_of(mesh) is mesh
-        (True, True)
-    """
-    return group.mesh if isinstance(group, _Axis) else group
+        def steps() -> Hops:
+            piece = yield from chained(call, first, x, None)
+            # A received piece belongs to this rank, so the sum may overwrite it.
+            owned = bool(first) and isinstance(call.op, ReduceScatter)
+            total = yield from summed(call, then, piece, None, owned=owned)
+            return total.clone() if total is x else total
 
+        hops = [*first, *then]
+        return self.sums.launch(call, hops, steps()) if hops else Work.done(x.clone())
 
-@takes(group=GROUP)
-def axis_of(group: Group) -> str:
-    """Return the name of an axis of a mesh: ``"inner"``, ``"outer"``, or ``""`` for other groups.
-
-    Args:
-        group: any group.
-
-    Returns:
-        The name.
-
-    Example:
-        >>> from zfun.collectives import abstract_group
-        >>> axis_of(split(abstract_group(6), inner=3).inner)
-        'inner'
-    """
-    return group.axis if isinstance(group, _Axis) else ""
-
-
-@takes(group=GROUP, what=TEXT)
-def check_shardable(group: Group, what: str) -> None:
-    """Refuse the outer axis of a mesh: its shards are not pieces of the shards of the mesh.
-
-    Args:
-        group: the ranks to shard over.
-        what: the function that shards, for the message.
-
-    Raises:
-        PlacementError: ``group`` is such an axis.
-
-    Example:
-        >>> from zfun.collectives import abstract_group
-        >>> check_shardable(split(abstract_group(6), inner=3).inner, "shard()")
-    """
-    if axis_of(group) == "outer":
-        raise PlacementError(
-            f"{what} shards over a mesh or its inner axis; got its outer axis, which replicates; "
-            "pass mesh.inner"
-        )
-
-
-@takes(group=GROUP, call=CALL, x=TENSOR, out=TENSOR | None)
-def start_reduce_scatter_over(
-    group: Group, call: Collective, x: Tensor, out: Tensor | None = None
-) -> Work:
-    """``P -> S``: start a sum over the mesh of a group, sharded over the group.
-
-    Args:
-        group: a group, a mesh, or the inner axis of one.
-        call: a reduce-scatter.
-        x: 1-D; the size of ``group`` divides its length.
-        out: 1-D; where the piece may go.
-
-    Returns:
-        The pending piece of this rank.
-
-    Raises:
-        OptionError: another collective.
-        PlacementError: ``group`` is the outer axis of a mesh.
-
-    Example:
-        >>> from zfun.collectives import simulate
-        >>> def main(group):
-        ...     mesh = split(group, inner=2)
-        ...     call, x = Collective(ReduceScatter(), "grads"), torch.tensor([1, 10])
-        ...     return start_reduce_scatter_over(mesh.inner, call, x).wait().item()
-        >>> simulate(4, main)
-        [4, 40, 4, 40]
-    """
-    check_shardable(group, "start_reduce_scatter_over()")
-    if not isinstance(call.op, ReduceScatter):
-        raise OptionError(
-            f"start_reduce_scatter_over() is for reduce_scatter; got {call.op.kind}; pass another "
-            "collective to group.start()"
-        )
-    mesh = mesh_of(group)
-    if group is not mesh and isinstance(mesh, Mesh):
-        return mesh.reduce_scatter_inner(call, x)
-    return group.start(call, x, out)
-
-
-def start_reduce_to(group: Group, call: Collective, x: Tensor, rank: int) -> Work:
-    """``P -> S``: start a sum over the mesh of a group, whose whole goes to one rank of the group.
-
-    Args:
-        group: a group, a mesh, or the inner axis of one.
-        call: gives name, part and stream.
-        x: 1-D.
-        rank: of ``group``, which receives the sum.
-
-    Returns:
-        The pending sum; of use on ``rank`` alone.
-
-    Example:
-        >>> from zfun.collectives import simulate
-        >>> def main(group):
-        ...     mesh, call = split(group, inner=2), Collective(Reduce())
-        ...     return start_reduce_to(mesh.inner, call, torch.tensor([1, 10]), 1).wait().tolist()
-        >>> simulate(4, main)[1]
-        [4, 40]
-    """
-    mesh = mesh_of(group)
-    if group is not mesh and isinstance(mesh, Mesh):
-        return mesh.reduce_inner(call, x, rank)
-    return group.start(Collective(Reduce(rank), call.name, call.part, call.stream), x)
+    def __repr__(self) -> str:
+        return repr(self.wrapped)

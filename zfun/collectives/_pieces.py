@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from zfun.collectives._group import Group
-from zfun.collectives._mesh import start_reduce_scatter_over, start_reduce_to
 from zfun.collectives._ops import Broadcast, Collective
+from zfun.collectives._roles import start_reduce_scatter_over, start_reduce_to
 from zfun.collectives._work import Work
 
 Send: TypeAlias = Callable[[Tensor], Work]

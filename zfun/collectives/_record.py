@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from zfun.collectives._group import Group, Wrapper
-from zfun.collectives._mesh import Mesh, axis_of
+from zfun.collectives._mesh import Mesh
 from zfun.collectives._ops import Collective, Stream
+from zfun.collectives._roles import axis_of, sum_group
 from zfun.collectives._work import Work
 from zfun.errors import OptionError
 from zfun.options import GROUP, takes
@@ -29,7 +30,7 @@ class Record:
         sent_bytes: the bytes that this rank sends.
         numel: the length of the input.
         dtype: the dtype of the input.
-        axis: ``"inner"`` or ``"outer"`` on an axis of a mesh, else ``""``.
+        axis: the name of the axis of a mesh, such as ``"inner"``, else ``""``.
     """
 
     kind: str
@@ -107,7 +108,8 @@ class MeshRecorder(_Log, Mesh):
 
     def __init__(self, mesh: Mesh) -> None:
         self.log = []
-        super().__init__(*mesh.map_groups(lambda group, axis: Recorder(group, axis, self.log)))
+        home = mesh.home.map(lambda group, axis: Recorder(group, axis, self.log))
+        self._join(home, mesh.names)
 
     def __repr__(self) -> str:
         return f"record({super().__repr__()})"
@@ -150,8 +152,9 @@ def record(group: Group) -> Recorder | MeshRecorder:
     """
     if isinstance(group, Mesh):
         return MeshRecorder(group)
-    if axis := axis_of(group):
+    if sum_group(group) is not group:
         raise OptionError(
-            f"an axis is recorded with its mesh; got the {axis} axis alone; call zf.record(mesh)"
+            f"an axis is recorded with its mesh; got the {axis_of(group)} axis alone; call "
+            "zf.record(mesh)"
         )
     return Recorder(group)

@@ -10,7 +10,7 @@ from zfun.collectives import (
     Group,
     Work,
     allocate,
-    axis_of,
+    replica_group,
     start_gather,
     start_reduce_scatter_over,
     start_scatter,
@@ -58,7 +58,7 @@ def sum_bucket(
     Args:
         call: a reduce-scatter.
         x: this rank's term.
-        group: a group, a mesh, or the inner axis of one.
+        group: over which the sum is cut.
         slot: the bucket.
         codec: how floating numbers are sent; ``None`` for exactly.
     """
@@ -67,7 +67,8 @@ def sum_bucket(
         return start_scatter(group, call, x, slot.pieces, send) if slot.pieces else send(x)
     if slot.pieces:
         return start_scatter(group, call, x, slot.pieces)
-    # Over an inner axis the sum over the mesh takes the place of the sum over the row.
+    # Where replicas sum too, their sum takes the place of the first one.
     share = x.numel() // group.size
-    out = None if axis_of(group) else allocate(group, share, x.dtype, x.device)
+    is_last = replica_group(group) is None
+    out = allocate(group, share, x.dtype, x.device) if is_last else None
     return start_reduce_scatter_over(group, call, x, out)

@@ -10,8 +10,8 @@ bytes.
   own. So every rank has the same bits, and no rank keeps a better copy of its own shard.
 * reduce-scatter: codes cannot be added, so the collective is an all-to-all. Every rank encodes one
   message for each rank, and adds the messages that arrive in rank order, in float32 (float64 for
-  float64 numbers), rounded once. Over a mesh the sum takes two hops, over the inner axis and then
-  over the outer one, and is encoded again before the second hop.
+  float64 numbers), rounded once. Over several axes the sum takes a hop over each, the innermost
+  first, and is encoded again before each.
 * all-reduce: a reduce-scatter and an all-gather of the sums, which are encoded again.
 
 A rank releases a message as soon as the message is decoded. The caller may overwrite
@@ -42,15 +42,15 @@ from zfun.collectives import (
     AllToAll,
     Collective,
     Group,
-    Mesh,
     Op,
     ReduceScatter,
     Stream,
     Work,
+    axes_of,
     axis_of,
     check_shardable,
     global_ranks,
-    mesh_of,
+    replica_group,
 )
 from zfun.compression._codecs import CODEC, Codec
 from zfun.errors import OptionError
@@ -139,13 +139,13 @@ def start(
 def start_over(call: Collective, x: Tensor, group: Group, codec: Codec) -> Work:
     """``P -> S``: start a compressed sum over the mesh of a group, sharded over the group.
 
-    Over a group or a mesh this is :func:`start`. Over the inner axis of a mesh, an all-reduce over
-    the outer axis then adds the shards of the rows.
+    This is :func:`start`, and then, where values over ``group`` are repeated along other axes, an
+    all-reduce over these.
 
     Args:
         call: a reduce-scatter.
         x: 1-D, floating; the size of ``group`` divides its length.
-        group: a group, a mesh, or the inner axis of one.
+        group: over which the sum is cut.
         codec: how ``x`` is written.
 
     Returns:
@@ -170,12 +170,11 @@ def start_over(call: Collective, x: Tensor, group: Group, codec: Codec) -> Work:
             f"start_over() is for reduce_scatter; got {call.op.kind}; pass another collective to "
             "start()"
         )
-    mesh = mesh_of(group)
-    if group is mesh or not isinstance(mesh, Mesh):
-        return start(call, x, group, codec)
-    scattered = start(call, x, group, codec)
+    scattered, replicas = start(call, x, group, codec), replica_group(group)
+    if replicas is None:
+        return scattered
     again = Collective(AllReduce(), call.name, call.part, call.stream)
-    return Work(lambda: start(again, scattered.wait(), mesh.outer, codec).wait())
+    return Work(lambda: start(again, scattered.wait(), replicas, codec).wait())
 
 
 def _start_gather(
@@ -195,7 +194,8 @@ def _start_gather(
 
 
 def _start_sum(call: Collective, x: Tensor, group: Group, codec: Codec, dtype: torch.dtype) -> Work:
-    first, *later = _hops(group)
+    # An axis of one rank sends nothing.
+    first, *later = [axis for axis in axes_of(group) if axis.size > 1]
     started = _start_hop(call, x, first, group, codec, 0, ops.wide(x.dtype) if later else dtype)
 
     def finish() -> Tensor:
@@ -207,16 +207,9 @@ def _start_sum(call: Collective, x: Tensor, group: Group, codec: Codec, dtype: t
     return Work(finish)
 
 
-def _hops(group: Group) -> tuple[Group, ...]:
-    """Return the groups over which a sum is taken, one after the other."""
-    if isinstance(group, Mesh):
-        return tuple(axis for axis in (group.inner, group.outer) if axis.size > 1)
-    return (group,)
-
-
 def _number(group: Group) -> int:
     """Return the global rank of this rank."""
-    return global_ranks(mesh_of(group))[mesh_of(group).rank]
+    return global_ranks(group)[group.rank]
 
 
 def _start_hop(

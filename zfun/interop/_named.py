@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zfun.collectives import barrier, mesh_of
+from zfun.collectives import agreement_group, barrier
 from zfun.errors import SpecMismatch
 from zfun.flat import Flat, leaf_spans
 from zfun.optim import MasterState
@@ -90,7 +90,7 @@ def with_values(
         found[names[id(old)]] = value.detach()
     if extra := {key: values[key] for key in own.keys() - tensors.keys() if key in values}:
         module.load_state_dict(extra, strict=False)
-    ranks = mesh_of(state.params.group)
+    ranks = agreement_group(state.params.group)
     # Ranks of one host may share the buffers of whole parameters.
     barrier(ranks)
     for master in masters_of(state.opt_state):

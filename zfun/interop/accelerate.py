@@ -20,7 +20,7 @@ from accelerate.utils import DynamoBackend, convert_outputs_to_fp32
 from torch import Tensor, nn
 
 from zfun import optim
-from zfun.collectives import Group, mesh_of, process_group
+from zfun.collectives import Group, process_group, sum_group
 from zfun.errors import OptionError
 from zfun.interop.engine import UNBOUNDED, Engine, ParamGroups, compile_blocks, named_leaves
 from zfun.recipes import Precision
@@ -156,10 +156,10 @@ class Accelerator(accelerate.Accelerator):
     def _engine(self, model: nn.Module, optimizer: Any) -> Engine:
         if self._ranks is None:
             self._ranks = process_group()
-        if mesh_of(self._ranks).size != self.num_processes:
+        if sum_group(self._ranks).size != self.num_processes:
             raise OptionError(
                 "the ranks of the group are the processes of the Accelerator; got a group of "
-                f"{mesh_of(self._ranks).size} for {self.num_processes} processes; launch the "
+                f"{sum_group(self._ranks).size} for {self.num_processes} processes; launch the "
                 "script with torchrun, and make the group after the Accelerator"
             )
         params = named_leaves(model)

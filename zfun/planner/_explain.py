@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from zfun.collectives import Group, abstract_group, mesh_of
+from zfun.collectives import Group, abstract_group, sum_group
 from zfun.compression import Codec, Compression
 from zfun.errors import OptionError
 from zfun.options import GROUP, instance, integer, takes
@@ -245,7 +245,7 @@ def explain(
 def _check_group(schedule: Schedule, group: Group) -> None:
     size = schedule.trace.size
     if group.size != size or any(
-        bucket.numel % mesh_of(group).size for bucket in schedule.trace.buckets
+        bucket.numel % sum_group(group).size for bucket in schedule.trace.buckets
     ):
         raise OptionError(
             f"a schedule is priced for the group that it was traced for; got one of {size} ranks "

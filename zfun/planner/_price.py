@@ -1,6 +1,7 @@
 """Bytes that each rank sends for a gather or a sum, hop by hop: closed forms.
 
-The formulae follow from the definitions of a mesh and a codec ([Note: two axes], [Note: messages]),
+The formulae follow from the definitions of a mesh and a codec ([Note: several axes], [Note:
+messages]),
 and a test compares the results with the messages of real steps. Both functions take the
 number of elements, the bytes of an exact element, a group (possibly a mesh or the inner axis of a
 mesh) and a codec, and return the hops in order.
@@ -8,6 +9,7 @@ mesh) and a codec, and return the hops in order.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from zfun.collectives import (
@@ -15,11 +17,11 @@ from zfun.collectives import (
     AllReduce,
     AllToAll,
     Group,
-    Mesh,
     Op,
     ReduceScatter,
+    axes_of,
     axis_of,
-    mesh_of,
+    replica_group,
 )
 from zfun.compression import Codec
 
@@ -29,7 +31,7 @@ class Hop(NamedTuple):
 
     Attributes:
         kind: kind of the collective.
-        axis: ``"inner"`` or ``"outer"`` of a mesh, else ``""``.
+        axis: name of an axis of a mesh, such as ``"inner"``, else ``""``.
         sent_bytes: bytes that each rank sends.
     """
 
@@ -48,10 +50,11 @@ def price_of_gather(numel: int, itemsize: int, group: Group, codec: Codec | None
         [('outer', 256), ('inner', 1024)]
     """
     nbytes = numel * itemsize if codec is None else codec.message_bytes(numel)
-    if not isinstance(group, Mesh):
-        return [_hop(AllGather(), group, nbytes, itemsize)]
-    outer = _hop(AllGather(), group.outer, nbytes, itemsize)
-    return _sent([outer, _hop(AllGather(), group.inner, nbytes * group.outer.size, itemsize)])
+    hops = []
+    for axis in reversed(axes_of(group)):
+        hops.append(_hop(AllGather(), axis, nbytes, itemsize))
+        nbytes *= axis.size
+    return _sent(hops)
 
 
 def price_of_sum(numel: int, itemsize: int, group: Group, codec: Codec | None) -> list[Hop]:
@@ -63,25 +66,28 @@ def price_of_sum(numel: int, itemsize: int, group: Group, codec: Codec | None) -
         >>> [(hop.kind, hop.sent_bytes) for hop in hops]
         [('reduce_scatter', 512), ('all_reduce', 256)]
     """
-    mesh = mesh_of(group)
-    if not isinstance(mesh, Mesh):
-        return [_scatter(numel, itemsize, group, codec)]
-    row = numel // mesh.inner.size
-    first = _scatter(numel, itemsize, mesh.inner, codec)
-    if group is mesh:
-        return _sent([first, _scatter(row, itemsize, mesh.outer, codec)])
-    if codec is None:
-        return _sent([first, _hop(AllReduce(), mesh.outer, row * itemsize, itemsize)])
-    # A compressed all-reduce: each rank of the column sums one piece, and all ranks gather the
-    # sums, which are encoded again.
-    piece = -(-row // mesh.outer.size)
-    return _sent(
-        [
-            first,
-            _scatter(piece * mesh.outer.size, itemsize, mesh.outer, codec),
-            *price_of_gather(piece, itemsize, mesh.outer, codec),
-        ]
-    )
+    hops: list[Hop] = []
+    for axis in axes_of(group):
+        hops.append(_scatter(numel, itemsize, axis, codec))
+        numel //= axis.size
+    replicas = replica_group(group)
+    if replicas is None:
+        return _sent(hops)
+    *parts, last = axes_of(replicas)
+    if codec is not None:
+        # Each replica sums one piece, and all gather the sums, which are encoded again.
+        piece = -(-numel // replicas.size)
+        hops += price_of_sum(piece * replicas.size, itemsize, replicas, codec)
+        return _sent([*hops, *price_of_gather(piece, itemsize, replicas, codec)])
+    numel += -numel % math.prod(axis.size for axis in parts)
+    for axis in parts:
+        hops.append(_scatter(numel, itemsize, axis, None))
+        numel //= axis.size
+    hops.append(_hop(AllReduce(), last, numel * itemsize, itemsize))
+    for axis in reversed(parts):
+        hops.append(_hop(AllGather(), axis, numel * itemsize, itemsize))
+        numel *= axis.size
+    return _sent(hops)
 
 
 def _scatter(numel: int, itemsize: int, group: Group, codec: Codec | None) -> Hop:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +11,16 @@ import torch
 from torch import Tensor
 
 from zfun import tree
-from zfun.collectives import Group, Mesh, abstract_group, check_shardable, mesh_of, split
+from zfun.collectives import (
+    Group,
+    abstract_group,
+    axes_of,
+    axis_of,
+    check_shardable,
+    mesh,
+    replica_group,
+    sum_group,
+)
 from zfun.errors import ZfunError
 from zfun.flat import Flat, empty_like
 from zfun.layout import DEFAULT_BUCKET_BYTES, LabelFn, layout_of, split_by_label
@@ -97,14 +107,14 @@ def trace(
         chosen, rest = (params, None) if trainable is None else tree.partition(params, trainable)
 
         def placed(part: tree.Tree, labels: LabelFn | None) -> Flat:
-            layout = layout_of(fake(part), mesh_of(group).size, bucket_bytes, persistence, order)
+            layout = layout_of(fake(part), sum_group(group).size, bucket_bytes, persistence, order)
             layout = layout if labels is None else split_by_label(layout, labels)
             dtypes = [bucket.dtype for bucket in layout.buckets]
             return empty_like(Flat((), S, layout, group), dtypes, None)
 
         frozen = placed(rest, None) if rest is not None and tree.leaves(rest) else None
         wrapped = shard_params(loss, group, frozen=frozen)
-        vg = data_parallel(value_and_grad(wrapped), mesh_of(group), reduce_dtype=reduce_dtype)
+        vg = data_parallel(value_and_grad(wrapped), sum_group(group), reduce_dtype=reduce_dtype)
         trained = placed(chosen, labels)
         vg(trained, fake(batch))
     inner = wrapped.loss if isinstance(wrapped, CastLoss) else wrapped
@@ -128,12 +138,15 @@ def trace(
 
 def _abstract_like(group: Group) -> Group:
     """Return an abstract group with the axes of another group."""
-    mesh = mesh_of(group)
-    if not isinstance(mesh, Mesh):
-        return abstract_group(group.size)
     check_shardable(group, "trace()")
-    made = split(abstract_group(mesh.size), mesh.inner.size)
-    return made if group is mesh else made.inner
+    replicas = replica_group(group)
+    across = axes_of(replicas) if replicas is not None else list[Group]()
+    axes = {axis_of(axis): axis.size for axis in reversed([*axes_of(group), *across])}
+    if len(axes) == 1:
+        return abstract_group(group.size)
+    made = mesh(abstract_group(math.prod(axes.values())), **axes)
+    names = [axis_of(axis) for axis in axes_of(group)]
+    return made.group(*names, replicate=[axis_of(axis) for axis in across])
 
 
 @takes(loss=FUNCTION, params=ANY, batch=ANY)

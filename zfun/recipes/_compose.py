@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from zfun import tree
-from zfun.collectives import Group, mesh_of
+from zfun.collectives import Group, sum_group
 from zfun.compression import Codec
 from zfun.errors import OptionError
 from zfun.flat import Flat
@@ -88,7 +88,7 @@ def gradient(
 ) -> Gradient:
     vg: Gradient = data_parallel(
         replace(value_and_grad(loss), on_unused=on_unused),
-        mesh_of(group),
+        sum_group(group),
         reduce_dtype=policy.reduce,
         bucket_bytes=bucket_bytes,
         compression=codec,
@@ -99,5 +99,5 @@ def gradient(
         vg = replace(summed, hooks=(*summed.hooks, hook), _agreed=summed._agreed)
     elif stage == 0 and once:
         # Whole gradients of several micro-batches are added before the sum over the ranks.
-        vg = replicate_grads(vg, mesh_of(group))
+        vg = replicate_grads(vg, sum_group(group))
     return vg if store is None else offload_grads(vg, store)

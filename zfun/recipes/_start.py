@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zfun import tree
-from zfun.collectives import Group, is_symmetric, mesh_of
+from zfun.collectives import Group, is_symmetric
 from zfun.flat import Flat
 from zfun.layout import LabelFn, Layout, place, split_by_label
 from zfun.optim import Optimizer
@@ -87,7 +87,7 @@ def first_values(
     layouts = [layout_for(chosen, rule.labels)]
     if rest is not None and tree.leaves(rest):
         layouts.append(layout_for(rest, None))
-    is_shared = stage in (1, 2) and is_symmetric(mesh_of(group))
+    is_shared = stage in (1, 2) and is_symmetric(group)
     placement = S if stage == 3 or is_shared else R
     dtypes = [_wider(slot.dtype, policy.master) for slot in layouts[0].buckets]
     states = StateBuilder(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from zfun import ops, stores, tree
-from zfun.collectives import Group, gather_values, global_ranks, mesh_of
+from zfun.collectives import Group, agreement_group, gather_values, global_ranks, sum_group
 from zfun.errors import NonFiniteError
 from zfun.flat import Flat, call_site, consume, flats
 from zfun.optim import LossScale, Optimizer
@@ -49,7 +49,7 @@ class ZeroUpdate:
 
     def takes_terms(self, state: ZeroState) -> bool:
         """Whether the optimizer sums the ranks' terms of gradients, so that backward does not."""
-        return mesh_of(self.group).size > 1 and self.rule.takes_terms(state.opt_state)
+        return sum_group(self.group).size > 1 and self.rule.takes_terms(state.opt_state)
 
     def __call__(
         self,
@@ -132,7 +132,7 @@ class ZeroUpdate:
     def _merged(self, left: Flat) -> Flat:
         """Merge the buffers that the loss of each rank left."""
         assert self.buffers is not None
-        return merge_buffers(left, mesh_of(left.group), self.buffers)
+        return merge_buffers(left, sum_group(left.group), self.buffers)
 
 
 def scale_of(state: ZeroState) -> float:
@@ -168,7 +168,7 @@ def _unused_everywhere(grads: Flat, counts: Sequence[int]) -> list[str]:
         return unused if len(counts) == 1 else []
     here = [float(slot.path in grads.missed) for slot in grads.layout.leaves]
     flags = torch.tensor(here, dtype=torch.uint8, device=grads.layout.device)
-    found = gather_values(flags, mesh_of(grads.group), "unused leaves")
+    found = gather_values(flags, agreement_group(grads.group), "unused leaves")
     if ops.is_abstract(found):
         return unused
     everywhere = found.all(0).tolist()

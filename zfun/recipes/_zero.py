@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zfun import ops, tree
 from zfun.checkpoint import check_saves
-from zfun.collectives import Group, mesh_of
+from zfun.collectives import Group, agreement_group
 from zfun.compression import Compression
 from zfun.errors import OptionError
 from zfun.flat import Flat
@@ -261,7 +261,7 @@ def zero(
             {**numbers, **in_words(policy, codecs, options), **given.description()},
             {"trainable": trainable, "buffers": buffers},
             params,
-            mesh_of(group),
+            agreement_group(group),
         )
         written, params = split(params, buffers)
         trained, frozen, state = first_values(

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from zfun import tree
-from zfun.collectives import allocate, is_symmetric, mesh_of
+from zfun.collectives import allocate, is_symmetric
 from zfun.errors import OptionError
 from zfun.flat import Flat, call_site, flats
 from zfun.options import ANY, STORE, takes
@@ -106,7 +106,7 @@ def _reloaded(flat: Flat, store: Store) -> Flat:
             continue
         with locating(leaf=layout.label(index)):
             found = fetch(buffer, layout.device)
-        if flat.placement is S and is_symmetric(mesh_of(group)):
+        if flat.placement is S and is_symmetric(group):
             # The other ranks read the shard where it lies.
             place = allocate(group, found.numel(), found.dtype, layout.device)
             found = place.copy_(found)

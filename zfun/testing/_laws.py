@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zfun import stores, tree
-from zfun.collectives import Group, gather_values, mesh_of, simulate
+from zfun.collectives import Group, gather_values, simulate, sum_group
 from zfun.flat import FLAT, Flat, flats, ravel, unravel
 from zfun.layout import DEFAULT_BUCKET_BYTES, layout_of, unique_leaves
 from zfun.options import ANY, FUNCTION, GROUP, TEXT, each, instance, integer, takes
@@ -106,7 +106,7 @@ def assert_round_trip(
     Example:
         >>> _ = simulate(3, lambda group: assert_round_trip({"w": torch.arange(5.0)}, group))
     """
-    layout = layout_of(params, mesh_of(group).size, bucket_bytes)
+    layout = layout_of(params, sum_group(group).size, bucket_bytes)
     whole = ravel(params, layout, group)
     assert_same_bits(unravel(whole), params, "a tree and unravel(ravel(tree))")
     assert_same_bits(

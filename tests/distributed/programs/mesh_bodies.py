@@ -89,6 +89,29 @@ def trained(group: zf.Group) -> Any:
     return found[0]
 
 
+def over_named_axes(group: zf.Group) -> Any:
+    """Collectives over each choice of axes of one mesh at once, and training over some of them."""
+    mesh = zf.mesh(zf.record(group), a=2, b=1, c=2)
+    generator = torch.Generator().manual_seed(group.rank)
+    pending = []
+    for numel in (4, 1202):
+        for names in (("a",), ("a", "b", "c"), ("c",), ("b", "c")):
+            for op in (AllGather(), AllReduce(), ReduceScatter(), AllToAll(), Broadcast(1)):
+                x = torch.randn(numel * mesh[names].size, generator=generator)
+                pending.append(mesh[names].start(Collective(op, op.kind, str(numel)), x))
+    for handle in pending if group.rank % 2 else reversed(pending):
+        handle.wait()
+    results: list[Any] = [handle.wait() for handle in pending]
+    for over in (mesh["c"], mesh["a", "c"], mesh.group("c", replicate="a")):
+        z = zf.zero(3, models.mlp_loss, optim.adamw(0.05), over, bucket_bytes=300)
+        state = z.init(models.mlp())
+        for batches in models.mlp_batches(2, group.size):
+            state, info = z.step(state, batches[group.rank])
+            results.append(info.grad_norm)
+        results.append(z.params(state))
+    return results
+
+
 def branching(group: zf.Group) -> Any:
     """Ranks of a mesh branch, so that some ranks ask for buckets while others still wait."""
     found: list[Any] = []

@@ -15,7 +15,7 @@ from torch import Tensor
 import zfun as zf
 from tests import models, reference
 from zfun import optim
-from zfun.collectives import axis_of, mesh_of
+from zfun.collectives import axis_of, sum_group
 from zfun.testing import assert_same_bits
 
 LR, STEPS = 0.05, 3
@@ -69,7 +69,7 @@ def trained(
 ) -> Any:
     z = zf.zero(stage, models.mlp_loss, optimizer, group, bucket_bytes=100 + 200 * stage, **options)
     state = z.init(models.mlp(num_layers=2))
-    for batches in models.mlp_batches(STEPS, mesh_of(group).size):
+    for batches in models.mlp_batches(STEPS, sum_group(group).size):
         state, _ = z.step(state, batches[rank])
     return z.params(state)
 

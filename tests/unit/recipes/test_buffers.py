@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zfun as zf
 from zfun import optim, tree
-from zfun.collectives import mesh_of, record
+from zfun.collectives import record, sum_group
 from zfun.testing import assert_same_bits
 
 STAGES = [0, 1, 2, 3]
@@ -84,7 +84,7 @@ def train(
     )
     state = z.init(values(net))
     for step in range(steps):
-        state, _ = z.step(state, batch(step, mesh_of(group).rank))
+        state, _ = z.step(state, batch(step, sum_group(group).rank))
     return z.params(state)
 
 

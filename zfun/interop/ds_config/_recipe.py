@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from zfun import tree
-from zfun.collectives import Group, mesh_of, split
+from zfun.collectives import Group, split, sum_group
 from zfun.compression import Compression
 from zfun.errors import OptionError
 from zfun.interop.ds_config._auto import AutoValues
@@ -164,7 +164,7 @@ class Recipe:
                 "a recipe needs an optimizer; got a configuration without one; pass optimizer=, "
                 "such as zf.optim.adamw(3e-4)"
             )
-        size = mesh_of(group).size
+        size = sum_group(group).size
         if self.batch is not None and self.batch.world_size != size:
             raise OptionError(
                 f"the batch sizes of the configuration are for {self.batch.world_size} ranks; got "

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zfun import tree
-from zfun.collectives import Group, all_reduce, mesh_of
+from zfun.collectives import Group, all_reduce, sum_group
 from zfun.errors import OptionError
 from zfun.flat import Flat, ravel
 from zfun.placement import P, S
@@ -43,7 +43,7 @@ class GradSum:
     def __init__(self, group: Group) -> None:
         self.grads: Flat | None = None
         self.has_run = False
-        self._mesh = mesh_of(group)
+        self._mesh = sum_group(group)
         self._group = group
         self._fresh: Flat | None = None
         self.is_weighted = False

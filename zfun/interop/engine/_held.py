@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from zfun import checkpoint, optim, stores, tree
-from zfun.collectives import Group, broadcast, mesh_of
+from zfun.collectives import Group, broadcast, sum_group
 from zfun.errors import OptionError
 from zfun.flat import leaf_spans, unravel
 from zfun.interop._named import state_dict_of, with_values
@@ -156,7 +156,7 @@ class Held:
 
     def write(self, name: str, value: Tensor) -> None:
         """Take a whole value of a leaf from rank 0; every rank must call."""
-        value = broadcast(value.detach().contiguous(), mesh_of(self._group), 0, name="written")
+        value = broadcast(value.detach().contiguous(), sum_group(self._group), 0, name="written")
         self.replace({name: value})
 
     @contextlib.contextmanager

@@ -12,7 +12,7 @@ from torch.nn.parameter import (
 )
 
 from zfun import stores, tree
-from zfun.collectives import Group, broadcast, mesh_of
+from zfun.collectives import Group, broadcast, sum_group
 from zfun.errors import LeafError, OptionError
 from zfun.flat import Flat, ravel, unravel
 from zfun.interop._named import masters_of, write_leaves
@@ -125,7 +125,7 @@ class EngineBuffers:
             if owner._buffers[key].is_meta and made is not None:  # pyrefly: ignore
                 owner._buffers[key] = made.load() if isinstance(made, Deferred) else made
         if (found := self.named()) and rule != "by rank":
-            ranks = mesh_of(group)
+            ranks = sum_group(group)
             if init == "broadcast":
                 for name, value in broadcast(found, ranks, 0, name="buffers").items():
                     found[name].copy_(value)
@@ -156,7 +156,7 @@ class EngineBuffers:
 
     def merge(self, changed: Sequence[bool]) -> None:
         """Merge the buffers that any rank has changed; every rank must call."""
-        ranks = mesh_of(self._group)
+        ranks = sum_group(self._group)
         if ranks.size == 1 or self._rule == "by rank" or not any(changed):
             self.refresh()
             return

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from zfun import tree
-from zfun.collectives import Group, Mesh, abstract_group, mesh_of
+from zfun.collectives import Group, Mesh, abstract_group, sum_group
 from zfun.compression import int8
 from zfun.layout import layout_of
 from zfun.planner._meter import SMALL
@@ -232,7 +232,7 @@ class Bounds:
     ) -> _Traffic:
         choice = Candidate(3, precision=precision, inner=inner, hybrid=hybrid)
         group, policy = choice.placed(self._group), policy_of(precision)
-        size = mesh_of(group).size
+        size = sum_group(group).size
         layout = layout_of(self._model.params, size, closes_at, dtype=policy.param)
         codec = int8()
         of_params = codec if "params" in compressed else None

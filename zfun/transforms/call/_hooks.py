@@ -15,7 +15,7 @@ from zfun.collectives import (
     Stream,
     Work,
     is_symmetric,
-    mesh_of,
+    sum_group,
 )
 from zfun.compression import Codec, start, sum_bucket
 from zfun.layout import Layout
@@ -55,7 +55,7 @@ class SumHook:
     def start(self, buffer: Tensor, layout: Layout, bucket: int) -> Work:
         """Start to sum a bucket; the hook owns the buffer."""
         group = self.group
-        if mesh_of(group).size == 1:
+        if sum_group(group).size == 1:
             return Work.done(buffer)
         op = ReduceScatter() if self.placement is S else AllReduce()
         call = Collective(op, "grads", layout.label(bucket), Stream.GRADS, zero_copy=True)

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from zfun import ops
-from zfun.collectives import Group, allocate, mesh_of
+from zfun.collectives import Group, allocate, sum_group
 from zfun.errors import ZfunError
 from zfun.layout import Layout, LeafSlot
 from zfun.transforms.call._hooks import CommHook, Handle
@@ -82,7 +82,7 @@ class GradReducer:
         self.unused: list[str] = []
         self.on_unused: Callable[[int], None] | None = None
         # One rank waits for nobody, so a bucket goes through all hooks as soon as it is complete.
-        is_alone = group is None or mesh_of(group).size == 1
+        is_alone = group is None or sum_group(group).size == 1
         self.max_in_flight: int | None = 0 if is_alone else MAX_IN_FLIGHT
         self._hooks = tuple(hooks)
         self._tables = tables

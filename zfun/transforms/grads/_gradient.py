@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from zfun import tree
-from zfun.collectives import AllReduce, Collective, Group, Stream, axis_of
+from zfun.collectives import AllReduce, Collective, Group, Stream, axis_of, sum_group
 from zfun.compression import CODEC, Codec
 from zfun.errors import OptionError, PlacementError
 from zfun.flat import Flat, flats, ravel_buckets
@@ -205,7 +205,7 @@ def data_parallel(
 
 
 def _check_parallel(vg: Gradient, group: Group) -> None:
-    if axis_of(group):
+    if sum_group(group) is not group:
         raise PlacementError(
             f"data_parallel() takes all the ranks that have a batch; got the {axis_of(group)} "
             "axis of a mesh; pass the mesh itself"

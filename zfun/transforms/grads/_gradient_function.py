@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zfun import ops, stores, tree
-from zfun.collectives import AllReduce, Collective, Group, Stream, Work, is_checked, mesh_of
+from zfun.collectives import AllReduce, Collective, Group, Stream, Work, is_checked, sum_group
 from zfun.compression import Codec
 from zfun.errors import LeafError, OptionError, PlacementError, ZfunError
 from zfun.flat import Flat, flats, unravel_buffers
@@ -199,7 +199,7 @@ class GradientFunction(ZfunGradient):
             group = self.group
             if group is None and _is_sharded(call.params):
                 # The gradients are summed over these ranks; see _hooks().
-                group = mesh_of(call.params.group)
+                group = sum_group(call.params.group)
             zero = torch.zeros_like(weight)
             call.executor.loss = summed = self._start_loss(zero, weight, group)
         return self._scale_of(summed, weight)
@@ -275,7 +275,7 @@ class GradientFunction(ZfunGradient):
                     "parameters are whole or sharded; got a Flat with placement P; "
                     "redistribute() it to R or S first"
                 )
-            if self.group is not None and mesh_of(params.group) is not self.group:
+            if self.group is not None and sum_group(params.group) is not self.group:
                 raise PlacementError(
                     "parameters and gradients must be of one group; got two; pass the same group "
                     "to shard() and data_parallel(), or the inner axis of a mesh and that mesh"

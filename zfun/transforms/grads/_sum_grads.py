@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from zfun.collectives import Group, axis_of, check_shardable, mesh_of
+from zfun.collectives import Group, axis_of, check_shardable, sum_group
 from zfun.errors import PlacementError
 from zfun.flat import Flat
 from zfun.options import FUNCTION, GROUP, takes
@@ -83,7 +83,7 @@ def replicate_grads(vg: Gradient, group: Group) -> Gradient:
         >>> zf.simulate(2, main)[0]
         (R, tensor([0.5000, 0.5000, 0.5000]))
     """
-    if axis_of(group):
+    if sum_group(group) is not group:
         raise PlacementError(
             f"replicate_grads() takes the group of its gradients; got the {axis_of(group)} axis "
             "of a mesh; pass the mesh itself"
@@ -101,7 +101,7 @@ def _summed(vg: Gradient, hook: SumHook, name: str) -> Gradient:
                 f"{name} takes gradients with placement P; got ones that are this rank's own; "
                 "wrap them in data_parallel() first"
             )
-        if vg.group is not mesh_of(group):
+        if vg.group is not sum_group(group):
             raise PlacementError(
                 f"{name} must be given the group of its gradients; got another one; pass the same "
                 "group to data_parallel() and "

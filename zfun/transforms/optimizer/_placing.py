@@ -14,7 +14,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from zfun import stores, tree
-from zfun.collectives import Group, mesh_of
+from zfun.collectives import Group, sum_group
 from zfun.flat import Flat, change_layout, check_same_layout, ravel
 from zfun.layout import Layout, split_by_label
 from zfun.optim import Optimizer
@@ -101,7 +101,7 @@ def lower(optimizer: Optimizer, grads: tree.Tree, state: object, params: Flat) -
     if grads.placement is not S and grads.layout != placed.layout:
         grads = change_layout(stores.resident(grads), placed.layout)
     check_same_layout(placed, grads, "parameters and gradients")
-    if mesh_of(params.group).size > 1 and optimizer.takes_terms(state):
+    if sum_group(params.group).size > 1 and optimizer.takes_terms(state):
         return PlacedOptimizer(stores.resident(grads), placed, present)
     return PlacedOptimizer(
         redistribute(grads, placed.placement, placed.group, name="grads"), placed, present

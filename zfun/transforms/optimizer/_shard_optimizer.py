@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from zfun import stores, tree
-from zfun.collectives import Group, await_readers, check_shardable, mesh_of
+from zfun.collectives import Group, await_readers, check_shardable, sum_group
 from zfun.errors import PlacementError
 from zfun.flat import Flat, change_layout, ravel, unravel
 from zfun.layout import DEFAULT_BUCKET_BYTES, layout_of
@@ -59,7 +59,7 @@ def shard_optimizer(
     def init(params: tree.Tree) -> Any:
         if not isinstance(params, Flat):
             check_agreement(params, group, bucket_bytes=bucket_bytes)
-            params = ravel(params, layout_of(params, mesh_of(group).size, bucket_bytes), group)
+            params = ravel(params, layout_of(params, sum_group(group).size, bucket_bytes), group)
         check_padding(inner, {bucket.dtype for bucket in params.layout.buckets})
         present = stores.resident(params)
         return inner.init(
@@ -90,7 +90,7 @@ def shard_optimizer(
                 layout = (
                     grads.layout
                     if isinstance(grads, Flat)
-                    else layout_of(params, mesh_of(group).size, bucket_bytes)
+                    else layout_of(params, sum_group(group).size, bucket_bytes)
                 )
                 whole = ravel(params, layout, group)
             here = lower(sharded, grads, state, whole)

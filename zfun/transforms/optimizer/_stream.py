@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from zfun import ops, stores, tree
-from zfun.collectives import Work, await_readers, is_symmetric, mesh_of
+from zfun.collectives import Work, await_readers, is_symmetric
 from zfun.flat import Flat, empty_like
 from zfun.optim import MasterState, Optimizer, prepared
 from zfun.placement import Placement
@@ -298,7 +298,7 @@ class StreamedUpdate:
             store.crossed("get", "params", new.buffers[0].nbytes)
         old = self.params.select([bucket])
         new = self._on_device(new)
-        if self.donate and is_symmetric(mesh_of(self.params.group)):
+        if self.donate and is_symmetric(self.params.group):
             target = self._placed_params(old.buffers[0], bucket)
             if not _share_storage(target.buffers[0], new.buffers[0]):
                 # The step could not overwrite the old parameters, which now may go. Peers map the
@@ -370,7 +370,7 @@ class StreamedUpdate:
             and not self.stores_grads
             and grads.device.type == "cpu"
             and grads.untyped_storage().nbytes() == grads.nbytes
-            and not is_symmetric(mesh_of(self.params.group))
+            and not is_symmetric(self.params.group)
         )
 
     def _own(self, x: Tensor, old: Any) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zfun import ops, tree
-from zfun.collectives import Group, LeafRecord, check_same, mesh_of
+from zfun.collectives import Group, LeafRecord, agreement_group, check_same, sum_group
 from zfun.errors import ZfunError
 from zfun.layout import DEFAULT_BUCKET_BYTES, PLACEMENT, Layout, labels_of, layout_of
 from zfun.options import ANY, BOOL, FLOATING, GROUP, NAMES, integer, takes
@@ -64,12 +64,12 @@ def check_agreement(
     found = tree.leaves(params)
     try:
         layout: Layout | ZfunError = layout_of(
-            params, mesh_of(group).size, bucket_bytes, persistence, order, dtype
+            params, sum_group(group).size, bucket_bytes, persistence, order, dtype
         )
     except ZfunError as error:
         # Tell the other ranks before this rank raises, so that no rank waits.
         layout = error
-    if mesh_of(group).size > 1:
+    if agreement_group(group).size > 1:
         entries = [
             LeafRecord("(bucket_bytes)", str(bucket_bytes), ""),
             LeafRecord("(persistence)", str(persistence), ""),
@@ -98,7 +98,7 @@ def check_agreement(
             elif placement is not None:
                 for slot, cut in zip(layout.leaves, labels_of(layout, placement), strict=True):
                     entries.append(LeafRecord(f"(placement of {slot.path})", repr(cut), ""))
-        check_same(entries, mesh_of(group), "parameters")
+        check_same(entries, agreement_group(group), "parameters")
     if isinstance(layout, ZfunError):
         raise layout
     return layout

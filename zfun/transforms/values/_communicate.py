@@ -14,13 +14,13 @@ from zfun.collectives import (
     AllReduce,
     Collective,
     Group,
-    Mesh,
     Op,
     ReduceScatter,
     Stream,
     Work,
     is_symmetric,
-    mesh_of,
+    replica_group,
+    sum_group,
 )
 from zfun.flat import Flat, call_site
 from zfun.placement import Piece, Placement
@@ -65,7 +65,7 @@ def communicate(
 ) -> Flat:
     """Run a collective over one group, and return the value with a placement over another group."""
     layout = value.layout
-    if (mesh_of(over) if isinstance(op, ReduceScatter) else over).size == 1:
+    if (sum_group(over) if isinstance(op, ReduceScatter) else over).size == 1:
         return value.with_buffers(value.buffers, placement, group)
     if needs_autograd(value.buffers):
         return value.with_buffers(
@@ -81,7 +81,7 @@ def communicate(
     if donate:
         value.life.discard(f"redistribute({name!r}, donate=True) at {call_site()}")
     # In shared memory peers may still read inputs and old values after this rank has the sum.
-    shares = is_symmetric(mesh_of(over))
+    shares = is_symmetric(over)
     in_place = donate and isinstance(op, AllReduce) and not shares
     zero_copy = zero_copy and shares and over is group
     reused = (
@@ -145,14 +145,10 @@ def _differentiable(
         send = lambda kind, x, group: _EXACT[kind](x, group)
     else:
         send = lambda kind, x, group: _COMPRESSED[kind](x, group, form)
-    mesh = mesh_of(over)
-    if over is mesh or not isinstance(mesh, Mesh):
+    replicas = replica_group(over)
+    if replicas is None:
         return send(op.kind, buffer, over)
     if isinstance(op, ReduceScatter):
-        return send("all_reduce", send("reduce_scatter", buffer, over), mesh.outer)
-    # The rows hold one value in common, so the gradient is the sum over the rows.
-    return send(
-        "all_gather",
-        buffer if over is mesh.outer else collectives.replicated(buffer, mesh.outer),
-        over,
-    )
+        return send("all_reduce", send("reduce_scatter", buffer, over), replicas)
+    # Replicas hold one value in common, so the gradient is the sum over them.
+    return send("all_gather", collectives.replicated(buffer, replicas), over)

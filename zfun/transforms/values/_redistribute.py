@@ -12,11 +12,11 @@ from zfun.collectives import (
     AllGather,
     AllReduce,
     Group,
-    Mesh,
     ReduceScatter,
     axis_of,
     check_shardable,
-    mesh_of,
+    replica_group,
+    sum_group,
 )
 from zfun.errors import PlacementError
 from zfun.flat import FLAT, Flat, call_site, own_pieces
@@ -102,7 +102,7 @@ def redistribute(
     if donate and value is not given:
         # Free the buffers in the store, because the fetched copies replace the stored buffers.
         given.life.discard(f"redistribute({name!r}, donate=True) at {call_site()}")
-    here, mesh, before = value.group, mesh_of(group), value.placement
+    here, before = value.group, value.placement
     if before is placement and (here is group or before is not S):
         return value if here is group else value.with_buffers(value.buffers, group=group)
     if before is R and placement is S:
@@ -115,17 +115,19 @@ def redistribute(
     if before is P:
         return communicate(value, ReduceScatter(), group, S, group, name, donate=donate)
     if placement is P:
-        # All rows hold the value, so only the first row contributes to the sum.
-        is_first = here is mesh or not isinstance(mesh, Mesh) or mesh.outer.rank == 0
+        # Of replicas only the first contributes to the sum.
+        replicas = replica_group(here)
+        is_first = replicas is None or replicas.rank == 0
         return value.with_buffers(_embedded(value, is_first), P, group)
     if placement is R:
         return communicate(
             value, AllGather(), here, R, group, name, donate=donate, zero_copy=zero_copy, into=into
         )
-    assert isinstance(mesh, Mesh)
-    if here is mesh:
-        return communicate(value, AllGather(), mesh.outer, S, group, name, donate=donate)
-    pieces = (x.view(mesh.outer.size, -1)[mesh.outer.rank] for x in value.buffers)
+    if (across := replica_group(group)) is not None:
+        return communicate(value, AllGather(), across, S, group, name, donate=donate)
+    across = replica_group(here)
+    assert across is not None
+    pieces = (x.view(across.size, -1)[across.rank] for x in value.buffers)
     return value.with_buffers(pieces, S, group)
 
 
@@ -135,7 +137,7 @@ def _check_target(value: Flat, placement: Placement, group: Group) -> None:
             f"redistribute() takes a Flat; got {type(value).__name__}; make one with shard() or "
             "replicate()"
         )
-    if mesh_of(value.group) is not mesh_of(group):
+    if sum_group(value.group) is not sum_group(group):
         raise PlacementError(
             "redistribute() must be given the group of the value; got another one; unshard() the "
             "value and shard it over the other group"
@@ -144,7 +146,7 @@ def _check_target(value: Flat, placement: Placement, group: Group) -> None:
         check_shardable(group, "redistribute()")
         for slot in value.layout.buckets:
             slot.span(group.rank, group.size)
-    elif placement is P and axis_of(group):
+    elif placement is P and sum_group(group) is not group:
         raise PlacementError(
             f"a value is partial over a whole mesh; got its {axis_of(group)} axis; pass the mesh"
         )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from zfun import ops, tree
-from zfun.collectives import Group, allocate, check_shardable, mesh_of
+from zfun.collectives import Group, allocate, check_shardable, sum_group
 from zfun.errors import PlacementError
 from zfun.flat import Flat, own_pieces
 from zfun.layout import DEFAULT_BUCKET_BYTES, PLACEMENT, LabelFn, place, split_by_label
@@ -133,7 +133,7 @@ def replicate(
         [R, R]
     """
     if isinstance(params, Flat):
-        if mesh_of(params.group) is not mesh_of(group):
+        if sum_group(params.group) is not sum_group(group):
             raise PlacementError(
                 "a Flat belongs to the group that it was made over; got another one; unshard() "
                 "it first"

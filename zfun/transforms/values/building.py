@@ -27,10 +27,10 @@ from zfun.collectives import (
     Group,
     LeafRecord,
     Stream,
+    agreement_group,
     allocate,
     check_same,
     global_ranks,
-    mesh_of,
 )
 from zfun.errors import LeafError, ZfunError
 from zfun.flat import Flat
@@ -84,8 +84,8 @@ class Leaves:
                 "params)",
                 leaf=path,
             )
-        self._mesh = mesh_of(group)
-        self._sends = init == "broadcast" and self._mesh.size > 1
+        self._ranks = agreement_group(group)
+        self._sends = init == "broadcast" and self._ranks.size > 1
         self._compared_as = compared_as
         self._is_own = is_own
         self._digests: dict[str, int | str] = {}
@@ -98,14 +98,14 @@ class Leaves:
             found = self.attempt(slot.path, lambda: _elements(value))
             if found is None:
                 return
-            if isinstance(value, Deferred) and not is_own and self._mesh.size > 1:
+            if isinstance(value, Deferred) and not is_own and self._ranks.size > 1:
                 self._digests[slot.path] = ops.fingerprint(found, self._compared_as)
             yield 0, found
             return
         self._digests[slot.path] = ""
         found = (
             self.attempt(slot.path, lambda: _elements(value).to(device))
-            if self._mesh.rank == 0
+            if self._ranks.rank == 0
             else None
         )
         dtype = value.dtype.to_real() if value.dtype.is_complex else value.dtype
@@ -119,7 +119,7 @@ class Leaves:
                 else found.narrow(0, first, numel)
             )
             call = Collective(Broadcast(0), "params", f"{slot.path} from {first}", Stream.PARAMS)
-            yield first, self._mesh.start(call, piece).wait()
+            yield first, self._ranks.start(call, piece).wait()
 
     def attempt(self, path: str, fn: Callable[[], _Out]) -> _Out | None:
         """Return the result of a function; keep the error of the first one that raises.
@@ -147,20 +147,20 @@ class Leaves:
                 another rank.
         """
         values = self._values.values()
-        if self._mesh.size > 1 and (self._sends or any(isinstance(x, Deferred) for x in values)):
+        if self._ranks.size > 1 and (self._sends or any(isinstance(x, Deferred) for x in values)):
             records = [LeafRecord(path, "made", digest) for path, digest in self._digests.items()]
             if self._failure is not None:
                 path, error = self._failure
                 records = [record for record in records if record.path != path]
                 records.append(LeafRecord(path, f"not made ({type(error).__name__}: {error})"))
             try:
-                check_same(records, self._mesh, "parameters")
+                check_same(records, self._ranks, "parameters")
             except ZfunError:
                 if self._failure is None:
                     raise
         if self._failure is not None:
             path, error = self._failure
-            rank = global_ranks(self._mesh)[self._mesh.rank]
+            rank = global_ranks(self._ranks)[self._ranks.rank]
             if isinstance(error, ZfunError):
                 error.leaf = path if error.leaf is None else error.leaf
                 error.rank = rank if error.rank is None else error.rank

@@ -1,0 +1,180 @@
+"""The ranks that a function over a group asks for.
+
+[Note: ranks that take part]
+
+A function over a group asks one of three questions about ranks:
+
+* Who has a batch? :func:`sum_group`: sums of gradients, losses and metrics go over these ranks.
+  They are more than the ranks of the group where values are cut over some axes of a mesh and
+  repeated along others.
+* Who must agree? :func:`agreement_group`: on parameters, on skipped steps, on the order of buckets.
+* Who starts collectives in one order? The ranks of each axis, see [Note: several axes]. Ranks
+  along other axes are independent.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from zfun.collectives._axes import Axis
+from zfun.collectives._group import Group
+from zfun.collectives._mesh import Mesh, Part
+from zfun.collectives._ops import CALL, Collective, Reduce, ReduceScatter
+from zfun.collectives._work import Work
+from zfun.errors import OptionError, PlacementError
+from zfun.options import GROUP, TENSOR, TEXT, takes
+
+
+@takes(group=GROUP)
+def sum_group(group: Group) -> Group:
+    """Return the ranks that have batches: sums of gradients, losses and metrics go over them.
+
+    Args:
+        group: any group, over which values are cut.
+
+    Returns:
+        The group itself, or all axes where values over ``group`` are repeated along others.
+
+    Example:
+        >>> from zfun.collectives import abstract_group, split
+        >>> mesh = split(abstract_group(6), inner=3)
+        >>> sum_group(mesh.inner) is mesh, sum_group(mesh) is mesh
+        (True, True)
+    """
+    return group.sums if isinstance(group, Part) else group
+
+
+def agreement_group(group: Group) -> Group:
+    """Return the ranks that must agree: on parameters, on skipped steps, on orders.
+
+    These are the ranks that sum. Axes that cut leaves of one value will join them here.
+
+    Example:
+        >>> from zfun.collectives import abstract_group, split
+        >>> mesh = split(abstract_group(6), inner=3)
+        >>> agreement_group(mesh.inner) is mesh
+        True
+    """
+    return sum_group(group)
+
+
+def replica_group(group: Group) -> Group | None:
+    """Return the axes along which values over a group are repeated, if sums go over them.
+
+    Example:
+        >>> from zfun.collectives import abstract_group, split
+        >>> mesh = split(abstract_group(6), inner=3)
+        >>> replica_group(mesh.inner), replica_group(mesh)
+        (<outer axis: rank 0 of 2>, None)
+    """
+    return group.replicas if isinstance(group, Part) else None
+
+
+def axes_of(group: Group) -> list[Group]:
+    """Return the groups that a collective goes over, innermost first: of one axis, the group."""
+    return [*group.axes] if isinstance(group, Axis | Part | Mesh) else [group]
+
+
+@takes(group=GROUP)
+def axis_of(group: Group) -> str:
+    """Return the name of an axis of a mesh, such as ``"inner"``, or ``""`` for other groups.
+
+    Args:
+        group: any group.
+
+    Returns:
+        The name.
+
+    Example:
+        >>> from zfun.collectives import abstract_group, split
+        >>> axis_of(split(abstract_group(6), inner=3).inner)
+        'inner'
+    """
+    if isinstance(group, Axis | Part):
+        return " x ".join(axis.axis for axis in reversed(group.axes))
+    return ""
+
+
+@takes(group=GROUP, what=TEXT)
+def check_shardable(group: Group, what: str) -> None:
+    """Refuse the outer axis of a mesh: its shards are not pieces of the shards of the mesh.
+
+    Args:
+        group: the ranks to shard over.
+        what: the function that shards, for the message.
+
+    Raises:
+        PlacementError: ``group`` is such an axis.
+
+    Example:
+        >>> from zfun.collectives import abstract_group, split
+        >>> check_shardable(split(abstract_group(6), inner=3).inner, "shard()")
+    """
+    if isinstance(group, Part) and group.replicas is None:
+        raise PlacementError(
+            f"{what} shards over a mesh or its inner axis; got its outer axis, which replicates; "
+            "pass mesh.inner"
+        )
+
+
+@takes(group=GROUP, call=CALL, x=TENSOR, out=TENSOR | None)
+def start_reduce_scatter_over(
+    group: Group, call: Collective, x: Tensor, out: Tensor | None = None
+) -> Work:
+    """``P -> S``: start a sum over the mesh of a group, sharded over the group.
+
+    Args:
+        group: a group, a mesh, or the inner axis of one.
+        call: a reduce-scatter.
+        x: 1-D; the size of ``group`` divides its length.
+        out: 1-D; where the piece may go.
+
+    Returns:
+        The pending piece of this rank.
+
+    Raises:
+        OptionError: another collective.
+        PlacementError: ``group`` is the outer axis of a mesh.
+
+    Example:
+        >>> import torch
+        >>> from zfun.collectives import simulate, split
+        >>> def main(group):
+        ...     mesh = split(group, inner=2)
+        ...     call, x = Collective(ReduceScatter(), "grads"), torch.tensor([1, 10])
+        ...     return start_reduce_scatter_over(mesh.inner, call, x).wait().item()
+        >>> simulate(4, main)
+        [4, 40, 4, 40]
+    """
+    check_shardable(group, "start_reduce_scatter_over()")
+    if not isinstance(call.op, ReduceScatter):
+        raise OptionError(
+            f"start_reduce_scatter_over() is for reduce_scatter; got {call.op.kind}; pass another "
+            "collective to group.start()"
+        )
+    return group.start_sum(call, x) if isinstance(group, Part) else group.start(call, x, out)
+
+
+def start_reduce_to(group: Group, call: Collective, x: Tensor, rank: int) -> Work:
+    """``P -> S``: start a sum over the mesh of a group, whose whole goes to one rank of the group.
+
+    Args:
+        group: a group, a mesh, or the inner axis of one.
+        call: gives name, part and stream.
+        x: 1-D.
+        rank: of ``group``, which receives the sum.
+
+    Returns:
+        The pending sum; of use on ``rank`` alone.
+
+    Example:
+        >>> import torch
+        >>> from zfun.collectives import simulate, split
+        >>> def main(group):
+        ...     mesh, call = split(group, inner=2), Collective(Reduce())
+        ...     return start_reduce_to(mesh.inner, call, torch.tensor([1, 10]), 1).wait().tolist()
+        >>> simulate(4, main)[1]
+        [4, 40]
+    """
+    call = Collective(Reduce(rank), call.name, call.part, call.stream)
+    return group.start_sum(call, x) if isinstance(group, Part) else group.start(call, x)
