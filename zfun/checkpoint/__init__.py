@@ -9,16 +9,9 @@ from zfun.checkpoint._directory import SavedStep, latest, read_manifest, step_pa
 from zfun.checkpoint._fill import read_leaf
 from zfun.checkpoint._load import Loaded, load
 from zfun.checkpoint._save import save
-from zfun.checkpoint.format import (
-    FileEntry,
-    LeafEntry,
-    Manifest,
-    Payload,
-    Piece,
-    Want,
-    format_manifest,
-    parse_manifest,
-)
+from zfun.checkpoint.format._manifest import FileEntry, LeafEntry, Manifest, Piece, format_manifest
+from zfun.checkpoint.format._parse import parse_manifest
+from zfun.checkpoint.format._payload import Payload, Want
 from zfun.checkpoint.tools import (
     Problem,
     Pruned,

@@ -1,4 +1,4 @@
-"""``zfun plan`` and ``zfun hw-bench``: a step before the step, and the rates of a machine."""
+"""``zfun plan``: a step before the step."""
 
 from __future__ import annotations
 
@@ -18,19 +18,9 @@ transformers, and matplotlib for the picture."""
 
 _PLAN_EXIT = "exit status: 0 if a composition fits, 1 if none does, 2 on an error."
 
-_HW_BENCH = """\
-Measures the rates of this machine that a plan needs for times: matrix products, updates, messages
-between local processes, copies to a device, and the disk of PATH. Writes a JSON file for
-zfun plan --hardware. Needs the extra zfun[demo]."""
-
 
 def add_to(commands: Any) -> None:
-    """Add both commands."""
-    _add_plan(commands)
-    _add_hw_bench(commands)
-
-
-def _add_plan(commands: Any) -> None:
+    """Add the command to a parser."""
     words = "plan a step of a model of Hugging Face: memory, messages, times"
     made = add_command(commands, "plan", _plan, words, _PLAN, epilog=_PLAN_EXIT)
     made.add_argument("--hf", type=Path, required=True, metavar="FILE", help="the config.json")
@@ -51,21 +41,6 @@ def _add_plan(commands: Any) -> None:
     add_folder(made, "zfun-plan")
 
 
-def _add_hw_bench(commands: Any) -> None:
-    words = "measure the rates of this machine, for times of plans"
-    path = "a directory on the disk"
-    bench = add_command(commands, "hw-bench", _hw_bench, words, _HW_BENCH, path=path)
-    add_count(bench, "--ranks", 2, "local processes that exchange messages")
-    add_count(bench, "--mib", 256, "MiB of the largest buffer")
-    bench.add_argument(
-        "--out",
-        type=Path,
-        default=Path("hardware.json"),
-        metavar="FILE",
-        help="the file (default: %(default)s)",
-    )
-
-
 def _plan(args: argparse.Namespace) -> int:
     from zfun import demo
 
@@ -80,9 +55,3 @@ def _plan(args: argparse.Namespace) -> int:
         out=args.out,
         **{name: float(size) for name, size in limits.items() if size is not None},
     )
-
-
-def _hw_bench(args: argparse.Namespace) -> int:
-    from zfun import demo
-
-    return demo.hw_bench(args.path, ranks=args.ranks, mib=args.mib, out=args.out)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import struct
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,9 +15,10 @@ from torch import Tensor
 from zfun.errors import CheckpointError, LeafError, OptionError
 from zfun.objects import Address, is_url, located
 from zfun.options import FLOATING, PATH, integer, takes
-from zfun.sources._safetensors import DTYPES, INDEX, ONE_FILE
+from zfun.sources._safetensors import INDEX, ONE_FILE
 from zfun.sources._source import SOURCE, Source
 from zfun.sources.deferred import Deferred
+from zfun.sources.headers import DTYPES, header_of
 
 # The sizes of Hugging Face are powers of ten.
 DEFAULT_SHARD_BYTES = 5 * 10**9
@@ -169,20 +169,9 @@ def _file_names(count: int) -> Sequence[str]:
 def _write_file(
     file: Path, leaves: Mapping[str, Deferred], dtypes: Mapping[str, torch.dtype]
 ) -> None:
-    tags = {dtype: tag for tag, dtype in DTYPES.items()}
-    # transformers refuses files without this entry.
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for name, leaf in leaves.items():
-        size = leaf.numel() * dtypes[name].itemsize
-        shape, tag = list(leaf.shape), tags[dtypes[name]]
-        header[name] = {"dtype": tag, "shape": shape, "data_offsets": [at, at + size]}
-        at += size
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with _created(file, 8 + len(text) + at) as stream:
-        stream.write(struct.pack("<Q", len(text)))
-        stream.write(text)
+    header = header_of((name, dtypes[name], tuple(leaf.shape)) for name, leaf in leaves.items())
+    with _created(file, header.num_bytes) as stream:
+        stream.write(header.data)
         for name, leaf in leaves.items():
             _write_leaf(stream, leaf.load().reshape(-1), dtypes[name])
 

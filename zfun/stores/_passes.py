@@ -23,13 +23,9 @@ class Derived(Stored):
     """A handle of a function of a stored tensor; :func:`derived` makes one."""
 
     def __init__(self, source: Stored, fn: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
-        self.source = source
-        self.fn = fn
-        self.store = source.store
-        self.name = source.name
-        self.dtype = dtype
-        self.shape = source.shape
-        self.can_fail = source.can_fail
+        super().__init__(source.store, source, source.name)
+        self.source, self.fn = source, fn
+        self.dtype, self.can_fail = dtype, source.can_fail
 
     def get(self, device: torch.device) -> Work:
         """Start to fetch the stored tensor; ``wait()`` computes the function."""
