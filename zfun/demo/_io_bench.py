@@ -15,6 +15,7 @@ from zfun import stores
 from zfun.collectives import Work
 from zfun.demo._picture import FAINT, INK, blank, check_folder, check_installed, dress, saved
 from zfun.options import PATH, integer, takes
+from zfun.tables import in_columns
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -137,15 +138,11 @@ def best(rates: Sequence[Rate]) -> Rate:
 def rates_table(rates: Sequence[Rate]) -> str:
     """Return a table of all settings, the best one marked."""
     chosen = best(rates)
-    lines = ["block size  queue depth  threads  write GB/s  read GB/s"]
-    lines.append("-" * len(lines[0]))
-    for rate in rates:
-        setting = rate.setting
-        lines.append(
-            f"{setting.block_size:10}  {setting.queue_depth:11}  {setting.num_threads:7}  "
-            f"{rate.write:10.2f}  {rate.read:9.2f}{'  <- best' if rate is chosen else ''}"
-        )
-    return "\n".join(lines)
+    rows = [("block size", "queue depth", "threads", "write GB/s", "read GB/s")]
+    rows += [(*map(str, rate.setting), f"{rate.write:.2f}", f"{rate.read:.2f}") for rate in rates]
+    lines = in_columns(rows).splitlines()
+    lines[1 + rates.index(chosen)] += "  <- best"
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
 def draw_rates(rates: Sequence[Rate], path: Path) -> Path:

@@ -29,11 +29,7 @@ CPU = torch.device("cpu")
 class StoredTensor:
     """A tensor of a file, of which any range can be read.
 
-    Attributes:
-        shape: the shape.
-        dtype: the dtype.
-        fetch: a function from ``start`` and ``stop`` to a 1-D tensor on the CPU with these
-            elements, in the order of the contiguous tensor.
+    ``fetch(start, stop)`` returns these elements of the contiguous tensor, 1-D and on the CPU.
     """
 
     shape: tuple[int, ...]
@@ -256,13 +252,7 @@ _LINE_BYTES = 1 << 8
 
 
 class View:
-    """A range of a file as a binary file, for readers that take file objects.
-
-    Args:
-        path: the file.
-        offset: of the first byte of the range.
-        num_bytes: the length of the range; by default up to the end of the file.
-    """
+    """A range of a file, by default up to its end, as a binary file for other readers."""
 
     def __init__(self, path: Path, offset: int = 0, num_bytes: int | None = None) -> None:
         self._opened = _open(path)

@@ -108,9 +108,8 @@ def safetensors(
     leaves, tree_of = once(params, "safetensors()")
     found = {}
     for key, (leaf, paths) in leaves.items():
-        entry = _chosen(entries, paths, name_of or str, path)
-        _check_spec(entry, leaf, paths[0])
-        found[key] = deferred(paths[0], entry)
+        names = [(name_of or str)(one) for one in paths]
+        found[key] = deferred(paths[0], _chosen(entries, leaf, paths, names, path))
     return tree_of(found)
 
 
@@ -122,41 +121,34 @@ def _by_number(name: str) -> list[tuple[int, str]]:
 
 
 def _chosen(
-    entries: Mapping[str, _HeaderEntry],
-    paths: list[str],
-    name_of: Callable[[str], str],
-    folder: Any,
+    entries: Mapping[str, _HeaderEntry], leaf: Tensor, paths: list[str], names: list[str], path: Any
 ) -> _HeaderEntry:
-    """Return the entry of a leaf with these paths, of which files have one or more."""
-    names = [name_of(path) for path in paths]
-    name = next((name for name in names if name in entries), None)
-    if name is None:
+    """Return the entry of a leaf, of whose names the files have one or more."""
+    entry = next((entries[name] for name in names if name in entries), None)
+    if entry is None:
         near = difflib.get_close_matches(str(names[0]), entries, n=1)
         raise LeafError(
-            f"every leaf must be in the files; leaf {paths[0]!r} is not in {folder} under "
+            f"every leaf must be in the files; leaf {paths[0]!r} is not in {path} under "
             f"{' or '.join(map(repr, names))}; "
             + (f"did you mean {near[0]!r}? " if near else "")
             + "name_of=lambda path: ... names a leaf in the files",
             leaf=paths[0],
         )
-    return entries[name]
-
-
-def _check_spec(entry: _HeaderEntry, leaf: Tensor, path: str) -> None:
     if entry.shape != tuple(leaf.shape):
         raise LeafError(
-            f"a leaf must have the shape of the model; leaf {path!r} is {tuple(leaf.shape)} in "
+            f"a leaf must have the shape of the model; leaf {paths[0]!r} is {tuple(leaf.shape)} in "
             f"params and {entry.shape} as {entry.name!r} in {entry.file}; use the configuration "
             "of the checkpoint",
-            leaf=path,
+            leaf=paths[0],
         )
     if entry.dtype.is_floating_point != leaf.dtype.is_floating_point:
         raise LeafError(
-            f"a leaf must be floating where the model is; leaf {path!r} is {leaf.dtype} in params "
-            f"and {entry.dtype} as {entry.name!r} in {entry.file}; use files that are not "
+            f"a leaf must be floating where the model is; leaf {paths[0]!r} is {leaf.dtype} in "
+            f"params and {entry.dtype} as {entry.name!r} in {entry.file}; use files that are not "
             "quantised, or convert the file",
-            leaf=path,
+            leaf=paths[0],
         )
+    return entry
 
 
 def _entries(path: Path) -> dict[str, _HeaderEntry]:

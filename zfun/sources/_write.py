@@ -39,11 +39,6 @@ class Written(NamedTuple):
     num_bytes: int
 
 
-class _Shard(NamedTuple):
-    names: list[str]
-    num_bytes: int
-
-
 @takes(path=PATH, source=SOURCE, dtype=FLOATING | None, max_shard_bytes=integer(1))
 def write_safetensors(
     path: str | Path,
@@ -98,15 +93,15 @@ def write_safetensors(
     sizes = {name: leaf.numel() * dtypes[name].itemsize for name, leaf in leaves.items()}
     shards = _split(sizes, max_shard_bytes)
     names = _file_names(len(shards))
-    index = {name: file for file, shard in zip(names, shards, strict=True) for name in shard.names}
-    total = sum(shard.num_bytes for shard in shards)
+    index = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
+    total = sum(sizes.values())
     is_disk = not is_url(path)
     temporary = [folder / (f".{name}.tmp" if is_disk else name) for name in (*names, INDEX)]
     done: list[Path] = []
     try:
         for file, shard in zip(temporary, shards, strict=False):
             done.append(file)
-            _write_file(file, {name: leaves[name] for name in shard.names}, dtypes)
+            _write_file(file, {name: leaves[name] for name in shard}, dtypes)
         if len(shards) > 1:
             content = {"metadata": {"total_size": total}, "weight_map": index}
             text = json.dumps(content, indent=2, sort_keys=True) + "\n"
@@ -148,15 +143,15 @@ def _dtype(name: str, leaf: Deferred, dtype: torch.dtype | None) -> torch.dtype:
     return found
 
 
-def _split(sizes: Mapping[str, int], most: int) -> list[_Shard]:
+def _split(sizes: Mapping[str, int], most: int) -> list[list[str]]:
     """Return the names of each file: in order, a new file where the next leaf would not fit."""
-    shards = [_Shard([], 0)]
+    shards, used = [list[str]()], 0
     for name, size in sizes.items():
-        names, used = shards[-1]
-        if names and used + size > most:
-            shards.append(_Shard([name], size))
-        else:
-            shards[-1] = _Shard([*names, name], used + size)
+        if shards[-1] and used + size > most:
+            shards.append([])
+            used = 0
+        shards[-1].append(name)
+        used += size
     return shards
 
 

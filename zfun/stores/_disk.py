@@ -60,16 +60,9 @@ class Place(NamedTuple):
 class Disk:
     """A file in a directory of this run, and the threads that transfer blocks of the file.
 
-    A transfer is cut into chunks, one for each call of the system. Addresses, offsets and lengths
-    are those of whole pages, as direct transfers need. All lengths are checked.
-
-    Args:
-        path: an existing directory, on the disk.
-        files: the operations on files.
-        chunk_bytes: bytes of one call of the system.
-        num_threads: threads that transfer chunks.
-        checksum: keep a checksum of each chunk, and compare after each read.
-        timeout_s: seconds that a wait may take.
+    A transfer is cut into chunks of ``chunk_bytes``, one for each call of the system. Addresses,
+    offsets and lengths are those of whole pages, as direct transfers need. All lengths are checked.
+    The other options are those of :func:`zfun.stores.nvme`.
     """
 
     def __init__(

@@ -79,10 +79,6 @@ def reading(flat: Flat, device: torch.device | None = None) -> Iterator[Tensor]:
         >>> zf.simulate(1, main)
         [[32]]
     """
-    return _reading(flat, device)
-
-
-def _reading(flat: Flat, device: torch.device | None) -> Iterator[Tensor]:
     started: collections.deque[Work | Tensor] = collections.deque()
     buffers, label = flat.buffers, flat.layout.label
     for index in range(len(buffers) + READ_AHEAD):
@@ -127,7 +123,7 @@ def by_bucket(fn: Callable[[Flat], Flat], flat: Flat, device: torch.device | Non
     found: list[Any] = []
     result = flat
     old = flat.buffers
-    for index, buffer in enumerate(_reading(flat, device or flat.layout.device)):
+    for index, buffer in enumerate(reading(flat, device or flat.layout.device)):
         result = fn(flat.select([index]).with_buffers([buffer]))
         where = old[index]
         with locating(leaf=flat.layout.label(index)):
