@@ -1,4 +1,4 @@
-"""The small commands: ``demo``, ``io-bench``, ``hw-bench``, ``clean`` and ``explain-config``."""
+"""The commands that are not of the family ``zfun ckpt``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zfun.cli._parsing import add_command, add_count, add_folder
+from zfun.cli._parsing import add_command, add_count, add_folder, positive, size
 
 if TYPE_CHECKING:
     import argparse
@@ -25,6 +25,14 @@ run."""
 _IO_BENCH = """\
 Writes and reads tensors through stores.nvme() with a range of settings, prints the bytes per second
 of each setting, and the settings to paste, and draws a picture. Needs the extra zfun[demo]."""
+
+_PLAN = """\
+Plans a training step of a causal language model of Hugging Face, described by its config.json:
+prints the memory, the bytes sent and the operations of each composition on one rank, with
+--device-memory the fastest composition that fits, and draws a picture. Nothing is allocated. Needs
+transformers, and matplotlib for the picture."""
+
+_PLAN_EXIT = "exit status: 0 if a composition fits, 1 if none does, 2 on an error."
 
 _HW_BENCH = """\
 Measures the rates of this machine that a plan needs for times: matrix products, updates, messages
@@ -60,6 +68,25 @@ def add_to(commands: Any) -> None:
     add_count(bench, "--rounds", 3, "measurements of each setting")
     add_folder(bench, "zfun-io")
 
+    words = "plan a step of a model of Hugging Face: memory, messages, times"
+    plan = add_command(commands, "plan", _plan, words, _PLAN, epilog=_PLAN_EXIT)
+    plan.add_argument("--hf", type=Path, required=True, metavar="FILE", help="the config.json")
+    plan.add_argument("--ranks", type=positive, required=True, metavar="N", help="ranks")
+    add_count(plan, "--rows", 1, "sequences in the batch of a rank")
+    add_count(plan, "--length", 1024, "tokens in a sequence")
+    plan.add_argument(
+        "--dtype",
+        choices=("fp32", "bf16"),
+        default="bf16",
+        help="bf16 for mixed precision (default: %(default)s)",
+    )
+    plan.add_argument("--device-memory", type=size, metavar="SIZE", help="of a rank, such as 80GB")
+    plan.add_argument("--host-memory", type=size, metavar="SIZE", help="of a rank, such as 200GB")
+    plan.add_argument(
+        "--hardware", type=Path, metavar="FILE", help="a file of zfun hw-bench, for times"
+    )
+    add_folder(plan, "zfun-plan")
+
     words = "measure the rates of this machine, for times of plans"
     bench = add_command(commands, "hw-bench", _hw_bench, words, _HW_BENCH, path=path)
     add_count(bench, "--ranks", 2, "local processes that exchange messages")
@@ -94,6 +121,22 @@ def _io_bench(args: argparse.Namespace) -> int:
     from zfun import demo
 
     return demo.io_bench(args.path, num_bytes=args.mib * 2**20, rounds=args.rounds, out=args.out)
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from zfun import demo
+
+    limits = {"device_bytes": args.device_memory, "host_bytes": args.host_memory}
+    return demo.plan(
+        args.hf,
+        ranks=args.ranks,
+        rows=args.rows,
+        length=args.length,
+        dtype=args.dtype,
+        hardware=args.hardware,
+        out=args.out,
+        **{name: float(size) for name, size in limits.items() if size is not None},
+    )
 
 
 def _hw_bench(args: argparse.Namespace) -> int:
