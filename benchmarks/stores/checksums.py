@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import zfun as zf
 from benchmarks import pages
-from zfun.checkpoint.format import _hash, _write
+from zfun.checkpoint.format import _write, digest_of
 
 MIB = 2**20
 OURS = "xxhash, XXH64, of zfun"
@@ -37,7 +37,7 @@ OURS = "xxhash, XXH64, of zfun"
 def contenders() -> dict[str, Callable[[Any], Any]]:
     xxhash, blake3 = map(importlib.import_module, ("xxhash", "blake3"))
     return {
-        OURS: lambda data: _hash.digest_of("xxh64", data),
+        OURS: lambda data: digest_of("xxh64", data),
         "xxhash, XXH3 of 64 bits": xxhash.xxh3_64_hexdigest,
         "xxhash, XXH3 of 128 bits": xxhash.xxh3_128_hexdigest,
         "blake3": lambda data: blake3.blake3(data).hexdigest(),

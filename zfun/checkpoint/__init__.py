@@ -1,7 +1,7 @@
 """Checkpoints: a state on a disk by logical leaf, for any composition to load.
 
 ``save`` and ``load`` are at the top level, ``zf.save`` and ``zf.load``. See [Note: the format] in
-``_manifest`` and [Note: publication] in ``_save``.
+``_manifest`` and [Note: publication] in ``_publish``.
 """
 
 from zfun.checkpoint._background import Saved, check_saves
@@ -9,28 +9,13 @@ from zfun.checkpoint._directory import SavedStep, latest, read_manifest, step_pa
 from zfun.checkpoint._fill import read_leaf
 from zfun.checkpoint._load import Loaded, load
 from zfun.checkpoint._save import save
-from zfun.checkpoint.format import (
-    FileEntry,
-    LeafEntry,
-    Manifest,
-    Payload,
-    Piece,
-    Want,
-    format_manifest,
-    parse_manifest,
-)
-from zfun.checkpoint.tools import (
-    Problem,
-    Pruned,
-    Verified,
-    convert,
-    export,
-    inspect,
-    leaves,
-    prune,
-    training_state,
-    verify,
-)
+from zfun.checkpoint.format._manifest import FileEntry, LeafEntry, Manifest, Piece, format_manifest
+from zfun.checkpoint.format._parse import parse_manifest
+from zfun.checkpoint.format._payload import Payload, Want
+from zfun.checkpoint.tools._convert import convert
+from zfun.checkpoint.tools._inspect import Problem, Verified, inspect, verify
+from zfun.checkpoint.tools._open import export, leaves, training_state
+from zfun.checkpoint.tools._prune import Pruned, prune
 
 __all__ = [
     "FileEntry",

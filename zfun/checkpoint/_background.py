@@ -7,11 +7,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import Any
 
-from zfun.checkpoint._together import error_from, gather_json, report_of
-from zfun.checkpoint.format import be_gentle, explaining
+from zfun.checkpoint._together import attempt, error_from, gather_json, report_of
+from zfun.checkpoint.format._write import be_gentle, explaining
 from zfun.collectives import Group, agreement_group, barrier, global_ranks
 from zfun.errors import CheckpointError, ZfunError
 from zfun.options import GROUP, takes
@@ -162,11 +162,7 @@ class _Saving(Saved):
     def _run(self, job: Any, write: Callable[[], Any], timeout_s: float) -> None:
         be_gentle()
         try:
-            error, report = None, None
-            try:
-                report = write()
-            except Exception as caught:  # noqa: BLE001, reported to rank 0
-                error = caught
+            report, error = attempt(write)
             until = _Limit(timeout_s, self, job)
             if job.group.rank == 0:
                 self._publish(job, error, report, until)
@@ -181,15 +177,13 @@ class _Saving(Saved):
     def _report(self, job: Any, error: Exception | None, report: Any) -> None:
         """Tell rank 0 how this rank's part went."""
         path = _report_path(job, job.group.rank)
-        with explaining(path, "the report of this rank") if error is None else nullcontext():
-            try:
-                _leave(job, path, [report_of(error), report])
-            except OSError:
-                # The rank's own error says more.
-                if error is None:
-                    raise
         if error is not None:
+            # The rank's own error says more than that of the disk.
+            with suppress(OSError):
+                _leave(job, path, [report_of(error), None])
             raise error
+        with explaining(path, "the report of this rank"):
+            _leave(job, path, [None, report])
 
     def _publish(self, job: Any, error: Exception | None, report: Any, until: _Limit) -> None:
         failed: list[Any] = []
@@ -277,13 +271,7 @@ def _await_outcome(job: Any, until: _Limit) -> None:
 
 
 class _Limit:
-    """A limit of time, which is shorter once the main thread has ended or the group has failed.
-
-    Args:
-        timeout_s: seconds.
-        saving: may be told to end.
-        job: the save.
-    """
+    """A limit of time, which is shorter once the main thread has ended or the group has failed."""
 
     def __init__(self, timeout_s: float, saving: _Saving, job: Any) -> None:
         self._saving, self._job = saving, job

@@ -17,80 +17,55 @@ from zfun import ops, stores
 from zfun.checkpoint._parts import (
     Part,
     PartSlot,
+    PartSpan,
     check_part,
     is_plain,
     owned_range,
-    real_dtype,
     share_of,
     slots_of,
     spans_of,
     ties_of,
 )
 from zfun.checkpoint._together import gather_json
-from zfun.checkpoint.format import DTYPES, check_key, encode
+from zfun.checkpoint.format._manifest import check_key
+from zfun.checkpoint.format._plain import DTYPES, dtype_name, encode, real_dtype
 from zfun.collectives import Group, gather_values
 from zfun.errors import CheckpointError, SpecMismatch
 from zfun.flat import Flat
 from zfun.placement import P, R
+from zfun.sources import Deferred
 from zfun.stores import Stored
 
 # A tensor that all ranks hold is written by one of them, or in parts from this length on.
 _SPLIT_BYTES = 1 << 20
 
 
-class Output(NamedTuple):
-    """A range of a leaf that this rank writes.
+class Contents(NamedTuple):
+    """The contents of a checkpoint on this rank; ``data``, ``loader`` and ``rng`` are encoded."""
 
-    Attributes:
-        slot: the leaf.
-        start: where the range begins in the source, in elements.
-        first: the first element of the range in the leaf.
-        numel: the number of elements.
-        by_rank: whether the value is this rank's own.
-    """
-
-    slot: PartSlot
-    start: int
-    first: int
-    numel: int
-    by_rank: bool
+    parts: Sequence[Part]
+    ties: dict[str, str]
+    masters: dict[str, str]
+    step: int
+    composition: dict[str, Any]
+    data: Any = None
+    loader: Any = None
+    rng: Any = None
 
 
 @dataclass(frozen=True, slots=True)
 class WriteSource:
-    """A tensor or handle, of which this rank writes some ranges.
+    """A tensor, handle or deferred leaf, of which this rank writes some ranges.
 
     Attributes:
-        value: a tensor or handle of a store.
+        value: the source; a list of the ranges after :func:`snapshot`.
         dtype: the real dtype of the elements.
         outputs: the ranges.
     """
 
     value: Any
     dtype: torch.dtype
-    outputs: tuple[Output, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Collected:
-    """All that one rank contributes to a checkpoint.
-
-    Attributes:
-        slots: the leaves that all ranks share.
-        own: the leaves whose values are this rank's own.
-        sources: the tensors that this rank writes, the widest elements first, because safetensors
-            aligns its tensors so.
-        ties: the keys that share the tensor of another key.
-        values: the plain values of the state that all ranks share, by key.
-        own_values: the plain values that are this rank's own.
-    """
-
-    slots: tuple[PartSlot, ...]
-    own: tuple[PartSlot, ...]
-    sources: tuple[WriteSource, ...]
-    ties: dict[str, str]
-    values: dict[str, Any]
-    own_values: dict[str, Any]
+    outputs: tuple[PartSpan, ...]
 
 
 def kept_parts(parts: Sequence[Part]) -> list[Part]:
@@ -106,22 +81,26 @@ def kept_parts(parts: Sequence[Part]) -> list[Part]:
 
 
 def collect(
-    parts: Sequence[Part], ties: dict[str, str], differing: set[str], group: Group
-) -> Collected:
+    contents: Contents, differing: set[str], group: Group
+) -> tuple[list[WriteSource], dict[str, Any]]:
     """Find what this rank writes.
 
     Args:
-        parts: the parts to save.
-        ties: the keys that share the tensor of another key.
+        contents: the contents.
         differing: the names of the values that are not the same on all ranks.
         group: all ranks.
+
+    Returns:
+        The sources, and a report for the manifest: this rank's own leaves and values, and from
+        rank 0 what all ranks share. The widest elements come first, because safetensors aligns its
+        tensors so.
     """
     slots: list[PartSlot] = []
     own: list[PartSlot] = []
     sources: list[WriteSource] = []
     values: dict[str, Any] = {}
     own_values: dict[str, Any] = {}
-    for index, part in enumerate(parts):
+    for index, part in enumerate(contents.parts):
         if is_plain(part.value):
             held = own_values if part.path in differing else values
             held[part.path] = encode(part.value, f"the state at {part.path!r}")
@@ -137,11 +116,27 @@ def collect(
         is_own = part.path in differing
         (own if is_own else slots).append(slot)
         low, high = (0, slot.numel) if is_own else _share(slot, index, group)
-        output = Output(slot, low, low, high - low, is_own)
-        dtype = real_dtype(slot.dtype)
-        sources.append(WriteSource(part.value, dtype, (output,) if low < high else ()))
-    order = sorted((x for x in sources if x.outputs), key=lambda x: -x.dtype.itemsize)
-    return Collected(tuple(slots), tuple(own), tuple(order), ties, values, own_values)
+        output = PartSpan(slot, low, low, high - low, is_own)
+        outputs = (output,) if low < high else ()
+        sources.append(WriteSource(part.value, real_dtype(slot.dtype), outputs))
+    report: dict[str, Any] = {"own": list(map(_described, own)), "values": own_values}
+    report |= {"rng": contents.rng, "loader": contents.loader}
+    if group.rank == 0:
+        report["shared"] = {
+            "step": contents.step,
+            "leaves": list(map(_described, slots)),
+            "ties": contents.ties,
+            "masters": contents.masters,
+            "optional": [part.path for part in contents.parts if part.is_optional],
+            "values": values,
+            "data": contents.data,
+            "composition": {"ranks": group.size, **contents.composition},
+        }
+    return sorted((x for x in sources if x.outputs), key=lambda x: -x.dtype.itemsize), report
+
+
+def _described(slot: PartSlot) -> list[Any]:
+    return [slot.key, dtype_name(slot.dtype), list(slot.shape)]
 
 
 def _is_own(part: Part, bucket: int, differing: set[str]) -> bool:
@@ -154,19 +149,16 @@ def _sources_of(
     flat = part.value
     for bucket, buffer in enumerate(flat.buffers):
         is_own = _is_own(part, bucket, differing)
-        within = (
-            (0, flat.layout.buckets[bucket].padded_numel) if is_own else owned_range(flat, bucket)
-        )
-        outputs = tuple(
-            Output(span.slot, span.start, span.first, span.numel, is_own)
-            for span in spans_of(part, slots, bucket, within)
-        )
+        whole = (0, flat.layout.buckets[bucket].padded_numel)
+        within = whole if is_own else owned_range(flat, bucket)
+        spans = spans_of(part, slots, bucket, within)
+        outputs = tuple(span._replace(by_rank=is_own) for span in spans)
         yield bucket, WriteSource(buffer, buffer.dtype, outputs)
 
 
 def _share(slot: PartSlot, index: int, group: Group) -> tuple[int, int]:
     if slot.numel * slot.dtype.itemsize >= _SPLIT_BYTES:
-        return share_of(0, slot.numel, group.rank, group.size)
+        return share_of(0, slot.numel, group)
     return (0, slot.numel) if index % group.size == group.rank else (0, 0)
 
 
@@ -185,12 +177,15 @@ def _check_keys(parts: Sequence[Part]) -> None:
                 refuse(f"every leaf of a state has a path of its own; got {key!r} twice")
             seen.add(key)
         for slot in slots:
-            if str(slot.dtype).removeprefix("torch.") not in DTYPES:
+            if dtype_name(slot.dtype) not in DTYPES:
                 raise CheckpointError(
                     f"leaf {slot.key!r} has a dtype of the format; got {slot.dtype}; convert the "
                     "leaf",
                     leaf=slot.key,
                 )
+
+
+# Values that may differ from rank to rank.
 
 
 def records_of(
@@ -250,24 +245,20 @@ def _print_of(value: Any) -> int:
 # Bytes.
 
 
-def snapshot(sources: Sequence[WriteSource]) -> tuple[WriteSource, ...]:
+def snapshot(sources: Sequence[WriteSource]) -> list[WriteSource]:
     """Copy what this rank writes, so that steps may change the state while a thread writes.
 
     A tensor on a disk is not copied, because no one overwrites it.
     """
     kept = []
     for source in sources:
-        if isinstance(source.value, Stored) and source.value.can_fail:
-            kept.append(source)
-            continue
-        flat = _elements(source)
-        copies = [flat[x.start : x.start + x.numel].to("cpu", copy=True) for x in source.outputs]
-        starts = np.cumsum([0, *(x.numel for x in source.outputs)])
-        moved = tuple(
-            x._replace(start=int(at)) for x, at in zip(source.outputs, starts, strict=False)
-        )
-        kept.append(WriteSource(copies, source.dtype, moved))
-    return tuple(kept)
+        if not (isinstance(source.value, Stored) and source.value.can_fail):
+            flat = _elements(source.value)
+            spans = [slice(x.start, x.start + x.numel) for x in source.outputs]
+            copies = [flat[span].to("cpu", copy=True) for span in spans]
+            source = WriteSource(copies, source.dtype, source.outputs)
+        kept.append(source)
+    return kept
 
 
 def bytes_of(sources: Sequence[WriteSource]) -> Iterator[np.ndarray]:
@@ -276,17 +267,19 @@ def bytes_of(sources: Sequence[WriteSource]) -> Iterator[np.ndarray]:
         if isinstance(source.value, list):
             yield from map(_as_bytes, source.value)
             continue
-        flat = _elements(source)
+        flat = _elements(source.value)
         for output in source.outputs:
             yield _as_bytes(flat[output.start : output.start + output.numel])
         del flat  # before the next source is read from a store
 
 
-def _elements(source: WriteSource) -> Tensor:
+def _elements(value: Any) -> Tensor:
     """Return a tensor as a vector of real numbers."""
-    value = source.value
-    device = value.device if isinstance(value, Tensor) else torch.device("cpu")
-    held = stores.fetch(value, device).detach()
+    if isinstance(value, Deferred):
+        held = value.load()
+    else:
+        device = value.device if isinstance(value, Tensor) else torch.device("cpu")
+        held = stores.fetch(value, device).detach()
     held = held.resolve_conj().resolve_neg()
     return (torch.view_as_real(held) if held.is_complex() else held).reshape(-1)
 

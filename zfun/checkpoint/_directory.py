@@ -28,13 +28,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zfun.checkpoint.format import (
-    MANIFEST,
-    MAX_MANIFEST_BYTES,
-    Manifest,
-    explaining,
-    parse_manifest,
-)
+from zfun.checkpoint.format._manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest
+from zfun.checkpoint.format._parse import parse_manifest
+from zfun.checkpoint.format._write import explaining
 from zfun.errors import CheckpointError, CorruptCheckpoint
 from zfun.files import Files
 from zfun.objects import files_of
@@ -84,12 +80,8 @@ def steps(path: str | Path, *, files: Files | None = None) -> list[SavedStep]:
         >>> steps("no such directory")
         []
     """
-    found: dict[int, tuple[int, str]] = {}
-    path = str(path).rstrip("/") or "/"
-    for step, attempt, name in named(path, files_of(path, files)):
-        if step not in found or attempt > found[step][0]:
-            found[step] = (attempt, name)
-    return [SavedStep(step, f"{path}/{found[step][1]}") for step in sorted(found)]
+    saves = all_saves(str(path).rstrip("/") or "/", files_of(path, files))
+    return [*{one.step: one for one in saves}.values()]
 
 
 def named(path: str, files: Files) -> Iterator[tuple[int, int, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,7 +22,9 @@ from zfun.checkpoint._parts import (
     slots_of,
     spans_of,
 )
-from zfun.checkpoint.format import LeafEntry, Payload, Want
+from zfun.checkpoint.format._manifest import LeafEntry
+from zfun.checkpoint.format._payload import Payload, Want
+from zfun.checkpoint.format._plain import real_dtype
 from zfun.collectives import await_readers, is_symmetric
 from zfun.flat import Flat, call_site
 from zfun.options import instance, takes
@@ -34,11 +37,8 @@ from zfun.transforms import redistribute
 def fill(like: tree.Tree, found: Match, payload: Payload) -> tuple[tree.Tree, Exception | None]:
     """Return a state like ``like`` with the values of a checkpoint. All ranks call.
 
-    A rank that cannot read goes on with the collectives, so that no rank waits, and returns the
-    error.
-
-    Returns:
-        The state, and the error of this rank; with an error the state is of no use.
+    A rank that cannot read goes on with the collectives, so that no rank waits. It returns its
+    error too, and then the state is of no use.
     """
     filler = _Filler(found, payload)
     filler.read_ahead(like)
@@ -73,7 +73,7 @@ def read_leaf(payload: Payload, entry: LeafEntry) -> Tensor:
         tensor([1., 1., 1.])
     """
     flat = scratch((entry.numel,), entry.element, torch.device("cpu"))
-    payload.read(_wants(entry, 0, entry.numel, flat))
+    payload.read(_wants(entry, 0, flat))
     if entry.dtype.is_complex:
         return torch.view_as_complex(flat.view(*entry.shape, 2))
     return flat.view(entry.shape)
@@ -96,15 +96,21 @@ class _Filler:
             if not isinstance(value, Tensor) or value.device.type != "cpu":
                 continue
             (slot,) = slots_of(part)
-            entry = self.found.leaves.get(slot.key)
-            if entry is None or entry.element != _real(value.dtype) or id(value) in self._ahead:
+            entry, dtype = self.found.leaves.get(slot.key), real_dtype(value.dtype)
+            if entry is None or entry.element != dtype or id(value) in self._ahead:
                 continue
             self._ahead[id(value)] = memory = torch.zeros(slot.numel, dtype=entry.element)
-            wants += _wants(entry, 0, slot.numel, memory)
-        try:
+            wants += _wants(entry, 0, memory)
+        with self._trying():
             self.payload.read(wants)
-        except Exception as error:  # noqa: BLE001, raised on all ranks after the last collective
-            self.error = error
+
+    @contextlib.contextmanager
+    def _trying(self) -> Iterator[None]:
+        """Keep an error until the last collective, after which it is raised on all ranks."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001
+            self.error = self.error or error
 
     def part(self, part: Part) -> Any:
         """Return the new value of a part."""
@@ -127,16 +133,16 @@ class _Filler:
         device = torch.device("cpu") if is_stored else like.device
         real = self._ahead.pop(id(like), None)
         if real is None:
-            real = torch.zeros(slot.numel, dtype=_real(like.dtype), device=device)
+            real = torch.zeros(slot.numel, dtype=real_dtype(like.dtype), device=device)
             self._read(real, [PartSpan(slot, 0, 0, slot.numel)] if slot.numel else [])
         shaped = (
             torch.view_as_complex(real.view(*slot.shape, 2))
             if slot.dtype.is_complex
             else real.view(slot.shape)
         )
-        if is_stored:
-            return self._put(like, shaped, slot.key)
-        return shaped.requires_grad_(like.requires_grad)
+        if not is_stored:
+            shaped.requires_grad_(like.requires_grad)
+        return self._put(like, shaped, slot.key)
 
     def _flat(self, part: Part) -> Flat:
         flat: Flat = part.value
@@ -149,9 +155,7 @@ class _Filler:
         if self._in_place(part, slots, buffers):
             return flat.with_buffers(buffers)
         for bucket in range(len(buffers)):
-            mine = [slots[leaf] for leaf in flat.layout.buckets[bucket].leaves]
-            if any(slot.key in self.found.leaves for slot in mine):
-                buffers[bucket] = self._bucket(part, slots, mine, bucket, buffers[bucket])
+            buffers[bucket] = self._bucket(part, slots, bucket, buffers[bucket])
         return flat.with_buffers(buffers)
 
     def _in_place(self, part: Part, slots: Sequence[PartSlot], buffers: Sequence[Any]) -> bool:
@@ -175,27 +179,20 @@ class _Filler:
             for span in spans_of(part, slots, bucket, flat.span(bucket)):
                 if span.slot.key in found:
                     target = buffer[span.start : span.start + span.numel]
-                    wants += _wants(found[span.slot.key], span.first, span.numel, target)
-        try:
+                    wants += _wants(found[span.slot.key], span.first, target)
+        with self._trying():
             self.payload.read(wants)
-        except Exception as error:  # noqa: BLE001, raised on all ranks after the last collective
-            self.error = error
         return True
 
-    def _bucket(
-        self,
-        part: Part,
-        slots: Sequence[PartSlot],
-        mine: Sequence[PartSlot],
-        bucket: int,
-        buffer: Any,
-    ) -> Any:
+    def _bucket(self, part: Part, slots: Sequence[PartSlot], bucket: int, buffer: Any) -> Any:
+        """Fill one bucket; of a bucket without leaves of the checkpoint nothing changes."""
         flat: Flat = part.value
-        by_rank = any(
-            slot.key in self.found.leaves and self.found.leaves[slot.key].rank is not None
-            for slot in mine
-        )
-        keeps_some = any(slot.key not in self.found.leaves for slot in mine)
+        mine = [slots[leaf].key for leaf in flat.layout.buckets[bucket].leaves]
+        found = [self.found.leaves[key] for key in mine if key in self.found.leaves]
+        if not found:
+            return buffer
+        by_rank = any(entry.rank is not None for entry in found)
+        keeps_some = len(found) < len(mine)
         if flat.placement is R and flat.group.size > 1 and not by_rank:
             new = self._gathered(part, slots, bucket, buffer, keeps_some=keeps_some)
         else:
@@ -203,20 +200,15 @@ class _Filler:
             if is_symmetric(flat.group):
                 await_readers(flat.group, [new])
             self._read(new, list(spans_of(part, slots, bucket, flat.span(bucket))))
-        if isinstance(buffer, Stored):
-            return self._put(buffer, new, flat.layout.label(bucket))
-        return new
+        return self._put(buffer, new, flat.layout.label(bucket))
 
     def _memory_of(self, flat: Flat, bucket: int, buffer: Any, *, keeps_some: bool) -> Tensor:
         """Return memory for a bucket: the buffer itself, or, of a store, memory of its own."""
         if isinstance(buffer, Tensor):
             return buffer
         if keeps_some and self.error is None:
-            try:
-                with locating(leaf=flat.layout.label(bucket)):
-                    return buffer.get(torch.device("cpu")).wait().clone()
-            except Exception as error:  # noqa: BLE001, raised on all ranks after the last collective
-                self.error = error
+            with self._trying(), locating(leaf=flat.layout.label(bucket)):
+                return buffer.get(torch.device("cpu")).wait().clone()
         return torch.zeros(buffer.shape, dtype=buffer.dtype)
 
     def _gathered(
@@ -224,8 +216,9 @@ class _Filler:
     ) -> Tensor:
         """Read this rank's part of a replicated bucket, and gather the bucket."""
         flat: Flat = part.value
+        is_stored = isinstance(buffer, Stored)
         low, high = flat.layout.buckets[bucket].span(flat.group.rank, flat.group.size)
-        if isinstance(buffer, Stored) and not keeps_some:
+        if is_stored and not keeps_some:
             piece = torch.zeros(high - low, dtype=buffer.dtype)
         else:
             held = self._memory_of(flat, bucket, buffer, keeps_some=keeps_some)
@@ -242,34 +235,24 @@ class _Filler:
         # memory of other ranks.
         into = None
         if not is_symmetric(flat.group):
-            whole = (
-                buffer
-                if isinstance(buffer, Tensor)
-                else torch.empty(buffer.shape, dtype=piece.dtype)
-            )
+            whole = torch.empty(buffer.shape, dtype=piece.dtype) if is_stored else buffer
             into = Flat([whole], R, layout, flat.group)
         return redistribute(shard, R, flat.group, name="load", into=into).buffers[0]
 
-    def _put(self, like: Stored, new: Tensor, label: str) -> Any:
-        try:
-            with locating(leaf=label):
-                handle = like.store.put(new, like.name)
-                handle.flush()
-                return handle
-        except Exception as error:  # noqa: BLE001, raised on all ranks after the last collective
-            self.error = self.error or error
-            return like
+    def _put(self, like: Any, new: Tensor, label: str) -> Any:
+        """Put a new tensor into the store of a handle, if ``like`` is one."""
+        if not isinstance(like, Stored):
+            return new
+        with self._trying(), locating(leaf=label):
+            handle = like.store.put(new, like.name)
+            handle.flush()
+            return handle
+        return like
 
     def _read(self, memory: Tensor, spans: Sequence[PartSpan]) -> None:
         """Read ranges into a vector, and convert where the dtypes differ."""
         if self.error is not None:
             return
-        try:
-            self._read_spans(memory, spans)
-        except Exception as error:  # noqa: BLE001, raised on all ranks after the last collective
-            self.error = error
-
-    def _read_spans(self, memory: Tensor, spans: Sequence[PartSpan]) -> None:
         wants: list[Want] = []
         staged: list[tuple[PartSpan, Tensor]] = []
         is_plain_memory = memory.device.type == "cpu" and memory.is_contiguous()
@@ -282,19 +265,16 @@ class _Filler:
             else:
                 target = torch.empty(span.numel, dtype=entry.element)
                 staged.append((span, target))
-            wants += _wants(entry, span.first, span.numel, target)
-        self.payload.read(wants)
-        for span, target in staged:
-            memory[span.start : span.start + span.numel].copy_(target)
+            wants += _wants(entry, span.first, target)
+        with self._trying():
+            self.payload.read(wants)
+            for span, target in staged:
+                memory[span.start : span.start + span.numel].copy_(target)
 
 
-def _real(dtype: torch.dtype) -> torch.dtype:
-    return dtype.to_real() if dtype.is_complex else dtype
-
-
-def _wants(entry: LeafEntry, first: int, numel: int, target: Tensor) -> Iterator[Want]:
-    """Yield the ranges of files that hold a range of a leaf."""
-    size = entry.element.itemsize
+def _wants(entry: LeafEntry, first: int, target: Tensor) -> Iterator[Want]:
+    """Yield the ranges of files that hold the range of a leaf that begins at an element."""
+    size, numel = entry.element.itemsize, target.numel()
     memory: np.ndarray = target.view(torch.uint8).numpy() if numel else np.empty(0, np.uint8)
     for piece in entry.pieces:
         low = max(first, piece.first)

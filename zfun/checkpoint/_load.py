@@ -24,8 +24,10 @@ from zfun.checkpoint._fill import fill
 from zfun.checkpoint._match import Match, match
 from zfun.checkpoint._parts import Part, group_of, parts_of
 from zfun.checkpoint._random import set_random, use_loader
-from zfun.checkpoint._together import agree, gather_json
-from zfun.checkpoint.format import Manifest, Payload, decode
+from zfun.checkpoint._together import agree, attempt, gather_json
+from zfun.checkpoint.format._manifest import Manifest
+from zfun.checkpoint.format._payload import Payload
+from zfun.checkpoint.format._plain import decode
 from zfun.collectives import Group
 from zfun.errors import AliasChanged, CheckpointError
 from zfun.files import Files
@@ -130,77 +132,72 @@ def load(
     everyone = group_of(like, group)
     settle(everyone)
     files = files_of(path, files)
-    for attempt in range(_ATTEMPTS):
-        is_last = attempt + 1 == _ATTEMPTS
-        found = _chosen(str(path), like, step, everyone, cast, reset, files, is_last=is_last)
-        if found is None:
-            continue
+    for left in reversed(range(_ATTEMPTS)):
+
+        def choose(like: tree.Tree = like) -> _Found:
+            parts = parts_of(like)
+            _check_apart(parts)
+            chosen, manifest = _manifest_at(str(path), step, files)
+            leaves = match(parts, manifest, everyone, cast=cast, reset=reset)
+            rank = everyone.rank
+            mine = [
+                decode(held[rank]) if rank < len(held) else None
+                for held in (manifest.rng, manifest.loader)
+            ]
+            return _Found(chosen, manifest, leaves, decode(manifest.data), *mine)
+
+        found, error = attempt(choose)
+        digests = agree(everyone, error, None if found is None else found.manifest.digest)
+        assert found is not None
+        if len(set(digests)) > 1:
+            if step is None and left:
+                # A writer publishes meanwhile.
+                continue
+            raise CheckpointError(
+                f"all ranks load one checkpoint; got several, on this rank {found.path}; pass "
+                "step=, or wait until no job saves to the path",
+                path=str(path),
+            )
         with Payload(found.path, found.manifest, files) as payload:
             state, error = fill(like, found.match, payload)
-        if is_last or not _is_gone(found.path, step, error, everyone, files):
-            return _used(found, like, state, error, everyone, rng, loader)
+        if not left or not _is_gone(found.path, step, error, everyone, files):
+            if error is None:
+                _, error = attempt(lambda: _set(found, rng, loader))
+            consume(flats(like), f"load() at {call_site()}")
+            agree(everyone, error)
+            return Loaded(state, found.manifest.step, found.data, found.loader, found.path)
         # The buffers are those of the state now, of no use before they are filled again.
         like = state
     raise AssertionError("the last attempt returns or raises")
 
 
-def _used(
-    found: _Found,
-    like: tree.Tree,
-    state: tree.Tree,
-    error: Exception | None,
-    everyone: Group,
-    rng: Mapping[str, Any] | bool | None,
-    loader: Any,
-) -> Loaded:
-    """Set generators and loader, and end the load on all ranks."""
-    if error is None:
+class _Found(NamedTuple):
+    """A checkpoint, decoded as far as that needs no payload; generators and loader of this rank."""
+
+    path: str
+    manifest: Manifest
+    match: Match
+    data: Any
+    rng: Any
+    loader: Any
+
+
+def _manifest_at(path: str, step: int | None, files: Files) -> tuple[str, Manifest]:
+    while True:
+        chosen = step_path(path, step, files=files)
         try:
-            if rng is not False and found.rng is not None:
-                set_random(found.rng, rng if isinstance(rng, Mapping) else None)
-            if loader is not None and found.loader is not None:
-                use_loader(loader, found.loader)
-        except Exception as caught:  # noqa: BLE001, raised below on all ranks
-            error = caught
-    consume(flats(like), f"load() at {call_site()}")
-    agree(everyone, error)
-    return Loaded(state, found.manifest.step, found.data, found.loader, found.path)
+            return chosen, read_manifest(chosen, files=files)
+        except CheckpointError:
+            if step is not None or chosen == path or is_whole(chosen, files):
+                raise
 
 
-def _chosen(
-    path: str,
-    like: tree.Tree,
-    step: int | None,
-    group: Group,
-    cast: bool,
-    reset: Any,
-    files: Files,
-    *,
-    is_last: bool,
-) -> _Found | None:
-    """Choose one checkpoint with all ranks.
-
-    Returns:
-        The checkpoint; ``None`` where the ranks should look again, because a writer publishes
-        meanwhile.
-    """
-    error: Exception | None = None
-    found: _Found | None = None
-    try:
-        found = _find(path, like, step, group, cast, reset, files)
-    except Exception as caught:  # noqa: BLE001, raised on all ranks
-        error = caught
-    told = agree(group, error, None if found is None else found.manifest.digest)
-    assert found is not None
-    if len(set(told)) == 1:
-        return found
-    if step is None and not is_last:
-        return None
-    raise CheckpointError(
-        f"all ranks load one checkpoint; got several, on this rank {found.path}; pass step=, or "
-        "wait until no job saves to the path",
-        path=path,
-    )
+def _set(found: _Found, rng: Mapping[str, Any] | bool | None, loader: Any) -> None:
+    """Set generators and loader to what this rank has in the checkpoint."""
+    if rng is not False and found.rng is not None:
+        set_random(found.rng, rng if isinstance(rng, Mapping) else None)
+    if loader is not None and found.loader is not None:
+        use_loader(loader, found.loader)
 
 
 def _is_gone(
@@ -212,50 +209,6 @@ def _is_gone(
         with contextlib.suppress(CheckpointError):
             gone = not is_whole(path, files)
     return any(gather_json(gone, group, "checkpoint"))
-
-
-class _Found(NamedTuple):
-    """A checkpoint, decoded as far as that needs no payload.
-
-    Attributes:
-        path: the directory.
-        manifest: the manifest.
-        match: the leaves that fill the state.
-        data: the caller's data.
-        rng: the random generators of this rank; ``None`` for a rank that the save did not have.
-        loader: the position of the data loader of this rank, or ``None``.
-    """
-
-    path: str
-    manifest: Manifest
-    match: Match
-    data: Any
-    rng: Any
-    loader: Any
-
-
-def _find(
-    path: str, like: tree.Tree, step: int | None, group: Group, cast: bool, reset: Any, files: Files
-) -> _Found:
-    while True:
-        chosen = step_path(path, step, files=files)
-        try:
-            manifest = read_manifest(chosen, files=files)
-        except CheckpointError:
-            if step is None and chosen != path and not is_whole(chosen, files):
-                continue
-            raise
-        break
-    parts = parts_of(like)
-    _check_apart(parts)
-    found = match(parts, manifest, group, cast=cast, reset=reset)
-
-    def mine(held: Sequence[Any]) -> Any:
-        return decode(held[group.rank]) if group.rank < len(held) else None
-
-    return _Found(
-        chosen, manifest, found, decode(manifest.data), mine(manifest.rng), mine(manifest.loader)
-    )
 
 
 def _check_apart(parts: Sequence[Part]) -> None:

@@ -15,11 +15,11 @@ from zfun.checkpoint._parts import (
     check_part,
     is_plain,
     masters_of,
-    real_dtype,
     slots_of,
     ties_of,
 )
-from zfun.checkpoint.format import LeafEntry, Manifest, decode
+from zfun.checkpoint.format._manifest import LeafEntry, Manifest
+from zfun.checkpoint.format._plain import decode, real_dtype
 from zfun.collectives import Group
 from zfun.errors import AliasChanged, SpecMismatch
 from zfun.flat import Flat
@@ -68,14 +68,7 @@ def match(
     cast: bool = False,
     reset: Callable[[str], bool] | None = None,
 ) -> Match:
-    """Find the leaf of the checkpoint for each leaf of a state.
-
-    Args:
-        parts: the parts of the state.
-        manifest: the manifest of the checkpoint.
-        group: all ranks.
-        cast: allow conversions that lose digits.
-        reset: whether a key keeps its value.
+    """Find the leaf of the checkpoint for each leaf of a state; see :func:`zfun.load`.
 
     Raises:
         SpecMismatch: lists all differences, with the nearest names.
@@ -83,7 +76,12 @@ def match(
     """
     for part in parts:
         check_part(part)
-    return _Matcher(parts, manifest, group, cast, reset or (lambda key: False)).match(parts)
+    matcher = _Matcher(parts, manifest, group, cast, reset or (lambda key: False))
+    for part in parts:
+        matcher.add(part)
+    matcher.check_ties()
+    matcher.finish()
+    return matcher.found
 
 
 class _Matcher:
@@ -98,6 +96,7 @@ class _Matcher:
         reset: Callable[[str], bool],
     ) -> None:
         self.manifest, self.group, self.cast, self.reset = manifest, group, cast, reset
+        self.found = Match({}, {})
         self.entries: dict[str, list[LeafEntry]] = {}
         for leaf in manifest.leaves:
             self.entries.setdefault(leaf.key, []).append(leaf)
@@ -109,20 +108,15 @@ class _Matcher:
         self.missing: list[str] = []
         self.problems: list[tuple[str, str]] = []
 
-    def match(self, parts: Sequence[Part]) -> Match:
-        leaves: dict[str, LeafEntry] = {}
-        values: dict[str, Any] = {}
-        for part in parts:
-            if is_plain(part.value):
-                self._match_value(part, values)
-                continue
-            for slot in slots_of(part):
-                entry = self._match_leaf(part, slot)
-                if entry is not None:
-                    leaves[slot.key] = entry
-        self._check_ties()
-        self._finish()
-        return Match(leaves, values)
+    def add(self, part: Part) -> None:
+        """Find what fills a part."""
+        if is_plain(part.value):
+            self._match_value(part, self.found.values)
+            return
+        for slot in slots_of(part):
+            entry = self._match_leaf(part, slot)
+            if entry is not None:
+                self.found.leaves[slot.key] = entry
 
     # Values.
 
@@ -241,7 +235,7 @@ class _Matcher:
 
     # The end.
 
-    def _check_ties(self) -> None:
+    def check_ties(self) -> None:
         theirs = self.manifest.ties
         wanted = {**{key: key for key in self.wanted}, **self.ties}
         for alias, first in self.ties.items():
@@ -265,7 +259,7 @@ class _Matcher:
     def _problem(self, key: str, text: str) -> None:
         self.problems.append((key, f"{key} {text}"))
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
         known = {**self.entries, **self.manifest.values}
         for own in self.manifest.rank_values[:1]:
             known |= own

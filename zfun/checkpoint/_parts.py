@@ -29,12 +29,13 @@ from zfun.errors import CheckpointError, SpecMismatch
 from zfun.flat import Flat, flats
 from zfun.optim import LossScaleState, MasterState, MissedSteps
 from zfun.placement import P, R
+from zfun.sources.deferred import memory_of
 from zfun.stores import Stored
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One flat, tensor, handle or plain value of a state.
+    """One flat, tensor, handle, deferred leaf or plain value of a state.
 
     Attributes:
         path: the path in the state.
@@ -72,17 +73,7 @@ def _is_node(value: Any) -> bool:
 def map_parts(
     fn: Callable[[Part], Any], state: tree.Tree, prefix: str = ".", like: Part | None = None
 ) -> tree.Tree:
-    """Apply ``fn`` to every part of a state, in the order of the tree.
-
-    Args:
-        fn: ``fn(part) -> new value``.
-        state: any tree.
-        prefix: the path of the tree.
-        like: the marks that all parts inherit.
-
-    Returns:
-        The tree of the results.
-    """
+    """Apply ``fn`` to every part of a state; the parts inherit the marks of ``like``."""
     like = like or Part("", None)
     leaves, spec = tree.flatten(state, is_leaf=_is_node)
     found: list[Any] = []
@@ -156,49 +147,31 @@ def group_of(state: tree.Tree, group: Group | None) -> Group:
 
 
 class PartSlot(NamedTuple):
-    """One logical leaf in a part.
+    """One logical leaf in a part; ``numel`` counts real elements.
 
-    Attributes:
-        key: the key.
-        shape: the shape.
-        dtype: the dtype in the state, complex where the leaf is.
-        numel: the number of real elements.
-        bucket: the bucket of a flat; 0 in a tensor.
-        offset: the first element in the whole bucket; 0 in a tensor.
+    Of a flat, ``offset`` is the first element in the whole bucket.
     """
 
     key: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     numel: int
-    bucket: int
-    offset: int
-
-
-def real_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the real elements of a dtype."""
-    return dtype.to_real() if dtype.is_complex else dtype
+    bucket: int = 0
+    offset: int = 0
 
 
 def slots_of(part: Part) -> list[PartSlot]:
-    """Return the logical leaves of a flat, a tensor or a handle."""
+    """Return the logical leaves of any part but a plain value."""
     value = part.value
     if not isinstance(value, Flat):
         numel = value.shape.numel() * (2 if value.dtype.is_complex else 1)
-        return [PartSlot(part.path, tuple(value.shape), value.dtype, numel, 0, 0)]
+        return [PartSlot(part.path, tuple(value.shape), value.dtype, numel)]
     found = []
     for slot in value.layout.leaves:
         dtype = value.buffers[slot.bucket].dtype
-        found.append(
-            PartSlot(
-                join(part.path, slot.path),
-                slot.shape,
-                dtype.to_complex() if slot.dtype.is_complex else dtype,
-                slot.numel,
-                slot.bucket,
-                slot.offset,
-            )
-        )
+        dtype = dtype.to_complex() if slot.dtype.is_complex else dtype
+        key = join(part.path, slot.path)
+        found.append(PartSlot(key, slot.shape, dtype, slot.numel, slot.bucket, slot.offset))
     return found
 
 
@@ -215,44 +188,35 @@ def ties_of(parts: Sequence[Part]) -> dict[str, str]:
                 if path != first:
                     ties[join(part.path, path)] = join(part.path, first)
         elif isinstance(value, (Tensor, Stored)):
-            first = seen.setdefault(_place_of(value), part.path)
+            place = memory_of(value) if isinstance(value, Tensor) else id(value)
+            first = seen.setdefault(place, part.path)
             if first != part.path:
                 ties[part.path] = first
     return ties
 
 
-def _place_of(value: Any) -> Any:
-    if not isinstance(value, Tensor) or not value.numel():
-        return id(value)
-    storage = value.untyped_storage()._cdata
-    return storage, value.storage_offset(), value.shape, value.stride(), value.dtype
-
-
 class PartSpan(NamedTuple):
-    """A range of the elements of a leaf, in a buffer of this rank.
+    """A range of a leaf, in a buffer of this rank; lengths are in elements.
 
     Attributes:
         slot: the leaf.
-        start: where the range begins in the buffer, in elements.
+        start: where the range begins in the buffer.
         first: the first element of the range in the leaf.
-        numel: the number of elements.
+        numel: the length.
+        by_rank: whether the value is this rank's own.
     """
 
     slot: PartSlot
     start: int
     first: int
     numel: int
+    by_rank: bool = False
 
 
-def held_range(flat: Flat, bucket: int) -> tuple[int, int]:
-    """Return the range of a whole bucket that this rank holds."""
-    return flat.span(bucket)
-
-
-def share_of(low: int, high: int, rank: int, size: int) -> tuple[int, int]:
-    """Return one rank's share of a range that several ranks hold."""
+def share_of(low: int, high: int, group: Group) -> tuple[int, int]:
+    """Return this rank's share of a range that all ranks of a group hold."""
     numel = high - low
-    return low + numel * rank // size, low + numel * (rank + 1) // size
+    return low + numel * group.rank // group.size, low + numel * (group.rank + 1) // group.size
 
 
 def owned_range(flat: Flat, bucket: int) -> tuple[int, int]:
@@ -261,26 +225,18 @@ def owned_range(flat: Flat, bucket: int) -> tuple[int, int]:
     Ranks that hold the same elements share the writing: all ranks under ``R``, and replicas under
     ``S``.
     """
-    low, high = held_range(flat, bucket)
+    low, high = flat.span(bucket)
     holders = None
     if flat.placement is not P:
         holders = (sum_group if flat.placement is R else replica_group)(flat.group)
-    return (low, high) if holders is None else share_of(low, high, holders.rank, holders.size)
+    return (low, high) if holders is None else share_of(low, high, holders)
 
 
 def spans_of(
     part: Part, slots: Sequence[PartSlot], bucket: int, within: tuple[int, int]
 ) -> Iterator[PartSpan]:
-    """Yield the parts of the leaves that lie in a range of a whole bucket.
-
-    Args:
-        part: a flat.
-        slots: the leaves of ``part``.
-        bucket: the bucket.
-        within: a range of the whole bucket. ``start`` counts from the beginning of the buffer of
-            this rank.
-    """
-    base, _ = held_range(part.value, bucket)
+    """Yield the parts of a flat's leaves that lie in a range of a whole bucket."""
+    base, _ = part.value.span(bucket)
     for index in part.value.layout.buckets[bucket].leaves:
         slot = slots[index]
         start = max(within[0], slot.offset)

@@ -21,52 +21,43 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
+from zfun.checkpoint._collect import WriteSource, bytes_of
 from zfun.checkpoint._directory import CLAIM, GIVEN_UP, TEMPORARY, locked, name_for
+from zfun.checkpoint._parts import PartSpan
 from zfun.checkpoint._remove import give_up, prune, remove_stale
-from zfun.checkpoint._together import agree
-from zfun.checkpoint.format import (
-    DTYPES,
+from zfun.checkpoint._together import agree, attempt
+from zfun.checkpoint.format._manifest import (
     MANIFEST,
     FileEntry,
     LeafEntry,
     Manifest,
     Piece,
-    explaining,
     format_manifest,
-    parse_manifest,
 )
+from zfun.checkpoint.format._parse import parse_manifest
+from zfun.checkpoint.format._plain import DTYPES
+from zfun.checkpoint.format._write import Hashing, explaining, write_file
 from zfun.collectives import Group
 from zfun.errors import CheckpointError
-from zfun.files import Files
+from zfun.files import ALIGNMENT, Files
+from zfun.sources.headers import MAX_HEADER_BYTES, header_of
 
 
 class Job:
-    """One save: the names, and the steps that rank 0 takes for all.
-
-    Args:
-        path: the directory of checkpoints.
-        group: all ranks.
-        files: the operations on files.
-        keep: how many steps to keep.
-        chunk_bytes: bytes that are hashed at a time.
-        hash_name: the hash.
-    """
+    """One save: the names, the file of this rank, and the steps that rank 0 takes for all."""
 
     def __init__(
-        self,
-        path: str,
-        group: Group,
-        files: Files,
-        keep: int | None,
-        chunk_bytes: int,
-        hash_name: str = "xxh64",
+        self, path: str, group: Group, files: Files, keep: int | None, hashing: Hashing
     ) -> None:
-        self.path, self.group, self.files = path, group, files
-        self.keep, self.chunk_bytes, self.hash_name = keep, chunk_bytes, hash_name
+        self.path, self.group, self.files = path.rstrip("/") or "/", group, files
+        self.keep, self.hashing = keep, hashing
         self.temporary = ""
         self.final = ""
         self._tried = False
@@ -74,29 +65,23 @@ class Job:
 
     def begin(self, step: int) -> None:
         """Make the temporary directory; every rank looks whether it is there."""
-        error: Exception | None = None
-        names = None
-        try:
-            if self.group.rank == 0:
-                names = self._made(step)
-        except Exception as caught:  # noqa: BLE001, raised below on all ranks
-            error = caught
-        temporary, final = self.agree(error, names)[0]
+        temporary, final = self.together(lambda: self._made(step))[0]
         self.temporary, self.final = f"{self.path}/{temporary}", f"{self.path}/{final}"
-        try:
-            with explaining(self.temporary, "looking for what rank 0 made"):
-                is_seen = self.files.is_directory(self.temporary)
-            if not is_seen:
-                raise CheckpointError(
-                    f"all ranks save to one directory, on a disk that they share; this rank does "
-                    f"not see {self.temporary}, which rank 0 made; pass a path on a shared disk",
-                    path=self.path,
-                )
-        except CheckpointError as caught:
-            error = caught
-        self.agree(error)
+        self.together(self._look_for_directory)
 
-    def _made(self, step: int) -> list[str]:
+    def _look_for_directory(self) -> None:
+        with explaining(self.temporary, "looking for what rank 0 made"):
+            is_seen = self.files.is_directory(self.temporary)
+        if not is_seen:
+            raise CheckpointError(
+                f"all ranks save to one directory, on a disk that they share; this rank does "
+                f"not see {self.temporary}, which rank 0 made; pass a path on a shared disk",
+                path=self.path,
+            )
+
+    def _made(self, step: int) -> list[str] | None:
+        if self.group.rank != 0:
+            return None
         with explaining(self.path, "the directory"):
             self.files.make_all(self.path)
         self._lock.enter_context(locked(self.path, self.files))
@@ -124,17 +109,55 @@ class Job:
             path=self.path,
         )
 
-    def agree(self, error: Exception | None, value: Any = None) -> list[Any]:
-        """Return the value of every rank, or end the save on all ranks; see :func:`agree`."""
+    def together(self, fn: Callable[[], Any]) -> list[Any]:
+        """Return the result of every rank, or end the save on all ranks; see :func:`agree`."""
+        value, error = attempt(fn)
         try:
             return agree(self.group, error, value)
         except Exception:
             self.abandon()
             raise
 
+    def in_turn(self, sources: Sequence[WriteSource], report: dict[str, Any]) -> None:
+        """Write and publish, with collectives between."""
+        reports = self.together(lambda: self.write(sources, report))
+        self.together(lambda: self.publish(reports) if self.group.rank == 0 else None)
+        self.release()
+
+    def write(
+        self, sources: Sequence[WriteSource], report: dict[str, Any], *, gentle: bool = False
+    ) -> dict[str, Any]:
+        """Write the payload file of this rank, and return the report with the file's pieces."""
+        outputs = [(output, source.dtype) for source in sources for output in source.outputs]
+        if not outputs:
+            return {**report, "file": None, "pieces": []}
+        # Direct reads begin at pages.
+        header = header_of((_named(*output) for output in outputs), ALIGNMENT)
+        if len(header.data) > MAX_HEADER_BYTES:
+            raise CheckpointError(
+                f"the names of one rank's tensors take at most {MAX_HEADER_BYTES} bytes; got "
+                f"{len(header.data)}; join small tensors, or use shorter names"
+            )
+
+        def blocks() -> Iterator[np.ndarray]:
+            yield np.frombuffer(header.data, np.uint8)
+            yield from bytes_of(sources)
+
+        name = f"{self.group.rank:05d}.safetensors"
+        path = f"{self.temporary}/{name}"
+        chunks = write_file(
+            self.files, path, blocks(), header.num_bytes, self.hashing, gentle=gentle
+        )
+        pieces = [
+            [output.slot.key, at, output.first, output.numel, output.by_rank]
+            for (output, _), at in zip(outputs, header.offsets, strict=True)
+        ]
+        file = [name, header.num_bytes, len(header.data), chunks]
+        return {**report, "file": file, "pieces": pieces}
+
     def publish(self, reports: Sequence[dict[str, Any]]) -> None:
         """Write the manifest and rename the directory; rank 0 only."""
-        manifest = _manifest_of(reports, self.chunk_bytes, self.hash_name)
+        manifest = _manifest_of(reports, self.hashing)
         self._check_visible(manifest)
         text = format_manifest(manifest)
         # A manifest that cannot be read is a mistake to find now.
@@ -204,9 +227,16 @@ class Job:
         self._lock.close()
 
 
-def _manifest_of(reports: Sequence[dict[str, Any]], chunk_bytes: int, hash_name: str) -> Manifest:
+def _named(output: PartSpan, dtype: torch.dtype) -> tuple[str, torch.dtype, tuple[int, ...]]:
+    """Name a range for other tools: a whole real leaf by its key, in its shape."""
+    slot = output.slot
+    is_whole = output.numel == slot.numel
+    name = slot.key if is_whole else f"{slot.key}[{output.first}:{output.first + output.numel}]"
+    return name, dtype, slot.shape if is_whole and not slot.dtype.is_complex else (output.numel,)
+
+
+def _manifest_of(reports: Sequence[dict[str, Any]], hashing: Hashing) -> Manifest:
     """Join the reports of all ranks."""
-    shared = reports[0]["shared"]
     files: list[FileEntry] = []
     pieces: dict[tuple[str, int | None], list[Piece]] = {}
     for rank, report in enumerate(reports):
@@ -214,32 +244,27 @@ def _manifest_of(reports: Sequence[dict[str, Any]], chunk_bytes: int, hash_name:
             place = (key, rank if is_own else None)
             pieces.setdefault(place, []).append(Piece(len(files), at, first, numel))
         if report["file"] is not None:
-            name, num_bytes, start, chunks = report["file"]
-            files.append(FileEntry(name, num_bytes, start, tuple(chunks)))
+            name, num_bytes, data_start, chunks = report["file"]
+            files.append(FileEntry(name, num_bytes, data_start, tuple(chunks)))
 
-    def entry(described: list[Any], rank: int | None) -> LeafEntry:
+    def entry(described: list[Any], rank: int | None = None) -> LeafEntry:
         key, dtype, shape = described
         held = sorted(pieces.get((key, rank), ()), key=lambda piece: piece.first)
         return LeafEntry(key, DTYPES[dtype], tuple(shape), rank, tuple(held))
 
-    leaves = [entry(described, None) for described in shared["leaves"]]
-    for index in range(len(reports[0]["own"])):
-        leaves += (entry(report["own"][index], rank) for rank, report in enumerate(reports))
+    shared = reports[0]["shared"]
+    leaves = [entry(described) for described in shared.pop("leaves")]
+    for own in zip(*(report["own"] for report in reports), strict=True):
+        leaves += (entry(described, rank) for rank, described in enumerate(own))
     own_values = [report["values"] for report in reports]
     return Manifest(
-        step=shared["step"],
         ranks=len(reports),
-        chunk_bytes=chunk_bytes,
-        hash=hash_name,
+        chunk_bytes=hashing.chunk_bytes,
+        hash=hashing.name,
         files=tuple(files),
         leaves=tuple(leaves),
-        ties=shared["ties"],
-        masters=shared["masters"],
-        optional=shared["optional"],
-        values=shared["values"],
         rank_values=own_values if any(own_values) else [],
         rng=[report["rng"] for report in reports],
         loader=[report["loader"] for report in reports],
-        data=shared["data"],
-        composition=shared["composition"],
+        **shared,
     )

@@ -14,10 +14,10 @@ from zfun.errors import CheckpointError, CorruptCheckpoint
 
 def default_generators() -> dict[str, Any]:
     """Return torch's default generators, by device."""
-    names = ["torch"]
+    found: dict[str, Any] = {"torch": torch.default_generator}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        names += [f"cuda:{index}" for index in range(torch.cuda.device_count())]
-    return {name: generator_of(name) for name in names}
+        found |= {f"cuda:{i}": one for i, one in enumerate(torch.cuda.default_generators)}
+    return found
 
 
 def random_states(rng: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -68,15 +68,7 @@ def use_loader(loader: Any, position: Any) -> None:
 
 
 def state_of(generator: Any) -> Any:
-    """Return the state of a random generator as a plain value.
-
-    Args:
-        generator: a ``torch.Generator``, a ``random.Random``, or a ``Generator`` or ``RandomState``
-            of numpy.
-
-    Raises:
-        CheckpointError: another object.
-    """
+    """Return the state of a random generator as a plain value; refuse another object."""
     match generator:
         case torch.Generator():
             return generator.get_state()
@@ -96,8 +88,6 @@ def set_generator(generator: Any, state: Any) -> None:
     """Set the state of a random generator."""
     try:
         match generator:
-            case torch.Generator():
-                generator.set_state(state)
             case random.Random():
                 generator.setstate(state)
             case np.random.Generator():
@@ -109,10 +99,3 @@ def set_generator(generator: Any, state: Any) -> None:
             f"a generator takes the state of one of its kind; got another for "
             f"{type(generator).__name__}: {error}; pass the generator that was saved"
         ) from error
-
-
-def generator_of(name: str) -> Any:
-    """Return torch's default generator of a device."""
-    if name == "torch":
-        return torch.default_generator
-    return torch.cuda.default_generators[int(name.removeprefix("cuda:"))]

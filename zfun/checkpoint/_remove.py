@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zfun.checkpoint._directory import GIVEN_UP, STEP, TEMPORARY, are_whole, named, steps
-from zfun.checkpoint.format import MANIFEST, explaining
+from zfun.checkpoint.format._manifest import MANIFEST
+from zfun.checkpoint.format._write import explaining
 from zfun.files import Files
 from zfun.objects import files_of
 

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from zfun import ops, tree
 from zfun.checkpoint._background import Saved, in_background, settle
 from zfun.checkpoint._collect import (
-    Collected,
-    Output,
-    bytes_of,
+    Contents,
+    WriteSource,
     collect,
     differing,
     kept_parts,
@@ -22,11 +18,13 @@ from zfun.checkpoint._collect import (
     snapshot,
 )
 from zfun.checkpoint._directory import FILES
-from zfun.checkpoint._parts import Part, PartSlot, group_of, masters_of, parts_of, ties_of
+from zfun.checkpoint._parts import Part, group_of, masters_of, parts_of, ties_of
 from zfun.checkpoint._publish import Job
 from zfun.checkpoint._random import loader_position, random_states
-from zfun.checkpoint._together import agree
-from zfun.checkpoint.format import CHUNK_BYTES, encode, plan_file, write_file
+from zfun.checkpoint._together import agree, attempt
+from zfun.checkpoint.format._manifest import CHUNK_BYTES
+from zfun.checkpoint.format._plain import dtype_name, encode
+from zfun.checkpoint.format._write import Hashing
 from zfun.collectives import Group
 from zfun.errors import OptionError
 from zfun.files import Files
@@ -144,59 +142,35 @@ def save(
     everyone = group_of(state, group)
     settle(everyone)
     files = files_of(path, files, timeout_s)
-    job = Job(str(path).rstrip("/") or "/", everyone, files, keep, chunk_bytes, checksum)
-    error: Exception | None = None
-    contents = None
-    try:
-        contents = _contents_of(state, step, data, loader, rng, everyone, by_rank or has_buffers)
-    except Exception as caught:  # noqa: BLE001, raised below on all ranks
-        error = caught
-    found = agree(everyone, error, None if contents is None else contents.step)
-    assert contents is not None
-    if len(set(found)) > 1:
-        raise OptionError(f"all ranks save one step; got the steps {found}; pass the same step=")
-    names = differing(contents.records, everyone)
-    collected = collect(contents.parts, contents.ties, names, everyone)
+    job = Job(str(path), everyone, files, keep, Hashing(chunk_bytes, checksum))
+
+    def look() -> tuple[Contents, dict[str, str]]:
+        contents = _contents_of(state, step, data, loader, rng)
+        return contents, records_of(contents.parts, everyone, by_rank or has_buffers)
+
+    found, error = attempt(look)
+    steps = agree(everyone, error, None if found is None else found[0].step)
+    assert found is not None
+    contents, records = found
+    if len(set(steps)) > 1:
+        raise OptionError(f"all ranks save one step; got the steps {steps}; pass the same step=")
+    sources, report = collect(contents, differing(records, everyone), everyone)
     try:
         job.begin(contents.step)
         if not background:
-            return _in_turn(job, collected, contents)
-        try:
-            collected = replace(collected, sources=snapshot(collected.sources))
-        except Exception as caught:  # noqa: BLE001, raised below on all ranks
-            error = caught
-        job.agree(error)
-        return in_background(
-            job, lambda: _written(job, collected, contents, gentle=True), timeout_s
-        )
+            job.in_turn(sources, report)
+            return Saved(job.final)
+        copies: list[WriteSource] = []
+        job.together(lambda: copies.extend(snapshot(sources)))
+        return in_background(job, lambda: job.write(copies, report, gentle=True), timeout_s)
     except BaseException:
         job.release()
         raise
 
 
-class _Contents(NamedTuple):
-    """The contents of a checkpoint beside tensors."""
-
-    parts: list[Part]
-    ties: dict[str, str]
-    masters: dict[str, str]
-    records: dict[str, str]
-    step: int
-    data: Any
-    loader: Any
-    rng: Any
-    composition: dict[str, Any]
-
-
 def _contents_of(
-    state: tree.Tree,
-    step: int | None,
-    data: Any,
-    loader: Any,
-    rng: Mapping[str, Any] | None,
-    group: Group,
-    by_rank: Callable[[str], bool],
-) -> _Contents:
+    state: tree.Tree, step: int | None, data: Any, loader: Any, rng: Mapping[str, Any] | None
+) -> Contents:
     found = parts_of(state)
     parts = kept_parts(found)
     if step is None:
@@ -205,16 +179,15 @@ def _contents_of(
         raise OptionError(
             "a checkpoint has the number of a step; got a state without .step; pass step=..."
         )
-    return _Contents(
+    return Contents(
         parts,
         ties_of(found),
         masters_of(parts),
-        records_of(parts, group, by_rank),
         step,
+        {"values": [_described(part) for part in parts if isinstance(part.value, Flat)]},
         encode(data, "data="),
         encode(loader_position(loader), "loader="),
         encode(random_states(rng), "rng="),
-        {"values": [_described(part) for part in parts if isinstance(part.value, Flat)]},
     )
 
 
@@ -226,87 +199,6 @@ def _described(part: Part) -> dict[str, Any]:
         "placement": repr(flat.placement),
         "ranks": flat.group.size,
         "buckets": [bucket.padded_numel for bucket in flat.layout.buckets],
-        "dtypes": sorted({str(x.dtype).removeprefix("torch.") for x in flat.buffers}),
+        "dtypes": sorted({dtype_name(x.dtype) for x in flat.buffers}),
         "stores": sorted(stores),
     }
-
-
-def _in_turn(job: Job, collected: Collected, contents: _Contents) -> Saved:
-    """Write and publish, with collectives between."""
-    error, report = None, None
-    try:
-        report = _written(job, collected, contents)
-    except Exception as caught:  # noqa: BLE001, raised below on all ranks
-        error = caught
-    reports = job.agree(error, report)
-    try:
-        if job.group.rank == 0:
-            job.publish(reports)
-    except Exception as caught:  # noqa: BLE001, raised below on all ranks
-        error = caught
-    job.agree(error)
-    job.release()
-    return Saved(job.final)
-
-
-def _written(
-    job: Job, collected: Collected, contents: _Contents, *, gentle: bool = False
-) -> dict[str, Any]:
-    """Write the payload file of this rank, and report what rank 0 needs for the manifest."""
-    outputs = [output for source in collected.sources for output in source.outputs]
-    report: dict[str, Any] = {
-        "file": None,
-        "pieces": [],
-        "own": [_leaf_json(slot) for slot in collected.own],
-        "values": collected.own_values,
-        "rng": contents.rng,
-        "loader": contents.loader,
-    }
-    if job.group.rank == 0:
-        report["shared"] = {
-            "step": contents.step,
-            "leaves": [_leaf_json(slot) for slot in collected.slots],
-            "ties": collected.ties,
-            "masters": contents.masters,
-            "optional": [part.path for part in contents.parts if part.is_optional],
-            "values": collected.values,
-            "data": contents.data,
-            "composition": {"ranks": job.group.size, **contents.composition},
-        }
-    if not outputs:
-        return report
-    dtypes = [source.dtype for source in collected.sources for _ in source.outputs]
-    planned = plan_file([_described_tensor(x, d) for x, d in zip(outputs, dtypes, strict=True)])
-    name = f"{job.group.rank:05d}.safetensors"
-    written = write_file(
-        job.files,
-        f"{job.temporary}/{name}",
-        _with_header(planned.header, bytes_of(collected.sources)),
-        planned.num_bytes,
-        job.chunk_bytes,
-        hash_name=job.hash_name,
-        gentle=gentle,
-    )
-    report["file"] = [name, written.num_bytes, len(planned.header), list(written.chunks)]
-    report["pieces"] = [
-        [x.slot.key, at, x.first, x.numel, x.by_rank]
-        for x, at in zip(outputs, planned.offsets, strict=True)
-    ]
-    return report
-
-
-def _with_header(header: bytes, blocks: Any) -> Any:
-    yield np.frombuffer(header, np.uint8)
-    yield from blocks
-
-
-def _described_tensor(output: Output, dtype: Any) -> tuple[str, Any, tuple[int, ...]]:
-    """Name a range for other tools: a whole real leaf by its key, in its shape."""
-    slot = output.slot
-    is_whole = output.numel == slot.numel
-    name = slot.key if is_whole else f"{slot.key}[{output.first}:{output.first + output.numel}]"
-    return name, dtype, slot.shape if is_whole and not slot.dtype.is_complex else (output.numel,)
-
-
-def _leaf_json(slot: PartSlot) -> list[Any]:
-    return [slot.key, str(slot.dtype).removeprefix("torch."), list(slot.shape)]

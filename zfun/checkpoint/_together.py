@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from zfun.collectives import Group, gather_values, global_ranks
 from zfun.errors import CheckpointError, ZfunError
+
+_T = TypeVar("_T")
 
 
 def gather_json(value: Any, group: Group, name: str) -> list[Any]:
@@ -18,12 +20,16 @@ def gather_json(value: Any, group: Group, name: str) -> list[Any]:
         return [value]
     text = json.dumps(value, separators=(",", ":")).encode()
     lengths = gather_values(torch.tensor(len(text)), group, f"{name} lengths")
-    texts = gather_values(_as_tensor(text.ljust(int(lengths.max()))), group, name)
-    return [json.loads(row.numpy().tobytes()) for row in texts]
+    padded = torch.frombuffer(bytearray(text.ljust(int(lengths.max()))), dtype=torch.uint8)
+    return [json.loads(row.numpy().tobytes()) for row in gather_values(padded, group, name)]
 
 
-def _as_tensor(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+def attempt(fn: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
+    """Return the result of ``fn``, or its error, which :func:`agree` raises on all ranks."""
+    try:
+        return fn(), None
+    except Exception as error:  # noqa: BLE001
+        return None, error
 
 
 def report_of(error: Exception | None) -> dict[str, Any] | None:
@@ -51,12 +57,7 @@ def error_from(report: dict[str, Any], rank: int) -> CheckpointError:
 
 
 def agree(group: Group, error: Exception | None, value: Any = None) -> list[Any]:
-    """Raise on all ranks if one rank failed; else return the value of every rank.
-
-    Args:
-        group: all ranks, each of which calls.
-        error: the failure of this rank.
-        value: JSON of this rank.
+    """Return the JSON value of every rank, or raise on all ranks if one has an error.
 
     Raises:
         Exception: the error of this rank, or else of the lowest rank that failed.

@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from zfun import __version__
-from zfun.cli import _ckpt, _config, _demo, _disk, _plan
+from zfun.cli import _ckpt, _commands
 from zfun.errors import ZfunError
 
 if TYPE_CHECKING:
@@ -49,6 +49,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"zfun {__version__}")
     parser.set_defaults(parser=parser)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for family in (_demo, _disk, _plan, _ckpt, _config):
+    for family in (_commands, _ckpt):
         family.add_to(commands)
     return parser

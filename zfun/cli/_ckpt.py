@@ -56,43 +56,25 @@ def add_to(commands: Any) -> None:
     export = add_command(inner, "export", _export, words, _EXPORT, path=path)
     export.add_argument("out", type=address, metavar="OUT", help="the folder to write")
     _add_step(export)
-    export.add_argument(
-        "--from",
-        dest="kind",
-        choices=_KINDS,
-        default="zfun",
-        help="the library that wrote PATH (default: %(default)s)",
+    words = "the library that wrote PATH (default: %(default)s)"
+    export.add_argument("--from", dest="kind", choices=_KINDS, default="zfun", help=words)
+    words = (
+        "the path of the parameters in the saved state (default: params), or for dcp the beginning "
+        "of their names (default: model.)"
     )
-    export.add_argument(
-        "--params",
-        metavar="NAME",
-        help="the path of the parameters in the saved state (default: params), or for dcp the "
-        "beginning of their names (default: model.)",
-    )
-    export.add_argument(
-        "--dtype", choices=_DTYPES, help="the dtype of floating leaves (default: their own)"
-    )
-    export.add_argument(
-        "--rounded",
-        action="store_true",
-        help="take the rounded parameters where there are master weights",
-    )
-    export.add_argument(
-        "--max-shard-size",
-        type=size,
-        default="5GB",
-        metavar="SIZE",
-        help="split the files above this size, such as 500MB (default: %(default)s)",
-    )
+    export.add_argument("--params", metavar="NAME", help=words)
+    words = "the dtype of floating leaves (default: their own)"
+    export.add_argument("--dtype", choices=_DTYPES, help=words)
+    words = "take the rounded parameters where there are master weights"
+    export.add_argument("--rounded", action="store_true", help=words)
+    words = "split the files above this size, such as 500MB (default: %(default)s)"
+    export.add_argument("--max-shard-size", type=size, default="5GB", metavar="SIZE", help=words)
 
     words = "compare two checkpoints leaf by leaf"
     diff = add_command(inner, "diff", _diff, words, _DIFF, epilog=_DIFF_EXIT, path=path)
     diff.add_argument("other", type=address, metavar="OTHER", help="the other checkpoint")
-    diff.add_argument(
-        "--params",
-        metavar="NAME",
-        help="compare the parameters at this path only, master weights where there are any",
-    )
+    words = "compare the parameters at this path only, master weights where there are any"
+    diff.add_argument("--params", metavar="NAME", help=words)
 
     words = "remove old checkpoints"
     path = "a directory of checkpoints, or an address"

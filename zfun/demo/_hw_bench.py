@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import statistics
 import time
 from collections.abc import Callable
@@ -23,8 +22,7 @@ from zfun.collectives import (
     barrier,
     record,
 )
-from zfun.demo._picture import check_folder
-from zfun.errors import OptionError
+from zfun.demo._picture import check_folder, check_installed
 from zfun.options import PATH, integer, takes
 from zfun.planner import Hardware
 from zfun.recipes import zero
@@ -60,19 +58,11 @@ def measure_hardware(
     mib: int,
     progress: Callable[[], object] = lambda: None,
 ) -> Hardware:
-    """Measure the rates of this machine; medians of a few rounds.
+    """Measure the rates of this machine; medians of a few rounds. See :func:`hw_bench`.
 
     Of ``flops_per_s``, the lower end of a forecast, the fastest round counts, and of the fields for
-    the upper end alone the slowest.
-
-    Processes share the cores, as ranks of the CPU do: computation and updates are measured on all
-    ranks at the same time.
-
-    Args:
-        path: a directory on the disk to measure.
-        ranks: the processes.
-        mib: MiB of the largest buffer.
-        progress: called after each measurement.
+    the upper end alone the slowest. Processes share the cores, as ranks of the CPU do: computation
+    and updates are measured on all ranks at the same time.
 
     Example:
         >>> import tempfile
@@ -257,8 +247,7 @@ def hw_bench(
         OptionError: tqdm is missing, ``path`` is no directory, or the folder of ``out`` cannot be
             written.
     """
-    if importlib.util.find_spec("tqdm") is None:
-        raise OptionError("hw-bench shows its progress by tqdm; got none; install zfun[demo]")
+    check_installed("hw-bench", ["tqdm"])
     from tqdm import tqdm
 
     check_folder(Path(out).parent)

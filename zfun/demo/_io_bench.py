@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import statistics
 import time
@@ -14,9 +13,9 @@ import torch
 
 from zfun import stores
 from zfun.collectives import Work
-from zfun.demo._picture import FAINT, INK, check_folder, dress
-from zfun.errors import OptionError
+from zfun.demo._picture import FAINT, INK, blank, check_folder, check_installed, dress, saved
 from zfun.options import PATH, integer, takes
+from zfun.tables import in_columns
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -66,17 +65,8 @@ def sweep(
 ) -> list[Rate]:
     """Measure each setting by writes and reads of tensors through a store.
 
-    Rounds take the settings in turn, so that a disk that changes speed treats all alike.
-
-    Args:
-        path: a directory on the disk.
-        num_bytes: bytes that each measurement transfers.
-        rounds: measurements of each setting.
-        grid: the settings.
-        progress: called after each measurement.
-
-    Returns:
-        A rate for each setting.
+    Rounds take the settings in turn, so that a disk that changes speed treats all alike. Each
+    measurement transfers ``num_bytes``, and then calls ``progress``.
 
     Example:
         >>> import tempfile
@@ -148,37 +138,23 @@ def best(rates: Sequence[Rate]) -> Rate:
 def rates_table(rates: Sequence[Rate]) -> str:
     """Return a table of all settings, the best one marked."""
     chosen = best(rates)
-    lines = ["block size  queue depth  threads  write GB/s  read GB/s"]
-    lines.append("-" * len(lines[0]))
-    for rate in rates:
-        setting = rate.setting
-        lines.append(
-            f"{setting.block_size:10}  {setting.queue_depth:11}  {setting.num_threads:7}  "
-            f"{rate.write:10.2f}  {rate.read:9.2f}{'  <- best' if rate is chosen else ''}"
-        )
-    return "\n".join(lines)
+    rows = [("block size", "queue depth", "threads", "write GB/s", "read GB/s")]
+    rows += [(*map(str, rate.setting), f"{rate.write:.2f}", f"{rate.read:.2f}") for rate in rates]
+    lines = in_columns(rows).splitlines()
+    lines[1 + rates.index(chosen)] += "  <- best"
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
 def draw_rates(rates: Sequence[Rate], path: Path) -> Path:
     """Draw writes and reads over the number of threads; return the file."""
-    # Not pyplot, because pyplot would choose a window system and keep the figure alive.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4.4), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = blank(10, 4.4)
     panels = figure.subplots(1, 2, sharey=True)
     chosen = best(rates)
     for axes, name in zip(panels, ("write", "read"), strict=True):
         _draw_one(axes, rates, chosen, name)
     panels[0].set_ylabel("GB/s", color=INK)
     panels[1].legend(frameon=False, fontsize=9)
-    figure.suptitle(
-        f"Fastest: {chosen.setting}", fontsize=13, fontweight="bold", color=INK, x=0.01, ha="left"
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    return path
+    return saved(figure, f"Fastest: {chosen.setting}", 13, path)
 
 
 def _draw_one(axes: Axes, rates: Sequence[Rate], chosen: Rate, name: str) -> None:
@@ -231,12 +207,7 @@ def io_bench(
             ``out`` cannot be written.
         OffloadError: the disk has too little room, or fails.
     """
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise OptionError(
-            f"io-bench needs {' and '.join(NEEDED)}; {' and '.join(missing)} cannot be imported; "
-            "install zfun[demo]"
-        )
+    check_installed("io-bench", NEEDED)
     from tqdm import tqdm
 
     stores.nvme(path).close()  # refuses a path that is no directory

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from zfun.demo._table import MB, DemoResult, headline
 from zfun.errors import OptionError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # Okabe and Ito's palette, whose colours differ for colour-blind readers and in grey.
 PARTS = {"params": "#0072B2", "grads": "#E69F00", "optimizer": "#009E73"}
@@ -37,21 +39,41 @@ def check_folder(out: str | Path) -> Path:
 
 def draw(results: Sequence[DemoResult], path: Path, *, equal: bool) -> Path:
     """Draw memory, traffic and losses of all compositions side by side; return the file."""
-    # Not pyplot, because pyplot would choose a window system and keep the figure alive.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
-    figure = Figure(figsize=(13, 5.2), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
-    FigureCanvasAgg(figure)
+    figure = blank(13, 5.2, w_pad=0.12, h_pad=0.1)
     memory, traffic, losses = figure.subplots(1, 3, width_ratios=(1.3, 1, 1.1))
     _draw_memory(memory, results)
     _draw_traffic(traffic, results)
     _draw_losses(losses, results, equal=equal)
-    figure.suptitle(headline(results), fontsize=15, fontweight="bold", color=INK, x=0.01, ha="left")
+    return saved(figure, headline(results), 15, path)
+
+
+def blank(width: float, height: float, **pads: Any) -> Figure:
+    """Return a figure; not of pyplot, which would choose a window system and keep it alive."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    figure = Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(**pads))
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def saved(figure: Figure, title: str, size: float, path: Path) -> Path:
+    """Give a figure its title, and write it to a file."""
+    figure.suptitle(title, fontsize=size, fontweight="bold", color=INK, x=0.01, ha="left")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     return path
+
+
+def check_installed(command: str, names: Sequence[str]) -> None:
+    """Refuse a command whose packages, those of the extra ``demo``, are missing."""
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        raise OptionError(
+            f"{command} needs {' and '.join(names)}; {' and '.join(missing)} cannot be imported; "
+            "install zfun[demo]"
+        )
 
 
 def _draw_memory(axes: Axes, results: Sequence[DemoResult]) -> None:

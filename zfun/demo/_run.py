@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import zfun as zf
+from zfun.demo._examples import load_example
+from zfun.demo._picture import check_folder, check_installed, draw
+from zfun.demo._table import DemoResult, differences, headline, table, verdict
+from zfun.demo._train import COMPOSITIONS, DemoJob, train
 from zfun.errors import OptionError
 from zfun.options import PATH, TEXT, integer, takes
 
@@ -36,18 +39,7 @@ def run(
         OptionError: a number below 1, no such preset, a folder that cannot be written, or a package
             of the extra ``demo`` is missing.
     """
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise OptionError(
-            f"the demo needs {' and '.join(NEEDED)}; {' and '.join(missing)} cannot be imported; "
-            "install zfun[demo]"
-        )
-
-    from zfun.demo._examples import load_example
-    from zfun.demo._picture import check_folder, draw
-    from zfun.demo._table import DemoResult, differences, headline, table, verdict
-    from zfun.demo._train import COMPOSITIONS, DemoJob, train
-
+    check_installed("the demo", NEEDED)
     presets = load_example("gpt").PRESETS
     if preset not in presets:
         raise OptionError(

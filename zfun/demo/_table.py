@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zfun.demo._train import DemoComposition, RankReport
+from zfun.tables import in_columns
 
 HEADER = (
     ("", "loss", "step", "params", "grads", "optimizer", "peak", "sent", "theory"),
@@ -36,19 +37,9 @@ class DemoResult:
 
 def table(results: Sequence[DemoResult]) -> str:
     """Format the results in columns."""
-    rows = [*HEADER, *(_row(result) for result in results)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER[0]))]
-    lines = [
-        "  ".join(
-            [
-                row[0].ljust(widths[0]),
-                *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)),
-            ]
-        )
-        for row in rows
-    ]
+    lines = in_columns([*HEADER, *map(_row, results)]).splitlines()
     lines.insert(len(HEADER), "-" * len(lines[0]))
-    return "\n".join(line.rstrip() for line in lines)
+    return "\n".join(lines)
 
 
 def _row(result: DemoResult) -> tuple[str, ...]:

@@ -55,25 +55,15 @@ class DemoJob:
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """The measurements of one rank.
-
-    Attributes:
-        losses: the loss of each step.
-        digest: SHA-256 of all parameters after the last step.
-        step_s: seconds of each step.
-        held_bytes: bytes of params, grads and optimizer state on the rank.
-        peak_bytes: growth of the resident set during training.
-        sent_bytes: bytes of parameters and gradients sent in a step.
-        theory_bytes: the same according to ZeRO's formula.
-    """
+    """The measurements of one rank."""
 
     losses: tuple[float, ...]
-    digest: str
+    digest: str  # SHA-256 of all parameters after the last step
     step_s: tuple[float, ...]
-    held_bytes: dict[str, int]
-    peak_bytes: int
-    sent_bytes: int
-    theory_bytes: float
+    held_bytes: dict[str, int]  # of params, grads and optimizer
+    peak_bytes: int  # growth of the resident set during training
+    sent_bytes: int  # parameters and gradients, in a step
+    theory_bytes: float  # the same according to ZeRO's formula
 
 
 def train(group: Group, job: DemoJob, composition: DemoComposition) -> RankReport:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fnmatch
-import io
 import os
 import stat
 from collections.abc import Iterator
@@ -46,7 +45,7 @@ class Address:
     """
 
     def __init__(self, url: str, files: Objects) -> None:
-        self._url, self._files = url.rstrip("/"), files
+        self._url, self.files = url.rstrip("/"), files
         self._size: int | None = None
 
     def __str__(self) -> str:
@@ -65,7 +64,7 @@ class Address:
         return hash(self._url)
 
     def __truediv__(self, name: str) -> Address:
-        return Address(f"{self._url}/{name}", self._files)
+        return Address(f"{self._url}/{name}", self.files)
 
     @property
     def name(self) -> str:
@@ -80,48 +79,40 @@ class Address:
         return PurePosixPath(self.name).suffix
 
     def is_file(self) -> bool:
-        return self._files.sizes([self._url])[0] is not None
+        return self.files.sizes([self._url])[0] is not None
 
     def is_dir(self) -> bool:
-        return self._files.is_directory(self._url)
+        return self.files.is_directory(self._url)
 
     def exists(self) -> bool:
         return self.is_file() or self.is_dir()
 
     def iterdir(self) -> Iterator[Address]:
-        return (self / name for name in self._files.names(self._url))
+        return (self / name for name in self.files.names(self._url))
 
     def glob(self, pattern: str) -> Iterator[Address]:
         return (one for one in self.iterdir() if fnmatch.fnmatchcase(one.name, pattern))
 
     def stat(self) -> _Stat:
         if self._size is None:
-            self._size = self._files.sizes([self._url])[0]
+            self._size = self.files.sizes([self._url])[0]
         if self._size is None:
             raise FileNotFoundError(errno.ENOENT, "no such object", self._url)
         return _Stat(self._size, stat.S_IFREG)
 
-    def read_bytes(self) -> bytes:
-        with self.open() as stream:
-            return stream.read()
-
     def unlink(self, missing_ok: bool = False) -> None:
-        self._files.remove(self._url)
+        self.files.remove(self._url)
 
     @contextlib.contextmanager
     def created(self, num_bytes: int) -> Iterator[_Sink]:
         """Open a new object of a given length, which appears at the end."""
-        fd = self._files.open(self._url, os.O_WRONLY | os.O_CREAT)
+        fd = self.files.open(self._url, os.O_WRONLY | os.O_CREAT)
         try:
-            self._files.reserve(fd, 0, num_bytes)
-            yield _Sink(self._files, fd)
-            self._files.sync(fd)
+            self.files.reserve(fd, 0, num_bytes)
+            yield _Sink(self.files, fd)
+            self.files.sync(fd)
         finally:
-            self._files.close(fd)
-
-    def open(self, mode: str = "rb", buffering: int = 0) -> io.RawIOBase:
-        """Open the object to read."""
-        return _AddressStream(self._files, self._url)
+            self.files.close(fd)
 
 
 class _Sink:
@@ -134,36 +125,3 @@ class _Sink:
         count = self._files.write(self._fd, data, self._at)
         self._at += count
         return count
-
-
-class _AddressStream(io.RawIOBase):
-    """An object as a file that is read."""
-
-    def __init__(self, files: Objects, url: str) -> None:
-        super().__init__()
-        self._files, self._at = files, 0
-        self._fd = files.open(url, os.O_RDONLY)
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._files.size(self._fd)}
-        self._at = base[whence] + offset
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        count = self._files.read(self._fd, buffer, self._at)
-        self._at += count
-        return count
-
-    def close(self) -> None:
-        if not self.closed:
-            self._files.close(self._fd)
-        super().close()

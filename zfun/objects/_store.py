@@ -145,8 +145,10 @@ class Objects(Files):
         """Lock nothing: a store has no locks, and ``create`` refuses the second job."""
         return True
 
-    def unlock(self, fd: int) -> None:
-        """Unlock nothing."""
+    def _nothing(self, *args: Any, **kwargs: Any) -> None:
+        """A store has no locks and no directories, and an object has the length of its bytes."""
+
+    unlock = make = make_all = truncate = sync_directory = _nothing
 
     def reserve(self, fd: int, offset: int, num_bytes: int) -> None:
         """Tell the length of an object before its bytes, so that its parts can be chosen."""
@@ -188,15 +190,6 @@ class Objects(Files):
         assert not isinstance(opened, Upload)
         return opened[1]
 
-    def truncate(self, fd: int, num_bytes: int) -> None:
-        """Change nothing: the length of an object is that of its bytes."""
-
-    def make(self, path: str) -> None:
-        """Make nothing: the names of objects hold the directories."""
-
-    def make_all(self, path: str) -> None:
-        """Make nothing."""
-
     def names(self, path: str) -> list[str]:
         """Return the names below a path, sorted."""
         with contextlib.suppress(AttributeError):
@@ -208,17 +201,12 @@ class Objects(Files):
         """Refuse: a store has no rename."""
         raise OSError(errno.ENOSYS, "a store has no rename", old)
 
-    def sync_directory(self, path: str) -> None:
-        """Wait for nothing: an object that has appeared stays."""
-
     def remove(self, path: str) -> None:
         """Remove an object, if there is one."""
         with contextlib.suppress(FileNotFoundError):
             self.call(self._fs.rm_file, path)
 
-    def unlink(self, path: str) -> None:
-        """Remove an object."""
-        self.remove(path)
+    unlink = remove
 
     def remove_all(self, path: str) -> None:
         """Remove all objects below a path, as far as the store lets us."""

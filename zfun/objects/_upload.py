@@ -33,10 +33,7 @@ class _UploadPart:
 class Upload:
     """One new object, of which the parts are sent as soon as they are full.
 
-    Args:
-        call: calls a function of the client, in time.
-        file_system: of fsspec.
-        path: of the object.
+    ``call`` calls a function of the client, in time; ``file_system`` is of fsspec.
     """
 
     def __init__(self, call: Callable[..., Any], file_system: Any, path: str) -> None:

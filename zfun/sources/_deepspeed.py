@@ -31,6 +31,7 @@ from zfun.sources._files import (
     FilePart,
     StoredTensor,
     check_no_link,
+    cut,
     entry,
     joined_parts,
     read_text,
@@ -43,17 +44,10 @@ _INERT = "deepspeed."
 _RANK = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 # Entries of the files of the model that describe the layout, and not the run.
-_LAYOUT = frozenset(
-    [
-        "module",
-        "buffer_names",
-        "optimizer",
-        "param_shapes",
-        "frozen_param_shapes",
-        "shared_params",
-        "frozen_param_fragments",
-    ]
-)
+_LAYOUT = {
+    *("module", "buffer_names", "optimizer", "param_shapes"),
+    *("frozen_param_shapes", "frozen_param_fragments", "shared_params"),
+}
 
 
 @takes(path=PATH, tag=TEXT | None)
@@ -209,7 +203,7 @@ def _stages_1_and_2(ranks: Sequence[Any], shapes: _Shapes) -> _Slots:
         for number, (name, shape) in enumerate(group.items()):
             size = math.prod(shape)
             for key, whole in parts.items():
-                slots.setdefault(key, {})[name] = joined_parts(shape, _cut(whole, at, at + size))
+                slots.setdefault(key, {})[name] = joined_parts(shape, cut(whole, at, at + size))
             at += size + (padding[number] if number < len(padding) else 0)
         _check_consumed(at, available, 2 * len(ranks), f"group {index}")
     return slots
@@ -230,7 +224,7 @@ def _stage_3(ranks: Sequence[Any], shapes: _Shapes) -> _Slots:
         at = 0
         for name, shape in itertools.chain.from_iterable(group.items() for group in shapes):
             size = -(-math.prod(shape) // count)
-            parts = [part for whole in wholes for part in _cut(whole, at, at + size)]
+            parts = [part for whole in wholes for part in cut(whole, at, at + size)]
             slots.setdefault(key, {})[name] = joined_parts(shape, parts)
             at += size
         for whole in wholes:
@@ -248,18 +242,6 @@ def _check_consumed(wanted: int, available: int, multiple: int, where: str) -> N
 
 def _flat(value: Any) -> StoredTensor:
     return _checked(value, StoredTensor, "a flat group of an optimizer")
-
-
-def _cut(parts: Sequence[FilePart], start: int, stop: int) -> list[FilePart]:
-    """Return the parts of the elements from ``start`` to ``stop`` of parts put together."""
-    found: list[FilePart] = []
-    at = 0
-    for tensor, begin, end in parts:
-        first, last = max(start, at), min(stop, at + end - begin)
-        if first < last:
-            found.append(FilePart(tensor, begin + first - at, begin + last - at))
-        at += end - begin
-    return found
 
 
 def _group_state(optimizer: Any, index: int) -> Mapping[Any, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import errno
 import math
 import os
 import stat
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from zfun.errors import CheckpointError, CorruptCheckpoint, UntrustedCheckpoint
+from zfun.files import Files, parse_json
 from zfun.objects import Address
 from zfun.sources.scratch import scratch
 
@@ -28,11 +29,7 @@ CPU = torch.device("cpu")
 class StoredTensor:
     """A tensor of a file, of which any range can be read.
 
-    Attributes:
-        shape: the shape.
-        dtype: the dtype.
-        fetch: a function from ``start`` and ``stop`` to a 1-D tensor on the CPU with these
-            elements, in the order of the contiguous tensor.
+    ``fetch(start, stop)`` returns these elements of the contiguous tensor, 1-D and on the CPU.
     """
 
     shape: tuple[int, ...]
@@ -98,46 +95,64 @@ def check_no_link(path: Path) -> None:
         )
 
 
-class _Opened:
-    """A file that is open, on a disk or in a store."""
+class OpenFile:
+    """A regular file that is open, on a disk or in a store, with the errors of the system."""
 
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-        self.size = stream.seek(0, os.SEEK_END)
+    def __init__(self, path: Path) -> None:
+        # A device may act when opened, and a pipe waits for a writer, so the kind is checked first.
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise NotRegularError(errno.EINVAL, "not a regular file", str(path))
+        is_disk = not isinstance(path, Address)
+        self._files = Files() if is_disk else path.files
+        # Files follows no links; check_no_link() has looked where this one leads.
+        name = os.path.realpath(path) if is_disk else str(path)
+        self._fd = self._files.open(name, os.O_RDONLY | os.O_NONBLOCK)
+        self.size = self._files.size(self._fd)
 
     def read(self, buffer: Any, offset: int) -> int:
         """Read into a buffer, and return the number of bytes read."""
-        self._stream.seek(offset)
-        return self._stream.readinto(buffer) or 0
+        return self._files.read(self._fd, buffer, offset)
+
+    def fill(self, into: Tensor, offset: int) -> int:
+        """Fill a contiguous tensor from an offset on; at the end of the file return fewer bytes."""
+        rest: Any = into.view(-1).view(torch.uint8).numpy()
+        num_bytes = len(rest)
+        while len(rest) and (count := self.read(rest, offset)):
+            rest, offset = rest[count:], offset + count
+        return num_bytes - len(rest)
 
     def close(self) -> None:
-        self._stream.close()
+        self._files.close(self._fd)
+
+    def __enter__(self) -> OpenFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
-def _open(path: Path) -> _Opened:
-    # A device may act when opened, and a pipe waits for a writer, so the kind is checked first.
+class NotRegularError(OSError):
+    """A path leads to a pipe, a device or a folder."""
+
+
+def _open(path: Path) -> OpenFile:
     try:
-        is_regular = stat.S_ISREG(path.stat().st_mode)
-    except (OSError, ValueError) as error:
-        raise CorruptCheckpoint(
-            f"a checkpoint has the files that its metadata names; got {error}; copy the directory "
-            "again",
-            path=str(path),
-        ) from None
-    if not is_regular:
+        return OpenFile(path)
+    except NotRegularError:
         raise UntrustedCheckpoint(
             f"a checkpoint consists of regular files; got {path}, which is something else; load "
             "checkpoints of trusted origin only"
-        )
-    try:
-        if isinstance(path, Address):
-            return _Opened(path.open())
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        return _Opened(os.fdopen(fd, "rb", buffering=0))
-    except OSError as error:
-        raise CheckpointError(
-            f"the files of a checkpoint must be readable; got {error}; change the permissions of "
-            f"{path.name}",
+        ) from None
+    except (OSError, ValueError) as error:
+        if os.path.isfile(str(path)):  # noqa: PTH113, Path.is_file() raises for some names
+            raise CheckpointError(
+                f"the files of a checkpoint must be readable; got {error}; change the permissions "
+                f"of {path.name}",
+                path=str(path),
+            ) from None
+        raise CorruptCheckpoint(
+            f"a checkpoint has the files that its metadata names; got {error}; copy the directory "
+            "again",
             path=str(path),
         ) from None
 
@@ -148,19 +163,13 @@ def read_into(path: Path, offset: int, into: Tensor) -> None:
     Raises:
         CorruptCheckpoint: the file ends before.
     """
-    rest: Any = into.view(-1).view(torch.uint8).numpy()
-    opened = _open(path)
-    try:
-        while rest.size:
-            count = opened.read(rest, offset)
-            if count == 0:
-                raise CorruptCheckpoint(
-                    f"{path} holds the bytes that its header promises; got an end of file at byte "
-                    f"{offset}, {len(rest)} bytes early; copy the file again"
-                )
-            rest, offset = rest[count:], offset + count
-    finally:
-        opened.close()
+    with _open(path) as opened:
+        done = opened.fill(into, offset)
+    if done < into.nbytes:
+        raise CorruptCheckpoint(
+            f"{path} holds the bytes that its header promises; got an end of file at byte "
+            f"{offset + done}, {into.nbytes - done} bytes early; copy the file again"
+        )
 
 
 def read_text(path: Path) -> str:
@@ -181,15 +190,8 @@ def read_text(path: Path) -> str:
 
 def read_json(path: Path) -> Any:
     """Return the content of a JSON file of bounded size, without repeated keys."""
-
-    def unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            raise ValueError("a key twice")
-        return found
-
     try:
-        return json.loads(read_text(path), object_pairs_hook=unique)
+        return parse_json(read_text(path))
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpoint(
             f"{path} is JSON with different keys; got {error}; copy the file again",
@@ -214,6 +216,18 @@ def in_memory(tensor: Tensor) -> StoredTensor:
     return StoredTensor(tuple(tensor.shape), tensor.dtype, lambda start, stop: flat[start:stop])
 
 
+def cut(parts: Sequence[FilePart], start: int, stop: int) -> list[FilePart]:
+    """Return the parts of the elements from ``start`` to ``stop`` of parts put together."""
+    found: list[FilePart] = []
+    at = 0
+    for tensor, begin, end in parts:
+        first, last = max(start, at), min(stop, at + end - begin)
+        if first < last:
+            found.append(FilePart(tensor, begin + first - at, begin + last - at))
+        at += end - begin
+    return found
+
+
 def joined_parts(shape: tuple[int, ...], parts: Sequence[FilePart]) -> StoredTensor:
     """Return the tensor whose elements are those of some parts, one after the other.
 
@@ -226,11 +240,8 @@ def joined_parts(shape: tuple[int, ...], parts: Sequence[FilePart]) -> StoredTen
             return parts[0].tensor.fetch(parts[0].start + start, parts[0].start + stop)
         found = scratch((stop - start,), dtype, CPU)
         at = 0
-        for tensor, begin, end in parts:
-            first, last = max(start, at), min(stop, at + end - begin)
-            if first < last:
-                piece = tensor.fetch(begin + first - at, begin + last - at)
-                found[first - start : last - start] = piece
+        for tensor, begin, end in cut(parts, start, stop):
+            found[at : at + end - begin] = tensor.fetch(begin, end)
             at += end - begin
         return found
 
@@ -241,13 +252,7 @@ _LINE_BYTES = 1 << 8
 
 
 class View:
-    """A range of a file as a binary file, for readers that take file objects.
-
-    Args:
-        path: the file.
-        offset: of the first byte of the range.
-        num_bytes: the length of the range; by default up to the end of the file.
-    """
+    """A range of a file, by default up to its end, as a binary file for other readers."""
 
     def __init__(self, path: Path, offset: int = 0, num_bytes: int | None = None) -> None:
         self._opened = _open(path)

@@ -296,12 +296,9 @@ class _Restricted(pickle._Unpickler):  # type: ignore[misc, name-defined]
 
 
 def load_metadata(path: Path, inert: tuple[str, ...]) -> Any:
-    """Load a pickle of metadata, with inert objects in place of those of other libraries.
+    """Load a pickle of metadata, in which the names in ``inert`` become inert objects.
 
-    Args:
-        path: the file.
-        inert: the names of classes and functions that become inert; those that end with a dot are
-            the beginnings of names.
+    A name that ends with a dot is the beginning of names.
 
     Raises:
         UntrustedCheckpoint: the file names something else.

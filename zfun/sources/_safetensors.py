@@ -7,13 +7,13 @@ pages count as memory of the process.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
-import json
 import math
 import re
 import struct
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,34 +22,17 @@ from torch import Tensor
 
 from zfun import tree
 from zfun.errors import LeafError, OptionError
+from zfun.files import KeyTwice, parse_json
 from zfun.objects import located
 from zfun.options import ANY, DEVICE, FLOATING, FUNCTION, PATH, shown, takes
-from zfun.sources._files import check_no_link
-from zfun.sources.deferred import Deferred, memory_of
+from zfun.sources._files import NotRegularError, OpenFile, check_no_link
+from zfun.sources.deferred import Deferred, once
+from zfun.sources.headers import DTYPES, MAX_HEADER_BYTES
 from zfun.sources.scratch import scratch
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-
-# The limit of the format, for headers; an index lists the same names.
-_MAX_HEADER_BYTES = 100_000_000
 _CHUNK_BYTES = 1 << 22
-
-DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
 
 
 class _HeaderEntry(NamedTuple):
@@ -101,9 +84,9 @@ def safetensors(
     Example:
         >>> import tempfile
         >>> import zfun as zf
-        >>> from safetensors.torch import save_file
         >>> folder = tempfile.TemporaryDirectory()
-        >>> save_file({"w": torch.arange(3.0)}, f"{folder.name}/model.safetensors")
+        >>> leaves = zf.sources.tensors({"w": torch.arange(3.0)})
+        >>> _ = zf.sources.write_safetensors(folder.name, leaves)
         >>> params = zf.sources.safetensors(folder.name)
         >>> params
         {'w': Deferred(w, torch.float32 (3,))}
@@ -122,24 +105,12 @@ def safetensors(
     if params is None:
         # Blocks in the order of their numbers, because buckets should follow the order of use.
         return {name: deferred(name, entries[name]) for name in sorted(entries, key=_by_number)}
-    leaves, structure = tree.flatten(params)
-    paths_of: dict[Hashable, list[str]] = {}
-    for leaf_path, leaf in zip(tree.paths(params), leaves, strict=True):
-        if not isinstance(leaf, Tensor):
-            raise LeafError(
-                f"params of safetensors() is a tree of tensors; leaf {leaf_path!r} is "
-                f"{type(leaf).__name__}; pass a meta tensor of the leaf's shape",
-                leaf=leaf_path,
-            )
-        paths_of.setdefault(memory_of(leaf), []).append(leaf_path)
-    found: dict[Hashable, Deferred] = {}
-    for leaf in leaves:
-        key = memory_of(leaf)
-        if key not in found:
-            entry = _chosen(entries, paths_of[key], name_of or str, path)
-            _check_spec(entry, leaf, paths_of[key][0])
-            found[key] = deferred(paths_of[key][0], entry)
-    return tree.unflatten(structure, [found[memory_of(leaf)] for leaf in leaves])
+    leaves, tree_of = once(params, "safetensors()")
+    found = {}
+    for key, (leaf, paths) in leaves.items():
+        names = [(name_of or str)(one) for one in paths]
+        found[key] = deferred(paths[0], _chosen(entries, leaf, paths, names, path))
+    return tree_of(found)
 
 
 def _by_number(name: str) -> list[tuple[int, str]]:
@@ -150,41 +121,34 @@ def _by_number(name: str) -> list[tuple[int, str]]:
 
 
 def _chosen(
-    entries: Mapping[str, _HeaderEntry],
-    paths: list[str],
-    name_of: Callable[[str], str],
-    folder: Any,
+    entries: Mapping[str, _HeaderEntry], leaf: Tensor, paths: list[str], names: list[str], path: Any
 ) -> _HeaderEntry:
-    """Return the entry of a leaf with these paths, of which files have one or more."""
-    names = [name_of(path) for path in paths]
-    name = next((name for name in names if name in entries), None)
-    if name is None:
+    """Return the entry of a leaf, of whose names the files have one or more."""
+    entry = next((entries[name] for name in names if name in entries), None)
+    if entry is None:
         near = difflib.get_close_matches(str(names[0]), entries, n=1)
         raise LeafError(
-            f"every leaf must be in the files; leaf {paths[0]!r} is not in {folder} under "
+            f"every leaf must be in the files; leaf {paths[0]!r} is not in {path} under "
             f"{' or '.join(map(repr, names))}; "
             + (f"did you mean {near[0]!r}? " if near else "")
             + "name_of=lambda path: ... names a leaf in the files",
             leaf=paths[0],
         )
-    return entries[name]
-
-
-def _check_spec(entry: _HeaderEntry, leaf: Tensor, path: str) -> None:
     if entry.shape != tuple(leaf.shape):
         raise LeafError(
-            f"a leaf must have the shape of the model; leaf {path!r} is {tuple(leaf.shape)} in "
+            f"a leaf must have the shape of the model; leaf {paths[0]!r} is {tuple(leaf.shape)} in "
             f"params and {entry.shape} as {entry.name!r} in {entry.file}; use the configuration "
             "of the checkpoint",
-            leaf=path,
+            leaf=paths[0],
         )
     if entry.dtype.is_floating_point != leaf.dtype.is_floating_point:
         raise LeafError(
-            f"a leaf must be floating where the model is; leaf {path!r} is {leaf.dtype} in params "
-            f"and {entry.dtype} as {entry.name!r} in {entry.file}; use files that are not "
+            f"a leaf must be floating where the model is; leaf {paths[0]!r} is {leaf.dtype} in "
+            f"params and {entry.dtype} as {entry.name!r} in {entry.file}; use files that are not "
             "quantised, or convert the file",
-            leaf=path,
+            leaf=paths[0],
         )
+    return entry
 
 
 def _entries(path: Path) -> dict[str, _HeaderEntry]:
@@ -205,9 +169,12 @@ def _entries(path: Path) -> dict[str, _HeaderEntry]:
 
 def _entries_of_index(folder: Path) -> dict[str, _HeaderEntry]:
     index = folder / INDEX
-    if index.stat().st_size > _MAX_HEADER_BYTES:
-        raise _broken(index, f"{index.stat().st_size} bytes", f"at most {_MAX_HEADER_BYTES} bytes")
-    files = _json(index, index.read_bytes())
+    with _opened(index) as file:
+        if file.size > MAX_HEADER_BYTES:
+            raise _broken(index, f"{file.size} bytes", f"at most {MAX_HEADER_BYTES} bytes")
+        text = bytearray(file.size)
+        file.read(text, 0)
+    files = _json(index, bytes(text))
     places = files.get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(x, str) for x in places.values()):
         raise _broken(index, "no weight_map", "a weight_map from names of tensors to files")
@@ -235,27 +202,32 @@ def _entries_of_index(folder: Path) -> dict[str, _HeaderEntry]:
     return entries
 
 
-def _entries_of(file: Path) -> dict[str, _HeaderEntry]:
-    """Return the tensors of one file, by name."""
+@contextlib.contextmanager
+def _opened(file: Path) -> Iterator[OpenFile]:
     try:
-        # To open a pipe would wait for a writer.
-        if file.exists() and not file.is_file():
-            raise _broken(file, "a pipe, a device or a folder", "a regular file")
-        with file.open("rb", buffering=0) as stream:
-            size = file.stat().st_size
-            head = stream.read(8)
-            length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
-            if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
-                raise _broken(file, f"a header of {length} bytes in {size}", "a shorter header")
-            text = stream.read(length)
+        with OpenFile(file) as opened:
+            yield opened
+    except NotRegularError:
+        raise _broken(file, "a pipe, a device or a folder", "a regular file") from None
     except OSError as error:
         raise OptionError(
             f"a safetensors file must be readable; {file}: {error}; download the folder again"
         ) from error
+
+
+def _entries_of(file: Path) -> dict[str, _HeaderEntry]:
+    """Return the tensors of one file, by name."""
+    with _opened(file) as opened:
+        size, head = opened.size, bytearray(8)
+        length = struct.unpack("<Q", head)[0] if opened.read(head, 0) == 8 else 0
+        if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+            raise _broken(file, f"a header of {length} bytes in {size}", "a shorter header")
+        text = bytearray(length)
+        opened.read(text, 8)
     start = 8 + length
     found = {
         name: _entry(file, start, size, name, fields)
-        for name, fields in _json(file, text).items()
+        for name, fields in _json(file, bytes(text)).items()
         if name != "__metadata__"
     }
     _check_gapless(file, start, size, found.values())
@@ -310,18 +282,10 @@ def _sizes(values: Any) -> tuple[int, ...] | None:
 
 
 def _json(file: Path, text: bytes) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names: dict[str, Any] = {}
-        for name, value in pairs:
-            if name in names:
-                raise _broken(file, f"{name!r} twice", "each name once", name)
-            names[name] = value
-        return names
-
     try:
-        found = json.loads(text, object_pairs_hook=unique)
-    except OptionError:  # a ValueError too
-        raise
+        found = parse_json(text)
+    except KeyTwice as error:
+        raise _broken(file, f"{error.key!r} twice", "each name once", error.key) from None
     except (ValueError, RecursionError) as error:
         raise _broken(file, f"{error}", "JSON") from error
     if not isinstance(found, dict):
@@ -345,12 +309,17 @@ def _read(entry: _HeaderEntry, dtype: torch.dtype, path: str) -> Tensor:
     step = max(1, _CHUNK_BYTES // entry.dtype.itemsize)
     staging = torch.empty(min(step, numel) if is_converted else 0, dtype=entry.dtype, device="cpu")
     try:
-        with entry.file.open("rb", buffering=0) as stream:
-            stream.seek(entry.start)
+        with OpenFile(entry.file) as opened:
             for at in range(0, numel, step):
                 piece = out[at : at + step]
                 target = staging[: piece.numel()] if is_converted else piece
-                _fill(stream, target, entry, path)
+                offset = entry.start + at * entry.dtype.itemsize
+                if opened.fill(target, offset) < target.nbytes:
+                    raise LeafError(
+                        f"a file must have all bytes of its tensors; {entry.file} ends inside "
+                        f"leaf {path!r}; download the file again",
+                        leaf=path,
+                    )
                 if is_converted:
                     piece.copy_(target)
     except OSError as error:
@@ -360,17 +329,3 @@ def _read(entry: _HeaderEntry, dtype: torch.dtype, path: str) -> Tensor:
             leaf=path,
         ) from error
     return out.view(entry.shape)
-
-
-def _fill(stream: Any, target: Tensor, entry: _HeaderEntry, path: str) -> None:
-    data: Any = target.view(torch.uint8).numpy()
-    done = 0
-    while done < len(data):
-        count = stream.readinto(data[done:])
-        if not count:
-            raise LeafError(
-                f"a file must have all bytes of its tensors; {entry.file} ends inside "
-                f"leaf {path!r}; download the file again",
-                leaf=path,
-            )
-        done += count

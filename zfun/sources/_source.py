@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from zfun import tree
 from zfun.errors import LeafError, SpecMismatch
 from zfun.options import ANY, BOOL, FLOATING, FUNCTION, instance, takes
 from zfun.sources._files import StoredTensor
-from zfun.sources.deferred import Deferred, memory_of
+from zfun.sources.deferred import Deferred, memory_of, once
 
 # Differences that a message lists.
 _MOST = 20
@@ -157,19 +156,16 @@ def tensors(leaves: Mapping[str, Tensor]) -> Source:
     """
     made: dict[Hashable, Deferred] = {}
     for name, tensor in leaves.items():
-        _check_tensor("tensors()", str(name), tensor)
-
-    def deferred(name: str, tensor: Tensor) -> Deferred:
+        if not isinstance(tensor, (Tensor, Deferred)):
+            raise LeafError(
+                f"tensors() takes tensors; leaf {name!r} is {type(tensor).__name__}; pass tensors, "
+                "such as zf.functional(module).params",
+                leaf=str(name),
+            )
         spec = torch.empty_like(tensor, device="meta")
-        return Deferred(name, spec, tensor.detach)
-
-    return Source(
-        {
-            name: made.setdefault(memory_of(tensor), deferred(name, tensor))
-            for name, tensor in leaves.items()
-        },
-        "memory",
-    )
+        made.setdefault(memory_of(tensor), Deferred(name, spec, tensor.detach))
+    found = {name: made[memory_of(tensor)] for name, tensor in leaves.items()}
+    return Source(found, "memory")
 
 
 SOURCE = instance(Source, "a source of leaves", "zf.sources.state_dict('model.pt')")
@@ -257,42 +253,27 @@ def place(
         >>> place(source, {"w": torch.zeros(3)}, strict=False).unexpected
         ('b',)
     """
-    leaves, spec = tree.flatten(params)
-    names_of: dict[Hashable, list[str]] = {}
-    for path, leaf in zip(tree.paths(params), leaves, strict=True):
-        _check_tensor("place()", path, leaf)
-        names_of.setdefault(memory_of(leaf), []).append((name_of or str)(path))
-    found: dict[Hashable, Deferred] = {}
+    leaves, tree_of = once(params, "place()", (Tensor, Deferred))
+    found: dict[Hashable, Any] = {}
     missing, wrong, used = list[str](), list[str](), set[int]()
-    for leaf in leaves:
-        key = memory_of(leaf)
-        names = names_of[key]
+    for key, (leaf, paths) in leaves.items():
+        names = [(name_of or str)(path) for path in paths]
         name = next((name for name in names if name in source), None)
+        found[key] = leaf
         if name is None:
             missing.append(names[0])
         elif source[name].shape != leaf.shape:
             wrong.append(f"{name!r} is {tuple(source[name].shape)}, not {tuple(leaf.shape)}")
-        elif key not in found:
+        else:
             found[key] = _cast(source[name], dtype)
         used.update(id(source[name]) for name in names if name in source)
-    missing = list(dict.fromkeys(missing))
     ties = source.ties
     unexpected = [
         name for name, leaf in source.items() if id(leaf) not in used and name not in ties
     ]
     if wrong or (strict and (missing or unexpected)):
         raise SpecMismatch(_differences(source, missing, unexpected, wrong))
-    placed = [found.get(memory_of(leaf), leaf) for leaf in leaves]
-    return Placed(tree.unflatten(spec, placed), tuple(missing), tuple(unexpected))
-
-
-def _check_tensor(label: str, path: str, leaf: object) -> None:
-    if not isinstance(leaf, (Tensor, Deferred)):
-        raise LeafError(
-            f"{label} takes tensors; leaf {path!r} is {type(leaf).__name__}; pass tensors, such as "
-            "zf.functional(module).params",
-            leaf=path,
-        )
+    return Placed(tree_of(found), tuple(missing), tuple(unexpected))
 
 
 def _cast(leaf: Deferred, dtype: torch.dtype | None) -> Deferred:
@@ -308,16 +289,16 @@ def _differences(
         close = difflib.get_close_matches(name, unexpected or list(source), n=1)
         return f"{name!r}" + (f" (near: {close[0]!r})" if close else "")
 
-    def shown(words: str, entries: list[str]) -> list[str]:
-        if not entries:
-            return []
-        rest = f" and {len(entries) - _MOST} more" if len(entries) > _MOST else ""
-        return [f"{words} {', '.join(itertools.islice(entries, _MOST))}{rest}"]
-
+    kinds: dict[str, tuple[list[str], Callable[[str], str]]] = {
+        "missing": (missing, near),
+        "unexpected": (unexpected, repr),
+        "of another shape": (wrong, str),
+    }
     lines = [
-        *shown("missing", [near(name) for name in missing[: _MOST + 1]] + missing[_MOST + 1 :]),
-        *shown("unexpected", [repr(name) for name in unexpected]),
-        *shown("of another shape", wrong),
+        f"{words} {', '.join(map(show, entries[:_MOST]))}"
+        + (f" and {len(entries) - _MOST} more" if len(entries) > _MOST else "")
+        for words, (entries, show) in kinds.items()
+        if entries
     ]
     return (
         f"the leaves of a source must be those of the tree; {source.origin}: {'; '.join(lines)}; "

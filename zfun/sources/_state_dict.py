@@ -90,9 +90,9 @@ def huggingface(path: str | Path) -> Source:
 
     Example:
         >>> import tempfile, torch
-        >>> from safetensors.torch import save_file
+        >>> from zfun import sources
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     save_file({"w": torch.ones(2)}, f"{folder}/model.safetensors")
+        ...     written = sources.write_safetensors(folder, sources.tensors({"w": torch.ones(2)}))
         ...     huggingface(folder)["w"].load()
         tensor([1., 1.])
     """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import struct
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,9 +15,10 @@ from torch import Tensor
 from zfun.errors import CheckpointError, LeafError, OptionError
 from zfun.objects import Address, is_url, located
 from zfun.options import FLOATING, PATH, integer, takes
-from zfun.sources._safetensors import DTYPES, INDEX, ONE_FILE
+from zfun.sources._safetensors import INDEX, ONE_FILE
 from zfun.sources._source import SOURCE, Source
 from zfun.sources.deferred import Deferred
+from zfun.sources.headers import DTYPES, header_of
 
 # The sizes of Hugging Face are powers of ten.
 DEFAULT_SHARD_BYTES = 5 * 10**9
@@ -36,11 +36,6 @@ class Written(NamedTuple):
 
     files: tuple[Path, ...]
     num_leaves: int
-    num_bytes: int
-
-
-class _Shard(NamedTuple):
-    names: list[str]
     num_bytes: int
 
 
@@ -98,15 +93,15 @@ def write_safetensors(
     sizes = {name: leaf.numel() * dtypes[name].itemsize for name, leaf in leaves.items()}
     shards = _split(sizes, max_shard_bytes)
     names = _file_names(len(shards))
-    index = {name: file for file, shard in zip(names, shards, strict=True) for name in shard.names}
-    total = sum(shard.num_bytes for shard in shards)
+    index = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
+    total = sum(sizes.values())
     is_disk = not is_url(path)
     temporary = [folder / (f".{name}.tmp" if is_disk else name) for name in (*names, INDEX)]
     done: list[Path] = []
     try:
         for file, shard in zip(temporary, shards, strict=False):
             done.append(file)
-            _write_file(file, {name: leaves[name] for name in shard.names}, dtypes)
+            _write_file(file, {name: leaves[name] for name in shard}, dtypes)
         if len(shards) > 1:
             content = {"metadata": {"total_size": total}, "weight_map": index}
             text = json.dumps(content, indent=2, sort_keys=True) + "\n"
@@ -148,15 +143,15 @@ def _dtype(name: str, leaf: Deferred, dtype: torch.dtype | None) -> torch.dtype:
     return found
 
 
-def _split(sizes: Mapping[str, int], most: int) -> list[_Shard]:
+def _split(sizes: Mapping[str, int], most: int) -> list[list[str]]:
     """Return the names of each file: in order, a new file where the next leaf would not fit."""
-    shards = [_Shard([], 0)]
+    shards, used = [list[str]()], 0
     for name, size in sizes.items():
-        names, used = shards[-1]
-        if names and used + size > most:
-            shards.append(_Shard([name], size))
-        else:
-            shards[-1] = _Shard([*names, name], used + size)
+        if shards[-1] and used + size > most:
+            shards.append([])
+            used = 0
+        shards[-1].append(name)
+        used += size
     return shards
 
 
@@ -169,20 +164,9 @@ def _file_names(count: int) -> Sequence[str]:
 def _write_file(
     file: Path, leaves: Mapping[str, Deferred], dtypes: Mapping[str, torch.dtype]
 ) -> None:
-    tags = {dtype: tag for tag, dtype in DTYPES.items()}
-    # transformers refuses files without this entry.
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for name, leaf in leaves.items():
-        size = leaf.numel() * dtypes[name].itemsize
-        shape, tag = list(leaf.shape), tags[dtypes[name]]
-        header[name] = {"dtype": tag, "shape": shape, "data_offsets": [at, at + size]}
-        at += size
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with _created(file, 8 + len(text) + at) as stream:
-        stream.write(struct.pack("<Q", len(text)))
-        stream.write(text)
+    header = header_of((name, dtypes[name], tuple(leaf.shape)) for name, leaf in leaves.items())
+    with _created(file, header.num_bytes) as stream:
+        stream.write(header.data)
         for name, leaf in leaves.items():
             _write_leaf(stream, leaf.load().reshape(-1), dtypes[name])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from zfun import tree
 from zfun.errors import LeafError
 from zfun.options import ANY, DEVICE, FUNCTION, takes
 
-__all__ = ["Deferred", "initialised", "memory_of", "spec_of"]
+__all__ = ["Deferred", "initialised", "memory_of", "once", "spec_of"]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -122,6 +122,43 @@ def memory_of(leaf: Any) -> Hashable:
     return storage, leaf.storage_offset(), tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype
 
 
+def once(
+    params: tree.Tree, label: str, kinds: type | tuple[type, ...] = Tensor
+) -> tuple[dict[Hashable, tuple[Any, list[str]]], Callable[[Mapping[Hashable, Any]], tree.Tree]]:
+    """Return each leaf once, with all paths of tied ones, and a function that makes a tree again.
+
+    Args:
+        params: a tree.
+        label: the caller's name, for messages.
+        kinds: the types of leaves.
+
+    Returns:
+        Leaves and paths by :func:`memory_of`, and ``tree_of(values)``, which puts the value of each
+        memory in the places of its leaves.
+
+    Raises:
+        LeafError: a leaf of another type.
+
+    Example:
+        >>> w = torch.ones(2)
+        >>> leaves, tree_of = once({"a": w, "b": w.detach()}, "main()")
+        >>> [paths for _, paths in leaves.values()], tree_of(dict.fromkeys(leaves, 0))
+        ([['a', 'b']], {'a': 0, 'b': 0})
+    """
+    leaves, spec = tree.flatten(params)
+    found: dict[Hashable, tuple[Any, list[str]]] = {}
+    for path, leaf in zip(tree.paths(params), leaves, strict=True):
+        if not isinstance(leaf, kinds):
+            raise LeafError(
+                f"{label} takes a tree of tensors; leaf {path!r} is {type(leaf).__name__}; pass a "
+                "meta tensor of its shape and dtype, such as those of zf.functional(module).params",
+                leaf=path,
+            )
+        found.setdefault(memory_of(leaf), (leaf, []))[1].append(path)
+    keys = [memory_of(leaf) for leaf in leaves]
+    return found, lambda values: tree.unflatten(spec, [values[key] for key in keys])
+
+
 @takes(params=ANY, initialise=FUNCTION, device=DEVICE)
 def initialised(
     params: tree.Tree,
@@ -155,19 +192,10 @@ def initialised(
         tensor([0., 0., 0.])
     """
     place = torch.device(device)
-    made: dict[Hashable, Deferred] = {}
 
-    def deferred(path: str, leaf: Any) -> Deferred:
-        if not isinstance(leaf, Tensor):
-            raise LeafError(
-                f"initialised() takes a tree of tensors; leaf {path!r} is {type(leaf).__name__}; "
-                "pass a meta tensor of the leaf's shape and dtype",
-                leaf=path,
-            )
+    def deferred(leaf: Any, path: str) -> Deferred:
         spec = leaf if leaf.is_meta else torch.empty_like(leaf, device="meta")
-        return made.setdefault(
-            memory_of(leaf), Deferred(path, spec, lambda: initialise(path, spec), place)
-        )
+        return Deferred(path, spec, lambda: initialise(path, spec), place)
 
-    leaves, spec = tree.flatten(params)
-    return tree.unflatten(spec, map(deferred, tree.paths(params), leaves))
+    leaves, tree_of = once(params, "initialised()")
+    return tree_of({key: deferred(leaf, paths[0]) for key, (leaf, paths) in leaves.items()})

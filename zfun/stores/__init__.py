@@ -13,7 +13,6 @@ from zfun.stores._base import (
     resident,
     start_read,
 )
-from zfun.stores._buffers import pages as pages
 from zfun.stores._clean import Cleaned, clean
 from zfun.stores._host import HostStore, host
 from zfun.stores._nvme import NvmeStore, nvme

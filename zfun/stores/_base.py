@@ -99,6 +99,10 @@ class Stored(abc.ABC):
     can_fail: bool = False
     device: torch.device | None = None
 
+    def __init__(self, store: Any, like: Tensor | Stored, name: str) -> None:
+        self.store, self.name = store, name
+        self.dtype, self.shape = like.dtype, like.shape
+
     @abc.abstractmethod
     def get(self, device: torch.device) -> Work:
         """Start the transfer to a device."""

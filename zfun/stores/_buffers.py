@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import mmap
 import threading
 import weakref
@@ -11,27 +10,7 @@ import weakref
 import torch
 from torch import Tensor
 
-# The largest sector of a disk today, and the size of a page: enough for O_DIRECT on any of these.
-ALIGNMENT = 4096
-# Direct transfers from and to large pages move twice to three times the bytes per second, because
-# the system pins fewer pages.
-_LARGE_PAGE = 1 << 21
-
-
-def aligned(num_bytes: int) -> int:
-    """Return the length of a direct transfer of ``num_bytes``."""
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
-
-
-def pages(num_bytes: int) -> mmap.mmap:
-    """Return fresh memory of at least ``num_bytes``, from 1 MiB on in whole large pages."""
-    if num_bytes >= _LARGE_PAGE // 2:
-        num_bytes = -(-num_bytes // _LARGE_PAGE) * _LARGE_PAGE
-    block = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without large pages
-            block.madvise(mmap.MADV_HUGEPAGE)
-    return block
+from zfun.files import ALIGNMENT, aligned, pages
 
 
 class Buffers:

@@ -15,19 +15,17 @@ import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from zfun.errors import OffloadError, check_process
-from zfun.files import Files
-from zfun.stores._buffers import ALIGNMENT, aligned, pages
-from zfun.stores._regions import Region, Regions
+from zfun.files import ALIGNMENT, Files, aligned, open_direct, pages
+from zfun.stores._regions import Lease, Regions
 
 PREFIX = "zfun-nvme-"
 DATA = "data"
-_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 def failure(name: str, problem: str, path: str, number: int | None) -> OffloadError:
@@ -45,19 +43,26 @@ def failure(name: str, problem: str, path: str, number: int | None) -> OffloadEr
     )
 
 
+class Place(NamedTuple):
+    """The bytes of one tensor in the file.
+
+    Attributes:
+        region: where they are.
+        sums: the checksum of each chunk, if checksums are kept.
+        name: the part of the state, for messages.
+    """
+
+    region: Lease
+    sums: list[int]
+    name: str
+
+
 class Disk:
     """A file in a directory of this run, and the threads that transfer blocks of the file.
 
-    A transfer is cut into chunks, one for each call of the system. Addresses, offsets and lengths
-    are those of whole pages, as direct transfers need. All lengths are checked.
-
-    Args:
-        path: an existing directory, on the disk.
-        files: the operations on files.
-        chunk_bytes: bytes of one call of the system.
-        num_threads: threads that transfer chunks.
-        checksum: keep a checksum of each chunk, and compare after each read.
-        timeout_s: seconds that a wait may take.
+    A transfer is cut into chunks of ``chunk_bytes``, one for each call of the system. Addresses,
+    offsets and lengths are those of whole pages, as direct transfers need. All lengths are checked.
+    The other options are those of :func:`zfun.stores.nvme`.
     """
 
     def __init__(
@@ -86,26 +91,18 @@ class Disk:
             self, _remove, files, self._fd, self.path, self._threads, self.pid
         )
 
-    def write(
-        self, region: Region, data: Tensor, sums: list[int], ready: Callable[[], Any], name: str
-    ) -> list[Future[None]]:
-        """Start to write bytes, when ``ready`` returns; the checksums go into ``sums``."""
+    def write(self, place: Place, data: Tensor, ready: Callable[[], Any]) -> list[Future[None]]:
+        """Start to write bytes, when ``ready`` returns; the checksums go into ``place.sums``."""
         starts = range(0, data.numel(), self.chunk_bytes)
-        sums.extend(0 for _ in starts if self.checksum)
-        return [self._start(self._write, region, data, at, sums, ready, name) for at in starts]
+        place.sums.extend(0 for _ in starts if self.checksum)
+        return [self._start(self._write, place, data, at, ready) for at in starts]
 
     def read(
-        self,
-        region: Region,
-        buffer: Tensor,
-        num_bytes: int,
-        sums: Sequence[int],
-        writes: Sequence[Future[None]],
-        name: str,
+        self, place: Place, buffer: Tensor, num_bytes: int, writes: Sequence[Future[None]]
     ) -> list[Future[None]]:
         """Start to read bytes into a buffer of whole pages, when the writes are complete."""
         return [
-            self._start(self._read, region, buffer, at, num_bytes, sums, writes, name)
+            self._start(self._read, place, buffer, at, num_bytes, writes)
             for at in range(0, num_bytes, self.chunk_bytes)
         ]
 
@@ -153,73 +150,51 @@ class Disk:
                 path=self.path,
             )
 
-    def _write(
-        self,
-        region: Region,
-        data: Tensor,
-        at: int,
-        sums: list[int],
-        ready: Callable[[], Any],
-        name: str,
-    ) -> None:
+    def _write(self, place: Place, data: Tensor, at: int, ready: Callable[[], Any]) -> None:
         ready()
         chunk = data.numpy()[at : at + self.chunk_bytes]
         if self.checksum:
-            sums[at // self.chunk_bytes] = zlib.crc32(chunk.data)
+            place.sums[at // self.chunk_bytes] = zlib.crc32(chunk.data)
         # Memory that begins at a page needs no copy, except after the last whole page.
         is_aligned = (data.data_ptr() + at) % ALIGNMENT == 0
         whole = len(chunk) // ALIGNMENT * ALIGNMENT if is_aligned else 0
         if whole:
-            self._transfer("write", self.files.write, chunk[:whole], region.start + at, name)
+            self._transfer("write", place, chunk[:whole], at)
         if whole < len(chunk):
             rest = len(chunk) - whole
-            staged = self._staging(name)[: aligned(rest)]
+            staged = self._staging(place.name)[: aligned(rest)]
             staged[:rest] = chunk[whole:]
             staged[rest:] = 0
-            self._transfer("write", self.files.write, staged, region.start + at + whole, name)
+            self._transfer("write", place, staged, at + whole)
         if not self.is_direct:
             self._unsynced = True
 
     def _read(
-        self,
-        region: Region,
-        buffer: Tensor,
-        at: int,
-        num_bytes: int,
-        sums: Sequence[int],
-        writes: Sequence[Future[None]],
-        name: str,
+        self, place: Place, buffer: Tensor, at: int, num_bytes: int, writes: Sequence[Future[None]]
     ) -> None:
         # Threads take transfers in order, so other threads are at these writes or past them.
         for write in writes:
             write.result()
         num_bytes = min(self.chunk_bytes, num_bytes - at)
         chunk = buffer.numpy()[at : at + aligned(num_bytes)]
-        self._transfer("read", self.files.read, chunk, region.start + at, name)
-        if self.checksum and zlib.crc32(chunk[:num_bytes].data) != sums[at // self.chunk_bytes]:
-            raise failure(
-                name,
-                f"{num_bytes} bytes at {region.start + at} of the file are not those written",
-                self.path,
-                errno.EIO,
-            )
+        self._transfer("read", place, chunk, at)
+        if self.checksum and (
+            zlib.crc32(chunk[:num_bytes].data) != place.sums[at // self.chunk_bytes]
+        ):
+            where = f"{num_bytes} bytes at {place.region.start + at} of the file"
+            raise failure(place.name, f"{where} are not those written", self.path, errno.EIO)
 
-    def _transfer(
-        self,
-        kind: str,
-        operation: Callable[[int, Any, int], int],
-        chunk: np.ndarray,
-        offset: int,
-        name: str,
-    ) -> None:
+    def _transfer(self, kind: str, place: Place, chunk: np.ndarray, at: int) -> None:
+        operation = self.files.write if kind == "write" else self.files.read
+        offset = place.region.start + at
+        problem = f"a {kind} of {len(chunk)} bytes at {offset}"
         try:
             done = operation(self._fd, chunk, offset)
         except OSError as error:
-            problem = f"a {kind} of {len(chunk)} bytes at {offset} failed with {error}"
-            raise failure(name, problem, self.path, error.errno) from error
+            problem += f" failed with {error}"
+            raise failure(place.name, problem, self.path, error.errno) from error
         if done != len(chunk):
-            problem = f"a {kind} of {len(chunk)} bytes at {offset} transferred {done}"
-            raise failure(name, problem, self.path, errno.EIO)
+            raise failure(place.name, f"{problem} transferred {done}", self.path, errno.EIO)
 
     def _staging(self, name: str) -> np.ndarray:
         """Return memory of this thread for one chunk."""
@@ -235,13 +210,16 @@ class Disk:
 def _create(files: Files, path: str) -> tuple[str, int, bool]:
     """Make the file of a run, and return its path, the descriptor, and whether it is direct."""
     prefix = f"{PREFIX}{socket.gethostname()}-{os.getpid()}-"
+    page = np.frombuffer(pages(ALIGNMENT), np.uint8)
     with _explaining(f"the file of the store cannot be made in {path}", path):
         # `zfun clean` may remove a directory before the file in it is locked.
         for _ in range(9):
             directory = files.make_directory(path, prefix)
             data = f"{directory}/{DATA}"
             try:
-                fd, is_direct = _open(files, data)
+                fd, is_direct = open_direct(
+                    files, data, os.O_RDWR | os.O_CREAT, lambda fd: files.write(fd, page, 0)
+                )
             except FileNotFoundError:
                 continue
             except OSError:
@@ -263,28 +241,6 @@ def _create(files: Files, path: str) -> tuple[str, int, bool]:
             stacklevel=6,
         )
     return data, fd, is_direct
-
-
-def _open(files: Files, path: str) -> tuple[int, bool]:
-    flags = os.O_RDWR | os.O_CREAT
-    page = np.frombuffer(pages(ALIGNMENT), np.uint8)
-    for direct in (_DIRECT, 0) if _DIRECT else (0,):
-        try:
-            fd = files.open(path, flags | direct)
-        except OSError as error:
-            if not direct or error.errno != errno.EINVAL:
-                raise
-            continue
-        try:
-            # Some file systems refuse the first transfer instead of the flag.
-            files.write(fd, page, 0)
-        except OSError as error:
-            files.close(fd)
-            if not direct or error.errno != errno.EINVAL:
-                raise
-            continue
-        return fd, bool(direct)
-    raise AssertionError("buffered transfers either work or raise")
 
 
 @contextlib.contextmanager

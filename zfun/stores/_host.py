@@ -14,12 +14,8 @@ class _HostTensor(Stored):
     """A tensor in host memory."""
 
     def __init__(self, store: HostStore, tensor: Tensor, name: str) -> None:
-        self.store = store
-        self.tensor = tensor
-        self.name = name
-        self.dtype = tensor.dtype
-        self.shape = tensor.shape
-        self.device = tensor.device
+        super().__init__(store, tensor, name)
+        self.tensor, self.device = tensor, tensor.device
 
     def get(self, device: torch.device) -> Work:
         """Start the copy to a device; for the CPU, nothing is copied."""

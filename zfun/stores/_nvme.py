@@ -19,12 +19,12 @@ from torch import Tensor
 from zfun import ops
 from zfun.collectives import Work
 from zfun.errors import OptionError
-from zfun.files import Files
+from zfun.files import ALIGNMENT, Files, aligned
 from zfun.options import BOOL, PATH, SECONDS, Kind, instance, integer, takes
 from zfun.stores._base import Counts, Stored, heard
-from zfun.stores._buffers import ALIGNMENT, Buffers, aligned
-from zfun.stores._disk import Disk, failure
-from zfun.stores._regions import Region
+from zfun.stores._buffers import Buffers
+from zfun.stores._disk import Disk, Place, failure
+from zfun.stores._regions import Lease
 
 # The system transfers at most 2 GiB in one call.
 _MAX_CHUNK_BYTES = 1 << 30
@@ -44,21 +44,14 @@ class _DiskTensor(Stored):
     def __init__(
         self,
         store: NvmeStore,
-        disk: Disk | None,
-        region: Region | None,
-        writes: Sequence[Future[None]],
-        sums: Sequence[int],
         tensor: Tensor,
         name: str,
+        disk: Disk | None = None,
+        place: Place | None = None,
+        writes: Sequence[Future[None]] = (),
     ) -> None:
-        self.store = store
-        self.name = name
-        self.dtype = tensor.dtype
-        self.shape = tensor.shape
-        self.disk = disk
-        self.region = region
-        self.writes = writes
-        self.sums = sums
+        super().__init__(store, tensor, name)
+        self.disk, self.place, self.writes = disk, place, writes
         self._ahead: Callable[[], Tensor] | None = None
         heard("put", self)
 
@@ -81,8 +74,8 @@ class _DiskTensor(Stored):
             buffer = torch.empty(aligned(num_bytes), dtype=torch.uint8)
         else:
             buffer = self._buffer(disk, num_bytes)
-            if self.region is not None:
-                reads = disk.read(self.region, buffer, num_bytes, self.sums, self.writes, name)
+            if self.place is not None:
+                reads = disk.read(self.place, buffer, num_bytes, self.writes)
         heard("read", buffer)
 
         def finish() -> Tensor:
@@ -116,29 +109,14 @@ class _KeptTensor(Stored):
     # there. All ranks must agree after a step, so the answer belongs to the store.
     can_fail = True
 
-    def __init__(self, store: NvmeStore, tensor: Tensor, name: str, quota: _Quota) -> None:
-        self.store = store
-        self.name = name
-        self.dtype = tensor.dtype
-        self.shape = tensor.shape
-        self.tensor = tensor
-        self.quota = quota
+    def __init__(self, store: NvmeStore, tensor: Tensor, name: str, quota: Lease) -> None:
+        super().__init__(store, tensor, name)
+        self.tensor, self.quota = tensor, quota
 
     def get(self, device: torch.device) -> Work:
         """Start a copy, because the caller may write to the result."""
         self.store.crossed("get", self.name, self.shape.numel() * self.dtype.itemsize)
         return Work.done(self.tensor.to(device, non_blocking=True, copy=True))
-
-
-class _Quota:
-    """A number of elements that are in use while this object lives."""
-
-    def __init__(self, numel: int, dropped: collections.deque[int]) -> None:
-        self.numel = numel
-        self.dropped = dropped
-
-    def __del__(self) -> None:
-        self.dropped.append(self.numel)
 
 
 class NvmeStore(Counts):
@@ -151,7 +129,6 @@ class NvmeStore(Counts):
 
     def __init__(self, path: str, **options: Any) -> None:
         self._options = options
-        block_size, queue_depth = options["block_size"], options["queue_depth"]
         super().__init__(log=options["log"])
         self.path = path
         self.buffer_count = options["buffer_count"]
@@ -161,15 +138,13 @@ class NvmeStore(Counts):
         self.buffers = Buffers(max_free=2 * self.buffer_count, pin=options["pin_memory"])
         self._max_in_cpu = options["max_in_cpu"]
         self._in_cpu = 0
-        self._left_cpu: collections.deque[int] = collections.deque()
+        self._left_cpu: collections.deque[tuple[int, int]] = collections.deque()
         self._open = functools.partial(
             Disk,
             path,
             options["files"],
-            chunk_bytes=block_size * queue_depth,
-            num_threads=options["num_threads"],
-            checksum=options["checksum"],
-            timeout_s=options["timeout_s"],
+            chunk_bytes=options["block_size"] * options["queue_depth"],
+            **{key: options[key] for key in ("num_threads", "checksum", "timeout_s")},
         )
         self._disk: Disk | None = None
         self._lock = threading.Lock()
@@ -207,20 +182,19 @@ class NvmeStore(Counts):
         tensor = tensor.detach()
         self.crossed("put", name, tensor.nbytes)
         if ops.is_abstract(tensor):
-            return _DiskTensor(self, None, None, (), (), tensor, name)
+            return _DiskTensor(self, tensor, name)
         quota = self._quota(tensor.numel())
         if quota is not None:
             return _KeptTensor(self, tensor.cpu(), name, quota)
         disk = self._opened()
         if not tensor.numel():
-            return _DiskTensor(self, disk, None, (), (), tensor, name)
+            return _DiskTensor(self, tensor, name, disk)
         self._wait_for_a_buffer(disk, name)
-        region = disk.regions.take(aligned(tensor.nbytes))
+        place = Place(disk.regions.take(aligned(tensor.nbytes)), [], name)
         data, ready = self._bytes_of(tensor)
-        sums: list[int] = []
-        writes = disk.write(region, data, sums, ready, name)
+        writes = disk.write(place, data, ready)
         self._under_way.append(writes)
-        handle = _DiskTensor(self, disk, region, writes, sums, tensor, name)
+        handle = _DiskTensor(self, tensor, name, disk, place, writes)
         with self._lock:
             self._unflushed.add(handle)
         return handle
@@ -259,16 +233,16 @@ class NvmeStore(Counts):
                 self._disk = self._open()
             return self._disk
 
-    def _quota(self, numel: int) -> _Quota | None:
+    def _quota(self, numel: int) -> Lease | None:
         if not self._max_in_cpu:
             return None
         with self._lock:
             while self._left_cpu:
-                self._in_cpu -= self._left_cpu.popleft()
+                self._in_cpu -= self._left_cpu.popleft()[1]
             if self._in_cpu + numel > self._max_in_cpu:
                 return None
             self._in_cpu += numel
-        return _Quota(numel, self._left_cpu)
+        return Lease(0, numel, self._left_cpu)
 
     def _wait_for_a_buffer(self, disk: Disk, name: str) -> None:
         while len(self._under_way) >= self.buffer_count:

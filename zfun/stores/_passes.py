@@ -23,13 +23,9 @@ class Derived(Stored):
     """A handle of a function of a stored tensor; :func:`derived` makes one."""
 
     def __init__(self, source: Stored, fn: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
-        self.source = source
-        self.fn = fn
-        self.store = source.store
-        self.name = source.name
-        self.dtype = dtype
-        self.shape = source.shape
-        self.can_fail = source.can_fail
+        super().__init__(source.store, source, source.name)
+        self.source, self.fn = source, fn
+        self.dtype, self.can_fail = dtype, source.can_fail
 
     def get(self, device: torch.device) -> Work:
         """Start to fetch the stored tensor; ``wait()`` computes the function."""
@@ -83,10 +79,6 @@ def reading(flat: Flat, device: torch.device | None = None) -> Iterator[Tensor]:
         >>> zf.simulate(1, main)
         [[32]]
     """
-    return _reading(flat, device)
-
-
-def _reading(flat: Flat, device: torch.device | None) -> Iterator[Tensor]:
     started: collections.deque[Work | Tensor] = collections.deque()
     buffers, label = flat.buffers, flat.layout.label
     for index in range(len(buffers) + READ_AHEAD):
@@ -131,7 +123,7 @@ def by_bucket(fn: Callable[[Flat], Flat], flat: Flat, device: torch.device | Non
     found: list[Any] = []
     result = flat
     old = flat.buffers
-    for index, buffer in enumerate(_reading(flat, device or flat.layout.device)):
+    for index, buffer in enumerate(reading(flat, device or flat.layout.device)):
         result = fn(flat.select([index]).with_buffers([buffer]))
         where = old[index]
         with locating(leaf=flat.layout.label(index)):

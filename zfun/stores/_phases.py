@@ -48,8 +48,10 @@ def offload_values(value: tree.Tree, store: Store) -> tree.Tree:
         Stored(state, 32 x torch.float32, host())
         {'w': tensor([1., 1.])}
     """
-    moved = [flat for flat in _flats_of(value) if any(_is_tensor(b) for b in flat.buffers)]
-    kept = located(lambda x: store.put(x, "state") if _is_tensor(x) and x.ndim else x, value)
+    moved = [flat for flat in _flats_of(value) if any(isinstance(b, Tensor) for b in flat.buffers)]
+    kept = located(
+        lambda x: store.put(x, "state") if isinstance(x, Tensor) and x.ndim else x, value
+    )
     flush(kept)
     for flat in moved:
         flat.life.consume(f"zf.offload() at {call_site()}")
@@ -126,7 +128,3 @@ def _flats_of(value: tree.Tree) -> list[Flat]:
 
 def _is_in(store: Store, buffer: Any) -> bool:
     return isinstance(buffer, Stored) and buffer.store is store
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)

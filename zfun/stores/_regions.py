@@ -1,34 +1,30 @@
-"""Regions of one file, each of which returns to the free ones when dropped."""
+"""Leases, which return when dropped, and regions of one file that are leased."""
 
 from __future__ import annotations
 
 import collections
 import threading
 from collections.abc import Callable
+from typing import Any
 
 
-class Region:
-    """A part of a file that nobody else uses while this object lives."""
+class Lease:
+    """Some bytes or elements from ``start`` on that nobody else uses while this object lives."""
 
-    __slots__ = ("_dropped", "num_bytes", "start")
+    __slots__ = ("_dropped", "length", "start")
 
-    def __init__(
-        self, start: int, num_bytes: int, dropped: collections.deque[tuple[int, int]]
-    ) -> None:
-        self.start = start
-        self.num_bytes = num_bytes
-        self._dropped = dropped
+    def __init__(self, start: int, length: int, dropped: collections.deque[Any]) -> None:
+        self.start, self.length, self._dropped = start, length, dropped
 
     def __del__(self) -> None:
         # Appending to a deque needs no lock, because this may run at any moment in any thread.
-        self._dropped.append((self.start, self.num_bytes))
+        self._dropped.append((self.start, self.length))
 
 
 class Regions:
     """Cuts a file into regions; neighbours that are free become one.
 
-    A file that is too short grows, so the file is as long as the largest sum of the regions that
-    lived at one time, and a little longer where sizes vary.
+    The file grows on demand. Its length is the peak of the live regions, plus fragmentation.
 
     Args:
         grow: ``grow(offset, num_bytes)`` grows the file by ``num_bytes`` from the end at
@@ -52,7 +48,7 @@ class Regions:
         self._starts: dict[int, int] = {}
         self._by_length: dict[int, set[int]] = {}
 
-    def take(self, num_bytes: int) -> Region:
+    def take(self, num_bytes: int) -> Lease:
         """Return a region, cut from the smallest free one that is large enough."""
         with self._lock:
             while self._dropped:
@@ -70,7 +66,7 @@ class Regions:
                 if start < end:
                     self._remove(start)
                 self.num_bytes = start + num_bytes
-        return Region(start, num_bytes, self._dropped)
+        return Lease(start, num_bytes, self._dropped)
 
     def _add(self, start: int, length: int) -> None:
         if start in self._starts:

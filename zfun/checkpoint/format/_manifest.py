@@ -7,6 +7,8 @@ of a tensor in the state, the same for every group size, stage, bucket size, mes
 is a row of *pieces*, each a range of its elements in row-major order at a place in one file. A
 complex number counts as two elements. Padding of buckets is in no file.
 
+The classes here are the schema: their fields are those of the JSON, ``num_bytes`` as ``bytes``.
+
 The payload files are valid safetensors files, for other tools. zfun reads places from the manifest
 only. The bytes of a file, the header of safetensors included, are hashed in chunks (XXH64, or
 SHA-256), so a reader of a part verifies what it reads. The last field of the manifest is the
@@ -23,15 +25,19 @@ no more than the state that it is loaded into.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+import xxhash
 
+from zfun.checkpoint.format._plain import dtype_name, real_dtype
 from zfun.errors import CheckpointError
 from zfun.options import instance, takes
 
@@ -41,13 +47,21 @@ MANIFEST = "manifest.json"
 CHUNK_BYTES = 1 << 20
 
 MAX_MANIFEST_BYTES = 1 << 28
-MAX_HEADER_BYTES = 100_000_000
 _MAX_KEY = 4096
 TAIL_BYTES = len('"sha256":""}\n') + 64
 
+# The hexadecimal digits of each hash.
+DIGITS = {"xxh64": 16, "sha256": 64}
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+
+def digest_of(name: str, data: np.ndarray) -> str:
+    """Return the hash of contiguous bytes, by a name of ``DIGITS``, in hexadecimal digits."""
+    if name == "sha256":
+        return hashlib.sha256(data.data).hexdigest()
+    return xxhash.xxh64_hexdigest(data.data)
+
+
+class Piece(NamedTuple):
     """A range of the elements of a leaf, in one file.
 
     Attributes:
@@ -84,7 +98,7 @@ class LeafEntry:
     @property
     def element(self) -> torch.dtype:
         """The dtype of the elements in the files, real for complex leaves."""
-        return self.dtype.to_real() if self.dtype.is_complex else self.dtype
+        return real_dtype(self.dtype)
 
     @property
     def numel(self) -> int:
@@ -155,15 +169,18 @@ class Manifest:
         return sum(file.num_bytes for file in self.files)
 
 
+def fields_of(kind: type) -> dict[str, str]:
+    """Return the fields of a class by their names in the JSON, without the digest."""
+    names = [found.name for found in dataclasses.fields(kind) if found.name != "digest"]
+    return {"bytes" if name == "num_bytes" else name: name for name in names}
+
+
 def check_key(key: Any, refuse: Any) -> None:
     """Refuse a key that is not plain, because tools make names of keys."""
     if not isinstance(key, str) or not 0 < len(key) <= _MAX_KEY:
         refuse(f"a key has 1 to {_MAX_KEY} characters; got {str(key)[:60]!r}")
     if not key.isprintable() or key.startswith("/") or ".." in key.split("/"):
         refuse(f"a key is plain, without control characters, and no path upwards; got {key[:60]!r}")
-
-
-# Writing.
 
 
 @takes(manifest=instance(Manifest, "a manifest", "zf.checkpoint.read_manifest(path)"))
@@ -181,48 +198,20 @@ def format_manifest(manifest: Manifest) -> bytes:
         >>> zf.checkpoint.parse_manifest(format_manifest(manifest)) == manifest
         True
     """
-    body = {
-        "format": FORMAT,
-        "version": VERSION,
-        "step": manifest.step,
-        "ranks": manifest.ranks,
-        "torch": str(torch.__version__),
-        "chunk_bytes": manifest.chunk_bytes,
-        "hash": manifest.hash,
-        "files": [
-            {
-                "name": file.name,
-                "bytes": file.num_bytes,
-                "data_start": file.data_start,
-                "chunks": list(file.chunks),
-            }
-            for file in manifest.files
-        ],
-        "leaves": [
-            {
-                "key": leaf.key,
-                "dtype": str(leaf.dtype).removeprefix("torch."),
-                "shape": list(leaf.shape),
-                "rank": leaf.rank,
-                "pieces": [[p.file, p.offset, p.first, p.numel] for p in leaf.pieces],
-            }
-            for leaf in manifest.leaves
-        ],
-        "ties": dict(manifest.ties),
-        "masters": dict(manifest.masters),
-        "optional": list(manifest.optional),
-        "values": dict(manifest.values),
-        "rank_values": list(manifest.rank_values),
-        "rng": list(manifest.rng),
-        "loader": list(manifest.loader),
-        "data": manifest.data,
-        "composition": dict(manifest.composition),
-    }
-    text = json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
-    head = text[:-1] + b","
-    if len(head) + TAIL_BYTES > MAX_MANIFEST_BYTES:
+    head = {"format": FORMAT, "version": VERSION, "torch": str(torch.__version__)}
+    body = json.dumps(
+        {**head, **_as_json(manifest)}, separators=(",", ":"), allow_nan=False, default=_as_json
+    )
+    text = body[:-1].encode() + b","
+    if len(text) + TAIL_BYTES > MAX_MANIFEST_BYTES:
         raise CheckpointError(
-            f"a manifest has at most {MAX_MANIFEST_BYTES >> 20} MiB; got {len(head) >> 20} MiB; "
+            f"a manifest has at most {MAX_MANIFEST_BYTES >> 20} MiB; got {len(text) >> 20} MiB; "
             "keep large values in tensors of the state, not in data="
         )
-    return head + f'"sha256":"{hashlib.sha256(head).hexdigest()}"}}\n'.encode()
+    return text + f'"sha256":"{hashlib.sha256(text).hexdigest()}"}}\n'.encode()
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return dtype_name(value)
+    return {name: getattr(value, held) for name, held in fields_of(type(value)).items()}

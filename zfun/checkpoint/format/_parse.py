@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
-from zfun.checkpoint.format._hash import DIGITS
 from zfun.checkpoint.format._manifest import (
+    DIGITS,
     FORMAT,
     MANIFEST,
-    MAX_HEADER_BYTES,
     MAX_MANIFEST_BYTES,
     TAIL_BYTES,
     VERSION,
@@ -20,10 +19,12 @@ from zfun.checkpoint.format._manifest import (
     Manifest,
     Piece,
     check_key,
+    fields_of,
 )
 from zfun.checkpoint.format._plain import DTYPES, parse
 from zfun.errors import CorruptCheckpoint
 from zfun.options import TEXT, instance, takes
+from zfun.sources.headers import MAX_HEADER_BYTES
 
 _MAX_DIMS = 64
 _MAX = 1 << 62
@@ -31,6 +32,7 @@ _MAX_RANKS = 1 << 20
 _NOT_FINITE = tuple({"$float": name} for name in ("nan", "inf", "-inf"))
 _FILE_NAME = re.compile(r"[0-9]{5,7}\.safetensors", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]+", re.ASCII)
+_MANIFEST, _LEAF, _FILE = map(fields_of, (Manifest, LeafEntry, FileEntry))
 _TAIL = re.compile(rb'"sha256":"([0-9a-f]{64})"}\n')
 
 
@@ -82,10 +84,10 @@ class _Reader:
     def refuse(self, problem: str) -> NoReturn:
         raise CorruptCheckpoint(f"{self.path}: {problem}; load another checkpoint", path=self.path)
 
-    def entry(self, found: Any, what: str, names: str) -> dict[str, Any]:
-        if not isinstance(found, dict) or set(found) != set(names.split()):
+    def entry(self, found: Any, what: str, names: Iterable[str]) -> dict[str, Any]:
+        if not isinstance(found, dict) or found.keys() != set(names):
             got = ", ".join(map(repr, found)) if isinstance(found, dict) else type(found).__name__
-            self.refuse(f"{what} has the fields {names}; got {got[:100]}")
+            self.refuse(f"{what} has the fields {' '.join(names)}; got {got[:100]}")
         return found
 
     def integer(self, found: Any, what: str, least: int = 0, most: int = _MAX) -> int:
@@ -106,12 +108,9 @@ class _Reader:
                 f"this zfun reads version {VERSION} of the format; got "
                 f"{str(found.get('version'))[:40]!r}: read it with a newer zfun"
             )
-        self.entry(
-            found,
-            "a manifest",
-            "format version step ranks torch chunk_bytes hash files leaves ties masters optional "
-            "values rank_values rng loader data composition sha256",
-        )
+        names = ("format", "version", "torch", *_MANIFEST, "sha256")
+        held = dict(self.entry(found, "a manifest", names))
+        self.integer(held["step"], "step")
         ranks = self.integer(found["ranks"], "ranks", 1, _MAX_RANKS)
         chunk_bytes = self.integer(found["chunk_bytes"], "chunk_bytes", 4096, 1 << 26)
         if chunk_bytes % 4096:
@@ -119,57 +118,38 @@ class _Reader:
         name = found["hash"]
         if not isinstance(name, str) or name not in DIGITS:
             self.refuse(f"a hash is one of {', '.join(DIGITS)}; got {str(name)[:60]!r}")
-        files = tuple(
+        held["files"] = files = tuple(
             self.file(x, chunk_bytes, DIGITS[name]) for x in self.items(found["files"], "files")
         )
         if len({file.name for file in files}) < len(files):
             self.refuse("every file occurs once; got one twice")
-        leaves = tuple(
+        held["leaves"] = leaves = tuple(
             self.leaf(x, ranks, len(files)) for x in self.items(found["leaves"], "leaves")
         )
         self.check_keys(leaves, ranks)
         self.check_files(leaves, files)
+        self.check_values(found, ranks, {leaf.key for leaf in leaves})
+        return Manifest(**{name: held[name] for name in _MANIFEST}, digest=digest)
+
+    def check_values(self, found: dict[str, Any], ranks: int, keys: set[str]) -> None:
+        """Everything but files and leaves; ``keys`` are those of the leaves."""
         values = self.by_key(found["values"], "values")
-        rank_values = [
-            self.by_key(x, "rank_values") for x in self.per_rank(found, "rank_values", ranks)
-        ]
-        ties = self.by_key(found["ties"], "ties")
-        keys = {leaf.key for leaf in leaves}
-        for alias, key in ties.items():
+        for name in ("rank_values", "rng", "loader"):
+            count = len(self.items(found[name], name))
+            if count not in (0, ranks):
+                self.refuse(f"{name} has one entry for each of {ranks} ranks, or none; got {count}")
+        for own in found["rank_values"]:
+            self.by_key(own, "rank_values")
+        for alias, key in self.by_key(found["ties"], "ties").items():
             if not isinstance(key, str) or key not in keys or alias in keys:
                 self.refuse(f"a tie joins a new key to the key of a leaf; got {alias[:60]!r}")
-        masters = self.by_key(found["masters"], "masters")
-        for key, master in masters.items():
+        for key, master in self.by_key(found["masters"], "masters").items():
             if key not in keys or not isinstance(master, str) or master not in keys:
                 self.refuse(f"a master weight and its parameter are leaves; got {key[:60]!r}")
-        optional = self.items(found["optional"], "optional")
-        for key in optional:
+        for key in self.items(found["optional"], "optional"):
             if not isinstance(key, str) or (key not in keys and key not in values):
                 self.refuse(f"an optional key is the key of a leaf; got {str(key)[:60]!r}")
-        return Manifest(
-            step=self.integer(found["step"], "step"),
-            ranks=ranks,
-            chunk_bytes=chunk_bytes,
-            hash=name,
-            files=files,
-            leaves=leaves,
-            ties=ties,
-            masters=masters,
-            optional=optional,
-            values=values,
-            rank_values=rank_values,
-            rng=self.per_rank(found, "rng", ranks),
-            loader=self.per_rank(found, "loader", ranks),
-            data=found["data"],
-            composition=self.items(found["composition"], "composition", dict),
-            digest=digest,
-        )
-
-    def per_rank(self, found: dict[str, Any], name: str, ranks: int) -> list[Any]:
-        held = self.items(found[name], name)
-        if len(held) not in (0, ranks):
-            self.refuse(f"{name} has one entry for each of {ranks} ranks, or none; got {len(held)}")
-        return held
+        self.items(found["composition"], "composition", dict)
 
     def by_key(self, found: Any, what: str) -> dict[str, Any]:
         for key, value in self.items(found, what, dict).items():
@@ -179,7 +159,7 @@ class _Reader:
         return found
 
     def file(self, found: Any, chunk_bytes: int, digits: int) -> FileEntry:
-        self.entry(found, "a file", "name bytes data_start chunks")
+        self.entry(found, "a file", _FILE)
         name = found["name"]
         if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
             self.refuse(
@@ -191,11 +171,9 @@ class _Reader:
             found["data_start"], f"data_start of {name}", 8, min(num_bytes, 8 + MAX_HEADER_BYTES)
         )
         chunks = self.items(found["chunks"], f"chunks of {name}")
-        if len(chunks) != -(-num_bytes // chunk_bytes):
-            self.refuse(
-                f"{name} of {num_bytes} bytes has {-(-num_bytes // chunk_bytes)} chunks; got "
-                f"{len(chunks)}"
-            )
+        count = -(-num_bytes // chunk_bytes)
+        if len(chunks) != count:
+            self.refuse(f"{name} of {num_bytes} bytes has {count} chunks; got {len(chunks)}")
         for chunk in chunks:
             is_text = isinstance(chunk, str) and len(chunk) == digits
             if not is_text or not _DIGEST.fullmatch(chunk):
@@ -203,7 +181,7 @@ class _Reader:
         return FileEntry(name, num_bytes, start, tuple(chunks))
 
     def leaf(self, found: Any, ranks: int, num_files: int) -> LeafEntry:
-        self.entry(found, "a leaf", "key dtype shape rank pieces")
+        self.entry(found, "a leaf", _LEAF)
         key, dtype = found["key"], found["dtype"]
         check_key(key, self.refuse)
         if not isinstance(dtype, str) or dtype not in DTYPES:
@@ -238,12 +216,11 @@ class _Reader:
         if type(found) is not list or len(found) != 4:
             self.refuse(f"a piece of {key!r} is four integers; got {str(found)[:60]!r}")
         what = f"a piece of {key!r}"
-        return Piece(
-            self.integer(found[0], what, 0, num_files - 1),
-            self.integer(found[1], what),
-            self.integer(found[2], what),
-            self.integer(found[3], what, 1),
-        )
+        # The least and the most of file, offset, first and numel.
+        limits = ((0, num_files - 1), (0, _MAX), (0, _MAX), (1, _MAX))
+        for number, (least, most) in zip(found, limits, strict=True):
+            self.integer(number, what, least, most)
+        return Piece(*found)
 
     def check_keys(self, leaves: Sequence[LeafEntry], ranks: int) -> None:
         """Each key is one shared leaf, or one leaf for each rank."""
@@ -260,7 +237,12 @@ class _Reader:
 
     def check_files(self, leaves: Sequence[LeafEntry], files: Sequence[FileEntry]) -> None:
         """The pieces in a file follow each other from the header to the end."""
-        for index, (file, spans) in enumerate(zip(files, _spans(leaves, len(files)), strict=True)):
+        spans_of: list[list[tuple[int, int]]] = [[] for _ in files]
+        for leaf in leaves:
+            for piece in leaf.pieces:
+                stop = piece.offset + piece.numel * leaf.element.itemsize
+                spans_of[piece.file].append((piece.offset, stop))
+        for index, (file, spans) in enumerate(zip(files, spans_of, strict=True)):
             end = file.data_start
             for start, stop in sorted(spans):
                 if start != end:
@@ -274,12 +256,3 @@ class _Reader:
                     f"file {index} ({file.name}) ends with the last piece; got {file.num_bytes} "
                     f"bytes and pieces up to {end}"
                 )
-
-
-def _spans(leaves: Sequence[LeafEntry], num_files: int) -> Iterator[list[tuple[int, int]]]:
-    found: list[list[tuple[int, int]]] = [[] for _ in range(num_files)]
-    for leaf in leaves:
-        for piece in leaf.pieces:
-            stop = piece.offset + piece.numel * leaf.element.itemsize
-            found[piece.file].append((piece.offset, stop))
-    yield from found

@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import errno
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
-from typing import NamedTuple, NoReturn, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 import numpy as np
 
-from zfun.checkpoint.format._hash import digest_of
-from zfun.checkpoint.format._manifest import FileEntry, Manifest
+from zfun.checkpoint.format._manifest import FileEntry, Manifest, digest_of
 from zfun.checkpoint.format._write import chunk_of, explaining
 from zfun.errors import CorruptCheckpoint
-from zfun.files import Files
+from zfun.files import Files, aligned, open_direct
 from zfun.objects import files_of
 
 _NUM_THREADS = 4
-_PAGE = 4096
-_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 class Want(NamedTuple):
@@ -62,12 +57,7 @@ class Payload:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._threads.shutdown(cancel_futures=True)
         for fd in self._opened.values():
             with contextlib.suppress(OSError):
@@ -94,6 +84,20 @@ class Payload:
             self._open(file)
             for at in range(-(-self.manifest.files[file].data_start // length)):
                 chunks.setdefault((file, at), [])
+        self._read_chunks(chunks)
+
+    def verify(self) -> None:
+        """Read and verify all bytes of all files.
+
+        Raises:
+            CorruptCheckpoint: as in :meth:`read`.
+        """
+        for index, file in enumerate(self.manifest.files):
+            self._open(index)
+            self._read_chunks({(index, at): () for at in range(len(file.chunks))})
+
+    def _read_chunks(self, chunks: Mapping[tuple[int, int], Sequence[Want]]) -> None:
+        """Read and verify chunks by file and number, and copy what is wanted of each."""
         reads = [
             self._threads.submit(self._read, file, ats, [chunks[file, at] for at in ats])
             for file, ats in self._runs(sorted(chunks))
@@ -110,31 +114,16 @@ class Payload:
     def _runs(self, chunks: Iterable[tuple[int, int]]) -> Iterator[tuple[int, range]]:
         """Yield file and chunks of each read: one chunk, or as many in a row as a read should."""
         most = max(1, self._files.read_bytes // self.manifest.chunk_bytes)
-        run: tuple[int, range] | None = None
+        last, run = -1, range(0)
         for file, at in chunks:
-            if run is not None and run[0] == file and run[1].stop == at and len(run[1]) < most:
-                run = (file, range(run[1].start, at + 1))
+            if file == last and run.stop == at and len(run) < most:
+                run = range(run.start, at + 1)
                 continue
-            if run is not None:
-                yield run
-            run = (file, range(at, at + 1))
-        if run is not None:
-            yield run
-
-    def verify(self) -> None:
-        """Read and verify all bytes of all files.
-
-        Raises:
-            CorruptCheckpoint: as in :meth:`read`.
-        """
-        for index, file in enumerate(self.manifest.files):
-            self._open(index)
-            reads = [
-                self._threads.submit(self._read, index, ats, [()] * len(ats))
-                for _, ats in self._runs((index, at) for at in range(len(file.chunks)))
-            ]
-            for read in reads:
-                read.result()
+            if run:
+                yield last, run
+            last, run = file, range(at, at + 1)
+        if run:
+            yield last, run
 
     def path(self, file: int) -> str:
         """Return the path of a file."""
@@ -146,7 +135,9 @@ class Payload:
         path, entry = self.path(index), self.manifest.files[index]
         with explaining(path, "opening the file"):
             try:
-                fd = self._to_read(path)
+                # A pipe in place of a file would block without O_NONBLOCK.
+                flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)
+                fd, _ = open_direct(self._files, path, flags)
             except FileNotFoundError:
                 raise CorruptCheckpoint(
                     f"{path} must be there, because the manifest names it; got no such file; load "
@@ -167,16 +158,6 @@ class Payload:
             )
         self._opened[index] = fd
 
-    def _to_read(self, path: str) -> int:
-        # A pipe in place of a file would block without O_NONBLOCK.
-        flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)
-        try:
-            return self._files.open(path, flags | _DIRECT)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-        return self._files.open(path, flags)
-
     def _read(self, index: int, ats: range, wants: Sequence[Sequence[Want]]) -> None:
         """Read chunks in a row, and verify each."""
         entry, length = self.manifest.files[index], self.manifest.chunk_bytes
@@ -184,7 +165,7 @@ class Payload:
             self._local.memory = chunk_of(len(ats) * length)
         start = ats.start * length
         num_bytes = min(len(ats) * length, entry.num_bytes - start)
-        memory = self._local.memory[: -(-num_bytes // _PAGE) * _PAGE]
+        memory = self._local.memory[: aligned(num_bytes)]
         path = self.path(index)
         with explaining(path, f"a read of {num_bytes} bytes at {start}"):
             done = self._files.read(self._opened[index], memory, start)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import math
 from typing import Any, NoReturn
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from zfun.errors import CheckpointError, CorruptCheckpoint
+from zfun.files import parse_json
 
 # A value of the user's is at most this deep; the manifest adds a few levels.
 MAX_DEPTH = 64
@@ -62,10 +62,10 @@ def encode(value: Any, what: str, depth: int = 0) -> Any:
 
 def _encode_array(value: Any, what: str) -> Any:
     match value:
-        case Tensor() if value.nbytes <= _MAX_TENSOR_BYTES and _name(value.dtype) in DTYPES:
+        case Tensor() if value.nbytes <= _MAX_TENSOR_BYTES and dtype_name(value.dtype) in DTYPES:
             data = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
             raw = base64.b64encode(data.view(torch.uint8).numpy().tobytes()).decode()
-            return {"$tensor": [_name(value.dtype), list(value.shape), raw]}
+            return {"$tensor": [dtype_name(value.dtype), list(value.shape), raw]}
         case np.ndarray() if value.nbytes <= _MAX_TENSOR_BYTES and value.dtype.kind in "biufc":
             raw = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
             return {"$array": [value.dtype.str, list(value.shape), raw]}
@@ -81,8 +81,14 @@ def _refuse(what: str, got: str) -> NoReturn:
     )
 
 
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype, as in ``DTYPES``."""
     return str(dtype).removeprefix("torch.")
+
+
+def real_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the real elements of a dtype."""
+    return dtype.to_real() if dtype.is_complex else dtype
 
 
 def decode(value: Any, depth: int = 0) -> Any:
@@ -145,25 +151,13 @@ def _empty(name: str, shape: Any) -> Tensor:
 
 
 def parse(text: bytes, path: str) -> Any:
-    """Parse JSON from a stranger: no duplicate keys, no NaN, no deep nests, no huge numbers.
+    """Parse JSON from a stranger.
 
     Raises:
-        CorruptCheckpoint: the text is not such JSON.
+        CorruptCheckpoint: the text is not JSON, or has a key twice, NaN or deep nests.
     """
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            raise ValueError("a key occurs twice")
-        return found
-
-    def constant(name: str) -> NoReturn:
-        raise ValueError(f"{name} is no number of JSON")
-
     try:
-        return json.loads(
-            text.decode("utf-8", "strict"), object_pairs_hook=unique, parse_constant=constant
-        )
+        return parse_json(text)
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpoint(
             f"{path} must be JSON with distinct keys; got {type(error).__name__}: "

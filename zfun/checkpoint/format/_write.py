@@ -4,45 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import queue
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from types import TracebackType
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, Self
 
 import numpy as np
-import torch
 
-from zfun.checkpoint.format._hash import digest_of
-from zfun.checkpoint.format._manifest import MAX_HEADER_BYTES
+from zfun.checkpoint.format._manifest import digest_of
 from zfun.errors import CheckpointError
-from zfun.files import Files
+from zfun.files import ALIGNMENT, Files, aligned, open_direct, pages
 from zfun.objects import is_url
-from zfun.stores import pages
 
 _NUM_THREADS = 4
-_PAGE = 4096
-_DIRECT = getattr(os, "O_DIRECT", 0)
-_SAFETENSORS = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
 
 
 def failure(path: str, problem: str, number: int | None) -> CheckpointError:
@@ -75,62 +51,6 @@ def explaining(path: str, problem: str) -> Iterator[None]:
         raise failure(path, f"{problem} failed with {error}", error.errno) from error
 
 
-class PlannedFile(NamedTuple):
-    """A payload file before it is written.
-
-    Attributes:
-        header: the bytes before the data.
-        offsets: where each tensor begins, in bytes of the file.
-        num_bytes: the length of the file.
-    """
-
-    header: bytes
-    offsets: tuple[int, ...]
-    num_bytes: int
-
-
-def plan_file(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> PlannedFile:
-    """Lay tensors out in a safetensors file, in the given order.
-
-    Args:
-        tensors: name, real dtype and shape of each. A dtype that safetensors does not know is
-            shown as bytes.
-    """
-    described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    ends = [0]
-    for name, dtype, shape in tensors:
-        numel = 1
-        for dim in shape:
-            numel *= dim
-        num_bytes = numel * dtype.itemsize
-        kind = _SAFETENSORS.get(dtype)
-        described[name] = {
-            "dtype": kind or "U8",
-            "shape": list(shape) if kind else [num_bytes],
-            "data_offsets": [end, end + num_bytes],
-        }
-        end += num_bytes
-        ends.append(end)
-    text = json.dumps(described, separators=(",", ":")).encode()
-    # Spaces fill the header up to a whole page, because direct reads begin at pages.
-    length = -(-(8 + len(text)) // _PAGE) * _PAGE - 8
-    if length > MAX_HEADER_BYTES:
-        raise CheckpointError(
-            f"the names of one rank's tensors take at most {MAX_HEADER_BYTES} bytes; got {length}; "
-            "join small tensors, or use shorter names"
-        )
-    header = length.to_bytes(8, "little") + text.ljust(length)
-    return PlannedFile(header, tuple(len(header) + at for at in ends[:-1]), len(header) + end)
-
-
-class WrittenFile(NamedTuple):
-    """A file that was written: the length, and the hash of every chunk."""
-
-    num_bytes: int
-    chunks: tuple[str, ...]
-
-
 def be_gentle() -> None:
     """Let this thread run only where other threads leave time, as far as the system can.
 
@@ -141,31 +61,42 @@ def be_gentle() -> None:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 15)
 
 
+class Hashing(NamedTuple):
+    """The length of the chunks of a file, and the hash that each gets."""
+
+    chunk_bytes: int
+    name: str
+
+
 def write_file(
     files: Files,
     path: str,
     blocks: Iterable[np.ndarray],
     num_bytes: int,
-    chunk_bytes: int,
+    hashing: Hashing,
     *,
-    hash_name: str = "xxh64",
     gentle: bool = False,
-) -> WrittenFile:
-    """Write blocks of bytes one after the other, and wait until the disk has them.
+) -> tuple[str, ...]:
+    """Write a new file of ``num_bytes``, and wait until the disk has it.
 
-    This thread copies the blocks into chunks, and others hash and write the chunks. A block may be
-    overwritten when the next one is asked for. With ``gentle``, one thread writes, where the work
-    of the process leaves time.
+    Args:
+        files: the operations on files.
+        path: of the new file.
+        blocks: the bytes, in uint8; each may be overwritten when the next is asked for.
+        num_bytes: their number.
+        hashing: how the chunks are hashed.
+        gentle: one thread writes, where the work of the process leaves time.
+
+    Returns:
+        The hash of every chunk.
 
     Raises:
         CheckpointError: the disk refused, or wrote fewer bytes than asked.
     """
     with explaining(path, "the file"):
-        fd, is_direct = _open_to_write(files, path)
+        fd, is_direct = open_direct(files, path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     try:
-        writer = _Writer(
-            files, path, fd, chunk_bytes, hash_name, is_direct=is_direct, gentle=gentle
-        )
+        writer = _Writer(files, path, fd, hashing, is_direct=is_direct, gentle=gentle)
         # A full disk is found before the first write, and the file gets its blocks at once.
         with explaining(path, f"reserving {num_bytes} bytes"):
             files.reserve(fd, 0, num_bytes)
@@ -176,26 +107,13 @@ def write_file(
             writer.finish()
         assert writer.num_bytes == num_bytes, (writer.num_bytes, num_bytes)
         with explaining(path, "the end of the file"):
-            if is_direct and num_bytes % _PAGE:
+            if is_direct and num_bytes % ALIGNMENT:
                 files.truncate(fd, num_bytes)
             files.sync(fd)
     finally:
         with contextlib.suppress(OSError):
             files.close(fd)
-    return WrittenFile(num_bytes, tuple(writer.hashes))
-
-
-def _open_to_write(files: Files, path: str) -> tuple[int, bool]:
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
-    if _DIRECT:
-        try:
-            return files.open(path, flags | _DIRECT), True
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            # The file may have been made before the flag was refused.
-            flags &= ~os.O_EXCL
-    return files.open(path, flags), False
+    return tuple(writer.hashes)
 
 
 class _Writer:
@@ -206,27 +124,17 @@ class _Writer:
     """
 
     def __init__(
-        self,
-        files: Files,
-        path: str,
-        fd: int,
-        chunk_bytes: int,
-        hash_name: str,
-        *,
-        is_direct: bool,
-        gentle: bool,
+        self, files: Files, path: str, fd: int, hashing: Hashing, *, is_direct: bool, gentle: bool
     ) -> None:
-        self._hash_name = hash_name
-        self._gentle = gentle
+        self._files, self._path, self._fd, self._is_direct = files, path, fd, is_direct
+        self._hashing, self._gentle = hashing, gentle
         self._num_threads = 1 if gentle else _NUM_THREADS
-        self.files, self.path, self.fd, self.is_direct = files, path, fd, is_direct
         self.hashes: list[str] = []
         self.num_bytes = 0
-        self._chunk_bytes = chunk_bytes
         self._free: queue.SimpleQueue[np.ndarray] = queue.SimpleQueue()
         for _ in range(self._num_threads):
-            self._free.put(chunk_of(chunk_bytes))
-        self._chunk = chunk_of(chunk_bytes)
+            self._free.put(chunk_of(hashing.chunk_bytes))
+        self._chunk = chunk_of(hashing.chunk_bytes)
         self._filled = 0
         self._work: queue.SimpleQueue[tuple[np.ndarray, int, int] | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
@@ -239,12 +147,7 @@ class _Writer:
             thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._error = self._error or error
         for _ in self._threads:
             self._work.put(None)
@@ -254,11 +157,11 @@ class _Writer:
     def add(self, block: np.ndarray) -> None:
         done = 0
         while done < len(block):
-            count = min(len(block) - done, self._chunk_bytes - self._filled)
+            count = min(len(block) - done, len(self._chunk) - self._filled)
             self._chunk[self._filled : self._filled + count] = block[done : done + count]
             self._filled += count
             done += count
-            if self._filled == self._chunk_bytes:
+            if self._filled == len(self._chunk):
                 self._hand_over()
 
     def finish(self) -> None:
@@ -283,10 +186,7 @@ class _Writer:
     def _run(self) -> None:
         if self._gentle:
             be_gentle()
-        while True:
-            work = self._work.get()
-            if work is None:
-                return
+        while (work := self._work.get()) is not None:
             try:
                 if self._error is None:
                     self._write(*work)
@@ -295,16 +195,15 @@ class _Writer:
             self._free.put(work[0])
 
     def _write(self, chunk: np.ndarray, filled: int, at: int) -> None:
-        self.hashes[at // self._chunk_bytes] = digest_of(self._hash_name, chunk[:filled])
-        end = filled
-        if self.is_direct and filled % _PAGE:
-            end = -(-filled // _PAGE) * _PAGE
-            chunk[filled:end] = 0
-        with explaining(self.path, f"a write of {end} bytes at {at}"):
-            done = self.files.write(self.fd, chunk[:end], at)
+        digest = digest_of(self._hashing.name, chunk[:filled])
+        self.hashes[at // self._hashing.chunk_bytes] = digest
+        end = aligned(filled) if self._is_direct else filled
+        chunk[filled:end] = 0
+        with explaining(self._path, f"a write of {end} bytes at {at}"):
+            done = self._files.write(self._fd, chunk[:end], at)
         if done != end:
             problem = f"a write of {end} bytes at {at} wrote {done}"
-            raise failure(self.path, problem, errno.ENOSPC)
+            raise failure(self._path, problem, errno.ENOSPC)
 
 
 def chunk_of(num_bytes: int) -> np.ndarray:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
+from zfun.checkpoint._collect import Contents, collect
 from zfun.checkpoint._directory import FILES
-from zfun.checkpoint._parts import join, real_dtype
+from zfun.checkpoint._parts import Part, join
 from zfun.checkpoint._publish import Job
-from zfun.checkpoint.format import CHUNK_BYTES, encode, plan_file, write_file
+from zfun.checkpoint.format._manifest import CHUNK_BYTES
+from zfun.checkpoint.format._plain import encode
+from zfun.checkpoint.format._write import Hashing
 from zfun.collectives import single_group
 from zfun.errors import OptionError
 from zfun.files import Files
@@ -24,7 +24,6 @@ from zfun.sources import Source, TrainingState, joined, tensors
 
 # The names of torch's Adam, and the places in the state of zf.zero with zf.optim.adamw.
 ADAM = {"exp_avg": "opt_state.mu", "exp_avg_sq": "opt_state.nu"}
-_FILE = "00000.safetensors"
 _HASH = "xxh64"  # the default of save()
 
 
@@ -97,31 +96,20 @@ def convert(
     leaves, ties = _keyed(found, moments)
     if count is not None and found.moments:
         leaves = joined(leaves, tensors({count: torch.tensor(num_applied)}))
-    job = Job(
-        str(path).rstrip("/") or "/",
-        single_group(),
-        files_of(path, files),
-        None,
-        CHUNK_BYTES,
-        _HASH,
+    values = {"step": step, "num_skipped": 0, "num_applied": num_applied}
+    contents = Contents(
+        [Part(path, value) for path, value in {**leaves, **values}.items()],
+        ties,
+        {},
+        step,
+        {"converted_from": found.params.origin},
+        encode(data, "data="),
     )
+    group = single_group()
+    job = Job(str(path), group, files_of(path, files), None, Hashing(CHUNK_BYTES, _HASH))
     try:
         job.begin(step)
-        report = _written(job, leaves)
-        report["shared"] = {
-            "step": step,
-            "leaves": [
-                [key, str(leaf.dtype).removeprefix("torch."), list(leaf.shape)]
-                for key, leaf in leaves.items()
-            ],
-            "ties": ties,
-            "masters": dict[str, str](),
-            "optional": list[str](),
-            "values": {"step": step, "num_skipped": 0, "num_applied": num_applied},
-            "data": encode(data, "data="),
-            "composition": {"ranks": 1, "converted_from": found.params.origin},
-        }
-        job.publish([report])
+        job.in_turn(*collect(contents, set(), group))
     except BaseException:
         job.abandon()
         raise
@@ -152,45 +140,3 @@ def _keyed(found: TrainingState, moments: Mapping[str, str]) -> tuple[Source, di
             if first in held
         }
     return joined(*parts), ties
-
-
-def _written(job: Job, leaves: Source) -> dict[str, Any]:
-    """Write the payload, and return what the manifest needs of it."""
-    report: dict[str, Any] = {"file": None, "pieces": [], "own": [], "values": {}}
-    report |= {"rng": encode(None, "rng="), "loader": encode(None, "loader=")}
-    held = {key: leaf for key, leaf in leaves.items() if leaf.numel()}
-    if not held:
-        return report
-    sizes = {key: math.prod(leaf.shape) * (1 + leaf.dtype.is_complex) for key, leaf in held.items()}
-    planned = plan_file(
-        [
-            (key, real_dtype(leaf.dtype), (sizes[key],) if leaf.dtype.is_complex else leaf.shape)
-            for key, leaf in held.items()
-        ]
-    )
-
-    def blocks() -> Iterator[np.ndarray]:
-        yield np.frombuffer(planned.header, np.uint8)
-        for leaf in held.values():
-            yield _bytes_of(leaf.load())
-
-    path = f"{job.temporary}/{_FILE}"
-    written = write_file(
-        job.files,
-        path,
-        blocks(),
-        planned.num_bytes,
-        job.chunk_bytes,
-        hash_name=job.hash_name,
-    )
-    report["file"] = [_FILE, written.num_bytes, len(planned.header), list(written.chunks)]
-    report["pieces"] = [
-        [key, at, 0, sizes[key], False] for key, at in zip(held, planned.offsets, strict=True)
-    ]
-    return report
-
-
-def _bytes_of(tensor: Tensor) -> np.ndarray:
-    tensor = tensor.detach().cpu().resolve_conj().contiguous()
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return real.reshape(-1).view(torch.uint8).numpy()

@@ -10,7 +10,9 @@ import numpy as np
 
 from zfun.checkpoint._directory import read_manifest, step_path, steps
 from zfun.checkpoint._remove import stale
-from zfun.checkpoint.format import MANIFEST, LeafEntry, Manifest, Payload, Want, explaining
+from zfun.checkpoint.format._manifest import MANIFEST, LeafEntry, Manifest
+from zfun.checkpoint.format._payload import Payload, Want
+from zfun.checkpoint.format._write import explaining
 from zfun.errors import CheckpointError
 from zfun.objects import files_of
 from zfun.options import PATH, integer, takes

@@ -12,7 +12,9 @@ from zfun import sources
 from zfun.checkpoint._directory import read_manifest, step_path
 from zfun.checkpoint._fill import read_leaf
 from zfun.checkpoint._parts import join
-from zfun.checkpoint.format import LeafEntry, Manifest, Payload, decode
+from zfun.checkpoint.format._manifest import LeafEntry, Manifest
+from zfun.checkpoint.format._payload import Payload
+from zfun.checkpoint.format._plain import decode
 from zfun.errors import CheckpointError
 from zfun.options import BOOL, FLOATING, PATH, TEXT, integer, takes
 from zfun.sources import Deferred, Source, TrainingState, Written

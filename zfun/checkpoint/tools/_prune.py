@@ -15,7 +15,7 @@ from zfun.checkpoint._directory import (
     steps,
 )
 from zfun.checkpoint._remove import remove_step
-from zfun.checkpoint.format import explaining
+from zfun.checkpoint.format._write import explaining
 from zfun.errors import CheckpointError, OptionError
 from zfun.files import Files
 from zfun.objects import files_of
